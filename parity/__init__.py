@@ -1,4 +1,6 @@
-"""Copies attention weights between JAX, PyTorch and TTNN, and proves that they agree or says where they do not."""
+"""Copies attention weights between JAX, PyTorch and TTNN, and proves that they agree or says where
+they do not.
+"""
 
 import ast
 import importlib
@@ -9,8 +11,9 @@ from typing import Any
 
 from parity.measure.core.libraries import LIBRARIES
 
-# A public name is written once, in __init__.pyi, and imported when it is first asked for: `mha-parity --help`, and
-# every pytest run where this package is installed, import `parity` and need nothing of it.
+# A public name is written once, in __init__.pyi, and imported when it is first asked for:
+# `mha-parity --help`, and every pytest run where this package is installed, import `parity` and
+# need nothing of it.
 _MODULE_OF = {
     alias.name: node.module
     for node in ast.parse(Path(__file__).with_name("__init__.pyi").read_bytes()).body
@@ -25,7 +28,9 @@ LIBRARIES["ttnn"] = partial(importlib.import_module, "parity.measure.backends.tt
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__]
+        )
     value = getattr(importlib.import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value

@@ -10,7 +10,8 @@ MAX_SHOWN = 500  # characters
 
 
 def printable(text: str, *, keep: str = "\n") -> str:
-    r"""Escape characters that a terminal obeys or cannot show: controls, directions of text, half characters.
+    r"""Escape characters that a terminal obeys or cannot show: controls, directions of text, half
+    characters.
 
     Args:
         text: any text.
@@ -30,7 +31,9 @@ def printable(text: str, *, keep: str = "\n") -> str:
 
 
 def in_line(text: str, most: int = MAX_SHOWN) -> str:
-    """Make text one line that can be shown: join its lines, escape characters, cut its middle beyond `most`."""
+    """Make text one line that can be shown: join its lines, escape characters, cut its middle
+    beyond `most`.
+    """
     half = most // 2
     if len(text) > most:  # before the rest, which takes time for each character
         text = f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"
@@ -44,14 +47,17 @@ def some_of(names: Iterable[str], most: int = 8) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str:
-    """Return a question about the nearest known names, `did you mean torch?`; empty if none is near.
+    """Return a question about the nearest known names, `did you mean torch?`; empty if none is
+    near.
 
     Names that begin with a word, or contain it, follow those that are spelled like it.
     """
     by_letters, word = {each.lower(): each for each in known}, name.lower().strip("*")
     near = get_close_matches(name.lower(), by_letters, most)
     if len(word) > 2:
-        near += [each for each in by_letters if each.startswith(word)] + [each for each in by_letters if word in each]
+        near += [each for each in by_letters if each.startswith(word)] + [
+            each for each in by_letters if word in each
+        ]
     near = [by_letters[each] for each in dict.fromkeys(near)][:most]
     return f"did you mean {' or '.join(near)}?" if near else ""
 

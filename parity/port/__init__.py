@@ -5,6 +5,6 @@
 - `foreign`: weights of live modules of other libraries.
 - `tapping`: inputs and outputs of the attention layers of a running model.
 
-This wing imports `measure` alone. It explains nothing: a file or module that it does not know raises an error that
-says what is missing.
+This wing imports `measure` alone. It explains nothing: a file or module that it does not know
+raises an error that says what is missing.
 """

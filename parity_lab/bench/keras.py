@@ -11,12 +11,15 @@ from parity.port.foreign.keras import import_keras
 
 
 def keras_layer(framework: str, spec: AttentionSpec, dtype: str, weights: Weights) -> Any:
-    """A `keras.layers.MultiHeadAttention` with these weights; the framework that asks first is the one it runs on.
+    """A `keras.layers.MultiHeadAttention` with these weights; the framework that asks first is the
+    one it runs on.
 
     Raises:
         ImportError: if Keras is not installed, or runs on another framework.
     """
     if (backend := import_keras(framework).backend.backend()) != framework:
-        raise ImportError(f"Keras runs on one framework in a process, which is {backend} here (see KERAS_BACKEND)")
+        raise ImportError(
+            f"Keras runs on one framework in a process, which is {backend} here (see KERAS_BACKEND)"
+        )
     adapter = load_adapter("keras.layers.MultiHeadAttention")
     return adapter.load_into(adapter.make(spec, dtype), weights)

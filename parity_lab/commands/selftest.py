@@ -12,7 +12,8 @@ from parity.use.cli.options import check_names, name_list
 
 PAGE = Page(
     "inject known bugs into the layers, and check that they are found",
-    "Inject a known bug of each page into the layers. Check that its stage differs and that the diagnosis names it.",
+    "Inject a known bug of each page into the layers. Check that its stage differs and that the "
+    "diagnosis names it.",
     "mha-parity selftest --backends torch",
     "every bug was found",
     "a bug was missed",
@@ -20,8 +21,15 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backends", type=name_list, metavar="A,B", help="jax, torch; default: all that are installed")
-    parser.add_argument("--cases", default="*", metavar="GLOB", help="names such as 'rope*'; default: all")
+    parser.add_argument(
+        "--backends",
+        type=name_list,
+        metavar="A,B",
+        help="jax, torch; default: all that are installed",
+    )
+    parser.add_argument(
+        "--cases", default="*", metavar="GLOB", help="names such as 'rope*'; default: all"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
 
 
@@ -41,7 +49,9 @@ def run(options: argparse.Namespace) -> Result:
     cases = [case for case in SELFTEST_CASES if fnmatch.fnmatch(case.name, options.cases)]
     if not cases:
         hint = did_you_mean(options.cases, [case.name for case in SELFTEST_CASES])
-        raise refusal("--cases", "match a case of the self-test", {"--cases": options.cases}, hint=hint)
+        raise refusal(
+            "--cases", "match a case of the self-test", {"--cases": options.cases}, hint=hint
+        )
     total = len(backends) * sum(1 + len(bugs_in(case)) for case in cases)
     with progress_bar(total) as on_bug:
         outcomes = list(selftest(backends, cases, seeds=[options.seed], on_bug=on_bug))

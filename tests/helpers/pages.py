@@ -18,10 +18,14 @@ from parity.use.running.report import Report, SkippedCase
 HOSTILE = "<script>alert(1)</script>\"'&\x00\x1b\ud800</td>"
 
 
-def page_of(names, backends=("torch",), dtypes=("float32",), **keywords) -> tuple[Report, AttentionMaps, bytes]:
+def page_of(
+    names, backends=("torch",), dtypes=("float32",), **keywords
+) -> tuple[Report, AttentionMaps, bytes]:
     """Return the report of a run, its attention maps and its page."""
     maps = AttentionMaps()
-    report = run_cases([CASES[name] for name in names], backends, dtypes, on_judged=maps, **keywords)
+    report = run_cases(
+        [CASES[name] for name in names], backends, dtypes, on_judged=maps, **keywords
+    )
     return report, maps, html_page(report, maps)
 
 
@@ -57,10 +61,15 @@ def hostile_report() -> Report:
     report = Report(
         [*renamed, lost],
         {"tt": HOSTILE},
-        {HOSTILE: {HOSTILE: [HOSTILE], "backends": {HOSTILE: {HOSTILE: {HOSTILE: HOSTILE}}}}, "b": 3},
+        {
+            HOSTILE: {HOSTILE: [HOSTILE], "backends": {HOSTILE: {HOSTILE: {HOSTILE: HOSTILE}}}},
+            "b": 3,
+        },
         [HOSTILE],
         [SkippedCase("textbook", "float16", HOSTILE, HOSTILE)],
         collectives=[Collectives(HOSTILE, "float32", HOSTILE, HOSTILE, {HOSTILE: 2}, {HOSTILE: 1})],
     )
-    object.__setattr__(report, "diagnoses", {(HOSTILE, "float32", f"torch ({HOSTILE})"): Diagnosis(HOSTILE)})
+    object.__setattr__(
+        report, "diagnoses", {(HOSTILE, "float32", f"torch ({HOSTILE})"): Diagnosis(HOSTILE)}
+    )
     return report

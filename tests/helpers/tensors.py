@@ -20,9 +20,16 @@ def read_metadata(path: Path) -> dict[str, str]:
         return dict(file.metadata)
 
 
-def write_tensor_file(path: Path, tensors: Mapping[str, np.ndarray], metadata: dict[str, str] | None = None) -> Path:
+def write_tensor_file(
+    path: Path, tensors: Mapping[str, np.ndarray], metadata: dict[str, str] | None = None
+) -> Path:
     """Write tensors to a file, and return its path."""
-    write_tensors(path, {name: (x.shape, x.dtype) for name, x in tensors.items()}, tensors.__getitem__, metadata)
+    write_tensors(
+        path,
+        {name: (x.shape, x.dtype) for name, x in tensors.items()},
+        tensors.__getitem__,
+        metadata,
+    )
     return path
 
 

@@ -122,7 +122,10 @@ def test_parity_imports_without_frameworks(module):
 @pytest.mark.parametrize("module", ["compare", "trace", "problem"])
 def test_comparing_does_not_import_cases(module):
     """Importing compare, trace or problem of parity.measure.core does not import the cases."""
-    result = run(f"import sys, parity.measure.core.{module}", "assert 'parity.measure.core.cases' not in sys.modules")
+    result = run(
+        f"import sys, parity.measure.core.{module}",
+        "assert 'parity.measure.core.cases' not in sys.modules",
+    )
     assert result.returncode == 0, result.stderr
 
 
@@ -134,9 +137,15 @@ def test_mha_torch_imports_parallel_lazily():
     found = []
     for path in sorted({*folder.rglob("*.py")} - {*(folder / "parallel").rglob("*.py")}):
         for node in ast.parse(path.read_text()).body:  # statements at import time
-            names = [alias.name for alias in getattr(node, "names", [])] if isinstance(node, ast.Import) else []
+            names = (
+                [alias.name for alias in getattr(node, "names", [])]
+                if isinstance(node, ast.Import)
+                else []
+            )
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             found += [
-                (path.name, name) for name in names if name.startswith(("torch.distributed", "mha_torch.parallel"))
+                (path.name, name)
+                for name in names
+                if name.startswith(("torch.distributed", "mha_torch.parallel"))
             ]
     assert found == []

@@ -1,7 +1,7 @@
 """Check the conventions of an attention implementation by calling it.
 
-For a library whose documentation does not say whether True masks, where a causal mask of unequal lengths begins, or
-what an empty row returns.
+For a library whose documentation does not say whether True masks, where a causal mask of unequal
+lengths begins, or what an empty row returns.
 
 - `Subject` (`subjects`): how an implementation is called.
 - `Question` (`questions`): one convention, with the calls that tell its answers apart.

@@ -15,9 +15,9 @@ from parity.measure.text import counted
 class Kind(Enum):
     """Kind of an answer; the last in this order takes precedence.
 
-    `REFUSED`: a deliberate error; `ABSENT`: not supported; `KEPT`; `NOTE`: kept, by an uncommon convention; `DIFFERS`:
-    depends on the path; `BROKEN`: breaks a promise of its own or a universal expectation. The last two are broken
-    promises.
+    `REFUSED`: a deliberate error; `ABSENT`: not supported; `KEPT`; `NOTE`: kept, by an uncommon
+    convention; `DIFFERS`: depends on the path; `BROKEN`: breaks a promise of its own or a universal
+    expectation. The last two are broken promises.
     """
 
     REFUSED = "refused"
@@ -123,7 +123,9 @@ class Question:
 
     def ask(self, examination: Any) -> Answer:
         """Answer the question for the subject under examination."""
-        return self.function(examination, self) if self.is_offered(examination) else self.not_offered
+        return (
+            self.function(examination, self) if self.is_offered(examination) else self.not_offered
+        )
 
     @property
     def not_offered(self) -> Answer:
@@ -183,18 +185,24 @@ class Conformance(JsonRecord):
 
     @property
     def not_examined(self) -> list[str]:
-        """Return the requested dtypes in which no question called the subject; the first is that of plain calls."""
+        """Return the requested dtypes in which no question called the subject; the first is that of
+        plain calls.
+        """
         examined = {path.dtype for answer in self.answers for path in answer.findings}
         return [dtype for dtype in self.requested[1:] if dtype not in examined and not self.missing]
 
 
 def unexamined_dtypes(found: Sequence[Conformance]) -> dict[str, list[str]]:
-    """Return the requested dtypes that no question examined, by the name of the subject; empty if there are none."""
+    """Return the requested dtypes that no question examined, by the name of the subject; empty if
+    there are none.
+    """
     return {subject.name: subject.not_examined for subject in found if subject.not_examined}
 
 
 def exit_status(found: Sequence[Conformance]) -> int:
-    """Return 1 if a promise is broken; 2 if no question applied, or none to a requested dtype; otherwise 0."""
+    """Return 1 if a promise is broken; 2 if no question applied, or none to a requested dtype;
+    otherwise 0.
+    """
     if any(subject.broken for subject in found):
         return 1
     if unexamined_dtypes(found):

@@ -21,7 +21,8 @@ class Refused(Exception):
 
 
 class Failed(Exception):
-    """The subject failed by accident, for example with a NameError, or returned something other than an output.
+    """The subject failed by accident, for example with a NameError, or returned something other
+    than an output.
 
     Attributes:
         words: text for the cell of the matrix.
@@ -38,7 +39,9 @@ LIBRARIES = ("torch", "jax", "jaxlib", "flax", "keras", "equinox", "jaxtyping", 
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a call: output, attention weights if returned, and gradients of the distinct inputs."""
+    """Result of a call: output, attention weights if returned, and gradients of the distinct
+    inputs.
+    """
 
     output: np.ndarray
     attn_weights: np.ndarray | None
@@ -62,7 +65,8 @@ def run(
     Args:
         subject: the subject.
         path: the path.
-        inputs: split heads (B, N, T, H) or (B, T, E), in any dtype; they are rounded to the path's dtype.
+        inputs: split heads (B, N, T, H) or (B, T, E), in any dtype; they are rounded to the path's
+            dtype.
         cotangent: cotangent of the output, for the gradients of the inputs.
         spec, weights: of a layer with settable weights.
         strided: pass inputs that are not contiguous in memory.
@@ -70,25 +74,39 @@ def run(
         options: the mask and other arguments, see `Call`.
 
     Raises:
-        Refused: if the subject raises a deliberate error, see `REFUSALS`, or one of its library's own errors.
-        Failed: if it raises another error, or does not return floating-point numbers with one row per query.
+        Refused: if the subject raises a deliberate error, see `REFUSALS`, or one of its library's
+            own errors.
+        Failed: if it raises another error, or does not return floating-point numbers with one row
+            per query.
     """
     dtype, swaps = dtype_named(path.dtype), subject.axes == "BTNH"
 
     def ordered(x: np.ndarray) -> np.ndarray:
         x = x.swapaxes(1, 2) if swaps else x
-        return np.ascontiguousarray(x.swapaxes(0, -1)).swapaxes(0, -1) if strided else np.ascontiguousarray(x)
+        return (
+            np.ascontiguousarray(x.swapaxes(0, -1)).swapaxes(0, -1)
+            if strided
+            else np.ascontiguousarray(x)
+        )
 
     given = {id(x): ordered(x.astype(dtype)) for x in inputs}
     if cotangent is not None:
         cotangent = cotangent.swapaxes(1, 2) if swaps else cotangent
         cotangent = np.ascontiguousarray(cotangent.astype(dtype))
-    options = {name: option for name, option in options.items() if option is not None and option is not False}
+    options = {
+        name: option
+        for name, option in options.items()
+        if option is not None and option is not False
+    }
     options |= {"need_weights": True} if path.need_weights else {}
 
     def prepare(from_numpy: Callable[[np.ndarray], Any], kind: Any) -> Attend:
-        call = subject.make(path) if spec is None else subject.make(path, spec=spec, weights=weights)
-        converted = {name: from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+        call = (
+            subject.make(path) if spec is None else subject.make(path, spec=spec, weights=weights)
+        )
+        converted = {
+            name: from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in options.items()
+        }
 
         def attend(*arrays: Any) -> tuple[Any, Any]:
             by_id = dict(zip(given, arrays, strict=True))
@@ -116,7 +134,8 @@ def run(
         reason = f"{kind}: {reason}" if reason else kind
         if _is_overflow(error):
             raise Failed(
-                "overflow", f"{reason}; a constant in the code, such as -1e9, is out of range for {path.dtype}"
+                "overflow",
+                f"{reason}; a constant in the code, such as -1e9, is out of range for {path.dtype}",
             ) from error
         if _is_meant(error, subject.framework):
             raise Refused(reason) from error
@@ -126,11 +145,17 @@ def run(
 
 
 def _is_overflow(error: Exception) -> bool:
-    """Return whether a number of the subject's own code, such as -1e9 for hidden scores, does not fit its dtype.
+    """Return whether a number of the subject's own code, such as -1e9 for hidden scores, does not
+    fit its dtype.
 
-    torch raises a RuntimeError for it, as its kernels do for unsupported calls. A deliberate error has other words.
+    torch raises a RuntimeError for it, as its kernels do for unsupported calls. A deliberate error
+    has other words.
     """
-    return type(error) is RuntimeError and "cannot be converted to type" in str(error) and "overflow" in str(error)
+    return (
+        type(error) is RuntimeError
+        and "cannot be converted to type" in str(error)
+        and "overflow" in str(error)
+    )
 
 
 def _is_meant(error: Exception, framework: str) -> bool:
@@ -142,18 +167,29 @@ def _is_meant(error: Exception, framework: str) -> bool:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    raised_in = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", "")).split(".")[0]
+    raised_in = (
+        "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", "")).split(".")[0]
+    )
     return isinstance(error, (AssertionError, LookupError)) and raised_in in LIBRARIES
 
 
 def _check_output(subject: Subject, output: np.ndarray, query_shape: Sequence[int]) -> None:
     if not is_floating(output.dtype):
-        raise Failed(f"returns {output.dtype}", f"the output is of dtype {output.dtype}, which is not floating point")
+        raise Failed(
+            f"returns {output.dtype}",
+            f"the output is of dtype {output.dtype}, which is not floating point",
+        )
     is_fit = (
-        output.ndim == 3 and output.shape[:2] == query_shape[:2] if subject.is_layer else output.shape == query_shape
+        output.ndim == 3 and output.shape[:2] == query_shape[:2]
+        if subject.is_layer
+        else output.shape == query_shape
     )
     if not is_fit:
-        wanted = f"({', '.join(map(str, query_shape[:2]))}, width)" if subject.is_layer else str(tuple(query_shape))
+        wanted = (
+            f"({', '.join(map(str, query_shape[:2]))}, width)"
+            if subject.is_layer
+            else str(tuple(query_shape))
+        )
         raise Failed("wrong shape", f"the output is of shape {output.shape}, not {wanted}")
 
 
@@ -164,7 +200,9 @@ Prepare = Callable[[Callable[[np.ndarray], Any], Any], Attend]
 """Prepares the subject, given a framework's conversion of arrays and the type of its outputs."""
 
 
-def _run_torch(path: Path, arrays: Arrays, prepare: Prepare, cotangent: np.ndarray | None, seed: int) -> Outputs:
+def _run_torch(
+    path: Path, arrays: Arrays, prepare: Prepare, cotangent: np.ndarray | None, seed: int
+) -> Outputs:
     import torch
 
     from parity.measure.backends.torch import from_numpy
@@ -175,19 +213,24 @@ def _run_torch(path: Path, arrays: Arrays, prepare: Prepare, cotangent: np.ndarr
         attend = prepare(from_numpy, torch.Tensor)
         _seed_torch(seed)
         output, attn_weights = attend(*leaves)
-        grads = () if cotangent is None else torch.autograd.grad(output, leaves, from_numpy(cotangent))
+        grads = (
+            () if cotangent is None else torch.autograd.grad(output, leaves, from_numpy(cotangent))
+        )
     return output, attn_weights, grads
 
 
 def _seed_torch(seed: int) -> None:
     import torch
 
-    # torch.manual_seed records a traceback for each uninitialized accelerator, which takes half the time of a call.
+    # torch.manual_seed records a traceback for each uninitialized accelerator, which takes half the
+    # time of a call.
     seeded = torch if torch.accelerator.is_available() else torch.default_generator
     seeded.manual_seed(seed)
 
 
-def _run_jax(path: Path, arrays: Arrays, prepare: Prepare, cotangent: np.ndarray | None, _: int) -> Outputs:
+def _run_jax(
+    path: Path, arrays: Arrays, prepare: Prepare, cotangent: np.ndarray | None, _: int
+) -> Outputs:
     import jax
 
     from parity.measure.backends.jax import from_numpy
@@ -195,9 +238,14 @@ def _run_jax(path: Path, arrays: Arrays, prepare: Prepare, cotangent: np.ndarray
     with (
         jax.numpy_dtype_promotion("standard"),  # the default
         jax.numpy_rank_promotion("allow"),
-        jax.default_matmul_precision("highest"),  # no TF32, whose rounding would look like a difference
+        jax.default_matmul_precision(
+            "highest"
+        ),  # no TF32, whose rounding would look like a difference
     ):
-        attend, leaves = prepare(from_numpy, (jax.Array, np.ndarray)), [from_numpy(x) for x in arrays]
+        attend, leaves = (
+            prepare(from_numpy, (jax.Array, np.ndarray)),
+            [from_numpy(x) for x in arrays],
+        )
         if not path.grad:
             return *attend(*leaves), ()
         output, backward, attn_weights = jax.vjp(attend, *leaves, has_aux=True)
@@ -218,8 +266,11 @@ def _run_ttnn(path: Path, arrays: Arrays, prepare: Prepare, *_: Any) -> Outputs:
 _RUNNERS = {"torch": _run_torch, "jax": _run_jax, "ttnn": _run_ttnn}
 
 
-def fresh_copies(module: Any, change: Callable[[Any], Any] = lambda leaf: leaf) -> Callable[[], Any]:
-    """Return a function that copies an `nnx` module in its current state, random numbers included, for another trace.
+def fresh_copies(
+    module: Any, change: Callable[[Any], Any] = lambda leaf: leaf
+) -> Callable[[], Any]:
+    """Return a function that copies an `nnx` module in its current state, random numbers included,
+    for another trace.
 
     Args:
         module: module to copy.

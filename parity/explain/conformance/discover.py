@@ -24,7 +24,14 @@ from parity.explain.conformance.functional import (
     linen_module,
     with_params,
 )
-from parity.explain.conformance.signatures import HEADS, WIDTHS, library_of, parameters_of, required, roles_of
+from parity.explain.conformance.signatures import (
+    HEADS,
+    WIDTHS,
+    library_of,
+    parameters_of,
+    required,
+    roles_of,
+)
 from parity.explain.conformance.subjects import (
     AXES,
     BATCH,
@@ -72,9 +79,15 @@ def load_params(target: str) -> Any:
             with user_code(target):
                 found = found()
         except Exception as error:  # a user's function may raise anything
-            raise InputError("params", "need no arguments", f"{type(error).__name__}: {error}") from error
+            raise InputError(
+                "params", "need no arguments", f"{type(error).__name__}: {error}"
+            ) from error
     if not any(True for _ in arrays_in(found)):
-        raise InputError("params", "be a mapping or another tree of arrays", f"{type(found).__name__} for {target!r}")
+        raise InputError(
+            "params",
+            "be a mapping or another tree of arrays",
+            f"{type(found).__name__} for {target!r}",
+        )
     return found
 
 
@@ -89,13 +102,22 @@ def _load(target: str, argument: str, kind: str) -> Any:
         with user_code(module_name):
             found = importlib.import_module(module_name)
     except Exception as error:  # importing may raise anything
-        is_absent = isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]
+        is_absent = (
+            isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]
+        )
         advice = "; run from the folder of the module, or set PYTHONPATH" if is_absent else ""
-        raise ImportError(f"{module_name} must be importable, got {type(error).__name__}: {error}{advice}") from error
+        raise ImportError(
+            f"{module_name} must be importable, got {type(error).__name__}: {error}{advice}"
+        ) from error
     for name in attribute.split("."):
         if not hasattr(found, name):
             names = [each for each in dir(found) if not each.startswith("_")]
-            raise InputError(target, "name an attribute of its module", f"no {name!r}", hint=did_you_mean(name, names))
+            raise InputError(
+                target,
+                "name an attribute of its module",
+                f"no {name!r}",
+                hint=did_you_mean(name, names),
+            )
         found = getattr(found, name)
     return found
 
@@ -118,12 +140,14 @@ def subject_of(
     """Return a user's attention as a subject; properties that are not declared are detected.
 
     Args:
-        target: a function, a module, or a class or factory of modules that needs no arguments, in torch, JAX or ttnn.
+        target: a function, a module, or a class or factory of modules that needs no arguments, in
+            torch, JAX or ttnn.
         name: name for reports; default: its own name.
-        framework: `torch`, `jax` or `ttnn`, if neither the module's class nor the function's imports show it.
+        framework: `torch`, `jax` or `ttnn`, if neither the module's class nor the function's
+            imports show it.
         axes: axes of its inputs, one of `AXES`.
-        params: weights of a function `attention(params, x)`, of a flax.linen module, or of its `apply`: a mapping or
-            another tree of arrays.
+        params: weights of a function `attention(params, x)`, of a flax.linen module, or of its
+            `apply`: a mapping or another tree of arrays.
         d_model: width of a layer's inputs.
         num_heads: its number of query heads, for a mask (B * N, T, S).
         mask_name, causal_name: names of its parameters; `""` if it has none.
@@ -141,7 +165,11 @@ def subject_of(
     ):
         if value is not None:
             as_one_of(what, value, known)
-    for what, number in (("d_model", d_model), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+    for what, number in (
+        ("d_model", d_model),
+        ("num_heads", num_heads),
+        ("num_kv_heads", num_kv_heads),
+    ):
         if number is not None:
             as_count(what, number)
     name = name or name_of(target)
@@ -149,7 +177,11 @@ def subject_of(
     library = library_of(target)
     framework = framework or framework_of(target)
     if framework not in FRAMEWORKS:
-        raise InputError("framework", "be declared as torch, jax or ttnn if it cannot be detected", framework=name)
+        raise InputError(
+            "framework",
+            "be declared as torch, jax or ttnn if it cannot be detected",
+            framework=name,
+        )
     parameters = parameters_of(target)
     roles = roles_of(name, parameters, mask_name=mask_name, causal_name=causal_name)
     if library:
@@ -157,7 +189,9 @@ def subject_of(
         roles.pop("dropout", None)  # handled by the module itself
     call = _AsCall(target, library, framework, roles, parameters is None, num_heads)
     takes = {role for role in ("mask", "is_causal", "need_weights", "dropout") if role in roles}
-    takes |= {"train"} if library == "torch" or roles.keys() & {"training", "deterministic"} else set()
+    takes |= (
+        {"train"} if library == "torch" or roles.keys() & {"training", "deterministic"} else set()
+    )
     takes |= {"key", "value"} if parameters is None or roles.keys() >= {"key", "value"} else set()
     takes |= {"key"} if "key" in roles else set()
     head_dim = TTNN_HEAD_DIM if framework == "ttnn" else HEAD_DIM
@@ -176,8 +210,14 @@ def subject_of(
         num_kv_heads=num_kv_heads,
     )
     if axes is not None or library:
-        return subject if d_model or not subject.is_layer else _with_width(subject, _widths(target, library))
-    if isinstance(target, WithParams):  # its weights show the width of a layer, unless it accepts split heads
+        return (
+            subject
+            if d_model or not subject.is_layer
+            else _with_width(subject, _widths(target, library))
+        )
+    if isinstance(
+        target, WithParams
+    ):  # its weights show the width of a layer, unless it accepts split heads
         try:
             return _with_width(subject, [d_model] if d_model else _widths(target, library))
         except InputError:
@@ -195,12 +235,16 @@ def subject_of(
 
 
 def made(target: Any, name: str, params: Any = None) -> Any:
-    """Construct a module from a class or factory; bind `params` to a function; return other targets unchanged."""
+    """Construct a module from a class or factory; bind `params` to a function; return other targets
+    unchanged.
+    """
     if params is not None:
         return with_params(target, params, name)
     if linen_module(target):
         rule = "be given: a module of flax.linen has no weights of its own"
-        raise InputTypeError("params", rule, type(target).__name__, remedy={"params": "pkg.module:NAME"})
+        raise InputTypeError(
+            "params", rule, type(target).__name__, remedy={"params": "pkg.module:NAME"}
+        )
     parameters = parameters_of(target)
     if inspect.isclass(target):
         if missing := required(parameters or {}):
@@ -211,13 +255,17 @@ def made(target: Any, name: str, params: Any = None) -> Any:
         with user_code(name):
             made = target()
         if not callable(made):
-            raise InputTypeError("a factory", "return a callable", f"{type(made).__name__} from {name}")
+            raise InputTypeError(
+                "a factory", "return a callable", f"{type(made).__name__} from {name}"
+            )
         return made
     return target
 
 
 def framework_of(target: Any) -> str | None:
-    """Return the framework of a function's or module's arrays, one of `FRAMEWORKS`; None if unknown."""
+    """Return the framework of a function's or module's arrays, one of `FRAMEWORKS`; None if
+    unknown.
+    """
     if isinstance(target, WithParams) and (found := _only(map(type, arrays_in(target.params)))):
         return found
     if library := library_of(linen_module(target) or target):
@@ -226,33 +274,58 @@ def framework_of(target: Any) -> str | None:
 
 
 def _imported(target: Any) -> str | None:
-    """Return the framework that a function's own module imports, otherwise that of the modules it uses."""
+    """Return the framework that a function's own module imports, otherwise that of the modules it
+    uses.
+    """
     function = inspect.unwrap(getattr(target, "func", target))
-    if not hasattr(function, "__globals__") and inspect.isfunction(getattr(type(function), "__call__", None)):  # noqa: B004
-        function = type(function).__call__
+    if not hasattr(function, "__globals__"):
+        # An instance whose class defines a call.
+        call = getattr(type(function), "__call__", None)  # noqa: B004
+        if inspect.isfunction(call):
+            function = call
     if found := _only([function]):
         return found
     used = [*getattr(function, "__globals__", {}).values()]
-    names = {each.__name__ if inspect.ismodule(each) else getattr(each, "__module__", None) for each in used}
-    further = [vars(sys.modules[name]).values() for name in names if name in sys.modules and name != "builtins"]
+    names = {
+        each.__name__ if inspect.ismodule(each) else getattr(each, "__module__", None)
+        for each in used
+    }
+    further = [
+        vars(sys.modules[name]).values()
+        for name in names
+        if name in sys.modules and name != "builtins"
+    ]
     return _only(used) or _only(each for values in further for each in values)
 
 
 def _only(used: Iterable[Any]) -> str | None:
     """Return the only framework of some modules, types or functions."""
-    names = [each.__name__ if inspect.ismodule(each) else getattr(each, "__module__", None) for each in used]
+    names = [
+        each.__name__ if inspect.ismodule(each) else getattr(each, "__module__", None)
+        for each in used
+    ]
     found = {OF_LIBRARY.get(name.split(".")[0]) for name in names if isinstance(name, str)} - {None}
     return found.pop() if len(found) == 1 else None
 
 
 def _size(target: Any, names: Sequence[str]) -> int | None:
-    return next((size for name in names if isinstance(size := getattr(target, name, None), int)), None)
+    return next(
+        (size for name in names if isinstance(size := getattr(target, name, None), int)), None
+    )
 
 
 def _widths(target: Any, library: str) -> list[int]:
-    """Return candidates for the width of a module's inputs: its attributes, then every size of its parameters."""
+    """Return candidates for the width of a module's inputs: its attributes, then every size of its
+    parameters.
+    """
     width = _size(target, WIDTHS)
-    tree = [*target.parameters()] if library == "torch" else target.params if isinstance(target, WithParams) else target
+    tree = (
+        [*target.parameters()]
+        if library == "torch"
+        else target.params
+        if isinstance(target, WithParams)
+        else target
+    )
     sizes = [size for leaf in arrays_in(tree) if len(leaf.shape) > 1 for size in leaf.shape]
     return list(dict.fromkeys([*([width] if width else []), *sizes]))
 
@@ -281,7 +354,9 @@ def _error_as_layer(subject: Subject) -> Refused | Failed | None:
 
 @dataclass
 class _AsCall:
-    """Wrap a user's callable as a `Call`: parameters by name, and the mask in the first shape that works."""
+    """Wrap a user's callable as a `Call`: parameters by name, and the mask in the first shape that
+    works.
+    """
 
     target: Any
     library: str
@@ -306,16 +381,23 @@ class _AsCall:
         fixed = {self.roles[role]: value for role, value in modes.items() if role in self.roles}
         broadcast_to = importlib.import_module(OF_MASKS[self.framework]).broadcast_to
 
-        def call(query: Any, key: Any, value: Any, *, mask: Any = None, **options: Any) -> tuple[Any, Any]:
+        def call(
+            query: Any, key: Any, value: Any, *, mask: Any = None, **options: Any
+        ) -> tuple[Any, Any]:
             if "padding" in options and "padding" not in self.roles:
                 options["lengths"] = options.pop("padding")
             named = fixed | {self.roles[role]: option for role, option in options.items()}
             if mask is None:
                 return self._parsed(self._call(function, query, key, value, named))
             errors: list[Exception] = []
-            for axes in self._mask_axes(query.shape[0]) if self.mask_axes is None else [self.mask_axes]:
+            for axes in (
+                self._mask_axes(query.shape[0]) if self.mask_axes is None else [self.mask_axes]
+            ):
                 try:
-                    given = {**named, self.roles["mask"]: broadcast_to(mask[0, 0], (*axes, *mask.shape[-2:]))}
+                    given = {
+                        **named,
+                        self.roles["mask"]: broadcast_to(mask[0, 0], (*axes, *mask.shape[-2:])),
+                    }
                     output = self._parsed(self._call(function, query, key, value, given))
                 except Exception as error:  # the next shape may work
                     errors.append(error)
@@ -339,14 +421,24 @@ class _AsCall:
         if self.library == "nnx":
             fresh = fresh_copies(self.target, lambda leaf: cast_in_jax(leaf, path.dtype))
             return lambda *args, **named: fresh()(*args, **named)
-        return self.target.in_dtype(path.dtype, self.framework) if isinstance(self.target, WithParams) else self.target
+        return (
+            self.target.in_dtype(path.dtype, self.framework)
+            if isinstance(self.target, WithParams)
+            else self.target
+        )
 
-    def _call(self, function: Callable[..., Any], query: Any, key: Any, value: Any, named: dict[str, Any]) -> Any:
+    def _call(
+        self, function: Callable[..., Any], query: Any, key: Any, value: Any, named: dict[str, Any]
+    ) -> Any:
         def direct(query: Any, key: Any, value: Any) -> Any:
             if self.is_opaque:
                 return function(query, key, value, **named)
             # By name, because the second argument is not always the key.
-            rest = {self.roles[role]: x for role, x in (("key", key), ("value", value)) if role in self.roles}
+            rest = {
+                self.roles[role]: x
+                for role, x in (("key", key), ("value", value))
+                if role in self.roles
+            }
             return function(query, **rest, **named)
 
         if self.library != "equinox" or self.is_batched:
@@ -372,11 +464,15 @@ class _AsCall:
         if not isinstance(result, (tuple, list)):
             return result, None
         output, *others = result
-        return output, next((other for other in others[:1] if len(getattr(other, "shape", ())) >= 3), None)
+        return output, next(
+            (other for other in others[:1] if len(getattr(other, "shape", ())) >= 3), None
+        )
 
 
 def _with_axes(subject: Subject) -> Subject:
-    """Return the subject with detected axes: a change of one entry spreads over tokens, but not over heads."""
+    """Return the subject with detected axes: a change of one entry spreads over tokens, but not
+    over heads.
+    """
     rng = np.random.default_rng(0)
     x = rng.standard_normal((BATCH, NUM_HEADS, subject.width))
     heads = (BATCH, NUM_HEADS, NUM_HEADS, subject.head_dim)

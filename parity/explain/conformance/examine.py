@@ -1,9 +1,11 @@
-"""Determine by calls which conventions an attention follows, and whether it keeps its promises on every path.
+"""Determine by calls which conventions an attention follows, and whether it keeps its promises on
+every path.
 
-Each question perturbs something that must not matter (a future token, a masked key, another sequence) or that must,
-and compares the outputs. This needs no reference, no weights and no documentation, and works for functions of split
-heads and for layers. Libraries run different code for the same call if weights are requested, in training, with
-gradients, or in another dtype. So every such path is tested, and paths that disagree are a finding themselves.
+Each question perturbs something that must not matter (a future token, a masked key, another
+sequence) or that must, and compares the outputs. This needs no reference, no weights and no
+documentation, and works for functions of split heads and for layers. Libraries run different code
+for the same call if weights are requested, in training, with gradients, or in another dtype. So
+every such path is tested, and paths that disagree are a finding themselves.
 """
 
 from __future__ import annotations
@@ -27,18 +29,23 @@ from parity.measure.core.user_code import name_of
 
 
 def examine(
-    target: Any, questions: Iterable[str] | None = None, dtypes: Sequence[str] | None = None, **declared: Any
+    target: Any,
+    questions: Iterable[str] | None = None,
+    dtypes: Sequence[str] | None = None,
+    **declared: Any,
 ) -> Conformance:
     """Examine an attention function or layer with every question.
 
     Args:
-        target: a `Subject`, or a function, module, class or factory in torch, JAX or ttnn, see `discover.subject_of`.
+        target: a `Subject`, or a function, module, class or factory in torch, JAX or ttnn, see
+            `discover.subject_of`.
         questions: names from `QUESTIONS`; default: all.
         dtypes: dtypes to test, the first also with dropout; default: all, or bfloat16 for ttnn.
         declared: claims, and properties that cannot be detected: the keywords of `subject_of`.
 
     Raises:
-        ValueError: if a question or dtype is unknown, a declaration is missing, or a plain call fails.
+        ValueError: if a question or dtype is unknown, a declaration is missing, or a plain call
+            fails.
         TypeError: if constructing the target requires arguments.
     """
     questions = list(QUESTIONS if questions is None else questions)
@@ -46,7 +53,9 @@ def examine(
         if question not in QUESTIONS:
             meant = get_close_matches(question, QUESTIONS, 1)
             hint = f"did you mean {meant[0]!r}?" if meant else ""
-            raise InputError("a question", f"be one of {', '.join(QUESTIONS)}", question=question, hint=hint)
+            raise InputError(
+                "a question", f"be one of {', '.join(QUESTIONS)}", question=question, hint=hint
+            )
     if isinstance(target, Subject):
         framework = target.framework
     else:
@@ -106,7 +115,8 @@ def examine_peers(
     dtypes: Sequence[str] | None = None,
     on_subject: Callable[[str], None] = lambda name: None,
 ) -> list[Conformance]:
-    """Examine the attention of torch, JAX, Flax, Keras, Equinox and mha_*, as far as they are installed.
+    """Examine the attention of torch, JAX, Flax, Keras, Equinox and mha_*, as far as they are
+    installed.
 
     Args:
         names: names from `parity.explain.conformance.peers.PEERS`; default: all.

@@ -1,4 +1,6 @@
-"""Functions of weights and inputs, `attention(params, x)`: detect them, and call them with a user's weights."""
+"""Functions of weights and inputs, `attention(params, x)`: detect them, and call them with a user's
+weights.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from typing import Any
 import numpy as np
 
 from mha_spec import InputError, InputTypeError
-from parity.explain.conformance.signatures import Parameters, library_of, parameters_of, required, role_names
+from parity.explain.conformance.signatures import (
+    Parameters,
+    library_of,
+    parameters_of,
+    required,
+    role_names,
+)
 from parity.explain.conformance.subjects import BATCH, HEAD_DIM, NUM_HEADS
 from parity.measure.core.user_code import user_code
 
@@ -35,7 +43,9 @@ class WithParams:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        others = [parameter for name, parameter in self.signature.parameters.items() if name != self.name]
+        others = [
+            parameter for name, parameter in self.signature.parameters.items() if name != self.name
+        ]
         return self.signature.replace(parameters=others)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
@@ -95,18 +105,26 @@ def with_params(target: Any, params: Any, name: str) -> WithParams:
         signature = inspect.signature(type(module).__call__)
         return WithParams(apply, params if is_whole else {"params": params}, "self", signature)
     if inspect.isclass(target):
-        raise InputTypeError("params", "belong to a function that accepts them", f"the class {name}")
+        raise InputTypeError(
+            "params", "belong to a function that accepts them", f"the class {name}"
+        )
     parameters = parameters_of(target)
     if parameters is None:
         raise InputError("params", "belong to a function with inspectable parameters", name)
     if len(required(parameters)) < 2:
-        raise InputError("params", "belong to a function of weights and inputs", f"{name}({', '.join(parameters)})")
+        raise InputError(
+            "params",
+            "belong to a function of weights and inputs",
+            f"{name}({', '.join(parameters)})",
+        )
     found = weights_parameter(target, parameters) or next(iter(parameters))
     return WithParams(target, params, found, inspect.Signature(list(parameters.values())))
 
 
 def linen_module(target: Any) -> Any:
-    """Return the flax.linen module that a target is, or whose `apply` it is; None if there is none."""
+    """Return the flax.linen module that a target is, or whose `apply` it is; None if there is
+    none.
+    """
     if inspect.ismethod(target) and target.__name__ == "apply":
         target = target.__self__
     return target if library_of(target) == "linen" and not inspect.isclass(target) else None
@@ -163,15 +181,21 @@ def leaves_in(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any
 
 
 def arrays_in(tree: Any) -> Iterator[Any]:
-    """Yield the arrays in nested mappings, lists and tuples or, if JAX is loaded, in any JAX tree."""
+    """Yield the arrays in nested mappings, lists and tuples or, if JAX is loaded, in any JAX
+    tree.
+    """
     for _, leaf in leaves_in(tree):
         if hasattr(leaf, "shape"):
             yield leaf
         elif "jax" in sys.modules:
-            yield from (each for each in sys.modules["jax"].tree.leaves(leaf) if hasattr(each, "shape"))
+            yield from (
+                each for each in sys.modules["jax"].tree.leaves(leaf) if hasattr(each, "shape")
+            )
 
 
-def with_leaves(tree: Any, change: Callable[[tuple[Any, ...], Any], Any], path: tuple[Any, ...] = ()) -> Any:
+def with_leaves(
+    tree: Any, change: Callable[[tuple[Any, ...], Any], Any], path: tuple[Any, ...] = ()
+) -> Any:
     """Return a copy of nested mappings, lists and tuples with leaves `change(path, leaf)`."""
     if isinstance(tree, Mapping):
         inner = {name: with_leaves(each, change, (*path, name)) for name, each in tree.items()}

@@ -29,7 +29,9 @@ SPEC = AttentionSpec(NUM_HEADS * HEAD_DIM, NUM_HEADS)
 """The layer that every library computes, with the same weights."""
 
 
-def _filled(path: Path, spec: AttentionSpec | None, weights: Weights | None) -> tuple[AttentionSpec, Weights]:
+def _filled(
+    path: Path, spec: AttentionSpec | None, weights: Weights | None
+) -> tuple[AttentionSpec, Weights]:
     spec = SPEC if spec is None else spec
     if weights is None:
         weights = random_weights(spec, 0)
@@ -43,17 +45,25 @@ def _decoded(step: Callable[[np.ndarray], Any], x: np.ndarray) -> np.ndarray:
     return np.concatenate([to_numpy(step(token)) for token in tokens], axis=1)
 
 
-# ---- Functions -------------------------------------------------------------------------------------------------------
+# ---- Functions
+# --------------------------------------------------------------------------------------------------
 
 
 def _torch_sdpa() -> Subject:
     from torch.nn.functional import scaled_dot_product_attention
 
     def attention(
-        query: Any, key: Any, value: Any, mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False
+        query: Any,
+        key: Any,
+        value: Any,
+        mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
     ) -> Any:
         groups = query.shape[1] != key.shape[1]
-        return scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, enable_gqa=groups)
+        return scaled_dot_product_attention(
+            query, key, value, mask, dropout_p, is_causal, enable_gqa=groups
+        )
 
     name = "F.scaled_dot_product_attention"
     return subject_of(attention, name, framework="torch", axes="BNTH", mask_true="shows")
@@ -66,12 +76,21 @@ def _jax_nn() -> Subject:
     return subject_of(dot_product_attention, name, framework="jax", axes="BTNH", mask_true="shows")
 
 
-# ---- Layers of other libraries ---------------------------------------------------------------------------------------
+# ---- Layers of other libraries
+# ---------------------------------------------------------------------------------------
 
 
-def _layer(adapter: Adapter, framework: str, takes: frozenset[str] = frozenset(), **known: Any) -> Subject:
-    """Return a layer of another library, made, filled and called by its adapter, which shows what it supports."""
-    options = inspect.signature(adapter.call).parameters.keys() & {"mask", "is_causal", "need_weights"}
+def _layer(
+    adapter: Adapter, framework: str, takes: frozenset[str] = frozenset(), **known: Any
+) -> Subject:
+    """Return a layer of another library, made, filled and called by its adapter, which shows what
+    it supports.
+    """
+    options = inspect.signature(adapter.call).parameters.keys() & {
+        "mask",
+        "is_causal",
+        "need_weights",
+    }
 
     def make(path: Path, spec: AttentionSpec | None = None, weights: Weights | None = None) -> Call:
         spec, weights = _filled(path, spec, weights)
@@ -137,17 +156,25 @@ def _linen() -> Subject:
 def _keras(name: str) -> Subject:
     framework = import_keras().backend.backend()
     if framework not in ("torch", "jax"):
-        raise ImportError(f"Keras runs on {framework} here, which is neither torch nor JAX (see KERAS_BACKEND)")
+        raise ImportError(
+            f"Keras runs on {framework} here, which is neither torch nor JAX (see KERAS_BACKEND)"
+        )
     return _layer(
-        load_adapter(name), framework, frozenset({"train"}), has_groups=name == "keras.layers.GroupQueryAttention"
+        load_adapter(name),
+        framework,
+        frozenset({"train"}),
+        has_groups=name == "keras.layers.GroupQueryAttention",
     )
 
 
-# ---- Our own ---------------------------------------------------------------------------------------------------------
+# ---- Our own
+# --------------------------------------------------------------------------------------------------
 
 
 AS_IN_THE_FRAMEWORK = {"NaN seen": "as in the framework, as documented"}
-"""Our documentation: a NaN outside of padding does what the kernel of the framework does with it."""
+"""Our documentation: a NaN outside of padding does what the kernel of the framework does with
+it.
+"""
 
 CONTAINED = "contained"
 """Name of our layer with a kernel that contains NaN."""
@@ -161,10 +188,14 @@ OUR_LAYERS = {
 
 
 def _our_layer(framework: str, kind: str, *, is_contained: bool = False) -> Subject:
-    """Return one of our layers; one with a cache is always causal, and `new_lengths` is its padding."""
+    """Return one of our layers; one with a cache is always causal, and `new_lengths` is its
+    padding.
+    """
     backend, is_cached = load_backend(framework), kind == "MultiHeadAttentionWithCache"
 
-    def made(path: Path, spec: AttentionSpec | None = None, weights: Weights | None = None) -> Callable[[], Any]:
+    def made(
+        path: Path, spec: AttentionSpec | None = None, weights: Weights | None = None
+    ) -> Callable[[], Any]:
         """Return a factory of the layer for a path; each call starts from the same random state."""
         spec, weights = _filled(path, spec, weights)
         spec = replace(spec, dropout=path.dropout)
@@ -186,10 +217,14 @@ def _our_layer(framework: str, kind: str, *, is_contained: bool = False) -> Subj
     def make(path: Path, spec: AttentionSpec | None = None, weights: Weights | None = None) -> Call:
         fresh = made(path, spec, weights)
 
-        def call(query: Any, key: Any, value: Any, *, padding: Any = None, **options: Any) -> tuple[Any, Any]:
+        def call(
+            query: Any, key: Any, value: Any, *, padding: Any = None, **options: Any
+        ) -> tuple[Any, Any]:
             module = fresh()
             if is_cached:
-                output, _ = module(query, module.init_cache(*query.shape[:2]), new_lengths=padding, **options)
+                output, _ = module(
+                    query, module.init_cache(*query.shape[:2]), new_lengths=padding, **options
+                )
                 return output, None
             if padding is not None:
                 options["key_padding_lengths"] = padding
@@ -233,20 +268,30 @@ def _our_function(framework: str) -> Subject:
     sibling = importlib.import_module(package)
     function = partial(sibling.scaled_dot_product_attention, kernel=sibling.fused.attend)
     found = subject_of(
-        function, f"{package}.fused", framework=framework, axes="BNTH", mask_true="hides", causal="top-left"
+        function,
+        f"{package}.fused",
+        framework=framework,
+        axes="BNTH",
+        mask_true="hides",
+        causal="top-left",
     )
     return replace(found, documented=AS_IN_THE_FRAMEWORK)
 
 
 def _ours(framework: str, package: str) -> dict[str, tuple[str, Callable[[], Subject]]]:
-    """Return entries of `PEERS` for our layers and our function in a framework, which require a package."""
+    """Return entries of `PEERS` for our layers and our function in a framework, which require a
+    package.
+    """
     makers = {kind: partial(_our_layer, framework, kind) for kind in OUR_LAYERS}
     makers["fused"] = partial(_our_function, framework)
     makers[CONTAINED] = partial(_our_layer, framework, "MultiHeadSelfAttention", is_contained=True)
-    return {f"{BACKENDS[framework].sibling}.{kind}": (package, make) for kind, make in makers.items()}
+    return {
+        f"{BACKENDS[framework].sibling}.{kind}": (package, make) for kind, make in makers.items()
+    }
 
 
-# ---- The list --------------------------------------------------------------------------------------------------------
+# ---- The list
+# --------------------------------------------------------------------------------------------------
 
 PEERS: dict[str, tuple[str, Callable[[], Subject]]] = {
     "torch.nn.MultiheadAttention": ("torch", _torch_mha),
@@ -255,8 +300,14 @@ PEERS: dict[str, tuple[str, Callable[[], Subject]]] = {
     "flax.nnx.MultiHeadAttention": ("flax", _nnx),
     "flax.linen.MultiHeadDotProductAttention": ("flax", _linen),
     "keras.layers.MultiHeadAttention": ("keras", lambda: _keras("keras.layers.MultiHeadAttention")),
-    "keras.layers.GroupQueryAttention": ("keras", lambda: _keras("keras.layers.GroupQueryAttention")),
-    "equinox.nn.MultiheadAttention": ("equinox", lambda: _layer(load_adapter("equinox.nn.MultiheadAttention"), "jax")),
+    "keras.layers.GroupQueryAttention": (
+        "keras",
+        lambda: _keras("keras.layers.GroupQueryAttention"),
+    ),
+    "equinox.nn.MultiheadAttention": (
+        "equinox",
+        lambda: _layer(load_adapter("equinox.nn.MultiheadAttention"), "jax"),
+    ),
     **_ours("torch", "torch"),
     **_ours("jax", "flax"),
 }
@@ -279,11 +330,15 @@ def peer(name: str) -> Subject:
     if package == "keras":
         version += f" on {subject.framework} {metadata.version(subject.framework)}"
     # Keras layers keep a random state; others draw from a key or from torch's seed at each call.
-    return replace(subject, version=version, make=_cached(subject.make, keeps_state=package == "keras"))
+    return replace(
+        subject, version=version, make=_cached(subject.make, keeps_state=package == "keras")
+    )
 
 
 def _cached(make: Callable[..., Call], keeps_state: bool) -> Callable[..., Call]:
-    """Return a factory that caches the layer for each dtype and mode, unless it gets weights or draws from a state."""
+    """Return a factory that caches the layer for each dtype and mode, unless it gets weights or
+    draws from a state.
+    """
     held: dict[Path, Call] = {}
 
     def kept(path: Path, **given: Any) -> Call:

@@ -1,4 +1,6 @@
-"""Combine the findings of all paths into one answer, and apply a subject's promises and documentation."""
+"""Combine the findings of all paths into one answer, and apply a subject's promises and
+documentation.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,18 @@ from parity.explain.conformance.subjects import BATCH, NUM_HEADS, SEED, TOKENS, 
 
 
 def apply_promises(answer: Answer, subject: Subject) -> Answer:
-    """Return an answer adjusted for stronger promises of a subject, or for documented exceptions."""
+    """Return an answer adjusted for stronger promises of a subject, or for documented
+    exceptions.
+    """
     if answer.kind is Kind.NOTE and answer.question in subject.promises:
         answer = replace(answer, kind=Kind.BROKEN)
     if answer.is_broken and answer.question in subject.documented:
-        return Answer(answer.question, Kind.NOTE, subject.documented[answer.question], findings=answer.findings)
+        return Answer(
+            answer.question,
+            Kind.NOTE,
+            subject.documented[answer.question],
+            findings=answer.findings,
+        )
     return answer
 
 
@@ -35,7 +44,8 @@ def merge(
     about: str = "",
     also: Finding | None = None,
 ) -> Answer:
-    """Merge the findings of paths: the common one, or rules that describe which path leads to which.
+    """Merge the findings of paths: the common one, or rules that describe which path leads to
+    which.
 
     Args:
         subject: the subject.
@@ -59,7 +69,10 @@ def merge(
     answer = Answer(question.name, kind, words, "", findings, refusal, exception)
     if not answer.is_broken:
         return answer
-    path = next((path for path, finding in findings.items() if finding.kind is Kind.BROKEN), next(iter(findings)))
+    path = next(
+        (path for path, finding in findings.items() if finding.kind is Kind.BROKEN),
+        next(iter(findings)),
+    )
     text = _example(subject, question, words, findings, path, about)
     broken = findings[path]
     error = "" if broken.exception is None else broken.seen
@@ -67,26 +80,50 @@ def merge(
 
 
 def _example(
-    subject: Subject, question: Question, words: str, findings: Mapping[Path, Finding], path: Path, about: str
+    subject: Subject,
+    question: Question,
+    words: str,
+    findings: Mapping[Path, Finding],
+    path: Path,
+    about: str,
 ) -> str:
-    """Describe a failing example: the question, the inputs, the numbers on a path, and those of a differing path."""
+    """Describe a failing example: the question, the inputs, the numbers on a path, and those of a
+    differing path.
+    """
     if subject.is_layer:
-        given = f"x = numpy.random.default_rng({SEED}).standard_normal(({BATCH}, {TOKENS}, {subject.width}))"
+        given = (
+            f"x = numpy.random.default_rng({SEED}).standard_normal(({BATCH}, {TOKENS}, "
+            f"{subject.width}))"
+        )
     else:
         shape = f"({BATCH}, {NUM_HEADS}, {TOKENS}, {subject.head_dim})"
-        given = f"query, key, value, each {shape} (B N T H), from numpy.random.default_rng({SEED}).standard_normal"
+        given = (
+            f"query, key, value, each {shape} (B N T H), from "
+            f"numpy.random.default_rng({SEED}).standard_normal"
+        )
     finding = findings[path]
-    lines = {"asked": question.asks, "inputs": about or given, "path": path, "seen": finding.seen or finding.words}
-    differs = (other for other, but in findings.items() if but != finding and but.kind is not Kind.REFUSED)
+    lines = {
+        "asked": question.asks,
+        "inputs": about or given,
+        "path": path,
+        "seen": finding.seen or finding.words,
+    }
+    differs = (
+        other for other, but in findings.items() if but != finding and but.kind is not Kind.REFUSED
+    )
     if other := next(differs, None):
         but = findings[other]
         lines["but"] = f"{but.words} ({other}){': ' if but.seen else ''}{but.seen}"
     return "\n".join(
-        [f"{subject.name}, {question.name}: {words}", *(f"  {name:<7} {text}" for name, text in lines.items())]
+        [
+            f"{subject.name}, {question.name}: {words}",
+            *(f"  {name:<7} {text}" for name, text in lines.items()),
+        ]
     )
 
 
-# ---- Answers by path ------------------------------------------------------------------------------------------------
+# ---- Answers by path
+# ------------------------------------------------------------------------------------------------
 
 ATTRIBUTES: dict[str, Callable[[Any], str]] = {
     "need_weights": lambda value: "with weights" if value else "without weights",
@@ -103,11 +140,17 @@ Rules = list[tuple[Hashable, str]]
 
 
 def by_rule(answers: Mapping[Path, Hashable]) -> str:
-    """Describe which path leads to which answer: 'NaN with weights, zeros in train or with grad, otherwise NaN'."""
+    """Describe which path leads to which answer: 'NaN with weights, zeros in train or with grad,
+    otherwise NaN'.
+    """
     for depth in range(5):
         if found := list(_rules(dict(answers), depth)):
-            return _format(min(found, key=lambda rules: len(list(groupby(answer for answer, _ in rules)))))
-    counts = {answer: list(answers.values()).count(answer) for answer in dict.fromkeys(answers.values())}
+            return _format(
+                min(found, key=lambda rules: len(list(groupby(answer for answer, _ in rules))))
+            )
+    counts = {
+        answer: list(answers.values()).count(answer) for answer in dict.fromkeys(answers.values())
+    }
     return " or ".join(f"{answer} ({count} paths)" for answer, count in counts.items())
 
 
@@ -118,7 +161,11 @@ def _rules(answers: dict[Path, Hashable], depth: int) -> Iterator[Rules]:
     elif depth:
         for attribute, tell in ATTRIBUTES.items():
             for value in dict.fromkeys(getattr(path, attribute) for path in answers):
-                rest = {path: answer for path, answer in answers.items() if getattr(path, attribute) != value}
+                rest = {
+                    path: answer
+                    for path, answer in answers.items()
+                    if getattr(path, attribute) != value
+                }
                 chosen = list({answer for path, answer in answers.items() if path not in rest})
                 if rest and len(chosen) == 1:
                     for rules in _rules(rest, depth - 1):
@@ -129,5 +176,7 @@ def _format(rules: Rules) -> str:
     parts = []
     for answer, group in groupby(rules, key=lambda rule: rule[0]):
         conditions = [condition for _, condition in group]
-        parts.append(f"{answer} {' or '.join(conditions)}" if conditions[-1] else f"otherwise {answer}")
+        parts.append(
+            f"{answer} {' or '.join(conditions)}" if conditions[-1] else f"otherwise {answer}"
+        )
     return ", ".join(parts) if len(rules) > 1 else str(rules[0][0])

@@ -1,4 +1,6 @@
-"""Subjects: an attention of any library behind a common call, and the paths on which it can be called."""
+"""Subjects: an attention of any library behind a common call, and the paths on which it can be
+called.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,23 @@ SEED = 0
 TOKENS, FEW_TOKENS = 5, 3
 
 Call = Callable[..., tuple[Any, Any]]
-"""`(query, key, value, *, mask, is_causal, need_weights, padding) -> (output, attention weights or None)`, in the
-framework's arrays. Arguments that are None or False are not requested. The mask is (1, 1, T, S), with the subject's own
-polarity, which the caller does not know. For ttnn, which has no booleans, it is a NumPy array on the host."""
+"""`(query, key, value, *, mask, is_causal, need_weights, padding) -> (output, attention weights or
+None)`, in the framework's arrays. Arguments that are None or False are not requested. The mask is
+(1, 1, T, S), with the subject's own polarity, which the caller does not know. For ttnn, which has
+no booleans, it is a NumPy array on the host.
+"""
 
 Inputs = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""query, key and value. Equal inputs are one array for the subject too, because self-attention has fast paths."""
+"""query, key and value. Equal inputs are one array for the subject too, because self-attention has
+fast paths.
+"""
 
 
 @dataclass(frozen=True)
 class Path:
-    """A way to call a subject: it should change only rounding, but makes libraries run different code."""
+    """A way to call a subject: it should change only rounding, but makes libraries run different
+    code.
+    """
 
     dtype: str = "float32"
     need_weights: bool = False
@@ -38,7 +46,11 @@ class Path:
     dropout: float = 0.0
 
     def __str__(self) -> str:
-        words = [self.dtype, "train" if self.train else "eval", "with grad" if self.grad else "no grad"]
+        words = [
+            self.dtype,
+            "train" if self.train else "eval",
+            "with grad" if self.grad else "no grad",
+        ]
         words.append("with weights" if self.need_weights else "without weights")
         return ", ".join(words + ([f"dropout {self.dropout}"] if self.dropout else []))
 
@@ -56,21 +68,25 @@ class Subject:
         name: name for reports.
         framework: `torch`, `jax` or `ttnn`, whose arrays it accepts.
         axes: axes of its inputs: split heads, `BNTH` or `BTNH`, or inputs of a layer, `BTE`.
-        make: returns the callable for a path; if weights are settable, it also accepts a spec and canonical weights.
+        make: returns the callable for a path; if weights are settable, it also accepts a spec and
+            canonical weights.
         version: version of its library.
-        takes: supported arguments: `mask`, `is_causal`, `need_weights`, `train` (a mode apart from dropout), `dropout`,
-            `key` (keys that differ from the queries), `value` (values that differ from the keys).
+        takes: supported arguments: `mask`, `is_causal`, `need_weights`, `train` (a mode apart from
+            dropout), `dropout`, `key` (keys that differ from the queries), `value` (values that
+            differ from the keys).
         padding: form of padding: a boolean `mask` (B, S), or `lengths` (B,).
         width: width of a layer's inputs, E.
         num_heads: number of query heads, N; None if unknown.
         head_dim: features of split heads, H.
         has_settable_weights: whether `make` accepts a spec and weights.
-        has_groups: whether a layer supports fewer key/value heads in its spec; for split heads this is tested.
+        has_groups: whether a layer supports fewer key/value heads in its spec; for split heads this
+            is tested.
         decode: `(x, capacity, is_causal) -> output`, one token at a time through its cache.
-        mask_true, causal, num_kv_heads: its claims: True in a mask `hides` or `shows`; causal alignment `top-left` or
-            `bottom-right`; support for fewer key/value than query heads.
+        mask_true, causal, num_kv_heads: its claims: True in a mask `hides` or `shows`; causal
+            alignment `top-left` or `bottom-right`; support for fewer key/value than query heads.
         documented: by question, the warning in its documentation that covers its behavior.
-        promises: questions for which a `note` is a broken promise, because it promises more than usual.
+        promises: questions for which a `note` is a broken promise, because it promises more than
+            usual.
     """
 
     name: str
@@ -103,7 +119,9 @@ class Subject:
         return TTNN_DTYPES[:1] if self.framework == "ttnn" else DTYPES
 
     def paths(self, dtypes: Sequence[str]) -> Iterator[Path]:
-        """Yield every path; dropout only in the first dtype, and no gradients for ttnn, which has none."""
+        """Yield every path; dropout only in the first dtype, and no gradients for ttnn, which has
+        none.
+        """
         grads = (False,) if self.framework == "ttnn" else (False, True)
         for dtype in dtypes:
             modes = [(False, 0.0)]

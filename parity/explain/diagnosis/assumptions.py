@@ -1,4 +1,5 @@
-"""Patterns as assumptions: a pattern that explains a stage is injected into the reference, and the search continues.
+"""Patterns as assumptions: a pattern that explains a stage is injected into the reference, and the
+search continues.
 
 So an unknown bug hides no other: neither a later one, nor itself in later calls.
 """
@@ -30,7 +31,9 @@ def assumption(replay: Replay, unknown: Unknown, found: Bugs) -> Bugs:
     """
     quantity = stage_named(unknown.stage).quantity
     path = stage_named(unknown.stage).path
-    of_path = [stage for stage in replay.stages if stage_named(stage).path == path]  # including earlier ones
+    of_path = [
+        stage for stage in replay.stages if stage_named(stage).path == path
+    ]  # including earlier ones
     wrong = replay.wrong(of_path, found)
     right = [stage for stage in of_path if stage not in wrong]
     for law in () if unknown.findings is None else unknown.findings.found:
@@ -42,7 +45,9 @@ def assumption(replay: Replay, unknown: Unknown, found: Bugs) -> Bugs:
 
 
 def _changes(law: Law, quantity: str) -> Iterator[Change]:
-    """Yield the pattern in the whole layer, and a pattern of RoPE also in queries or in keys alone."""
+    """Yield the pattern in the whole layer, and a pattern of RoPE also in queries or in keys
+    alone.
+    """
     if law.change is None:
         return
     yield law.change
@@ -58,7 +63,10 @@ class _Alone:
             if name != quantity:
                 return original(name, *inputs)
             changed = change.in_reference.items()
-            methods = {method: partial(override, layer, getattr(layer, method)) for method, override in changed}
+            methods = {
+                method: partial(override, layer, getattr(layer, method))
+                for method, override in changed
+            }
             with layer.overriding(**methods):
                 return original(name, *inputs)
 

@@ -1,7 +1,8 @@
-"""The diagnosis of a large layer in samples: each bug is tried in one sample, and confirmed in another.
+"""The diagnosis of a large layer in samples: each bug is tried in one sample, and confirmed in
+another.
 
-The samples, their order and the work in them depend on the problem and the observed stages alone, and so does the
-result.
+The samples, their order and the work in them depend on the problem and the observed stages alone,
+and so does the result.
 """
 
 from __future__ import annotations
@@ -37,19 +38,23 @@ MIXING = frozenset({"softmax-over-queries", "heads-not-moved-back"})
 """Bugs that mix rows, so a sample of some rows does not show them."""
 
 SEARCHES = 0.8
-"""The share of the remaining work for the search in a sample; the rest is for confirmation, or other bugs."""
+"""The share of the remaining work for the search in a sample; the rest is for confirmation, or
+other bugs.
+"""
 
 CONFIRMS = 0.5
 """The share of the remaining work for a confirmation."""
 
 SPARED = 0.25
-"""The share of a layer's own time that the search may use in addition: the reference computes three of its four
-projections."""
+"""The share of a layer's own time that the search may use in addition: the reference computes three
+of its four projections.
+"""
 
 UNCONFIRMED = "not confirmed because of the time limit"
 
 
-# ---- Kinds of samples ------------------------------------------------------------------------------------------------
+# ---- Kinds of samples
+# ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,9 @@ class TokenSamples:
     whole: Whole
 
     def parts(self) -> Iterator[Part]:
-        """Yield samples to search, the cheaper first: single tokens, then rows, in which bugs may mix tokens."""
+        """Yield samples to search, the cheaper first: single tokens, then rows, in which bugs may
+        mix tokens.
+        """
         yield self.whole.of_tokens(0)
         yield self.whole.of_rows(0, ROWS, self.whole.stages_of_tokens)
 
@@ -77,7 +84,9 @@ class TokenSamples:
         return iter(())
 
     def complete(self) -> Part | None:
-        """Return the first tokens with every feature, which show more patterns; None if they are not a layer."""
+        """Return the first tokens with every feature, which show more patterns; None if they are
+        not a layer.
+        """
         return self.whole.complete(self.whole.stages_of_tokens)
 
 
@@ -117,16 +126,21 @@ class RowSamples:
         yield from self.whole.mixing()
 
     def complete(self) -> Part | None:
-        """Return the first tokens as a small problem, with every row and feature; None if they are not a layer."""
+        """Return the first tokens as a small problem, with every row and feature; None if they are
+        not a layer.
+        """
         return self.whole.complete(self.judged)
 
     def _is_alone(self, tokens: int) -> bool:
-        """Return True if a number of first tokens are a layer by themselves, instead of the whole one."""
+        """Return True if a number of first tokens are a layer by themselves, instead of the whole
+        one.
+        """
         problem = self.whole.problem
         return is_causal(problem) and not is_by_length(problem) and tokens < problem.case.seq_len
 
 
-# ---- The search ------------------------------------------------------------------------------------------------------
+# ---- The search
+# --------------------------------------------------------------------------------------------------
 
 
 def diagnosed_by_samples(whole: Whole, judge: Judge, seconds: float) -> Diagnosis:
@@ -153,7 +167,9 @@ def diagnosed_by_samples(whole: Whole, judge: Judge, seconds: float) -> Diagnosi
     return _joined(whole, diagnoses)
 
 
-def diagnosed_by_first_call(first: Whole | None, judge: Judge, judge_all: JudgeAll, seconds: float) -> Diagnosis:
+def diagnosed_by_first_call(
+    first: Whole | None, judge: Judge, judge_all: JudgeAll, seconds: float
+) -> Diagnosis:
     """Diagnose the calls of a large layer with a cache: by the first call, or else by all calls.
 
     Args:
@@ -170,7 +186,9 @@ def diagnosed_by_first_call(first: Whole | None, judge: Judge, judge_all: JudgeA
                 names = {name for each in found.explanations for name in (*each.bugs, *each.others)}
                 again = judge_all(Scope(only=frozenset(names), is_quick=True), Work(work.left))
                 if again.explanations and not again.unknowns:
-                    return replace(again, sample=f"the first call ({found.sample}), confirmed by all calls")
+                    return replace(
+                        again, sample=f"the first call ({found.sample}), confirmed by all calls"
+                    )
                 if again.untried:
                     return _of_first_call(found)
         return judge_all(EVERYTHING, Work(work.left))
@@ -179,11 +197,19 @@ def diagnosed_by_first_call(first: Whole | None, judge: Judge, judge_all: JudgeA
 def _of_first_call(found: Diagnosis) -> Diagnosis:
     """Return the diagnosis of the first call, with the names of its stages in the whole."""
     explanations = [
-        replace(each, stage=FIRST_CALL + each.stage, stages=tuple(FIRST_CALL + stage for stage in each.stages))
+        replace(
+            each,
+            stage=FIRST_CALL + each.stage,
+            stages=tuple(FIRST_CALL + stage for stage in each.stages),
+        )
         for each in found.explanations
     ]
     unknowns = [
-        replace(each, stage=FIRST_CALL + each.stage, stages=tuple(FIRST_CALL + stage for stage in each.stages))
+        replace(
+            each,
+            stage=FIRST_CALL + each.stage,
+            stages=tuple(FIRST_CALL + stage for stage in each.stages),
+        )
         for each in found.unknowns
     ]
     return replace(
@@ -218,7 +244,9 @@ class _Search:
     agreed: Diagnosis | None = None
 
     def diagnosis(self) -> Diagnosis:
-        """Return the diagnosis of the first sample that another one confirms, or what else samples show."""
+        """Return the diagnosis of the first sample that another one confirms, or what else samples
+        show.
+        """
         for part in self.samples.parts():
             diagnosis = self.judged(part, Scope(part.judged, is_quick=True), SEARCHES)
             if not diagnosis.is_wrong:
@@ -254,7 +282,9 @@ class _Search:
             elif again.unknowns or not again.explanations:
                 contradicting.append(other.words)
             else:
-                words = ", ".join([f"confirmed by {other.words}", *(f"not by {words}" for words in contradicting)])
+                words = ", ".join(
+                    [f"confirmed by {other.words}", *(f"not by {words}" for words in contradicting)]
+                )
                 return self._merged(diagnosis, again, words)
         if agreeing and not contradicting:  # the bug is where the sample is
             return self._merged(diagnosis, diagnosis, f"and {', and '.join(agreeing)} agree")
@@ -267,14 +297,22 @@ class _Search:
         return frozenset(names | {words for each in self.found.values() for words in each.others})
 
     def _merged(self, diagnosis: Diagnosis, again: Diagnosis, words: str) -> Diagnosis:
-        """Return the joint diagnosis of samples; among alternatives the confirming sample, which is larger, decides."""
+        """Return the joint diagnosis of samples; among alternatives the confirming sample, which is
+        larger, decides.
+        """
         by_name = self.found | {"\n".join(each.bugs): each for each in again.explanations}
         confirmed_names = {each.bugs for each in again.explanations}
-        explanations = [each for each in by_name.values() if each.bugs in confirmed_names or not _is_other(each, again)]
+        explanations = [
+            each
+            for each in by_name.values()
+            if each.bugs in confirmed_names or not _is_other(each, again)
+        ]
         kind = "precision" if diagnosis.kind == again.kind == "precision" else "structure"
         first, shown = self.first if self.first is not None else (None, diagnosis)
         words = f"{first.words}, {words}" if first is not None else words
-        return replace(shown, kind=kind, explanations=explanations, unknowns=[], untried="", sample=words)
+        return replace(
+            shown, kind=kind, explanations=explanations, unknowns=[], untried="", sample=words
+        )
 
     def mixed(self) -> Diagnosis | None:
         """Return an explanation by a bug that mixes rows."""
@@ -286,7 +324,9 @@ class _Search:
         return None
 
     def thorough(self) -> Diagnosis:
-        """Search for pairs and patterns in the first wrong sample, or in the one that did not confirm a bug."""
+        """Search for pairs and patterns in the first wrong sample, or in the one that did not
+        confirm a bug.
+        """
         if self.first is None:
             return Diagnosis("none")
         part = self._to_search_thoroughly(self.first[0])
@@ -312,10 +352,15 @@ class _Search:
         return self.samples.complete() or first
 
     def _law(self, part: Part, diagnosis: Diagnosis) -> Diagnosis:
-        """Return the pattern of a sample if another one shows the same; else the sample is unexplained."""
+        """Return the pattern of a sample if another one shows the same; else the sample is
+        unexplained.
+        """
         other = next(self.samples.confirming())
         again = self.judged(other, Scope(other.judged, frozenset()))
-        laws = [[(each.stage, each.law and each.law.name) for each in found.unknowns] for found in (diagnosis, again)]
+        laws = [
+            [(each.stage, each.law and each.law.name) for each in found.unknowns]
+            for found in (diagnosis, again)
+        ]
         if laws[0] == laws[1]:
             return replace(diagnosis, sample=f"{part.words}, confirmed by {other.words}")
         unknowns = [replace(each, findings=None) for each in diagnosis.unknowns]
@@ -327,19 +372,27 @@ def _is_other(explanation: Explanation, confirmed: Diagnosis) -> bool:
     return any({*explanation.stages} & {*each.stages} for each in confirmed.explanations)
 
 
-# ---- The verdict on the whole ----------------------------------------------------------------------------------------
+# ---- The verdict on the whole
+# ----------------------------------------------------------------------------------------
 
 
 def _joined(whole: Whole, diagnoses: Sequence[Diagnosis]) -> Diagnosis:
-    """Return the diagnosis of a layer by those of its samples, and by the comparison of its whole stages."""
+    """Return the diagnosis of a layer by those of its samples, and by the comparison of its whole
+    stages.
+    """
     explanations = _distinct([each for diagnosis in diagnoses for each in diagnosis.explanations])
     unknowns = [each for diagnosis in diagnoses for each in diagnosis.unknowns]
-    conventions = {name: words for diagnosis in diagnoses for name, words in diagnosis.conventions.items()}
-    malformed = {name: reason for diagnosis in diagnoses for name, reason in diagnosis.malformed.items()}
+    conventions = {
+        name: words for diagnosis in diagnoses for name, words in diagnosis.conventions.items()
+    }
+    malformed = {
+        name: reason for diagnosis in diagnoses for name, reason in diagnosis.malformed.items()
+    }
     first_wrong = whole.compared.first_wrong(conventions)
     explained = [each.stage for each in (*explanations, *unknowns)]
     if first_wrong and not any(_order(stage) <= _order(first_wrong) for stage in explained):
-        # The samples agree, but the whole stage does not, or only stages after it were found to differ.
+        # The samples agree, but the whole stage does not, or only stages after it were found to
+        # differ.
         comparison = whole.compared[first_wrong].comparison
         unknowns = [Unknown(first_wrong, comparison.error, comparison.ratio), *unknowns]
     unknowns = [_with_place(each, whole) for each in unknowns]
@@ -397,7 +450,11 @@ def _kind(
     if unknowns:
         return "law" if all(unknown.law is not None for unknown in unknowns) else "unknown"
     if explanations:
-        return "precision" if all(diagnosis.kind == "precision" for diagnosis in wrong) else "structure"
+        return (
+            "precision"
+            if all(diagnosis.kind == "precision" for diagnosis in wrong)
+            else "structure"
+        )
     if wrong:  # a stage that cannot be compared
         return "unknown"
     return "convention" if conventions else "none"

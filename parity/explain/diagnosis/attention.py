@@ -91,16 +91,25 @@ def attention_for(
             raise InputError("key", "be absent for a layer with RoPE", rope=spec.rope)
     elif spec.d_kv != spec.d_in:
         raise InputError("key", "be given where d_kv is not d_in", d_kv=spec.d_kv, d_in=spec.d_in)
-    (batch, seq_len, _), seq_len_k = inputs["query"].shape, None if key is None else inputs["key"].shape[1]
+    (batch, seq_len, _), seq_len_k = (
+        inputs["query"].shape,
+        None if key is None else inputs["key"].shape[1],
+    )
     if key is not None and inputs["key"].shape[0] != batch:
-        raise InputError("key", "have as many sequences as query", f"{inputs['key'].shape[0]} and {batch}")
+        raise InputError(
+            "key", "have as many sequences as query", f"{inputs['key'].shape[0]} and {batch}"
+        )
     case = Case("input", spec, "an input of the user", batch, seq_len, seq_len_k, is_causal)
     wide = {name: weight.astype(np.float64) for name, weight in weights.items()}
-    return run_steps(reference.steps(Problem(case, "float64", wide, inputs), "float64"))["attn_weights"]
+    return run_steps(reference.steps(Problem(case, "float64", wide, inputs), "float64"))[
+        "attn_weights"
+    ]
 
 
 def attention_in_case(weights: Weights, spec: AttentionSpec, case: Case) -> tuple[str, np.ndarray]:
-    """Return the attention weights of a layer for the inputs of a case, drawn for its widths, and their stage."""
+    """Return the attention weights of a layer for the inputs of a case, drawn for its widths, and
+    their stage.
+    """
     problem = make_problem(replace(case, spec=spec), "float64", weights)
     values = run_steps(reference.steps(problem, "float64"))
     stage = [name for name in values if stage_named(name).kind == "attn_weights"][-1]
@@ -124,9 +133,15 @@ def read_array(path: str | os.PathLike[str]) -> np.ndarray:
 
 def _input(name: str, x: np.ndarray, width: int) -> np.ndarray:
     if not is_floating(x.dtype):
-        raise InputTypeError(name, "be an array of floating-point numbers", {f"{name}.dtype": x.dtype})
+        raise InputTypeError(
+            name, "be an array of floating-point numbers", {f"{name}.dtype": x.dtype}
+        )
     if x.ndim not in (2, 3) or x.shape[-1] != width or not x.size:
-        raise InputError(name, f"have shape (B, tokens, {width}) or (tokens, {width})", {name: x.shape})
+        raise InputError(
+            name, f"have shape (B, tokens, {width}) or (tokens, {width})", {name: x.shape}
+        )
     if not is_finite(x):
-        raise InputError(name, "be finite", f"{np.count_nonzero(~np.isfinite(x))} NaN or infinities")
+        raise InputError(
+            name, "be finite", f"{np.count_nonzero(~np.isfinite(x))} NaN or infinities"
+        )
     return x.reshape((1,) * (3 - x.ndim) + x.shape).astype(np.float64)

@@ -1,7 +1,8 @@
-"""Legitimate choices of implementations: the precision of scores, and the form of the softmax. None is a bug.
+"""Legitimate choices of implementations: the precision of scores, and the form of the softmax. None
+is a bug.
 
-Each has its own noise, which the budgets of the stages include: a layer that keeps its scores in bfloat16 is less exact
-in the scores and everything after them than one that keeps them in float32.
+Each has its own noise, which the budgets of the stages include: a layer that keeps its scores in
+bfloat16 is less exact in the scores and everything after them than one that keeps them in float32.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def _log_sum_exp(layer: Layer, original: Any, values: Values) -> dict[str, np.nd
     It is that of the kernel's own scores, which differ from the recorded ones by their rounding.
     """
     a = layer.arithmetic
-    own_scores = nudged_values({"scores": values["scores"]}, unit_of_rounding(a.wide.name), np.random.default_rng(0))
+    own_scores = nudged_values(
+        {"scores": values["scores"]}, unit_of_rounding(a.wide.name), np.random.default_rng(0)
+    )
     shown = np.where(values["mask"], -np.inf, values["scores"].astype(a.wide))
     of_kernel = np.where(values["mask"], -np.inf, own_scores["scores"].astype(a.wide))
     sinks = layer.sinks()
@@ -69,11 +72,17 @@ def _log_sum_exp(layer: Layer, original: Any, values: Values) -> dict[str, np.nd
         logarithm = (highest + np.log(total)).astype(a.wide)
     logarithm = np.where(np.isfinite(logarithm), logarithm, 0.0).astype(a.wide)
     is_empty = total == 0.0
-    return {"attn_weights": layer.of_empty_rows(a.keep(np.exp(shown - logarithm)), values["scores"], is_empty)}
+    return {
+        "attn_weights": layer.of_empty_rows(
+            a.keep(np.exp(shown - logarithm)), values["scores"], is_empty
+        )
+    }
 
 
 def _of_exact_sums(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
-    """Return the context of a kernel that divides by its sums, and whose recorded weights are computed afterwards."""
+    """Return the context of a kernel that divides by its sums, and whose recorded weights are
+    computed afterwards.
+    """
     found = original(values)
     if layer.sinks() is not None:  # which are part of the sums
         return found
@@ -81,7 +90,8 @@ def _of_exact_sums(layer: Layer, original: Any, values: Values) -> dict[str, np.
     total = a.widen(values["attn_weights"]).sum(axis=-1, keepdims=True)
     scores = values["scores"][:, :, : total.shape[2]]  # a sample has scores of more rows
     shown = np.where(values["mask"], 0.0, np.abs(scores))
-    # The logarithm and the scores of the kernel are each off by a unit of rounding of the largest score at most.
+    # The logarithm and the scores of the kernel are each off by a unit of rounding of the largest
+    # score at most.
     largest = np.maximum(shown.max(axis=-1, keepdims=True, initial=0.0), 1.0)
     is_rounded = np.abs(total - 1.0) <= 2.0 * unit_of_rounding(a.wide.name) * largest
     context = a.widen(found["context"]) / np.where(is_rounded, total, 1.0)
@@ -92,15 +102,21 @@ AS_THE_REFERENCE = Choice("")
 UNFUSED = Choice("every operation of RoPE and of norms rounds to {dtype}", "unfused")
 SCORES = Choice("scores are kept in {dtype}", "unfused-scores")
 SOFTMAX = Choice(
-    "scores, and every step of the softmax, are kept in {dtype}", "unfused-scores", {"attn_weights": _kept_softmax}
+    "scores, and every step of the softmax, are kept in {dtype}",
+    "unfused-scores",
+    {"attn_weights": _kept_softmax},
 )
 LOG_SUM_EXP = Choice(
-    "attention weights are exp(s - log sum exp)", "", {"attn_weights": _log_sum_exp, "context": _of_exact_sums}
+    "attention weights are exp(s - log sum exp)",
+    "",
+    {"attn_weights": _log_sum_exp, "context": _of_exact_sums},
 )
 
 
 def choices_for(dtype: str, observed: Mapping[str, np.ndarray]) -> Iterator[Choice]:
-    """Yield the allowed choices, first the reference's own, unless recorded scores have a 16-bit dtype."""
+    """Yield the allowed choices, first the reference's own, unless recorded scores have a 16-bit
+    dtype.
+    """
     kept = {x.dtype.name for name, x in observed.items() if stage_named(name).kind == "scores"}
     if dtype not in HALF or kept != {dtype}:
         yield AS_THE_REFERENCE

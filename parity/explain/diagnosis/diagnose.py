@@ -1,11 +1,14 @@
-"""Find out why two implementations differ: the reference is computed again with known bugs until it differs no more.
+"""Find out why two implementations differ: the reference is computed again with known bugs until it
+differs no more.
 
-Convention differences come first: if the output agrees, a stage that differs is probably only recorded in another
-convention (`parity.explain.diagnosis.readings`). Legitimate choices of precision are allowed (`parity.explain.diagnosis.choices`).
+Convention differences come first: if the output agrees, a stage that differs is probably only
+recorded in another convention (`parity.explain.diagnosis.readings`). Legitimate choices of
+precision are allowed (`parity.explain.diagnosis.choices`).
 
-Then each stage is computed again from the observed stages before it, so two bugs in different places are found one
-after the other. A stage that was not observed is computed with the bugs found so far. A bug explains a stage if the
-remaining error is within the budget of `parity.measure.core.compare`, that is, if only rounding remains.
+Then each stage is computed again from the observed stages before it, so two bugs in different
+places are found one after the other. A stage that was not observed is computed with the bugs found
+so far. A bug explains a stage if the remaining error is within the budget of
+`parity.measure.core.compare`, that is, if only rounding remains.
 """
 
 from __future__ import annotations
@@ -23,7 +26,15 @@ from parity.explain.diagnosis.hidden import hidden_bugs
 from parity.explain.diagnosis.precision import lost_in_dtype, lost_in_products
 from parity.explain.diagnosis.readings import Read, Reading, read
 from parity.explain.diagnosis.replay import EVERYTHING, Replay, Scope, WholeReplay, remembering
-from parity.explain.diagnosis.sampling import FIRST_CALL, ROWS, Part, Whole, first_call, in_order, is_large
+from parity.explain.diagnosis.sampling import (
+    FIRST_CALL,
+    ROWS,
+    Part,
+    Whole,
+    first_call,
+    in_order,
+    is_large,
+)
 from parity.explain.diagnosis.search import SearchResult, search
 from parity.explain.diagnosis.verdicts import Diagnosis, Explanation, Unknown
 from parity.explain.diagnosis.whole import WholeStages
@@ -52,22 +63,25 @@ MOST_VIEWS = 3
 
 
 def diagnose(
-    observed: Mapping[str, Any], problem: Problem, *, arithmetic: str | None = None, seconds: float = SECONDS
+    observed: Mapping[str, Any],
+    problem: Problem,
+    *,
+    arithmetic: str | None = None,
+    seconds: float = SECONDS,
 ) -> Diagnosis:
     """Find the bugs that explain the difference between an implementation and the reference.
 
     Args:
-        observed: stages by name, as in `STAGES`, in arrays of any framework. The output alone is enough, but then
-            two
-            bugs may look like one, or may not be found.
+        observed: stages by name, as in `STAGES`, in arrays of any framework. The output alone is
+            enough, but then two bugs may look like one, or may not be found.
         problem: the case, weights and inputs.
-        arithmetic: of the hardware, one of `reference.ARITHMETICS`, or its rounding, one of `reference.UNFUSED`.
-            The
-            default is `tensix` for TTNN arrays on a card or a simulator, else `ieee`.
-        seconds: work of the search, in seconds of one core of a usual machine. Work is counted by the sizes of the
-            computation, so the load of the machine does not change the result. For a large layer the search does a
-            quarter of the layer's own work in addition. The report lists the parts that were not tried. Infinity
-            tries everything.
+        arithmetic: of the hardware, one of `reference.ARITHMETICS`, or its rounding, one of
+            `reference.UNFUSED`. The default is `tensix` for TTNN arrays on a card or a simulator,
+            else `ieee`.
+        seconds: work of the search, in seconds of one core of a usual machine. Work is counted by
+            the sizes of the computation, so the load of the machine does not change the result. For
+            a large layer the search does a quarter of the layer's own work in addition. The report
+            lists the parts that were not tried. Infinity tries everything.
 
     Raises:
         ValueError: if no name is a stage of the problem, or the arithmetic is unknown.
@@ -79,15 +93,23 @@ def diagnose(
     stages = stages_of("observed", observed, "output")
     reference = Reference(problem, stages=frozenset(stages))
     found = diagnose_stages(stages, reference, arithmetic, seconds)
-    return found if found.is_wrong else replace(found, hidden=_hidden_bugs(stages, reference, arithmetic))
+    return (
+        found
+        if found.is_wrong
+        else replace(found, hidden=_hidden_bugs(stages, reference, arithmetic))
+    )
 
 
-def _hidden_bugs(stages: Mapping[str, np.ndarray], reference: Reference, arithmetic: str) -> tuple[str, ...]:
+def _hidden_bugs(
+    stages: Mapping[str, np.ndarray], reference: Reference, arithmetic: str
+) -> tuple[str, ...]:
     """Return the names of known bugs that the compared stages would not show in their dtype."""
     problem, remembered = reference.problem, reference.remembered
     if not is_large(problem):
         base = remembering(remembered)
-        return hidden_bugs(Replay(problem, {}, arithmetic, base=base, reference=reference), list(stages))
+        return hidden_bugs(
+            Replay(problem, {}, arithmetic, base=base, reference=reference), list(stages)
+        )
     if problem.case.is_cached:
         return ()
     compared = WholeStages({}, reference, arithmetic)
@@ -124,7 +146,9 @@ def diagnose_stages(
 
     def judge(part: Part, scope: Scope, work: Work) -> Diagnosis:
         base = remembering(part.remembered)
-        return explained(part.observed, Replay(part.problem, {}, arithmetic, base=base, scope=scope), work)
+        return explained(
+            part.observed, Replay(part.problem, {}, arithmetic, base=base, scope=scope), work
+        )
 
     def judge_all(scope: Scope, work: Work) -> Diagnosis:
         base = remembering(reference.remembered)
@@ -139,20 +163,40 @@ def diagnose_stages(
     elif problem.case.is_cached:
         ordered = {name: in_order(problem, name, x) for name, x in stages.items()}
         compared = WholeStages(ordered, reference, arithmetic, known)
-        of_first_call = {name.removeprefix(FIRST_CALL): x for name, x in ordered.items() if name.startswith(FIRST_CALL)}
+        of_first_call = {
+            name.removeprefix(FIRST_CALL): x
+            for name, x in ordered.items()
+            if name.startswith(FIRST_CALL)
+        }
         first_compared = WholeStages(of_first_call, reference, arithmetic, known, FIRST_CALL)
-        found = diagnosed_by_first_call(first_call(problem, stages, first_compared), judge, judge_all, seconds)
+        found = diagnosed_by_first_call(
+            first_call(problem, stages, first_compared), judge, judge_all, seconds
+        )
     else:
-        found, compared = _diagnosed_at_size(_of_problem(stages), reference, arithmetic, judge, seconds)
+        found, compared = _diagnosed_at_size(
+            _of_problem(stages), reference, arithmetic, judge, seconds
+        )
     found = _measured_as_a_whole(found.with_named_laws(), compared)
     return replace(found, dtypes=_other_dtypes(stages, problem), dtype=problem.dtype)
 
 
 def _diagnosed_at_size(
-    stages: Mapping[str, np.ndarray], reference: Reference, arithmetic: str, judge: Judge, seconds: float
+    stages: Mapping[str, np.ndarray],
+    reference: Reference,
+    arithmetic: str,
+    judge: Judge,
+    seconds: float,
 ) -> tuple[Diagnosis, WholeStages]:
-    """Diagnose the stages of a large layer without a cache: read as a whole, and searched in samples."""
-    right = WholeReplay(reference.problem, {}, arithmetic, base=remembering(reference.remembered), reference=reference)
+    """Diagnose the stages of a large layer without a cache: read as a whole, and searched in
+    samples.
+    """
+    right = WholeReplay(
+        reference.problem,
+        {},
+        arithmetic,
+        base=remembering(reference.remembered),
+        reference=reference,
+    )
     with uncounted(), single_threaded():
         views = _whole_views(stages, right)
     found: list[tuple[Diagnosis, WholeStages]] = []
@@ -207,15 +251,21 @@ class _WholeView:
 
 
 def _whole_views(stages: Mapping[str, np.ndarray], right: WholeReplay) -> list[_WholeView]:
-    """Return the readings of whole stages: by their shapes alone, and in the conventions in which they agree."""
+    """Return the readings of whole stages: by their shapes alone, and in the conventions in which
+    they agree.
+    """
     # The others would need the scores of all rows.
-    choice, *other_choices = (each for each in choices_for(right.problem.dtype, stages) if not each.in_reference)
+    choice, *other_choices = (
+        each for each in choices_for(right.problem.dtype, stages) if not each.in_reference
+    )
     found = read(stages, right.with_choice(choice))
     if not found:
         raise InputError("observed", "have stages of the problem", str(sorted(stages)))
     agreed = _borne_out(found)
     for other in other_choices:
-        if len(agreed) == len(found) or not _may_be_a_choice(found, agreed, right.with_choice(choice)):
+        if len(agreed) == len(found) or not _may_be_a_choice(
+            found, agreed, right.with_choice(choice)
+        ):
             break
         if _number_agreeing(found, right.with_choice(other)) > len(agreed):
             choice, found = other, read(stages, right.with_choice(other))
@@ -230,11 +280,19 @@ def _whole_views(stages: Mapping[str, np.ndarray], right: WholeReplay) -> list[_
 
 
 def _borne_out(found: Mapping[str, Read]) -> dict[str, Reading]:
-    """Return the readings in which stages agree, if a later stage confirms them where that is necessary."""
-    return {name: each.agreed for name, each in found.items() if each.agreed is not None and _is_borne_out(name, found)}
+    """Return the readings in which stages agree, if a later stage confirms them where that is
+    necessary.
+    """
+    return {
+        name: each.agreed
+        for name, each in found.items()
+        if each.agreed is not None and _is_borne_out(name, found)
+    }
 
 
-def _may_be_a_choice(found: Mapping[str, Read], agreed: Mapping[str, Reading], right: Replay) -> bool:
+def _may_be_a_choice(
+    found: Mapping[str, Read], agreed: Mapping[str, Reading], right: Replay
+) -> bool:
     """Return True if stages that differ may do so because the layer computes in another valid way.
 
     The noise of all stages but scores and attention weights grows by a small factor only.
@@ -245,7 +303,10 @@ def _may_be_a_choice(found: Mapping[str, Read], agreed: Mapping[str, Reading], r
         if stage_named(name).quantity in ("scores", "attn_weights"):
             return True
         expected = right.stage(name)
-        if judged(each.plain.values, expected, right.allowed(name, ()), name).ratio > FAR_FROM_CHOICE:
+        if (
+            judged(each.plain.values, expected, right.allowed(name, ()), name).ratio
+            > FAR_FROM_CHOICE
+        ):
             return False
     return True
 
@@ -260,7 +321,10 @@ def _number_agreeing(found: Mapping[str, Read], right: Replay) -> int:
 
 
 def _whole_view(
-    found: Mapping[str, Read], readings: Mapping[str, Reading], agreed: frozenset[str], choice: Choice
+    found: Mapping[str, Read],
+    readings: Mapping[str, Reading],
+    agreed: frozenset[str],
+    choice: Choice,
 ) -> _WholeView:
     return _WholeView(
         {name: reading.values for name, reading in readings.items() if reading.values is not None},
@@ -277,7 +341,11 @@ def _of_problem(stages: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     Raises:
         ValueError: if there is none.
     """
-    names = [name for name in stages if stage_named(name).kind in STAGES and not stage_named(name).is_gradient]
+    names = [
+        name
+        for name in stages
+        if stage_named(name).kind in STAGES and not stage_named(name).is_gradient
+    ]
     if not names:
         raise InputError("observed", "have stages of the problem", str(sorted(stages)))
     return {name: stages[name] for name in names}
@@ -297,22 +365,32 @@ def _measured_as_a_whole(diagnosis: Diagnosis, compared: WholeStages) -> Diagnos
         return compared[stage].comparison.ratio
 
     explanations = [
-        replace(each, ratio_before=ratio_of(each.stage, each.ratio_before)) for each in diagnosis.explanations
+        replace(each, ratio_before=ratio_of(each.stage, each.ratio_before))
+        for each in diagnosis.explanations
     ]
-    unknowns = [replace(each, ratio=ratio_of(each.stage, each.ratio)) for each in diagnosis.unknowns]
+    unknowns = [
+        replace(each, ratio=ratio_of(each.stage, each.ratio)) for each in diagnosis.unknowns
+    ]
     ratio = ratio_of(diagnosis.stage, diagnosis.ratio)
     return replace(diagnosis, ratio=ratio, explanations=explanations, unknowns=unknowns)
 
 
 def _other_dtypes(stages: Mapping[str, np.ndarray], problem: Problem) -> dict[str, str]:
-    """Return the dtypes of stages that are not the problem's; scores and attention weights may have a wider one."""
+    """Return the dtypes of stages that are not the problem's; scores and attention weights may have
+    a wider one.
+    """
     wide = (np.float32, np.float64)
-    found = {name: x.dtype for name, x in stages.items() if is_floating(x.dtype) and stage_named(name).kind in STAGES}
+    found = {
+        name: x.dtype
+        for name, x in stages.items()
+        if is_floating(x.dtype) and stage_named(name).kind in STAGES
+    }
     may_differ = ("scores", "attn_weights")
     return {
         name: dtype.name
         for name, dtype in found.items()
-        if dtype.name != problem.dtype and not (stage_named(name).quantity in may_differ and dtype in wide)
+        if dtype.name != problem.dtype
+        and not (stage_named(name).quantity in may_differ and dtype in wide)
         if not stage_named(name).is_exact
     }
 
@@ -338,7 +416,10 @@ def _read_stages(stages: Mapping[str, np.ndarray], first: Replay) -> Diagnosis |
 def _explain(views: Sequence[_View], seconds: float) -> Diagnosis:
     """Search each reading for bugs, and return the best diagnosis."""
     plain = views[0]
-    others = sorted((view for view in views if len(view.wrong) < len(plain.wrong)), key=lambda view: len(view.wrong))
+    others = sorted(
+        (view for view in views if len(view.wrong) < len(plain.wrong)),
+        key=lambda view: len(view.wrong),
+    )
     searched = [plain, *others[: MOST_VIEWS - 1]]
     untried, results = "", list[SearchResult]()
     for view in searched:
@@ -351,11 +432,17 @@ def _explain(views: Sequence[_View], seconds: float) -> Diagnosis:
 
 
 def _search(replay: Replay, work: Work) -> SearchResult:
-    """Search for bugs. If a stage has NaN of its own, also search with NaN in rows without a key."""
+    """Search for bugs. If a stage has NaN of its own, also search with NaN in rows without a
+    key.
+    """
     with work.counted():
         found = search(replay, work)
     begin = tuple(bug for bug in replay.known if bug.name == "empty-row-nan")
-    if not found.unknowns or not begin or not any(_has_nan_of_its_own(replay, stage) for stage in replay.stages):
+    if (
+        not found.unknowns
+        or not begin
+        or not any(_has_nan_of_its_own(replay, stage) for stage in replay.stages)
+    ):
         return found
     again = Work(work.seconds / 2)
     with again.counted():
@@ -363,7 +450,9 @@ def _search(replay: Replay, work: Work) -> SearchResult:
 
 
 def _has_nan_of_its_own(replay: Replay, stage: str) -> bool:
-    """Return True if a stage is NaN where the reference is not, and finite elsewhere: NaN alone shows no rows."""
+    """Return True if a stage is NaN where the reference is not, and finite elsewhere: NaN alone
+    shows no rows.
+    """
     if replay.stage(stage).shape != replay.observed[stage].shape or stage_named(stage).is_exact:
         return False
     actual, expected = replay.compared(stage, replay.stage(stage))
@@ -375,15 +464,24 @@ def _has_nan_of_its_own(replay: Replay, stage: str) -> bool:
 def _conclude(view: _View, found: SearchResult, untried: str) -> Diagnosis:
     """Return the diagnosis that follows from a search.
 
-    A stage over its budget is wrong, also if the output agrees: what differs and has no name is unknown.
+    A stage over its budget is wrong, also if the output agrees: what differs and has no name is
+    unknown.
     """
     explanations, unknowns = found.explanations, found.unknowns
     losses = {bug.name for bug in view.replay.known if bug.is_loss}
     are_losses = all({*explanation.bugs} <= losses for explanation in explanations)
     is_short = not unknowns and len(explanations) == 1
-    if are_losses and not is_short and (whole := lost_in_dtype(view.replay, view.before, view.wrong)):
+    if (
+        are_losses
+        and not is_short
+        and (whole := lost_in_dtype(view.replay, view.before, view.wrong))
+    ):
         return view.diagnosis("precision", explanations=[whole])
-    if unknowns and are_losses and (explanation := lost_in_products(view.replay, view.before, view.wrong)):
+    if (
+        unknowns
+        and are_losses
+        and (explanation := lost_in_products(view.replay, view.before, view.wrong))
+    ):
         return view.diagnosis("precision", explanations=[explanation])
     kind = "precision" if are_losses else "structure"
     if unknowns:
@@ -397,7 +495,8 @@ def _conclude(view: _View, found: SearchResult, untried: str) -> Diagnosis:
     )
 
 
-# ---- Readings of the observed stages ---------------------------------------------------------------------------------
+# ---- Readings of the observed stages
+# ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -425,14 +524,18 @@ class _View:
     def agrees_in_the_end(self) -> bool:
         """True if the end of every call was recorded and agrees with the stages before it.
 
-        A wrong cache shows in later calls only, and nothing follows the outputs of a module's own paths, so
-        these must also agree.
+        A wrong cache shows in later calls only, and nothing follows the outputs of a module's own
+        paths, so these must also agree.
         """
         replay = self.replay
-        ends = [name for names in replay.steps for name in names if stage_named(name).kind == "output"]
+        ends = [
+            name for names in replay.steps for name in names if stage_named(name).kind == "output"
+        ]
         kept = [name for name in replay.stages if "cache" in name or name.endswith(".output")]
         is_given = all(name in replay.observed for name in ends)
-        return is_given and all(replay.right.agrees(name, replay.observed[name]) for name in (*ends, *kept))
+        return is_given and all(
+            replay.right.agrees(name, replay.observed[name]) for name in (*ends, *kept)
+        )
 
     def diagnosis(self, kind: str, **more: Any) -> Diagnosis:
         """Return a diagnosis of a kind with the data of this reading."""
@@ -454,7 +557,9 @@ class _View:
 
 
 def _views(stages: Mapping[str, np.ndarray], right: Replay) -> list[_View]:
-    """Return the readings of observed stages: by their shapes alone, and in the conventions in which they agree."""
+    """Return the readings of observed stages: by their shapes alone, and in the conventions in
+    which they agree.
+    """
     found = read(stages, right)
     if not found:
         return []
@@ -465,8 +570,12 @@ def _views(stages: Mapping[str, np.ndarray], right: Replay) -> list[_View]:
         ways.append({**plain, **agreed})
     views = []
     for way in ways:
-        values = {name: reading.values for name, reading in way.items() if reading.values is not None}
-        masked = {name: reading.masked for name, reading in way.items() if reading.masked is not None}
+        values = {
+            name: reading.values for name, reading in way.items() if reading.values is not None
+        }
+        masked = {
+            name: reading.masked for name, reading in way.items() if reading.masked is not None
+        }
         replay = right.observing(values, masked)
         before = {stage: replay.judgement(stage, ()) for stage in replay.stages}
         conventions = {name: reading.words for name, reading in way.items() if reading.words}
@@ -476,7 +585,9 @@ def _views(stages: Mapping[str, np.ndarray], right: Replay) -> list[_View]:
 
 
 def _is_borne_out(name: str, found: Mapping[str, Read]) -> bool:
-    """Return True if a stage that depends on this one was also recorded in its step and can be compared."""
+    """Return True if a stage that depends on this one was also recorded in its step and can be
+    compared.
+    """
     reading = found[name].agreed
     if reading is None or reading.is_certain or not reading.words:
         return True
@@ -499,13 +610,15 @@ def diagnose_trace(trace: Trace) -> Diagnosis:
     return diagnose(trace.accumulated, trace.problem, arithmetic=trace.arithmetic)
 
 
-def observe(function: Callable[..., Any], problem: Problem, framework: str) -> dict[str, np.ndarray]:
+def observe(
+    function: Callable[..., Any], problem: Problem, framework: str
+) -> dict[str, np.ndarray]:
     """Return the stages that a function computes for a problem.
 
     Args:
-        function: called with the query (B, T, d_in) and, for cross-attention, the key (B, S, d_kv), or with
-            `shared_kv` the k and v of another layer, (B, K, S, H). It has its own weights and masks, and
-            returns the output, or (output, attention weights), or stages by name.
+        function: called with the query (B, T, d_in) and, for cross-attention, the key (B, S, d_kv),
+            or with `shared_kv` the k and v of another layer, (B, K, S, H). It has its own weights
+            and masks, and returns the output, or (output, attention weights), or stages by name.
         problem: the case and its inputs.
         framework: of the function's arrays, `torch`, `jax` or `ttnn`.
 
@@ -520,17 +633,29 @@ def observe(function: Callable[..., Any], problem: Problem, framework: str) -> d
             with user_code(function):
                 given = function(*arrays)
         except Exception as error:  # any exception of the function
-            raise InputError("the function", "take the inputs", f"{type(error).__name__}: {error}") from error
+            raise InputError(
+                "the function", "take the inputs", f"{type(error).__name__}: {error}"
+            ) from error
         if isinstance(given, tuple) and len(given) == 2:
-            given = {name: x for name, x in zip(("output", "attn_weights"), given, strict=True) if x is not None}
+            given = {
+                name: x
+                for name, x in zip(("output", "attn_weights"), given, strict=True)
+                if x is not None
+            }
         elif not isinstance(given, Mapping):
             given = {"output": given}
         if not given or not all(map(_is_array, given.values())):
-            kinds = ", ".join(f"{name}: {type(x).__name__}" for name, x in given.items()) or "nothing"
-            raise InputError(
-                "the function", "give an array, (output, attention weights), or arrays by stage", str(kinds)
+            kinds = (
+                ", ".join(f"{name}: {type(x).__name__}" for name, x in given.items()) or "nothing"
             )
-        found = {name: np.array(x) for name, x in stages_of("the function's", given, "output").items()}
+            raise InputError(
+                "the function",
+                "give an array, (output, attention weights), or arrays by stage",
+                str(kinds),
+            )
+        found = {
+            name: np.array(x) for name, x in stages_of("the function's", given, "output").items()
+        }
     if unknown := sorted(found.keys() - STAGES.keys()):
         names = ", ".join(name for name in STAGES if "." not in name)
         raise InputError("stages", f"be named as in STAGES, {names}", str(unknown))

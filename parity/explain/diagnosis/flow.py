@@ -1,4 +1,6 @@
-"""The dependencies of each step of the reference, so that steps which a bug does not affect are not computed again."""
+"""The dependencies of each step of the reference, so that steps which a bug does not affect are not
+computed again.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ class _Values(dict[str, np.ndarray]):
 def flow_of(problem: Problem) -> list[Flow]:
     """Return the dependencies of each step of a problem in the reference."""
     called: set[str] = set()
-    methods = {name for name in dir(Layer) if not name.startswith("_") and callable(getattr(Layer, name))}
+    methods = {
+        name for name in dir(Layer) if not name.startswith("_") and callable(getattr(Layer, name))
+    }
 
     class Watched(Layer):
         def __getattribute__(self, name: str) -> Any:
@@ -69,7 +73,9 @@ def flow_of(problem: Problem) -> list[Flow]:
 
     found, values = [], _Values()
     steps = Watched(_small(problem), Arithmetic(np.dtype(np.float64))).steps()
-    for name, step in zip(itertools.cycle(STEPS_OF_A_CALL if problem.case.is_cached else STEPS), steps):
+    for name, step in zip(
+        itertools.cycle(STEPS_OF_A_CALL if problem.case.is_cached else STEPS), steps
+    ):
         called.clear()
         called.update((name, "call"))
         values.read.clear()
@@ -85,13 +91,32 @@ def _small(problem: Problem) -> Problem:
     case = problem.case
     if calls := len(case.chunks):
         few = replace(case, seq_len=calls, chunks=(1,) * calls, new_lengths=(), capacity=calls)
-        of_heads = {name: problem.inputs[name][:, :, :calls] for name in ("k", "v") if name in problem.inputs}
-        return replace(problem, case=few, inputs={"query": np.zeros((case.batch, calls, case.spec.d_in)), **of_heads})
+        of_heads = {
+            name: problem.inputs[name][:, :, :calls]
+            for name in ("k", "v")
+            if name in problem.inputs
+        }
+        return replace(
+            problem,
+            case=few,
+            inputs={"query": np.zeros((case.batch, calls, case.spec.d_in)), **of_heads},
+        )
     lengths = None if case.key_padding_lengths is None else (TOKENS,) * case.batch
     keys = None if case.seq_len_k is None else TOKENS
     small = replace(case.first_tokens(TOKENS), seq_len_k=keys, key_padding_lengths=lengths)
-    inputs = {name: np.zeros((*x.shape[:1], TOKENS, *x.shape[2:]), x.dtype) for name, x in problem.inputs.items()}
-    inputs |= {name: x[:, :, :1].repeat(TOKENS, 2) for name, x in problem.inputs.items() if name in ("k", "v")}
+    inputs = {
+        name: np.zeros((*x.shape[:1], TOKENS, *x.shape[2:]), x.dtype)
+        for name, x in problem.inputs.items()
+    }
+    inputs |= {
+        name: x[:, :, :1].repeat(TOKENS, 2)
+        for name, x in problem.inputs.items()
+        if name in ("k", "v")
+    }
     of_scores = (case.batch, case.spec.num_heads, TOKENS, TOKENS)
-    inputs |= {name: np.zeros(of_scores, x.dtype) for name, x in problem.inputs.items() if name in ("bias", "mask")}
+    inputs |= {
+        name: np.zeros(of_scores, x.dtype)
+        for name, x in problem.inputs.items()
+        if name in ("bias", "mask")
+    }
     return replace(problem, case=small, inputs=inputs, sample=None)

@@ -1,4 +1,6 @@
-"""Bugs that a comparison in 16 bits cannot show, because they change less than its rounding does."""
+"""Bugs that a comparison in 16 bits cannot show, because they change less than its rounding
+does.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,14 @@ SUBTLE = ("window", "chunk", "off-by", "eps", "frequencies", "scaling", "rope")
 """Parts of the names of bugs that often change little: they are tried first."""
 
 HIDDEN = 0.9
-"""The largest share of its budget that a bug may use and be called hidden: rounding takes the rest."""
+"""The largest share of its budget that a bug may use and be called hidden: rounding takes the
+rest.
+"""
 
 
 def hidden_bugs(right: Replay, stages: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of known bugs that would show in these stages in float32, and do not in the problem's dtype.
+    """Return the names of known bugs that would show in these stages in float32, and do not in the
+    problem's dtype.
 
     Args:
         right: the reference of the problem, or of a sample of it, without observed stages.
@@ -64,5 +69,8 @@ def _is_hidden(right: Replay, bug: Bug, stages: Sequence[str]) -> bool:
             continue
         if judged(wrong, expected, right.allowed(name, ()), name).ratio > HIDDEN:
             return False
-        would_show = would_show or judged(wrong, expected, right.allowed(name, (), dtype="float32"), name).ratio > 1.0
+        would_show = (
+            would_show
+            or judged(wrong, expected, right.allowed(name, (), dtype="float32"), name).ratio > 1.0
+        )
     return would_show

@@ -31,7 +31,8 @@ class RankDiagnosis:
 
     Attributes:
         wrong: the first wrong stage of each wrong rank, compared.
-        bugs: known bugs that explain the stages of all ranks; empty if none does, or nothing is wrong.
+        bugs: known bugs that explain the stages of all ranks; empty if none does, or nothing is
+            wrong.
     """
 
     wrong: dict[int, Comparison]
@@ -75,12 +76,18 @@ class RankDiagnosis:
         if not self.wrong:
             yield "", "nothing differs by more than rounding on any rank"
             return
-        yield "Likely bug", self.likely_bug or "unknown: no known bug of divided layers explains all ranks"
+        yield (
+            "Likely bug",
+            self.likely_bug or "unknown: no known bug of divided layers explains all ranks",
+        )
         for number, bug in enumerate(self.bugs if verbose else self.bugs[:2]):
             other = f"  or {bug.name}, {bug.about}: the observed stages cannot distinguish them"
             yield "", other if number else f"  {bug.about}"
         for rank, each in self.wrong.items():
-            yield f"First wrong stage of rank {rank}", f"{each.stage}, {each.ratio:.2g} times its budget"
+            yield (
+                f"First wrong stage of rank {rank}",
+                f"{each.stage}, {each.ratio:.2g} times its budget",
+            )
         if self.bugs:
             yield from (("Evidence", self.evidence), ("Fix", self.fix), ("More", self.more))
 
@@ -89,7 +96,13 @@ class RankDiagnosis:
         bugs = [{"name": each.name, "about": each.about, "fix": each.fix} for each in self.bugs]
         wrong = [{"rank": rank, **each.to_dict()} for rank, each in self.wrong.items()]
         finding = {name: getattr(self, name) for name in FINDING}
-        return {"is_wrong": self.is_wrong, **finding, "wrong": wrong, "bugs": bugs, "mistakes": bugs}
+        return {
+            "is_wrong": self.is_wrong,
+            **finding,
+            "wrong": wrong,
+            "bugs": bugs,
+            "mistakes": bugs,
+        }
 
 
 def diagnose_ranks(
@@ -98,16 +111,17 @@ def diagnose_ranks(
     """Find the wrong ranks of a divided layer, and the bug that explains all of them.
 
     Args:
-        observed: the stages of each rank, in order, by the names of `STAGES`, in arrays of any framework. Ranks that
-            share heads have the stages of their own heads, and as `output` their summand. Ranks that share tokens have
-            the stages of their own tokens, in order and equally many, and optionally `grad.query`.
+        observed: the stages of each rank, in order, by the names of `STAGES`, in arrays of any
+            framework. Ranks that share heads have the stages of their own heads, and as `output`
+            their summand. Ranks that share tokens have the stages of their own tokens, in order and
+            equally many, and optionally `grad.query`.
         problem: of the whole layer, without a cache.
         tensor: number of ranks that share the heads.
         tokens: number of ranks that share the tokens. One of both is 1.
 
     Raises:
-        ValueError: if a rank is missing or has none of these stages, both or neither are divided, or the problem cannot
-            be divided in this way.
+        ValueError: if a rank is missing or has none of these stages, both or neither are divided,
+            or the problem cannot be divided in this way.
     """
     if (tensor > 1) == (tokens > 1):
         raise InputError("either tensor or tokens", "be above 1", tensor=tensor, tokens=tokens)
@@ -115,26 +129,39 @@ def diagnose_ranks(
         raise InputError("observed", "be of each rank", f"{len(observed)} of {max(tensor, tokens)}")
     if problem.case.is_cached or (tokens > 1 and problem.case.seq_len % tokens):
         got = (
-            f"case {problem.case.name} with {'a cache' if problem.case.is_cached else f'{problem.case.seq_len} tokens'}"
+            f"case {problem.case.name} with "
+            f"{'a cache' if problem.case.is_cached else f'{problem.case.seq_len} tokens'}"
         )
-        raise InputError("problem", f"have no cache, and tokens that {tokens} ranks divide", str(got))
+        raise InputError(
+            "problem", f"have no cache, and tokens that {tokens} ranks divide", str(got)
+        )
     given = [stages_of("observed", stages, "output") for stages in observed]
     with_gradients = tokens > 1 and any("grad.query" in stages for stages in given)
     for rank, stages in enumerate(given):
         if not stages.keys() & {*JUDGED, "grad.query"}:
-            raise InputError("observed", "have stages of every rank", f"{sorted(stages)} of rank {rank}")
+            raise InputError(
+                "observed", "have stages of every rank", f"{sorted(stages)} of rank {rank}"
+            )
     right = _RankStages(problem, ShardPlan(tensor), tokens, with_gradients=with_gradients)
-    wrong = {rank: found for rank, stages in enumerate(given) if (found := right.first_wrong(stages, rank)) is not None}
+    wrong = {
+        rank: found
+        for rank, stages in enumerate(given)
+        if (found := right.first_wrong(stages, rank)) is not None
+    }
     if not wrong:
         return RankDiagnosis({})
-    explain = [bug for bug in rank_bugs(problem, right.plan, tokens) if right.is_explained(given, bug)]
+    explain = [
+        bug for bug in rank_bugs(problem, right.plan, tokens) if right.is_explained(given, bug)
+    ]
     return RankDiagnosis(wrong, tuple(explain))
 
 
 class _RankStages:
     """The right stages of each rank, and those with a bug."""
 
-    def __init__(self, problem: Problem, plan: ShardPlan, tokens: int, *, with_gradients: bool) -> None:
+    def __init__(
+        self, problem: Problem, plan: ShardPlan, tokens: int, *, with_gradients: bool
+    ) -> None:
         self.problem, self.plan, self.tokens = problem, plan, tokens
         self.spec = problem.spec
         shard_spec(without_widths(self.spec), plan, 0)  # or it raises an error
@@ -144,19 +171,29 @@ class _RankStages:
     def _changed(self, changed: Changed) -> Values:
         return run_steps(wrong_layer(self.problem, "float64", [changed]).steps())
 
-    def first_wrong(self, observed: Values, rank: int, bug: RankBug | None = None) -> Comparison | None:
-        """Return the first stage of a rank that differs from its right values, or from those with a bug."""
+    def first_wrong(
+        self, observed: Values, rank: int, bug: RankBug | None = None
+    ) -> Comparison | None:
+        """Return the first stage of a rank that differs from its right values, or from those with a
+        bug.
+        """
         right, noisy = self._own(rank, self.reference.accumulated, np.float64), self._noisy(rank)
         exact = right
         if bug is not None:
             computed = bug.computed(self.ranks, rank)
             exact = right | {name: computed[name] for name in bug.stages if name in computed}
-        judged = (self._judged(name, observed[name], exact, noisy, rank, right) for name in exact if name in observed)
+        judged = (
+            self._judged(name, observed[name], exact, noisy, rank, right)
+            for name in exact
+            if name in observed
+        )
         return next((each for each in judged if not each.passed), None)
 
     def is_explained(self, given: Sequence[Values], bug: RankBug) -> bool:
         """Return True if the stages of every rank match a bug, as far as the bug predicts them."""
-        return all(self.first_wrong(observed, rank, bug) is None for rank, observed in enumerate(given))
+        return all(
+            self.first_wrong(observed, rank, bug) is None for rank, observed in enumerate(given)
+        )
 
     def _judged(
         self, name: str, actual: np.ndarray, exact: Values, noisy: Values, rank: int, right: Values
@@ -182,7 +219,9 @@ class _RankStages:
             return self.ranks.of_tokens(whole, np.arange(rank * part, (rank + 1) * part))
         kinds = ("mask", "latents", "q", "k", "v", "gate", "scores", "attn_weights", "context")
         held = self.ranks.held(rank)
-        found = {name: part_of(name, whole[name], self.spec, held) for name in kinds if name in whole}
+        found = {
+            name: part_of(name, whole[name], self.spec, held) for name in kinds if name in whole
+        }
         weights, own = self.ranks.divided(rank)
         context = found["context"].astype(dtype)
         if "gate" in found:

@@ -1,7 +1,8 @@
-"""Conventions of recorded stages: other axes, before RoPE, a mask with True for visible keys; and their conversion.
+"""Conventions of recorded stages: other axes, before RoPE, a mask with True for visible keys; and
+their conversion.
 
-A stage that differs may be right in another convention. The stages after it decide: if they agree with the reference,
-nothing is wrong.
+A stage that differs may be right in another convention. The stages after it decide: if they agree
+with the reference, nothing is wrong.
 """
 
 from __future__ import annotations
@@ -37,11 +38,13 @@ class Reading:
     """A reading of a recorded array.
 
     Attributes:
-        words: a description that follows the name of the stage; empty for the reference's convention.
-        values: the stage in the reference's convention; None if it cannot be computed from the recorded array.
+        words: a description that follows the name of the stage; empty for the reference's
+            convention.
+        values: the stage in the reference's convention; None if it cannot be computed from the
+            recorded array.
         is_certain: True if no later stage has to confirm it, because it concerns only axes.
-        masked: cells that are not compared: unused ones, and cells of scores that hold a mask's number, in which the
-            values are the reference's; None if there are none.
+        masked: cells that are not compared: unused ones, and cells of scores that hold a mask's
+            number, in which the values are the reference's; None if there are none.
     """
 
     words: str
@@ -66,19 +69,27 @@ class Read:
 
 
 BEFORE_ROPE = Changed({"turned": lambda layer, original, name, x, positions: x})
-BEFORE_NORM = Changed({**BEFORE_ROPE.in_reference, "normed": lambda layer, original, name, x, norm: x})
+BEFORE_NORM = Changed(
+    {**BEFORE_ROPE.in_reference, "normed": lambda layer, original, name, x, norm: x}
+)
 BEFORE_SCALE = Changed({"scale": instead(lambda: 1.0)})
 BEFORE_CAP = Changed({"capped": instead(lambda x: x)})
 BEFORE_BIAS = Changed(
     {"score_bias": instead(lambda: None)}
-    | dict.fromkeys(("lost_by_distance", "gained_by_distance"), instead(lambda places: np.zeros(())))
+    | dict.fromkeys(
+        ("lost_by_distance", "gained_by_distance"), instead(lambda places: np.zeros(()))
+    )
 )
-PRODUCTS = Changed({**BEFORE_SCALE.in_reference, **BEFORE_CAP.in_reference, **BEFORE_BIAS.in_reference})
+PRODUCTS = Changed(
+    {**BEFORE_SCALE.in_reference, **BEFORE_CAP.in_reference, **BEFORE_BIAS.in_reference}
+)
 
 
 def read(observed: Mapping[str, np.ndarray], right: Replay) -> dict[str, Read]:
     """Return the readings of each recorded stage that the reference has."""
-    return {name: _Reader(name, right).read(x) for name, x in observed.items() if name in right.values}
+    return {
+        name: _Reader(name, right).read(x) for name, x in observed.items() if name in right.values
+    }
 
 
 def _over_heads(attn_weights: np.ndarray) -> np.ndarray:
@@ -114,7 +125,9 @@ class _Reader:
         typed = self._typed(x)
         if isinstance(typed, str):
             return Read(None, None, typed)
-        if typed.shape == self.expected.shape and self.right.agrees(self.name, typed, unused=self.unused):
+        if typed.shape == self.expected.shape and self.right.agrees(
+            self.name, typed, unused=self.unused
+        ):
             as_ours = Reading(self._as_typed(x, typed), typed, is_certain=True, masked=self.unused)
             return Read(as_ours, as_ours)
         shaped = list(self._shaped(typed))
@@ -128,12 +141,18 @@ class _Reader:
         return Read(after_mask, after_mask if is_right else agreed)
 
     def _agrees(self, x: np.ndarray, changes: tuple[Changed, ...] = ()) -> bool:
-        """Return True if an array is the stage with changes, up to rounding, except in unused cells."""
+        """Return True if an array is the stage with changes, up to rounding, except in unused
+        cells.
+        """
         return self.right.agrees(self.name, x, changes, self.unused)
 
     def _as_typed(self, x: np.ndarray, typed: np.ndarray) -> str:
         """Return a description of a mask that is not boolean."""
-        return "" if x.dtype == typed.dtype or self.stage.quantity != "mask" else f"has dtype {x.dtype}"
+        return (
+            ""
+            if x.dtype == typed.dtype or self.stage.quantity != "mask"
+            else f"has dtype {x.dtype}"
+        )
 
     def _typed(self, x: np.ndarray) -> np.ndarray | str:
         """Return the array with the stage's dtype, or the reason why it cannot have it."""
@@ -152,12 +171,17 @@ class _Reader:
             if is_whole:
                 return x if x.dtype == np.int32 else whole.astype(np.int32)
             return f"has dtype {x.dtype} instead of an integer dtype"
-        return x if is_floating(x.dtype) else f"has dtype {x.dtype} instead of a floating-point dtype"
+        return (
+            x if is_floating(x.dtype) else f"has dtype {x.dtype} instead of a floating-point dtype"
+        )
 
-    # ---- Axes --------------------------------------------------------------------------------------------------------
+    # ---- Axes
+    # ----------------------------------------------------------------------------------------------
 
     def _shaped(self, x: np.ndarray) -> Iterator[Reading]:
-        """Yield the array with the axes of the stage, in every way that its shape allows; unchanged first."""
+        """Yield the array with the axes of the stage, in every way that its shape allows; unchanged
+        first.
+        """
         target = self.expected.shape
         if x.shape == target:
             yield Reading("", x, is_certain=True)
@@ -165,15 +189,21 @@ class _Reader:
         for words, larger, undo in self._targets():
             for axes, y in _in_axes(x, larger, self.letters, may_broadcast=self.stage.is_exact):
                 values = undo(y)
-                if values is None or (values.shape == x.shape and not words and np.array_equal(values, x)):
+                if values is None or (
+                    values.shape == x.shape and not words and np.array_equal(values, x)
+                ):
                     continue
                 words_of_form = _joined(f"has axes {axes}" if axes else "", words)
                 if words_of_form not in found:
                     found.append(words_of_form)
                     yield Reading(words_of_form, values, is_certain=True)
 
-    def _targets(self) -> Iterator[tuple[str, tuple[int, ...], Callable[[np.ndarray], np.ndarray | None]]]:
-        """Yield expected shapes that are larger or smaller than the reference's, and functions that undo it."""
+    def _targets(
+        self,
+    ) -> Iterator[tuple[str, tuple[int, ...], Callable[[np.ndarray], np.ndarray | None]]]:
+        """Yield expected shapes that are larger or smaller than the reference's, and functions that
+        undo it.
+        """
         shape, spec = self.expected.shape, self.right.problem.spec
         yield "", shape, lambda y: y
         if "K" in self.letters and spec.num_kv_heads < spec.num_heads:
@@ -195,17 +225,28 @@ class _Reader:
 
     def _resized(self, axis: str, size: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return a shape with another size of one axis."""
-        return tuple(size if letter == axis else old for letter, old in zip(self.letters, shape, strict=True))
+        return tuple(
+            size if letter == axis else old for letter, old in zip(self.letters, shape, strict=True)
+        )
 
     def _shared(self, y: np.ndarray) -> np.ndarray | None:
         """Return one head of each group, if the heads are equal within their groups."""
         groups = y.reshape(y.shape[0], self.right.problem.spec.num_kv_heads, -1, *y.shape[2:])
-        return groups[:, :, 0] if np.array_equal(groups, np.broadcast_to(groups[:, :, :1], groups.shape)) else None
+        return (
+            groups[:, :, 0]
+            if np.array_equal(groups, np.broadcast_to(groups[:, :, :1], groups.shape))
+            else None
+        )
 
     def _filled(self) -> int:
-        """Return the number of filled slots of the longest sequence after the stage's step; 0 without a cache."""
+        """Return the number of filled slots of the longest sequence after the stage's step; 0
+        without a cache.
+        """
         case, step = self.right.problem.case, self.stage.step
-        is_of_slots = self.stage.quantity in ("mask", "scores", "attn_weights") or "cache" in self.stage.quantity
+        is_of_slots = (
+            self.stage.quantity in ("mask", "scores", "attn_weights")
+            or "cache" in self.stage.quantity
+        )
         if step is None or "S" not in self.letters or not is_of_slots:
             return 0
         filled = max(np.add(case.lengths_before(step), case.added(step)))
@@ -218,7 +259,8 @@ class _Reader:
         values[(slice(None),) * axis + (slice(y.shape[axis]),)] = y
         return values
 
-    # ---- Values ------------------------------------------------------------------------------------------------------
+    # ---- Values
+    # ----------------------------------------------------------------------------------------------
 
     def _agreeing(self, x: np.ndarray, shaped: Sequence[Reading]) -> Iterator[Reading]:
         """Yield the readings in which the array agrees with the reference."""
@@ -252,14 +294,25 @@ class _Reader:
             wide, scale = x.astype(np.float64), spec.score_scale
             if quantity == "q":
                 yield "is recorded after the scale", (wide / scale).astype(x.dtype)
-            yield "is recorded after the root of the scale", (wide / math.sqrt(abs(scale) or 1.0)).astype(x.dtype)
+            yield (
+                "is recorded after the root of the scale",
+                (wide / math.sqrt(abs(scale) or 1.0)).astype(x.dtype),
+            )
         after_mask = self._after_mask(Reading("", x))
-        if after_mask is not None and after_mask.values is not None and after_mask.masked is not None:
-            values = np.where(after_mask.masked, self.expected, after_mask.values / spec.score_scale)
+        if (
+            after_mask is not None
+            and after_mask.values is not None
+            and after_mask.masked is not None
+        ):
+            values = np.where(
+                after_mask.masked, self.expected, after_mask.values / spec.score_scale
+            )
             yield f"{AFTER_MASK} and before the scale", values
 
     def _after_mask(self, form: Reading) -> Reading | None:
-        """Return scores after a mask, which are compared in the other cells only; None for other stages and scores."""
+        """Return scores after a mask, which are compared in the other cells only; None for other
+        stages and scores.
+        """
         if self.stage.quantity != "scores" or form.values is None:
             return None
         hidden = self.right.values[str(Stage("mask", self.stage.path, step=self.stage.step))]
@@ -268,7 +321,9 @@ class _Reader:
             return None
         values = np.where(cells, self.expected, form.values).astype(form.values.dtype)
         not_compared = cells if self.unused is None else cells | self.unused
-        return Reading(_joined(form.words, AFTER_MASK), values, is_certain=True, masked=not_compared)
+        return Reading(
+            _joined(form.words, AFTER_MASK), values, is_certain=True, masked=not_compared
+        )
 
     def _shown(self) -> Iterator[tuple[str, Changed]]:
         """Yield the conventions that the reference itself can compute."""
@@ -302,17 +357,26 @@ def _joined(*words: str) -> str:
 def _in_axes(
     x: np.ndarray, target: tuple[int, ...], letters: tuple[str, ...], *, may_broadcast: bool
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield an array with the axes of `letters` in order, in every way that its shape allows, and its own axes."""
+    """Yield an array with the axes of `letters` in order, in every way that its shape allows, and
+    its own axes.
+    """
     count = len(target)
     for order in orders(letters):
         shape, names = [target[axis] for axis in order], [letters[axis] for axis in order]
         back = np.argsort(order)
         if x.shape == tuple(shape):
-            yield ("" if order == tuple(range(count)) else f"({', '.join(names)})"), x.transpose(back)
+            yield (
+                ("" if order == tuple(range(count)) else f"({', '.join(names)})"),
+                x.transpose(back),
+            )
         for first in range(count - 1):  # two neighbors joined
             joined = (*shape[:first], shape[first] * shape[first + 1], *shape[first + 2 :])
             if x.shape == joined and joined != target:
-                words = [*names[:first], f"{names[first]} * {names[first + 1]}", *names[first + 2 :]]
+                words = [
+                    *names[:first],
+                    f"{names[first]} * {names[first + 1]}",
+                    *names[first + 2 :],
+                ]
                 yield f"({', '.join(words)})", x.reshape(shape).transpose(back)
         if target[0] == 1 and order[0] == 0 and x.shape == tuple(shape[1:]):
             yield f"({', '.join(names[1:])})", x[None].transpose(back)
@@ -329,13 +393,27 @@ def _in_axes(
 @cache
 def orders(letters: tuple[str, ...]) -> list[tuple[int, ...]]:
     """Return the orders of axes, usual ones first."""
-    return sorted(itertools.permutations(range(len(letters))), key=lambda order: _unusual(order, letters))
+    return sorted(
+        itertools.permutations(range(len(letters))), key=lambda order: _unusual(order, letters)
+    )
 
 
 def _unusual(order: Sequence[int], letters: tuple[str, ...]) -> int:
-    """Return how unusual an order of axes is: ours, then (B, T, N, H), then those that keep the last axis, then all."""
-    usual = [tuple(range(len(letters))), (0, 2, 1, 3)[: len(letters)], (2, 0, 1, 3), (1, 0, 2), (0, 1, 3, 2)]
-    return usual.index(tuple(order)) if tuple(order) in usual else len(usual) + (order[-1] != len(letters) - 1)
+    """Return how unusual an order of axes is: ours, then (B, T, N, H), then those that keep the
+    last axis, then all.
+    """
+    usual = [
+        tuple(range(len(letters))),
+        (0, 2, 1, 3)[: len(letters)],
+        (2, 0, 1, 3),
+        (1, 0, 2),
+        (0, 1, 3, 2),
+    ]
+    return (
+        usual.index(tuple(order))
+        if tuple(order) in usual
+        else len(usual) + (order[-1] != len(letters) - 1)
+    )
 
 
 def _subsets(count: int) -> Iterator[tuple[int, ...]]:
@@ -344,7 +422,8 @@ def _subsets(count: int) -> Iterator[tuple[int, ...]]:
         yield from sorted(itertools.combinations(range(count), size), reverse=True)
 
 
-# ---- Scores after a mask ---------------------------------------------------------------------------------------------
+# ---- Scores after a mask
+# ---------------------------------------------------------------------------------------------
 
 
 def _masked_cells(
@@ -368,7 +447,9 @@ def _masked_cells(
 
 
 def _far_below(x: np.ndarray, expected: np.ndarray, hidden: np.ndarray) -> np.ndarray:
-    """Return cells with a large negative number. Their values alone decide, because the mask itself may be wrong."""
+    """Return cells with a large negative number. Their values alone decide, because the mask itself
+    may be wrong.
+    """
     lowest = expected.min(initial=0.0, where=np.isfinite(expected))
     cells = x <= min(MASKED, lowest - FAR_BELOW)
     others = x[~cells & ~np.isnan(x)]
@@ -377,10 +458,18 @@ def _far_below(x: np.ndarray, expected: np.ndarray, hidden: np.ndarray) -> np.nd
     return cells & (is_apart or bool(hidden.all()))
 
 
-def _alike(x: np.ndarray, expected: np.ndarray, hidden: np.ndarray, agrees: Callable[[np.ndarray], bool]) -> np.ndarray:
-    """Return all hidden cells, if one number fills them, or is added to them while all other scores are right."""
+def _alike(
+    x: np.ndarray, expected: np.ndarray, hidden: np.ndarray, agrees: Callable[[np.ndarray], bool]
+) -> np.ndarray:
+    """Return all hidden cells, if one number fills them, or is added to them while all other scores
+    are right.
+    """
     none = np.zeros(x.shape, bool)
-    if np.count_nonzero(hidden) < 2 or not np.isfinite(x[hidden]).all() or not np.isfinite(expected).all():
+    if (
+        np.count_nonzero(hidden) < 2
+        or not np.isfinite(x[hidden]).all()
+        or not np.isfinite(expected).all()
+    ):
         return none
     if np.ptp(x[hidden]) == 0.0 and np.ptp(expected[hidden]) > 0.0:
         return hidden

@@ -52,11 +52,14 @@ MOST_KEPT = 256  # wrong layers
 MOST_BYTES = 2**29  # of all of them
 
 _Layer = tuple[Changes, str, str, str]
-"""The changes of a layer, its dtype, its arithmetic if it is not the hardware's, and its projections."""
+"""The changes of a layer, its dtype, its arithmetic if it is not the hardware's, and its
+projections.
+"""
 
 
 def remembering(found: Remembered | None = None) -> Changed:
-    """Return a reference that computes each projection and table once for each arithmetic, as a change.
+    """Return a reference that computes each projection and table once for each arithmetic, as a
+    change.
 
     It must be the innermost change, and serve layers with the same weights and inputs.
     """
@@ -71,7 +74,8 @@ class Scope:
     Attributes:
         judged: names of the stages to compare; all observed stages by default.
         only: names or descriptions of the bugs to try; all known bugs by default.
-        is_quick: True to try single bugs only, and to leave unexplained stages without a description.
+        is_quick: True to try single bugs only, and to leave unexplained stages without a
+            description.
     """
 
     judged: frozenset[str] | None = None
@@ -83,11 +87,13 @@ EVERYTHING = Scope()
 
 
 class Replay:
-    """Stages of a problem with changes of the reference, each computed from the observed stages before it.
+    """Stages of a problem with changes of the reference, each computed from the observed stages
+    before it.
 
-    It answers every question of the diagnosis: the values of a stage with a change, their tolerance, and if only
-        rounding remains. Results are cached, and work is counted. Without observed stages, every stage is computed
-        from its own stages before it.
+    It answers every question of the diagnosis: the values of a stage with a change, their
+    tolerance, and if only
+        rounding remains. Results are cached, and work is counted. Without observed stages, every
+        stage is computed from its own stages before it.
 
     Attributes:
         observed: the stages, in the reference's shapes.
@@ -123,14 +129,20 @@ class Replay:
 
     _is_nudged = False
 
-    def _observe(self, observed: Mapping[str, np.ndarray], masked: Mapping[str, np.ndarray]) -> None:
+    def _observe(
+        self, observed: Mapping[str, np.ndarray], masked: Mapping[str, np.ndarray]
+    ) -> None:
         """Start with other stages, and cells of them that are not compared."""
         known = self.right.values if observed else {}
-        self.observed = {name: x for name, x in observed.items() if name in known}  # gradients are not explained
+        self.observed = {
+            name: x for name, x in observed.items() if name in known
+        }  # gradients are not explained
         self._masked = masked
         self._forget()
 
-    def observing(self, observed: Mapping[str, np.ndarray], masked: Mapping[str, np.ndarray]) -> Replay:
+    def observing(
+        self, observed: Mapping[str, np.ndarray], masked: Mapping[str, np.ndarray]
+    ) -> Replay:
         """Return the replay of other stages, and cells of them that are not compared."""
         other = copy(self)
         other._right = self.right
@@ -155,7 +167,8 @@ class Replay:
         self._budgets: dict[tuple[Any, ...], dict[str, float]] = {}
         self._judgements: dict[tuple[Any, ...], Judgement] = {}
 
-    # ---- The right layer ---------------------------------------------------------------------------------------------
+    # ---- The right layer
+    # ---------------------------------------------------------------------------------------------
 
     @property
     def right(self) -> Replay:
@@ -164,10 +177,14 @@ class Replay:
 
     @cached_property
     def by_step(self) -> list[dict[str, np.ndarray]]:
-        """Every stage of the right layer in float64, from its own stages before it, step by step."""
+        """Every stage of the right layer in float64, from its own stages before it, step by
+        step.
+        """
         if self._right is not None:
             return self._right.by_step
-        found = [] if self._reference is None else self._reference.by_step("float64", self.arithmetic)
+        found = (
+            [] if self._reference is None else self._reference.by_step("float64", self.arithmetic)
+        )
         values: dict[str, np.ndarray] = {}
         for step in () if found else self._steps(((), "float64", "", ALL)):
             with np.errstate(all="ignore"):
@@ -190,13 +207,18 @@ class Replay:
         """The step of each stage."""
         return {name: index for index, names in enumerate(self.steps) for name in names}
 
-    # ---- Candidates --------------------------------------------------------------------------------------------------
+    # ---- Candidates
+    # ----------------------------------------------------------------------------------------------
 
     @cached_property
     def stages(self) -> list[str]:
         """The names of the compared stages, in the order of the data flow."""
         judged = self.scope.judged
-        return [name for name in self.values if name in self.observed and (judged is None or name in judged)]
+        return [
+            name
+            for name in self.values
+            if name in self.observed and (judged is None or name in judged)
+        ]
 
     @cached_property
     def known(self) -> list[Bug]:
@@ -205,12 +227,18 @@ class Replay:
         known += low_products(self.problem.case) if not self.arithmetic.startswith("tensix") else []
         if (only := self.scope.only) is not None:
             known = [each for each in known if each.name in only or each.about in only]
-        may_lose = self.problem.dtype in ("float32", "float64")  # narrow values may round to themselves
+        may_lose = self.problem.dtype in (
+            "float32",
+            "float64",
+        )  # narrow values may round to themselves
         return [each for each in known if may_lose or not each.is_loss or each.shows_in_narrow]
 
-    # ---- Stages with changes -----------------------------------------------------------------------------------------
+    # ---- Stages with changes
+    # -----------------------------------------------------------------------------------------
 
-    def stage(self, name: str, changes: Changes = (), dtype: str = "float64", kind: str = "") -> np.ndarray:
+    def stage(
+        self, name: str, changes: Changes = (), dtype: str = "float64", kind: str = ""
+    ) -> np.ndarray:
         """Return a stage with changes."""
         return self.computed(self.step_of[name], changes, dtype, kind, name)[name]
 
@@ -231,11 +259,14 @@ class Replay:
         except KeyError:  # a bug confuses two of them
             return self._until(index, whole)[1]
 
-    def _until(self, index: int, layer: _Layer) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """Return the values before a step of a layer, and the step; empty arrays if changes do not fit together.
+    def _until(
+        self, index: int, layer: _Layer
+    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Return the values before a step of a layer, and the step; empty arrays if changes do not
+        fit together.
 
-        It runs the earlier steps that later ones depend on and that were not observed. Steps without a change
-        are those of the right layer.
+        It runs the earlier steps that later ones depend on and that were not observed. Steps
+        without a change are those of the right layer.
         """
         values, changed, step = dict(self.observed), set(self.observed), dict[str, np.ndarray]()
         overridden = self._overridden(layer)
@@ -243,7 +274,11 @@ class Replay:
             for each in (*self._unseen_before[index], index):
                 values |= {name: x for name, x in step.items() if name not in self.observed}
                 flow = None if overridden is None else self._flow[each]
-                if flow and flow.methods.isdisjoint(overridden or ()) and flow.reads.isdisjoint(changed):
+                if (
+                    flow
+                    and flow.methods.isdisjoint(overridden or ())
+                    and flow.reads.isdisjoint(changed)
+                ):
                     step = self.by_step[each]
                 else:
                     step = self._run(each, layer, values)
@@ -254,13 +289,22 @@ class Replay:
         return values, step
 
     def _overridden(self, layer: _Layer) -> set[str] | None:
-        """Return the methods that changes of a layer override; None if the whole layer is replaced."""
+        """Return the methods that changes of a layer override; None if the whole layer is
+        replaced.
+        """
         changes, dtype, kind, _ = layer
-        if dtype != "float64" or kind or not self._flow or any(isinstance(each, OtherSpec) for each in changes):
+        if (
+            dtype != "float64"
+            or kind
+            or not self._flow
+            or any(isinstance(each, OtherSpec) for each in changes)
+        ):
             return None
         return {method for each in changes for method in each.in_reference}
 
-    def _run(self, index: int, layer: _Layer, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def _run(
+        self, index: int, layer: _Layer, values: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
         """Return a step of a layer, after the steps before it."""
         if (kept := self._found.get(layer, {}).get(index)) is not None:
             if next(iter(kept.values())).shape == (0,):
@@ -276,9 +320,13 @@ class Replay:
         return found
 
     def _known(self, layer: _Layer) -> Sequence[dict[str, np.ndarray]]:
-        """Return the stages that the reference already computed for a right layer of lower precision, step by step."""
+        """Return the stages that the reference already computed for a right layer of lower
+        precision, step by step.
+        """
         changes, dtype, kind, _ = layer
-        is_other = changes or kind or self.observed or self.choice.in_reference or self.choice.arithmetic
+        is_other = (
+            changes or kind or self.observed or self.choice.in_reference or self.choice.arithmetic
+        )
         is_computed = dtype in ("float64", SAME_PRECISION[self.problem.dtype])
         if self._reference is None or is_other or not is_computed:
             return ()
@@ -293,22 +341,37 @@ class Replay:
                 problem = replace(problem, case=replace(problem.case, spec=change.spec))
         if dtype != "float64":
             changes, kind = (*changes, self.choice), kind or self.choice.arithmetic
-        return wrong_layer(problem, dtype, (*changes, self._base), kind or self.arithmetic, asked).steps()
+        return wrong_layer(
+            problem, dtype, (*changes, self._base), kind or self.arithmetic, asked
+        ).steps()
 
     def _keep(self, index: int, layer: _Layer, found: dict[str, np.ndarray]) -> None:
         """Cache a step, and drop the oldest steps of wrong layers if there are too many."""
         self._bytes += sum(x.nbytes for x in found.values())
         if len(self._found) > MOST_KEPT or self._bytes > MOST_BYTES:
-            kept = {each: steps for each, steps in self._found.items() if not each[0] or each == layer}
+            kept = {
+                each: steps for each, steps in self._found.items() if not each[0] or each == layer
+            }
             self._found = kept
             self._layers = {each: steps for each, steps in self._layers.items() if each == layer}
-            self._bytes = sum(x.nbytes for steps in kept.values() for step in steps.values() for x in step.values())
+            self._bytes = sum(
+                x.nbytes
+                for steps in kept.values()
+                for step in steps.values()
+                for x in step.values()
+            )
         self._found.setdefault(layer, {})[index] = found
 
     def cost(self, index: int, bug: Bug) -> int:
-        """Return the share of a layer that a bug makes necessary to compute again: fewer steps are cheaper."""
-        touched = (not flow.methods.isdisjoint(bug.in_reference) for flow in self._flow[: index + 1])
-        return next((index - step for step, is_touched in enumerate(touched) if is_touched and step > 0), 0)
+        """Return the share of a layer that a bug makes necessary to compute again: fewer steps are
+        cheaper.
+        """
+        touched = (
+            not flow.methods.isdisjoint(bug.in_reference) for flow in self._flow[: index + 1]
+        )
+        return next(
+            (index - step for step, is_touched in enumerate(touched) if is_touched and step > 0), 0
+        )
 
     @cached_property
     def _flow(self) -> list[Flow]:
@@ -321,20 +384,29 @@ class Replay:
     def _unseen_before(self) -> list[list[int]]:
         """Return for each step the earlier steps that it depends on and that were not observed.
 
-        The results of a module in one call affect only the module itself in the next, and nothing else does.
+        The results of a module in one call affect only the module itself in the next, and nothing
+        else does.
         """
         unseen = [
-            any(name not in self.observed and not stage_named(name).is_end for name in names) for names in self.steps
+            any(name not in self.observed and not stage_named(name).is_end for name in names)
+            for names in self.steps
         ]
         is_module = [any(stage_named(name).path for name in names) for names in self.steps]
         return [
-            [before for before in range(index) if unseen[before] and is_module[before] == is_module[index]]
+            [
+                before
+                for before in range(index)
+                if unseen[before] and is_module[before] == is_module[index]
+            ]
             for index in range(len(self.steps))
         ]
 
-    # ---- Tolerances --------------------------------------------------------------------------------------------------
+    # ---- Tolerances
+    # ----------------------------------------------------------------------------------------------
 
-    def judgement(self, stage: str, changes: Changes, *, quick: bool = False, kind: str = "") -> Judgement:
+    def judgement(
+        self, stage: str, changes: Changes, *, quick: bool = False, kind: str = ""
+    ) -> Judgement:
         """Compare an observed stage with the one that has changes.
 
         Args:
@@ -353,24 +425,33 @@ class Replay:
         if self.observed[stage].shape != expected.shape:
             return NOT_MEASURED
         spend_on(expected)
-        allowed = self._about_allowed(stage, expected) if quick else self.allowed(stage, changes, kind)
+        allowed = (
+            self._about_allowed(stage, expected) if quick else self.allowed(stage, changes, kind)
+        )
         compared = self.compared(stage, expected)
         found = judged(*compared, allowed, stage)
-        if is_close(found.ratio) and not quick and not any(getattr(each, "is_loss", False) for each in changes):
+        if (
+            is_close(found.ratio)
+            and not quick
+            and not any(getattr(each, "is_loss", False) for each in changes)
+        ):
             budgets = [allowed, *(other.allowed(stage, changes, kind) for other in self._recounts)]
             allowed = {norm: max(each[norm] for each in budgets) for norm in allowed}
             return judged(*compared, allowed, stage)
         return found
 
     def compared(self, stage: str, expected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return an observed stage and its expected values without the cells that are not compared."""
+        """Return an observed stage and its expected values without the cells that are not
+        compared.
+        """
         return _compared_cells(self.observed[stage], expected, self._masked.get(stage), stage)
 
     def distance(self, stage: str, expected: np.ndarray) -> float:
-        """Return the mean absolute difference of an observed stage, without the cells that are not compared.
+        """Return the mean absolute difference of an observed stage, without the cells that are not
+        compared.
 
-        A number in the middle between two narrower ones may be rounded either way. A few such numbers decide the
-        largest difference, but not the mean.
+        A number in the middle between two narrower ones may be rounded either way. A few such
+        numbers decide the largest difference, but not the mean.
 
         Args:
             stage: the stage.
@@ -396,7 +477,9 @@ class Replay:
         unused: np.ndarray | None = None,
         form: Form = np.asarray,
     ) -> bool:
-        """Return True if an array is a stage with changes, in a form, up to rounding, except in unused cells."""
+        """Return True if an array is a stage with changes, in a form, up to rounding, except in
+        unused cells.
+        """
         expected = form(self.stage(stage, changes))
         if actual.shape != expected.shape:
             return False
@@ -407,7 +490,9 @@ class Replay:
     def allowed(
         self, stage: str, changes: Changes, kind: str = "", dtype: str = "", form: Form = np.asarray
     ) -> dict[str, float]:
-        """Return the budget of a stage with changes, in a form; in a dtype, by default that of the problem."""
+        """Return the budget of a stage with changes, in a form; in a dtype, by default that of the
+        problem.
+        """
         if stage_named(stage).is_exact:
             return NOTHING
         key = (stage, changes, kind, dtype, form)
@@ -417,11 +502,15 @@ class Replay:
             same = form(self.stage(stage, changes, SAME_PRECISION[dtype], kind))
             spend_on(expected)
             with np.errstate(all="ignore"):
-                self._budgets[key] = budget(expected, same, dtype, arithmetic=self.arithmetic, stage=stage)
+                self._budgets[key] = budget(
+                    expected, same, dtype, arithmetic=self.arithmetic, stage=stage
+                )
         return self._budgets[key]
 
     def _about_allowed(self, stage: str, expected: np.ndarray) -> dict[str, float]:
-        """Return the budget of the right layer for values of another size: noise grows with them."""
+        """Return the budget of the right layer for values of another size: noise grows with
+        them.
+        """
         if stage_named(stage).is_exact:
             return NOTHING
         sizes = [norms_of(x, np.isfinite(x))["rms"] for x in (expected, self.stage(stage))]
@@ -433,13 +522,17 @@ class Replay:
         expected = self.stage(stage)
         if not stage_named(stage).is_attn_weights or expected.shape != self.observed[stage].shape:
             return False
-        return judged(*self.compared(stage, expected), self.allowed(stage, ()), stage).has_wrong_zeros
+        return judged(
+            *self.compared(stage, expected), self.allowed(stage, ()), stage
+        ).has_wrong_zeros
 
     @cached_property
     def _recounts(self) -> list[Replay]:
-        """Return the stage with inputs that are off by a random unit of rounding: one run is one sample of the noise.
+        """Return the stage with inputs that are off by a random unit of rounding: one run is one
+        sample of the noise.
 
-        It decides if a bug explains nearly everything, see `parity.measure.core.trace.Reference.recounted`.
+        It decides if a bug explains nearly everything, see
+        `parity.measure.core.trace.Reference.recounted`.
         """
         dtype, rng, found = SAME_PRECISION[self.problem.dtype], np.random.default_rng(0), []
         for _ in range(RECOUNTS if dtype == "float32" else 0):
@@ -452,7 +545,8 @@ class Replay:
             found.append(other)
         return found
 
-    # ---- Explanations ------------------------------------------------------------------------------------------------
+    # ---- Explanations
+    # ----------------------------------------------------------------------------------------------
 
     def wrong(self, stages: Iterable[str], changes: Changes) -> list[str]:
         """Return the stages that changes do not explain."""
@@ -464,22 +558,30 @@ class Replay:
         still = self.wrong(wrong, (*changes, *added))
         return [stage for stage in wrong if stage not in still]
 
-    def is_same(self, index: int, changes: Changes, added: Changes, names: Iterable[str] = ()) -> bool:
+    def is_same(
+        self, index: int, changes: Changes, added: Changes, names: Iterable[str] = ()
+    ) -> bool:
         """Return True if more changes leave stages of a step, or the whole step, unchanged."""
         before, after = self.computed(index, changes), self.computed(index, (*changes, *added))
-        return all(np.array_equal(before[name], after[name], equal_nan=True) for name in names or self.steps[index])
+        return all(
+            np.array_equal(before[name], after[name], equal_nan=True)
+            for name in names or self.steps[index]
+        )
 
     def findings(
-        self, stage: str, changes: Changes, limited: Callable[[], AbstractContextManager[None]] = nullcontext
+        self,
+        stage: str,
+        changes: Changes,
+        limited: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Findings | None:
-        """Describe where and by which pattern a stage differs from the one with changes; None if it has another shape.
+        """Describe where and by which pattern a stage differs from the one with changes; None if it
+        has another shape.
 
         Args:
             stage: the stage.
             changes: of the expected values.
-            limited: a context that raises a TimeoutError if numbers of the specification, or parts of the
-                layer,
-                exceed the limit of work.
+            limited: a context that raises a TimeoutError if numbers of the specification, or parts
+                of the layer, exceed the limit of work.
         """
         index, known = self.step_of[stage], stage_named(stage)
         values = self._until(index, (changes, "float64", "", ALL))[0]
@@ -503,13 +605,18 @@ class Replay:
             hidden=None if known.is_exact else values.get(str(Stage("mask", step=known.step))),
             problem=self.problem,
             recompute=recompute,
-            others={name: x for name, x in values.items() if self.step_of[name] <= index and name != stage},
+            others={
+                name: x
+                for name, x in values.items()
+                if self.step_of[name] <= index and name != stage
+            },
             unused=self._masked.get(stage),
         )
 
 
 class WholeReplay(Replay):
-    """The replay of a large layer as a whole: its right stages are those of the reference, which may lack scores.
+    """The replay of a large layer as a whole: its right stages are those of the reference, which
+    may lack scores.
 
     It answers if a stage agrees. Stages after the scores cannot be computed with changes.
     """
@@ -527,12 +634,19 @@ class WholeReplay(Replay):
         unused: np.ndarray | None = None,
         form: Form = np.asarray,
     ) -> bool:
-        """Return True if an array is a stage with changes. Some values reject an array that is far off."""
+        """Return True if an array is a stage with changes. Some values reject an array that is far
+        off.
+        """
         expected = form(self.stage(stage, changes))
         if actual.shape == expected.shape and not stage_named(stage).is_exact and unused is None:
-            step = max(1, expected.size // SOME_VALUES) | 1  # odd, so that every row has other features
+            step = (
+                max(1, expected.size // SOME_VALUES) | 1
+            )  # odd, so that every row has other features
             some = expected.ravel()[::step]
-            size, error = norms_of(some, np.isfinite(some)), norms_of(actual.ravel()[::step] - some, np.isfinite(some))
+            size, error = (
+                norms_of(some, np.isfinite(some)),
+                norms_of(actual.ravel()[::step] - some, np.isfinite(some)),
+            )
             if error["rms"] > FAR_OFF * size["rms"]:
                 return False
         return super().agrees(stage, actual, changes, unused, form)
@@ -546,7 +660,9 @@ class WholeReplay(Replay):
 
 
 def _by_step(values: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
-    """Return stages by the steps of a layer without a cache; a step whose stages are not stored is empty."""
+    """Return stages by the steps of a layer without a cache; a step whose stages are not stored is
+    empty.
+    """
     steps: dict[str, dict[str, np.ndarray]] = {name: {} for name in STEPS}
     for name, x in values.items():
         if not stage_named(name).is_gradient:

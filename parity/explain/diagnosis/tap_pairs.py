@@ -1,8 +1,8 @@
-"""Two recordings compared with each other: the distance of the same tokens, layer by layer, and where it begins to
-grow.
+"""Two recordings compared with each other: the distance of the same tokens, layer by layer, and
+where it begins to grow.
 
-Without weights there is no reference and no budget, so no tolerance is known. But a layer whose inputs nearly agree and
-whose outputs do not explains what follows.
+Without weights there is no reference and no budget, so no tolerance is known. But a layer whose
+inputs nearly agree and whose outputs do not explains what follows.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from parity.measure.core.records import JsonRecord
 from parity.port.tapping.record import Tapped, TappedLayer
 
 GROWTH = 8.0
-"""The factor by which the outputs of a layer may be further apart than its inputs, or than a unit of rounding if that
-is more.
+"""The factor by which the outputs of a layer may be further apart than its inputs, or than a unit
+of rounding if that is more.
 
-Between equivalent models, seven families with random weights, it was 2.7 at most: a prompt at once and in steps, eager
-attention and torch's, float32 and bfloat16.
+Between equivalent models, seven families with random weights, it was 2.7 at most: a prompt at once
+and in steps, eager attention and torch's, float32 and bfloat16.
 """
 
 GIVEN = ("input", "key_input")
@@ -40,8 +40,8 @@ class LayerDifference(JsonRecord):
         layer: a title, `layer 17 (sliding_attention)`.
         names: of the modules.
         tokens: number of tokens, over all sequences, that both have.
-        errors: by stage, and for `input` and `key_input`: root mean square of the difference, relative to that of the
-            first. Infinite if shapes differ.
+        errors: by stage, and for `input` and `key_input`: root mean square of the difference,
+            relative to that of the first. Infinite if shapes differ.
         grows: the stages that are further apart than the input explains, in order.
     """
 
@@ -76,8 +76,8 @@ class TapDifference(JsonRecord):
         layers: the layers of both, in the order of the first.
         alone: names of the modules that one recording lacks, or never called.
         unit: of rounding, of the coarser of their dtypes.
-        left_out: number of common tokens that were not compared, because the recordings generated different tokens
-            before them.
+        left_out: number of common tokens that were not compared, because the recordings generated
+            different tokens before them.
     """
 
     layers: list[LayerDifference]
@@ -100,38 +100,52 @@ class TapDifference(JsonRecord):
     @property
     def agrees(self) -> bool:
         """True if the inputs agree and no layer makes a difference grow."""
-        return bool(self.layers) and self.first is None and not self.differs_before and not self.left_out
+        return (
+            bool(self.layers)
+            and self.first is None
+            and not self.differs_before
+            and not self.left_out
+        )
 
     def __str__(self) -> str:
         lines = [f"only one of them called {', '.join(self.alone)}"] if self.alone else []
         if self.left_out:
-            lines.append(f"{self.left_out} tokens were left out: from there on the two were given other tokens")
+            lines.append(
+                f"{self.left_out} tokens were left out: from there on the two were given other "
+                f"tokens"
+            )
         if self.differs_before:
             error = self.layers[0].errors["input"]
             lines.append(
-                f"what {self.layers[0].layer} is given differs already ({error:.1e}): the cause lies before it"
+                f"what {self.layers[0].layer} is given differs already ({error:.1e}): the cause "
+                f"lies before it"
             )
         if self.first is not None:
             error, given = self.first.errors[self.first.stage], self.first.errors["input"]
             lines.append(
-                f"{self.first.layer}, stage {self.first.stage}: {error:.1e} apart, where its input is {given:.1e} apart"
+                f"{self.first.layer}, stage {self.first.stage}: {error:.1e} apart, where its "
+                f"input is {given:.1e} apart"
             )
         elif not self.differs_before:
-            lines.append(f"{len(self.layers)} layers leave nothing further apart than they were given it")
+            lines.append(
+                f"{len(self.layers)} layers leave nothing further apart than they were given it"
+            )
         return "\n".join(lines)
 
 
 def judge_taps(one: Tapped, other: Tapped) -> TapDifference:
-    """Compare two recordings, layer by layer, each token with the token of the other at the same position.
+    """Compare two recordings, layer by layer, each token with the token of the other at the same
+    position.
 
-    A prompt at once may be compared with a prompt in steps. Layers are matched by their index, prompts by their order.
+    A prompt at once may be compared with a prompt in steps. Layers are matched by their index,
+    prompts by their order.
 
     Args:
         one, other: recordings of the same tokens.
 
     Raises:
-        ValueError: if they have no layer or no token in common, batches differ, or the calls of a layer do not follow
-            each other.
+        ValueError: if they have no layer or no token in common, batches differ, or the calls of a
+            layer do not follow each other.
     """
     pairs, alone = _pairs(one, other)
     if not pairs:
@@ -143,7 +157,9 @@ def judge_taps(one: Tapped, other: Tapped) -> TapDifference:
 
 
 def _pairs(one: Tapped, other: Tapped) -> tuple[list[tuple[TappedLayer, TappedLayer]], list[str]]:
-    """Return the layers of the same index; if several have one index, as in encoders and decoders, in their order."""
+    """Return the layers of the same index; if several have one index, as in encoders and decoders,
+    in their order.
+    """
     keyed: list[dict[tuple[int, int], TappedLayer]] = []
     for tapped in (one, other):
         found: dict[tuple[int, int], TappedLayer] = {}
@@ -153,7 +169,12 @@ def _pairs(one: Tapped, other: Tapped) -> tuple[list[tuple[TappedLayer, TappedLa
             found[layer.index, number] = layer
         keyed.append(found)
     first, second = ({key: x for key, x in each.items() if _was_called(x)} for each in keyed)
-    alone = [each[key].name for each in (first, second) for key in each if key not in first or key not in second]
+    alone = [
+        each[key].name
+        for each in (first, second)
+        for key in each
+        if key not in first or key not in second
+    ]
     return [(layer, second[key]) for key, layer in first.items() if key in second], alone
 
 
@@ -165,15 +186,22 @@ Which = tuple[int, int]
 """A prompt, and a sequence of its batch."""
 
 
-def _same_tokens(one: TappedLayer, other: TappedLayer, allowed: float) -> tuple[dict[Which, int], int]:
-    """Return the number of common tokens of each sequence in the first layer, and of the tokens after a different one.
+def _same_tokens(
+    one: TappedLayer, other: TappedLayer, allowed: float
+) -> tuple[dict[Which, int], int]:
+    """Return the number of common tokens of each sequence in the first layer, and of the tokens
+    after a different one.
 
-    All are compared if the first one already differs, because then nothing can be learned from leaving some out.
+    All are compared if the first one already differs, because then nothing can be learned from
+    leaving some out.
     """
     counts: dict[Which, int] = {}
     left_out = 0
     for which, a, b, places_a, places_b in _common(one, other):
-        x, y = a.tokens("input", places_a).astype(np.float64), b.tokens("input", places_b).astype(np.float64)
+        x, y = (
+            a.tokens("input", places_a).astype(np.float64),
+            b.tokens("input", places_b).astype(np.float64),
+        )
         if x.shape == y.shape and x.size:
             away = np.sqrt(np.mean((x - y) ** 2, axis=1)) > allowed * np.sqrt(np.mean(x**2))
             if away.any() and not away[0]:
@@ -182,7 +210,9 @@ def _same_tokens(one: TappedLayer, other: TappedLayer, allowed: float) -> tuple[
     return counts, left_out
 
 
-def _difference(one: TappedLayer, other: TappedLayer, unit: float, same: dict[Which, int]) -> LayerDifference:
+def _difference(
+    one: TappedLayer, other: TappedLayer, unit: float, same: dict[Which, int]
+) -> LayerDifference:
     squares: dict[str, list[tuple[float, float, int]]] = {}
     count = 0
     for which, a, b, places_a, places_b in _common(one, other):
@@ -196,7 +226,11 @@ def _difference(one: TappedLayer, other: TappedLayer, unit: float, same: dict[Wh
         raise InputError("taps", "have tokens at the same positions", f"none of {one.name}")
     errors = {name: _share(found) for name, found in squares.items()}
     allowed = GROWTH * max(*(errors.get(name, 0.0) for name in GIVEN), unit)
-    grows = tuple(name for name in errors if name not in GIVEN and errors[name] > (0.0 if name == "mask" else allowed))
+    grows = tuple(
+        name
+        for name in errors
+        if name not in GIVEN and errors[name] > (0.0 if name == "mask" else allowed)
+    )
     return LayerDifference(one.title, (one.name, other.name), count, errors, grows)
 
 
@@ -225,12 +259,17 @@ class _Row:
         return np.take(x, places, axis=1 if x.ndim == 3 else 0)
 
 
-def _common(one: TappedLayer, other: TappedLayer) -> Iterator[tuple[Which, _Row, _Row, np.ndarray, np.ndarray]]:
-    """Yield each sequence that both have: its key, its place in each, and the places of the common tokens."""
+def _common(
+    one: TappedLayer, other: TappedLayer
+) -> Iterator[tuple[Which, _Row, _Row, np.ndarray, np.ndarray]]:
+    """Yield each sequence that both have: its key, its place in each, and the places of the common
+    tokens.
+    """
     prompts = zip(sequences_by_prompt(one), sequences_by_prompt(other), strict=False)
     for prompt, both in enumerate(prompts):
         rows, others = (
-            {int(row): _Row(each, place) for each in found for place, row in enumerate(each.rows)} for found in both
+            {int(row): _Row(each, place) for each in found for place, row in enumerate(each.rows)}
+            for found in both
         )
         if rows.keys() != others.keys():
             raise InputError("taps", "have batches of one size", f"{len(rows)} and {len(others)}")

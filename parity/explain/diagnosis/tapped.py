@@ -1,4 +1,6 @@
-"""The calls of a tapped layer as one: prompt and steps joined, padding left out, stages by their names."""
+"""The calls of a tapped layer as one: prompt and steps joined, padding left out, stages by their
+names.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,32 @@ from parity.measure.core.trace import Reference
 from parity.measure.core.weights import Weights, dtype_named
 from parity.port.tapping.record import TappedCall, TappedLayer, is_hidden
 
-TOKENS = {"input": 1, "value_input": 1, "q": 2, "k": 2, "v": 2, "context": 2, "output": 1, "segment_ids": 1}
+TOKENS = {
+    "input": 1,
+    "value_input": 1,
+    "q": 2,
+    "k": 2,
+    "v": 2,
+    "context": 2,
+    "output": 1,
+    "segment_ids": 1,
+}
 """The token axis along which values are joined."""
 
 OF_KEYS = ("key_input", "value_input", "key_is_real", "k", "v")
-"""Values without query tokens if keys come from another sequence: those of the first call apply to all."""
+"""Values without query tokens if keys come from another sequence: those of the first call apply to
+all.
+"""
 
-NO_STAGES = ("input", "positions", "segment_ids", "key_input", "value_input", "key_is_real", "call_mask")
+NO_STAGES = (
+    "input",
+    "positions",
+    "segment_ids",
+    "key_input",
+    "value_input",
+    "key_is_real",
+    "call_mask",
+)
 """Inputs of the reference, which it does not compute."""
 
 
@@ -34,7 +55,8 @@ class TappedCase(Case):
     """A case whose tokens have the positions of a recording.
 
     Attributes:
-        places: positions of all tokens, (B or 1, T), or (axes, B or 1, T) with sections; by default 0, 1, …
+        places: positions of all tokens, (B or 1, T), or (axes, B or 1, T) with sections; by default
+            0, 1, …
     """
 
     places: np.ndarray | None = field(default=None, compare=False)
@@ -67,7 +89,8 @@ class Sequences:
         tokens: indices of the real tokens in the calls.
         chunks: number of real tokens of each call.
         values: recorded values of real tokens, joined over the calls, by the names of `VALUES`.
-        caches: by call and name, the attended keys and values, if they differ from those of the calls.
+        caches: by call and name, the attended keys and values, if they differ from those of the
+            calls.
     """
 
     rows: np.ndarray
@@ -83,17 +106,24 @@ class Sequences:
 
     @property
     def places(self) -> np.ndarray:
-        """The positions of the tokens of each sequence, (rows, T); 0, 1, … if they were not recorded."""
+        """The positions of the tokens of each sequence, (rows, T); 0, 1, … if they were not
+        recorded.
+        """
         positions = self.values.get("positions")
-        if positions is None or positions.ndim != 2 or any(len(set(row)) < len(row) for row in positions.tolist()):
+        if (
+            positions is None
+            or positions.ndim != 2
+            or any(len(set(row)) < len(row) for row in positions.tolist())
+        ):
             positions = np.arange(len(self.tokens))[None]
         return np.broadcast_to(positions, (len(self.rows), len(self.tokens)))
 
     def counting_gaps(self, spec: AttentionSpec) -> str:
-        """Return the fields of a specification that count tokens, if padding lies between real ones; else "".
+        """Return the fields of a specification that count tokens, if padding lies between real
+        ones; else "".
 
-        Removed padding brings the tokens around it together. Recorded positions show if a model counts padding, but a
-        window, chunks or a bias by distance do not.
+        Removed padding brings the tokens around it together. Recorded positions show if a model
+        counts padding, but a window, chunks or a bias by distance do not.
         """
         if self.tokens[-1] - self.tokens[0] + 1 == len(self.tokens):
             return ""
@@ -109,7 +139,9 @@ class Sequences:
 
     @property
     def stages_by_step(self) -> dict[str, np.ndarray]:
-        """The stages call by call, as the reference names them with a cache, and the cached values."""
+        """The stages call by call, as the reference names them with a cache, and the cached
+        values.
+        """
         found: dict[str, np.ndarray] = {}
         length, stop = len(self.tokens), 0
         for step, chunk in enumerate(self.chunks):
@@ -121,29 +153,42 @@ class Sequences:
                 if name in self.values:
                     cached = self.caches.get((step, part), self.values[name][:, :, :stop])
                     shape = (*cached.shape[:2], length - cached.shape[2], cached.shape[3])
-                    found[f"step{step}.cache.{part}"] = np.concatenate([cached, np.zeros(shape, cached.dtype)], 2)
+                    found[f"step{step}.cache.{part}"] = np.concatenate(
+                        [cached, np.zeros(shape, cached.dtype)], 2
+                    )
         return found
 
     def in_our_order(self, reference: Reference) -> Sequences:
         """Return the sequences with features of queries and keys in the order of the reference.
 
-        Layers with latents that rotate interleaved pairs may leave them in halves. Scores are equal, because queries
-        and keys have the same order.
+        Layers with latents that rotate interleaved pairs may leave them in halves. Scores are
+        equal, because queries and keys have the same order.
         """
         spec, expected = reference.problem.spec, reference.accumulated["k"]
         q, k = (self.values.get(name) for name in "qk")
-        if spec.latent is None or spec.rope is None or spec.rope.pairs != "interleaved" or q is None or k is None:
+        if (
+            spec.latent is None
+            or spec.rope is None
+            or spec.rope.pairs != "interleaved"
+            or q is None
+            or k is None
+        ):
             return self
         if q.shape[-1] != spec.head_dim or k.shape != expected.shape:
             return self
         begin, half = spec.head_dim - spec.latent.rope_dim, spec.latent.rope_dim // 2
         order = np.arange(spec.head_dim)
-        order[begin::2], order[begin + 1 :: 2] = order[begin : begin + half].copy(), order[begin + half :].copy()
+        order[begin::2], order[begin + 1 :: 2] = (
+            order[begin : begin + half].copy(),
+            order[begin + half :].copy(),
+        )
         as_halves, as_pairs = (np.abs(x - expected).sum() for x in (k[..., order], k))
         if as_pairs <= as_halves:
             return self
         caches = {key: x[..., order] if key[1] == "keys" else x for key, x in self.caches.items()}
-        return replace(self, values={**self.values, "q": q[..., order], "k": k[..., order]}, caches=caches)
+        return replace(
+            self, values={**self.values, "q": q[..., order], "k": k[..., order]}, caches=caches
+        )
 
     def unscaled(self, reference: Reference) -> Sequences:
         """Return the sequences with unscaled queries, if that is closer in size to the reference.
@@ -157,16 +202,28 @@ class Sequences:
         ratio = np.sqrt(np.mean(q.astype(np.float64) ** 2) / np.mean(expected**2))
         if abs(np.log(ratio / scale)) >= abs(np.log(ratio)):
             return self
-        return replace(self, values={**self.values, "q": (q.astype(np.float64) / scale).astype(q.dtype)})
+        return replace(
+            self, values={**self.values, "q": (q.astype(np.float64) / scale).astype(q.dtype)}
+        )
 
     def problem(
-        self, name: str, spec: AttentionSpec, weights: Weights, *, is_causal: bool, source: Sequences | None = None
+        self,
+        name: str,
+        spec: AttentionSpec,
+        weights: Weights,
+        *,
+        is_causal: bool,
+        source: Sequences | None = None,
     ) -> Problem:
         """Return the problem of the layer's own input, all tokens at once.
 
         With `shared_kv` its keys and values are those of `source`, or the recorded ones.
         """
-        x, inputs, segments = self.values["input"], self._inputs(spec), self.values.get("segment_ids")
+        x, inputs, segments = (
+            self.values["input"],
+            self._inputs(spec),
+            self.values.get("segment_ids"),
+        )
         if spec.shared_kv:
             inputs |= {name: (source or self).values[name] for name in ("k", "v")}
         dtype = x.dtype.name
@@ -197,7 +254,9 @@ class Sequences:
             inputs["mask"] = np.broadcast_to(is_padding, shape)
         if "call_mask" in self.values:
             mask = self.values["call_mask"]
-            inputs["mask"] = np.broadcast_to(mask, (len(self.rows), spec.num_heads, *mask.shape[2:]))
+            inputs["mask"] = np.broadcast_to(
+                mask, (len(self.rows), spec.num_heads, *mask.shape[2:])
+            )
         return inputs
 
     def problem_of_its_own(self, problem: Problem) -> Problem:
@@ -220,7 +279,10 @@ class Sequences:
         """The first call alone."""
         tokens = np.arange(self.chunks[0])
         rows = np.arange(len(self.rows))
-        values = {name: _taken(name, x, rows, tokens, is_cross=self.is_cross) for name, x in self.values.items()}
+        values = {
+            name: _taken(name, x, rows, tokens, is_cross=self.is_cross)
+            for name, x in self.values.items()
+        }
         return Sequences(self.rows, self.tokens[tokens], self.chunks[:1], values, {})
 
     def must_be_stepped(self, spec: AttentionSpec) -> bool:
@@ -232,18 +294,22 @@ class Sequences:
 
 
 def sequences_of(layer: TappedLayer) -> list[Sequences]:
-    """Return the recorded sequences of a layer, prompt by prompt; those with the same padding together.
+    """Return the recorded sequences of a layer, prompt by prompt; those with the same padding
+    together.
 
     Raises:
         ValueError: if a call does not follow the one before it, or nothing can be compared.
     """
     if not any("input" in call.values and "output" in call.values for call in layer.calls):
-        raise InputError(layer.name, "be called while it is tapped", f"{len(layer.calls)} calls with an output")
+        raise InputError(
+            layer.name, "be called while it is tapped", f"{len(layer.calls)} calls with an output"
+        )
     return [each for of_prompt in sequences_by_prompt(layer) for each in of_prompt]
 
 
 def sequences_by_prompt(layer: TappedLayer) -> list[list[Sequences]]:
-    """Return the recorded sequences, those of each prompt and its steps together: all sequences of a batch.
+    """Return the recorded sequences, those of each prompt and its steps together: all sequences of
+    a batch.
 
     Raises:
         ValueError: if a call does not follow the one before it.
@@ -260,7 +326,9 @@ def _runs(layer: TappedLayer) -> list[list[TappedCall]]:
         if not call.past:
             runs.append([])
         elif not runs:
-            raise InputError(layer.name, "be tapped from the first token on", f"a cache of {call.past} tokens")
+            raise InputError(
+                layer.name, "be tapped from the first token on", f"a cache of {call.past} tokens"
+            )
         runs[-1].append(call)
     for calls in runs:
         for before, after in pairwise(calls):
@@ -272,7 +340,9 @@ def _runs(layer: TappedLayer) -> list[list[TappedCall]]:
                     f"a cache of {after.past} tokens after {expected}",
                 )
             if "key_input" in after.values:
-                raise InputError(layer.name, "attend to one sequence from the first token on", "another one")
+                raise InputError(
+                    layer.name, "attend to one sequence from the first token on", "another one"
+                )
     return runs
 
 
@@ -294,7 +364,9 @@ def _by_padding(calls: list[TappedCall]) -> Iterator[Sequences]:
         if f"cache.{part}" in call.values
     }
     patterns, which = np.unique(is_real, axis=0, return_inverse=True)
-    for number in np.argsort(-patterns.sum(axis=1), kind="stable"):  # those without padding show more, and come first
+    for number in np.argsort(
+        -patterns.sum(axis=1), kind="stable"
+    ):  # those without padding show more, and come first
         pattern = patterns[number]
         rows, tokens = np.flatnonzero(which.reshape(-1) == number), np.flatnonzero(pattern)
         if not tokens.size:
@@ -302,13 +374,20 @@ def _by_padding(calls: list[TappedCall]) -> Iterator[Sequences]:
         stops = np.cumsum([0, *lengths])
         chunks = tuple(int(pattern[start:stop].sum()) for start, stop in pairwise(stops))
         is_cross = "key_input" in joined
-        values = {name: _taken(name, x, rows, tokens, is_cross=is_cross) for name, x in joined.items()}
-        own = {key: x[rows] if is_cross else x[rows][:, :, tokens[tokens < x.shape[2]]] for key, x in caches.items()}
+        values = {
+            name: _taken(name, x, rows, tokens, is_cross=is_cross) for name, x in joined.items()
+        }
+        own = {
+            key: x[rows] if is_cross else x[rows][:, :, tokens[tokens < x.shape[2]]]
+            for key, x in caches.items()
+        }
         yield Sequences(rows, tokens, chunks, values, own)
 
 
 def _joined(calls: list[TappedCall], total: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Return the values of all calls, as one array each; values of keys and queries have a place for every token."""
+    """Return the values of all calls, as one array each; values of keys and queries have a place
+    for every token.
+    """
     is_cross = "key_input" in calls[0].values
 
     def in_all(name: str) -> bool:
@@ -329,7 +408,9 @@ def _joined(calls: list[TappedCall], total: int) -> Iterator[tuple[str, np.ndarr
         yield "call_mask", calls[0].values["call_mask"]
     if in_all("attn_weights"):
         yield "attn_weights", _placed(calls, "attn_weights", total, 0)
-    if all("mask" in call.values or call.values["input"].shape[1] == 1 for call in calls) and in_all("q"):
+    if all(
+        "mask" in call.values or call.values["input"].shape[1] == 1 for call in calls
+    ) and in_all("q"):
         yield "mask", _placed(calls, "mask", total, True)
 
 
@@ -338,10 +419,16 @@ def _joined_of_keys(calls: list[TappedCall]) -> Iterator[tuple[str, np.ndarray]]
     first = calls[0].values
     yield from ((name, first[name]) for name in OF_KEYS if name in first)
     if all("attn_weights" in call.values for call in calls):
-        yield "attn_weights", np.concatenate([call.values["attn_weights"] for call in calls], axis=2)
+        yield (
+            "attn_weights",
+            np.concatenate([call.values["attn_weights"] for call in calls], axis=2),
+        )
     if all("mask" in call.values and "q" in call.values for call in calls):
         masks = [is_hidden(call.values["mask"]) for call in calls]
-        shapes = [(*call.values["q"].shape[:3], mask.shape[3]) for call, mask in zip(calls, masks, strict=True)]
+        shapes = [
+            (*call.values["q"].shape[:3], mask.shape[3])
+            for call, mask in zip(calls, masks, strict=True)
+        ]
         yield "mask", np.concatenate(list(map(np.broadcast_to, masks, shapes)), axis=2)
 
 
@@ -364,14 +451,20 @@ def _placed(calls: list[TappedCall], name: str, total: int, fill: float) -> np.n
 
 
 def _cache(call: TappedCall, joined: Mapping[str, np.ndarray], name: str) -> np.ndarray:
-    """Return all keys or values that a call attended to; those that its cache dropped are unchanged."""
+    """Return all keys or values that a call attended to; those that its cache dropped are
+    unchanged.
+    """
     cached = call.values["cache.keys" if name == "k" else "cache.values"]
     if not call.first_key:
         return cached
-    return np.concatenate([joined[name][:, :, : call.first_key].astype(cached.dtype), cached], axis=2)
+    return np.concatenate(
+        [joined[name][:, :, : call.first_key].astype(cached.dtype), cached], axis=2
+    )
 
 
-def _taken(name: str, x: np.ndarray, rows: np.ndarray, tokens: np.ndarray, *, is_cross: bool) -> np.ndarray:
+def _taken(
+    name: str, x: np.ndarray, rows: np.ndarray, tokens: np.ndarray, *, is_cross: bool
+) -> np.ndarray:
     """Return some sequences and tokens of joined values."""
     if is_cross and name in OF_KEYS:
         return x[rows]
@@ -380,4 +473,8 @@ def _taken(name: str, x: np.ndarray, rows: np.ndarray, tokens: np.ndarray, *, is
         x = x[..., tokens]
         return x[0] if x.ndim == 3 and len(x) == 1 else x
     x = np.take(x[rows], tokens, axis=TOKENS.get(name, 2))
-    return np.take(x, tokens, axis=3) if name in ("attn_weights", "mask", "call_mask") and not is_cross else x
+    return (
+        np.take(x, tokens, axis=3)
+        if name in ("attn_weights", "mask", "call_mask") and not is_cross
+        else x
+    )

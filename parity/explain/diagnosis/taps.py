@@ -1,4 +1,6 @@
-"""The diagnosis of a tapped model: the wrong layer, its first wrong stage and its bug, compared with the reference."""
+"""The diagnosis of a tapped model: the wrong layer, its first wrong stage and its bug, compared
+with the reference.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ from parity.port.tapping.record import Tapped, TappedLayer
 
 @dataclass(frozen=True)
 class LikeAnother(Diagnosis):
-    """The diagnosis of a layer that no bug explains, and that is correct as another layer of its model.
+    """The diagnosis of a layer that no bug explains, and that is correct as another layer of its
+    model.
 
     Attributes:
         like: the other layer, and the fields of its specification.
@@ -73,16 +76,19 @@ class LikeAnother(Diagnosis):
 
 @dataclass(frozen=True)
 class LayerVerdict(JsonRecord):
-    """The verdict on one layer: its outputs for its own inputs, compared with the float64 reference.
+    """The verdict on one layer: its outputs for its own inputs, compared with the float64
+    reference.
 
     Attributes:
-        layer: a title, such as `layer 17 (sliding_attention)` or `decoder layer 5 (cross_attention)`.
+        layer: a title, such as `layer 17 (sliding_attention)` or `decoder layer 5
+            (cross_attention)`.
         name: the name of its module.
         index: its number.
         comparisons: one for each recorded stage.
         diagnosis: of a layer that differs.
         not_judged: the reason if the layer was not compared; empty if it was.
-        left_out: the sequences that were not compared although others were, and why; empty if all were.
+        left_out: the sequences that were not compared although others were, and why; empty if all
+            were.
     """
 
     layer: str
@@ -93,7 +99,17 @@ class LayerVerdict(JsonRecord):
     not_judged: str = ""
     left_out: str = ""
 
-    IN_JSON = ("layer", "name", "index", "passed", "not_judged", "left_out", "comparisons", "diagnosis", "like")
+    IN_JSON = (
+        "layer",
+        "name",
+        "index",
+        "passed",
+        "not_judged",
+        "left_out",
+        "comparisons",
+        "diagnosis",
+        "like",
+    )
 
     @property
     def difference(self) -> Comparison | None:
@@ -107,7 +123,9 @@ class LayerVerdict(JsonRecord):
 
     @property
     def like(self) -> str:
-        """The other layer of the model that explains the difference if no bug does; empty otherwise."""
+        """The other layer of the model that explains the difference if no bug does; empty
+        otherwise.
+        """
         return self.diagnosis.like if isinstance(self.diagnosis, LikeAnother) else ""
 
     def __str__(self) -> str:
@@ -123,7 +141,10 @@ class LayerVerdict(JsonRecord):
         else:
             yield "First wrong layer", self.layer
             if self.diagnosis is None:
-                yield "First wrong stage", excess(difference.stage, difference.error, difference.worse_ratio)
+                yield (
+                    "First wrong stage",
+                    excess(difference.stage, difference.error, difference.worse_ratio),
+                )
             else:
                 yield from self.diagnosis.lines(verbose=verbose)
 
@@ -171,7 +192,9 @@ class TapVerdict(JsonRecord):
             yield "", f"{subject} with the reference, each for its own input"
 
     def _not_compared(self) -> dict[str, list[str]]:
-        """Return the titles of the layers that were not compared, or not with every sequence, by the reason."""
+        """Return the titles of the layers that were not compared, or not with every sequence, by
+        the reason.
+        """
         found: dict[str, list[str]] = {}
         for layer in self.layers:
             if reason := layer.not_judged or layer.left_out:
@@ -197,17 +220,19 @@ def judge_tap(
     is_causal: bool | None = None,
     diagnoses: bool = True,
 ) -> TapVerdict:
-    """Compare each layer of a recording by itself with the float64 reference for the layer's own input.
+    """Compare each layer of a recording by itself with the float64 reference for the layer's own
+    input.
 
-    Prompt and steps are joined, padding is left out. If several layers are wrong, the explanation of the first is tried
-    before a new search.
+    Prompt and steps are joined, padding is left out. If several layers are wrong, the explanation
+    of the first is tried before a new search.
 
     Args:
         tapped: the recording.
-        specs: the specification of each layer, by its index, or from `parity.specs_of`; or a list with one
-            `AttentionSpec` for each tapped layer.
-        weights: the canonical weights of each layer, by its index, or by the name of its module, which models with an
-            encoder and a decoder need; or a list with those of each tapped layer.
+        specs: the specification of each layer, by its index, or from `parity.specs_of`; or a list
+            with one `AttentionSpec` for each tapped layer.
+        weights: the canonical weights of each layer, by its index, or by the name of its module,
+            which models with an encoder and a decoder need; or a list with those of each tapped
+            layer.
         is_causal: True if tokens do not attend to later ones; by default as in `specs`, else True.
         diagnoses: False to skip the search for bugs.
 
@@ -215,7 +240,8 @@ def judge_tap(
         A verdict on each tapped layer, in order.
 
     Raises:
-        TypeError, ValueError: if weights do not fit their spec, or the calls of a layer do not follow each other.
+        TypeError, ValueError: if weights do not fit their spec, or the calls of a layer do not
+            follow each other.
     """
     judge = _TapJudge(
         tapped,
@@ -257,7 +283,9 @@ def _specs_of_layers(specs: Specs | PlainSpecs, layers: Sequence[TappedLayer]) -
     return dict(zip(_indices("specs", len(plain), layers), plain, strict=True))
 
 
-def _weights_of_layers(weights: LayerWeights | PlainWeights, layers: Sequence[TappedLayer]) -> LayerWeights:
+def _weights_of_layers(
+    weights: LayerWeights | PlainWeights, layers: Sequence[TappedLayer]
+) -> LayerWeights:
     """Return weights by index or by name.
 
     Raises:
@@ -285,10 +313,14 @@ def _indices(what: str, count: int, layers: Sequence[TappedLayer]) -> list[int]:
     indices = [layer.index for layer in layers]
     if count != len(indices):
         raise InputError(
-            what, f"be a list of {len(indices)}, one for each tapped layer, or by index", f"{count} of them"
+            what,
+            f"be a list of {len(indices)}, one for each tapped layer, or by index",
+            f"{count} of them",
         )
     if len(set(indices)) < len(indices):
-        raise InputError(what, "be passed by the names of modules, because layers share an index", str(indices))
+        raise InputError(
+            what, "be passed by the names of modules, because layers share an index", str(indices)
+        )
     return indices
 
 
@@ -308,7 +340,13 @@ class _TapJudge:
     """
 
     def __init__(
-        self, tapped: Tapped, specs: Specs, weights: LayerWeights, is_causal: bool | None, *, diagnoses: bool
+        self,
+        tapped: Tapped,
+        specs: Specs,
+        weights: LayerWeights,
+        is_causal: bool | None,
+        *,
+        diagnoses: bool,
     ) -> None:
         self.layers, self.specs, self.weights = tapped.layers, specs, weights
         self.is_causal, self.diagnoses = is_causal, diagnoses
@@ -320,7 +358,10 @@ class _TapJudge:
         found = _known(layer, self.specs)
         verdict = LayerVerdict(layer.title, layer.name, layer.index)
         if len(found) > 1:
-            return replace(verdict, not_judged=f"it may be any of {len(found)} layers of the model, by its name")
+            return replace(
+                verdict,
+                not_judged=f"it may be any of {len(found)} layers of the model, by its name",
+            )
         known = found[0] if found else ModelLayer(layer.index, "", None, {})
         verdict = replace(verdict, layer=_title(replace(known, kind=known.kind or layer.kind)))
         if known.spec is None:
@@ -328,42 +369,63 @@ class _TapJudge:
         held = _held(layer, self.weights)
         if reason := _why_not(layer, known, has_weights=held is not None):
             return replace(verdict, not_judged=reason)
-        return self._compared(layer, known, known.spec, check_weights(held or {}, known.spec), verdict)
+        return self._compared(
+            layer, known, known.spec, check_weights(held or {}, known.spec), verdict
+        )
 
     def _compared(
-        self, layer: TappedLayer, known: ModelLayer, spec: AttentionSpec, weights: Weights, verdict: LayerVerdict
+        self,
+        layer: TappedLayer,
+        known: ModelLayer,
+        spec: AttentionSpec,
+        weights: Weights,
+        verdict: LayerVerdict,
     ) -> LayerVerdict:
         """Return the verdict on a layer that can be compared."""
         causal = known.is_causal if self.is_causal is None else self.is_causal
         problems: list[tuple[Sequences, Problem]] = []
         left_out: list[int] = []
         seen = sequences_of(layer)
-        for sequences, source in zip(seen, _sources(layer, known, self.layers, len(seen)), strict=True):
+        for sequences, source in zip(
+            seen, _sources(layer, known, self.layers, len(seen)), strict=True
+        ):
             if counting := sequences.counting_gaps(spec):
                 left_out += sequences.rows.tolist()
                 verdict = replace(verdict, left_out=GAP.format(fields=counting))
                 continue
             if known.path and self.is_transformers and not known.is_at(layer.name):
-                sequences = sequences.without("output")  # the module is only a part of the layer, as in BERT
-            problem = sequences.problem(verdict.layer, spec, weights, is_causal=causal, source=source)
+                sequences = sequences.without(
+                    "output"
+                )  # the module is only a part of the layer, as in BERT
+            problem = sequences.problem(
+                verdict.layer, spec, weights, is_causal=causal, source=source
+            )
             problems.append((sequences, problem))
             is_explained = verdict.diagnosis is not None and verdict.diagnosis.is_known
-            comparisons, diagnosis = self._judge(sequences, problem, layer, diagnoses=not is_explained)
+            comparisons, diagnosis = self._judge(
+                sequences, problem, layer, diagnoses=not is_explained
+            )
             if verdict.diagnosis is not None and (diagnosis is None or not diagnosis.is_known):
                 diagnosis = verdict.diagnosis  # the first one if none is explained
-            verdict = replace(verdict, comparisons=[*verdict.comparisons, *comparisons], diagnosis=diagnosis)
+            verdict = replace(
+                verdict, comparisons=[*verdict.comparisons, *comparisons], diagnosis=diagnosis
+            )
         if not problems and left_out:
             return replace(verdict, not_judged=verdict.left_out, left_out="")
         if not verdict.comparisons:
             return replace(verdict, not_judged="nothing was seen of it but its input")
         if left_out:
             rows = ", ".join(map(str, left_out))
-            verdict = replace(verdict, left_out=f"in sequence {rows} of its batch {verdict.left_out}")
+            verdict = replace(
+                verdict, left_out=f"in sequence {rows} of its batch {verdict.left_out}"
+            )
         unknown = verdict.diagnosis
         if unknown is None or unknown.is_known:
             return verdict
         like = _like_another(layer, problems, _others(known, self.specs))
-        explained = LikeAnother(**{**vars(unknown), "kind": "like", "like": like}) if like else unknown
+        explained = (
+            LikeAnother(**{**vars(unknown), "kind": "like", "like": like}) if like else unknown
+        )
         return replace(verdict, diagnosis=explained)
 
     def _judge(
@@ -393,7 +455,8 @@ class _TapJudge:
 
 @dataclass(frozen=True)
 class _TapWay:
-    """Stages of a layer as one of the problems that they may be of: all tokens at once, call by call, or the prompt.
+    """Stages of a layer as one of the problems that they may be of: all tokens at once, call by
+    call, or the prompt.
 
     Attributes:
         name: its name.
@@ -415,7 +478,8 @@ class _Explained:
 
 
 def _explained_again(way: _TapWay, before: Diagnosis, arithmetic: str) -> Diagnosis | None:
-    """Return the diagnosis of a layer by the explanation of another; None if that does not explain it.
+    """Return the diagnosis of a layer by the explanation of another; None if that does not explain
+    it.
 
     Only the bugs of that diagnosis are tried, and a pattern must have the same words.
     """
@@ -448,18 +512,27 @@ def _explained_again(way: _TapWay, before: Diagnosis, arithmetic: str) -> Diagno
 
 
 def _signature(diagnosis: Diagnosis) -> tuple[Any, ...]:
-    """Return what two equal diagnoses have in common: the first wrong stage, the bugs and the patterns."""
+    """Return what two equal diagnoses have in common: the first wrong stage, the bugs and the
+    patterns.
+    """
     bugs = [(explanation.bugs, explanation.about) for explanation in diagnosis.explanations]
-    patterns = [(unknown.stage, "" if unknown.law is None else unknown.law.words) for unknown in diagnosis.unknowns]
+    patterns = [
+        (unknown.stage, "" if unknown.law is None else unknown.law.words)
+        for unknown in diagnosis.unknowns
+    ]
     return diagnosis.kind, diagnosis.stage, bugs, patterns
 
 
 def _sources(
     layer: TappedLayer, known: ModelLayer, layers: Sequence[TappedLayer], count: int
 ) -> Sequence[Sequences | None]:
-    """The same sequences of the layer whose keys and values a layer shares; None if it was not tapped."""
+    """The same sequences of the layer whose keys and values a layer shares; None if it was not
+    tapped.
+    """
     name = re.sub(r"\d+", str(known.kv_source), layer.name) if known.path == layer.name else ""
-    found = [each for each in layers if known.kv_source is not None and each.index == known.kv_source]
+    found = [
+        each for each in layers if known.kv_source is not None and each.index == known.kv_source
+    ]
     found = [each for each in found if each.name == name] or found
     return sequences_of(found[0]) if found else [None] * count
 
@@ -471,7 +544,11 @@ def _title(layer: ModelLayer) -> str:
 
 def _others(known: ModelLayer, specs: Specs) -> dict[str, AttentionSpec]:
     """Return the specifications of the other layers, each once, by the first layer that has it."""
-    layers = specs if isinstance(specs, Sequence) else [ModelLayer(i, "", spec, {}) for i, spec in specs.items()]
+    layers = (
+        specs
+        if isinstance(specs, Sequence)
+        else [ModelLayer(i, "", spec, {}) for i, spec in specs.items()]
+    )
     found: dict[AttentionSpec, str] = {}
     for layer in layers:
         if layer.spec is not None and layer.spec != known.spec:
@@ -480,51 +557,69 @@ def _others(known: ModelLayer, specs: Specs) -> dict[str, AttentionSpec]:
 
 
 def _like_another(
-    layer: TappedLayer, problems: Sequence[tuple[Sequences, Problem]], others: Mapping[str, AttentionSpec]
+    layer: TappedLayer,
+    problems: Sequence[tuple[Sequences, Problem]],
+    others: Mapping[str, AttentionSpec],
 ) -> str:
-    """Return the layer whose specification, one field or all, makes every stage right; empty if there is none."""
+    """Return the layer whose specification, one field or all, makes every stage right; empty if
+    there is none.
+    """
     spec = problems[0][1].spec
     own = spec.values()
     for title, other in others.items():
-        differ = [name for name, value in other.values().items() if value != own[name] and "dropout" not in name]
+        differ = [
+            name
+            for name, value in other.values().items()
+            if value != own[name] and "dropout" not in name
+        ]
         for names in [*([name] for name in differ), differ]:
             try:
                 like = replace(spec, **{name: getattr(other, name) for name in names})
             except (TypeError, ValueError):  # a field that depends on another one
                 continue
-            if weight_shapes(like) == weight_shapes(spec) and all(_is_right(layer, *each, like) for each in problems):
+            if weight_shapes(like) == weight_shapes(spec) and all(
+                _is_right(layer, *each, like) for each in problems
+            ):
                 fields = ", ".join(f"{name}={getattr(other, name)}" for name in names)
                 return f"the configuration of {title}: {fields}"
     return ""
 
 
-def _is_right(layer: TappedLayer, sequences: Sequences, problem: Problem, spec: AttentionSpec) -> bool:
+def _is_right(
+    layer: TappedLayer, sequences: Sequences, problem: Problem, spec: AttentionSpec
+) -> bool:
     """Return True if every stage is right with another specification."""
     problem = replace(problem, case=replace(problem.case, spec=spec))
     return first_difference(_compared_stages(sequences, problem, layer)[0]) is None
 
 
 def _known(layer: TappedLayer, specs: Specs) -> list[ModelLayer]:
-    """Return the specification of a layer, by the longest match of its name or by its index; several if it is
-    ambiguous.
+    """Return the specification of a layer, by the longest match of its name or by its index;
+    several if it is ambiguous.
 
     Parts of a model may have layers of the same path: then the part in the layer's name decides.
     """
     if isinstance(specs, Mapping):
-        return [ModelLayer(layer.index, "", specs.get(layer.index), {}, is_causal=not layer.is_cross)]
+        return [
+            ModelLayer(layer.index, "", specs.get(layer.index), {}, is_causal=not layer.is_cross)
+        ]
     at = [each for each in specs if _is_at(layer.name, each.path)]
     longest = max((len(each.path) for each in at), default=0)
     found = [each for each in at if len(each.path) == longest]
     found = [each for each in found or specs if each.index == layer.index] or found
     words = layer.name.split(".")
-    of_part = [each for each in found if each.part and any(word.startswith(each.part) for word in words)]
+    of_part = [
+        each for each in found if each.part and any(word.startswith(each.part) for word in words)
+    ]
     return list({(each.spec, each.is_causal): each for each in of_part or found}.values())
 
 
 def _held(layer: TappedLayer, weights: LayerWeights) -> Mapping[str, Any] | None:
-    """Return the weights of a layer, by its name, which may lack its beginning or its end, or by its index.
+    """Return the weights of a layer, by its name, which may lack its beginning or its end, or by
+    its index.
 
-    Modules of another library have other names; there the number in the name decides if it is unique.
+    Modules of another library have other names; there the number in the name decides if it is
+    unique.
     """
     named = {name: each for name, each in weights.items() if isinstance(name, str)}
     if layer.name in named:
@@ -532,7 +627,9 @@ def _held(layer: TappedLayer, weights: LayerWeights) -> Mapping[str, Any] | None
     if not layer.name and layer.module in named:  # a whole Flax model is called by its class
         return named[layer.module]
     found = [each for name, each in named.items() if _is_at(layer.name, name)]
-    found = found or [each for name, each in named.items() if str(layer.index) in re.split(r"[.\[\]]", name)]
+    found = found or [
+        each for name, each in named.items() if str(layer.index) in re.split(r"[.\[\]]", name)
+    ]
     return found[0] if len(found) == 1 else dict(weights.items()).get(layer.index)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
@@ -556,21 +653,32 @@ def _why_not(layer: TappedLayer, known: ModelLayer, *, has_weights: bool) -> str
         return "the keys and values of another layer, to which it attends, were not seen"
     if known.spec is not None and known.spec.shared_kv and layer.calls[0].past:
         return "it received only the last tokens of the prompt"
-    if layer.training and known.spec is not None and (known.spec.dropout or known.spec.output_dropout):
+    if (
+        layer.training
+        and known.spec is not None
+        and (known.spec.dropout or known.spec.output_dropout)
+    ):
         return "it was called in training mode, with dropout"
     return ""
 
 
 def _why_not_cross(layer: TappedLayer, known: ModelLayer) -> str:
-    """Return the reason why a layer with another sequence of keys, or without one, cannot be compared."""
+    """Return the reason why a layer with another sequence of keys, or without one, cannot be
+    compared.
+    """
     should = known.kind == CROSS
     if not layer.is_cross:
         return "the sequence that it attends to was not seen" if should else ""
     if known.kind and not should:
         return "it attends to another sequence, and should not"
     if any(call.past is None for call in layer.calls):
-        return "it attends to another sequence, with a cache that does not say how many tokens came before"
-    if known.spec is not None and (known.spec.has_positions or known.spec.has_distance_bias or known.spec.window_size):
+        return (
+            "it attends to another sequence, with a cache that does not say how many tokens came "
+            "before"
+        )
+    if known.spec is not None and (
+        known.spec.has_positions or known.spec.has_distance_bias or known.spec.window_size
+    ):
         return "it attends to another sequence, whose positions are not known"
     return ""
 
@@ -578,7 +686,8 @@ def _why_not_cross(layer: TappedLayer, known: ModelLayer) -> str:
 def _compared_stages(
     sequences: Sequences, problem: Problem, layer: TappedLayer
 ) -> tuple[list[Comparison], list[_TapWay] | Diagnosis | None]:
-    """Return the comparisons of the stages of some sequences, and the ways to diagnose them, or the diagnosis.
+    """Return the comparisons of the stages of some sequences, and the ways to diagnose them, or the
+    diagnosis.
 
     There is nothing to diagnose if no stage differs.
     """
@@ -587,7 +696,10 @@ def _compared_stages(
     sequences = sequences.unscaled(reference) if layer.scale == 1.0 else sequences
     observed, stepped = sequences.stages, sequences.must_be_stepped(problem.spec)
     if stepped:
-        observed, reference = sequences.stages_by_step, Reference(sequences.problem_by_step(problem))
+        observed, reference = (
+            sequences.stages_by_step,
+            Reference(sequences.problem_by_step(problem)),
+        )
     arithmetic = _arithmetic_of(layer)
     comparisons = _compared(observed, reference, layer.module, arithmetic)
     if stale := _of_other_keys(sequences, reference, layer.module, arithmetic):
@@ -607,21 +719,28 @@ def _compared_stages(
     ways: list[_TapWay] = []
     for name, (stages, of_stages) in problems.items():
         ways.append(_TapWay(name, stages, of_stages))
-        # If the attention function behaves as with a wrong mask although the recorded mask is right, no bug in the
-        # mask explains it. So an unexplained difference is searched again without the mask.
+        # If the attention function behaves as with a wrong mask although the recorded mask is
+        # right, no bug in the mask explains it. So an unexplained difference is searched again
+        # without the mask.
         others = {each: x for each, x in stages.items() if stage_named(each).quantity != "mask"}
         if len(others) < len(stages):
             ways.append(_TapWay(f"{name}, without the mask", others, of_stages))
     return comparisons, ways
 
 
-def _of_other_keys(sequences: Sequences, reference: Reference, backend: str, arithmetic: str) -> list[Comparison]:
-    """Return the keys and values of another sequence in later calls that differ from those of the first call."""
+def _of_other_keys(
+    sequences: Sequences, reference: Reference, backend: str, arithmetic: str
+) -> list[Comparison]:
+    """Return the keys and values of another sequence in later calls that differ from those of the
+    first call.
+    """
     problem, found = reference.problem, list[Comparison]()
     for (step, part), cached in sequences.caches.items() if sequences.is_cross else ():
         label = Label(problem.case.name, backend, problem.dtype, part[0])
         comparison = reference.compare(cached, label, arithmetic)
-        found += [] if comparison.passed else [replace(comparison, stage=f"step{step}.cache.{part}")]
+        found += (
+            [] if comparison.passed else [replace(comparison, stage=f"step{step}.cache.{part}")]
+        )
     return found
 
 
@@ -637,9 +756,11 @@ def _diagnosed_as(way: _TapWay, arithmetic: str) -> Diagnosis:
 
 
 def _searched(ways: Sequence[_TapWay], arithmetic: str) -> tuple[Diagnosis, _TapWay]:
-    """Return the diagnosis in the first way in which known bugs explain everything, otherwise in the first way.
+    """Return the diagnosis in the first way in which known bugs explain everything, otherwise in
+    the first way.
 
-    A wrong mask of the prompt does not affect later tokens, as a wrong mask of all tokens at once would.
+    A wrong mask of the prompt does not affect later tokens, as a wrong mask of all tokens at once
+    would.
     """
     first: tuple[Diagnosis, _TapWay] | None = None
     for way in ways:
@@ -655,12 +776,16 @@ def _searched(ways: Sequence[_TapWay], arithmetic: str) -> tuple[Diagnosis, _Tap
 def _compared(
     observed: Mapping[str, np.ndarray], reference: Reference, backend: str, arithmetic: str
 ) -> list[Comparison]:
-    """Compare each stage with the reference: from the layer's input, and from the recorded stages before it."""
+    """Compare each stage with the reference: from the layer's input, and from the recorded stages
+    before it.
+    """
     replay = Replay(reference.problem, observed, arithmetic)
     found = []
     for stage in (stage for stage in reference.accumulated if stage in observed):
         label = Label(reference.problem.case.name, backend, reference.problem.dtype, stage)
         comparison = reference.compare(observed[stage], label, arithmetic)
         comparison = reference.compare_noise(comparison, observed[stage], label, arithmetic)
-        found.append(comparison.with_step(replay.judgement(stage, ()).ratio, "wrong for its recorded inputs"))
+        found.append(
+            comparison.with_step(replay.judgement(stage, ()).ratio, "wrong for its recorded inputs")
+        )
     return found

@@ -18,16 +18,22 @@ def judge_together(traces: Sequence[Trace]) -> list[list[Comparison]]:
 
 
 def distances(one: Trace, other: Trace, sides: Sequence[Sequence[Comparison]]) -> dict[str, float]:
-    """Return the largest difference between two traces, stage by stage; infinite if a stage cannot be compared."""
+    """Return the largest difference between two traces, stage by stage; infinite if a stage cannot
+    be compared.
+    """
     a, b = one.accumulated, other.accumulated
 
     def distance(stage: str) -> float:
         if stage not in a or stage not in b or a[stage].shape != b[stage].shape:
             return float("inf")
-        return float(np.abs(a[stage].astype(np.float64) - b[stage].astype(np.float64)).max(initial=0.0))
+        return float(
+            np.abs(a[stage].astype(np.float64) - b[stage].astype(np.float64)).max(initial=0.0)
+        )
 
     with np.errstate(invalid="ignore"):
-        return {comparison.stage: distance(comparison.stage) for side in sides for comparison in side}
+        return {
+            comparison.stage: distance(comparison.stage) for side in sides for comparison in side
+        }
 
 
 def diagnose_worst(traces: Sequence[Trace], sides: Sequence[Sequence[Comparison]]) -> Diagnosis:

@@ -1,4 +1,6 @@
-"""Verdicts of a diagnosis: the bugs that explain a difference, unexplained stages, and conventions."""
+"""Verdicts of a diagnosis: the bugs that explain a difference, unexplained stages, and
+conventions.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from parity.measure.core.stages import STAGES, stage_named
 from parity.measure.text import and_listed
 
 UNNAMED = ("law", "unknown")
-"""Kinds of a diagnosis in which some difference has no name: a pattern explains it, or nothing does."""
+"""Kinds of a diagnosis in which some difference has no name: a pattern explains it, or nothing
+does.
+"""
 
 LOST = "low-precision"
 """The page of bugs that only lose precision."""
@@ -42,7 +46,8 @@ class Explanation(JsonRecord):
         about: a description, such as `the scores are not scaled`.
         fixes: a fix for each.
         docs: their pages in parity/bugs.
-        error_before: error of the stage without them, from the observed stages before it, in the norm that decided.
+        error_before: error of the stage without them, from the observed stages before it, in the
+            norm that decided.
         error: error with them; None for a pattern, which leaves rounding.
         ratio: error with them / budget; at most 1.
         ratio_before: error without them / budget; NaN if it is unknown.
@@ -96,7 +101,10 @@ class Explanation(JsonRecord):
         if self.error >= self.error_before:
             return f"{error}, {self.error:.2g}, is as large as this loss of precision"
         falls = f"falls from {self.error_before:.2g} to {self.error:.2g}"
-        return f"{with_it}, {error} {falls if math.isfinite(self.error_before) else f'is {self.error:.2g}'}"
+        return (
+            f"{with_it}, {error} "
+            f"{falls if math.isfinite(self.error_before) else f'is {self.error:.2g}'}"
+        )
 
     @property
     def fix(self) -> str:
@@ -109,7 +117,9 @@ class Explanation(JsonRecord):
         return _command(self.docs)
 
     def lines(self, wrong_stage: Line, *, verbose: bool = False) -> Iterator[Line]:
-        """Yield the labels and texts of the explanation; the first label is empty, for the lines below the heading."""
+        """Yield the labels and texts of the explanation; the first label is empty, for the lines
+        below the heading.
+        """
         yield "", self.about
         shown = self.others if verbose else self.others[:1]
         for other in shown:
@@ -135,7 +145,8 @@ class Unknown(JsonRecord):
         error: its error (root mean square), from the observed stages before it.
         ratio: error / budget.
         findings: where it differs, and by which pattern; None for a stage that cannot be compared.
-        nearest: the changes that reduce the error most, without explaining it: descriptions, and the remaining error.
+        nearest: the changes that reduce the error most, without explaining it: descriptions, and
+            the remaining error.
         stages: all stages that the same pattern explains, in order.
     """
 
@@ -157,7 +168,11 @@ class Unknown(JsonRecord):
             return self
         laws = self.findings.plain().found
         laws = sorted(laws, key=lambda law: law.words not in words) if len(stages) > 1 else laws
-        return replace(self, findings=replace(self.findings, found=tuple(laws)), stages=tuple(stages) or (self.stage,))
+        return replace(
+            self,
+            findings=replace(self.findings, found=tuple(laws)),
+            stages=tuple(stages) or (self.stage,),
+        )
 
     @property
     def likely_bug(self) -> str:
@@ -191,7 +206,10 @@ class Unknown(JsonRecord):
         if self.law is None:
             return "; ".join(self.findings.signs if self.findings else ())
         stages = self.stages or (self.stage,)
-        return f"with this pattern, the error of {_some(stages)} falls from {self.error:.2g} to rounding"
+        return (
+            f"with this pattern, the error of {_some(stages)} falls from {self.error:.2g} to "
+            f"rounding"
+        )
 
     @property
     def fix(self) -> str:
@@ -205,12 +223,23 @@ class Unknown(JsonRecord):
 
     @property
     def explanation(self) -> Explanation | None:
-        """The simplest pattern as an explanation, if it and all equally simple ones have pages, two at most."""
+        """The simplest pattern as an explanation, if it and all equally simple ones have pages, two
+        at most.
+        """
         law = self.law
         if law is None or not law.pages or self.findings is None:
             return None
-        others = [each for each in self.findings.found if each is not law and each.words != law.words]
-        alike = [law, *(each for each in others if each.parameters <= law.parameters and len(self.stages) < 2)]
+        others = [
+            each for each in self.findings.found if each is not law and each.words != law.words
+        ]
+        alike = [
+            law,
+            *(
+                each
+                for each in others
+                if each.parameters <= law.parameters and len(self.stages) < 2
+            ),
+        ]
         pages = dict.fromkeys(page for each in alike for page in each.pages)
         if not all(each.pages for each in alike) or len(pages) > 2:
             return None
@@ -233,11 +262,16 @@ class Unknown(JsonRecord):
     def headline(self) -> str:
         """The simplest pattern, or a statement that nothing explains the stage."""
         if self.law is not None:
-            return f"not a known bug: in {_some(self.stages or (self.stage,))}, {self._in_place(self.law.words)}"
+            return (
+                f"not a known bug: in {_some(self.stages or (self.stage,))}, "
+                f"{self._in_place(self.law.words)}"
+            )
         return f"unknown: no known bug explains {self.stage}"
 
     def _in_place(self, words: str) -> str:
-        """Return the description of a pattern; `there` refers to a place, unless it is the whole stage."""
+        """Return the description of a pattern; `there` refers to a place, unless it is the whole
+        stage.
+        """
         return words.replace(" there", "", 1) if self.where == EVERYWHERE else words
 
     def lines(self, wrong_stage: Line, *, verbose: bool = False) -> Iterator[Line]:
@@ -267,9 +301,10 @@ class Diagnosis(JsonRecord):
     `str(diagnosis)` is short; `diagnosis.text` contains everything.
 
     Attributes:
-        kind: `none`, nothing differs; `convention`, stages are recorded in a known convention, and agree in it;
-            `precision`, all errors are small, and lost precision reproduces them; `structure`, bugs explain them;
-            `law`, verified patterns do, alone or in addition to bugs; `unknown`, something remains.
+        kind: `none`, nothing differs; `convention`, stages are recorded in a known convention, and
+            agree in it; `precision`, all errors are small, and lost precision reproduces them;
+            `structure`, bugs explain them; `law`, verified patterns do, alone or in addition to
+            bugs; `unknown`, something remains.
         stage: the first stage that differs; empty if none does.
         error: its error (root mean square).
         ratio: its error / budget.
@@ -283,9 +318,11 @@ class Diagnosis(JsonRecord):
         agrees: True if the output agrees all the same.
         dtypes: of the stages whose dtype is not the problem's.
         dtype: the problem's.
-        taken: the stages of another convention, converted to the reference's if that is possible. JSON omits them.
+        taken: the stages of another convention, converted to the reference's if that is possible.
+            JSON omits them.
         sample: the part of a large layer that was searched.
-        hidden: if nothing is wrong in 16 bits, the known bugs that these stages would only show in float32.
+        hidden: if nothing is wrong in 16 bits, the known bugs that these stages would only show in
+            float32.
     """
 
     kind: str
@@ -319,7 +356,9 @@ class Diagnosis(JsonRecord):
         unknowns = [unknown for unknown, explanation in named if explanation is None]
         lost = all({*each.docs} == {LOST} for each in (*self.explanations, *found))
         kind = self.kind if unknowns else "precision" if lost else "structure"
-        return replace(self, kind=kind, explanations=_in_order([*self.explanations, *found]), unknowns=unknowns)
+        return replace(
+            self, kind=kind, explanations=_in_order([*self.explanations, *found]), unknowns=unknowns
+        )
 
     @property
     def is_known(self) -> bool:
@@ -328,18 +367,28 @@ class Diagnosis(JsonRecord):
 
     @property
     def is_wrong(self) -> bool:
-        """True if something is wrong: rounding within the budget is not, and a known convention is not."""
+        """True if something is wrong: rounding within the budget is not, and a known convention is
+        not.
+        """
         return self.kind not in ("none", "convention")
 
     @property
     def findings(self) -> list[Finding]:
-        """The explanations, then the stages that they leave: those of a pattern, then those without."""
-        unknowns = sorted(self.unknowns, key=lambda unknown: unknown.law is None) if self.kind in UNNAMED else []
+        """The explanations, then the stages that they leave: those of a pattern, then those
+        without.
+        """
+        unknowns = (
+            sorted(self.unknowns, key=lambda unknown: unknown.law is None)
+            if self.kind in UNNAMED
+            else []
+        )
         return [*self.explanations, *unknowns] if self.is_wrong else []
 
     @property
     def likely_bug(self) -> str:
-        """The name of the first bug, or names if two explain the stage together; empty if there is none."""
+        """The name of the first bug, or names if two explain the stage together; empty if there is
+        none.
+        """
         return next((each.likely_bug for each in self.findings), "")
 
     @property
@@ -378,7 +427,8 @@ class Diagnosis(JsonRecord):
             return "nothing differs by more than rounding"
         if self.kind == "convention":
             return (
-                "nothing is wrong: stages are recorded in another convention, and everything computed from them agrees"
+                "nothing is wrong: stages are recorded in another convention, and everything "
+                "computed from them agrees"
             )
         if self.cause:
             return self.cause
@@ -405,7 +455,8 @@ class Diagnosis(JsonRecord):
         return self.as_text()
 
     def as_text(self, *, verbose: bool = False) -> str:
-        """Return the diagnosis as text: `Likely bug`, `First wrong stage`, `Evidence`, `Fix` and `More`, a line each.
+        """Return the diagnosis as text: `Likely bug`, `First wrong stage`, `Evidence`, `Fix` and
+        `More`, a line each.
 
         Args:
             verbose: also include every alternative, all patterns and nearest bugs, and conventions.
@@ -413,7 +464,9 @@ class Diagnosis(JsonRecord):
         return text_of(self.lines(verbose=verbose))
 
     def lines(self, *, verbose: bool = False) -> Iterator[Line]:
-        """Yield the labels and texts of `as_text`; lines without a label are indented, or empty between findings."""
+        """Yield the labels and texts of `as_text`; lines without a label are indented, or empty
+        between findings.
+        """
         if not self.is_wrong:
             yield "", self.headline
         elif self.findings:
@@ -431,14 +484,26 @@ class Diagnosis(JsonRecord):
             of_several = f" {number} of {len(findings)}" if len(findings) > 1 else ""
             if number > 1:
                 yield "", ""
-            pattern = "not in the list of known bugs" if isinstance(finding, Unknown) and finding.law else "unknown"
+            pattern = (
+                "not in the list of known bugs"
+                if isinstance(finding, Unknown) and finding.law
+                else "unknown"
+            )
             yield f"Likely bug{of_several}", finding.likely_bug or pattern
-            stage = self.first_line if finding is first else ("Wrong stage", excess(finding.stage, *_size(finding)))
+            stage = (
+                self.first_line
+                if finding is first
+                else ("Wrong stage", excess(finding.stage, *_size(finding)))
+            )
             yield from (
-                (label, text if label else f"  {text}") for label, text in finding.lines(stage, verbose=verbose)
+                (label, text if label else f"  {text}")
+                for label, text in finding.lines(stage, verbose=verbose)
             )
         if self.kind == "unknown" and self.unknowns and not self.has_stages:
-            yield "Next", "pass the stages by name as well (q, k, v, scores, …), because they show more"
+            yield (
+                "Next",
+                "pass the stages by name as well (q, k, v, scores, …), because they show more",
+            )
 
     def _notes(self, *, verbose: bool) -> Iterator[Line]:
         """Yield what applies to the whole diagnosis."""
@@ -455,7 +520,8 @@ class Diagnosis(JsonRecord):
         for dtype, of_dtype in stages.items():
             yield (
                 "Dtype",
-                f"{_some(of_dtype)} {'is' if len(of_dtype) == 1 else 'are'} {dtype} in a {self.dtype} problem",
+                f"{_some(of_dtype)} {'is' if len(of_dtype) == 1 else 'are'} {dtype} in a "
+                f"{self.dtype} problem",
             )
         yield from [("Searched", f"a sample, {self.sample}")] if self.sample else []
         yield from [("Not tried", f"{self.untried} (limit of the search)")] if self.untried else []
@@ -474,7 +540,11 @@ class Diagnosis(JsonRecord):
 def _size(finding: Finding) -> tuple[float, float]:
     """Return the error of the stage of a finding, and how often it exceeds its budget."""
     is_unknown = isinstance(finding, Unknown)
-    return (finding.error, finding.ratio) if is_unknown else (finding.error_before, finding.ratio_before)
+    return (
+        (finding.error, finding.ratio)
+        if is_unknown
+        else (finding.error_before, finding.ratio_before)
+    )
 
 
 def excess(stage: str, error: float, ratio: float) -> str:
@@ -507,11 +577,17 @@ def _by_quantity(conventions: Mapping[str, str]) -> list[str]:
     for name, words in conventions.items():
         steps.setdefault((str(replace(stage_named(name), step=None)), words), []).append(name)
     return [
-        f"{names[0]} {words}" if len(names) == 1 else f"{quantity} {words}, in {len(names)} steps from {names[0]} on"
+        f"{names[0]} {words}"
+        if len(names) == 1
+        else f"{quantity} {words}, in {len(names)} steps from {names[0]} on"
         for (quantity, words), names in steps.items()
     ]
 
 
 def _some(stages: Sequence[str], most: int = 3) -> str:
     """Return some stages and the number of others: `q, k and 2 more`."""
-    return and_listed(stages) if len(stages) <= most else and_listed([*stages[:most], f"{len(stages) - most} more"])
+    return (
+        and_listed(stages)
+        if len(stages) <= most
+        else and_listed([*stages[:most], f"{len(stages) - most} more"])
+    )

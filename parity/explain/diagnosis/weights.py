@@ -1,6 +1,7 @@
 """The diagnosis of two sets of weights: a known bug in one of them, found on probe inputs.
 
-`parity.port.conversion.differences` compares the tensors first; bugs explain what no pattern does, and have pages.
+`parity.port.conversion.differences` compares the tensors first; bugs explain what no pattern does,
+and have pages.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from parity.port.conversion.verify import probe
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def diagnose_weights(weights: Weights, spec: AttentionSpec, other: Weights, other_spec: AttentionSpec) -> Diagnosis:
+def diagnose_weights(
+    weights: Weights, spec: AttentionSpec, other: Weights, other_spec: AttentionSpec
+) -> Diagnosis:
     """Find the bugs in the second of two sets of weights that should hold the same attention.
 
-    The kind is `precision` only if every differing tensor is exactly that of the first in fewer bits.
+    The kind is `precision` only if every differing tensor is exactly that of the first in fewer
+    bits.
 
     Raises:
         ValueError: if the layers differ in more than their weights.
@@ -31,7 +35,11 @@ def diagnose_weights(weights: Weights, spec: AttentionSpec, other: Weights, othe
     observed = run_steps(reference.steps(other_problem, problem.dtype))
     diagnosis = diagnose(observed, problem)
     laws = [each for each in diagnosis.explanations if each.findings is not None]
-    if diagnosis.is_wrong and (laws or diagnosis.kind != "structure") and (ways := _common_ways(weights, other)):
+    if (
+        diagnosis.is_wrong
+        and (laws or diagnosis.kind != "structure")
+        and (ways := _common_ways(weights, other))
+    ):
         return _rounded(diagnosis, ways)
     if diagnosis.kind != "precision":
         return diagnosis
@@ -42,15 +50,21 @@ def diagnose_weights(weights: Weights, spec: AttentionSpec, other: Weights, othe
 
 
 def _common_ways(weights: Weights, other: Weights) -> list[str]:
-    """Return the descriptions in which every differing tensor is exactly that of the first weights in fewer bits."""
-    differing = [name for name, x in weights.items() if not np.array_equal(x, other[name], equal_nan=True)]
+    """Return the descriptions in which every differing tensor is exactly that of the first weights
+    in fewer bits.
+    """
+    differing = [
+        name for name, x in weights.items() if not np.array_equal(x, other[name], equal_nan=True)
+    ]
     ways = [ways_to_fewer_bits(weights[name], other[name]) for name in differing]
     common = [way for way in ways[0] if all(way in each for each in ways)] if ways else []
     return sorted(common, key=lambda way: "TF32" in way)  # usual dtypes of weights first
 
 
 def _rounded(diagnosis: Diagnosis, ways: list[str]) -> Diagnosis:
-    """Return the diagnosis of weights in fewer bits, by the ways in which they may have been rounded."""
+    """Return the diagnosis of weights in fewer bits, by the ways in which they may have been
+    rounded.
+    """
     way, *others = [(f"the weights are {words}", f"weights-{_dtype(words)}") for words in ways]
     found = Explanation(
         diagnosis.stage,

@@ -1,6 +1,8 @@
-"""The stages of a large layer, each compared as a whole: the verdict, and the tokens that show an error most.
+"""The stages of a large layer, each compared as a whole: the verdict, and the tokens that show an
+error most.
 
-A search in samples finds the bug. The stage that differs, the size of its error and its place are those of the whole.
+A search in samples finds the bug. The stage that differs, the size of its error and its place are
+those of the whole.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class WholeStage:
 
     Attributes:
         comparison: the comparison with the reference.
-        by_token: error / budget of each token alone, (T,) or (S,); empty for a stage without tokens.
+        by_token: error / budget of each token alone, (T,) or (S,); empty for a stage without
+            tokens.
     """
 
     comparison: Comparison
@@ -45,7 +48,8 @@ class WholeStage:
 
 
 class WholeStages(Mapping[str, WholeStage]):
-    """The recorded stages of a problem that have the reference's shape, in the order of the data flow.
+    """The recorded stages of a problem that have the reference's shape, in the order of the data
+    flow.
 
     Args:
         observed: stages in the reference's order of axes.
@@ -91,7 +95,9 @@ class WholeStages(Mapping[str, WholeStage]):
             if is_floating(x.dtype) and x.dtype != kept:
                 x = x.astype(kept)  # scores in 16 bits have the same values in 32
             comparison = self._comparisons.get(self._prefix + name)
-            is_measured = comparison is not None and (comparison.passed or comparison.worst_values is not None)
+            is_measured = comparison is not None and (
+                comparison.passed or comparison.worst_values is not None
+            )
             if comparison is None or not is_measured:
                 label = Label("", "", self._reference.problem.dtype, self._prefix + name)
                 with np.errstate(over="ignore", invalid="ignore"):
@@ -102,12 +108,16 @@ class WholeStages(Mapping[str, WholeStage]):
         return self._compared[name]
 
     def first_wrong(self, besides: Iterable[str] = ()) -> str:
-        """Return the first stage that is over its budget, other than some; empty if there is none."""
+        """Return the first stage that is over its budget, other than some; empty if there is
+        none.
+        """
         ignored = {*besides} | self._passed
         return next((name for name in self if name not in ignored and not self[name].passed), "")
 
     def findings(self, name: str) -> Findings | None:
-        """Describe where a stage differs, without a search for patterns; None if its shape is unknown."""
+        """Describe where a stage differs, without a search for patterns; None if its shape is
+        unknown.
+        """
         if name not in self._observed:
             return None
         reference, full_name = self._reference, self._prefix + name
@@ -146,7 +156,9 @@ class WholeStages(Mapping[str, WholeStage]):
 
 
 def _size_by_token(x: np.ndarray, axis: int) -> np.ndarray:
-    """Return the root mean square of each token's values, that of the sequence in which it is largest."""
+    """Return the root mean square of each token's values, that of the sequence in which it is
+    largest.
+    """
     of_tokens = np.moveaxis(x, axis, 1).reshape(x.shape[0], x.shape[axis], -1)
     with np.errstate(over="ignore"):
         return np.sqrt(np.mean(of_tokens**2, axis=-1)).max(axis=0)

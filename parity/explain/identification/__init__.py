@@ -48,18 +48,20 @@ class Identification(JsonRecord):
         name: of the module.
         spec: its specification; None if it was not identified.
         weights: its canonical weights.
-        names: parameter of the module that holds each weight; its full name if another module holds it.
-        rows: rows of that parameter, for each weight that does not hold all of them once and in order: of a packed
-            projection, or with copies of heads.
-        inputs: description of the inputs of its projections, by `query`, `key` and `value`: arguments of the module,
-            sums of them, and outputs of submodules.
+        names: parameter of the module that holds each weight; its full name if another module holds
+            it.
+        rows: rows of that parameter, for each weight that does not hold all of them once and in
+            order: of a packed projection, or with copies of heads.
+        inputs: description of the inputs of its projections, by `query`, `key` and `value`:
+            arguments of the module, sums of them, and outputs of submodules.
         output: description of the path of its output through the module.
-        from_call: arguments that each call must pass in addition to the inputs, by their meaning: `segment_ids`,
-            `mask`, `bias`, `positions`, `scale`, or `unknown` if the layer accepts no other value. Without them, the
-            specification alone does not compute the layer.
+        from_call: arguments that each call must pass in addition to the inputs, by their meaning:
+            `segment_ids`, `mask`, `bias`, `positions`, `scale`, or `unknown` if the layer accepts
+            no other value. Without them, the specification alone does not compute the layer.
         is_causal: whether queries attend to no later key.
         evidence: how each field was found.
-        num_tokens: largest number of tokens that it was verified with; behavior with more is unknown.
+        num_tokens: largest number of tokens that it was verified with; behavior with more is
+            unknown.
         fewest_tokens: smallest such number; `num_tokens` if the inputs cannot be cut.
         positions: first and last position of each verified run of positions.
         share: error of the layer on fresh inputs, relative to its budget; at most 1.
@@ -83,7 +85,17 @@ class Identification(JsonRecord):
     refusal: str = ""
 
     IN_JSON = (
-        *("name", "spec", "names", "rows", "inputs", "output", "from_call", "is_causal", "evidence"),
+        *(
+            "name",
+            "spec",
+            "names",
+            "rows",
+            "inputs",
+            "output",
+            "from_call",
+            "is_causal",
+            "evidence",
+        ),
         *("num_tokens", "fewest_tokens", "positions", "share", "refusal"),
     )
 
@@ -95,26 +107,31 @@ class Identification(JsonRecord):
         counts = " and ".join(map(str, sorted({self.fewest_tokens, self.num_tokens})))
         verified = f"verified with {counts} tokens at positions {places}"
         lines = [f"{self.name}: {self.spec}, {causal}, {verified}: {self.share:.2g} of its budget"]
-        lines.append(f"  inputs: {', '.join(f'{side}={words}' for side, words in self.inputs.items())}")
+        lines.append(
+            f"  inputs: {', '.join(f'{side}={words}' for side, words in self.inputs.items())}"
+        )
         lines.append(f"  output: {self.output}")
         if self.from_call:
-            lines.append(f"  from its call: {', '.join(f'{part}={name}' for part, name in self.from_call.items())}")
+            lines.append(
+                f"  from its call: "
+                f"{', '.join(f'{part}={name}' for part, name in self.from_call.items())}"
+            )
         return "\n".join([*lines, *(f"  {each}" for each in self.evidence)])
 
 
 def identify(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[Identification]:
     """Identify the attention layers of a live torch or Flax model by observing calls of it.
 
-    The first call is fitted field by field. The second call has fresh inputs of the same shapes, and every stage of it
-    must be within the budget of the float64 reference, otherwise the layer is rejected. A field that the inputs are too
-    short to show, such as a window of 4096 tokens, is read from attributes of the module, and its evidence reports
-    that.
+    The first call is fitted field by field. The second call has fresh inputs of the same shapes,
+    and every stage of it must be within the budget of the float64 reference, otherwise the layer is
+    rejected. A field that the inputs are too short to show, such as a window of 4096 tokens, is
+    read from attributes of the module, and its evidence reports that.
 
     Args:
-        model: a float32 model in evaluation mode: a `torch.nn.Module`, a `flax.nnx.Module`, or a `flax.linen.Module`
-            that is bound to its variables.
-        inputs: keyword arguments of a call: at least 8 tokens of 2 sequences, or 16 of one. An attention mask may mark
-            padding.
+        model: a float32 model in evaluation mode: a `torch.nn.Module`, a `flax.nnx.Module`, or a
+            `flax.linen.Module` that is bound to its variables.
+        inputs: keyword arguments of a call: at least 8 tokens of 2 sequences, or 16 of one. An
+            attention mask may mark padding.
         layers: names of modules or classes, as in `parity.tap`.
 
     Returns:
@@ -144,7 +161,9 @@ def identify(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[
 
 @contextmanager
 def _unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """Restore attributes and buffers of modules on exit: some RoPE modules grow with the positions of a call."""
+    """Restore attributes and buffers of modules on exit: some RoPE modules grow with the positions
+    of a call.
+    """
     before = {module: (dict(vars(module)), dict(module._buffers)) for module in model.modules()}
     try:
         yield
@@ -157,10 +176,14 @@ def _unchanged(model: torch.nn.Module) -> Iterator[None]:
             module._buffers.update(buffers)
 
 
-def _identify_torch(model: torch.nn.Module, inputs: Mapping[str, Any], layers: Any) -> list[Identification]:
+def _identify_torch(
+    model: torch.nn.Module, inputs: Mapping[str, Any], layers: Any
+) -> list[Identification]:
     """Identify the attention layers of a torch model."""
     values: Any = getattr(model, "config", None)
-    config = json.loads(json.dumps(values.to_dict(), default=str)) if hasattr(values, "to_dict") else {}
+    config = (
+        json.loads(json.dumps(values.to_dict(), default=str)) if hasattr(values, "to_dict") else {}
+    )
     seen = observe_layers(model, inputs, layers)
     if any(layer.values["positions"].min() > 0 for layer in seen if "positions" in layer.values):
         seen = observe_layers(
@@ -170,16 +193,26 @@ def _identify_torch(model: torch.nn.Module, inputs: Mapping[str, Any], layers: A
         inputs = apart
         seen = observe_layers(model, inputs, layers)
     found = {layer.tapped.name: _fitted(layer, config, seen) for layer in reversed(seen)}
-    ends = {end._replace(name=_joined(name, end.name)) for name, each in found.items() for end in each.entries}
+    ends = {
+        end._replace(name=_joined(name, end.name))
+        for name, each in found.items()
+        for end in each.entries
+    }
     other, first = _first_fresh(model, inputs, layers)
     calls = [VerifyingCall(FRESH, 1.0, first)]
     for what, factor in FACTORS.items():
         calls.append(
-            VerifyingCall(what, factor, observe_layers(model, other, layers, factors=dict.fromkeys(ends, factor)))
+            VerifyingCall(
+                what,
+                factor,
+                observe_layers(model, other, layers, factors=dict.fromkeys(ends, factor)),
+            )
         )
     for what, given in ((FAR_AWAY, _at(model, other, FAR)), (FEWER, _fewer(other))):
         if given is not None:
-            with suppress(Exception):  # learned positions may end earlier, and a module may need its own lengths
+            with suppress(
+                Exception
+            ):  # learned positions may end earlier, and a module may need its own lengths
                 calls.append(VerifyingCall(what, 1.0, observe_layers(model, given, layers)))
     return [_identified(name, each, calls) for name, each in reversed(found.items())]
 
@@ -199,7 +232,9 @@ def _first_fresh(
             return other, observe_layers(model, other, layers)
         except Exception as wrong:  # the model's own code may raise anything
             error = wrong
-    raise InputError("model", "run with other inputs of the same shapes", f"{error!r:.200}") from error
+    raise InputError(
+        "model", "run with other inputs of the same shapes", f"{error!r:.200}"
+    ) from error
 
 
 def is_flax(model: Any) -> bool:
@@ -220,7 +255,10 @@ def _identify_flax(model: Any, inputs: Mapping[str, Any], layers: Any) -> list[I
             found[name].evidence.append(Evidence("num_kv_heads", each.values["k"].shape[1], words))
     other = fresh_arrays({name: np.asarray(x) for name, x in observer.inputs.items()})
     calls = [VerifyingCall(FRESH, 1.0, observer.observe(other, 1.0))]
-    calls += [VerifyingCall(what, factor, observer.observe(other, factor)) for what, factor in FACTORS.items()]
+    calls += [
+        VerifyingCall(what, factor, observer.observe(other, factor))
+        for what, factor in FACTORS.items()
+    ]
     far = VerifyingCall(FAR_AWAY, 1.0, observer.observe_far(other, FAR))
     identified = []
     for name in observer.layers:
@@ -229,7 +267,10 @@ def _identify_flax(model: Any, inputs: Mapping[str, Any], layers: Any) -> list[I
             continue
         is_far = any(each.tapped.name == name for each in far.layers)
         layer = _identified(name, found[name], [*calls, far] if is_far else calls)
-        names = {weight: observer.names.get(f"{name} {each}", each) for weight, each in layer.names.items()}
+        names = {
+            weight: observer.names.get(f"{name} {each}", each)
+            for weight, each in layer.names.items()
+        }
         identified.append(replace(layer, names=names))
     return identified
 
@@ -264,9 +305,13 @@ def _fitted(
 def _identified(name: str, found: Fit, calls: list[VerifyingCall]) -> Identification:
     """Verify a fitted layer in other calls, and return it."""
     if found.refusal:
-        return Identification(name, from_call=found.from_call, evidence=found.evidence, refusal=found.refusal)
+        return Identification(
+            name, from_call=found.from_call, evidence=found.evidence, refusal=found.refusal
+        )
     own = [
-        call._replace(layers=[each for each in call.layers if each.tapped.name == name], others=call.layers)
+        call._replace(
+            layers=[each for each in call.layers if each.tapped.name == name], others=call.layers
+        )
         for call in calls
     ]
     try:
@@ -277,12 +322,20 @@ def _identified(name: str, found: Fit, calls: list[VerifyingCall]) -> Identifica
             fit_clip(large, [large.submodule(*found.ends["value"])], found)
         share = max(_share(call, found) for call in own)
     except (ValueError, TypeError) as error:
-        return Identification(name, from_call=found.from_call, evidence=found.evidence, refusal=str(error))
+        return Identification(
+            name, from_call=found.from_call, evidence=found.evidence, refusal=str(error)
+        )
     counts = [without_padding(call.layers[0]).values["q"].shape[2] for call in own]
     num_tokens = max(counts)
-    places: list[Any] = [each.values.get("positions", np.arange(num_tokens)) for call in own for each in call.layers]
+    places: list[Any] = [
+        each.values.get("positions", np.arange(num_tokens)) for call in own for each in call.layers
+    ]
     spec = found.spec
-    runs = {(int(x.min()), int(x.max())) for x in places} if spec.has_positions else {(0, num_tokens - 1)}
+    runs = (
+        {(int(x.min()), int(x.max())) for x in places}
+        if spec.has_positions
+        else {(0, num_tokens - 1)}
+    )
     ranges = {x for x in runs if not any(y != x and y[0] <= x[0] and x[1] <= y[1] for y in runs)}
     inputs = {side: words for side, words in found.words.items() if side != "output"}
     known = found.weights, found.names, found.rows, inputs, found.words["output"], found.from_call
@@ -311,7 +364,9 @@ def _check_seen(call: VerifyingCall) -> None:
     if not call.layers:
         raise InputError("the layer", "run in each call", f"none with {call.what}")
     for layer in call.layers:
-        if missing := [name for name in ("q", "k", "v", "context", "output") if name not in layer.values]:
+        if missing := [
+            name for name in ("q", "k", "v", "context", "output") if name not in layer.values
+        ]:
             reason = layer.tapped.not_seen or f"no {' or '.join(missing)}"
             raise InputError("the layer", f"be attention with {call.what}", reason)
 
@@ -327,7 +382,11 @@ def _share(call: VerifyingCall, found: Fit) -> float:
     for layer in layers:
         if spec.rope is None and what == FAR_AWAY:
             layer = _counted(layer)
-        if spec.rope is not None and spec.rope.sections is not None and "positions" not in layer.values:
+        if (
+            spec.rope is not None
+            and spec.rope.sections is not None
+            and "positions" not in layer.values
+        ):
             layer.values["positions"] = positions_on_axes(layer, found)
         words = words_of(layer, found.ends, factor) | words_of_source(
             layer, call.others if "shared_kv" in found.fields else []
@@ -349,7 +408,9 @@ def _share(call: VerifyingCall, found: Fit) -> float:
 
 
 def _counted(layer: ObservedLayer) -> ObservedLayer:
-    """Return a layer without RoPE as if positions were 0, 1, …: such a layer counts tokens itself."""
+    """Return a layer without RoPE as if positions were 0, 1, …: such a layer counts tokens
+    itself.
+    """
     return layer.with_values({name: x for name, x in layer.values.items() if name != "positions"})
 
 
@@ -364,23 +425,39 @@ def _at(model: torch.nn.Module, inputs: Mapping[str, Any], first: int) -> dict[s
     if not isinstance(tokens, torch.Tensor) or not _accepts(model, "position_ids"):
         return None
     near = inputs.get("position_ids")
-    near = torch.arange(tokens.shape[1], device=tokens.device)[None].expand(tokens.shape) if near is None else near
+    near = (
+        torch.arange(tokens.shape[1], device=tokens.device)[None].expand(tokens.shape)
+        if near is None
+        else near
+    )
     positions = first + near - near.min()
     if first == 0:
         return {**inputs, "position_ids": positions}
     batch_size, num_tokens = tokens.shape
-    later = 3 * torch.arange(batch_size)[:, None] + 5 * (torch.arange(num_tokens) >= num_tokens // 2)
+    later = 3 * torch.arange(batch_size)[:, None] + 5 * (
+        torch.arange(num_tokens) >= num_tokens // 2
+    )
     later = later.to(tokens.device)
-    all_seen = {"attention_mask": torch.ones_like(tokens)} if _accepts(model, "attention_mask") else {}
-    return {**all_seen, **inputs, "position_ids": positions + later}  # without a mask, a gap starts a segment
+    all_seen = (
+        {"attention_mask": torch.ones_like(tokens)} if _accepts(model, "attention_mask") else {}
+    )
+    return {
+        **all_seen,
+        **inputs,
+        "position_ids": positions + later,
+    }  # without a mask, a gap starts a segment
 
 
 def _fewer(inputs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the inputs with about half of the tokens and without the last sequence; None if they cannot be cut."""
+    """Return the inputs with about half of the tokens and without the last sequence; None if they
+    cannot be cut.
+    """
     import torch
 
     tensors = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and x.ndim > 1}
-    first = next((x for x in tensors.values() if x.ndim == (3 if x.is_floating_point() else 2)), None)
+    first = next(
+        (x for x in tensors.values() if x.ndim == (3 if x.is_floating_point() else 2)), None
+    )
     if first is None or first.shape[1] < 2 * LEAST_TOKENS - 1:
         return None
     batch_size, num_tokens = first.shape[:2]
@@ -394,12 +471,15 @@ def _fewer(inputs: Mapping[str, Any]) -> dict[str, Any] | None:
         elif x.shape[0] == batch_size:
             cut[name] = x[:sequences]
     is_hidden = any(
-        name.endswith("mask") and x.ndim == 2 and not cut[name].any(-1).all() for name, x in tensors.items()
+        name.endswith("mask") and x.ndim == 2 and not cut[name].any(-1).all()
+        for name, x in tensors.items()
     )
     return None if is_hidden else cut
 
 
-def _apart(model: torch.nn.Module, inputs: Mapping[str, Any], seen: list[ObservedLayer]) -> dict[str, Any] | None:
+def _apart(
+    model: torch.nn.Module, inputs: Mapping[str, Any], seen: list[ObservedLayer]
+) -> dict[str, Any] | None:
     """Return the inputs with positions that differ between axes, if they have several equal axes.
 
     The positions are those of a video of 2 x 3 patches: time, row and column.
@@ -425,6 +505,13 @@ def _fresh(inputs: Mapping[str, Any], way: Way) -> dict[str, Any]:
     """Return inputs of the same shapes with other tokens or numbers, on the same device."""
     import torch
 
-    tensors = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and x.dtype != torch.bfloat16}
+    tensors = {
+        name: x
+        for name, x in inputs.items()
+        if isinstance(x, torch.Tensor) and x.dtype != torch.bfloat16
+    }
     arrays = fresh_arrays({name: to_numpy(x) for name, x in tensors.items()}, way)
-    return {**inputs, **{name: torch.from_numpy(x).to(tensors[name].device) for name, x in arrays.items()}}
+    return {
+        **inputs,
+        **{name: torch.from_numpy(x).to(tensors[name].device) for name, x in arrays.items()},
+    }

@@ -1,4 +1,6 @@
-"""Arrange attention of a program as heads: find the axes of sequences, heads, tokens and features."""
+"""Arrange attention of a program as heads: find the axes of sequences, heads, tokens and
+features.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ HIDES = 5000.0
 """Smallest decrease of a score that the mask hides."""
 
 TOKENS = {"q": "t", "k": "s", "v": "s"}
-"""Names of the token axes of queries, keys and values. The other axes are b, heads by number, and h."""
+"""Names of the token axes of queries, keys and values. The other axes are b, heads by number, and
+h.
+"""
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,10 @@ class Arranged:
         self.inputs: dict[str, int] = {}
         self.inputs = {part: self._input(part) for part in "qkv"}
         if self._is_exchanged():
-            self.found, self.inputs = found.exchanged(), {**self.inputs, "q": self.inputs["k"], "k": self.inputs["q"]}
+            self.found, self.inputs = (
+                found.exchanged(),
+                {**self.inputs, "q": self.inputs["k"], "k": self.inputs["q"]},
+            )
         self._axes = self._named_axes()
         self._token_axes: dict[str, dict[int, tuple[int, int]]] = {}
         self.factors: dict[int, int] = {}
@@ -73,7 +80,8 @@ class Arranged:
         self.norms = {part: norm for part in "qkv" if (norm := self._norm(part)) is not None}
         self.places = self._positions()
 
-    # ---- Axes --------------------------------------------------------------------------------------------------------
+    # ---- Axes
+    # ----------------------------------------------------------------------------------------------
 
     def _shape(self, number: int) -> tuple[int, ...]:
         return np.shape(self._base[number])
@@ -84,7 +92,9 @@ class Arranged:
         while len(self._shape(number)) != 3:
             maker = self._program.maker.get(number)
             if maker is None or maker.name != "reshape":
-                raise InputError("inputs", "be tokens of sequences, (B, T, features)", f"{self._shape(number)}")
+                raise InputError(
+                    "inputs", "be tokens of sequences, (B, T, features)", f"{self._shape(number)}"
+                )
             number = maker.given[0]
         batch_size, num_tokens, _ = self._shape(number)
         if batch_size < 2 or num_tokens < LEAST_TOKENS:
@@ -93,23 +103,33 @@ class Arranged:
         return number
 
     def _followed(self, source: int, axis: int, wanted: Sequence[int]) -> list[int | None]:
-        """Return the axis of each value on which only one index depends on that index of an axis of the source."""
+        """Return the axis of each value on which only one index depends on that index of an axis of
+        the source.
+        """
         x = np.array(self._base[source])
         place = x.shape[axis] // 2
         at = (slice(None),) * axis + (place,)
         x[at] = 0.5 * x[at] + 0.25
-        inputs = {n: self._base[n] for n in self.inputs.values()}  # heads may also depend on positions
+        inputs = {
+            n: self._base[n] for n in self.inputs.values()
+        }  # heads may also depend on positions
         changed = self._program.again(self._base, {**inputs, source: x}, wanted)
-        return [_only_axis(np.asarray(changed[n]) != np.asarray(self._base[n]), place) for n in wanted]
+        return [
+            _only_axis(np.asarray(changed[n]) != np.asarray(self._base[n]), place) for n in wanted
+        ]
 
     def _is_exchanged(self) -> bool:
-        """Return whether the softmax is over the tokens of the first operand, so that this operand is the keys."""
+        """Return whether the softmax is over the tokens of the first operand, so that this operand
+        is the keys.
+        """
         found, weights = self.found, np.asarray(self._base[self.found.weights])
         axes = [axis for axis, size in enumerate(weights.shape) if size > 1]
         sums = [axis for axis in axes if np.allclose(weights.sum(axis), 1.0, atol=1e-4)]
         (tokens,) = self._followed(self.inputs["q"], 1, [found.operands["q"]])
         if len(sums) != 1 or tokens is None or weights.shape != self._shape(found.logits):
-            raise InputError("attn_weights", "be a softmax over keys", f"numbers of {weights.shape}")
+            raise InputError(
+                "attn_weights", "be a softmax over keys", f"numbers of {weights.shape}"
+            )
         return self._followed(found.operands["q"], tokens, [found.logits]) == sums
 
     def _named_axes(self) -> dict[str, dict[str, int]]:
@@ -124,29 +144,57 @@ class Arranged:
         }
         of_queries, of_keys, of_values = (axes[part] for part in "qkv")
         if len(sums) != 1 or None in (*of_queries.values(), *of_keys.values(), *of_values.values()):
-            raise InputError("heads", "have axes for sequences and tokens", f"queries of {self._shape(numbers['q'])}")
+            raise InputError(
+                "heads",
+                "have axes for sequences and tokens",
+                f"queries of {self._shape(numbers['q'])}",
+            )
         ((of_queries["h"], of_keys["h"]),) = sums.items()
-        rest = [axis for axis in range(len(self._shape(numbers["q"]))) if axis not in of_queries.values()]
-        of_queries |= {str(axis): axis for axis in sorted(rest, key=lambda axis: axis not in pairs)}  # groups come last
+        rest = [
+            axis
+            for axis in range(len(self._shape(numbers["q"])))
+            if axis not in of_queries.values()
+        ]
+        of_queries |= {
+            str(axis): axis for axis in sorted(rest, key=lambda axis: axis not in pairs)
+        }  # groups come last
         of_keys |= {str(axis): pairs[axis] for axis in rest if axis in pairs}
         for part in ("scores", "logits", "context"):
-            axes[part] = {name: self._axis("q", axis, part) for name, axis in of_queries.items() if name != "h"}
+            axes[part] = {
+                name: self._axis("q", axis, part)
+                for name, axis in of_queries.items()
+                if name != "h"
+            }
         for part in ("scores", "logits"):
             axes[part]["s"] = self._axis("k", of_keys["s"], part)
         heads = {axis: name for name, axis in axes["context"].items() if axis is not None}
         for axis in range(len(self._shape(numbers["v"]))):
-            if axis not in of_values.values() and (at := self._axis("v", axis, "context")) is not None:
+            if (
+                axis not in of_values.values()
+                and (at := self._axis("v", axis, "context")) is not None
+            ):
                 of_values[heads.get(at, "h")] = axis
                 axes["context"].setdefault(heads.get(at, "h"), at)
         axes["attn_weights"] = axes["logits"]
-        named = {part: {name: axis for name, axis in each.items() if axis is not None} for part, each in axes.items()}
+        named = {
+            part: {name: axis for name, axis in each.items() if axis is not None}
+            for part, each in axes.items()
+        }
         for part, each in named.items():
             shape = self._shape(numbers[part])
-            rest = [axis for axis, size in enumerate(shape) if axis not in each.values() and size > 1]
-            if part in ("logits", "attn_weights") and len(rest) == 1 and not any(name.isdigit() for name in each):
+            rest = [
+                axis for axis, size in enumerate(shape) if axis not in each.values() and size > 1
+            ]
+            if (
+                part in ("logits", "attn_weights")
+                and len(rest) == 1
+                and not any(name.isdigit() for name in each)
+            ):
                 each["heads"] = rest.pop()  # heads of all groups; the scores show their order
             if rest or len(set(each.values())) < len(each) or not {"b"} < each.keys():
-                raise InputError(part, "have axes for sequences, heads and tokens", f"axes of {shape}")
+                raise InputError(
+                    part, "have axes for sequences, heads and tokens", f"axes of {shape}"
+                )
         return named
 
     def _axis(self, source: str, axis: int | None, wanted: str) -> int | None:
@@ -165,17 +213,29 @@ class Arranged:
         return {y: x for x, y in sums.items()}, {y: x for x, y in pairs.items()}
 
     def heads(self, values: Values) -> dict[str, np.ndarray]:
-        """Return the values of a call by stage, (B, heads, T, features or keys); queries and keys are unscaled."""
+        """Return the values of a call by stage, (B, heads, T, features or keys); queries and keys
+        are unscaled.
+        """
         plain = dict(values)
         for made, given in sorted(self.factors.items()):
-            numbers = self._program.after([made]) & self._program.before(self.found.operands.values())
+            numbers = self._program.after([made]) & self._program.before(
+                self.found.operands.values()
+            )
             plain |= self._program.again(plain, {made: plain[given]}, numbers)
-        heads = {part: self._all_heads(part, plain if part in ("q", "k") else values) for part in self.found.numbers}
-        return {part: x[:, self._kept if part in ("k", "v") else self._order] for part, x in heads.items()}
+        heads = {
+            part: self._all_heads(part, plain if part in ("q", "k") else values)
+            for part in self.found.numbers
+        }
+        return {
+            part: x[:, self._kept if part in ("k", "v") else self._order]
+            for part, x in heads.items()
+        }
 
     @property
     def words_of_order(self) -> str:
-        """Return how query heads are put in the order of their key heads; empty if they already are."""
+        """Return how query heads are put in the order of their key heads; empty if they already
+        are.
+        """
         order, count = self._order.tolist(), len(self._kept)
         if order == sorted(order):
             return ""
@@ -197,15 +257,20 @@ class Arranged:
         return x.reshape(x.shape[-len(used)], -1, *x.shape[-len(last) :])
 
     def _groups(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the order of query heads, and the distinct heads among repeated key/value heads."""
+        """Return the order of query heads, and the distinct heads among repeated key/value
+        heads.
+        """
         k, v = (self._all_heads(part, self._base) for part in "kv")
         first: dict[bytes, int] = {}
         bits = [k[:, i].tobytes() + v[:, i].tobytes() for i in range(k.shape[1])]
         of_head = np.array([first.setdefault(each, i) for i, each in enumerate(bits)])
         num_heads = self._all_heads("q", self._base).shape[1]
-        return np.argsort(np.repeat(of_head, num_heads // len(of_head)), kind="stable"), np.unique(of_head)
+        return np.argsort(np.repeat(of_head, num_heads // len(of_head)), kind="stable"), np.unique(
+            of_head
+        )
 
-    # ---- Scores ------------------------------------------------------------------------------------------------------
+    # ---- Scores
+    # ----------------------------------------------------------------------------------------------
 
     def _scale_of(self, part: str) -> float:
         """Return the last scalar factor of queries or keys, and record their values before it."""
@@ -221,12 +286,21 @@ class Arranged:
         return scale
 
     def _scalar(self, maker: Any) -> tuple[int, float | None]:
-        """Return the input and the factor of a multiplication by a scalar; None for another operation."""
+        """Return the input and the factor of a multiplication by a scalar; None for another
+        operation.
+        """
         number, *others = maker.given
         if maker.name in ("mul", "div") and len(others) == 1:
-            for x, factor in ((number, others[0]), *(((others[0], number),) if maker.name == "mul" else ())):
+            for x, factor in (
+                (number, others[0]),
+                *(((others[0], number),) if maker.name == "mul" else ()),
+            ):
                 value = np.asarray(self._base[factor])
-                if factor not in self._finder.varying and not self._finder.leaves(factor) and np.ptp(value) == 0:
+                if (
+                    factor not in self._finder.varying
+                    and not self._finder.leaves(factor)
+                    and np.ptp(value) == 0
+                ):
                     return x, float(value.flat[0]) ** (1.0 if maker.name == "mul" else -1.0)
         return number, None
 
@@ -237,11 +311,16 @@ class Arranged:
             ValueError: if the weights are not a softmax of scores.
         """
         heads = {
-            part: self._all_heads(part, self._base).astype(np.float64) for part in ("scores", "logits", "attn_weights")
+            part: self._all_heads(part, self._base).astype(np.float64)
+            for part in ("scores", "logits", "attn_weights")
         }
         scores, logits = heads["scores"], heads["logits"]
         if scores.shape != logits.shape:
-            raise InputError("attn_weights", "be a softmax over keys alone, without sinks", f"scores of {logits.shape}")
+            raise InputError(
+                "attn_weights",
+                "be a softmax over keys alone, without sinks",
+                f"scores of {logits.shape}",
+            )
         shifted = np.exp(logits - logits.max(-1, keepdims=True))
         if np.abs(shifted / shifted.sum(-1, keepdims=True) - heads["attn_weights"]).max() > CLOSE:
             raise InputError("attn_weights", "be the softmax of scores", "another function of them")
@@ -261,8 +340,17 @@ class Arranged:
     def _factor_of_scores(self) -> float:
         """Return the first scalar factor of products whose scores are processed further."""
         number, factor, within = self.found.scores, 1.0, self._program.before([self.found.logits])
-        while len(users := [each for each in self._program.users.get(number, ()) if within & set(each.made)]) == 1:
-            scalar = 1.0 if self._program.moved_from(users[0]) == number else self._scalar(users[0])[1]
+        while (
+            len(
+                users := [
+                    each for each in self._program.users.get(number, ()) if within & set(each.made)
+                ]
+            )
+            == 1
+        ):
+            scalar = (
+                1.0 if self._program.moved_from(users[0]) == number else self._scalar(users[0])[1]
+            )
             if scalar is None:
                 break
             number, factor = users[0].made[0], factor * scalar
@@ -277,13 +365,28 @@ class Arranged:
                     if factor is not None:
                         yield _shortest(factor)
 
-    def _scalars(self, numbers: Iterable[int], stop: Iterable[int], low: float, high: float) -> list[float]:
-        """Return the constant scalars between two bounds that some values are computed from, after `stop`."""
+    def _scalars(
+        self, numbers: Iterable[int], stop: Iterable[int], low: float, high: float
+    ) -> list[float]:
+        """Return the constant scalars between two bounds that some values are computed from, after
+        `stop`.
+        """
         before = self._program.before(numbers, stop)
-        found = (np.asarray(x) for n, x in self._program.constants.items() if n in before and np.size(x) == 1)
-        return sorted({_shortest(x.flat[0]) for x in found if x.dtype.kind in "fiu" and low < x.flat[0] < high})
+        found = (
+            np.asarray(x)
+            for n, x in self._program.constants.items()
+            if n in before and np.size(x) == 1
+        )
+        return sorted(
+            {
+                _shortest(x.flat[0])
+                for x in found
+                if x.dtype.kind in "fiu" and low < x.flat[0] < high
+            }
+        )
 
-    # ---- Positions ---------------------------------------------------------------------------------------------------
+    # ---- Positions
+    # ----------------------------------------------------------------------------------------------
 
     def _positions(self) -> set[int]:
         """Return the numbers of the movable positions that queries and keys depend on."""
@@ -303,29 +406,52 @@ class Arranged:
         return found
 
     def far(self, values: Values, first: int) -> Values:
-        """Return a call with its tokens at positions from `first` on, or as far as its RoPE tables reach."""
+        """Return a call with its tokens at positions from `first` on, or as far as its RoPE tables
+        reach.
+        """
         after = self._program.after(self.places)
-        tables = [each for each in self._program.operations if each.name in ("gather", "dynamic_slice")]
-        read = [each.given[0] for each in tables if after & set(each.given[1:]) and each.given[0] not in after]
+        tables = [
+            each for each in self._program.operations if each.name in ("gather", "dynamic_slice")
+        ]
+        read = [
+            each.given[0]
+            for each in tables
+            if after & set(each.given[1:]) and each.given[0] not in after
+        ]
         num_tokens = self._shape(self.inputs["q"])[1]
         first = max(0, min([first, *(self._shape(number)[0] - num_tokens for number in read)]))
-        moved = {n: np.asarray(values[n]) + np.asarray(first, np.asarray(values[n]).dtype) for n in self.places}
-        return {**values, **self._program.again(values, {n: values[n] for n in self.inputs.values()} | moved, after)}
+        moved = {
+            n: np.asarray(values[n]) + np.asarray(first, np.asarray(values[n]).dtype)
+            for n in self.places
+        }
+        return {
+            **values,
+            **self._program.again(
+                values, {n: values[n] for n in self.inputs.values()} | moved, after
+            ),
+        }
 
     def scalars_of_queries(self) -> list[float]:
         """Return the constant scalars that queries are computed from, after the input."""
         return self._scalars([self.found.operands["q"]], [self.inputs["q"]], 1.0, np.inf)
 
-    # ---- Norms -------------------------------------------------------------------------------------------------------
+    # ---- Norms
+    # ----------------------------------------------------------------------------------------------
 
     def by_token(self, numbers: Iterable[int], part: str, values: Values) -> dict[int, np.ndarray]:
         """Return the values that have axes of sequences and tokens as (B, T, …)."""
         axes = self._token_axes[part]
-        return {n: np.moveaxis(np.asarray(values[n]), axes[n], (0, 1)) for n in numbers if n in axes}
+        return {
+            n: np.moveaxis(np.asarray(values[n]), axes[n], (0, 1)) for n in numbers if n in axes
+        }
 
     def _norm(self, part: str) -> NormPlace | None:
         """Return the norm between a projection and an operand, if there is one."""
-        program, linear, operand = self._program, self.found.projections[part].result, self.found.operands[part]
+        program, linear, operand = (
+            self._program,
+            self.found.projections[part].result,
+            self.found.operands[part],
+        )
         path = sorted(program.after([linear]) & program.before([operand]))
         pairs = [self._followed(self.inputs[part], axis, path) for axis in (0, 1)]
         self._token_axes[part] = {
@@ -347,13 +473,17 @@ class Arranged:
                         return found
         return None
 
-    def _norm_between(self, given: int, result: int, values: Mapping[int, np.ndarray]) -> NormPlace | None:
+    def _norm_between(
+        self, given: int, result: int, values: Mapping[int, np.ndarray]
+    ) -> NormPlace | None:
         before = self._program.before([result], [given])
         every_eps = self._scalars([result], [given], 0.0, 0.1)
         width = values[given].shape[-1]
         leaves = [n for n in before if n in self._finder.names and np.size(self._base[n]) == width]
         known = list(_parameters(leaves))
-        parameters = [{leaf: np.ravel(self._base[n]) for leaf, n in names.items()} for names in known]
+        parameters = [
+            {leaf: np.ravel(self._base[n]) for leaf, n in names.items()} for names in known
+        ]
         found = norm_between(values[given], values[result], every_eps, parameters)
         return None if found is None else NormPlace(given, result, known[found[1]], found[0].eps)
 
@@ -373,7 +503,9 @@ def _shortest(x: Any) -> float:
 
 def _rounded(x: float) -> float:
     """Return a number rounded to the digits that float32 can hold."""
-    return next(y for digits in range(1, 18) if abs((y := float(f"{x:.{digits}g}")) - x) <= 3e-7 * abs(x))
+    return next(
+        y for digits in range(1, 18) if abs((y := float(f"{x:.{digits}g}")) - x) <= 3e-7 * abs(x)
+    )
 
 
 def _only_axis(changed: np.ndarray, place: int) -> int | None:
@@ -382,6 +514,7 @@ def _only_axis(changed: np.ndarray, place: int) -> int | None:
         axis
         for axis in range(changed.ndim)
         if changed.shape[axis] > 1
-        and np.flatnonzero(changed.any(tuple(a for a in range(changed.ndim) if a != axis))).tolist() == [place]
+        and np.flatnonzero(changed.any(tuple(a for a in range(changed.ndim) if a != axis))).tolist()
+        == [place]
     ]
     return found[0] if len(found) == 1 else None

@@ -76,13 +76,21 @@ def added_to(
     added = np.where(hidden, 0.0, scores - made - gained)
     values, tolerance = added.mean(axis=0), CLOSE * np.abs(scores[..., ~hidden]).max()
     if np.abs(added - values).max() > tolerance:
-        known = f"scale={scale:.6g}, soft_cap={soft_cap}, an error of {np.abs(added - values).max():.2g}"
-        raise InputError("scores", "be products times a scale, plus numbers that are equal for all sequences", known)
+        known = (
+            f"scale={scale:.6g}, soft_cap={soft_cap}, an error of "
+            f"{np.abs(added - values).max():.2g}"
+        )
+        raise InputError(
+            "scores",
+            "be products times a scale, plus numbers that are equal for all sequences",
+            known,
+        )
     return Added(values, hidden, float(tolerance))
 
 
 def fit_alibi(added: Added, scale: float) -> Alibi | None:
-    """Return the ALiBi that is added, up to a constant per row, which softmax ignores; None if it is not ALiBi.
+    """Return the ALiBi that is added, up to a constant per row, which softmax ignores; None if it
+    is not ALiBi.
 
     Args:
         added: numbers added to scores.
@@ -92,7 +100,10 @@ def fit_alibi(added: Added, scale: float) -> Alibi | None:
     shown = ~added.hidden
     values, distances = (_centered(x, shown) for x in (added.values, np.abs(added.distances)))
     slopes = -(values * distances).sum(axis=(1, 2)) / (distances**2).sum()
-    if np.abs(values + slopes[:, None, None] * distances).max() > added.tolerance or slopes.min() <= 0.0:
+    if (
+        np.abs(values + slopes[:, None, None] * distances).max() > added.tolerance
+        or slopes.min() <= 0.0
+    ):
         return None
     power = 1 << (num_heads.bit_length() - 1)
     allowed = added.tolerance / np.abs(distances).max()
@@ -107,15 +118,20 @@ def fit_alibi(added: Added, scale: float) -> Alibi | None:
 
 
 def _centered(x: np.ndarray, shown: np.ndarray) -> np.ndarray:
-    """Return numbers of queries and keys minus the row mean over the visible keys; 0 for hidden keys."""
-    means = np.where(shown, x, 0.0).sum(axis=-1, keepdims=True) / np.maximum(shown.sum(axis=-1, keepdims=True), 1)
+    """Return numbers of queries and keys minus the row mean over the visible keys; 0 for hidden
+    keys.
+    """
+    means = np.where(shown, x, 0.0).sum(axis=-1, keepdims=True) / np.maximum(
+        shown.sum(axis=-1, keepdims=True), 1
+    )
     return np.where(shown, x - means, 0.0)
 
 
 def fit_relative_bias(
     added: Added, tables: Mapping[str, np.ndarray], max_distances: list[int]
 ) -> tuple[RelativeBias | GridBias, str] | None:
-    """Return the relative bias that is added, by distance or on a grid, with the name of its table; or None.
+    """Return the relative bias that is added, by distance or on a grid, with the name of its table;
+    or None.
 
     Args:
         added: numbers added to scores.
@@ -128,7 +144,10 @@ def fit_relative_bias(
         if table.ndim != 2 or table.shape[1] != len(added.values):
             continue
         for relative in _biases(len(table), max_distances, is_causal=is_causal):
-            places = np.clip(distances, -relative.max_distance, relative.max_distance) + relative.max_distance
+            places = (
+                np.clip(distances, -relative.max_distance, relative.max_distance)
+                + relative.max_distance
+            )
             if added.is_near(np.moveaxis(table[relative.buckets()[places]], -1, 0)):
                 return relative, name
         for grid in _grids(distances.shape, len(table)):
@@ -149,9 +168,13 @@ def _grids(shape: tuple[int, ...], num_buckets: int) -> Iterator[GridBias]:
                     yield grid
 
 
-def _biases(num_buckets: int, max_distances: list[int], *, is_causal: bool) -> Iterator[RelativeBias]:
+def _biases(
+    num_buckets: int, max_distances: list[int], *, is_causal: bool
+) -> Iterator[RelativeBias]:
     """Yield relative biases with this number of buckets."""
     for max_distance in dict.fromkeys((*max_distances, *USUAL)):
         for bidirectional in (not is_causal, is_causal):
-            with suppress(ValueError):  # the candidate is too small, or the number of buckets is odd
+            with suppress(
+                ValueError
+            ):  # the candidate is too small, or the number of buckets is odd
                 yield RelativeBias(num_buckets, max_distance, bidirectional)

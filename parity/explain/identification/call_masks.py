@@ -1,4 +1,6 @@
-"""Read the mask that a layer receives, if it hides keys of some sequences alone, as of shifted windows."""
+"""Read the mask that a layer receives, if it hides keys of some sequences alone, as of shifted
+windows.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from parity.explain.identification.found import Evidence, Fit
 from parity.explain.identification.observe import ObservedLayer
 
 HIDES = -50.0
-"""The largest number that hides a key: -100 leaves e**-100 of its weight, unless scores differ by as much."""
+"""The largest number that hides a key: -100 leaves e**-100 of its weight, unless scores differ by
+as much.
+"""
 
 
 def without_call_mask(layer: ObservedLayer, found: Fit) -> ObservedLayer:
@@ -25,7 +29,10 @@ def without_call_mask(layer: ObservedLayer, found: Fit) -> ObservedLayer:
             continue
         if (rows := _rows_without(hidden)).any():
             found.mask = name
-            how = f"argument of the module, whose numbers below {HIDES:.0f} hide keys of some sequences"
+            how = (
+                f"argument of the module, whose numbers below {HIDES:.0f} hide keys of some "
+                f"sequences"
+            )
             found.evidence.append(Evidence("mask", name, how))
             return _of_rows(layer, rows)
     return layer
@@ -37,7 +44,8 @@ def with_call_mask(layer: ObservedLayer, name: str, *, is_large: bool) -> Observ
     Args:
         layer: the observed layer.
         name: of the argument that is its mask; empty if there is none.
-        is_large: whether scores are so large that numbers may not hide keys. Only sequences without hidden keys remain.
+        is_large: whether scores are so large that numbers may not hide keys. Only sequences without
+            hidden keys remain.
 
     Raises:
         ValueError: if the argument is not such a mask.
@@ -46,14 +54,18 @@ def with_call_mask(layer: ObservedLayer, name: str, *, is_large: bool) -> Observ
         return layer
     hidden = _hidden_by(layer, name)
     if hidden is None or (is_large and not _rows_without(hidden).any()):
-        raise InputError(name, "be a mask of numbers in each call, for some sequences alone", "another")
+        raise InputError(
+            name, "be a mask of numbers in each call, for some sequences alone", "another"
+        )
     if is_large:
         return _of_rows(layer, _rows_without(hidden))
     return layer.with_values({**layer.values, "mask": hidden, "call_mask": hidden})
 
 
 def _hidden_by(layer: ObservedLayer, name: str) -> np.ndarray | None:
-    """Return the keys that an argument hides by its numbers, (B, 1, T, S); None if it is another array."""
+    """Return the keys that an argument hides by its numbers, (B, 1, T, S); None if it is another
+    array.
+    """
     x, (batch_size, _, num_tokens, _) = layer.arguments.get(name), layer.values["q"].shape
     shape = num_tokens, layer.values["k"].shape[2]
     if x is None or x.ndim < 3 or x.shape[-2:] != shape:
@@ -72,4 +84,6 @@ def _rows_without(hidden: np.ndarray) -> np.ndarray:
 
 def _of_rows(layer: ObservedLayer, rows: np.ndarray) -> ObservedLayer:
     """Return a layer with some of its sequences alone."""
-    return layer.with_values({name: x[rows] if len(x) == len(rows) else x for name, x in layer.values.items()})
+    return layer.with_values(
+        {name: x[rows] if len(x) == len(rows) else x for name, x in layer.values.items()}
+    )

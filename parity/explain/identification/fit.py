@@ -33,10 +33,17 @@ HOW_HEADS = "heads of the keys that attention receives, each once"
 """How the number of key heads is found, unless some are copies."""
 
 ALIKE = 1e-3
-"""Largest difference of values between tokens, relative to the largest value, at which attention is not observable."""
+"""Largest difference of values between tokens, relative to the largest value, at which attention is
+not observable.
+"""
 
 
-def fit(layer: ObservedLayer, config: Mapping[str, Any], found: Fit, others: Sequence[ObservedLayer] = ()) -> None:
+def fit(
+    layer: ObservedLayer,
+    config: Mapping[str, Any],
+    found: Fit,
+    others: Sequence[ObservedLayer] = (),
+) -> None:
     """Fit the specification and the weights of a layer to one call.
 
     Args:
@@ -52,16 +59,22 @@ def fit(layer: ObservedLayer, config: Mapping[str, Any], found: Fit, others: Seq
     missing = [name for name in ("q", "k", "v", "output") if name not in values]
     if missing or layer.tapped.calls[0].past:
         reason = layer.tapped.not_seen or (f"no {' or '.join(missing)}" if missing else "a cache")
-        raise InputError("the layer", "be attention whose queries, keys and values are seen", reason)
+        raise InputError(
+            "the layer", "be attention whose queries, keys and values are seen", reason
+        )
     q, k, v = (values[name] for name in "qkv")
     batch_size, num_heads, num_tokens, head_dim = q.shape
     segments = values.get("segment_ids")
-    longest = num_tokens if segments is None else int(np.unique(segments, return_counts=True)[1].max())
+    longest = (
+        num_tokens if segments is None else int(np.unique(segments, return_counts=True)[1].max())
+    )
     if longest < LEAST_TOKENS or batch_size * num_tokens < 2 * LEAST_TOKENS:
         rule = f"be at least {LEAST_TOKENS} tokens of 2 sequences, or {2 * LEAST_TOKENS} of one"
         raise InputError("inputs", rule, f"{longest} of {batch_size * num_tokens // longest}")
     if layer.is_cross and k.shape[2] < LEAST_TOKENS:
-        raise InputError("inputs", f"be at least {LEAST_TOKENS} tokens to attend to", f"{k.shape[2]}")
+        raise InputError(
+            "inputs", f"be at least {LEAST_TOKENS} tokens to attend to", f"{k.shape[2]}"
+        )
     is_even = np.ptp(v, axis=2).max() <= ALIKE * np.abs(v).max()
     if is_even and "attn_weights" not in values:  # any attention weights return the same context
         raise InputError("inputs", "differ between tokens", "equal values at all of them")
@@ -85,14 +98,21 @@ def fit(layer: ObservedLayer, config: Mapping[str, Any], found: Fit, others: Seq
 
 
 def _named_in(words: Mapping[str, str], layer: ObservedLayer) -> set[str]:
-    """Return the arguments of a layer that its inputs or its output are described with, and those equal to them."""
+    """Return the arguments of a layer that its inputs or its output are described with, and those
+    equal to them.
+    """
     in_words = {word.strip(",") for text in words.values() for word in text.split()}
     named = {name: x for name, x in layer.arguments.items() if name in in_words}
-    equal = [name for name, x in layer.arguments.items() if any(np.array_equal(x, other) for other in named.values())]
+    equal = [
+        name
+        for name, x in layer.arguments.items()
+        if any(np.array_equal(x, other) for other in named.values())
+    ]
     return {*named, *equal}
 
 
-# ---- Projections, norms and RoPE -------------------------------------------------------------------------------------
+# ---- Projections, norms and RoPE
+# -------------------------------------------------------------------------------------
 
 
 def _fit_projections(
@@ -101,12 +121,18 @@ def _fit_projections(
     ropes = ropes_of(config, layer.values["q"].shape[-1], layer.tapped.kind)
     fit_clip(layer, layer.linears(), found)
     limit = found.fields.get("clip_qkv")
-    is_own = all(_returned(layer, part, layer.values[part], ropes, limit) is not None for part in "kv")
+    is_own = all(
+        _returned(layer, part, layer.values[part], ropes, limit) is not None for part in "kv"
+    )
     source = None if is_own else kv_source_of(layer, others)
     if source is not None:
-        found.add("shared_kv", True, f"keys and values are those of {source.tapped.name}, bit for bit")
+        found.add(
+            "shared_kv", True, f"keys and values are those of {source.tapped.name}, bit for bit"
+        )
         found.received = words_of_source(layer, others)
-    heads = {part: _fit_heads(layer, part, ropes, config, found) for part in ("q" if source else "qkv")}
+    heads = {
+        part: _fit_heads(layer, part, ropes, config, found) for part in ("q" if source else "qkv")
+    }
     q = heads["q"]
     if source is None and is_latent(heads["k"], heads["v"]):
         fit_latents(layer, found, q, heads["k"], heads["v"])
@@ -127,10 +153,12 @@ def _fit_projections(
 
 
 def _tell_copies(part: str, traced: Traced, num_heads: int, found: Fit) -> None:
-    """Record as evidence that a projection returns fewer key or value heads than attention receives, and their order.
+    """Record as evidence that a projection returns fewer key or value heads than attention
+    receives, and their order.
 
-    Consecutive copies are grouped-query attention, and already removed. Copies in another order are not: its query
-    heads n use key head n // (N / K). So the weights hold copies, and only the evidence shows which heads are equal.
+    Consecutive copies are grouped-query attention, and already removed. Copies in another order are
+    not: its query heads n use key head n // (N / K). So the weights hold copies, and only the
+    evidence shows which heads are equal.
     """
     heads = traced.places.reshape(traced.heads.shape[1], -1)
     first_with = {rows.tobytes(): head for head, rows in reversed(list(enumerate(heads)))}
@@ -143,7 +171,9 @@ def _tell_copies(part: str, traced: Traced, num_heads: int, found: Fit) -> None:
     how = f"{module} returns {count} heads, and query heads use {listed} of them"
     if order == [head % count for head in range(len(order))]:
         used = "n" if group == 1 else f"n // {group}"
-        how += f": tiled, head {used} mod {count} for query head n, and not n // {num_heads // count}"
+        how += (
+            f": tiled, head {used} mod {count} for query head n, and not n // {num_heads // count}"
+        )
     elif order == [head * count // len(order) for head in range(len(order))]:
         how += f": repeated, head n // {num_heads // count} for query head n"
     how += f"; the rows of {part}_proj are copies"
@@ -158,19 +188,27 @@ def fit_clip(layer: ObservedLayer, projections: Sequence[Submodule], found: Fit)
     v = layer.values["v"]
     limits = None, float(str(np.abs(v).max()))
     plain, clipped = (trace(v, projections, limit=limit) for limit in limits)
-    is_plain, is_clipped = (each is not None and np.array_equal(each.heads, v) for each in (plain, clipped))
+    is_plain, is_clipped = (
+        each is not None and np.array_equal(each.heads, v) for each in (plain, clipped)
+    )
     if "clip_qkv" not in found.fields and is_clipped and not is_plain:
-        found.add("clip_qkv", limits[1], "the largest values, which several projected ones would pass")
+        found.add(
+            "clip_qkv", limits[1], "the largest values, which several projected ones would pass"
+        )
 
 
-def _fit_heads(layer: ObservedLayer, part: str, ropes: list[Rope], config: Mapping[str, Any], found: Fit) -> Traced:
+def _fit_heads(
+    layer: ObservedLayer, part: str, ropes: list[Rope], config: Mapping[str, Any], found: Fit
+) -> Traced:
     """Fit norms, RoPE and factors of projected heads, and return the heads before them."""
     heads, norm, rope, module = layer.values[part], None, None, ""
     while True:
         traced = _returned(layer, part, heads, ropes, found.fields.get("clip_qkv"))
         if traced is None:
             raise InputError(
-                part, "be made of features that a projection or a norm returns", f"{part} of {heads.shape}"
+                part,
+                "be made of features that a projection or a norm returns",
+                f"{part} of {heads.shape}",
             )
         before = traced.heads * np.float32(traced.factor)
         factors = factors_of(before, heads) if part == "q" else None
@@ -178,7 +216,9 @@ def _fit_heads(layer: ObservedLayer, part: str, ropes: list[Rope], config: Mappi
             heads = _untempered(layer, before, heads, factors, config, found)
         turned = fit_rope(before, heads, ropes)
         if turned is not None and (rope is not None or part == "v"):
-            raise InputError("rope", "turn queries and keys, and once", f"{part} turned by {turned}")
+            raise InputError(
+                "rope", "turn queries and keys, and once", f"{part} turned by {turned}"
+            )
         if turned is not None and norm is not None:
             norm = norm.replace(after_rope=True)
         rope = rope or turned
@@ -199,7 +239,11 @@ def _fit_heads(layer: ObservedLayer, part: str, ropes: list[Rope], config: Mappi
         how = "angles of pairs of queries and keys, before and after"
         how += "" if rope.sections is None else "; they are those of integers on each axis"
         found.evidence.append(Evidence("rope", rope, how, heads.shape[2]))
-    if part == "q" and layer.tapped.scale == 1.0 and math.isclose(traced.factor, heads.shape[-1] ** -0.5):
+    if (
+        part == "q"
+        and layer.tapped.scale == 1.0
+        and math.isclose(traced.factor, heads.shape[-1] ** -0.5)
+    ):
         found.is_scaled_before = True
     elif part != "q" and traced.factor != 1.0:
         raise InputError(part, "be the output of a projection", f"{traced.factor:.4g} times that")
@@ -215,8 +259,8 @@ def _check_axes(layer: ObservedLayer, rope: Rope | None) -> None:
 
 
 def positions_on_axes(layer: ObservedLayer, found: Fit) -> np.ndarray:
-    """Return the positions (axes, B, T) of a layer's tokens, from the rotation of its queries by RoPE with several
-    axes.
+    """Return the positions (axes, B, T) of a layer's tokens, from the rotation of its queries by
+    RoPE with several axes.
 
     Raises:
         ValueError: if no positions explain the rotation.
@@ -224,7 +268,9 @@ def positions_on_axes(layer: ObservedLayer, found: Fit) -> np.ndarray:
     q, rope = layer.values["q"], found.fields["rope"]
     traced = _returned(layer, "q", q, [rope], found.fields.get("clip_qkv"))
     if traced is None:
-        raise InputError("q", "be made of features that a projection or a norm returns", f"q of {q.shape}")
+        raise InputError(
+            "q", "be made of features that a projection or a norm returns", f"q of {q.shape}"
+        )
     return positions_of(traced.heads * np.float32(traced.factor), q, rope)
 
 
@@ -242,7 +288,9 @@ def _untempered(
     temperature = fit_temperature(factors, positions.reshape(-1, num_tokens)[0], config)
     if temperature is None or "temperature" in found.fields:
         raise InputError(
-            "q", "be multiplied by a temperature of its positions", f"factors {np.round(factors, 4).tolist()}"
+            "q",
+            "be multiplied by a temperature of its positions",
+            f"factors {np.round(factors, 4).tolist()}",
         )
     how = "factor of the length of queries at each position"
     found.add("temperature", temperature, how, up_to=num_tokens)
@@ -265,7 +313,8 @@ def _returned(
     return None
 
 
-# ---- Output ----------------------------------------------------------------------------------------------------------
+# ---- Output
+# --------------------------------------------------------------------------------------------------
 
 
 def _fit_output(layer: ObservedLayer, found: Fit) -> None:
@@ -285,7 +334,9 @@ def _fit_output(layer: ObservedLayer, found: Fit) -> None:
             continue
         has_bias = found.project("out_proj", each, np.arange(each.result.shape[-1]))
         words = {"gate": "the context, times its gate,", "context_norm": "the context, normalized,"}
-        received = next((said for name, said in words.items() if name in found.fields), "the context")
+        received = next(
+            (said for name, said in words.items() if name in found.fields), "the context"
+        )
         found.add("out_bias", has_bias, f"{each.name} receives {received} and returns the output")
         found.ends["output"] = end_of(each)
         return

@@ -53,12 +53,13 @@ def is_unknown(folder: str | os.PathLike[str]) -> bool:
 
 @contextmanager
 def code_of_transformers(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Run code of transformers on a folder. It does not check what it reads, so it may raise anything.
+    """Run code of transformers on a folder. It does not check what it reads, so it may raise
+    anything.
 
     Raises:
         OSError, ImportError, MemoryError: as raised: something is missing, not wrong.
-        ValueError: for every other exception: why our rules reject the configuration if its family has rules,
-            otherwise the beginning of the exception's text.
+        ValueError: for every other exception: why our rules reject the configuration if its family
+            has rules, otherwise the beginning of the exception's text.
     """
     try:
         with user_code("transformers"):
@@ -69,13 +70,19 @@ def code_of_transformers(folder: str | os.PathLike[str]) -> Iterator[None]:
         text = in_line(f"{type(error).__name__}: {error}", MOST_OF_ERROR)
         broken = _broken_rule(folder)
         if broken is not None:
-            broken.hint = "; ".join(filter(None, [broken.hint, f"transformers does not load it either: {text}"]))
+            broken.hint = "; ".join(
+                filter(None, [broken.hint, f"transformers does not load it either: {text}"])
+            )
             raise broken from error
-        raise InputError(folder, "be a model that transformers loads without code of others", text) from error
+        raise InputError(
+            folder, "be a model that transformers loads without code of others", text
+        ) from error
 
 
 def _broken_rule(folder: str | os.PathLike[str]) -> InputError | None:
-    """Return why the rules of its family reject a folder; None if its family has none, or they accept it."""
+    """Return why the rules of its family reject a folder; None if its family has none, or they
+    accept it.
+    """
     try:
         config = read_config(folder)
         if known_parts(config):
@@ -93,8 +100,8 @@ def observe_folder(folder: str | os.PathLike[str]) -> list[LiveLayer]:
     Raises:
         ModuleNotFoundError: if transformers is not installed.
         OSError: if the folder has no weights in safetensors.
-        ValueError: if transformers cannot load the model, the folder lacks attention weights, or no known inputs run
-            the model.
+        ValueError: if transformers cannot load the model, the folder lacks attention weights, or no
+            known inputs run the model.
     """
     import torch
     from transformers import AutoConfig, AutoModel
@@ -118,7 +125,9 @@ def observe_folder(folder: str | os.PathLike[str]) -> list[LiveLayer]:
         dtype = np.dtype(str(config.dtype or "float32").removeprefix("torch."))
     layers = [_as_stored(layer, dtype) for layer in layers_of(model, _inputs(model, candidates))]
     absent = [*told["missing_keys"], *(name for name, *_ in told["mismatched_keys"])]
-    if lost := [name for name in absent if any(f"{name}.".startswith(f"{layer.name}.") for layer in layers)]:
+    if lost := [
+        name for name in absent if any(f"{name}.".startswith(f"{layer.name}.") for layer in layers)
+    ]:
         raise InputError(folder, "hold the weights of all layers", f"none of {', '.join(lost[:3])}")
     return layers
 
@@ -141,11 +150,18 @@ def _inputs(model: Any, candidates: Sequence[dict[str, torch.Tensor]]) -> dict[s
         else:
             return inputs
     hint = "parity.layers_of(model, inputs) takes the inputs of any"
-    raise InputError("a folder to observe", "be of a model of tokens or images", in_line(repr(error), 120), hint=hint)
+    raise InputError(
+        "a folder to observe",
+        "be of a model of tokens or images",
+        in_line(repr(error), 120),
+        hint=hint,
+    )
 
 
 def random_inputs(config: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield candidate keyword arguments of a transformers model: tokens with an image, tokens, an image."""
+    """Yield candidate keyword arguments of a transformers model: tokens with an image, tokens, an
+    image.
+    """
     import torch
 
     generator, tokens, image = torch.Generator().manual_seed(0), {}, {}
@@ -165,15 +181,21 @@ def random_inputs(config: Any) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _as_stored(layer: LiveLayer, dtype: np.dtype) -> LiveLayer:
-    """Return a layer with weights in the dtype of its files, if that dtype represents them exactly."""
+    """Return a layer with weights in the dtype of its files, if that dtype represents them
+    exactly.
+    """
     narrow = {name: weight.astype(dtype) for name, weight in layer.weights.items()}
-    is_exact = all((narrow[name].astype(weight.dtype) == weight).all() for name, weight in layer.weights.items())
+    is_exact = all(
+        (narrow[name].astype(weight.dtype) == weight).all()
+        for name, weight in layer.weights.items()
+    )
     return replace(layer, weights=narrow) if is_exact else layer
 
 
 @contextmanager
 def observed_file(layers: Sequence[LiveLayer]) -> Iterator[Path]:
-    """Write the identified layers with their specifications to a temporary file, and yield its path.
+    """Write the identified layers with their specifications to a temporary file, and yield its
+    path.
 
     Raises:
         ValueError: if no layer was identified.
@@ -182,7 +204,9 @@ def observed_file(layers: Sequence[LiveLayer]) -> Iterator[Path]:
     if not known:
         raise InputError("a layer of the model", "be identified", "; ".join(map(str, layers)))
     specs = {layer.name: layer.spec for layer in known if layer.spec is not None}
-    held = {join(layer.name, name): weight for layer in known for name, weight in layer.weights.items()}
+    held = {
+        join(layer.name, name): weight for layer in known for name, weight in layer.weights.items()
+    }
     infos = {name: (weight.shape, weight.dtype) for name, weight in held.items()}
     with TemporaryDirectory() as folder:
         path = Path(folder) / "observed.safetensors"

@@ -25,7 +25,8 @@ class Evidence:
         value: its value.
         how: how it was found.
         up_to: number of tokens up to which it was observed; None if it does not depend on that.
-        is_seen: False if it was read from an attribute or a configuration, because the input was too short to show it.
+        is_seen: False if it was read from an attribute or a configuration, because the input was
+            too short to show it.
     """
 
     field: str
@@ -35,8 +36,12 @@ class Evidence:
     is_seen: bool = True
 
     def __str__(self) -> str:
-        seen = f", seen up to {self.up_to} tokens" if self.up_to is not None and self.is_seen else ""
-        return f"{self.field}={self.value!r}: {self.how}{seen}{'' if self.is_seen else ', not seen'}"
+        seen = (
+            f", seen up to {self.up_to} tokens" if self.up_to is not None and self.is_seen else ""
+        )
+        return (
+            f"{self.field}={self.value!r}: {self.how}{seen}{'' if self.is_seen else ', not seen'}"
+        )
 
 
 @dataclass
@@ -47,14 +52,16 @@ class Fit:
         fields: of the specification.
         weights: canonical weights.
         names: parameter of the module that holds each weight.
-        rows: rows of that parameter, for each weight that does not hold all of them once and in order.
+        rows: rows of that parameter, for each weight that does not hold all of them once and in
+            order.
         is_causal: whether queries attend to no later key.
         evidence: how each field was found.
         is_scaled_before: whether the scale multiplies queries instead of scores.
         ends: submodules that receive the inputs and return the output.
         words: description of the place of each end in the module.
         received: description of the keys and values of another layer, by `key` and `value`.
-        from_call: arguments that hold segments, a mask, a bias, positions or a scale, by that part of a call.
+        from_call: arguments that hold segments, a mask, a bias, positions or a scale, by that part
+            of a call.
         mask: name of the argument that hides keys of some sequences only; empty if there is none.
         refusal: first stage that no field explains; empty if there is none.
     """
@@ -85,7 +92,9 @@ class Fit:
             ValueError: if they differ.
         """
         if name in self.fields and self.fields[name] != value:
-            raise InputError(name, "be the same for queries and keys", f"{self.fields[name]} and {value}")
+            raise InputError(
+                name, "be the same for queries and keys", f"{self.fields[name]} and {value}"
+            )
         self.fields[name] = value
 
     def project(self, name: str, each: Submodule, rows: Sequence[int] | np.ndarray) -> bool:
@@ -106,11 +115,17 @@ class Fit:
             self._use_rows(name, "bias", each, rows)
             made = made + self.weights[f"{name}.bias"]
         if not is_close(made, flat(each.result)[:, rows]):
-            raise InputError(name, "be the product with one matrix", f"{each.name} returned another")
+            raise InputError(
+                name, "be the product with one matrix", f"{each.name} returned another"
+            )
         return bias is not None
 
-    def _use_rows(self, name: str, leaf: str, each: Submodule, rows: Sequence[int] | np.ndarray) -> None:
-        """Record the rows of a parameter that a weight holds, unless it holds all of them in order."""
+    def _use_rows(
+        self, name: str, leaf: str, each: Submodule, rows: Sequence[int] | np.ndarray
+    ) -> None:
+        """Record the rows of a parameter that a weight holds, unless it holds all of them in
+        order.
+        """
         first = each.first_rows.get(leaf)
         if first is None and np.array_equal(rows, np.arange(len(matrix_of(each.module)))):
             return

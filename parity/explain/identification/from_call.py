@@ -1,7 +1,9 @@
-"""Find what a call passes to a layer besides its inputs: segments, masks, biases, positions, a scale.
+"""Find what a call passes to a layer besides its inputs: segments, masks, biases, positions, a
+scale.
 
-A specification says nothing of them, so a report names the arguments that hold them. They are found by experiment: the
-layer is called again with one argument changed, and the first stage that changes shows what the argument is.
+A specification says nothing of them, so a report names the arguments that hold them. They are found
+by experiment: the layer is called again with one argument changed, and the first stage that changes
+shows what the argument is.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ NUDGE = 0.1
 
 
 def parts_from_call(layer: ObservedLayer, inputs: Collection[str]) -> dict[str, str]:
-    """Return the arguments that a layer's attention depends on, by the part of a call that they are.
+    """Return the arguments that a layer's attention depends on, by the part of a call that they
+    are.
 
     Args:
         layer: the observed layer.
@@ -55,7 +58,9 @@ def parts_from_call(layer: ObservedLayer, inputs: Collection[str]) -> dict[str, 
     try:
         before = _called_again(layer, *layer.call)
     except Exception as error:  # the layer may raise anything
-        raise InputError("the layer", "run by itself with its arguments of a call", f"{error!r:.120}") from error
+        raise InputError(
+            "the layer", "run by itself with its arguments of a call", f"{error!r:.120}"
+        ) from error
     found: dict[str, list[str]] = {}
     for name, other in others.items():
         try:
@@ -74,7 +79,8 @@ def parts_from_call(layer: ObservedLayer, inputs: Collection[str]) -> dict[str, 
 def with_segments(layer: ObservedLayer, found: Fit) -> ObservedLayer:
     """Return a layer with the segments that its call passes, or without any.
 
-    Segments that no argument of the call determines are hidden keys like others, such as those of chunks.
+    Segments that no argument of the call determines are hidden keys like others, such as those of
+    chunks.
 
     Raises:
         ValueError: if the layer attends within others.
@@ -90,7 +96,11 @@ def with_segments(layer: ObservedLayer, found: Fit) -> ObservedLayer:
         others = {name: x for name, x in values.items() if name != SEGMENTS}
         hidden = (seen[:, :, None] != seen[:, None])[:, None]
         if "mask" in others:
-            raise InputError("segments", "be passed by an argument of the call", "a mask in addition to other segments")
+            raise InputError(
+                "segments",
+                "be passed by an argument of the call",
+                "a mask in addition to other segments",
+            )
         return layer.with_values({**others, "mask": hidden})
     batch_size, _, num_tokens, _ = values["q"].shape
     name = found.from_call[SEGMENTS]
@@ -104,20 +114,25 @@ def with_segments(layer: ObservedLayer, found: Fit) -> ObservedLayer:
 
 
 def _blocks(mask: np.ndarray) -> np.ndarray | None:
-    """Return the segment of each token, (B, T), by a mask (B, heads, T, S) that hides other segments alone; else None.
+    """Return the segment of each token, (B, T), by a mask (B, heads, T, S) that hides other
+    segments alone; else None.
 
     Causal masks that hide earlier chunks too are those of a specification.
     """
     hidden = is_hidden(mask)
     if hidden.shape[2] != hidden.shape[3] or not (hidden == hidden[:, :1]).all():
         return None
-    begins = np.diagonal(hidden[:, 0, 1:, :-1], axis1=1, axis2=2)  # of a token that does not see the one before
+    begins = np.diagonal(
+        hidden[:, 0, 1:, :-1], axis1=1, axis2=2
+    )  # of a token that does not see the one before
     ids = np.pad(np.cumsum(begins, axis=1), ((0, 0), (1, 0)))
     return ids if begins.any() and np.array_equal(hidden[:, 0], ~_same(ids)) else None
 
 
 def are_segments(value: Any, hidden: np.ndarray) -> bool:
-    """Return whether a mask (B, heads, T, S) hides the keys of other segments, by an argument that may hold these."""
+    """Return whether a mask (B, heads, T, S) hides the keys of other segments, by an argument that
+    may hold these.
+    """
     num_tokens = hidden.shape[2]
     ids = _segment_ids(value, num_tokens)
     if ids is None or hidden.shape[3] != num_tokens or (ids == ids[:, :1]).all():
@@ -132,7 +147,8 @@ def _same(ids: np.ndarray) -> np.ndarray:
     return ids[:, :, None] == ids[:, None]
 
 
-# ---- Experiments -----------------------------------------------------------------------------------------------------
+# ---- Experiments
+# --------------------------------------------------------------------------------------------------
 
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -160,7 +176,9 @@ def _with_argument(layer: ObservedLayer, name: str, value: Any) -> Call:
     return (*args[:place], value, *args[place + 1 :]), kwargs
 
 
-def _called_again(layer: ObservedLayer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TappedLayer:
+def _called_again(
+    layer: ObservedLayer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> TappedLayer:
     """Call a layer by itself, and return its record."""
     import torch
 
@@ -171,8 +189,11 @@ def _called_again(layer: ObservedLayer, args: tuple[Any, ...], kwargs: Mapping[s
     return tapped.layers[0]
 
 
-def _part_of(name: str, value: Any, other_value: Any, before: TappedLayer, after: TappedLayer) -> str:
-    """Return the part of a call that an argument is, by the first stage that it changes; empty if it changes none.
+def _part_of(
+    name: str, value: Any, other_value: Any, before: TappedLayer, after: TappedLayer
+) -> str:
+    """Return the part of a call that an argument is, by the first stage that it changes; empty if
+    it changes none.
 
     Raises:
         ValueError: if it changes anything else.
@@ -183,7 +204,9 @@ def _part_of(name: str, value: Any, other_value: Any, before: TappedLayer, after
         return not np.array_equal(one.get(stage, 0), other.get(stage, 0), equal_nan=True)
 
     if "q" in one and "q" not in other:
-        raise InputError(name, "have other values with which the layer is one attention", after.not_seen)
+        raise InputError(
+            name, "have other values with which the layer is one attention", after.not_seen
+        )
     if differs("q") or differs("k"):
         return POSITIONS
     if differs("v"):
@@ -204,7 +227,8 @@ def _part_of(name: str, value: Any, other_value: Any, before: TappedLayer, after
     return ""
 
 
-# ---- Values of arguments ---------------------------------------------------------------------------------------------
+# ---- Values of arguments
+# ---------------------------------------------------------------------------------------------
 
 
 def _is_tensor(x: Any) -> bool:
@@ -218,10 +242,22 @@ def _is_integer(x: Any) -> bool:
 
 
 def _ends_of(numbers: np.ndarray, num_tokens: int) -> tuple[np.ndarray, bool] | None:
-    """Return the boundaries of segments, from 0 on, and whether the numbers are lengths; None if they are neither."""
-    if numbers.ndim != 1 or numbers.dtype.kind not in "iu" or not numbers.size or (numbers < 0).any():
+    """Return the boundaries of segments, from 0 on, and whether the numbers are lengths; None if
+    they are neither.
+    """
+    if (
+        numbers.ndim != 1
+        or numbers.dtype.kind not in "iu"
+        or not numbers.size
+        or (numbers < 0).any()
+    ):
         return None
-    if len(numbers) > 1 and numbers[0] == 0 and numbers[-1] >= num_tokens and (np.diff(numbers) >= 0).all():
+    if (
+        len(numbers) > 1
+        and numbers[0] == 0
+        and numbers[-1] >= num_tokens
+        and (np.diff(numbers) >= 0).all()
+    ):
         return numbers, False
     if numbers.sum() == num_tokens:
         return np.concatenate([[0], np.cumsum(numbers)]), True
@@ -229,7 +265,9 @@ def _ends_of(numbers: np.ndarray, num_tokens: int) -> tuple[np.ndarray, bool] | 
 
 
 def _segment_ids(x: Any, num_tokens: int) -> np.ndarray | None:
-    """Return the segment of each token, (B or 1, T), by boundaries, lengths or numbers of segments; else None."""
+    """Return the segment of each token, (B or 1, T), by boundaries, lengths or numbers of segments;
+    else None.
+    """
     if not (_is_integer(x) or isinstance(x, np.ndarray)):
         return None
     numbers = np.asarray(to_numpy(x) if _is_tensor(x) else x)
@@ -246,7 +284,9 @@ def _changed(x: Any, num_tokens: int) -> Any:
     if type(x) is float:
         return 1.25 * x if x else None
     if isinstance(x, (list, tuple)) and x and all(map(_is_tensor, x)):
-        return type(x)(_changed(each, num_tokens) for each in x) if type(x) in (list, tuple) else None
+        return (
+            type(x)(_changed(each, num_tokens) for each in x) if type(x) in (list, tuple) else None
+        )
     if _is_integer(x):
         return _changed_integers(x, num_tokens)
     return _changed_numbers(x) if _is_tensor(x) else None
@@ -266,13 +306,17 @@ def _changed_numbers(x: Any) -> Any:
     if x.numel() == 1:
         return 1.25 * x
     if x.is_complex():
-        return x * torch.polar(torch.ones(x.shape), torch.linspace(0.0, 1.0, x.numel()).reshape(x.shape)).to(x.dtype)
+        return x * torch.polar(
+            torch.ones(x.shape), torch.linspace(0.0, 1.0, x.numel()).reshape(x.shape)
+        ).to(x.dtype)
     noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
     return torch.where(x.abs() < abs(HIDES), x + NUDGE * noise, x)
 
 
 def _changed_integers(x: Any, num_tokens: int) -> Any:
-    """Return integers of the same kind: moved boundaries, other lengths, or larger numbers in the second half."""
+    """Return integers of the same kind: moved boundaries, other lengths, or larger numbers in the
+    second half.
+    """
     numbers = np.asarray(to_numpy(x) if _is_tensor(x) else x)
     if numbers.ndim == 0 or not numbers.size:
         return None
@@ -295,7 +339,9 @@ def _changed_integers(x: Any, num_tokens: int) -> Any:
 
 
 def _moved(ends: np.ndarray, num_tokens: int) -> np.ndarray:
-    """Return other boundaries of segments: one more if there is a single segment, else the first one elsewhere."""
+    """Return other boundaries of segments: one more if there is a single segment, else the first
+    one elsewhere.
+    """
     if len(ends) == 2:
         return np.array([ends[0], num_tokens // 2, ends[1]], ends.dtype)
     moved = ends.copy()

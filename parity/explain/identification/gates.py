@@ -40,7 +40,8 @@ def gates_of(layer: ObservedLayer, entered: np.ndarray) -> Iterator[SeenGate]:
         entered: input of the projection, (B * T, N * Hv).
 
     Yields:
-        The gate without its bias, the submodule whose features pass through the sigmoid, and their places.
+        The gate without its bias, the submodule whose features pass through the sigmoid, and their
+        places.
     """
     values = layer.values["context"]
     num_heads, head_dim = values.shape[1], values.shape[3]
@@ -64,7 +65,9 @@ def gates_of(layer: ObservedLayer, entered: np.ndarray) -> Iterator[SeenGate]:
 
 
 def _biases(layer: ObservedLayer) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield parameters of a layer that may be biases of gates, by name: one for each head, or for each feature."""
+    """Yield parameters of a layer that may be biases of gates, by name: one for each head, or for
+    each feature.
+    """
     _, num_heads, _, head_dim = layer.values["context"].shape
     for name, x in layer.module.named_parameters(recurse=False):
         if x.shape == (num_heads,):

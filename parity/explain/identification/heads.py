@@ -44,8 +44,14 @@ class Linear:
         x, matrix = np.asarray(values[self.given]), np.asarray(values[self.matrix])
         tokens = [size for axis, size in enumerate(x.shape) if axis not in self.axes[0]]
         features = [size for axis, size in enumerate(matrix.shape) if axis not in self.axes[1]]
-        places = np.arange(np.prod(tokens) * np.prod(features), dtype=np.int32).reshape(*tokens, *features)
-        return places if self.is_input_first else np.moveaxis(places, range(len(tokens)), range(-len(tokens), 0))
+        places = np.arange(np.prod(tokens) * np.prod(features), dtype=np.int32).reshape(
+            *tokens, *features
+        )
+        return (
+            places
+            if self.is_input_first
+            else np.moveaxis(places, range(len(tokens)), range(-len(tokens), 0))
+        )
 
 
 @dataclass(frozen=True)
@@ -98,14 +104,21 @@ class Attention:
     @property
     def numbers(self) -> dict[str, int]:
         """Return its values by stage name; q, k and v are the operands."""
-        rest = {"scores": self.scores, "logits": self.logits, "attn_weights": self.weights, "context": self.context}
+        rest = {
+            "scores": self.scores,
+            "logits": self.logits,
+            "attn_weights": self.weights,
+            "context": self.context,
+        }
         return {**self.operands, **rest}
 
     def exchanged(self) -> Attention:
         """Return the attention with queries and keys exchanged."""
         of = {"q": "k", "k": "q", "v": "v"}
         operands = {part: self.operands[of[part]] for part in of}
-        return replace(self, operands=operands, projections={part: self.projections[of[part]] for part in of})
+        return replace(
+            self, operands=operands, projections={part: self.projections[of[part]] for part in of}
+        )
 
     @property
     def leaves(self) -> list[str]:
@@ -125,12 +138,18 @@ class AttentionFinder:
         self.program, self.names = program, names
         self.varying = program.after(number for number in program.arguments if number not in names)
         products = [each for each in program.operations if each.name == "dot_general"]
-        self.linears = {each.made[0]: linear for each in products if (linear := self._linear(each)) is not None}
-        self.products = {each.made[0]: each for each in products if self.varying.issuperset(each.given)}
+        self.linears = {
+            each.made[0]: linear for each in products if (linear := self._linear(each)) is not None
+        }
+        self.products = {
+            each.made[0]: each for each in products if self.varying.issuperset(each.given)
+        }
 
     def leaves(self, number: int) -> tuple[str, ...]:
         """Return the names of the parameters that a value is computed from."""
-        return tuple(sorted(self.names[each] for each in self.program.before([number]) if each in self.names))
+        return tuple(
+            sorted(self.names[each] for each in self.program.before([number]) if each in self.names)
+        )
 
     def _linear(self, product: Operation) -> Linear | None:
         (left, right), batch = product.params["dimension_numbers"]
@@ -144,7 +163,9 @@ class AttentionFinder:
         return Linear(product.made[0], given, matrix, axes, is_first, leaves) if leaves else None
 
     def attention(self) -> Iterator[Attention | tuple[list[str], str]]:
-        """Yield each attention; or the parameters near a softmax, and the reason why it is not understood."""
+        """Yield each attention; or the parameters near a softmax, and the reason why it is not
+        understood.
+        """
         for operation in self.program.operations:
             logits = self._logits(operation)
             scores = set() if logits is None else self._nearest(logits)
@@ -176,20 +197,31 @@ class AttentionFinder:
     def _whole(self, logits: int, weights: int, scores: set[int]) -> Attention:
         if len(scores) > 1:
             raise InputError(
-                "scores", "be one product of queries and keys, without parameters", f"{len(scores)} products"
+                "scores",
+                "be one product of queries and keys, without parameters",
+                f"{len(scores)} products",
             )
         moved = self._moved(weights)
         contexts = [
-            each for number in moved for each in self.program.users.get(number, ()) if each.made[0] in self.products
+            each
+            for number in moved
+            for each in self.program.users.get(number, ())
+            if each.made[0] in self.products
         ]
         if len(contexts) != 1:
-            raise InputError("context", "be one product of the softmax and values", f"{len(contexts)} such products")
+            raise InputError(
+                "context",
+                "be one product of the softmax and values",
+                f"{len(contexts)} such products",
+            )
         (v,) = (number for number in contexts[0].given if number not in moved)
         (product,) = scores
         q, k = self.program.maker[product].given
         operands, context = {"q": q, "k": k, "v": v}, contexts[0].made[0]
         projections = {part: self._projection(part, number) for part, number in operands.items()}
-        return Attention(operands, product, logits, weights, context, projections, *self._out(context))
+        return Attention(
+            operands, product, logits, weights, context, projections, *self._out(context)
+        )
 
     def _moved(self, number: int) -> list[int]:
         """Return the values that hold the same numbers as a value, at other places."""
@@ -205,7 +237,8 @@ class AttentionFinder:
         return self.linears[nearest.pop()]
 
     def _out(self, context: int) -> tuple[Linear | None, tuple[Linear, ...]]:
-        """Return the projection that receives a context, and those of gates; none if the context is a result.
+        """Return the projection that receives a context, and those of gates; none if the context is
+        a result.
 
         Raises:
             ValueError: if the context is used otherwise.
@@ -215,7 +248,10 @@ class AttentionFinder:
             for each in self.program.users.get(number, ()):
                 linear = self.linears.get(each.made[0])
                 if linear is not None and linear.given == number:
-                    gates = self.program.before([number], [*known[:1], *self.linears]) & self.linears.keys()
+                    gates = (
+                        self.program.before([number], [*known[:1], *self.linears])
+                        & self.linears.keys()
+                    )
                     return linear, tuple(self.linears[gate] for gate in sorted(gates))
                 if each.name == "mul" or self.program.moved_from(each) == number:
                     known += each.made
@@ -233,18 +269,30 @@ class AttentionFinder:
             for each in self.program.users.get(number, ()):
                 if each in list(self.program.moved(number)):
                     rest = [values[other] for other in each.given[1:]]
-                    moved = [places_of] if each.name == "convert_element_type" else each.run(places_of, *rest)
-                    waiting += [(made, np.asarray(x)) for made, x in zip(each.made, moved, strict=True)]
+                    moved = (
+                        [places_of]
+                        if each.name == "convert_element_type"
+                        else each.run(places_of, *rest)
+                    )
+                    waiting += [
+                        (made, np.asarray(x)) for made, x in zip(each.made, moved, strict=True)
+                    ]
                 elif each.name == "add" and len(set(each.given)) == 2:
                     (other,) = set(each.given) - {number}
                     leaves = () if other in self.varying else self.leaves(other)
                     if leaves and np.shape(values[each.made[0]]) == places_of.shape:
                         found.append(Biased(each.made[0], places_of, other, leaves))
-        covered = np.unique(np.concatenate([each.places.ravel() for each in found])) if found else places[:0]
+        covered = (
+            np.unique(np.concatenate([each.places.ravel() for each in found]))
+            if found
+            else places[:0]
+        )
         return found if covered.size == places.size else [Biased(linear.result, places), *found]
 
 
 def _last(x: np.ndarray, axes: Sequence[int]) -> np.ndarray:
-    """Return an array (others, axes): some axes flattened into the last, all others into the first."""
+    """Return an array (others, axes): some axes flattened into the last, all others into the
+    first.
+    """
     order = [axis for axis in range(x.ndim) if axis not in axes] + list(axes)
     return x.transpose(order).reshape(-1, int(np.prod([x.shape[axis] for axis in axes])))

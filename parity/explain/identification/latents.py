@@ -1,4 +1,6 @@
-"""Fit latents (MLA), from which keys and values, and optionally queries, of all heads are projected."""
+"""Fit latents (MLA), from which keys and values, and optionally queries, of all heads are
+projected.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,11 @@ def latent_of(layer: ObservedLayer, projection: Submodule) -> LatentNorm | None:
     for norm in layer.norms():
         if flat(norm.result).shape != given.shape:
             continue
-        factor = 1.0 if np.array_equal(flat(norm.result), given) else _factor_of(flat(norm.result), given)
+        factor = (
+            1.0
+            if np.array_equal(flat(norm.result), given)
+            else _factor_of(flat(norm.result), given)
+        )
         if factor is None:
             continue
         wanted = list(columns_of(flat(norm.given)))
@@ -53,7 +59,9 @@ def latent_of(layer: ObservedLayer, projection: Submodule) -> LatentNorm | None:
             known = {bits: place for place, bits in enumerate(columns_of(flat(source.result)))}
             if all(bits in known for bits in wanted):
                 found, weights = norm_of(norm, "width")
-                return LatentNorm(source, [known[bits] for bits in wanted], found, norm.name, weights, factor)
+                return LatentNorm(
+                    source, [known[bits] for bits in wanted], found, norm.name, weights, factor
+                )
     return None
 
 
@@ -81,14 +89,18 @@ def fit_latents(layer: ObservedLayer, found: Fit, q: Traced, k: Traced, v: Trace
     kv, of_q = latent_of(layer, k.modules[0]), latent_of(layer, q.modules[0])
     shared = k.of_head(slice(own, None))
     if len(q.modules) != 1 or kv is None or shared.modules[0].name != kv.source.name:
-        raise InputError("latents", "be made by one projection with the shared part of keys", "several")
+        raise InputError(
+            "latents", "be made by one projection with the shared part of keys", "several"
+        )
     kv_places, q_places = shared.places[:rope_dim], q.places.reshape(num_heads, head_dim)
     rope = found.fields.get("rope")
     if rope is not None and rope.pairs == "half":
         order = _interleaved(kv_places)
         if order is not None and all(_interleaved(each) is not None for each in q_places[:, own:]):
             found.fields["rope"] = rope = rope.replace(pairs="interleaved")
-            found.evidence = [replace(x, value=rope) if x.field == "rope" else x for x in found.evidence]
+            found.evidence = [
+                replace(x, value=rope) if x.field == "rope" else x for x in found.evidence
+            ]
             kv_places = kv_places[order]
             q_places = np.concatenate([q_places[:, :own], q_places[:, own:][:, order]], axis=1)
     first = [("kv_a", kv)] + ([] if of_q is None else [("q_a", of_q)])
@@ -98,9 +110,13 @@ def fit_latents(layer: ObservedLayer, found: Fit, q: Traced, k: Traced, v: Trace
         biases[name] = found.project(f"{name}_proj", each.source, rows)
         found.normalize(f"{name}_norm", each.name, each.weights)
     of_kv = np.concatenate(
-        [k.of_head(slice(0, own)).places.reshape(num_heads, own), v.places.reshape(num_heads, -1)], 1
+        [k.of_head(slice(0, own)).places.reshape(num_heads, own), v.places.reshape(num_heads, -1)],
+        1,
     )
-    second = {"kv_b_proj": (k.modules[0], of_kv), "q_proj" if of_q is None else "q_b_proj": (q.modules[0], q_places)}
+    second = {
+        "kv_b_proj": (k.modules[0], of_kv),
+        "q_proj" if of_q is None else "q_b_proj": (q.modules[0], q_places),
+    }
     for name, (module, places) in second.items():
         biases[name] = found.project(name, module, places.reshape(-1))
     if biases["kv_b_proj"] or biases.get("q_b_proj"):
@@ -108,10 +124,14 @@ def fit_latents(layer: ObservedLayer, found: Fit, q: Traced, k: Traced, v: Trace
     width = kv.source.given.shape[-1]
     latent = _latent(kv, of_q, rope_dim, width, q.factor)
     found.add(
-        "latent", latent, f"{kv.source.name} returns the latent of keys and values, {k.modules[0].name} both of it"
+        "latent",
+        latent,
+        f"{kv.source.name} returns the latent of keys and values, {k.modules[0].name} both of it",
     )
     q_bias = biases["q_proj" if of_q is None else "q_a"]
-    found.add("qkv_bias", (q_bias, biases["kv_a"], biases["kv_a"]), "the projections of the input add one")
+    found.add(
+        "qkv_bias", (q_bias, biases["kv_a"], biases["kv_a"]), "the projections of the input add one"
+    )
     found.ends["query"] = end_of(q.modules[0] if of_q is None else of_q.source)
     found.ends["key"] = found.ends["value"] = end_of(kv.source)
 
@@ -126,24 +146,35 @@ def _interleaved(places: np.ndarray) -> np.ndarray | None:
 def _num_shared(k: Traced) -> int:
     """Return how many trailing features of keys are shared by all heads."""
     num_heads, head_dim = k.heads.shape[1], k.heads.shape[3]
-    is_shared = np.array([each is not k.sources[0] for each in k.sources]).reshape(num_heads, head_dim)
+    is_shared = np.array([each is not k.sources[0] for each in k.sources]).reshape(
+        num_heads, head_dim
+    )
     count = int(is_shared[0].sum())
     places = k.places.reshape(num_heads, head_dim)[:, head_dim - count :]
-    if not (is_shared == (np.arange(head_dim) >= head_dim - count)).all() or not (places == places[0]).all():
+    if (
+        not (is_shared == (np.arange(head_dim) >= head_dim - count)).all()
+        or not (places == places[0]).all()
+    ):
         raise InputError("keys", "end with features that all heads share", "another order")
     return count
 
 
-def _latent(kv: LatentNorm, q: LatentNorm | None, rope_dim: int, width: int, q_factor: float) -> Latent:
+def _latent(
+    kv: LatentNorm, q: LatentNorm | None, rope_dim: int, width: int, q_factor: float
+) -> Latent:
     norms = {each.norm for each in (kv, q) if each is not None}
     if len(norms) != 1 or (norm := norms.pop()) != Norm(over="width", eps=norm.eps):
         raise InputError("norms of latents", "be one RMS norm with a weight", norms=norms)
     kv_rank, q_rank = len(kv.places), None if q is None else len(q.places)
     q_factor = _rounded(q_factor * (1.0 if q is None else q.factor), width, q_rank)
-    return Latent(kv_rank, rope_dim, q_rank, norm.eps, q_factor, _rounded(kv.factor, width, kv_rank))
+    return Latent(
+        kv_rank, rope_dim, q_rank, norm.eps, q_factor, _rounded(kv.factor, width, kv_rank)
+    )
 
 
 def _rounded(factor: float, width: int, rank: int | None) -> float:
-    """Return the square root of the ratio of both widths if a factor equals it; otherwise the factor."""
+    """Return the square root of the ratio of both widths if a factor equals it; otherwise the
+    factor.
+    """
     known = math.sqrt(width / rank) if rank else factor
     return known if math.isclose(factor, known, rel_tol=1e-6) else factor

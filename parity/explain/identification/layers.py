@@ -30,14 +30,15 @@ class LiveLayer(JsonRecord):
         spec: its verified specification; None if there is a refusal.
         weights: its canonical weights.
         is_causal: whether queries attend to no later key.
-        from_call: arguments that each call must pass in addition to the inputs, as in `Identification`.
-        source: origin of the specification: `rules` of its family, `observation`, or `both`; empty if there is a
-            refusal.
+        from_call: arguments that each call must pass in addition to the inputs, as in
+            `Identification`.
+        source: origin of the specification: `rules` of its family, `observation`, or `both`; empty
+            if there is a refusal.
         share: error of its recorded outputs, relative to its budget.
         not_ruled: why no rules describe it; empty if rules do.
         refusal: why it has no specification; empty if it has one.
-        comparisons: comparison of each recorded stage with the reference; empty if its inputs or its output are not
-            those of attention.
+        comparisons: comparison of each recorded stage with the reference; empty if its inputs or
+            its output are not those of attention.
         identification: result of observation alone.
     """
 
@@ -70,10 +71,11 @@ class LiveLayer(JsonRecord):
 
 
 def layers_of(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[LiveLayer]:
-    """Return the specifications of the attention layers of a live model, each checked by observation.
+    """Return the specifications of the attention layers of a live model, each checked by
+    observation.
 
-    Rules of a family (see `from_transformers`) and observation (see `identify`) must agree. A layer that only one of
-    them supports is compared with the reference on the inputs.
+    Rules of a family (see `from_transformers`) and observation (see `identify`) must agree. A layer
+    that only one of them supports is compared with the reference on the inputs.
 
     Args:
         model: as in `identify`.
@@ -81,8 +83,8 @@ def layers_of(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list
         layers: as in `identify`.
 
     Returns:
-        One layer per module, in order. If the module is only part of a layer of the rules, as in BERT, the layer has
-        the name of the whole.
+        One layer per module, in order. If the module is only part of a layer of the rules, as in
+        BERT, the layer has the name of the whole.
 
     Raises:
         TypeError: as in `identify`.
@@ -108,13 +110,17 @@ def _observed(observed: Identification) -> LiveLayer:
     source = "observation" if observed.spec is not None else ""
     known = observed.spec, observed.weights, observed.is_causal, observed.from_call, source
     why = "rules are for models of torch"
-    return LiveLayer(observed.name, *known, observed.share, why, observed.refusal, identification=observed)
+    return LiveLayer(
+        observed.name, *known, observed.share, why, observed.refusal, identification=observed
+    )
 
 
 def _known(observed: Identification, tapped: Tapped, model: Any) -> LiveLayer:
     """Return an observed layer, combined with the rules for it."""
     ruled, why = _ruled(model, observed.name)
-    live = LiveLayer(observed.name if ruled is None else ruled[0].path, not_ruled=why, identification=observed)
+    live = LiveLayer(
+        observed.name if ruled is None else ruled[0].path, not_ruled=why, identification=observed
+    )
     if ruled is None and observed.spec is None:
         return replace(live, refusal=f"{observed.refusal}; and no rules, {why}")
     if ruled is None:
@@ -125,11 +131,12 @@ def _known(observed: Identification, tapped: Tapped, model: Any) -> LiveLayer:
         if differences := _differences(layer, weights, observed):
             return replace(live, refusal=f"rules say {', '.join(differences)}")
     verdict = judge_tap(tapped, [layer], {observed.name: weights}, diagnoses=False).layers[0]
-    is_verified = observed.spec is not None and live.name == observed.name  # verified between its projections at least
+    is_verified = (
+        observed.spec is not None and live.name == observed.name
+    )  # verified between its projections at least
     if not (verdict.passed or is_verified):
-        wrong = (
-            verdict.difference
-            and f"{verdict.difference.stage} is {verdict.difference.worse_ratio:.2g} times its budget"
+        wrong = verdict.difference and (
+            f"{verdict.difference.stage} is {verdict.difference.worse_ratio:.2g} times its budget"
         )
         words = [f"it is not {layer.spec}", verdict.not_judged or wrong, observed.refusal]
         return replace(live, refusal="; ".join(filter(None, words)))
@@ -140,14 +147,26 @@ def _known(observed: Identification, tapped: Tapped, model: Any) -> LiveLayer:
     if any("segment_ids" in call.values for call in tapped.layers[0].calls):
         from_call.setdefault("segment_ids", "an argument that observation does not name")
     live = replace(live, from_call=from_call)
-    known = replace(live, spec=layer.spec, weights=weights, is_causal=layer.is_causal, source=source, share=share)
+    known = replace(
+        live,
+        spec=layer.spec,
+        weights=weights,
+        is_causal=layer.is_causal,
+        source=source,
+        share=share,
+    )
     return replace(known, comparisons=comparisons)
 
 
 def _ruled(model: Any, name: str) -> tuple[tuple[ModelLayer, Weights] | None, str]:
-    """Return the layer that rules describe at the name of a module, or the reason why there is none."""
+    """Return the layer that rules describe at the name of a module, or the reason why there is
+    none.
+    """
     why = ""
-    for path in (name, name.rpartition(".")[0]):  # BERT's attention is a module inside the layer of the rules
+    for path in (
+        name,
+        name.rpartition(".")[0],
+    ):  # BERT's attention is a module inside the layer of the rules
         try:
             layer, weights = find_layer(model, path=path)
         except (OSError, TypeError, ValueError) as error:
@@ -163,20 +182,38 @@ def _reason(error: Exception) -> str:
 
 
 def _differences(ruled: ModelLayer, weights: Weights, observed: Identification) -> list[str]:
-    """Describe the differences between rules and observation; empty if the layer was not identified."""
+    """Describe the differences between rules and observation; empty if the layer was not
+    identified.
+    """
     if ruled.spec is None or observed.spec is None:
         return []
     one, other = unheld(ruled.spec).values(), unheld(observed.spec).values()
-    if not observed.spec.out_proj and ruled.path != observed.name:  # such a module ends before the output projection
+    if (
+        not observed.spec.out_proj and ruled.path != observed.name
+    ):  # such a module ends before the output projection
         other |= {name: one[name] for name in ("out_proj", "out_bias", "d_model")}
-    unseen = [name for name in SPANS if other[name] is None and (one[name] or 0) >= observed.num_tokens]
-    said = {name: (value, other[name]) for name, value in one.items() if value != other[name] and name not in unseen}
-    said |= {} if ruled.is_causal == observed.is_causal else {"is_causal": (ruled.is_causal, observed.is_causal)}
-    if ruled.kv_source is not None and (source := observed.inputs["key"]) != _keys_of(ruled, observed.name):
+    unseen = [
+        name for name in SPANS if other[name] is None and (one[name] or 0) >= observed.num_tokens
+    ]
+    said = {
+        name: (value, other[name])
+        for name, value in one.items()
+        if value != other[name] and name not in unseen
+    }
+    said |= (
+        {}
+        if ruled.is_causal == observed.is_causal
+        else {"is_causal": (ruled.is_causal, observed.is_causal)}
+    )
+    if ruled.kv_source is not None and (source := observed.inputs["key"]) != _keys_of(
+        ruled, observed.name
+    ):
         said["key"] = (_keys_of(ruled, observed.name), source)
     found = [f"{name}={value!r}, and observation {seen!r}" for name, (value, seen) in said.items()]
     own = {name: weight for name, weight in weights.items() if name in observed.weights}
-    changed = [name for name, weight in own.items() if not np.array_equal(weight, observed.weights[name])]
+    changed = [
+        name for name, weight in own.items() if not np.array_equal(weight, observed.weights[name])
+    ]
     return found or [f"other values of {name} than were observed" for name in changed]
 
 

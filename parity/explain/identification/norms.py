@@ -45,7 +45,10 @@ def fit_norm(part: str, traced: Traced) -> tuple[Norm, Weights, np.ndarray]:
             raise InputError(f"{part}_norm", "return the heads in their order", "another order")
     else:
         norm, weights = _of_each_head(part, traced)
-    columns = [_column_given(*each, batch_size, num_tokens) for each in zip(traced.sources, traced.places, strict=True)]
+    columns = [
+        _column_given(*each, batch_size, num_tokens)
+        for each in zip(traced.sources, traced.places, strict=True)
+    ]
     given = np.stack(columns, axis=-1).reshape(batch_size, num_tokens, num_heads, head_dim)
     return norm, weights, given.transpose(0, 2, 1, 3)
 
@@ -65,8 +68,12 @@ def _of_each_head(part: str, traced: Traced) -> tuple[Norm, Weights]:
     for head in range(num_heads):
         features = slice(head * head_dim, (head + 1) * head_dim)
         sources, places = traced.sources[features], traced.places[features]
-        if any(each is not sources[0] for each in sources) or not np.array_equal(places, np.arange(head_dim)):
-            raise InputError(f"{part}_norm", "be one norm, or one for each head", "features of several")
+        if any(each is not sources[0] for each in sources) or not np.array_equal(
+            places, np.arange(head_dim)
+        ):
+            raise InputError(
+                f"{part}_norm", "be one norm, or one for each head", "features of several"
+            )
         found.append(norm_of(sources[0], "head"))
     norm = found[0][0]
     if any(each != norm for each, _ in found):
@@ -85,20 +92,25 @@ def norm_of(each: Submodule, over: Literal["head", "width"]) -> tuple[Norm, Weig
     weight, bias = parameters.get("weight"), parameters.get("bias")
     if any(x.shape[-1:] != each.given.shape[-1:] for x in parameters.values()):
         raise InputError(each.name, "be an RMS or a layer norm", type(each.module).__name__)
-    if weight is not None and weight.squeeze().ndim == 2 and each.given.ndim < 4:  # a matrix, not a weight per head
+    if (
+        weight is not None and weight.squeeze().ndim == 2 and each.given.ndim < 4
+    ):  # a matrix, not a weight per head
         raise InputError(each.name, "be an RMS or a layer norm", type(each.module).__name__)
     leaves = {} if weight is None else {"weight": weight} | ({} if bias is None else {"bias": bias})
     found = norm_between(each.given, each.result, _candidates(each), [leaves])
     if found is None:
         raise InputError(each.name, "be an RMS or a layer norm", type(each.module).__name__)
     leaves = {name: np.squeeze(leaf) if leaf.ndim > 2 else leaf for name, leaf in leaves.items()}
-    return found[0].replace(over=over, per_head=weight is not None and weight.squeeze().ndim == 2), leaves
+    return found[0].replace(
+        over=over, per_head=weight is not None and weight.squeeze().ndim == 2
+    ), leaves
 
 
 def norm_between(
     given: np.ndarray, result: np.ndarray, every_eps: Iterable[float], parameters: Sequence[Weights]
 ) -> tuple[Norm, int] | None:
-    """Return the norm over the last axis that makes one array of another, and the place of its parameters.
+    """Return the norm over the last axis that makes one array of another, and the place of its
+    parameters.
 
     Args:
         given: what it receives.
@@ -115,7 +127,9 @@ def norm_between(
         normed = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + eps)
         for place, leaves in enumerate(parameters):
             weight, bias = leaves.get("weight"), leaves.get("bias")
-            factors: dict[Any, Any] = {None: 1.0} if weight is None else {"w": weight, "1+w": 1.0 + weight}
+            factors: dict[Any, Any] = (
+                {None: 1.0} if weight is None else {"w": weight, "1+w": 1.0 + weight}
+            )
             for word, factor in factors.items():
                 if is_close(normed * factor + (0.0 if bias is None else bias), result):
                     return Norm(kind=kind, weight=word, bias=bias is not None, eps=eps), place
@@ -123,7 +137,9 @@ def norm_between(
 
 
 def _candidates(each: Submodule) -> list[float]:
-    """Return candidates for eps: small numbers of the module, or torch's default if it holds None."""
+    """Return candidates for eps: small numbers of the module, or torch's default if it holds
+    None.
+    """
     held = vars(each.module)
     found = [x for x in held.values() if type(x) is float and 0.0 < x < 1e-2]
     if any("eps" in name and x is None for name, x in held.items()):

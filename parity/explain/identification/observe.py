@@ -1,4 +1,6 @@
-"""Observe the attention layers of a live torch model: records of a tap, with inputs and outputs of submodules."""
+"""Observe the attention layers of a live torch model: records of a tap, with inputs and outputs of
+submodules.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ class Submodule:
         given: its first input.
         result: its output.
         leaves: full names of its parameters, if they differ from its own name plus theirs.
-        first_rows: for each parameter that is a part of the one with its full name, the first row of that part.
+        first_rows: for each parameter that is a part of the one with its full name, the first row
+            of that part.
     """
 
     name: str
@@ -49,7 +52,9 @@ class Submodule:
 
     @cached_property
     def is_linear(self) -> bool:
-        """Return whether it multiplies its input by one matrix, like `nn.Linear` and the Conv1D of transformers."""
+        """Return whether it multiplies its input by one matrix, like `nn.Linear` and the Conv1D of
+        transformers.
+        """
         if getattr(getattr(self.module, "weight", None), "ndim", 0) < 2:
             return False
         matrix, bias = matrix_of(self.module), getattr(self.module, "bias", None)
@@ -71,7 +76,8 @@ class ObservedLayer:
         arguments: arguments of the layer, by name.
         inside: its submodules, in the order in which they ran.
         numbers: integer arguments, by name.
-        call: all its arguments, by position and by name; None in a model that cannot call it by itself.
+        call: all its arguments, by position and by name; None in a model that cannot call it by
+            itself.
     """
 
     model: nn.Module
@@ -114,7 +120,11 @@ class ObservedLayer:
 
     def norms(self) -> list[Submodule]:
         """Return its norms, with inputs and outputs."""
-        others = (each for each in self.inside if not each.is_linear and each.given.shape == each.result.shape)
+        others = (
+            each
+            for each in self.inside
+            if not each.is_linear and each.given.shape == each.result.shape
+        )
         return [each for each in others if not np.array_equal(each.given, each.result)]
 
 
@@ -144,8 +154,8 @@ def observe_layers(
         model: the model.
         inputs: keyword arguments of the call.
         layers: names of modules or classes, as in `parity.tap`.
-        factors: factors of projection inputs, by name and call in their layer: large ones show caps and clips, small
-            ones the eps of norms.
+        factors: factors of projection inputs, by name and call in their layer: large ones show caps
+            and clips, small ones the eps of norms.
 
     Raises:
         ValueError: if there are no such layers.
@@ -160,13 +170,17 @@ def observe_layers(
         by_name = {name: factor for (name, _), factor in (factors or {}).items()}
         functional = stack.enter_context(ProjectionMode(modules, by_name))
         for name in by_name.keys() & modules.keys():  # before hooks that record
-            of_calls = {call: factor for (other, call), factor in (factors or {}).items() if other == name}
+            of_calls = {
+                call: factor for (other, call), factor in (factors or {}).items() if other == name
+            }
             hook = _multiplier(of_calls, partial(_count_runs, name, calls))
             stack.callback(modules[name].register_forward_pre_hook(hook, with_kwargs=True).remove)
         tapped = stack.enter_context(tap_torch(model, patterns_of(layers), sees_functions=True))
         for layer in tapped.layers:
             of_layer = calls[layer.name] = []
-            hook = modules[layer.name].register_forward_pre_hook(_beginner(of_layer), with_kwargs=True)
+            hook = modules[layer.name].register_forward_pre_hook(
+                _beginner(of_layer), with_kwargs=True
+            )
             stack.callback(hook.remove)
             for name, module in modules[layer.name].named_modules():
                 if name and not list(module.children()):
@@ -186,13 +200,17 @@ def observe_layers(
 
 
 def _completed(layer: ObservedLayer, projections: Sequence[tuple[Any, ...]]) -> ObservedLayer:
-    """Return a layer with the projections that a function computed, including that of the context."""
+    """Return a layer with the projections that a function computed, including that of the
+    context.
+    """
     context = layer.values.get("context")
     if projections and context is not None and "output" in layer.values:
         given = context.transpose(0, 2, 1, 3).reshape(*layer.values["output"].shape[:2], -1)
         layer.inside.extend(Submodule(*each) for each in projections)
         module: Any = layer.module
-        layer.inside.append(Submodule("out_proj", 0, module.out_proj, given, layer.values["output"]))
+        layer.inside.append(
+            Submodule("out_proj", 0, module.out_proj, given, layer.values["output"])
+        )
     return layer
 
 
@@ -205,8 +223,12 @@ _Call = tuple[
 
 
 def _count_runs(name: str, calls: Mapping[str, list[_Call]]) -> int:
-    """Return how many times a submodule, by its full name, ran in the call of its layer that lasts."""
-    layer = max((each for each in calls if name.startswith(f"{each}." if each else "")), key=len, default="")
+    """Return how many times a submodule, by its full name, ran in the call of its layer that
+    lasts.
+    """
+    layer = max(
+        (each for each in calls if name.startswith(f"{each}." if each else "")), key=len, default=""
+    )
     within = calls[layer][-1][1] if calls.get(layer) else []
     return sum(each.name == name[len(layer) :].removeprefix(".") for each in within)
 
@@ -264,7 +286,9 @@ def _is_floating(x: Any) -> bool:
 
 
 def _recorder(name: str, calls: list[_Call]) -> Any:
-    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def record(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
         given = next(filter(_is_floating, (*args, *kwargs.values())), None)
         if calls and given is not None and _is_floating(result):
             _, inside, *_ = calls[-1]

@@ -1,4 +1,6 @@
-"""Observe the attention layers of a live Flax model: its call as a program whose values are all visible."""
+"""Observe the attention layers of a live Flax model: its call as a program whose values are all
+visible.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from flax import linen, nnx
 from mha_spec import InputError
 from parity.explain.identification.arranged import Arranged
 from parity.explain.identification.call_masks import HIDES
-from parity.explain.identification.from_call import BIAS, MASK, POSITIONS, SCALE, SEGMENTS, are_segments
+from parity.explain.identification.from_call import (
+    BIAS,
+    MASK,
+    POSITIONS,
+    SCALE,
+    SEGMENTS,
+    are_segments,
+)
 from parity.explain.identification.heads import AttentionFinder, Linear
 from parity.explain.identification.observe import ObservedLayer, Submodule
 from parity.explain.identification.program import Program, Values
@@ -38,7 +47,9 @@ class Parameters:
 
     def named_parameters(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield the existing parameters by name."""
-        yield from ((name, x) for name, x in (("weight", self.weight), ("bias", self.bias)) if x is not None)
+        yield from (
+            (name, x) for name, x in (("weight", self.weight), ("bias", self.bias)) if x is not None
+        )
 
 
 @dataclass(frozen=True)
@@ -77,7 +88,12 @@ def flax_model(model: Any) -> FlaxModel:
     """
     classes: dict[str, str] = {}
     if isinstance(model, nnx.Module):
-        classes.update({".".join(map(str, path)): type(each).__name__ for path, each in nnx.iter_modules(model)})
+        classes.update(
+            {
+                ".".join(map(str, path)): type(each).__name__
+                for path, each in nnx.iter_modules(model)
+            }
+        )
         graph, state = nnx.split(model)
 
         def call_nnx(leaves: list[Any], inputs: dict[str, Any]) -> Any:
@@ -88,10 +104,14 @@ def flax_model(model: Any) -> FlaxModel:
         return FlaxModel(call_nnx, _named(state, "."), ".", classes)
     if model.scope is None:
         hint = "model.bind(variables) returns one"
-        raise InputError("model", "be bound to its variables", f"an unbound {type(model).__name__}", hint=hint)
+        raise InputError(
+            "model", "be bound to its variables", f"an unbound {type(model).__name__}", hint=hint
+        )
     module, variables = model.unbind()
 
-    def note(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: Any) -> Any:
+    def note(
+        call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: Any
+    ) -> Any:
         classes["/".join(context.module.path)] = type(context.module).__name__
         return call(*args, **kwargs)
 
@@ -100,15 +120,21 @@ def flax_model(model: Any) -> FlaxModel:
             return module.apply(jax.tree.unflatten(jax.tree.structure(variables), leaves), **inputs)
 
     names = {
-        name.partition("/")[2] if name.startswith("params/") else name: x for name, x in _named(variables, "/").items()
+        name.partition("/")[2] if name.startswith("params/") else name: x
+        for name, x in _named(variables, "/").items()
     }
     return FlaxModel(call_linen, names, "/", classes)
 
 
 def _named(tree: Any, separator: str) -> dict[str, Any]:
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    keys = [[str(getattr(key, "key", getattr(key, "idx", ""))) for key in path] for path, _ in paths]
-    return {separator.join(key for key in path if key): x for path, (_, x) in zip(keys, paths, strict=True)}
+    keys = [
+        [str(getattr(key, "key", getattr(key, "idx", ""))) for key in path] for path, _ in paths
+    ]
+    return {
+        separator.join(key for key in path if key): x
+        for path, (_, x) in zip(keys, paths, strict=True)
+    }
 
 
 class FlaxObserver:
@@ -118,7 +144,8 @@ class FlaxObserver:
         inputs: arrays by the first keyword that holds them.
         arranged: attention by layer name.
         refusals: reason why attention could not be arranged as heads, by layer name.
-        names: parameters of the layers; keys are the layer's name, a space, and the parameter's name in fits.
+        names: parameters of the layers; keys are the layer's name, a space, and the parameter's
+            name in fits.
         layers: names of the layers, in order.
         seen: the layers in the call with these inputs.
 
@@ -133,25 +160,37 @@ class FlaxObserver:
 
     def __init__(self, model: Any, inputs: Mapping[str, Any], layers: Any = None) -> None:
         self.model = flax_model(model)
-        arrays = {name: x for name, x in inputs.items() if hasattr(x, "dtype") and hasattr(x, "shape")}
+        arrays = {
+            name: x for name, x in inputs.items() if hasattr(x, "dtype") and hasattr(x, "shape")
+        }
         others = {name: x for name, x in inputs.items() if name not in arrays}
-        self.same = {name: next(each for each, y in arrays.items() if y is x) for name, x in arrays.items()}
+        self.same = {
+            name: next(each for each, y in arrays.items() if y is x) for name, x in arrays.items()
+        }
         self.inputs = {name: to_jax(x) for name, x in arrays.items() if self.same[name] == name}
 
         def call(leaves: list[Any], given: dict[str, Any]) -> Any:
-            return self.model.call(leaves, others | {name: given[first] for name, first in self.same.items()})
+            return self.model.call(
+                leaves, others | {name: given[first] for name, first in self.same.items()}
+            )
 
         try:
             self.program = Program(call, list(self.model.leaves.values()), self.inputs)
         except jax.errors.JAXTypeError as error:
             reason = str(error).partition("\n")[0]
-            raise InputError("model", "be a function that jax.make_jaxpr can trace", reason) from error
+            raise InputError(
+                "model", "be a function that jax.make_jaxpr can trace", reason
+            ) from error
         live = self.program.before(self.program.results)
         if any(each.name in RANDOM and live & set(each.made) for each in self.program.operations):
             raise InputError(
-                "model", "be in evaluation: model.eval(), or deterministic=True", "random numbers in its call"
+                "model",
+                "be in evaluation: model.eval(), or deterministic=True",
+                "random numbers in its call",
             )
-        self.finder = AttentionFinder(self.program, dict(zip(self.program.arguments, self.model.leaves, strict=False)))
+        self.finder = AttentionFinder(
+            self.program, dict(zip(self.program.arguments, self.model.leaves, strict=False))
+        )
         self.arranged: dict[str, Arranged] = {}
         self.seen: list[ObservedLayer] = []
         self.refusals: dict[str, str] = {}
@@ -173,7 +212,9 @@ class FlaxObserver:
                         self.refusals[name] = found[1]
                     else:
                         arranged = Arranged(self.finder, found, values)
-                        self.seen.append(self._layer(len(self.seen), name, arranged, values, self.inputs))
+                        self.seen.append(
+                            self._layer(len(self.seen), name, arranged, values, self.inputs)
+                        )
                         self.arranged[name] = arranged
                 except ValueError as error:
                     self.refusals[name] = str(error)
@@ -181,7 +222,11 @@ class FlaxObserver:
         attention = [name for name, kind in self.model.classes.items() if "Attention" in kind]
         for name in attention:
             is_outer = any(self._is_in(each, name) for each in attention if each != name)
-            if not is_outer and not any(self._is_in(leaf, name) for leaf in seen) and self._is_chosen(name, patterns):
+            if (
+                not is_outer
+                and not any(self._is_in(leaf, name) for leaf in seen)
+                and self._is_chosen(name, patterns)
+            ):
                 self._leaves[name] = []
                 self.refusals[name] = "no softmax between two products was seen in its call"
         if not self._leaves:
@@ -200,9 +245,13 @@ class FlaxObserver:
 
     def _is_chosen(self, name: str, patterns: Sequence[str] | None) -> bool:
         kind = self.model.classes.get(name.partition(":")[0], name)
-        return patterns is None or any(fnmatchcase(name, each) or fnmatchcase(kind, each) for each in patterns)
+        return patterns is None or any(
+            fnmatchcase(name, each) or fnmatchcase(kind, each) for each in patterns
+        )
 
-    def _values(self, inputs: Mapping[str, Any], change: Mapping[int, Callable[[Any], Any]] | None = None) -> Values:
+    def _values(
+        self, inputs: Mapping[str, Any], change: Mapping[int, Callable[[Any], Any]] | None = None
+    ) -> Values:
         leaves = [*self.model.leaves.values(), *(inputs[name] for name in sorted(self.inputs))]
         return self.program.evaluate(leaves, change)
 
@@ -220,22 +269,33 @@ class FlaxObserver:
     def observe_far(self, inputs: Mapping[str, Any], first: int) -> list[ObservedLayer]:
         """Call the model with tokens at positions from `first` on, and return some of its layers.
 
-        Layers whose positions cannot be moved, or whose mask counts from the first token, are left out.
+        Layers whose positions cannot be moved, or whose mask counts from the first token, are left
+        out.
         """
         values, layers = self._values(inputs), list[ObservedLayer]()
         for layer in self._layers(values, inputs):
             arranged = self.arranged[layer.tapped.name]
             if arranged.places:
-                far = self._layer(layer.tapped.index, layer.tapped.name, arranged, arranged.far(values, first), inputs)
+                far = self._layer(
+                    layer.tapped.index,
+                    layer.tapped.name,
+                    arranged,
+                    arranged.far(values, first),
+                    inputs,
+                )
                 layers += [far] if np.array_equal(far.values["mask"], layer.values["mask"]) else []
         return layers
 
     def bases(self, name: str) -> dict[str, Any]:
         """Return scalars that may be the RoPE base of a layer, in the form of configurations."""
-        return {str(each): {"rope_theta": each} for each in self.arranged[name].scalars_of_queries()}
+        return {
+            str(each): {"rope_theta": each} for each in self.arranged[name].scalars_of_queries()
+        }
 
     def from_call(self, name: str) -> dict[str, str]:
-        """Return the arguments that the attention of a layer depends on apart from its inputs, by part of a call."""
+        """Return the arguments that the attention of a layer depends on apart from its inputs, by
+        part of a call.
+        """
         arranged = self.arranged[name]
         inputs, operands = set(arranged.inputs.values()), set(arranged.found.operands.values())
         before_heads = self.program.before(operands, inputs)
@@ -292,25 +352,36 @@ class FlaxObserver:
             called = names.get("weight", "a norm")
             call = sum(each.name == called for each in inside)
             inside.append(Submodule(called, call, parameters, given, result))  # pyright: ignore[reportArgumentType]
-            self.names |= {f"{name} {called}.{leaf}": parameter for leaf, parameter in names.items()}
+            self.names |= {
+                f"{name} {called}.{leaf}": parameter for leaf, parameter in names.items()
+            }
         kind = self.model.classes.get(name.partition(":")[0], name)
         layer = TappedLayer(name, place, kind, scale=arranged.scale, soft_cap=arranged.soft_cap)
         layer.calls.append(TappedCall(seen, 0))
-        arguments = {each: np.asarray(x) for each, x in inputs.items() if np.asarray(x).dtype.kind == "f"}
+        arguments = {
+            each: np.asarray(x) for each, x in inputs.items() if np.asarray(x).dtype.kind == "f"
+        }
         model: Any = SimpleNamespace(named_parameters=self.model.leaves.items)
-        module: Any = SimpleNamespace(named_parameters=lambda recurse: ())  # biases are seen in the program
-        numbers = {each: np.asarray(x) for each, x in inputs.items() if np.asarray(x).dtype.kind in "iu"}
+        module: Any = SimpleNamespace(
+            named_parameters=lambda recurse: ()
+        )  # biases are seen in the program
+        numbers = {
+            each: np.asarray(x) for each, x in inputs.items() if np.asarray(x).dtype.kind in "iu"
+        }
         return ObservedLayer(model, module, layer, arguments, inside, numbers)
 
     def _whole(self, linear: Linear, values: Values) -> np.ndarray:
-        """Return all features of a product, with the bias that is added to all of them, (tokens, features).
+        """Return all features of a product, with the bias that is added to all of them, (tokens,
+        features).
 
         Raises:
             ValueError: if there are several biases, or one is added to only some features.
         """
         found = self.finder.biased(linear, values)
         if len(found) != 1:
-            raise InputError("output", "be a product with one bias or none", f"{len(found)} with and without one")
+            raise InputError(
+                "output", "be a product with one bias or none", f"{len(found)} with and without one"
+            )
         return _features(values[found[0].result], found[0].places, len(linear.weight(values)))
 
     def _linears(self, arranged: Arranged, values: Values, context: np.ndarray) -> Iterator[Made]:
@@ -321,10 +392,17 @@ class FlaxObserver:
                 order = _order_of(features_of(context), x)
                 x, weight = x[:, order], weight[:, order]
             for each in self.finder.biased(linear, values):
-                rows, leaves, bias = np.unique(each.places % len(weight)), {"weight": linear.leaves}, None
+                rows, leaves, bias = (
+                    np.unique(each.places % len(weight)),
+                    {"weight": linear.leaves},
+                    None,
+                )
                 if each.bias is not None:
                     spread = np.broadcast_to(np.asarray(values[each.bias]), each.places.shape)
-                    bias, leaves["bias"] = _features(spread, each.places, len(weight))[0], each.leaves
+                    bias, leaves["bias"] = (
+                        _features(spread, each.places, len(weight))[0],
+                        each.leaves,
+                    )
                 result = _features(values[each.result], each.places, len(weight))
                 given, made = (y.reshape(context.shape[0], -1, y.shape[-1]) for y in (x, result))
                 yield leaves, Parameters(np.ascontiguousarray(weight[rows]), bias), given, made
@@ -333,10 +411,16 @@ class FlaxObserver:
         for part, norm in arranged.norms.items():
             seen = arranged.by_token([norm.given, norm.result], part, values)
             given, result = (
-                x.reshape(*x.shape[:2], *((-1,) if x.ndim > 3 else ()), x.shape[-1]) for x in seen.values()
+                x.reshape(*x.shape[:2], *((-1,) if x.ndim > 3 else ()), x.shape[-1])
+                for x in seen.values()
             )
-            parameters = {leaf: np.ravel(np.asarray(values[number])) for leaf, number in norm.parameters.items()}
-            leaves = {leaf: (self.finder.names[number],) for leaf, number in norm.parameters.items()}
+            parameters = {
+                leaf: np.ravel(np.asarray(values[number]))
+                for leaf, number in norm.parameters.items()
+            }
+            leaves = {
+                leaf: (self.finder.names[number],) for leaf, number in norm.parameters.items()
+            }
             yield leaves, Parameters(**parameters, eps=norm.eps), given, result
 
     def _relative(self, leaves: Sequence[str], name: str) -> str:
@@ -350,7 +434,9 @@ Made = tuple[dict[str, tuple[str, ...]], Parameters, np.ndarray, np.ndarray]
 
 
 def _features(x: Any, places: np.ndarray, width: int) -> np.ndarray:
-    """Return numbers at some places of an array (tokens, width) as such an array, without empty features."""
+    """Return numbers at some places of an array (tokens, width) as such an array, without empty
+    features.
+    """
     x = np.asarray(x)
     found = np.zeros((int(places.max()) // width + 1) * width, x.dtype)
     found[places] = x
@@ -358,7 +444,11 @@ def _features(x: Any, places: np.ndarray, width: int) -> np.ndarray:
 
 
 def _order_of(wanted: np.ndarray, features: np.ndarray) -> list[int]:
-    """Return the index of each wanted column among the features, bit for bit; all in order if one is missing."""
+    """Return the index of each wanted column among the features, bit for bit; all in order if one
+    is missing.
+    """
     places = {bits: place for place, bits in enumerate(columns_of(features))}
     order = [places.get(bits, -1) for bits in columns_of(wanted)]
-    return order if sorted(order) == list(range(features.shape[1])) else list(range(features.shape[1]))
+    return (
+        order if sorted(order) == list(range(features.shape[1])) else list(range(features.shape[1]))
+    )

@@ -26,5 +26,7 @@ def without_padding(layer: ObservedLayer) -> ObservedLayer:
         x = values[each]
         values[each] = x[rows] if len(x) == len(is_real) else x
         for axis in axes[each]:
-            values[each] = values[each].take(tokens, axis) if x.shape[axis] == len(longest) else values[each]
+            values[each] = (
+                values[each].take(tokens, axis) if x.shape[axis] == len(longest) else values[each]
+            )
     return layer.with_values(values)

@@ -35,9 +35,14 @@ class Table(NamedTuple):
 
 
 def fit_relative_products(
-    layer: ObservedLayer, added: np.ndarray, hidden: np.ndarray, config: Mapping[str, Any], found: Fit
+    layer: ObservedLayer,
+    added: np.ndarray,
+    hidden: np.ndarray,
+    config: Mapping[str, Any],
+    found: Fit,
 ) -> np.ndarray | None:
-    """Fit products with vectors of distances, and return them, scaled, (B, N, T, S); None if there are none.
+    """Fit products with vectors of distances, and return them, scaled, (B, N, T, S); None if there
+    are none.
 
     Args:
         layer: the observed layer.
@@ -54,13 +59,26 @@ def fit_relative_products(
     pairs: list[tuple[Table | None, Table | None]] = [(table, None) for table in known]
     if not found.is_scaled_before:  # else only products of queries have the scale
         pairs += [(None, table) for table in known]
-        pairs += [(one, other) for one, other in product(known, known) if len(one.vectors) == len(other.vectors)]
+        pairs += [
+            (one, other)
+            for one, other in product(known, known)
+            if len(one.vectors) == len(other.vectors)
+        ]
     for pair in pairs:
         made = _Made.of(scale * q, scale * k, *pair)
-        for record, is_reversed in _records(made.rows_of_own(added, hidden, allowed), layer, config, made):
+        for record, is_reversed in _records(
+            made.rows_of_own(added, hidden, allowed), layer, config, made
+        ):
             gained = made.gained(record, is_reversed=is_reversed)
             if np.abs(gained - added)[..., ~hidden].max() <= allowed:
-                _take(layer, found, dict(zip(SIDES, pair, strict=True)), record, len(hidden), is_reversed=is_reversed)
+                _take(
+                    layer,
+                    found,
+                    dict(zip(SIDES, pair, strict=True)),
+                    record,
+                    len(hidden),
+                    is_reversed=is_reversed,
+                )
                 return gained
     return None
 
@@ -75,7 +93,9 @@ def _take(
     is_reversed: bool,
 ) -> None:
     """Take a record with its tables, and how they were found."""
-    names = " and ".join(dict.fromkeys(table.name for table in tables.values() if table is not None))
+    names = " and ".join(
+        dict.fromkeys(table.name for table in tables.values() if table is not None)
+    )
     is_seen = record.num_exact is None or num_tokens > record.num_exact + 1
     way = "query - key" if is_reversed else "key - query"
     how = f"products with rows of {names} by {way} are added to scores"
@@ -84,7 +104,9 @@ def _take(
         if table is None:
             continue
         vectors = table.vectors[::-1] if is_reversed else table.vectors
-        of_heads = np.broadcast_to(vectors, (len(vectors), found.fields["num_heads"], vectors.shape[2]))
+        of_heads = np.broadcast_to(
+            vectors, (len(vectors), found.fields["num_heads"], vectors.shape[2])
+        )
         found.weights[name] = np.ascontiguousarray(of_heads if record.per_head else vectors[:, 0])
         if table.is_parameter:
             found.names[name] = table.name.removeprefix(f"{layer.tapped.name}.")
@@ -108,7 +130,9 @@ class _Made(NamedTuple):
     per_head: bool
 
     @classmethod
-    def of(cls, q: np.ndarray, k: np.ndarray, of_queries: Table | None, of_keys: Table | None) -> _Made:
+    def of(
+        cls, q: np.ndarray, k: np.ndarray, of_queries: Table | None, of_keys: Table | None
+    ) -> _Made:
         """Return the products of heads (B, N, T, H) and (B, N, S, H) with tables."""
         held = [table.vectors for table in (of_queries, of_keys) if table is not None]
         per_head = any(vectors.shape[1] > 1 for vectors in held)
@@ -119,7 +143,9 @@ class _Made(NamedTuple):
         return cls(by_query, by_key, (*q.shape[:3], k.shape[2]), len(held[0]), per_head)
 
     def rows_of_own(self, added: np.ndarray, hidden: np.ndarray, allowed: float) -> list[int]:
-        """Return the rows whose products are added to the scores of each query and the key at its place."""
+        """Return the rows whose products are added to the scores of each query and the key at its
+        place.
+        """
         places = np.flatnonzero(~np.diagonal(hidden))
         if not len(places):
             return []
@@ -131,13 +157,17 @@ class _Made(NamedTuple):
         """Return the products of each query and key by the rows of a record, (B, N, T, S)."""
         num_queries, num_keys = self.shape[2:]
         distances = np.arange(num_keys) - np.arange(num_queries)[:, None]
-        rows = record.buckets()[np.clip(distances, -record.farthest, record.farthest) + record.farthest]
+        rows = record.buckets()[
+            np.clip(distances, -record.farthest, record.farthest) + record.farthest
+        ]
         rows = np.broadcast_to(self.num_buckets - 1 - rows if is_reversed else rows, self.shape)
         gained = np.zeros(self.shape)
         if self.of_queries is not None:
             gained = gained + np.take_along_axis(self.of_queries, rows, axis=3)
         if self.of_keys is not None:
-            gained = gained + np.take_along_axis(self.of_keys, rows.swapaxes(2, 3), axis=3).swapaxes(2, 3)
+            gained = gained + np.take_along_axis(
+                self.of_keys, rows.swapaxes(2, 3), axis=3
+            ).swapaxes(2, 3)
         return gained
 
 
@@ -149,26 +179,43 @@ def _tables(layer: ObservedLayer, num_heads: int, head_dim: int, found: Fit) -> 
     for each in layer.linears():
         rows = each.result.reshape(-1, each.result.shape[-1])
         is_of_tokens = end_of(each) in found.ends.values()
-        if rows.shape[1] == num_heads * head_dim and 1 < len(rows) <= MOST_ROWS and not is_of_tokens:
-            yield Table(f"the output of {each.name}", rows.reshape(len(rows), num_heads, head_dim), is_parameter=False)
+        if (
+            rows.shape[1] == num_heads * head_dim
+            and 1 < len(rows) <= MOST_ROWS
+            and not is_of_tokens
+        ):
+            yield Table(
+                f"the output of {each.name}",
+                rows.reshape(len(rows), num_heads, head_dim),
+                is_parameter=False,
+            )
 
 
 def _records(
     rows: list[int], layer: ObservedLayer, config: Mapping[str, Any], made: _Made
 ) -> Iterator[tuple[RelativeProducts, bool]]:
-    """Yield records with the rows of their own place, and whether tables are read by query - key."""
+    """Yield records with the rows of their own place, and whether tables are read by query -
+    key.
+    """
     last = made.num_buckets - 1
     sides = {"of_queries": made.of_queries is not None, "of_keys": made.of_keys is not None}
     for row, is_reversed in product(rows, (False, True)):
         before = last - row if is_reversed else row
         for exact, most in _steps(layer, config):
             if max(before, last - before) <= 2 * exact:
-                yield RelativeProducts(before, last - before, exact, most, **sides, per_head=made.per_head), is_reversed
+                yield (
+                    RelativeProducts(
+                        before, last - before, exact, most, **sides, per_head=made.per_head
+                    ),
+                    is_reversed,
+                )
         yield RelativeProducts(before, last - before, **sides, per_head=made.per_head), is_reversed
 
 
 def _steps(layer: ObservedLayer, config: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
-    """Yield the steps of the logarithm that attributes and a configuration tell of: DeBERTa's `position_buckets`."""
+    """Yield the steps of the logarithm that attributes and a configuration tell of: DeBERTa's
+    `position_buckets`.
+    """
     settings = {**config, **vars(layer.module)}
     buckets = settings.get("position_buckets")
     if type(buckets) is not int or buckets < 4:

@@ -17,7 +17,18 @@ INLINED = {
 """Primitives that only call a function."""
 
 MOVING = {
-    *("reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "split", "rev", "copy", "copy_p"),
+    *(
+        "reshape",
+        "transpose",
+        "squeeze",
+        "expand_dims",
+        "broadcast_in_dim",
+        "slice",
+        "split",
+        "rev",
+        "copy",
+        "copy_p",
+    ),
     *("convert_element_type", "stop_gradient", "sharding_constraint", "gather", "dynamic_slice"),
 }
 """Primitives that only move the numbers of their first operand to other places."""
@@ -45,7 +56,8 @@ class Operation:
 
 
 class Program:
-    """A function as operations, with calls inlined and loops over layers unrolled; each value has a number.
+    """A function as operations, with calls inlined and loops over layers unrolled; each value has a
+    number.
 
     Attributes:
         operations: the operations, in order.
@@ -78,7 +90,9 @@ class Program:
         self.constants[number] = value
         return number
 
-    def _add(self, name: str, given: Sequence[int], count: int, params: Mapping[str, Any], run: Any) -> list[int]:
+    def _add(
+        self, name: str, given: Sequence[int], count: int, params: Mapping[str, Any], run: Any
+    ) -> list[int]:
         made = [self._new() for _ in range(count)]
         operation = Operation(name, tuple(given), tuple(made), params, run)
         self.operations.append(operation)
@@ -101,13 +115,17 @@ class Program:
     def _equation(self, equation: Any, given: list[int]) -> list[int]:
         primitive, params = equation.primitive, equation.params
         if primitive.name in INLINED:
-            inner = next(params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in params)
+            inner = next(
+                params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in params
+            )
             return self._inline(inner, given)
         if primitive.name == "scan":
             return self._scan(params, given)
 
         def run(*values: Any) -> Sequence[Any]:
-            with jax.default_matmul_precision("highest"):  # so that TF32 or bfloat16 passes don't hide equality
+            with jax.default_matmul_precision(
+                "highest"
+            ):  # so that TF32 or bfloat16 passes don't hide equality
                 result = primitive.bind(*values, **params)
             return result if primitive.multiple_results else [result]
 
@@ -115,37 +133,65 @@ class Program:
 
     def _scan(self, params: Mapping[str, Any], given: list[int]) -> list[int]:
         begin = params["num_consts"] + params["num_carry"]
-        fixed, carry, rest = given[: params["num_consts"]], given[params["num_consts"] : begin], given[begin:]
+        fixed, carry, rest = (
+            given[: params["num_consts"]],
+            given[params["num_consts"] : begin],
+            given[begin:],
+        )
         steps = range(params["length"])
         stacked: dict[int, list[int]] = {}
         for step in reversed(steps) if params["reverse"] else steps:
-            parts = [self._add("slice", [x], 1, {"step": step}, lambda x, step=step: [x[step]])[0] for x in rest]
+            parts = [
+                self._add("slice", [x], 1, {"step": step}, lambda x, step=step: [x[step]])[0]
+                for x in rest
+            ]
             made = self._inline(params["jaxpr"], [*fixed, *carry, *parts])
             carry, stacked[step] = made[: params["num_carry"]], made[params["num_carry"] :]
         columns = zip(*(stacked[step] for step in steps), strict=True)
-        return [*carry, *(self._add("stack", each, 1, {}, lambda *x: [jax.numpy.stack(x)])[0] for each in columns)]
+        return [
+            *carry,
+            *(
+                self._add("stack", each, 1, {}, lambda *x: [jax.numpy.stack(x)])[0]
+                for each in columns
+            ),
+        ]
 
-    def evaluate(self, arguments: Sequence[Any], change: Mapping[int, Callable[[Any], Any]] | None = None) -> Values:
+    def evaluate(
+        self, arguments: Sequence[Any], change: Mapping[int, Callable[[Any], Any]] | None = None
+    ) -> Values:
         """Return every value of a call, after applying `change` to some of them."""
         changes = change or {}
-        values: dict[int, Any] = {**self.constants, **dict(zip(self.arguments, arguments, strict=True))}
+        values: dict[int, Any] = {
+            **self.constants,
+            **dict(zip(self.arguments, arguments, strict=True)),
+        }
         values |= {number: changes[number](x) for number, x in values.items() if number in changes}
         for operation in self.operations:
             for number, x in zip(
-                operation.made, operation.run(*(values[each] for each in operation.given)), strict=True
+                operation.made,
+                operation.run(*(values[each] for each in operation.given)),
+                strict=True,
             ):
                 values[number] = changes[number](x) if number in changes else x
         return values
 
-    def again(self, values: Values, replaced: Values, wanted: Iterable[int]) -> dict[int, np.ndarray]:
+    def again(
+        self, values: Values, replaced: Values, wanted: Iterable[int]
+    ) -> dict[int, np.ndarray]:
         """Return some values of an evaluated call, recomputed after replacing others."""
         wanted = list(wanted)
         changed: dict[int, Any] = dict(replaced)
         within = self.before(wanted)
         for operation in self.operations:
-            if not within.isdisjoint(operation.made) and not changed.keys().isdisjoint(operation.given):
-                made = operation.run(*(changed.get(number, values.get(number)) for number in operation.given))
-                changed |= {n: x for n, x in zip(operation.made, made, strict=True) if n not in replaced}
+            if not within.isdisjoint(operation.made) and not changed.keys().isdisjoint(
+                operation.given
+            ):
+                made = operation.run(
+                    *(changed.get(number, values.get(number)) for number in operation.given)
+                )
+                changed |= {
+                    n: x for n, x in zip(operation.made, made, strict=True) if n not in replaced
+                }
         return {number: changed.get(number, values[number]) for number in wanted}
 
     def before(self, numbers: Iterable[int], stop: Iterable[int] = ()) -> set[int]:

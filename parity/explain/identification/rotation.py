@@ -1,4 +1,6 @@
-"""Fit RoPE to heads before and after it: find the pairs of features, and the angle of each at each token."""
+"""Fit RoPE to heads before and after it: find the pairs of features, and the angle of each at each
+token.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +42,14 @@ class Turns(NamedTuple):
 
 
 def fit_rope(before: np.ndarray, after: np.ndarray, candidates: list[Rope]) -> Rope | None:
-    """Return the RoPE that turns heads (B, heads, T, H) before it into those after it; None if they are equal.
+    """Return the RoPE that turns heads (B, heads, T, H) before it into those after it; None if they
+    are equal.
 
     Args:
-        before, after: heads of tokens at positions 0, 1, …, or at integers on several axes, which the angles show.
-        candidates: RoPE of the configuration; a fitting candidate is preferred to rounded plain bases.
+        before, after: heads of tokens at positions 0, 1, …, or at integers on several axes, which
+            the angles show.
+        candidates: RoPE of the configuration; a fitting candidate is preferred to rounded plain
+            bases.
 
     Raises:
         ValueError: if no RoPE explains the difference.
@@ -73,7 +78,11 @@ def _layouts_of(before: np.ndarray, after: np.ndarray) -> Iterator[dict[str, Any
     for count in dict.fromkeys((changed + changed % 2, head_dim)):
         for rotated in ("first", "last") if count < head_dim else ("first",):
             for pairs in ("half", "interleaved"):
-                yield {"pairs": pairs, "rotary_dim": None if count == head_dim else count, "rotated": rotated}
+                yield {
+                    "pairs": pairs,
+                    "rotary_dim": None if count == head_dim else count,
+                    "rotated": rotated,
+                }
 
 
 def _pairs_of(heads: np.ndarray, rope: Rope) -> np.ndarray:
@@ -85,20 +94,33 @@ def _pairs_of(heads: np.ndarray, rope: Rope) -> np.ndarray:
     return first + 1j * second
 
 
-def _factors_of(before: np.ndarray, after: np.ndarray, rope: Rope, over: tuple[int, ...]) -> np.ndarray | None:
-    """Return the factor of each pair, equal over some axes; None if they differ, or other features change."""
+def _factors_of(
+    before: np.ndarray, after: np.ndarray, rope: Rope, over: tuple[int, ...]
+) -> np.ndarray | None:
+    """Return the factor of each pair, equal over some axes; None if they differ, or other features
+    change.
+    """
     rotated = rope.rotated_features(before.shape[-1])
     x, y = _pairs_of(before, rope), _pairs_of(after, rope)
     with np.errstate(invalid="ignore"):
-        factors = (y * x.conj()).sum(axis=over, keepdims=True) / (np.abs(x) ** 2).sum(axis=over, keepdims=True)
-    is_turned = np.abs(y - factors * x).max() <= CLOSE * np.abs(y).max()  # NaN factors of zero pairs don't count
-    if not (is_turned and np.array_equal(np.delete(before, rotated, axis=-1), np.delete(after, rotated, axis=-1))):
+        factors = (y * x.conj()).sum(axis=over, keepdims=True) / (np.abs(x) ** 2).sum(
+            axis=over, keepdims=True
+        )
+    is_turned = (
+        np.abs(y - factors * x).max() <= CLOSE * np.abs(y).max()
+    )  # NaN factors of zero pairs don't count
+    if not (
+        is_turned
+        and np.array_equal(np.delete(before, rotated, axis=-1), np.delete(after, rotated, axis=-1))
+    ):
         return None
     return factors.squeeze(over)
 
 
 def _turns_of(before: np.ndarray, after: np.ndarray, layout: dict[str, Any]) -> Turns | None:
-    """Return the rotation of pairs by angles proportional to the position; None if there is none."""
+    """Return the rotation of pairs by angles proportional to the position; None if there is
+    none.
+    """
     factors = _factors_of(before, after, Rope(**layout), over=(0, 1))  # (T, pairs)
     if factors is None:
         return None
@@ -114,17 +136,28 @@ def _turns_of(before: np.ndarray, after: np.ndarray, layout: dict[str, Any]) -> 
     return Turns(layout, frequencies, float(amplitudes.mean()))
 
 
-# ---- Several axes ----------------------------------------------------------------------------------------------------
+# ---- Several axes
+# --------------------------------------------------------------------------------------------------
 
 
-def _fit_axes(before: np.ndarray, after: np.ndarray, candidates: list[Rope], layouts: list[dict[str, Any]]) -> Rope:
-    """Return the RoPE on several axes that explains the heads, with the smallest positions among those that fit.
+def _fit_axes(
+    before: np.ndarray, after: np.ndarray, candidates: list[Rope], layouts: list[dict[str, Any]]
+) -> Rope:
+    """Return the RoPE on several axes that explains the heads, with the smallest positions among
+    those that fit.
 
-    Frequencies of one series may fit another series at other integers, such as positions a hundred times as large.
+    Frequencies of one series may fit another series at other integers, such as positions a hundred
+    times as large.
     """
-    turning = [layout for layout in layouts if _factors_of(before, after, Rope(**layout), over=(1,)) is not None]
+    turning = [
+        layout
+        for layout in layouts
+        if _factors_of(before, after, Rope(**layout), over=(1,)) is not None
+    ]
     found = dict[Rope, int]()
-    for rope in (rope for layout in turning for rope in _on_axes(candidates, layout, before.shape[-1])):
+    for rope in (
+        rope for layout in turning for rope in _on_axes(candidates, layout, before.shape[-1])
+    ):
         with suppress(ValueError):  # some sections don't fit this width
             positions = positions_of(before, after, rope, 0.1 * ANGLE)
             differ = len(np.unique(positions.reshape(len(positions), -1), axis=0)) == len(positions)
@@ -132,31 +165,42 @@ def _fit_axes(before: np.ndarray, after: np.ndarray, candidates: list[Rope], lay
                 found[rope] = int(positions.max())
     if not found:
         known = "pairs that turn by other angles" if turning else "no pairs that turn"
-        raise InputError("rope", "turn pairs by the place, or by integers on two or three axes", known)
+        raise InputError(
+            "rope", "turn pairs by the place, or by integers on two or three axes", known
+        )
     return min(found, key=lambda rope: found[rope])
 
 
 def _on_axes(candidates: list[Rope], layout: dict[str, Any], head_dim: int) -> Iterator[Rope]:
-    """Yield RoPE on two and three axes, and on those of a configuration, with its bases and with usual ones."""
+    """Yield RoPE on two and three axes, and on those of a configuration, with its bases and with
+    usual ones.
+    """
     pairs = (layout["rotary_dim"] or head_dim) // 2
     told = [rope.sections for rope in candidates if rope.sections is not None]
     equal = [(pairs // count,) * count for count in (2, 3) if pairs % count == 0]
     orders = ("contiguous", "interleaved")
     forms = [("shared", order, sections) for order in orders for sections in told]
     forms += [("own", order, sections) for order in orders for sections in equal]
-    forms += [("strided", "contiguous", sections) for sections in equal]  # strided ones have one series
-    for base in dict.fromkeys((*(rope.replace(sections=None) for rope in candidates), *map(Rope, BASES))):
+    forms += [
+        ("strided", "contiguous", sections) for sections in equal
+    ]  # strided ones have one series
+    for base in dict.fromkeys(
+        (*(rope.replace(sections=None) for rope in candidates), *map(Rope, BASES))
+    ):
         for series, order, sections in dict.fromkeys(forms):
             own = {"sections": sections, "section_order": order, "section_frequencies": series}
             with suppress(ValueError):  # a scaling has a single series
                 yield base.replace(**layout, **own)
 
 
-def positions_of(before: np.ndarray, after: np.ndarray, rope: Rope, tolerance: float = ANGLE) -> np.ndarray:
+def positions_of(
+    before: np.ndarray, after: np.ndarray, rope: Rope, tolerance: float = ANGLE
+) -> np.ndarray:
     """Return the positions (axes, B, T) at which a RoPE turns heads before it into those after it.
 
-    Each position is the integer at which the pairs of its axis agree best, and all of them must agree. An axis has at
-    least two pairs, so that one determines the position and the others verify it.
+    Each position is the integer at which the pairs of its axis agree best, and all of them must
+    agree. An axis has at least two pairs, so that one determines the position and the others verify
+    it.
 
     Args:
         before, after: heads (B, heads, T, H).
@@ -175,17 +219,23 @@ def positions_of(before: np.ndarray, after: np.ndarray, rope: Rope, tolerance: f
     cos, sin = rope.attention_factor * np.cos(angles), rope.attention_factor * np.sin(angles)
     of_axes = [axes == axis for axis in range(len(sections))]
     agreement = [
-        np.real(factors)[..., own] @ cos[:, own].T + np.imag(factors)[..., own] @ sin[:, own].T for own in of_axes
+        np.real(factors)[..., own] @ cos[:, own].T + np.imag(factors)[..., own] @ sin[:, own].T
+        for own in of_axes
     ]
     positions = np.stack([each.argmax(-1) for each in agreement])
     chosen = positions[axes], np.arange(len(axes))[:, None, None]
     made = np.moveaxis(cos[chosen] + 1j * sin[chosen], 0, -1)
     if not (error := np.abs(made - factors).max()) <= tolerance:
-        raise InputError("rope", f"turn pairs by integers on {len(sections)} axes", f"{error:.2g} from those of {rope}")
+        raise InputError(
+            "rope",
+            f"turn pairs by integers on {len(sections)} axes",
+            f"{error:.2g} from those of {rope}",
+        )
     return positions
 
 
-# ---- Candidates ------------------------------------------------------------------------------------------------------
+# ---- Candidates
+# --------------------------------------------------------------------------------------------------
 
 
 def _plain(turns: Turns, num_tokens: int) -> Iterator[Rope]:
@@ -203,7 +253,10 @@ def _plain(turns: Turns, num_tokens: int) -> Iterator[Rope]:
 
 def _fits(rope: Rope, turns: Turns, head_dim: int, num_tokens: int) -> bool:
     expected = rope.frequencies(head_dim, num_tokens).astype(np.float64)
-    if expected.shape != turns.frequencies.shape or abs(rope.attention_factor - turns.amplitude) > ANGLE:
+    if (
+        expected.shape != turns.frequencies.shape
+        or abs(rope.attention_factor - turns.amplitude) > ANGLE
+    ):
         return False
     return bool((np.abs(expected - turns.frequencies) * (num_tokens - 1) <= 0.1 * ANGLE).all())
 

@@ -10,7 +10,8 @@ from parity.explain.identification.observe import ObservedLayer
 
 
 def kv_source_of(layer: ObservedLayer, others: Sequence[ObservedLayer]) -> ObservedLayer | None:
-    """Return the first layer with the keys and values of a layer, bit for bit, if it ran before; else None.
+    """Return the first layer with the keys and values of a layer, bit for bit, if it ran before;
+    else None.
 
     Args:
         layer: the observed layer.
@@ -25,11 +26,16 @@ def kv_source_of(layer: ObservedLayer, others: Sequence[ObservedLayer]) -> Obser
 
 
 def words_of_source(layer: ObservedLayer, others: Sequence[ObservedLayer]) -> dict[str, str]:
-    """Return where the keys and values of a layer come from, in words; nothing if no other layer has them."""
+    """Return where the keys and values of a layer come from, in words; nothing if no other layer
+    has them.
+    """
     source = kv_source_of(layer, others)
     if source is None:
         return {}
-    return {"key": f"the keys of {source.tapped.name}", "value": f"the values of {source.tapped.name}"}
+    return {
+        "key": f"the keys of {source.tapped.name}",
+        "value": f"the values of {source.tapped.name}",
+    }
 
 
 def _are_same(layer: ObservedLayer, other: ObservedLayer, name: str) -> bool:

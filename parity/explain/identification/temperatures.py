@@ -14,18 +14,24 @@ CLOSE = 1e-5
 
 
 def factors_of(before: np.ndarray, after: np.ndarray) -> np.ndarray | None:
-    """Return the factor of heads (B, heads, T, H) at each token (T,); None if it is 1, or differs between sequences.
+    """Return the factor of heads (B, heads, T, H) at each token (T,); None if it is 1, or differs
+    between sequences.
 
     RoPE preserves lengths, so the lengths of heads show the factor.
     """
     sizes = [np.square(x.astype(np.float64)).sum(axis=(1, 3)) for x in (before, after)]
-    factors = np.sqrt(np.divide(sizes[1], sizes[0], out=np.ones_like(sizes[0]), where=sizes[0] > 0.0))  # 1 for zeros
+    factors = np.sqrt(
+        np.divide(sizes[1], sizes[0], out=np.ones_like(sizes[0]), where=sizes[0] > 0.0)
+    )  # 1 for zeros
     is_one = np.ptp(factors, axis=1).max() <= CLOSE
     return None if is_one or np.ptp(factors, axis=0).max() > CLOSE else factors.mean(axis=0)
 
 
-def fit_temperature(factors: np.ndarray, positions: np.ndarray, config: Mapping[str, Any]) -> Temperature | None:
-    """Return the temperature with these factors (T,) at these positions (T,); None if there is none.
+def fit_temperature(
+    factors: np.ndarray, positions: np.ndarray, config: Mapping[str, Any]
+) -> Temperature | None:
+    """Return the temperature with these factors (T,) at these positions (T,); None if there is
+    none.
 
     Args:
         factors: factors of the tokens.

@@ -34,17 +34,27 @@ class Traced:
     def of_head(self, features: slice) -> Traced:
         """Return some features of each head."""
         num_heads, head_dim = self.heads.shape[1], self.heads.shape[3]
-        order = np.arange(num_heads * head_dim).reshape(num_heads, head_dim)[:, features].reshape(-1)
-        return Traced(self.heads[..., features], [self.sources[i] for i in order], self.places[order], self.factor)
+        order = (
+            np.arange(num_heads * head_dim).reshape(num_heads, head_dim)[:, features].reshape(-1)
+        )
+        return Traced(
+            self.heads[..., features],
+            [self.sources[i] for i in order],
+            self.places[order],
+            self.factor,
+        )
 
 
 def trace(
-    heads: np.ndarray, pool: Sequence[Submodule], factors: Sequence[float] = (1.0,), limit: float | None = None
+    heads: np.ndarray,
+    pool: Sequence[Submodule],
+    factors: Sequence[float] = (1.0,),
+    limit: float | None = None,
 ) -> Traced | None:
     """Trace heads (B, heads, T, H) to submodules; None if a feature has no source.
 
-    RoPE leaves a token at position 0 unchanged, bit for bit, so this token identifies the features. If RoPE rotates
-    all tokens, the lengths of heads, which it preserves, identify them.
+    RoPE leaves a token at position 0 unchanged, bit for bit, so this token identifies the features.
+    If RoPE rotates all tokens, the lengths of heads, which it preserves, identify them.
 
     Args:
         heads: input of the attention function.
@@ -58,7 +68,9 @@ def trace(
     if not known:
         return None
     features = np.concatenate([x for _, x in known], axis=-1)
-    features = features if limit is None else np.clip(features, -np.float32(limit), np.float32(limit))
+    features = (
+        features if limit is None else np.clip(features, -np.float32(limit), np.float32(limit))
+    )
     widths = [x.shape[-1] for _, x in known]
     begin = np.cumsum([0, *widths])
     order = _order_at_zero(heads, features, factors)
@@ -67,14 +79,22 @@ def trace(
         order = _order_by_length(heads, features, factors, parts)
     if order is None:
         return None
-    picked = features[..., order].reshape(batch_size, num_tokens, num_heads, head_dim).transpose(0, 2, 1, 3)
+    picked = (
+        features[..., order]
+        .reshape(batch_size, num_tokens, num_heads, head_dim)
+        .transpose(0, 2, 1, 3)
+    )
     owner = np.repeat(np.arange(len(known)), widths)
     sources = [known[owner[place]][0] for place in order]
     return Traced(picked, sources, np.array([place - begin[owner[place]] for place in order]))
 
 
-def _order_at_zero(heads: np.ndarray, features: np.ndarray, factors: Sequence[float]) -> list[int] | None:
-    """Return the index of each feature of heads in features (B, T, width), by bits of an unrotated token."""
+def _order_at_zero(
+    heads: np.ndarray, features: np.ndarray, factors: Sequence[float]
+) -> list[int] | None:
+    """Return the index of each feature of heads in features (B, T, width), by bits of an unrotated
+    token.
+    """
     num_tokens = heads.shape[2]
     for token in (0, *range(num_tokens - 1, 0, -1)):
         places: dict[bytes, list[int]] = {}
@@ -94,13 +114,20 @@ def _order_at_zero(heads: np.ndarray, features: np.ndarray, factors: Sequence[fl
 
 
 def _order_by_length(
-    heads: np.ndarray, features: np.ndarray, factors: Sequence[float], parts: Iterable[tuple[int, int]]
+    heads: np.ndarray,
+    features: np.ndarray,
+    factors: Sequence[float],
+    parts: Iterable[tuple[int, int]],
 ) -> list[int] | None:
-    """Return the index of each feature of heads in features (B, T, width), if they are contiguous in a part."""
+    """Return the index of each feature of heads in features (B, T, width), if they are contiguous
+    in a part.
+    """
     batch_size, num_heads, num_tokens, head_dim = heads.shape
     width, lengths = num_heads * head_dim, np.linalg.norm(heads, axis=-1)
     for first in (first for begin, end in parts for first in range(begin, end - width + 1, width)):
-        split = features[..., first : first + width].reshape(batch_size, num_tokens, num_heads, head_dim)
+        split = features[..., first : first + width].reshape(
+            batch_size, num_tokens, num_heads, head_dim
+        )
         before = np.linalg.norm(split, axis=-1).transpose(0, 2, 1)
         if any(is_close(factor * before, lengths) for factor in factors):
             return list(range(first, first + width))
@@ -108,11 +135,17 @@ def _order_by_length(
 
 
 def tokens_of(x: np.ndarray, batch_size: int, num_tokens: int) -> np.ndarray | None:
-    """Return tokens or heads of a submodule's input or output as (B, T, features); None if they are neither."""
+    """Return tokens or heads of a submodule's input or output as (B, T, features); None if they are
+    neither.
+    """
     if x.ndim == 4 and x.shape[0] == batch_size and num_tokens in x.shape[1:3]:
         x = x if x.shape[1] == num_tokens else x.transpose(0, 2, 1, 3)
         return x.reshape(batch_size, num_tokens, -1)
-    if x.ndim == 3 and x.shape[:2] != (batch_size, num_tokens) and len(x) == batch_size * num_tokens:
+    if (
+        x.ndim == 3
+        and x.shape[:2] != (batch_size, num_tokens)
+        and len(x) == batch_size * num_tokens
+    ):
         return x.reshape(batch_size, num_tokens, -1)
     is_flat = x.ndim > 1 and x.size == batch_size * num_tokens * x.shape[-1]
     return x.reshape(batch_size, num_tokens, -1) if is_flat else None
@@ -139,4 +172,6 @@ CLOSE = 3e-5
 
 def is_close(made: np.ndarray, seen: np.ndarray) -> bool:
     """Return whether recomputed and observed values agree up to rounding."""
-    return made.shape == seen.shape and bool(np.abs(made - seen).max() <= CLOSE * np.abs(seen).max())
+    return made.shape == seen.shape and bool(
+        np.abs(made - seen).max() <= CLOSE * np.abs(seen).max()
+    )

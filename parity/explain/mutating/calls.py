@@ -102,15 +102,21 @@ def taken(x: Any, places: np.ndarray, axis: int) -> Any:
 
 
 def on_output(result: Any, change: Callable[[Any], Any]) -> Any:
-    """Return the result of a call with its output changed: the whole result, or the first of several."""
+    """Return the result of a call with its output changed: the whole result, or the first of
+    several.
+    """
     if isinstance(result, tuple):
         first = change(result[0])
-        return type(result)(first, *result[1:]) if hasattr(result, "_fields") else (first, *result[1:])
+        return (
+            type(result)(first, *result[1:]) if hasattr(result, "_fields") else (first, *result[1:])
+        )
     return change(result)
 
 
 def with_call(change: Callable[[Call], Call | None]) -> Callable[[Call], Run | None]:
-    """Return a bug that changes only the arguments of a call; `change` returns None if it does not apply."""
+    """Return a bug that changes only the arguments of a call; `change` returns None if it does not
+    apply.
+    """
 
     def make(call: Call) -> Run | None:
         other = change(call)
@@ -126,8 +132,8 @@ class Injection:
     Attributes:
         name: its name in `mha-parity bugs`.
         needs: properties that the callable must have, see `View.lacks`.
-        make: returns a function that runs a call with the bug. It returns None if the call does not allow the bug, and
-            raises `Unfit` if there is a reason to report.
+        make: returns a function that runs a call with the bug. It returns None if the call does not
+            allow the bug, and raises `Unfit` if there is a reason to report.
     """
 
     name: str

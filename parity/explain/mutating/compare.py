@@ -24,7 +24,11 @@ def is_traced(x: Any) -> bool:
 
 def outputs_in(result: Any) -> list[Any]:
     """Return the floating-point arrays in the result of a call, in order."""
-    return [x for x in arrays_in(result) if any(kind in str(getattr(x, "dtype", "")) for kind in ("float", "complex"))]
+    return [
+        x
+        for x in arrays_in(result)
+        if any(kind in str(getattr(x, "dtype", "")) for kind in ("float", "complex"))
+    ]
 
 
 def same(before: Any, after: Any) -> bool:
@@ -51,7 +55,9 @@ def _copied(x: Any) -> Any:
         return x.detach().clone()
     if is_traced(x) or type(x).__module__.startswith("jax"):
         return x
-    if type(x).__module__.split(".")[0] != "torch" and any("flax.nnx" in kind.__module__ for kind in type(x).__mro__):
+    if type(x).__module__.split(".")[0] != "torch" and any(
+        "flax.nnx" in kind.__module__ for kind in type(x).__mro__
+    ):
         from flax import nnx
 
         return nnx.clone(x)

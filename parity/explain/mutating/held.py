@@ -14,7 +14,9 @@ from parity.measure.text import some_of
 
 PACKED_PROJECTION = "qkv_proj"
 ALIASES = {
-    name: projection for projection, names in {**PROJECTIONS, PACKED_PROJECTION: PACKED}.items() for name in names
+    name: projection
+    for projection, names in {**PROJECTIONS, PACKED_PROJECTION: PACKED}.items()
+    for name in names
 }
 BIAS_ALIASES = {name: projection for projection, names in BIASES.items() for name in names}
 """Projections by the usual names of themselves and their biases."""
@@ -28,11 +30,12 @@ class Held:
     """The projections of a call.
 
     Attributes:
-        arrays: by `q_proj.weight`, `q_proj.bias` and so on, or `qkv_proj` for a packed projection; kernels with their
-            own order of axes.
+        arrays: by `q_proj.weight`, `q_proj.bias` and so on, or `qkv_proj` for a packed projection;
+            kernels with their own order of axes.
         out_first: kernels known to be (out, in).
         in_first: kernels known to be (in, out).
-        owners: modules from the one that is called to the one that holds the projections, the latter first.
+        owners: modules from the one that is called to the one that holds the projections, the
+            latter first.
         run: calls the function with some of them changed.
     """
 
@@ -60,19 +63,27 @@ def held_in(call: Call) -> Held:
     carrier = _carrier(call)
     places = _projections({path: ".".join(map(str, path)).split(".") for path in carrier.leaves})
     library = library_of(call.owner)
-    kernels = {leaf: str(places[leaf][-1]).split(".")[-1] for leaf in places if leaf.endswith(".weight")}
+    kernels = {
+        leaf: str(places[leaf][-1]).split(".")[-1] for leaf in places if leaf.endswith(".weight")
+    }
     out_first = {
         leaf
         for leaf, name in kernels.items()
-        if library == "equinox" or name == "in_proj_weight" or (library == "torch" and _is_linear(call, places[leaf]))
+        if library == "equinox"
+        or name == "in_proj_weight"
+        or (library == "torch" and _is_linear(call, places[leaf]))
     }
-    in_first = {leaf for leaf, name in kernels.items() if name == "kernel" and call.view.framework == "jax"}
+    in_first = {
+        leaf for leaf, name in kernels.items() if name == "kernel" and call.view.framework == "jax"
+    }
     return Held(
         {leaf: carrier.leaves[path] for leaf, path in places.items()},
         frozenset(out_first),
         frozenset(in_first),
         _owners(call.owner, next(places[leaf] for leaf in kernels if leaf != "out_proj.weight")),
-        lambda function, changed: carrier.run(function, {places[leaf]: x for leaf, x in changed.items()}),
+        lambda function, changed: carrier.run(
+            function, {places[leaf]: x for leaf, x in changed.items()}
+        ),
     )
 
 
@@ -90,11 +101,14 @@ def _is_linear(call: Call, path: Path) -> bool:
     return isinstance(call.owner.get_submodule(".".join(path[:-1])), nn.Linear)
 
 
-# ---- By their names --------------------------------------------------------------------------------------------------
+# ---- By their names
+# --------------------------------------------------------------------------------------------------
 
 
 def leaf_of(words: list[str]) -> tuple[str, int]:
-    """Return `q_proj.weight` or similar for a path of names, and how many of them it uses; empty for other paths."""
+    """Return `q_proj.weight` or similar for a path of names, and how many of them it uses; empty
+    for other paths.
+    """
     *above, last = ["", "", *(word.lower() for word in words)]
     if last in LEAVES and above[-1] in ALIASES:
         return f"{ALIASES[above[-1]]}.{LEAVES[last]}", 2
@@ -141,10 +155,13 @@ def _projections(words_by_path: Mapping[Path, list[str]]) -> dict[str, Path]:
 
 
 def _is_attention(group: Mapping[str, Path]) -> bool:
-    return f"{PACKED_PROJECTION}.weight" in group or {"q_proj.weight", "k_proj.weight"} <= group.keys()
+    return (
+        f"{PACKED_PROJECTION}.weight" in group or {"q_proj.weight", "k_proj.weight"} <= group.keys()
+    )
 
 
-# ---- Carriers --------------------------------------------------------------------------------------------------------
+# ---- Carriers
+# --------------------------------------------------------------------------------------------------
 
 
 def _carrier(call: Call) -> _Carrier:
@@ -159,11 +176,15 @@ def _carrier(call: Call) -> _Carrier:
     if weights is not None:
         return _of_mapping(call, weights)
     data = {call.view.roles.get(role) for role in ("query", "key", "value")}
-    others = {name: call.named(name) for name in (*call.view.order, *call.kwargs) if name not in data}
+    others = {
+        name: call.named(name) for name in (*call.view.order, *call.kwargs) if name not in data
+    }
     given = {name: x for name, x in others.items() if hasattr(x, "shape")}
     return _Carrier(
         {(name,): x for name, x in given.items()},
-        lambda function, changed: function(call.but_named({path[0]: x for path, x in changed.items()})),
+        lambda function, changed: function(
+            call.but_named({path[0]: x for path, x in changed.items()})
+        ),
     )
 
 
@@ -200,7 +221,12 @@ def _of_nnx(call: Call) -> _Carrier:
     leaves = {path: parameter[...] for path, parameter in parameters.items()}
 
     def put(values: Mapping[Path, Any]) -> None:
-        nnx.update(call.owner, nnx.from_flat_state([(path, parameters[path].replace(x)) for path, x in values.items()]))
+        nnx.update(
+            call.owner,
+            nnx.from_flat_state(
+                [(path, parameters[path].replace(x)) for path, x in values.items()]
+            ),
+        )
 
     def run(function: Function, changed: Mapping[Path, Any]) -> Any:
         put(changed)
@@ -222,18 +248,23 @@ def _of_tree(tree: Any, call_with: Callable[[Any], Call]) -> _Carrier:
 
     flat, form = jax.tree_util.tree_flatten_with_path(tree)
     words = [
-        tuple(getattr(key, "name", getattr(key, "key", getattr(key, "idx", ""))) for key in path) for path, _ in flat
+        tuple(getattr(key, "name", getattr(key, "key", getattr(key, "idx", ""))) for key in path)
+        for path, _ in flat
     ]
 
     def run(function: Function, changed: Mapping[Path, Any]) -> Any:
         leaves = [changed.get(path, x) for path, (_, x) in zip(words, flat, strict=True)]
         return function(call_with(jax.tree_util.tree_unflatten(form, leaves)))
 
-    return _Carrier({path: x for path, (_, x) in zip(words, flat, strict=True) if hasattr(x, "shape")}, run)
+    return _Carrier(
+        {path: x for path, (_, x) in zip(words, flat, strict=True) if hasattr(x, "shape")}, run
+    )
 
 
 def _of_linen(call: Call) -> _Carrier:
-    """Return the weights of a flax.linen module, called by a copy bound to other parameters; its writes are kept."""
+    """Return the weights of a flax.linen module, called by a copy bound to other parameters; its
+    writes are kept.
+    """
     from flax import core, traverse_util
 
     flat = traverse_util.flatten_dict(core.unfreeze(call.owner.variables.get("params", {})))
@@ -259,9 +290,13 @@ def _of_mapping(call: Call, mapping: Any) -> _Carrier:
     """Return the weights in a mapping, which may be nested or have dotted names."""
     paths = {path: x for path, x in leaves_in(mapping) if path and hasattr(x, "shape")}
     if not paths:
-        raise Unfit(f"its weights are not a mapping of arrays by name, but {type(mapping).__name__}")
+        raise Unfit(
+            f"its weights are not a mapping of arrays by name, but {type(mapping).__name__}"
+        )
 
     def run(function: Function, changed: Mapping[Path, Any]) -> Any:
-        return function(call.but(weights=with_leaves(mapping, lambda path, x: changed.get(path, x))))
+        return function(
+            call.but(weights=with_leaves(mapping, lambda path, x: changed.get(path, x)))
+        )
 
     return _Carrier(paths, run)

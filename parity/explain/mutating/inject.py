@@ -1,4 +1,6 @@
-"""Inject a bug in a test process: replace the user's attention by a buggy one that records its calls."""
+"""Inject a bug in a test process: replace the user's attention by a buggy one that records its
+calls.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,9 @@ def _inject(bug: Injection) -> Attend:
         except Unfit as error:
             note("unfit", str(error))
         except Exception as error:  # unusual arguments may raise anything
-            note("unfit", f"it cannot be injected into such a call: {type(error).__name__}: {error}")
+            note(
+                "unfit", f"it cannot be injected into such a call: {type(error).__name__}: {error}"
+            )
         if run is None:
             return function(call)
         before = None if is_changed.is_set() else _before(call, function)
@@ -109,7 +113,9 @@ def _inject(bug: Injection) -> Attend:
         except Unfit as error:
             note("unfit", str(error))
             return function(call)
-        except BaseException as error:  # sys.exit(0) in it would otherwise look like tests that pass
+        except (
+            BaseException
+        ) as error:  # sys.exit(0) in it would otherwise look like tests that pass
             note("reached")
             note("raised", f"{type(error).__name__}: {error}".split("\n")[0])
             raise
@@ -122,7 +128,9 @@ def _inject(bug: Injection) -> Attend:
 
 
 def _before(call: Call, function: Function) -> list[Any] | None:
-    """Return the outputs of the call without the bug; None if they cannot be computed without side effects."""
+    """Return the outputs of the call without the bug; None if they cannot be computed without side
+    effects.
+    """
     try:
         if call.view.framework != "torch":
             with user_code(order()["attribute"]):
@@ -136,7 +144,9 @@ def _before(call: Call, function: Function) -> list[Any] | None:
         return None
 
 
-def _compare(compare: Callable[[list[Any], list[Any]], None], before: list[Any], after: list[Any]) -> None:
+def _compare(
+    compare: Callable[[list[Any], list[Any]], None], before: list[Any], after: list[Any]
+) -> None:
     """Compare now or, for traced values, when the compiled function runs."""
     if not any(map(is_traced, [*before, *after])):
         return compare(before, after)

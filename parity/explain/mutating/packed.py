@@ -1,7 +1,8 @@
 """Find the rows of queries, keys and values in a packed projection by calling it.
 
-Only calls show whether q, k and v are concatenated or interleaved head by head. So parts of the projection are set
-to 0: zero queries and zero keys both make all scores 0, and with zero values nothing depends on queries and keys.
+Only calls show whether q, k and v are concatenated or interleaved head by head. So parts of the
+projection are set to 0: zero queries and zero keys both make all scores 0, and with zero values
+nothing depends on queries and keys.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ def _as_matrix(held: Held) -> tuple[Any, int]:
     return matrix, axis
 
 
-def parts_of(call: Call, function: Function, held: Held, heads: tuple[int | None, int | None]) -> Parts:
+def parts_of(
+    call: Call, function: Function, held: Held, heads: tuple[int | None, int | None]
+) -> Parts:
     """Return the indices of q, k and v in the packed projection of a call, cached per module.
 
     Args:
@@ -97,29 +100,48 @@ def parts_of(call: Call, function: Function, held: Held, heads: tuple[int | None
     key = (id(call.owner), heads, *(tuple(x.shape) for x in held.arrays.values()))
     if key in _found:
         return _found[key][0]
-    parts = next((parts for parts in candidates(held, heads) if _is_right(call, function, parts)), None)
+    parts = next(
+        (parts for parts in candidates(held, heads) if _is_right(call, function, parts)), None
+    )
     if parts is None:
         raise Unfit(
-            f"the order of q, k and v in its packed projection {tuple(held.arrays[WEIGHT].shape)} cannot be detected: "
-            "neither concatenated nor head by head" + ("" if heads[0] else ", and the number of heads is unknown")
+            f"the order of q, k and v in its packed projection "
+            f"{tuple(held.arrays[WEIGHT].shape)} cannot be detected: "
+            "neither concatenated nor head by head"
+            + ("" if heads[0] else ", and the number of heads is unknown")
         )
-    if call.owner is None or library_of(call.owner) in ("torch", "nnx"):  # other modules are recreated for every call
+    if call.owner is None or library_of(call.owner) in (
+        "torch",
+        "nnx",
+    ):  # other modules are recreated for every call
         _found[key] = parts, call.owner
     return parts
 
 
 def candidates(held: Held, heads: tuple[int | None, int | None]) -> Iterator[Parts]:
-    """Yield the usual orders: q, k and v concatenated, head by head, or by groups of query heads."""
+    """Yield the usual orders: q, k and v concatenated, head by head, or by groups of query
+    heads.
+    """
     matrix, axis = _as_matrix(held)
     size = matrix.shape[axis]
     num_heads, num_kv_heads = heads
     every = np.arange(size)
-    if num_heads and num_kv_heads and num_heads % num_kv_heads == 0 and size % (num_heads + 2 * num_kv_heads) == 0:
+    if (
+        num_heads
+        and num_kv_heads
+        and num_heads % num_kv_heads == 0
+        and size % (num_heads + 2 * num_kv_heads) == 0
+    ):
         head_dim, group = size // (num_heads + 2 * num_kv_heads), num_heads // num_kv_heads
         ends = [num_heads * head_dim, (num_heads + num_kv_heads) * head_dim]
         yield _named(*np.split(every, ends))
         by_group = every.reshape(num_kv_heads, group + 2, head_dim)
-        yield _named(*(each.ravel() for each in (by_group[:, :group], by_group[:, group], by_group[:, group + 1])))
+        yield _named(
+            *(
+                each.ravel()
+                for each in (by_group[:, :group], by_group[:, group], by_group[:, group + 1])
+            )
+        )
     elif size % 3 == 0:
         yield _named(*np.split(every, 3))
 
@@ -133,7 +155,9 @@ def _is_right(call: Call, function: Function, parts: Parts) -> bool:
         with _quietly(call), user_code("the attention"):
             other = aside(call)
             held = unpacked(held_in(other), parts)
-            changed = {leaf: x * 0 for leaf, x in held.arrays.items() if leaf.split(".")[0] in without}
+            changed = {
+                leaf: x * 0 for leaf, x in held.arrays.items() if leaf.split(".")[0] in without
+            }
             return outputs_in(held.run(function, changed))[0]
 
     try:
@@ -144,7 +168,9 @@ def _is_right(call: Call, function: Function, parts: Parts) -> bool:
             and not same(without_values, right)
         )
     except Exception as error:  # copies and such calls may raise anything
-        raise Unfit(f"its packed projection cannot be examined: {type(error).__name__}: {error}") from error
+        raise Unfit(
+            f"its packed projection cannot be examined: {type(error).__name__}: {error}"
+        ) from error
 
 
 @contextmanager
@@ -178,9 +204,13 @@ def aside(call: Call) -> Call:
     if library == "linen":
         variables = jax.tree.map(concrete, owner.variables)
         rngs = {name: jax.random.key(0) for name in owner.scope.rngs}
-        owner = owner.clone(parent=None).bind(variables, rngs=rngs, mutable=[n for n in variables if n != "params"])
+        owner = owner.clone(parent=None).bind(
+            variables, rngs=rngs, mutable=[n for n in variables if n != "params"]
+        )
     else:
-        owner = fresh_copies(owner, concrete)() if library == "nnx" else jax.tree.map(concrete, owner)
+        owner = (
+            fresh_copies(owner, concrete)() if library == "nnx" else jax.tree.map(concrete, owner)
+        )
     return Call(call.view, args, kwargs, owner)
 
 

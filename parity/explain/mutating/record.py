@@ -1,4 +1,6 @@
-"""Events of an injected bug, written by the test processes as lines of JSON for the process that started them."""
+"""Events of an injected bug, written by the test processes as lines of JSON for the process that
+started them.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "MHA_PARITY_MUTATE"
-"""Environment variable with the order: `module`, `attribute`, `bug`, `view`, and the file `record`."""
+"""Environment variable with the order: `module`, `attribute`, `bug`, `view`, and the file
+`record`.
+"""
 
 Event = tuple[str, str]
-"""An event and its details: `injected`, called, fits (a bug), reached, changed, raised, unfit, uncompared, or failed (a
-test)."""
+"""An event and its details: `injected`, called, fits (a bug), reached, changed, raised, unfit,
+uncompared, or failed (a test).
+"""
 
 
 _noted: set[Event] = set()
@@ -33,7 +38,9 @@ def note(event: str, more: str = "") -> None:
     line = json.dumps([event, more[:300]]) + "\n"
     descriptor = os.open(order()["record"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
-        os.write(descriptor, line.encode())  # one write, so that lines of several processes do not mix
+        os.write(
+            descriptor, line.encode()
+        )  # one write, so that lines of several processes do not mix
     finally:
         os.close(descriptor)
 

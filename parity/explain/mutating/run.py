@@ -26,16 +26,19 @@ from parity.measure.core.records import JsonRecord
 
 STARTUP = Path(__file__).parent / "startup"
 LEAST_TIMEOUT, TIMES_LONGER = 60.0, 10.0
-"""Default limits of a run: a number of seconds, and a multiple of the tests' own duration; the larger counts."""
+"""Default limits of a run: a number of seconds, and a multiple of the tests' own duration; the
+larger counts.
+"""
 
 
 class Status(Enum):
     """Result of an injected bug; all but the first two are gaps of the tests.
 
-    `NOTICED`: the tests fail, and the callable's result is changed; `REFUSED`: the callable itself raises an error,
-    whatever the tests check; `SURVIVED`: the tests pass; `UNCHANGED`: no call returns a different result;
-    `NOT_REACHED`: no call allows it, for example because none has a mask; `TIMED_OUT`. `NOT_INJECTED` is not a gap: the
-    calls show that the callable does not allow it.
+    `NOTICED`: the tests fail, and the callable's result is changed; `REFUSED`: the callable itself
+    raises an error, whatever the tests check; `SURVIVED`: the tests pass; `UNCHANGED`: no call
+    returns a different result; `NOT_REACHED`: no call allows it, for example because none has a
+    mask; `TIMED_OUT`. `NOT_INJECTED` is not a gap: the calls show that the callable does not allow
+    it.
     """
 
     NOTICED = "noticed"
@@ -56,7 +59,8 @@ class Outcome(JsonRecord):
         about: its description.
         page: its page in `mha-parity bugs`.
         status: the result.
-        by: first failing test, or the exit status of other runners; for a bug that was not noticed, the known reason.
+        by: first failing test, or the exit status of other runners; for a bug that was not noticed,
+            the known reason.
         seconds: duration of the tests.
     """
 
@@ -111,7 +115,9 @@ class Suite:
         timeout: seconds for one run.
     """
 
-    def __init__(self, target: str, view: View, command: Sequence[str], timeout: float | None = None) -> None:
+    def __init__(
+        self, target: str, view: View, command: Sequence[str], timeout: float | None = None
+    ) -> None:
         self.module, _, self.attribute = target.partition(":")
         self.view, self.command, self.timeout = view, [*command], timeout
         self.running: set[subprocess.Popen[bytes]] = set()
@@ -128,9 +134,13 @@ class Suite:
             environment = self._environment(folder)
             if is_hooked:
                 told = {"module": self.module, "attribute": self.attribute, "bug": bug}
-                environment[VARIABLE] = json.dumps({**told, "view": asdict(self.view), "record": str(record)})
+                environment[VARIABLE] = json.dumps(
+                    {**told, "view": asdict(self.view), "record": str(record)}
+                )
                 _prepend(environment, "PYTHONPATH", str(STARTUP), os.pathsep)
-                _prepend(environment, "PYTEST_PLUGINS", "parity.explain.mutating.pytest_plugin", ",")
+                _prepend(
+                    environment, "PYTEST_PLUGINS", "parity.explain.mutating.pytest_plugin", ","
+                )
             begun = time.monotonic()
             with printed.open("wb") as out:
                 status = self._wait(environment, out)
@@ -138,11 +148,15 @@ class Suite:
             return Run(status, events(record), said, time.monotonic() - begun)
 
     def _environment(self, folder: str) -> dict[str, str]:
-        """Return the environment: programs of this Python come first, and pytest's cache stays unchanged."""
+        """Return the environment: programs of this Python come first, and pytest's cache stays
+        unchanged.
+        """
         environment = dict(os.environ)
         _prepend(environment, "PATH", str(Path(sys.executable).parent), os.pathsep)
         options = environment.get("PYTEST_ADDOPTS", "")
-        cache = shlex.quote(f"cache_dir={folder}/pytest_cache")  # pytest splits the variable as a shell does
+        cache = shlex.quote(
+            f"cache_dir={folder}/pytest_cache"
+        )  # pytest splits the variable as a shell does
         environment["PYTEST_ADDOPTS"] = f"{options} -o {cache}".strip()
         return environment
 
@@ -200,7 +214,9 @@ def baseline(tests: Suite) -> Run:
     if run.status != 0:
         alone = tests.run(is_hooked=False)
         how = "also by themselves" if alone.status else f"only while {target} is wrapped"
-        raise InputError("the tests", "pass without a bug", f"exit status {run.status}, {how}: {_last(run.said)}")
+        raise InputError(
+            "the tests", "pass without a bug", f"exit status {run.status}, {how}: {_last(run.said)}"
+        )
     if run.first("injected") is None:
         raise InputError(
             "the tests",
@@ -212,7 +228,10 @@ def baseline(tests: Suite) -> Run:
             "the tests",
             f"call {target} by its name",
             "no call",
-            hint=f"functions made from it while {tests.module} was imported, such as its jax.jit, are not replaced",
+            hint=(
+                f"functions made from it while {tests.module} was imported, such as its jax.jit, "
+                f"are not replaced"
+            ),
         )
     return run
 
@@ -250,7 +269,11 @@ def mutate(
         on_bug(name)
         if name not in allowed:
             reason = reasons.get(name, "")
-            found = (Status.NOT_INJECTED, reason, 0.0) if reason else (Status.NOT_REACHED, "no call allows it", 0.0)
+            found = (
+                (Status.NOT_INJECTED, reason, 0.0)
+                if reason
+                else (Status.NOT_REACHED, "no call allows it", 0.0)
+            )
         else:
             run = tests.run(name)
             found = (*_result_of(run), run.seconds)
@@ -275,12 +298,22 @@ def _result_of(run: Run) -> tuple[Status, str]:
     fails = run.first("failed") or f"exit status {run.status}"
     if "reached" not in kinds:
         reason = run.first("unfit")
-        return (Status.NOT_INJECTED, reason) if reason else (Status.NOT_REACHED, "no call allows it")
+        return (
+            (Status.NOT_INJECTED, reason) if reason else (Status.NOT_REACHED, "no call allows it")
+        )
     if kinds & {"changed", "uncompared"}:
-        how = "" if "changed" in kinds else f"; outputs were not compared: {run.first('uncompared')}"
-        return (Status.SURVIVED, how.strip("; ")) if run.status == 0 else (Status.NOTICED, fails + how)
+        how = (
+            "" if "changed" in kinds else f"; outputs were not compared: {run.first('uncompared')}"
+        )
+        return (
+            (Status.SURVIVED, how.strip("; ")) if run.status == 0 else (Status.NOTICED, fails + how)
+        )
     if "raised" in kinds:
         raised = run.first("raised") or ""
-        return (Status.REFUSED, raised) if run.status else (Status.SURVIVED, f"though it raises {raised}")
+        return (
+            (Status.REFUSED, raised)
+            if run.status
+            else (Status.SURVIVED, f"though it raises {raised}")
+        )
     also = f"; yet {fails} fails" if run.status else ""
     return Status.UNCHANGED, f"every call returns the same result without it{also}"

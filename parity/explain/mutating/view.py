@@ -16,7 +16,14 @@ from parity.explain.conformance.discover import framework_of, load_callable, sub
 from parity.explain.conformance.examination import Examination
 from parity.explain.conformance.functional import linen_module, weights_parameter, with_params
 from parity.explain.conformance.questions.masks import causal as asks_causal
-from parity.explain.conformance.signatures import BIASES, PACKED, PROJECTION_NAMES, Parameters, parameters_of, roles_of
+from parity.explain.conformance.signatures import (
+    BIASES,
+    PACKED,
+    PROJECTION_NAMES,
+    Parameters,
+    parameters_of,
+    roles_of,
+)
 from parity.explain.conformance.subjects import NUM_KV_HEADS, Subject
 
 WORDS = {
@@ -38,9 +45,13 @@ OTHER_NEEDS = {
     "heads": "its inputs are not split into heads",
     "layer": "its inputs are split into heads",
     "polarity": "the meaning of True in its mask is unknown: declare it (--mask-true)",
-    "padding polarity": "the meaning of True in its padding mask is unknown: declare it (--padding-true)",
+    "padding polarity": (
+        "the meaning of True in its padding mask is unknown: declare it (--padding-true)"
+    ),
     "top-left": "its causal flag is already aligned to the last key, or its alignment is unknown",
-    "bottom-right": "its causal flag is already aligned to the first key, or its alignment is unknown",
+    "bottom-right": (
+        "its causal flag is already aligned to the first key, or its alignment is unknown"
+    ),
     "groups": "it does not support fewer key/value heads than query heads",
     "ours": "ours cannot replace it: it is not a function of split heads that agrees with ours",
     "projections": "it has no projections: neither a module's nor weights among its parameters",
@@ -99,7 +110,8 @@ class View:
             "projections": self.projections,
             "biases": self.biases,
             "module": self.is_module,
-            "rotation": self.is_module or bool(self.roles.keys() & {"theta", "position_embeddings", "cos"}),
+            "rotation": self.is_module
+            or bool(self.roles.keys() & {"theta", "position_embeddings", "cos"}),
             "padding": bool(self.roles.keys() & {"padding", "lengths"}),
             "cos": "position_embeddings" in self.roles or self.roles.keys() >= {"cos", "sin"},
         }
@@ -109,10 +121,11 @@ class View:
 
 
 def place_of(module: Any, attribute: str) -> tuple[Any, str, bool]:
-    """Return where bugs are injected for a dotted name: the holder, the attribute, and whether it is a method.
+    """Return where bugs are injected for a dotted name: the holder, the attribute, and whether it
+    is a method.
 
-    For a class this is its `forward` or `__call__`; for a module instance, or the `apply` of a linen one, that of its
-    class.
+    For a class this is its `forward` or `__call__`; for a module instance, or the `apply` of a
+    linen one, that of its class.
 
     Raises:
         AttributeError: if the name does not exist.
@@ -141,7 +154,8 @@ def view_of(
     causal_name: str | None = None,
     causal: str | None = None,
 ) -> View:
-    """Return the view of `pkg.module:callable`; undeclared properties are detected as in `conformance`, or left open.
+    """Return the view of `pkg.module:callable`; undeclared properties are detected as in
+    `conformance`, or left open.
 
     Raises:
         ValueError, TypeError: if a required property is neither declared nor detectable.
@@ -155,13 +169,17 @@ def view_of(
     function = getattr(holder, name)
     parameters = parameters_of(function)
     if parameters is None:
-        raise InputError(target, "be a function with inspectable parameters", type(function).__name__)
+        raise InputError(
+            target, "be a function with inspectable parameters", type(function).__name__
+        )
     parameters = dict(list(parameters.items())[is_method:])
     roles = _roles(target, holder if is_method else function, parameters, mask_name, causal_name)
     taken = found if params is None else with_params(found, params, target)
     framework = framework or (framework_of(holder) if is_method else None) or framework_of(taken)
     if framework not in ("torch", "jax"):
-        raise InputError("framework", "be declared as torch or jax if it cannot be detected", target)
+        raise InputError(
+            "framework", "be declared as torch or jax if it cannot be detected", target
+        )
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     has_weights, left = is_method or "weights" in roles, parameters.keys() - {*roles.values()}
     plain = View(
@@ -177,26 +195,41 @@ def view_of(
         biases=has_weights or any(left & {*names} for names in BIASES.values()),
         is_module=is_method,
     )
-    declared = {"axes": axes, "mask_name": mask_name, "mask_true": mask_true, "causal_name": causal_name}
+    declared = {
+        "axes": axes,
+        "mask_name": mask_name,
+        "mask_true": mask_true,
+        "causal_name": causal_name,
+    }
     try:
         subject = subject_of(taken, target, framework=framework, causal=causal, **declared)  # type: ignore[arg-type]
         found_out = _examined(plain, subject)
     except (ValueError, TypeError, Refused, Failed) as error:
         if not axes and {"key", "value"} <= roles.keys() and not plain.projections:
-            raise InputError("axes", "be declared if they cannot be detected", str(error)) from error
+            raise InputError(
+                "axes", "be declared if they cannot be detected", str(error)
+            ) from error
         error = error.renamed(_in_flags) if isinstance(error, InputError) else error
         return replace(plain, axes=axes or "BTE", note=str(error).split("\n")[0])
     if mask_true and mask_true != found_out.mask_true:
         seen = found_out.mask_true or "neither"
         raise InputError(
-            "mask_true", f"be the meaning of True in the mask of {target}", mask_true=mask_true, hint=f"seen: {seen}"
+            "mask_true",
+            f"be the meaning of True in the mask of {target}",
+            mask_true=mask_true,
+            hint=f"seen: {seen}",
         )
     return found_out
 
 
 def _in_flags(name: str, value: Any) -> tuple[str, Any]:
     """Return a declaration as a command-line flag and its value."""
-    return f"--{name.replace('_', '-')}" if name in ("params", "d_model", "mask_name", "framework") else name, value
+    return f"--{name.replace('_', '-')}" if name in (
+        "params",
+        "d_model",
+        "mask_name",
+        "framework",
+    ) else name, value
 
 
 def _roles(
@@ -206,16 +239,23 @@ def _roles(
     mask_name: str | None,
     causal_name: str | None,
 ) -> dict[str, str]:
-    """Return parameters by role; `query` is the first one that has no other role and is not a projection."""
+    """Return parameters by role; `query` is the first one that has no other role and is not a
+    projection.
+    """
     if not parameters:
         raise InputError(target, "accept queries or their input", "no parameters")
     inputs = {"query", "key", "value", "k", "v"}
-    others = {name: each for name, each in parameters.items() if name not in PROJECTION_NAMES - inputs}
+    others = {
+        name: each for name, each in parameters.items() if name not in PROJECTION_NAMES - inputs
+    }
     roles = roles_of(target, others, mask_name=mask_name, causal_name=causal_name)
     if weights := weights_parameter(function, parameters):
         roles["weights"] = weights
     known = {*PROJECTION_NAMES, *roles.values()} - {"query", "q"}
-    return {"query": next((name for name in parameters if name not in known), next(iter(parameters))), **roles}
+    return {
+        "query": next((name for name in parameters if name not in known), next(iter(parameters))),
+        **roles,
+    }
 
 
 def _examined(view: View, subject: Subject) -> View:
@@ -234,7 +274,11 @@ def _examined(view: View, subject: Subject) -> View:
         query, key, value = exam.inputs()
         found = replace(found, is_ours=_is_ours(exam))
         with suppress(Refused, Failed):
-            run(subject, exam.base, (query, key[:, :NUM_KV_HEADS].copy(), value[:, :NUM_KV_HEADS].copy()))
+            run(
+                subject,
+                exam.base,
+                (query, key[:, :NUM_KV_HEADS].copy(), value[:, :NUM_KV_HEADS].copy()),
+            )
             found = replace(found, has_groups=True)
     return found
 

@@ -1,7 +1,8 @@
-"""Write attention as source code: the plain code of one layer, without options and without this package.
+"""Write attention as source code: the plain code of one layer, without options and without this
+package.
 
-Each framework has a template: a plain definition of attention with a branch for each field of a specification.
-`specialize` keeps the parts that a layer needs.
+Each framework has a template: a plain definition of attention with a branch for each field of a
+specification. `specialize` keeps the parts that a layer needs.
 """
 
 from __future__ import annotations
@@ -31,17 +32,20 @@ KEEP = ("Attention", "attention")
 def source_of(spec: AttentionSpec, framework: str, **call: Unpack[CallKeywords]) -> str:
     """Return the source of a module that computes one layer in plain code.
 
-    It has no branches for other layers. Weights have their canonical names. In torch they are the state dict of
-    `Attention`. In JAX `attention` accepts nested mappings, kernels (in, out). In TTNN they are an argument of
-    `Attention`. Inputs must be finite: NaN in a hidden key may propagate.
+    It has no branches for other layers. Weights have their canonical names. In torch they are the
+    state dict of `Attention`. In JAX `attention` accepts nested mappings, kernels (in, out). In
+    TTNN they are an argument of `Attention`. Inputs must be finite: NaN in a hidden key may
+    propagate.
 
     Args:
         spec: the layer.
         framework: `jax`, `torch` or `ttnn`.
-        call: the form of its calls, see `CallKeywords`; default: causal self-attention without a cache.
+        call: the form of its calls, see `CallKeywords`; default: causal self-attention without a
+            cache.
 
     Returns:
-        The source. Features that act only in training are left out, except torch's dropout of attention weights.
+        The source. Features that act only in training are left out, except torch's dropout of
+        attention weights.
 
     Raises:
         ValueError: if the framework is unknown, or the keywords conflict.
@@ -50,11 +54,13 @@ def source_of(spec: AttentionSpec, framework: str, **call: Unpack[CallKeywords])
 
 
 def source_of_layer(layer: FileLayer, framework: str, **call: Unpack[CallKeywords]) -> str:
-    """Return the source of a checkpoint's layer, with a function that accepts the checkpoint's tensors.
+    """Return the source of a checkpoint's layer, with a function that accepts the checkpoint's
+    tensors.
 
     Args:
         layer: a layer of an open file.
-        framework, call: as in `source_of`; by default, causality and cross-attention follow the layer.
+        framework, call: as in `source_of`; by default, causality and cross-attention follow the
+            layer.
 
     Raises:
         ValueError: as in `source_of`, or if the tensors are quantized.
@@ -63,9 +69,14 @@ def source_of_layer(layer: FileLayer, framework: str, **call: Unpack[CallKeyword
 
 
 def call_of_layer(layer: FileLayer, **call: Unpack[CallKeywords]) -> CallForm:
-    """Return the form of calls of a checkpoint's layer: that of its model, overridden by keywords."""
+    """Return the form of calls of a checkpoint's layer: that of its model, overridden by
+    keywords.
+    """
     is_causal = layer.model is None or layer.model.is_causal is not False
-    default: CallKeywords = {"is_cross": layer.is_cross, "is_causal": is_causal and not layer.is_cross}
+    default: CallKeywords = {
+        "is_cross": layer.is_cross,
+        "is_causal": is_causal and not layer.is_cross,
+    }
     return CallForm(**{**default, **call})
 
 
@@ -78,8 +89,8 @@ def written(
 ) -> str:
     """Return the source of a layer, followed by that of a function that loads its weights.
 
-    The template becomes code without any text of a checkpoint. Only the loader has such text, and it comes last: it has
-    no branches to specialize.
+    The template becomes code without any text of a checkpoint. Only the loader has such text, and
+    it comes last: it has no branches to specialize.
 
     Args:
         spec, framework, call: as in `source_of`.
@@ -90,19 +101,31 @@ def written(
         raise InputError("framework", f"be one of {', '.join(NAMES)}", framework=framework)
     if call.is_cross and (spec.rope is not None or spec.latent is not None):
         raise InputError(
-            "is_cross", "be False with RoPE or latents, whose keys come from the queries' tokens", spec=spec
+            "is_cross",
+            "be False with RoPE or latents, whose keys come from the queries' tokens",
+            spec=spec,
         )
     if not call.is_cross and spec.d_kv != spec.d_in:
-        raise InputError("is_cross", "be True for keys of another width", d_in=spec.d_in, d_kv=spec.d_kv)
+        raise InputError(
+            "is_cross", "be True for keys of another width", d_in=spec.d_in, d_kv=spec.d_kv
+        )
     if spec.shared_kv and call.is_cross:
-        raise InputError("is_cross", "be False with shared_kv, whose keys are those of another layer", is_cross=True)
+        raise InputError(
+            "is_cross",
+            "be False with shared_kv, whose keys are those of another layer",
+            is_cross=True,
+        )
     if call.has_positions and not spec.has_positions:
-        raise InputError("has_positions", "be False for a layer without RoPE and temperature", has_positions=True)
+        raise InputError(
+            "has_positions", "be False for a layer without RoPE and temperature", has_positions=True
+        )
     known = {"spec": replace(spec, fused_qkv=False), "call": call, "ABSENT": ABSENT, **_records()}
     template = (TEMPLATES / f"{framework}.py").read_text().replace(NAMES_GO_HERE, _names(), 1)
     keep = [*_public_names(spec, call), *(loader.used if loader is not None else ())]
     source = specialize(template, known, _unused(spec, call), keep, decided)
-    source = source.replace("TITLE", docstring_of(spec, framework, call), 1).replace("ABOUT", title_of(spec, call), 1)
+    source = source.replace("TITLE", docstring_of(spec, framework, call), 1).replace(
+        "ABOUT", title_of(spec, call), 1
+    )
     if loader is None:
         return source
     with_loader = f"{source}\n\n{loader.source}"

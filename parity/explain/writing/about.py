@@ -26,7 +26,10 @@ def title_of(spec: AttentionSpec, call: CallForm) -> str:
     if spec.latent is not None:
         words.append("with latents")
     if spec.shared_kv:
-        words.append(f"over the {'keys and values' if call.cache is None else f'{call.cache} cache'} of another layer")
+        words.append(
+            f"over the {'keys and values' if call.cache is None else f'{call.cache} cache'} of "
+            f"another layer"
+        )
     if spec.window_size is not None:
         words.append(f"within a window of {spec.window_size}")
     if spec.chunk_size is not None:
@@ -46,15 +49,25 @@ def docstring_of(spec: AttentionSpec, framework: str, call: CallForm) -> str:
         left_out = [name for name in left_out if name != "dropout"]
     heads = f"{spec.num_heads} heads of {spec.head_dim} features"
     if spec.num_kv_heads != spec.num_heads:
-        heads = f"{spec.num_heads} query heads and {spec.num_kv_heads} key/value heads of {spec.head_dim} features"
+        heads = (
+            f"{spec.num_heads} query heads and {spec.num_kv_heads} key/value heads of "
+            f"{spec.head_dim} features"
+        )
     paragraphs = [
         f"{title_of(spec, call)[:-1]}: {heads}, in {NAMES[framework]}.",
         f"Written by mha-parity from {spec!r}.",
         f"Axes: {', '.join(axes)}. Inputs are finite.",
-        *([f"Left out, because it acts in training only: {', '.join(left_out)}."] if left_out else []),
+        *(
+            [f"Left out, because it acts in training only: {', '.join(left_out)}."]
+            if left_out
+            else []
+        ),
         f"Sources: {'; '.join(sources_of(spec))}.",
     ]
-    filled = (textwrap.wrap(each, WIDTH - 3, break_long_words=False, break_on_hyphens=False) for each in paragraphs)
+    filled = (
+        textwrap.wrap(each, WIDTH - 3, break_long_words=False, break_on_hyphens=False)
+        for each in paragraphs
+    )
     return "\n\n".join("\n".join(lines) for lines in filled) + "\n"
 
 
@@ -67,10 +80,12 @@ def sources_of(spec: AttentionSpec) -> list[str]:
         "grouped-query attention, arXiv:2305.13245": spec.num_kv_heads != spec.num_heads,
         "cross-layer attention, arXiv:2405.12981": spec.shared_kv,
         "DeepSeek-V2, arXiv:2405.04434": spec.latent is not None,
-        "RMSNorm, arXiv:1910.07467": spec.latent is not None or any(norm.kind == "rms" for norm in norms),
+        "RMSNorm, arXiv:1910.07467": spec.latent is not None
+        or any(norm.kind == "rms" for norm in norms),
         "LayerNorm, arXiv:1607.06450": any(norm.kind == "layer" for norm in norms),
         "RoFormer, arXiv:2104.09864": spec.rope is not None,
-        SCALINGS.get(scaling.kind if scaling else "", ""): scaling is not None and scaling.kind in SCALINGS,
+        SCALINGS.get(scaling.kind if scaling else "", ""): scaling is not None
+        and scaling.kind in SCALINGS,
         "Qwen2-VL, arXiv:2409.12191": spec.rope is not None and spec.rope.sections is not None,
         "Scalable-Softmax, arXiv:2501.19399": spec.temperature is not None,
         "Gemma 2, arXiv:2408.00118": spec.soft_cap is not None,
@@ -79,7 +94,8 @@ def sources_of(spec: AttentionSpec) -> list[str]:
         "T5, arXiv:1910.10683": isinstance(spec.relative_bias, RelativeBias),
         "Swin Transformer, arXiv:2103.14030": isinstance(spec.relative_bias, GridBias),
         "Relative Position Representations, arXiv:1803.02155": spec.relative_products is not None,
-        "DeBERTa, arXiv:2006.03654": spec.relative_products is not None and spec.relative_products.of_keys,
+        "DeBERTa, arXiv:2006.03654": spec.relative_products is not None
+        and spec.relative_products.of_keys,
         "Longformer, arXiv:2004.05150": spec.window_size is not None,
         "Gated Attention, arXiv:2505.06708": spec.gate is not None,
     }

@@ -1,4 +1,6 @@
-"""Write the test of a written layer: against the float64 reference, or against a trace without this package."""
+"""Write the test of a written layer: against the float64 reference, or against a trace without this
+package.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +38,27 @@ class Check(NamedTuple):
 
 
 def case_of(name: str, spec: AttentionSpec, call: CallForm) -> Case:
-    """Return the test case of a written layer; with a cache, a prompt followed by steps of one and two tokens."""
+    """Return the test case of a written layer; with a cache, a prompt followed by steps of one and
+    two tokens.
+    """
     options: dict[str, Any] = {"first_position": 3} if call.has_positions else {}
     if call.cache is not None:
         options |= {"chunks": (6, 1, 2), "seq_len": 9, "capacity": 10}
         options |= {"new_lengths": ((6, 4), (1, 1), (0, 2))} if call.cache == "ragged" else {}
     else:
-        options |= {"seq_len": 9, "is_causal": call.is_causal, "random_mask": call.has_mask, "bias": call.has_bias}
+        options |= {
+            "seq_len": 9,
+            "is_causal": call.is_causal,
+            "random_mask": call.has_mask,
+            "bias": call.has_bias,
+        }
         options |= {"seq_len_k": 7} if call.is_cross else {}
     return Case(name, spec, "a written layer", **options)
 
 
-def check_of(module: str, spec: AttentionSpec, framework: str, call: CallForm, *, with_trace: bool = False) -> Check:
+def check_of(
+    module: str, spec: AttentionSpec, framework: str, call: CallForm, *, with_trace: bool = False
+) -> Check:
     """Return the test of a written layer.
 
     Args:
@@ -59,13 +70,18 @@ def check_of(module: str, spec: AttentionSpec, framework: str, call: CallForm, *
         ValueError: if the layer attends to the cache of another layer.
     """
     if spec.shared_kv and call.cache is not None:
-        raise InputError("cache", "be None in a test with shared_kv, because another layer fills it", cache=call.cache)
+        raise InputError(
+            "cache",
+            "be None in a test with shared_kv, because another layer fills it",
+            cache=call.cache,
+        )
     case = case_of(module, spec, call)
     source = "\n".join(_lines(module, spec, framework, call, case, with_trace)) + "\n"
     return Check(source, _trace_of(case) if with_trace else None)
 
 
-# ---- The source ------------------------------------------------------------------------------------------------------
+# ---- The source
+# --------------------------------------------------------------------------------------------------
 
 
 def _lines(
@@ -77,15 +93,25 @@ def _lines(
     if with_trace:
         yield from ["from pathlib import Path", ""]
     yield "import numpy as np"
-    yield from {"jax": ["import jax", "import jax.numpy as jnp"], "torch": ["import torch"], "ttnn": ["import ttnn"]}[
-        framework
-    ]
+    yield from {
+        "jax": ["import jax", "import jax.numpy as jnp"],
+        "torch": ["import torch"],
+        "ttnn": ["import ttnn"],
+    }[framework]
     entry = "attention" if framework == "jax" else "Attention"
     names = f"{entry}, empty_cache" if call.cache is not None and framework != "ttnn" else entry
     yield f"from {module} import {names}"
     if not with_trace:
-        words = sorted({word for word in re.findall(r"[A-Z]\w+", repr(spec)) if hasattr(mha_spec, word)})
-        yield from ["", "import parity", f"from mha_spec import {', '.join(words)}", "", *_wrapped(f"SPEC = {spec!r}")]
+        words = sorted(
+            {word for word in re.findall(r"[A-Z]\w+", repr(spec)) if hasattr(mha_spec, word)}
+        )
+        yield from [
+            "",
+            "import parity",
+            f"from mha_spec import {', '.join(words)}",
+            "",
+            *_wrapped(f"SPEC = {spec!r}"),
+        ]
         yield from _wrapped(f"CASE = parity.Case({_arguments(case)})")
     else:
         yield from ["", f'with np.load(Path(__file__).with_name("{module}_trace.npz")) as file:']
@@ -95,7 +121,10 @@ def _lines(
     yield from ["", ""]
     if with_trace:
         yield "def draw_weights():"
-        yield '    """Return the weights of the trace, which are drawn again because they are large."""'
+        yield (
+            '    """Return the weights of the trace, which are drawn again because they are '
+            'large."""'
+        )
         yield f"    rng = np.random.default_rng({SEED})"
         yield "    return {"
         yield "        name: rng.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5)"
@@ -124,7 +153,9 @@ def _lines(
 
 
 def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(
+        text, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 _PARAMS_OF = '''def params_of(weights):
@@ -159,7 +190,11 @@ _LAYER = {
 def _one_call(framework: str, call: CallForm, case: Case, with_trace: bool) -> Iterator[str]:
     names = ("query", *(("key",) if call.is_cross else ("k", "v") if case.spec.shared_kv else ()))
     arguments = [_array(framework, f'inputs["{name}"]') for name in names]
-    arguments += [_beside(framework, f'inputs["{name}"]') for name in ("mask", "bias") if name in _passed(call)]
+    arguments += [
+        _beside(framework, f'inputs["{name}"]')
+        for name in ("mask", "bias")
+        if name in _passed(call)
+    ]
     arguments += [_beside(framework, _positions("", with_trace))] * call.has_positions
     params = ["params"] if framework == "jax" else []
     yield f'    outputs = {{"output": layer({", ".join(params + arguments)})}}'
@@ -189,7 +224,11 @@ def _passed(call: CallForm) -> list[str]:
 
 
 def _array(framework: str, text: str) -> str:
-    return {"torch": f"torch.tensor({text})", "jax": f"jnp.asarray({text})", "ttnn": f"layer.upload({text})"}[framework]
+    return {
+        "torch": f"torch.tensor({text})",
+        "jax": f"jnp.asarray({text})",
+        "ttnn": f"layer.upload({text})",
+    }[framework]
 
 
 def _beside(framework: str, text: str) -> str:
@@ -208,15 +247,23 @@ def _arguments(case: Case) -> str:
     plain = Case(case.name, case.spec, case.about)
     given = {name: value for name, value in vars(case).items() if getattr(plain, name) != value}
     return ", ".join(
-        [repr(case.name), "SPEC", repr(case.about), *(f"{name}={value!r}" for name, value in given.items())]
+        [
+            repr(case.name),
+            "SPEC",
+            repr(case.about),
+            *(f"{name}={value!r}" for name, value in given.items()),
+        ]
     )
 
 
-# ---- The trace -------------------------------------------------------------------------------------------------------
+# ---- The trace
+# --------------------------------------------------------------------------------------------------
 
 
 def _trace_of(case: Case) -> bytes:
-    """Return an npz file of the inputs of a case, its outputs in float64, and the allowed error of each."""
+    """Return an npz file of the inputs of a case, its outputs in float64, and the allowed error of
+    each.
+    """
     rng = np.random.default_rng(SEED)
     weights = {
         name: rng.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5)

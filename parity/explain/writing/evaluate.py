@@ -1,8 +1,8 @@
 """Values of the expressions in templates, computed from the syntax tree without Python's `eval`.
 
-An expression can read the names that it was given, public attributes and entries, compute with them, and call a few
-functions and public methods. It cannot import, define or assign anything, or reach a private name, so that even a
-template from someone else could not run code here.
+An expression can read the names that it was given, public attributes and entries, compute with
+them, and call a few functions and public methods. It cannot import, define or assign anything, or
+reach a private name, so that even a template from someone else could not run code here.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def value_of(node: ast.expr, known: Mapping[str, Any]) -> Any:
 
     Raises:
         ValueError: if it contains anything that templates do not need.
-        Exception: as Python raises it for the same expression, for example for an attribute that does not exist.
+        Exception: as Python raises it for the same expression, for example for an attribute that
+            does not exist.
     """
     match node:
         case ast.Constant():
@@ -84,7 +85,9 @@ def value_of(node: ast.expr, known: Mapping[str, Any]) -> Any:
         case ast.UnaryOp() if type(node.op) in SIGNS:
             return SIGNS[type(node.op)](value_of(node.operand, known))
         case ast.BinOp() if type(node.op) in ARITHMETIC:
-            return ARITHMETIC[type(node.op)](value_of(node.left, known), value_of(node.right, known))
+            return ARITHMETIC[type(node.op)](
+                value_of(node.left, known), value_of(node.right, known)
+            )
         case ast.Compare():
             return _comparison(node, known)
         case ast.IfExp():
@@ -131,7 +134,9 @@ def _comparison(node: ast.Compare, known: Mapping[str, Any]) -> bool:
     return True
 
 
-def _elements(node: ast.ListComp | ast.SetComp | ast.GeneratorExp, known: Mapping[str, Any]) -> Iterator[Any]:
+def _elements(
+    node: ast.ListComp | ast.SetComp | ast.GeneratorExp, known: Mapping[str, Any]
+) -> Iterator[Any]:
     """Yield the elements of a comprehension over one sequence."""
     loop, *more_loops = node.generators
     if more_loops or not isinstance(loop.target, ast.Name):

@@ -18,11 +18,13 @@ ARRAYS = {"torch": "Tensor", "jax": "np.ndarray", "ttnn": "np.ndarray"}
 
 
 class Loader(NamedTuple):
-    """The source of a function that builds the weights of a layer from the tensors of its checkpoint.
+    """The source of a function that builds the weights of a layer from the tensors of its
+    checkpoint.
 
     Attributes:
         source: the source.
-        numbered: the same source without text of the checkpoint: numbers stand for the names of tensors.
+        numbered: the same source without text of the checkpoint: numbers stand for the names of
+            tensors.
         names: the names of tensors, by number.
     """
 
@@ -33,7 +35,9 @@ class Loader(NamedTuple):
     @property
     def used(self) -> set[str]:
         """Names of Python that the function refers to, such as modules to import."""
-        return {node.id for node in ast.walk(ast.parse(self.numbered)) if isinstance(node, ast.Name)}
+        return {
+            node.id for node in ast.walk(ast.parse(self.numbered)) if isinstance(node, ast.Name)
+        }
 
 
 def loader_of(layer: FileLayer, framework: str) -> Loader:
@@ -43,7 +47,11 @@ def loader_of(layer: FileLayer, framework: str) -> Loader:
         ValueError: if the tensors are quantized.
     """
     if layer.quantised:
-        raise InputError("the layer", "hold floating-point tensors to be loaded by plain code", str(layer.quantised))
+        raise InputError(
+            "the layer",
+            "hold floating-point tensors to be loaded by plain code",
+            str(layer.quantised),
+        )
     names = list(dict.fromkeys(layer.sources.values()))
     numbers = {name: str(number) for number, name in enumerate(names)}
     source = _function(_expressions(layer, framework, string_literal), framework)
@@ -114,7 +122,8 @@ def _entries(entries: Mapping[str, str], indent: int) -> Iterator[str]:
             yield f"{' ' * indent}),"
 
 
-# ---- Expressions -----------------------------------------------------------------------------------------------------
+# ---- Expressions
+# --------------------------------------------------------------------------------------------------
 
 
 class _Traced(np.ndarray):
@@ -153,13 +162,17 @@ class _Traced(np.ndarray):
         return self._made(self._plain.transpose(order), self.text + text)
 
     def swapaxes(self, first: Any, second: Any, /) -> Any:
-        return self._made(self._plain.swapaxes(first, second), f"{self.text}.swapaxes({first}, {second})")
+        return self._made(
+            self._plain.swapaxes(first, second), f"{self.text}.swapaxes({first}, {second})"
+        )
 
     def __getitem__(self, key: Any) -> _Traced:
         keys = key if isinstance(key, tuple) else (key,)
         return self._made(self._plain[key], f"{self.text}[{', '.join(map(_index, keys))}]")
 
-    def __array_function__(self, function: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def __array_function__(
+        self, function: Callable[..., Any], types: Any, args: Any, kwargs: Any
+    ) -> Any:
         if function is np.count_nonzero:  # the padding of heads is not checked
             return 0
         if function is not np.stack:

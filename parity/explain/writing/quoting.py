@@ -1,6 +1,8 @@
-"""Text that came with a file, in the source of a written module: as keys of `tensors`, and nowhere else.
+"""Text that came with a file, in the source of a written module: as keys of `tensors`, and nowhere
+else.
 
-The names of tensors are the only such text. Everything else in a written module comes from a template or is a number.
+The names of tensors are the only such text. Everything else in a written module comes from a
+template or is a number.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ RULE = f"be Python that has the names of tensors as keys of {TENSORS} alone"
 def string_literal(text: str) -> str:
     r"""Return Python's literal of a text, within printable ASCII.
 
-    No character can end the string, start a line or an escape, or look like another one: quotes and backslashes are
-    escaped, and all others, such as line ends of Unicode, are written by their number.
+    No character can end the string, start a line or an escape, or look like another one: quotes and
+    backslashes are escaped, and all others, such as line ends of Unicode, are written by their
+    number.
     """
     return '"' + "".join(map(_escaped, text)) + '"'
 
@@ -42,7 +45,8 @@ def check_keys(source: str, numbered: str, names: Sequence[str]) -> None:
         names: the names.
 
     Raises:
-        ValueError: if the sources differ in anything but these keys. It would be a bug of this package.
+        ValueError: if the sources differ in anything but these keys. It would be a bug of this
+            package.
     """
     try:
         tree = _Numbering(names).visit(ast.parse(source))

@@ -1,11 +1,12 @@
 """Specialize a template: keep the code that one layer needs, with its constants filled in.
 
-A template is a Python module whose branches depend on names that are known when it is specialized: `spec`, `call`,
-and lower-case module names that are computed from them. The result has none of these names:
+A template is a Python module whose branches depend on names that are known when it is specialized:
+`spec`, `call`, and lower-case module names that are computed from them. The result has none of
+these names:
 
 - if the condition of an `if` or a conditional expression is known, the branch taken replaces it;
-- parameters and arguments with unused names, and arguments whose value is `ABSENT`, are removed, with their entries in
-  docstrings;
+- parameters and arguments with unused names, and arguments whose value is `ABSENT`, are removed,
+  with their entries in docstrings;
 - a known expression is replaced by its value;
 - an UPPERCASE name of the module stays a constant; one that only renames another is replaced by it;
 - unreferenced imports, functions, classes, constants and variables are removed.
@@ -93,7 +94,8 @@ def _edited(text: str, edits: list[Edit]) -> str:
     return "".join([*parts, text[end:]])
 
 
-# ---- Sources ---------------------------------------------------------------------------------------------------------
+# ---- Sources
+# --------------------------------------------------------------------------------------------------
 
 
 class _Source:
@@ -110,7 +112,9 @@ class _Source:
         return self.offsets[node.lineno - 1] + self._column(node.lineno, node.col_offset)
 
     def end(self, node: Any) -> int:
-        return self.offsets[node.end_lineno - 1] + self._column(node.end_lineno, node.end_col_offset)
+        return self.offsets[node.end_lineno - 1] + self._column(
+            node.end_lineno, node.end_col_offset
+        )
 
     def _column(self, line: int, num_bytes: int) -> int:
         return len(self.lines[line - 1].encode()[:num_bytes].decode())
@@ -127,12 +131,22 @@ class _Source:
 
 
 def _first_line(statement: ast.stmt) -> int:
-    return min([statement.lineno, *(each.lineno for each in getattr(statement, "decorator_list", []))])
+    return min(
+        [statement.lineno, *(each.lineno for each in getattr(statement, "decorator_list", []))]
+    )
 
 
 def _is_known(node: ast.AST, known: Mapping[str, Any]) -> bool:
-    names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
-    own = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+    names = {
+        each.id
+        for each in ast.walk(node)
+        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)
+    }
+    own = {
+        each.id
+        for each in ast.walk(node)
+        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+    }
     return names - own <= known.keys()
 
 
@@ -143,7 +157,8 @@ def _decide(condition: ast.expr, known: Mapping[str, Any], decided: set[Decision
     return holds
 
 
-# ---- Branches --------------------------------------------------------------------------------------------------------
+# ---- Branches
+# --------------------------------------------------------------------------------------------------
 
 
 class _Branches(_Source):
@@ -177,7 +192,9 @@ class _Branches(_Source):
                 yield from self._lines(body, after + 1, indent + 4)
                 if others := getattr(statement, "orelse", None):
                     place = f"an else in line {others[0].lineno}"
-                    raise ValueError(f"a template must not have an else of an unknown condition, got {place}")
+                    raise ValueError(
+                        f"a template must not have an else of an unknown condition, got {place}"
+                    )
             else:
                 yield from lead
                 yield from self._shifted(begin, first, shift)
@@ -204,7 +221,9 @@ class _Branches(_Source):
         return [line[shift:] if line.strip() else line for line in self.lines[first - 1 : stop - 1]]
 
     def _makes_known(self, statement: ast.stmt) -> bool:
-        """Return whether a module-level statement defines known lower-case names, and record their values."""
+        """Return whether a module-level statement defines known lower-case names, and record their
+        values.
+        """
         if not (isinstance(statement, ast.Assign) and _is_known(statement.value, self.known)):
             return False
         target = statement.targets[0]
@@ -212,14 +231,21 @@ class _Branches(_Source):
         if not all(name.islower() for name in names):
             return False
         value = value_of(statement.value, self.known)
-        self.known |= {names[0]: value} if isinstance(target, ast.Name) else dict(zip(names, value, strict=True))
+        self.known |= (
+            {names[0]: value}
+            if isinstance(target, ast.Name)
+            else dict(zip(names, value, strict=True))
+        )
         return True
 
 
-# ---- Edits -----------------------------------------------------------------------------------------------------------
+# ---- Edits
+# --------------------------------------------------------------------------------------------------
 
 
-def _conditional_expressions(source: _Source, known: Mapping[str, Any], decided: set[Decision]) -> Iterator[Edit]:
+def _conditional_expressions(
+    source: _Source, known: Mapping[str, Any], decided: set[Decision]
+) -> Iterator[Edit]:
     for node in ast.walk(source.tree):
         if isinstance(node, ast.IfExp) and _is_known(node.test, known):
             chosen = node.body if _decide(node.test, known, decided) else node.orelse
@@ -242,7 +268,9 @@ def _arguments(source: _Source, unused: Collection[str]) -> Iterator[Edit]:
             if index + 1 < len(given):
                 yield Edit(source.begin(each), source.begin(given[index + 1]))
             else:
-                yield Edit(source.end(given[index - 1]) if index else source.begin(each), source.end(each))
+                yield Edit(
+                    source.end(given[index - 1]) if index else source.begin(each), source.end(each)
+                )
 
 
 def _name_of(argument: ast.expr | ast.keyword) -> str | None:
@@ -271,18 +299,31 @@ def _known_expressions(source: _Source, known: Mapping[str, Any]) -> Iterator[Ed
             try:
                 value = value_of(node, known)
             except Exception as error:
-                raise ValueError(f"a template must be able to compute {source.segment(node)}: {error}") from error
+                raise ValueError(
+                    f"a template must be able to compute {source.segment(node)}: {error}"
+                ) from error
             if isinstance(value, LITERALS):
                 text = repr(value)
                 if isinstance(value, tuple) and node.col_offset + len(text) > WIDTH:
-                    indent = " " * (len(source.lines[node.lineno - 1]) - len(source.lines[node.lineno - 1].lstrip()))
-                    text = "".join(["(\n", *(f"{indent}    {each!r},\n" for each in value), f"{indent})"])
-                yield Edit(*_with_parentheses(source.text, source.begin(node), source.end(node)), text)
+                    indent = " " * (
+                        len(source.lines[node.lineno - 1])
+                        - len(source.lines[node.lineno - 1].lstrip())
+                    )
+                    text = "".join(
+                        ["(\n", *(f"{indent}    {each!r},\n" for each in value), f"{indent})"]
+                    )
+                yield Edit(
+                    *_with_parentheses(source.text, source.begin(node), source.end(node)), text
+                )
 
 
 def _with_parentheses(text: str, begin: int, end: int) -> tuple[int, int]:
     """Return the range of an expression, including its parentheses unless they belong to a call."""
-    if text[begin - 1] == "(" and text[end : end + 1] == ")" and not re.match(r"[\w)\]]", text[begin - 2]):
+    if (
+        text[begin - 1] == "("
+        and text[end : end + 1] == ")"
+        and not re.match(r"[\w)\]]", text[begin - 2])
+    ):
         return begin - 1, end + 1
     return begin, end
 
@@ -293,7 +334,9 @@ def _aliases(source: _Source) -> Iterator[Edit]:
         if not (isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Name)):
             continue
         target = statement.targets[0]
-        if not (isinstance(target, ast.Name) and target.id.isupper() and statement.value.id.isupper()):
+        if not (
+            isinstance(target, ast.Name) and target.id.isupper() and statement.value.id.isupper()
+        ):
             continue
         for node in ast.walk(source.tree):
             if isinstance(node, ast.Name) and node.id == target.id and node is not target:
@@ -304,21 +347,34 @@ def _aliases(source: _Source) -> Iterator[Edit]:
 
 def _unreferenced(source: _Source, keep: Collection[str]) -> Iterator[Edit]:
     """Yield edits that remove unreferenced imports, functions, classes, constants and variables."""
-    used = {each.id for each in ast.walk(source.tree) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
+    used = {
+        each.id
+        for each in ast.walk(source.tree)
+        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)
+    }
     used |= set(keep)
     for statement in source.tree.body:
         if isinstance(statement, (ast.Import, ast.ImportFrom)):
-            held = [each for each in statement.names if (each.asname or each.name).split(".")[0] in used]
+            held = [
+                each for each in statement.names if (each.asname or each.name).split(".")[0] in used
+            ]
             if not held:
                 yield source.without(statement)
             elif len(held) < len(statement.names):
                 names = ", ".join(map(source.segment, held))
-                before = f"from {statement.module} " if isinstance(statement, ast.ImportFrom) else ""
-                yield Edit(source.begin(statement), source.end(statement), f"{before}import {names}")
+                before = (
+                    f"from {statement.module} " if isinstance(statement, ast.ImportFrom) else ""
+                )
+                yield Edit(
+                    source.begin(statement), source.end(statement), f"{before}import {names}"
+                )
         elif isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
             if statement.name not in used:
                 yield source.without(statement)
-        elif isinstance(statement, ast.Assign) and not {each.id for each in _targets(statement)} & used:
+        elif (
+            isinstance(statement, ast.Assign)
+            and not {each.id for each in _targets(statement)} & used
+        ):
             yield source.without(statement)
     for function in ast.walk(source.tree):
         if isinstance(function, ast.FunctionDef):
@@ -326,10 +382,18 @@ def _unreferenced(source: _Source, keep: Collection[str]) -> Iterator[Edit]:
 
 
 def _unused_variables(source: _Source, function: ast.FunctionDef) -> Iterator[Edit]:
-    loaded = {each.id for each in ast.walk(function) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
+    loaded = {
+        each.id
+        for each in ast.walk(function)
+        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)
+    }
     for statement in ast.walk(function):
         target = statement.targets[0] if isinstance(statement, ast.Assign) else None
-        if isinstance(statement, ast.Assign) and isinstance(target, ast.Name) and target.id not in loaded:
+        if (
+            isinstance(statement, ast.Assign)
+            and isinstance(target, ast.Name)
+            and target.id not in loaded
+        ):
             yield source.without(statement)
 
 
@@ -361,13 +425,19 @@ def _broken_lines(source: _Source) -> Iterator[Edit]:
 
 
 def _with_blank_lines(text: str) -> str:
-    """Return a source with two blank lines between top-level functions and classes, and at most one elsewhere."""
+    """Return a source with two blank lines between top-level functions and classes, and at most one
+    elsewhere.
+    """
     text = re.sub(r"\n{3,}", "\n\n", text.strip()) + "\n"
     text = re.sub(r"(:\n)\n+(?= )", r"\1", text)
     text = re.sub(r"\n+(?=\n(?:@\w|def |class ))", "\n\n", text)
     lines, tree = text.splitlines(keepends=True), ast.parse(text)
-    ends = {each.end_lineno for each in tree.body if isinstance(each, (ast.FunctionDef, ast.ClassDef))}
+    ends = {
+        each.end_lineno for each in tree.body if isinstance(each, (ast.FunctionDef, ast.ClassDef))
+    }
     for index, line in enumerate(lines, start=1):
         if index in ends and index < len(lines):
-            lines[index - 1] = line + "\n" * (2 - (lines[index] == "\n") - (lines[index + 1 : index + 2] == ["\n"]))
+            lines[index - 1] = line + "\n" * (
+                2 - (lines[index] == "\n") - (lines[index + 1 : index + 2] == ["\n"])
+            )
     return "".join(lines)

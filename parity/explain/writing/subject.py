@@ -16,9 +16,10 @@ class CallKeywords(TypedDict, total=False):
         is_cross: whether keys and values come from a second input.
         has_mask: whether a call passes a boolean mask, True = masked.
         has_bias: whether a call passes a bias that is added to the scores.
-        has_positions: whether a call passes the positions of its tokens; default: 0, 1, … after cached tokens.
-        cache: `static`, slots for a fixed number of tokens, with equal lengths in all sequences; `ragged`, with a
-            length per sequence; None for no cache, the default.
+        has_positions: whether a call passes the positions of its tokens; default: 0, 1, … after
+            cached tokens.
+        cache: `static`, slots for a fixed number of tokens, with equal lengths in all sequences;
+            `ragged`, with a length per sequence; None for no cache, the default.
     """
 
     is_causal: bool
@@ -44,7 +45,9 @@ class CallForm:
         if self.cache not in (None, "static", "ragged"):
             raise InputError("cache", "be static, ragged or None", cache=self.cache)
         if self.cache is not None and not self.is_causal:
-            raise InputError("is_causal", "be True with a cache", is_causal=self.is_causal, cache=self.cache)
+            raise InputError(
+                "is_causal", "be True with a cache", is_causal=self.is_causal, cache=self.cache
+            )
         for name in ("is_cross", "has_mask", "has_bias"):
             if self.cache is not None and getattr(self, name):
                 raise InputError(name, "be False with a cache", {name: True, "cache": self.cache})

@@ -1,8 +1,8 @@
-"""Backends: loading of canonical weights into modules of mha_jax, mha_torch and mha_tt, and running cases stage by
-stage.
+"""Backends: loading of canonical weights into modules of mha_jax, mha_torch and mha_tt, and running
+cases stage by stage.
 
-Each is a record in `BACKENDS` and a module of plain functions, a `Port`, with which `driver` runs the stages of a case.
-Backends are imported on demand.
+Each is a record in `BACKENDS` and a module of plain functions, a `Port`, with which `driver` runs
+the stages of a case. Backends are imported on demand.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Backend(NamedTuple):  # a dataclass would take a tenth of the time of --he
         sibling: package with the implementation.
         needs: other required packages.
         arrays: module of functions on its arrays; for tensors on a device, on those of masks.
-        paths: supported paths of a module, from `parity.measure.core.stages`; the tutorial's is supported by all.
+        paths: supported paths of a module, from `parity.measure.core.stages`; the tutorial's is
+            supported by all.
         has_all_bugs: all known bugs can be injected, not only those in masks.
         wheels: platforms with wheels of its packages, if not all.
         divided: module of this package that runs cases on a mesh of devices; empty without one.
@@ -47,7 +48,14 @@ class Backend(NamedTuple):  # a dataclass would take a tenth of the time of --he
 
 
 _BACKENDS = (
-    Backend("jax", "mha_jax", ("jax", "flax"), "jax.numpy", paths=("module", "fused", "blocks"), divided="jax_mesh"),
+    Backend(
+        "jax",
+        "mha_jax",
+        ("jax", "flax"),
+        "jax.numpy",
+        paths=("module", "fused", "blocks"),
+        divided="jax_mesh",
+    ),
     Backend("torch", "mha_torch", ("torch",), "torch", divided="torch_mesh"),
     Backend(
         "tt",
@@ -83,10 +91,16 @@ def why_missing(name: str) -> str | None:
     from importlib.util import find_spec
 
     backend = BACKENDS[name]
-    missing = [package for package in (*backend.needs, backend.sibling) if find_spec(package) is None]
+    missing = [
+        package for package in (*backend.needs, backend.sibling) if find_spec(package) is None
+    ]
     if not missing:
         return None
-    wheels = (f"; it has wheels for {backend.wheels[package]}" for package in missing if package in backend.wheels)
+    wheels = (
+        f"; it has wheels for {backend.wheels[package]}"
+        for package in missing
+        if package in backend.wheels
+    )
     return f"{name} needs {' and '.join(missing)}, not installed here{''.join(wheels)}"
 
 
@@ -119,7 +133,8 @@ def load_divided(name: str) -> Divided:
 
 
 def backend_of(value: object) -> str | None:
-    """Return the backend whose package defines the class of a value, or a base class; None if there is none.
+    """Return the backend whose package defines the class of a value, or a base class; None if there
+    is none.
 
     Layers of the tutorial belong to none, because they have no specification.
     """

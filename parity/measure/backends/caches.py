@@ -22,7 +22,8 @@ def save_cache(path: str | os.PathLike[str], cache: Any) -> None:
 
     Args:
         path: file to write.
-        cache: a `KVCache` of mha_jax or mha_torch. All slots are stored bit for bit, including empty ones.
+        cache: a `KVCache` of mha_jax or mha_torch. All slots are stored bit for bit, including
+            empty ones.
 
     Raises:
         OSError: if the file cannot be written.
@@ -52,23 +53,34 @@ def load_cache(path: str | os.PathLike[str], framework: str) -> Any:
     Raises:
         ModuleNotFoundError: if the framework is not installed.
         OSError: if the file cannot be read.
-        ValueError: if the framework is unknown, the file is not a cache, or JAX would narrow its float64.
+        ValueError: if the framework is unknown, the file is not a cache, or JAX would narrow its
+            float64.
     """
     _check_framework(framework)
     backend = load_backend(framework)
     tensors, metadata = load_tensors(path)
-    if metadata.get("kind") != "cache" or metadata.get("format") != FORMAT or tensors.keys() != set(PARTS):
-        raise InputError(path, f"be a cache in format {FORMAT}", f"{sorted(tensors)} and metadata {metadata}")
+    if (
+        metadata.get("kind") != "cache"
+        or metadata.get("format") != FORMAT
+        or tensors.keys() != set(PARTS)
+    ):
+        raise InputError(
+            path, f"be a cache in format {FORMAT}", f"{sorted(tensors)} and metadata {metadata}"
+        )
     _check(str(path), tensors)
     arrays = {part: backend.from_numpy(tensors[part]) for part in PARTS}
     if (kept := backend.to_numpy(arrays["keys"]).dtype) != tensors["keys"].dtype:
-        raise InputError("JAX", f"have jax_enable_x64 to hold {tensors['keys'].dtype}", f"{kept} from {path}")
+        raise InputError(
+            "JAX", f"have jax_enable_x64 to hold {tensors['keys'].dtype}", f"{kept} from {path}"
+        )
     return backend.SIBLING.KVCache(**arrays)
 
 
 def _check_framework(framework: str) -> None:
     if framework in BACKENDS and (reason := BACKENDS[framework].why_no_cache_files):
-        raise InputError("framework", f"be {' or '.join(FRAMEWORKS)}", f"framework={framework!r}: {reason}")
+        raise InputError(
+            "framework", f"be {' or '.join(FRAMEWORKS)}", f"framework={framework!r}: {reason}"
+        )
     if framework not in FRAMEWORKS:
         raise InputError("framework", f"be one of {list(FRAMEWORKS)}", framework=framework)
 
@@ -76,13 +88,24 @@ def _check_framework(framework: str) -> None:
 def _check(name: str, tensors: dict[str, np.ndarray]) -> None:
     """Refuse keys, values and lengths that do not form a cache."""
     keys, values, lengths = (tensors[part] for part in PARTS)
-    if keys.ndim != 4 or values.ndim != 4 or values.shape[:3] != keys.shape[:3] or lengths.shape != keys.shape[:1]:
+    if (
+        keys.ndim != 4
+        or values.ndim != 4
+        or values.shape[:3] != keys.shape[:3]
+        or lengths.shape != keys.shape[:1]
+    ):
         shapes = {part: tensor.shape for part, tensor in tensors.items()}
         raise InputError(
-            name, "have keys (B, K, capacity, H), values (B, K, capacity, Hv) and lengths (B,)", str(shapes)
+            name,
+            "have keys (B, K, capacity, H), values (B, K, capacity, Hv) and lengths (B,)",
+            str(shapes),
         )
     if not is_floating(keys.dtype) or values.dtype != keys.dtype or lengths.dtype != np.int32:
         dtypes = {part: tensor.dtype.name for part, tensor in tensors.items()}
-        raise InputError(name, "have keys and values of one floating-point dtype and int32 lengths", str(dtypes))
+        raise InputError(
+            name, "have keys and values of one floating-point dtype and int32 lengths", str(dtypes)
+        )
     if ((lengths < 0) | (lengths > keys.shape[2])).any():
-        raise InputError(name, f"have lengths between 0 and its capacity {keys.shape[2]}", str(lengths.tolist()))
+        raise InputError(
+            name, f"have lengths between 0 and its capacity {keys.shape[2]}", str(lengths.tolist())
+        )

@@ -19,15 +19,26 @@ from parity.measure.core.weights import dtype_named
 
 
 def steps(port: Port, problem: Problem) -> Sequence[Step]:
-    """Return the stages of a problem as functions, in the order of the data flow: see `parity.measure.core.stages`."""
+    """Return the stages of a problem as functions, in the order of the data flow: see
+    `parity.measure.core.stages`.
+    """
     return steps_of(_Layer(port, problem), problem.case)
 
 
 def gradients(port: Port, problem: Problem) -> dict[str, np.ndarray]:
-    """Return gradients of sum(output * cotangent) on the plain path, `grad.…`, and the others, `fused.grad.…`, …"""
+    """Return gradients of sum(output * cotangent) on the plain path, `grad.…`, and the others,
+    `fused.grad.…`, …
+    """
     layer = _Layer(port, problem)
-    inputs = {name: layer.inputs[name] for name in ("query", "key", "k", "v", "bias") if name in layer.inputs}
-    hidden = layer.hiding() | {"positions": layer.positions(), "cotangent": layer.inputs["cotangent"]}
+    inputs = {
+        name: layer.inputs[name]
+        for name in ("query", "key", "k", "v", "bias")
+        if name in layer.inputs
+    }
+    hidden = layer.hiding() | {
+        "positions": layer.positions(),
+        "cotangent": layer.inputs["cotangent"],
+    }
     found = {}
     for path in port.GRADIENT_PATHS:
         of_inputs, of_weights = port.pull_back(path, layer.filled, problem.spec, inputs, hidden)
@@ -46,11 +57,17 @@ def outputs_of_tutorial(port: Port, problem: Problem) -> dict[str, np.ndarray]:
     if case.is_cached:
         chunks = [port.from_numpy(problem.step_input(index)) for index in range(len(case.chunks))]
         outputs = port.call(_decode_by_tutorial, layer, chunks)
-        return {f"step{index}.plain.output": port.to_numpy(output) for index, output in enumerate(outputs)}
+        return {
+            f"step{index}.plain.output": port.to_numpy(output)
+            for index, output in enumerate(outputs)
+        }
     mask = None
     if case.has_mask:
         created = port.SIBLING.plain.create_attention_mask(
-            case.seq_len, case.key_len, is_causal=case.is_causal, key_padding_lengths=case.key_padding_lengths
+            case.seq_len,
+            case.key_len,
+            is_causal=case.is_causal,
+            key_padding_lengths=case.key_padding_lengths,
         )
         hidden = to_numpy(created)
         if "mask" in problem.inputs:
@@ -60,32 +77,41 @@ def outputs_of_tutorial(port: Port, problem: Problem) -> dict[str, np.ndarray]:
     if case.seq_len_k is None:
         output = port.call(_attend_by_tutorial, layer, query, None, mask)
     else:
-        output = port.call(_attend_by_tutorial, layer, query, port.from_numpy(problem.inputs["key"]), mask)
+        output = port.call(
+            _attend_by_tutorial, layer, query, port.from_numpy(problem.inputs["key"]), mask
+        )
     return {"plain.output": port.to_numpy(output)}
 
 
 def values_to_weigh(problem: Problem, values: Values) -> np.ndarray:
     """Return the values for the stage `context`, (B, K, S, Hv), without NaN.
 
-    `attention_context` has no mask: it is the formula, in which 0 * NaN is NaN. Layers stop a NaN in padding, and
-    contained kernels stop others; `module.output` and `fused.output` test both. Rows that attend to a NaN are NaN here
-    as well, because their attention weights are.
+    `attention_context` has no mask: it is the formula, in which 0 * NaN is NaN. Layers stop a NaN
+    in padding, and contained kernels stop others; `module.output` and `fused.output` test both.
+    Rows that attend to a NaN are NaN here as well, because their attention weights are.
     """
     v = values["v"]
     return v if problem.case.not_finite is None else np.where(np.isfinite(v), v, np.zeros_like(v))
 
 
-# ---- Functions of an implementation: differences between layers are arguments, so that compiled code is shared -------
+# ---- Functions of an implementation: differences between layers are arguments, so that compiled
+# code is shared -------
 
 
-def _project(sibling: Any, spec: AttentionSpec, weights: Any, inputs: Sequence[Any], positions: Any) -> Any:
+def _project(
+    sibling: Any, spec: AttentionSpec, weights: Any, inputs: Sequence[Any], positions: Any
+) -> Any:
     query, key, value = inputs
     key = query if key is None else key  # the same array, so that one product returns all three
     value = key if value is None else value
-    return sibling.project_qkv(sibling.project_with(weights, spec), query, key, value, spec, positions)
+    return sibling.project_qkv(
+        sibling.project_with(weights, spec), query, key, value, spec, positions
+    )
 
 
-def _project_latents(sibling: Any, spec: AttentionSpec, weights: Any, query: Any, positions: Any) -> Any:
+def _project_latents(
+    sibling: Any, spec: AttentionSpec, weights: Any, query: Any, positions: Any
+) -> Any:
     return sibling.project_latents(sibling.project_with(weights, spec), query, spec, positions)
 
 
@@ -97,7 +123,9 @@ def _open(sibling: Any, spec: AttentionSpec, weights: Any, query: Any) -> Any:
     return sibling.project_with(weights, spec)("gate_proj", query)
 
 
-def _score(sibling: Any, spec: AttentionSpec, q: Any, k: Any, bias: Any, offsets: Any, learned: Any) -> Any:
+def _score(
+    sibling: Any, spec: AttentionSpec, q: Any, k: Any, bias: Any, offsets: Any, learned: Any
+) -> Any:
     return sibling.attention_scores(q, k, bias, spec, offsets, learned)
 
 
@@ -140,11 +168,14 @@ def _append_latents(sibling: Any, cache: Any, latents: Any, new_lengths: Any) ->
     return sibling.append_to_latent_cache(cache, latents, new_lengths=new_lengths)
 
 
-# ---- The layer -------------------------------------------------------------------------------------------------------
+# ---- The layer
+# --------------------------------------------------------------------------------------------------
 
 
 class _Layer:
-    """Arrays of a problem in an implementation, and its stages: from NumPy arrays to NumPy arrays, by name."""
+    """Arrays of a problem in an implementation, and its stages: from NumPy arrays to NumPy arrays,
+    by name.
+    """
 
     def __init__(self, port: Port, problem: Problem) -> None:
         self.port, self.problem, self.case, self.spec = port, problem, problem.case, problem.spec
@@ -158,35 +189,47 @@ class _Layer:
         }
         self.sibling = port.SIBLING
 
-    # ---- Stages ------------------------------------------------------------------------------------------------------
+    # ---- Stages
+    # ----------------------------------------------------------------------------------------------
 
     def mask(self, _: Values) -> dict[str, np.ndarray]:
         shape = (self.case.batch, self.spec.num_heads, self.case.seq_len, self.case.key_len)
         return {"mask": np.broadcast_to(self.hidden(self.spec), shape)}
 
     def hidden(self, spec: AttentionSpec | None = None) -> np.ndarray:
-        """Return the combined mask of the implementation; with a spec including the layer's own span."""
+        """Return the combined mask of the implementation; with a spec including the layer's own
+        span.
+        """
         case = self.case
         mask = to_numpy(
             self.sibling.create_attention_mask(
                 case.seq_len,
                 case.key_len,
-                **{name: self.port.whole(x) if isinstance(x, np.ndarray) else x for name, x in case.hides.items()},
+                **{
+                    name: self.port.whole(x) if isinstance(x, np.ndarray) else x
+                    for name, x in case.hides.items()
+                },
                 window_size=None if spec is None else spec.window_size,
                 chunk_size=None if spec is None else spec.chunk_size,
             )
         )
         if case.window_size is not None:
-            window = self.sibling.create_sliding_window_mask(case.seq_len, case.key_len, window_size=case.window_size)
+            window = self.sibling.create_sliding_window_mask(
+                case.seq_len, case.key_len, window_size=case.window_size
+            )
             mask = mask | to_numpy(window)
         return mask | self.problem.inputs["mask"] if "mask" in self.problem.inputs else mask
 
     def hiding(self) -> dict[str, Any]:
         """Return the arguments of the module that hide keys."""
-        arguments: dict[str, Any] = {"mask": self.port.beside(self.hidden()) if self.case.has_mask else None}
+        arguments: dict[str, Any] = {
+            "mask": self.port.beside(self.hidden()) if self.case.has_mask else None
+        }
         if self.case.not_finite == "hidden":
             # Only lengths say what is padding, of which the module must stop a NaN.
-            arguments["key_padding_lengths"] = self.port.beside(np.array(self.case.key_padding_lengths, np.int32))
+            arguments["key_padding_lengths"] = self.port.beside(
+                np.array(self.case.key_padding_lengths, np.int32)
+            )
         return arguments
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
@@ -200,8 +243,14 @@ class _Layer:
         return self.entering(*self.of_tokens(inputs), self.positions())
 
     def of_tokens(self, inputs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-        """Return the query, key and value of the module; None for a key or value that is the input before it."""
-        return inputs["query"], inputs.get("key", inputs.get("k")), inputs.get("value", inputs.get("v"))
+        """Return the query, key and value of the module; None for a key or value that is the input
+        before it.
+        """
+        return (
+            inputs["query"],
+            inputs.get("key", inputs.get("k")),
+            inputs.get("value", inputs.get("v")),
+        )
 
     def positions(self, step: int | None = None) -> Any:
         """Return the positions argument of the module, or None for the default."""
@@ -224,7 +273,10 @@ class _Layer:
         if self.spec.gate is None:
             return read
         # Last, because recordings have this order.
-        return {**read, "gate": self.shapes.to_numpy("gate", self.port.call(_open, *of_layer, query))}
+        return {
+            **read,
+            "gate": self.shapes.to_numpy("gate", self.port.call(_open, *of_layer, query)),
+        }
 
     def scores(self, values: Values, offsets: Any = None) -> dict[str, np.ndarray]:
         q, k = (self.shapes.from_numpy(name, values[name]) for name in "qk")
@@ -235,7 +287,9 @@ class _Layer:
     def attn_weights(self, values: Values) -> dict[str, np.ndarray]:
         scores, mask = self.port.from_numpy(values["scores"]), self.port.beside(values["mask"])
         attn_weights = self.port.call(_soften, scores, mask, self.filled.weights.get("sinks"))
-        return {"attn_weights": self.port.to_numpy(attn_weights).astype(dtype_named(self.problem.dtype))}
+        return {
+            "attn_weights": self.port.to_numpy(attn_weights).astype(dtype_named(self.problem.dtype))
+        }
 
     def context(self, values: Values) -> dict[str, np.ndarray]:
         v = self.shapes.from_numpy("v", values_to_weigh(self.problem, values))
@@ -262,7 +316,10 @@ class _Layer:
         return {"module.attn_weights": self.port.to_numpy(attn_weights), **self.outputs(outputs)}
 
     def outputs(self, outputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        return {f"{path}.output": self.shapes.to_numpy("output", output) for path, output in outputs.items()}
+        return {
+            f"{path}.output": self.shapes.to_numpy("output", output)
+            for path, output in outputs.items()
+        }
 
     def call(self, index: int) -> _Call:
         """One call with a cache."""
@@ -277,12 +334,16 @@ class _Call:
         self.case, self.index = layer.case, index
         self.x = self.port.from_numpy(layer.problem.step_input(index))
         self.received: list[Any] = [
-            self.shapes.from_input(name, layer.problem.step_input(index, name)) if name in layer.inputs else None
+            self.shapes.from_input(name, layer.problem.step_input(index, name))
+            if name in layer.inputs
+            else None
             for name in "kv"
         ]
         self.before = np.array(self.case.lengths_before(index), np.int32)
         is_ragged = bool(self.case.new_lengths)
-        self.new_lengths = self.port.beside(np.array(self.case.added(index), np.int32)) if is_ragged else None
+        self.new_lengths = (
+            self.port.beside(np.array(self.case.added(index), np.int32)) if is_ragged else None
+        )
 
     def mask(self, _: Values) -> dict[str, np.ndarray]:
         seq_len, capacity, spec = self.case.chunks[self.index], self.case.capacity, self.case.spec
@@ -312,7 +373,8 @@ class _Call:
             kv = self.port.call(_expand, self.layer.spec, self.layer.filled.weights, grown.latents)
             kv = map(self.shapes.to_numpy, "kv", kv)
             own = {
-                f"cache.{name}": x[:, :, : self.case.capacity] for name, x in zip(("keys", "values"), kv, strict=True)
+                f"cache.{name}": x[:, :, : self.case.capacity]
+                for name, x in zip(("keys", "values"), kv, strict=True)
             }
             return {**self._stages("cache", grown), **own}  # the device may have more slots
         k, v = (self.shapes.from_numpy(name, values[name]) for name in "kv")
@@ -322,7 +384,9 @@ class _Call:
         cache = self._previous("module.cache", values)
         if self.layer.spec.shared_kv:  # the other layer appends
             cache = self.port.call(_append, cache, *self.received, self.new_lengths)
-        outputs, grown = self.layer.filled.step(self.x, cache, self.new_lengths, self.layer.positions(self.index))
+        outputs, grown = self.layer.filled.step(
+            self.x, cache, self.new_lengths, self.layer.positions(self.index)
+        )
         return {**self.layer.outputs(outputs), **self._stages("module.cache", grown)}
 
     def _previous(self, name: str, values: Values) -> Any:
@@ -332,4 +396,6 @@ class _Call:
         return self.shapes.cache_from_numpy(arrays)
 
     def _stages(self, name: str, cache: Any) -> dict[str, np.ndarray]:
-        return {f"{name}.{part}": array for part, array in self.shapes.cache_to_numpy(cache).items()}
+        return {
+            f"{name}.{part}": array for part, array in self.shapes.cache_to_numpy(cache).items()
+        }

@@ -22,15 +22,30 @@ import mha_jax
 import mha_jax.plain
 from mha_jax.kernels.fused import FusedAttention
 from mha_spec import AttentionSpec, InputTypeError
-from parity.measure.backends.port import Shapes, kind_of, kind_of_tutorial, never_skipped, nothing_replayed
+from parity.measure.backends.port import (
+    Shapes,
+    kind_of,
+    kind_of_tutorial,
+    never_skipped,
+    nothing_replayed,
+)
 from parity.measure.core.problem import Problem
-from parity.measure.core.weights import Weights, check_held, check_weights, pack_qkv, unpack_qkv, weight_shapes
+from parity.measure.core.weights import (
+    Weights,
+    check_held,
+    check_weights,
+    pack_qkv,
+    unpack_qkv,
+    weight_shapes,
+)
 from parity.measure.files.tensor_file import flatten
 
 Params = dict[str, Any]  # nested dicts of arrays
 
 SMALL_BLOCKS = FusedAttention(few_scores=0, most_scores=0, queries=8, keys=8, last_keys=4)
-"""Fused kernel with blocks so small that most cases have several; with default sizes they use the plain path."""
+"""Fused kernel with blocks so small that most cases have several; with default sizes they use the
+plain path.
+"""
 
 
 def from_numpy(x: np.ndarray) -> Array:
@@ -43,7 +58,8 @@ def to_numpy(x: Array) -> np.ndarray:
     return np.asarray(x)
 
 
-# ---- Weights ---------------------------------------------------------------------------------------------------------
+# ---- Weights
+# --------------------------------------------------------------------------------------------------
 
 
 def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
@@ -51,7 +67,9 @@ def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
     spec = spec_of(module)
     weights = check_weights(weights, spec)
     _check_held(nnx.to_pure_dict(nnx.state(module, nnx.Param)), spec)
-    (dtype,) = {weight.dtype for weight in weights.values()}  # checked to be one; before JAX can narrow it
+    (dtype,) = {
+        weight.dtype for weight in weights.values()
+    }  # checked to be one; before JAX can narrow it
     held = getattr(module, next(iter(spec.projections))).kernel.dtype
     if dtype != held:
         raise InputTypeError("weights", "have the dtype of the module", f"{dtype} and {held}")
@@ -63,7 +81,9 @@ def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
 def _placed_as(x: Array, held: Any) -> Array:
     """Return x with the sharding of another array, if that is on a mesh."""
     placement = getattr(held, "sharding", None)
-    is_placed = isinstance(placement, NamedSharding) and isinstance(placement.mesh, Mesh)  # not an abstract mesh
+    is_placed = isinstance(placement, NamedSharding) and isinstance(
+        placement.mesh, Mesh
+    )  # not an abstract mesh
     return jax.device_put(x, placement) if is_placed else x
 
 
@@ -106,10 +126,15 @@ def from_params(params: Mapping[str, Any], spec: AttentionSpec) -> Weights:
         if name.endswith(".kernel"):
             name, weight = name.removesuffix("kernel") + "weight", weight.T
         held[name] = np.array(weight, order="C")
-    return unpack_qkv(held, spec) if spec.fused_qkv else {name: held[name] for name in weight_shapes(spec)}
+    return (
+        unpack_qkv(held, spec)
+        if spec.fused_qkv
+        else {name: held[name] for name in weight_shapes(spec)}
+    )
 
 
-# ---- Cases -----------------------------------------------------------------------------------------------------------
+# ---- Cases
+# --------------------------------------------------------------------------------------------------
 
 
 SIBLING = mha_jax
@@ -124,10 +149,14 @@ QUICKLY: dict[str, Any] = {
     "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,
 }
-"""Compiler options for small layers on a CPU: five times faster compilation. Sums then run in order."""
+"""Compiler options for small layers on a CPU: five times faster compilation. Sums then run in
+order.
+"""
 
 LONGEST_AXIS = 1024
-"""Longest axis of a small layer: larger ones run longer than they compile, and their order of sums matters."""
+"""Longest axis of a small layer: larger ones run longer than they compile, and their order of sums
+matters.
+"""
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -139,33 +168,47 @@ def compiled(function: Callable[..., Any], *arguments: Any) -> Any:
     """Return the function compiled for such arguments."""
     longest = max((size for x in jax.tree.leaves(arguments) for size in np.shape(x)), default=0)
     # If XLA's flags are set, even to nothing, they apply to everything.
-    quickly = longest <= LONGEST_AXIS and jax.default_backend() == "cpu" and "XLA_FLAGS" not in os.environ
+    quickly = (
+        longest <= LONGEST_AXIS and jax.default_backend() == "cpu" and "XLA_FLAGS" not in os.environ
+    )
     return _compiled(function, quickly, _replaceable())
 
 
 @lru_cache(maxsize=16)
-def _compiled(function: Callable[..., Any], quickly: bool, _: tuple[Any, ...]) -> Callable[..., Any]:
-    """Return a function compiled for all layers, until part of the implementation is replaced, such as by a bug."""
+def _compiled(
+    function: Callable[..., Any], quickly: bool, _: tuple[Any, ...]
+) -> Callable[..., Any]:
+    """Return a function compiled for all layers, until part of the implementation is replaced, such
+    as by a bug.
+    """
     return jax.jit(partial(function, SIBLING), compiler_options=QUICKLY if quickly else None)
 
 
 def _replaceable() -> tuple[Any, ...]:
-    """Return the current functions, classes and methods of the implementation, on which compiled functions depend."""
+    """Return the current functions, classes and methods of the implementation, on which compiled
+    functions depend.
+    """
     modules = [SIBLING, *(x for x in vars(SIBLING).values() if isinstance(x, ModuleType))]
     held = [x for module in modules for x in vars(module).values() if callable(x)]
-    own = [x for x in held if isinstance(x, type) and x.__module__.split(".")[0] == SIBLING.__name__]
+    own = [
+        x for x in held if isinstance(x, type) and x.__module__.split(".")[0] == SIBLING.__name__
+    ]
     return (*held, *(x for kind in own for x in vars(kind).values() if callable(x)))
 
 
 class JaxModule:
-    """Module with the weights of a problem, in evaluation mode: the default one, and one with small blocks."""
+    """Module with the weights of a problem, in evaluation mode: the default one, and one with small
+    blocks.
+    """
 
     call = staticmethod(call)
 
     def __init__(self, problem: Problem) -> None:
         kind = kind_of(mha_jax, problem.case)
         self.weights = to_params(problem.weights, problem.spec)
-        self.module = load_into(nnx.merge(*_unfilled(kind, problem.spec, problem.dtype)), problem.weights)
+        self.module = load_into(
+            nnx.merge(*_unfilled(kind, problem.spec, problem.dtype)), problem.weights
+        )
         self.in_blocks = nnx.clone(self.module)
         self.in_blocks.kernel = SMALL_BLOCKS
 
@@ -188,7 +231,8 @@ class JaxModule:
 def _unfilled(kind: Callable[..., Any], spec: AttentionSpec, dtype: str) -> tuple[Any, Any]:
     """Return a split module in evaluation mode without weights, to avoid their initialization.
 
-    Modules merged from the same parts are compiled once, while each new module has its own initializers.
+    Modules merged from the same parts are compiled once, while each new module has its own
+    initializers.
     """
     module = nnx.eval_shape(lambda: kind(spec, param_dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
     module.eval()
@@ -215,10 +259,14 @@ def tutorial(problem: Problem) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _unfilled_tutorial(kind: Callable[..., Any], d_model: int, num_heads: int, bias: bool) -> tuple[Any, Any]:
+def _unfilled_tutorial(
+    kind: Callable[..., Any], d_model: int, num_heads: int, bias: bool
+) -> tuple[Any, Any]:
     """Return a split module of the tutorial in evaluation mode without weights, see `_unfilled`."""
     module = nnx.eval_shape(lambda: kind(d_model, num_heads, bias=bias, rngs=nnx.Rngs(0)))
-    module.dropout = nnx.Dropout(0.0)  # the other one has random keys, which would have to be computed
+    module.dropout = nnx.Dropout(
+        0.0
+    )  # the other one has random keys, which would have to be computed
     module.eval()
     return nnx.split(module)
 
@@ -231,7 +279,11 @@ def call_cached(
 
 
 def pull_back(
-    path: str, filled: JaxModule, spec: AttentionSpec, inputs: dict[str, Array], hidden: dict[str, Any]
+    path: str,
+    filled: JaxModule,
+    spec: AttentionSpec,
+    inputs: dict[str, Array],
+    hidden: dict[str, Any],
 ) -> tuple[dict[str, np.ndarray], Weights]:
     """Return gradients of the inputs and canonical weights on a path."""
     module = filled.in_blocks if path == "blocks" else filled.module
@@ -241,7 +293,12 @@ def pull_back(
 
 
 def _gradients(
-    path: str, sibling: Any, spec: AttentionSpec, inputs: dict[str, Array], weights: Params, hidden: dict[str, Any]
+    path: str,
+    sibling: Any,
+    spec: AttentionSpec,
+    inputs: dict[str, Array],
+    weights: Params,
+    hidden: dict[str, Any],
 ) -> tuple[dict[str, Array], Params]:
     def output_of(inputs: dict[str, Array], weights: Params) -> Array:
         return sibling.multi_head_attention(
@@ -264,14 +321,19 @@ def _gradients(
 _GRADIENTS = {path: partial(_gradients, path) for path in GRADIENT_PATHS}
 
 
-# ---- Environment -----------------------------------------------------------------------------------------------------
+# ---- Environment
+# --------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def lock(dtype: str) -> Iterator[dict[str, Any]]:
     """Fix and report the settings that affect JAX's results, and restore them afterwards."""
     with jax.default_matmul_precision("highest"), _enable_x64(dtype == "float64"):
-        yield {"matmul_precision": "highest", "x64": dtype == "float64", "platform": jax.default_backend()}
+        yield {
+            "matmul_precision": "highest",
+            "x64": dtype == "float64",
+            "platform": jax.default_backend(),
+        }
 
 
 def _enable_x64(enabled: bool) -> AbstractContextManager[Any]:
@@ -285,4 +347,9 @@ def _enable_x64(enabled: bool) -> AbstractContextManager[Any]:
 def environment() -> dict[str, Any]:
     """Return versions and devices."""
     devices = [device.device_kind for device in jax.devices()]
-    return {"jax": jax.__version__, "flax": flax.__version__, "device": jax.default_backend(), "devices": devices}
+    return {
+        "jax": jax.__version__,
+        "flax": flax.__version__,
+        "device": jax.default_backend(),
+        "devices": devices,
+    }

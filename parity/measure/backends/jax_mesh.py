@@ -1,4 +1,6 @@
-"""JAX backend on a mesh: the same modules, divided by `mha_jax.parallel`, and counts of their collectives."""
+"""JAX backend on a mesh: the same modules, divided by `mha_jax.parallel`, and counts of their
+collectives.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ class _JaxOnMesh(OnMesh):
         shape = plan.shape
         kinds = (KINDS[plan.axes],) * len(shape)
         devices = jax.devices()[: plan.size]
-        self.mesh = jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=kinds, devices=devices)
+        self.mesh = jax.make_mesh(
+            tuple(shape.values()), tuple(shape), axis_types=kinds, devices=devices
+        )
 
     @contextmanager
     def lock(self, dtype: str) -> Iterator[dict[str, Any]]:
@@ -91,16 +95,25 @@ class _JaxOnMesh(OnMesh):
         return _JaxModuleOnMesh(problem, self)
 
     def pull_back(
-        self, path: str, filled: _JaxModuleOnMesh, spec: AttentionSpec, inputs: dict[str, Array], hidden: dict[str, Any]
+        self,
+        path: str,
+        filled: _JaxModuleOnMesh,
+        spec: AttentionSpec,
+        inputs: dict[str, Array],
+        hidden: dict[str, Any],
     ) -> tuple[dict[str, np.ndarray], Weights]:
         if not spec.out_proj:  # the output is divided by heads
-            hidden = hidden | {"cotangent": self.placed(hidden["cotangent"], "data", "sequence", "tensor")}
+            hidden = hidden | {
+                "cotangent": self.placed(hidden["cotangent"], "data", "sequence", "tensor")
+            }
         filled.program = f"{path}.gradient".removeprefix(".")
         return port.pull_back(path, filled, spec, inputs, hidden)
 
 
 class _JaxModuleOnMesh(port.JaxModule):
-    """Module with the weights of a problem, divided by heads; collectives of each program are counted."""
+    """Module with the weights of a problem, divided by heads; collectives of each program are
+    counted.
+    """
 
     def __init__(self, problem: Problem, on_mesh: _JaxOnMesh) -> None:
         super().__init__(problem)
@@ -128,7 +141,11 @@ class _JaxModuleOnMesh(port.JaxModule):
     def step(
         self, x: Array, cache: Any, new_lengths: Array | None, positions: Array | None
     ) -> tuple[dict[str, Array], Any]:
-        axes = {name: axis for name, axis in (("batch", "data"), ("heads", "tensor")) if axis in self.mesh.shape}
+        axes = {
+            name: axis
+            for name, axis in (("batch", "data"), ("heads", "tensor"))
+            if axis in self.mesh.shape
+        }
         cache = parallel.shard_cache(cache, self.mesh, **axes)
         kind = "step" if x.shape[1] == 1 else "prompt"
         self.program = f"blocks.{kind}"

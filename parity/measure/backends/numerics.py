@@ -15,8 +15,11 @@ from parity.measure.core.packages import installed
 
 
 @contextmanager
-def numerics_lock(backends: Iterable[str], dtype: str = "float32") -> Iterator[dict[str, dict[str, Any]]]:
-    """Fix the settings that affect results: matmul precision, TF32, x64, fast paths; and restore them afterwards.
+def numerics_lock(
+    backends: Iterable[str], dtype: str = "float32"
+) -> Iterator[dict[str, dict[str, Any]]]:
+    """Fix the settings that affect results: matmul precision, TF32, x64, fast paths; and restore
+    them afterwards.
 
     Args:
         backends: names of the backends to lock.
@@ -30,7 +33,8 @@ def numerics_lock(backends: Iterable[str], dtype: str = "float32") -> Iterator[d
 
 
 def on_device(device: str) -> AbstractContextManager[None]:
-    """Return a context in which torch's arrays are on a device, `cpu` or a GPU; JAX has its own default device.
+    """Return a context in which torch's arrays are on a device, `cpu` or a GPU; JAX has its own
+    default device.
 
     Raises:
         ModuleNotFoundError: if it is a GPU and torch is not installed.
@@ -45,14 +49,18 @@ def on_device(device: str) -> AbstractContextManager[None]:
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:  # torch without CUDA raises AssertionError
-        raise InputError("device", "be one that torch has here", f"{device}: {str(error).splitlines()[0]}") from None
+        raise InputError(
+            "device", "be one that torch has here", f"{device}: {str(error).splitlines()[0]}"
+        ) from None
     from parity.measure.backends import torch as port
 
     return port.on_device(device)
 
 
 def environment(backends: Iterable[str]) -> dict[str, Any]:
-    """Return the environment for reports: Python, packages, machine, and devices and settings of each backend."""
+    """Return the environment for reports: Python, packages, machine, and devices and settings of
+    each backend.
+    """
     names = list(backends)
     with numerics_lock(names) as settings:
         return {
@@ -60,5 +68,8 @@ def environment(backends: Iterable[str]) -> dict[str, Any]:
             "platform": platform.platform(),
             "cpus": os.cpu_count(),
             "packages": installed(),
-            "backends": {name: {**load_backend(name).environment(), "numerics": settings[name]} for name in names},
+            "backends": {
+                name: {**load_backend(name).environment(), "numerics": settings[name]}
+                for name in names
+            },
         }

@@ -29,16 +29,22 @@ class FilledModule(Protocol):
     weights: Any
 
     def outputs(self, query: Any, **inputs: Any) -> tuple[Any, dict[str, Any]]:
-        """Return the attention weights, and the output of each path: `module` with weights, `fused` without."""
+        """Return the attention weights, and the output of each path: `module` with weights, `fused`
+        without.
+        """
         output, attn_weights = self.module(query, **inputs, need_weights=True)
         fused, _ = self.module(query, **inputs)
         return attn_weights, {"module": output, "fused": fused}
 
     def contain(self, contained: Callable[[Any], Any]) -> None:
-        """Wrap kernels by `contained` of the implementation: NaN then reaches exactly the rows that attend to it."""
+        """Wrap kernels by `contained` of the implementation: NaN then reaches exactly the rows that
+        attend to it.
+        """
         self.module.kernel = contained(self.module.kernel)
 
-    def step(self, x: Any, cache: Any, new_lengths: Any, positions: Any) -> tuple[dict[str, Any], Any]:
+    def step(
+        self, x: Any, cache: Any, new_lengths: Any, positions: Any
+    ) -> tuple[dict[str, Any], Any]:
         """Return the output of new tokens on each path, and the cache that contains them."""
         output, grown = self.module(x, cache, new_lengths=new_lengths, positions=positions)
         return {"module": output}, grown
@@ -57,7 +63,8 @@ class Port(Protocol):
     Attributes:
         SIBLING: package of the implementation.
         SHAPES: shapes of heads, outputs and caches in its arrays.
-        GRADIENT_PATHS: paths with gradients, "" for the stage functions; empty without automatic differentiation.
+        GRADIENT_PATHS: paths with gradients, "" for the stage functions; empty without automatic
+            differentiation.
     """
 
     SIBLING: ModuleType
@@ -76,7 +83,9 @@ class Port(Protocol):
         ...
 
     def replayed(self, problem: Problem) -> AbstractContextManager[Replayed | None]:
-        """Replay the recorded results of a problem that cannot be computed here; None without a recording."""
+        """Replay the recorded results of a problem that cannot be computed here; None without a
+        recording.
+        """
         ...
 
     def environment(self) -> dict[str, Any]:
@@ -94,16 +103,25 @@ class Port(Protocol):
         ...
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function with the implementation and arguments; compiled, if the framework compiles."""
+        """Call a function with the implementation and arguments; compiled, if the framework
+        compiles.
+        """
         ...
 
     def filled(self, problem: Problem) -> FilledModule: ...
     def tutorial(self, problem: Problem) -> Any:
-        """Return the tutorial's module for a case that it can express, with its weights, in evaluation mode."""
+        """Return the tutorial's module for a case that it can express, with its weights, in
+        evaluation mode.
+        """
         ...
 
     def pull_back(
-        self, path: str, filled: FilledModule, spec: AttentionSpec, inputs: dict[str, Any], hidden: dict[str, Any]
+        self,
+        path: str,
+        filled: FilledModule,
+        spec: AttentionSpec,
+        inputs: dict[str, Any],
+        hidden: dict[str, Any],
     ) -> tuple[dict[str, np.ndarray], Weights]:
         """Return gradients of the inputs and canonical weights, for the cotangent in `hidden`.
 
@@ -128,7 +146,9 @@ class Divided(Protocol):
         ...
 
     def record(self, reference: Reference, plan: MeshPlan) -> Trace:
-        """Run a problem on the mesh with gathered stages, the mesh among the numerics, and counts of collectives."""
+        """Run a problem on the mesh with gathered stages, the mesh among the numerics, and counts
+        of collectives.
+        """
         ...
 
 
@@ -150,7 +170,9 @@ class Shapes:
 
     def __init__(self, port: Port, spec: AttentionSpec) -> None:
         self.port, self.spec = port, spec
-        self.cache_parts = ("keys", "values", "lengths") if spec.latent is None else ("latents", "lengths")
+        self.cache_parts = (
+            ("keys", "values", "lengths") if spec.latent is None else ("latents", "lengths")
+        )
 
     def from_numpy(self, name: str, x: np.ndarray) -> Any:
         """Return a stage in the implementation's format."""
@@ -167,7 +189,9 @@ class Shapes:
     @property
     def cache_kind(self) -> Any:
         """Cache class of the implementation."""
-        return self.port.SIBLING.KVCache if self.spec.latent is None else self.port.SIBLING.LatentCache
+        return (
+            self.port.SIBLING.KVCache if self.spec.latent is None else self.port.SIBLING.LatentCache
+        )
 
     def cache_from_numpy(self, parts: Sequence[np.ndarray]) -> Any:
         """Return the cache with these parts."""
@@ -191,4 +215,8 @@ def kind_of(sibling: Any, case: Case) -> Any:
     """Return the module class of an implementation for a case."""
     if not case.is_cached:
         return sibling.MultiHeadAttention
-    return sibling.MultiHeadAttentionWithCache if case.spec.latent is None else sibling.MultiHeadLatentAttention
+    return (
+        sibling.MultiHeadAttentionWithCache
+        if case.spec.latent is None
+        else sibling.MultiHeadLatentAttention
+    )

@@ -33,11 +33,14 @@ class Given(NamedTuple):
     given: dict[str, Any]
 
 
-# Forks of a process that has imported everything and started no thread: imports take several seconds each.
+# Forks of a process that has imported everything and started no thread: imports take several
+# seconds each.
 START = "forkserver" if sys.platform == "linux" else "spawn"
 
 Work = Callable[[Given, MeshPlan], Trace]
-"""Function that each process calls with a problem, together with the others; importable from a module."""
+"""Function that each process calls with a problem, together with the others; importable from a
+module.
+"""
 
 
 class Processes:
@@ -51,17 +54,22 @@ class Processes:
         with safe_path(PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
             self._problems = [context.SimpleQueue() for _ in range(size)]
             self._found: Any = context.Queue()
-            args = [(rank, size, work, self._folder.name, self._problems[rank], self._found) for rank in range(size)]
+            args = [
+                (rank, size, work, self._folder.name, self._problems[rank], self._found)
+                for rank in range(size)
+            ]
             self._running = [context.Process(target=_run, args=each, daemon=True) for each in args]
             for process in self._running:
                 process.start()
         atexit.register(self.stop)
 
     def record(self, given: Given, plan: MeshPlan) -> Trace:
-        """Run a problem on all processes, as a mesh; return the trace of the first, with gathered stages.
+        """Run a problem on all processes, as a mesh; return the trace of the first, with gathered
+        stages.
 
         Raises:
-            RuntimeError: if one of them raises an error; all are then stopped, because others may wait for it.
+            RuntimeError: if one of them raises an error; all are then stopped, because others may
+                wait for it.
         """
         for problems in self._problems:
             problems.put((given, plan))
@@ -71,10 +79,16 @@ class Processes:
                 rank, error, trace = self._found.get(timeout=1)
             except queue.Empty:
                 waited += 1
-                ended = [rank for rank, process in enumerate(self._running) if not process.is_alive()]
+                ended = [
+                    rank for rank, process in enumerate(self._running) if not process.is_alive()
+                ]
                 if ended or waited > PATIENCE:
                     self.stop()
-                    why = f"process {ended[0]} ended" if ended else f"there was no result within {PATIENCE} seconds"
+                    why = (
+                        f"process {ended[0]} ended"
+                        if ended
+                        else f"there was no result within {PATIENCE} seconds"
+                    )
                     raise RuntimeError(why) from None
                 continue
             if error:

@@ -39,7 +39,9 @@ def record(backend: str, reference: Reference, given: Problem | None = None) -> 
         return trace
     with module.lock(problem.dtype):
         outputs = driver.outputs_of_tutorial(module, problem)
-    return replace(trace, accumulated={**trace.accumulated, **outputs}, paths=(*trace.paths, TUTORIAL))
+    return replace(
+        trace, accumulated={**trace.accumulated, **outputs}, paths=(*trace.paths, TUTORIAL)
+    )
 
 
 class OnMesh:
@@ -68,7 +70,9 @@ def trace_on_mesh(backend: str, on_mesh: OnMesh, reference: Reference) -> Trace:
     return replace(trace_of(backend, cast(Port, on_mesh), reference), collectives=on_mesh.sent)
 
 
-def trace_of(backend: str, module: Port, reference: Reference, given: Problem | None = None) -> Trace:
+def trace_of(
+    backend: str, module: Port, reference: Reference, given: Problem | None = None
+) -> Trace:
     """Run a problem with a backend's module but not its tutorial, see `record`."""
     problem = reference.problem
     with_gradients = reference.with_gradients and bool(module.GRADIENT_PATHS)
@@ -79,4 +83,6 @@ def trace_of(backend: str, module: Port, reference: Reference, given: Problem | 
             accumulated |= driver.gradients(module, given or problem)
         local = run_steps(steps, reference.given)
     where = {"backends": {backend: {"numerics": numerics}}}
-    return Trace(problem, backend, accumulated, local, BACKENDS[backend].paths, where, with_gradients)
+    return Trace(
+        problem, backend, accumulated, local, BACKENDS[backend].paths, where, with_gradients
+    )

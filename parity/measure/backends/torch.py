@@ -24,7 +24,14 @@ from parity.measure.backends.port import (
 )
 from parity.measure.core.arrays import to_numpy, to_torch
 from parity.measure.core.problem import Problem
-from parity.measure.core.weights import Weights, check_held, check_weights, pack_qkv, unpack_qkv, weight_shapes
+from parity.measure.core.weights import (
+    Weights,
+    check_held,
+    check_weights,
+    pack_qkv,
+    unpack_qkv,
+    weight_shapes,
+)
 
 _device = torch.device("cpu")
 
@@ -45,7 +52,8 @@ def from_numpy(x: Any) -> Tensor:
     return to_torch(x).to(_device)
 
 
-# ---- Weights ---------------------------------------------------------------------------------------------------------
+# ---- Weights
+# --------------------------------------------------------------------------------------------------
 
 
 def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
@@ -57,12 +65,16 @@ def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
     for name, tensor in tensors.items():
         if tensor.dtype != parameters[name].dtype:
             raise InputTypeError(
-                "weights", "have the dtype of the module", f"{tensor.dtype} and {parameters[name].dtype} for {name}"
+                "weights",
+                "have the dtype of the module",
+                f"{tensor.dtype} and {parameters[name].dtype} for {name}",
             )
     with torch.no_grad():
         for name, tensor in tensors.items():
             if is_distributed(parameters[name]):
-                from mha_torch.parallel.local import copy_from_full  # imports the dependencies of sharding
+                from mha_torch.parallel.local import (
+                    copy_from_full,
+                )  # imports the dependencies of sharding
 
                 copy_from_full(parameters[name], tensor.to(parameters[name].device))
             else:
@@ -76,10 +88,15 @@ def spec_of(module: Any) -> AttentionSpec:
 
 
 def weights_of(module: Any) -> Weights:
-    """Return the canonical weights of a module of `mha_torch`, bit for bit; gathered if distributed."""
+    """Return the canonical weights of a module of `mha_torch`, bit for bit; gathered if
+    distributed.
+    """
     spec, parameters = spec_of(module), dict(module.named_parameters())
     check_held(parameters, spec)
-    whole = {name: held.full_tensor() if is_distributed(held) else held for name, held in parameters.items()}
+    whole = {
+        name: held.full_tensor() if is_distributed(held) else held
+        for name, held in parameters.items()
+    }
     return from_state_dict(whole, spec)
 
 
@@ -92,10 +109,15 @@ def to_state_dict(weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> dic
 def from_state_dict(tensors: Mapping[str, Tensor], spec: AttentionSpec) -> Weights:
     """Return canonical weights from the state dict of a layer with this specification."""
     held = {name: to_numpy(tensor).copy() for name, tensor in tensors.items()}
-    return unpack_qkv(held, spec) if spec.fused_qkv else {name: held[name] for name in weight_shapes(spec)}
+    return (
+        unpack_qkv(held, spec)
+        if spec.fused_qkv
+        else {name: held[name] for name in weight_shapes(spec)}
+    )
 
 
-# ---- Cases -----------------------------------------------------------------------------------------------------------
+# ---- Cases
+# --------------------------------------------------------------------------------------------------
 
 
 SIBLING = mha_torch
@@ -128,13 +150,19 @@ filled = TorchModule
 def tutorial(problem: Problem) -> Any:
     """Return the tutorial's module with the weights of a problem, in evaluation mode."""
     spec, kind = problem.spec, kind_of_tutorial(mha_torch, problem.case)
-    module = kind(spec.d_model, spec.num_heads, bias=spec.out_bias).to(_device, getattr(torch, problem.dtype))
+    module = kind(spec.d_model, spec.num_heads, bias=spec.out_bias).to(
+        _device, getattr(torch, problem.dtype)
+    )
     module.load_state_dict({name: from_numpy(weight) for name, weight in problem.weights.items()})
     return module.eval()
 
 
 def pull_back(
-    path: str, filled: TorchModule, spec: AttentionSpec, inputs: dict[str, Tensor], hidden: dict[str, Any]
+    path: str,
+    filled: TorchModule,
+    spec: AttentionSpec,
+    inputs: dict[str, Tensor],
+    hidden: dict[str, Any],
 ) -> tuple[dict[str, np.ndarray], Weights]:
     """Return gradients of the inputs and canonical weights on a path."""
     leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
@@ -156,7 +184,8 @@ def pull_back(
     return of_inputs, from_state_dict(dict(zip(weights, grads[len(leaves) :], strict=True)), spec)
 
 
-# ---- Environment -----------------------------------------------------------------------------------------------------
+# ---- Environment
+# --------------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -1,6 +1,8 @@
-"""torch backend on a mesh: the same modules, divided by `mha_torch.parallel`, and counts of their collectives.
+"""torch backend on a mesh: the same modules, divided by `mha_torch.parallel`, and counts of their
+collectives.
 
-Each process runs each stage with its sequences and heads and gathers it, so that all continue with the whole.
+Each process runs each stage with its sequences and heads and gathers it, so that all continue with
+the whole.
 """
 
 from __future__ import annotations
@@ -37,7 +39,11 @@ from parity.measure.core.weights import Weights
 from parity.measure.sharding.mesh import MeshPlan, why_not_divided
 from parity.measure.sharding.shard import ShardPlan, local_heads, shard
 
-WORDS = {"all_reduce": "all-reduce", "all_gather_into_tensor": "all-gather", "reduce_scatter_tensor": "reduce-scatter"}
+WORDS = {
+    "all_reduce": "all-reduce",
+    "all_gather_into_tensor": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+}
 """Names of torch's collectives in reports."""
 
 _started: list[Processes] = []
@@ -72,7 +78,12 @@ def why_skipped(case: Case, dtype: str, plan: MeshPlan) -> str | None:
     if plan.sequence == 1:
         return None
     known = {**case.hides, "is_causal": None, "key_padding_lengths": None}
-    if case.random_mask or case.window_size is not None or case.bias or any(x is not None for x in known.values()):
+    if (
+        case.random_mask
+        or case.window_size is not None
+        or case.bias
+        or any(x is not None for x in known.values())
+    ):
         return "masks and biases would have to circulate with the keys"
     if isinstance(case.spec.relative_bias, GridBias):
         return "a ring supports only biases by distance"
@@ -102,7 +113,8 @@ def record_own(given: Given, plan: MeshPlan) -> Trace:
     return trace_on_mesh("torch", _TorchOnMesh(plan), cast(Reference, given))
 
 
-# ---- Mesh position ---------------------------------------------------------------------------------------------------
+# ---- Mesh position
+# --------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -117,7 +129,9 @@ class _Dimension:
     def __init__(self, mesh: Any, name: str) -> None:
         is_there = name in mesh.mesh_dim_names
         self.group = mesh[name].get_group() if is_there else None
-        self.size, self.rank = (mesh[name].size(), mesh[name].get_local_rank()) if is_there else (1, 0)
+        self.size, self.rank = (
+            (mesh[name].size(), mesh[name].get_local_rank()) if is_there else (1, 0)
+        )
 
     def part(self, x: Tensor, axis: int) -> Tensor:
         """Return the local part of an axis."""
@@ -127,7 +141,9 @@ class _Dimension:
         """Return the parts of all processes."""
         if self.size == 1:
             return [x]
-        found = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        found = [
+            torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)
+        ]
         dist.all_gather(found, x.contiguous(), group=self.group)
         return found
 
@@ -174,7 +190,9 @@ class _TorchParts(Shapes):
             whole[:, heads] = part
         for rank, (heads, part) in enumerate(held):
             if not torch.equal(whole[:, heads].nan_to_num(), part.nan_to_num()):
-                raise InputError("key/value heads that processes share", "be alike", f"others on process {rank}")
+                raise InputError(
+                    "key/value heads that processes share", "be alike", f"others on process {rank}"
+                )
         return whole
 
     @property
@@ -192,7 +210,9 @@ class _TorchOnMesh(OnMesh):
     def __init__(self, plan: MeshPlan) -> None:
         super().__init__(port, plan)
         self.mesh = _mesh_of(tuple(plan.shape.items()))
-        self.data, self.tensor, self.sequence = (_Dimension(self.mesh, n) for n in ("data", "tensor", "sequence"))
+        self.data, self.tensor, self.sequence = (
+            _Dimension(self.mesh, n) for n in ("data", "tensor", "sequence")
+        )
         self.case: Any = None
         self.own: Any = None
         self.module: Any = None
@@ -244,7 +264,9 @@ class _TorchOnMesh(OnMesh):
         inputs: dict[str, Tensor],
         hidden: dict[str, Any],
     ) -> tuple[dict[str, np.ndarray], Weights]:
-        """Return gathered gradients of inputs, and gradients of weights summed over sequences and tokens."""
+        """Return gathered gradients of inputs, and gradients of weights summed over sequences and
+        tokens.
+        """
         leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
         module = filled.module if path else filled.module_of_heads
         divided = self.sequence if path else _Dimension(self.mesh, "")
@@ -281,14 +303,19 @@ class _TorchOnMesh(OnMesh):
 
         with CommDebugMode() as mode, patch.object(dist, "batch_isend_irecv", send):
             yield
-        counts = {str(operation).rpartition(".")[2]: count for operation, count in mode.get_comm_counts().items()}
+        counts = {
+            str(operation).rpartition(".")[2]: count
+            for operation, count in mode.get_comm_counts().items()
+        }
         self.sent[program] = {WORDS.get(name, name): count for name, count in counts.items()}
         if passed:
             self.sent[program]["collective-permute"] = len(passed)
 
 
 class _Joining:
-    """Functions of `mha_torch`, or of a divided module for norms over the width and for shared key/value heads."""
+    """Functions of `mha_torch`, or of a divided module for norms over the width and for shared
+    key/value heads.
+    """
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -309,7 +336,9 @@ class _Joining:
 
 
 class _TorchModuleOnMesh(port.TorchModule):
-    """Module with the weights of a problem, divided by heads, and one also by tokens; collectives are counted."""
+    """Module with the weights of a problem, divided by heads, and one also by tokens; collectives
+    are counted.
+    """
 
     def __init__(self, problem: Problem, on_mesh: _TorchOnMesh) -> None:
         super().__init__(problem)
@@ -328,13 +357,17 @@ class _TorchModuleOnMesh(port.TorchModule):
         self.own = replace(self.module.spec, out_bias=own.out_bias)
         if problem.case.is_cached:
             init_cache = self.module.init_cache
-            self.module.init_cache = lambda batch, capacity: init_cache(batch // on_mesh.data.size, capacity)
+            self.module.init_cache = lambda batch, capacity: init_cache(
+                batch // on_mesh.data.size, capacity
+            )
 
     def contain(self, contained: Callable[[Any], Any]) -> None:
         if not isinstance(self.module.kernel, RingAttention):  # which contains NaN itself
             super().contain(contained)
 
-    def attend(self, module: Any, inputs: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor | None]:
+    def attend(
+        self, module: Any, inputs: dict[str, Any], **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
         """Call the module with its local inputs."""
         if not isinstance(module.kernel, RingAttention):
             return module(**inputs, **options)
@@ -344,7 +377,9 @@ class _TorchModuleOnMesh(port.TorchModule):
         if positions is not None:
             positions = self.on_mesh.sequence.part(positions, -1)
         tokens = (inputs["query"], inputs.get("key"))
-        return module(*tokens, is_causal=self.case.is_causal, key_padding_lengths=lengths, positions=positions)
+        return module(
+            *tokens, is_causal=self.case.is_causal, key_padding_lengths=lengths, positions=positions
+        )
 
     @torch.no_grad()
     def outputs(self, query: Tensor, **inputs: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -353,7 +388,11 @@ class _TorchModuleOnMesh(port.TorchModule):
             output, attn_weights = self.attend(
                 self.module_of_heads, {"query": query, "key": key, **inputs}, need_weights=True
             )
-        own = {"query": sequence.part(query, 1), "key": None if key is None else sequence.part(key, 1), **inputs}
+        own = {
+            "query": sequence.part(query, 1),
+            "key": None if key is None else sequence.part(key, 1),
+            **inputs,
+        }
         with self.on_mesh.counting("fused.forward"):
             fused, _ = self.attend(self.module, own)
         return cast(Tensor, attn_weights), {"module": output, "fused": sequence.whole(fused, 1)}

@@ -1,8 +1,8 @@
 """tt backend: loading of canonical weights into `mha_tt` modules, and running cases.
 
-Without a card or a simulator, cases run on a mock board, `MHA_TT_MOCK` (p150 by default), which validates all programs.
-Values are then those recorded from such a device for the same program (`ttnn_mock.replayed`), or else those of ttnn's
-golden functions (`ttnn_mock.shadow`).
+Without a card or a simulator, cases run on a mock board, `MHA_TT_MOCK` (p150 by default), which
+validates all programs. Values are then those recorded from such a device for the same program
+(`ttnn_mock.replayed`), or else those of ttnn's golden functions (`ttnn_mock.shadow`).
 """
 
 from __future__ import annotations
@@ -46,12 +46,18 @@ def from_numpy(x: np.ndarray) -> ttnn.Tensor:
 
 
 def to_numpy(x: ttnn.Tensor) -> np.ndarray:
-    """Return the values of a tensor on host or device; bfloat16 and block formats (8 or 4 bits) as bfloat16."""
+    """Return the values of a tensor on host or device; bfloat16 and block formats (8 or 4 bits) as
+    bfloat16.
+    """
     kind = str(x.dtype).rpartition(".")[2].lower()
     is_on_device = x.storage_type() == ttnn.StorageType.DEVICE
     values = mha_tt.download(x) if is_on_device else ttnn_mock.value_of(x)
     if values is None:  # on the host, where bfloat16 converts to no NumPy dtype
-        values = x.to_numpy() if "int" in kind else ttnn._ttnn.operations.core.to_dtype(x, ttnn.float32).to_numpy()
+        values = (
+            x.to_numpy()
+            if "int" in kind
+            else ttnn._ttnn.operations.core.to_dtype(x, ttnn.float32).to_numpy()
+        )
     if "int" in kind:
         return values.astype(kind)
     return values if kind == "float32" else values.astype(ml_dtypes.bfloat16)
@@ -98,7 +104,8 @@ def why_skipped(case: Case, dtype: str) -> str | None:
     return None if dtype in DTYPES else f"ttnn has no {dtype}"
 
 
-# ---- Weights ---------------------------------------------------------------------------------------------------------
+# ---- Weights
+# --------------------------------------------------------------------------------------------------
 
 
 def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
@@ -110,7 +117,9 @@ def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
     expected = np.dtype(np.float32 if module.weight_dtype == ttnn.float32 else ml_dtypes.bfloat16)
     for name, weight in weights.items():
         if weight.dtype != expected:
-            raise InputTypeError("weights", f"be {expected} for the module", {f"{name}.dtype": weight.dtype})
+            raise InputTypeError(
+                "weights", f"be {expected} for the module", {f"{name}.dtype": weight.dtype}
+            )
     module.load_weights(weights)
     return module
 
@@ -128,7 +137,8 @@ def weights_of(module: Any) -> Weights:
     return held
 
 
-# ---- Cases -----------------------------------------------------------------------------------------------------------
+# ---- Cases
+# --------------------------------------------------------------------------------------------------
 
 
 SIBLING = mha_tt
@@ -144,7 +154,9 @@ whole = beside
 
 
 class Padded(Shapes):
-    """Shapes on the device, where features of heads and slots of caches are padded to whole tiles."""
+    """Shapes on the device, where features of heads and slots of caches are padded to whole
+    tiles.
+    """
 
     def from_numpy(self, name: str, x: np.ndarray) -> ttnn.Tensor:
         if name == "gate" and x.shape[2] != self.spec.num_heads:
@@ -181,7 +193,9 @@ class Padded(Shapes):
         """Return heads without padded features, which must be 0."""
         slots = slots_of(part, self.spec)
         heads = padded[..., slots]
-        is_lost = ~np.isfinite(heads).any(axis=-1)  # of a NaN token, which kernels may make infinite
+        is_lost = ~np.isfinite(heads).any(
+            axis=-1
+        )  # of a NaN token, which kernels may make infinite
         if np.delete(padded, slots, axis=-1)[~is_lost].any():
             raise InputError("features that pad a head", "be 0", f"others in {padded.shape}")
         return heads
@@ -226,7 +240,9 @@ class TtModule(FilledModule):
     def __init__(self, problem: Problem) -> None:
         kind = kind_of(mha_tt, problem.case)
         rng = np.random.default_rng(0)  # random weights are uploaded, then replaced
-        module = kind(problem.spec, device=open_device(), dtype=DTYPES[problem.dtype], rng=rng).eval()
+        module = kind(
+            problem.spec, device=open_device(), dtype=DTYPES[problem.dtype], rng=rng
+        ).eval()
         self.module: Any = load_into(module, problem.weights)
         self.weights = self.module.weights
 
@@ -237,17 +253,26 @@ filled = TtModule
 def tutorial(problem: Problem) -> Any:
     """Return the tutorial's module with the weights of a problem, in evaluation mode."""
     spec, kind = problem.spec, kind_of_tutorial(mha_tt, problem.case)
-    module = kind(spec.d_model, spec.num_heads, bias=spec.out_bias, device=open_device(), dtype=DTYPES[problem.dtype])
+    module = kind(
+        spec.d_model,
+        spec.num_heads,
+        bias=spec.out_bias,
+        device=open_device(),
+        dtype=DTYPES[problem.dtype],
+    )
     module.load_weights(problem.weights)
     module.eval()
     return module
 
 
-# ---- Environment -----------------------------------------------------------------------------------------------------
+# ---- Environment
+# --------------------------------------------------------------------------------------------------
 
 
 def arithmetic() -> str:
-    """Return the arithmetic of the device; without one, or on a mock board, that of golden functions."""
+    """Return the arithmetic of the device; without one, or on a mock board, that of golden
+    functions.
+    """
     return "ieee" if mha_tt.target() in (None, "mock") else "tensix"
 
 
@@ -258,7 +283,9 @@ def golden_function(operation: Any) -> Callable[..., Any] | None:
 
 @contextmanager
 def lock(dtype: str) -> Iterator[dict[str, Any]]:
-    """Report the settings that affect a device's results, which modules fix; on a mock board, compute values."""
+    """Report the settings that affect a device's results, which modules fix; on a mock board,
+    compute values.
+    """
     device = open_device()
     is_mock = mha_tt.target() == "mock"
     with ExitStack() as stack:
@@ -273,7 +300,9 @@ def lock(dtype: str) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def replayed(problem: Problem) -> Iterator[ttnn_mock.Replay | None]:
-    """Replay, on a mock board, the recording of a problem on a device of the same architecture and grid."""
+    """Replay, on a mock board, the recording of a problem on a device of the same architecture and
+    grid.
+    """
     path = recording_path(problem.case.name, problem.dtype)
     if mha_tt.target() != "mock" or not path.exists():
         yield None

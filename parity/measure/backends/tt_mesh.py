@@ -1,7 +1,8 @@
-"""tt backend on a mesh: the same modules, divided by `mha_tt.parallel`, and counts of their collectives.
+"""tt backend on a mesh: the same modules, divided by `mha_tt.parallel`, and counts of their
+collectives.
 
-Each row of the mesh has the whole layer, with heads divided over its chips. ttnn runs one program on all chips, so
-masks and sequences are equal on all of them.
+Each row of the mesh has the whole layer, with heads divided over its chips. ttnn runs one program
+on all chips, so masks and sequences are equal on all of them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ from ttnn_mock.goldens import is_collective
 HEADS = 1
 """Mesh dimension that heads are divided over: columns."""
 
-WORDS = {"ttnn.all_reduce": "all-reduce", "ttnn.all_gather": "all-gather", "ttnn.reduce_scatter": "reduce-scatter"}
+WORDS = {
+    "ttnn.all_reduce": "all-reduce",
+    "ttnn.all_gather": "all-gather",
+    "ttnn.reduce_scatter": "reduce-scatter",
+}
 """Names of ttnn's collectives in reports."""
 
 
@@ -50,17 +55,23 @@ def make_devices(count: int) -> None:
 def check_devices(plan: MeshPlan) -> None:
     """Open a mesh that divides only heads and fits the board."""
     if plan.size > plan.tensor:
-        raise InputError("mesh", "divide only tensor with tt, whose chips can only divide heads", str(plan))
+        raise InputError(
+            "mesh", "divide only tensor with tt, whose chips can only divide heads", str(plan)
+        )
     if (count := port.num_chips()) % plan.tensor:
         others = ", ".join(f"{board} has {math.prod(shape)}" for board, shape in MESHES.items())
         hint = f"MHA_TT_MOCK selects another: {others}" if mha_tt.target() == "mock" else ""
-        raise InputError("mesh", "divide the chips of the board", f"{plan} and {count} chips", hint=hint)
+        raise InputError(
+            "mesh", "divide the chips of the board", f"{plan} and {count} chips", hint=hint
+        )
     port.open_device((count // plan.tensor, plan.tensor))
 
 
 def why_skipped(case: Case, dtype: str, plan: MeshPlan) -> str | None:
     """Return why a case cannot run on a mesh, or None."""
-    unfused = replace(case, spec=replace(case.spec, fused_qkv=False))  # q, k and v are packed on each chip
+    unfused = replace(
+        case, spec=replace(case.spec, fused_qkv=False)
+    )  # q, k and v are packed on each chip
     if reason := why_not_divided(unfused, plan):
         return reason
     try:
@@ -129,7 +140,9 @@ class _TtOnMesh(OnMesh):
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run a stage for the heads of each chip; outputs are summed over chips."""
         spec = self.case.spec
-        found = port.call(function, *(self.own if argument is spec else argument for argument in arguments))
+        found = port.call(
+            function, *(self.own if argument is spec else argument for argument in arguments)
+        )
         is_part = spec.out_proj and function.__name__ == "_combine"
         return all_reduce(found, HEADS) if is_part else found
 
@@ -142,17 +155,25 @@ class _TtOnMesh(OnMesh):
         return self.joined(x, self.queries, 1)
 
     def beside(self, x: np.ndarray) -> Any:
-        """Return masks (…, T, S), equal for all heads, biases (B, N, T, S) divided by heads, and others whole."""
+        """Return masks (…, T, S), equal for all heads, biases (B, N, T, S) divided by heads, and
+        others whole.
+        """
         if x.ndim != 4:
             return x
         return x[:, :1] if x.dtype == bool else self.divided(x, self.queries, 1, self.dtype)
 
     def divided(
-        self, x: np.ndarray, heads: Sequence[list[int]], axis: int, dtype: ttnn.DataType | None = None
+        self,
+        x: np.ndarray,
+        heads: Sequence[list[int]],
+        axis: int,
+        dtype: ttnn.DataType | None = None,
     ) -> ttnn.Tensor:
         """Upload an array with its heads divided over chips, in a dtype or its own."""
         parts = [x.take(own, axis) for own in heads]
-        return upload_parts(parts, axis=HEADS, device=self.mesh, dtype=dtype or port.DTYPES[x.dtype.name])
+        return upload_parts(
+            parts, axis=HEADS, device=self.mesh, dtype=dtype or port.DTYPES[x.dtype.name]
+        )
 
     def joined(self, x: ttnn.Tensor, heads: Sequence[list[int]], axis: int) -> np.ndarray:
         """Concatenate the heads of all chips on an axis; replicated ones must be equal."""
@@ -197,7 +218,9 @@ class _TtModuleOnMesh(port.TtModule):
         parallel.shard(self.module, on_mesh.mesh, heads=HEADS)
         self.weights = self.module.weights
 
-    def outputs(self, query: ttnn.Tensor, **inputs: Any) -> tuple[ttnn.Tensor, dict[str, ttnn.Tensor]]:
+    def outputs(
+        self, query: ttnn.Tensor, **inputs: Any
+    ) -> tuple[ttnn.Tensor, dict[str, ttnn.Tensor]]:
         with self.on_mesh.counting("forward"):
             output, attn_weights = self.module(query, **inputs, need_weights=True)
         with self.on_mesh.counting("fused.forward"):
@@ -205,7 +228,11 @@ class _TtModuleOnMesh(port.TtModule):
         return attn_weights, {"module": output, "fused": fused}
 
     def step(
-        self, x: ttnn.Tensor, cache: Any, new_lengths: np.ndarray | None, positions: np.ndarray | None
+        self,
+        x: ttnn.Tensor,
+        cache: Any,
+        new_lengths: np.ndarray | None,
+        positions: np.ndarray | None,
     ) -> tuple[dict[str, ttnn.Tensor], Any]:
         with self.on_mesh.counting("step" if x.shape[1] == 1 else "prompt"):
             return super().step(x, cache, new_lengths, positions)

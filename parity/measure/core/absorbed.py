@@ -1,7 +1,7 @@
 """Attention of a few query rows without computing keys and values, directly over their inputs.
 
-Queries are multiplied by the key projection instead, and weighted sums of inputs by the value projection. For R rows
-that is R / S of the work.
+Queries are multiplied by the key projection instead, and weighted sums of inputs by the value
+projection. For R rows that is R / S of the work.
 """
 
 from __future__ import annotations
@@ -50,9 +50,13 @@ def has_rows_of_query(problem: Any) -> bool:
 
 
 def is_plain(layer: Any) -> bool:
-    """Return whether q, k and v are computed as usual, possibly from other weights; False with latents or shared_kv."""
+    """Return whether q, k and v are computed as usual, possibly from other weights; False with
+    latents or shared_kv.
+    """
     linear = layer.overrides.get("linear")
-    is_right = layer.overrides.keys() <= KEPT and (linear is None or ismethod(linear.func))  # a method only caches
+    is_right = layer.overrides.keys() <= KEPT and (
+        linear is None or ismethod(linear.func)
+    )  # a method only caches
     return is_right and layer.problem.spec.latent is None and not layer.problem.spec.shared_kv
 
 
@@ -65,32 +69,47 @@ def making_weights_once(layer: Any) -> Iterator[None]:
 
 
 def queries(layer: Any, rows: np.ndarray) -> np.ndarray | None:
-    """Return the queries of some rows only, (B, N, rows, H); None if they need all tokens, or q is not needed."""
+    """Return the queries of some rows only, (B, N, rows, H); None if they need all tokens, or q is
+    not needed.
+    """
     spec, some = layer.problem.spec, layer.problem.inputs.get(rows_of_query(rows))
     is_by_length = spec.rope is not None and spec.rope.depends_on_length
     if some is None or "q" not in layer.asked or is_by_length or not is_plain(layer):
         return None
-    return layer.entering("q", layer.linear("q_proj", some), layer.problem.case.positions()[..., rows])
+    return layer.entering(
+        "q", layer.linear("q_proj", some), layer.problem.case.positions()[..., rows]
+    )
 
 
 def wrong_weights(layer: Any) -> dict[str, np.ndarray]:
     """Return the unknown weights of k and v, if these are plain projections.
 
-    For the layer's own weights, or their rows in another order, `parity.measure.core.reference.Remembered` has the products.
+    For the layer's own weights, or their rows in another order,
+    `parity.measure.core.reference.Remembered` has the products.
     """
     spec, held = layer.problem.spec, layer.problem.weights
     if not is_plain(layer) or spec.clip_qkv is not None:
         return {}
     turned = "qk" if spec.rope is not None else "q"  # queries have only some rows anyway
-    names = (name for name in layer.asked if name not in turned and spec.norms.get(f"{name}_norm") is None)
+    names = (
+        name
+        for name in layer.asked
+        if name not in turned and spec.norms.get(f"{name}_norm") is None
+    )
     found = {name: layer.parameter(f"{name}_proj.weight") for name in names}
     known = [x for name, x in held.items() if name.endswith("_proj.weight")]
-    return {name: x for name, x in found.items() if not any(x is own or _is_row_of(x[0], own) for own in known)}
+    return {
+        name: x
+        for name, x in found.items()
+        if not any(x is own or _is_row_of(x[0], own) for own in known)
+    }
 
 
 def _is_row_of(row: np.ndarray, weight: np.ndarray) -> bool:
     """Return whether a weight contains a row, by its first numbers."""
-    return len(row) == weight.shape[1] and bool((weight[:, :BEGINNING] == row[:BEGINNING]).all(axis=1).any())
+    return len(row) == weight.shape[1] and bool(
+        (weight[:, :BEGINNING] == row[:BEGINNING]).all(axis=1).any()
+    )
 
 
 def without(layer: Any, names: Collection[str]) -> Any:
@@ -99,7 +118,8 @@ def without(layer: Any, names: Collection[str]) -> Any:
 
 
 def unmade(layer: Any, name: str, weight: np.ndarray, x: np.ndarray, rows: int) -> Unmade:
-    """Return keys "k" or values "v" of a layer as inputs x and a weight (K * H, d_kv), without multiplying them.
+    """Return keys "k" or values "v" of a layer as inputs x and a weight (K * H, d_kv), without
+    multiplying them.
 
     They are for some query rows. If their products would take too much work, nothing is done.
     """
@@ -116,7 +136,9 @@ def products(layer: Any, values: Values, k: Unmade) -> np.ndarray:
     a = layer.arithmetic
     q = _by_kv_head(a.widen(values["q"]), len(k.weight))
     back = a.matmul(q, k.weight)
-    found = a.matmul(back.reshape(len(back), -1, back.shape[-1]), k.x.swapaxes(1, 2)).reshape(*q.shape[:3], -1)
+    found = a.matmul(back.reshape(len(back), -1, back.shape[-1]), k.x.swapaxes(1, 2)).reshape(
+        *q.shape[:3], -1
+    )
     found = found + (q * k.bias[:, None]).sum(axis=-1, keepdims=True)
     keep = a.between_scores
     return keep(keep(found.reshape(*values["q"].shape[:3], -1)) / a.wide.type(layer.scale()))

@@ -18,7 +18,14 @@ if TYPE_CHECKING:
     import jax
     import torch
 
-FOREIGN = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+FOREIGN = (
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+)
 """Dtypes of torch that NumPy lacks; ml_dtypes has them under the same names."""
 
 
@@ -26,14 +33,16 @@ def to_numpy(x: Any) -> np.ndarray:
     """Return a NumPy array of the same values and dtype; bfloat16 is that of ml_dtypes.
 
     Args:
-        x: an array of NumPy, torch (on any device, with or without a gradient), JAX or TTNN, a Flax or Keras variable,
-            or anything else that NumPy converts to an array.
+        x: an array of NumPy, torch (on any device, with or without a gradient), JAX or TTNN, a Flax
+            or Keras variable, or anything else that NumPy converts to an array.
 
     Returns:
-        `x` itself if it is a NumPy array; otherwise an array that does not share memory with a torch tensor.
+        `x` itself if it is a NumPy array; otherwise an array that does not share memory with a
+        torch tensor.
 
     Raises:
-        TypeError: if it is not an array, or has no values: a tracer, or a tensor on torch's meta device.
+        TypeError: if it is not an array, or has no values: a tracer, or a tensor on torch's meta
+            device.
     """
     if isinstance(x, np.ndarray):
         return x
@@ -43,12 +52,15 @@ def to_numpy(x: Any) -> np.ndarray:
     for package in packages & LIBRARIES.keys():
         return LIBRARIES[package]().to_numpy(x)
     if not hasattr(x, "__array__") or any(kind.__name__ == "Tracer" for kind in type(x).__mro__):
-        raise InputTypeError("an array", "be a NumPy, torch or JAX array with values", type(x).__name__)
+        raise InputTypeError(
+            "an array", "be a NumPy, torch or JAX array with values", type(x).__name__
+        )
     return np.asarray(x)
 
 
 def to_torch(x: Any) -> torch.Tensor:
-    """Return a torch tensor of the same values, dtype and shape, on the CPU; `x` itself if it is one.
+    """Return a torch tensor of the same values, dtype and shape, on the CPU; `x` itself if it is
+    one.
 
     Raises:
         TypeError: if it is not an array, or torch lacks its dtype.
@@ -58,7 +70,9 @@ def to_torch(x: Any) -> torch.Tensor:
     if isinstance(x, torch.Tensor):
         return x
     array = to_numpy(x)
-    if array.dtype.name in FOREIGN:  # torch cannot read NumPy's dtype of this name; the bits are equal
+    if (
+        array.dtype.name in FOREIGN
+    ):  # torch cannot read NumPy's dtype of this name; the bits are equal
         bits = np.array(array).view(f"u{array.itemsize}")
         return torch.from_numpy(bits).view(getattr(torch, array.dtype.name))
     return torch.from_numpy(np.array(array))
@@ -78,7 +92,8 @@ def to_jax(x: Any) -> jax.Array:
 
 
 def to_numpy_by_name(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Return arrays by name as NumPy arrays; names of nested mappings, such as Flax's, are joined with dots.
+    """Return arrays by name as NumPy arrays; names of nested mappings, such as Flax's, are joined
+    with dots.
 
     Raises:
         TypeError: if an entry is not an array, or `arrays` is not a mapping.
@@ -94,19 +109,29 @@ def to_numpy_by_name(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
                 visit(f"{name}.{key}" if name else str(key), child)
             return
         if name in found:
-            raise InputError("names", "differ after their levels are joined with dots", f"{name} twice")
+            raise InputError(
+                "names", "differ after their levels are joined with dots", f"{name} twice"
+            )
         try:
             found[name] = to_numpy(node)
         except TypeError:
-            raise InputTypeError(name, "be an array of NumPy, torch or JAX", type(node).__name__) from None
+            raise InputTypeError(
+                name, "be an array of NumPy, torch or JAX", type(node).__name__
+            ) from None
 
     visit("", arrays)
     return found
 
 
 def arithmetic_of(*values: Any) -> str:
-    """Return the arithmetic of the device of arrays, or mappings of them: `ieee`, or that of their library."""
-    arrays = [array for value in values for array in (value.values() if isinstance(value, Mapping) else [value])]
+    """Return the arithmetic of the device of arrays, or mappings of them: `ieee`, or that of their
+    library.
+    """
+    arrays = [
+        array
+        for value in values
+        for array in (value.values() if isinstance(value, Mapping) else [value])
+    ]
     found = {package for array in arrays for package in _packages_of(array) & LIBRARIES.keys()}
     return LIBRARIES[found.pop()]().arithmetic() if found else "ieee"
 
@@ -127,15 +152,21 @@ def _array(what: str, value: Any) -> np.ndarray:
     try:
         return to_numpy(value)
     except TypeError:
-        raise InputTypeError(what, "be an array of NumPy, torch, JAX or TTNN", type(value).__name__) from None
+        raise InputTypeError(
+            what, "be an array of NumPy, torch, JAX or TTNN", type(value).__name__
+        ) from None
 
 
 def _from_torch(x: torch.Tensor) -> np.ndarray:
     import torch
 
     if x.is_meta or x.layout != torch.strided or x.is_quantized:
-        raise InputTypeError("a tensor", "be dense and have values", f"one of {x.dtype} on {x.device} in {x.layout}")
-    x = x.detach().cpu().resolve_conj().resolve_neg().contiguous().clone()  # the tensor may be modified in place
+        raise InputTypeError(
+            "a tensor", "be dense and have values", f"one of {x.dtype} on {x.device} in {x.layout}"
+        )
+    x = (
+        x.detach().cpu().resolve_conj().resolve_neg().contiguous().clone()
+    )  # the tensor may be modified in place
     name = str(x.dtype).removeprefix("torch.")
     if name in FOREIGN:
         bits = {1: torch.uint8, 2: torch.uint16}[x.element_size()]

@@ -15,19 +15,23 @@ import numpy as np
 
 
 def share_of_cores(num_processes: int) -> dict[str, str]:
-    """Return environment variables that limit a process to its share of the cores, unless they are set already.
+    """Return environment variables that limit a process to its share of the cores, unless they are
+    set already.
 
     Args:
-        num_processes: number of processes that compute at once. If each used all cores, their threads would wait for
-            each other and small cases take three times as long.
+        num_processes: number of processes that compute at once. If each used all cores, their
+            threads would wait for each other and small cases take three times as long.
     """
     share = str(max((os.cpu_count() or 1) // num_processes, 1))
-    return {name: os.environ.get(name, share) for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    return {
+        name: os.environ.get(name, share) for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    }
 
 
 @contextmanager
 def single_threaded() -> Iterator[None]:
-    """Limit NumPy's OpenBLAS to one thread: on a busy machine, several wait for each other longer than they compute.
+    """Limit NumPy's OpenBLAS to one thread: on a busy machine, several wait for each other longer
+    than they compute.
 
     If NumPy uses another library, its threads are unchanged.
     """
@@ -48,7 +52,10 @@ def _threads() -> tuple[Any, Any] | None:
     """Return functions of the OpenBLAS in NumPy's wheel that get and set the number of threads."""
     folder = Path(np.__file__).parent
     for path in sorted(
-        [*(folder.parent / "numpy.libs").glob("lib*openblas*"), *(folder / ".dylibs").glob("*openblas*")]
+        [
+            *(folder.parent / "numpy.libs").glob("lib*openblas*"),
+            *(folder / ".dylibs").glob("*openblas*"),
+        ]
     ):
         library = ctypes.CDLL(str(path))
         for prefix, suffix in itertools.product(("scipy_openblas", "openblas"), ("64_", "")):

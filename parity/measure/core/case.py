@@ -17,7 +17,8 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 class Case:
     """A situation in which implementations must agree: a layer and its inputs.
 
-    Arrays are drawn from the name (see `parity.measure.core.problem`), so that all environments get the same ones.
+    Arrays are drawn from the name (see `parity.measure.core.problem`), so that all environments get
+    the same ones.
 
     Attributes:
         name: name in the command line and reports.
@@ -28,14 +29,15 @@ class Case:
         seq_len_k: number of key tokens, S; None for self-attention.
         is_causal: hide keys after the query's own position.
         key_padding_lengths: number of real keys of each sequence.
-        segment_ids: segment of each token of each sequence; hides other segments. Positions restart in each.
+        segment_ids: segment of each token of each sequence; hides other segments. Positions restart
+            in each.
         window_size: hide all but the last `window_size` keys.
         random_mask: hide random keys, different for each head, and one whole row of each sequence.
         bias: add a random bias to the scores.
         gain: factor of the query and key projections; large ones lead to large logits.
         strided: inputs are not contiguous in memory.
-        not_finite: NaN tokens: `visible`, one in the middle of the last sequence, must reach all rows that attend to
-            it; `hidden`, all padding, must reach no other row.
+        not_finite: NaN tokens: `visible`, one in the middle of the last sequence, must reach all
+            rows that attend to it; `hidden`, all padding, must reach no other row.
         chunks: with a cache: number of tokens that each call appends.
         new_lengths: with a cache: number of real tokens for each call and sequence.
         capacity: with a cache: number of slots.
@@ -72,15 +74,27 @@ class Case:
     def __post_init__(self) -> None:
         ids, lengths, each = self.segment_ids or (), self.key_padding_lengths, f"batch={self.batch}"
         rules = (
-            ("seq_len", f"be the sum of chunks={self.chunks}", not self.chunks or self.seq_len == sum(self.chunks)),
+            (
+                "seq_len",
+                f"be the sum of chunks={self.chunks}",
+                not self.chunks or self.seq_len == sum(self.chunks),
+            ),
             ("new_lengths", "be empty without chunks", bool(self.chunks) or not self.new_lengths),
-            ("new_lengths", f"have {each} numbers", all(len(row) == self.batch for row in self.new_lengths)),
+            (
+                "new_lengths",
+                f"have {each} numbers",
+                all(len(row) == self.batch for row in self.new_lengths),
+            ),
             (
                 "new_lengths",
                 f"have one entry per chunk of chunks={self.chunks}",
                 len(self.new_lengths) in (0, len(self.chunks)),
             ),
-            ("key_padding_lengths", f"have {each} numbers", lengths is None or len(lengths) == self.batch),
+            (
+                "key_padding_lengths",
+                f"have {each} numbers",
+                lengths is None or len(lengths) == self.batch,
+            ),
             (
                 "segment_ids",
                 f"have {each} rows of seq_len={self.seq_len} ids",
@@ -106,7 +120,11 @@ class Case:
     def hides(self) -> dict[str, Any]:
         """Keywords of `create_attention_mask` of mha_torch, mha_jax and mha_tt."""
         ids = None if self.segment_ids is None else np.array(self.segment_ids, np.int32)
-        return {"is_causal": self.is_causal, "key_padding_lengths": self.key_padding_lengths, "segment_ids": ids}
+        return {
+            "is_causal": self.is_causal,
+            "key_padding_lengths": self.key_padding_lengths,
+            "segment_ids": ids,
+        }
 
     @property
     def has_mask(self) -> bool:
@@ -118,21 +136,28 @@ class Case:
     def is_plain(self) -> bool:
         """Return whether the tutorial, `plain.py`, can express the case.
 
-        Its layers are those of the paper: as many key/value heads as query heads, d_model // num_heads wide, and
-        nothing that changes the scores but a mask. Sequences with a cache all have the same length.
+        Its layers are those of the paper: as many key/value heads as query heads, d_model //
+        num_heads wide, and nothing that changes the scores but a mask. Sequences with a cache all
+        have the same length.
         """
         spec = self.spec
         if spec.d_model % spec.num_heads != 0:
             return False
-        of_paper = AttentionSpec(spec.d_model, spec.num_heads, qkv_bias=spec.out_bias, out_bias=spec.out_bias)
+        of_paper = AttentionSpec(
+            spec.d_model, spec.num_heads, qkv_bias=spec.out_bias, out_bias=spec.out_bias
+        )
         # The same weights, packed into one array or not.
         is_of_paper = spec == of_paper.replace(fused_qkv=spec.fused_qkv)
         has_other_mask = self.window_size is not None or self.segment_ids is not None
-        return is_of_paper and not (has_other_mask or self.bias or self.not_finite or self.new_lengths)
+        return is_of_paper and not (
+            has_other_mask or self.bias or self.not_finite or self.new_lengths
+        )
 
     @property
     def has_gradients(self) -> bool:
-        """Return whether gradients are compared: without a cache, and without a visible NaN, which spreads to all."""
+        """Return whether gradients are compared: without a cache, and without a visible NaN, which
+        spreads to all.
+        """
         return not self.is_cached and self.not_finite != "visible"
 
     @property
@@ -142,17 +167,21 @@ class Case:
 
     @property
     def has_positions(self) -> bool:
-        """Return whether layers need explicit positions, other than 0, 1, … or those after the cached tokens."""
+        """Return whether layers need explicit positions, other than 0, 1, … or those after the
+        cached tokens.
+        """
         if self.spec.rope is not None and self.spec.rope.sections:
             return True
-        return self.spec.has_positions and (bool(self.first_position) or self.segment_ids is not None)
+        return self.spec.has_positions and (
+            bool(self.first_position) or self.segment_ids is not None
+        )
 
     def positions(self, step: int | None = None) -> np.ndarray:
         """Return the positions of all tokens, or of those of one call: (B or 1, T).
 
-        With sections they are (axes, B or 1, T): three axes are time, row and column of frames of 2 x 3 patches; two
-        are row and column of a picture three patches wide. Padding in a call has the position of the first token, so
-        that it does not lengthen a sequence.
+        With sections they are (axes, B or 1, T): three axes are time, row and column of frames of 2
+        x 3 patches; two are row and column of a picture three patches wide. Padding in a call has
+        the position of the first token, so that it does not lengthen a sequence.
         """
         tokens = np.arange(self.seq_len if step is None else self.chunks[step])[None]
         if self.segment_ids is not None:  # number of earlier tokens of the same segment
@@ -172,7 +201,9 @@ class Case:
         """Return the case without a cache for only the first tokens."""
         lengths = self.key_padding_lengths
         if lengths is not None:
-            lengths = None if min(lengths) >= count else tuple(min(length, count) for length in lengths)
+            lengths = (
+                None if min(lengths) >= count else tuple(min(length, count) for length in lengths)
+            )
         ids = self.segment_ids
         if ids is not None:
             ids = tuple((row + row[-1:] * count)[:count] for row in ids)

@@ -1,23 +1,25 @@
 """Comparison: the distance of an implementation from float64, its tolerance, and where it is worst.
 
-Two correct implementations differ by their rounding, which depends on the case: 1e-7 with small random weights, 1e-2
-with trained ones and large logits. The tolerance therefore follows from the noise of the case: a stage passes if its
-error against the float64 reference is at most `FACTOR` times the error of the same-precision reference, plus one unit
-of rounding. FlashAttention's tests have the same idea: they allow a kernel twice the error of a plain implementation of
-the same precision (Dao-AILab/flash-attention#446).
+Two correct implementations differ by their rounding, which depends on the case: 1e-7 with small
+random weights, 1e-2 with trained ones and large logits. The tolerance therefore follows from the
+noise of the case: a stage passes if its error against the float64 reference is at most `FACTOR`
+times the error of the same-precision reference, plus one unit of rounding. FlashAttention's tests
+have the same idea: they allow a kernel twice the error of a plain implementation of the same
+precision (Dao-AILab/flash-attention#446).
 
-If the reference is NaN, because a row attends to a NaN of the case, the implementation must be NaN; everywhere else it
-must be finite. The error is computed from elements that are finite in both.
+If the reference is NaN, because a row attends to a NaN of the case, the implementation must be NaN;
+everywhere else it must be finite. The error is computed from elements that are finite in both.
 
-The error is measured in three norms, and the worst ratio decides. The root mean square detects a small error
-everywhere, which the maximum would miss. The maximum detects one wrong element, which the mean would miss. The slope
-detects a consistent error, such as a gain, which the noise of single elements would hide. If these pass, the zeros of
-attention weights are also compared: the weight of a hidden key is exactly 0 in every dtype, and no other weight is.
+The error is measured in three norms, and the worst ratio decides. The root mean square detects a
+small error everywhere, which the maximum would miss. The maximum detects one wrong element, which
+the mean would miss. The slope detects a consistent error, such as a gain, which the noise of single
+elements would hide. If these pass, the zeros of attention weights are also compared: the weight of
+a hidden key is exactly 0 in every dtype, and no other weight is.
 
-Tenstorrent's hardware does not follow IEEE 754 ("tensix" in `reference.ARITHMETICS`). Its tolerance follows from
-documented facts and from results of the real kernels in a simulator: float32 enters the matrix engine as TF32,
-truncated instead of rounded; sums are float32; exponentials and reciprocals are approximations. It has not been
-measured on a card yet.
+Tenstorrent's hardware does not follow IEEE 754 ("tensix" in `reference.ARITHMETICS`). Its tolerance
+follows from documented facts and from results of the real kernels in a simulator: float32 enters
+the matrix engine as TF32, truncated instead of rounded; sums are float32; exponentials and
+reciprocals are approximations. It has not been measured on a card yet.
 """
 
 from __future__ import annotations
@@ -37,30 +39,44 @@ from parity.measure.core.weights import dtype_named
 from parity.measure.core.zeros import WRONG_ZEROS, largest_zero, with_wrong_zeros, zero_on_one_side
 
 FACTOR = 4.0
-"""Tolerance as a multiple of the same-precision reference's error (for stages with few elements see `factor`).
+"""Tolerance as a multiple of the same-precision reference's error (for stages with few elements see
+`factor`).
 
-Rounding errors of correct implementations vary by chance. `docs/explanation/error-budget.md` reports the share that
-torch and JAX on a CPU need. `tests/parity/measure/core/test_compare.py` tests the errors that it still detects.
+Rounding errors of correct implementations vary by chance. `docs/explanation/error-budget.md`
+reports the share that torch and JAX on a CPU need. `tests/parity/measure/core/test_compare.py`
+tests the errors that it still detects.
 """
 
 TENSIX_FLOOR = {"float32": 2.0**-9, "bfloat16": 2.0**-8}
-"""Relative error of one value on Tenstorrent's hardware: bfloat16 rounds by up to 2^-8; a product of float32 values
-loses up to 2^-10 for each factor, truncated to TF32.
+"""Relative error of one value on Tenstorrent's hardware: bfloat16 rounds by up to 2^-8; a product
+of float32 values loses up to 2^-10 for each factor, truncated to TF32.
 
-Measured on a simulator: with 2^-10, k of `trained-anarcii-cross` uses 1.07 of its budget, with 2^-9 0.56.
+Measured on a simulator: with 2^-10, k of `trained-anarcii-cross` uses 1.07 of its budget, with 2^-9
+0.56.
 """
 
 DEVIATIONS = 2.0
-"""Standard deviations added to the slope of the same-precision reference, which may be small by chance."""
+"""Standard deviations added to the slope of the same-precision reference, which may be small by
+chance.
+"""
 
-SAME_PRECISION = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "float64": "float32"}
-"""Dtype of the same-precision reference. For float64 it is float32, with its error scaled by the units of rounding."""
+SAME_PRECISION = {
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "float64": "float32",
+}
+"""Dtype of the same-precision reference. For float64 it is float32, with its error scaled by the
+units of rounding.
+"""
 
 NOTHING = {"rms": 0.0, "max": 0.0}
 """Tolerance of masks and lengths."""
 
 MOST_OVER = 4.0
-"""Maximum excess over the budget for the noise to be measured again: a poor estimate is rarely further off."""
+"""Maximum excess over the budget for the noise to be measured again: a poor estimate is rarely
+further off.
+"""
 
 POSITIONS = 64
 """Number of bins along the tokens in a comparison."""
@@ -71,7 +87,8 @@ class Judgement:
     """Distance of an array from the expected one, and its tolerance.
 
     Attributes:
-        error: root mean square of the error (for masks and lengths, the mean); infinite if only one side is finite.
+        error: root mean square of the error (for masks and lengths, the mean); infinite if only one
+            side is finite.
         ratio: error / budget in the deciding norm; at most 1 passes.
         norm: the deciding norm.
         measured, allowed: error and budget by norm.
@@ -114,21 +131,25 @@ class Comparison(JsonRecord):
         status: `passed` or `failed`.
         error: distance from float64, in the deciding norm.
         budget: tolerance of this distance.
-        ratio: error / budget; at most 1 passes. Infinite if the budget is 0 or nothing can be measured.
+        ratio: error / budget; at most 1 passes. Infinite if the budget is 0 or nothing can be
+            measured.
         norm: deciding norm, `rms`, `max` or `slope`.
         max_abs: largest absolute error.
-        max_ulp: largest error in units in the last place of the expected value, in the stage's dtype.
+        max_ulp: largest error in units in the last place of the expected value, in the stage's
+            dtype.
         pcc: Pearson correlation, for information only: it cannot detect a wrong scale.
         worst_index: index of the largest error, by axis letter.
         worst_values: actual and expected value at this index.
         mismatched, size: number of elements beyond the budget, and in total.
         shape: shape of the expected array.
-        local_ratio: error / budget of the stage computed from the reference's values of earlier stages; the first stage
-            above 1 is the culprit. None without earlier stages.
+        local_ratio: error / budget of the stage computed from the reference's values of earlier
+            stages; the first stage above 1 is the culprit. None without earlier stages.
         reason: reason of a failure, as text.
-        by_position: largest error at each token as a fraction of the maximum norm's budget, for plots: of query tokens
-            if the stage has them, otherwise of key tokens or slots; at most `POSITIONS` bins.
-        library: name of the backend, without the trace folder that `backend` may include; empty without a backend.
+        by_position: largest error at each token as a fraction of the maximum norm's budget, for
+            plots: of query tokens if the stage has them, otherwise of key tokens or slots; at most
+            `POSITIONS` bins.
+        library: name of the backend, without the trace folder that `backend` may include; empty
+            without a backend.
         by_reference: the expected values are those of the reference, not of a caller.
         test: class and name of the test in JUnit's form; None outside tests.
     """
@@ -199,12 +220,19 @@ class Comparison(JsonRecord):
             return f"{lines[0]}, {self.worse_ratio:.2g} of its budget"
         lines.append(f"  shape       ({axes}) = {self.shape}")
         if self.size:
-            lines.append(f"  mismatched  {self.mismatched} / {self.size} ({self.mismatched / self.size:.1%})")
+            lines.append(
+                f"  mismatched  {self.mismatched} / {self.size} ({self.mismatched / self.size:.1%})"
+            )
         if self.worst_values is not None:
             place = ", ".join(f"{axis.lower()}={index}" for axis, index in self.worst_index.items())
             actual, expected = self.worst_values
-            lines.append(f"  worst       {self.max_abs:.2e} at ({place}): {actual:.6g}, expected {expected:.6g}")
-        lines.append(f"  allowed     {self.budget:.1e} ({self.norm}); the error is {self.error:.1e}")
+            lines.append(
+                f"  worst       {self.max_abs:.2e} at ({place}): {actual:.6g}, expected "
+                f"{expected:.6g}"
+            )
+        lines.append(
+            f"  allowed     {self.budget:.1e} ({self.norm}); the error is {self.error:.1e}"
+        )
         if self.reason:
             lines.append(f"  reason      {self.reason}")
         return "\n".join(lines)
@@ -226,7 +254,8 @@ def compare(
         expected: float64 reference.
         same_precision: reference in the dtype of `SAME_PRECISION` and in the arithmetic.
         label: label of the comparison.
-        terms: magnitude of the terms of the stage's sums, if they may cancel; default: the expected value.
+        terms: magnitude of the terms of the stage's sums, if they may cancel; default: the expected
+            value.
         arithmetic: arithmetic of the hardware, one of `reference.ARITHMETICS`.
     """
     kept, stage = kept_dtype(label.stage, label.dtype), stage_named(label.stage)
@@ -235,14 +264,26 @@ def compare(
     expected = expected.astype(np.float64)
     if stage.is_exact:
         return measure(actual, expected, NOTHING, label, ulps_of="float32")
-    if arithmetic.startswith("tensix"):  # its matrix engine treats NaN as a number, with unknown results
+    if arithmetic.startswith(
+        "tensix"
+    ):  # its matrix engine treats NaN as a number, with unknown results
         actual = np.where(np.isnan(expected), np.asarray(np.nan, actual.dtype), actual)
     has_slope = terms is None and not stage.is_gradient
-    allowed = budget(expected, same_precision, label.dtype, terms, arithmetic, has_slope=has_slope, stage=label.stage)
+    allowed = budget(
+        expected,
+        same_precision,
+        label.dtype,
+        terms,
+        arithmetic,
+        has_slope=has_slope,
+        stage=label.stage,
+    )
     return measure(actual, expected, allowed, label, ulps_of=kept.name)
 
 
-def why_incomparable(actual: np.ndarray, expected: np.ndarray, dtype: np.dtype | None = None) -> str:
+def why_incomparable(
+    actual: np.ndarray, expected: np.ndarray, dtype: np.dtype | None = None
+) -> str:
     """Return why an array cannot be compared with another: its shape, size or dtype."""
     if actual.shape != expected.shape:  # NumPy would broadcast
         return f"shape {actual.shape}, expected {expected.shape}"
@@ -251,7 +292,9 @@ def why_incomparable(actual: np.ndarray, expected: np.ndarray, dtype: np.dtype |
     return "" if dtype in (None, actual.dtype) else f"dtype {actual.dtype}, expected {dtype}"
 
 
-def judged(actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float], stage: str) -> Judgement:
+def judged(
+    actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float], stage: str
+) -> Judgement:
     """Compare an array with the expected one, of the same shape, by the tolerance in each norm."""
     return _judged(whole_rows(actual, stage), whole_rows(expected, stage), allowed, stage)[0]
 
@@ -264,7 +307,9 @@ def _judged(
     measured = norms_of(errors, ~np.isnan(expected) | np.isinf(errors))
     if "slope" in allowed:
         is_finite = math.isfinite(measured["max"])
-        measured["slope"] = slope(actual, expected, np.isfinite(expected)) if is_finite else math.inf
+        measured["slope"] = (
+            slope(actual, expected, np.isfinite(expected)) if is_finite else math.inf
+        )
     ratios = {norm: share(size, allowed[norm]) for norm, size in measured.items()}
     norm = max(ratios, key=ratios.__getitem__)
     if "zeros" in allowed:
@@ -286,7 +331,8 @@ def measure(
     """Compare an array with another of its shape, and return where it is worst.
 
     Args:
-        actual, expected: at least one element. If only one of two values is NaN, the error is infinite.
+        actual, expected: at least one element. If only one of two values is NaN, the error is
+            infinite.
         allowed: tolerance by norm: `rms`, `max` and, if it is to be compared, `slope`.
         label: label of the comparison.
         ulps_of: name of the dtype whose units in the last place are counted.
@@ -294,7 +340,9 @@ def measure(
     stage = label.stage
     actual, expected = whole_rows(actual, stage).astype(np.float64), expected.astype(np.float64)
     found, errors = _judged(actual, expected, allowed, stage)
-    errors = with_wrong_zeros(errors, actual, expected, allowed) if found.norm == "zeros" else errors
+    errors = (
+        with_wrong_zeros(errors, actual, expected, allowed) if found.norm == "zeros" else errors
+    )
     worst = np.unravel_index(int(errors.argmax()), errors.shape)
     with np.errstate(over="ignore"):  # the error of an expected 0 may overflow
         ulps = errors / _spacing(np.nan_to_num(expected), ulps_of)
@@ -313,16 +361,18 @@ def measure(
         mismatched=int(np.count_nonzero(errors > allowed["max"])),
         size=actual.size,
         shape=actual.shape,
-        reason=_what_is_not_finite(actual, expected) or (WRONG_ZEROS if found.has_wrong_zeros else ""),
+        reason=_what_is_not_finite(actual, expected)
+        or (WRONG_ZEROS if found.has_wrong_zeros else ""),
         by_position=_by_position(errors, allowed["max"], stage),
     )
 
 
 def slope(actual: np.ndarray, expected: np.ndarray, counted: np.ndarray) -> float:
-    """Return the gain in an error: the slope of errors on expected values (through 0), times the size of these.
+    """Return the gain in an error: the slope of errors on expected values (through 0), times the
+    size of these.
 
-    Least squares over the finite elements. For n independent errors it is sqrt(n) times smaller than their root mean
-    square.
+    Least squares over the finite elements. For n independent errors it is sqrt(n) times smaller
+    than their root mean square.
     """
     x = expected[counted].astype(np.float64)
     size = math.sqrt(_mean(x**2)) if x.size else 0.0
@@ -330,37 +380,58 @@ def slope(actual: np.ndarray, expected: np.ndarray, counted: np.ndarray) -> floa
 
 
 def _mean(x: np.ndarray) -> float:
-    """Return the mean of contiguous numbers in a third of the time of `x.mean()`, which dominates for small arrays."""
+    """Return the mean of contiguous numbers in a third of the time of `x.mean()`, which dominates
+    for small arrays.
+    """
     return float(np.add.reduce(x)) / x.size
 
 
 def errors_of(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """Return absolute errors in float64: 0 if both are NaN, infinity if only one is NaN or infinite."""
-    actual, expected = actual.astype(np.float64, copy=False), expected.astype(np.float64, copy=False)
+    """Return absolute errors in float64: 0 if both are NaN, infinity if only one is NaN or
+    infinite.
+    """
+    actual, expected = (
+        actual.astype(np.float64, copy=False),
+        expected.astype(np.float64, copy=False),
+    )
     with np.errstate(invalid="ignore"):
         errors = np.abs(actual - expected)
     if not np.isnan(errors).any():
         return errors
-    return np.where(np.isnan(errors), np.where(np.isnan(actual) & np.isnan(expected), 0.0, np.inf), errors)
+    return np.where(
+        np.isnan(errors), np.where(np.isnan(actual) & np.isnan(expected), 0.0, np.inf), errors
+    )
 
 
 def whole_rows(x: np.ndarray, stage: str) -> np.ndarray:
-    """Return attention weights with rows of NaN if any element is: in such rows a masked key may be 0 or NaN."""
+    """Return attention weights with rows of NaN if any element is: in such rows a masked key may be
+    0 or NaN.
+    """
     if not stage_named(stage).is_attn_weights or x.ndim == 0:
         return x
     return np.where((x == 0) & np.isnan(x).any(axis=-1, keepdims=True), np.full_like(x, np.nan), x)
 
 
 def norms_of(x: np.ndarray, counted: np.ndarray) -> dict[str, float]:
-    """Return root mean square and largest absolute value of the selected elements; 0 without any."""
+    """Return root mean square and largest absolute value of the selected elements; 0 without
+    any.
+    """
     values = np.abs(x[counted], dtype=np.float64)
-    return {"rms": math.sqrt(_mean(values**2)) if values.size else 0.0, "max": float(values.max(initial=0.0))}
+    return {
+        "rms": math.sqrt(_mean(values**2)) if values.size else 0.0,
+        "max": float(values.max(initial=0.0)),
+    }
 
 
 def _what_is_not_finite(actual: np.ndarray, expected: np.ndarray) -> str:
-    """Describe values that are wrongly NaN or infinite, or finite instead of NaN; empty if there are none."""
+    """Describe values that are wrongly NaN or infinite, or finite instead of NaN; empty if there
+    are none.
+    """
     lost = np.isnan(expected)
-    swallowed, leaked = np.count_nonzero(lost & ~np.isnan(actual)), np.count_nonzero(~lost & ~np.isfinite(actual))
+    swallowed, leaked = (
+        np.count_nonzero(lost & ~np.isnan(actual)),
+        np.count_nonzero(~lost & ~np.isfinite(actual)),
+    )
     reasons = [f"{swallowed} elements are not NaN where the reference is"] if swallowed else []
     where = " where the reference is finite" if lost.any() else ""
     reasons += [f"{leaked} elements are NaN or infinite{where}"] if leaked else []
@@ -369,7 +440,9 @@ def _what_is_not_finite(actual: np.ndarray, expected: np.ndarray) -> str:
 
 @lru_cache(maxsize=4096)
 def axis_names(stage: str, ndim: int) -> tuple[str, ...]:
-    """Return the letters of a stage's axes; `axis0`, `axis1`, … for unknown stages or other axes."""
+    """Return the letters of a stage's axes; `axis0`, `axis1`, … for unknown stages or other
+    axes.
+    """
     known = stage_named(stage)
     letters = known.axes if known.is_known else ()
     return letters if len(letters) == ndim else tuple(f"axis{axis}" for axis in range(ndim))
@@ -377,7 +450,9 @@ def axis_names(stage: str, ndim: int) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def kept_dtype(stage: str, dtype: str) -> np.dtype:
-    """Return the dtype in which implementations store a stage: that of the inputs; scores in at least float32."""
+    """Return the dtype in which implementations store a stage: that of the inputs; scores in at
+    least float32.
+    """
     known = stage_named(stage)
     if known.is_exact:
         return np.dtype(bool if known.kind == "mask" else np.int32)
@@ -395,30 +470,44 @@ def budget(
     has_slope: bool = True,
     stage: str = "",
 ) -> dict[str, float]:
-    """Return the tolerance of a stage by norm: a multiple of the same-precision reference's error, plus a floor.
+    """Return the tolerance of a stage by norm: a multiple of the same-precision reference's error,
+    plus a floor.
 
-    The floor is one unit of rounding at the stage's scale, in case the reference happens to be exact. `same_dtype` is
-    the dtype of the same-precision reference; default: that of `SAME_PRECISION`. The slope is included if `has_slope`
-    is set and the arithmetic does not truncate, which is itself a slope. If `stage` is attention weights, `zeros` is
-    the largest weight that noise may turn into 0 on one side.
+    The floor is one unit of rounding at the stage's scale, in case the reference happens to be
+    exact. `same_dtype` is the dtype of the same-precision reference; default: that of
+    `SAME_PRECISION`. The slope is included if `has_slope` is set and the arithmetic does not
+    truncate, which is itself a slope. If `stage` is attention weights, `zeros` is the largest
+    weight that noise may turn into 0 on one side.
     """
     shrink = unit_of_rounding(dtype) / unit_of_rounding(same_dtype or SAME_PRECISION[dtype])
     known = ~np.isnan(expected)  # values that must be NaN have no budget
     terms = expected if terms is None else terms
-    scale, noise = norms_of(terms, known), norms_of(same_precision.astype(np.float64) - expected, known)
+    scale, noise = (
+        norms_of(terms, known),
+        norms_of(same_precision.astype(np.float64) - expected, known),
+    )
     if has_slope and arithmetic == "ieee":
-        scale["slope"], noise["slope"] = scale["rms"], _slope_noise(expected, same_precision, noise["rms"])
+        scale["slope"], noise["slope"] = (
+            scale["rms"],
+            _slope_noise(expected, same_precision, noise["rms"]),
+        )
     times, least = factor(int(known.sum()) or 1), floor(dtype, arithmetic)
     allowed = {norm: times * shrink * noise[norm] + least * scale[norm] for norm in noise}
-    if stage_named(stage).is_attn_weights and not stage_named(stage).is_gradient and arithmetic == "ieee":
+    if (
+        stage_named(stage).is_attn_weights
+        and not stage_named(stage).is_gradient
+        and arithmetic == "ieee"
+    ):
         allowed["zeros"] = largest_zero(expected, same_precision.astype(np.float64), dtype)
     return allowed
 
 
 def _slope_noise(expected: np.ndarray, same_precision: np.ndarray, noise: float) -> float:
-    """Return the slope of the same-precision reference's error, plus `DEVIATIONS` standard deviations of a random one.
+    """Return the slope of the same-precision reference's error, plus `DEVIATIONS` standard
+    deviations of a random one.
 
-    Errors proportional to their values are weighted like these, so the fourth moment of the values matters.
+    Errors proportional to their values are weighted like these, so the fourth moment of the values
+    matters.
     """
     known = np.isfinite(expected) & np.isfinite(same_precision.astype(np.float64))
     squares = expected[known].astype(np.float64) ** 2
@@ -429,15 +518,18 @@ def _slope_noise(expected: np.ndarray, same_precision: np.ndarray, noise: float)
 
 
 def factor(size: int) -> float:
-    """Return the multiple of the noise that is allowed: `FACTOR`, or more if few elements estimate the noise poorly."""
+    """Return the multiple of the noise that is allowed: `FACTOR`, or more if few elements estimate
+    the noise poorly.
+    """
     return FACTOR * (1.0 + 4.0 / size)
 
 
 def floor(dtype: str, arithmetic: str = "ieee") -> float:
     """Return the part of a budget that is independent of the noise, relative to the stage's scale.
 
-    For Tenstorrent's hardware it is the maximum error of one value. The softmax also needs it: its reciprocal is an
-    approximation, and bfloat16 rows reportedly sum to 0.994 (tenstorrent/tt-metal#52045).
+    For Tenstorrent's hardware it is the maximum error of one value. The softmax also needs it: its
+    reciprocal is an approximation, and bfloat16 rows reportedly sum to 0.994
+    (tenstorrent/tt-metal#52045).
     """
     if arithmetic.startswith("tensix"):
         return TENSIX_FLOOR[dtype]
@@ -451,9 +543,14 @@ def unit_of_rounding(dtype: str) -> float:
 
 
 def first_difference(comparisons: Iterable[Comparison]) -> Comparison | None:
-    """Return the stage to inspect first: the first whose own computation is wrong, else the first that differs."""
+    """Return the stage to inspect first: the first whose own computation is wrong, else the first
+    that differs.
+    """
     failed = [comparison for comparison in comparisons if not comparison.passed]
-    return next((comparison for comparison in failed if comparison.is_culprit), failed[0] if failed else None)
+    return next(
+        (comparison for comparison in failed if comparison.is_culprit),
+        failed[0] if failed else None,
+    )
 
 
 def failure(expected: np.ndarray, reason: str, label: Label) -> Comparison:
@@ -463,19 +560,25 @@ def failure(expected: np.ndarray, reason: str, label: Label) -> Comparison:
 
 
 def is_close(ratio: float) -> bool:
-    """Return whether an error exceeds its budget so slightly that the noise is worth measuring again."""
+    """Return whether an error exceeds its budget so slightly that the noise is worth measuring
+    again.
+    """
     return 1.0 < ratio <= MOST_OVER
 
 
 def share(error: float, allowed: float) -> float:
-    """Return the fraction of the budget that an error uses: 0 for no error, infinity for a budget of 0."""
+    """Return the fraction of the budget that an error uses: 0 for no error, infinity for a budget
+    of 0.
+    """
     if error == 0.0:
         return 0.0
     return error / allowed if allowed > 0.0 and math.isfinite(allowed) else math.inf
 
 
 def _by_position(errors: np.ndarray, allowed: float, stage: str) -> tuple[float, ...]:
-    """Return the largest error at each token, or in each bin of tokens, as a fraction of the budget."""
+    """Return the largest error at each token, or in each bin of tokens, as a fraction of the
+    budget.
+    """
     axes = axis_names(stage, errors.ndim)
     along = next((axes.index(letter) for letter in "TS" if letter in axes), None)
     if along is None:
@@ -484,7 +587,11 @@ def _by_position(errors: np.ndarray, allowed: float, stage: str) -> tuple[float,
     if largest.size > POSITIONS:
         largest = np.maximum.reduceat(largest, np.arange(POSITIONS) * largest.size // POSITIONS)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return tuple(np.where(largest == 0.0, 0.0, largest / (allowed if math.isfinite(allowed) else 0.0)).tolist())
+        return tuple(
+            np.where(
+                largest == 0.0, 0.0, largest / (allowed if math.isfinite(allowed) else 0.0)
+            ).tolist()
+        )
 
 
 def _spacing(expected: np.ndarray, dtype: str) -> np.ndarray:

@@ -6,4 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 LIBRARIES: dict[str, Callable[[], Any]] = {}
-"""Loaders by package. Each imports a module with `to_numpy(x)`, and `arithmetic()` of the arrays' device."""
+"""Loaders by package. Each imports a module with `to_numpy(x)`, and `arithmetic()` of the arrays'
+device.
+"""

@@ -20,7 +20,8 @@ OPTIONAL = {
     "matplotlib": ("matplotlib", "`plot`, `bench --plot`"),
     "transformers": (
         "transformers",
-        "`run --against transformers`, observed model folders, tap and from_transformers of its models",
+        "`run --against transformers`, observed model folders, tap and from_transformers of its "
+        "models",
     ),
     "keras": ("keras", "keras in `conformance --libraries`"),
     "equinox": ("equinox", "equinox in `conformance --libraries`"),
@@ -41,7 +42,9 @@ def version_of(package: str) -> str | None:
 
 def installed() -> dict[str, str]:
     """Return the versions of installed packages that may affect results."""
-    return {package: version for package in PACKAGES if (version := version_of(package)) is not None}
+    return {
+        package: version for package in PACKAGES if (version := version_of(package)) is not None
+    }
 
 
 def is_installed(package: str) -> bool:
@@ -64,5 +67,6 @@ def check_installed(what: str, *packages: str) -> None:
     missing = [package for package in packages if not is_installed(package)]
     if missing:
         raise ModuleNotFoundError(
-            f"{what} needs {' and '.join(missing)}, not installed here: pip install {' '.join(missing)}"
+            f"{what} needs {' and '.join(missing)}, not installed here: pip install "
+            f"{' '.join(missing)}"
         )

@@ -1,4 +1,6 @@
-"""Concrete weights and inputs of a case, rounded to a dtype: the same arrays in all environments."""
+"""Concrete weights and inputs of a case, rounded to a dtype: the same arrays in all
+environments.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,16 @@ from parity.measure import pretrained
 from parity.measure.core.arrays import to_numpy_by_name
 from parity.measure.core.case import DTYPES, Case
 from parity.measure.core.sample import Sample
-from parity.measure.core.weights import Weights, dtype_named, load_tensors, random_weights, weight_shapes
+from parity.measure.core.weights import (
+    Weights,
+    dtype_named,
+    load_tensors,
+    random_weights,
+    weight_shapes,
+)
 
-# torch.manual_seed(123), then nn.Linear(3, 4, bias=False) three times: weights of query, key and value.
+# torch.manual_seed(123), then nn.Linear(3, 4, bias=False) three times: weights of query, key and
+# value.
 TEXTBOOK_WEIGHTS = {
     "q_proj.weight": [
         [-0.23542964458465576, 0.019124476239085197, -0.28674593567848206],
@@ -57,10 +66,10 @@ class Problem:
         case: source of the problem.
         dtype: dtype of weights and inputs, by name.
         weights: canonical weights.
-        inputs: `query` (B, T, d_in); `key` (B, S, d_kv) for cross-attention; `value` (B, S, d_kv) if values have
-            another input than keys; with `shared_kv` instead the heads of another layer, `k` (B, K, S, H) and `v`
-            (B, K, S, Hv); `bias` (B, N, T, S) and `mask` (B, N, T, S) if the case has them; `cotangent`, in the shape
-            of the output.
+        inputs: `query` (B, T, d_in); `key` (B, S, d_kv) for cross-attention; `value` (B, S, d_kv)
+            if values have another input than keys; with `shared_kv` instead the heads of another
+            layer, `k` (B, K, S, H) and `v` (B, K, S, Hv); `bias` (B, N, T, S) and `mask` (B, N, T,
+            S) if the case has them; `cotangent`, in the shape of the output.
         sample: part that the reference computes; default: all.
     """
 
@@ -96,7 +105,11 @@ class Problem:
     def bias(self) -> np.ndarray | None:
         """Bias of the scores of all computed rows, or None."""
         bias = self.inputs.get("bias")
-        return bias if bias is None or self.sample is None else bias[:, :, self.sample.rows, : self.sample.keys]
+        return (
+            bias
+            if bias is None or self.sample is None
+            else bias[:, :, self.sample.rows, : self.sample.keys]
+        )
 
     @property
     def residual(self) -> np.ndarray:
@@ -108,7 +121,9 @@ class Problem:
         return query[:, rows][..., self.sample.features]
 
     def finite_in_padding(self, name: str) -> np.ndarray:
-        """Return an input in which NaN and infinity are 0 in padding, as in a layer; with a cache, as it is."""
+        """Return an input in which NaN and infinity are 0 in padding, as in a layer; with a cache,
+        as it is.
+        """
         x = self.inputs[name]
         lengths = self.case.key_padding_lengths
         is_of_keys = name != "query" or self.case.seq_len_k is None
@@ -123,7 +138,9 @@ class Problem:
         """Return the tokens that a call appends, (B, chunk, d_in), or their heads for k or v."""
         start = sum(self.case.chunks[:step])
         tokens = slice(start, start + self.case.chunks[step])
-        return self.inputs[name][:, :, tokens] if name in ("k", "v") else self.inputs[name][:, tokens]
+        return (
+            self.inputs[name][:, :, tokens] if name in ("k", "v") else self.inputs[name][:, tokens]
+        )
 
 
 def make_problem(
@@ -132,7 +149,8 @@ def make_problem(
     weights: Mapping[str, Any] | None = None,
     received: Mapping[str, np.ndarray] | None = None,
 ) -> Problem:
-    """Return weights and inputs of a case, drawn from its name or read from its trained layer, in a dtype.
+    """Return weights and inputs of a case, drawn from its name or read from its trained layer, in a
+    dtype.
 
     Args:
         case: case, or its name: one of `CASES`, or `random-N`.
@@ -145,7 +163,9 @@ def make_problem(
         ValueError: if no case or dtype has this name.
     """
     if isinstance(case, str):
-        from parity.measure.core.cases import case_named  # imported lazily: custom cases do not need all of ours
+        from parity.measure.core.cases import (
+            case_named,
+        )  # imported lazily: custom cases do not need all of ours
 
         case = case_named(case)
     if not isinstance(case, Case):
@@ -158,14 +178,19 @@ def make_problem(
     inputs = {"query": _draw(rng, (case.batch, case.seq_len, spec.d_in))}
     if spec.shared_kv:
         heads = (case.batch, spec.num_kv_heads, case.key_len)
-        inputs |= {"k": _draw(rng, (*heads, spec.head_dim)), "v": _draw(rng, (*heads, spec.value_head_dim))}
+        inputs |= {
+            "k": _draw(rng, (*heads, spec.head_dim)),
+            "v": _draw(rng, (*heads, spec.value_head_dim)),
+        }
     elif case.seq_len_k is not None:
         inputs["key"] = _draw(rng, (case.batch, case.seq_len_k, spec.d_kv))
     if case.bias:
         inputs["bias"] = _draw(rng, (case.batch, spec.num_heads, case.seq_len, case.key_len))
     if case.random_mask:
         mask = rng.random((case.batch, spec.num_heads, case.seq_len, case.key_len)) < 0.4
-        mask[np.arange(case.batch), :, rng.integers(0, case.seq_len, case.batch)] = True  # one fully masked row each
+        mask[np.arange(case.batch), :, rng.integers(0, case.seq_len, case.batch)] = (
+            True  # one fully masked row each
+        )
         inputs["mask"] = mask
     inputs["cotangent"] = _draw(rng, (case.batch, case.seq_len, spec.output_width))
     inputs |= received or {}
@@ -174,7 +199,11 @@ def make_problem(
         if case.trained is not None:
             tensors = pretrained.unpacked(load_tensors(pretrained.path(case.trained))[0])
             weights = {name: tensors[name] for name in weight_shapes(spec)}
-            inputs |= {name: tensors[f"inputs.{name}"] for name in ("query", "key") if f"inputs.{name}" in tensors}
+            inputs |= {
+                name: tensors[f"inputs.{name}"]
+                for name in ("query", "key")
+                if f"inputs.{name}" in tensors
+            }
         elif case.name == "textbook":
             weights = {name: np.array(rows, np.float32) for name, rows in TEXTBOOK_WEIGHTS.items()}
             inputs["query"] = np.array([TEXTBOOK_INPUT] * case.batch, np.float32)
@@ -203,7 +232,9 @@ def nan_tokens(case: Case) -> np.ndarray:
     elif case.not_finite == "hidden" and case.is_cached:
         for step, chunk in enumerate(case.chunks):
             start = sum(case.chunks[:step])
-            is_nan[:, start : start + chunk] = np.arange(chunk) >= np.array(case.added(step))[:, None]
+            is_nan[:, start : start + chunk] = (
+                np.arange(chunk) >= np.array(case.added(step))[:, None]
+            )
     elif case.not_finite == "hidden":
         is_nan[:] = np.arange(case.key_len) >= np.array(case.key_padding_lengths)[:, None]
     return is_nan

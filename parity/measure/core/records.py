@@ -13,7 +13,9 @@ from parity.measure.text import printable
 
 
 class JsonRecord:
-    """Dataclass that converts to JSON: the attributes in `IN_JSON`; `*` stands for the fields in `repr`."""
+    """Dataclass that converts to JSON: the attributes in `IN_JSON`; `*` stands for the fields in
+    `repr`.
+    """
 
     IN_JSON: ClassVar[tuple[str, ...]] = ("*",)
 
@@ -47,4 +49,8 @@ def as_json(value: Any) -> Any:
 
 def _attributes(record: Any, names: tuple[str, ...]) -> dict[str, Any]:
     shown = [each.name for each in fields(record) if each.repr]
-    return {each: as_json(getattr(record, each)) for name in names for each in (shown if name == "*" else [name])}
+    return {
+        each: as_json(getattr(record, each))
+        for name in names
+        for each in (shown if name == "*" else [name])
+    }

@@ -7,12 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
-"""Environment variable that keeps the current folder out of the path of `python -c` and `python -m`."""
+"""Environment variable that keeps the current folder out of the path of `python -c` and `python
+-m`.
+"""
 
 
 @contextmanager
 def safe_path(**more: str) -> Iterator[None]:
-    """Set `SAFE_PATH` and more variables for processes started within; multiprocessing uses `python -c`."""
+    """Set `SAFE_PATH` and more variables for processes started within; multiprocessing uses `python
+    -c`.
+    """
     variables = SAFE_PATH | more
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

@@ -1,4 +1,6 @@
-"""Sample of a problem that represents all of it: some query rows, attending to all keys, and some features."""
+"""Sample of a problem that represents all of it: some query rows, attending to all keys, and some
+features.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,17 @@ class Sample:
         rows: query tokens, in order.
         features: features of the output, in order.
         keys: number of leading keys they attend to; default: all.
-        kept: number of leading rows that continue after the softmax; default: all. The others are only for a softmax
-            that includes them.
-        others: all other query tokens as one more row of scores, (B, N, 1, S): their log-sum-exp, so that a softmax
-            over queries has its sums. It does not continue after the softmax.
-        absorbs: keys and values of a wrong weight are not computed, see `parity.measure.core.absorbed`.
-        rows_out: rows of the output, if the context is placed among all tokens, which wrongly combined heads need;
-            default: the context has only the rows.
-        tokens: the tokens that the inputs of the problem consist of, if these are some of its tokens only. Then only
-            stages of single tokens are computed: q, k, v, the gate and latents.
+        kept: number of leading rows that continue after the softmax; default: all. The others are
+            only for a softmax that includes them.
+        others: all other query tokens as one more row of scores, (B, N, 1, S): their log-sum-exp,
+            so that a softmax over queries has its sums. It does not continue after the softmax.
+        absorbs: keys and values of a wrong weight are not computed, see
+            `parity.measure.core.absorbed`.
+        rows_out: rows of the output, if the context is placed among all tokens, which wrongly
+            combined heads need; default: the context has only the rows.
+        tokens: the tokens that the inputs of the problem consist of, if these are some of its
+            tokens only. Then only stages of single tokens are computed: q, k, v, the gate and
+            latents.
     """
 
     rows: np.ndarray
@@ -45,17 +49,25 @@ class Sample:
         """Return the query tokens of a stage."""
         if quantity == "output" and self.rows_out is not None:
             return self.rows_out
-        return self.rows[: self.kept] if quantity in ("attn_weights", "context", "output", "gate") else self.rows
+        return (
+            self.rows[: self.kept]
+            if quantity in ("attn_weights", "context", "output", "gate")
+            else self.rows
+        )
 
     def tokens_of(self, quantity: str) -> dict[str, np.ndarray]:
-        """Return the indices of a stage's query tokens "T" and, if they are not the first ones, of its keys "S"."""
+        """Return the indices of a stage's query tokens "T" and, if they are not the first ones, of
+        its keys "S".
+        """
         if self.tokens is not None:
             return {"T": self.tokens, "S": self.tokens}
         return {"T": self.rows_of(quantity)}
 
 
 def steps_of_sample(layer: Any, sample: Sample, case: Case) -> Sequence[Step]:
-    """Return the stages of a `reference.Layer` without a cache as functions, for the rows and features of a sample."""
+    """Return the stages of a `reference.Layer` without a cache as functions, for the rows and
+    features of a sample.
+    """
     if sample.tokens is not None:
         return _steps_of_tokens(layer, sample.tokens, case)
     width, seq_len = case.spec.output_width, case.seq_len
@@ -72,22 +84,36 @@ def steps_of_sample(layer: Any, sample: Sample, case: Case) -> Sequence[Step]:
             return made(values)
 
     def made(values: Values) -> dict[str, np.ndarray]:
-        wrong, inputs = absorbed.wrong_weights(layer) if sample.absorbs else {}, layer.problem.inputs
+        wrong, inputs = (
+            absorbed.wrong_weights(layer) if sample.absorbs else {},
+            layer.problem.inputs,
+        )
         q = absorbed.queries(layer, rows)
         left_out = [*wrong, *(["q"] if q is not None else [])]
         others = absorbed.without(layer, left_out) if left_out else layer
-        found = {name: x if name in ("q", "gate") else x[:, :, keys] for name, x in others.qkv(values).items()}
+        found = {
+            name: x if name in ("q", "gate") else x[:, :, keys]
+            for name, x in others.qkv(values).items()
+        }
         found |= {"q": q if q is not None else found["q"][:, :, rows]} if "q" in layer.asked else {}
         of = {name: inputs[side] for name, side in layer.problem.sides.items()}
-        found |= {name: absorbed.unmade(layer, name, x, of[name], len(rows)) for name, x in wrong.items()}
-        return found if "gate" not in found else {**found, "gate": found["gate"][:, sample.rows_of("gate")]}
+        found |= {
+            name: absorbed.unmade(layer, name, x, of[name], len(rows)) for name, x in wrong.items()
+        }
+        return (
+            found
+            if "gate" not in found
+            else {**found, "gate": found["gate"][:, sample.rows_of("gate")]}
+        )
 
     def scores(values: Values) -> dict[str, np.ndarray]:
         k: Any = values["k"]
         products = absorbed.products(layer, values, k) if isinstance(k, absorbed.Unmade) else None
         found = layer.scores(values, rows[None], products)["scores"]
         if sample.others is not None:
-            others = np.where(np.isneginf(sample.others), 0.0, sample.others)  # the mask hides these
+            others = np.where(
+                np.isneginf(sample.others), 0.0, sample.others
+            )  # the mask hides these
             found = np.concatenate([found, others.astype(found.dtype)], axis=2)
         return {"scores": found}
 
@@ -118,7 +144,9 @@ def steps_of_sample(layer: Any, sample: Sample, case: Case) -> Sequence[Step]:
 
 
 def _steps_of_tokens(layer: Any, tokens: np.ndarray, case: Case) -> Sequence[Step]:
-    """Return the stages of single tokens as functions. The mask, which does not affect them, hides nothing."""
+    """Return the stages of single tokens as functions. The mask, which does not affect them, hides
+    nothing.
+    """
 
     def mask(_: Values) -> dict[str, np.ndarray]:
         shape = (case.batch, case.spec.num_heads, len(tokens), len(tokens))
@@ -146,4 +174,8 @@ def _in_place(values: Values, rows: np.ndarray, seq_len: int) -> dict[str, np.nd
 def of_paths(values: Values) -> dict[str, np.ndarray]:
     """Return the stages of each path of a module, which equal those of the stage functions."""
     outputs = {f"{path}.output": values["output"] for path in PATHS}
-    return {"module.attn_weights": values["attn_weights"], **outputs} if "attn_weights" in values else outputs
+    return (
+        {"module.attn_weights": values["attn_weights"], **outputs}
+        if "attn_weights" in values
+        else outputs
+    )

@@ -44,12 +44,13 @@ STAGES: dict[str, tuple[str, ...]] = {
 }
 """Stages in the order of the data flow, with their axes.
 
-`mask` … `output` are computed by the stage functions, each from earlier ones. (`gate`, if any, is the output of
-gate_proj; `latents`, if any, are the cached vectors, and `cache.keys` and `cache.values` their expansions.) `module.*`
-is computed by the module, with attention weights; `fused.output` by the module without them; `blocks.output` likewise,
-with even small cases block by block; `plain.output` by the tutorial, `plain.py`. `grad.*` are gradients for a fixed
-cotangent of the output, of the inputs and of each weight by name; `fused.grad.*` and `blocks.grad.*` are those of these
-paths. With a cache, names start with the step: `step3.scores`.
+`mask` … `output` are computed by the stage functions, each from earlier ones. (`gate`, if any, is
+the output of gate_proj; `latents`, if any, are the cached vectors, and `cache.keys` and
+`cache.values` their expansions.) `module.*` is computed by the module, with attention weights;
+`fused.output` by the module without them; `blocks.output` likewise, with even small cases block by
+block; `plain.output` by the tutorial, `plain.py`. `grad.*` are gradients for a fixed cotangent of
+the output, of the inputs and of each weight by name; `fused.grad.*` and `blocks.grad.*` are those
+of these paths. With a cache, names start with the step: `step3.scores`.
 """
 
 FUSED_PATHS = ("fused", "blocks")
@@ -72,7 +73,8 @@ class Stage:
     """Parts of a stage's name; for an unknown name, all of it is the quantity.
 
     Attributes:
-        quantity: quantity on any path: `scores`, `cache.keys`; for a gradient its variable, `q_proj.weight`.
+        quantity: quantity on any path: `scores`, `cache.keys`; for a gradient its variable,
+            `q_proj.weight`.
         path: one of `PATHS`; empty for the stage functions.
         is_gradient: True for the gradient of the quantity.
         step: call of a cache, or None.
@@ -86,7 +88,9 @@ class Stage:
     @cached_property
     def kind(self) -> str:
         """Name without the step: `module.cache.keys`."""
-        return ".".join(filter(None, [self.path, "grad" if self.is_gradient else "", self.quantity]))
+        return ".".join(
+            filter(None, [self.path, "grad" if self.is_gradient else "", self.quantity])
+        )
 
     def __str__(self) -> str:
         return self.kind if self.step is None else f"step{self.step}.{self.kind}"
@@ -104,11 +108,15 @@ class Stage:
     @cached_property
     def is_end(self) -> bool:
         """Return whether no other stage depends on it: an output, or another result of a module."""
-        return self.quantity == "output" or (self.path != "" and not self.quantity.startswith("cache."))
+        return self.quantity == "output" or (
+            self.path != "" and not self.quantity.startswith("cache.")
+        )
 
     @cached_property
     def has_local_value(self) -> bool:
-        """Return whether it is also computed from the reference's earlier stages, not only from the inputs."""
+        """Return whether it is also computed from the reference's earlier stages, not only from the
+        inputs.
+        """
         return not self.is_gradient and self.path != TUTORIAL
 
     @cached_property
@@ -120,17 +128,22 @@ class Stage:
     def axes(self) -> tuple[str, ...]:
         """Letters of its axes."""
         anywhere = f"grad.{self.quantity}" if self.is_gradient else self.kind
-        return STAGES.get(anywhere) or (("out", "in") if self.quantity.endswith("weight") else ("out",))
+        return STAGES.get(anywhere) or (
+            ("out", "in") if self.quantity.endswith("weight") else ("out",)
+        )
 
 
 @lru_cache(maxsize=4096)
 def stage_named(name: str) -> Stage:
     """Return the stage of a name."""
-    step, path, gradient, quantity = cast(re.Match[str], _NAME.fullmatch(name)).groups()  # matches any text
+    step, path, gradient, quantity = cast(
+        re.Match[str], _NAME.fullmatch(name)
+    ).groups()  # matches any text
     return Stage(quantity, path or "", bool(gradient), None if step is None else int(step))
 
 
-# ---- Order -----------------------------------------------------------------------------------------------------------
+# ---- Order
+# --------------------------------------------------------------------------------------------------
 
 Values = Mapping[str, np.ndarray]
 Step = Callable[[Values], dict[str, np.ndarray]]
@@ -140,7 +153,8 @@ Step = Callable[[Values], dict[str, np.ndarray]]
 class LayerStages(Protocol):
     """Layer that computes the stages, each from the values of earlier ones, as NumPy arrays.
 
-    `whole` is the module itself. Each call with a cache has its own mask, qkv, cache, scores and whole.
+    `whole` is the module itself. Each call with a cache has its own mask, qkv, cache, scores and
+    whole.
     """
 
     def mask(self, values: Values, /) -> dict[str, np.ndarray]: ...
@@ -159,15 +173,20 @@ STEPS_OF_A_CALL = ("mask", "qkv", "cache", "scores", "attn_weights", "context", 
 
 
 def steps_of(layer: LayerStages, case: Case) -> Sequence[Step]:
-    """Return the stages of a case as functions, in the order of the data flow, with a cache call by call.
+    """Return the stages of a case as functions, in the order of the data flow, with a cache call by
+    call.
 
-    Each accepts the values of earlier stages by name, so that it can run on its own implementation's values
-    (accumulated) or on those of another (local).
+    Each accepts the values of earlier stages by name, so that it can run on its own
+    implementation's values (accumulated) or on those of another (local).
     """
     if not case.is_cached:
         return [getattr(layer, name) for name in STEPS]
     call = cache(layer.call)
-    return [_step_of_call(layer, call, index, name) for index in range(len(case.chunks)) for name in STEPS_OF_A_CALL]
+    return [
+        _step_of_call(layer, call, index, name)
+        for index in range(len(case.chunks))
+        for name in STEPS_OF_A_CALL
+    ]
 
 
 CACHED = {"k": "cache.keys", "v": "cache.values"}
@@ -183,7 +202,10 @@ def _step_of_call(layer: LayerStages, call: Callable[[int], Any], index: int, na
 
     def run(values: Values) -> dict[str, np.ndarray]:
         step = getattr(call(index), name, None) or getattr(layer, name)
-        return {f"step{index}.{stage}": x for stage, x in step(_ValuesOfCall(values, index, taken)).items()}
+        return {
+            f"step{index}.{stage}": x
+            for stage, x in step(_ValuesOfCall(values, index, taken)).items()
+        }
 
     return run
 
@@ -191,8 +213,8 @@ def _step_of_call(layer: LayerStages, call: Callable[[int], Any], index: int, na
 class _ValuesOfCall(Values):
     """Values of all calls, as seen from one of them.
 
-    Values of its own call have plain names, `scores`, and those of the previous call `previous.scores`; outside they
-    are `step3.scores` and `step2.scores`.
+    Values of its own call have plain names, `scores`, and those of the previous call
+    `previous.scores`; outside they are `step3.scores` and `step2.scores`.
     """
 
     def __init__(self, values: Values, index: int, taken: Mapping[str, str]) -> None:
@@ -205,14 +227,18 @@ class _ValuesOfCall(Values):
 
     def __iter__(self) -> Iterator[str]:
         for kind, prefix in self._prefixes.items():
-            yield from (kind + name.removeprefix(prefix) for name in self._values if name.startswith(prefix))
+            yield from (
+                kind + name.removeprefix(prefix) for name in self._values if name.startswith(prefix)
+            )
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
 
 def run_steps(steps: Iterable[Step], given: Values | None = None) -> dict[str, np.ndarray]:
-    """Return the values of all stages, each step from earlier values, or all from the given values."""
+    """Return the values of all stages, each step from earlier values, or all from the given
+    values.
+    """
     values: dict[str, np.ndarray] = {}
     for step in steps:
         values |= step(values if given is None else given)

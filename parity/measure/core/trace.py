@@ -1,4 +1,6 @@
-"""Traces: the stages that a backend computed for a problem, and their comparison with the reference."""
+"""Traces: the stages that a backend computed for a problem, and their comparison with the
+reference.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +39,18 @@ class Trace:
         problem: input of the backend.
         backend: name of the backend.
         accumulated: all stages by name, computed from the backend's own earlier stages.
-        local: all stages by name that have a local value, computed from the reference's earlier stages.
+        local: all stages by name that have a local value, computed from the reference's earlier
+            stages.
         paths: paths of the module that the backend supports.
         environment: environment of the computation, including the numerics lock.
         with_gradients: includes gradients.
-        skipped: reason why the backend cannot run this case in this dtype; the trace then has no stages.
+        skipped: reason why the backend cannot run this case in this dtype; the trace then has no
+            stages.
         error: error of the backend; the trace then has no stages either.
         folder: source folder; empty if computed here.
         collectives: number of collective operations of each program that ran on several devices.
-        is_named_by_folder: reports add the folder to the backend's name, because another trace has the same name.
+        is_named_by_folder: reports add the folder to the backend's name, because another trace has
+            the same name.
     """
 
     problem: Problem
@@ -79,7 +84,8 @@ class Trace:
 
 @dataclass(frozen=True)
 class Reference:
-    """Stages of the reference for a problem, in float64 and in the same precision, each computed once.
+    """Stages of the reference for a problem, in float64 and in the same precision, each computed
+    once.
 
     Attributes:
         problem: problem.
@@ -104,61 +110,99 @@ class Reference:
     @cached_property
     def given(self) -> dict[str, np.ndarray]:
         """The float64 stages, rounded as in the backend: inputs of its local stages."""
-        return {name: value.astype(kept_dtype(name, self.problem.dtype)) for name, value in self.accumulated.items()}
+        return {
+            name: value.astype(kept_dtype(name, self.problem.dtype))
+            for name, value in self.accumulated.items()
+        }
 
     def expected(self, *, local: bool) -> dict[str, np.ndarray]:
         """All stages in float64, from their own earlier stages or from the given ones."""
         return self._stages("float64", local=local)
 
     def same_precision(self, *, local: bool, arithmetic: str = "ieee") -> dict[str, np.ndarray]:
-        """All stages in the same precision and arithmetic, from their own earlier stages or from the given ones."""
+        """All stages in the same precision and arithmetic, from their own earlier stages or from
+        the given ones.
+        """
         return self._stages(SAME_PRECISION[self.problem.dtype], local=local, arithmetic=arithmetic)
 
-    def compare(self, actual: np.ndarray, label: Label, arithmetic: str, *, local: bool = False) -> Comparison:
+    def compare(
+        self, actual: np.ndarray, label: Label, arithmetic: str, *, local: bool = False
+    ) -> Comparison:
         """Compare a stage that was computed from its own earlier stages or from the given ones."""
         expected = self.expected(local=local)[label.stage]
         same = self.same_precision(local=local, arithmetic=arithmetic)[label.stage]
         return self._compare(actual, expected, same, label, arithmetic)
 
     def compare_used(self, actual: np.ndarray, label: Label, arithmetic: str) -> Comparison:
-        """Compare a stage of someone else's implementation, without padding and unfilled slots of a cache."""
+        """Compare a stage of someone else's implementation, without padding and unfilled slots of a
+        cache.
+        """
         expected = self.accumulated[label.stage]
         same = self.same_precision(local=False, arithmetic=arithmetic)[label.stage]
         unused = unused_cells(self.problem, label.stage, expected.shape)
         if unused is None or actual.shape != expected.shape:
             return self._compare(actual, expected, same, label, arithmetic)
         if stage_named(label.stage).is_exact:
-            return self._compare(np.where(unused, expected, actual), expected, same, label, arithmetic)
+            return self._compare(
+                np.where(unused, expected, actual), expected, same, label, arithmetic
+            )
         if not is_floating(actual.dtype):
             return self._compare(actual, expected, same, label, arithmetic)
         actual, expected = without_unused(actual, unused), without_unused(expected, unused)
         return self._compare(actual, expected, same, label, arithmetic)
 
     def _compare(
-        self, actual: np.ndarray, expected: np.ndarray, same: np.ndarray, label: Label, arithmetic: str
+        self,
+        actual: np.ndarray,
+        expected: np.ndarray,
+        same: np.ndarray,
+        label: Label,
+        arithmetic: str,
     ) -> Comparison:
-        return compare(actual, expected, same, label, terms=self.magnitudes.get(label.stage), arithmetic=arithmetic)
+        return compare(
+            actual,
+            expected,
+            same,
+            label,
+            terms=self.magnitudes.get(label.stage),
+            arithmetic=arithmetic,
+        )
 
     def compare_noise(
-        self, found: Comparison, actual: np.ndarray, label: Label, arithmetic: str, *, local: bool = False
+        self,
+        found: Comparison,
+        actual: np.ndarray,
+        label: Label,
+        arithmetic: str,
+        *,
+        local: bool = False,
     ) -> Comparison:
-        """Compare a stage that is just over its budget again, with the noise of perturbed inputs and weights."""
+        """Compare a stage that is just over its budget again, with the noise of perturbed inputs
+        and weights.
+        """
         if not is_close(found.ratio):
             return found
         expected, again = self.expected(local=local)[label.stage], self.recounted(arithmetic)
-        noisy = (compare(actual, expected, each[label.stage], label, arithmetic=arithmetic) for each in again)
+        noisy = (
+            compare(actual, expected, each[label.stage], label, arithmetic=arithmetic)
+            for each in again
+        )
         return min((found, *noisy), key=lambda each: each.ratio)
 
     def recounted(self, arithmetic: str = "ieee") -> list[dict[str, np.ndarray]]:
-        """All stages in the same precision, with inputs and weights randomly perturbed by a unit of rounding.
+        """All stages in the same precision, with inputs and weights randomly perturbed by a unit of
+        rounding.
 
-        One run is one sample of the noise. If the softmax is almost saturated, a few elements determine its size.
+        One run is one sample of the noise. If the softmax is almost saturated, a few elements
+        determine its size.
         """
         if arithmetic not in self._again:
             rng = np.random.default_rng(int(self.problem.digest[:8], 16))
             dtype = SAME_PRECISION[self.problem.dtype]
             self._again[arithmetic] = [
-                Reference(nudged(self.problem, rng, arithmetic)).same_precision(local=False, arithmetic=arithmetic)
+                Reference(nudged(self.problem, rng, arithmetic)).same_precision(
+                    local=False, arithmetic=arithmetic
+                )
                 for _ in range(RECOUNTS if dtype == "float32" else 0)
             ]
         return self._again[arithmetic]
@@ -169,7 +213,9 @@ class Reference:
         if not self.with_gradients:
             return {}
         magnitudes = reference.gradient_magnitudes(self.problem)
-        return magnitudes | {f"{path}.{name}": of for path in FUSED_PATHS for name, of in magnitudes.items()}
+        return magnitudes | {
+            f"{path}.{name}": of for path in FUSED_PATHS for name, of in magnitudes.items()
+        }
 
     @cached_property
     def _again(self) -> dict[str, list[dict[str, np.ndarray]]]:
@@ -179,13 +225,19 @@ class Reference:
     def _known(self) -> dict[tuple[str, bool, str], dict[str, np.ndarray]]:
         return {}
 
-    def _stages(self, dtype: str, *, local: bool = False, arithmetic: str = "ieee") -> dict[str, np.ndarray]:
+    def _stages(
+        self, dtype: str, *, local: bool = False, arithmetic: str = "ieee"
+    ) -> dict[str, np.ndarray]:
         """All stages in a dtype and an arithmetic, computed on demand."""
         if (dtype, local, arithmetic) not in self._known:
-            self._known[dtype, local, arithmetic] = self._computed(dtype, self.given if local else None, arithmetic)
+            self._known[dtype, local, arithmetic] = self._computed(
+                dtype, self.given if local else None, arithmetic
+            )
         return self._known[dtype, local, arithmetic]
 
-    def _computed(self, dtype: str, given: Mapping[str, np.ndarray] | None, arithmetic: str) -> dict[str, np.ndarray]:
+    def _computed(
+        self, dtype: str, given: Mapping[str, np.ndarray] | None, arithmetic: str
+    ) -> dict[str, np.ndarray]:
         arithmetic_in = reference.Arithmetic(dtype_named(dtype), arithmetic)
         layer = self.remembered.serve(reference.Layer(self.problem, arithmetic_in))
         # float16 may overflow, which the comparison then reports
@@ -203,14 +255,22 @@ class Reference:
             if self.with_gradients and given is None:
                 values |= reference.gradients(self.problem, dtype)
                 fused = reference.gradients(self.problem, dtype, fused=True)
-                values |= {f"{path}.{name}": of for path in FUSED_PATHS for name, of in fused.items()}
+                values |= {
+                    f"{path}.{name}": of for path in FUSED_PATHS for name, of in fused.items()
+                }
         return values
 
     def by_step(self, dtype: str, arithmetic: str = "ieee") -> list[dict[str, np.ndarray]]:
-        """Return the results of each step, in float64 or in the same precision; empty if some stages are not stored."""
+        """Return the results of each step, in float64 or in the same precision; empty if some
+        stages are not stored.
+        """
         if not self._has_scores or self.problem.sample is not None:
             return []
-        values = self.accumulated if dtype == "float64" else self.same_precision(local=False, arithmetic=arithmetic)
+        values = (
+            self.accumulated
+            if dtype == "float64"
+            else self.same_precision(local=False, arithmetic=arithmetic)
+        )
         kept = {name: x for name, x in values.items() if not stage_named(name).is_gradient}
         return [{name: kept[name] for name in names} for _, names in groupby(kept, step_of)]
 
@@ -219,7 +279,11 @@ class Reference:
         """Return whether scores or attention weights are required, or fast."""
         case, of_scores = self.problem.case, ("scores", "attn_weights")
         is_small = case.batch * case.spec.num_heads * case.seq_len * case.key_len <= reference.BLOCK
-        return is_small or self.stages is None or any(stage_named(name).quantity in of_scores for name in self.stages)
+        return (
+            is_small
+            or self.stages is None
+            or any(stage_named(name).quantity in of_scores for name in self.stages)
+        )
 
     @property
     def _is_before_scores(self) -> bool:
@@ -239,7 +303,9 @@ OF_A_STEP = {"q": "qkv", "latents": "qkv", "k": "qkv", "v": "qkv", "gate": "qkv"
 
 
 def step_of(name: str) -> tuple[int | None, str]:
-    """Return the call that computes a stage, None without a cache, and the step of `parity.measure.core.stages.STEPS`."""
+    """Return the call that computes a stage, None without a cache, and the step of
+    `parity.measure.core.stages.STEPS`.
+    """
     stage = stage_named(name)
     return stage.step, "whole" if stage.path else OF_A_STEP.get(stage.quantity, stage.quantity)
 
@@ -249,13 +315,19 @@ RECOUNTS = 4
 
 
 def nudged(problem: Problem, rng: np.random.Generator, arithmetic: str = "ieee") -> Problem:
-    """Return a problem whose weights and inputs are randomly perturbed by at most a unit of rounding."""
-    unit = max(unit_of_rounding(SAME_PRECISION[problem.dtype]), 2.0 ** -reference.MANTISSA[arithmetic])
+    """Return a problem whose weights and inputs are randomly perturbed by at most a unit of
+    rounding.
+    """
+    unit = max(
+        unit_of_rounding(SAME_PRECISION[problem.dtype]), 2.0 ** -reference.MANTISSA[arithmetic]
+    )
     weights = nudged_values(problem.weights, unit, rng)
     return replace(problem, weights=weights, inputs=nudged_values(problem.inputs, unit, rng))
 
 
-def nudged_values(values: Mapping[str, np.ndarray], unit: float, rng: np.random.Generator) -> dict[str, np.ndarray]:
+def nudged_values(
+    values: Mapping[str, np.ndarray], unit: float, rng: np.random.Generator
+) -> dict[str, np.ndarray]:
     """Return floating-point arrays randomly perturbed by at most one unit; others unchanged."""
     return {
         name: (value * (1.0 + unit * rng.integers(-1, 2, value.shape))).astype(value.dtype)
@@ -266,15 +338,22 @@ def nudged_values(values: Mapping[str, np.ndarray], unit: float, rng: np.random.
 
 
 def judge(trace: Trace, reference: Reference) -> list[Comparison]:
-    """Compare all stages of a trace with the reference; a stage that only one of them has is a failure."""
-    run, arithmetic = Label(trace.problem.case.name, trace.title, trace.problem.dtype, "run"), trace.arithmetic
+    """Compare all stages of a trace with the reference; a stage that only one of them has is a
+    failure.
+    """
+    run, arithmetic = (
+        Label(trace.problem.case.name, trace.title, trace.problem.dtype, "run"),
+        trace.arithmetic,
+    )
     if trace.error:
         return [replace(failure(np.empty(0), trace.error, run), library=trace.backend)]
 
     def verdict(stage: str, values: Mapping[str, np.ndarray], *, local: bool) -> Comparison:
         label = run._replace(stage=stage)
         if stage not in values:
-            return failure(reference.expected(local=local)[stage], "the trace lacks this stage", label)
+            return failure(
+                reference.expected(local=local)[stage], "the trace lacks this stage", label
+            )
         actual = values[stage]
         found = reference.compare(actual, label, arithmetic, local=local)
         is_whole = not local or stage_named(stage).path  # paths start from the inputs in both
@@ -290,11 +369,15 @@ def judge(trace: Trace, reference: Reference) -> list[Comparison]:
         comparison = verdict(name, trace.accumulated, local=False)
         if stage.has_local_value:
             local = verdict(name, trace.local, local=True)
-            comparison = comparison.with_step(local.ratio, local.reason or "wrong on the reference's own inputs")
+            comparison = comparison.with_step(
+                local.ratio, local.reason or "wrong on the reference's own inputs"
+            )
         comparisons.append(replace(comparison, library=trace.backend))
     judged = {comparison.stage for comparison in comparisons}
     for name, value in {**trace.local, **trace.accumulated}.items():
-        is_judged = name in judged or (stage_named(name).is_gradient and not reference.with_gradients)
+        is_judged = name in judged or (
+            stage_named(name).is_gradient and not reference.with_gradients
+        )
         if not is_judged:
             found = failure(value, "the reference has no such stage", run._replace(stage=name))
             comparisons.append(replace(found, library=trace.backend))

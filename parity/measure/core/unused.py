@@ -1,7 +1,8 @@
-"""Cells of a stage on which no real token depends: tokens of padding, and unfilled slots of a cache.
+"""Cells of a stage on which no real token depends: tokens of padding, and unfilled slots of a
+cache.
 
-Implementations may leave anything there. Right padding, for example, is often written to the cache and overwritten by
-the next tokens. So these cells are not compared.
+Implementations may leave anything there. Right padding, for example, is often written to the cache
+and overwritten by the next tokens. So these cells are not compared.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from parity.measure.core.problem import Problem
 from parity.measure.core.stages import STAGES, Stage, stage_named
 
 HIDES_KEYS = frozenset({"mask", "attn_weights"})
-"""Stages in which unused keys have a defined value: they must be hidden, and their weights must be 0."""
+"""Stages in which unused keys have a defined value: they must be hidden, and their weights must be
+0.
+"""
 
 
 def unused_cells(problem: Problem, name: str, shape: tuple[int, ...]) -> np.ndarray | None:
@@ -52,7 +55,9 @@ def without_unused(x: np.ndarray, unused: np.ndarray | None) -> np.ndarray:
 
 
 def _used_lengths(case: Case, stage: Stage) -> dict[str, tuple[int, ...]]:
-    """Return the number of used query tokens "T" and keys or slots "S" of each sequence, where they are limited."""
+    """Return the number of used query tokens "T" and keys or slots "S" of each sequence, where they
+    are limited.
+    """
     lengths: dict[str, tuple[int, ...]] = {}
     if stage.step is not None:
         added = case.added(stage.step)

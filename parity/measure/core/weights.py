@@ -1,7 +1,8 @@
 """Canonical weights: names and shapes, random weights, and atomically written safetensors files.
 
-Canonical weights are a dict of NumPy arrays by name: `q_proj.weight` (N*H, d_in), `q_proj.bias` (N*H,), `k_proj.weight`
-(K*H, d_kv) … `out_proj.weight` (E, N*H): torch's (out, in), heads outermost in `out`.
+Canonical weights are a dict of NumPy arrays by name: `q_proj.weight` (N*H, d_in), `q_proj.bias`
+(N*H,), `k_proj.weight` (K*H, d_kv) … `out_proj.weight` (E, N*H): torch's (out, in), heads outermost
+in `out`.
 """
 
 from __future__ import annotations
@@ -59,15 +60,18 @@ def weight_shapes(spec: AttentionSpec) -> dict[str, tuple[int, ...]]:
 
 
 def unheld(spec: AttentionSpec) -> AttentionSpec:
-    """Return the layer without fields that affect neither its weights nor its results in evaluation mode."""
+    """Return the layer without fields that affect neither its weights nor its results in evaluation
+    mode.
+    """
     return replace(spec, fused_qkv=False, dropout=0.0, output_dropout=0.0)
 
 
 def random_weights(spec: AttentionSpec, seed: int | list[int] = 0) -> Weights:
-    """Return Xavier-uniform weights, with biases in [-1/2, 1/2] so that a missing bias shows; float32.
+    """Return Xavier-uniform weights, with biases in [-1/2, 1/2] so that a missing bias shows;
+    float32.
 
-    Factors of norms are 0.5 to 0.8 or 1.2 to 1.5, so that a missing weight of a norm also shows. Sinks and learned
-    numbers of distances are between 0.5 and 1.5 in size.
+    Factors of norms are 0.5 to 0.8 or 1.2 to 1.5, so that a missing weight of a norm also shows.
+    Sinks and learned numbers of distances are between 0.5 and 1.5 in size.
 
     Args:
         spec: layer.
@@ -82,7 +86,9 @@ def random_weights(spec: AttentionSpec, seed: int | list[int] = 0) -> Weights:
             weights[name] = (factors - (spec.norms[part].weight == "1+w")).astype(np.float32)
             continue
         if name in ("sinks", "relative_bias", *SIDES):
-            weights[name] = (rng.choice([-1.0, 1.0], shape) * (0.5 + rng.random(shape))).astype(np.float32)
+            weights[name] = (rng.choice([-1.0, 1.0], shape) * (0.5 + rng.random(shape))).astype(
+                np.float32
+            )
             continue
         limit = 0.5 if len(shape) == 1 else np.sqrt(6.0 / sum(shape))
         weights[name] = (limit * (2.0 * rng.random(shape) - 1.0)).astype(np.float32)
@@ -104,9 +110,14 @@ def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> Weights:
         ValueError: if names are missing or unexpected, a shape differs, or a value is not finite.
     """
     weights, shapes = to_numpy_by_name(weights), weight_shapes(spec)
-    missing, unexpected = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
+    missing, unexpected = (
+        sorted(shapes.keys() - weights.keys()),
+        sorted(weights.keys() - shapes.keys()),
+    )
     if missing or unexpected:
-        raise InputError("weights", "have exactly the names of the spec", missing=missing, unexpected=unexpected)
+        raise InputError(
+            "weights", "have exactly the names of the spec", missing=missing, unexpected=unexpected
+        )
     dtypes = set()
     for name, shape in shapes.items():
         weight = weights[name]
@@ -116,7 +127,9 @@ def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> Weights:
             hint = "; it looks transposed" if weight.shape == shape[::-1] else ""
             raise InputError(name, f"have shape {shape}", f"{name}.shape={weight.shape}{hint}")
         if not is_finite(weight):
-            raise InputError(name, "be finite", f"{np.count_nonzero(~np.isfinite(weight))} NaN or infinities")
+            raise InputError(
+                name, "be finite", f"{np.count_nonzero(~np.isfinite(weight))} NaN or infinities"
+            )
         dtypes.add(weight.dtype.name)
     if len(dtypes) > 1:
         raise InputTypeError("weights", "have one dtype", str(sorted(dtypes)))
@@ -132,17 +145,23 @@ def check_held(names: Iterable[str], spec: AttentionSpec) -> None:
     wanted, held = set(spec.stored_shapes), set(names)
     missing, unexpected = sorted(wanted - held), sorted(held - wanted)
     if missing or unexpected:
-        wrapped = "a projection that is wrapped, as by LoRA, must be merged first" if missing and unexpected else ""
+        wrapped = (
+            "a projection that is wrapped, as by LoRA, must be merged first"
+            if missing and unexpected
+            else ""
+        )
         rule = "have exactly the weights of its spec"
         raise InputError("module", rule, missing=missing, unexpected=unexpected, hint=wrapped)
 
 
-def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+def save_tensors(
+    path: str | os.PathLike[str], tensors: Mapping[str, Any], metadata: Mapping[str, str]
+) -> None:
     """Write arrays to a safetensors file, atomically and verified.
 
-    The bytes depend only on the arguments. They are written to a temporary file next to `path`, read back, compared,
-    and then moved into place; an existing file stays until then. Existing safetensors files are replaced, files of
-    other formats are not.
+    The bytes depend only on the arguments. They are written to a temporary file next to `path`,
+    read back, compared, and then moved into place; an existing file stays until then. Existing
+    safetensors files are replaced, files of other formats are not.
 
     Args:
         path: file to write; its suffix must not be that of another format.
@@ -157,14 +176,20 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Any], metad
     tensors = to_numpy_by_name(tensors)
     kind = SUFFIXES.get(Path(path).suffix.lower(), "safetensors")
     if kind != "safetensors":
-        raise InputError(path, "end in .safetensors, the only format written here", f"that of {kind}")
+        raise InputError(
+            path, "end in .safetensors, the only format written here", f"that of {kind}"
+        )
     refuse_other_file(path, kind)
 
     def verify(written: Path) -> None:
         found, _ = load_tensors(written)
         for name, tensor in tensors.items():
             read = found[name]
-            if (read.dtype, read.shape, read.tobytes()) != (tensor.dtype, tensor.shape, tensor.tobytes()):
+            if (read.dtype, read.shape, read.tobytes()) != (
+                tensor.dtype,
+                tensor.shape,
+                tensor.tobytes(),
+            ):
                 raise OSError(f"{path} must read back as it was written, {name} does not")
 
     write_whole(path, safetensors_bytes(tensors, metadata), verify)
@@ -175,20 +200,24 @@ def load_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], d
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if it is not a safetensors file, is truncated, or contains a dtype that NumPy cannot represent.
+        ValueError: if it is not a safetensors file, is truncated, or contains a dtype that NumPy
+            cannot represent.
     """
     with open_file(Path(path), "safetensors") as file:
         return {name: file.read(name) for name in file.infos}, file.metadata
 
 
-def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Any], spec: AttentionSpec) -> None:
+def save_weights(
+    path: str | os.PathLike[str], weights: Mapping[str, Any], spec: AttentionSpec
+) -> None:
     """Write canonical weights and their specification to a safetensors file, atomically.
 
     `parity.save` also writes other formats.
 
     Raises:
         OSError: if the file cannot be written.
-        TypeError, ValueError: if the weights are not those of the spec, or `save_tensors` rejects the path.
+        TypeError, ValueError: if the weights are not those of the spec, or `save_tensors` rejects
+            the path.
     """
     save_tensors(path, check_weights(weights, spec), {"format": FORMAT, "spec": spec.to_json()})
 
@@ -198,8 +227,8 @@ def load_weights(path: str | os.PathLike[str]) -> tuple[Weights, AttentionSpec]:
 
     Raises:
         OSError: if the file cannot be read.
-        TypeError, ValueError: if it is not a complete file of canonical weights that fit their specification, or its
-            metadata list attention keys that no specification has.
+        TypeError, ValueError: if it is not a complete file of canonical weights that fit their
+            specification, or its metadata list attention keys that no specification has.
     """
     tensors, metadata = load_tensors(path)
     spec = read_spec(path, metadata)
@@ -222,7 +251,10 @@ def read_spec(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> Atte
             f"hold a spec in format {FORMAT} in its metadata",
             format=metadata.get("format"),
             metadata=sorted(metadata),
-            hint="parity.load reads other layouts, `mha-parity convert --to canonical` writes this one",
+            hint=(
+                "parity.load reads other layouts, `mha-parity convert --to canonical` writes "
+                "this one"
+            ),
         )
     try:
         return AttentionSpec.from_json(metadata["spec"])
@@ -231,12 +263,18 @@ def read_spec(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> Atte
 
 
 def pack_qkv(weights: Mapping[str, np.ndarray]) -> Weights:
-    """Return canonical weights with q_proj, k_proj and v_proj stacked into one qkv_proj, as in a fused module."""
+    """Return canonical weights with q_proj, k_proj and v_proj stacked into one qkv_proj, as in a
+    fused module.
+    """
     packed = {}
     for leaf in ("weight", "bias"):
         if f"q_proj.{leaf}" in weights:
-            packed[f"qkv_proj.{leaf}"] = np.concatenate([weights[f"{name}_proj.{leaf}"] for name in "qkv"])
-    return packed | {name: weight for name, weight in weights.items() if name.partition(".")[0] not in QKV}
+            packed[f"qkv_proj.{leaf}"] = np.concatenate(
+                [weights[f"{name}_proj.{leaf}"] for name in "qkv"]
+            )
+    return packed | {
+        name: weight for name, weight in weights.items() if name.partition(".")[0] not in QKV
+    }
 
 
 def unpack_qkv(packed: Mapping[str, np.ndarray], spec: AttentionSpec) -> Weights:

@@ -1,7 +1,7 @@
 """Work counted instead of timed: a search limited by a clock has other results on a busy machine.
 
-Each product, step and comparison adds the seconds that it takes on one core of a typical machine, estimated from the
-sizes of its arrays.
+Each product, step and comparison adds the seconds that it takes on one core of a typical machine,
+estimated from the sizes of its arrays.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class Work:
 
     @property
     def untried(self) -> str:
-        """Comma-separated names of the parts of the search that were cut short; empty if none was."""
+        """Comma-separated names of the parts of the search that were cut short; empty if none
+        was.
+        """
         return ", ".join(self._untried)
 
     @property
@@ -43,7 +45,9 @@ class Work:
         return max(self.seconds - self.spent, 0.0)
 
     def is_over(self, what: str, share: float = 1.0) -> bool:
-        """Return whether a part of the search has used up its share of the seconds; record it as cut short."""
+        """Return whether a part of the search has used up its share of the seconds; record it as
+        cut short.
+        """
         if self.spent < share * self.seconds:
             return False
         self._untried[what] = None
@@ -51,7 +55,9 @@ class Work:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count the computations within the block, also for an enclosing count, whose limits also apply."""
+        """Count the computations within the block, also for an enclosing count, whose limits also
+        apply.
+        """
         if (outer := _current.get()) is self:
             yield
             return
@@ -64,7 +70,8 @@ class Work:
 
     @contextmanager
     def inside(self, what: str, share: float = 1.0, most: float = math.inf) -> Iterator[None]:
-        """Raise a TimeoutError if a part of the search is over, and before each product that would exceed it.
+        """Raise a TimeoutError if a part of the search is over, and before each product that would
+        exceed it.
 
         Args:
             what: name of the part.
@@ -80,7 +87,9 @@ class Work:
             del self._limits[-2:]
 
     def ask(self, seconds: float, *, of_part: bool = False) -> None:
-        """Raise a TimeoutError if this many more seconds exceed a limit, or the limit of a part alone."""
+        """Raise a TimeoutError if this many more seconds exceed a limit, or the limit of a part
+        alone.
+        """
         for what, limit in self._limits:
             if self.spent + seconds > limit and not (of_part and what):
                 self._untried |= {what: None} if what else {}
@@ -126,7 +135,8 @@ def uncounted() -> Iterator[None]:
         _current.reset(token)
 
 
-# ---- Seconds, measured on one core of a server of 2023, OpenBLAS with AVX-512 ----------------------------------------
+# ---- Seconds, measured on one core of a server of 2023, OpenBLAS with AVX-512
+# ----------------------------------------
 
 PER_MULTIPLICATION = 5e-11
 """Seconds per multiplication of a float64 product by BLAS; float32 takes half."""
@@ -156,5 +166,7 @@ def spend_on(*arrays: np.ndarray) -> None:
 def run(step: Step, values: Values) -> dict[str, np.ndarray]:
     """Run a step of a layer, and add its work to that of its products."""
     found = step(values)
-    spend_on(*[x for x in found.values() if isinstance(x, np.ndarray) and x.flags.writeable])  # others are cached
+    spend_on(
+        *[x for x in found.values() if isinstance(x, np.ndarray) and x.flags.writeable]
+    )  # others are cached
     return found

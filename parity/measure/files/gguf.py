@@ -1,7 +1,7 @@
 """GGUF, the format of llama.cpp: values by key, then tensor descriptions, then tensor data.
 
-Parsed here because the `gguf` package reads every token of a vocabulary, and never ends for some damaged files. The
-package only dequantizes blocks, some at a time; nothing here quantizes.
+Parsed here because the `gguf` package reads every token of a vocabulary, and never ends for some
+damaged files. The package only dequantizes blocks, some at a time; nothing here quantizes.
 
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -15,13 +15,22 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from mha_spec import InputError
-from parity.measure.files.tensor_file import DTYPES, Cursor, FileOffset, Shape, TensorFile, TensorInfo, library
+from parity.measure.files.tensor_file import (
+    DTYPES,
+    Cursor,
+    FileOffset,
+    Shape,
+    TensorFile,
+    TensorInfo,
+    library,
+)
 
 # fmt: off
 TYPES = [  # by number; None: removed from the format
-    "F32", "F16", "Q4_0", "Q4_1", None, None, "Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
-    "Q8_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS", "I8", "I16", "I32", "I64",
-    "F64", "IQ1_M", "BF16", None, None, None, "TQ1_0", "TQ2_0", None, None, None, "MXFP4", "NVFP4",
+    "F32", "F16", "Q4_0", "Q4_1", None, None, "Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q2_K", "Q3_K",
+    "Q4_K", "Q5_K", "Q6_K", "Q8_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S",
+    "IQ2_S", "IQ4_XS", "I8", "I16", "I32", "I64", "F64", "IQ1_M", "BF16", None, None, None, "TQ1_0",
+    "TQ2_0", None, None, None, "MXFP4", "NVFP4",
 ]
 # fmt: on
 PLAIN = {
@@ -49,9 +58,23 @@ BLOCKS = {
 """Supported quantized types, read as float32: values per block, and bytes per block."""
 
 MAX_DIMS = 4  # as in ggml
-VALUES_AT_ONCE = 1 << 16  # values dequantized at a time, so that intermediate results fit the CPU cache
+VALUES_AT_ONCE = (
+    1 << 16
+)  # values dequantized at a time, so that intermediate results fit the CPU cache
 
-_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_SCALARS = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<?",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
 _STRING, _LIST = 8, 9
 
 
@@ -87,7 +110,9 @@ class _Entry(NamedTuple):
     offset: int
 
     def measure(self, name: str, room: int) -> tuple[TensorInfo, int]:
-        """Return facts of the tensor as read, and its bytes in the file; an unknown type may use all of `room`."""
+        """Return facts of the tensor as read, and its bytes in the file; an unknown type may use
+        all of `room`.
+        """
         if self.kind in PLAIN:
             info = TensorInfo.of(self.shape, DTYPES[PLAIN[self.kind]])
             return info, info.nbytes
@@ -95,7 +120,11 @@ class _Entry(NamedTuple):
             info = TensorInfo.of(self.shape, np.dtype(np.float32))
             values, length = BLOCKS[self.kind]
             if not self.shape or self.shape[-1] % values:
-                raise InputError(f"rows of {self.kind}", f"be whole blocks of {values}", {f"{name}.shape": self.shape})
+                raise InputError(
+                    f"rows of {self.kind}",
+                    f"be whole blocks of {values}",
+                    {f"{name}.shape": self.shape},
+                )
             return info, info.nbytes // 4 // values * length
         room = max(0, room)
         return TensorInfo(self.shape, np.dtype([(self.kind, "V1")]), room), room
@@ -107,7 +136,9 @@ def open_gguf(path: Path, file: BinaryIO) -> TensorFile:
     cursor.skip(4)  # GGUF
     version = cursor.unpack("<I")
     if version not in (2, 3):
-        raise InputError(path, "be of version 2 or 3 of GGUF and little-endian", f"version {version}")
+        raise InputError(
+            path, "be of version 2 or 3 of GGUF and little-endian", f"version {version}"
+        )
     num_tensors, num_values = cursor.unpack("<Q"), cursor.unpack("<Q")
     metadata: dict[str, str] = {}
     for _ in range(num_values):
@@ -119,10 +150,14 @@ def open_gguf(path: Path, file: BinaryIO) -> TensorFile:
     for _ in range(num_tensors):
         name, num_dims = _text(cursor), cursor.unpack("<I")
         if name in entries or num_dims > MAX_DIMS:
-            raise InputError("each tensor", f"occur once, with at most {MAX_DIMS} axes", tensor=name)
+            raise InputError(
+                "each tensor", f"occur once, with at most {MAX_DIMS} axes", tensor=name
+            )
         shape = tuple(cursor.unpack("<Q") for _ in range(num_dims))[::-1]
         kind, offset = cursor.unpack("<I"), cursor.unpack("<Q")
-        entries[name] = _Entry(shape, (TYPES[kind] if kind < len(TYPES) else None) or f"type {kind}", offset)
+        entries[name] = _Entry(
+            shape, (TYPES[kind] if kind < len(TYPES) else None) or f"type {kind}", offset
+        )
     alignment = int(metadata.get("general.alignment", "32"))
     if alignment <= 0 or alignment & (alignment - 1):
         raise InputError("the alignment", "be a power of two", str(alignment))
@@ -139,7 +174,11 @@ def open_gguf(path: Path, file: BinaryIO) -> TensorFile:
     def fetch(name: str) -> np.ndarray:
         return _dequantised(path, file, name, entries[name])
 
-    places = {name: FileOffset(file, entry.offset) for name, entry in entries.items() if entry.kind in PLAIN}
+    places = {
+        name: FileOffset(file, entry.offset)
+        for name, entry in entries.items()
+        if entry.kind in PLAIN
+    }
     quantised = {name: entry.kind for name, entry in entries.items() if entry.kind in BLOCKS}
     return TensorFile(path, "gguf", infos, metadata, places, fetch, quantised=quantised)
 
@@ -147,7 +186,9 @@ def open_gguf(path: Path, file: BinaryIO) -> TensorFile:
 def _dequantised(path: Path, file: BinaryIO, name: str, entry: _Entry) -> np.ndarray:
     """Dequantize a tensor to float32, bit for bit like the `gguf` package."""
     if entry.kind not in BLOCKS:
-        raise InputError(name, f"be of one of {sorted([*PLAIN, *BLOCKS])} to be read", {name: entry.kind})
+        raise InputError(
+            name, f"be of one of {sorted([*PLAIN, *BLOCKS])} to be read", {name: entry.kind}
+        )
     gguf = library(path, "gguf")
     values, length = BLOCKS[entry.kind]
     array = np.empty(entry.shape, np.float32)

@@ -1,7 +1,7 @@
 """Flax's msgpack files: nested dicts of arrays.
 
-The package `msgpack` writes and reads everything except the headers of arrays: it would load their bytes to skip them.
-Metadata are stored next to the arrays, as a dict named `__metadata__`.
+The package `msgpack` writes and reads everything except the headers of arrays: it would load their
+bytes to skip them. Metadata are stored next to the arrays, as a dict named `__metadata__`.
 
 Source: https://github.com/msgpack/msgpack/blob/master/spec.md and flax/serialization.py
 """
@@ -41,10 +41,13 @@ MAX_CHUNK = 1 << 30  # bytes of an array, as in Flax; larger ones are chunked
 _ARRAY, _SCALAR = 1, 3  # Flax's types: an array, and a NumPy scalar
 _BYTES = {0xC4: ">B", 0xC5: ">H", 0xC6: ">I"}
 _EXTENSIONS = {0xC7: ">B", 0xC8: ">H", 0xC9: ">I"}
-"""Formats of lengths by the preceding byte. (Extensions of 1 to 16 bytes have 0xD4 to 0xD8 and no length.)"""
+"""Formats of lengths by the preceding byte. (Extensions of 1 to 16 bytes have 0xD4 to 0xD8 and no
+length.)
+"""
 
 
-# ---- Writing ---------------------------------------------------------------------------------------------------------
+# ---- Writing
+# --------------------------------------------------------------------------------------------------
 
 
 def write_msgpack(path: Path, tensors: Tensors) -> None:
@@ -57,7 +60,9 @@ def write_msgpack(path: Path, tensors: Tensors) -> None:
         file.write(packer.pack(METADATA) + packer.pack(tensors.metadata))
 
 
-def _entries(packer: Any, tree: Mapping[str, Any], tensors: Tensors) -> Iterator[bytes | memoryview]:
+def _entries(
+    packer: Any, tree: Mapping[str, Any], tensors: Tensors
+) -> Iterator[bytes | memoryview]:
     for key, node in tree.items():
         yield packer.pack(key)
         if isinstance(node, dict):
@@ -88,7 +93,8 @@ def _array(packer: Any, array: np.ndarray) -> Iterator[bytes | memoryview]:
     yield raw(array)
 
 
-# ---- Reading ---------------------------------------------------------------------------------------------------------
+# ---- Reading
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -142,7 +148,9 @@ class _Walker:
     def node(self, depth: int = 0) -> Any:
         """Read the next value; None unless its type is Flax's array."""
         if depth > MAX_DEPTH or next(self.count) > MAX_ENTRIES:
-            raise InputError("dicts", f"have at most {MAX_DEPTH} levels and {MAX_ENTRIES} entries", "more")
+            raise InputError(
+                "dicts", f"have at most {MAX_DEPTH} levels and {MAX_ENTRIES} entries", "more"
+            )
         (first,) = self.cursor.take(1)
         if first in _EXTENSIONS:
             return self.array(self.cursor.unpack(_EXTENSIONS[first]), depth + 1)
@@ -177,17 +185,24 @@ class _Walker:
         nbytes = self.cursor.unpack(_BYTES[first]) if first in _BYTES else -1
         place = FileOffset(self.cursor.file, self.cursor.tell())
         if nbytes != info.nbytes or place.offset + nbytes != end:
-            raise InputError("an array", f"have {info.nbytes} bytes, as its shape says, but one does not")
+            raise InputError(
+                "an array", f"have {info.nbytes} bytes, as its shape says, but one does not"
+            )
         self.cursor.skip(nbytes)
         return _Array(info, [(place, nbytes)])
 
 
 def _joined(entries: dict[Any, Any]) -> _Array:
     """Join the chunks of an array."""
-    shape, chunks = ([part[str(i)] for i in range(len(part))] for part in (entries["shape"], entries["chunks"]))
+    shape, chunks = (
+        [part[str(i)] for i in range(len(part))] for part in (entries["shape"], entries["chunks"])
+    )
     info = TensorInfo.of(shape, chunks[0].info.dtype)
     if {chunk.info.dtype for chunk in chunks} != {info.dtype} or sum(
         chunk.info.nbytes for chunk in chunks
     ) != info.nbytes:
-        raise InputError("the chunks of an array", f"have one dtype, and {info.nbytes} bytes together, but they do not")
+        raise InputError(
+            "the chunks of an array",
+            f"have one dtype, and {info.nbytes} bytes together, but they do not",
+        )
     return _Array(info, [piece for chunk in chunks for piece in chunk.pieces])

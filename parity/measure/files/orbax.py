@@ -37,13 +37,18 @@ def write_orbax(path: Path, tensors: Tensors) -> None:
     tree = _filled(nest(tensors.infos), tensors)
     try:
         with ocp.PyTreeCheckpointer() as checkpointer:
-            checkpointer.save(path, args=ocp.args.PyTreeSave(tree), custom_metadata=dict(tensors.metadata))
+            checkpointer.save(
+                path, args=ocp.args.PyTreeSave(tree), custom_metadata=dict(tensors.metadata)
+            )
     except Exception as error:
         raise OSError(f"{path.name} must be written by orbax, got {in_line(str(error))}") from None
 
 
 def _filled(tree: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
-    return {key: _filled(node, tensors) if isinstance(node, dict) else tensors.read(node) for key, node in tree.items()}
+    return {
+        key: _filled(node, tensors) if isinstance(node, dict) else tensors.read(node)
+        for key, node in tree.items()
+    }
 
 
 def open_orbax(path: Path) -> TensorFile:
@@ -70,13 +75,17 @@ def open_orbax(path: Path) -> TensorFile:
 
     def fetch(name: str) -> np.ndarray:
         wanted = jax.tree.map(lambda leaf: leaf if leaf is leaves[name] else ocp.PLACEHOLDER, tree)
-        as_numpy = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), tree)  # JAX would narrow float64
+        as_numpy = jax.tree.map(
+            lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), tree
+        )  # JAX would narrow float64
         found = checkpointer.restore(folder, args=ocp.args.PyTreeRestore(wanted, as_numpy))
         return flatten(found)[name]
 
     ignored = [name for name in leaves if name not in infos]
     release = checkpointer.close
-    return TensorFile(path, "orbax", infos, _metadata(folder), fetch=fetch, release=release, ignored=ignored)
+    return TensorFile(
+        path, "orbax", infos, _metadata(folder), fetch=fetch, release=release, ignored=ignored
+    )
 
 
 def _arrays_in(path: Path) -> Path:
@@ -86,7 +95,9 @@ def _arrays_in(path: Path) -> Path:
     inside = sorted(folder for folder in path.iterdir() if (folder / "_METADATA").exists())
     if len(inside) != 1:
         names = [folder.name for folder in inside]
-        raise InputError(path, "hold one orbax checkpoint of arrays", str(names), hint="name one of its folders")
+        raise InputError(
+            path, "hold one orbax checkpoint of arrays", str(names), hint="name one of its folders"
+        )
     return inside[0]
 
 
@@ -94,5 +105,7 @@ def _metadata(folder: Path) -> dict[str, str]:
     with suppress(FileNotFoundError):
         held = read_json(folder / "_CHECKPOINT_METADATA").get("custom_metadata")
         values = held if isinstance(held, dict) else {}
-        return text_by_name({name: x if isinstance(x, str) else json.dumps(x) for name, x in values.items()})
+        return text_by_name(
+            {name: x if isinstance(x, str) else json.dumps(x) for name, x in values.items()}
+        )
     return {}

@@ -18,7 +18,13 @@ from parity.measure.files.msgpack import open_msgpack
 from parity.measure.files.orbax import MARKS, open_orbax
 from parity.measure.files.safetensors import open_safetensors
 from parity.measure.files.small import MAX_INDEX, check_is_file, read_json
-from parity.measure.files.tensor_file import FileOffset, TensorFile, TensorInfo, in_one_line, text_by_name
+from parity.measure.files.tensor_file import (
+    FileOffset,
+    TensorFile,
+    TensorInfo,
+    in_one_line,
+    text_by_name,
+)
 from parity.measure.files.zipped import open_npz, open_torch
 
 OPENERS = {
@@ -46,8 +52,8 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorFile:
     """Open a file of named tensors. The format follows from its content, or else its suffix.
 
     Args:
-        path: a file; an index of shards (`*.index.json`), with or without this suffix; a folder of shards; or an orbax
-            checkpoint.
+        path: a file; an index of shards (`*.index.json`), with or without this suffix; a folder of
+            shards; or an orbax checkpoint.
 
     Raises:
         OSError: if it cannot be read.
@@ -92,7 +98,9 @@ def _kind(path: Path, begin: bytes) -> str:
         if suffix in ("npz", "torch") and not zipfile.is_zipfile(path):
             return suffix  # its reader reports the problem
         with zipfile.ZipFile(path) as archive:
-            return "torch" if any(name.endswith("/data.pkl") for name in archive.namelist()) else "npz"
+            return (
+                "torch" if any(name.endswith("/data.pkl") for name in archive.namelist()) else "npz"
+            )
     if begin[8:9] == b"{" and int.from_bytes(begin[:8], "little") <= path.stat().st_size:
         return "safetensors"
     if suffix in OPENERS:
@@ -100,11 +108,14 @@ def _kind(path: Path, begin: bytes) -> str:
     if begin[:1] and (0x81 <= begin[0] <= 0x8F or begin[0] in (0xDE, 0xDF)):  # a dict
         return "msgpack"
     raise InputError(
-        path, f"be a file of tensors ({', '.join(sorted(OPENERS))})", f"one that begins with {begin[:8]!r}"
+        path,
+        f"be a file of tensors ({', '.join(sorted(OPENERS))})",
+        f"one that begins with {begin[:8]!r}",
     )
 
 
-# ---- Shards and folders ----------------------------------------------------------------------------------------------
+# ---- Shards and folders
+# ----------------------------------------------------------------------------------------------
 
 
 def _open_folder(path: Path) -> TensorFile:
@@ -114,14 +125,21 @@ def _open_folder(path: Path) -> TensorFile:
         files = [name for name in names if re.fullmatch(whole, name, re.IGNORECASE)]
         beside = [name for name in indexes if name.removesuffix(INDEX) in files]
         if len(indexes) > 1 or beside:
-            raise InputError(path, "hold one checkpoint", str(sorted({*indexes, *files})), hint="name one of them")
+            raise InputError(
+                path,
+                "hold one checkpoint",
+                str(sorted({*indexes, *files})),
+                hint="name one of them",
+            )
         if indexes:
             return _open_index(path / indexes[0])
         if files:
             return _open_shards(path, path, files)
     if any(mark in names for mark in MARKS) or path.suffix.lower() == ".orbax":
         return open_orbax(path)
-    raise InputError(path, "hold safetensors files, torch shards or an orbax checkpoint", str(names[:10]))
+    raise InputError(
+        path, "hold safetensors files, torch shards or an orbax checkpoint", str(names[:10])
+    )
 
 
 def shards_in(path: Path) -> list[str]:
@@ -139,7 +157,9 @@ def _read_index(path: Path) -> dict[str, Any]:
     index = read_json(path, MAX_INDEX)
     shard_of = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(shard_of, dict) or not shard_of or shard_of != text_by_name(shard_of):
-        raise InputError(path, "have a weight_map from the names of tensors to those of files, but it has none")
+        raise InputError(
+            path, "have a weight_map from the names of tensors to those of files, but it has none"
+        )
     for shard in shard_of.values():
         if shard in ("", ".", "..") or any(character in shard for character in "/\\\0"):
             raise InputError(path, "list shards in its own folder", repr(shard))
@@ -151,12 +171,18 @@ def _open_index(path: Path) -> TensorFile:
         index = _read_index(path)
         names = sorted(set(index["weight_map"].values()))
         if missing := [name for name in names if not (path.parent / name).exists()]:
-            raise FileNotFoundError(f"{path} must list existing shards, got {', '.join(map(repr, missing[:3]))}")
+            raise FileNotFoundError(
+                f"{path} must list existing shards, got {', '.join(map(repr, missing[:3]))}"
+            )
         return _open_shards(path, path.parent, names, index)
 
 
-def _open_shards(path: Path, folder: Path, names: list[str], index: Mapping[str, Any] | None = None) -> TensorFile:
-    """Open several files as one. Metadata are those that all files share, and those of the index."""
+def _open_shards(
+    path: Path, folder: Path, names: list[str], index: Mapping[str, Any] | None = None
+) -> TensorFile:
+    """Open several files as one. Metadata are those that all files share, and those of the
+    index.
+    """
     for name in names:
         match = SHARD.fullmatch(name)
         numbers = range(1, int(match[3]) + 1) if match else ()
@@ -178,14 +204,20 @@ def _open_shards(path: Path, folder: Path, names: list[str], index: Mapping[str,
             ignored += shard.ignored
         agreed = set.intersection(*(set(shard.metadata.items()) for shard in shards))
         metadata = {key: text for key, text in shards[0].metadata.items() if (key, text) in agreed}
-        lost = sorted({key for shard in shards for key in shard.metadata} - metadata.keys() - {"sha256"})
+        lost = sorted(
+            {key for shard in shards for key in shard.metadata} - metadata.keys() - {"sha256"}
+        )
         ignored += [f"{key} in the metadata of each shard" for key in lost]
         if index is not None:
             if unknown := sorted(infos.keys() ^ index["weight_map"].keys()):
                 raise InputError(path, "list just the tensors of its shards", tensor=unknown[0])
             entries = index["metadata"] if isinstance(index.get("metadata"), dict) else {}
-            entries = {key: entry for key, entry in entries.items() if key != "total_size"}  # `infos` determine it
-            metadata |= {key: x if isinstance(x, str) else json.dumps(x) for key, x in entries.items()}
+            entries = {
+                key: entry for key, entry in entries.items() if key != "total_size"
+            }  # `infos` determine it
+            metadata |= {
+                key: x if isinstance(x, str) else json.dumps(x) for key, x in entries.items()
+            }
         kind = "+".join(sorted({shard.format for shard in shards}))
         fetch = lambda name: shard_of[name].read(name)  # noqa: E731
         file = TensorFile(path, kind, infos, metadata, places, fetch, ignored=ignored)

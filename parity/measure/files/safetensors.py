@@ -13,7 +13,14 @@ import safetensors
 from safetensors import safe_open
 
 from mha_spec import InputError
-from parity.measure.files.tensor_file import DTYPES, FileOffset, TensorFile, TensorInfo, Tensors, parse_json
+from parity.measure.files.tensor_file import (
+    DTYPES,
+    FileOffset,
+    TensorFile,
+    TensorInfo,
+    Tensors,
+    parse_json,
+)
 
 NAMES = {
     "BOOL": "bool",
@@ -38,7 +45,8 @@ CODES = {name: code for code, name in NAMES.items()}
 
 
 def header(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> tuple[bytes, list[str]]:
-    """Return the header of a file, which depends only on the arguments, and the order of the arrays.
+    """Return the header of a file, which depends only on the arguments, and the order of the
+    arrays.
 
     It is the given order, but wider dtypes come first, so that each array is aligned to its dtype.
 
@@ -52,7 +60,11 @@ def header(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> tupl
         begin, end = end, end + infos[name].nbytes
         code = CODES.get(infos[name].dtype.name)
         if code is None:
-            raise InputError(name, f"be of one of {sorted(CODES)} in a safetensors file", {name: infos[name].dtype})
+            raise InputError(
+                name,
+                f"be of one of {sorted(CODES)} in a safetensors file",
+                {name: infos[name].dtype},
+            )
         entries[name] = {"dtype": code, "shape": infos[name].shape, "data_offsets": [begin, end]}
     text = json.dumps(entries, sort_keys=True, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # keeps the arrays aligned
@@ -60,12 +72,15 @@ def header(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> tupl
 
 
 def safetensors_bytes(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
-    """Return the bytes of a safetensors file, which depend only on its content, not on memory order.
+    """Return the bytes of a safetensors file, which depend only on its content, not on memory
+    order.
 
-    (The library writes wrong values for non-contiguous arrays, huggingface/safetensors#825, and its header in varying
-    order.)
+    (The library writes wrong values for non-contiguous arrays, huggingface/safetensors#825, and its
+    header in varying order.)
     """
-    infos = {name: TensorInfo.of(tensor.shape, tensor.dtype) for name, tensor in sorted(tensors.items())}
+    infos = {
+        name: TensorInfo.of(tensor.shape, tensor.dtype) for name, tensor in sorted(tensors.items())
+    }
     head, order = header(infos, metadata)
     return head + b"".join(tensors[name].tobytes() for name in order)
 
@@ -90,7 +105,9 @@ def open_safetensors(path: Path, file: BinaryIO) -> TensorFile:
         with safe_open(path, "numpy"):
             pass
     except safetensors.SafetensorError as error:
-        raise InputError(path, "be a whole safetensors file", f"{path.stat().st_size} bytes: {error}") from None
+        raise InputError(
+            path, "be a whole safetensors file", f"{path.stat().st_size} bytes: {error}"
+        ) from None
     (length,) = struct.unpack("<Q", file.read(8))
     entries = parse_json(file.read(length))
     metadata = entries.pop("__metadata__", None) or {}

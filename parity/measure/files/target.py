@@ -1,7 +1,7 @@
 """Targets of writes: checks before replacing, scratch folders, and atomic moves.
 
-A write removes only what it could have written itself. It replaces a file of the same format, a folder that contains
-only a checkpoint of the same format, or an index together with its shards.
+A write removes only what it could have written itself. It replaces a file of the same format, a
+folder that contains only a checkpoint of the same format, or an index together with its shards.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ _ORBAX = re.compile(
 """Paths of files in an orbax checkpoint."""
 
 
-# ---- Validation ------------------------------------------------------------------------------------------------------
+# ---- Validation
+# --------------------------------------------------------------------------------------------------
 
 
 def check_target(
@@ -80,7 +81,9 @@ def check_target(
         _refuse_source(path, [folder / name for name in names], folder, Path(source))
     there = [folder / name for name in names if _exists(folder / name)]
     if there and not overwrite:
-        raise FileExistsError(f"{path if len(names) == 1 else there[-1]} exists; pass --force to replace it")
+        raise FileExistsError(
+            f"{path if len(names) == 1 else there[-1]} exists; pass --force to replace it"
+        )
     if len(names) == 1:
         for place in there:
             _refuse_others(path, place, kind)
@@ -98,13 +101,18 @@ def check_target(
 
 def is_shard_of(path: Path, name: str) -> bool:
     """Return whether a file has the name of a shard of a target that is split."""
-    return re.fullmatch(re.escape(path.stem) + r"-\d{5}-of-\d{5}" + re.escape(path.suffix), name) is not None
+    return (
+        re.fullmatch(re.escape(path.stem) + r"-\d{5}-of-\d{5}" + re.escape(path.suffix), name)
+        is not None
+    )
 
 
 def check_place(path: str | os.PathLike[str]) -> None:
-    """Refuse a file whose name is that of a folder, such as `a.py/`, or whose folder does not exist.
+    """Refuse a file whose name is that of a folder, such as `a.py/`, or whose folder does not
+    exist.
 
-    `Path` and `os.path.realpath` would drop the last `/` and a missing `folder/..`, and write another file.
+    `Path` and `os.path.realpath` would drop the last `/` and a missing `folder/..`, and write
+    another file.
 
     Raises:
         OSError: for such a name.
@@ -131,14 +139,27 @@ def _exists(path: Path) -> bool:
 def _refuse_source(path: Path, targets: Iterable[Path], folder: Path, source: Path) -> None:
     """Refuse to write onto the source, under any name, or into it if it is a folder."""
     if source.is_dir():
-        if any(place.exists() and place.samefile(source) for place in (*targets, folder, *folder.absolute().parents)):
-            raise InputError("the target", "be outside the folder that is read", path=path, source=source)
+        if any(
+            place.exists() and place.samefile(source)
+            for place in (*targets, folder, *folder.absolute().parents)
+        ):
+            raise InputError(
+                "the target", "be outside the folder that is read", path=path, source=source
+            )
         return
-    read = [source, *(source.parent / name for name in (shards_in(source) if source.name.endswith(INDEX) else ()))]
+    read = [
+        source,
+        *(
+            source.parent / name
+            for name in (shards_in(source) if source.name.endswith(INDEX) else ())
+        ),
+    ]
     around = Path(os.path.realpath(source)).parents
     for target in (target for target in targets if target.exists()):
         if any(place.exists() and target.samefile(place) for place in (*read, *around)):
-            raise InputError("the target", "be a file other than the source", path=path, source=source)
+            raise InputError(
+                "the target", "be a file other than the source", path=path, source=source
+            )
 
 
 def _refuse_others(path: Path, place: Path, kind: str) -> None:
@@ -152,14 +173,18 @@ def _refuse_others(path: Path, place: Path, kind: str) -> None:
             raise InputError(path, "be a folder or not exist yet, but it is something else")
         others = _others_in(place)
         if others:
-            raise InputError(path, "be an orbax checkpoint and nothing else to be replaced", f"{others} there")
+            raise InputError(
+                path, "be an orbax checkpoint and nothing else to be replaced", f"{others} there"
+            )
         return
     if not stat.S_ISREG(mode):
         raise InputError(path, "be a file or not exist yet, but it is something else")
     with place.open("rb") as file:
         begin = file.read(16)
     if begin and not _begins(kind, begin):
-        raise InputError(path, f"be a {kind} file to be replaced", f"one that begins with {begin[:8]!r}")
+        raise InputError(
+            path, f"be a {kind} file to be replaced", f"one that begins with {begin[:8]!r}"
+        )
 
 
 def refuse_other_file(path: str | os.PathLike[str], kind: str) -> None:
@@ -183,15 +208,20 @@ def _begins(kind: str, begin: bytes) -> bool:
 
 
 def _others_in(folder: Path, most: int = 5) -> list[str]:
-    """Return the contents of a folder that are not part of an orbax checkpoint; all without a checkpoint."""
+    """Return the contents of a folder that are not part of an orbax checkpoint; all without a
+    checkpoint.
+    """
     found = [place.relative_to(folder).as_posix() for place in sorted(folder.rglob("*"))]
     if "_METADATA" in found:
-        found = [name for name in found if not _ORBAX.fullmatch(name) or (folder / name).is_symlink()]
+        found = [
+            name for name in found if not _ORBAX.fullmatch(name) or (folder / name).is_symlink()
+        ]
     return found[:most]
 
 
 def check_writable(path: str | os.PathLike[str], name: str, shown: str = "") -> None:
-    """Refuse an unwritable file before the work whose result it will contain. Nothing is left behind.
+    """Refuse an unwritable file before the work whose result it will contain. Nothing is left
+    behind.
 
     Args:
         path: path of the file.
@@ -215,18 +245,21 @@ def check_writable(path: str | os.PathLike[str], name: str, shown: str = "") -> 
         elif not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise InputError(name, "be a path that can be written to", f"{shown or path}: {error.strerror}") from None
+        raise InputError(
+            name, "be a path that can be written to", f"{shown or path}: {error.strerror}"
+        ) from None
 
 
-# ---- Scratch ---------------------------------------------------------------------------------------------------------
+# ---- Scratch
+# --------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def scratch_beside(target: Path) -> Iterator[Path]:
     """Create a temporary folder next to the target, on the same disk.
 
-    If a process was killed before it could clean up, the next write of the same target does. A lock, which ends with
-    its process, shows whether the folder is still in use.
+    If a process was killed before it could clean up, the next write of the same target does. A
+    lock, which ends with its process, shows whether the folder is still in use.
     """
     begin = f".{target.name[:40]}."
     scratch = target.parent / f"{begin}{secrets.token_hex(4)}{SCRATCH}"
@@ -286,11 +319,15 @@ def _remove_left(scratch: Path) -> None:
 
 
 def _put_back(scratch: Path) -> bool:
-    """Restore files that were moved aside but not replaced; False if other files exist there by now."""
+    """Restore files that were moved aside but not replaced; False if other files exist there by
+    now.
+    """
     before = scratch / BEFORE
     if not before.is_dir():
         return True
-    for old in sorted(before.iterdir(), key=lambda path: path.name.endswith(INDEX)):  # the index last
+    for old in sorted(
+        before.iterdir(), key=lambda path: path.name.endswith(INDEX)
+    ):  # the index last
         if os.path.lexists(scratch.parent / old.name):
             return False
         old.replace(scratch.parent / old.name)
@@ -307,7 +344,8 @@ def _remove_tree(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-# ---- Into place ------------------------------------------------------------------------------------------------------
+# ---- Into place
+# --------------------------------------------------------------------------------------------------
 
 
 class Batch(NamedTuple):
@@ -327,7 +365,9 @@ class Batch(NamedTuple):
 
 
 def move(*batches: Batch) -> None:
-    """Move written files into place: one file atomically; several files, or folders, all or none."""
+    """Move written files into place: one file atomically; several files, or folders, all or
+    none.
+    """
     if len(batches) == 1 and len(batches[0].names) == 1:
         (name,), scratch, folder, _ = batches[0]
         if not (scratch / name).is_dir():
@@ -354,7 +394,10 @@ def _set_aside(batch: Batch) -> None:
     names, scratch, folder, stale = batch
     before = scratch / BEFORE
     before.mkdir()
-    for name in (*reversed(names), *stale):  # the index first, so that it never refers to wrong files
+    for name in (
+        *reversed(names),
+        *stale,
+    ):  # the index first, so that it never refers to wrong files
         if os.path.lexists(folder / name):
             (folder / name).replace(before / name)
 
@@ -389,7 +432,9 @@ def _flush_file(path: Path) -> None:
 
 @contextmanager
 def flushing(folder: Path) -> Iterator[None]:
-    """Write a folder to disk in the background while it is filled. At the end everything is on disk."""
+    """Write a folder to disk in the background while it is filled. At the end everything is on
+    disk.
+    """
     is_full = threading.Event()
 
     def repeat() -> None:
@@ -410,7 +455,8 @@ def flushing(folder: Path) -> Iterator[None]:
 def write_whole(
     path: str | os.PathLike[str], data: bytes, verify: Callable[[Path], None] = lambda written: None
 ) -> None:
-    """Write a file atomically: under a temporary name next to it, moved into place once it is on disk.
+    """Write a file atomically: under a temporary name next to it, moved into place once it is on
+    disk.
 
     Args:
         path: file to write; an existing one is kept until the move.
@@ -421,7 +467,9 @@ def write_whole(
         OSError: if the file cannot be written.
     """
     with errors_name(path):
-        if os.path.exists(path) and not os.path.isfile(path):  # a device or a pipe cannot be replaced
+        if os.path.exists(path) and not os.path.isfile(
+            path
+        ):  # a device or a pipe cannot be replaced
             Path(path).write_bytes(data)
             return
         check_place(path)
@@ -435,7 +483,8 @@ def write_whole(
 
 
 def write_files(files: Mapping[Path, bytes], *, overwrite: bool = True) -> None:
-    """Write several files, all or none: if one cannot be written, the others are as they were before.
+    """Write several files, all or none: if one cannot be written, the others are as they were
+    before.
 
     Args:
         files: contents by path.
@@ -469,9 +518,13 @@ def write_files(files: Mapping[Path, bytes], *, overwrite: bool = True) -> None:
             with errors_name(folder / names[0]):
                 _flush_file(scratch)
             batches.append(Batch(names, scratch, folder))
-        for folder in sorted(scratch_of):  # in one order, so that two writers do not wait for each other
+        for folder in sorted(
+            scratch_of
+        ):  # in one order, so that two writers do not wait for each other
             stack.enter_context(locked(folder))
-        _check_free(files, overwrite=overwrite)  # again, because others may have written there meanwhile
+        _check_free(
+            files, overwrite=overwrite
+        )  # again, because others may have written there meanwhile
         with errors_name(next(iter(files))):
             move(*batches)
 
@@ -489,7 +542,9 @@ def _check_free(paths: Iterable[Path], *, overwrite: bool) -> None:
 
 @contextmanager
 def errors_name(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Name the file that is being written in errors that name none, such as that of a full disk, or a scratch file."""
+    """Name the file that is being written in errors that name none, such as that of a full disk, or
+    a scratch file.
+    """
     try:
         yield
     except OSError as error:

@@ -29,9 +29,13 @@ Shape = tuple[int, ...]
 MAX_ENTRIES = 1_000_000  # of a tree; a small file may reference one part many times
 MAX_DEPTH = 64
 MAX_NAME = 1000  # characters of a tensor's name
-PIECE = 2**20  # bytes that are read, hashed and written at a time, while they are in a processor's cache
+PIECE = (
+    2**20
+)  # bytes that are read, hashed and written at a time, while they are in a processor's cache
 BUFFERS = 4  # for pieces that are read, hashed and written at once
-UNHASHED = 2**24  # bytes of tensors that may wait in memory for their hash, while the next one is read
+UNHASHED = (
+    2**24
+)  # bytes of tensors that may wait in memory for their hash, while the next one is read
 
 
 class TensorInfo(NamedTuple):
@@ -44,7 +48,9 @@ class TensorInfo(NamedTuple):
     @classmethod
     def of(cls, shape: Any, dtype: np.dtype) -> TensorInfo:
         """Describe an array; its shape is validated."""
-        if not isinstance(shape, (tuple, list)) or not all(type(size) is int and size >= 0 for size in shape):
+        if not isinstance(shape, (tuple, list)) or not all(
+            type(size) is int and size >= 0 for size in shape
+        ):
             raise InputError("a shape", "consist of integers >= 0", str(shape))
         return cls(tuple(shape), dtype, math.prod(shape) * dtype.itemsize)
 
@@ -115,7 +121,8 @@ class TensorFile:
 
         Raises:
             OSError: if the file cannot be read.
-            ValueError: if the tensor does not exist, its type is unsupported, or the file is damaged.
+            ValueError: if the tensor does not exist, its type is unsupported, or the file is
+                damaged.
             ImportError: if a quantized tensor needs a library that is not installed.
         """
         info = self._info(name)
@@ -126,11 +133,15 @@ class TensorFile:
             else:
                 array = self.fetch(name)
             if (array.shape, array.dtype) != info[:2]:
-                raise InputError(name, f"be {info.dtype}{info.shape}", f"{array.dtype}{array.shape}")
+                raise InputError(
+                    name, f"be {info.dtype}{info.shape}", f"{array.dtype}{array.shape}"
+                )
         return array
 
     def read_entry(self, name: str, index: int) -> np.ndarray:
-        """Read one entry of the first axis of a tensor, see `read`; only this part if the format allows it."""
+        """Read one entry of the first axis of a tensor, see `read`; only this part if the format
+        allows it.
+        """
         info = self._info(name)
         if name not in self.places:
             return self.read(name)[index].copy()
@@ -145,7 +156,8 @@ class TensorFile:
         return FileTensor(self, name, *self._info(name)[:2])
 
     def pieces(self, name: str) -> Iterator[memoryview]:
-        """Read a tensor in pieces of its bytes. Each is valid until `BUFFERS` more of the file are read.
+        """Read a tensor in pieces of its bytes. Each is valid until `BUFFERS` more of the file are
+        read.
 
         Errors as in `read`.
         """
@@ -153,7 +165,11 @@ class TensorFile:
             yield from pieces_of(self.read(name))
             return
         (file, offset), size = self.places[name], self._info(name).nbytes
-        buffers = self._buffers.pop() if self._buffers else deque(memoryview(bytearray(PIECE)) for _ in range(BUFFERS))
+        buffers = (
+            self._buffers.pop()
+            if self._buffers
+            else deque(memoryview(bytearray(PIECE)) for _ in range(BUFFERS))
+        )
         try:
             for begin in range(0, size, PIECE):
                 buffers.rotate()
@@ -174,13 +190,16 @@ class TensorFile:
         names = [name for name in self.infos if name in self.places]
         with ThreadPoolExecutor(2) as pool:
             digests = dict(zip(names, pool.map(self._digest, names), strict=True))
-        return hash_of(self.infos, {name: digests.get(name) or self._digest(name) for name in self.infos})
+        return hash_of(
+            self.infos, {name: digests.get(name) or self._digest(name) for name in self.infos}
+        )
 
     def _digest(self, name: str) -> str:
         return digest(self.pieces(name))
 
     def verify(self) -> None:
-        """Read all tensors and compare their hash with that in the metadata, written by `write_tensors`.
+        """Read all tensors and compare their hash with that in the metadata, written by
+        `write_tensors`.
 
         Raises:
             ValueError: if they differ, or the metadata have none.
@@ -191,7 +210,9 @@ class TensorFile:
         found = self.sha256()
         if found != expected:
             raise InputError(
-                self.path, "be unchanged since it was written", f"sha256={found} and {expected} in its metadata"
+                self.path,
+                "be unchanged since it was written",
+                f"sha256={found} and {expected} in its metadata",
             )
 
 
@@ -219,7 +240,8 @@ class FileTensor(NamedTuple):
         return self.file.pieces(self.name)
 
 
-# ---- Bytes and their hashes ------------------------------------------------------------------------------------------
+# ---- Bytes and their hashes
+# ------------------------------------------------------------------------------------------
 
 
 def raw(array: np.ndarray) -> memoryview:
@@ -243,7 +265,10 @@ def digest(pieces: Iterable[memoryview]) -> str:
 
 def hash_of(infos: Mapping[str, TensorInfo], digests: Mapping[str, str]) -> str:
     """Return one sha256 for tensors, independent of order, from the hash of each."""
-    lines = (json.dumps([name, infos[name].dtype.name, infos[name].shape, digests[name]]) for name in sorted(infos))
+    lines = (
+        json.dumps([name, infos[name].dtype.name, infos[name].shape, digests[name]])
+        for name in sorted(infos)
+    )
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -263,7 +288,9 @@ class Tensors:
     given: Mapping[str, str]
     pool: ThreadPoolExecutor
     _digests: dict[str, Future[str]] = field(default_factory=dict)
-    _arrays: deque[tuple[Future[str], int]] = field(default_factory=deque)  # that may not be hashed yet, with sizes
+    _arrays: deque[tuple[Future[str], int]] = field(
+        default_factory=deque
+    )  # that may not be hashed yet, with sizes
     _pieces: deque[Future[None]] = field(default_factory=deque)  # of files
 
     def read(self, name: str) -> np.ndarray:
@@ -303,7 +330,9 @@ class Tensors:
         tensor = tensor if isinstance(tensor, FileTensor) else np.asarray(tensor, order="C")
         if tensor.shape != info.shape or tensor.dtype != info.dtype:
             raise InputError(
-                name, f"be read as described in infos, {info.dtype}{info.shape}", f"{tensor.dtype}{tensor.shape}"
+                name,
+                f"be read as described in infos, {info.dtype}{info.shape}",
+                f"{tensor.dtype}{tensor.shape}",
             )
         return tensor
 
@@ -350,7 +379,8 @@ class Cursor:
         return count
 
 
-# ---- Trees -----------------------------------------------------------------------------------------------------------
+# ---- Trees
+# --------------------------------------------------------------------------------------------------
 
 
 def flatten(tree: Any) -> dict[str, Any]:
@@ -366,9 +396,15 @@ def flatten(tree: Any) -> dict[str, Any]:
 
     def visit(names: tuple[str, ...], node: Any) -> None:
         if len(names) > MAX_DEPTH or next(visits) > MAX_ENTRIES:
-            raise InputError("names", f"have at most {MAX_DEPTH} levels, and be at most {MAX_ENTRIES}", "more")
+            raise InputError(
+                "names", f"have at most {MAX_DEPTH} levels, and be at most {MAX_ENTRIES}", "more"
+            )
         if isinstance(node, Mapping):
-            if names and list(node) == ["value"] and not isinstance(node["value"], (Mapping, list, tuple)):
+            if (
+                names
+                and list(node) == ["value"]
+                and not isinstance(node["value"], (Mapping, list, tuple))
+            ):
                 visit(names, node["value"])
                 return
             children = node.items()
@@ -377,7 +413,9 @@ def flatten(tree: Any) -> dict[str, Any]:
         else:
             name = ".".join(names)
             if name in leaves:
-                raise InputError("names", "differ after their levels are joined with dots", f"{name} twice")
+                raise InputError(
+                    "names", "differ after their levels are joined with dots", f"{name} twice"
+                )
             leaves[name] = node
             return
         for key, child in children:
@@ -400,15 +438,21 @@ def nest(names: Iterable[str]) -> dict[str, Any]:
         for level in levels:
             node = node.setdefault(level, {}) if isinstance(node, dict) else node
         if not isinstance(node, dict) or last in node:
-            raise ValueError(f"no name may be a level of another one where names are nested, got {name} and another")
+            raise ValueError(
+                f"no name may be a level of another one where names are nested, got {name} and "
+                f"another"
+            )
         node[last] = name
     for kept, name in flatten(tree).items():
         if kept != name:
-            raise ValueError(f"no name may end in a level that nnx adds where names are nested, got {name}")
+            raise ValueError(
+                f"no name may end in a level that nnx adds where names are nested, got {name}"
+            )
     return tree
 
 
-# ---- Errors and JSON -------------------------------------------------------------------------------------------------
+# ---- Errors and JSON
+# -------------------------------------------------------------------------------------------------
 
 
 def library(path: Path, module: str) -> Any:
@@ -440,10 +484,12 @@ def in_one_line(path: Path, kind: str) -> Iterator[None]:
 
 
 def check_names(names: Iterable[str], metadata: Mapping[str, str]) -> None:
-    """Refuse text that cannot be printed or written: JSON can represent it, and files may contain anything.
+    """Refuse text that cannot be printed or written: JSON can represent it, and files may contain
+    anything.
 
     Raises:
-        ValueError: if a name is too long or has a control character, or any text has a lone surrogate.
+        ValueError: if a name is too long or has a control character, or any text has a lone
+            surrogate.
     """
     for name in names:
         if not name.isprintable():
@@ -464,7 +510,8 @@ def parse_json(data: bytes) -> Any:
     """Parse JSON without duplicate names.
 
     Raises:
-        ValueError: if it is not JSON, an object has duplicate names, or it is too deep or has too long a number.
+        ValueError: if it is not JSON, an object has duplicate names, or it is too deep or has too
+            long a number.
     """
     try:
         return json.loads(data, object_pairs_hook=_unique)
@@ -473,8 +520,11 @@ def parse_json(data: bytes) -> Any:
     except ValueError as error:
         if type(error) is not ValueError:
             raise
-        # Only integers raise it: their conversion takes quadratic time, so Python limits their digits.
-        raise InputError("integers", f"have at most {sys.get_int_max_str_digits()} digits") from None
+        # Only integers raise it: their conversion takes quadratic time, so Python limits their
+        # digits.
+        raise InputError(
+            "integers", f"have at most {sys.get_int_max_str_digits()} digits"
+        ) from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -485,13 +535,18 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def text_by_name(entries: Any) -> dict[str, str]:
-    """Return metadata if they are text by name; otherwise none, because other programs may store anything."""
-    if isinstance(entries, dict) and all(isinstance(text, str) for pair in entries.items() for text in pair):
+    """Return metadata if they are text by name; otherwise none, because other programs may store
+    anything.
+    """
+    if isinstance(entries, dict) and all(
+        isinstance(text, str) for pair in entries.items() for text in pair
+    ):
         return entries
     return {}
 
 
-# ---- Dtypes ----------------------------------------------------------------------------------------------------------
+# ---- Dtypes
+# --------------------------------------------------------------------------------------------------
 
 NATIVE = {
     name: np.dtype(name)

@@ -71,22 +71,25 @@ def write_tensors(
 ) -> Path:
     """Write tensors to a file, atomically and verified, with one large tensor in memory at a time.
 
-    Everything is written next to the target, read back, compared, and then moved into place. An existing target is kept
-    until then, and if anything fails. It is replaced only if it has the same format: a file that starts like one; a
-    folder that contains only an orbax checkpoint; an index with its own shards. Remains of a killed process are removed
-    by the next write of the same target.
+    Everything is written next to the target, read back, compared, and then moved into place. An
+    existing target is kept until then, and if anything fails. It is replaced only if it has the
+    same format: a file that starts like one; a folder that contains only an orbax checkpoint; an
+    index with its own shards. Remains of a killed process are removed by the next write of the same
+    target.
 
     Args:
         path: file to write; its suffix decides the format.
-        infos: shape and dtype of each tensor by name, in the order of the file as far as its format allows
-            (safetensors: wider dtypes first; nested formats: levels stay together).
-        read: returns a tensor, in memory that it does not reuse; called once for each. With `TensorFile.tensor` it is
-            copied piece by piece.
-        metadata: text by name, stored in the file with `sha256`, the hash of all tensors: see `TensorFile.verify`.
-        max_shard_bytes: write files of approximately at most this size and an index, like Hugging Face; larger tensors
-            get their own file.
+        infos: shape and dtype of each tensor by name, in the order of the file as far as its format
+            allows (safetensors: wider dtypes first; nested formats: levels stay together).
+        read: returns a tensor, in memory that it does not reuse; called once for each. With
+            `TensorFile.tensor` it is copied piece by piece.
+        metadata: text by name, stored in the file with `sha256`, the hash of all tensors: see
+            `TensorFile.verify`.
+        max_shard_bytes: write files of approximately at most this size and an index, like Hugging
+            Face; larger tensors get their own file.
         overwrite: replace an existing target of the same format; False raises an error instead.
-        source: file or folder that `read` reads from, which must neither be the target nor contain it.
+        source: file or folder that `read` reads from, which must neither be the target nor contain
+            it.
         dry_run: only run the checks, without reading or writing.
 
     Returns:
@@ -95,8 +98,8 @@ def write_tensors(
     Raises:
         OSError: if a file cannot be written, or its contents differ when read back.
         FileExistsError: if the target exists and `overwrite` is False.
-        TypeError, ValueError: if the format does not support the tensors, `read` returns others, or the target exists
-            in another format. Nothing is then written.
+        TypeError, ValueError: if the format does not support the tensors, `read` returns others, or
+            the target exists in another format. Nothing is then written.
         ImportError: if the format needs a library that is not installed.
 
     Example:
@@ -105,7 +108,9 @@ def write_tensors(
     """
     given, path = os.fspath(path), Path(path)
     kind = _kind(path)
-    check_place(given.rstrip(os.sep) if kind == "orbax" else given)  # an orbax checkpoint is a folder
+    check_place(
+        given.rstrip(os.sep) if kind == "orbax" else given
+    )  # an orbax checkpoint is a folder
     for text in itertools.chain.from_iterable((metadata or {}).items()):
         if not isinstance(text, str):
             raise InputTypeError("metadata", "be text by name", metadata=text)
@@ -119,7 +124,10 @@ def write_tensors(
         names = [*shards]
     else:
         written = place = path.with_name(f"{path.name}{INDEX}")
-        shards = {f"{path.stem}-{i:05}-of-{len(parts):05}{path.suffix}": part for i, part in enumerate(parts, 1)}
+        shards = {
+            f"{path.stem}-{i:05}-of-{len(parts):05}{path.suffix}": part
+            for i, part in enumerate(parts, 1)
+        }
         names = [*shards, place.name]
     check_target(path, kind, names, place.parent, overwrite=overwrite, source=source)
     if kind in LIBRARIES:
@@ -145,15 +153,20 @@ def write_tensors(
                 total = sum(info.nbytes for info in checked.values())
                 shard_of = {tensor: shard for shard, part in shards.items() for tensor in part}
                 index = {"metadata": {**metadata, "total_size": total}, "weight_map": shard_of}
-                (scratch / place.name).write_bytes(f"{json.dumps(index, indent=2, sort_keys=True)}\n".encode())
+                (scratch / place.name).write_bytes(
+                    f"{json.dumps(index, indent=2, sort_keys=True)}\n".encode()
+                )
             _verify(path, scratch / place.name, checked, metadata)
         with locked(place.parent):  # check again, because others may have written there meanwhile
-            stale = check_target(path, kind, names, place.parent, overwrite=overwrite, source=source)
+            stale = check_target(
+                path, kind, names, place.parent, overwrite=overwrite, source=source
+            )
             move(Batch(names, scratch, place.parent, stale))
     return written
 
 
-# ---- Validation ------------------------------------------------------------------------------------------------------
+# ---- Validation
+# --------------------------------------------------------------------------------------------------
 
 
 def _kind(path: Path) -> str:
@@ -161,11 +174,15 @@ def _kind(path: Path) -> str:
     if kind not in WRITERS:
         suffixes = [suffix for suffix, kind in SUFFIXES.items() if kind in WRITERS]
         reason = "; GGUF files are only read" if kind == "gguf" else ""
-        raise InputError(path, f"end in one of {suffixes} to be written", f"{path.suffix!r}{reason}")
+        raise InputError(
+            path, f"end in one of {suffixes} to be written", f"{path.suffix!r}{reason}"
+        )
     return kind
 
 
-def _checked_infos(path: Path, kind: str, infos: Mapping[str, TensorInfo | tuple[Shape, Any]]) -> dict[str, TensorInfo]:
+def _checked_infos(
+    path: Path, kind: str, infos: Mapping[str, TensorInfo | tuple[Shape, Any]]
+) -> dict[str, TensorInfo]:
     held = WRITERS[kind][1]
     checked = {}
     for name, (shape, dtype) in ((name, info[:2]) for name, info in infos.items()):
@@ -178,12 +195,18 @@ def _checked_infos(path: Path, kind: str, infos: Mapping[str, TensorInfo | tuple
     return checked
 
 
-def _shards(infos: dict[str, TensorInfo], max_bytes: int | None, path: Path, kind: str) -> list[dict[str, TensorInfo]]:
+def _shards(
+    infos: dict[str, TensorInfo], max_bytes: int | None, path: Path, kind: str
+) -> list[dict[str, TensorInfo]]:
     """Return the tensors of each file, in order."""
     if max_bytes is None:
         return [infos]
     if kind not in SHARDED:
-        raise InputError("max_shard_bytes", f"be None except for {SHARDED}", f"max_shard_bytes={max_bytes} for {path}")
+        raise InputError(
+            "max_shard_bytes",
+            f"be None except for {SHARDED}",
+            f"max_shard_bytes={max_bytes} for {path}",
+        )
     if max_bytes <= 0:
         raise InputError("max_shard_bytes", "be > 0", max_shard_bytes=max_bytes)
     shards: list[dict[str, TensorInfo]] = [{}]
@@ -197,7 +220,9 @@ def _shards(infos: dict[str, TensorInfo], max_bytes: int | None, path: Path, kin
     return shards
 
 
-def _verify(path: Path, written: Path, infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> None:
+def _verify(
+    path: Path, written: Path, infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]
+) -> None:
     """Open the written files like any user, and compare the hash in the metadata."""
     try:
         with open_tensors(written) as file:

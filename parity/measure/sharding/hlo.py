@@ -11,7 +11,14 @@ from typing import NamedTuple
 from parity.measure.sharding.mesh import FLAGS, Counts
 
 KINDS = (
-    *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast"),
+    *(
+        "all-reduce",
+        "all-gather",
+        "reduce-scatter",
+        "all-to-all",
+        "collective-permute",
+        "collective-broadcast",
+    ),
     "ragged-all-to-all",
 )
 
@@ -59,7 +66,9 @@ def collectives_in(program: str) -> list[Collective]:
             result, operation = found.groups()
             if (kind := operation.removesuffix("-start")) in KINDS:
                 arrays = _ARRAY.findall(result)
-                yield Collective(kind, {dtype for dtype, _ in arrays} == {"pred"}, _nbytes(arrays), times)
+                yield Collective(
+                    kind, {dtype for dtype, _ in arrays} == {"pred"}, _nbytes(arrays), times
+                )
             elif operation == "while":
                 trips, body = _TRIPS.search(line), _BODY.search(line)
                 yield from within(body[1] if body else "", times * (int(trips[1]) if trips else 1))
@@ -87,7 +96,10 @@ def nbytes_of(collectives: Iterable[Collective]) -> int:
 
 
 def _nbytes(arrays: Iterable[tuple[str, str]]) -> int:
-    return sum(_itemsize(dtype) * math.prod(map(int, filter(None, shape.split(",")))) for dtype, shape in arrays)
+    return sum(
+        _itemsize(dtype) * math.prod(map(int, filter(None, shape.split(","))))
+        for dtype, shape in arrays
+    )
 
 
 def _itemsize(dtype: str) -> int:

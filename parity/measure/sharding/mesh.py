@@ -1,4 +1,6 @@
-"""Device meshes that cases are divided over: dimensions, divisibility, and necessary collectives."""
+"""Device meshes that cases are divided over: dimensions, divisibility, and necessary
+collectives.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ class MeshPlan:
     @property
     def shape(self) -> dict[str, int]:
         """Sizes above 1 by name; all dimensions for a single device."""
-        return {name: size for name in DIMENSIONS if (size := getattr(self, name)) > 1} or dict.fromkeys(DIMENSIONS, 1)
+        return {
+            name: size for name in DIMENSIONS if (size := getattr(self, name)) > 1
+        } or dict.fromkeys(DIMENSIONS, 1)
 
     @property
     def size(self) -> int:
@@ -71,7 +75,13 @@ def parse_mesh(text: str, axes: AxisKind = "automatic") -> MeshPlan:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = (word.strip() for word in part.partition("="))
-        if name not in DIMENSIONS or not equals or not size.isdecimal() or not int(size) or name in sizes:
+        if (
+            name not in DIMENSIONS
+            or not equals
+            or not size.isdecimal()
+            or not int(size)
+            or name in sizes
+        ):
             known = f"give {', '.join(DIMENSIONS)} a number of devices, each at most once"
             raise InputError("mesh", f"{known}, such as data=2,tensor=4", mesh=text)
         sizes[name] = int(size)
@@ -99,7 +109,8 @@ def why_not_divided(case: Case, plan: MeshPlan) -> str | None:
     return None
 
 
-# ---- Collectives -----------------------------------------------------------------------------------------------------
+# ---- Collectives
+# --------------------------------------------------------------------------------------------------
 
 Counts = dict[str, int]
 """Number of collective operations of a compiled program, by kind."""
@@ -152,19 +163,22 @@ def collectives_of(trace: Trace) -> list[Collectives]:
     found = []
     for program, counted in trace.collectives.items():
         told = (case, plan, program, trace.backend)
-        found.append(Collectives(*about, program, counted, ideal_collectives(*told), excuse_of(*told)))
+        found.append(
+            Collectives(*about, program, counted, ideal_collectives(*told), excuse_of(*told))
+        )
     return found
 
 
 def ideal_collectives(case: Case, plan: MeshPlan, program: str, backend: str = "jax") -> Counts:
     """Return the collectives that a program of a case needs on a mesh.
 
-    The forward pass of a layer with divided heads sums its outputs. The gradient sums that of its input over heads;
-    those of weights over sequences and tokens, and for replicated weights also over heads; and that of sinks over
-    tokens separately: once each.
+    The forward pass of a layer with divided heads sums its outputs. The gradient sums that of its
+    input over heads; those of weights over sequences and tokens, and for replicated weights also
+    over heads; and that of sinks over tokens separately: once each.
 
-    A norm over the width of all heads sums the squares of each token, a layer norm also the features before them, and
-    the gradient does the same; in JAX a gradient's program has both. XLA may send the mask of some heads as flags.
+    A norm over the width of all heads sums the squares of each token, a layer norm also the
+    features before them, and the gradient does the same; in JAX a gradient's program has both. XLA
+    may send the mask of some heads as flags.
 
     Args:
         case: layer and inputs.
@@ -178,10 +192,17 @@ def ideal_collectives(case: Case, plan: MeshPlan, program: str, backend: str = "
     of_norms = sum(2 if norm.kind == "layer" else 1 for norm in wide.values())
     sums = int(has_heads and spec.out_proj)
     if kind == "gradient":
-        shared = [name for name, norm in spec.norms.items() if not norm.per_head and name not in wide]
+        shared = [
+            name for name, norm in spec.norms.items() if not norm.per_head and name not in wide
+        ]
         products = spec.relative_products
         is_shared = bool(shared or spec.latent) or (products is not None and not products.per_head)
-        sums = int(has_heads) + int(plan.data > 1) + int(plan.sequence > 1) + int(has_heads and is_shared)
+        sums = (
+            int(has_heads)
+            + int(plan.data > 1)
+            + int(plan.sequence > 1)
+            + int(has_heads and is_shared)
+        )
         sums += int(plan.sequence > 1 and spec.sinks)
         of_norms *= 2 if backend == "jax" else 1
     exchanged = _of_tokens(case, plan, path, backend, is_gradient=kind == "gradient")
@@ -191,7 +212,9 @@ def ideal_collectives(case: Case, plan: MeshPlan, program: str, backend: str = "
 
 
 def _of_tokens(case: Case, plan: MeshPlan, path: str, backend: str, *, is_gradient: bool) -> Counts:
-    """Return the exchanges for divided tokens: all-to-all of tokens and heads, or keys and values in a ring."""
+    """Return the exchanges for divided tokens: all-to-all of tokens and heads, or keys and values
+    in a ring.
+    """
     size, spec = plan.sequence, case.spec
     if size == 1 or not path:
         return {}
@@ -210,16 +233,28 @@ def _of_tokens(case: Case, plan: MeshPlan, path: str, backend: str, *, is_gradie
         elif case.is_causal:  # torch's parts travel in one direction
             passes = min(far, passes)
     halves = 0
-    if backend == "torch" and case.is_causal and reach is None and tokens % 2 == 0 and case.key_len == case.seq_len:
+    if (
+        backend == "torch"
+        and case.is_causal
+        and reach is None
+        and tokens % 2 == 0
+        and case.key_len == case.seq_len
+    ):
         halves = 8  # to zigzag order and back
-    return {"collective-permute": (6 if is_gradient else 2) * passes + 2 * (is_gradient and passes > 0) + halves}
+    return {
+        "collective-permute": (6 if is_gradient else 2) * passes
+        + 2 * (is_gradient and passes > 0)
+        + halves
+    }
 
 
 def excuse_of(case: Case, plan: MeshPlan, program: str, backend: str = "jax") -> str:
     """Return why a program may have additional collectives; empty if it may not."""
     if backend != "jax":  # only XLA merges collectives
         is_cross = program.endswith("gradient") and case.seq_len_k is not None
-        return "the gradients of queries' and keys' inputs are summed separately" if is_cross else ""
+        return (
+            "the gradients of queries' and keys' inputs are summed separately" if is_cross else ""
+        )
     if plan.sequence > 1 and case.spec.relative_bias and program.endswith("gradient"):
         return "the gradient of a bias for distances is summed by rows and by buckets"
     if plan.sequence > 1 and case.not_finite == "visible":

@@ -1,7 +1,7 @@
 """Layers with heads divided over ranks: weights and specification of each rank, and the inverse.
 
-The division follows from the specification. Rows of input projections and columns of out_proj are ordered by head;
-weights without heads are replicated.
+The division follows from the specification. Rows of input projections and columns of out_proj are
+ordered by head; weights without heads are replicated.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class ShardPlan:
 
     Attributes:
         tensor: number of ranks that query heads are divided over, evenly: tensor parallelism.
-        context: number of consecutive parts that tokens are divided into: context parallelism. Each part has `tensor`
-            consecutive ranks, with the same weights as those of other parts.
+        context: number of consecutive parts that tokens are divided into: context parallelism. Each
+            part has `tensor` consecutive ranks, with the same weights as those of other parts.
 
     Raises:
         TypeError: if a number is not an integer.
@@ -43,7 +43,9 @@ class ShardPlan:
             object.__setattr__(self, name, as_count(name, getattr(self, name)))
 
     def __str__(self) -> str:
-        return f"tensor={self.tensor}" + (f" and context={self.context}" if self.context > 1 else "")
+        return f"tensor={self.tensor}" + (
+            f" and context={self.context}" if self.context > 1 else ""
+        )
 
     @property
     def num_ranks(self) -> int:
@@ -62,50 +64,61 @@ def local_heads(spec: AttentionSpec, plan: ShardPlan, rank: int) -> LocalHeads:
     return shares.local_heads(spec, plan.tensor, rank % plan.tensor)
 
 
-def shard_spec(spec: AttentionSpec, plan: ShardPlan, rank: int, *, alone: bool = True) -> AttentionSpec:
+def shard_spec(
+    spec: AttentionSpec, plan: ShardPlan, rank: int, *, alone: bool = True
+) -> AttentionSpec:
     """Return the specification of a rank; see `shard`, also for errors."""
     held = local_heads(spec, plan, rank)
     if alone and plan.tensor > 1:
         _check_alone(spec)
     has_bias = spec.out_bias and (rank % plan.tensor == 0 or not spec.out_proj)
-    return replace(spec, num_heads=len(held.queries), num_kv_heads=len(held.keys), out_bias=has_bias)
+    return replace(
+        spec, num_heads=len(held.queries), num_kv_heads=len(held.keys), out_bias=has_bias
+    )
 
 
 def shard(
-    weights: Mapping[str, Any], spec: AttentionSpec, plan: ShardPlan, rank: int, *, alone: bool = True
+    weights: Mapping[str, Any],
+    spec: AttentionSpec,
+    plan: ShardPlan,
+    rank: int,
+    *,
+    alone: bool = True,
 ) -> tuple[Weights, AttentionSpec]:
     """Return the exact weights of a rank, and the specification of its layer.
 
-    The outputs of all ranks that divide the heads, each for the whole input or its part of the tokens, sum to that of
-    the layer; without out_proj they concatenate to it. Masks and biases with an axis of heads are divided like query
-    heads.
+    The outputs of all ranks that divide the heads, each for the whole input or its part of the
+    tokens, sum to that of the layer; without out_proj they concatenate to it. Masks and biases with
+    an axis of heads are divided like query heads.
 
-    Each of R ranks has N / R consecutive query heads, with their rows of q_proj, gate_proj and, with latents, q_b_proj
-    and kv_b_proj; their columns of out_proj and of a relative bias; and their sinks. It also has their key/value heads,
-    with the rows of k_proj and v_proj: K / R of them, or one that it shares with other ranks. Norms with weights per
-    head, or over the width of all heads, are divided likewise. Other norms and projections to latents are replicated.
+    Each of R ranks has N / R consecutive query heads, with their rows of q_proj, gate_proj and,
+    with latents, q_b_proj and kv_b_proj; their columns of out_proj and of a relative bias; and
+    their sinks. It also has their key/value heads, with the rows of k_proj and v_proj: K / R of
+    them, or one that it shares with other ranks. Norms with weights per head, or over the width of
+    all heads, are divided likewise. Other norms and projections to latents are replicated.
 
-    Only the first rank has the bias of out_proj, so that it is added once, bit for bit. The specification of the others
-    has none, so that they do not train a copy.
+    Only the first rank has the bias of out_proj, so that it is added once, bit for bit. The
+    specification of the others has none, so that they do not train a copy.
 
     Args:
         weights: canonical weights of the whole layer, as arrays of any framework.
         spec: whole layer.
         plan: division of the layer.
         rank: index of the rank, from 0.
-        alone: the rank's layer can be computed independently. False is for ranks that exchange more than outputs: mean
-            squares of norms over the width, slopes of ALiBi, or output dropout. The specification then describes the
-            weights of the rank, not its whole computation.
+        alone: the rank's layer can be computed independently. False is for ranks that exchange more
+            than outputs: mean squares of norms over the width, slopes of ALiBi, or output dropout.
+            The specification then describes the weights of the rank, not its whole computation.
 
     Returns:
         Canonical weights of the rank, NumPy arrays of the same dtype, and their specification.
 
     Raises:
-        TypeError: if an argument has the wrong type, or the weights are not floating-point arrays of one dtype.
-        ValueError: if the weights are not those of the spec, the rank does not exist, or the query heads do not divide
-            evenly. With `alone`, also if no specification describes the rank's computation: norms over the width of all
-            heads, which need a sum over ranks; ALiBi, whose slopes depend on the number of all heads; and dropout of
-            summed outputs.
+        TypeError: if an argument has the wrong type, or the weights are not floating-point arrays
+            of one dtype.
+        ValueError: if the weights are not those of the spec, the rank does not exist, or the query
+            heads do not divide evenly. With `alone`, also if no specification describes the rank's
+            computation: norms over the width of all heads, which need a sum over ranks; ALiBi,
+            whose slopes depend on the number of all heads; and dropout of summed outputs.
 
     Source: Megatron-LM, arXiv:1909.08053, section 3.
     """
@@ -113,12 +126,15 @@ def shard(
     whole, part = check_weights(weights, spec), {}
     for name, shape in own.weight_shapes.items():
         part[name] = np.empty(shape, whole[name].dtype)
-        _by_heads(name, part[name], own)[...] = _by_heads(name, whole[name], spec)[_heads_in(name, spec, held)]
+        _by_heads(name, part[name], own)[...] = _by_heads(name, whole[name], spec)[
+            _heads_in(name, spec, held)
+        ]
     return part, own
 
 
 def unshard(shards: Sequence[Mapping[str, Any]], spec: AttentionSpec, plan: ShardPlan) -> Weights:
-    """Return the weights of a layer from those of all ranks: the exact inverse of `shard`, with or without `alone`.
+    """Return the weights of a layer from those of all ranks: the exact inverse of `shard`, with or
+    without `alone`.
 
     Args:
         shards: canonical weights of each rank, in order, as arrays of any framework.
@@ -129,8 +145,8 @@ def unshard(shards: Sequence[Mapping[str, Any]], spec: AttentionSpec, plan: Shar
         Canonical weights of the whole layer, as NumPy arrays.
 
     Raises:
-        TypeError, ValueError: see `shard` without `alone`; also if a rank is missing, or replicated weights differ
-            between ranks.
+        TypeError, ValueError: see `shard` without `alone`; also if a rank is missing, or replicated
+            weights differ between ranks.
     """
     _check(spec, plan, 0)
     if len(shards) != plan.num_ranks:
@@ -143,7 +159,11 @@ def unshard(shards: Sequence[Mapping[str, Any]], spec: AttentionSpec, plan: Shar
     for name, weight in whole.items():
         heads = _by_heads(name, weight, spec)
         parts = [
-            (rank, _heads_in(name, spec, local_heads(spec, plan, rank)), _by_heads(name, held[name], own))
+            (
+                rank,
+                _heads_in(name, spec, local_heads(spec, plan, rank)),
+                _by_heads(name, held[name], own),
+            )
             for rank, (held, own) in enumerate(ranks)
             if name in held
         ]
@@ -151,11 +171,14 @@ def unshard(shards: Sequence[Mapping[str, Any]], spec: AttentionSpec, plan: Shar
             heads[which] = part
         for rank, which, part in parts:
             if heads[which].tobytes() != part.tobytes():
-                raise InputError(name, "be equal on all ranks that share it", f"different values on rank {rank}")
+                raise InputError(
+                    name, "be equal on all ranks that share it", f"different values on rank {rank}"
+                )
     return whole
 
 
-# ---- Validation ------------------------------------------------------------------------------------------------------
+# ---- Validation
+# --------------------------------------------------------------------------------------------------
 
 
 def _check(spec: AttentionSpec, plan: ShardPlan, rank: int) -> None:
@@ -169,7 +192,10 @@ def _check(spec: AttentionSpec, plan: ShardPlan, rank: int) -> None:
         return
     if spec.num_heads % plan.tensor:
         raise InputError(
-            "num_heads", "be a multiple of the number of ranks", num_heads=spec.num_heads, tensor=plan.tensor
+            "num_heads",
+            "be a multiple of the number of ranks",
+            num_heads=spec.num_heads,
+            tensor=plan.tensor,
         )
 
 
@@ -180,14 +206,16 @@ def _check_alone(spec: AttentionSpec) -> None:
         if norm is not None and norm.over == "width":
             raise InputError(
                 name,
-                "be over='head' for a rank to compute its part alone, since a norm over the width of all heads "
+                "be over='head' for a rank to compute its part alone, since a norm over the "
+                "width of all heads "
                 "needs a sum over ranks",
                 {name: norm, "alone": True},
             )
     if spec.alibi is not None:
         raise InputError(
             "alibi",
-            "be None for a rank to compute its part alone, since its slopes depend on the number of all heads",
+            "be None for a rank to compute its part alone, since its slopes depend on the number "
+            "of all heads",
             alibi=spec.alibi,
             alone=True,
         )
@@ -211,16 +239,21 @@ def _checked(
         raise refusal.within(f"rank {rank}") from None
 
 
-# ---- Views -----------------------------------------------------------------------------------------------------------
+# ---- Views
+# --------------------------------------------------------------------------------------------------
 
 
 def _by_heads(name: str, weight: np.ndarray, spec: AttentionSpec) -> np.ndarray:
-    """Return a view of a weight with its heads on the first axis; weights without heads count as one head."""
+    """Return a view of a weight with its heads on the first axis; weights without heads count as
+    one head.
+    """
     axis = axis_of_heads(name, spec)
     if axis is None:
         return weight[None]
     count = spec.num_kv_heads if name.partition(".")[0] in OF_KEYS else spec.num_heads
-    heads = weight.reshape(*weight.shape[:axis], count, weight.shape[axis] // count, *weight.shape[axis + 1 :])
+    heads = weight.reshape(
+        *weight.shape[:axis], count, weight.shape[axis] // count, *weight.shape[axis + 1 :]
+    )
     return np.moveaxis(heads, axis, 0)
 
 

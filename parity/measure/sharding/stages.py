@@ -19,14 +19,18 @@ KEYS = ("k", "v", "cache.keys", "cache.values")
 
 
 def unshard_stages(
-    shards: Sequence[Mapping[str, Any]], spec: AttentionSpec, plan: ShardPlan, *, summed: bool = False
+    shards: Sequence[Mapping[str, Any]],
+    spec: AttentionSpec,
+    plan: ShardPlan,
+    *,
+    summed: bool = False,
 ) -> dict[str, np.ndarray]:
     """Return the stages of a layer from those of all ranks, to compare runs of any framework.
 
     Args:
-        shards: stages of each rank, in order, by the names in `STAGES`, as arrays of any framework: those of local
-            heads and, if tokens are also divided (only without a cache), of local queries, keys and values; `output` is
-            its part of the sum, or the sum.
+        shards: stages of each rank, in order, by the names in `STAGES`, as arrays of any framework:
+            those of local heads and, if tokens are also divided (only without a cache), of local
+            queries, keys and values; `output` is its part of the sum, or the sum.
         spec: whole layer.
         plan: division of the layer.
         summed: outputs are already summed over ranks.
@@ -35,8 +39,8 @@ def unshard_stages(
         Stages that all ranks have, for `parity.diagnose` and `assert_parity`.
 
     Raises:
-        ValueError: if a rank is missing, replicated stages differ between ranks, a stage is a gradient, or its shape
-            does not fit the rank's heads.
+        ValueError: if a rank is missing, replicated stages differ between ranks, a stage is a
+            gradient, or its shape does not fit the rank's heads.
     """
     if len(shards) != plan.num_ranks:
         raise InputError("shards", "have one entry per rank", f"{len(shards)} of them and {plan}")
@@ -47,7 +51,9 @@ def unshard_stages(
 
     def joined(name: str) -> np.ndarray:
         parts = [to_numpy(shard[name]) for shard in shards]
-        by_tokens = [parts[begin : begin + plan.tensor] for begin in range(0, plan.num_ranks, plan.tensor)]
+        by_tokens = [
+            parts[begin : begin + plan.tensor] for begin in range(0, plan.num_ranks, plan.tensor)
+        ]
         found = [_joined(name, part, spec, held, summed) for part in by_tokens]
         return found[0] if len(found) == 1 else np.concatenate(found, axis=found[0].ndim - 2)
 
@@ -55,7 +61,9 @@ def unshard_stages(
 
 
 def part_of(name: str, stage: np.ndarray, spec: AttentionSpec, held: LocalHeads) -> np.ndarray:
-    """Return a rank's part of a stage of the whole layer: its heads; all of stages without heads."""
+    """Return a rank's part of a stage of the whole layer: its heads; all of stages without
+    heads.
+    """
     axis, heads, count = _place(name, spec, held)
     if axis is None:
         return stage
@@ -69,7 +77,9 @@ def _place(name: str, spec: AttentionSpec, held: LocalHeads) -> tuple[int | None
     """Return the axis of heads in a stage, the heads of a rank, and their number."""
     stage = stage_named(name)
     if stage.is_gradient or stage.kind not in STAGES:
-        raise InputError("stages", "be those of a forward pass, by the names of parity.STAGES", stages=name)
+        raise InputError(
+            "stages", "be those of a forward pass, by the names of parity.STAGES", stages=name
+        )
     quantity, queries = stage.quantity, list(held.queries)
     if quantity in KEYS and spec.latent is None:
         return 1, held.keys, spec.num_kv_heads
@@ -85,11 +95,15 @@ def _joined(
     axis, _, count = _place(name, spec, held[0])
     if axis is None:
         if stage_named(name).quantity == "output" and not summed:
-            return np.sum([part.astype(np.float64) for part in parts], axis=0).astype(parts[0].dtype)
+            return np.sum([part.astype(np.float64) for part in parts], axis=0).astype(
+                parts[0].dtype
+            )
         whole = parts[0]
     else:
         heads = [_place(name, spec, each)[1] for each in held]
-        split = [_by_heads(name, part, axis, len(own)) for part, own in zip(parts, heads, strict=True)]
+        split = [
+            _by_heads(name, part, axis, len(own)) for part, own in zip(parts, heads, strict=True)
+        ]
         shape = list(split[0].shape)
         shape[axis] = count
         by_heads = np.empty(shape, split[0].dtype)
@@ -97,8 +111,12 @@ def _joined(
             by_heads[(slice(None),) * axis + (own,)] = part
         whole = by_heads.reshape(*shape[:2], -1) if axis == 2 else by_heads
     for rank, (part, own) in enumerate(zip(parts, held, strict=True)):
-        if not np.array_equal(part, part_of(name, whole, spec, own), equal_nan=part.dtype.kind == "f"):
-            raise InputError(name, "be equal on all ranks that share it", f"different values on rank {rank}")
+        if not np.array_equal(
+            part, part_of(name, whole, spec, own), equal_nan=part.dtype.kind == "f"
+        ):
+            raise InputError(
+                name, "be equal on all ranks that share it", f"different values on rank {rank}"
+            )
     return whole
 
 

@@ -1,4 +1,6 @@
-"""Compare two sets of weights tensor by tensor: where they differ, how they are related, and whether it matters."""
+"""Compare two sets of weights tensor by tensor: where they differ, how they are related, and
+whether it matters.
+"""
 
 from __future__ import annotations
 
@@ -45,14 +47,16 @@ class TensorDifference:
         name: its canonical name.
         shape: of the canonical tensor, (out, in) or (out,).
         differing: number of elements that differ; 0 if only the dtypes differ.
-        rows, columns: number of rows and columns that differ; columns is None for a tensor of one axis.
+        rows, columns: number of rows and columns that differ; columns is None for a tensor of one
+            axis.
         heads: heads that differ, if the tensor has heads.
         num_heads: number of its heads; 0 if it has none.
         worst_index: index of the largest difference.
         worst_values: values of the first and of the second file at that index.
         max_abs: largest absolute difference.
         max_ulp: largest difference in units in the last place of the coarser dtype.
-        law: relation of the two tensors, verified on all elements; None if no known relation explains them.
+        law: relation of the two tensors, verified on all elements; None if no known relation
+            explains them.
     """
 
     name: str
@@ -71,16 +75,22 @@ class TensorDifference:
     def __str__(self) -> str:
         where = [
             f"{count} of {size} {what}"
-            for count, size, what in zip((self.rows, self.columns), self.shape, ("rows", "columns"), strict=False)
+            for count, size, what in zip(
+                (self.rows, self.columns), self.shape, ("rows", "columns"), strict=False
+            )
             if len(self.shape) > 1
         ]
         if self.num_heads > 1:
             where.append(_heads_in_words(self.heads, self.num_heads))
         place, (one, other) = ", ".join(map(str, self.worst_index)), self.worst_values
-        ulps_apart = f", {self.max_ulp:.3g} units in the last place at most" if self.max_ulp < MOST_COUNTED else ""
+        ulps_apart = (
+            f", {self.max_ulp:.3g} units in the last place at most"
+            if self.max_ulp < MOST_COUNTED
+            else ""
+        )
         lines = [
-            f"{self.name} differs in {self.differing} of {math.prod(self.shape)} elements{': ' * bool(where)}"
-            + ", ".join(where),
+            f"{self.name} differs in {self.differing} of {math.prod(self.shape)} "
+            f"elements{': ' * bool(where)}" + ", ".join(where),
             f"  worst     at ({place}): {one:.9g}, and {other:.9g} in the second{ulps_apart}",
         ]
         return "\n".join(lines)
@@ -91,9 +101,10 @@ class WeightsComparison(JsonRecord):
     """Comparison of two sets of weights by their tensors: do they represent the same attention?
 
     Attributes:
-        kind: `bits`, equal bit for bit; `values`, equal values in other bits: another dtype that represents them, or
-            zeros of another sign; `copy`, one is the other rounded to its dtype; `rounding`, at most 4 units in the
-            last place of the coarser dtype apart; `function`, other tensors of the same function; `different`.
+        kind: `bits`, equal bit for bit; `values`, equal values in other bits: another dtype that
+            represents them, or zeros of another sign; `copy`, one is the other rounded to its
+            dtype; `rounding`, at most 4 units in the last place of the coarser dtype apart;
+            `function`, other tensors of the same function; `different`.
         dtypes: dtypes of the first and the second set.
         max_ulp: largest difference, in units in the last place of the coarser dtype.
         differences: tensors that differ, in the order of the canonical names.
@@ -138,7 +149,9 @@ def _law_in_words(law: TensorLaw | None, first: TensorDifference, count: int) ->
         lines = [f"  law       {law.words}", *([f"  fix       {law.fix}"] if law.fix else [])]
         return [*lines, f"  see       mha-parity bugs {law.page}"]
     inside = f"in {_heads_in_words(law.heads, first.num_heads)} " if law.heads else ""
-    for places, size, what in zip((law.rows, law.columns), first.shape, ("row", "column"), strict=False):
+    for places, size, what in zip(
+        (law.rows, law.columns), first.shape, ("row", "column"), strict=False
+    ):
         inside += f"in {_places_in_words(places, size, what)} " if places else ""
     each = "in each, " if count > 1 else ""
     lines = [f"  law       {each}the second's is {inside}{law.words}"]
@@ -147,7 +160,10 @@ def _law_in_words(law: TensorLaw | None, first: TensorDifference, count: int) ->
 
 @np.errstate(over="ignore", invalid="ignore")  # overflow in a narrower dtype, infinite differences
 def compare_weights(
-    weights: Mapping[str, Any], spec: AttentionSpec, other: Mapping[str, Any], other_spec: AttentionSpec
+    weights: Mapping[str, Any],
+    spec: AttentionSpec,
+    other: Mapping[str, Any],
+    other_spec: AttentionSpec,
 ) -> WeightsComparison:
     """Compare two layers tensor by tensor: which tensors differ, where, and how they are related.
 
@@ -159,7 +175,8 @@ def compare_weights(
 
     Raises:
         TypeError: if an entry is not a floating-point array, or the dtypes of one layer differ.
-        ValueError: if the layers differ in more than their weights, or the weights do not match their layer.
+        ValueError: if the layers differ in more than their weights, or the weights do not match
+            their layer.
     """
     one, with_all = with_biases(check_weights(weights, spec), spec, other_spec)
     two, other_with_all = with_biases(check_weights(other, other_spec), other_spec, spec)
@@ -170,7 +187,11 @@ def compare_weights(
     if same_bits(one, two) and not any(biases):
         return WeightsComparison("bits", dtype_names, 0.0, (), "weights the same, bit for bit")
     held = roles(spec)
-    found = [each for name in one if (each := _difference(name, one[name], two[name], held.get(name), spec))]
+    found = [
+        each
+        for name in one
+        if (each := _difference(name, one[name], two[name], held.get(name), spec))
+    ]
     max_ulp = max((each.max_ulp for each in found), default=0.0)
     kind, how = _same_values(one, two, found, max_ulp)
     if kind != "different":
@@ -187,8 +208,12 @@ def compare_weights(
     for index, each in enumerate(found):
         if each.law is None:
             pair = Pair(each.name, one[each.name], two[each.name], held.get(each.name))
-            found[index] = replace(each, law=_bias_of_one(each.name, *biases) or law_of(pair, each.heads, layers))
-    if packing is not None and any(each.law is None for each in found if each.name in packing.names):
+            found[index] = replace(
+                each, law=_bias_of_one(each.name, *biases) or law_of(pair, each.heads, layers)
+            )
+    if packing is not None and any(
+        each.law is None for each in found if each.name in packing.names
+    ):
         found = _with_packing(found, packing)
     return WeightsComparison(kind, dtype_names, max_ulp, tuple(found), how)
 
@@ -199,24 +224,38 @@ def _packing_of(differences: list[TensorDifference], layers: Layers) -> PackingE
     return find_packing_error(*layers) if len(of_rows) > 1 else None
 
 
-def _with_packing(differences: list[TensorDifference], packing: PackingError) -> list[TensorDifference]:
+def _with_packing(
+    differences: list[TensorDifference], packing: PackingError
+) -> list[TensorDifference]:
     """Return the differences, those of q, k and v explained by the order of their rows."""
     law = TensorLaw("packed", packing.words, "fused-qkv", fix=packing.fix)
     return [replace(each, law=law) if each.name in packing.names else each for each in differences]
 
 
-def _bias_of_one(name: str, of_first: Collection[str], of_second: Collection[str]) -> TensorLaw | None:
-    """Return the relation of a bias that only one file has; in the other it was filled with zeros."""
+def _bias_of_one(
+    name: str, of_first: Collection[str], of_second: Collection[str]
+) -> TensorLaw | None:
+    """Return the relation of a bias that only one file has; in the other it was filled with
+    zeros.
+    """
     if name in of_first:
         return TensorLaw("bias", "missing, and nonzero in the first", "missing-bias")
-    return TensorLaw("bias", "a bias that the first does not have", "missing-bias") if name in of_second else None
+    return (
+        TensorLaw("bias", "a bias that the first does not have", "missing-bias")
+        if name in of_second
+        else None
+    )
 
 
-def _same_values(one: Weights, two: Weights, found: list[TensorDifference], max_ulp: float) -> tuple[str, str]:
+def _same_values(
+    one: Weights, two: Weights, found: list[TensorDifference], max_ulp: float
+) -> tuple[str, str]:
     """Return the kind of a comparison of equal or nearly equal weights, and its description."""
     dtypes = [next(iter(held.values())).dtype for held in (one, two)]
     names, coarse = [dtype.name for dtype in dtypes], coarser(*dtypes).name
-    lost = any(bool(one[each.name].any()) != bool(two[each.name].any()) for each in found)  # a tensor became all zeros
+    lost = any(
+        bool(one[each.name].any()) != bool(two[each.name].any()) for each in found
+    )  # a tensor became all zeros
     if not found:
         in_dtypes = f"in {' and in '.join(names)}"
         if names[0] == names[1]:
@@ -227,7 +266,11 @@ def _same_values(one: Weights, two: Weights, found: list[TensorDifference], max_
     rounded = f"weights the same up to rounding in {coarse}: "
     apart = f"at most {max_ulp:.3g} units in the last place apart"
     if names[0] != names[1] and all(is_copy(one[name], two[name]) for name in one):
-        which, fine = ("first is the second", names[1]) if coarse == names[0] else ("second is the first", names[0])
+        which, fine = (
+            ("first is the second", names[1])
+            if coarse == names[0]
+            else ("second is the first", names[0])
+        )
         gone = sum(np.count_nonzero((one[name] == 0) != (two[name] == 0)) for name in one)
         zeros = f", {gone} elements to 0" if gone else ""
         return "copy", f"{rounded}the {which}, {fine} rounded to {coarse}, {apart}{zeros}"

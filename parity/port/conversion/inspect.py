@@ -34,7 +34,8 @@ class Found:
         prefix: prefix of their tensor names; `{i}` stands for numbers.
         layers: number of layers.
         layout: name of a layout that fits.
-        heads: their heads, if the shapes or another file determine them; otherwise why they are unknown.
+        heads: their heads, if the shapes or another file determine them; otherwise why they are
+            unknown.
         dtype: dtype of their tensors.
         is_stacked: whether they are stacked on a leading axis.
         packing: order of heads in packed tensors, which shapes do not show.
@@ -69,7 +70,9 @@ def find_layers(file: TensorFile, **keywords: Unpack[LayerKeywords]) -> list[Fou
             if concrete not in candidates:
                 of_model = known.model.layer_at(concrete)
                 own_layout = None if of_model is None else of_model.layout
-                candidates[concrete] = _Candidate(numbered(concrete), _kind_of(cache, concrete), own_layout)
+                candidates[concrete] = _Candidate(
+                    numbered(concrete), _kind_of(cache, concrete), own_layout
+                )
             candidate = candidates[concrete]
             if candidate.layout in (None, layout.name):
                 alike.setdefault((candidate.pattern, candidate.kind), []).append(concrete)
@@ -83,7 +86,16 @@ def find_layers(file: TensorFile, **keywords: Unpack[LayerKeywords]) -> list[Fou
                 continue
             dtype, count = file.infos[prefixes[first]].dtype.name, len(members) * result.size
             keys = tuple(key_in_words(*each) for each in result.unread.items())
-            layers = Found(prefix, count, layout.name, result.words, dtype, result.is_stacked, layout.packing, keys)
+            layers = Found(
+                prefix,
+                count,
+                layout.name,
+                result.words,
+                dtype,
+                result.is_stacked,
+                layout.packing,
+                keys,
+            )
             (of_other_heads if result.has_other_heads else found).append(layers)
     fitting = {each.prefix for each in found}
     return found + [each for each in of_other_heads if each.prefix not in fitting]
@@ -94,7 +106,9 @@ Kind = tuple[tuple[str, tuple[int, ...], np.dtype], ...]
 
 
 class _Candidate(NamedTuple):
-    """A prefix that may be one of a layer: its pattern, its tensors, and its layout by the model's configuration."""
+    """A prefix that may be one of a layer: its pattern, its tensors, and its layout by the model's
+    configuration.
+    """
 
     pattern: str
     kind: Kind
@@ -120,7 +134,9 @@ def _kind_of(file: TensorCache, prefix: str) -> Kind:
 
 
 def _depend_on_names(known: FileHints) -> bool:
-    """Return whether hints differ by the names of layers, so that layers of equal shapes may differ."""
+    """Return whether hints differ by the names of layers, so that layers of equal shapes may
+    differ.
+    """
     return bool(known.specs or known.model.paths or known.model.sections)
 
 
@@ -136,7 +152,9 @@ def _examine(file: TensorCache, prefix: str, layout: Layout, known: FileHints) -
         unread = known.unread
         with suppress(ValueError):  # its configuration may itself be the reason
             unread = known.without_heads_of_model(prefix).unread
-        return _Examined(words, unread=unread, has_other_heads=isinstance(error, HeadsMismatchError))
+        return _Examined(
+            words, unread=unread, has_other_heads=isinstance(error, HeadsMismatchError)
+        )
     hints, spec = layers[0].hints, layers[0].spec
     words = f"{spec.num_heads} x {spec.head_dim}, key/value {spec.num_kv_heads}"
     words += f" ({hints.from_model})" if hints.from_model else ""

@@ -19,12 +19,24 @@ from parity.measure.files import FileTensor, TensorFile
 from parity.measure.text import some_of
 from parity.port.conversion.hints import CALLER, LayerHints, LayerKeywords, is_of_rope
 from parity.port.conversion.layouts import Layout
-from parity.port.conversion.layouts.detection import LayoutMismatchError, find_placement, find_spec, shorten, stack_size
+from parity.port.conversion.layouts.detection import (
+    LayoutMismatchError,
+    find_placement,
+    find_spec,
+    shorten,
+    stack_size,
+)
 from parity.port.conversion.layouts.layout import unused_in
 from parity.port.conversion.layouts.placement import Placement
 from parity.port.conversion.metadata import FileHints, file_hints, sources
 from parity.port.conversion.not_carried import NotCarriedWarning
-from parity.port.conversion.prefixes import ENTRY, Names, concrete_prefix, fitting_prefixes, numbered
+from parity.port.conversion.prefixes import (
+    ENTRY,
+    Names,
+    concrete_prefix,
+    fitting_prefixes,
+    numbered,
+)
 from parity.port.conversion.ranks import open_checkpoint
 from parity.port.conversion.sharing import name_in_file
 from parity.port.models.specs import ModelLayer, sections_named
@@ -42,20 +54,27 @@ def open_layers(
 
     Args:
         path, layout, keywords: as in `load`.
-        prefix: as in `load`, but `{i}` may stand for numbers, and the prefix of a stack means all its layers.
+        prefix: as in `load`, but `{i}` may stand for numbers, and the prefix of a stack means all
+            its layers.
 
     Raises:
         As in `load`.
 
     Warns:
-        NotCarriedWarning: as in `load`, or if the configuration's layers differ from those of the file.
+        NotCarriedWarning: as in `load`, or if the configuration's layers differ from those of the
+            file.
     """
     with open_model(path, layout, prefix=prefix, **keywords) as found:
         if found.missing:
-            words = f"not in {path}, although its config.json describes them: {some_of(found.missing)}"
+            words = (
+                f"not in {path}, although its config.json describes them: {some_of(found.missing)}"
+            )
             warnings.warn(words, NotCarriedWarning, stacklevel=3)
         if found.others:
-            words = f"not read, because the config.json of {path} does not describe them: {some_of(found.others)}"
+            words = (
+                f"not read, because the config.json of {path} does not describe them: "
+                f"{some_of(found.others)}"
+            )
             warnings.warn(words, NotCarriedWarning, stacklevel=3)
         yield found.layers
 
@@ -84,13 +103,17 @@ def open_model(
     prefix: str | None = None,
     **keywords: Unpack[LayerKeywords],
 ) -> Iterator[OpenLayers]:
-    """Open the attention layers of a file as `open_layers` does, and list missing and undescribed layers."""
+    """Open the attention layers of a file as `open_layers` does, and list missing and undescribed
+    layers.
+    """
     with open_checkpoint(path) as file:
         known, cache = file_hints(file, LayerHints.by(CALLER, **keywords)), TensorCache(file)
         layers = [
             layer
             for each, of_layout in sources(file, known, prefix, layout, "layout")
-            for layer in sorted(layers_under(cache, each, of_layout, known), key=lambda layer: layer.place)
+            for layer in sorted(
+                layers_under(cache, each, of_layout, known), key=lambda layer: layer.place
+            )
         ]
         missing = known.missing([layer.label for layer in layers], file)
         if prefix is None:
@@ -99,7 +122,11 @@ def open_model(
             yield OpenLayers(layers, missing, _others(file, known, layers), rest)
             return
         # Without {i} one layer is requested, so others are not missing.
-        of_prefix = [path for path in missing if f".{prefix}".endswith(f".{numbered(path)}") and "{i}" in prefix]
+        of_prefix = [
+            path
+            for path in missing
+            if f".{prefix}".endswith(f".{numbered(path)}") and "{i}" in prefix
+        ]
         yield OpenLayers(layers, of_prefix, [], None)
 
 
@@ -110,7 +137,11 @@ def _others(file: TensorFile, known: FileHints, layers: list[FileLayer]) -> list
     own = {name for layer in layers for name in layer.sources.values()}
     rest = {name: info.shape for name, info in file.infos.items() if name not in own}
     unread = set(known.model.sections) - set(known.model.parts)  # parts of unknown families
-    return [each for each in fitting_prefixes(rest, layers[0].layout) if not sections_named(each, unread)]
+    return [
+        each
+        for each in fitting_prefixes(rest, layers[0].layout)
+        if not sections_named(each, unread)
+    ]
 
 
 @dataclass(frozen=True)
@@ -128,7 +159,8 @@ class FileLayer:
         hints: merged hints about it.
         sources: full names of its tensors, by name after the prefix.
         known: hints about the layers of its file.
-        shared: weights that it shares with other layers, by canonical name, each with its holder (see `sharing`).
+        shared: weights that it shares with other layers, by canonical name, each with its holder
+            (see `sharing`).
         written: its specification in another layout, if that differs.
     """
 
@@ -157,7 +189,9 @@ class FileLayer:
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """Return the features that its file lost: see `parity.port.conversion.layouts.layout.DROPPABLE`."""
+        """Return the features that its file lost: see
+        `parity.port.conversion.layouts.layout.DROPPABLE`.
+        """
         return self.known.dropped
 
     @property
@@ -168,7 +202,9 @@ class FileLayer:
     @property
     def is_cross(self) -> bool:
         """Return whether its keys and values come from another sequence."""
-        return self.spec.d_kv != self.spec.d_in or (self.model is not None and self.model.kind == "cross_attention")
+        return self.spec.d_kv != self.spec.d_in or (
+            self.model is not None and self.model.kind == "cross_attention"
+        )
 
     @property
     def label(self) -> str:
@@ -178,7 +214,9 @@ class FileLayer:
     @property
     def place(self) -> list[int]:
         """Return its numbers and index, which identify the same layer in two files."""
-        return [int(number) for number in self.numbers] + ([] if self.index is None else [self.index])
+        return [int(number) for number in self.numbers] + (
+            [] if self.index is None else [self.index]
+        )
 
     @property
     def dtype(self) -> np.dtype:
@@ -188,11 +226,19 @@ class FileLayer:
     @property
     def quantised(self) -> list[str]:
         """Return the quantization types of its tensors in the file."""
-        return sorted({self.file.quantised[name] for name in self.sources.values() if name in self.file.quantised})
+        return sorted(
+            {
+                self.file.quantised[name]
+                for name in self.sources.values()
+                if name in self.file.quantised
+            }
+        )
 
     def load(self) -> tuple[Weights, AttentionSpec]:
         """Read its canonical weights, and return them with its specification."""
-        return {name: np.array(self.read(name), order="C") for name in self.placement.weights}, self.spec
+        return {
+            name: np.array(self.read(name), order="C") for name in self.placement.weights
+        }, self.spec
 
     def tensors(self) -> dict[str, np.ndarray]:
         """Read its tensors, by name after the prefix."""
@@ -213,7 +259,9 @@ class FileLayer:
 
 
 class TensorCache:
-    """Tensors of a file; the last ones are cached, because q, k and v may be read in turn from a packed tensor."""
+    """Tensors of a file; the last ones are cached, because q, k and v may be read in turn from a
+    packed tensor.
+    """
 
     def __init__(self, file: TensorFile) -> None:
         self.path = file.path
@@ -236,7 +284,8 @@ class TensorCache:
         """Read a tensor, or one entry of a stacked one; reject NaN and infinities."""
         if index is None or (name in self._file.places and axis == 0):
             return self._hold((name, index), 1)
-        # A stack can only be read whole. It is cached, so that q, k and v of all its layers need one read.
+        # A stack can only be read whole. It is cached, so that q, k and v of all its layers need
+        # one read.
         return np.ascontiguousarray(np.moveaxis(self._hold((name, None), 3), axis, 0)[index])
 
     def _hold(self, key: tuple[str, int | None], most: int) -> np.ndarray:
@@ -254,10 +303,14 @@ class TensorCache:
 QUANTISED = re.compile(
     r"\.(qweight|qzeros|scales|SCB|weight_scale(_inv)?|weight_packed|weight\.(absmax|quant_state.*))$"
 )
-"""Names of additional tensors next to weights quantized by GPTQ, AWQ, bitsandbytes, FP8 or compressed-tensors."""
+"""Names of additional tensors next to weights quantized by GPTQ, AWQ, bitsandbytes, FP8 or
+compressed-tensors.
+"""
 
 
-def layers_under(file: TensorCache, prefix: str, layout: Layout, known: FileHints) -> list[FileLayer]:
+def layers_under(
+    file: TensorCache, prefix: str, layout: Layout, known: FileHints
+) -> list[FileLayer]:
     """Find the attention layers under a prefix.
 
     Raises:
@@ -274,7 +327,9 @@ def layers_under(file: TensorCache, prefix: str, layout: Layout, known: FileHint
         if match and not layout.ignores(match[2], known.ignored):
             found.setdefault(match[0], (match[1], {}))[1][match[2]] = name
     if "{i}" in begin:
-        found = {concrete: held for concrete, held in found.items() if not known.is_other(concrete)} or found
+        found = {
+            concrete: held for concrete, held in found.items() if not known.is_other(concrete)
+        } or found
     if not found:
         raise _no_layer(InputError, file, prefix, layout)
     layers = []
@@ -282,15 +337,25 @@ def layers_under(file: TensorCache, prefix: str, layout: Layout, known: FileHint
         held = _with_shared(file, concrete, own, layout, known)
         try:
             if (told := known.at(concrete).spec) is not None:
-                held = {short: name for short, name in held.items() if short not in unused_in(layout, told)}
+                held = {
+                    short: name
+                    for short, name in held.items()
+                    if short not in unused_in(layout, told)
+                }
             infos = {short: file.infos[name] for short, name in held.items()}
-            entries, axis = _identify({short: info.shape for short, info in infos.items()}, concrete, layout, known)
+            entries, axis = _identify(
+                {short: info.shape for short, info in infos.items()}, concrete, layout, known
+            )
         except InputError as error:
             if isinstance(error, LayoutMismatchError):
-                if not concrete and any(fitting_prefixes({name: x.shape for name, x in file.infos.items()}, layout)):
+                if not concrete and any(
+                    fitting_prefixes({name: x.shape for name, x in file.infos.items()}, layout)
+                ):
                     raise _no_layer(LayoutMismatchError, file, prefix, layout) from None
                 if any(map(QUANTISED.search, held)):
-                    error.hint = "; ".join(filter(None, [error.hint, "quantized weights are read only from GGUF"]))
+                    error.hint = "; ".join(
+                        filter(None, [error.hint, "quantized weights are read only from GGUF"])
+                    )
             raise error.within(concrete or str(file.path)) from None
         dtypes = sorted({info.dtype.name for info in infos.values()})
         if len(dtypes) > 1 or not is_floating(next(iter(infos.values())).dtype):
@@ -299,11 +364,15 @@ def layers_under(file: TensorCache, prefix: str, layout: Layout, known: FileHint
             size = "no stack" if entries[0][0] is None else f"a stack of {len(entries)}"
             entries = [each for each in entries if each[0] == int(entry[2])]
             if not entries:
-                raise InputError("prefix", f"be that of a layer in {file.path}", f"prefix={prefix!r} of {size}")
+                raise InputError(
+                    "prefix", f"be that of a layer in {file.path}", f"prefix={prefix!r} of {size}"
+                )
         for index, hints, placement in entries:
             if hints.spec is not None:
                 label = concrete if index is None else f"{concrete}[{index}]"
-                layer = FileLayer(file, concrete, numbers, index, axis, placement, hints.spec, hints, held, known)
+                layer = FileLayer(
+                    file, concrete, numbers, index, axis, placement, hints.spec, hints, held, known
+                )
                 layers.append(replace(layer, shared=known.holders_at(label, layout, file.infos)))
     for layer in layers:
         _check_values(layer)
@@ -313,12 +382,16 @@ def layers_under(file: TensorCache, prefix: str, layout: Layout, known: FileHint
 
 
 def _not_carried(unread: Mapping[str, Any], known: FileHints) -> str:
-    """Describe the attention keys that no specification contains, and how the caller can replace them."""
+    """Describe the attention keys that no specification contains, and how the caller can replace
+    them.
+    """
     origin = known.model.origin or "the metadata"
     words = f"{origin} sets {', '.join(key_in_words(*each) for each in unread.items())}"
     words += ", which no specification expresses"
     if any(map(is_of_rope, unread)):
-        words += ": RoPE is left out; pass rope=Rope(…) to parity.load, or --rope-theta for plain RoPE"
+        words += (
+            ": RoPE is left out; pass rope=Rope(…) to parity.load, or --rope-theta for plain RoPE"
+        )
     if not all(map(is_of_rope, unread)):
         words += "; parity.load accepts a complete spec=…"
     return words
@@ -331,19 +404,29 @@ def key_in_words(name: str, value: Any) -> str:
 
 
 def _check_values(layer: FileLayer) -> None:
-    """Reject a layer whose value projection is missing or superfluous according to the model's configuration."""
+    """Reject a layer whose value projection is missing or superfluous according to the model's
+    configuration.
+    """
     if layer.model is None or layer.layout.name != layer.model.layout:
         return
     is_shared = any(tensor.is_shared for tensor in layer.placement.tensors)
     if is_shared != layer.model.keys_are_values:
-        rule = "be made as keys are" if layer.model.keys_are_values else "have a projection of their own"
-        raise LayoutMismatchError("values", f"{rule}, by config.json", shorten(layer.sources), where=layer.label)
+        rule = (
+            "be made as keys are"
+            if layer.model.keys_are_values
+            else "have a projection of their own"
+        )
+        raise LayoutMismatchError(
+            "values", f"{rule}, by config.json", shorten(layer.sources), where=layer.label
+        )
 
 
 def _with_shared(
     file: TensorCache, prefix: str, own: dict[str, str], layout: Layout, known: FileHints
 ) -> dict[str, str]:
-    """Return the tensors of a layer, with those that it shares with other modules and without irrelevant ones."""
+    """Return the tensors of a layer, with those that it shares with other modules and without
+    irrelevant ones.
+    """
     layer = known.model.layer_at(prefix)
     irrelevant = () if layer is None else layer.ignored
     held = {short: name for short, name in own.items() if short not in irrelevant}
@@ -356,7 +439,9 @@ def _with_shared(
 
 
 Entry = tuple[int | None, LayerHints, Placement]
-"""The index of a layer in its stack or None, its hints including the specification, and its placement."""
+"""The index of a layer in its stack or None, its hints including the specification, and its
+placement.
+"""
 
 
 def _identify(
@@ -374,7 +459,9 @@ def _identify(
         sizes = {shape[axis : axis + 1] for shape in shapes.values()}
         if len(sizes) == 1 and sizes != {()} and known.at(f"{prefix}[0]").spec is not None:
             try:
-                stacks.append((_entries(_without(axis, shapes), sizes.pop()[0], prefix, layout, known), axis))
+                stacks.append(
+                    (_entries(_without(axis, shapes), sizes.pop()[0], prefix, layout, known), axis)
+                )
             except LayoutMismatchError as error:
                 wrong = wrong or error
     if len(stacks) > 1:
@@ -405,7 +492,9 @@ def _without(axis: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tupl
 def _entries(
     shapes: Mapping[str, tuple[int, ...]], size: int, prefix: str, layout: Layout, known: FileHints
 ) -> list[Entry]:
-    """Find the layers of a stack; reject it if one is unknown or they are not all layers of the model."""
+    """Find the layers of a stack; reject it if one is unknown or they are not all layers of the
+    model.
+    """
     if known.model.layer_at(f"{prefix}[{size}]") is not None:
         raise LayoutMismatchError("a stack", "contain all layers of config.json", f"{size} of them")
     entries: list[Entry] = []
@@ -413,7 +502,9 @@ def _entries(
         label = f"{prefix}[{index}]"
         hints = known.at(label)
         if hints.spec is None:
-            raise LayoutMismatchError("the model", f"have a layer {label}, and its configuration has none")
+            raise LayoutMismatchError(
+                "the model", f"have a layer {label}, and its configuration has none"
+            )
         entries.append((index, hints, find_placement(shapes, hints.spec, layout)))
     return entries
 
@@ -423,6 +514,11 @@ def _no_layer(kind: type[InputError], file: TensorCache, prefix: str, layout: La
     fitting = fitting_prefixes({name: info.shape for name, info in file.infos.items()}, layout)
     hint = f"fits {layout.name}"
     if not fitting:
-        hint = f"none fits {layout.name}; `mha-parity inspect` lists the layouts that fit, and what to do if none does"
+        hint = (
+            f"none fits {layout.name}; `mha-parity inspect` lists the layouts that fit, and what "
+            f"to do if none does"
+        )
     remedy = [{"prefix": each} for each in fitting]
-    return kind("prefix", f"be that of a layer in {file.path}", prefix=prefix, remedy=remedy, hint=hint)
+    return kind(
+        "prefix", f"be that of a layer in {file.path}", prefix=prefix, remedy=remedy, hint=hint
+    )

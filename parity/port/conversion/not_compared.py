@@ -20,7 +20,8 @@ class NotCompared(JsonRecord):
     """Something that a comparison of two files leaves out.
 
     Attributes:
-        what: a field of the specification, a key of a configuration with its value, or the path of a layer.
+        what: a field of the specification, a key of a configuration with its value, or the path of
+            a layer.
         reason: why it is not compared.
         labels: labels of the affected layers in the first file; empty if it concerns a whole file.
         is_open: whether it may make the layers differ, so that equality cannot be concluded.
@@ -40,8 +41,8 @@ class OnlyInOne(JsonRecord):
         file: path of the file that has them.
         other: path of the file that lacks them.
         names: their names.
-        copy_of: name of the tensor in the same file that they repeat bit for bit, and that layers of the other file
-            share; empty if they belong to no layer, and were not compared.
+        copy_of: name of the tensor in the same file that they repeat bit for bit, and that layers
+            of the other file share; empty if they belong to no layer, and were not compared.
     """
 
     file: str
@@ -51,17 +52,23 @@ class OnlyInOne(JsonRecord):
 
     def __str__(self) -> str:
         if not self.copy_of:
-            return f"only in {self.file}: {counted(len(self.names), 'tensor')} of no layer: {some_of(self.names, 3)}"
+            return (
+                f"only in {self.file}: {counted(len(self.names), 'tensor')} of no layer: "
+                f"{some_of(self.names, 3)}"
+            )
         repeated = f"the same bits as {self.copy_of}, which layers of {self.other} share"
         return f"only in {self.file}: {some_of(self.names)}: {repeated}"
 
 
 def find_only_in_one(
-    pairs: Sequence[tuple[FileLayer, FileLayer]], files: Sequence[Path], opened: Sequence[OpenLayers]
+    pairs: Sequence[tuple[FileLayer, FileLayer]],
+    files: Sequence[Path],
+    opened: Sequence[OpenLayers],
 ) -> list[OnlyInOne]:
     """Return the tensors that only one of two files has, apart from differences of layouts.
 
-    They are tensors of no layer, and copies of a weight that the other file has once for several layers.
+    They are tensors of no layer, and copies of a weight that the other file has once for several
+    layers.
     """
     found: list[OnlyInOne] = []
     for (file, other), mine, theirs, swap in (
@@ -80,12 +87,16 @@ def find_only_in_one(
             layer, beside = pair[::-1] if swap else pair
             for name, repeated in _copies(layer, beside):
                 copies.setdefault(repeated, []).append(name)
-        found += [OnlyInOne(str(file), str(other), names, repeated) for repeated, names in copies.items()]
+        found += [
+            OnlyInOne(str(file), str(other), names, repeated) for repeated, names in copies.items()
+        ]
     return found
 
 
 def _copies(layer: FileLayer, other: FileLayer) -> Iterator[tuple[str, str]]:
-    """Yield a layer's own tensors that the same layer in another file shares, each with the tensor that it repeats."""
+    """Yield a layer's own tensors that the same layer in another file shares, each with the tensor
+    that it repeats.
+    """
     if layer.layout != other.layout:
         return
     for short, shared_name in other.sources.items():
@@ -101,11 +112,16 @@ def _copies(layer: FileLayer, other: FileLayer) -> Iterator[tuple[str, str]]:
 def by_reason(parts: Sequence[NotCompared]) -> list[str]:
     """Describe what is not compared, one text per reason."""
     reasons = dict.fromkeys(each.reason for each in parts)
-    return [f"{some_of([each.what for each in parts if each.reason == reason])} ({reason})" for reason in reasons]
+    return [
+        f"{some_of([each.what for each in parts if each.reason == reason])} ({reason})"
+        for reason in reasons
+    ]
 
 
 def find_not_compared(
-    pairs: Sequence[tuple[FileLayer, FileLayer]], files: Sequence[Path], opened: Sequence[OpenLayers]
+    pairs: Sequence[tuple[FileLayer, FileLayer]],
+    files: Sequence[Path],
+    opened: Sequence[OpenLayers],
 ) -> list[NotCompared]:
     """Return what a comparison of pairs of layers in two files leaves out, each once."""
     found: dict[NotCompared, NotCompared] = {}
@@ -120,14 +136,24 @@ def of_files(files: Sequence[Path], opened: Sequence[OpenLayers]) -> list[NotCom
     found: list[NotCompared] = []
     for path, file in zip(files, opened, strict=True):
         if file.missing:
-            found.append(NotCompared(some_of(file.missing), f"not in {path}, although its configuration has it"))
+            found.append(
+                NotCompared(
+                    some_of(file.missing), f"not in {path}, although its configuration has it"
+                )
+            )
         if file.others:
-            found.append(NotCompared(some_of(file.others), f"in {path}, whose config.json does not describe it"))
+            found.append(
+                NotCompared(
+                    some_of(file.others), f"in {path}, whose config.json does not describe it"
+                )
+            )
     return found
 
 
 def _of_pair(pair: tuple[FileLayer, FileLayer], files: Sequence[Path]) -> Iterator[NotCompared]:
-    layers = dict(zip(map(str, files), pair, strict=True))  # a single entry if a file is compared with itself
+    layers = dict(
+        zip(map(str, files), pair, strict=True)
+    )  # a single entry if a file is compared with itself
     for path, layer in layers.items():
         for name in layer.dropped:
             yield NotCompared(name, f"left out when {path} was written")
@@ -136,11 +162,17 @@ def _of_pair(pair: tuple[FileLayer, FileLayer], files: Sequence[Path]) -> Iterat
             yield NotCompared(f"rope_theta={layer.hints.overridden:g}", reason, is_open=False)
     dropped = {name for layer in pair for name in layer.dropped}
     configs = [{**layer.known.model.values, **layer.hints.unread} for layer in pair]
-    for name in dict.fromkeys(name for layer in pair for name in layer.hints.unread if name not in dropped):
+    for name in dict.fromkeys(
+        name for layer in pair for name in layer.hints.unread if name not in dropped
+    ):
         values = [known[name] for known in configs if name in known]
         if len(values) == 2 and values[0] == values[1]:
-            yield NotCompared(key_in_words(name, values[0]), "not understood, equal in both files", is_open=False)
+            yield NotCompared(
+                key_in_words(name, values[0]), "not understood, equal in both files", is_open=False
+            )
             continue
         for path, layer in layers.items():
             if name in layer.hints.unread:
-                yield NotCompared(key_in_words(name, layer.hints.unread[name]), f"not understood, in {path}")
+                yield NotCompared(
+                    key_in_words(name, layer.hints.unread[name]), f"not understood, in {path}"
+                )

@@ -1,7 +1,9 @@
-"""The order of rows in a packed tensor that was read in a wrong order: rows move between q, k and v.
+"""The order of rows in a packed tensor that was read in a wrong order: rows move between q, k and
+v.
 
-If a file packs q, k and v in one tensor, and a reader assumes another order, then the three tensors together have the
-same rows, but none of them has its own. Each row is matched exactly, in time that is linear in the size of the weights.
+If a file packs q, k and v in one tensor, and a reader assumes another order, then the three tensors
+together have the same rows, but none of them has its own. Each row is matched exactly, in time that
+is linear in the size of the weights.
 """
 
 from __future__ import annotations
@@ -42,9 +44,11 @@ class PackingError:
 
     Attributes:
         names: canonical names of the weights, and of their biases if these follow the same order.
-        words: what happened: the order in which the rows are packed, and that in which they were read.
+        words: what happened: the order in which the rows are packed, and that in which they were
+            read.
         fix: the layouts with these orders; empty if none is known.
-        is_mixed: whether a tensor has rows of several tensors, so that no relation of two tensors explains it.
+        is_mixed: whether a tensor has rows of several tensors, so that no relation of two tensors
+            explains it.
     """
 
     names: tuple[str, ...]
@@ -58,8 +62,9 @@ class _Packing:
     """An order of the rows of q, k and v (and a gate) in one tensor.
 
     Attributes:
-        kind: `whole`, all heads of one projection, then of the next; `grouped`, all projections of a group, then of the
-            next group; `blocks`; or `feature`, all projections of one feature, then of the next feature.
+        kind: `whole`, all heads of one projection, then of the next; `grouped`, all projections of
+            a group, then of the next group; `blocks`; or `feature`, all projections of one feature,
+            then of the next feature.
         letters: the order of the projections.
         blocks: number of blocks.
         words: description.
@@ -72,11 +77,24 @@ class _Packing:
 
     def layouts(self, spec: AttentionSpec) -> list[str]:
         """Return the layouts that pack the rows of a layer in this order."""
-        return [name for name, layout in LAYOUTS.items() if self._is_of(layout) and not broken_rules(spec, layout)[0]]
+        return [
+            name
+            for name, layout in LAYOUTS.items()
+            if self._is_of(layout) and not broken_rules(spec, layout)[0]
+        ]
 
     def _is_of(self, layout: Layout) -> bool:
-        holds = {tensor.holds for tensor in layout.tensors if tensor.kind == "weight" and not tensor.is_shared}
-        if self.kind == "feature" or self.letters not in holds or layout.rope != "half" or layout.padded:
+        holds = {
+            tensor.holds
+            for tensor in layout.tensors
+            if tensor.kind == "weight" and not tensor.is_shared
+        }
+        if (
+            self.kind == "feature"
+            or self.letters not in holds
+            or layout.rope != "half"
+            or layout.padded
+        ):
             return False
         if self.kind == "grouped":
             return layout.grouped
@@ -84,7 +102,8 @@ class _Packing:
 
 
 def find_packing_error(one: Weights, two: Weights, spec: AttentionSpec) -> PackingError | None:
-    """Find the order in which the rows of q, k and v are exchanged across the tensors; None if they are not.
+    """Find the order in which the rows of q, k and v are exchanged across the tensors; None if they
+    are not.
 
     Every row must be matched, and no two rows may be equal.
 
@@ -113,7 +132,9 @@ def find_packing_error(one: Weights, two: Weights, spec: AttentionSpec) -> Packi
         words, fix = f"{together}, in another order: {_runs(order, sizes)}", ""
     else:
         packed, read = found
-        words = f"{together}: those of the first, packed as {packed.words}, were read as {read.words}"
+        words = (
+            f"{together}: those of the first, packed as {packed.words}, were read as {read.words}"
+        )
         fix = _fix(packed, read, spec)
     return PackingError(tuple(names), words, fix, _is_mixed(order, sizes))
 
@@ -134,9 +155,13 @@ def _fix(packed: _Packing, read: _Packing, spec: AttentionSpec) -> str:
 
 
 def _order_of_rows(one: Sequence[np.ndarray], two: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Return the order with rows_of_two[i] == rows_of_one[order[i]], of all tensors together; None if there is none."""
+    """Return the order with rows_of_two[i] == rows_of_one[order[i]], of all tensors together; None
+    if there is none.
+    """
     dtype = coarser(one[0].dtype, two[0].dtype)
-    before, after = (np.concatenate([x.astype(dtype, copy=False) for x in held]) for held in (one, two))
+    before, after = (
+        np.concatenate([x.astype(dtype, copy=False) for x in held]) for held in (one, two)
+    )
     if before.shape != after.shape:
         return None
     for columns in (FEWEST_COLUMNS, before.shape[1]):
@@ -153,16 +178,22 @@ def _order_of_rows(one: Sequence[np.ndarray], two: Sequence[np.ndarray]) -> np.n
     return None
 
 
-# ---- Known orders ----------------------------------------------------------------------------------------------------
+# ---- Known orders
+# --------------------------------------------------------------------------------------------------
 
 
-def _misread(order: np.ndarray, sizes: dict[str, int], spec: AttentionSpec) -> tuple[_Packing, _Packing] | None:
-    """Return the order in which rows are packed, and the order in which they were read, that explain another order."""
+def _misread(
+    order: np.ndarray, sizes: dict[str, int], spec: AttentionSpec
+) -> tuple[_Packing, _Packing] | None:
+    """Return the order in which rows are packed, and the order in which they were read, that
+    explain another order.
+    """
     known = [*_packings(sizes, spec)]
     by_rows: dict[bytes, _Packing] = {}
     for packing, rows in known:
         by_rows.setdefault(rows.tobytes(), packing)
-    # A reader takes row rows[i] of a projection from place i; so the packed rows are those of the first in that order.
+    # A reader takes row rows[i] of a projection from place i; so the packed rows are those of the
+    # first in that order.
     for read, rows in known:
         packed = by_rows.get(order[rows].tobytes())
         if packed is not None:
@@ -171,23 +202,35 @@ def _misread(order: np.ndarray, sizes: dict[str, int], spec: AttentionSpec) -> t
 
 
 def _packings(sizes: dict[str, int], spec: AttentionSpec) -> Iterator[tuple[_Packing, np.ndarray]]:
-    """Yield orders of packed rows, usual ones first: each row's number in the order q, gate, k, v."""
+    """Yield orders of packed rows, usual ones first: each row's number in the order q, gate, k,
+    v.
+    """
     groups = spec.num_kv_heads
     ends = np.cumsum(list(sizes.values()))
-    rows = {letter: np.arange(end - size, end) for (letter, size), end in zip(sizes.items(), ends, strict=True)}
+    rows = {
+        letter: np.arange(end - size, end)
+        for (letter, size), end in zip(sizes.items(), ends, strict=True)
+    }
     usual = "".join(letter for letter in "qgkv" if letter in rows)
     orders = ["".join(letters) for letters in itertools.permutations(usual)]
     counts = {letter: spec.num_heads // groups if letter in "qg" else 1 for letter in rows}
     for letters in orders:
         words = ", then all ".join(WORDS[letter] for letter in letters)
-        yield _Packing("whole", letters, 1, f"all {words}"), np.concatenate([rows[letter] for letter in letters])
+        yield (
+            _Packing("whole", letters, 1, f"all {words}"),
+            np.concatenate([rows[letter] for letter in letters]),
+        )
     for letters in orders:
         each_group = " ".join(letter for letter in letters for _ in range(counts[letter]))
-        words = f"[{each_group}] for each {'head' if groups == spec.num_heads else 'key/value head'}"
+        words = (
+            f"[{each_group}] for each {'head' if groups == spec.num_heads else 'key/value head'}"
+        )
         yield _Packing("grouped", letters, 1, words), _in_blocks(rows, letters, groups)
     for blocks, letters in itertools.product(BLOCKS, orders):
         if groups % blocks == 0 and blocks < groups:
-            words = f"{blocks} blocks, each with its {', '.join(WORDS[letter] for letter in letters)}"
+            words = (
+                f"{blocks} blocks, each with its {', '.join(WORDS[letter] for letter in letters)}"
+            )
             yield _Packing("blocks", letters, blocks, words), _in_blocks(rows, letters, blocks)
     if len(set(sizes.values())) == 1:
         for letters in orders:
@@ -196,8 +239,12 @@ def _packings(sizes: dict[str, int], spec: AttentionSpec) -> Iterator[tuple[_Pac
 
 
 def _in_blocks(rows: dict[str, np.ndarray], letters: str, blocks: int) -> np.ndarray:
-    """Return the rows of all projections, divided into blocks, each with its share of every projection."""
-    return np.concatenate([rows[letter].reshape(blocks, -1) for letter in letters], axis=1).reshape(-1)
+    """Return the rows of all projections, divided into blocks, each with its share of every
+    projection.
+    """
+    return np.concatenate([rows[letter].reshape(blocks, -1) for letter in letters], axis=1).reshape(
+        -1
+    )
 
 
 def _runs(order: np.ndarray, sizes: dict[str, int]) -> str:
@@ -215,14 +262,21 @@ def _runs(order: np.ndarray, sizes: dict[str, int]) -> str:
         letter, first = place(start)
         source, begin = place(int(order[start]))
         count = end - start
-        runs.append(f"{_rows(letter, first, count)} of the second: {_rows(source, begin, count)} of the first")
+        runs.append(
+            f"{_rows(letter, first, count)} of the second: {_rows(source, begin, count)} of the "
+            f"first"
+        )
     return some_of(runs, MOST_RUNS)
 
 
 def _rows(letter: str, first: int, count: int) -> str:
-    return f"{letter} row {first}" if count == 1 else f"{letter} rows {first} to {first + count - 1}"
+    return (
+        f"{letter} row {first}" if count == 1 else f"{letter} rows {first} to {first + count - 1}"
+    )
 
 
 def _begins_run(index: int, order: np.ndarray, ends: np.ndarray) -> bool:
-    """Return whether a row does not continue the row before it, or begins a projection in either file."""
+    """Return whether a row does not continue the row before it, or begins a projection in either
+    file.
+    """
     return order[index] != order[index - 1] + 1 or index in ends or int(order[index]) in ends

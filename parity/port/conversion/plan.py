@@ -1,4 +1,6 @@
-"""The plan of a conversion, which lists the tensors of the target and their sources, and the records of both."""
+"""The plan of a conversion, which lists the tensors of the target and their sources, and the
+records of both.
+"""
 
 from __future__ import annotations
 
@@ -73,18 +75,22 @@ class Converted(JsonRecord):
         layers: prefixes of the converted layers; those of a stack have an index in brackets.
         spec: their specification, if all have the same.
         kept, dropped: names of the other tensors.
-        heads_from: the file that specified the heads, if it was neither the caller nor the source itself.
-        left_out: names of entries that are not tensors, such as numbers and text, and are not in the target.
+        heads_from: the file that specified the heads, if it was neither the caller nor the source
+            itself.
+        left_out: names of entries that are not tensors, such as numbers and text, and are not in
+            the target.
         unconverted: prefixes of other layers in the source's layout, which were copied unchanged.
-        optimizer_state: names of optimizer tensors for the layers, which are in the target in the old layout.
-        not_carried: attention settings of the source that are not read; if one concerns RoPE, the specification has
-            no RoPE.
+        optimizer_state: names of optimizer tensors for the layers, which are in the target in the
+            old layout.
+        not_carried: attention settings of the source that are not read; if one concerns RoPE, the
+            specification has no RoPE.
         path: the written file, or the index of its shards.
-        missing: paths of attention layers that the model's configuration requires and the file lacks, with the part if
-            the model has several.
-        `dequantised`: names of quantized source tensors, which were written as the values that they represent.
-        joined: names of norms over the width of all heads in rank files. Each rank has its own weights, but their mean
-            squares must be computed over all ranks.
+        missing: paths of attention layers that the model's configuration requires and the file
+            lacks, with the part if the model has several.
+        `dequantised`: names of quantized source tensors, which were written as the values that they
+            represent.
+        joined: names of norms over the width of all heads in rank files. Each rank has its own
+            weights, but their mean squares must be computed over all ranks.
         metadata_left_out: names in the metadata of the source whose values are not in the target's.
         plan: the plan, if `dry_run` was set.
     """
@@ -107,7 +113,8 @@ class Converted(JsonRecord):
     plan: ConversionPlan | None = None
 
 
-# ---- Planning ------------------------------------------------------------------------------------------------------
+# ---- Planning
+# --------------------------------------------------------------------------------------------------
 
 
 class PlannedTensor(NamedTuple):
@@ -135,8 +142,10 @@ class Plan:
         layers: layers under each prefix of the target.
         stacked: prefixes under which they are stacked.
         tensors: tensors by name.
-        holders: weights that layers share, by label in the target and canonical name, each with its holder.
-        held_elsewhere: names of tensors that are not written, because the holder of their weight has them.
+        holders: weights that layers share, by label in the target and canonical name, each with its
+            holder.
+        held_elsewhere: names of tensors that are not written, because the holder of their weight
+            has them.
     """
 
     path: str | os.PathLike[str]
@@ -153,13 +162,15 @@ class Plan:
         self.stacked.update(layers if is_stacked else ())
 
     def fill(self, file: TensorCache, *, keep_rest: bool) -> list[str]:
-        """Add all tensors, in the order of the source; return the names of tensors that belong to no layer.
+        """Add all tensors, in the order of the source; return the names of tensors that belong to
+        no layer.
 
-        A layer is added with the first of its tensors. Every use of a tensor is added at once, so that a stack is read
-        only once.
+        A layer is added with the first of its tensors. Every use of a tensor is added at once, so
+        that a stack is read only once.
 
         Raises:
-            ValueError: if two tensors have the same name, or the target has one tensor for copies that differ.
+            ValueError: if two tensors have the same name, or the target has one tensor for copies
+                that differ.
         """
         self._find_holders(file, keep_rest=keep_rest)
         rest, added = [], set()
@@ -176,9 +187,16 @@ class Plan:
 
     @cached_property
     def _own(self) -> set[str]:
-        """Return the names of source tensors that belong to exactly one layer and are not shared."""
+        """Return the names of source tensors that belong to exactly one layer and are not
+        shared.
+        """
         layers = [layer for group in self.layers.values() for layer in group]
-        return {name for layer in layers for short, name in layer.sources.items() if name == join(layer.prefix, short)}
+        return {
+            name
+            for layer in layers
+            for short, name in layer.sources.items()
+            if name == join(layer.prefix, short)
+        }
 
     @cached_property
     def _prefixes_of(self) -> dict[str, dict[str, None]]:
@@ -196,7 +214,9 @@ class Plan:
 
     def _add_layers(self, prefixes: Iterable[str]) -> None:
         placements = {
-            prefix: placement_for([layer.read_written for layer in group], group[0].to_spec, self.layout)
+            prefix: placement_for(
+                [layer.read_written for layer in group], group[0].to_spec, self.layout
+            )
             for prefix, group in ((prefix, self.layers[prefix]) for prefix in prefixes)
         }
         for name in dict.fromkeys(name for each in placements.values() for name in each.shapes):
@@ -207,7 +227,10 @@ class Plan:
                 if prefix in self.stacked:
                     axis = self.layout.stack_axis
                     shape, make = (*shape[:axis], len(group), *shape[axis:]), _stacked
-                made = partial(make, group, name, placement), partial(_sources_of, group, name, placement)
+                made = (
+                    partial(make, group, name, placement),
+                    partial(_sources_of, group, name, placement),
+                )
                 self._add(join(prefix, name), PlannedTensor(shape, group[0].dtype, *made))
 
     def _find_holders(self, file: TensorCache, *, keep_rest: bool) -> None:
@@ -218,7 +241,9 @@ class Plan:
         """
         layers = self.labels
         new_labels = {layer.label: label for label, layer in layers.items()}
-        makers: dict[str, FileLayer] = {}  # the layer whose copy becomes a tensor outside of the layers
+        makers: dict[
+            str, FileLayer
+        ] = {}  # the layer whose copy becomes a tensor outside of the layers
         for label, layer in layers.items():
             holders = renamed(layer.shared, new_labels)
             if not holders:
@@ -227,10 +252,14 @@ class Plan:
             for weight, holder in holders.items():
                 if weight not in self.layout.shares or weight not in layer.placement.weights:
                     continue
-                if label not in self.layers:  # an entry of a stack, which is one array with an entry for each layer
+                if (
+                    label not in self.layers
+                ):  # an entry of a stack, which is one array with an entry for each layer
                     continue
                 holder_label = label_of_holder(holder, weight)
-                kept_name = name_in_file(holder, weight, self.layout, file.infos) if keep_rest else None
+                kept_name = (
+                    name_in_file(holder, weight, self.layout, file.infos) if keep_rest else None
+                )
                 if holder_label in layers:
                     held = layers[holder_label].read(weight)
                 elif kept_name is not None:
@@ -248,7 +277,9 @@ class Plan:
             ((weight, _),) = [item for item in layer.shared.items() if item[1] == holder]
             make = partial(layer.read, weight)
             sources = partial(list, [layer.sources[str(layer.layout.name_of(weight))]])
-            self._add(holder, PlannedTensor(layer.placement.weights[weight], layer.dtype, make, sources))
+            self._add(
+                holder, PlannedTensor(layer.placement.weights[weight], layer.dtype, make, sources)
+            )
 
     @property
     def labels(self) -> dict[str, FileLayer]:
@@ -292,11 +323,17 @@ class Plan:
         return metadata_of(self.layout, self.specs, prefix, *known, has_others=has_others)
 
     def record(self, layout_from: str, metadata: Mapping[str, str]) -> ConversionPlan:
-        """Return the plan as a record; `layout_from` is CALLER if the caller specified the layout."""
+        """Return the plan as a record; `layout_from` is CALLER if the caller specified the
+        layout.
+        """
         return ConversionPlan(
-            layers=[_layer_record(layer, label, layout_from) for label, layer in self.labels.items()],
+            layers=[
+                _layer_record(layer, label, layout_from) for label, layer in self.labels.items()
+            ],
             tensors={name: tensor.sources() for name, tensor in self.tensors.items()},
-            size=sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.tensors.values()),
+            size=sum(
+                math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.tensors.values()
+            ),
             left_out=json.loads(metadata.get("dropped", "[]")),
         )
 
@@ -306,7 +343,11 @@ def _layer_record(layer: FileLayer, to: str, layout_from: str) -> PlannedLayer:
     layout_from = layout_from or (layer.known.model.origin if is_of_model else METADATA)
     counts = {name: getattr(layer.spec, name) for name in COUNTS}
     plain = AttentionSpec(layer.spec.d_model, **counts).values()
-    values = {name: value for name, value in layer.spec.values().items() if name in COUNTS or value != plain[name]}
+    values = {
+        name: value
+        for name, value in layer.spec.values().items()
+        if name in COUNTS or value != plain[name]
+    }
     hints = {name: layer.hints.origin_of(name) for name in values}
     return PlannedLayer(layer.label, to, layer.layout.name, layout_from, layer.spec, hints)
 

@@ -26,7 +26,9 @@ def numbered(prefix: str) -> str:
 
 
 def concrete_prefix(pattern: str, name: str) -> tuple[str, tuple[str, ...], str] | None:
-    """Split a name by a prefix pattern: the concrete prefix, the numbers for `{i}`, and the remainder."""
+    """Split a name by a prefix pattern: the concrete prefix, the numbers for `{i}`, and the
+    remainder.
+    """
     match = _expression(pattern).fullmatch(name)
     return None if match is None else (match[1], match.groups()[1:-1], match.groups()[-1])
 
@@ -50,7 +52,9 @@ def all_prefixes(names: Iterable[str]) -> dict[str, None]:
 def fitting_prefixes(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> list[str]:
     """Return the prefixes of all layers that fit a layout, with `{i}` for numbers."""
     found: dict[str, None] = {}
-    seen: dict[tuple[tuple[str, tuple[int, ...]], ...], bool] = {}  # most layers of a model are equal
+    seen: dict[
+        tuple[tuple[str, tuple[int, ...]], ...], bool
+    ] = {}  # most layers of a model are equal
     names = Names(shapes)
     for concrete in names.possible_prefixes(layout):
         pattern, begin = numbered(concrete), f"{concrete}." if concrete else ""
@@ -67,10 +71,14 @@ def fitting_prefixes(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> l
 
 
 def _fits(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> bool:
-    """Return whether tensors are a layer in a layout, or a stack of layers, for some number of heads."""
+    """Return whether tensors are a layer in a layout, or a stack of layers, for some number of
+    heads.
+    """
     try:
         is_stacked = stack_size(shapes, layout) is not None
-        find_spec({name: shape[is_stacked:] for name, shape in shapes.items()}, layout, LayerHints())
+        find_spec(
+            {name: shape[is_stacked:] for name, shape in shapes.items()}, layout, LayerHints()
+        )
     except UnknownHeadsError:
         return True
     except ValueError:
@@ -105,9 +113,17 @@ class Names:
         return self.beginning(f"{prefix}." if prefix else "")
 
     def possible_prefixes(self, layout: Layout) -> dict[str, str]:
-        """Return candidate prefixes of a layout's layers, each with a name that ends like one of its tensors."""
-        endings = {tensor.name.replace("{n}", "0") for tensor in layout.tensors if tensor.kind == "weight"}
-        matches = [(self.order[name], name, ending) for ending in endings for name in self._ending_with(ending)]
+        """Return candidate prefixes of a layout's layers, each with a name that ends like one of
+        its tensors.
+        """
+        endings = {
+            tensor.name.replace("{n}", "0") for tensor in layout.tensors if tensor.kind == "weight"
+        }
+        matches = [
+            (self.order[name], name, ending)
+            for ending in endings
+            for name in self._ending_with(ending)
+        ]
         found: dict[str, str] = {}
         for _, name, ending in sorted(matches):
             found.setdefault(name.removesuffix(ending).removesuffix("."), name)

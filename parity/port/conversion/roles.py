@@ -1,4 +1,6 @@
-"""Roles of a weight's axes: where heads and their features are, so that reordering or scaling is written once."""
+"""Roles of a weight's axes: where heads and their features are, so that reordering or scaling is
+written once.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,10 @@ class Role:
 
     Attributes:
         axis: axis of heads with their features; None if heads and features are separate axes.
-        heads: `q`, the N query heads; `kv`, the K key/value heads; or `shared`, one set of features for all heads.
-        features: `qk`, the H features of queries and keys; `v`, the Hv features of values; or empty for others.
+        heads: `q`, the N query heads; `kv`, the K key/value heads; or `shared`, one set of features
+            for all heads.
+        features: `qk`, the H features of queries and keys; `v`, the Hv features of values; or empty
+            for others.
     """
 
     axis: int | None
@@ -29,7 +33,9 @@ class Role:
     features: Literal["qk", "v", ""]
 
     def view(self, x: np.ndarray, spec: AttentionSpec) -> np.ndarray:
-        """Return a view (K, heads of the group, features, the rest); K and heads are 1 if they are shared."""
+        """Return a view (K, heads of the group, features, the rest); K and heads are 1 if they are
+        shared.
+        """
         groups = 1 if self.heads == "shared" else spec.num_kv_heads
         of_group = spec.num_heads // spec.num_kv_heads if self.heads == "q" else 1
         x = x.reshape(len(x), -1) if x.ndim == 3 else x  # vectors for each head
@@ -38,7 +44,9 @@ class Role:
 
 
 def roles(spec: AttentionSpec) -> dict[str, Role]:
-    """Return the roles of weights with heads, by canonical name. Biases of the output and latents have none."""
+    """Return the roles of weights with heads, by canonical name. Biases of the output and latents
+    have none.
+    """
     found: dict[str, Role] = {}
     of_parts: dict[str, Role] = {
         "q_proj": Role(0, "q", "qk" if spec.latent is None else ""),
@@ -51,7 +59,9 @@ def roles(spec: AttentionSpec) -> dict[str, Role]:
         "relative_bias": Role(1, "q", ""),
     }
     if spec.relative_products is not None:
-        of_parts |= dict.fromkeys(SIDES, Role(1, "q" if spec.relative_products.per_head else "shared", "qk"))
+        of_parts |= dict.fromkeys(
+            SIDES, Role(1, "q" if spec.relative_products.per_head else "shared", "qk")
+        )
     for name, shape in spec.weight_shapes.items():
         part = name.partition(".")[0]
         if name == "out_proj.weight":  # with latents, the features of values are rows of kv_b_proj
@@ -67,7 +77,9 @@ def roles(spec: AttentionSpec) -> dict[str, Role]:
 
 
 def digests(rows: np.ndarray) -> np.ndarray:
-    """Return a digest of the bytes of each row over the last axis; both zeros have the same digest."""
+    """Return a digest of the bytes of each row over the last axis; both zeros have the same
+    digest.
+    """
     flat = np.ascontiguousarray(rows + rows.dtype.type(0)).reshape(-1, rows.shape[-1])
     found = np.empty(len(flat), object)
     found[:] = [blake2b(row.tobytes(), digest_size=12).digest() for row in flat]

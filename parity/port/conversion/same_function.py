@@ -1,10 +1,12 @@
-"""Different weights of the same function: permuted heads or features, or a factor that another weight divides out.
+"""Different weights of the same function: permuted heads or features, or a factor that another
+weight divides out.
 
-Attention does not change if whole heads are permuted, if features of queries and keys are permuted alike (except
-those that RoPE rotates), or if features of values and columns of out_proj are. Nor does it change if one of two
-weights is multiplied by a factor that divides the other. Each finding is verified on all weights. An orthogonal
-change of basis is not detected, nor is a factor combined with a permutation. With keys and values of another layer only
-query heads that share a key/value head may be permuted.
+Attention does not change if whole heads are permuted, if features of queries and keys are permuted
+alike (except those that RoPE rotates), or if features of values and columns of out_proj are. Nor
+does it change if one of two weights is multiplied by a factor that divides the other. Each finding
+is verified on all weights. An orthogonal change of basis is not detected, nor is a factor combined
+with a permutation. With keys and values of another layer only query heads that share a key/value
+head may be permuted.
 """
 
 from __future__ import annotations
@@ -24,9 +26,14 @@ MOST_SHOWN = 16  # entries of a permutation
 
 
 def in_other_words(one: Weights, other: Weights, spec: AttentionSpec) -> str | None:
-    """Describe how two different sets of weights are the same function; None if no relation is found."""
+    """Describe how two different sets of weights are the same function; None if no relation is
+    found.
+    """
     held = roles(spec)
-    with_heads = {name: (held[name].view(one[name], spec), held[name].view(other[name], spec)) for name in held}
+    with_heads = {
+        name: (held[name].view(one[name], spec), held[name].view(other[name], spec))
+        for name in held
+    }
     if not all(agree(one[name], other[name]) for name in one if name not in held):
         return None
     return _reordered(with_heads, held, spec) or _rescaled(with_heads, held, spec)
@@ -38,23 +45,30 @@ def listed(order: np.ndarray) -> str:
     return shown if len(order) <= MOST_SHOWN else f"{shown} …"
 
 
-# ---- Permutations ----------------------------------------------------------------------------------------------------
+# ---- Permutations
+# --------------------------------------------------------------------------------------------------
 
 Views = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 
 @dataclass(frozen=True)
 class _Order:
-    """A permutation of heads and features: other[g, n, f] = one[groups[g], heads[g, n], features[g, f]]."""
+    """A permutation of heads and features: other[g, n, f] = one[groups[g], heads[g, n], features[g,
+    f]].
+    """
 
     groups: np.ndarray
     heads: np.ndarray
     features: dict[str, np.ndarray]
 
     def applied(self, x: np.ndarray, role: Role) -> np.ndarray:
-        """Return a view of the first weights in this order; shared weights are repeated for each group."""
+        """Return a view of the first weights in this order; shared weights are repeated for each
+        group.
+        """
         count = x.shape[2]
-        features = self.features.get(role.features, np.broadcast_to(np.arange(count), (len(self.groups), count)))
+        features = self.features.get(
+            role.features, np.broadcast_to(np.arange(count), (len(self.groups), count))
+        )
         if role.heads == "shared":
             return x[0, 0][features][:, None]
         heads = self.heads if role.heads == "q" else np.zeros((len(self.groups), 1), np.int64)
@@ -70,7 +84,11 @@ class _Order:
             what = "heads" if per_group == 1 else "key/value heads, each with its query heads,"
             found.append(f"{what} are in the order {listed(self.groups)}")
         words = {"qk": "features of q and k", "v": "features of v, and columns of out_proj,"}
-        found += [f"{words[kind]} are in another order" for kind, each in self.features.items() if _moves(each)]
+        found += [
+            f"{words[kind]} are in another order"
+            for kind, each in self.features.items()
+            if _moves(each)
+        ]
         return "; ".join(found)
 
 
@@ -79,7 +97,9 @@ def _moves(order: np.ndarray) -> bool:
 
 
 def _reordered(views: Views, held: Mapping[str, Role], spec: AttentionSpec) -> str | None:
-    """Describe the permutation of heads and features between two sets of weights, if there is one."""
+    """Describe the permutation of heads and features between two sets of weights, if there is
+    one.
+    """
     before, after = {}, {}
     for name, (one, other) in views.items():
         dtype = coarser(one.dtype, other.dtype)
@@ -95,9 +115,14 @@ def _reordered(views: Views, held: Mapping[str, Role], spec: AttentionSpec) -> s
 
 
 def _order(
-    before: Mapping[str, np.ndarray], after: Mapping[str, np.ndarray], held: Mapping[str, Role], spec: AttentionSpec
+    before: Mapping[str, np.ndarray],
+    after: Mapping[str, np.ndarray],
+    held: Mapping[str, Role],
+    spec: AttentionSpec,
 ) -> _Order | None:
-    """Return the only possible permutation of heads and features, by the digests of their rows, unverified."""
+    """Return the only possible permutation of heads and features, by the digests of their rows,
+    unverified.
+    """
     free, count = _free_features(spec), spec.num_heads // spec.num_kv_heads
     rows = _Rows(before, held, free), _Rows(after, held, free)
     groups, heads = np.arange(spec.num_kv_heads), np.tile(np.arange(count), (spec.num_kv_heads, 1))
@@ -109,15 +134,21 @@ def _order(
         groups = found
         for group, origin in enumerate(map(int, groups)):
             each = matched(
-                [rows[0].head(origin, n) for n in range(count)], [rows[1].head(group, n) for n in range(count)]
+                [rows[0].head(origin, n) for n in range(count)],
+                [rows[1].head(group, n) for n in range(count)],
             )
             if each is None:
                 return None
             heads[group] = each
-    features = {kind: np.tile(np.arange(len(which)), (len(groups), 1)) for kind, which in free.items()}
+    features = {
+        kind: np.tile(np.arange(len(which)), (len(groups), 1)) for kind, which in free.items()
+    }
     for kind, orders in features.items():
         for group, origin in enumerate(map(int, groups)):
-            each = matched(rows[0].features(kind, origin, heads[group]), rows[1].features(kind, group, range(count)))
+            each = matched(
+                rows[0].features(kind, origin, heads[group]),
+                rows[1].features(kind, group, range(count)),
+            )
             if each is None:
                 return None
             orders[group] = each
@@ -152,7 +183,9 @@ class _Rows:
         return self.head(group, 0, "kv"), *sorted(self.head(group, n) for n in range(count))
 
     def features(self, kind: str, group: int, heads: Iterable[int]) -> list[object]:
-        """Return a key for each feature of a group: its rows in all weights, or its place if it cannot be permuted."""
+        """Return a key for each feature of a group: its rows in all weights, or its place if it
+        cannot be permuted.
+        """
         places = {"q": [(group, n) for n in heads], "kv": [(group, 0)], "shared": [(0, 0)]}
         of_kind = [
             self.digests[name][place]
@@ -161,7 +194,10 @@ class _Rows:
             for place in places[role.heads]
         ]
         rows = zip(*of_kind, strict=True)
-        return [row if free else i for i, (row, free) in enumerate(zip(rows, self.free[kind], strict=True))]
+        return [
+            row if free else i
+            for i, (row, free) in enumerate(zip(rows, self.free[kind], strict=True))
+        ]
 
 
 def _free_features(spec: AttentionSpec) -> dict[str, np.ndarray]:
@@ -174,7 +210,8 @@ def _free_features(spec: AttentionSpec) -> dict[str, np.ndarray]:
     return {"qk": of_queries, "v": np.full(spec.value_head_dim, spec.out_proj)}
 
 
-# ---- Factors ---------------------------------------------------------------------------------------------------------
+# ---- Factors
+# --------------------------------------------------------------------------------------------------
 
 
 def _rescaled(views: Views, held: Mapping[str, Role], spec: AttentionSpec) -> str | None:
@@ -199,7 +236,10 @@ def _rescaled(views: Views, held: Mapping[str, Role], spec: AttentionSpec) -> st
         factors = np.where(np.isfinite(factors) & (factors != 0.0), factors, 1.0)[:, None, :, None]
         expected = {name: views[name][0].astype(np.float64) * factors for name in times}
         expected |= {name: views[name][0].astype(np.float64) / factors for name in over}
-        if not all(agree(expected[name], views[name][1], coarser(*(x.dtype for x in views[name]))) for name in names):
+        if not all(
+            agree(expected[name], views[name][1], coarser(*(x.dtype for x in views[name])))
+            for name in names
+        ):
             return None
         involved.update(names)
         words.append(_describe(factors, kind, views[names[0]]))
@@ -212,13 +252,20 @@ def _describe(factors: np.ndarray, kind: str, views: tuple[np.ndarray, np.ndarra
     """Format factors: a single one, or the smallest and the largest."""
     times, over = {"qk": ("q", "k"), "v": ("v", "columns of out_proj")}[kind]
     low, high = float(factors.min()), float(factors.max())
-    if high - low <= 8.0 * unit_of_rounding(coarser(*(view.dtype for view in views)).name) * abs(high):
+    if high - low <= 8.0 * unit_of_rounding(coarser(*(view.dtype for view in views)).name) * abs(
+        high
+    ):
         return f"{times} is multiplied by {high:.6g}, and {over} divided by that"
-    return f"features of {times} are multiplied by {low:.3g} to {high:.3g}, and {over} divided by the same"
+    return (
+        f"features of {times} are multiplied by {low:.3g} to {high:.3g}, and {over} divided by "
+        f"the same"
+    )
 
 
 def _factors(views: list[tuple[np.ndarray, np.ndarray]], tied: np.ndarray) -> np.ndarray:
-    """Return the factor of each feature of each group, equal among tied features: (K, features), or NaN."""
+    """Return the factor of each feature of each group, equal among tied features: (K, features), or
+    NaN.
+    """
     shape = (views[0][0].shape[0], len(tied))
     products, squares = np.zeros(shape), np.zeros(shape)
     for one, other in views:
@@ -233,11 +280,15 @@ def _factors(views: list[tuple[np.ndarray, np.ndarray]], tied: np.ndarray) -> np
 
 
 def _tied(spec: AttentionSpec) -> np.ndarray:
-    """Return a number for each query feature; features of a RoPE pair share one, because they share a factor."""
+    """Return a number for each query feature; features of a RoPE pair share one, because they share
+    a factor.
+    """
     found = np.arange(spec.head_dim)
     if spec.rope is not None:
         rotated = spec.rope.rotated_features(spec.head_dim)
         pairs = found[rotated].reshape((2, -1) if spec.rope.pairs == "half" else (-1, 2))
         axis = 0 if spec.rope.pairs == "half" else 1
-        found[rotated] = np.broadcast_to(pairs.min(axis=axis, keepdims=True), pairs.shape).reshape(-1)
+        found[rotated] = np.broadcast_to(pairs.min(axis=axis, keepdims=True), pairs.shape).reshape(
+            -1
+        )
     return found

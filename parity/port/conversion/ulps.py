@@ -12,8 +12,9 @@ from parity.measure.core.packages import is_installed
 from parity.measure.core.weights import dtype_named
 
 MOST_ULPS = 4.0
-"""Largest distance of equal weights, in units in the last place. A conversion that computes, such as one that
-multiplies a scale in and out again, rounds a few times."""
+"""Largest distance of equal weights, in units in the last place. A conversion that computes, such
+as one that multiplies a scale in and out again, rounds a few times.
+"""
 
 
 def coarser(one: np.dtype, other: np.dtype) -> np.dtype:
@@ -22,7 +23,9 @@ def coarser(one: np.dtype, other: np.dtype) -> np.dtype:
 
 
 def ulps(one: np.ndarray, other: np.ndarray, dtype: np.dtype | None = None) -> np.ndarray:
-    """Return the distance of each element in units in the last place of the smaller value, as float64."""
+    """Return the distance of each element in units in the last place of the smaller value, as
+    float64.
+    """
     info = ml_dtypes.finfo(dtype or coarser(one.dtype, other.dtype))
     one, other = one.astype(np.float64), other.astype(np.float64)
     smaller = np.maximum(np.minimum(np.abs(one), np.abs(other)), float(info.smallest_normal))
@@ -35,7 +38,9 @@ def agree(one: np.ndarray, other: np.ndarray, dtype: np.dtype | None = None) -> 
     if one.shape != other.shape:
         return False
     dtype = dtype or coarser(one.dtype, other.dtype)
-    parts = (slice(1), slice(None)) if one.ndim else ((),)  # the first row usually shows a disagreement
+    parts = (
+        (slice(1), slice(None)) if one.ndim else ((),)
+    )  # the first row usually shows a disagreement
     return all(bool((ulps(one[part], other[part], dtype) <= MOST_ULPS).all()) for part in parts)
 
 
@@ -46,11 +51,14 @@ def is_copy(one: np.ndarray, other: np.ndarray) -> bool:
         return np.array_equal(fine.astype(coarse.dtype), coarse)
 
 
-# ---- Fewer bits in the same dtype ------------------------------------------------------------------------------------
+# ---- Fewer bits in the same dtype
+# ------------------------------------------------------------------------------------
 
 
 def _through(name: str) -> Callable[[np.ndarray], np.ndarray]:
-    dtype = dtype_named(name) if name in ("bfloat16", "float16") else np.dtype(getattr(ml_dtypes, name))
+    dtype = (
+        dtype_named(name) if name in ("bfloat16", "float16") else np.dtype(getattr(ml_dtypes, name))
+    )
     most = float(ml_dtypes.finfo(dtype).max)
     return lambda x: np.clip(x, -most, most).astype(dtype).astype(np.float32)
 
@@ -76,7 +84,9 @@ FEWER_BITS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "rounded to float8 (e4m3)": _through("float8_e4m3fn"),
     "rounded to float8 (e5m2)": _through("float8_e5m2"),
 }
-"""LossyError conversions of float32, by description; values that are too large become the largest."""
+"""LossyError conversions of float32, by description; values that are too large become the
+largest.
+"""
 
 
 def ways_to_fewer_bits(one: np.ndarray, other: np.ndarray) -> list[str]:
@@ -97,7 +107,9 @@ BLOCK = 32
 
 
 def quantized_as(one: np.ndarray, other: np.ndarray) -> str | None:
-    """Return the GGUF type whose quantization turns `one` into `other` exactly; None if there is none, or no gguf."""
+    """Return the GGUF type whose quantization turns `one` into `other` exactly; None if there is
+    none, or no gguf.
+    """
     if one.ndim != 2 or one.shape[1] % BLOCK or not is_installed("gguf"):
         return None
     import gguf
@@ -108,4 +120,7 @@ def quantized_as(one: np.ndarray, other: np.ndarray) -> str | None:
         return np.array_equal(gguf.quants.dequantize(blocks, kind), other[rows].astype(np.float32))
 
     with np.errstate(all="ignore"):  # blocks of zeros
-        return next((kind for kind in QUANTISED if is_kind(kind, slice(1)) and is_kind(kind, slice(None))), None)
+        return next(
+            (kind for kind in QUANTISED if is_kind(kind, slice(1)) and is_kind(kind, slice(None))),
+            None,
+        )

@@ -20,7 +20,10 @@ from parity.measure.core.weights import Weights, is_floating, unheld, weight_sha
 
 @np.errstate(over="ignore", invalid="ignore")  # infinities from weights are compared as differences
 def verify(
-    weights: Mapping[str, Any], spec: AttentionSpec, other: Mapping[str, Any], other_spec: AttentionSpec
+    weights: Mapping[str, Any],
+    spec: AttentionSpec,
+    other: Mapping[str, Any],
+    other_spec: AttentionSpec,
 ) -> list[Comparison]:
     """Compare two layers on probe inputs, stage by stage, in the narrower of their dtypes.
 
@@ -34,7 +37,8 @@ def verify(
         A comparison for each stage, with `weights` as the reference.
 
     Raises:
-        ValueError: if the layers differ in more than their weights; biases that only one has count as weights.
+        ValueError: if the layers differ in more than their weights; biases that only one has count
+            as weights.
     """
     mine, theirs = probe(weights, spec, other, other_spec)
     dtype = mine.dtype
@@ -44,7 +48,9 @@ def verify(
     return [
         compare(
             actual[stage].astype(kept_dtype(stage, dtype)),
-            expected[stage].astype(kept_dtype(stage, dtype)).astype(np.float64),  # so that equal weights differ by 0
+            expected[stage]
+            .astype(kept_dtype(stage, dtype))
+            .astype(np.float64),  # so that equal weights differ by 0
             same_precision[stage],
             Label("verify", "the other", dtype, stage),
         )
@@ -53,7 +59,10 @@ def verify(
 
 
 def probe(
-    weights: Mapping[str, Any], spec: AttentionSpec, other: Mapping[str, Any], other_spec: AttentionSpec
+    weights: Mapping[str, Any],
+    spec: AttentionSpec,
+    other: Mapping[str, Any],
+    other_spec: AttentionSpec,
 ) -> tuple[Problem, Problem]:
     """Make probe inputs for two supposedly equal layers, with the weights of each."""
     weights, with_all = with_biases(to_numpy_by_name(weights), spec, other_spec)
@@ -66,17 +75,25 @@ def probe(
     return make_problem(case, dtype, weights), make_problem(case, dtype, other)
 
 
-def with_biases(weights: Weights, spec: AttentionSpec, other_spec: AttentionSpec) -> tuple[Weights, AttentionSpec]:
+def with_biases(
+    weights: Weights, spec: AttentionSpec, other_spec: AttentionSpec
+) -> tuple[Weights, AttentionSpec]:
     """Add zero biases to a layer if only the other one has biases; the function stays the same."""
     biases = tuple(map(any, zip(spec.qkv_biases, other_spec.qkv_biases, strict=True)))
     with_all = replace(unheld(spec), qkv_bias=biases, out_bias=spec.out_bias or other_spec.out_bias)
     dtype = next(iter(weights.values())).dtype if weights else np.dtype(np.float32)
-    added = {name: shape for name, shape in weight_shapes(with_all).items() if name not in weight_shapes(spec)}
+    added = {
+        name: shape
+        for name, shape in weight_shapes(with_all).items()
+        if name not in weight_shapes(spec)
+    }
     return {**weights, **{name: np.zeros(shape, dtype) for name, shape in added.items()}}, with_all
 
 
 def check_alike(spec: AttentionSpec, other_spec: AttentionSpec) -> AttentionSpec:
-    """Return the specification that two layers share, without fields that weights do not show, or reject them."""
+    """Return the specification that two layers share, without fields that weights do not show, or
+    reject them.
+    """
     spec, other_spec = unheld(spec), unheld(other_spec)
     if spec != other_spec:
         fields, other_fields = spec.values(), other_spec.values()
@@ -85,23 +102,35 @@ def check_alike(spec: AttentionSpec, other_spec: AttentionSpec) -> AttentionSpec
         rope = spec.rope or other_spec.rope
         if differ == ["rope"] and rope is not None and None in (spec.rope, other_spec.rope):
             theta = f"--rope-theta {rope.theta:g}, or rope=Rope({rope.theta:g}),"
-            words += f"; {theta if rope == Rope(rope.theta) else 'rope=Rope(…), from Python,'} sets it for the other"
+            words += (
+                f"; {theta if rope == Rope(rope.theta) else 'rope=Rope(…), from Python,'} sets "
+                f"it for the other"
+            )
         raise InputError("the layers", "have the same specification to be compared", words)
     return spec
 
 
 def probe_case(name: str, spec: AttentionSpec, *, is_causal: bool | None = None) -> Case:
-    """Return a case of a few tokens: causal self-attention, or cross-attention if keys have another width."""
+    """Return a case of a few tokens: causal self-attention, or cross-attention if keys have another
+    width.
+    """
     is_cross = spec.d_kv != spec.d_in
     causal = not is_cross if is_causal is None else is_causal
-    return Case(name, spec, "probe inputs", seq_len=19, seq_len_k=23 if is_cross else None, is_causal=causal)
+    return Case(
+        name, spec, "probe inputs", seq_len=19, seq_len_k=23 if is_cross else None, is_causal=causal
+    )
 
 
 def same_array(array: np.ndarray, other: np.ndarray) -> bool:
     """Return whether two arrays have equal shapes, dtypes and bits."""
-    return (array.dtype, array.shape) == (other.dtype, other.shape) and array.tobytes() == other.tobytes()
+    return (array.dtype, array.shape) == (
+        other.dtype,
+        other.shape,
+    ) and array.tobytes() == other.tobytes()
 
 
 def same_bits(weights: Weights, other: Weights) -> bool:
     """Return whether two sets of weights have equal names, dtypes and bits."""
-    return weights.keys() == other.keys() and all(same_array(array, other[name]) for name, array in weights.items())
+    return weights.keys() == other.keys() and all(
+        same_array(array, other[name]) for name, array in weights.items()
+    )

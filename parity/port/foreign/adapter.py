@@ -1,4 +1,6 @@
-"""Base class of the adapters of other libraries' layers: which layers can be made, and which weights fit."""
+"""Base class of the adapters of other libraries' layers: which layers can be made, and which
+weights fit.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,23 @@ from parity.port.conversion.layouts.detection import find_spec
 
 HELD = frozenset(
     {
-        *("d_model", "num_heads", "num_kv_heads", "head_dim", "d_in", "d_kv", "qkv_bias", "out_bias", "out_proj"),
+        *(
+            "d_model",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "d_in",
+            "d_kv",
+            "qkv_bias",
+            "out_bias",
+            "out_proj",
+        ),
         *("value_head_dim", "fused_qkv", "dropout"),
     }
 )
-"""Fields of a specification that other libraries' layers support, as far as their layouts allow. (`fused_qkv` only
-concerns how our modules store the same weights.) No other field is supported."""
+"""Fields of a specification that other libraries' layers support, as far as their layouts allow.
+(`fused_qkv` only concerns how our modules store the same weights.) No other field is supported.
+"""
 
 
 class Adapter(ABC):
@@ -57,7 +70,9 @@ class Adapter(ABC):
 
     @abstractmethod
     def write(self, module: Any, tensors: Weights) -> Any:
-        """Replace the module's weights by fitting ones; return the module, or a new one if it is immutable."""
+        """Replace the module's weights by fitting ones; return the module, or a new one if it is
+        immutable.
+        """
 
     @abstractmethod
     def known(self, module: Any) -> dict[str, Any]:
@@ -69,9 +84,17 @@ class Adapter(ABC):
 
     @abstractmethod
     def call(
-        self, module: Any, query: Any, key: Any, value: Any, *, mask: Any = None, train: bool = False
+        self,
+        module: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        *,
+        mask: Any = None,
+        train: bool = False,
     ) -> tuple[Any, Any]:
-        """Call the layer with its library's arrays; subclasses accept further options of their library.
+        """Call the layer with its library's arrays; subclasses accept further options of their
+        library.
 
         Args:
             module: the layer.
@@ -80,7 +103,8 @@ class Adapter(ABC):
             train: apply dropout, with a fixed seed in JAX, and with torch's global random state.
 
         Returns:
-            The output, and the attention weights (B, N, T, S) if requested and available, otherwise None.
+            The output, and the attention weights (B, N, T, S) if requested and available, otherwise
+            None.
         """
 
     def read(self, module: Any) -> Weights:
@@ -91,20 +115,27 @@ class Adapter(ABC):
         """Return the specification of a module.
 
         Raises:
-            ValueError: if it holds weights outside its layout, or computes something that no specification expresses.
+            ValueError: if it holds weights outside its layout, or computes something that no
+                specification expresses.
         """
         known = self.known(module)
         dropout = float(known.pop("dropout"))
         shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors(module).items()}
-        return replace(find_spec(shapes, LAYOUTS[self.layout], LayerHints(**known)), dropout=dropout)
+        return replace(
+            find_spec(shapes, LAYOUTS[self.layout], LayerHints(**known)), dropout=dropout
+        )
 
     def load_into(self, module: Any, weights: Mapping[str, Any]) -> Any:
-        """Load canonical weights into a module, bit for bit, and return it; on error it stays unchanged."""
+        """Load canonical weights into a module, bit for bit, and return it; on error it stays
+        unchanged.
+        """
         tensors = from_canonical(weights, self.spec_of(module), LAYOUTS[self.layout])
         fitting = {name: _shape_and_dtype(tensor) for name, tensor in tensors.items()}
         wanted = {name: _shape_and_dtype(tensor) for name, tensor in self.tensors(module).items()}
         if fitting != wanted:
-            name = min(name for name in {*fitting, *wanted} if fitting.get(name) != wanted.get(name))
+            name = min(
+                name for name in {*fitting, *wanted} if fitting.get(name) != wanted.get(name)
+            )
             raise InputTypeError(
                 name,
                 f"have the shape and dtype of the module's, {wanted.get(name, 'none')}",
@@ -151,6 +182,8 @@ def refuse_where(computes: Mapping[str, Any], what: str) -> None:
     Raises:
         ValueError: if an option is set; it names the options.
     """
-    others = {name: value for name, value in computes.items() if value is not None and value is not False}
+    others = {
+        name: value for name, value in computes.items() if value is not None and value is not False
+    }
     if others:
         raise InputError(f"a {what}", f"have no {' or '.join(others)}", others)

@@ -47,17 +47,31 @@ class EquinoxMultiheadAttention(Adapter):
 
     def write(self, module: Any, tensors: Weights) -> Any:
         return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: to_jax(tensors[_name(path)]) if equinox.is_array(leaf) else leaf, module
+            lambda path, leaf: to_jax(tensors[_name(path)]) if equinox.is_array(leaf) else leaf,
+            module,
         )
 
     def known(self, module: Any) -> dict[str, Any]:
         for one, other in (("qk_size", "vo_size"), ("key_size", "value_size")):
             if (size := getattr(module, one)) != (others := getattr(module, other)):
-                raise InputError("module", f"have {one} equal to {other}", {one: size, other: others})
-        return {"num_heads": module.num_heads, "head_dim": module.qk_size, "dropout": module.dropout.p}
+                raise InputError(
+                    "module", f"have {one} equal to {other}", {one: size, other: others}
+                )
+        return {
+            "num_heads": module.num_heads,
+            "head_dim": module.qk_size,
+            "dropout": module.dropout.p,
+        }
 
     def call(
-        self, module: Any, query: Any, key: Any, value: Any, *, mask: Any = None, train: bool = False
+        self,
+        module: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        *,
+        mask: Any = None,
+        train: bool = False,
     ) -> tuple[Any, Any]:
         if mask is not None:
             mask = jnp.broadcast_to(mask, (query.shape[0], *mask.shape[1:]))
@@ -67,7 +81,9 @@ class EquinoxMultiheadAttention(Adapter):
             return module(query, key, value, mask, key=rng, inference=not train)
 
         rngs = jax.random.split(jax.random.key(0), query.shape[0])
-        return jax.vmap(one, in_axes=(0, 0, 0, None if mask is None else 0, 0))(query, key, value, mask, rngs), None
+        return jax.vmap(one, in_axes=(0, 0, 0, None if mask is None else 0, 0))(
+            query, key, value, mask, rngs
+        ), None
 
 
 def _name(path: Any) -> str:

@@ -1,4 +1,6 @@
-"""`keras.layers.MultiHeadAttention` and `keras.layers.GroupQueryAttention`, on any framework of Keras."""
+"""`keras.layers.MultiHeadAttention` and `keras.layers.GroupQueryAttention`, on any framework of
+Keras.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ def import_keras(framework: str | None = None) -> ModuleType:
     """Import Keras, which runs on the framework that it was first imported with.
 
     Args:
-        framework: framework to import it with, unless Keras is already imported or `KERAS_BACKEND` is set. Default:
-            that of the user's Keras settings if installed, otherwise torch or JAX.
+        framework: framework to import it with, unless Keras is already imported or `KERAS_BACKEND`
+            is set. Default: that of the user's Keras settings if installed, otherwise torch or JAX.
 
     Raises:
         ImportError: if Keras or its framework is not installed.
@@ -42,7 +44,9 @@ def import_keras(framework: str | None = None) -> ModuleType:
 
 
 def _configured_framework() -> str:
-    """Return the framework of the user's settings if it is installed; Keras may write one that is not."""
+    """Return the framework of the user's settings if it is installed; Keras may write one that is
+    not.
+    """
     settings = Path(os.environ.get("KERAS_HOME", Path.home() / ".keras")) / "keras.json"
     chosen = read_json(settings).get("backend") if settings.exists() else None
     if chosen is not None and find_spec(chosen):
@@ -57,9 +61,14 @@ class _KerasAttention(Adapter):
 
     def tensors(self, module: Any) -> Mapping[str, Any]:
         if not module.built:
-            raise InputError(f"a {self.name}", "be built first, with layer.build(query_shape, value_shape)")
-        # A path ends with the projection and its kernel or bias; it begins with the names of enclosing layers.
-        return {".".join(variable.path.split("/")[-2:]): variable.value for variable in module.weights}
+            raise InputError(
+                f"a {self.name}", "be built first, with layer.build(query_shape, value_shape)"
+            )
+        # A path ends with the projection and its kernel or bias; it begins with the names of
+        # enclosing layers.
+        return {
+            ".".join(variable.path.split("/")[-2:]): variable.value for variable in module.weights
+        }
 
     def write(self, module: Any, tensors: Weights) -> Any:
         converts: dict[str, Callable[[np.ndarray], Any]] = {"torch": to_torch, "jax": to_jax}
@@ -83,7 +92,9 @@ class _KerasAttention(Adapter):
         """Call the layer as `Adapter.call` does; the mask must be the same for all heads."""
         if mask is not None:
             if mask.shape[1] != 1:
-                raise InputError(f"the mask of a {self.name}", "be one for all heads", {"mask.shape": mask.shape})
+                raise InputError(
+                    f"the mask of a {self.name}", "be one for all heads", {"mask.shape": mask.shape}
+                )
             mask = mask[:, 0]
         result = module(
             query,
@@ -112,7 +123,9 @@ class KerasMultiHeadAttention(_KerasAttention):
             "dtype": dtype,
             "seed": 0,
         }
-        layer = import_keras().layers.MultiHeadAttention(spec.num_heads, spec.head_dim, **(given | options))
+        layer = import_keras().layers.MultiHeadAttention(
+            spec.num_heads, spec.head_dim, **(given | options)
+        )
         layer.build((None, None, spec.d_in), (None, None, spec.d_kv))
         return layer
 
@@ -121,7 +134,9 @@ class KerasMultiHeadAttention(_KerasAttention):
         others = {name: config.get(name) for name in ("use_gate", "sliding_window")}
         axes = config["attention_axes"]
         others["attention_axes"] = None if axes is None or tuple(axes) == (1,) else axes
-        others["value_dim"] = None if config["value_dim"] == config["key_dim"] else config["value_dim"]
+        others["value_dim"] = (
+            None if config["value_dim"] == config["key_dim"] else config["value_dim"]
+        )
         refuse_where(others, self.name)
         return {"num_heads": config["num_heads"], "dropout": config["dropout"]}
 
@@ -136,7 +151,9 @@ class KerasGroupQueryAttention(_KerasAttention):
         self.check_can_be(spec)
         if spec.d_model != spec.d_in:
             raise InputError(
-                f"a {self.name}", "have d_model equal to d_in", {"spec.d_model": spec.d_model, "spec.d_in": spec.d_in}
+                f"a {self.name}",
+                "have d_model equal to d_in",
+                {"spec.d_model": spec.d_model, "spec.d_in": spec.d_in},
             )
         heads = (spec.head_dim, spec.num_heads, spec.num_kv_heads)
         given = {"use_bias": spec.qkv_bias, "dropout": spec.dropout, "dtype": dtype, "seed": 0}

@@ -1,7 +1,7 @@
 """`flax.linen.MultiHeadDotProductAttention`, and its alias `MultiHeadAttention`.
 
-A linen module holds no weights, so the modules here are bound to theirs: `module.bind({"params": params})`. Loading
-weights returns a new module, bound to them: `bound.variables["params"]`.
+A linen module holds no weights, so the modules here are bound to theirs: `module.bind({"params":
+params})`. Loading weights returns a new module, bound to them: `bound.variables["params"]`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,25 @@ class LinenMultiHeadDotProductAttention(Adapter):
 
     def make(self, spec: AttentionSpec, dtype: str = "float32", **options: Any) -> Any:
         self.check_can_be(spec)
-        sizes = {"qkv_features": spec.q_width, "out_features": spec.d_model, "use_bias": spec.qkv_bias}
-        dtypes = {"dtype": jnp.dtype(dtype), "param_dtype": jnp.dtype(dtype), "dropout_rate": spec.dropout}
-        module = flax.linen.MultiHeadDotProductAttention(spec.num_heads, **(sizes | dtypes | options))
-        query, key = (jnp.zeros((1, 1, width), jnp.dtype(dtype)) for width in (spec.d_in, spec.d_kv))
-        return module.bind(module.init({"params": jax.random.key(0)}, query, key, **_mode(module, train=False)))
+        sizes = {
+            "qkv_features": spec.q_width,
+            "out_features": spec.d_model,
+            "use_bias": spec.qkv_bias,
+        }
+        dtypes = {
+            "dtype": jnp.dtype(dtype),
+            "param_dtype": jnp.dtype(dtype),
+            "dropout_rate": spec.dropout,
+        }
+        module = flax.linen.MultiHeadDotProductAttention(
+            spec.num_heads, **(sizes | dtypes | options)
+        )
+        query, key = (
+            jnp.zeros((1, 1, width), jnp.dtype(dtype)) for width in (spec.d_in, spec.d_kv)
+        )
+        return module.bind(
+            module.init({"params": jax.random.key(0)}, query, key, **_mode(module, train=False))
+        )
 
     def tensors(self, module: Any) -> Mapping[str, Any]:
         if module.scope is None:
@@ -47,7 +61,9 @@ class LinenMultiHeadDotProductAttention(Adapter):
 
     def write(self, module: Any, tensors: Weights) -> Any:
         module, variables = module.unbind()
-        params = flax.traverse_util.unflatten_dict({name: to_jax(x) for name, x in tensors.items()}, sep=".")
+        params = flax.traverse_util.unflatten_dict(
+            {name: to_jax(x) for name, x in tensors.items()}, sep="."
+        )
         return module.bind({**variables, "params": params})
 
     def known(self, module: Any) -> dict[str, Any]:
@@ -83,7 +99,9 @@ class LinenMultiHeadDotProductAttention(Adapter):
 
 
 def _mode(module: Any, train: bool) -> dict[str, Any]:
-    """Return the keyword argument that enables dropout, unless the module was constructed with it."""
+    """Return the keyword argument that enables dropout, unless the module was constructed with
+    it.
+    """
     return {"deterministic": not train} if module.deterministic is None else {}
 
 

@@ -35,7 +35,9 @@ class NnxMultiHeadAttention(Adapter):
             "decode": False,
             "rngs": nnx.Rngs(0),
         }
-        return nnx.MultiHeadAttention(spec.num_heads, spec.d_in, spec.q_width, spec.d_model, **(given | options))
+        return nnx.MultiHeadAttention(
+            spec.num_heads, spec.d_in, spec.q_width, spec.d_model, **(given | options)
+        )
 
     def tensors(self, module: Any) -> Mapping[str, Any]:
         return flatten(nnx.to_pure_dict(nnx.state(module, nnx.Param)))
@@ -76,7 +78,9 @@ class NnxMultiHeadAttention(Adapter):
             deterministic=not train,
             rngs=nnx.Rngs(dropout=0),
         )
-        return output, jax.tree.leaves(nnx.pop(module, nnx.Intermediate))[0] if need_weights else None
+        return output, jax.tree.leaves(nnx.pop(module, nnx.Intermediate))[
+            0
+        ] if need_weights else None
 
 
 ADAPTERS = [NnxMultiHeadAttention()]

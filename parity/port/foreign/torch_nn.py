@@ -22,7 +22,12 @@ class TorchMultiheadAttention(Adapter):
 
     def make(self, spec: AttentionSpec, dtype: str = "float32", **options: Any) -> Any:
         self.check_can_be(spec)
-        sizes = {"kdim": spec.d_kv, "vdim": spec.d_kv, "bias": spec.qkv_bias, "dropout": spec.dropout}
+        sizes = {
+            "kdim": spec.d_kv,
+            "vdim": spec.d_kv,
+            "bias": spec.qkv_bias,
+            "dropout": spec.dropout,
+        }
         given = {"batch_first": True, "dtype": getattr(torch, dtype), **sizes, **options}
         return torch.nn.MultiheadAttention(spec.d_model, spec.num_heads, **given)
 
@@ -37,7 +42,9 @@ class TorchMultiheadAttention(Adapter):
 
     def known(self, module: Any) -> dict[str, Any]:
         if module.kdim != module.vdim:
-            raise InputError("module", "have kdim equal to vdim", kdim=module.kdim, vdim=module.vdim)
+            raise InputError(
+                "module", "have kdim equal to vdim", kdim=module.kdim, vdim=module.vdim
+            )
         if module.bias_k is not None or module.add_zero_attn:
             raise InputError(
                 "module",
@@ -60,7 +67,8 @@ class TorchMultiheadAttention(Adapter):
         need_weights: bool = False,
         train: bool = False,
     ) -> tuple[Any, Any]:
-        """Call the layer as `Adapter.call` does; `padding` is (B, S), and `is_causal` requires the mask.
+        """Call the layer as `Adapter.call` does; `padding` is (B, S), and `is_causal` requires the
+        mask.
 
         The module stays in the mode of the call.
         """

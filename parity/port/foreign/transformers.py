@@ -39,11 +39,15 @@ class ModuleCall(NamedTuple):
 
 
 LARGEST_BLOCK = 1 << 28
-"""Largest number of parameters of a layer that is allocated as a whole, because its attention needs other parts."""
+"""Largest number of parameters of a layer that is allocated as a whole, because its attention needs
+other parts.
+"""
 
 
 class NotAlone(RuntimeError):
-    """A layer that its model cannot run by itself, with the reason; it says nothing about the layer."""
+    """A layer that its model cannot run by itself, with the reason; it says nothing about the
+    layer.
+    """
 
 
 class _Way(NamedTuple):
@@ -66,7 +70,9 @@ class _Done(Exception):
 
 
 class Skeleton:
-    """A model without weights, in which one attention layer at a time is loaded, and run as the model runs it."""
+    """A model without weights, in which one attention layer at a time is loaded, and run as the
+    model runs it.
+    """
 
     def __init__(self, config: Any, attn_implementation: str = "eager") -> None:
         """Create the model on torch's meta device.
@@ -82,11 +88,15 @@ class Skeleton:
 
         try:
             with torch.device("meta"):
-                self._model = AutoModel.from_config(config, attn_implementation=attn_implementation).eval()
+                self._model = AutoModel.from_config(
+                    config, attn_implementation=attn_implementation
+                ).eval()
         except ValueError as error:  # its text lists all supported models
             if "Unrecognized configuration class" not in str(error):
                 raise
-            raise InputError("transformers", f"support {type(config).__name__}, but does not") from None
+            raise InputError(
+                "transformers", f"support {type(config).__name__}, but does not"
+            ) from None
 
     def run(
         self,
@@ -146,8 +156,11 @@ class Skeleton:
             raise NotAlone("its output bias is added outside of its module")
         return Ran(got[0].numpy(), gave[0].reshape(*x.shape[:-1], -1).numpy())
 
-    def call(self, layer: ModelLayer, label: str, tensors: Mapping[str, Any], x: np.ndarray) -> ModuleCall:
-        """Return a layer's own module with the arguments that the model passes, to be called repeatedly.
+    def call(
+        self, layer: ModelLayer, label: str, tensors: Mapping[str, Any], x: np.ndarray
+    ) -> ModuleCall:
+        """Return a layer's own module with the arguments that the model passes, to be called
+        repeatedly.
 
         Args:
             layer, label, tensors, x: as in `run`.
@@ -169,31 +182,44 @@ class Skeleton:
             hook.remove()
         return calls[0]
 
-    # ---- Where a layer is --------------------------------------------------------------------------------------------
+    # ---- Where a layer is
+    # --------------------------------------------------------------------------------------------
 
     def _path_of(self, layer: ModelLayer, label: str) -> str:
-        """Return the path of a layer's attention module in memory, which may differ from that in files."""
+        """Return the path of a layer's attention module in memory, which may differ from that in
+        files.
+        """
         if layer.kv_source is not None:
             raise NotAlone("it attends to keys and values of another layer")
         names = [name for name, _ in self._model.named_modules() if name]
-        paths = {name: name for name in names if layer.is_at(name)} or self._paths_by_files(layer, names)
+        paths = {name: name for name in names if layer.is_at(name)} or self._paths_by_files(
+            layer, names
+        )
         if len(paths) > 1:  # also in another part of the model
             ends = {name: path for name, path in paths.items() if f".{label}".endswith(f".{path}")}
-            begins = {name: path for name, path in paths.items() if path.split(".")[0] in label.split(".")}
+            begins = {
+                name: path for name, path in paths.items() if path.split(".")[0] in label.split(".")
+            }
             paths = ends or begins
         if len(paths) != 1:
             count = "several modules" if paths else "no module"
-            raise NotAlone(f"{type(self._model).__name__} of transformers has {count} with its name")
+            raise NotAlone(
+                f"{type(self._model).__name__} of transformers has {count} with its name"
+            )
         return next(iter(paths))
 
     def _paths_by_files(self, layer: ModelLayer, names: list[str]) -> dict[str, str]:
-        """Return the modules all of whose tensors a layer has in files, by path, with their paths in files."""
+        """Return the modules all of whose tensors a layer has in files, by path, with their paths
+        in files.
+        """
         modules: dict[str, tuple[int, str]] = {}
         for name in sorted(names, key=len):
             if str(layer.index) not in name.split("."):
                 continue
             state = self._model.get_submodule(name).state_dict()
-            in_files = names_in_files(self._model, {f"{name}.{short}": value for short, value in state.items()})
+            in_files = names_in_files(
+                self._model, {f"{name}.{short}": value for short, value in state.items()}
+            )
             cut = [f".{each}".rpartition(f".{layer.path}.") for each in in_files]
             begins = {before for before, *_ in cut}
             if len(begins) == 1 and all(between for _, between, _ in cut):
@@ -204,26 +230,36 @@ class Skeleton:
                     modules[where] = len(cut), name
         return {name: where for where, (_, name) in modules.items()}
 
-    # ---- Weights -----------------------------------------------------------------------------------------------------
+    # ---- Weights
+    # ----------------------------------------------------------------------------------------------
 
     def _load(self, layer: ModelLayer, path: str, tensors: Mapping[str, Any]) -> None:
-        """Load the weights of an attention module, and those that it uses of other modules that are allocated."""
+        """Load the weights of an attention module, and those that it uses of other modules that are
+        allocated.
+        """
         attention = self._model.get_submodule(path)
         in_memory = self._as_in_memory(layer, path, tensors)
-        attention.load_state_dict({name: torch.from_numpy(value) for name, value in in_memory.items()}, strict=False)
+        attention.load_state_dict(
+            {name: torch.from_numpy(value) for name, value in in_memory.items()}, strict=False
+        )
         for short, where in layer.shared.items():
             for name, parameter in self._model.named_parameters():
                 if short in tensors and f".{name}".endswith(f".{where}") and not parameter.is_meta:
                     parameter.data.copy_(torch.from_numpy(tensors[short]))
 
-    def _as_in_memory(self, layer: ModelLayer, path: str, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the tensors of a layer's file by their names in memory, where they may be arranged otherwise."""
+    def _as_in_memory(
+        self, layer: ModelLayer, path: str, tensors: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Return the tensors of a layer's file by their names in memory, where they may be arranged
+        otherwise.
+        """
         state = self._model.get_submodule(path).state_dict()
         known = {f"{path}.{name}": value for name, value in state.items()}
         in_files = names_in_files(self._model, known)
         if in_files.keys() == known.keys() and all(in_files[name] is known[name] for name in known):
             return tensors
-        # The library only converts from memory to files. Numbers that say where each value lies make that a way back.
+        # The library only converts from memory to files. Numbers that say where each value lies
+        # make that a way back.
         places: dict[str, Tensor] = {}
         start = 0
         for name, value in known.items():
@@ -261,7 +297,8 @@ class Skeleton:
         models = [owner for owner in owners if isinstance(owner, PreTrainedModel)]
         models[-1]._init_weights(module)
 
-    # ---- Forward passes ----------------------------------------------------------------------------------------------
+    # ---- Forward passes
+    # ----------------------------------------------------------------------------------------------
 
     def _run(
         self,
@@ -272,13 +309,16 @@ class Skeleton:
         extra: Mapping[str, Any],
         is_right: Callable[[], bool],
     ) -> None:
-        """Run the model until a hook ends that, in the first way that works; `is_right` must then hold.
+        """Run the model until a hook ends that, in the first way that works; `is_right` must then
+        hold.
 
         Raises:
             NotAlone: if no way works. The error of the last one is its cause.
         """
         if not any(word.isdigit() for word in path.split(".")):
-            raise NotAlone(f"{type(self._model).__name__} of transformers does not number its layers")
+            raise NotAlone(
+                f"{type(self._model).__name__} of transformers does not number its layers"
+            )
         error: Exception | None = None
         for way_of in (self._on_embeddings, self._on_tokens, self._on_states):
             way = way_of(layer, path, x, extra)
@@ -289,7 +329,12 @@ class Skeleton:
                     continue
                 self._fill(way, path, layer, whole_block=whole_block)
                 self._load(layer, path, tensors)
-                for num_outputs in (0, 1, 2, 3):  # the type of a layer's output depends on the family
+                for num_outputs in (
+                    0,
+                    1,
+                    2,
+                    3,
+                ):  # the type of a layer's output depends on the family
                     try:
                         self._pass(way, path, num_outputs, self._lender(layer, path))
                     except _Done:
@@ -298,21 +343,31 @@ class Skeleton:
                     except Exception as wrong:  # the model's own code may raise anything
                         error = wrong
         name = type(self._model).__name__
-        raise NotAlone(f"{name} of transformers does not run it without the layers before it") from error
+        raise NotAlone(
+            f"{name} of transformers does not run it without the layers before it"
+        ) from error
 
     def _pass(self, way: _Way, path: str, num_outputs: int, lender: str) -> None:
-        """Run a part of the model, with the identity for the layers before that of an attention module."""
+        """Run a part of the model, with the identity for the layers before that of an attention
+        module.
+        """
         _, block = _layers_and_block(path)
         hooks = []
         if way.states is not None:
             states = way.states
 
-            def replace_states(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            def replace_states(
+                module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+            ) -> Any:
                 if args:
                     return (states, *args[1:]), kwargs
                 return args, {**kwargs, "hidden_states": states}
 
-            hooks.append(self._model.get_submodule(block).register_forward_pre_hook(replace_states, with_kwargs=True))
+            hooks.append(
+                self._model.get_submodule(block).register_forward_pre_hook(
+                    replace_states, with_kwargs=True
+                )
+            )
         try:
             with _passed_through(self._model, path, num_outputs, lender), torch.no_grad():
                 self._model.get_submodule(way.root)(*way.args, **way.kwargs)
@@ -320,36 +375,57 @@ class Skeleton:
             for hook in hooks:
                 hook.remove()
 
-    def _on_embeddings(self, layer: ModelLayer, path: str, x: np.ndarray, extra: Mapping[str, Any]) -> _Way | None:
-        """Run the smallest part of the model that accepts embeddings and makes the mask of the layer."""
+    def _on_embeddings(
+        self, layer: ModelLayer, path: str, x: np.ndarray, extra: Mapping[str, Any]
+    ) -> _Way | None:
+        """Run the smallest part of the model that accepts embeddings and makes the mask of the
+        layer.
+        """
         root = self._smallest(path, "inputs_embeds", makes_mask=layer.is_causal)
         if root is None:
             return None
         width = getattr(self._input_embeddings(), "embedding_dim", x.shape[-1])
-        # Embeddings are narrower in ALBERT, and wider in RemBERT; the layer may then have any input.
-        embeddings = np.resize(x, (*x.shape[:-1], width)) if width > x.shape[-1] else x[..., :width].copy()
+        # Embeddings are narrower in ALBERT, and wider in RemBERT; the layer may then have any
+        # input.
+        embeddings = (
+            np.resize(x, (*x.shape[:-1], width)) if width > x.shape[-1] else x[..., :width].copy()
+        )
         given = {"inputs_embeds": torch.from_numpy(embeddings), **extra}
         names = inspect.signature(self._model.get_submodule(root).forward).parameters.values()
-        if any(each.name == "use_cache" or each.kind is inspect.Parameter.VAR_KEYWORD for each in names):
+        if any(
+            each.name == "use_cache" or each.kind is inspect.Parameter.VAR_KEYWORD for each in names
+        ):
             given["use_cache"] = False
         return _Way(root, (), given)
 
-    def _on_tokens(self, layer: ModelLayer, path: str, x: np.ndarray, extra: Mapping[str, Any]) -> _Way | None:
-        """Run the smallest part of the model that accepts tokens, and give the layer other states than theirs."""
+    def _on_tokens(
+        self, layer: ModelLayer, path: str, x: np.ndarray, extra: Mapping[str, Any]
+    ) -> _Way | None:
+        """Run the smallest part of the model that accepts tokens, and give the layer other states
+        than theirs.
+        """
         root = self._smallest(path, "input_ids", makes_mask=True)
         if root is None:
             return None
         tokens = torch.zeros(x.shape[:2], dtype=torch.long)
         return _Way(root, (), {"input_ids": tokens, **extra}, torch.from_numpy(x))
 
-    def _on_states(self, layer: ModelLayer, path: str, x: np.ndarray, extra: Mapping[str, Any]) -> _Way | None:
-        """Run the layer on its states alone, if it needs neither a mask nor positions, like those of images."""
+    def _on_states(
+        self, layer: ModelLayer, path: str, x: np.ndarray, extra: Mapping[str, Any]
+    ) -> _Way | None:
+        """Run the layer on its states alone, if it needs neither a mask nor positions, like those
+        of images.
+        """
         if extra or layer.is_causal or layer.spec is None or _needs_positions(layer.spec):
             return None
         _, block = _layers_and_block(path)
         _, *others = inspect.signature(self._model.get_submodule(block).forward).parameters.values()
         plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        required = [each for each in others if each.kind in plain and each.default is inspect.Parameter.empty]
+        required = [
+            each
+            for each in others
+            if each.kind in plain and each.default is inspect.Parameter.empty
+        ]
         return _Way(block, (torch.from_numpy(x), *(None for _ in required)), {})
 
     def _smallest(self, path: str, argument: str, *, makes_mask: bool) -> str | None:
@@ -381,18 +457,25 @@ class Skeleton:
         return ""
 
     def _is_small(self, path: str) -> bool:
-        """Return whether the layer around an attention module is small enough to be allocated as a whole."""
+        """Return whether the layer around an attention module is small enough to be allocated as a
+        whole.
+        """
         _, block = _layers_and_block(path)
-        return sum(each.numel() for each in self._model.get_submodule(block).parameters()) <= LARGEST_BLOCK
+        return (
+            sum(each.numel() for each in self._model.get_submodule(block).parameters())
+            <= LARGEST_BLOCK
+        )
 
     def _fill(self, way: _Way, path: str, layer: ModelLayer, *, whole_block: bool) -> None:
         """Allocate the modules that run before an attention module is done, except other layers.
 
         Args:
-            way: how the model runs. Embeddings of words are not needed if it begins with embeddings.
+            way: how the model runs. Embeddings of words are not needed if it begins with
+                embeddings.
             path: path of the attention module.
             layer: the layer.
-            whole_block: allocate all modules of its layer. Otherwise those that are listed before it, and norms.
+            whole_block: allocate all modules of its layer. Otherwise those that are listed before
+                it, and norms.
         """
         layers, block = _layers_and_block(path)
         lender = self._lender(layer, path)

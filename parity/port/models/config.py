@@ -17,7 +17,9 @@ ABOUT_ATTENTION = re.compile(
     r"temperature|layer_types|position|causal|query|softmax|(^|_)(q|k|v|kv|qk|qkv|n?heads?|headdim|sinks?|bias|scale)(_|$)",
     re.IGNORECASE,
 )
-"""Keys that may concern attention; one that is neither read nor known to be irrelevant is rejected."""
+"""Keys that may concern attention; one that is neither read nor known to be irrelevant is
+rejected.
+"""
 
 SAYS_NOTHING = re.compile(
     r"(output|router?|routed|mlp|lm_head|residual|embedding|embd|expert|moe|mtp|logit|final|linear|first_k|tie)_.*|"
@@ -41,7 +43,9 @@ def read_config(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     if path.is_dir():
         path = path / "config.json"
         if not os.path.lexists(path):
-            raise FileNotFoundError(f"the folder of a model must have a config.json, and {path.parent} has none")
+            raise FileNotFoundError(
+                f"the folder of a model must have a config.json, and {path.parent} has none"
+            )
     values = read_json(path)
     if not isinstance(values, Mapping):
         raise InputError(path, "hold the values of a configuration by name")
@@ -49,7 +53,8 @@ def read_config(path: str | os.PathLike[str]) -> Mapping[str, Any]:
 
 
 def values_of(config: Any) -> Mapping[str, Any]:
-    """Return the values of a configuration: a mapping, a transformers object, or the path of a file or folder.
+    """Return the values of a configuration: a mapping, a transformers object, or the path of a file
+    or folder.
 
     Raises:
         OSError: if the file cannot be read.
@@ -63,7 +68,9 @@ def values_of(config: Any) -> Mapping[str, Any]:
         return to_dict()
     if isinstance(config, str | os.PathLike):
         return read_config(config)
-    raise InputTypeError("config", "be that of a model, its values or a path", type(config).__name__)
+    raise InputTypeError(
+        "config", "be that of a model, its values or a path", type(config).__name__
+    )
 
 
 class MissingKeyError(InputError):
@@ -82,7 +89,8 @@ class Config:
 
     Attributes:
         where: prefix of key names in messages: empty, or `rope_parameters.`.
-        looked_up: names of keys that were looked up, also in sections, with missing ones; callers may clear it.
+        looked_up: names of keys that were looked up, also in sections, with missing ones; callers
+            may clear it.
     """
 
     def __init__(
@@ -95,7 +103,9 @@ class Config:
         self.where = where
         self.looked_up = [] if looked_up is None else looked_up
         self._values = dict(values)
-        self._defaults = {name: value for name, value in (defaults or {}).items() if name not in values}
+        self._defaults = {
+            name: value for name, value in (defaults or {}).items() if name not in values
+        }
         self._read: set[str] = set()
         self._sections: dict[str, Config] = {}
 
@@ -124,7 +134,9 @@ class Config:
             if name in self:
                 check_kind(name, self._values[name], self.where)
                 return Value(self._values[name], f"{self.where}{name}")
-        return next((_default(name, self._defaults[name]) for name in names if name in self._defaults), None)
+        return next(
+            (_default(name, self._defaults[name]) for name in names if name in self._defaults), None
+        )
 
     def read(self, *names: str, default: Any = None) -> Value:
         """Return the value of the first key that is present, or this family's default.
@@ -136,7 +148,9 @@ class Config:
         if found is not None:
             return found
         if default is None:
-            raise MissingKeyError("the configuration", f"have {self.where}{' or '.join(names)}, and it is not there")
+            raise MissingKeyError(
+                "the configuration", f"have {self.where}{' or '.join(names)}, and it is not there"
+            )
         return _default(names[0], default)
 
     def pass_over(self, kind: type) -> bool:
@@ -166,7 +180,9 @@ class Config:
         return self._sections[name]
 
     def names_read(self) -> set[str]:
-        """Return the keys that were read and have values, with those of sections, by their own names."""
+        """Return the keys that were read and have values, with those of sections, by their own
+        names.
+        """
         own = {name for name in self._read if name in self}
         return own.union(*(section.names_read() for section in self._sections.values()))
 
@@ -182,7 +198,9 @@ class Config:
         return found
 
     def unread(self, says_nothing: Collection[str]) -> Iterator[tuple[str, Any]]:
-        """Return unread keys that may concern attention, with their values; in sections, all unread keys."""
+        """Return unread keys that may concern attention, with their values; in sections, all unread
+        keys.
+        """
         for name, value in self._values.items():
             if (
                 value is None

@@ -1,4 +1,6 @@
-"""RoPE from configurations: `rope_parameters`, or, before transformers 5, `rope_theta` and `rope_scaling`."""
+"""RoPE from configurations: `rope_parameters`, or, before transformers 5, `rope_theta` and
+`rope_scaling`.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ def read_rope(
         fields: other fields of `Rope` in this family; `sections` are defaults.
 
     Raises:
-        ValueError: if a key is missing, the scaling is unknown, or a fraction is set in a family without one.
+        ValueError: if a key is missing, the scaling is unknown, or a fraction is set in a family
+            without one.
     """
     values, is_local = _parameters(config, layer_type, local_theta)
     base = _base(config, values, theta, local_theta if is_local else None, names)
@@ -53,24 +56,34 @@ def read_rope(
     word = "default" if kind is None else KINDS.get(str(kind.value), str(kind.value))
     if word not in ("default", "proportional", *SCALINGS):
         raise InputError(f"{values.where}rope_type", f"be one of {sorted(SCALINGS)}", repr(word))
-    share = _once(values.find("partial_rotary_factor"), config.find("partial_rotary_factor", "rotary_pct"))
+    share = _once(
+        values.find("partial_rotary_factor"), config.find("partial_rotary_factor", "rotary_pct")
+    )
     part = share.value if share is not None else 1.0 if fraction is None else fraction
-    origins = [base.origin] + ([] if kind is None or word == "default" else [f"{kind.origin} {kind.value}"])
+    origins = [base.origin] + (
+        [] if kind is None or word == "default" else [f"{kind.origin} {kind.value}"]
+    )
     if word == "proportional":
         factor = values.find("factor")
         scaling = ProportionalScaling(part, *(() if factor is None else (factor.value,)))
         return Value(Rope(base.value, scaling=scaling, **fields), ", ".join(origins))
     if share is not None and part != 1.0 and fraction is None:
         said = share.origin
-        raise InputError(said, "be 1 in models of this family, which rotate whole heads", {said: part})
+        raise InputError(
+            said, "be 1 in models of this family, which rotate whole heads", {said: part}
+        )
     if part != 1.0 and "rotary_dim" in fields:  # redundant
         whole = config.read("head_dim").value
         if int(whole * part) != fields["rotary_dim"]:
             said = "the rotated part" if share is None else share.origin
-            raise InputError(said, f"give {fields['rotary_dim']} of head_dim={whole} features", {said: part})
+            raise InputError(
+                said, f"give {fields['rotary_dim']} of head_dim={whole} features", {said: part}
+            )
     elif part != 1.0:
         fields["rotary_dim"] = int(head_dim * part)
-        origins.append(f"{share.origin} {part}" if share else f"{part} of a head: this family's default")
+        origins.append(
+            f"{share.origin} {part}" if share else f"{part} of a head: this family's default"
+        )
     sections = values.find("mrope_section") if "sections" in fields else None
     if sections is not None:
         values.find("mrope_interleaved")  # these families have one order
@@ -82,11 +95,15 @@ def read_rope(
         for held in (values, config):  # transformers reads neither
             held.find("factor", "original_max_position_embeddings")
         return Value(Rope(base.value, **fields), ", ".join(origins))
-    return Value(Rope(base.value, scaling=SCALINGS[word](values, config), **fields), ", ".join(origins))
+    return Value(
+        Rope(base.value, scaling=SCALINGS[word](values, config), **fields), ", ".join(origins)
+    )
 
 
 def _parameters(config: Config, layer_type: str, local_theta: float | None) -> tuple[Config, bool]:
-    """Return the RoPE parameters of a layer, and whether they are a family's older keys for layers with a window."""
+    """Return the RoPE parameters of a layer, and whether they are a family's older keys for layers
+    with a window.
+    """
     if "rope_parameters" in config:
         values = config.section("rope_parameters")
         is_by_type = values.pass_over(Mapping)
@@ -99,7 +116,11 @@ def _parameters(config: Config, layer_type: str, local_theta: float | None) -> t
 
 
 def _base(
-    config: Config, values: Config, theta: float | None, local_theta: float | None, names: tuple[str, str]
+    config: Config,
+    values: Config,
+    theta: float | None,
+    local_theta: float | None,
+    names: tuple[str, str],
 ) -> Value:
     of_model, of_windows = (names[0], "rotary_emb_base"), names[1]
     if local_theta is not None:
@@ -121,7 +142,8 @@ def _once(own: Value | None, of_model: Value | None) -> Value | None:
     return own or of_model
 
 
-# ---- Scaling ---------------------------------------------------------------------------------------------------------
+# ---- Scaling
+# --------------------------------------------------------------------------------------------------
 
 
 def _original_length(values: Config, config: Config) -> int:
@@ -132,7 +154,11 @@ def _original_length(values: Config, config: Config) -> int:
 def _factor(values: Config, config: Config, original: int) -> float:
     """Return the extension of the context; default: the ratio of both lengths."""
     found = values.find("factor")
-    return found.value if found is not None else config.read("max_position_embeddings").value / original
+    return (
+        found.value
+        if found is not None
+        else config.read("max_position_embeddings").value / original
+    )
 
 
 def _given(values: Config, *names: str) -> dict[str, Any]:
@@ -156,7 +182,9 @@ def _llama3(values: Config, config: Config) -> Llama3Scaling:
 
 def _yarn(values: Config, config: Config) -> YarnScaling:
     original = _original_length(values, config)
-    told = _given(values, "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")
+    told = _given(
+        values, "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"
+    )
     both = told.get("mscale") and told.get("mscale_all_dim")
     if "attention_factor" in told or not both:  # transformers ignores one alone
         told = {name: value for name, value in told.items() if not name.startswith("mscale")}
@@ -167,10 +195,15 @@ def _longrope(values: Config, config: Config) -> LongRopeScaling:
     original = _original_length(values, config)
     short, long = (tuple(values.read(name).value) for name in ("short_factor", "long_factor"))
     told = _given(values, "attention_factor")
-    short_scale, long_scale = (values.find(name) for name in ("short_mscale", "long_mscale"))  # PhiMoE's names
+    short_scale, long_scale = (
+        values.find(name) for name in ("short_mscale", "long_mscale")
+    )  # PhiMoE's names
     if short_scale is not None and long_scale is not None:
         if short_scale.value != long_scale.value:
-            both = f"{short_scale.origin}={short_scale.value} and {long_scale.origin}={long_scale.value}"
+            both = (
+                f"{short_scale.origin}={short_scale.value} and "
+                f"{long_scale.origin}={long_scale.value}"
+            )
             raise InputError("calls of both lengths", "have one factor", str(both))
         told["attention_factor"] = long_scale.value
     return LongRopeScaling(_factor(values, config, original), original, short, long, **told)

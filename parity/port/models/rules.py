@@ -42,11 +42,13 @@ class Stack:
         fields: fields of `AttentionSpec`, each a value or a rule.
         kind: kind of each layer, if `layer_types` is missing.
         part: part of the model, if it has several stacks: `encoder`, `decoder`.
-        count: keys of the number of layers, or of a list with one entry per layer; the first that is present.
+        count: keys of the number of layers, or of a list with one entry per layer; the first that
+            is present.
         path: prefix of a layer's weights in checkpoints, after the prefix of all layers.
         layout: layout of these weights.
         is_causal: attention is causal, or a rule for it.
-        shared: names of weights after a layer's path, and the path of the one that all layers share.
+        shared: names of weights after a layer's path, and the path of the one that all layers
+            share.
         ignored: names after a layer's path that are irrelevant entries of released checkpoints.
         keys_are_values: values use the projection of keys.
         kv_source: index of the layer whose keys and values a layer shares, or None.
@@ -98,15 +100,19 @@ def optional(*names: str) -> Rule:
 
 
 def asked(*names: str) -> Rule:
-    """Return a rule for a required key, which may be None: without it transformers has its own default."""
+    """Return a rule for a required key, which may be None: without it transformers has its own
+    default.
+    """
     return lambda place: place.config.asked(*names) or NOTHING
 
 
-def rope(*, theta: float | None = None, of: str | None = None, count: str | None = None, **options: Any) -> Rule:
+def rope(
+    *, theta: float | None = None, of: str | None = None, count: str | None = None, **options: Any
+) -> Rule:
     """Return a rule for RoPE; `of` is the key of the number of features, if not those of a head.
 
-    `count` is an optional key of the number of rotated features, if no key has their fraction. With `fraction` some
-    features may be rotated, by default this fraction; without it all are.
+    `count` is an optional key of the number of rotated features, if no key has their fraction. With
+    `fraction` some features may be rotated, by default this fraction; without it all are.
     """
 
     def rule(place: ConfigLayer) -> Value:
@@ -158,7 +164,8 @@ def where(name: str, rule: Rule, *, default: bool | None = None) -> Rule:
 
 
 def positioned(word: str, rule: Rule, *, others: tuple[str, ...]) -> Rule:
-    """Return a rule for RoPE in models that select it by a word; its keys also count as read in the others.
+    """Return a rule for RoPE in models that select it by a word; its keys also count as read in the
+    others.
 
     Raises:
         ValueError: if the word is unknown.
@@ -168,7 +175,9 @@ def positioned(word: str, rule: Rule, *, others: tuple[str, ...]) -> Rule:
         told = place.config.find("position_embedding_type")
         if told is not None and told.value not in (word, *others):
             raise InputError(
-                "position_embedding_type", f"be one of {(word, *others)}", position_embedding_type=told.value
+                "position_embedding_type",
+                f"be one of {(word, *others)}",
+                position_embedding_type=told.value,
             )
         if told is not None and told.value == word:
             found = rule(place)
@@ -185,13 +194,17 @@ def norm(*args: Any, eps: str = "rms_norm_eps", **fields: Any) -> Rule:
 
     def rule(place: ConfigLayer) -> Value:
         found = place.config.read(eps)
-        return Value(Norm(*args, eps=found.value, **fields), f"{found.origin}; else as every layer of this family")
+        return Value(
+            Norm(*args, eps=found.value, **fields),
+            f"{found.origin}; else as every layer of this family",
+        )
 
     return rule
 
 
 def kv_source(place: ConfigLayer) -> int | None:
-    """The last layer of its kind before those that share keys and values, for each of the last `num_kv_shared_layers`.
+    """The last layer of its kind before those that share keys and values, for each of the last
+    `num_kv_shared_layers`.
 
     Raises:
         ValueError: if there is no such layer.
@@ -201,7 +214,9 @@ def kv_source(place: ConfigLayer) -> int | None:
     before = len(place.kinds) - as_count("num_kv_shared_layers", count, minimum=0)
     if place.layer < before:
         return None
-    found = [index for index, kind in enumerate(place.kinds[: max(before, 0)]) if kind == place.kind]
+    found = [
+        index for index, kind in enumerate(place.kinds[: max(before, 0)]) if kind == place.kind
+    ]
     if not found:
         rule = f"leave a layer of kind {place.kind!r} with keys of its own"
         raise InputError("num_kv_shared_layers", rule, num_kv_shared_layers=count)
@@ -221,7 +236,9 @@ def own_keys(rule: Rule) -> Rule:
 def shares_keys(place: ConfigLayer) -> Value:
     """True for a layer that shares the keys and values of another one."""
     source = kv_source(place)
-    return NOTHING if source is None else Value(True, f"num_kv_shared_layers: those of layer {source}")
+    return (
+        NOTHING if source is None else Value(True, f"num_kv_shared_layers: those of layer {source}")
+    )
 
 
 def of_kind(kind: str) -> Callable[[Config, int], str]:
@@ -240,7 +257,9 @@ def told_kind(config: Config, index: int) -> str:
 
 
 def first_of(period: int, *names: str) -> Callable[[Config, int], str]:
-    """Return a rule for windows in all layers but the first of each period; keys may change the period."""
+    """Return a rule for windows in all layers but the first of each period; keys may change the
+    period.
+    """
 
     def kind(config: Config, index: int) -> str:
         told = config.find(*names)
@@ -254,7 +273,9 @@ SLIDING = only("sliding_attention", asked("sliding_window"))
 
 
 def every(period: int, *names: str) -> Callable[[Config, int], str]:
-    """Return a rule for windows in all layers but the last of each period; keys may change the period."""
+    """Return a rule for windows in all layers but the last of each period; keys may change the
+    period.
+    """
 
     def kind(config: Config, index: int) -> str:
         last = is_last(index, config.find(*names), period)

@@ -12,7 +12,14 @@ from typing import Any
 from mha_spec import AttentionSpec, InputError
 from mha_spec.rules import as_count
 from parity.measure.text import did_you_mean, some_of
-from parity.port.models.config import ABOUT_ATTENTION, SAYS_NOTHING, Config, MissingKeyError, Value, values_of
+from parity.port.models.config import (
+    ABOUT_ATTENTION,
+    SAYS_NOTHING,
+    Config,
+    MissingKeyError,
+    Value,
+    values_of,
+)
 from parity.port.models.families import FAMILIES
 from parity.port.models.families.not_covered import NOT_COVERED, WITHOUT_ATTENTION
 from parity.port.models.rules import ConfigLayer, Family, Stack
@@ -28,7 +35,13 @@ KINDS = {
 SIZES = ("d_model", "num_heads", "num_kv_heads", "head_dim", "rope")
 """Fields that others are derived from."""
 
-KEYS_OF_KINDS = ("layer_types", "layers_block_type", "hybrid_override_pattern", "block_types", "attn_type_list")
+KEYS_OF_KINDS = (
+    "layer_types",
+    "layers_block_type",
+    "hybrid_override_pattern",
+    "block_types",
+    "attn_type_list",
+)
 """Keys that set the kind of each layer."""
 
 OLDER_KINDS = {"attention": "full_attention"}
@@ -44,15 +57,17 @@ class ModelLayer:
 
     Attributes:
         index: index of the layer, from 0.
-        kind: name in the configuration: `full_attention`, `sliding_attention`, `linear_attention`, …
+        kind: name in the configuration: `full_attention`, `sliding_attention`, `linear_attention`,
+            …
         spec: specification; None if it is not attention over keys.
-        origins: sources of the spec's fields by name: keys, or this family. Other fields have the defaults of
-            `AttentionSpec`.
+        origins: sources of the spec's fields by name: keys, or this family. Other fields have the
+            defaults of `AttentionSpec`.
         part: part of the model, if it has several stacks: `encoder`, `decoder`.
         is_causal: attention is causal.
         path: prefix of its weights in checkpoints, after the prefix of all layers.
         layout: layout of these weights, a name in `parity.LAYOUTS`.
-        shared: names of weights that it shares with another layer unless it has its own, each with its path.
+        shared: names of weights that it shares with another layer unless it has its own, each with
+            its path.
         ignored: names of irrelevant entries in released checkpoints.
         keys_are_values: values use the projection of keys, before the norms of both.
         kv_source: index of the layer whose keys and values it shares, or None.
@@ -78,39 +93,49 @@ class ModelLayer:
     def to_dict(self) -> dict[str, Any]:
         """Return the layer as JSON values."""
         spec = None if self.spec is None else json.loads(self.spec.to_json())
-        return {**vars(self), "spec": spec, "origins": dict(self.origins), "shared": dict(self.shared)}
+        return {
+            **vars(self),
+            "spec": spec,
+            "origins": dict(self.origins),
+            "shared": dict(self.shared),
+        }
 
 
 def specs_of(config: Any, *, part: str | None = None) -> list[ModelLayer]:
     """Return the specification of each layer of a Hugging Face model from its configuration.
 
-    Both dialects are supported: `rope_parameters`, and `rope_theta` with `rope_scaling` from before transformers 5.
+    Both dialects are supported: `rope_parameters`, and `rope_theta` with `rope_scaling` from before
+    transformers 5.
 
     Args:
-        config: the configuration of a live model, `model.config`; its values by name; or the path of a config.json or
-            its folder.
-        part: for a model with several parts, the key of one part's configuration: `text_config`; for nested parts the
-            path of keys: `thinker_config.text_config`.
+        config: the configuration of a live model, `model.config`; its values by name; or the path
+            of a config.json or its folder.
+        part: for a model with several parts, the key of one part's configuration: `text_config`;
+            for nested parts the path of keys: `thinker_config.text_config`.
 
     Returns:
-        All layers in order, for models with several parts one part after the other; `spec` is None for layers without
-        attention.
+        All layers in order, for models with several parts one part after the other; `spec` is None
+        for layers without attention.
 
     Raises:
         OSError: if the file cannot be read.
         TypeError: if it is not a configuration, or the number of layers is not an integer.
-        ValueError: if the family is unknown, a key is missing, one that may concern attention is unknown or leads to
-            unsupported layers, or there are several parts and `part` is None.
+        ValueError: if the family is unknown, a key is missing, one that may concern attention is
+            unknown or leads to unsupported layers, or there are several parts and `part` is None.
     """
     layers, unread = read_layers(values_of(config), part)
     if unread:
         family = part_of(values_of(config), part)["model_type"]
         names = ", ".join(f"{name}={value!r}" for name, value in unread.items())
-        raise InputError("every key about attention", f"be supported for model_type={family!r}", names)
+        raise InputError(
+            "every key about attention", f"be supported for model_type={family!r}", names
+        )
     return layers
 
 
-def read_layers(config: Mapping[str, Any], part: str | None = None) -> tuple[list[ModelLayer], dict[str, Any]]:
+def read_layers(
+    config: Mapping[str, Any], part: str | None = None
+) -> tuple[list[ModelLayer], dict[str, Any]]:
     """Return the layers like `specs_of`, and unread keys about attention with their values.
 
     Raises:
@@ -125,9 +150,11 @@ def read_layers(config: Mapping[str, Any], part: str | None = None) -> tuple[lis
     except InputError:
         raise
     except (ArithmeticError, LookupError, AttributeError, TypeError, ValueError) as error:
-        # Each value is of the right kind, as checked when it was read. Together they are wrong: for example, their
-        # product is beyond the largest float.
-        raise InputError("the values of a configuration", "fit each other", read.numbers_read()) from error
+        # Each value is of the right kind, as checked when it was read. Together they are wrong: for
+        # example, their product is beyond the largest float.
+        raise InputError(
+            "the values of a configuration", "fit each other", read.numbers_read()
+        ) from error
     return layers, dict(read.unread(family.says_nothing))
 
 
@@ -144,7 +171,9 @@ def part_of(config: Mapping[str, Any], part: str | None) -> Mapping[str, Any]:
 
 
 def known_parts(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the configurations of parts with known families, by their keys; the model's own under the empty key."""
+    """Return the configurations of parts with known families, by their keys; the model's own under
+    the empty key.
+    """
     if _is_known(config) and "text_config" not in config:
         return {"": config}
     parts = {name: _part(config, name) for name in sections_of(config)}
@@ -152,7 +181,8 @@ def known_parts(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def layers_of_parts(config: Mapping[str, Any]) -> list[ModelLayer]:
-    """Return the layers of all parts with known families; each has its part, by its own name or its key.
+    """Return the layers of all parts with known families; each has its part, by its own name or its
+    key.
 
     Raises:
         see `specs_of`.
@@ -169,12 +199,15 @@ def sections_of(config: Mapping[str, Any]) -> list[str]:
     return [
         name
         for name, part in config.items()
-        if isinstance(part, Mapping) and (part.get("model_type") or name in ("vision_config", "audio_config"))
+        if isinstance(part, Mapping)
+        and (part.get("model_type") or name in ("vision_config", "audio_config"))
     ]
 
 
 def unknown_parts(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return why other parts are not read, by their keys; the model's own layers under the empty key."""
+    """Return why other parts are not read, by their keys; the model's own layers under the empty
+    key.
+    """
     known = known_parts(config)
     others = {name: _part(config, name) for name in sections_of(config) if name not in known}
     beside = {"": config} if str(config.get("model_type")) in NOT_COVERED else {}
@@ -182,9 +215,15 @@ def unknown_parts(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def sections_named(label: str, sections: Iterable[str]) -> set[str]:
-    """Return the parts of a model that occur in the name of a layer: `text_config` in `text_model.layers.0`."""
+    """Return the parts of a model that occur in the name of a layer: `text_config` in
+    `text_model.layers.0`.
+    """
     words = label.split(".")
-    return {name for name in sections if any(word.startswith(name.removesuffix("_config")) for word in words)}
+    return {
+        name
+        for name in sections
+        if any(word.startswith(name.removesuffix("_config")) for word in words)
+    }
 
 
 def _part(config: Mapping[str, Any], name: str, where: str = "") -> Mapping[str, Any]:
@@ -193,15 +232,23 @@ def _part(config: Mapping[str, Any], name: str, where: str = "") -> Mapping[str,
     `where` is the path of keys to `config`, for nested parts.
     """
     if name not in sections_of(config):
-        parts = _in_words(config, where) or f"none, for {where.removesuffix('.') or 'the model'} is one"
+        parts = (
+            _in_words(config, where) or f"none, for {where.removesuffix('.') or 'the model'} is one"
+        )
         raise InputError("part", f"be a part of the model: {parts}", part=where + name)
     part, whole = config[name], config.get("model_type")
     own = part.get("model_type")
-    return part if own and own != whole else {**part, "model_type": f"{whole}_{name.removesuffix('_config')}"}
+    return (
+        part
+        if own and own != whole
+        else {**part, "model_type": f"{whole}_{name.removesuffix('_config')}"}
+    )
 
 
 def _in_words(config: Mapping[str, Any], where: str) -> str:
-    return " or ".join(f"{where}{name} ({_part(config, name)['model_type']})" for name in sections_of(config))
+    return " or ".join(
+        f"{where}{name} ({_part(config, name)['model_type']})" for name in sections_of(config)
+    )
 
 
 def _is_known(config: Mapping[str, Any]) -> bool:
@@ -235,12 +282,16 @@ def _check_fixed(family: Family, read: Config) -> None:
 def _layers(stack: Stack, read: Config) -> list[ModelLayer]:
     """Return the layers of a stack, in order."""
     found = read.read(*stack.count)
-    count = as_count(found.origin, len(found.value) if isinstance(found.value, list | tuple) else found.value)
+    count = as_count(
+        found.origin, len(found.value) if isinstance(found.value, list | tuple) else found.value
+    )
     if count > MOST_LAYERS:
         raise InputError(found.origin, f"be at most {MOST_LAYERS}", str(count))
     told = read.find("layer_types")
     if told is not None and (not isinstance(told.value, list | tuple) or len(told.value) != count):
-        raise InputError("layer_types", f"be one for each of {count} layers", layer_types=told.value)
+        raise InputError(
+            "layer_types", f"be one for each of {count} layers", layer_types=told.value
+        )
     kinds = []
     for index in range(count):
         if told is None:
@@ -251,7 +302,10 @@ def _layers(stack: Stack, read: Config) -> list[ModelLayer]:
             with suppress(TypeError, ValueError):  # other keys with the same meaning count as read
                 stack.kind(read, index)
         kinds.append(kind)
-    layers = [_layer(stack, ConfigLayer(read, index, kind, tuple(kinds))) for index, kind in enumerate(kinds)]
+    layers = [
+        _layer(stack, ConfigLayer(read, index, kind, tuple(kinds)))
+        for index, kind in enumerate(kinds)
+    ]
     if all(layer.spec is None for layer in layers):  # keys of other kinds count as read
         for rule in stack.fields.values():
             with suppress(TypeError, ValueError):
@@ -264,17 +318,23 @@ def _family(values: Mapping[str, Any], where: str) -> Family:
         return FAMILIES[str(values["model_type"])]
     if sections_of(values) and str(values.get("model_type")) not in NOT_COVERED:
         if not any(map(_is_known, (_part(values, name) for name in sections_of(values)))):
-            why = "; ".join(f"{where}{name}: {why_unknown(_part(values, name))}" for name in sections_of(values))
+            why = "; ".join(
+                f"{where}{name}: {why_unknown(_part(values, name))}" for name in sections_of(values)
+            )
             raise InputError("a part of the model", f"have a known family: {why}")
         part = where.removesuffix(".") or None
-        raise InputError("part", f"select a part of the model: {_in_words(values, where)}", part=part)
+        raise InputError(
+            "part", f"select a part of the model: {_in_words(values, where)}", part=part
+        )
     name = str(values.get("model_type"))
     if name in NOT_COVERED or name in WITHOUT_ATTENTION:
         hint = why_unknown(values)
     else:
         near = f"{did_you_mean(name, FAMILIES)} {_unknown_keys(values)}".strip()
         hint = f"{near}; `mha-parity spec --families` lists {len(FAMILIES)} families"
-    raise InputError("model_type", "be a known family", model_type=values.get("model_type"), hint=hint)
+    raise InputError(
+        "model_type", "be a known family", model_type=values.get("model_type"), hint=hint
+    )
 
 
 def why_unknown(values: Mapping[str, Any]) -> str:
@@ -291,7 +351,9 @@ def why_unknown(values: Mapping[str, Any]) -> str:
 
 def _unknown_keys(values: Mapping[str, Any]) -> str:
     """Name the keys about attention of a configuration without a known family."""
-    read = sorted(key for key in values if ABOUT_ATTENTION.search(key) and not SAYS_NOTHING.fullmatch(key))
+    read = sorted(
+        key for key in values if ABOUT_ATTENTION.search(key) and not SAYS_NOTHING.fullmatch(key)
+    )
     return f"the meaning of {some_of(read)} is unknown" if read else "no key is about attention"
 
 
@@ -304,14 +366,20 @@ def _ruled(rule: Any, place: ConfigLayer) -> Value:
 
 def _keys_of(error: InputError, config: Config) -> str:
     """Return the keys that a rule read, unless its refusal names one of them."""
-    keys = [name for name in dict.fromkeys(config.looked_up) if name.rpartition(".")[2] in config.names_read()]
+    keys = [
+        name
+        for name in dict.fromkeys(config.looked_up)
+        if name.rpartition(".")[2] in config.names_read()
+    ]
     if not keys or any(name.rpartition(".")[2] in str(error) for name in keys):
         return ""
     return f"it follows from {', '.join(keys)}"
 
 
 def _origins_in(error: InputError, held: Mapping[str, Value]) -> str:
-    """Return the keys of the fields that a refusal names or, if it names none of them, those of its sizes."""
+    """Return the keys of the fields that a refusal names or, if it names none of them, those of its
+    sizes.
+    """
     words = set(re.findall(r"\w+", str(error)))
     fields = [name for name in held if name in words] or [name for name in SIZES if name in held]
     return ", ".join(f"{name} is {held[name].origin}" for name in fields)
@@ -324,7 +392,12 @@ def _layer(stack: Stack, place: ConfigLayer) -> ModelLayer:
     if place.kind not in KINDS:
         hint = " and ".join(name for name in KEYS_OF_KINDS if name in place.config)
         known = ", ".join((*KINDS, *NOT_ATTENTION))
-        raise InputError(f"layer {place.layer}", f"be one of {known}", repr(place.kind), hint=hint and f"by {hint}")
+        raise InputError(
+            f"layer {place.layer}",
+            f"be one of {known}",
+            repr(place.kind),
+            hint=hint and f"by {hint}",
+        )
     found: dict[str, Value] = {}
     for name, rule in stack.fields.items():
         place.config.looked_up.clear()

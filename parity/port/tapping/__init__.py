@@ -16,19 +16,21 @@ def tap(model: Any, layers: str | Sequence[str] | None = None) -> AbstractContex
         with parity.tap(model) as tapped:
             model.generate(tokens, max_new_tokens=6)
 
-    Inside the `with` block, call the model as usual, as often as you like; its results are unchanged, bit for bit.
-    When the block ends, also by an exception, nothing is left in the model. Several taps may be open at once.
+    Inside the `with` block, call the model as usual, as often as you like; its results are
+    unchanged, bit for bit. When the block ends, also by an exception, nothing is left in the model.
+    Several taps may be open at once.
 
-    For transformers models, queries, keys and values are recorded as the attention function receives them, after norms
-    and RoPE, with the mask and the outputs of that function. For any other torch module, the same values are recorded
-    if its operations form attention; otherwise the outputs of its projections. For Flax modules, inputs and outputs are
-    recorded. Values that cannot be observed are absent.
+    For transformers models, queries, keys and values are recorded as the attention function
+    receives them, after norms and RoPE, with the mask and the outputs of that function. For any
+    other torch module, the same values are recorded if its operations form attention; otherwise the
+    outputs of its projections. For Flax modules, inputs and outputs are recorded. Values that
+    cannot be observed are absent.
 
     Args:
-        model: a `torch.nn.Module`, a `flax.nnx.Module`, or a `flax.linen.Module` whose `apply` you then call. It must
-            not be compiled: run JAX functions under `jax.disable_jit()`.
-        layers: names of modules or of their classes, where `*` matches any part. Default: the innermost modules whose
-            class has `Attention` in its name.
+        model: a `torch.nn.Module`, a `flax.nnx.Module`, or a `flax.linen.Module` whose `apply` you
+            then call. It must not be compiled: run JAX functions under `jax.disable_jit()`.
+        layers: names of modules or of their classes, where `*` matches any part. Default: the
+            innermost modules whose class has `Attention` in its name.
 
     Returns:
         A context manager that returns the recording, which grows as the model runs.

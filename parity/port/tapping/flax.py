@@ -18,9 +18,11 @@ from parity.measure.core.arrays import to_numpy
 from parity.port.tapping.record import Tapped, TappedCall, TappedLayer, chosen
 
 HEADS = {"query": "q", "key": "k", "value": "v", "query_ln": "q", "key_ln": "k"}
-"""Submodules of Flax's own attention layers that return heads (B, T, N, H), by name; the last call counts.
+"""Submodules of Flax's own attention layers that return heads (B, T, N, H), by name; the last call
+counts.
 
-In other libraries, submodules of these names may return heads before norms and RoPE, so they are ignored there.
+In other libraries, submodules of these names may return heads before norms and RoPE, so they are
+ignored there.
 """
 
 ATTENTION = "Attention"
@@ -50,11 +52,20 @@ class _FlaxListener:
 
     def __init__(self, layer: TappedLayer, module: Any, kind: type) -> None:
         self.layer, self.module = layer, module
-        self.is_flaxs = any(each.__module__.startswith("flax.") and ATTENTION in each.__name__ for each in kind.__mro__)
+        self.is_flaxs = any(
+            each.__module__.startswith("flax.") and ATTENTION in each.__name__
+            for each in kind.__mro__
+        )
         self.values: dict[str, np.ndarray] = {}
         self.past: int | None = 0
 
-    def around(self, module: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def around(
+        self,
+        module: Any,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """Call the layer, and record its inputs and outputs."""
         self._called(module, function, args, kwargs)
         _OPEN.append(self)
@@ -62,7 +73,9 @@ class _FlaxListener:
             result = function(*args, **kwargs)
         finally:
             _OPEN.remove(self)
-        arrays = [each for each in (result if isinstance(result, tuple) else (result,)) if _is_array(each)]
+        arrays = [
+            each for each in (result if isinstance(result, tuple) else (result,)) if _is_array(each)
+        ]
         if arrays:  # some return their cache first
             self.values["output"] = _values_of(arrays[0])
         if _is_ours(module) and arrays[1:]:
@@ -70,22 +83,40 @@ class _FlaxListener:
         self.layer.calls.append(TappedCall(self.values, self.past))
         return result
 
-    def _called(self, module: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _called(
+        self,
+        module: Any,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         told = _arguments(function, args, kwargs)
         arrays = {name: x for name, x in told.items() if _is_array(x)}
         name, given = next(iter(arrays.items()), ("", None))
         self.values = {} if given is None else {"input": _values_of(given)}
-        other = next((arrays[each] for each in ("inputs_k", "inputs_kv", "key") if each in arrays), None)
+        other = next(
+            (arrays[each] for each in ("inputs_k", "inputs_kv", "key") if each in arrays), None
+        )
         if other is not None and other is not given and _differ(other, given):
             self.values["key_input"] = _values_of(other)
         made_of = arrays.get("inputs_v", arrays.get("value"))
-        if made_of is not None and made_of is not other and _differ(made_of, given if other is None else other):
+        if (
+            made_of is not None
+            and made_of is not other
+            and _differ(made_of, given if other is None else other)
+        ):
             self.values["value_input"] = _values_of(made_of)
-        positions = next((arrays[each] for each in POSITIONS if each in arrays and each != name), None)
+        positions = next(
+            (arrays[each] for each in POSITIONS if each in arrays and each != name), None
+        )
         if positions is not None:
             self.values["positions"] = _values_of(positions)
         mask: Any = told.get("mask")
-        if _is_array(mask) and mask.ndim == 4 and type(module).__module__.startswith(("mha_jax.", "flax.")):
+        if (
+            _is_array(mask)
+            and mask.ndim == 4
+            and type(module).__module__.startswith(("mha_jax.", "flax."))
+        ):
             shows = _values_of(mask).astype(bool)  # Flax masks may be numbers
             self.values["mask"] = shows if _is_ours(module) else ~shows
         self.past = _cached(module, told)
@@ -102,7 +133,9 @@ class _FlaxListener:
     def sown(self, name: str, value: Any) -> None:
         """Record a value that the layer sows."""
         if _is_array(value):
-            self.values["attn_weights" if name == "attention_weights" else f"sown.{name}"] = _values_of(value)
+            self.values["attn_weights" if name == "attention_weights" else f"sown.{name}"] = (
+                _values_of(value)
+            )
 
 
 _OPEN: list[_FlaxListener] = []
@@ -116,7 +149,11 @@ def _differ(one: Any, other: Any) -> bool:
 
 def _values_of(x: Any) -> np.ndarray:
     if any(kind.__name__ == "Tracer" for kind in type(x).__mro__):
-        raise InputTypeError("model", "not be compiled while it is tapped", "a tracer: call it under jax.disable_jit()")
+        raise InputTypeError(
+            "model",
+            "not be compiled while it is tapped",
+            "a tracer: call it under jax.disable_jit()",
+        )
     return to_numpy(x).copy()
 
 
@@ -128,7 +165,9 @@ def _is_ours(module: Any) -> bool:
     return type(module).__module__.startswith("mha_jax.")
 
 
-def _arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _arguments(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
     try:
         bound = inspect.signature(function).bind_partial(*args, **kwargs)
     except (TypeError, ValueError):
@@ -137,7 +176,9 @@ def _arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 
 def _cached(module: Any, told: dict[str, Any]) -> int | None:
-    """Return the number of cached tokens before a call; None if sequences differ, or it is unknown."""
+    """Return the number of cached tokens before a call; None if sequences differ, or it is
+    unknown.
+    """
     lengths = getattr(told.get("cache"), "lengths", None)
     if lengths is not None:
         found = set(_values_of(lengths).tolist())
@@ -157,9 +198,17 @@ def _listen_to_sow(stack: ExitStack) -> None:
         original = owner.sow
 
         def sow(
-            self: Any, collection: Any, name: str, value: Any, *args: Any, original: Any = original, **kw: Any
+            self: Any,
+            collection: Any,
+            name: str,
+            value: Any,
+            *args: Any,
+            original: Any = original,
+            **kw: Any,
         ) -> Any:
-            if _OPEN and (_OPEN[-1].module is self or _OPEN[-1].module == getattr(self, "path", None)):
+            if _OPEN and (
+                _OPEN[-1].module is self or _OPEN[-1].module == getattr(self, "path", None)
+            ):
                 _OPEN[-1].sown(name, value)
             return original(self, collection, name, value, *args, **kw)
 
@@ -167,10 +216,13 @@ def _listen_to_sow(stack: ExitStack) -> None:
         stack.callback(setattr, owner, "sow", original)
 
 
-# ---- nnx -------------------------------------------------------------------------------------------------------------
+# ---- nnx
+# --------------------------------------------------------------------------------------------------
 
 
-def _tap_nnx(model: nnx.Module, patterns: tuple[str, ...] | None, tapped: Tapped, stack: ExitStack) -> None:
+def _tap_nnx(
+    model: nnx.Module, patterns: tuple[str, ...] | None, tapped: Tapped, stack: ExitStack
+) -> None:
     """Wrap the calls of the layers' classes and of their submodules' classes."""
     modules = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
     names = sorted(chosen(modules, patterns), key=_in_order)
@@ -185,7 +237,11 @@ def _tap_nnx(model: nnx.Module, patterns: tuple[str, ...] | None, tapped: Tapped
             child = getattr(module, part, None)
             if isinstance(child, nnx.Module):
                 parts[id(child)] = (listener, part)
-    for owner in {type(module) for module in modules.values() if id(module) in (listeners.keys() | parts.keys())}:
+    for owner in {
+        type(module)
+        for module in modules.values()
+        if id(module) in (listeners.keys() | parts.keys())
+    }:
         _around_class(owner, listeners, parts, stack)
 
 
@@ -196,7 +252,10 @@ def _in_order(name: str) -> list[tuple[int, str]]:
 
 
 def _around_class(
-    owner: Any, listeners: dict[int, _FlaxListener], parts: dict[int, tuple[_FlaxListener, str]], stack: ExitStack
+    owner: Any,
+    listeners: dict[int, _FlaxListener],
+    parts: dict[int, tuple[_FlaxListener, str]],
+    stack: ExitStack,
 ) -> None:
     original, is_own = owner.__call__, "__call__" in vars(owner)
 
@@ -221,7 +280,8 @@ def _around_class(
     stack.callback(put_back)
 
 
-# ---- linen -----------------------------------------------------------------------------------------------------------
+# ---- linen
+# --------------------------------------------------------------------------------------------------
 
 
 class _LinenTap:
@@ -232,7 +292,9 @@ class _LinenTap:
         self.listeners: dict[tuple[str, ...], _FlaxListener] = {}
         self.fitting: set[str] = set()
 
-    def intercept(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: Any) -> Any:
+    def intercept(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: Any
+    ) -> Any:
         """Intercept every method of a linen module."""
         module = context.module
         if context.method_name != "__call__" or module.is_initializing():
@@ -245,14 +307,21 @@ class _LinenTap:
             function = functools.wraps(functools.partial(type(module).__call__, module))(call)
             return self.listeners[path].around(module, function, args, kwargs)
         result = call(*args, **kwargs)
-        if path and path[:-1] in self.listeners and _OPEN and _OPEN[-1] is self.listeners[path[:-1]]:
+        if (
+            path
+            and path[:-1] in self.listeners
+            and _OPEN
+            and _OPEN[-1] is self.listeners[path[:-1]]
+        ):
             _OPEN[-1].part_called(path[-1], args, result)
         return result
 
     def _is_chosen(self, name: str, kind: str) -> bool:
         if self.patterns is None:
             return ATTENTION in kind
-        found = {each for each in self.patterns if fnmatchcase(name, each) or fnmatchcase(kind, each)}
+        found = {
+            each for each in self.patterns if fnmatchcase(name, each) or fnmatchcase(kind, each)
+        }
         self.fitting |= found
         return bool(found)
 
@@ -263,10 +332,16 @@ class _LinenTap:
             ValueError: if a pattern matches no module that was called.
         """
         if missing := [each for each in self.patterns or () if each not in self.fitting]:
-            raise InputError("layers", "be names of modules or classes that are called", str(missing))
+            raise InputError(
+                "layers", "be names of modules or classes that are called", str(missing)
+            )
         paths = list(self.listeners)
         if self.patterns is None:
-            paths = [path for path in paths if not any(each != path and each[: len(path)] == path for each in paths)]
+            paths = [
+                path
+                for path in paths
+                if not any(each != path and each[: len(path)] == path for each in paths)
+            ]
         for place, path in enumerate(paths):
             layer = self.listeners[path].layer
             layer.index = place

@@ -1,8 +1,9 @@
 """Recognize attention by its operations, in a layer that calls no attention function.
 
-A layer is attention if it computes one softmax, of scores that come from one product of queries and keys, and
-multiplies the unchanged result by values. A single call of `scaled_dot_product_attention` also counts. Operations are
-recorded below autograd, where `@`, `einsum` and `baddbmm` are all batched matrix products.
+A layer is attention if it computes one softmax, of scores that come from one product of queries and
+keys, and multiplies the unchanged result by values. A single call of `scaled_dot_product_attention`
+also counts. Operations are recorded below autograd, where `@`, `einsum` and `baddbmm` are all
+batched matrix products.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 LEAST_HIDDEN = -5000.0
-"""Largest number that hides a key, relative to the maximum of its row: masks add -1e4, or fill in -1e9."""
+"""Largest number that hides a key, relative to the maximum of its row: masks add -1e4, or fill in
+-1e9.
+"""
 
 SOFTMAX = ("_softmax", "_safe_softmax", "_masked_softmax", "_log_softmax", "_sparse_softmax")
 PRODUCTS = {"bmm": (0, 1), "baddbmm": (1, 2)}
@@ -38,7 +41,9 @@ class Product:
 
 @dataclass(frozen=True)
 class Scores:
-    """Values computed from a product: factor * product or bound * tanh(factor * product), plus an optional addend."""
+    """Values computed from a product: factor * product or bound * tanh(factor * product), plus an
+    optional addend.
+    """
 
     product: Product
     factor: float = 1.0
@@ -95,8 +100,9 @@ class LayerOperations:
     """Record the operations of a layer during its call.
 
     Attributes:
-        sees_functions: whether calls of `scaled_dot_product_attention` are recorded themselves. Code that detects such
-            recording, such as the fast path of `nn.MultiheadAttention`, then computes in another way.
+        sees_functions: whether calls of `scaled_dot_product_attention` are recorded themselves.
+            Code that detects such recording, such as the fast path of `nn.MultiheadAttention`, then
+            computes in another way.
     """
 
     sees_functions: bool = False
@@ -105,7 +111,9 @@ class LayerOperations:
     calls: list[tuple[dict[str, Any], Tensor]] = field(default_factory=list)
     is_inside: bool = False  # inside a function that was recorded as a whole
     _known: dict[int, tuple[Tensor, tuple[Scores | Softmax, ...]]] = field(default_factory=dict)
-    _scaled: dict[int, tuple[Tensor, Tensor, float]] = field(default_factory=dict)  # what a number was multiplied by
+    _scaled: dict[int, tuple[Tensor, Tensor, float]] = field(
+        default_factory=dict
+    )  # what a number was multiplied by
     _modes: ExitStack = field(default_factory=ExitStack)
 
     def watch(self) -> None:
@@ -126,16 +134,22 @@ class LayerOperations:
         name = func._schema.name.partition("::")[2].rstrip("_")  # in-place operations count as well
         if name.startswith("_scaled_dot_product") and "backward" not in name:
             names = [each.name for each in func._schema.arguments]
-            self.calls.append(({**dict(zip(names, args, strict=False)), **kwargs}, tree_leaves(result)[0]))
+            self.calls.append(
+                ({**dict(zip(names, args, strict=False)), **kwargs}, tree_leaves(result)[0])
+            )
             return
         given = self._given(tree_leaves((args, kwargs)))
         if name in PRODUCTS:
             left, right = (args[place] for place in PRODUCTS[name])
             if any(isinstance(each, Softmax) for each in self._given([left, right])):
-                self.contexts.append(_with_weights_first(Product(left, right, result), self._given([right])))
+                self.contexts.append(
+                    _with_weights_first(Product(left, right, result), self._given([right]))
+                )
             else:
                 right, factor = self._scaled.get(id(right), (None, right, 1.0))[1:]
-                scores = Scores(Product(left, right, result), factor * float(kwargs.get("alpha", 1.0)))
+                scores = Scores(
+                    Product(left, right, result), factor * float(kwargs.get("alpha", 1.0))
+                )
                 self._known[id(result)] = result, (scores,)
         elif name in SOFTMAX:
             copies = args[0].detach().clone(), result.detach().clone()
@@ -146,12 +160,16 @@ class LayerOperations:
             given_tensors = [x for x in args if isinstance(x, Tensor)]
             self._scaled[id(result)] = result, max(given_tensors, key=Tensor.numel), factor
         elif given:
-            given = tuple(_after(name, args, each) if isinstance(each, Scores) else each for each in given)
+            given = tuple(
+                _after(name, args, each) if isinstance(each, Scores) else each for each in given
+            )
             self._known |= {id(x): (x, given) for x in tree_leaves(result) if isinstance(x, Tensor)}
 
     def _given(self, values: list[Any]) -> tuple[Scores | Softmax, ...]:
         """Return the products and softmaxes that some values came from, each once."""
-        known = (self._known[id(x)][1] for x in values if isinstance(x, Tensor) and id(x) in self._known)
+        known = (
+            self._known[id(x)][1] for x in values if isinstance(x, Tensor) and id(x) in self._known
+        )
         return tuple(dict.fromkeys(each for of_one in known for each in of_one))
 
     def attention(self, batch_size: int, num_tokens: int | None) -> Attended | str:
@@ -159,10 +177,15 @@ class LayerOperations:
 
         Args:
             batch_size: number of sequences; heads may share an axis with them.
-            num_tokens: number of query tokens, which may share an axis with groups of heads; None if unknown.
+            num_tokens: number of query tokens, which may share an axis with groups of heads; None
+                if unknown.
         """
         if len(self.softmaxes) + len(self.calls) != 1:
-            calls = f" and {len(self.calls)} calls of scaled_dot_product_attention" if self.calls else ""
+            calls = (
+                f" and {len(self.calls)} calls of scaled_dot_product_attention"
+                if self.calls
+                else ""
+            )
             return f"{len(self.softmaxes)} softmaxes{calls} instead of one"
         if self.calls:
             return _of_call(*self.calls[0], batch_size)
@@ -208,7 +231,9 @@ class _DispatchMode(TorchDispatchMode):
 
 
 class _FunctionMode(TorchFunctionMode):
-    """Record calls of `scaled_dot_product_attention`, which may be several operations below autograd."""
+    """Record calls of `scaled_dot_product_attention`, which may be several operations below
+    autograd.
+    """
 
     def __init__(self, operations: LayerOperations) -> None:
         super().__init__()
@@ -229,14 +254,18 @@ class _FunctionMode(TorchFunctionMode):
 
 
 def _with_weights_first(product: Product, of_right: tuple[Any, ...]) -> Product:
-    """Return the product of attention weights and values, which may have been computed transposed."""
+    """Return the product of attention weights and values, which may have been computed
+    transposed.
+    """
     if not any(isinstance(each, Softmax) for each in of_right):
         return product
     return Product(product.right.mT, product.left.mT, product.result.mT)
 
 
 def _after(name: str, args: tuple[Any, ...], scores: Scores) -> Scores:
-    """Return scores after an operation. The effect of unknown operations shows in the scores themselves."""
+    """Return scores after an operation. The effect of unknown operations shows in the scores
+    themselves.
+    """
     if name == "tanh" and scores.bound is None:
         return replace(scores, bound=1.0)
     if (factor := _factor_of(name, args)) is None:
@@ -248,7 +277,11 @@ def _after(name: str, args: tuple[Any, ...], scores: Scores) -> Scores:
 
 def _factor_of(name: str, args: tuple[Any, ...]) -> float | None:
     """Return the number that an operation multiplies a tensor by; None if it does not."""
-    numbers = [float(x) for x in args if isinstance(x, (int, float)) or (isinstance(x, Tensor) and x.numel() == 1)]
+    numbers = [
+        float(x)
+        for x in args
+        if isinstance(x, (int, float)) or (isinstance(x, Tensor) and x.numel() == 1)
+    ]
     if name not in ("mul", "div") or len(numbers) != 1:
         return None
     return numbers[0] if name == "mul" else 1.0 / numbers[0] if numbers[0] else 0.0
@@ -263,7 +296,9 @@ def _of_call(given: dict[str, Any], context: Tensor, batch_size: int) -> Attende
         return f"a call of scaled_dot_product_attention with queries {tuple(q.shape)}"
     if given.get("dropout_p"):
         return "dropout"
-    mask = next((given[name] for name in ("attn_mask", "attn_bias") if given.get(name) is not None), None)
+    mask = next(
+        (given[name] for name in ("attn_mask", "attn_bias") if given.get(name) is not None), None
+    )
     if mask is None:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
         mask = mask.tril() if given.get("is_causal") else mask
@@ -275,24 +310,40 @@ def _of_call(given: dict[str, Any], context: Tensor, batch_size: int) -> Attende
 def _of_softmax(
     softmax: Softmax, scores: Scores, context: Product, batch_size: int, num_tokens: int | None
 ) -> Attended | str:
-    """Return the attention of a softmax between two products, with heads separated from sequences."""
+    """Return the attention of a softmax between two products, with heads separated from
+    sequences.
+    """
     folded, rows, _ = context.left.shape
     if scores.product.result.shape != context.left.shape or folded % batch_size:
-        return f"{tuple(scores.product.result.shape)} scores and {tuple(context.left.shape)} attention weights"
+        return (
+            f"{tuple(scores.product.result.shape)} scores and {tuple(context.left.shape)} "
+            f"attention weights"
+        )
     if num_tokens is not None and rows % num_tokens:
         return f"{rows} queries of {num_tokens} tokens"
-    order = next((each for each in _orders(softmax) if _is_aligned(softmax, each, context.left)), None)
+    order = next(
+        (each for each in _orders(softmax) if _is_aligned(softmax, each, context.left)), None
+    )
     if order is None:
-        return "attention weights that are not over keys, or change before they are multiplied by values"
+        return (
+            "attention weights that are not over keys, or change before they are multiplied by "
+            "values"
+        )
     tokens = num_tokens or rows
-    sizes = [softmax.weights.shape[axis] for axis in range(softmax.weights.ndim) if axis != softmax.axis]
+    sizes = [
+        softmax.weights.shape[axis] for axis in range(softmax.weights.ndim) if axis != softmax.axis
+    ]
     q = _heads(scores.product.left, batch_size, tokens, sizes)
     sizes = [softmax.weights.shape[axis] for axis in order[:-1]]
     received = softmax.scores.permute(order).reshape(context.left.shape)
-    received, weights, out = (_heads(x, batch_size, tokens, sizes) for x in (received, context.left, context.result))
+    received, weights, out = (
+        _heads(x, batch_size, tokens, sizes) for x in (received, context.left, context.result)
+    )
     k, v = (x.unflatten(0, (batch_size, -1)) for x in (scores.product.right.mT, context.right))
     added = received - scores.made_of(q @ k.repeat_interleave(rows // tokens, 1).mT)
-    seen = (received > 0.5 * torch.finfo(received.dtype).min) & (added > added.amax(-1, True) + LEAST_HIDDEN)
+    seen = (received > 0.5 * torch.finfo(received.dtype).min) & (
+        added > added.amax(-1, True) + LEAST_HIDDEN
+    )
     return Attended(q, *_grouped(k, v), out, seen, scores.scale, scores.bound, received, weights)
 
 
@@ -314,9 +365,13 @@ def _heads(x: Tensor, batch_size: int, num_tokens: int, sizes: list[int]) -> Ten
 
 
 def _is_aligned(softmax: Softmax, order: tuple[int, ...], weights: Tensor) -> bool:
-    """Return whether the result of a softmax, with axes in this order, is the weights that multiply values."""
+    """Return whether the result of a softmax, with axes in this order, is the weights that multiply
+    values.
+    """
     result = softmax.weights.permute(order)
-    return result.numel() == weights.numel() and torch.equal(result.to(weights.dtype).reshape(weights.shape), weights)
+    return result.numel() == weights.numel() and torch.equal(
+        result.to(weights.dtype).reshape(weights.shape), weights
+    )
 
 
 def _orders(softmax: Softmax) -> Iterator[tuple[int, ...]]:
@@ -326,7 +381,9 @@ def _orders(softmax: Softmax) -> Iterator[tuple[int, ...]]:
 
 
 def _grouped(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct heads of keys and values, if each is repeated for a group of query heads."""
+    """Return the distinct heads of keys and values, if each is repeated for a group of query
+    heads.
+    """
     for count in range(1, k.shape[1]):
         if k.shape[1] % count == 0 and all(_is_repeated(x, count) for x in (k, v)):
             step = k.shape[1] // count

@@ -1,9 +1,11 @@
-"""Record attention layers of a torch model by hooks on modules, on two functions of transformers, and on operations.
+"""Record attention layers of a torch model by hooks on modules, on two functions of transformers,
+and on operations.
 
-The attention function is intercepted in `AttentionInterface.get_interface`, where layers look it up. That covers all
-functions, including eager ones, which are in no table, and leaves the model's configuration, which decides on masks,
-unchanged. New keys and values are recorded in `Cache.update`, because the attention function may receive others. If a
-layer calls no attention function, its operations are recorded: see `parity.port.tapping.operations`.
+The attention function is intercepted in `AttentionInterface.get_interface`, where layers look it
+up. That covers all functions, including eager ones, which are in no table, and leaves the model's
+configuration, which decides on masks, unchanged. New keys and values are recorded in
+`Cache.update`, because the attention function may receive others. If a layer calls no attention
+function, its operations are recorded: see `parity.port.tapping.operations`.
 """
 
 from __future__ import annotations
@@ -30,28 +32,39 @@ OF_FUNCTION = ("q", "k", "v", "mask", "context", "attn_weights")
 """Inputs and outputs of the attention function."""
 
 COUNTING = ("RoFormerSinusoidalPositionalEmbedding",)
-"""Modules that count positions themselves, including padding, and return the angles that layers rotate by."""
+"""Modules that count positions themselves, including padding, and return the angles that layers
+rotate by.
+"""
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
 KEY_INPUTS = ("key_value_states", "encoder_hidden_states", "key")
-"""Names of parameters of attention layers that receive the input of keys; the first tensor counts."""
+"""Names of parameters of attention layers that receive the input of keys; the first tensor
+counts.
+"""
 
 
 @contextmanager
-def tap_torch(model: nn.Module, patterns: tuple[str, ...] | None, *, sees_functions: bool = False) -> Iterator[Tapped]:
+def tap_torch(
+    model: nn.Module, patterns: tuple[str, ...] | None, *, sees_functions: bool = False
+) -> Iterator[Tapped]:
     """Record the attention layers of a torch model: see `parity.tap`.
 
     Args:
         model: the model.
         patterns: names of modules or classes; None for those of attention.
-        sees_functions: whether to also record operations inside attention functions, and whole function calls. Layers
-            may then compute their results in another way.
+        sees_functions: whether to also record operations inside attention functions, and whole
+            function calls. Layers may then compute their results in another way.
     """
     modules = dict(model.named_modules())
-    if any(type(each).__name__ == "OptimizedModule" or each._compiled_call_impl for each in modules.values()):
+    if any(
+        type(each).__name__ == "OptimizedModule" or each._compiled_call_impl
+        for each in modules.values()
+    ):
         raise InputError("model", "not be compiled, because hooks do not run in compiled models")
     names = chosen(modules, patterns)
     config: Any = getattr(model, "config", None)
-    told = json.loads(json.dumps(config.to_dict(), default=str)) if hasattr(config, "to_dict") else {}
+    told = (
+        json.loads(json.dumps(config.to_dict(), default=str)) if hasattr(config, "to_dict") else {}
+    )
     kinds = kinds_of(told)
     tapped = Tapped([], told, type(model).__name__)
     with ExitStack() as stack:
@@ -77,7 +90,8 @@ def tap_torch(model: nn.Module, patterns: tuple[str, ...] | None, *, sees_functi
         yield tapped
 
 
-# ---- Functions of transformers ---------------------------------------------------------------------------------------
+# ---- Functions of transformers
+# ---------------------------------------------------------------------------------------
 
 _LISTENING: list[Mapping[nn.Module, _TorchListener]] = []
 """Listeners of each open tap, by module."""
@@ -103,7 +117,10 @@ def _listening(listeners: Mapping[nn.Module, _TorchListener]) -> Iterator[None]:
     finally:
         _LISTENING[:] = [each for each in _LISTENING if each is not listeners]
         if not _LISTENING:
-            interface.get_interface, cache.update = _ORIGINALS["get_interface"], _ORIGINALS["update"]
+            interface.get_interface, cache.update = (
+                _ORIGINALS["get_interface"],
+                _ORIGINALS["update"],
+            )
 
 
 def _get_interface(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -111,16 +128,23 @@ def _get_interface(self: Any, *args: Any, **kwargs: Any) -> Any:
     function = _ORIGINALS["get_interface"](self, *args, **kwargs)
 
     @functools.wraps(function)
-    def heard(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **keywords: Any) -> Any:
+    def heard(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **keywords: Any
+    ) -> Any:
         listening = [each[module] for each in _LISTENING if module in each]
         mask = rest[0] if rest else keywords.get("attention_mask")
-        scale, window, cap = (keywords.get(name) for name in ("scaling", "sliding_window", "softcap"))
+        scale, window, cap = (
+            keywords.get(name) for name in ("scaling", "sliding_window", "softcap")
+        )
         for listener in listening:
             listener.layer.scale = float(scale) if isinstance(scale, int | float) else None
             listener.layer.window = window if type(window) is int else None
             listener.layer.soft_cap = float(cap) if isinstance(cap, int | float) else None
             listener.function_called(query, key, value, mask)
-            if not listener.operations.sees_functions or listener.layer.attention not in ("eager", "sdpa"):
+            if not listener.operations.sees_functions or listener.layer.attention not in (
+                "eager",
+                "sdpa",
+            ):
                 listener.operations.close()  # other functions may be compiled
         result = function(module, query, key, value, *rest, **keywords)
         for listener in listening:
@@ -139,16 +163,21 @@ def _update(self: Any, key_states: Tensor, value_states: Tensor, *args: Any, **k
     return _ORIGINALS["update"](self, key_states, value_states, *args, **kwargs)
 
 
-# ---- Modules ---------------------------------------------------------------------------------------------------------
+# ---- Modules
+# --------------------------------------------------------------------------------------------------
 
 
 class _ModelState:
-    """State of a model that its layers don't receive: the positions of tokens, and which are padding."""
+    """State of a model that its layers don't receive: the positions of tokens, and which are
+    padding.
+    """
 
     def __init__(self) -> None:
         self.positions: Tensor | None = None
         self.padding: Tensor | None = None
-        self.key_padding: Tensor | None = None  # padding of the sequence that cross-attention attends to
+        self.key_padding: Tensor | None = (
+            None  # padding of the sequence that cross-attention attends to
+        )
         self.has_other_mask = False
         self.has_other_key_mask = False
 
@@ -161,13 +190,17 @@ class _ModelState:
         elif type(module).__name__ in COUNTING:
             _pre_hook(module, self._counted, stack)
 
-    def _model_called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _model_called(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         told = arguments_of(module, args, kwargs)
         self.positions = None
         self.padding, self.has_other_mask = _padding(told.get("attention_mask"))
         self.key_padding, self.has_other_key_mask = _padding(told.get("encoder_attention_mask"))
 
-    def _rotary_called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _rotary_called(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         positions = _first(arguments_of(module, args, kwargs), POSITIONS)
         if positions is not None:
             self.positions = positions
@@ -179,7 +212,9 @@ class _ModelState:
 
 
 def _padding(mask: Any) -> tuple[Tensor | None, bool]:
-    """Return a padding mask or None, and whether there is another mask instead, as with a static cache."""
+    """Return a padding mask or None, and whether there is another mask instead, as with a static
+    cache.
+    """
     is_padding = isinstance(mask, Tensor) and mask.ndim == 2
     return mask if is_padding else None, mask is not None and not is_padding
 
@@ -191,9 +226,20 @@ class _TorchListener:
     """
 
     def __init__(
-        self, module: nn.Module, layer: TappedLayer, model: _ModelState, config: Any, operations: LayerOperations
+        self,
+        module: nn.Module,
+        layer: TappedLayer,
+        model: _ModelState,
+        config: Any,
+        operations: LayerOperations,
     ) -> None:
-        self.module, self.layer, self.model, self.config, self.operations = module, layer, model, config, operations
+        self.module, self.layer, self.model, self.config, self.operations = (
+            module,
+            layer,
+            model,
+            config,
+            operations,
+        )
         self.values: dict[str, np.ndarray] = {}
         self.projections: dict[str, np.ndarray] = {}
         self.past: int | None = None
@@ -202,14 +248,19 @@ class _TorchListener:
         self.adds_residual = False
         self.key_len = 0  # length of the other sequence; 0 for self-attention
         self.seen: dict[str, np.ndarray] = {}  # keys and values so far, or of the other sequence
-        self.segments: list[dict[str, np.ndarray]] = []  # values of the attention function in earlier calls
+        self.segments: list[
+            dict[str, np.ndarray]
+        ] = []  # values of the attention function in earlier calls
 
     def listen(self, stack: ExitStack) -> None:
         """Register hooks on the module and its projections; the stack removes them."""
-        # torch calls no hook if the module raises a BaseException, such as SystemExit or an interrupt.
+        # torch calls no hook if the module raises a BaseException, such as SystemExit or an
+        # interrupt.
         stack.callback(self.operations.close)
         if isinstance(self.module, nn.MultiheadAttention):
-            _around_forward(self.module, self._called, self._left, self._returned, stack)  # hooks change its path
+            _around_forward(
+                self.module, self._called, self._left, self._returned, stack
+            )  # hooks change its path
             return
         _pre_hook(self.module, self._called, stack)
         handle = self.module.register_forward_hook(self._left, always_call=True)
@@ -224,9 +275,14 @@ class _TorchListener:
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
-            raise RuntimeError("model must not be compiled while it is tapped: pass disable_compile=True to generate")
+            raise RuntimeError(
+                "model must not be compiled while it is tapped: pass disable_compile=True to "
+                "generate"
+            )
         told = arguments_of(module, args, kwargs)
-        name, given = next(((name, each) for name, each in told.items() if isinstance(each, Tensor)), ("", None))
+        name, given = next(
+            ((name, each) for name, each in told.items() if isinstance(each, Tensor)), ("", None)
+        )
         self.values, self.projections, self.segments, self.first_key = {}, {}, [], 0
         self.layer.training = self.layer.training or module.training
         self.layer.attention = str(getattr(self.config, "_attn_implementation", None) or "")
@@ -238,15 +294,25 @@ class _TorchListener:
         self.adds_residual = told.get("residual") is not None
         self.cache = next((told[each] for each in CACHES if told.get(each) is not None), None)
         self.past, self.key_len = _cached(self.cache, self.layer.index), 0
-        if self.cache is not None and getattr(module, "is_kv_shared_layer", False):  # others have appended this call's
+        if self.cache is not None and getattr(
+            module, "is_kv_shared_layer", False
+        ):  # others have appended this call's
             self.past = (_cached(self.cache, 0) or length) - length
         if other is not None and other is not given:
             self._attends_to(other, length)
         values = told.get("value")
-        if isinstance(values, Tensor) and name != "value" and values is not (given if other is None else other):
+        if (
+            isinstance(values, Tensor)
+            and name != "value"
+            and values is not (given if other is None else other)
+        ):
             self.values["value_input"] = self._batched(values)
         own = _first(told, POSITIONS)
-        places = [x for x in (own, self.model.positions) if x is not None and x.ndim > 1 and x.shape[-1] == length]
+        places = [
+            x
+            for x in (own, self.model.positions)
+            if x is not None and x.ndim > 1 and x.shape[-1] == length
+        ]
         if places:  # a layer may receive text positions only, without RoPE's axes
             self.values["positions"] = to_numpy(max(places, key=lambda x: x.ndim))
         padding = self.model.padding
@@ -261,7 +327,9 @@ class _TorchListener:
         self.operations.close()
 
     def _attends_to(self, other: Tensor, length: int) -> None:
-        """Record another sequence that the keys of this call come from; with a cache, the first call records it."""
+        """Record another sequence that the keys of this call come from; with a cache, the first
+        call records it.
+        """
         if self.cache is not None:  # self-attention has already cached this call's tokens
             is_known = hasattr(self.cache, "cross_attention_cache") and self.past is not None
             self.past = (self.past or 0) - length if is_known else None
@@ -283,7 +351,9 @@ class _TorchListener:
     def function_called(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> None:
         """Record the heads that the attention function receives."""
         if "q" in self.values:
-            self.segments.append({name: self.values.pop(name) for name in OF_FUNCTION if name in self.values})
+            self.segments.append(
+                {name: self.values.pop(name) for name in OF_FUNCTION if name in self.values}
+            )
         self.values["q"] = to_numpy(query)
         if self.key_len:
             self._cross_function_called(query, key, value, mask)
@@ -293,9 +363,13 @@ class _TorchListener:
             if self.model.has_other_mask:
                 sees = (~is_hidden(self.values["mask"])).any(axis=(1, 3))
                 shape = (query.shape[0], query.shape[2])
-                self.values |= {} if sees.all() else {"is_real": np.broadcast_to(sees, shape).copy()}
+                self.values |= (
+                    {} if sees.all() else {"is_real": np.broadcast_to(sees, shape).copy()}
+                )
         length, past = query.shape[-2], self.past or 0
-        if self.cache is None and key.ndim == 4 and key.shape[2] > length:  # some keys belong to other tokens
+        if (
+            self.cache is None and key.ndim == 4 and key.shape[2] > length
+        ):  # some keys belong to other tokens
             self.key_len = key.shape[2]
             self._cross_function_called(query, key, value, mask)
             return
@@ -307,9 +381,18 @@ class _TorchListener:
         for name, part, x in (("k", "keys", key), ("v", "values", value)):
             tokens = to_numpy(x[:, :, : all_keys - first])  # a static cache has unused slots
             new = self.values.get(name)
-            if new is None or (*new.shape[:2], new.shape[3]) != (*x.shape[:2], x.shape[3]):  # or latents are cached
-                new = self.values[name] = tokens[:, :, past - first :].copy()  # a view would keep all of them alive
-            seen = np.concatenate([self.seen[name][:, :, :past], new], axis=2) if past and name in self.seen else new
+            if new is None or (*new.shape[:2], new.shape[3]) != (
+                *x.shape[:2],
+                x.shape[3],
+            ):  # or latents are cached
+                new = self.values[name] = tokens[
+                    :, :, past - first :
+                ].copy()  # a view would keep all of them alive
+            seen = (
+                np.concatenate([self.seen[name][:, :, :past], new], axis=2)
+                if past and name in self.seen
+                else new
+            )
             if not _is_same(seen[:, :, -tokens.shape[2] :], tokens):
                 self.values[f"cache.{part}"] = tokens
             self.seen[name] = seen
@@ -320,9 +403,13 @@ class _TorchListener:
         elif isinstance(mask, Tensor) and mask.ndim == 4:
             x = to_numpy(~mask if mask.dtype == torch.bool else mask)[..., : self.key_len]
             sees = (~is_hidden(x)).any(axis=(1, 2))
-            self.values |= {"mask": np.broadcast_to(x, (*x.shape[:2], query.shape[2], self.key_len)).copy()}
+            self.values |= {
+                "mask": np.broadcast_to(x, (*x.shape[:2], query.shape[2], self.key_len)).copy()
+            }
             if self.model.has_other_key_mask and not sees.all():
-                self.values["key_is_real"] = np.broadcast_to(sees, (query.shape[0], self.key_len)).copy()
+                self.values["key_is_real"] = np.broadcast_to(
+                    sees, (query.shape[0], self.key_len)
+                ).copy()
         for name, part, x in (("k", "keys", key), ("v", "values", value)):
             tokens = to_numpy(x[:, :, : self.key_len])
             if not self.past:
@@ -341,7 +428,9 @@ class _TorchListener:
             self.values |= {"k": to_numpy(key), "v": to_numpy(value)}
 
     def function_returned(self, result: Any) -> None:
-        """Record the context (B, T, N, H) that the attention function returns, and its weights if present."""
+        """Record the context (B, T, N, H) that the attention function returns, and its weights if
+        present.
+        """
         context, *more = result if isinstance(result, tuple) else (result,)
         if isinstance(context, Tensor) and context.ndim == 4:
             self.values["context"] = to_numpy(context.transpose(1, 2))
@@ -349,7 +438,9 @@ class _TorchListener:
             self.values["attn_weights"] = to_numpy(more[0])
 
     def _operations_ran(self) -> None:
-        """Record operations if the module called no attention function, or if its inner scores are requested."""
+        """Record operations if the module called no attention function, or if its inner scores are
+        requested.
+        """
         x = self.values.get("input")
         if x is None or ("q" in self.values and not self.operations.sees_functions):
             return
@@ -363,7 +454,9 @@ class _TorchListener:
             self.function_called(q, k, v, attended.mask)
             self.function_returned((attended.context.transpose(1, 2), attended.weights))
         elif not self.past:
-            self.values["mask"] = to_numpy(~attended.mask if attended.mask.dtype == torch.bool else attended.mask)
+            self.values["mask"] = to_numpy(
+                ~attended.mask if attended.mask.dtype == torch.bool else attended.mask
+            )
         self.layer.scale, self.layer.soft_cap = attended.scale, attended.soft_cap
         if attended.scores is not None:
             self.values["scores"] = to_numpy(attended.scores)
@@ -373,10 +466,14 @@ class _TorchListener:
             self.projections.pop(f"projections.{name}", None)
             self.projections[f"projections.{name}"] = to_numpy(result)
 
-    def _returned(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def _returned(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
         self._operations_ran()
         first, *more = result if isinstance(result, tuple | list) else (result,)
-        if self.adds_residual and self.projections:  # as in BLOOM: take the output before the residual
+        if (
+            self.adds_residual and self.projections
+        ):  # as in BLOOM: take the output before the residual
             self.values["output"] = list(self.projections.values())[-1]
         elif isinstance(first, Tensor):
             self.values["output"] = self._batched(first)
@@ -391,9 +488,13 @@ class _TorchListener:
 
 
 def _joined(segments: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Return joined values of the attention function over segments; empty if they don't cover the sequence."""
+    """Return joined values of the attention function over segments; empty if they don't cover the
+    sequence.
+    """
     num_tokens, lengths = segments[-1]["input"].shape[1], [each["q"].shape[2] for each in segments]
-    is_whole = sum(lengths) == num_tokens and all(len(each["q"]) == 1 and "mask" not in each for each in segments)
+    is_whole = sum(lengths) == num_tokens and all(
+        len(each["q"]) == 1 and "mask" not in each for each in segments
+    )
     if not is_whole or any(each["k"].shape[2] != each["q"].shape[2] for each in segments):
         return {}
     found = {"segment_ids": np.repeat(np.arange(len(segments)), lengths)[None]}
@@ -402,7 +503,9 @@ def _joined(segments: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
             found[name] = np.concatenate([each[name] for each in segments], axis=2)
     if all("attn_weights" in each for each in segments):
         weights = [each["attn_weights"] for each in segments]
-        whole = found["attn_weights"] = np.zeros((*weights[0].shape[:2], num_tokens, num_tokens), weights[0].dtype)
+        whole = found["attn_weights"] = np.zeros(
+            (*weights[0].shape[:2], num_tokens, num_tokens), weights[0].dtype
+        )
         for stop, each in zip(np.cumsum(lengths), weights, strict=True):
             start = stop - each.shape[2]
             whole[:, :, start:stop, start:stop] = each
@@ -410,7 +513,9 @@ def _joined(segments: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 
 def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return heads in the dtype of their layer if it represents them: scores may use a wider dtype."""
+    """Return heads in the dtype of their layer if it represents them: scores may use a wider
+    dtype.
+    """
     narrow = x.to(dtype)
     return narrow if torch.equal(narrow.to(x.dtype), x) else x
 
@@ -452,7 +557,9 @@ def _around_forward(
     stack.callback(put_back)
 
 
-def arguments_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def arguments_of(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
     """Return the arguments of a module's call, by name."""
     signature = inspect.signature(module.forward)
     try:
@@ -477,7 +584,9 @@ def _first(told: Mapping[str, Any], names: tuple[str, ...]) -> Tensor | None:
 
 
 def _cached(cache: Any, index: int) -> int | None:
-    """Return the number of tokens that a cache holds for a layer; 0 without a cache, None if unknown or ragged."""
+    """Return the number of tokens that a cache holds for a layer; 0 without a cache, None if
+    unknown or ragged.
+    """
     if cache is None:
         return 0
     if hasattr(cache, "get_seq_length"):

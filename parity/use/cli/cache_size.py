@@ -18,13 +18,24 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batch-size", type=int, default=1, metavar="B", help="sequences; default: 1")
-    parser.add_argument("--num-kv-heads", type=int, required=True, metavar="K", help="key/value heads")
-    parser.add_argument("--head-dim", type=int, required=True, metavar="H", help="features of a head")
-    parser.add_argument("--capacity", type=int, required=True, metavar="S", help="tokens of each sequence")
+    parser.add_argument(
+        "--batch-size", type=int, default=1, metavar="B", help="sequences; default: 1"
+    )
+    parser.add_argument(
+        "--num-kv-heads", type=int, required=True, metavar="K", help="key/value heads"
+    )
+    parser.add_argument(
+        "--head-dim", type=int, required=True, metavar="H", help="features of a head"
+    )
+    parser.add_argument(
+        "--capacity", type=int, required=True, metavar="S", help="tokens of each sequence"
+    )
     parser.add_argument("--num-layers", type=int, default=1, metavar="L", help="layers; default: 1")
     parser.add_argument(
-        "--dtype", type=dtype_name, default="float16", help="float32, bfloat16, float16, float64; default: float16"
+        "--dtype",
+        type=dtype_name,
+        default="float16",
+        help="float32, bfloat16, float16, float64; default: float16",
     )
 
 
@@ -40,11 +51,15 @@ def run(options: argparse.Namespace) -> Result:
         check_range(options, name, 1, MOST_SIZE)
     spec = AttentionSpec(options.num_kv_heads * options.head_dim, options.num_kv_heads)
     nbytes = spec.cache_nbytes(
-        options.batch_size, options.capacity, dtype_named(options.dtype), num_layers=options.num_layers
+        options.batch_size,
+        options.capacity,
+        dtype_named(options.dtype),
+        num_layers=options.num_layers,
     )
     out = console()
     out.print(
-        f"2 x {options.batch_size} sequences x {options.num_kv_heads} heads x {options.capacity} slots x "
+        f"2 x {options.batch_size} sequences x {options.num_kv_heads} heads x {options.capacity} "
+        f"slots x "
         f"{options.head_dim} features x {options.num_layers} layers in {options.dtype}: "
         f"{nbytes} bytes = {nbytes / 2**30:.3g} GiB",
         soft_wrap=True,

@@ -15,14 +15,17 @@ if TYPE_CHECKING:
 
 PAGE = Page(
     "list the test cases of `run`",
-    "List the test cases of `run`, one per line: heads and tokens, masks, and the feature that fails with the case.",
+    "List the test cases of `run`, one per line: heads and tokens, masks, and the feature that "
+    "fails with the case.",
     "mha-parity cases 'trained-*'",
     "listed",
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", nargs="?", default="*", metavar="GLOB", help="names such as 'rope*'; default: all")
+    parser.add_argument(
+        "names", nargs="?", default="*", metavar="GLOB", help="names such as 'rope*'; default: all"
+    )
 
 
 def run(options: argparse.Namespace) -> Result:

@@ -1,4 +1,6 @@
-"""Commands that only a clone of the repository has: their modules lie in `parity_lab`, which is in no wheel."""
+"""Commands that only a clone of the repository has: their modules lie in `parity_lab`, which is in
+no wheel.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ FROM_A_CLONE = ("selftest", "bench")
 
 
 def commands_of_a_clone() -> Iterator[tuple[str, ModuleType]]:
-    """Import the commands if `parity_lab` is next to `parity`; an editable install does not list it."""
+    """Import the commands if `parity_lab` is next to `parity`; an editable install does not list
+    it.
+    """
     if "parity_lab" not in sys.modules:
         spec = PathFinder.find_spec("parity_lab", [str(Path(__file__).parents[3])])
         if spec is None or spec.loader is None:

@@ -16,7 +16,8 @@ from parity.use.cli.reports import (
 
 PAGE = Page(
     "check traces saved elsewhere, or recordings of models",
-    "Check traces that `run --save-traces` wrote in another environment or on another machine. Or check a "
+    "Check traces that `run --save-traces` wrote in another environment or on another machine. "
+    "Or check a "
     "recording of `parity.tap` layer by layer, against the model in --model or a second recording.",
     "mha-parity compare traces/torch traces/tt",
     "every stage of all inputs agrees",
@@ -25,8 +26,12 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("traces", nargs="+", metavar="INPUT", help="folders of traces, single traces, or recordings")
-    parser.add_argument("--model", metavar="FOLDER", help="with recordings: the model, with config.json and weights")
+    parser.add_argument(
+        "traces", nargs="+", metavar="INPUT", help="folders of traces, single traces, or recordings"
+    )
+    parser.add_argument(
+        "--model", metavar="FOLDER", help="with recordings: the model, with config.json and weights"
+    )
     add_skip_option(parser)
     add_length_options(parser)
     add_report_options(parser)

@@ -1,4 +1,6 @@
-"""Completion of command lines in a shell: commands, options, choices, names of layouts, cases and bugs, and files."""
+"""Completion of command lines in a shell: commands, options, choices, names of layouts, cases and
+bugs, and files.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ FILES = ("PATH", "FILE", "FILE.py", "SRC", "DST", "NPY", "INPUT", "MODEL")
 
 
 def completion_for(shell: str, parser: argparse.ArgumentParser) -> str:
-    """Return a script that completes the command lines of a parser, which must not parse afterwards.
+    """Return a script that completes the command lines of a parser, which must not parse
+    afterwards.
 
     Raises:
         ModuleNotFoundError: if shtab is not installed.
@@ -22,7 +25,9 @@ def completion_for(shell: str, parser: argparse.ArgumentParser) -> str:
     check_installed("--print-completion", "shtab")
     import shtab
 
-    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    (commands,) = (
+        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    )
     commands.help = "command"  # shtab leaves out hidden arguments
     names = _names()
     for command in commands.choices.values():
@@ -30,7 +35,9 @@ def completion_for(shell: str, parser: argparse.ArgumentParser) -> str:
             metavar = str(action.metavar)
             if metavar in (*FOLDERS, *FILES):
                 action.complete = shtab.DIRECTORY if metavar in FOLDERS else shtab.FILE  # pyright: ignore[reportAttributeAccessIssue]
-            elif (known := names.get((command.prog.split()[-1], metavar)) or names.get(("", metavar))) is not None:
+            elif (
+                known := names.get((command.prog.split()[-1], metavar)) or names.get(("", metavar))
+            ) is not None:
                 action.choices = known
     return shtab.complete(parser, shell)
 

@@ -7,12 +7,21 @@ import shlex
 
 from parity.use.cli.help import Page, Result
 from parity.use.cli.messages import refusal
-from parity.use.cli.options import add_declarations, check_names, dtype_list, flag_of, matching, name_list
+from parity.use.cli.options import (
+    add_declarations,
+    check_names,
+    dtype_list,
+    flag_of,
+    matching,
+    name_list,
+)
 
 PAGE = Page(
     "report how an attention treats masks, empty rows and NaN",
-    "Report the conventions of an attention (mask polarity, causal alignment, fully masked rows, …) and the "
-    "guarantees that it breaks. It is your own function or module, or one of torch, JAX, Flax, Keras and "
+    "Report the conventions of an attention (mask polarity, causal alignment, fully masked rows, "
+    "…) and the "
+    "guarantees that it breaks. It is your own function or module, or one of torch, JAX, Flax, "
+    "Keras and "
     "Equinox.",
     "mha-parity conformance my_package.attention:attention --mask-true hides",
     "no guarantee is broken",
@@ -30,22 +39,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--libraries",
         action="store_true",
-        help="examine the attention of torch, JAX, Flax, Keras and Equinox, and the layers of this project",
+        help=(
+            "examine the attention of torch, JAX, Flax, Keras and Equinox, and the layers of "
+            "this project"
+        ),
     )
     parser.add_argument(
-        "--only", type=name_list, metavar="GLOBS", help="with --libraries: only these, such as 'keras*,torch*'"
+        "--only",
+        type=name_list,
+        metavar="GLOBS",
+        help="with --libraries: only these, such as 'keras*,torch*'",
     )
     parser.add_argument(
-        "--checks", type=name_list, metavar="A,B", help="rows of the matrix, such as 'mask,empty row'; default: all"
+        "--checks",
+        type=name_list,
+        metavar="A,B",
+        help="rows of the matrix, such as 'mask,empty row'; default: all",
     )
     parser.add_argument(
-        "--dtypes", type=dtype_list, metavar="A,B", help="default: float32,bfloat16,float16; for ttnn: bfloat16"
+        "--dtypes",
+        type=dtype_list,
+        metavar="A,B",
+        help="default: float32,bfloat16,float16; for ttnn: bfloat16",
     )
     add_declarations(parser, ("torch", "jax", "ttnn"))
     parser.add_argument("--d-model", type=int, metavar="E", help="width of a layer's inputs")
     parser.add_argument("--num-heads", type=int, metavar="N", help="query heads of a layer")
     parser.add_argument(
-        "--num-kv-heads", type=int, metavar="K", help="key/value heads, to declare grouped heads as supported"
+        "--num-kv-heads",
+        type=int,
+        metavar="K",
+        help="key/value heads, to declare grouped heads as supported",
     )
 
 
@@ -77,7 +101,9 @@ def run(options: argparse.Namespace) -> Result:
             found = examine_peers(names, options.checks, options.dtypes, on_subject=on_subject)
     else:
         if options.only is not None:
-            raise refusal("--only", "be passed with --libraries", {"--only": ",".join(options.only)})
+            raise refusal(
+                "--only", "be passed with --libraries", {"--only": ",".join(options.only)}
+            )
         if options.params is not None:
             declared["params"] = load_params(options.params)
         if "causal_alignment" in declared:

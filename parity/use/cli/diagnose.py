@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from parity.use.cli.former import warn_of_former
 from parity.use.cli.help import Page, Result
-from parity.use.cli.layers import ASSUMED_CAUSAL, add_layer_options, layer_options, pairs_of_layers, status_of
+from parity.use.cli.layers import (
+    ASSUMED_CAUSAL,
+    add_layer_options,
+    layer_options,
+    pairs_of_layers,
+    status_of,
+)
 from parity.use.cli.messages import refusal
 from parity.use.cli.options import add_causal_option, add_params_option
 from parity.use.cli.paths import kind_of
@@ -25,13 +31,17 @@ if TYPE_CHECKING:
 
 PAGE = Page(
     "name the wrong layer, the wrong stage and the bug",
-    "Find out why an implementation differs from the reference. The result is the known bug, or the two, that "
+    "Find out why an implementation differs from the reference. The result is the known bug, or "
+    "the two, that "
     "explain the difference.",
     "mha-parity diagnose my_package.attention:attention --weights layer.safetensors",
     "nothing differs by more than rounding",
     "something differs",
     forms=(
-        ("PKG.MODULE:FUNCTION --weights FILE", "your function, with the weights that it should have"),
+        (
+            "PKG.MODULE:FUNCTION --weights FILE",
+            "your function, with the weights that it should have",
+        ),
         ("TRACE", "a trace that `run --save-traces` wrote"),
         ("TRACE TRACE", "two traces of one case"),
         ("FILE FILE", "two files of weights"),
@@ -50,21 +60,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a function, traces, recordings or weight files: see the forms below",
     )
     parser.add_argument(
-        "--weights", metavar="FILE", help="correct weights of the function, or of the layer that ranks divide"
+        "--weights",
+        metavar="FILE",
+        help="correct weights of the function, or of the layer that ranks divide",
     )
-    parser.add_argument("--model", metavar="FOLDER", help="model of the recordings, with config.json and weights")
     parser.add_argument(
-        "--framework", choices=("torch", "jax", "ttnn"), help="framework of a function, if it cannot be inferred"
+        "--model", metavar="FOLDER", help="model of the recordings, with config.json and weights"
+    )
+    parser.add_argument(
+        "--framework",
+        choices=("torch", "jax", "ttnn"),
+        help="framework of a function, if it cannot be inferred",
     )
     add_params_option(parser)
-    add_causal_option(parser, "causal mask of a function or of ranks; default: --causal for self-attention")
+    add_causal_option(
+        parser, "causal mask of a function or of ranks; default: --causal for self-attention"
+    )
     parser.add_argument(
         "--mesh",
         metavar="tensor=4",
-        help="files are the stages of ranks, in order; ranks divide the heads (tensor) or tokens (sequence)",
+        help=(
+            "files are the stages of ranks, in order; ranks divide the heads (tensor) or tokens "
+            "(sequence)"
+        ),
     )
     parser.add_argument(
-        "--case", metavar="NAME", help="with --mesh: the case that ranks computed, instead of --weights"
+        "--case",
+        metavar="NAME",
+        help="with --mesh: the case that ranks computed, instead of --weights",
     )
     parser.add_argument(
         "--from",
@@ -77,7 +100,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_layer_options(parser, "the layer, in both files or each", many=True)
     add_html_option(parser)
     parser.add_argument(
-        "-v", "--verbose", action="store_true", help="also print alternatives, patterns, nearest bugs and conventions"
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="also print alternatives, patterns, nearest bugs and conventions",
     )
 
 
@@ -98,20 +124,32 @@ def run(options: argparse.Namespace) -> Result:
         return ranks.diagnose(options)
     if options.case is not None:
         raise refusal("--case", "be passed with --mesh")
-    of_function = {"--framework": options.framework, "--params": options.params, "--causal": options.causal}
+    of_function = {
+        "--framework": options.framework,
+        "--params": options.params,
+        "--causal": options.causal,
+    }
     if taps.are_taps(options.files):
         if options.weights is not None:
             warn_of_former("--weights for recordings", "--model")
             options.model, options.weights = options.weights, None
-        of_others = {**of_function, "--from": options.layouts or None, "--prefix": options.prefix or None}
+        of_others = {
+            **of_function,
+            "--from": options.layouts or None,
+            "--prefix": options.prefix or None,
+        }
         if given := [flag for flag, value in of_others.items() if value is not None]:
             raise refusal(", ".join(given), "be left out for recordings", files)
         return taps.diagnose(options)
     if options.model is not None:
         raise refusal("--model", "be passed with recordings", files)
-    is_function = len(options.files) == 1 and ":" in options.files[0] and not Path(options.files[0]).exists()
+    is_function = (
+        len(options.files) == 1 and ":" in options.files[0] and not Path(options.files[0]).exists()
+    )
     of_function["--weights"] = options.weights
-    if not is_function and (given := [flag for flag, value in of_function.items() if value is not None]):
+    if not is_function and (
+        given := [flag for flag, value in of_function.items() if value is not None]
+    ):
         raise refusal(", ".join(given), "be passed with PKG.MODULE:FUNCTION", files)
     maps = attention_maps(options)
     if is_function:
@@ -130,7 +168,9 @@ def run(options: argparse.Namespace) -> Result:
 
 
 def _diagnose_weights(options: argparse.Namespace, out: Console) -> Result:
-    """Print how the layers of two files differ and the bug that explains it; of many, the first pair that differs."""
+    """Print how the layers of two files differ and the bug that explains it; of many, the first
+    pair that differs.
+    """
     from parity.explain.diagnosis.diagnose import Diagnosis
     from parity.explain.diagnosis.weights import diagnose_weights
     from parity.port.conversion.differences import compare_weights
@@ -147,7 +187,10 @@ def _diagnose_weights(options: argparse.Namespace, out: Console) -> Result:
                 shown = weights, Diagnosis("none") if weights.same else diagnose_weights(*layers)
             if not weights.same:
                 if len(pairs.layers) > 1:
-                    first = f"{one.label} and {other.label} are the first of {len(pairs.layers)} layers that differ"
+                    first = (
+                        f"{one.label} and {other.label} are the first of {len(pairs.layers)} "
+                        f"layers that differ"
+                    )
                     out.print(first, soft_wrap=True)
                 break
     weights, diagnosis = cast(Any, shown)  # there is a layer
@@ -168,7 +211,9 @@ def _are_traces(files: Sequence[str]) -> bool:
 
 
 def _diagnose_traces(files: Sequence[str], out: Console, *, verbose: bool) -> Diagnosis:
-    """Return the diagnosis of one trace, or of the one of two whose first wrong stage comes first."""
+    """Return the diagnosis of one trace, or of the one of two whose first wrong stage comes
+    first.
+    """
     from parity.explain.diagnosis.traces import diagnose_worst, distances, judge_together
     from parity.measure.core.compare import first_difference
     from parity.use.reporting.diagnosis import print_divergence
@@ -177,9 +222,12 @@ def _diagnose_traces(files: Sequence[str], out: Console, *, verbose: bool) -> Di
     traces = [load_trace(path) for path in files]
     if len({trace.problem.digest for trace in traces}) > 1:
         raise refusal("traces", "be of one case and dtype", " ".join(files))
-    if len({trace.title for trace in traces}) < len(traces):  # of one backend: files distinguish them
+    if len({trace.title for trace in traces}) < len(
+        traces
+    ):  # of one backend: files distinguish them
         traces = [
-            replace(trace, folder=path, is_named_by_folder=True) for trace, path in zip(traces, files, strict=True)
+            replace(trace, folder=path, is_named_by_folder=True)
+            for trace, path in zip(traces, files, strict=True)
         ]
     sides = judge_together(traces)
     if len(traces) > 1:
@@ -192,30 +240,43 @@ def _diagnose_traces(files: Sequence[str], out: Console, *, verbose: bool) -> Di
     return diagnose_worst(traces, sides)
 
 
-def _diagnose_function(options: argparse.Namespace, out: Console) -> tuple[Diagnosis, Report | None]:
-    """Return the diagnosis of a function, and a report if a page is requested; print assumptions."""
+def _diagnose_function(
+    options: argparse.Namespace, out: Console
+) -> tuple[Diagnosis, Report | None]:
+    """Return the diagnosis of a function, and a report if a page is requested; print
+    assumptions.
+    """
     from parity.explain.diagnosis.diagnose import SECONDS, diagnose, observe
     from parity.measure.backends import FRAMEWORKS, load_backend
     from parity.use.running.report import report_of_stages
 
     function, problem, framework = _function(options)
     case = problem.case
-    with load_backend(FRAMEWORKS[framework]).lock(problem.dtype) as settings:  # what a layer keeps lasts for both calls
+    with load_backend(FRAMEWORKS[framework]).lock(
+        problem.dtype
+    ) as settings:  # what a layer keeps lasts for both calls
         arithmetic = settings.get("arithmetic", "ieee")
         observed = observe(function, problem, framework)
         diagnosis = diagnose(observed, problem, arithmetic=arithmetic)
         report = None
         if options.html is not None:
-            report = report_of_stages(options.files[0], framework, observed, problem, arithmetic, diagnosis)
+            report = report_of_stages(
+                options.files[0], framework, observed, problem, arithmetic, diagnosis
+            )
         is_assumed = case.is_causal and options.causal is None
         if is_assumed:
             out.print(f"{options.files[0]} {ASSUMED_CAUSAL}", soft_wrap=True, highlight=False)
         if is_assumed and diagnosis.is_wrong:
             other = replace(problem, case=replace(case, is_causal=False))
-            observed, seconds = observe(function, other, framework), SECONDS if diagnosis.unknowns else 0.0
+            observed, seconds = (
+                observe(function, other, framework),
+                SECONDS if diagnosis.unknowns else 0.0,
+            )
             words = _words_of(diagnose(observed, other, arithmetic=arithmetic, seconds=seconds))
             if words and words != _words_of(diagnosis):
-                out.print(f"with --no-causal, {words}", style="bold", soft_wrap=True, highlight=False)
+                out.print(
+                    f"with --no-causal, {words}", style="bold", soft_wrap=True, highlight=False
+                )
     return diagnosis, report
 
 
@@ -224,7 +285,11 @@ def _words_of(diagnosis: Diagnosis) -> str:
     if not diagnosis.is_wrong:
         return "nothing differs"
     names = [name for explanation in diagnosis.explanations for name in explanation.bugs]
-    return "" if diagnosis.unknowns or not names else f"known bugs explain every difference: {', '.join(names)}"
+    return (
+        ""
+        if diagnosis.unknowns or not names
+        else f"known bugs explain every difference: {', '.join(names)}"
+    )
 
 
 def _function(options: argparse.Namespace) -> tuple[Any, Problem, str]:
@@ -237,7 +302,10 @@ def _function(options: argparse.Namespace) -> tuple[Any, Problem, str]:
     from parity.port.conversion.verify import probe_case
 
     if options.weights is None:
-        raise refusal("--weights", f"be passed for a function: the file of the correct weights of {options.files[0]}")
+        raise refusal(
+            "--weights",
+            f"be passed for a function: the file of the correct weights of {options.files[0]}",
+        )
     function = load_callable(options.files[0])
     if isinstance(function, type):
         raise refusal(options.files[0], "be a function, or an instance of a layer", "a class")
@@ -245,7 +313,9 @@ def _function(options: argparse.Namespace) -> tuple[Any, Problem, str]:
     check_has_weights(function, options.files[0])
     framework = options.framework or framework_of(function)
     if framework is None:
-        raise refusal("--framework", f"be the framework of {options.files[0]}, one of {', '.join(FRAMEWORKS)}")
+        raise refusal(
+            "--framework", f"be the framework of {options.files[0]}, one of {', '.join(FRAMEWORKS)}"
+        )
     if reason := why_missing(FRAMEWORKS[framework]):
         raise ModuleNotFoundError(reason)
     layouts, prefixes = options.layouts or [None], options.prefix or [None]

@@ -10,7 +10,8 @@ from parity.use.cli.options import check_names, name_list
 
 PAGE = Page(
     "report what is installed and what would be skipped",
-    "Report which packages are installed, on which devices and with which numerics settings the backends run, "
+    "Report which packages are installed, on which devices and with which numerics settings the "
+    "backends run, "
     "what would be skipped, and how to get it.",
     "mha-parity doctor --require torch,jax",
     "reported",
@@ -20,7 +21,10 @@ PAGE = Page(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--require", type=name_list, metavar="A,B", help="backends and packages that must not be missing"
+        "--require",
+        type=name_list,
+        metavar="A,B",
+        help="backends and packages that must not be missing",
     )
 
 

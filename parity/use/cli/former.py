@@ -1,4 +1,6 @@
-"""Former names of options: they work for one more release, and a line on standard error names the new ones."""
+"""Former names of options: they work for one more release, and a line on standard error names the
+new ones.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,11 @@ FORMER_NAMES = {
     "run": {"--axes": "--axis-types", "--devices": "--virtual-devices"},
     "compare": {"--weights": "--model"},
     "diagnose": {"--ranks": "--mesh", "--not-causal": "--no-causal"},
-    "conformance": {"--peers": "--libraries", "--questions": "--checks", "--causal": "--causal-alignment"},
+    "conformance": {
+        "--peers": "--libraries",
+        "--questions": "--checks",
+        "--causal": "--causal-alignment",
+    },
     "mutate": {"--causal": "--causal-alignment"},
     "plot": {
         "--layout": "--from",
@@ -25,7 +31,9 @@ FORMER_NAMES = {
 
 
 def with_new_names(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line with the new names of options, and warn of each former one."""
+    """Return the words of a command line with the new names of options, and warn of each former
+    one.
+    """
     return list(_renamed(words)) if words and words[0] in FORMER_NAMES else list(words)
 
 

@@ -10,14 +10,17 @@ from parity.use.cli.layers import add_layer_options, layer_options, warn_of_part
 
 PAGE = Page(
     "list the tensors of a file and the layouts they fit",
-    "List the names, shapes and dtypes of a file, the prefixes of its attention layers, and the layouts that they fit.",
+    "List the names, shapes and dtypes of a file, the prefixes of its attention layers, and the "
+    "layouts that they fit.",
     "mha-parity inspect model.safetensors",
     "read, with or without attention in it",
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="a file of tensors, or a folder of shards or of files of ranks")
+    parser.add_argument(
+        "file", metavar="FILE", help="a file of tensors, or a folder of shards or of files of ranks"
+    )
     add_layer_options(parser)
 
 

@@ -21,16 +21,28 @@ if TYPE_CHECKING:
 ASSUMED_CAUSAL = "is assumed to be causal; if it is not, pass --no-causal"
 
 
-def add_layer_options(parser: argparse._ActionsContainer, what: str = "", *, many: bool = False) -> None:
-    """Add the options that choose layers of a file: `--prefix` for the names of `what`, and ambiguous sizes."""
+def add_layer_options(
+    parser: argparse._ActionsContainer, what: str = "", *, many: bool = False
+) -> None:
+    """Add the options that choose layers of a file: `--prefix` for the names of `what`, and
+    ambiguous sizes.
+    """
     if what:
         repeated: dict[str, Any] = {"action": "append", "default": []} if many else {}
         about = f"common prefix of the names of {what}; {{i}} stands for a number"
         parser.add_argument("--prefix", metavar="P", help=about, **repeated)
-    parser.add_argument("--num-heads", type=int, metavar="N", help="query heads, if shapes are ambiguous")
-    parser.add_argument("--num-kv-heads", type=int, metavar="K", help="key/value heads, if shapes are ambiguous")
-    parser.add_argument("--head-dim", type=int, metavar="H", help="features of a head, if shapes are ambiguous")
-    parser.add_argument("--rope-theta", type=float, metavar="THETA", help="base of RoPE's frequencies, if any")
+    parser.add_argument(
+        "--num-heads", type=int, metavar="N", help="query heads, if shapes are ambiguous"
+    )
+    parser.add_argument(
+        "--num-kv-heads", type=int, metavar="K", help="key/value heads, if shapes are ambiguous"
+    )
+    parser.add_argument(
+        "--head-dim", type=int, metavar="H", help="features of a head, if shapes are ambiguous"
+    )
+    parser.add_argument(
+        "--rope-theta", type=float, metavar="THETA", help="base of RoPE's frequencies, if any"
+    )
 
 
 def layer_options(options: argparse.Namespace) -> LayerKeywords:
@@ -56,20 +68,26 @@ def said_of_layers(options: argparse.Namespace) -> list[str]:
 
 
 def warn_of_parts(path: str) -> None:
-    """Warn of the parts of a model that are not read, with the reasons; for a folder with a config.json."""
+    """Warn of the parts of a model that are not read, with the reasons; for a folder with a
+    config.json.
+    """
     from parity.port.models.config import read_config
     from parity.port.models.specs import unknown_parts
 
     if not Path(path).is_dir():
         return
-    with suppress(OSError, ValueError, RecursionError):  # reading the layers reports errors of the configuration
+    with suppress(
+        OSError, ValueError, RecursionError
+    ):  # reading the layers reports errors of the configuration
         config = read_config(path)
         for name, why in unknown_parts(config).items():
             warn(f"{name or config['model_type']} is not read: {why}")
 
 
 class Pairs(NamedTuple):
-    """Matching layers of two files, parts that their comparison leaves out, and tensors that only one file has."""
+    """Matching layers of two files, parts that their comparison leaves out, and tensors that only
+    one file has.
+    """
 
     layers: list[tuple[Any, Any]]
     not_compared: list[NotCompared]
@@ -83,10 +101,17 @@ def status_of(same: bool, pairs: Pairs) -> int:
 
 @contextmanager
 def pairs_of_layers(options: argparse.Namespace) -> Iterator[Pairs]:
-    """Yield matching layers of two open files. An option that is passed once holds for both files."""
+    """Yield matching layers of two open files. An option that is passed once holds for both
+    files.
+    """
     from parity.port.conversion.layers import open_model
     from parity.port.conversion.metadata import tells_layout
-    from parity.port.conversion.not_compared import by_reason, find_not_compared, find_only_in_one, of_files
+    from parity.port.conversion.not_compared import (
+        by_reason,
+        find_not_compared,
+        find_only_in_one,
+        of_files,
+    )
 
     def each(flag: str, values: list[str]) -> list[str | None]:
         if len(values) > 2:
@@ -107,7 +132,9 @@ def pairs_of_layers(options: argparse.Namespace) -> Iterator[Pairs]:
         if places[0] != places[1] and not len(one) == len(other) == 1:
             for words in by_reason(of_files(options.files, opened)):
                 warn(f"not compared: {words}")
-            counts = " and ".join(f"{len(layers)} ({layers[0].label}, …)" for layers in (one, other))
+            counts = " and ".join(
+                f"{len(layers)} ({layers[0].label}, …)" for layers in (one, other)
+            )
             raise refusal("both files", "have layers of the same numbers to be compared", counts)
         pairs = list(zip(one, other, strict=True))
         left_out = find_not_compared(pairs, options.files, opened)
@@ -115,18 +142,23 @@ def pairs_of_layers(options: argparse.Namespace) -> Iterator[Pairs]:
             warn(f"not compared: {words}")
         only_in_one = find_only_in_one(pairs, options.files, opened)
         yield Pairs(
-            [(_restored(each, beside), _restored(beside, each)) for each, beside in pairs], left_out, only_in_one
+            [(_restored(each, beside), _restored(beside, each)) for each, beside in pairs],
+            left_out,
+            only_in_one,
         )
 
 
 def _in_order_of(layers: list[FileLayer], others: list[FileLayer]) -> list[FileLayer]:
-    """Return the other layers in the order of the first ones, by their labels or the model's, or else unchanged.
+    """Return the other layers in the order of the first ones, by their labels or the model's, or
+    else unchanged.
 
     Each file has its own order of the parts of a model.
     """
     for name_of in (lambda layer: layer.label, lambda layer: layer.model and layer.model.path):
         held = {name_of(layer): layer for layer in others}
-        if len(held) == len(others) == len(layers) and held.keys() == {name_of(layer) for layer in layers}:
+        if len(held) == len(others) == len(layers) and held.keys() == {
+            name_of(layer) for layer in layers
+        }:
             return [held[name_of(layer)] for layer in layers]
     return others
 

@@ -15,7 +15,9 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", metavar="LAYOUT", help="the layout to describe; default: list all")
+    parser.add_argument(
+        "name", nargs="?", metavar="LAYOUT", help="the layout to describe; default: list all"
+    )
 
 
 def run(options: argparse.Namespace) -> Result:

@@ -1,7 +1,7 @@
 """The command line, `mha-parity`.
 
-Exit status: 0 all well, 1 a mismatch, 2 bad usage, something missing or not compared, 70 a bug in this program,
-128 + signal.
+Exit status: 0 all well, 1 a mismatch, 2 bad usage, something missing or not compared, 70 a bug in
+this program, 128 + signal.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ EXPECTED = (OSError, ValueError, TypeError, ImportError, RuntimeError, MemoryErr
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
-    SIGINT, SIGTERM and SIGHUP end it like an error: unfinished files are removed, and the status is 128 + signal.
+    SIGINT, SIGTERM and SIGHUP end it like an error: unfinished files are removed, and the status is
+    128 + signal.
 
     Args:
         arguments: words of the command line; default: the arguments of the process.
@@ -108,10 +109,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             name = next(iter(words), "")
             if name in FROM_A_CLONE and name not in COMMANDS:
                 raise ModuleNotFoundError(
-                    f"{name} is not in the wheel: it needs a clone, and there `make` or pip install --editable"
+                    f"{name} is not in the wheel: it needs a clone, and there `make` or pip "
+                    f"install --editable"
                 )
             if not name.startswith("-") and name not in COMMANDS:
-                hint = " ".join(filter(None, (did_you_mean(name, COMMANDS), "`mha-parity --help` lists them")))
+                hint = " ".join(
+                    filter(None, (did_you_mean(name, COMMANDS), "`mha-parity --help` lists them"))
+                )
                 raise refusal("COMMAND", "be a known command", name or "none", hint=hint)
             options, unknown = make_parser().parse_known_args(words)
             options.words = words
@@ -131,7 +135,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (Exception, KeyboardInterrupt) as error:
             if os.environ.get("MHA_PARITY_TRACEBACK"):
                 traceback.print_exc()
-            if received or isinstance(error, KeyboardInterrupt):  # an interrupted import may fail in any way
+            if received or isinstance(
+                error, KeyboardInterrupt
+            ):  # an interrupted import may fail in any way
                 number = received[0] if received else signal.SIGINT
                 by = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
                 return say(f"interrupted{by}", 128 + number)
@@ -151,22 +157,31 @@ def _words_of(error: Exception) -> str:
 
 
 def _report_of_bug(error: Exception, words: Sequence[str]) -> str:
-    """Return how to report an error of this program. A file has its traceback, unless that was printed."""
+    """Return how to report an error of this program. A file has its traceback, unless that was
+    printed.
+    """
     from importlib import metadata
 
     version, urls = "not installed", {}
     with suppress(metadata.PackageNotFoundError):
         about = metadata.metadata("mha-parity")
-        version, urls = about["Version"], dict(url.split(", ", 1) for url in about.get_all("Project-URL") or ())
+        version, urls = (
+            about["Version"],
+            dict(url.split(", ", 1) for url in about.get_all("Project-URL") or ()),
+        )
     what = f"{type(error).__name__}: {error}".rstrip(": ")
     issues = f" at {urls['Issues']}" if "Issues" in urls else ""
     advice = f"a bug in mha-parity, {what}; please report it{issues} with"
     if not os.environ.get("MHA_PARITY_TRACEBACK"):
-        heading = f"mha-parity {version}, Python {sys.version}\n{shlex.join(('mha-parity', *words))}\n\n"
+        heading = (
+            f"mha-parity {version}, Python {sys.version}\n{shlex.join(('mha-parity', *words))}\n\n"
+        )
         text = heading + "".join(traceback.format_exception(error))
         with (
             suppress(OSError),
-            tempfile.NamedTemporaryFile("wb", prefix="mha-parity-bug-", suffix=".txt", delete=False) as file,
+            tempfile.NamedTemporaryFile(
+                "wb", prefix="mha-parity-bug-", suffix=".txt", delete=False
+            ) as file,
         ):
             file.write(text.encode("utf-8", "backslashreplace"))
             return f"{advice} {file.name}, which has the command and the traceback"
@@ -186,11 +201,17 @@ def _check_output() -> None:
 
 @contextmanager
 def _warnings_in_a_line() -> Iterator[None]:
-    """Print warnings on standard error, each once and in one line; those of libraries with their category."""
+    """Print warnings on standard error, each once and in one line; those of libraries with their
+    category.
+    """
     shown = set()
 
     def show(message: Warning | str, category: type[Warning], *_: Any) -> None:
-        line = f"{message}" if issubclass(category, NotCarriedWarning) else f"{category.__name__}: {message}"
+        line = (
+            f"{message}"
+            if issubclass(category, NotCarriedWarning)
+            else f"{category.__name__}: {message}"
+        )
         if line not in shown:
             shown.add(line)
             warn(line)
@@ -203,10 +224,11 @@ def _warnings_in_a_line() -> Iterator[None]:
 
 @contextmanager
 def _signals_raise(*, for_good: bool) -> Iterator[list[int]]:
-    """Raise KeyboardInterrupt once for signals that end a process, so that interrupted work can clean up.
+    """Raise KeyboardInterrupt once for signals that end a process, so that interrupted work can
+    clean up.
 
-    An import continues until it is done. Ignored signals, as under nohup, stay ignored. Afterwards the former handlers
-    return or, with `for_good`, a signal ends the process at once.
+    An import continues until it is done. Ignored signals, as under nohup, stay ignored. Afterwards
+    the former handlers return or, with `for_good`, a signal ends the process at once.
 
     Yields:
         The received signals.
@@ -226,7 +248,9 @@ def _signals_raise(*, for_good: bool) -> Iterator[list[int]]:
         is_importing = "<frozen importlib._bootstrap>" in places
         if hasattr(signal, "setitimer") and is_importing and time.monotonic() < latest:
             before.setdefault(signal.SIGALRM, signal.signal(signal.SIGALRM, interrupt))
-            signal.setitimer(signal.ITIMER_REAL, 0.02)  # libraries in C print a traceback if their import fails
+            signal.setitimer(
+                signal.ITIMER_REAL, 0.02
+            )  # libraries in C print a traceback if their import fails
             return
         raised = True
         raise KeyboardInterrupt
@@ -278,7 +302,9 @@ def _run_and_write(options: argparse.Namespace) -> int:
     from parity.measure.core.user_code import user_code
 
     try:
-        with user_code(f"code that mha-parity {options.command} ran"):  # which sys.exit(0) ends without a result
+        with user_code(
+            f"code that mha-parity {options.command} ran"
+        ):  # which sys.exit(0) ends without a result
             status, content = COMMANDS[options.command].run(options)
     except InputError as refused:
         raise in_flags(refused, options) from None
@@ -303,11 +329,15 @@ RULES = (
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises each error as a line with the way out, and an error if the help cannot be written."""
+    """A parser that raises each error as a line with the way out, and an error if the help cannot
+    be written.
+    """
 
     def error(self, message: str) -> NoReturn:
         if missing := re.search(r"arguments are required: (.*)", message):
-            raise ValueError(f"{and_listed(missing[1].split(', '))} must be passed; usage: {self.usage_line()}")
+            raise ValueError(
+                f"{and_listed(missing[1].split(', '))} must be passed; usage: {self.usage_line()}"
+            )
         for pattern, rule in RULES:
             if found := re.fullmatch(pattern, message):
                 message = found.expand(rule)
@@ -336,7 +366,9 @@ class _Parser(argparse.ArgumentParser):
 class _Completion(argparse.Action):
     """Print a completion script."""
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, *_: Any) -> None:
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, *_: Any
+    ) -> None:
         from parity.use.cli.completion import completion_for
 
         print_out(f"{completion_for(values, make_parser())}\n")
@@ -356,14 +388,24 @@ class _Version(argparse.Action):
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     lines = [
-        "\n".join((f"{group}:", *(f"  {name:11} {COMMANDS[name].PAGE.line}" for name in names if name in COMMANDS)))
+        "\n".join(
+            (
+                f"{group}:",
+                *(f"  {name:11} {COMMANDS[name].PAGE.line}" for name in names if name in COMMANDS),
+            )
+        )
         for group, names in GROUPS.items()
     ]
     parser = _Parser(
         prog="mha-parity",
         usage="mha-parity [-h] [--version] [--print-completion SHELL] COMMAND ...",
-        description="Check that attention layers in JAX, PyTorch and TTNN agree, or find out why they do not.",
-        epilog="\n\n".join((*lines, "`mha-parity COMMAND --help` has an example of each command.", EXIT_STATUS)),
+        description=(
+            "Check that attention layers in JAX, PyTorch and TTNN agree, or find out why they do "
+            "not."
+        ),
+        epilog="\n\n".join(
+            (*lines, "`mha-parity COMMAND --help` has an example of each command.", EXIT_STATUS)
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")

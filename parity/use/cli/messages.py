@@ -40,7 +40,8 @@ def _print(text: str) -> None:
 
 
 def print_out(text: str, stream: TextIO | None = None) -> None:
-    """Print text on standard output. If the reader of a pipe has stopped, drop it: the status is that of the work.
+    """Print text on standard output. If the reader of a pipe has stopped, drop it: the status is
+    that of the work.
 
     Args:
         text: the text, with its line ends.
@@ -54,7 +55,9 @@ def print_out(text: str, stream: TextIO | None = None) -> None:
 
 
 def is_writable(stream: TextIO | None) -> bool:
-    """Flush a stream of this process. If that fails, drop its output, so that the interpreter does not try again."""
+    """Flush a stream of this process. If that fails, drop its output, so that the interpreter does
+    not try again.
+    """
     try:
         if stream is not None:
             stream.flush()
@@ -65,8 +68,12 @@ def is_writable(stream: TextIO | None) -> bool:
     return True
 
 
-def refusal(argument: str, rule: str, got: Mapping[str, Any] | str = "", /, **values: Any) -> InputError:
-    """Return a refusal of an argument of a command line; its class is imported late, because help must be fast."""
+def refusal(
+    argument: str, rule: str, got: Mapping[str, Any] | str = "", /, **values: Any
+) -> InputError:
+    """Return a refusal of an argument of a command line; its class is imported late, because help
+    must be fast.
+    """
     from mha_spec import InputError
 
     return InputError(argument, rule, got, **values)
@@ -77,4 +84,7 @@ def no_framework() -> str:
     from parity.measure.backends import BACKENDS, why_missing
 
     reasons = "; ".join(str(why_missing(name)) for name in BACKENDS)
-    return f"at least one backend must be installed: {reasons}. One is enough: pip install torch, or jax and flax"
+    return (
+        f"at least one backend must be installed: {reasons}. One is enough: pip install torch, "
+        f"or jax and flax"
+    )

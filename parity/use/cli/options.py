@@ -41,7 +41,9 @@ def flag_of(name: str) -> str:
 
 
 def in_flags(refused: InputError, options: argparse.Namespace) -> InputError:
-    """Return a refusal of a function's argument as one of the option for it: `--to-prefix` for `to_prefix`."""
+    """Return a refusal of a function's argument as one of the option for it: `--to-prefix` for
+    `to_prefix`.
+    """
     names = {**{name: name for name in ARGUMENTS}, **OTHER_ARGUMENTS}
     flags = {name: flag_of(option) for name, option in names.items() if hasattr(options, option)}
     if hasattr(options, "layout") or hasattr(options, "layouts"):
@@ -53,7 +55,9 @@ def in_flags(refused: InputError, options: argparse.Namespace) -> InputError:
         if name == "keep_rest":
             return "--rest", "drop"
         # Layouts have rules about numbers of heads that were not passed.
-        is_passed = name not in HEADS or (value is not None and value == getattr(options, name, None))
+        is_passed = name not in HEADS or (
+            value is not None and value == getattr(options, name, None)
+        )
         return flags.get(name, name) if is_passed else name, value
 
     return refused.renamed(rename)
@@ -71,11 +75,15 @@ def add_params_option(parser: argparse.ArgumentParser) -> None:
 def add_declarations(parser: argparse.ArgumentParser, frameworks: Sequence[str]) -> None:
     """Add options that declare properties of an attention that cannot be inferred."""
     parser.add_argument(
-        "--framework", choices=frameworks, help="framework of your function, if its module uses several"
+        "--framework",
+        choices=frameworks,
+        help="framework of your function, if its module uses several",
     )
     add_params_option(parser)
     parser.add_argument(
-        "--axes", choices=("BNTH", "BTNH", "BTE"), help="axes of the inputs, if they cannot be inferred"
+        "--axes",
+        choices=("BNTH", "BTNH", "BTE"),
+        help="axes of the inputs, if they cannot be inferred",
     )
     parser.add_argument("--mask-name", metavar="NAME", help="name of the mask parameter")
     parser.add_argument("--mask-true", choices=("hides", "shows"), help="effect of True in a mask")
@@ -142,11 +150,16 @@ def check_names(flag: str, given: Sequence[str] | None, known: Collection[str]) 
     """Reject an unknown name of a short list."""
     for name in given or ():
         if name not in known:
-            raise refusal(flag, f"be one of {', '.join(known)}", {flag: name}, hint=did_you_mean(name, known))
+            raise refusal(
+                flag, f"be one of {', '.join(known)}", {flag: name}, hint=did_you_mean(name, known)
+            )
 
 
-def matching(flag: str, globs: Sequence[str], known: Collection[str], lister: str = "") -> list[str]:
-    """Return the known names that patterns match, in their order; reject a pattern that matches none.
+def matching(
+    flag: str, globs: Sequence[str], known: Collection[str], lister: str = ""
+) -> list[str]:
+    """Return the known names that patterns match, in their order; reject a pattern that matches
+    none.
 
     Args:
         flag: the option that has the patterns.

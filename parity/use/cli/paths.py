@@ -20,12 +20,15 @@ PATHS += ("save_traces", "plot", "output", *REPORTS)
 """Options and positional arguments that are paths."""
 
 
-def check_paths(options: argparse.Namespace, may_write: Callable[[argparse.Namespace, str], bool] | None) -> None:
+def check_paths(
+    options: argparse.Namespace, may_write: Callable[[argparse.Namespace, str], bool] | None
+) -> None:
     """Reject reports that cannot be written, or that would overwrite another file, before the work.
 
     Args:
         options: the parsed command line.
-        may_write: returns whether the command may write a file besides its reports; None if it writes no other.
+        may_write: returns whether the command may write a file besides its reports; None if it
+            writes no other.
     """
     from parity.measure.files.target import check_writable
     from parity.use.reporting.earlier import check_report

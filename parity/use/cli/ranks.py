@@ -1,4 +1,6 @@
-"""Stages of the ranks of a divided layer, from files on a command line: which ranks are wrong, and why."""
+"""Stages of the ranks of a divided layer, from files on a command line: which ranks are wrong, and
+why.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,21 @@ def diagnose(options: argparse.Namespace) -> Result:
     size, paths = max(divided.values()), options.files
     if len(paths) != size:
         got = f"{len(paths)}: {' '.join(paths)}"
-        raise refusal(f"--mesh {options.mesh}", f"be passed with one file per rank, {size} in order", got)
+        raise refusal(
+            f"--mesh {options.mesh}", f"be passed with one file per rank, {size} in order", got
+        )
     if twice := next((path for path in paths if paths.count(path) > 1), ""):
         raise refusal("each rank", "have a file of its own", f"{twice} twice")
     _check_order(paths)
     files = {path: load_tensors(path)[0] for path in paths}
-    problem = _problem_of_case(options, files) if options.weights is None else _problem_of_layer(options, files)
-    observed = [{name: x for name, x in held.items() if name not in INPUTS} for held in files.values()]
+    problem = (
+        _problem_of_case(options, files)
+        if options.weights is None
+        else _problem_of_layer(options, files)
+    )
+    observed = [
+        {name: x for name, x in held.items() if name not in INPUTS} for held in files.values()
+    ]
     diagnosis = diagnose_ranks(observed, problem, **divided)
     print_diagnosis(diagnosis, console(), is_right=not diagnosis.is_wrong, verbose=options.verbose)
     return 1 if diagnosis.is_wrong else 0, diagnosis.to_dict()
@@ -78,8 +88,14 @@ def _problem_of_case(options: argparse.Namespace, files: Mapping[str, Stages]) -
 
     if options.case is None:
         raise refusal("--weights or --case", "be the layer that the ranks divide", "--mesh alone")
-    given = {"from": options.layouts, "prefix": options.prefix, "causal": options.causal is not None}
-    if needless := [flag_of(name) for name, value in (given | layer_options(options)).items() if value]:
+    given = {
+        "from": options.layouts,
+        "prefix": options.prefix,
+        "causal": options.causal is not None,
+    }
+    if needless := [
+        flag_of(name) for name, value in (given | layer_options(options)).items() if value
+    ]:
         raise refusal(", ".join(needless), "be passed with --weights")
     case = case_named(options.case)
     _check_names(options, files, ())
@@ -108,7 +124,9 @@ def _problem_of_layer(options: argparse.Namespace, files: Mapping[str, Stages]) 
             continue
         if len(parts) < len(files):
             lacking = next(path for path, held in files.items() if name not in held)
-            raise refusal(name, "be in the file of each rank, next to the stages", f"none in {lacking}")
+            raise refusal(
+                name, "be in the file of each rank, next to the stages", f"none in {lacking}"
+            )
         if any(part.ndim != 3 for part in parts):
             shapes = [part.shape for part in parts]
             raise refusal(name, "be (batch, tokens, features)", f"{name} of the shapes {shapes}")
@@ -136,10 +154,17 @@ def _problem_of_layer(options: argparse.Namespace, files: Mapping[str, Stages]) 
         seq_len_k=inputs["key"].shape[1] if "key" in inputs else None,
         is_causal=is_causal,
     )
-    return Problem(case, dtype, {name: weight.astype(dtype_named(dtype)) for name, weight in weights.items()}, inputs)
+    return Problem(
+        case,
+        dtype,
+        {name: weight.astype(dtype_named(dtype)) for name, weight in weights.items()},
+        inputs,
+    )
 
 
-def _check_names(options: argparse.Namespace, files: Mapping[str, Stages], inputs: Sequence[str]) -> None:
+def _check_names(
+    options: argparse.Namespace, files: Mapping[str, Stages], inputs: Sequence[str]
+) -> None:
     """Reject a file that has other arrays than stages, or no stage."""
     from parity.explain.diagnosis.ranks import JUDGED
 
@@ -147,11 +172,15 @@ def _check_names(options: argparse.Namespace, files: Mapping[str, Stages], input
     for path, held in files.items():
         if (unknown := sorted(held.keys() - stages - {*inputs})) or not held.keys() & stages:
             known = ", ".join([*JUDGED, *sorted(stages - {*JUDGED}), *inputs])
-            raise refusal(path, f"have stages, out of {known}", ", ".join(unknown or sorted(held)) or "none")
+            raise refusal(
+                path, f"have stages, out of {known}", ", ".join(unknown or sorted(held)) or "none"
+            )
 
 
 def _dtype_of(files: Mapping[str, Stages]) -> str:
-    """Return the dtype that ranks computed in: the narrowest of their stages, because scores may be wider."""
+    """Return the dtype that ranks computed in: the narrowest of their stages, because scores may be
+    wider.
+    """
     from parity.measure.core.case import DTYPES
 
     dtypes = {x.dtype for held in files.values() for x in held.values() if x.dtype.name in DTYPES}

@@ -13,7 +13,9 @@ def add_length_options(parser: argparse._ActionsContainer) -> None:
     """Add the options for the length of a printed report."""
     length = parser.add_mutually_exclusive_group()
     length.add_argument("-v", "--verbose", action="store_true", help="print every comparison")
-    length.add_argument("-q", "--quiet", action="store_true", help="print failures and the verdict only")
+    length.add_argument(
+        "-q", "--quiet", action="store_true", help="print failures and the verdict only"
+    )
 
 
 def add_skip_option(parser: argparse._ActionsContainer) -> None:
@@ -33,7 +35,11 @@ def add_report_options(parser: argparse._ActionsContainer) -> None:
 
 def add_html_option(parser: argparse._ActionsContainer) -> None:
     """Add the option for a page."""
-    parser.add_argument("--html", metavar="PATH", help="also write the result as one HTML page, which needs no network")
+    parser.add_argument(
+        "--html",
+        metavar="PATH",
+        help="also write the result as one HTML page, which needs no network",
+    )
 
 
 def attention_maps(options: argparse.Namespace) -> Any:

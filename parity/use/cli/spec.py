@@ -10,8 +10,10 @@ from parity.use.cli.messages import refusal
 
 PAGE = Page(
     "read what each attention layer of a model computes",
-    "Read the configuration of a Hugging Face model. Report what each of its attention layers computes, and "
-    "which key specifies it. With --live, observe a model in memory instead, report how each field was "
+    "Read the configuration of a Hugging Face model. Report what each of its attention layers "
+    "computes, and "
+    "which key specifies it. With --live, observe a model in memory instead, report how each "
+    "field was "
     "found, and check the rules of its family against it.",
     "mha-parity spec checkpoints/llama",
     "every layer is understood",
@@ -21,17 +23,24 @@ PAGE = Page(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", nargs="?", help="config.json, or its folder")
-    parser.add_argument("--families", action="store_true", help="list the known families, by their model_type")
+    parser.add_argument(
+        "--families", action="store_true", help="list the known families, by their model_type"
+    )
     parser.add_argument(
         "--live",
         metavar="PKG.MODULE:NAME",
-        help="a function that returns a torch or Flax model in evaluation mode, and the keywords of a call",
+        help=(
+            "a function that returns a torch or Flax model in evaluation mode, and the keywords "
+            "of a call"
+        ),
     )
     parser.add_argument(
         "--part",
         metavar="NAME",
-        help="only this part of a composite model: the key of its configuration, such as text_config or "
-        "thinker_config.text_config",
+        help=(
+            "only this part of a composite model: the key of its configuration, such as "
+            "text_config or thinker_config.text_config"
+        ),
     )
 
 
@@ -69,7 +78,9 @@ def _observe(options: argparse.Namespace) -> Result:
     with user_code(options.live):
         made = function()
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping)):
-        got = ", ".join(type(each).__name__ for each in (made if isinstance(made, tuple) else (made,)))
+        got = ", ".join(
+            type(each).__name__ for each in (made if isinstance(made, tuple) else (made,))
+        )
         raise refusal("--live", "be a function that returns a model and its inputs by name", got)
     found, out = layers_of(*made), console()
     for layer in found:
@@ -100,5 +111,7 @@ def _read(options: argparse.Namespace) -> Result:
         print_layers(str(part_of(config, name or None)["model_type"]), found, out)
     for name, why in unread.items():
         print_heading(name or str(config["model_type"]), out, f"not read: {why}")
-    told = [{**layer.to_dict(), "section": name} for name, found in layers.items() for layer in found]
+    told = [
+        {**layer.to_dict(), "section": name} for name, found in layers.items() for layer in found
+    ]
     return 0, {"layers": told, "not_read": unread}

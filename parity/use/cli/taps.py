@@ -54,7 +54,9 @@ def diagnose(options: argparse.Namespace) -> Result:
     maps = attention_maps(options)
     verdicts = compare_with(options.model, options.files)
     for path, verdict in verdicts.items():
-        print_verdict(verdict, path if len(verdicts) > 1 else "", console(), verbose=options.verbose)
+        print_verdict(
+            verdict, path if len(verdicts) > 1 else "", console(), verbose=options.verbose
+        )
     write_page(options, report_of(verdicts), maps)
     told = [{"recording": path, **verdict.to_dict()} for path, verdict in verdicts.items()]
     return 0 if all(verdict.passed for verdict in verdicts.values()) else 1, {"recordings": told}
@@ -72,7 +74,9 @@ def _compare_two(paths: Sequence[str], *, with_table: bool) -> Result:
     from parity.use.reporting.taps import print_difference
 
     if len(paths) < 2:
-        raise refusal("--model", f"be the folder of the model of {paths[0]}, unless there are two recordings")
+        raise refusal(
+            "--model", f"be the folder of the model of {paths[0]}, unless there are two recordings"
+        )
     difference: TapDifference = judge_taps(*map(load_tap, paths))
     print_difference(difference, console(), with_table=with_table)
     return 0 if difference.agrees else 1, difference.to_dict()

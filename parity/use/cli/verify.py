@@ -10,10 +10,13 @@ from parity.use.cli.messages import warn
 
 PAGE = Page(
     "compare the attention weights of two files",
-    "Check that two files hold the same attention, whatever their layouts. Tensors are compared one by one and, if "
+    "Check that two files hold the same attention, whatever their layouts. Tensors are compared "
+    "one by one and, if "
     "they differ, the stages computed with them. With {i} in --prefix, or a stack, all layers are "
-    "compared. Parts that cannot be compared are named, and then the exit status is not 0. Tensors that only one file "
-    "has are named. --from and --prefix hold for both files if passed once, and for each in turn if passed twice.",
+    "compared. Parts that cannot be compared are named, and then the exit status is not 0. "
+    "Tensors that only one file "
+    "has are named. --from and --prefix hold for both files if passed once, and for each in turn "
+    "if passed twice.",
     "mha-parity verify model.safetensors flax.safetensors --from transformers.LLaMA \\\n"
     "      --from flax.nnx --prefix model.layers.0.self_attn --num-heads 32",
     "the same attention",
@@ -24,7 +27,12 @@ PAGE = Page(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs=2, metavar="FILE", help="two files or folders of weights")
     parser.add_argument(
-        "--from", dest="layouts", action="append", default=[], metavar="LAYOUT", help="layout of both files, or of each"
+        "--from",
+        dest="layouts",
+        action="append",
+        default=[],
+        metavar="LAYOUT",
+        help="layout of both files, or of each",
     )
     add_layer_options(parser, "the layer, in both files or each", many=True)
 
@@ -58,7 +66,10 @@ def run(options: argparse.Namespace) -> Result:
         warn(str(tensors))
     for path, kinds in quantised.items():
         if kinds:
-            warn(f"{path} is quantized ({', '.join(sorted(kinds))}): its dequantized weights are compared")
+            warn(
+                f"{path} is quantized ({', '.join(sorted(kinds))}): its dequantized weights are "
+                f"compared"
+            )
     print_verdicts(verdicts, diagnosis, options.files, console(), pairs.not_compared)
     results = [each for verdict in verdicts for each in verdict.stages]
     record = {

@@ -28,8 +28,10 @@ READ_ALONE = {"__init__", "__main__", "conftest"}
 
 PAGE = Page(
     "write one layer as plain code, with a test",
-    "Write one attention layer of a model as a file of plain code, without options, branches or imports of "
-    "this package. The file ends with a function that makes its weights from the checkpoint's tensors. --test "
+    "Write one attention layer of a model as a file of plain code, without options, branches or "
+    "imports of "
+    "this package. The file ends with a function that makes its weights from the checkpoint's "
+    "tensors. --test "
     "also writes a test.",
     "mha-parity write checkpoints/llama --layers 3 --to torch --cache static -o attention.py",
     "written",
@@ -38,24 +40,40 @@ PAGE = Page(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("source", metavar="MODEL", help="folder with a config.json and weights, or file of weights")
+    parser.add_argument(
+        "source", metavar="MODEL", help="folder with a config.json and weights, or file of weights"
+    )
     parser.add_argument("--to", required=True, choices=FRAMEWORKS, help="framework of the code")
     parser.add_argument(
         "--layers",
         type=range_list,
         metavar="N",
-        help="number of the layer; --prefix selects one if several parts have that number; default: the first in MODEL",
+        help=(
+            "number of the layer; --prefix selects one if several parts have that number; "
+            "default: the first in MODEL"
+        ),
     )
-    parser.add_argument("--cache", choices=("static", "ragged"), help="write the layer over a key/value cache")
-    parser.add_argument("--mask", action="store_true", help="accept a boolean mask, True = masked, in each call")
-    parser.add_argument("-o", "--output", metavar="FILE.py", help="file to write; default: standard output")
+    parser.add_argument(
+        "--cache", choices=("static", "ragged"), help="write the layer over a key/value cache"
+    )
+    parser.add_argument(
+        "--mask", action="store_true", help="accept a boolean mask, True = masked, in each call"
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="FILE.py", help="file to write; default: standard output"
+    )
     parser.add_argument(
         "--test",
         choices=("reference", "trace"),
-        help="also write a test: against the float64 reference, or against a trace, without mha-parity",
+        help=(
+            "also write a test: against the float64 reference, or against a trace, without "
+            "mha-parity"
+        ),
     )
     parser.add_argument("--force", action="store_true", help="replace files that exist")
-    parser.add_argument("--from", dest="layout", metavar="LAYOUT", help="layout; default: from the file's metadata")
+    parser.add_argument(
+        "--from", dest="layout", metavar="LAYOUT", help="layout; default: from the file's metadata"
+    )
     add_layer_options(parser, "a layer")
 
 
@@ -71,11 +89,19 @@ def run(options: argparse.Namespace) -> Result:
         given = {"MODEL": options.source, "--output": options.output}
         raise refusal("MODEL", "be another file than those to write", given)
     _check_free(paths, force=options.force)
-    with open_layers(options.source, options.layout, prefix=options.prefix, **layer_options(options)) as found:
+    with open_layers(
+        options.source, options.layout, prefix=options.prefix, **layer_options(options)
+    ) as found:
         chosen = chosen_layers(found, options.layers) if options.layers else found[:1]
         if len(chosen) != 1:
             remedy = [{"--prefix": layer.label} for layer in chosen]
-            raise refusal("--layers", "select one layer", f"{len(chosen)} of them", remedy=remedy, hint="selects one")
+            raise refusal(
+                "--layers",
+                "select one layer",
+                f"{len(chosen)} of them",
+                remedy=remedy,
+                hint="selects one",
+            )
         contents = _contents(chosen[0], options)
     content = {"layer": chosen[0].label, "source": contents[0].decode(), "files": []}
     if options.output is None:
@@ -129,20 +155,30 @@ def _check_output(options: argparse.Namespace) -> None:
         raise refusal("--mask", "not be combined with --cache")
     if options.output is None:
         if options.test is not None:
-            raise refusal("--test", "be passed with --output, because the test is a file next to it")
+            raise refusal(
+                "--test", "be passed with --output, because the test is a file next to it"
+            )
         return
     path = Path(options.output)
     if path.suffix != ".py" or not _is_free(path.stem):
-        raise refusal("--output", "be the file of a new module, such as attention.py", {"--output": options.output})
+        raise refusal(
+            "--output",
+            "be the file of a new module, such as attention.py",
+            {"--output": options.output},
+        )
 
 
 def _is_free(name: str) -> bool:
-    """Return whether a file of this name is a module that can be imported, and replaces no other."""
+    """Return whether a file of this name is a module that can be imported, and replaces no
+    other.
+    """
     if not name.isidentifier() or keyword.iskeyword(name):
         return False
     if unicodedata.normalize("NFKC", name) != name:  # Python imports the normalized name
         return False
-    is_collected = name.startswith("test_") or name.endswith("_test")  # by pytest, as a file of tests
+    is_collected = name.startswith("test_") or name.endswith(
+        "_test"
+    )  # by pytest, as a file of tests
     return not is_collected and name not in IMPORTED | READ_ALONE
 
 

@@ -36,7 +36,8 @@ def bug_pages() -> dict[str, str]:
 def bug_page(name: str) -> str:
     """Return the page of that name, or the page of the bug of that name.
 
-    A link to another page becomes the command that prints it, because an installed package has no such file nearby.
+    A link to another page becomes the command that prints it, because an installed package has no
+    such file nearby.
 
     Raises:
         ValueError: if there is none.
@@ -44,27 +45,42 @@ def bug_page(name: str) -> str:
     pages, page_by_bug = _texts(), bug_pages()
     page = pages.get(name) or pages.get(page_by_bug.get(name, ""))
     if page is None:
-        advice = (did_you_mean(name, [*bug_lines(), *page_by_bug]), "`mha-parity bugs` lists all pages, --all all bugs")
-        raise InputError("NAME", "be a known bug or page", NAME=name, hint=" ".join(filter(None, advice)))
+        advice = (
+            did_you_mean(name, [*bug_lines(), *page_by_bug]),
+            "`mha-parity bugs` lists all pages, --all all bugs",
+        )
+        raise InputError(
+            "NAME", "be a known bug or page", NAME=name, hint=" ".join(filter(None, advice))
+        )
     return LINK.sub(lambda link: _without_link(link[1], link[2]), page)
 
 
 def print_list(lines: Mapping[str, str], out: Console) -> None:
     """Print the pages, one in each row."""
     rows = [(name, Text(line.replace("`", ""))) for name, line in lines.items()]
-    print_table(out, "Known bugs: `mha-parity bugs NAME` describes one", (Column("name", no_wrap=True), "bug"), rows)
+    print_table(
+        out,
+        "Known bugs: `mha-parity bugs NAME` describes one",
+        (Column("name", no_wrap=True), "bug"),
+        rows,
+    )
 
 
 def print_bugs(pages: Mapping[str, str], out: Console) -> None:
     """Print all bugs with their pages, one in each row."""
     columns = (Column("bug", no_wrap=True), Column("page", no_wrap=True))
-    print_table(out, "Known bugs: `mha-parity bugs NAME` describes one", columns, sorted(pages.items()))
+    print_table(
+        out, "Known bugs: `mha-parity bugs NAME` describes one", columns, sorted(pages.items())
+    )
 
 
 def print_pages(pages: Iterable[str], out: Console) -> None:
     """Print pages of Markdown: laid out on a terminal, unchanged in a pipe."""
     for page in pages:
-        out.print(Markdown(page) if out.is_terminal else Text(page.rstrip()), soft_wrap=not out.is_terminal)
+        out.print(
+            Markdown(page) if out.is_terminal else Text(page.rstrip()),
+            soft_wrap=not out.is_terminal,
+        )
 
 
 def _texts() -> dict[str, str]:

@@ -25,9 +25,15 @@ def print_cases(cases: list[Case], out: Console) -> None:
 
 
 def covers(case: Case) -> str:
-    """Return the settings of a case in words: heads and tokens, then all that differ from the defaults."""
+    """Return the settings of a case in words: heads and tokens, then all that differ from the
+    defaults.
+    """
     spec = case.spec
-    heads = f"{spec.num_heads}" if spec.num_kv_heads == spec.num_heads else f"{spec.num_heads}/{spec.num_kv_heads}"
+    heads = (
+        f"{spec.num_heads}"
+        if spec.num_kv_heads == spec.num_heads
+        else f"{spec.num_heads}/{spec.num_kv_heads}"
+    )
     tokens = "+".join(map(str, case.chunks)) or str(case.seq_len)
     across = f" over {case.seq_len_k}" if case.seq_len_k is not None else ""
     said = {
@@ -38,9 +44,12 @@ def covers(case: Case) -> str:
         "random mask": case.random_mask,
         "bias": case.bias,
         f"clip {spec.clip_qkv}": spec.clip_qkv is not None,
-        f"latents of {spec.latent.kv_rank} + {spec.latent.rope_dim}" if spec.latent else "": spec.latent is not None,
+        f"latents of {spec.latent.kv_rank} + {spec.latent.rope_dim}"
+        if spec.latent
+        else "": spec.latent is not None,
         "latent queries": spec.latent is not None and spec.latent.q_rank is not None,
-        "factors of latents": spec.latent is not None and set(spec.latent.factors.values()) != {1.0},
+        "factors of latents": spec.latent is not None
+        and set(spec.latent.factors.values()) != {1.0},
         "shared k and v": spec.shared_kv,
         "norm of q and k": spec.qk_norm is not None,
         "norm of v": spec.v_norm is not None,

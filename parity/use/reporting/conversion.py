@@ -44,7 +44,9 @@ def print_layout(layout: Layout, out: Console) -> None:
     for number, form in enumerate(layout.forms):
         rows = []
         for tensor in form:
-            axes = [" x ".join(letters[letter] for letter in group) or "1" for group in tensor.groups]
+            axes = [
+                " x ".join(letters[letter] for letter in group) or "1" for group in tensor.groups
+            ]
             rows.append((tensor.name, ", ".join(tensor.parts), f"[{' | '.join(axes)}]"))
         print_table(out, layout.name if number == 0 else "or", columns, rows)
     if layout.others:
@@ -59,11 +61,18 @@ def print_layout(layout: Layout, out: Console) -> None:
     for rule in layout.rules:
         out.print(f"rule: {RULES[rule].words}")
     lost = [name for name in CARRIED if name not in layout.carries]
-    out.print(f"not carried: {', '.join(lost)}" if lost else "carried: all that a specification says", soft_wrap=True)
+    out.print(
+        f"not carried: {', '.join(lost)}" if lost else "carried: all that a specification says",
+        soft_wrap=True,
+    )
     if layout.shares:
-        out.print(f"once in a file if layers share them: {', '.join(layout.shares)}", soft_wrap=True)
+        out.print(
+            f"once in a file if layers share them: {', '.join(layout.shares)}", soft_wrap=True
+        )
     if layout.unsaid:
-        out.print(f"not said: {', '.join(layout.unsaid)}; drop {UNSAID} leaves it out", soft_wrap=True)
+        out.print(
+            f"not said: {', '.join(layout.unsaid)}; drop {UNSAID} leaves it out", soft_wrap=True
+        )
     for prefix in layout.prefixes:
         out.print(Text(f"prefix: {prefix}"))
     if layout.ranks is not None:
@@ -71,11 +80,16 @@ def print_layout(layout: Layout, out: Console) -> None:
 
 
 def print_inspection(path: str, file: TensorFile, found: list[Found], out: Console) -> None:
-    """Print the tensors of a file, with those of numbered layers in one row, and the layouts that fit."""
+    """Print the tensors of a file, with those of numbered layers in one row, and the layouts that
+    fit.
+    """
     counts = Counter(
-        (numbered(name), info.shape, info.dtype, file.quantised.get(name)) for name, info in file.infos.items()
+        (numbered(name), info.shape, info.dtype, file.quantised.get(name))
+        for name, info in file.infos.items()
     )
-    dtypes = {dtype: dtype.name for dtype in {info.dtype for info in file.infos.values()}}  # NumPy names them slowly
+    dtypes = {
+        dtype: dtype.name for dtype in {info.dtype for info in file.infos.values()}
+    }  # NumPy names them slowly
     rows: list[Sequence[str | Text]] = []
     for (pattern, shape, dtype, quantised), count in counts.items():
         kind = dtypes[dtype] if quantised is None else f"{quantised}, read as {dtypes[dtype]}"
@@ -123,12 +137,18 @@ def _print_plan(plan: ConversionPlan, dropped: Sequence[str], out: Console) -> N
     """Print the plan: layers, or tensors, that differ only in their numbers are in one row."""
     layers: Counter[tuple[str, ...]] = Counter()
     for layer in plan.layers:
-        hints = (f"{name} {layer.spec.values()[name]}: {origin}" for name, origin in layer.hints.items())
+        hints = (
+            f"{name} {layer.spec.values()[name]}: {origin}" for name, origin in layer.hints.items()
+        )
         layers[numbered(layer.label), f"{layer.layout}: {layer.layout_from}", "; ".join(hints)] += 1
-    rows = [(Text(label), str(count), layout, Text(hints)) for (label, layout, hints), count in layers.items()]
+    rows = [
+        (Text(label), str(count), layout, Text(hints))
+        for (label, layout, hints), count in layers.items()
+    ]
     print_table(out, "Layers", (_prefix_column(), "layers", "layout", "hints"), rows)
     tensors = Counter(
-        (", ".join(dict.fromkeys(map(numbered, names))), numbered(to)) for to, names in plan.tensors.items()
+        (", ".join(dict.fromkeys(map(numbered, names))), numbered(to))
+        for to, names in plan.tensors.items()
     )
     rows = [(Text(names), Text(to), str(count)) for (names, to), count in tensors.items()]
     print_table(out, f"Tensors, {plan.size} bytes", ("from", "to", "how many"), rows)
@@ -139,7 +159,9 @@ def _print_plan(plan: ConversionPlan, dropped: Sequence[str], out: Console) -> N
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict on two layers, by name: their weights decide, the stages of probe inputs show the difference."""
+    """Verdict on two layers, by name: their weights decide, the stages of probe inputs show the
+    difference.
+    """
 
     one: str
     other: str
@@ -154,7 +176,11 @@ class Verdict:
     def __str__(self) -> str:
         wrong = first_difference(self.stages)
         names = ", ".join(each.name for each in self.weights.differences)
-        where = f"differ first at {wrong.stage}" if wrong else f"differ in {names}, and at no stage beyond rounding"
+        where = (
+            f"differ first at {wrong.stage}"
+            if wrong
+            else f"differ in {names}, and at no stage beyond rounding"
+        )
         return f"{self.one} and {self.other} {where}"
 
 
@@ -165,7 +191,8 @@ def print_verdicts(
     out: Console,
     not_compared: list[NotCompared],
 ) -> None:
-    """Print if two files hold the same attention: all stages of one layer, or the first of many that differs.
+    """Print if two files hold the same attention: all stages of one layer, or the first of many
+    that differs.
 
     The diagnosis is that of the first layer that differs.
     """
@@ -199,9 +226,13 @@ def _counts(verdicts: list[Verdict]) -> str:
     kinds = Counter(verdict.weights.kind for verdict in verdicts)
     counts = [f"{kinds['bits']} the same, bit for bit"]
     counts += [f"{kinds['values']} the same values"] if kinds["values"] else []
-    counts += [f"{kinds['function']} the same function, written differently"] if kinds["function"] else []
+    counts += (
+        [f"{kinds['function']} the same function, written differently"] if kinds["function"] else []
+    )
     rounded = kinds["copy"] + kinds["rounding"]
-    return "; ".join([*counts, f"{rounded} the same up to rounding", f"{kinds['different']} different"])
+    return "; ".join(
+        [*counts, f"{rounded} the same up to rounding", f"{kinds['different']} different"]
+    )
 
 
 def _print_difference(verdict: Verdict, diagnosis: Diagnosis, out: Console) -> None:

@@ -38,12 +38,24 @@ def print_environment(
         device, devices = facts["device"], facts.get("cuda_devices") or facts.get("devices") or []
         others = ", ".join(each for each in devices if each != device)
         numerics = ", ".join(f"{key}={value}" for key, value in facts["numerics"].items())
-        rows.append((name, Text("yes", style="green"), f"{device} ({others})" if others else device, numerics))
-    print_table(out, "Backends", ("backend", "runs here", "device", "numerics while a case runs"), rows)
+        rows.append(
+            (
+                name,
+                Text("yes", style="green"),
+                f"{device} ({others})" if others else device,
+                numerics,
+            )
+        )
+    print_table(
+        out, "Backends", ("backend", "runs here", "device", "numerics while a case runs"), rows
+    )
     rows = []
     for name, version in optional.items():
         _, purpose = OPTIONAL[name]
-        lack = (Text("missing", style="yellow"), f"skipped or refused: {purpose}; pip install {name}")
+        lack = (
+            Text("missing", style="yellow"),
+            f"skipped or refused: {purpose}; pip install {name}",
+        )
         rows.append((name, *(lack if version is None else (version, purpose))))
     columns = [Column(name, no_wrap=True) for name in ("package", "version")]
     print_table(out, "Optional packages", [*columns, "needed for"], rows)

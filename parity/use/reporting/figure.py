@@ -16,7 +16,12 @@ class NotebookFigure(Figure):
         """Return the picture; text stays text in an SVG."""
         file = io.BytesIO()
         with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "mha-parity"}):
-            self.savefig(file, format=kind, dpi=120, metadata={"Date": None} if kind == "svg" else {"Software": None})
+            self.savefig(
+                file,
+                format=kind,
+                dpi=120,
+                metadata={"Date": None} if kind == "svg" else {"Software": None},
+            )
         return file.getvalue()
 
     def _repr_png_(self) -> bytes:

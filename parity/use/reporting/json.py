@@ -13,7 +13,8 @@ from parity.use.reporting.schemas import headed
 
 
 def write_json(path: str | os.PathLike[str], command: str, content: Mapping[str, Any]) -> None:
-    """Write the JSON of a command to a file, records of results as their `to_dict`, whole or not at all.
+    """Write the JSON of a command to a file, records of results as their `to_dict`, whole or not at
+    all.
 
     Raises:
         OSError: if the file cannot be written.

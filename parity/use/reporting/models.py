@@ -1,4 +1,6 @@
-"""Specifications of the layers of a model, and the keys of its configuration that determine them."""
+"""Specifications of the layers of a model, and the keys of its configuration that determine
+them.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ def print_layers(model_type: str, layers: Sequence[ModelLayer], out: Console) ->
     for same in alike.values():
         first = same[0]
         where = f"{model_type}, {first.part}, " if first.part else f"{model_type}, "
-        title = f"{where}{_numbers(layer.index for layer in same)} of {counts[first.part]}: {first.kind}"
+        title = (
+            f"{where}{_numbers(layer.index for layer in same)} of {counts[first.part]}: "
+            f"{first.kind}"
+        )
         title += "" if first.is_causal or first.kind == "cross_attention" else ", not causal"
         if first.spec is None:
             out.print(Text(f"{title}, which is not attention over keys", style="bold"))
@@ -47,7 +52,10 @@ def print_layers(model_type: str, layers: Sequence[ModelLayer], out: Console) ->
         keys = max(len(word) for name in names for word in first.origins[name].split())
         room = out.width - max(map(len, names)) - keys - LINES
         columns = ("field", Column("value", overflow="fold", max_width=max(room, LEAST)), "from")
-        rows = [(name, Text(repr(getattr(first.spec, name))), Text(first.origins[name])) for name in names]
+        rows = [
+            (name, Text(repr(getattr(first.spec, name))), Text(first.origins[name]))
+            for name in names
+        ]
         print_table(out, title, columns, rows)
 
 

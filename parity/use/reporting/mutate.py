@@ -23,28 +23,42 @@ STYLES = {
 
 
 def print_mutations(
-    target: str, outcomes: Sequence[Outcome], left_out: Mapping[str, str], out: Console, note: str = ""
+    target: str,
+    outcomes: Sequence[Outcome],
+    left_out: Mapping[str, str],
+    out: Console,
+    note: str = "",
 ) -> None:
     """Print the outcome of each bug, which were left out and why, and how many were noticed.
 
     `note` is the reason why the callable could not be examined beforehand, or empty.
     """
     columns = [Column(name, no_wrap=True) for name in ("bug", "page (mha-parity bugs …)")]
-    rows = [(each.bug, each.page, Text(_words(each), style=STYLES[each.status])) for each in outcomes]
+    rows = [
+        (each.bug, each.page, Text(_words(each), style=STYLES[each.status])) for each in outcomes
+    ]
     print_table(out, f"Bugs injected into {target}", [*columns, "noticed by"], rows)
     if note:
         out.print(
-            Text(f"\nnot examined, so that only declared properties are known: {note}", style="dim"), soft_wrap=True
+            Text(
+                f"\nnot examined, so that only declared properties are known: {note}", style="dim"
+            ),
+            soft_wrap=True,
         )
     by_reason: dict[str, list[str]] = {}
     for name, reason in left_out.items():
         by_reason.setdefault(reason, []).append(name)
-    if lines := [f"not injected, {reason}: {', '.join(names)}" for reason, names in by_reason.items()]:
+    if lines := [
+        f"not injected, {reason}: {', '.join(names)}" for reason, names in by_reason.items()
+    ]:
         out.print(Text("\n" + "\n".join(lines), style="dim"), soft_wrap=True)
     out.print()
     for outcome in outcomes:
         if outcome.status is Status.SURVIVED:
-            line = f"{outcome.bug}: {outcome.about}, and every test passes; mha-parity bugs {outcome.page}"
+            line = (
+                f"{outcome.bug}: {outcome.about}, and every test passes; mha-parity bugs "
+                f"{outcome.page}"
+            )
             out.print(Text(line, style="red"), soft_wrap=True)
     counts = {status: sum(outcome.status is status for outcome in outcomes) for status in Status}
     verdict = ", ".join(f"{count} {status.value}" for status, count in counts.items() if count)
@@ -58,5 +72,7 @@ def _words(outcome: Outcome) -> str:
         return outcome.by
     if outcome.status is Status.REFUSED:
         return f"the callable itself: {outcome.by}"
-    word = outcome.status.value.upper() if outcome.status is Status.SURVIVED else outcome.status.value
+    word = (
+        outcome.status.value.upper() if outcome.status is Status.SURVIVED else outcome.status.value
+    )
     return f"{word}: {outcome.by}" if outcome.by else word

@@ -27,7 +27,9 @@ MOST_CELLS = 1024  # along an axis; if there are more tokens, a cell is the larg
 
 
 def check_destination(path: str | os.PathLike[str], name: str = "path") -> None:
-    """Reject a picture that cannot be drawn or written, before the work; `name` is the user's name for the path."""
+    """Reject a picture that cannot be drawn or written, before the work; `name` is the user's name
+    for the path.
+    """
     if Path(path).suffix.lower() not in FORMATS:
         raise InputError(name, f"end in {' or '.join(FORMATS)}", {name: path})
     check_writable(path, name)
@@ -48,9 +50,11 @@ def plot_attention(
 
     Args:
         attn_weights: (B, N, T, S), (N, T, S) or (T, S); anything that NumPy makes an array of.
-        path: file to write, whole or not at all; `.png` or `.svg` selects the format. Default: no file.
+        path: file to write, whole or not at all; `.png` or `.svg` selects the format. Default: no
+            file.
         tokens: a label for each key, (S,).
-        query_tokens: a label for each query, (T,); default: those of the keys if T = S, else positions.
+        query_tokens: a label for each query, (T,); default: those of the keys if T = S, else
+            positions.
         heads: heads to draw; default: all.
         sequence: sequence of the batch to draw.
         title: text above, of one line or more.
@@ -70,9 +74,15 @@ def plot_attention(
         check_destination(path)
     weights = np.asarray(attn_weights)
     if not (is_floating(weights.dtype) or weights.dtype.kind in "iub"):
-        raise InputTypeError("attn_weights", "be an array of real numbers", f"dtype {weights.dtype}")
+        raise InputTypeError(
+            "attn_weights", "be an array of real numbers", f"dtype {weights.dtype}"
+        )
     if not 2 <= weights.ndim <= 4 or not weights.size:
-        raise InputError("attn_weights", "have shape (B, N, T, S), (N, T, S) or (T, S)", attn_weights=weights.shape)
+        raise InputError(
+            "attn_weights",
+            "have shape (B, N, T, S), (N, T, S) or (T, S)",
+            attn_weights=weights.shape,
+        )
     weights = weights.reshape((1,) * (4 - weights.ndim) + weights.shape)
     batch, num_heads, num_queries, num_keys = weights.shape
     if not 0 <= sequence < batch:
@@ -82,9 +92,14 @@ def plot_attention(
         raise InputError("heads", f"be some of 0 to {num_heads - 1}", heads=heads)
     if query_tokens is None and num_queries == num_keys:
         query_tokens = tokens
-    for name, labels, count in (("tokens", tokens, num_keys), ("query_tokens", query_tokens, num_queries)):
+    for name, labels, count in (
+        ("tokens", tokens, num_keys),
+        ("query_tokens", query_tokens, num_queries),
+    ):
         if labels is not None and len(labels) != count:
-            raise InputError(name, f"have {count} labels, as attn_weights have", {f"len({name})": len(labels)})
+            raise InputError(
+                name, f"have {count} labels, as attn_weights have", {f"len({name})": len(labels)}
+            )
     shown = weights[sequence, heads].astype(np.float64)
     figure = _draw(shown, heads, tokens, query_tokens, title)
     if path is not None:
@@ -109,10 +124,14 @@ def _draw(
     rows = math.ceil(len(heads) / columns)
     sizes = ((num_keys, tokens), (num_queries, query_tokens))
     width, height = (
-        max(2.2, 0.13 * min(size, MOST_LABELS) + 0.8) if labels else 2.2 + 1.3 * min(size / MOST_LABELS, 1.0)
+        max(2.2, 0.13 * min(size, MOST_LABELS) + 0.8)
+        if labels
+        else 2.2 + 1.3 * min(size / MOST_LABELS, 1.0)
         for size, labels in sizes
     )
-    figure = NotebookFigure(figsize=(columns * width + 1.0, rows * height + 0.6), layout="constrained")
+    figure = NotebookFigure(
+        figsize=(columns * width + 1.0, rows * height + 0.6), layout="constrained"
+    )
     panels = figure.subplots(rows, columns, squeeze=False)
     image = None
     for panel, head, weights in zip(panels.flat, heads, maps, strict=False):
@@ -141,7 +160,9 @@ def _draw(
 
 
 def downsample(maps: np.ndarray, most: int) -> np.ndarray:
-    """Return the largest of each run of cells, so that the last two axes have at most `most` cells."""
+    """Return the largest of each run of cells, so that the last two axes have at most `most`
+    cells.
+    """
     for axis in (-2, -1):
         size = maps.shape[axis]
         if size > most:
@@ -157,4 +178,9 @@ def _label(axis: Any, labels: Sequence[str] | None, rotation: int) -> None:
     step = math.ceil(len(labels) / MOST_LABELS)
     places = range(0, len(labels), step)
     # A token may contain a dollar sign, which would begin a formula.
-    axis.set_ticks(places, labels=[printable(labels[i], keep="") for i in places], rotation=rotation, parse_math=False)
+    axis.set_ticks(
+        places,
+        labels=[printable(labels[i], keep="") for i in places],
+        rotation=rotation,
+        parse_math=False,
+    )

@@ -28,11 +28,14 @@ if TYPE_CHECKING:
 DETAILED_FAILURES = 5  # in full on the terminal; all are in the JSON
 
 
-def print_report(report: Report, out: Console, *, verbose: bool = False, quiet: bool = False) -> None:
-    """Print a report: cases, stages, differences, what was not compared with reasons, and a last line.
+def print_report(
+    report: Report, out: Console, *, verbose: bool = False, quiet: bool = False
+) -> None:
+    """Print a report: cases, stages, differences, what was not compared with reasons, and a last
+    line.
 
-    `verbose` adds every comparison and all of each diagnosis. `quiet` leaves only what is wrong, what the lengths did
-    not exercise, and the last line, which says what was not compared.
+    `verbose` adds every comparison and all of each diagnosis. `quiet` leaves only what is wrong,
+    what the lengths did not exercise, and the last line, which says what was not compared.
     """
     if verbose:
         print_comparison_table(report, out)
@@ -63,51 +66,82 @@ def print_report(report: Report, out: Console, *, verbose: bool = False, quiet: 
 
 
 def print_collectives(report: Report, out: Console) -> None:
-    """Print what the devices of a mesh send each other and what they need, one line per kind of program."""
+    """Print what the devices of a mesh send each other and what they need, one line per kind of
+    program.
+    """
     if sent := sent_by_program(report):
-        out.print(Text("Traffic between devices: program, operations, number of cases", style="bold"))
+        out.print(
+            Text("Traffic between devices: program, operations, number of cases", style="bold")
+        )
     for each in sent:
         needed = "" if each.counted == each.needed else f", needed {each.needed}"
         excuse = f": {each.excuse}" if each.excuse else ""
         named = "" if each.passed and not each.excuse else f" ({', '.join(each.cases)})"
-        line = f"{each.backend} {each.program}: {each.counted}{needed}{excuse}: {len(each.cases)}{named}"
+        line = (
+            f"{each.backend} {each.program}: {each.counted}{needed}{excuse}: "
+            f"{len(each.cases)}{named}"
+        )
         out.print(Text(line, style="" if each.passed else "red", overflow="fold"))
 
 
 def print_case_table(report: Report, out: Console) -> None:
-    """Print the worst stage and its share of the budget, one row per case and dtype, one column per backend."""
+    """Print the worst stage and its share of the budget, one row per case and dtype, one column per
+    backend.
+    """
     groups = report.groups()
-    for key in sorted((skipped.case, skipped.dtype, skipped.backend) for skipped in report.skipped_cases):
+    for key in sorted(
+        (skipped.case, skipped.dtype, skipped.backend) for skipped in report.skipped_cases
+    ):
         groups.setdefault(key, [])
     backends = list(dict.fromkeys(backend for _, _, backend in groups))
     # A case that has one dtype of its own has it in its name.
-    dtypes = {dtype for case, dtype, _ in groups if (known := find_case(case)) is None or known.dtype is None}
+    dtypes = {
+        dtype
+        for case, dtype, _ in groups
+        if (known := find_case(case)) is None or known.dtype is None
+    }
     pairs = list(dict.fromkeys((case, dtype) for case, dtype, _ in groups))
     columns = [Column("case", no_wrap=True)]
     columns += [Column("dtype", no_wrap=True)] if len(dtypes) > 1 else []
     columns.append(Column("stages", justify="right", no_wrap=True))
-    columns += [Column(Text(name, no_wrap=True, overflow="ellipsis"), min_width=NARROWEST) for name in backends]
+    columns += [
+        Column(Text(name, no_wrap=True, overflow="ellipsis"), min_width=NARROWEST)
+        for name in backends
+    ]
     rows = []
     for case, dtype in pairs:
         of_backends = [groups.get((case, dtype, backend)) for backend in backends]
-        row = [case, *([dtype] if len(dtypes) > 1 else []), str(max(len(group or []) for group in of_backends))]
+        row = [
+            case,
+            *([dtype] if len(dtypes) > 1 else []),
+            str(max(len(group or []) for group in of_backends)),
+        ]
         rows.append([*row, *map(_verdict, of_backends)])
     print_table(out, "Worst error / budget of each case (1.00 is the limit)", columns, rows)
 
 
 def _verdict(comparisons: list[Comparison] | None) -> Text:
-    """Return the text of a cell; the stage may be cut off if it passed, and is folded if it failed."""
+    """Return the text of a cell; the stage may be cut off if it passed, and is folded if it
+    failed.
+    """
     if not comparisons:
         return Text("—" if comparisons is None else "skipped", style="dim")
     worst = worst_of(comparisons)
     if not worst.passed:
         words = f"FAIL {short_ratio(worst.worse_ratio)} {worst.stage}"
         return Text(words, style="bold red", overflow="fold")
-    return Text(f"ok {short_ratio(worst.ratio)} {worst.stage}", style="green", no_wrap=True, overflow="ellipsis")
+    return Text(
+        f"ok {short_ratio(worst.ratio)} {worst.stage}",
+        style="green",
+        no_wrap=True,
+        overflow="ellipsis",
+    )
 
 
 def print_stage_table(report: Report, out: Console) -> None:
-    """Print the worst error / budget and largest absolute error of each backend over all cases, one row per stage."""
+    """Print the worst error / budget and largest absolute error of each backend over all cases, one
+    row per stage.
+    """
     backends = list(dict.fromkeys(comparison.backend for comparison in report.comparisons))
     kinds: dict[str, list[Comparison]] = {}
     for comparison in report.comparisons:
@@ -124,7 +158,11 @@ def print_stage_table(report: Report, out: Console) -> None:
         worst = max(comparisons, key=lambda comparison: comparison.worse_ratio)
         place = f"{worst.case} ({worst.backend})" if worst.worse_ratio else ""
         rows.append([*row, Text(place, style="dim", no_wrap=True, overflow="ellipsis")])
-    columns = [Column("stage", no_wrap=True), *(Column(name, justify="right") for name in backends), "worst in"]
+    columns = [
+        Column("stage", no_wrap=True),
+        *(Column(name, justify="right") for name in backends),
+        "worst in",
+    ]
     print_table(out, "Stage by stage: worst error / budget (largest absolute error)", columns, rows)
 
 
@@ -132,10 +170,18 @@ def print_comparison_table(report: Report, out: Console) -> None:
     """Print every comparison in a row."""
     styles = ["" if each.passed else "red" for each in report.comparisons]
     columns = ["case", "stage", Column("dtype"), Column("backend")]
-    columns += [Column(name, justify="right") for name in ("error", "budget", "ratio", "local", "max abs", "max ulp")]
+    columns += [
+        Column(name, justify="right")
+        for name in ("error", "budget", "ratio", "local", "max abs", "max ulp")
+    ]
     rows = []
     for each in report.comparisons:
-        errors = (f"{each.error:.0e}", f"{each.budget:.0e}", short_ratio(each.ratio), short_ratio(each.local_ratio))
+        errors = (
+            f"{each.error:.0e}",
+            f"{each.budget:.0e}",
+            short_ratio(each.ratio),
+            short_ratio(each.local_ratio),
+        )
         sizes = (f"{each.max_abs:.0e}", f"{each.max_ulp:.4g}")
         rows.append((each.case, each.stage, each.dtype, each.backend, *errors, *sizes))
     print_table(out, "Every comparison", columns, rows, styles)

@@ -1,4 +1,6 @@
-"""Keys of everything that other programs read: JSON of each command, metadata of files, and JUnit XML."""
+"""Keys of everything that other programs read: JSON of each command, metadata of files, and JUnit
+XML.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,17 @@ class Schema(NamedTuple):
 REPORT = {
     "environment": "versions, processors and settings of the run",
     "warnings": "circumstances that make results less comparable",
-    "summary": "numbers of stages that passed and failed, of skipped backends and cases, and of missing traces",
-    "results": "a record for each stage of each case, dtype and backend; those without a result have a `reason`",
-    "not_compared": "gaps in the comparison, by reason; `is_open` if requested, so that the exit status is 2",
+    "summary": (
+        "numbers of stages that passed and failed, of skipped backends and cases, and of missing "
+        "traces"
+    ),
+    "results": (
+        "a record for each stage of each case, dtype and backend; those without a result have a "
+        "`reason`"
+    ),
+    "not_compared": (
+        "gaps in the comparison, by reason; `is_open` if requested, so that the exit status is 2"
+    ),
     "not_exercised": "features of layers of a model that more tokens would test, and how many",
     "collectives": "traffic between devices, for cases on a mesh",
     "diagnoses": "a diagnosis for each of the first failed cases",
@@ -78,7 +88,11 @@ FINDING = {
 SCHEMAS = {
     "run": Schema(3, {"": REPORT}),
     "compare": Schema(
-        3, {"traces, or recordings with `--model`": REPORT, "two recordings without `--model`": TWO_RECORDINGS}
+        3,
+        {
+            "traces, or recordings with `--model`": REPORT,
+            "two recordings without `--model`": TWO_RECORDINGS,
+        },
     ),
     "conformance": Schema(
         2,
@@ -119,7 +133,10 @@ SCHEMAS = {
             "a function, or traces": DIAGNOSIS | FINDING,
             "two weight files": DIAGNOSIS
             | FINDING
-            | {"weights": "tensors that differ", "not_compared": "layers that were not compared, and why"},
+            | {
+                "weights": "tensors that differ",
+                "not_compared": "layers that were not compared, and why",
+            },
             "recordings with `--model`": {"recordings": "verdict on each layer, by recording"},
             "two recordings without `--model`": TWO_RECORDINGS,
             "ranks, with `--mesh`": {
@@ -154,7 +171,10 @@ SCHEMAS = {
     "spec": Schema(
         1,
         {
-            "FOLDER": {"layers": "specification of each layer", "not_read": "parts that are not read, and why"},
+            "FOLDER": {
+                "layers": "specification of each layer",
+                "not_read": "parts that are not read, and why",
+            },
             "`--live`": {"layers": "specification of each layer, and its evidence"},
             "`--families`": {"families": "names of families"},
         },
@@ -186,7 +206,9 @@ SCHEMAS = {
                 "not_carried": "attention settings that are not read",
                 "path": "written file, or the index of its shards",
                 "missing": "layers that the configuration requires and the file lacks",
-                "dequantised": "quantized tensors that were written as the values that they represent",
+                "dequantised": (
+                    "quantized tensors that were written as the values that they represent"
+                ),
                 "joined": "norms over the width of all heads in files of ranks",
                 "metadata_left_out": "metadata of the source that the target does not hold",
                 "plan": "the plan, with `--dry-run`",

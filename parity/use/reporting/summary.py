@@ -1,4 +1,6 @@
-"""Parts of a report that the terminal, the page and JUnit share: last lines, skipped cases, commands to repeat."""
+"""Parts of a report that the terminal, the page and JUnit share: last lines, skipped cases,
+commands to repeat.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,11 @@ def summary_line(report: Report) -> Text:
     backends = sorted({backend for _, _, backend in groups})
     count = len({case for case, _, _ in groups})
     one = len(backends) == 1
-    verdict = ("agrees" if one else "agree") if not summary["failed"] else ("does" if one else "do") + " NOT agree"
+    verdict = (
+        ("agrees" if one else "agree")
+        if not summary["failed"]
+        else ("does" if one else "do") + " NOT agree"
+    )
     counts = f"{summary['passed']} stages passed, {summary['failed']} failed"
     if report.skipped:
         counts += f", {counted(len(report.skipped), 'backend')} skipped"
@@ -44,13 +50,16 @@ def summary_line(report: Report) -> Text:
     by_reference = all(comparison.by_reference for comparison in report.comparisons)
     expected = "the float64 reference" if by_reference else "the expected values"
     return Text(
-        f"{and_listed(backends)} {verdict} with {expected}: {counted(count, 'case')}, {counts}{less}",
+        f"{and_listed(backends)} {verdict} with {expected}: {counted(count, 'case')}, "
+        f"{counts}{less}",
         style=STYLES[report.status],
     )
 
 
 def _not_compared_words(report: Report) -> str:
-    """Return the end of the last line: what was not compared, with the reasons; empty if everything was."""
+    """Return the end of the last line: what was not compared, with the reasons; empty if everything
+    was.
+    """
     wanted = [f"{each.what} ({each.reason})" for each in report.not_compared if each.is_open]
     others = [f"{each.what} ({each.reason})" for each in report.not_compared if not each.is_open]
     words = ""
@@ -63,7 +72,9 @@ def _not_compared_words(report: Report) -> str:
 
 
 def not_exercised_line(report: Report) -> str:
-    """Return in a line what the length of the sequences left untested, and the length that tests it; or nothing."""
+    """Return in a line what the length of the sequences left untested, and the length that tests
+    it; or nothing.
+    """
     if not report.not_exercised:
         return ""
     entries = []
@@ -76,13 +87,19 @@ def not_exercised_line(report: Report) -> str:
 
 
 def worst_of(comparisons: list[Comparison]) -> Comparison:
-    """Return the stage that represents a case: its first difference, or the largest share of a budget."""
-    return first_difference(comparisons) or max(comparisons, key=lambda comparison: comparison.worse_ratio)
+    """Return the stage that represents a case: its first difference, or the largest share of a
+    budget.
+    """
+    return first_difference(comparisons) or max(
+        comparisons, key=lambda comparison: comparison.worse_ratio
+    )
 
 
 def skipped_reasons(report: Report) -> list[str]:
     """Return each reason for which something was not compared, once."""
-    cases = Counter((each.backend, each.dtype, each.stage, each.reason) for each in report.skipped_cases)
+    cases = Counter(
+        (each.backend, each.dtype, each.stage, each.reason) for each in report.skipped_cases
+    )
     reasons = [*report.skipped.values()]
     for (backend, dtype, stage, reason), number in cases.items():
         whose = ", ".join(filter(None, (backend, dtype, stage)))
@@ -94,10 +111,11 @@ def skipped_reasons(report: Report) -> list[str]:
 
 
 class Sent(NamedTuple):
-    """Operations in which devices of a mesh send each other data, in one kind of program, and its cases.
+    """Operations in which devices of a mesh send each other data, in one kind of program, and its
+    cases.
 
-    `counted` and `needed` are words, and `excuse` the reason for sending more than needed. `passed` is True if nothing
-    is sent needlessly, or the excuse holds.
+    `counted` and `needed` are words, and `excuse` the reason for sending more than needed. `passed`
+    is True if nothing is sent needlessly, or the excuse holds.
     """
 
     backend: str
@@ -110,11 +128,15 @@ class Sent(NamedTuple):
 
 
 def sent_by_program(report: Report) -> list[Sent]:
-    """Return the traffic of each kind of program, with equal cases in one entry; more than needed comes last."""
+    """Return the traffic of each kind of program, with equal cases in one entry; more than needed
+    comes last.
+    """
     alike: dict[tuple[bool, str, str, str, str, str], dict[str, None]] = {}
     for each in report.collectives:
         words = (words_of(each.counted), words_of(each.ideal), "" if each.is_ideal else each.excuse)
-        alike.setdefault((not each.passed, each.backend, each.program, *words), {})[each.case] = None
+        alike.setdefault((not each.passed, each.backend, each.program, *words), {})[each.case] = (
+            None
+        )
     return [
         Sent(backend, program, counted, needed, excuse, not has_failed, list(cases))
         for (has_failed, backend, program, counted, needed, excuse), cases in sorted(alike.items())

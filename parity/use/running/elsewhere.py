@@ -23,7 +23,8 @@ class Elsewhere:
         """Start the program. Python files of the current folder are not imported.
 
         Args:
-            python: interpreter of an environment with this version of the harness and the framework.
+            python: interpreter of an environment with this version of the harness and the
+                framework.
             options: options of `mha-parity run`, without those for reports and traces.
             num_processes: number of processes that compute at once, including this one.
 
@@ -32,12 +33,26 @@ class Elsewhere:
         """
         self.python, program = python, shutil.which(python)
         if program is None:
-            raise InputError("--python", "be BACKEND=PATH with an interpreter that can be run", {"--python": python})
+            raise InputError(
+                "--python",
+                "be BACKEND=PATH with an interpreter that can be run",
+                {"--python": python},
+            )
         self.folder = tempfile.TemporaryDirectory(prefix="mha-parity-")
         # A pipe would stay open until every process that the program started has ended.
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
-            [program, "-P", "-m", "parity", "run", *options, "--save-traces", self.folder.name, "--quiet"],
+            [
+                program,
+                "-P",
+                "-m",
+                "parity",
+                "run",
+                *options,
+                "--save-traces",
+                self.folder.name,
+                "--quiet",
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self.errors,
@@ -52,17 +67,26 @@ class Elsewhere:
         """
         status = self.process.wait()
         if status not in (0, 1):  # 1 is a mismatch, which the report of all shows
-            raise OSError(f"{self.python} must run its cases, got exit status {status}: {self._reason()}")
+            raise OSError(
+                f"{self.python} must run its cases, got exit status {status}: {self._reason()}"
+            )
         if next(Path(self.folder.name).rglob("*.safetensors"), None) is None:
-            raise OSError(f"{self.python} must save traces, got none and exit status {status}: {self._reason()}")
+            raise OSError(
+                f"{self.python} must save traces, got none and exit status {status}: "
+                f"{self._reason()}"
+            )
         return self.folder.name
 
     def _reason(self) -> str:
         """Return the last line of the program on standard error, preferably one of mha-parity."""
         self.errors.seek(max(0, self.errors.seek(0, os.SEEK_END) - MAX_ERRORS))
         lines = self.errors.read().decode(errors="replace").splitlines()
-        own = [line.removeprefix("mha-parity: ") for line in lines if line.startswith("mha-parity: ")]
-        return (own or [line for line in lines if line.strip()] or ["nothing on standard error"])[-1]
+        own = [
+            line.removeprefix("mha-parity: ") for line in lines if line.startswith("mha-parity: ")
+        ]
+        return (own or [line for line in lines if line.strip()] or ["nothing on standard error"])[
+            -1
+        ]
 
     def __enter__(self) -> Elsewhere:
         return self

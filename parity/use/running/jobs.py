@@ -17,12 +17,17 @@ Result = TypeVar("Result")
 
 
 def by_processes(
-    function: Callable[[Item], Result], items: Sequence[Item], jobs: int, *, cost: Callable[[Item], float]
+    function: Callable[[Item], Result],
+    items: Sequence[Item],
+    jobs: int,
+    *,
+    cost: Callable[[Item], float],
 ) -> Generator[Result, None, None]:
     """Return the results of a function for each item, in their order, from `jobs` processes.
 
-    Items of the highest cost begin first. The function, its arguments and its results are pickled. Processes begin at
-    once. They end when the iterator is closed, and if an error or a signal interrupts the wait for a result.
+    Items of the highest cost begin first. The function, its arguments and its results are pickled.
+    Processes begin at once. They end when the iterator is closed, and if an error or a signal
+    interrupts the wait for a result.
 
     Raises:
         BrokenProcessPool: if one of the processes ends, for example for lack of memory.
@@ -33,7 +38,10 @@ def by_processes(
 
 
 def _results(
-    function: Callable[[Item], Result], items: Sequence[Item], jobs: int, cost: Callable[[Item], float]
+    function: Callable[[Item], Result],
+    items: Sequence[Item],
+    jobs: int,
+    cost: Callable[[Item], float],
 ) -> Generator[Any, None, None]:
     """Yield None when processes have begun, then the results."""
     others = set(multiprocessing.active_children())

@@ -8,12 +8,21 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from mha_spec import AttentionSpec, DynamicScaling, GridBias, InputError, LongRopeScaling, RelativeBias
+from mha_spec import (
+    AttentionSpec,
+    DynamicScaling,
+    GridBias,
+    InputError,
+    LongRopeScaling,
+    RelativeBias,
+)
 from parity.measure.core.compare import unit_of_rounding
 from parity.measure.core.records import JsonRecord
 
 SCORES = 24
-"""Arrays of scores in float64 that a comparison of all stages holds at its peak; measured with 1024 tokens."""
+"""Arrays of scores in float64 that a comparison of all stages holds at its peak; measured with 1024
+tokens.
+"""
 
 GIB = 1 << 30
 
@@ -61,7 +70,8 @@ class NotExercised(JsonRecord):
 def not_exercised(
     specs: Iterable[tuple[str, AttentionSpec]], num_tokens: int, dtypes: Iterable[str]
 ) -> list[NotExercised]:
-    """Return the features of layers that sequences of a length cannot show, each once with its layers.
+    """Return the features of layers that sequences of a length cannot show, each once with its
+    layers.
 
     Args:
         specs: name and specification of each layer that ran.
@@ -80,7 +90,9 @@ def not_exercised(
 
 
 def _lengths(spec: AttentionSpec, rounding: float) -> Iterator[tuple[str, int]]:
-    """Yield the features that depend on the length, and the smallest number of tokens that exercises each."""
+    """Yield the features that depend on the length, and the smallest number of tokens that
+    exercises each.
+    """
     if spec.window_size is not None:
         yield f"a window of {spec.window_size}", spec.window_size + 1
     if spec.chunk_size is not None:
@@ -95,7 +107,10 @@ def _lengths(spec: AttentionSpec, rounding: float) -> Iterator[tuple[str, int]]:
     if isinstance(bias, GridBias):
         yield f"all offsets on a grid of {bias.height} x {bias.width}", bias.num_tokens
     if products is not None:
-        yield f"all {products.num_buckets} relative vectors", _length_of_all_buckets(products.buckets())
+        yield (
+            f"all {products.num_buckets} relative vectors",
+            _length_of_all_buckets(products.buckets()),
+        )
     yield from _lengths_of_rope(spec, rounding)
 
 
@@ -121,10 +136,16 @@ def _lengths_of_rope(spec: AttentionSpec, rounding: float) -> Iterator[tuple[str
             yield "the long factors of LongRoPE", scaling.original_length + 1
         return
     if isinstance(scaling, DynamicScaling):
-        yield f"dynamic scaling of RoPE beyond {scaling.original_length} tokens", scaling.original_length + 1
+        yield (
+            f"dynamic scaling of RoPE beyond {scaling.original_length} tokens",
+            scaling.original_length + 1,
+        )
         return
     unscaled = replace(spec.rope, scaling=None)
-    change = np.abs(spec.rope.frequencies(spec.head_dim) - unscaled.frequencies(spec.head_dim)).max()
+    change = np.abs(
+        spec.rope.frequencies(spec.head_dim) - unscaled.frequencies(spec.head_dim)
+    ).max()
     if change > 0.0:
-        # With fewer tokens no angle changes by a unit of rounding. More may be needed: this is only what is certain.
+        # With fewer tokens no angle changes by a unit of rounding. More may be needed: this is only
+        # what is certain.
         yield f"the {scaling.kind} scaling of RoPE", int(np.ceil(rounding / change)) + 1

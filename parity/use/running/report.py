@@ -24,7 +24,8 @@ MOST_SHOWN = 3
 
 @dataclass(frozen=True)
 class SkippedCase:
-    """A case that a backend did not run in a dtype, or some of whose stages it did not compute, with the reason.
+    """A case that a backend did not run in a dtype, or some of whose stages it did not compute,
+    with the reason.
 
     Attributes:
         case, dtype, backend: which case; the dtype is empty if it is unknown.
@@ -74,7 +75,9 @@ class Report:
     def __str__(self) -> str:
         counts = ", ".join(f"{number} {what}" for what, number in self.summary.items())
         first = self.first_differences()[:MOST_SHOWN]
-        return "\n".join((f"{counted(len(self.groups()), 'case')}, stages: {counts}", *map(str, first)))
+        return "\n".join(
+            (f"{counted(len(self.groups()), 'case')}, stages: {counts}", *map(str, first))
+        )
 
     def _repr_html_(self) -> str:
         return as_html(self)
@@ -91,19 +94,30 @@ class Report:
 
     @property
     def summary(self) -> dict[str, int]:
-        """Count the comparisons that passed and failed, skipped backends and cases, and missing traces."""
+        """Count the comparisons that passed and failed, skipped backends and cases, and missing
+        traces.
+        """
         failed, skipped = len(self.failed), len(self.skipped) + len(self.skipped_cases)
         passed = len(self.comparisons) - failed
-        return {"passed": passed, "failed": failed, "skipped": skipped, "missing": len(self.missing)}
+        return {
+            "passed": passed,
+            "failed": failed,
+            "skipped": skipped,
+            "missing": len(self.missing),
+        }
 
     @property
     def not_compared(self) -> list[NotCompared]:
         """Gaps in the comparison, one entry per reason; an open one was requested."""
         backends = {comparison.backend for comparison in self.comparisons}
-        missing = [replace(each, reason="no trace of it, though others have one") for each in self.missing]
+        missing = [
+            replace(each, reason="no trace of it, though others have one") for each in self.missing
+        ]
         entries = _by_reason([*self.skipped_cases, *missing], backends)
         for each in self.left_out:
-            what = f"{each.what} of {counted(len(each.labels), 'case')}" if each.labels else each.what
+            what = (
+                f"{each.what} of {counted(len(each.labels), 'case')}" if each.labels else each.what
+            )
             entries.append(replace(each, what=what))
         return entries
 
@@ -111,8 +125,8 @@ class Report:
     def status(self) -> int:
         """The exit status of commands.
 
-        1 if a comparison failed or a program sent too much. 2 if nothing was compared, or, unless that is allowed,
-        less than was requested. Backends that no one named do not count.
+        1 if a comparison failed or a program sent too much. 2 if nothing was compared, or, unless
+        that is allowed, less than was requested. Backends that no one named do not count.
         """
         if self.failed or self.needless:
             return 1
@@ -125,7 +139,9 @@ class Report:
         """The comparisons by case, dtype and backend."""
         groups: dict[tuple[str, str, str], list[Comparison]] = {}
         for comparison in self.comparisons:
-            groups.setdefault((comparison.case, comparison.dtype, comparison.backend), []).append(comparison)
+            groups.setdefault((comparison.case, comparison.dtype, comparison.backend), []).append(
+                comparison
+            )
         return groups
 
     def first_differences(self) -> list[Comparison]:
@@ -148,13 +164,22 @@ class Report:
                 self.left_out.append(each)
 
     def settings(self) -> dict[str, str]:
-        """Return the environment as one list of text: `packages.numpy`, `backends.torch.numerics.threads`, …"""
+        """Return the environment as one list of text: `packages.numpy`,
+        `backends.torch.numerics.threads`, …
+        """
         return flattened(self.environment)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report for JSON."""
         skipped = [
-            {"case": None, "backend": backend, "dtype": None, "stage": None, "status": "skipped", "reason": reason}
+            {
+                "case": None,
+                "backend": backend,
+                "dtype": None,
+                "stage": None,
+                "status": "skipped",
+                "reason": reason,
+            }
             for backend, reason in self.skipped.items()
         ]
         skipped += [{**asdict(case), "status": "skipped"} for case in self.skipped_cases]
@@ -207,21 +232,30 @@ def report_of_stages(
     Args:
         name: what the report calls the function.
         backend: framework of the function.
-        stages: the stages by name. Those that the diagnosis found in another convention are left out.
+        stages: the stages by name. Those that the diagnosis found in another convention are left
+            out.
         problem: the inputs and weights.
         arithmetic: one of `reference.ARITHMETICS`.
         diagnosis: the diagnosis of the stages.
     """
     reference = Reference(problem, stages=frozenset(stages))
-    comparable = [stage for stage in reference.accumulated if stage in stages and stage not in diagnosis.conventions]
+    comparable = [
+        stage
+        for stage in reference.accumulated
+        if stage in stages and stage not in diagnosis.conventions
+    ]
     labels = {stage: Label(name, backend, problem.dtype, stage) for stage in comparable}
-    comparisons = [reference.compare(stages[stage], label, arithmetic) for stage, label in labels.items()]
+    comparisons = [
+        reference.compare(stages[stage], label, arithmetic) for stage, label in labels.items()
+    ]
     diagnoses = {(name, problem.dtype, backend): diagnosis} if diagnosis.is_wrong else {}
     return Report(comparisons, {}, {}, diagnoses=diagnoses)
 
 
 def flattened(values: Mapping[str, Any], prefix: str = "", depth: int = 6) -> dict[str, str]:
-    """Return nested settings under joined names, as text. A trace comes from a file and may contain anything."""
+    """Return nested settings under joined names, as text. A trace comes from a file and may contain
+    anything.
+    """
     flat: dict[str, str] = {}
     for name, value in values.items():
         path = f"{prefix}{printable(str(name))}"

@@ -1,4 +1,6 @@
-"""Cases x backends -> report: record the stages of a backend as a trace, and compare it with the reference."""
+"""Cases x backends -> report: record the stages of a backend as a trace, and compare it with the
+reference.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ from parity.use.running.report import Report, SkippedCase
 from parity.use.running.traces import load_traces, save_trace
 
 OnJudged = Callable[[Trace, Reference, list[Comparison]], None]
-"""Called with each compared trace, its reference and the comparisons, before the arrays are freed."""
+"""Called with each compared trace, its reference and the comparisons, before the arrays are
+freed.
+"""
 
 
 def run_cases(
@@ -57,19 +61,20 @@ def run_cases(
 
     Args:
         cases: default: all of `CASES`.
-        backends: names; by default all that can run here, and the report lists the others as skipped.
+        backends: names; by default all that can run here, and the report lists the others as
+            skipped.
         dtypes: names of floating-point dtypes.
         with_gradients: also compare the gradients of inputs and weights, for cases without a cache.
         weights: canonical weights for all cases; by default each case has its own.
         received: keys and values of another layer, by case, see `make_problem`.
         mesh: devices that divide each case; cases that it cannot divide are skipped.
         traces: folder to save the traces in.
-        join: folders of saved traces, with subfolders; those of the same cases and dtypes are also compared. Or an
-            `Elsewhere`, which is awaited.
+        join: folders of saved traces, with subfolders; those of the same cases and dtypes are also
+            compared. Or an `Elsewhere`, which is awaited.
         jobs: number of processes that run cases; 1 is this process.
         device: device of torch, `cpu`, `cuda` or `cuda:1`; JAX uses its default device.
-        on_case: called with the case, the dtype and the backend before each case runs, or before its comparison if
-            another process ran it.
+        on_case: called with the case, the dtype and the backend before each case runs, or before
+            its comparison if another process ran it.
         on_judged: called with each compared trace, its reference and the comparisons.
 
     Returns:
@@ -78,11 +83,17 @@ def run_cases(
     Raises:
         ModuleNotFoundError: if a named backend can neither run here nor is joined.
         OSError: if a trace cannot be read or saved.
-        ValueError: if a backend, dtype or mesh does not exist, there is nothing to run, also on a single named backend,
-            a file to join is not a trace of a known case, or `jobs` does not fit.
+        ValueError: if a backend, dtype or mesh does not exist, there is nothing to run, also on a
+            single named backend, a file to join is not a trace of a known case, or `jobs` does not
+            fit.
     """
     cases = list(CASES.values() if cases is None else cases)
-    about: dict[str, Any] = {"with_gradients": with_gradients, "weights": weights, "mesh": mesh, "device": device}
+    about: dict[str, Any] = {
+        "with_gradients": with_gradients,
+        "weights": weights,
+        "mesh": mesh,
+        "device": device,
+    }
     about["received"] = received or {}
     plan = _plan_of(cases, backends, dtypes, are_joined=bool(join), jobs=jobs, **about)
     with on_device(device), _sources(plan, join, jobs) as (joined, attempts):
@@ -90,11 +101,14 @@ def run_cases(
     report = _report_of(judged, joined)
     if with_gradients:
         report.left_out.extend(_without_gradients(cases))
-    where = plan.where | ({"joined": {trace.folder: trace.environment for trace in joined}} if joined else {})
+    where = plan.where | (
+        {"joined": {trace.folder: trace.environment for trace in joined}} if joined else {}
+    )
     return replace(report, skipped=plan.skipped(joined), environment=where)
 
 
-# ---- Plan ------------------------------------------------------------------------------------------------------------
+# ---- Plan
+# --------------------------------------------------------------------------------------------------
 
 
 class _Task(NamedTuple):
@@ -111,7 +125,9 @@ class _Task(NamedTuple):
 
     def expected(self) -> Reference:
         """Return the reference of the case."""
-        problem = make_problem(self.case, self.dtype, self.weights, self.received.get(self.case.name))
+        problem = make_problem(
+            self.case, self.dtype, self.weights, self.received.get(self.case.name)
+        )
         return Reference(problem, self.with_gradients and self.case.has_gradients)
 
     def attempts(self, expected: Reference) -> Iterator[Trace]:
@@ -120,12 +136,16 @@ class _Task(NamedTuple):
 
     def cost(self) -> float:
         """Return the rough relative cost of the case: its calls times the size of its weights."""
-        return (len(self.case.chunks) + 1) * sum(map(math.prod, weight_shapes(self.case.spec).values()))
+        return (len(self.case.chunks) + 1) * sum(
+            map(math.prod, weight_shapes(self.case.spec).values())
+        )
 
 
 @dataclass(frozen=True)
 class _RunPlan:
-    """Checked plan of a run: its cases, the backends that run here, and by name the reasons why others do not."""
+    """Checked plan of a run: its cases, the backends that run here, and by name the reasons why
+    others do not.
+    """
 
     tasks: list[_Task]
     here: list[str]
@@ -162,9 +182,13 @@ def _plan_of(
     here = [name for name in asked if name not in missing]
     if backends and missing and not are_joined:
         raise ModuleNotFoundError("; ".join(missing.values()))
-    chosen = [(case, dtype) for case in cases for dtype in ((case.dtype,) if case.dtype else dtypes)]
+    chosen = [
+        (case, dtype) for case in cases for dtype in ((case.dtype,) if case.dtype else dtypes)
+    ]
     if not (chosen and dtypes and (here or are_joined)):
-        raise InputError("there", "be something to run", f"{len(cases)} cases on {here} in {list(dtypes)}")
+        raise InputError(
+            "there", "be something to run", f"{len(cases)} cases on {here} in {list(dtypes)}"
+        )
     for name in here if backends else ():
         reasons = dict.fromkeys(_why_skipped(name, case, dtype, mesh) for case, dtype in chosen)
         if None not in reasons:
@@ -177,15 +201,23 @@ def _plan_of(
 
 
 def _check_device(backends: Sequence[str], jobs: int, mesh: MeshPlan | None, device: str) -> None:
-    """Reject jobs, a mesh and a device of torch that exclude each other or do not fit the backends."""
+    """Reject jobs, a mesh and a device of torch that exclude each other or do not fit the
+    backends.
+    """
     if jobs < 1:
         raise InputError("jobs", "be at least 1", jobs=jobs)
     if jobs > 1 and (alone := [name for name in backends if BACKENDS[name].has_own_device]):
-        raise InputError("jobs", f"be 1 with {', '.join(alone)}, whose device is one process's", jobs=jobs)
+        raise InputError(
+            "jobs", f"be 1 with {', '.join(alone)}, whose device is one process's", jobs=jobs
+        )
     if jobs > 1 and mesh is not None:
-        raise InputError("jobs", "be 1 with a mesh, which has processes or devices of its own", jobs=jobs)
+        raise InputError(
+            "jobs", "be 1 with a mesh, which has processes or devices of its own", jobs=jobs
+        )
     if device != "cpu" and (mesh is not None or "torch" not in backends):
-        raise InputError("device", "be cpu with a mesh, or without the backend torch", device=device)
+        raise InputError(
+            "device", "be cpu with a mesh, or without the backend torch", device=device
+        )
 
 
 def _without_gradients(cases: Iterable[Case]) -> Iterator[NotCompared]:
@@ -193,14 +225,18 @@ def _without_gradients(cases: Iterable[Case]) -> Iterator[NotCompared]:
     without = [case for case in cases if not case.has_gradients]
     for reason, names in {
         "with a cache": [case.name for case in without if case.is_cached],
-        "a visible NaN makes all of them NaN": [case.name for case in without if not case.is_cached],
+        "a visible NaN makes all of them NaN": [
+            case.name for case in without if not case.is_cached
+        ],
     }.items():
         if names:
             yield NotCompared("gradients", reason, names, is_open=False)
 
 
 def _why_missing(backend: str, mesh: MeshPlan | None, named: Sequence[str] | None) -> str | None:
-    """Return why a backend cannot run here or on the mesh, or None. A named backend raises the error of the mesh."""
+    """Return why a backend cannot run here or on the mesh, or None. A named backend raises the
+    error of the mesh.
+    """
     if (reason := why_missing(backend)) or mesh is None:
         return reason
     if not BACKENDS[backend].divided:
@@ -217,17 +253,22 @@ def _why_missing(backend: str, mesh: MeshPlan | None, named: Sequence[str] | Non
 def _why_skipped(backend: str, case: Case, dtype: str, mesh: MeshPlan | None) -> str | None:
     """Return why a backend cannot run a case in a dtype, or None."""
     reason = load_backend(backend).why_skipped(case, dtype)
-    return reason if reason or mesh is None else load_divided(backend).why_skipped(case, dtype, mesh)
+    return (
+        reason if reason or mesh is None else load_divided(backend).why_skipped(case, dtype, mesh)
+    )
 
 
-# ---- Sources: here, other processes, joined traces -------------------------------------------------------------------
+# ---- Sources: here, other processes, joined traces
+# -------------------------------------------------------------------
 
 
 @contextmanager
 def _sources(
     plan: _RunPlan, join: Sequence[str | os.PathLike[str] | Elsewhere], jobs: int
 ) -> Iterator[tuple[list[Trace], Iterable[Iterable[Trace] | None]]]:
-    """Yield the joined traces, and for each task the traces of other processes, or None if it runs here."""
+    """Yield the joined traces, and for each task the traces of other processes, or None if it runs
+    here.
+    """
     with ExitStack() as stack:
         attempts = repeat(None)
         if jobs > 1 and plan.here:  # begun first, because traces may still be in the making
@@ -253,7 +294,9 @@ def _record_all(
     folder: str | os.PathLike[str] | None,
     on_case: Callable[[str, str, str], None],
 ) -> Iterator[tuple[Trace, Reference]]:
-    """Yield each trace with its reference. Those made here, which are saved in the folder, precede joined ones."""
+    """Yield each trace with its reference. Those made here, which are saved in the folder, precede
+    joined ones.
+    """
     for task, found in zip(plan.tasks, attempts, strict=False):
         case, dtype, expected = task.case, task.dtype, task.expected()
         made = iter(task.attempts(expected) if found is None else found)
@@ -275,7 +318,11 @@ def _attempt(backend: str, reference: Reference, mesh: MeshPlan | None) -> Trace
     if reason := _why_skipped(backend, reference.problem.case, reference.problem.dtype, mesh):
         return replace(nothing, skipped=reason)
     try:
-        return record(backend, reference) if mesh is None else load_divided(backend).record(reference, mesh)
+        return (
+            record(backend, reference)
+            if mesh is None
+            else load_divided(backend).record(reference, mesh)
+        )
     except Exception as error:
         return replace(nothing, error=f"{type(error).__name__}: {error}")
 
@@ -287,7 +334,8 @@ def _with_numerics(where: dict[str, Any], backend: str, numerics: dict[str, Any]
     return {**where, "backends": backends}
 
 
-# ---- Judged ----------------------------------------------------------------------------------------------------------
+# ---- Judged
+# --------------------------------------------------------------------------------------------------
 
 DIAGNOSED = 5  # cases, because most failures of a run have one cause
 
@@ -315,7 +363,11 @@ def _judge_all(traces: Iterable[tuple[Trace, Reference]], on_judged: OnJudged) -
         if not trace.skipped:
             on_judged(trace, expected, comparisons)
         is_wrong = not all(comparison.passed for comparison in comparisons)
-        if is_wrong and trace.accumulated and sum(each.diagnosis is not None for each in found) < DIAGNOSED:
+        if (
+            is_wrong
+            and trace.accumulated
+            and sum(each.diagnosis is not None for each in found) < DIAGNOSED
+        ):
             diagnosis = diagnose_trace(trace)
             if not diagnosis.is_wrong:  # only a gradient differs, which no known bug explains
                 diagnosis = None
@@ -326,7 +378,8 @@ def _judge_all(traces: Iterable[tuple[Trace, Reference]], on_judged: OnJudged) -
     return found
 
 
-# ---- Report ----------------------------------------------------------------------------------------------------------
+# ---- Report
+# --------------------------------------------------------------------------------------------------
 
 
 def _report_of(judged: Sequence[_Judged], joined: Iterable[Trace]) -> Report:
@@ -334,7 +387,9 @@ def _report_of(judged: Sequence[_Judged], joined: Iterable[Trace]) -> Report:
 
     All traces that were read count as expected, even if they are not compared.
     """
-    skipped = [SkippedCase(*each.place, each.trace.skipped) for each in judged if each.trace.skipped]
+    skipped = [
+        SkippedCase(*each.place, each.trace.skipped) for each in judged if each.trace.skipped
+    ]
     ran = [each for each in judged if not each.trace.skipped]
     for each in ran:
         if each.lacks_gradients:
@@ -344,7 +399,9 @@ def _report_of(judged: Sequence[_Judged], joined: Iterable[Trace]) -> Report:
             skipped.append(SkippedCase(*each.place, reason, "gradients"))
     comparisons = [comparison for each in ran for comparison in each.comparisons]
     if not comparisons:
-        raise InputError("there", "be something to compare", f"{len(skipped)} skipped cases and no other")
+        raise InputError(
+            "there", "be something to compare", f"{len(skipped)} skipped cases and no other"
+        )
     missing = _missing(judged, joined)
     warnings = [*_different_locks(each.trace for each in judged)]
     for backend in dict.fromkeys(each.backend for each in missing):
@@ -396,7 +453,10 @@ def _told_of_values(traces: Iterable[Trace]) -> Iterator[str]:
         cases = "1 case" if count == 1 else f"{count} cases"
         yield f"{backend} ran without its hardware: in {cases} its values come from {values}"
     for backend, told in others.items():
-        yield f"{backend} ran another program than the recorded one; golden functions decide: {some_of(told, 3)}"
+        yield (
+            f"{backend} ran another program than the recorded one; golden functions decide: "
+            f"{some_of(told, 3)}"
+        )
 
 
 def compare_traces(
@@ -404,7 +464,8 @@ def compare_traces(
     *,
     on_judged: OnJudged = lambda trace, reference, comparisons: None,
 ) -> Report:
-    """Compare saved traces, from any number of machines and environments, with the reference computed here.
+    """Compare saved traces, from any number of machines and environments, with the reference
+    computed here.
 
     Args:
         folders: folders of traces, with subfolders, or single trace files.

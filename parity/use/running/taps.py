@@ -28,7 +28,8 @@ def compare_with(weights: str | os.PathLike[str], paths: Sequence[str]) -> dict[
 
 
 def layers_in(folder: str | os.PathLike[str]) -> tuple[list[ModelLayer], dict[str, Weights]]:
-    """Return the specification of each layer of a Hugging Face model, and the weights of attention layers by name.
+    """Return the specification of each layer of a Hugging Face model, and the weights of attention
+    layers by name.
 
     Raises:
         OSError: if the folder cannot be read.
@@ -49,7 +50,9 @@ def report_of(verdicts: Mapping[str, TapVerdict]) -> Report:
     report = Report([], {}, {}, layers=tuple(layers))
     for name, verdict in verdicts.items():
         for layer in verdict.layers:
-            report.comparisons.extend(replace(comparison, backend=name) for comparison in layer.comparisons)
+            report.comparisons.extend(
+                replace(comparison, backend=name) for comparison in layer.comparisons
+            )
             reason = layer.not_judged or layer.left_out
             if reason:
                 report.skipped_cases.append(SkippedCase(layer.layer, "", name, reason))

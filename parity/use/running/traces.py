@@ -57,13 +57,19 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if it is not a trace of a known case, or has other weights or inputs than the case has here.
+        ValueError: if it is not a trace of a known case, or has other weights or inputs than the
+            case has here.
     """
     tensors, metadata = load_tensors(path)
     wanted = {"format", "kind", "case", "dtype", "backend", "digest", "environment"}
     if metadata.get("kind") != "trace":
         hint = "`mha-parity verify` compares weights"
-        raise InputError(path, "be a trace, as `run --save-traces` writes it", "another file of tensors", hint=hint)
+        raise InputError(
+            path,
+            "be a trace, as `run --save-traces` writes it",
+            "another file of tensors",
+            hint=hint,
+        )
     if metadata.get("format") != FORMAT or not wanted <= metadata.keys():
         raise InputError(path, f"be a trace in format {FORMAT}", f"metadata {sorted(metadata)}")
     case = find_case(metadata["case"])
@@ -72,7 +78,9 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
         raise InputError(path, "be of a known case, dtype and backend", str(got))
     problem = make_problem(case, metadata["dtype"])
     if problem.digest != metadata["digest"]:
-        raise InputError(path, f"have the weights and inputs of case {problem.case.name}; its digest differs")
+        raise InputError(
+            path, f"have the weights and inputs of case {problem.case.name}; its digest differs"
+        )
     parts: dict[str, dict[str, np.ndarray]] = {"accumulated": {}, "local": {}}
     for name, value in tensors.items():
         part, _, stage = name.partition("/")
@@ -97,10 +105,14 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
         if case.is_plain and "mesh" not in trace.numerics:
             trace = replace(trace, paths=(*trace.paths, TUTORIAL))
     except (ValueError, RecursionError, AttributeError):
-        raise InputError(path, "have its environment as JSON", repr(metadata["environment"][:80])) from None
+        raise InputError(
+            path, "have its environment as JSON", repr(metadata["environment"][:80])
+        ) from None
     known = list(reference.ARITHMETICS) if BACKENDS[trace.backend].has_own_arithmetic else ["ieee"]
     if arithmetic not in known:
-        raise InputError(path, f"have an arithmetic of {trace.backend}, one of {known}", arithmetic=arithmetic)
+        raise InputError(
+            path, f"have an arithmetic of {trace.backend}, one of {known}", arithmetic=arithmetic
+        )
     _check_collectives(path, trace)
     return trace
 
@@ -108,8 +120,14 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
 def _check_collectives(path: str | os.PathLike[str], trace: Trace) -> None:
     """Reject counts that are not counts, or have no mesh."""
     counts = trace.collectives
-    are_dicts = isinstance(counts, dict) and all(isinstance(counted, dict) for counted in counts.values())
-    numbers = [number for counted in counts.values() for number in counted.values()] if are_dicts else [None]
+    are_dicts = isinstance(counts, dict) and all(
+        isinstance(counted, dict) for counted in counts.values()
+    )
+    numbers = (
+        [number for counted in counts.values() for number in counted.values()]
+        if are_dicts
+        else [None]
+    )
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise InputError(path, "have collectives as counts by program", collectives=counts)
     if counts:
@@ -117,7 +135,9 @@ def _check_collectives(path: str | os.PathLike[str], trace: Trace) -> None:
 
 
 def load_traces(folders: Iterable[str | os.PathLike[str]], here: Sequence[str] = ()) -> list[Trace]:
-    """Return all traces of folders. A backend that runs here, or is in an earlier folder, is named with its folder."""
+    """Return all traces of folders. A backend that runs here, or is in an earlier folder, is named
+    with its folder.
+    """
     traces = []
     seen: dict[tuple[str, str, str], str] = {}
     for path in _trace_files(folders):
@@ -131,11 +151,21 @@ def load_traces(folders: Iterable[str | os.PathLike[str]], here: Sequence[str] =
 
 def _trace_files(folders: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
     for folder in folders:
-        if not os.fspath(folder):  # it would be the current folder, for an unset variable of a shell
+        if not os.fspath(
+            folder
+        ):  # it would be the current folder, for an unset variable of a shell
             raise InputError("a folder of traces", "have a name", repr(folder))
         if not os.path.exists(folder):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(folder))
-        files = [Path(folder)] if Path(folder).is_file() else sorted(Path(folder).rglob("*.safetensors"))
+        files = (
+            [Path(folder)]
+            if Path(folder).is_file()
+            else sorted(Path(folder).rglob("*.safetensors"))
+        )
         if not files:
-            raise InputError(folder, "be a trace or a folder of traces", "no *.safetensors in it or its subfolders")
+            raise InputError(
+                folder,
+                "be a trace or a folder of traces",
+                "no *.safetensors in it or its subfolders",
+            )
         yield from files

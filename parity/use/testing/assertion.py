@@ -36,16 +36,20 @@ from parity.measure.text import some_of
 Stages = Mapping[str, np.ndarray]
 
 UNITS = {"float64": 16, "float32": 16, "bfloat16": 4, "float16": 4}
-"""Tolerance in units of rounding, relative to the scale of the expected values, if the noise is unknown.
+"""Tolerance in units of rounding, relative to the scale of the expected values, if the noise is
+unknown.
 
-Measured on all forward stages of all `CASES` but the trained ones. Between torch and JAX 5.3 are needed in float32 and
-float64, and 1.3 in bfloat16 and float16, which round results but not sums; from either to the float64 reference 10.8
-and 1.9. This is without random-1, whose logits reach 51: it needs 71 in float32, 4.3 in float16.
+Measured on all forward stages of all `CASES` but the trained ones. Between torch and JAX 5.3 are
+needed in float32 and float64, and 1.3 in bfloat16 and float16, which round results but not sums;
+from either to the float64 reference 10.8 and 1.9. This is without random-1, whose logits reach 51:
+it needs 71 in float32, 4.3 in float16.
 """
 
 
 class ConventionWarning(UserWarning):
-    """A stage is right and recorded in another convention, or computed in a legitimate other way."""
+    """A stage is right and recorded in another convention, or computed in a legitimate other
+    way.
+    """
 
 
 NEXT = "pass problem=parity.make_problem(case, dtype) instead of expected, to search for the bug"
@@ -65,35 +69,42 @@ def assert_parity(
     diagnose: bool = True,
     arithmetic: str | None = None,
 ) -> None:
-    """Raise an AssertionError that describes the first difference, unless actual agrees with expected.
+    """Raise an AssertionError that describes the first difference, unless actual agrees with
+    expected.
 
-    The tolerance is not an argument, because it follows from rounding. Booleans and integers must be equal. NaN or
-    infinity, another shape or kind of dtype, an empty array, a missing or additional stage always differ.
+    The tolerance is not an argument, because it follows from rounding. Booleans and integers must
+    be equal. NaN or infinity, another shape or kind of dtype, an empty array, a missing or
+    additional stage always differ.
 
     Args:
-        actual: an array of NumPy, torch, JAX or TTNN, or a mapping of such arrays by stage: `q`, `scores`, `output` and
-            others, see `STAGES`. The message begins with the first stage that differs, in the order of the data flow,
-            or for other names in the order of `expected`.
+        actual: an array of NumPy, torch, JAX or TTNN, or a mapping of such arrays by stage: `q`,
+            `scores`, `output` and others, see `STAGES`. The message begins with the first stage
+            that differs, in the order of the data flow, or for other names in the order of
+            `expected`.
         expected: the expected values, likewise, best in float64; omit it with `problem`.
-        same_precision: the same computation by another correct implementation in the precision of `actual`, likewise.
-            Then the tolerance is that of `compare`: 4 times the error of `same_precision`, and one unit of rounding.
-            The best choice without a `problem`.
-        problem: the case, weights and inputs. Then the expected values and their noise come from the float64 reference,
-            for the stages of `actual`.
-        dtype: name of the dtype of the computation, if no array shows it; by default the narrowest floating-point dtype
-            of all arrays.
+        same_precision: the same computation by another correct implementation in the precision of
+            `actual`, likewise. Then the tolerance is that of `compare`: 4 times the error of
+            `same_precision`, and one unit of rounding. The best choice without a `problem`.
+        problem: the case, weights and inputs. Then the expected values and their noise come from
+            the float64 reference, for the stages of `actual`.
+        dtype: name of the dtype of the computation, if no array shows it; by default the narrowest
+            floating-point dtype of all arrays.
         name: a title for the message.
         stage: the stage of the arrays, if they are not mappings.
-        diagnose: with `problem`, search for the bug that explains a difference, for up to 5 seconds. If nothing is
-            wrong, because a stage is only recorded in another convention or scores are kept in 16 bits, a
-            `ConventionWarning` is issued instead of an error.
-        arithmetic: of the hardware, one of `reference.ARITHMETICS`: `ieee`, or `tensix`, Tenstorrent's. The default is
-            `tensix` if an array of `actual` is TTNN's on a card or a simulator.
+        diagnose: with `problem`, search for the bug that explains a difference, for up to 5
+            seconds. If nothing is wrong, because a stage is only recorded in another convention or
+            scores are kept in 16 bits, a `ConventionWarning` is issued instead of an error.
+        arithmetic: of the hardware, one of `reference.ARITHMETICS`: `ieee`, or `tensix`,
+            Tenstorrent's. The default is `tensix` if an array of `actual` is TTNN's on a card or a
+            simulator.
 
-    Without `same_precision` and `problem` a coarse rule applies: the root mean square of the error may be 16 units of
-    rounding (4 in bfloat16 and float16, see `UNITS`) of the root mean square of `expected`, and its maximum the same of
-    the maximum. That is 2e-6 in float32 and 3% in bfloat16. Forward stages of correct implementations stay within it
-    while logits are small. Large logits and gradients may exceed it: pass `same_precision` or `problem` for those, and
+    Without `same_precision` and `problem` a coarse rule applies: the root mean square of the error
+        may be 16 units of
+    rounding (4 in bfloat16 and float16, see `UNITS`) of the root mean square of `expected`, and its
+    maximum the same of the maximum. That is 2e-6 in float32 and 3% in bfloat16. Forward stages of
+    correct implementations stay within it
+    while logits are small. Large logits and gradients may exceed it: pass `same_precision` or
+        `problem` for those, and
     to detect smaller bugs.
 
     Raises:
@@ -127,14 +138,20 @@ def judge(
     arithmetic: str | None = None,
     **options: Any,
 ) -> tuple[list[Comparison], Diagnosis | None]:
-    """Compare arrays as `assert_parity` does, and diagnose differences from the reference of a problem.
+    """Compare arrays as `assert_parity` does, and diagnose differences from the reference of a
+    problem.
 
     Returns:
-        The comparisons, of which those that a convention explains pass, with a warning if nothing is wrong; and the
-        diagnosis, or None if nothing differs.
+        The comparisons, of which those that a convention explains pass, with a warning if nothing
+        is wrong; and the diagnosis, or None if nothing differs.
     """
     reference = _reference_for(actual, problem, stage)  # once for both
-    about: dict[str, Any] = {"problem": problem, "stage": stage, "arithmetic": arithmetic, "reference": reference}
+    about: dict[str, Any] = {
+        "problem": problem,
+        "stage": stage,
+        "arithmetic": arithmetic,
+        "reference": reference,
+    }
     comparisons = compare_arrays(actual, expected, **about, **options)
     difference = first_difference(comparisons)
     stages = stages_of("actual", actual, stage) if diagnose and difference is not None else {}
@@ -170,28 +187,44 @@ def compare_arrays(
     arithmetic: str | None = None,
     reference: Reference | None = None,
 ) -> list[Comparison]:
-    """Return the comparisons of `assert_parity`, one for each stage, in the order of the data flow."""
+    """Return the comparisons of `assert_parity`, one for each stage, in the order of the data
+    flow.
+    """
     if dtype is not None and dtype not in DTYPES:
         raise InputError("dtype", f"be one of {list(DTYPES)}", dtype=dtype)
     if arithmetic not in (None, *ARITHMETICS):
         raise InputError("arithmetic", f"be one of {list(ARITHMETICS)}", arithmetic=arithmetic)
     if (expected is None) == (problem is None):
-        raise InputTypeError("one of expected and problem", "be given", str("neither" if problem is None else "both"))
+        raise InputTypeError(
+            "one of expected and problem", "be given", str("neither" if problem is None else "both")
+        )
     if problem is not None and not (same_precision is None and dtype is None):
-        raise InputTypeError("problem", "not be combined with same_precision or dtype, because it determines both")
+        raise InputTypeError(
+            "problem", "not be combined with same_precision or dtype, because it determines both"
+        )
     if problem is not None and not isinstance(problem, Problem):
-        raise InputTypeError("problem", "be a Problem, see parity.make_problem", type(problem).__name__)
+        raise InputTypeError(
+            "problem", "be a Problem, see parity.make_problem", type(problem).__name__
+        )
     if actual is None:
         raise InputTypeError(
-            "actual", "be an array or a mapping of arrays by stage", "None: is there a return missing?"
+            "actual",
+            "be an array or a mapping of arrays by stage",
+            "None: is there a return missing?",
         )
     given = {"actual": actual, "expected": expected, "same_precision": same_precision}
     given = {role: value for role, value in given.items() if value is not None}
     if len({isinstance(value, Mapping) for value in given.values()}) > 1:
         kinds = ", ".join(f"{role}={type(value).__name__}" for role, value in given.items())
-        raise InputTypeError(", ".join(given), "all be arrays or all be mappings of arrays by stage", str(kinds))
-    if same_precision is not None and _share_an_array(actual, same_precision):  # which would allow any error
-        raise InputTypeError("same_precision", "come from another implementation", "the arrays of actual")
+        raise InputTypeError(
+            ", ".join(given), "all be arrays or all be mappings of arrays by stage", str(kinds)
+        )
+    if same_precision is not None and _share_an_array(
+        actual, same_precision
+    ):  # which would allow any error
+        raise InputTypeError(
+            "same_precision", "come from another implementation", "the arrays of actual"
+        )
     arrays = {role: stages_of(role, value, stage) for role, value in given.items()}
     if not any(arrays.values()):
         nowhere = Label(name, "actual", dtype or "no dtype", stage)
@@ -211,7 +244,8 @@ def message(
     *,
     verbose: bool = False,
 ) -> str:
-    """Return the message of a failure: the diagnosis, the first difference, and the other stages that differ.
+    """Return the message of a failure: the diagnosis, the first difference, and the other stages
+    that differ.
 
     Args:
         comparisons: of all stages.
@@ -227,7 +261,9 @@ def message(
     if difference is None:
         return ""
     is_diagnosed = diagnosis is not None and diagnosis.is_wrong
-    lines = [diagnosis.as_text(verbose=verbose), ""] if diagnosis is not None and is_diagnosed else []
+    lines = (
+        [diagnosis.as_text(verbose=verbose), ""] if diagnosis is not None and is_diagnosed else []
+    )
     lines.append(str(difference))
     if agreed := [comparison.stage for comparison in comparisons if comparison.passed]:
         lines.append(f"  agree       {some_of(agreed)}")
@@ -242,31 +278,53 @@ def _as_recorded(
 ) -> list[Comparison]:
     """Compare stages again after undoing the conventions of a diagnosis.
 
-    Stages outside of the diagnosis, such as gradients, are unchanged. If nothing is wrong, all other stages pass.
+    Stages outside of the diagnosis, such as gradients, are unchanged. If nothing is wrong, all
+    other stages pass.
     """
     shapes = {each.stage: each.shape for each in comparisons if not each.passed}
     taken = {name: x for name, x in diagnosis.taken.items() if shapes.get(name) == x.shape}
     with np.errstate(over="ignore", invalid="ignore"):
-        found = _compare_with_reference(taken, reference, comparisons[0].case, arithmetic) if taken else []
+        found = (
+            _compare_with_reference(taken, reference, comparisons[0].case, arithmetic)
+            if taken
+            else []
+        )
     again = {each.stage: each for each in found}
-    return [_passed_as_recorded(again.get(each.stage, each), diagnosis, each.stage in again) for each in comparisons]
+    return [
+        _passed_as_recorded(again.get(each.stage, each), diagnosis, each.stage in again)
+        for each in comparisons
+    ]
 
 
 def _passed_as_recorded(comparison: Comparison, diagnosis: Diagnosis, is_again: bool) -> Comparison:
     stage, words = stage_named(comparison.stage), diagnosis.conventions.get(comparison.stage, "")
     if comparison.passed:
         return replace(comparison, reason=words)
-    if stage.is_gradient or stage.kind not in STAGES or (diagnosis.is_wrong and (is_again or not words)):
+    if (
+        stage.is_gradient
+        or stage.kind not in STAGES
+        or (diagnosis.is_wrong and (is_again or not words))
+    ):
         return comparison
     passed = replace(comparison, status="passed", reason=words or diagnosis.choice)
-    # A stage that cannot be converted to the reference's convention agrees with the reference in its own.
+    # A stage that cannot be converted to the reference's convention agrees with the reference in
+    # its own.
     if is_again or (not words and math.isfinite(comparison.ratio)):
         return passed
-    no_distance = {"error": 0.0, "ratio": 0.0, "max_abs": 0.0, "max_ulp": 0.0, "mismatched": 0, "pcc": None}
+    no_distance = {
+        "error": 0.0,
+        "ratio": 0.0,
+        "max_abs": 0.0,
+        "max_ulp": 0.0,
+        "mismatched": 0,
+        "pcc": None,
+    }
     return replace(passed, **no_distance, worst_index={}, worst_values=None, by_position=())
 
 
-def _compare_with_reference(actual: Stages, reference: Reference, name: str, arithmetic: str) -> list[Comparison]:
+def _compare_with_reference(
+    actual: Stages, reference: Reference, name: str, arithmetic: str
+) -> list[Comparison]:
     _check_has(arithmetic, reference.problem.dtype)
     expected, dtype = reference.accumulated, reference.problem.dtype
     unknown = f"the reference has no such stage, only {', '.join(expected)}"
@@ -293,13 +351,19 @@ def _compare_with_expected(
     ]
 
 
-def _compare_stage(arrays: Mapping[str, Stages], stage: str, dtype: str, name: str, arithmetic: str) -> Comparison:
+def _compare_stage(
+    arrays: Mapping[str, Stages], stage: str, dtype: str, name: str, arithmetic: str
+) -> Comparison:
     label = Label(name, "actual", dtype, stage)
     there = {role: stages[stage] for role, stages in arrays.items() if stage in stages}
     if lacking := [role for role in arrays if role not in there]:
         shown = there.get("expected", next(iter(there.values())))
         return failure(shown, f"{' and '.join(lacking)} must also have this stage", label)
-    actual, expected, same_precision = there["actual"], there["expected"], there.get("same_precision")
+    actual, expected, same_precision = (
+        there["actual"],
+        there["expected"],
+        there.get("same_precision"),
+    )
     if reason := _why_incomparable(actual, expected, same_precision):
         return failure(expected, reason, label)
     if actual.dtype.name not in DTYPES:
@@ -307,7 +371,9 @@ def _compare_stage(arrays: Mapping[str, Stages], stage: str, dtype: str, name: s
     wide = expected.astype(np.float64)
     if same_precision is not None:
         allowed = budget(wide, same_precision, dtype, None, arithmetic, dtype, has_slope=False)
-        return _explained(measure(actual, wide, allowed, label, ulps_of=actual.dtype.name), "same_precision")
+        return _explained(
+            measure(actual, wide, allowed, label, ulps_of=actual.dtype.name), "same_precision"
+        )
     scale = {"rms": float(np.sqrt(np.mean(wide**2))), "max": float(np.abs(wide).max())}
     one = unit(dtype) if arithmetic == "ieee" else max(unit(dtype), TENSIX_FLOOR[dtype])
     allowed = {norm: UNITS[dtype] * one * size for norm, size in scale.items()}
@@ -317,7 +383,9 @@ def _compare_stage(arrays: Mapping[str, Stages], stage: str, dtype: str, name: s
 def _check_has(arithmetic: str, dtype: str) -> None:
     """Reject a dtype that the hardware does not have."""
     if arithmetic.startswith("tensix") and dtype not in TENSIX_FLOOR:
-        raise InputError("dtype", f"be one of {list(TENSIX_FLOOR)} with arithmetic='tensix'", dtype=dtype)
+        raise InputError(
+            "dtype", f"be one of {list(TENSIX_FLOOR)} with arithmetic='tensix'", dtype=dtype
+        )
 
 
 def _explained(comparison: Comparison, noise: str = "") -> Comparison:
@@ -328,14 +396,17 @@ def _explained(comparison: Comparison, noise: str = "") -> Comparison:
         reason = f"beyond {factor(comparison.size):.3g} times the error of {noise}"
     elif comparison.budget:
         reason = (
-            f"beyond {UNITS[comparison.dtype]} units of rounding, all that is allowed without same_precision or problem"
+            f"beyond {UNITS[comparison.dtype]} units of rounding, all that is allowed without "
+            f"same_precision or problem"
         )
     else:
         reason = "these must be equal"
     return replace(comparison, reason=reason)
 
 
-def _why_incomparable(actual: np.ndarray, expected: np.ndarray, same_precision: np.ndarray | None) -> str:
+def _why_incomparable(
+    actual: np.ndarray, expected: np.ndarray, same_precision: np.ndarray | None
+) -> str:
     """Return the reason why arrays cannot be compared; empty if they can."""
     if reason := why_incomparable(actual, expected):
         return reason
@@ -376,7 +447,9 @@ def _share_an_array(actual: Any, other: Any) -> bool:
 
 
 def _in_order(stages: Iterable[str]) -> list[str]:
-    """Return stages in the order of the data flow (`jax.jit` sorts mappings by name); unknown ones stay in place."""
+    """Return stages in the order of the data flow (`jax.jit` sorts mappings by name); unknown ones
+    stay in place.
+    """
     stages, order = list(stages), list(STAGES)
     known = {stage: stage_named(stage) for stage in stages}
     if not all(stage.kind in STAGES for stage in known.values()):

@@ -1,6 +1,7 @@
 """The pytest plugin: the fixture `assert_parity`, and `--parity-report PATH`.
 
-Every run of pytest where this package is installed imports this file: it imports only pytest until it is used.
+Every run of pytest where this package is installed imports this file: it imports only pytest until
+it is used.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ FROM_WORKER = "parity_report"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("mha-parity")
-    about = f"write every comparison of the fixture assert_parity to this file ({', '.join(WRITERS)})"
+    about = (
+        f"write every comparison of the fixture assert_parity to this file ({', '.join(WRITERS)})"
+    )
     group.addoption("--parity-report", metavar="PATH", help=about)
 
 
@@ -50,7 +53,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def assert_parity(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Return `parity.assert_parity(actual, expected, …)`, titled by the test and collected for `--parity-report`."""
+    """Return `parity.assert_parity(actual, expected, …)`, titled by the test and collected for
+    `--parity-report`.
+    """
     recorder = request.config.pluginmanager.get_plugin(_Recorder.NAME)
 
     def assert_parity(actual: Any, expected: Any = None, *, name: str = "", **options: Any) -> None:
@@ -61,24 +66,34 @@ def assert_parity(request: pytest.FixtureRequest) -> Callable[..., None]:
         comparisons, diagnosis = judge(actual, expected, name=title, **options)
         if recorder is not None:
             test = _test_of(request.node, name)
-            recorder.comparisons.extend(replace(comparison, test=test) for comparison in comparisons)
+            recorder.comparisons.extend(
+                replace(comparison, test=test) for comparison in comparisons
+            )
             if diagnosis is not None:
                 first = comparisons[0]
                 key = (first.case, first.dtype, first.backend)
                 recorder.diagnoses.setdefault(key, replace(diagnosis, taken={}))
         verbose = request.config.get_verbosity() > 0
-        if text := message(comparisons, diagnosis, "" if options.get("problem") else NEXT, verbose=verbose):
+        if text := message(
+            comparisons, diagnosis, "" if options.get("problem") else NEXT, verbose=verbose
+        ):
             raise AssertionError(text)
 
     return assert_parity
 
 
 def _test_of(node: pytest.Item, name: str) -> tuple[str, str]:
-    """Return the class and the name of a test, as in pytest's own `--junit-xml`, and the title of the comparison."""
+    """Return the class and the name of a test, as in pytest's own `--junit-xml`, and the title of
+    the comparison.
+    """
     chain = node.listchain()
-    file = max((index for index, each in enumerate(chain) if isinstance(each, pytest.File)), default=0)
+    file = max(
+        (index for index, each in enumerate(chain) if isinstance(each, pytest.File)), default=0
+    )
     module = chain[file].nodeid.removesuffix(".py").replace("/", ".")
-    return ".".join([module, *(each.name for each in chain[file + 1 : -1])]), f"{node.name} {name}".rstrip()
+    return ".".join(
+        [module, *(each.name for each in chain[file + 1 : -1])]
+    ), f"{node.name} {name}".rstrip()
 
 
 class _Recorder:
@@ -124,7 +139,9 @@ class _Controller(_Recorder):
         output = getattr(node, "workeroutput", {})  # a crashed worker has none
         if FROM_WORKER in output:
             comparisons, diagnoses = pickle.loads(output[FROM_WORKER])  # of our own process
-            self.comparisons = sorted([*self.comparisons, *comparisons], key=lambda comparison: comparison.case)
+            self.comparisons = sorted(
+                [*self.comparisons, *comparisons], key=lambda comparison: comparison.case
+            )
             self.diagnoses |= diagnoses
             self.silent.pop(node.gateway.id, None)
 
@@ -139,7 +156,9 @@ class _Controller(_Recorder):
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.error is not None:
-            terminalreporter.write_line(f"ERROR: --parity-report cannot be written: {self.error}", red=True)
+            terminalreporter.write_line(
+                f"ERROR: --parity-report cannot be written: {self.error}", red=True
+            )
             return
         failed = sum(not comparison.passed for comparison in self.comparisons)
         counts = f"{len(self.comparisons)} comparisons, {failed} failed"
@@ -153,17 +172,25 @@ class _Controller(_Recorder):
 
         suffix = self.path.suffix.lower()
         if suffix not in WRITERS:
-            raise InputError("--parity-report", f"end in one of {', '.join(WRITERS)}", {"--parity-report": self.path})
+            raise InputError(
+                "--parity-report",
+                f"end in one of {', '.join(WRITERS)}",
+                {"--parity-report": self.path},
+            )
         check_writable(self.path, "--parity-report")
         check_report(self.path, "--parity-report")
         module = importlib.import_module(WRITERS[suffix][0])
-        getattr(module, "check_installed", lambda: None)()  # the libraries of the page are imported when it is written
+        getattr(
+            module, "check_installed", lambda: None
+        )()  # the libraries of the page are imported when it is written
 
     def write(self) -> None:
         from parity.measure.backends.numerics import environment
         from parity.use.running.report import Report
 
-        warnings = [f"worker {worker} went down: its comparisons are missing" for worker in self.silent]
+        warnings = [
+            f"worker {worker} went down: its comparisons are missing" for worker in self.silent
+        ]
         report = Report(self.comparisons, {}, environment([]), warnings, diagnoses=self.diagnoses)
         module, function = WRITERS[self.path.suffix.lower()]
         write = getattr(importlib.import_module(module), function)

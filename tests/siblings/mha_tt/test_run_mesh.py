@@ -1,4 +1,6 @@
-"""`mha-parity run --mesh` on mock boards of several chips, and its errors; test_parallel.py checks the results."""
+"""`mha-parity run --mesh` on mock boards of several chips, and its errors; test_parallel.py checks
+the results.
+"""
 
 import json
 import os
@@ -72,8 +74,13 @@ def test_indivisible_cases_are_skipped():
     width = replace(CASES["gqa"], spec=AttentionSpec(32, 8, qk_norm=Norm(over="width")))
     assert refuses("q_norm").is_printed_in(tt_mesh.why_skipped(width, "float32", plan))
     assert refuses("alibi").is_printed_in(tt_mesh.why_skipped(CASES["alibi"], "float32", plan))
-    assert tt_mesh.why_skipped(CASES["gqa"], "float32", MeshPlan(tensor=3)) == "tensor=3 does not divide 8 query heads"
-    assert tt_mesh.why_skipped(CASES["random-mask"], "float32", plan).startswith("a mask per head would differ")
+    assert (
+        tt_mesh.why_skipped(CASES["gqa"], "float32", MeshPlan(tensor=3))
+        == "tensor=3 does not divide 8 query heads"
+    )
+    assert tt_mesh.why_skipped(CASES["random-mask"], "float32", plan).startswith(
+        "a mask per head would differ"
+    )
     assert tt_mesh.why_skipped(CASES["fused-qkv"], "float32", plan) is None
 
 

@@ -50,7 +50,9 @@ def test_written_layers_match_reference(name):
 def test_written_layer_computes_in_bfloat16():
     """A written layer computes in bfloat16 by default, within its tolerance."""
     spec = AttentionSpec(64, 4, num_kv_heads=2)
-    problem = parity.make_problem(parity.Case("bf16", spec, "narrow", seq_len=9, is_causal=True), "bfloat16")
+    problem = parity.make_problem(
+        parity.Case("bf16", spec, "narrow", seq_len=9, is_causal=True), "bfloat16"
+    )
     module = module_of(source_of(spec, "ttnn"))
     with ttnn_mock.shadow():
         layer = module.Attention(problem.weights, tt.open_device())

@@ -1,7 +1,15 @@
 """The questions, each a function, grouped by topic."""
 
 from parity.explain.conformance.answers import Question
-from parity.explain.conformance.questions import cache, dropout, empty_rows, heads, masks, not_finite, numerics
+from parity.explain.conformance.questions import (
+    cache,
+    dropout,
+    empty_rows,
+    heads,
+    masks,
+    not_finite,
+    numerics,
+)
 
 QUESTIONS: dict[str, Question] = {
     question.name: question

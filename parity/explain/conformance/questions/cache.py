@@ -18,7 +18,9 @@ def cache(exam: Examination, question: Question) -> Answer:
     if decode is None:
         return question.not_offered
     x, *_ = exam.inputs()
-    whole = exam.run(exam.base, (x, x, x), None if exam.is_causal_itself else ~np.tri(TOKENS, dtype=bool)).output
+    whole = exam.run(
+        exam.base, (x, x, x), None if exam.is_causal_itself else ~np.tri(TOKENS, dtype=bool)
+    ).output
 
     def decoded(x: np.ndarray, capacity: int, is_causal: bool) -> np.ndarray:
         with warnings.catch_warnings():
@@ -50,6 +52,9 @@ def cache(exam: Examination, question: Question) -> Answer:
     if "is_causal" in exam.subject.takes and (flagged := compared(True)).kind is Kind.BROKEN:
         findings.append(replace(flagged, words=f"with is_causal {flagged.words}"))
     findings.append(overflowing())
-    words, kind = "; ".join(finding.words for finding in findings), worst(finding.kind for finding in findings)
+    words, kind = (
+        "; ".join(finding.words for finding in findings),
+        worst(finding.kind for finding in findings),
+    )
     seen = "; ".join(finding.seen for finding in findings if finding.seen)
     return exam.only(question, Finding(words, kind, seen))

@@ -13,14 +13,18 @@ from parity.explain.conformance.subjects import TOKENS, Path
 
 @asks("dropout", "is anything dropped in training, and only there?")
 def dropout(exam: Examination, question: Question) -> Answer:
-    inputs = mapped(exam.inputs(), lambda x: np.concatenate([x[:1], x[:1]]))  # the same sequence twice
+    inputs = mapped(
+        exam.inputs(), lambda x: np.concatenate([x[:1], x[:1]])
+    )  # the same sequence twice
 
     def ask(path: Path) -> Finding:
         result = exam.run(path, inputs).output
         if not path.drops:
             again = exam.run(replace(path, train=False, dropout=0.0), inputs).output
             random, seen = change(again, result, path, range(TOKENS))
-            return Finding("dropped in eval", Kind.BROKEN, seen) if random else Finding("train only")
+            return (
+                Finding("dropped in eval", Kind.BROKEN, seen) if random else Finding("train only")
+            )
         plain = exam.run(replace(path, train=False, dropout=0.0), inputs).output
         if not change(plain, result, path, range(TOKENS))[0]:
             return Finding("never", Kind.BROKEN, "the output in training is that without dropout")
@@ -38,7 +42,9 @@ def dropout(exam: Examination, question: Question) -> Answer:
 
 
 def _hidden_dropout(exam: Examination, question: Question) -> Answer:
-    """Check that two calls in evaluation agree, for a subject without a dropout rate; random states advance."""
+    """Check that two calls in evaluation agree, for a subject without a dropout rate; random states
+    advance.
+    """
 
     def ask(path: Path) -> Finding:
         randomness = exam.hidden_randomness(path)
@@ -48,7 +54,9 @@ def _hidden_dropout(exam: Examination, question: Question) -> Answer:
             return Finding("train only")
         return Finding("random", Kind.BROKEN, f"from one call to the next {randomness}")
 
-    answer = exam.answer(question, ask, [path for path in exam.paths if path.dtype == exam.base.dtype])
+    answer = exam.answer(
+        question, ask, [path for path in exam.paths if path.dtype == exam.base.dtype]
+    )
     if answer.kind is Kind.BROKEN:
         return answer
     if any(finding.kind is Kind.KEPT for finding in answer.findings.values()):

@@ -25,7 +25,10 @@ def empty_row(exam: Examination, question: Question) -> Answer:
         hidden = _hidden_row()
         output = exam.run(path, inputs, hidden).output
         row = output[..., EMPTY_ROW, :]
-        seen = f"row {EMPTY_ROW} is fully masked; its output is {numbers(row.reshape(-1, row.shape[-1])[0])}"
+        seen = (
+            f"row {EMPTY_ROW} is fully masked; its output is "
+            f"{numbers(row.reshape(-1, row.shape[-1])[0])}"
+        )
         if np.isnan(row).any():
             everywhere = np.isnan(np.delete(output, EMPTY_ROW, axis=-2)).any()
             return Finding("NaN in all rows" if everywhere else "NaN", Kind.BROKEN, seen)
@@ -35,24 +38,30 @@ def empty_row(exam: Examination, question: Question) -> Answer:
             if exam.subject.is_layer or not row.any():
                 return Finding("zeros", Kind.KEPT, seen)
             return Finding("a constant", Kind.NOTE, seen)
-        # Only the mean of the values is linear in the inputs, no other softmax. Scores stay so small that a
-        # penalty of -1e9 rounds them away in float32.
+        # Only the mean of the values is linear in the inputs, no other softmax. Scores stay so
+        # small that a penalty of -1e9 rounds them away in float32.
         step = np.random.default_rng(SEED + 6).standard_normal(inputs[0].shape)
         up, down = (
-            exam.run(path, mapped(inputs, lambda x, sign=sign: x + sign * step), hidden).output[..., EMPTY_ROW, :]
+            exam.run(path, mapped(inputs, lambda x, sign=sign: x + sign * step), hidden).output[
+                ..., EMPTY_ROW, :
+            ]
             for sign in (1.0, -1.0)
         )
         if np.abs(up + down - 2.0 * row).max() <= 4 * tolerance(up, path.dtype):
             return Finding("mean(V)", Kind.NOTE, seen)
         unmasked = exam.run(path, inputs).output[..., EMPTY_ROW, :]
-        if np.abs(unmasked - row).max() <= 0.01 * np.abs(row).max():  # the penalty costs scores their last digits
+        if (
+            np.abs(unmasked - row).max() <= 0.01 * np.abs(row).max()
+        ):  # the penalty costs scores their last digits
             return Finding("as if unmasked", Kind.BROKEN, seen)
         return Finding("something else", Kind.BROKEN, seen)
 
     return exam.answer(question, ask, exam.steady_paths)
 
 
-@asks("its gradient", "are the gradients of a fully masked row finite?", lambda exam: exam.takes_mask)
+@asks(
+    "its gradient", "are the gradients of a fully masked row finite?", lambda exam: exam.takes_mask
+)
 def empty_row_gradient(exam: Examination, question: Question) -> Answer:
     if exam.subject.framework == "ttnn":
         return Answer(question.name, Kind.ABSENT, "no gradients")
@@ -68,7 +77,11 @@ def empty_row_gradient(exam: Examination, question: Question) -> Answer:
             counts = [int(np.count_nonzero(~np.isfinite(grad))) for grad in grads]
             if any(counts):
                 total = sum(grad.size for grad in grads)
-                return Finding(words, Kind.BROKEN, f"{sum(counts)} of {total} gradients of the inputs are not finite")
+                return Finding(
+                    words,
+                    Kind.BROKEN,
+                    f"{sum(counts)} of {total} gradients of the inputs are not finite",
+                )
         return Finding("finite")
 
     return exam.answer(question, ask, [path for path in exam.steady_paths if path.grad])

@@ -8,9 +8,24 @@ import numpy as np
 
 from parity.explain.conformance.answers import Answer, Finding, Kind, Question, asks
 from parity.explain.conformance.calls import Result, run
-from parity.explain.conformance.examination import Examination, change, mapped, numbers, perturbed, plain_layer
+from parity.explain.conformance.examination import (
+    Examination,
+    change,
+    mapped,
+    numbers,
+    perturbed,
+    plain_layer,
+)
 from parity.explain.conformance.rules import merge, of_error
-from parity.explain.conformance.subjects import BATCH, NUM_HEADS, NUM_KV_HEADS, SEED, TOKENS, Inputs, Path
+from parity.explain.conformance.subjects import (
+    BATCH,
+    NUM_HEADS,
+    NUM_KV_HEADS,
+    SEED,
+    TOKENS,
+    Inputs,
+    Path,
+)
 from parity.measure.core.compare import unit_of_rounding
 
 
@@ -18,11 +33,15 @@ from parity.measure.core.compare import unit_of_rounding
 def attends(exam: Examination, question: Question) -> Answer:
     felt = exam.felt
     others = felt & ~np.eye(TOKENS, dtype=bool)
-    rows = "; ".join(f"output {t} changes with tokens {np.flatnonzero(felt[t]).tolist()}" for t in range(TOKENS))
+    rows = "; ".join(
+        f"output {t} changes with tokens {np.flatnonzero(felt[t]).tolist()}" for t in range(TOKENS)
+    )
     if not others.any():
         return exam.only(question, Finding("to no other token", Kind.BROKEN, rows))
     inputs = exam.separate_inputs()
-    seen_by = Finding("to all tokens" if felt.all() else "causally" if exam.is_causal_itself else "to some tokens")
+    seen_by = Finding(
+        "to all tokens" if felt.all() else "causally" if exam.is_causal_itself else "to some tokens"
+    )
 
     def ask(path: Path) -> Finding:
         for letters, what in (("q", "query"), *exam.separate_keys):
@@ -30,7 +49,11 @@ def attends(exam: Examination, question: Question) -> Answer:
             for token in range(TOKENS):
                 others = perturbed(others, token, path, letters, scale=3.0)
             if not exam.moved(path, inputs, others, range(TOKENS))[0]:
-                return Finding(f"{what} ignored", Kind.BROKEN, f"every {what} is changed, and the output is unchanged")
+                return Finding(
+                    f"{what} ignored",
+                    Kind.BROKEN,
+                    f"every {what} is changed, and the output is unchanged",
+                )
         return seen_by
 
     if "key" not in exam.subject.takes:
@@ -48,9 +71,15 @@ def other_sequence(exam: Examination, question: Question) -> Answer:
             x[1] = np.random.default_rng(SEED + 1).standard_normal(x[1].shape) * 10.0
             return x
 
-        before, after = (exam.run(path, given).output[:1] for given in (inputs, mapped(inputs, other)))
+        before, after = (
+            exam.run(path, given).output[:1] for given in (inputs, mapped(inputs, other))
+        )
         mixes, seen = change(before, after, path, range(TOKENS))
-        return Finding("leaks", Kind.BROKEN, f"sequence 1 is changed: {seen}") if mixes else Finding("apart")
+        return (
+            Finding("leaks", Kind.BROKEN, f"sequence 1 is changed: {seen}")
+            if mixes
+            else Finding("apart")
+        )
 
     return exam.answer(question, ask)
 
@@ -77,10 +106,16 @@ def weights(exam: Examination, question: Question) -> Answer:
             return Finding("asked for, not given", Kind.BROKEN, "the attention weights are None")
         shape = attn_weights.shape
         if shape[-2:] != (TOKENS, TOKENS) or attn_weights.ndim not in (3, 4):
-            return Finding("of another shape", Kind.BROKEN, f"the attention weights have the shape {shape}")
+            return Finding(
+                "of another shape", Kind.BROKEN, f"the attention weights have the shape {shape}"
+            )
         kind = "per head" if attn_weights.ndim == 4 else "averaged"
         if np.isnan(attn_weights).any():
-            return Finding("NaN", Kind.BROKEN, f"attn_weights[0, 0] = {numbers(attn_weights.reshape(-1, TOKENS)[0])}")
+            return Finding(
+                "NaN",
+                Kind.BROKEN,
+                f"attn_weights[0, 0] = {numbers(attn_weights.reshape(-1, TOKENS)[0])}",
+            )
         if path.drops:
             return Finding(kind)
         eps = unit_of_rounding(path.dtype)
@@ -102,13 +137,16 @@ def weights(exam: Examination, question: Question) -> Answer:
     return exam.answer(question, ask, [path for path in exam.paths if path.need_weights])
 
 
-def _unexplained(exam: Examination, path: Path, inputs: Inputs, hidden: np.ndarray | None, result: Result) -> float:
+def _unexplained(
+    exam: Examination, path: Path, inputs: Inputs, hidden: np.ndarray | None, result: Result
+) -> float:
     """Return the part of the output that the returned weights do not explain.
 
-    For split heads, this is the residual of weights @ values. A layer's output is linear in its values: if the value of
-    token s changes by u, the output of query t changes by the sum over heads of attn_weights[n, t, s] a_n. Here a_n,
-    the contribution of head n for u, is unknown but the same for all t and s. There are more equations than unknowns,
-    so the residual is informative.
+    For split heads, this is the residual of weights @ values. A layer's output is linear in its
+    values: if the value of token s changes by u, the output of query t changes by the sum over
+    heads of attn_weights[n, t, s] a_n. Here a_n, the contribution of head n for u, is unknown but
+    the same for all t and s. There are more equations than unknowns, so the residual is
+    informative.
     """
     attn_weights = result.attn_weights
     if attn_weights is None:
@@ -159,7 +197,11 @@ def grouped(exam: Examination, question: Question) -> Answer:
 
     def ask(path: Path) -> Finding:
         output = run(subject, path, inputs, **layer).output
-        heads = output[0, 0].reshape(NUM_HEADS, head_dim)[:, 0] if subject.is_layer else output[0, :, 0, 0]
+        heads = (
+            output[0, 0].reshape(NUM_HEADS, head_dim)[:, 0]
+            if subject.is_layer
+            else output[0, :, 0, 0]
+        )
         seen = f"query heads 0 to {NUM_HEADS - 1} use key/value heads {np.round(heads, 2).tolist()}"
         for words, (order, kind) in known.items():
             if np.abs(heads - order).max() < 0.02:

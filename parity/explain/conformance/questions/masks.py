@@ -29,14 +29,26 @@ MOST_PENALTY = 1e9
 
 
 def _leak(
-    exam: Examination, path: Path, inputs: Inputs, token: int, rows: Sequence[int], about: str, **options: Any
+    exam: Examination,
+    path: Path,
+    inputs: Inputs,
+    token: int,
+    rows: Sequence[int],
+    about: str,
+    **options: Any,
 ) -> Finding | None:
-    """Check whether rows change with a token that is hidden from them, completely or by a finite penalty."""
+    """Check whether rows change with a token that is hidden from them, completely or by a finite
+    penalty.
+    """
     leaks, seen = exam.moved(path, inputs, perturbed(inputs, token, path), rows, **options)
     if not leaks:
         return None
-    is_open, _ = exam.moved(path, inputs, perturbed(inputs, token, path, scale=USUAL), rows, **options)
-    return Finding("leaks" if is_open else _penalty(exam, **options), Kind.BROKEN, f"{about}: {seen}")
+    is_open, _ = exam.moved(
+        path, inputs, perturbed(inputs, token, path, scale=USUAL), rows, **options
+    )
+    return Finding(
+        "leaks" if is_open else _penalty(exam, **options), Kind.BROKEN, f"{about}: {seen}"
+    )
 
 
 def _penalty(exam: Examination, **options: Any) -> str:
@@ -45,12 +57,16 @@ def _penalty(exam: Examination, **options: Any) -> str:
         return "a finite penalty"
     query, key, value = exam.inputs()
     hidden = options.get("hidden")
-    row, token = (0, TOKENS - 1) if hidden is None or hidden[0, -1] else map(int, np.argwhere(hidden)[0])
+    row, token = (
+        (0, TOKENS - 1) if hidden is None or hidden[0, -1] else map(int, np.argwhere(hidden)[0])
+    )
     before = exam.run(exam.base, (query, key, value), **options).output[..., row, :]
 
     def outweighs(score: float) -> bool:
         others, one = key.copy(), query[..., row, :]
-        others[..., token, :] = one * score * np.sqrt(one.shape[-1]) / np.sum(one**2, -1, keepdims=True)
+        others[..., token, :] = (
+            one * score * np.sqrt(one.shape[-1]) / np.sum(one**2, -1, keepdims=True)
+        )
         after = exam.run(exam.base, (query, others, value), **options).output[..., row, :]
         return bool(np.abs(after - value[..., token, :]).max() < np.abs(after - before).max())
 
@@ -63,14 +79,20 @@ def _penalty(exam: Examination, **options: Any) -> str:
     return f"a finite penalty of about {-float(f'{most:.0e}'):g}"
 
 
-@asks("mask", "which keys does a boolean mask with one True hide?", lambda exam: "mask" in exam.subject.takes)
+@asks(
+    "mask",
+    "which keys does a boolean mask with one True hide?",
+    lambda exam: "mask" in exam.subject.takes,
+)
 def mask(exam: Examination, question: Question) -> Answer:
     polarity, claimed = exam.polarity, exam.subject.mask_true
     if not exam.takes_mask:
         return exam.only(question, replace(polarity, words=f"mask {polarity.words}"))
     words = f"True {polarity.words}"
     if claimed is not None and claimed != polarity.words:
-        return exam.only(question, replace(polarity, words=f"{words}, declared: {claimed}", kind=Kind.BROKEN))
+        return exam.only(
+            question, replace(polarity, words=f"{words}, declared: {claimed}", kind=Kind.BROKEN)
+        )
     floats = _floats(exam)
     return Answer(question.name, floats.kind, f"{words}; {floats}")
 
@@ -111,22 +133,38 @@ def causal(exam: Examination, question: Question) -> Answer:
             after = exam.run(path, perturbed(inputs, s, path, "kv", scale), is_causal=True).output
             sees[:, s] = changed_rows(before, after, path)
         offset = TOKENS - FEW_TOKENS
-        known = {"top-left": np.tri(FEW_TOKENS, TOKENS), "bottom-right": np.tri(FEW_TOKENS, TOKENS, offset)}
-        return next((words for words, triangle in known.items() if (sees == triangle.astype(bool)).all()), None), sees
+        known = {
+            "top-left": np.tri(FEW_TOKENS, TOKENS),
+            "bottom-right": np.tri(FEW_TOKENS, TOKENS, offset),
+        }
+        return next(
+            (words for words, triangle in known.items() if (sees == triangle.astype(bool)).all()),
+            None,
+        ), sees
 
     def ask(path: Path) -> Finding:
         found, sees = ask_with(path)
-        rows = "; ".join(f"query {t} attends to {np.flatnonzero(sees[t]).tolist()}" for t in range(FEW_TOKENS))
+        rows = "; ".join(
+            f"query {t} attends to {np.flatnonzero(sees[t]).tolist()}" for t in range(FEW_TOKENS)
+        )
         if found is None and (small := ask_with(path, USUAL)[0]):
-            return Finding(f"{small}, by {_penalty(exam, is_causal=True)}", Kind.BROKEN, f"for large keys {rows}")
+            return Finding(
+                f"{small}, by {_penalty(exam, is_causal=True)}",
+                Kind.BROKEN,
+                f"for large keys {rows}",
+            )
         if found is None:
             return Finding("all keys seen" if sees.all() else "neither triangle", Kind.BROKEN, rows)
         if subject.causal is not None and subject.causal != found:
             return Finding(f"{found}, declared: {subject.causal}", Kind.BROKEN, rows)
         return Finding(found, Kind.KEPT, rows)
 
-    answer = exam.answer(question, ask, exam.plain_paths, f"{describe_shapes(inputs)}, is_causal=True")
-    return replace(answer, words="refused without a mask") if answer.kind is Kind.REFUSED else answer
+    answer = exam.answer(
+        question, ask, exam.plain_paths, f"{describe_shapes(inputs)}, is_causal=True"
+    )
+    return (
+        replace(answer, words="refused without a mask") if answer.kind is Kind.REFUSED else answer
+    )
 
 
 @asks("causal and mask", "do the causal flag and a mask both hold?")
@@ -145,7 +183,10 @@ def causal_and_mask(exam: Examination, question: Question) -> Answer:
             (4, [0, 1, 2, 3], "causal", "token 4 is changed"),
         ):
             if leak := _leak(exam, path, inputs, token, rows, about, **options):
-                return replace(leak, words=f"{what} dropped" if leak.words == "leaks" else f"{what} by {leak.words}")
+                return replace(
+                    leak,
+                    words=f"{what} dropped" if leak.words == "leaks" else f"{what} by {leak.words}",
+                )
         return Finding("both")
 
     return exam.answer(question, ask)
@@ -170,7 +211,9 @@ def future_token(exam: Examination, question: Question) -> Answer:
         for way, options in ways.items():
             try:
                 about = f"token {TOKENS - 1} is changed, with {way}"
-                if leak := _leak(exam, path, inputs, TOKENS - 1, range(TOKENS - 1), about, **options):
+                if leak := _leak(
+                    exam, path, inputs, TOKENS - 1, range(TOKENS - 1), about, **options
+                ):
                     return leak
                 if np.isnan(exam.run(path, inputs, **options).output[..., :-1, :]).any():
                     return Finding("NaN", Kind.BROKEN, f"the output is NaN, with {way}")
@@ -183,7 +226,11 @@ def future_token(exam: Examination, question: Question) -> Answer:
     return exam.answer(question, ask)
 
 
-@asks("masked key", "does a token that the mask hides from all change another's output?", lambda exam: exam.takes_mask)
+@asks(
+    "masked key",
+    "does a token that the mask hides from all change another's output?",
+    lambda exam: exam.takes_mask,
+)
 def masked_key(exam: Examination, question: Question) -> Answer:
     hidden = np.zeros((TOKENS, TOKENS), bool)
     hidden[:, 2] = True
@@ -196,26 +243,40 @@ def masked_key(exam: Examination, question: Question) -> Answer:
     return exam.answer(question, ask)
 
 
-@asks("padding", "does a padded token change the output of a real one?", lambda exam: exam.subject.padding is not None)
+@asks(
+    "padding",
+    "does a padded token change the output of a real one?",
+    lambda exam: exam.subject.padding is not None,
+)
 def padding(exam: Examination, question: Question) -> Answer:
     kind = exam.subject.padding
     inputs = exam.inputs()
     lengths = np.full(BATCH, TOKENS, np.int32)
     lengths[0] = 3  # only the first sequence is padded
     hidden = np.arange(TOKENS) >= lengths[:, None]
-    ways = {"by lengths": lengths} if kind == "lengths" else {"True hides": hidden, "True shows": ~hidden}
+    ways = (
+        {"by lengths": lengths}
+        if kind == "lengths"
+        else {"True hides": hidden, "True shows": ~hidden}
+    )
     real, last = range(3), TOKENS - 1
 
     def ask_with(path: Path, scale: float | None = None) -> tuple[str, str]:
         def with_other_keys(x: np.ndarray) -> np.ndarray:
-            others = perturbed(perturbed((x, x, x), 3, path, scale=scale), last, path, scale=scale)[0]
-            others[1:, ..., last, :] = x[1:, ..., last, :]  # the last output shows whether key 3 has an effect
+            others = perturbed(perturbed((x, x, x), 3, path, scale=scale), last, path, scale=scale)[
+                0
+            ]
+            others[1:, ..., last, :] = x[
+                1:, ..., last, :
+            ]  # the last output shows whether key 3 has an effect
             return others
 
         others = mapped(inputs, with_other_keys)
         seen = ""
         for words, padding in ways.items():
-            before, after = (exam.run(path, given, padding=padding).output for given in (inputs, others))
+            before, after = (
+                exam.run(path, given, padding=padding).output for given in (inputs, others)
+            )
             leaks, seen = change(before[:1, ..., :3, :], after[:1, ..., :3, :], path, real)
             feels, _ = change(before[1:, ..., [last], :], after[1:, ..., [last], :], path, [last])
             if feels and not leaks and np.isfinite(before[:, ..., :3, :]).all():

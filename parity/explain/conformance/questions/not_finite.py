@@ -19,7 +19,9 @@ MANY_TOKENS = 600
 
 @dataclass(frozen=True)
 class Way:
-    """A way to hide keys: the arguments for it, and the keys that each query then attends to, (T, S)."""
+    """A way to hide keys: the arguments for it, and the keys that each query then attends to, (T,
+    S).
+    """
 
     name: str
     options: Mapping[str, Any]
@@ -52,7 +54,9 @@ class Poisoned(NamedTuple):
 
 
 def _ways(exam: Examination, num_tokens: int) -> list[Way]:
-    """Return every way of the subject to hide keys: the last key from all queries, or causally, or both by a mask."""
+    """Return every way of the subject to hide keys: the last key from all queries, or causally, or
+    both by a mask.
+    """
     everything = np.ones((num_tokens, num_tokens), bool)
     all_but_last = everything.copy()
     all_but_last[:, -1] = False
@@ -75,11 +79,14 @@ def _ways(exam: Examination, num_tokens: int) -> list[Way]:
 def _poison(exam: Examination, path: Path, way: Way, poisons: Sequence[Poison]) -> Poisoned:
     """Compare sequences that each contain one non-finite value with the same sequences without any.
 
-    Calls have the same batch size as those of other questions, because JAX recompiles for every other shape.
+    Calls have the same batch size as those of other questions, because JAX recompiles for every
+    other shape.
     """
     num_tokens = len(way.visible)
     is_separate = len(poisons[0].letters) < 3
-    inputs = exam.separate_inputs(num_tokens) if is_separate else exam.inputs(num_queries=num_tokens)
+    inputs = (
+        exam.separate_inputs(num_tokens) if is_separate else exam.inputs(num_queries=num_tokens)
+    )
     options = dict(way.options)
     if way.name == "padding":
         is_last = np.broadcast_to(np.arange(num_tokens) == num_tokens - 1, (BATCH, num_tokens))
@@ -88,7 +95,9 @@ def _poison(exam: Examination, path: Path, way: Way, poisons: Sequence[Poison]) 
             if exam.subject.padding == "lengths"
             else is_last == exam.padding_true_hides
         )
-    rows = range(num_tokens - 1) if way.name == "padding" else range(num_tokens)  # rows of real tokens
+    rows = (
+        range(num_tokens - 1) if way.name == "padding" else range(num_tokens)
+    )  # rows of real tokens
     size = f" of {num_tokens}" if num_tokens != TOKENS else ""
     swallowed = leaked = ""
     sequences: list[Poison | None] = [None, *poisons]
@@ -112,16 +121,22 @@ def _poison(exam: Examination, path: Path, way: Way, poisons: Sequence[Poison]) 
         kept = next((t for t in rows if sees[t] and not shown[..., t].all()), None)
         if kept is not None and not swallowed:
             row = numbers(poisoned[..., kept, :][~shown[..., kept]][0])
-            swallowed = f"{way.name}: {poison}{size}, and output {kept}, which attends to it, is {row}"
+            swallowed = (
+                f"{way.name}: {poison}{size}, and output {kept}, which attends to it, is {row}"
+            )
         blind = [t for t in rows if not sees[t]]
         if blind and not leaked:
-            moves, seen = change(clean[None][..., blind, :], poisoned[None][..., blind, :], path, blind)
+            moves, seen = change(
+                clean[None][..., blind, :], poisoned[None][..., blind, :], path, blind
+            )
             if moves:
                 leaked = f"{way.name}: {poison}{size}, which is hidden: {seen}"
     return Poisoned(swallowed, leaked)
 
 
-def _poisoned(exam: Examination, path: Path, num_tokens: int, hides: bool) -> dict[str, list[Poisoned]]:
+def _poisoned(
+    exam: Examination, path: Path, num_tokens: int, hides: bool
+) -> dict[str, list[Poisoned]]:
     """Test non-finite values in separate and in equal inputs, by the name of the way to hide keys.
 
     Args:
@@ -141,8 +156,12 @@ def _poisoned(exam: Examination, path: Path, num_tokens: int, hides: bool) -> di
             poisons += [Poison(letters, 2, np.nan), Poison(letters, last, np.nan)]
         letters = exam.separate_keys[-1][0]
         kinds.append([*poisons, Poison(letters, 2, np.inf), Poison(letters, last, np.inf)])
-    if not kinds or (exam.subject.is_layer and exam.subject.framework == "torch"):  # with a path for equal inputs
-        kinds.append([Poison("qkv", 2, np.nan), Poison("qkv", last, np.nan), Poison("qkv", 2, np.inf)])
+    if not kinds or (
+        exam.subject.is_layer and exam.subject.framework == "torch"
+    ):  # with a path for equal inputs
+        kinds.append(
+            [Poison("qkv", 2, np.nan), Poison("qkv", last, np.nan), Poison("qkv", 2, np.inf)]
+        )
     found: dict[str, list[Poisoned]] = {}
     refusals: list[Refused] = []
     ways = _ways(exam, num_tokens)
@@ -157,17 +176,25 @@ def _poisoned(exam: Examination, path: Path, num_tokens: int, hides: bool) -> di
                 refusals.append(refused)
     if not found:
         raise refusals[0]
-    return {way.name: found[way.name] for way in ways if way.name in found and not (hides and way.visible.all())}
+    return {
+        way.name: found[way.name]
+        for way in ways
+        if way.name in found and not (hides and way.visible.all())
+    }
 
 
 def _find(exam: Examination, path: Path, num_tokens: int, hidden: bool) -> Finding:
-    """Check on a path whether non-finite values reach every output that attends to them, or only these outputs."""
+    """Check on a path whether non-finite values reach every output that attends to them, or only
+    these outputs.
+    """
     poisoned = _poisoned(exam, path, num_tokens, hides=hidden)
     if not poisoned:
         return Finding("—", Kind.ABSENT)
     faults: dict[str, str] = {}
     for name, results in poisoned.items():
-        if seen := next(filter(None, (each.leaked if hidden else each.swallowed for each in results)), ""):
+        if seen := next(
+            filter(None, (each.leaked if hidden else each.swallowed for each in results)), ""
+        ):
             faults[name] = seen
     if not faults:
         return Finding("hidden" if hidden else "seen")
@@ -180,7 +207,9 @@ def _ask(exam: Examination, question: Question, hidden: bool) -> Answer:
     """Ask on every path, and once more with many tokens."""
     also = None
     if exam.felt.all() or exam.is_causal_itself:  # otherwise the pattern of many tokens is unknown
-        few, many = (_find(exam, exam.base, num_tokens, hidden) for num_tokens in (TOKENS, MANY_TOKENS))
+        few, many = (
+            _find(exam, exam.base, num_tokens, hidden) for num_tokens in (TOKENS, MANY_TOKENS)
+        )
         also = None if few == many else replace(many, words=f"{many.words} of {MANY_TOKENS} tokens")
     # Paths that differ only in rounding are tested once, without gradients.
     paths = [path for path in exam.steady_paths if path.dtype == exam.base.dtype or not path.grad]

@@ -19,8 +19,13 @@ def scale(exam: Examination, question: Question) -> Answer:
     if subject.is_layer and not subject.has_settable_weights:
         return question.not_offered
     layer = plain_layer(subject) if subject.is_layer else {}
-    # One key has q . k = -sqrt(H) and value 1, the others have 0 and 0: the output is its weight, small and thus exact.
-    shape = (BATCH, TOKENS, NUM_HEADS * head_dim) if subject.is_layer else (BATCH, NUM_HEADS, TOKENS, head_dim)
+    # One key has q . k = -sqrt(H) and value 1, the others have 0 and 0: the output is its weight,
+    # small and thus exact.
+    shape = (
+        (BATCH, TOKENS, NUM_HEADS * head_dim)
+        if subject.is_layer
+        else (BATCH, NUM_HEADS, TOKENS, head_dim)
+    )
     value = np.zeros(shape)
     value[..., -1, :] = 1.0
     inputs = (np.ones(shape), -value / np.sqrt(head_dim), value)
@@ -31,13 +36,19 @@ def scale(exam: Examination, question: Question) -> Answer:
         inputs = (value, value, value)
 
     def ask(path: Path) -> Finding:
-        share = run(subject, path, inputs, **layer).output[0, ..., -1, 0].flat[0]  # attends to every key
+        share = (
+            run(subject, path, inputs, **layer).output[0, ..., -1, 0].flat[0]
+        )  # attends to every key
         with np.errstate(all="ignore"):
             factor = -float(np.log((TOKENS - 1) * share / (1.0 - share)))  # times 1/sqrt(H)
         seen = f"that key weighs {share:.4g}: scale = {factor:.3f} / sqrt(H)"
         if abs(factor - 1.0) < 0.02:
             return Finding("1/sqrt(H)")
-        known = {"1 (none)": np.sqrt(head_dim), "1/H": 1.0 / np.sqrt(head_dim), "1/sqrt(E)": 1.0 / np.sqrt(NUM_HEADS)}
+        known = {
+            "1 (none)": np.sqrt(head_dim),
+            "1/H": 1.0 / np.sqrt(head_dim),
+            "1/sqrt(E)": 1.0 / np.sqrt(NUM_HEADS),
+        }
         for words, value in known.items():
             if abs(factor / value - 1.0) < 0.02:
                 return Finding(words, Kind.BROKEN, seen)
@@ -52,12 +63,18 @@ def overflow(exam: Examination, question: Question) -> Answer:
     subject = exam.subject
     paths = [replace(path, dtype="float16") for path in exam.paths if path.dtype == exam.base.dtype]
     if not any(path.dtype == "float16" for path in exam.paths):
-        return Answer(question.name, Kind.ABSENT, "no float16" if subject.framework == "ttnn" else "not asked")
-    query, _, value = exam.inputs(TOKENS) if "value" in subject.takes or not subject.is_layer else exam.inputs()
+        return Answer(
+            question.name, Kind.ABSENT, "no float16" if subject.framework == "ttnn" else "not asked"
+        )
+    query, _, value = (
+        exam.inputs(TOKENS) if "value" in subject.takes or not subject.is_layer else exam.inputs()
+    )
     large = np.full_like(query, 200.0)
     inputs, about = (large, large, value), "query = key = 200, H = 8"
     layer = plain_layer(subject) if subject.is_layer and subject.has_settable_weights else {}
-    if subject.is_layer and not layer:  # its projections are unknown, so only the size of the logits is known
+    if (
+        subject.is_layer and not layer
+    ):  # its projections are unknown, so only the size of the logits is known
         large, about = 1000.0 * query, "inputs of size 1000"
         inputs = (large, large, value if "value" in subject.takes else large)
 
@@ -77,7 +94,9 @@ def strided(exam: Examination, question: Question) -> Answer:
     inputs = exam.inputs()
 
     def ask(path: Path) -> Finding:
-        before, after = (exam.run(path, inputs, strided=strided).output for strided in (False, True))
+        before, after = (
+            exam.run(path, inputs, strided=strided).output for strided in (False, True)
+        )
         moved, seen = change(before, after, path, range(TOKENS))
         if moved:
             return Finding("another result", Kind.BROKEN, f"from contiguous to strided {seen}")
@@ -88,9 +107,11 @@ def strided(exam: Examination, question: Question) -> Answer:
 
 @asks("paths", "do all paths return the same output, up to rounding?")
 def agreement(exam: Examination, question: Question) -> Answer:
-    """Check that all paths compute one function, under causal attention if supported, so that masks take part.
+    """Check that all paths compute one function, under causal attention if supported, so that masks
+    take part.
 
-    Outputs that a layer's own dropout makes random differ in training without a fault, and in evaluation by one.
+    Outputs that a layer's own dropout makes random differ in training without a fault, and in
+    evaluation by one.
     """
     hidden = ~np.tri(TOKENS, dtype=bool) if exam.takes_mask else None
     inputs = exam.inputs()
@@ -101,10 +122,17 @@ def agreement(exam: Examination, question: Question) -> Answer:
             return Finding("random", Kind.BROKEN, f"from one call to the next {randomness}")
         output = exam.run(path, inputs, hidden).output
         error = np.abs(output - expected).max() / np.abs(expected).max()
-        # Inputs and projections are rounded too: this detects another function, and does not measure accuracy.
+        # Inputs and projections are rounded too: this detects another function, and does not
+        # measure accuracy.
         if not error <= 64 * unit_of_rounding(path.dtype):
-            return Finding("another result", Kind.BROKEN, f"{error:.2e} of the output's size away from {exam.base}")
+            return Finding(
+                "another result",
+                Kind.BROKEN,
+                f"{error:.2e} of the output's size away from {exam.base}",
+            )
         return Finding("agree")
 
-    paths = [path for path in exam.steady_paths if not (path.train and exam.hidden_randomness(path))]
+    paths = [
+        path for path in exam.steady_paths if not (path.train and exam.hidden_randomness(path))
+    ]
     return exam.answer(question, ask, paths)

@@ -1,6 +1,7 @@
 """The known bugs of attention layers: one record each, by family.
 
-`parity.diagnose` searches for the bugs that, injected into the reference, reproduce an implementation.
+`parity.diagnose` searches for the bugs that, injected into the reference, reproduce an
+implementation.
 """
 
 from __future__ import annotations
@@ -120,16 +121,23 @@ OF_OWN_KEYS = re.compile("[kv]_proj-.*|.*-[qkv]|qkv-bias-missing|rope-on-values"
 def bugs_for(case: Case) -> list[Bug]:
     """Return every bug that a case could have, usual ones first."""
     spec = case.spec
-    left_out = WITHOUT_KEYS if spec.shared_kv else frozenset() if spec.latent is None else WITHOUT_LATENTS
+    left_out = (
+        WITHOUT_KEYS if spec.shared_kv else frozenset() if spec.latent is None else WITHOUT_LATENTS
+    )
     found = [bug for group in GROUPS if group not in left_out for bug in group(case)]
     return [each for each in found if not (spec.shared_kv and OF_OWN_KEYS.fullmatch(each.name))]
 
 
 @cache
 def bug_by_name() -> dict[str, Bug]:
-    """Return every bug that a layer could have, by name, as in the first case that could have it."""
+    """Return every bug that a layer could have, by name, as in the first case that could have
+    it.
+    """
     in_any_order = (heads.permuted(name, np.arange(0)) for name in "qkv")
-    cases = (*CASES.values(), replace(CASES["padding"], batch=3, key_padding_lengths=(2, 1, 3)))  # one in the middle
+    cases = (
+        *CASES.values(),
+        replace(CASES["padding"], batch=3, key_padding_lengths=(2, 1, 3)),
+    )  # one in the middle
     found = [bug for case in cases for bug in bugs_for(case)]
     found += [*PRECISIONS.values(), *FIDELITIES.values(), *in_any_order]
     return {bug.name: bug for bug in reversed(found)}
@@ -142,9 +150,15 @@ def page_by_bug() -> dict[str, str]:
 
 
 def wrong_layer(
-    problem: Problem, dtype: str, bugs: Sequence[Change], arithmetic: str = "ieee", asked: str = "qkv"
+    problem: Problem,
+    dtype: str,
+    bugs: Sequence[Change],
+    arithmetic: str = "ieee",
+    asked: str = "qkv",
 ) -> Layer:
-    """Return the reference with bugs injected, the first of them outermost, in a dtype and an arithmetic."""
+    """Return the reference with bugs injected, the first of them outermost, in a dtype and an
+    arithmetic.
+    """
     layer = Layer(problem, Arithmetic(dtype_named(dtype), arithmetic), asked)
     for bug in reversed(bugs):
         for method, override in bug.in_reference.items():

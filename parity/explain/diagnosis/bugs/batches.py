@@ -24,7 +24,8 @@ def batches(case: Case) -> Iterator[Bug]:
     if is_square and case.key_padding_lengths is None and spec.rope is None and case.seq_len > 1:
         yield bug(
             "batch-as-tokens",
-            "batch and tokens are exchanged: each token attends to the tokens at its position in the other sequences",
+            "batch and tokens are exchanged: each token attends to the tokens at its position in "
+            "the other sequences",
             {"context": _exchanged(case)},
         )
     if case.batch > 1 and (is_square or not case.is_causal):
@@ -79,7 +80,11 @@ def _flattened(case: Case) -> Override:
         if lengths is not None:
             hidden = layer.is_padding(places % case.key_len, np.repeat(lengths, case.key_len))[None]
         sample = layer.problem.sample
-        rows = places if sample is None else (np.arange(case.batch)[:, None] * case.seq_len + sample.rows).ravel()
+        rows = (
+            places
+            if sample is None
+            else (np.arange(case.batch)[:, None] * case.seq_len + sample.rows).ravel()
+        )
         return hidden | layer.is_later(rows[:, None], places) if case.is_causal else hidden
 
     return _attending(in_a_row, in_sequences, mask)

@@ -53,7 +53,9 @@ def caches(case: Case) -> Iterator[Bug]:
     yield cached(
         "cache-slot-late",
         "after the first call, tokens are cached one slot too late",
-        _into_slots(lambda _, before, added: (np.minimum(before + (before > 0), capacity - added), added)),
+        _into_slots(
+            lambda _, before, added: (np.minimum(before + (before > 0), capacity - added), added)
+        ),
     )
     yield cached(
         "cache-slot-early",
@@ -75,14 +77,24 @@ def caches(case: Case) -> Iterator[Bug]:
 
 def _caching(change: Callable[[New], New]) -> dict[str, Override]:
     """Append something other than the new tokens."""
-    return {"appended": before(lambda cache, values, new, *slots: (cache, values, change(new), *slots))}
+    return {
+        "appended": before(lambda cache, values, new, *slots: (cache, values, change(new), *slots))
+    }
 
 
 def _into_slots(slots: Callable[..., tuple[np.ndarray, np.ndarray]]) -> dict[str, Override]:
-    """Write the number of tokens, from the slot, that `slots(seq_len, before, added)` returns; lengths stay right."""
+    """Write the number of tokens, from the slot, that `slots(seq_len, before, added)` returns;
+    lengths stay right.
+    """
 
     def appended(
-        _: object, original: Override, cache: str, values: Values, new: New, before: np.ndarray, added: np.ndarray
+        _: object,
+        original: Override,
+        cache: str,
+        values: Values,
+        new: New,
+        before: np.ndarray,
+        added: np.ndarray,
     ) -> New:
         seq_len = next(iter(new.values())).shape[2]
         grown = original(cache, values, new, *slots(seq_len, before, added))

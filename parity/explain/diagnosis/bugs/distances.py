@@ -21,7 +21,8 @@ RESTARTED = (
 """The description and overrides of a bug that all of them can have."""
 
 
-# ---- ALiBi -----------------------------------------------------------------------------------------------------------
+# ---- ALiBi
+# --------------------------------------------------------------------------------------------------
 
 
 def alibi(case: Case) -> Iterator[Bug]:
@@ -38,13 +39,18 @@ def alibi(case: Case) -> Iterator[Bug]:
     elif spec.score_scale != 1.0:
         factors["scaled"] = spec.score_scale, "slopes are scaled like the scores"
     for name, (factor, about) in factors.items():
-        yield bug(f"alibi-{name}", about, {"slopes": after(lambda slopes, factor=factor: factor * slopes)})
+        yield bug(
+            f"alibi-{name}", about, {"slopes": after(lambda slopes, factor=factor: factor * slopes)}
+        )
 
     num_heads, num_kv_heads = spec.num_heads, spec.num_kv_heads
     n, largest = np.arange(1, num_heads + 1), 1 << (num_heads.bit_length() - 1)
     exponents = {}  # relative to the largest
     if largest != num_heads:
-        exponents["evenly"] = n / num_heads, "slopes are 2 ** (-8 n / N) although N is not a power of two"
+        exponents["evenly"] = (
+            n / num_heads,
+            "slopes are 2 ** (-8 n / N) although N is not a power of two",
+        )
         about = "slopes are the first ones for the next power of two"
         exponents["of-next-power"] = n / (2 * largest), about
     if num_kv_heads < num_heads:
@@ -58,7 +64,8 @@ def alibi(case: Case) -> Iterator[Bug]:
         yield bug("alibi-restarted", *RESTARTED)
 
 
-# ---- Relative bias ---------------------------------------------------------------------------------------------------
+# ---- Relative bias
+# --------------------------------------------------------------------------------------------------
 
 
 def relative_bias(case: Case) -> Iterator[Bug]:
@@ -67,12 +74,24 @@ def relative_bias(case: Case) -> Iterator[Bug]:
     if right is None:
         return
     bug = RELATIVE_BIAS.seen_in("scores")
-    yield bug("relative-bias-ignored", "no bias for the distance of keys is added to the scores", _times(0.0))
+    yield bug(
+        "relative-bias-ignored",
+        "no bias for the distance of keys is added to the scores",
+        _times(0.0),
+    )
     yield from _of_grid(right) if isinstance(right, GridBias) else _of_distances(right)
     if spec.score_scale != 1.0:
-        yield bug("relative-bias-scaled", "the bias is added before the scores are scaled", _times(spec.score_scale))
+        yield bug(
+            "relative-bias-scaled",
+            "the bias is added before the scores are scaled",
+            _times(spec.score_scale),
+        )
     transposed = after(lambda table: table.reshape(num_heads, -1).T)
-    yield bug("relative-bias-transposed", "the table is read as (N, num_buckets)", {"relative_table": transposed})
+    yield bug(
+        "relative-bias-transposed",
+        "the table is read as (N, num_buckets)",
+        {"relative_table": transposed},
+    )
     if case.is_cached:
         yield bug("relative-bias-restarted", *RESTARTED)
 
@@ -91,7 +110,9 @@ def _of_distances(right: RelativeBias) -> Iterator[Bug]:
         {"bucket": before(lambda distance: (-distance,))},
     )
     about = "queries are counted from 1, keys from 0"
-    yield bug("relative-bias-off-by-one", about, {"bucket": before(lambda distance: (distance - 1,))})
+    yield bug(
+        "relative-bias-off-by-one", about, {"bucket": before(lambda distance: (distance - 1,))}
+    )
     if not np.array_equal(_Linear(**asdict(right)).buckets(), right.buckets()):
         about = "all buckets of more than one distance have equal width"
         yield bug("relative-bias-linear", about, {"share_of_logarithm": _share_of_distance})
@@ -101,7 +122,11 @@ def _of_grid(right: GridBias) -> Iterator[Bug]:
     bug = RELATIVE_BIAS.seen_in("scores")
     first = int(right.class_token)
     about = "differences of rows and columns are counted as key - query instead of query - key"
-    yield bug("grid-bias-flipped", about, {"bucket_on": before(lambda grid, query, key: (grid, key, query))})
+    yield bug(
+        "grid-bias-flipped",
+        about,
+        {"bucket_on": before(lambda grid, query, key: (grid, key, query))},
+    )
     if right.height > 1 and right.width > 1:
 
         def by_column(place: np.ndarray) -> np.ndarray:
@@ -109,16 +134,21 @@ def _of_grid(right: GridBias) -> Iterator[Bug]:
             return np.where(place < first, place, row * right.width + column + first)
 
         columns = before(lambda grid, query, key: (grid, by_column(query), by_column(key)))
-        yield bug("grid-bias-by-columns", "tokens are counted column by column", {"bucket_on": columns})
+        yield bug(
+            "grid-bias-by-columns", "tokens are counted column by column", {"bucket_on": columns}
+        )
     if right.class_token:
         about = "the buckets of the class token as query and as key are exchanged"
         as_query, as_key = right.num_buckets - 3, right.num_buckets - 2
         swap = {as_query: as_key, as_key: as_query}
-        swapped = after(lambda buckets: np.vectorize(lambda bucket: swap.get(bucket, bucket))(buckets))
+        swapped = after(
+            lambda buckets: np.vectorize(lambda bucket: swap.get(bucket, bucket))(buckets)
+        )
         yield bug("grid-bias-class-token", about, {"bucket_on": swapped})
 
 
-# ---- Relative products -----------------------------------------------------------------------------------------------
+# ---- Relative products
+# -----------------------------------------------------------------------------------------------
 
 
 def relative_products(case: Case) -> Iterator[Bug]:
@@ -139,18 +169,28 @@ def relative_products(case: Case) -> Iterator[Bug]:
     flipped = {"distance_bucket": before(lambda distance: (-distance,))}
     yield bug("relative-products-flipped", about, flipped)
     about = "queries are counted from 1, keys from 0"
-    yield bug("relative-products-off-by-one", about, {"distance_bucket": before(lambda distance: (distance - 1,))})
+    yield bug(
+        "relative-products-off-by-one",
+        about,
+        {"distance_bucket": before(lambda distance: (distance - 1,))},
+    )
     if right.num_buckets > 3:
         inner = after(lambda buckets: np.clip(buckets, 1, right.num_buckets - 2))
         about = "distances are clipped one token too early on either side"
         yield bug("relative-products-clipped-early", about, {"distance_bucket": inner})
     if right.num_exact is not None:
         about = "every distance has a vector of its own, without steps of the logarithm"
-        yield bug("relative-products-linear", about, {"logarithmic_step": instead(lambda away: away)})
+        yield bug(
+            "relative-products-linear", about, {"logarithmic_step": instead(lambda away: away)}
+        )
     if right.of_queries and right.of_keys:
         other = {"relative_keys": "relative_queries", "relative_queries": "relative_keys"}
         swapped = {"distance_vectors": before(lambda name: (other[name],))}
-        yield bug("relative-products-swapped", "queries have the vectors of keys, and keys those of queries", swapped)
+        yield bug(
+            "relative-products-swapped",
+            "queries have the vectors of keys, and keys those of queries",
+            swapped,
+        )
         for place, name in enumerate(("queries", "keys")):
             alone = after(lambda products, place=place: products[place : place + 1])
             about = f"products of {name} with vectors of distances are the only ones"
@@ -176,7 +216,9 @@ class _Linear(RelativeBias):
         away = np.abs(distances) if self.bidirectional else np.maximum(-distances, 0)
         first, width = count // 2, (self.max_distance - count // 2) / (count - count // 2)
         shared = np.minimum(first + np.floor((away - first) / width).astype(np.int64), count - 1)
-        return np.where(away < first, away, shared) + (count * (distances > 0) if self.bidirectional else 0)
+        return np.where(away < first, away, shared) + (
+            count * (distances > 0) if self.bidirectional else 0
+        )
 
 
 def _share_of_distance(layer: Layer, _: Override, away: np.ndarray, exact: int) -> np.ndarray:

@@ -42,7 +42,11 @@ def split_or_combined(case: Case) -> Iterator[Bug]:
     yield combined(
         "heads-combined-innermost",
         "the heads are combined as (H, N) instead of (N, H)",
-        {"combine_heads": instead(lambda x: x.transpose(0, 2, 3, 1).reshape(x.shape[0], x.shape[2], -1))},
+        {
+            "combine_heads": instead(
+                lambda x: x.transpose(0, 2, 3, 1).reshape(x.shape[0], x.shape[2], -1)
+            )
+        },
         fix="combine heads outermost: move N after T, then reshape to (B, T, N * H)",
     )
     yield combined(
@@ -65,7 +69,8 @@ def padded(case: Case) -> Iterator[Bug]:
     if missing > 0 and spec.num_heads > 1:
         yield Bug(
             "value-padding-combined",
-            "values are padded to head_dim, but the context is cut to value_head_dim after its heads are combined",
+            "values are padded to head_dim, but the context is cut to value_head_dim after its "
+            "heads are combined",
             {"combine_heads": combine_heads},
             fix="cut each head of the context to value_head_dim, then combine the heads",
             page="value-head-dim",
@@ -94,11 +99,19 @@ def permuted_heads(expected: Values, observed: Values) -> list[Bug]:
     found = []
     for name in "qkv":
         stage = next((stage for stage in (name, f"step0.{name}") if stage in observed), None)
-        if stage is None or expected[stage].shape[1] < 3:  # with two heads the other order is a known bug
+        if (
+            stage is None or expected[stage].shape[1] < 3
+        ):  # with two heads the other order is a known bug
             continue
-        right, seen = (values[stage].astype(np.float64).swapaxes(0, 1) for values in (expected, observed))
+        right, seen = (
+            values[stage].astype(np.float64).swapaxes(0, 1) for values in (expected, observed)
+        )
         order = np.array([int(((right - head) ** 2).sum(axis=(1, 2, 3)).argmin()) for head in seen])
-        known = (np.arange(len(order)), np.arange(len(order))[::-1], np.roll(np.arange(len(order)), 1))
+        known = (
+            np.arange(len(order)),
+            np.arange(len(order))[::-1],
+            np.roll(np.arange(len(order)), 1),
+        )
         if len(set(order)) == len(order) and not any(np.array_equal(order, each) for each in known):
             found.append(permuted(name, order))
     return found

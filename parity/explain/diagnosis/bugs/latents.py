@@ -32,7 +32,11 @@ def _norm_missing(name: str, words: str, stage: str) -> Bug:
     return LATENTS.seen_in(stage)(
         f"latent-{name}-norm-missing",
         f"{words} is not normalized",
-        {"normed": lambda _, original, of, x, norm: x if of == f"{name}_a" else original(of, x, norm)},
+        {
+            "normed": lambda _, original, of, x, norm: (
+                x if of == f"{name}_a" else original(of, x, norm)
+            )
+        },
         fix=f"apply {name}_a_norm to {words}before it is projected",
     )
 
@@ -52,7 +56,8 @@ def _other_factors(latent: Latent) -> Iterator[Bug]:
             )
             yield bug(
                 f"latent-{of}-factor-twice",
-                f"the latent of {words} is multiplied by its factor twice, or by the factor without its square root",
+                f"the latent of {words} is multiplied by its factor twice, or by the factor "
+                f"without its square root",
                 _with(**{name: factor**2}),
                 fix=fix,
             )
@@ -61,7 +66,10 @@ def _other_factors(latent: Latent) -> Iterator[Bug]:
             "latent-factors-swapped",
             "the factors of the two latents, of queries and of keys and values, are exchanged",
             _with(q_factor=latent.kv_factor, kv_factor=latent.q_factor),
-            fix=f"multiply queries' latent by {latent.q_factor:.6g}, that of keys and values by {latent.kv_factor:.6g}",
+            fix=(
+                f"multiply queries' latent by {latent.q_factor:.6g}, that of keys and values by "
+                f"{latent.kv_factor:.6g}"
+            ),
         )
 
 
@@ -70,7 +78,9 @@ def _with(**factors: float) -> Overrides:
     return {"latent": after(lambda latent: replace(latent, **factors))}
 
 
-def _columns_read_otherwise(spec: AttentionSpec, latent: Latent, own_features: int) -> Iterator[Bug]:
+def _columns_read_otherwise(
+    spec: AttentionSpec, latent: Latent, own_features: int
+) -> Iterator[Bug]:
     """Split the features of a projection in another order than its weight."""
     num_heads, value_dim, shared = spec.num_heads, spec.value_head_dim, latent.rope_dim
     of_keys, of_values = np.arange(num_heads * own_features), np.arange(num_heads * value_dim)
@@ -80,7 +90,10 @@ def _columns_read_otherwise(spec: AttentionSpec, latent: Latent, own_features: i
             "latent-kv-in-halves",
             "kv_b_proj is read as all keys, then all values, instead of head by head",
             _read("kv_b_proj", np.concatenate(halves, axis=1).ravel()),
-            fix="split the output of kv_b_proj into heads first, and each head into its key and its value",
+            fix=(
+                "split the output of kv_b_proj into heads first, and each head into its key and "
+                "its value"
+            ),
         )
     yield LATENTS.seen_in("k", "v")(
         "latent-values-first",
@@ -97,7 +110,10 @@ def _columns_read_otherwise(spec: AttentionSpec, latent: Latent, own_features: i
     yield LATENTS.seen_in("q")(
         "latent-rope-first",
         "in each head of the queries, the rotated features are read first",
-        _read("q_proj" if latent.q_rank is None else "q_b_proj", _rolled(num_heads, spec.head_dim, -shared)),
+        _read(
+            "q_proj" if latent.q_rank is None else "q_b_proj",
+            _rolled(num_heads, spec.head_dim, -shared),
+        ),
         fix="rotate the last rope_dim features of each head of the queries",
     )
 
@@ -108,7 +124,11 @@ def _rolled(num_heads: int, size: int, by: int) -> np.ndarray:
 
 def _read(projection: str, order: np.ndarray) -> Overrides:
     """Read the output of a projection in another order."""
-    return {"linear": lambda _, original, of, x: original(of, x)[..., order] if of == projection else original(of, x)}
+    return {
+        "linear": lambda _, original, of, x: (
+            original(of, x)[..., order] if of == projection else original(of, x)
+        )
+    }
 
 
 def _other_scales(spec: AttentionSpec, latent: Latent, own_features: int) -> Iterator[Bug]:
@@ -116,15 +136,25 @@ def _other_scales(spec: AttentionSpec, latent: Latent, own_features: int) -> Ite
         return
     kept = yarn_factor(spec)
     known = [1.0 / spec.score_scale]
-    known += map(float, np.sqrt([spec.d_model, spec.value_head_dim]) / kept)  # those of `scores.scale`
+    known += map(
+        float, np.sqrt([spec.d_model, spec.value_head_dim]) / kept
+    )  # those of `scores.scale`
     root, own, width = map(float, np.sqrt([spec.head_dim, own_features, latent.width]))
     whole = _whole_mscale(spec)
     for name, words, divisor in (
         ("scale-by-own-features", "is 1 / sqrt(head_dim - rope_dim)", own / kept),
-        ("scale-by-width", "is 1 / sqrt(kv_rank + rope_dim), the width of absorbed heads", width / kept),
+        (
+            "scale-by-width",
+            "is 1 / sqrt(kv_rank + rope_dim), the width of absorbed heads",
+            width / kept,
+        ),
         ("mscale-missing", "is 1 / sqrt(head_dim), without mscale", root),
         ("mscale-once", "contains mscale once instead of squared", root / float(np.sqrt(kept))),
-        ("mscale-all-dim-ignored", "uses 0.1 ln(factor) + 1 as mscale, without mscale_all_dim", root / whole**2),
+        (
+            "mscale-all-dim-ignored",
+            "uses 0.1 ln(factor) + 1 as mscale, without mscale_all_dim",
+            root / whole**2,
+        ),
     ):
         if not np.isclose(divisor, known).any():
             known.append(divisor)
@@ -132,7 +162,8 @@ def _other_scales(spec: AttentionSpec, latent: Latent, own_features: int) -> Ite
                 f"latent-{name}",
                 f"the scale of the scores {words}",
                 {"scale": instead(lambda divisor=divisor: divisor)},
-                fix="multiply the scores by mscale² / sqrt(head_dim), all features of a head counted; mscale is 1 "
+                fix="multiply the scores by mscale² / sqrt(head_dim), all features of a head "
+                "counted; mscale is 1 "
                 "without YaRN",
             )
 

@@ -19,7 +19,8 @@ def _of_no_pair(t: np.ndarray, s: np.ndarray, *_: object) -> np.ndarray:
     return np.zeros(np.broadcast_shapes(t.shape, s.shape), bool)
 
 
-# ---- Any mask --------------------------------------------------------------------------------------------------------
+# ---- Any mask
+# --------------------------------------------------------------------------------------------------
 
 
 def used_or_made(case: Case) -> Iterator[Bug]:
@@ -27,7 +28,10 @@ def used_or_made(case: Case) -> Iterator[Bug]:
     flipped = partial(
         Bug,
         "mask-flipped",
-        fix="invert the mask once: True hides a key here, but shows it in PyTorch's SDPA, JAX and Flax",
+        fix=(
+            "invert the mask once: True hides a key here, but shows it in PyTorch's SDPA, JAX "
+            "and Flax"
+        ),
         page="mask-polarity",
     )
     ignored = partial(
@@ -39,12 +43,15 @@ def used_or_made(case: Case) -> Iterator[Bug]:
     if case.has_mask or case.is_cached:
         used, made = ("attn_weights",), ("mask",)
         yield flipped(
-            "the mask is used with inverted polarity: hidden keys are visible, and visible ones hidden",
+            "the mask is used with inverted polarity: hidden keys are visible, and visible ones "
+            "hidden",
             _using(np.logical_not),
             stages=used,
         )
         yield ignored("the mask is ignored", _using(np.zeros_like), stages=used)
-        yield flipped("the mask is built with inverted polarity", _making(np.logical_not), stages=made)
+        yield flipped(
+            "the mask is built with inverted polarity", _making(np.logical_not), stages=made
+        )
         yield ignored("the mask is empty", _making(np.zeros_like), stages=made)
     if case.segment_ids is not None:
         yield of_mask(
@@ -64,7 +71,8 @@ def _making(change: Callable[[np.ndarray], np.ndarray]) -> Overrides:
     return {"hidden": before(lambda masked: (change(masked),))}
 
 
-# ---- The causal mask -------------------------------------------------------------------------------------------------
+# ---- The causal mask
+# -------------------------------------------------------------------------------------------------
 
 
 def causal(case: Case) -> Iterator[Bug]:
@@ -101,9 +109,12 @@ def causal(case: Case) -> Iterator[Bug]:
     if case.is_cached:
         yield bug(
             "causal-top-left",
-            "the causal mask of new tokens is aligned to the first cached key instead of their own positions",
+            "the causal mask of new tokens is aligned to the first cached key instead of their "
+            "own positions",
             {"is_later": instead(lambda t, s: s > t - t[:, :, :1])},
-            fix="hide no cached key from a new token: it attends to all keys up to its own position",
+            fix=(
+                "hide no cached key from a new token: it attends to all keys up to its own position"
+            ),
         )
     if case.is_causal and case.key_len != case.seq_len:
         yield bug(
@@ -136,7 +147,8 @@ def _is_not_filled(t: np.ndarray, s: np.ndarray) -> np.ndarray:
     return s > (t.max(axis=2, keepdims=True) if t.ndim == 4 else np.full_like(t, s.max()))
 
 
-# ---- Padding and windows ---------------------------------------------------------------------------------------------
+# ---- Padding and windows
+# ---------------------------------------------------------------------------------------------
 
 
 def padding(case: Case) -> Iterator[Bug]:
@@ -146,7 +158,9 @@ def padding(case: Case) -> Iterator[Bug]:
     bug = PADDING.seen_in("mask")
     # A causal mask hides right padding from every real token: to show it changes nothing.
     may_show = not (case.is_causal and case.seq_len_k is None and min(lengths) > 0)
-    has_other_mask = case.is_causal or case.random_mask or case.window_size is not None or case.segment_ids
+    has_other_mask = (
+        case.is_causal or case.random_mask or case.window_size is not None or case.segment_ids
+    )
     if has_other_mask and may_show:
         yield bug("padding-ignored", "padding is not hidden", {"is_padding": instead(_of_no_pair)})
     yield bug(
@@ -169,10 +183,30 @@ def padding(case: Case) -> Iterator[Bug]:
     count = len(lengths)
     seen = {lengths, (key_len,) * count}  # the second is padding-ignored
     for name, words, wrong, change in (
-        ("the-longest", "the longest one", (max(lengths),) * count, lambda x: np.full_like(x, x.max())),
-        ("the-shortest", "the shortest one", (min(lengths),) * count, lambda x: np.full_like(x, x.min())),
-        ("the-other", "the one before it", (*lengths[-1:], *lengths[:-1]), lambda x: np.roll(x, 1, axis=0)),
-        ("the-first", "the first one", lengths[:1] * count, lambda x: np.repeat(x[:1], len(x), axis=0)),
+        (
+            "the-longest",
+            "the longest one",
+            (max(lengths),) * count,
+            lambda x: np.full_like(x, x.max()),
+        ),
+        (
+            "the-shortest",
+            "the shortest one",
+            (min(lengths),) * count,
+            lambda x: np.full_like(x, x.min()),
+        ),
+        (
+            "the-other",
+            "the one before it",
+            (*lengths[-1:], *lengths[:-1]),
+            lambda x: np.roll(x, 1, axis=0),
+        ),
+        (
+            "the-first",
+            "the first one",
+            lengths[:1] * count,
+            lambda x: np.repeat(x[:1], len(x), axis=0),
+        ),
     ):
         hides = any(other < own for other, own in zip(wrong, lengths, strict=True))
         if wrong not in seen and (hides or may_show):
@@ -181,7 +215,10 @@ def padding(case: Case) -> Iterator[Bug]:
                 f"padding-of-{name}",
                 f"each sequence has the padding of {words}",
                 {"is_padding": before(lambda s, x, change=change: (s, change(x)))},
-                fix="hide the keys from each sequence's own length: use row b of the mask for sequence b",
+                fix=(
+                    "hide the keys from each sequence's own length: use row b of the mask for "
+                    "sequence b"
+                ),
             )
     if key_len == case.seq_len and may_show:
         yield bug(

@@ -52,7 +52,11 @@ def norms(case: Case) -> Iterator[Bug]:
                 fix="use k_norm for the keys",
                 stages=("k",),
             )
-    if spec.rope is not None and norm.over == "head" and (norm.weight is not None or norm.kind == "layer"):
+    if (
+        spec.rope is not None
+        and norm.over == "head"
+        and (norm.weight is not None or norm.kind == "layer")
+    ):
         right, wrong = ("after", "before") if norm.after_rope else ("before", "after")
         yield of_norms(
             f"qk-norm-{wrong}-rope",
@@ -63,7 +67,8 @@ def norms(case: Case) -> Iterator[Bug]:
     is_rms = norm.kind == "rms"
     yield of_norms(
         "qk-norm-mean-subtracted" if is_rms else "qk-norm-mean-kept",
-        f"the norm of queries and keys {'subtracts their mean' if is_rms else 'does not subtract their mean'}",
+        f"the norm of queries and keys "
+        f"{'subtracts their mean' if is_rms else 'does not subtract their mean'}",
         norm_with(kind="layer" if is_rms else "rms"),
         fix=f"use the {'RMS' if is_rms else 'layer'} norm",
     )
@@ -71,7 +76,8 @@ def norms(case: Case) -> Iterator[Bug]:
         is_width = norm.over == "width"
         yield of_norms(
             "qk-norm-per-head" if is_width else "qk-norm-over-width",
-            f"queries and keys are normalized {'head by head' if is_width else 'over all heads together'}",
+            f"queries and keys are normalized "
+            f"{'head by head' if is_width else 'over all heads together'}",
             _over_heads(spec.num_heads, spec.num_kv_heads) if is_width else _over_width(),
             fix="normalize over the whole width, before the heads are split"
             if is_width
@@ -87,7 +93,9 @@ def norms(case: Case) -> Iterator[Bug]:
 
 def _missing(name: str, of: Collection[str], whose: str, **more: Any) -> Bug:
     without = {"norm": lambda _, original, which: None if which in of else original(which)}
-    return of_norms(name, f"{whose} are not normalized", without, fix=f"normalize the {whose}", **more)
+    return of_norms(
+        name, f"{whose} are not normalized", without, fix=f"normalize the {whose}", **more
+    )
 
 
 def _of_weights(norm: Norm) -> Iterator[Bug]:
@@ -105,11 +113,15 @@ def _of_weights(norm: Norm) -> Iterator[Bug]:
         "qk-norm-weight-plus-one" if is_w else "qk-norm-weight-without-one",
         f"the norm multiplies by {'1 + w' if is_w else 'w'} instead of {norm.weight}",
         norm_with(weight="1+w" if is_w else "w"),
-        fix=f"multiply by {norm.weight}, or {'subtract 1 from' if is_w else 'add 1 to'} the weight on loading",
+        fix=(
+            f"multiply by {norm.weight}, or {'subtract 1 from' if is_w else 'add 1 to'} the "
+            f"weight on loading"
+        ),
     )
 
 
-# ---- Norms -----------------------------------------------------------------------------------------------------------
+# ---- Norms
+# --------------------------------------------------------------------------------------------------
 
 
 def _standardised(wrong: Override) -> Overrides:

@@ -1,8 +1,8 @@
 """Lost precision: weights, inputs and stages rounded to a narrower dtype, and imprecise products.
 
-Rounding can be computed again, so only float32's own rounding remains. A number close to the middle between two
-narrower ones may be rounded either way; there the same-precision reference stays in the middle, and the budget allows
-both.
+Rounding can be computed again, so only float32's own rounding remains. A number close to the middle
+between two narrower ones may be rounded either way; there the same-precision reference stays in the
+middle, and the budget allows both.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ OF_INPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "q_a_proj", "kv_a_proj")
 """The projections of the layer's inputs."""
 
 NEAR = 2.0**-20
-"""Relative distance from the middle of two narrower numbers at which a float32 may be rounded either way."""
+"""Relative distance from the middle of two narrower numbers at which a float32 may be rounded
+either way.
+"""
 
 LAST = np.uint32(63)
 """The last bits of a float32's mantissa."""
@@ -54,7 +56,14 @@ def rounded_parts(case: Case) -> Iterator[Bug]:
         yield of_precision(
             f"inputs-{dtype}",
             f"the inputs are rounded to {dtype}",
-            {"project": before(lambda given, places, cut=cut: ({name: cut(x) for name, x in given.items()}, places))},
+            {
+                "project": before(
+                    lambda given, places, cut=cut: (
+                        {name: cut(x) for name, x in given.items()},
+                        places,
+                    )
+                )
+            },
             fix="pass the inputs in the layer's own dtype",
             stages=("q", "latents"),
         )
@@ -74,7 +83,8 @@ def rounded_parts(case: Case) -> Iterator[Bug]:
         "exponentials-approximated",
         "exponentials are approximated by straight lines between powers of two",
         {"attn_weights": _by_lines},
-        fix="request exact exponentials: math_approx_mode=False on Tenstorrent, exp_approx_mode=False for fused "
+        fix="request exact exponentials: math_approx_mode=False on Tenstorrent, "
+        "exp_approx_mode=False for fused "
         "attention",
         page="low-precision",
         stages=("attn_weights",),
@@ -84,8 +94,9 @@ def rounded_parts(case: Case) -> Iterator[Bug]:
 
 
 LINE = 0.043
-"""Distance of the straight lines below the powers of two that they approximate, in the exponent: so that the largest
-errors above and below are equal."""
+"""Distance of the straight lines below the powers of two that they approximate, in the exponent: so
+that the largest errors above and below are equal.
+"""
 
 
 def _by_lines(_: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
@@ -104,7 +115,8 @@ def _by_lines(_: Layer, original: Override, values: Values) -> dict[str, np.ndar
     return {"attn_weights": np.where(np.isfinite(weights), found, weights).astype(kept.dtype)}
 
 
-# ---- Rounding --------------------------------------------------------------------------------------------------------
+# ---- Rounding
+# --------------------------------------------------------------------------------------------------
 
 
 def _to(dtype: str) -> Cut:
@@ -118,15 +130,19 @@ def _to(dtype: str) -> Cut:
 
 
 def _rounded(layer: Layer, x: np.ndarray, cut: Cut) -> np.ndarray:
-    """Round computed numbers; the same-precision reference stays in the middle if either way is possible.
+    """Round computed numbers; the same-precision reference stays in the middle if either way is
+    possible.
 
-    A number whose last bits are 0 is probably exact: an input, or a sum of short numbers. All round it alike.
+    A number whose last bits are 0 is probably exact: an input, or a sum of short numbers. All round
+    it alike.
     """
     if layer.arithmetic.dtype != np.float32 or not x.size:
         return cut(x)
     x = x.astype(np.float32)
     known = np.abs(x[np.isfinite(x)], dtype=np.float32)
-    room = np.float32(NEAR) * np.maximum(np.abs(x), np.sqrt(np.mean(known**2)) if known.size else np.float32(0.0))
+    room = np.float32(NEAR) * np.maximum(
+        np.abs(x), np.sqrt(np.mean(known**2)) if known.size else np.float32(0.0)
+    )
     room = np.where(x.view(np.uint32) & LAST == 0, np.float32(0.0), room)
     return (cut(x - room) + cut(x + room)) / 2
 
@@ -137,7 +153,8 @@ def _entering(layer: Layer, projection: str, x: np.ndarray, cut: Cut) -> np.ndar
     return cut(wide) if projection in OF_INPUTS else _rounded(layer, wide, cut)
 
 
-# ---- Weights and projections -----------------------------------------------------------------------------------------
+# ---- Weights and projections
+# -----------------------------------------------------------------------------------------
 
 
 def _weights(case: Case, dtype: str, projection: str = "") -> Iterator[Bug]:
@@ -151,7 +168,10 @@ def _weights(case: Case, dtype: str, projection: str = "") -> Iterator[Bug]:
             f"{projection}-weights-{dtype}" if projection else f"weights-{dtype}",
             f"the weights{whose} are rounded to {dtype}{words}",
             weights(_to(dtype), some),
-            fix="load the weights in the dtype of the computation, or compare with the rounded weights",
+            fix=(
+                "load the weights in the dtype of the computation, or compare with the rounded "
+                "weights"
+            ),
             stages=STAGES.get(projection, ("q",)),
         )
 
@@ -163,11 +183,15 @@ def layer_in(case: Case, dtype: str) -> Changed:
     def rounded_inputs(inputs: Values, positions: np.ndarray) -> tuple[Values, np.ndarray]:
         return {name: cut(x) for name, x in inputs.items()}, positions
 
-    return Changed({**weights(cut, list(case.spec.weight_shapes)), "project": before(rounded_inputs)})
+    return Changed(
+        {**weights(cut, list(case.spec.weight_shapes)), "project": before(rounded_inputs)}
+    )
 
 
 def _projection(projection: str, cut: Cut) -> Overrides:
-    """Round input, weights and result to the narrower dtype; sums are in float32, as on all hardware."""
+    """Round input, weights and result to the narrower dtype; sums are in float32, as on all
+    hardware.
+    """
 
     def linear(layer: Layer, original: Override, name: str, x: np.ndarray) -> np.ndarray:
         if name != projection:
@@ -175,27 +199,39 @@ def _projection(projection: str, cut: Cut) -> Overrides:
         a = layer.arithmetic
         weight = a.widen(cut(layer.parameter(f"{name}.weight")))
         bias = a.widen(cut(layer.parameter(f"{name}.bias"))) if layer.has_bias(name) else 0.0
-        return a.keep(_rounded(layer, a.matmul(_entering(layer, name, x, cut), weight.T, bias), cut))
+        return a.keep(
+            _rounded(layer, a.matmul(_entering(layer, name, x, cut), weight.T, bias), cut)
+        )
 
     return {"linear": linear}
 
 
-# ---- Stages ----------------------------------------------------------------------------------------------------------
+# ---- Stages
+# --------------------------------------------------------------------------------------------------
 
 
 def _stages(case: Case, dtype: str, cut: Cut) -> Iterator[Bug]:
     def tables(layer: Layer, original: Override, positions: np.ndarray) -> tuple[np.ndarray, ...]:
         return tuple(_rounded(layer, table, cut) for table in original(positions))
 
-    def appended(layer: Layer, original: Override, cache: str, values: Values, new: Values, *rest: Any) -> Any:
-        return original(cache, values, {name: _rounded(layer, x, cut) for name, x in new.items()}, *rest)
+    def appended(
+        layer: Layer, original: Override, cache: str, values: Values, new: Values, *rest: Any
+    ) -> Any:
+        return original(
+            cache, values, {name: _rounded(layer, x, cut) for name, x in new.items()}, *rest
+        )
 
     def of_stage(stage: str, *, begins: str = "") -> Overrides:
         """Round the result of a method, and optionally one of its input stages."""
 
-        def override(layer: Layer, original: Override, values: Values, *rest: Any) -> dict[str, np.ndarray]:
+        def override(
+            layer: Layer, original: Override, values: Values, *rest: Any
+        ) -> dict[str, np.ndarray]:
             if begins:
-                values = {**values, begins: _rounded(layer, layer.arithmetic.widen(values[begins]), cut)}
+                values = {
+                    **values,
+                    begins: _rounded(layer, layer.arithmetic.widen(values[begins]), cut),
+                }
             return {stage: _rounded(layer, original(values, *rest)[stage], cut)}
 
         return {stage: override}
@@ -239,14 +275,15 @@ def _stages(case: Case, dtype: str, cut: Cut) -> Iterator[Bug]:
     )
 
 
-# ---- Products --------------------------------------------------------------------------------------------------------
+# ---- Products
+# --------------------------------------------------------------------------------------------------
 
 
 def low_products(case: Case) -> Iterator[Bug]:
     """Compute every product with fewer bits of its inputs: it explains an output alone.
 
-    Scores may be scaled after the product or queries before it. Other bits are lost then, unless the scale is a power
-    of two.
+    Scores may be scaled after the product or queries before it. Other bits are lost then, unless
+    the scale is a power of two.
     """
     is_power_of_two = math.frexp(case.spec.score_scale)[0] == 0.5
     for kind, bug in PRECISIONS.items():
@@ -254,7 +291,9 @@ def low_products(case: Case) -> Iterator[Bug]:
             cut = partial(_with_bits, bits=MANTISSA[kind], is_rounded=is_rounded)
             yield replace(bug, in_reference=_of_products(cut), is_loss=True)
             if not is_power_of_two:
-                yield replace(bug, in_reference=_of_products(cut, scales_queries=True), is_loss=True)
+                yield replace(
+                    bug, in_reference=_of_products(cut, scales_queries=True), is_loss=True
+                )
 
 
 def _scaled_queries(layer: Layer, values: Values) -> np.ndarray:
@@ -266,7 +305,9 @@ def _products_of_scaled(layer: Layer, queries: np.ndarray, keys: np.ndarray) -> 
 
 
 def _scales_queries(layer: Layer, _: Override, values: Values) -> np.ndarray:
-    return _products_of_scaled(layer, _scaled_queries(layer, values), layer.arithmetic.widen(values["k"]))
+    return _products_of_scaled(
+        layer, _scaled_queries(layer, values), layer.arithmetic.widen(values["k"])
+    )
 
 
 SCALED_QUERIES = Changed({"products": _scales_queries})
@@ -284,7 +325,9 @@ def _of_products(cut: Cut, *, scales_queries: bool = False) -> Overrides:
     def of(*names: str) -> Override:
         def override(layer: Layer, original: Override, values: Values) -> Any:
             wide = {name: layer.arithmetic.widen(values[name]) for name in names}
-            return original({**values, **{name: _rounded(layer, x, cut) for name, x in wide.items()}})
+            return original(
+                {**values, **{name: _rounded(layer, x, cut) for name, x in wide.items()}}
+            )
 
         return override
 
@@ -298,7 +341,8 @@ def _of_products(cut: Cut, *, scales_queries: bool = False) -> Overrides:
 
 
 def _with_bits(x: np.ndarray, bits: int, *, is_rounded: bool) -> np.ndarray:
-    """Return float32 or float64 numbers with fewer explicit mantissa bits; NaN and infinity are unchanged.
+    """Return float32 or float64 numbers with fewer explicit mantissa bits; NaN and infinity are
+    unchanged.
 
     Args:
         x: the numbers.
@@ -315,22 +359,34 @@ def _with_bits(x: np.ndarray, bits: int, *, is_rounded: bool) -> np.ndarray:
 def _products_of(kind: str, about: str, fix: str = "raise the math fidelity to HiFi4") -> Bug:
     """Return the bug that every matrix product rounds its inputs.
 
-    In the reference it is another arithmetic (`reference.MANTISSA`) instead of an override. The lost bits depend on the
-    order of a sum, so only the size of the error can be predicted, not its value.
+    In the reference it is another arithmetic (`reference.MANTISSA`) instead of an override. The
+    lost bits depend on the order of a sum, so only the size of the error can be predicted, not its
+    value.
     """
-    return Bug(f"precision-{kind}", f"matrix products use {about}", {}, fix, "low-precision", ("q",))
+    return Bug(
+        f"precision-{kind}", f"matrix products use {about}", {}, fix, "low-precision", ("q",)
+    )
 
 
 PRECISIONS = {
-    "tf32": _products_of("tf32", "TF32 inputs, with 10 bits", "set the float32 matmul precision to highest"),
-    "bfloat16": _products_of("bfloat16", "bfloat16 inputs", "compute products of float32 in float32"),
+    "tf32": _products_of(
+        "tf32", "TF32 inputs, with 10 bits", "set the float32 matmul precision to highest"
+    ),
+    "bfloat16": _products_of(
+        "bfloat16", "bfloat16 inputs", "compute products of float32 in float32"
+    ),
     "lofi": _products_of("lofi", "4 bits of each input (LoFi)"),
 }
 """Arithmetics that explain a small difference everywhere, the finest first."""
 
 FIDELITIES = {
-    "tensix-hifi2": _products_of("hifi2", "6 explicit bits of their first operand and 9 of their second (HiFi2)"),
-    "tensix-lofi": _products_of("lofi", "6 explicit bits of their first operand and 4 of their second (LoFi)"),
+    "tensix-hifi2": _products_of(
+        "hifi2", "6 explicit bits of their first operand and 9 of their second (HiFi2)"
+    ),
+    "tensix-lofi": _products_of(
+        "lofi", "6 explicit bits of their first operand and 4 of their second (LoFi)"
+    ),
 }
-"""Arithmetics of Tenstorrent's hardware, in which float32 and bfloat16 lose bits. ttnn uses LoFi for a product with a
-`program_config` or a `core_grid` and no arithmetic."""
+"""Arithmetics of Tenstorrent's hardware, in which float32 and bfloat16 lose bits. ttnn uses LoFi
+for a product with a `program_config` or a `core_grid` and no arithmetic.
+"""

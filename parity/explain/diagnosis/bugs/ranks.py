@@ -23,7 +23,13 @@ from parity.measure.sharding.shard import ShardPlan, local_heads, shard
 PAGE = "ranks"
 
 NAMES = (
-    *("rank-kv-heads-tiled", "rank-first-heads", "rank-first-sinks", "rank-first-gate", "rank-norm-over-own-width"),
+    *(
+        "rank-kv-heads-tiled",
+        "rank-first-heads",
+        "rank-first-sinks",
+        "rank-first-gate",
+        "rank-norm-over-own-width",
+    ),
     *("rank-out-bias-on-each", "rank-local-positions", "rank-zigzag-left", "rank-local-sums"),
 )
 """The names of all; no single problem could have all."""
@@ -59,27 +65,58 @@ class SharedProblem:
 
     def of_tokens(self, values: Values, rows: Any) -> dict[str, np.ndarray]:
         """Return stages of axes (B, …, T, ·) for some tokens."""
-        kinds = ("q", "k", "v", "gate", "latents", "scores", "attn_weights", "context", "mask", "output", "grad.query")
-        return {name: np.take(values[name], rows, axis=values[name].ndim - 2) for name in kinds if name in values}
+        kinds = (
+            "q",
+            "k",
+            "v",
+            "gate",
+            "latents",
+            "scores",
+            "attn_weights",
+            "context",
+            "mask",
+            "output",
+            "grad.query",
+        )
+        return {
+            name: np.take(values[name], rows, axis=values[name].ndim - 2)
+            for name in kinds
+            if name in values
+        }
 
-    def own(self, rank: int, weights: Weights | None = None, spec: AttentionSpec | None = None) -> Values:
+    def own(
+        self, rank: int, weights: Weights | None = None, spec: AttentionSpec | None = None
+    ) -> Values:
         """Compute the reference with a rank's weights and specification, or with others."""
         held, own = self.divided(rank)
         case = replace(self.problem.case, spec=own if spec is None else spec)
         queries = list(self.held(rank).queries)
-        inputs = {name: x[:, queries] if name in ("bias", "mask") else x for name, x in self.problem.inputs.items()}
+        inputs = {
+            name: x[:, queries] if name in ("bias", "mask") else x
+            for name, x in self.problem.inputs.items()
+        }
         problem = Problem(case, self.problem.dtype, held if weights is None else weights, inputs)
         return Reference(problem).accumulated
 
     def divided(self, rank: int) -> tuple[Weights, AttentionSpec]:
-        """Return the weights and the specification of a rank, with a norm over the width of its own heads."""
+        """Return the weights and the specification of a rank, with a norm over the width of its own
+        heads.
+        """
         return shard(self.problem.weights, self.problem.spec, self.plan, rank, alone=False)
 
 
 def without_widths(spec: AttentionSpec) -> AttentionSpec:
-    """Return the layer without norms over the width, which the specification of a rank does not describe here."""
+    """Return the layer without norms over the width, which the specification of a rank does not
+    describe here.
+    """
     kept = {name: getattr(spec, name) for name in NORMS}
-    return replace(spec, **{name: norm if norm is None or norm.over == "head" else None for name, norm in kept.items()})
+    return replace(
+        spec,
+        **{
+            name: norm if norm is None or norm.over == "head" else None
+            for name, norm in kept.items()
+        },
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +154,8 @@ def _of_heads(problem: Problem, plan: ShardPlan) -> Iterator[RankBug]:
     if 1 < spec.num_kv_heads < plan.tensor:
         yield RankBug(
             "rank-kv-heads-tiled",
-            "key/value heads are assigned to ranks in turn (0 1 0 1) instead of to neighbors (0 0 1 1)",
+            "key/value heads are assigned to ranks in turn (0 1 0 1) instead of to neighbors (0 "
+            "0 1 1)",
             "assign the key/value head r K // R to rank r of R",
             ("k", "v", *FROM_SCORES),
             _with("k_proj", "v_proj", "k_norm", "v_norm", of=_in_turn),
@@ -189,7 +227,8 @@ def _of_tokens(problem: Problem) -> Iterator[RankBug]:
         )
 
 
-# ---- Wrong values of a rank ------------------------------------------------------------------------------------------
+# ---- Wrong values of a rank
+# ------------------------------------------------------------------------------------------
 
 
 def _in_turn(ranks: SharedProblem, rank: int) -> int:
@@ -203,7 +242,9 @@ def _with(*parts: str, of: Callable[[SharedProblem, int], int] = lambda ranks, r
 
     def computed(ranks: SharedProblem, rank: int) -> Values:
         own, others = ranks.divided(rank)[0], ranks.divided(of(ranks, rank))[0]
-        return ranks.own(rank, {name: (others if name.partition(".")[0] in parts else own)[name] for name in own})
+        return ranks.own(
+            rank, {name: (others if name.partition(".")[0] in parts else own)[name] for name in own}
+        )
 
     return computed
 
@@ -216,13 +257,17 @@ def _with_bias(ranks: SharedProblem, rank: int) -> Values:
 
 def _with_local_positions(ranks: SharedProblem, rank: int) -> Values:
     part = ranks.problem.case.seq_len // ranks.size
-    turned = Changed({"rotate": lambda _, original, x, places, **more: original(x, places % part, **more)})
+    turned = Changed(
+        {"rotate": lambda _, original, x, places, **more: original(x, places % part, **more)}
+    )
     return ranks.of_tokens(ranks.changed(turned), np.arange(rank * part, (rank + 1) * part))
 
 
 def _left_in_zigzag(ranks: SharedProblem, rank: int) -> Values:
     half, last = ranks.problem.case.seq_len // (2 * ranks.size), 2 * ranks.size - 1
-    rows = np.concatenate([np.arange(place * half, (place + 1) * half) for place in (rank, last - rank)])
+    rows = np.concatenate(
+        [np.arange(place * half, (place + 1) * half) for place in (rank, last - rank)]
+    )
     of_rows = ranks.of_tokens(ranks.changed(Changed({})), rows)
     return {name: of_rows[name] for name in ("context", "output")}
 
@@ -236,7 +281,8 @@ def _by_local_sums(ranks: SharedProblem, rank: int) -> Values:
 
 @dataclass(frozen=True)
 class _LocalSums(Backward):
-    """Gradients with attention weights that sum to 1 over the keys of each rank instead of all keys.
+    """Gradients with attention weights that sum to 1 over the keys of each rank instead of all
+    keys.
 
     Attributes:
         part: number of keys of a rank.

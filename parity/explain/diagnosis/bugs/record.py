@@ -38,9 +38,11 @@ class Bug:
         fix: an instruction in one line.
         page: its page in parity/bugs.
         stages: the stages of which one must show it first.
-        is_loss: True if it only loses precision. Such bugs are tried last and alone, if the error is small.
+        is_loss: True if it only loses precision. Such bugs are tried last and alone, if the error
+            is small.
         shows_in_narrow: True if lost precision also shows in bfloat16 and float16.
-        shows_alone: True if it shows in a layer that is otherwise right; otherwise it is tried with others.
+        shows_alone: True if it shows in a layer that is otherwise right; otherwise it is tried with
+            others.
     """
 
     name: str

@@ -54,7 +54,12 @@ def turned_otherwise(case: Case) -> Iterator[Bug]:
     if rope is None:
         return
     yield from _turned_in(case, "qk", "the", "")
-    if spec.num_heads > 1 and spec.latent is None and rope.sections is None and not rope.depends_on_length:
+    if (
+        spec.num_heads > 1
+        and spec.latent is None
+        and rope.sections is None
+        and not rope.depends_on_length
+    ):
         yield of_rope(
             "rope-over-heads",
             "RoPE rotates heads by their index instead of tokens by their position",
@@ -88,7 +93,11 @@ def turned_otherwise(case: Case) -> Iterator[Bug]:
             fix="keep the frequencies (inv_freq) in float32, also if the model is cast to 16 bits",
             page=THETA.page,
         )
-    if spec.latent is None and spec.value_head_dim == spec.head_dim and not (spec.v_norm and spec.v_norm.after_rope):
+    if (
+        spec.latent is None
+        and spec.value_head_dim == spec.head_dim
+        and not (spec.v_norm and spec.v_norm.after_rope)
+    ):
         yield of_rope(
             "rope-on-values",
             "values are also rotated",
@@ -98,7 +107,8 @@ def turned_otherwise(case: Case) -> Iterator[Bug]:
         )
 
 
-# ---- Pairs -----------------------------------------------------------------------------------------------------------
+# ---- Pairs
+# --------------------------------------------------------------------------------------------------
 
 
 def _pairs_side_by_side(rope: Rope, size: int) -> np.ndarray:
@@ -130,7 +140,8 @@ def _other_pairs(case: Case, rope: Rope, of: str, whose: str, suffix: str) -> It
             "interleaved",
             order,
             "weights are in the order of interleaved RoPE pairs (Meta's, GGUF's)",
-            "undo the interleaving of q_proj's and k_proj's rows, each with its own number of heads",
+            "undo the interleaving of q_proj's and k_proj's rows, each with its own number of "
+            "heads",
         ),
         (
             "deinterleaved",
@@ -143,10 +154,13 @@ def _other_pairs(case: Case, rope: Rope, of: str, whose: str, suffix: str) -> It
         def in_order(x: np.ndarray, rows: np.ndarray = rows) -> np.ndarray:
             return x.reshape(-1, size, *x.shape[1:])[:, rows].reshape(x.shape)
 
-        yield of_pairs(f"rope-weights-{word}{suffix}", f"{whose} {about}", weights(in_order, names), fix=fix)
+        yield of_pairs(
+            f"rope-weights-{word}{suffix}", f"{whose} {about}", weights(in_order, names), fix=fix
+        )
 
 
-# ---- Positions -------------------------------------------------------------------------------------------------------
+# ---- Positions
+# --------------------------------------------------------------------------------------------------
 
 
 def _turned(rope: Rope, of: str, whose: str, suffix: str) -> Iterator[Bug]:
@@ -182,7 +196,9 @@ def _over_heads(layer: Layer, x: np.ndarray, _: np.ndarray) -> np.ndarray:
     return layer.rotate(x.swapaxes(1, 2), np.arange(x.shape[1])[None]).swapaxes(1, 2)
 
 
-def _by_rounded_positions(_: Layer, original: Override, x: np.ndarray, places: np.ndarray, *way: int) -> np.ndarray:
+def _by_rounded_positions(
+    _: Layer, original: Override, x: np.ndarray, places: np.ndarray, *way: int
+) -> np.ndarray:
     """Integers above 256 have more bits than a bfloat16."""
     step = np.maximum(np.exp2(np.floor(np.log2(np.maximum(places, 1))) - 7), 1)
     return original(x, (np.round(places / step) * step).astype(places.dtype), *way)
@@ -193,9 +209,14 @@ def _with_rounded_frequencies(dtype: str) -> Override:
 
     def angles(layer: Layer, original: Override, positions: np.ndarray) -> np.ndarray:
         right = original(positions)
-        # Frequencies may depend on the longest position, so they are those of the angles themselves.
+        # Frequencies may depend on the longest position, so they are those of the angles
+        # themselves.
         of_axes = positions if positions.ndim == 3 else positions[None]
-        which = axes(layer.rope(), layer.problem.spec.head_dim) if positions.ndim == 3 else [0] * right.shape[-1]
+        which = (
+            axes(layer.rope(), layer.problem.spec.head_dim)
+            if positions.ndim == 3
+            else [0] * right.shape[-1]
+        )
         places = np.moveaxis(of_axes[which], 0, -1)[:, None].astype(np.float64)
         exact = np.divide(right, places, out=np.zeros(right.shape), where=places != 0.0)
         rounded = exact.astype(np.float32).astype(dtype_named(dtype)).astype(np.float64)
@@ -225,22 +246,28 @@ def _cached_positions(case: Case, of: str, whose: str, suffix: str) -> Iterator[
         )
 
 
-# ---- Theta -----------------------------------------------------------------------------------------------------------
+# ---- Theta
+# --------------------------------------------------------------------------------------------------
 
 
 def other_theta(case: Case) -> Iterator[Bug]:
-    """Another base, or other exponents, which equal another base: both are reported if that base is in use."""
+    """Another base, or other exponents, which equal another base: both are reported if that base is
+    in use.
+    """
     spec, rope = case.spec, case.spec.rope
     if rope is None:
         return
     named = {rope.theta}
-    if not isinstance(rope.scaling, (YarnScaling, DynamicScaling)):  # which use theta for more than its powers
+    if not isinstance(
+        rope.scaling, (YarnScaling, DynamicScaling)
+    ):  # which use theta for more than its powers
         for word, exponents, power in (("halved", "i / R", 0.5), ("doubled", "4 i / R", 2.0)):
             theta = rope.theta**power
             named.add(theta)
             yield of_rope(
                 f"rope-exponents-{word}",
-                f"RoPE's frequencies are theta ** (-{exponents}) instead of theta ** (-2 i / R), or theta is {theta:g} "
+                f"RoPE's frequencies are theta ** (-{exponents}) instead of theta ** (-2 i / R), "
+                f"or theta is {theta:g} "
                 f"instead of {rope.theta:g}",
                 _with_theta(theta),
                 fix=EXPONENTS.fix_for(spec),
@@ -249,7 +276,9 @@ def other_theta(case: Case) -> Iterator[Bug]:
     for theta in (theta for theta in THETAS if theta not in named):
         about = THETA.about.format(found=f"{theta:g}", right=f"{rope.theta:g}")
         fix = THETA.fix_for(spec)
-        yield of_rope(f"rope-theta-{theta:.0f}", about, _with_theta(theta), fix=fix, page=THETA.page)
+        yield of_rope(
+            f"rope-theta-{theta:.0f}", about, _with_theta(theta), fix=fix, page=THETA.page
+        )
 
 
 def _with_theta(theta: float) -> dict[str, Override]:

@@ -36,7 +36,8 @@ def _as(wrong: Rope) -> Overrides:
     return {"rope": instead(lambda: wrong)}
 
 
-# ---- Scaling ---------------------------------------------------------------------------------------------------------
+# ---- Scaling
+# --------------------------------------------------------------------------------------------------
 
 
 def scaled(case: Case) -> Iterator[Bug]:
@@ -58,12 +59,19 @@ def scaled(case: Case) -> Iterator[Bug]:
             "rope-scaling-linear",
             f"all RoPE frequencies are divided by the factor ({scaling.kind} divides some)",
             _as(replace(rope, scaling=LinearScaling(scaling.factor))),
-            fix=f"scale the frequencies as {type(scaling).__name__} specifies, not all by the factor",
+            fix=(
+                f"scale the frequencies as {type(scaling).__name__} specifies, not all by the "
+                f"factor"
+            ),
         )
     if isinstance(scaling, Llama3Scaling):
         yield from _inverted(case, rope, scaling)
     if isinstance(scaling, YarnScaling):
-        name, about = ("not-truncated", "are not rounded") if scaling.truncate else ("truncated", "are rounded")
+        name, about = (
+            ("not-truncated", "are not rounded")
+            if scaling.truncate
+            else ("truncated", "are rounded")
+        )
         yield of_scaling(
             f"rope-yarn-{name}",
             f"the ends of YaRN's ramp {about} to whole pairs",
@@ -71,20 +79,31 @@ def scaled(case: Case) -> Iterator[Bug]:
             fix=f"set truncate to {scaling.truncate}",
         )
     if isinstance(scaling, LongRopeScaling):
-        sets = {"short": (scaling.short_factors, is_beyond), "long": (scaling.long_factors, is_within)}
+        sets = {
+            "short": (scaling.short_factors, is_beyond),
+            "long": (scaling.long_factors, is_within),
+        }
         for name, (factors, is_seen) in sets.items():
             if is_seen:
                 yield of_scaling(
                     f"rope-longrope-{name}-only",
                     f"LongRoPE always uses the {name} factors",
-                    _as(replace(rope, scaling=replace(scaling, short_factors=factors, long_factors=factors))),
-                    fix="use the long factors if the last position + 1 exceeds the original length, else the "
-                    "short ones",
+                    _as(
+                        replace(
+                            rope,
+                            scaling=replace(scaling, short_factors=factors, long_factors=factors),
+                        )
+                    ),
+                    fix=(
+                        "use the long factors if the last position + 1 exceeds the original "
+                        "length, else the short ones"
+                    ),
                 )
     if is_divided:
         yield of_scaling(
             "rope-length-by-token",
-            "RoPE's frequencies depend on each token's own position instead of the last one of the call",
+            "RoPE's frequencies depend on each token's own position instead of the last one of "
+            "the call",
             {"lengths": instead(lambda positions: positions + 1)},
             fix="choose the frequencies once for a call, by its last position",
         )
@@ -93,11 +112,17 @@ def scaled(case: Case) -> Iterator[Bug]:
 
 
 def _lengths(case: Case, rope: Rope) -> tuple[bool, bool, bool]:
-    """Return if calls of a sequence end beyond the original length, within it, and beyond with tokens within it."""
+    """Return if calls of a sequence end beyond the original length, within it, and beyond with
+    tokens within it.
+    """
     if not isinstance(rope.scaling, (DynamicScaling, LongRopeScaling)):
         return False, False, False
     calls = range(len(case.chunks)) if case.is_cached else [None]
-    rows = [row for call in calls for row in case.positions(call).reshape(-1, case.positions(call).shape[-1])]
+    rows = [
+        row
+        for call in calls
+        for row in case.positions(call).reshape(-1, case.positions(call).shape[-1])
+    ]
     original = rope.scaling.original_length
     beyond = [row for row in rows if row.max() + 1 > original]
     return bool(beyond), len(beyond) < len(rows), any(row.min() + 1 <= original for row in beyond)
@@ -121,17 +146,26 @@ def _inverted(case: Case, rope: Rope, scaling: Llama3Scaling) -> Iterator[Bug]:
 
     yield of_scaling(
         "rope-llama3-inverted",
-        "llama3's ramp runs the wrong way: its faster frequencies are divided by the factor, its slower ones are kept",
+        "llama3's ramp runs the wrong way: its faster frequencies are divided by the factor, its "
+        "slower ones are kept",
         {"angles": angles},
-        fix="for smooth = (original_length / wavelength - low) / (high - low), the frequency f becomes "
+        fix="for smooth = (original_length / wavelength - low) / (high - low), the frequency f "
+        "becomes "
         "(1 - smooth) * f / factor + smooth * f",
     )
 
 
 def _attention_factor(rope: Rope, scaling: YarnScaling | LongRopeScaling) -> Iterator[Bug]:
     right = rope.attention_factor
-    fix = f"multiply cosines and sines by {right:.6g}, once, and leave the scale of the scores unchanged"
-    plain = replace(scaling, mscale=None, mscale_all_dim=None) if isinstance(scaling, YarnScaling) else scaling
+    fix = (
+        f"multiply cosines and sines by {right:.6g}, once, and leave the scale of the scores "
+        f"unchanged"
+    )
+    plain = (
+        replace(scaling, mscale=None, mscale_all_dim=None)
+        if isinstance(scaling, YarnScaling)
+        else scaling
+    )
     for name, about, wrong in (
         ("missing", "cosines and sines are not multiplied by the attention factor", 1.0),
         ("squared", "cosines and sines are multiplied by the attention factor twice", right**2),
@@ -141,13 +175,15 @@ def _attention_factor(rope: Rope, scaling: YarnScaling | LongRopeScaling) -> Ite
     if isinstance(plain, YarnScaling) and plain != scaling and plain.amplitude() != right:
         yield of_factor(
             "rope-yarn-mscale-ignored",
-            "YaRN's attention factor is 0.1 ln(factor) + 1 instead of the ratio of mscale and mscale_all_dim",
+            "YaRN's attention factor is 0.1 ln(factor) + 1 instead of the ratio of mscale and "
+            "mscale_all_dim",
             _as(replace(rope, scaling=plain)),
             fix="divide 0.1 mscale ln(factor) + 1 by the same of mscale_all_dim",
         )
 
 
-# ---- Parts of a head -------------------------------------------------------------------------------------------------
+# ---- Parts of a head
+# -------------------------------------------------------------------------------------------------
 
 
 def partly(case: Case) -> Iterator[Bug]:
@@ -169,10 +205,13 @@ def partly(case: Case) -> Iterator[Bug]:
         _as(replace(rope, rotated=other)),
         fix=f"rotate the {rope.rotated} {count} features",
     )
-    if not isinstance(rope.scaling, DynamicScaling):  # which derives a base from the divisor of the exponents
+    if not isinstance(
+        rope.scaling, DynamicScaling
+    ):  # which derives a base from the divisor of the exponents
         yield of_part(
             "rope-frequencies-over-head-dim",
-            f"the exponents of RoPE's frequencies are divided by head_dim, {size}, instead of rotary_dim, {count}",
+            f"the exponents of RoPE's frequencies are divided by head_dim, {size}, instead of "
+            f"rotary_dim, {count}",
             _as(replace(rope, theta=rope.theta ** (count / size))),
             fix="use the frequencies theta ** (-2 i / rotary_dim)",
         )
@@ -180,7 +219,14 @@ def partly(case: Case) -> Iterator[Bug]:
         yield of_part(
             "rope-partial-as-proportional",
             "partial RoPE is read as proportional: pairs and exponents span the whole head",
-            _as(replace(rope, rotary_dim=None, rotated="first", scaling=ProportionalScaling(count / size))),
+            _as(
+                replace(
+                    rope,
+                    rotary_dim=None,
+                    rotated="first",
+                    scaling=ProportionalScaling(count / size),
+                )
+            ),
             fix="pair features within the rotary_dim, and divide the exponents by it",
         )
 
@@ -204,11 +250,15 @@ def _proportional(rope: Rope, scaling: ProportionalScaling, size: int) -> Iterat
         "rope-proportional-as-partial",
         "proportional RoPE is read as partial: pairs and exponents span a smaller head",
         _as(replace(rope, scaling=plain, rotary_dim=count)),
-        fix="pair features across the whole head, divide the exponents by head_dim, and set the other frequencies to 0",
+        fix=(
+            "pair features across the whole head, divide the exponents by head_dim, and set the "
+            "other frequencies to 0"
+        ),
     )
 
 
-# ---- Several axes, neighbors -----------------------------------------------------------------------------------------
+# ---- Several axes, neighbors
+# -----------------------------------------------------------------------------------------
 
 
 def on_several_axes(case: Case) -> Iterator[Bug]:
@@ -246,7 +296,11 @@ def on_several_axes(case: Case) -> Iterator[Bug]:
         return positions * 0 + place[None]
 
     for name, about, read in (
-        ("time-only", "all pairs are rotated by the first position", lambda positions: positions[[0] * len(positions)]),
+        (
+            "time-only",
+            "all pairs are rotated by the first position",
+            lambda positions: positions[[0] * len(positions)],
+        ),
         (
             "axes-swapped",
             "rows and columns are exchanged",
@@ -270,5 +324,8 @@ def neighbours(case: Case) -> Iterator[Bug]:
             "rope-half-split",
             "the RoPE pairs are (i, i + R/2) instead of (2 i, 2 i + 1)",
             _as(replace(rope, pairs="half")),
-            fix="rotate the pairs (2 i, 2 i + 1), or de-interleave the rows of the weights on loading",
+            fix=(
+                "rotate the pairs (2 i, 2 i + 1), or de-interleave the rows of the weights on "
+                "loading"
+            ),
         )

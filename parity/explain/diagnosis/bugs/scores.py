@@ -18,11 +18,13 @@ from parity.measure.core.stages import Values
 
 of_scores = partial(Bug, stages=("scores",))
 
-# ---- Scale -----------------------------------------------------------------------------------------------------------
+# ---- Scale
+# --------------------------------------------------------------------------------------------------
 
 
 def scale(case: Case) -> Iterator[Bug]:
-    """Scores are divided by another number than sqrt(H), or than 1 / scale if the layer has its own scale.
+    """Scores are divided by another number than sqrt(H), or than 1 / scale if the layer has its own
+    scale.
 
     YaRN's factor is kept.
     """
@@ -66,11 +68,16 @@ def scale(case: Case) -> Iterator[Bug]:
 
 def yarn_factor(spec: AttentionSpec) -> float:
     """Return mscale², which scales layers with latents and YaRN; 1 otherwise."""
-    scaling = None if spec.rope is None or spec.latent is None or spec.scale is not None else spec.rope.scaling
+    scaling = (
+        None
+        if spec.rope is None or spec.latent is None or spec.scale is not None
+        else spec.rope.scaling
+    )
     return scaling.score_factor if isinstance(scaling, YarnScaling) else 1.0
 
 
-# ---- Soft cap --------------------------------------------------------------------------------------------------------
+# ---- Soft cap
+# --------------------------------------------------------------------------------------------------
 
 
 def soft_cap(case: Case) -> Iterator[Bug]:
@@ -88,7 +95,9 @@ def soft_cap(case: Case) -> Iterator[Bug]:
         number = x.dtype.type
         return capped(x / number(scale), number(cap)) * number(scale)
 
-    def capped_after_bias(layer: Layer, _: Override, values: Values, *places: Any) -> dict[str, np.ndarray]:
+    def capped_after_bias(
+        layer: Layer, _: Override, values: Values, *places: Any
+    ) -> dict[str, np.ndarray]:
         biased = layer.products(values) + layer.arithmetic.widen(np.asarray(layer.problem.bias))
         return {"scores": capped(biased, biased.dtype.type(cap))}
 
@@ -104,10 +113,16 @@ def soft_cap(case: Case) -> Iterator[Bug]:
         {"capped": instead(lambda x: np.tanh(x / x.dtype.type(cap)))},
     )
     yield bug(
-        "soft-cap-before-scale", "scores are capped before they are scaled", {"capped": instead(capped_before_scale)}
+        "soft-cap-before-scale",
+        "scores are capped before they are scaled",
+        {"capped": instead(capped_before_scale)},
     )
     if case.bias:
-        yield bug("soft-cap-after-bias", "scores are capped after the bias is added", {"scores": capped_after_bias})
+        yield bug(
+            "soft-cap-after-bias",
+            "scores are capped after the bias is added",
+            {"scores": capped_after_bias},
+        )
     if case.has_mask or case.is_cached:
         yield bug(
             "soft-cap-after-mask",
@@ -116,7 +131,8 @@ def soft_cap(case: Case) -> Iterator[Bug]:
         )
 
 
-# ---- Bias ------------------------------------------------------------------------------------------------------------
+# ---- Bias
+# --------------------------------------------------------------------------------------------------
 
 
 def bias(case: Case) -> Iterator[Bug]:
@@ -127,7 +143,9 @@ def bias(case: Case) -> Iterator[Bug]:
 
     def scaled(layer: Layer, original: Override) -> np.ndarray | None:
         added, a = original(), layer.arithmetic
-        return None if added is None else a.widen(added) / a.wide.type(layer.scale())  # a pair may omit it
+        return (
+            None if added is None else a.widen(added) / a.wide.type(layer.scale())
+        )  # a pair may omit it
 
     def with_bias(layer: Layer, x: np.ndarray) -> np.ndarray:
         return x + layer.arithmetic.widen(np.asarray(layer.problem.bias))
@@ -143,11 +161,14 @@ def bias(case: Case) -> Iterator[Bug]:
     yield bug("score-bias-after-softmax", "the bias is added after the softmax", added)
 
 
-# ---- NaN -------------------------------------------------------------------------------------------------------------
+# ---- NaN
+# --------------------------------------------------------------------------------------------------
 
 
 def not_finite(case: Case) -> Iterator[Bug]:
-    if case.not_finite == "visible" or (case.not_finite and not case.is_cached and case.seq_len_k is None):
+    if case.not_finite == "visible" or (
+        case.not_finite and not case.is_cached and case.seq_len_k is None
+    ):
         yield Bug(
             "nan-swallowed",
             "a row whose scores are NaN is 0, as if every key were hidden",

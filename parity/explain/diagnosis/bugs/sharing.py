@@ -33,10 +33,14 @@ def shared(case: Case) -> Iterator[Bug]:
         )
 
 
-def _rotated(layer: Layer, original: Override, name: str, heads: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def _rotated(
+    layer: Layer, original: Override, name: str, heads: np.ndarray, positions: np.ndarray
+) -> np.ndarray:
     found = original(name, heads, positions)
     return layer.rotate(found, positions) if name == "k" else found
 
 
-def _exchanged(given: Mapping[str, np.ndarray], positions: np.ndarray) -> tuple[Mapping[str, np.ndarray], np.ndarray]:
+def _exchanged(
+    given: Mapping[str, np.ndarray], positions: np.ndarray
+) -> tuple[Mapping[str, np.ndarray], np.ndarray]:
     return {**given, "k": given["v"], "v": given["k"]}, positions

@@ -16,7 +16,8 @@ from parity.measure.core.stages import Values
 Change = Callable[[Any], Any]
 Overrides = dict[str, Override]
 
-# ---- Any method ------------------------------------------------------------------------------------------------------
+# ---- Any method
+# --------------------------------------------------------------------------------------------------
 
 
 def before(change: Callable[..., tuple[Any, ...]]) -> Override:
@@ -34,16 +35,23 @@ def after(change: Change) -> Override:
     return override
 
 
-# ---- Weights ---------------------------------------------------------------------------------------------------------
+# ---- Weights
+# --------------------------------------------------------------------------------------------------
 
 
 def weights(change: Change, names: Collection[str]) -> Overrides:
     """Change the weights of some names."""
-    return {"parameter": lambda _, original, name: change(original(name)) if name in names else original(name)}
+    return {
+        "parameter": lambda _, original, name: (
+            change(original(name)) if name in names else original(name)
+        )
+    }
 
 
 def read_as(others: Mapping[str, str]) -> Override:
-    """Return an override of `parameter`: weights, or whole projections, are read under other names."""
+    """Return an override of `parameter`: weights, or whole projections, are read under other
+    names.
+    """
 
     def parameter(_: Layer, original: Any, name: str) -> np.ndarray:
         projection, dot, leaf = name.partition(".")
@@ -52,14 +60,17 @@ def read_as(others: Mapping[str, str]) -> Override:
     return parameter
 
 
-def packed(names: tuple[str, ...], count: int, leaves: Collection[str], *, by_head: bool) -> Overrides:
+def packed(
+    names: tuple[str, ...], count: int, leaves: Collection[str], *, by_head: bool
+) -> Overrides:
     """Read a packed weight in the wrong order.
 
     Args:
         names: the packed projections.
         count: number of heads, or groups of heads, of each of them.
         leaves: the packed ones of weight and bias.
-        by_head: True if it is packed head by head and read projection by projection; False for the opposite.
+        by_head: True if it is packed head by head and read projection by projection; False for the
+            opposite.
     """
 
     def parameter(_: Layer, original: Any, name: str) -> np.ndarray:
@@ -78,7 +89,8 @@ def packed(names: tuple[str, ...], count: int, leaves: Collection[str], *, by_he
     return {"parameter": parameter}
 
 
-# ---- Queries, keys and values ----------------------------------------------------------------------------------------
+# ---- Queries, keys and values
+# ----------------------------------------------------------------------------------------
 
 
 def projected(change: Callable[[Values], Values]) -> Overrides:
@@ -99,7 +111,9 @@ def norm_with(**fields: Any) -> Overrides:
 def turned(of: str, turn: Callable[[Layer, np.ndarray, np.ndarray], np.ndarray]) -> Overrides:
     """Rotate some of q, k and v in another way."""
 
-    def override(layer: Layer, original: Any, name: str, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    def override(
+        layer: Layer, original: Any, name: str, x: np.ndarray, positions: np.ndarray
+    ) -> np.ndarray:
         return turn(layer, x, positions) if name in of else original(name, x, positions)
 
     return {"turned": override}
@@ -110,7 +124,8 @@ def positions(of: str, change: Change) -> Overrides:
     return turned(of, lambda layer, x, places: layer.rotate(x, change(places)))
 
 
-# ---- Scores and attention weights ------------------------------------------------------------------------------------
+# ---- Scores and attention weights
+# ------------------------------------------------------------------------------------
 
 
 def attn_weights(change: Callable[[Layer, np.ndarray], np.ndarray]) -> Overrides:

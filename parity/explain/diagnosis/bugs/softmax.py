@@ -1,4 +1,6 @@
-"""Bugs in the softmax: its mask, its function, its axis, dropout, sinks, and rows without a visible key."""
+"""Bugs in the softmax: its mask, its function, its axis, dropout, sinks, and rows without a visible
+key.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ PENALTY = -10.0
 
 of_softmax = partial(Bug, stages=("attn_weights",))
 
-# ---- The mask --------------------------------------------------------------------------------------------------------
+# ---- The mask
+# --------------------------------------------------------------------------------------------------
 
 
 def mask_as_number(case: Case) -> Iterator[Bug]:
@@ -38,7 +41,8 @@ def mask_as_number(case: Case) -> Iterator[Bug]:
         ),
         (
             "multiplied",
-            "the scores of hidden keys are 0 (multiplied by the mask, or filled with 1e-9) instead of -inf",
+            "the scores of hidden keys are 0 (multiplied by the mask, or filled with 1e-9) "
+            "instead of -inf",
             lambda scores, mask: np.where(mask, np.zeros((), scores.dtype), scores),
         ),
         (
@@ -52,7 +56,9 @@ def mask_as_number(case: Case) -> Iterator[Bug]:
             lambda scores, mask: np.where(mask, scores.dtype.type(PENALTY), scores),
         ),
     ):
-        yield LEAKING.seen_in("attn_weights")(f"mask-{name}", about, {"attn_weights": _numbered(wrong)})
+        yield LEAKING.seen_in("attn_weights")(
+            f"mask-{name}", about, {"attn_weights": _numbered(wrong)}
+        )
 
 
 def _numbered(wrong: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Override:
@@ -80,15 +86,22 @@ def after_softmax(case: Case) -> Iterator[Bug]:
         )
 
 
-# ---- Another function ------------------------------------------------------------------------------------------------
+# ---- Another function
+# ------------------------------------------------------------------------------------------------
 
 
 def other_functions(case: Case) -> Iterator[Bug]:
     """Functions that are used instead of a softmax."""
-    bug = partial(of_softmax, fix="use softmax(scores) over the keys, once, with powers of e", page="softmax-function")
+    bug = partial(
+        of_softmax,
+        fix="use softmax(scores) over the keys, once, with powers of e",
+        page="softmax-function",
+    )
 
     def twice(_: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
-        return original({"scores": original(values)["attn_weights"], "mask": np.zeros_like(values["mask"])})
+        return original(
+            {"scores": original(values)["attn_weights"], "mask": np.zeros_like(values["mask"])}
+        )
 
     def base_2(layer: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
         a = layer.arithmetic
@@ -100,17 +113,26 @@ def other_functions(case: Case) -> Iterator[Bug]:
             weights = 1.0 / (1.0 + np.exp(-a.widen(values["scores"])))
         return {"attn_weights": a.keep(np.where(values["mask"], np.zeros((), a.wide), weights))}
 
-    yield bug("softmax-twice", "the softmax is applied twice, the second time to the weights", {"attn_weights": twice})
-    yield bug("softmax-base-2", "the softmax uses powers of 2 instead of e", {"attn_weights": base_2})
+    yield bug(
+        "softmax-twice",
+        "the softmax is applied twice, the second time to the weights",
+        {"attn_weights": twice},
+    )
+    yield bug(
+        "softmax-base-2", "the softmax uses powers of 2 instead of e", {"attn_weights": base_2}
+    )
     if case.spec.sinks:
         return
-    yield bug("softmax-sigmoid", "each weight is the sigmoid of its score", {"attn_weights": sigmoid})
+    yield bug(
+        "softmax-sigmoid", "each weight is the sigmoid of its score", {"attn_weights": sigmoid}
+    )
     if not (case.has_mask or case.is_cached):  # hidden keys would have weight -inf
         logarithm = attn_weights(lambda _, x: np.log(x))
         yield bug("softmax-log", "the weights are the logarithms of a softmax", logarithm)
 
 
-# ---- Another axis ----------------------------------------------------------------------------------------------------
+# ---- Another axis
+# --------------------------------------------------------------------------------------------------
 
 
 def softmax_axis(case: Case) -> Iterator[Bug]:
@@ -137,21 +159,26 @@ def _over(axis: int) -> Override:
     return attn_weights
 
 
-# ---- Dropout ---------------------------------------------------------------------------------------------------------
+# ---- Dropout
+# --------------------------------------------------------------------------------------------------
 
 
 def dropout(_: Case) -> Iterator[Bug]:
-    """The factor of a dropout that drops nothing. Dropped values are random and cannot be computed again."""
+    """The factor of a dropout that drops nothing. Dropped values are random and cannot be computed
+    again.
+    """
     for percent in (10, 20, 50):
         share = 1.0 - percent / 100.0
         yield DROPOUT.seen_in("attn_weights")(
             f"dropout-factor-{percent}",
-            f"the attention weights are divided by {share:g}, as by a dropout of {percent}% that drops nothing",
+            f"the attention weights are divided by {share:g}, as by a dropout of {percent}% that "
+            f"drops nothing",
             attn_weights(lambda layer, x, share=share: x / layer.arithmetic.wide.type(share)),
         )
 
 
-# ---- Sinks -----------------------------------------------------------------------------------------------------------
+# ---- Sinks
+# --------------------------------------------------------------------------------------------------
 
 
 def sinks(case: Case) -> Iterator[Bug]:
@@ -161,14 +188,20 @@ def sinks(case: Case) -> Iterator[Bug]:
     bug = SINKS.seen_in("attn_weights")
     none = {"sinks": instead(lambda: None)}
     yield bug("sinks-ignored", "the sinks are missing", none)
-    yield bug("sinks-zero", "every sink is 0, as before training", {"sinks": after(lambda sinks: sinks * 0.0)})
+    yield bug(
+        "sinks-zero",
+        "every sink is 0, as before training",
+        {"sinks": after(lambda sinks: sinks * 0.0)},
+    )
     if spec.score_scale != 1.0:
         scaled = after(lambda sinks: sinks * spec.score_scale)
         yield bug("sinks-scaled", "sinks are scaled like the scores", {"sinks": scaled})
     if 1 < spec.num_kv_heads < spec.num_heads:
         order = np.arange(spec.num_heads).reshape(-1, spec.num_kv_heads).T.ravel()
         tiled = after(lambda sinks: sinks[:, order])
-        yield bug("sinks-of-other-heads", "sinks belong to other heads: they are tiled", {"sinks": tiled})
+        yield bug(
+            "sinks-of-other-heads", "sinks belong to other heads: they are tiled", {"sinks": tiled}
+        )
     yield bug(
         "sinks-share-kept",
         "weights are multiplied by the share of the sink instead of the rest",
@@ -190,12 +223,19 @@ def _share_kept(_: Layer, found: np.ndarray) -> np.ndarray:
 def _mask_not_shifted(layer: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
     scores, mask = values["scores"], values["mask"]
     sinks = layer.arithmetic.widen(layer.parameter("sinks")).reshape(1, -1, 1, 1)
-    first, last = np.broadcast_to(sinks, (*scores.shape[:3], 1)), np.zeros((*mask.shape[:3], 1), bool)
-    joined = {"scores": np.concatenate([first, scores], axis=3), "mask": np.concatenate([mask, last], axis=3)}
+    first, last = (
+        np.broadcast_to(sinks, (*scores.shape[:3], 1)),
+        np.zeros((*mask.shape[:3], 1), bool),
+    )
+    joined = {
+        "scores": np.concatenate([first, scores], axis=3),
+        "mask": np.concatenate([mask, last], axis=3),
+    }
     return {"attn_weights": original({**values, **joined})["attn_weights"][..., 1:]}
 
 
-# ---- Rows that see no key --------------------------------------------------------------------------------------------
+# ---- Rows that see no key
+# --------------------------------------------------------------------------------------------
 
 
 def empty_rows(case: Case) -> Iterator[Bug]:
@@ -223,7 +263,11 @@ def _made(of_scores: Callable[[np.ndarray], np.ndarray]) -> Override:
     """Replace rows without a key, from their scores before the mask."""
 
     def of_empty_rows(
-        layer: Layer, _: Override, attn_weights: np.ndarray, scores: np.ndarray, is_empty: np.ndarray
+        layer: Layer,
+        _: Override,
+        attn_weights: np.ndarray,
+        scores: np.ndarray,
+        is_empty: np.ndarray,
     ) -> np.ndarray:
         wrong = layer.arithmetic.keep(of_scores(layer.arithmetic.widen(scores)))
         return np.where(is_empty, wrong, attn_weights)

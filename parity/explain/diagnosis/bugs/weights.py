@@ -38,8 +38,9 @@ def transposed(case: Case) -> Iterator[Bug]:
 
 
 def swapped(case: Case) -> Iterator[Bug]:
-    """Two projections are exchanged, or their weights alone. The latter are only searched for: loaders load each by
-    itself."""
+    """Two projections are exchanged, or their weights alone. The latter are only searched for:
+    loaders load each by itself.
+    """
     spec = case.spec
     q, k, v = spec.qkv_biases  # a bias that only one of two has would not be loaded into the other
     has_one_width = spec.value_head_dim == spec.head_dim
@@ -52,18 +53,28 @@ def swapped(case: Case) -> Iterator[Bug]:
             f"{one}-{other}-swapped",
             about,
             in_reference,
-            fix=f"exchange {one}_proj and {other}_proj, or the order in which a packed projection is split",
+            fix=(
+                f"exchange {one}_proj and {other}_proj, or the order in which a packed "
+                f"projection is split"
+            ),
         )
 
     for one, other, *biases in pairs:
         if biases[0] == biases[1]:
             names = {f"{one}_proj": f"{other}_proj", f"{other}_proj": f"{one}_proj"}
             about = f"{one}_proj and {other}_proj are exchanged"
-            yield bug(one, other, about, {"has_bias": _of_others(names), "parameter": read_as(names)})
+            yield bug(
+                one, other, about, {"has_bias": _of_others(names), "parameter": read_as(names)}
+            )
     for one, other, *biases in pairs:
         if any(biases):
-            names = {f"{one}_proj.weight": f"{other}_proj.weight", f"{other}_proj.weight": f"{one}_proj.weight"}
-            about = f"the weights of {one}_proj and {other}_proj are exchanged, but not their biases"
+            names = {
+                f"{one}_proj.weight": f"{other}_proj.weight",
+                f"{other}_proj.weight": f"{one}_proj.weight",
+            }
+            about = (
+                f"the weights of {one}_proj and {other}_proj are exchanged, but not their biases"
+            )
             yield bug(one, other, about, {"parameter": read_as(names)})
     if spec.rope is not None and has_one_width:  # without it the same as the first
         yield SWAPPED.seen_in("k")(
@@ -89,7 +100,10 @@ def fused_qkv(case: Case) -> Iterator[Bug]:
             "kv-read-as-halves",
             "a weight with keys and values per head is read as all keys, then all values",
             packed(QKV[1:], spec.num_kv_heads, ("weight", "bias"), by_head=True),
-            fix="split the packed weight into heads first, and each head into head_dim keys and value_head_dim values",
+            fix=(
+                "split the packed weight into heads first, and each head into head_dim keys and "
+                "value_head_dim values"
+            ),
             page="value-head-dim",
             stages=("k",),
         )
@@ -103,7 +117,8 @@ def fused_qkv(case: Case) -> Iterator[Bug]:
             ),
             (
                 "fused-qkv-read-as-thirds",
-                "a fused QKV weight with q, k, v per head (or per group) is read as all q, all k, all v",
+                "a fused QKV weight with q, k, v per head (or per group) is read as all q, all "
+                "k, all v",
                 "split the fused weight into heads (or groups) first, as in GPT-NeoX and Falcon",
                 True,
             ),
@@ -139,7 +154,10 @@ def missing_biases(case: Case) -> Iterator[Bug]:
             "v-bias-on-k",
             "the bias of v_proj is added to the keys instead of the values",
             {"has_bias": exchanged, "parameter": read_as({"k_proj.bias": "v_proj.bias"})},
-            fix="load the bias of v_proj for v_proj, and none for k_proj (in packed biases, zeros for k)",
+            fix=(
+                "load the bias of v_proj for v_proj, and none for k_proj (in packed biases, "
+                "zeros for k)"
+            ),
         )
     if out:
         yield missing("out_proj", out)
@@ -201,8 +219,14 @@ def out_columns(case: Case) -> Iterator[Bug]:
         yield HEAD_ORDER.seen_in("output")(
             "out_proj-heads-innermost",
             "the columns of out_proj are in the order (H, N) instead of (N, H)",
-            weights(lambda x: x.reshape(-1, num_heads, size).swapaxes(1, 2).reshape(x.shape), ["out_proj.weight"]),
-            fix="reshape the columns of out_proj.weight to (N, H), heads outermost, as they are combined",
+            weights(
+                lambda x: x.reshape(-1, num_heads, size).swapaxes(1, 2).reshape(x.shape),
+                ["out_proj.weight"],
+            ),
+            fix=(
+                "reshape the columns of out_proj.weight to (N, H), heads outermost, as they are "
+                "combined"
+            ),
         )
 
 
@@ -212,7 +236,9 @@ def residual(case: Case) -> Iterator[Bug]:
 
     def output(layer: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
         a = layer.arithmetic
-        return {"output": a.keep(a.widen(original(values)["output"]) + a.widen(layer.problem.residual))}
+        return {
+            "output": a.keep(a.widen(original(values)["output"]) + a.widen(layer.problem.residual))
+        }
 
     if spec.out_proj and spec.d_in == spec.d_model and not case.is_cached and not case.not_finite:
         yield Bug(

@@ -1,4 +1,6 @@
-"""Replacements of a part of a layer: another weight, input, mask or order of axes; each a description and a change."""
+"""Replacements of a part of a layer: another weight, input, mask or order of axes; each a
+description and a change.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,13 @@ GIVEN_OTHERS = (QKV[:1], QKV[1:2], QKV[2:], QKV[1:])
 """Projections that may read another input: each alone, and keys and values together."""
 
 
-# ---- Weights ---------------------------------------------------------------------------------------------------------
+# ---- Weights
+# --------------------------------------------------------------------------------------------------
 
 
 def weights(problem: Problem, names: list[str]) -> Iterator[Part]:
-    """Yield replacements of weights: by another one, two exchanged, one or all projections in another form.
+    """Yield replacements of weights: by another one, two exchanged, one or all projections in
+    another form.
 
     Args:
         problem: with the weights.
@@ -46,7 +50,11 @@ def weights(problem: Problem, names: list[str]) -> Iterator[Part]:
             yield f"{one} is {other}", _replaced({one: held[other]}), family_of(one)
     for one, other in combinations(names, 2):
         if held[one].shape == held[other].shape:
-            yield f"{one} and {other} are exchanged", _replaced({one: held[other], other: held[one]}), family_of(one)
+            yield (
+                f"{one} and {other} are exchanged",
+                _replaced({one: held[other], other: held[one]}),
+                family_of(one),
+            )
     yield from _projections(held, names)
     yield from _heads_exchanged(problem, names)
     forms = {name: dict(_forms(name, problem)) for name in names}
@@ -64,10 +72,17 @@ def weights(problem: Problem, names: list[str]) -> Iterator[Part]:
 
 def _projections(held: Mapping[str, np.ndarray], names: list[str]) -> Iterator[Part]:
     """Yield replacements of a projection, including its bias, by another one."""
-    leaves = {one: {leaf: w.shape for leaf, w in _leaves(held, one).items()} for one in (*QKV, "out_proj")}
+    leaves = {
+        one: {leaf: w.shape for leaf, w in _leaves(held, one).items()} for one in (*QKV, "out_proj")
+    }
     for one, shapes in leaves.items():
         for other in leaves:
-            if other != one and leaves[other] == shapes and len(shapes) > 1 and f"{one}.weight" in names:
+            if (
+                other != one
+                and leaves[other] == shapes
+                and len(shapes) > 1
+                and f"{one}.weight" in names
+            ):
                 changed = {f"{one}.{leaf}": w for leaf, w in _leaves(held, other).items()}
                 yield f"{one} is {other}", _replaced(changed), of.SWAPPED
 
@@ -77,7 +92,9 @@ def _heads_exchanged(problem: Problem, names: list[str]) -> Iterator[Part]:
     spec = problem.spec
     counts = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads, "v_proj": spec.num_kv_heads}
     for projection, count in counts.items() if spec.latent is None else ():
-        if f"{projection}.weight" not in names or not 2 < count <= MOST_HEADS:  # for two heads it is a known bug
+        if (
+            f"{projection}.weight" not in names or not 2 < count <= MOST_HEADS
+        ):  # for two heads it is a known bug
             continue
         for one, other in sorted(combinations(range(count), 2), key=lambda pair: pair[1] - pair[0]):
             order = np.arange(count)
@@ -86,7 +103,11 @@ def _heads_exchanged(problem: Problem, names: list[str]) -> Iterator[Part]:
                 f"{projection}.{leaf}": w.reshape(count, -1, *w.shape[1:])[order].reshape(w.shape)
                 for leaf, w in _leaves(problem.weights, projection).items()
             }
-            yield f"heads {one} and {other} of {projection} are exchanged", _replaced(changed), of.HEAD_ORDER
+            yield (
+                f"heads {one} and {other} of {projection} are exchanged",
+                _replaced(changed),
+                of.HEAD_ORDER,
+            )
 
 
 def family_of(name: str) -> BugFamily:
@@ -127,7 +148,11 @@ def _together(names: list[str]) -> Iterator[list[str]]:
     """Yield weights that may be wrong alike: each alone, then those of several projections."""
     yield from ([name] for name in names)
     for leaf in ("weight", "bias"):
-        of = [name for name in (f"{projection}.{leaf}" for projection in (*QKV, "out_proj")) if name in names]
+        of = [
+            name
+            for name in (f"{projection}.{leaf}" for projection in (*QKV, "out_proj"))
+            if name in names
+        ]
         some = [of[:2], of[:3], of]
         yield from (each for i, each in enumerate(some) if len(each) > 1 and each not in some[:i])
 
@@ -173,7 +198,8 @@ def _rows(heads: int) -> Iterator[tuple[str, Form]]:
     yield "read with its heads rolled by 1", rolled
 
 
-# ---- Inputs ----------------------------------------------------------------------------------------------------------
+# ---- Inputs
+# --------------------------------------------------------------------------------------------------
 
 
 def inputs(problem: Problem) -> Iterator[Part]:
@@ -197,9 +223,15 @@ def inputs(problem: Problem) -> Iterator[Part]:
     }
     for some in GIVEN_OTHERS:
         for words, form in forms.items():
-            others = {name: form(query if key is None or name == "q_proj" else key) for name in some}
+            others = {
+                name: form(query if key is None or name == "q_proj" else key) for name in some
+            }
             family = of.SEQUENCES if "sequence" in words else None
-            yield f"{and_listed([name[0] for name in some])} {_be(some)} made of {words}", _projecting(others), family
+            yield (
+                f"{and_listed([name[0] for name in some])} {_be(some)} made of {words}",
+                _projecting(others),
+                family,
+            )
 
 
 def _projecting(others: Mapping[str, np.ndarray]) -> Changed:
@@ -207,7 +239,8 @@ def _projecting(others: Mapping[str, np.ndarray]) -> Changed:
     return Changed({"linear": lambda _, original, name, x: original(name, others.get(name, x))})
 
 
-# ---- Masks and biases ------------------------------------------------------------------------------------------------
+# ---- Masks and biases
+# ------------------------------------------------------------------------------------------------
 
 
 def masks_and_biases(problem: Problem) -> Iterator[Part]:
@@ -269,7 +302,8 @@ def _as_rows(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return np.ascontiguousarray(x).reshape(shape)
 
 
-# ---- Products of heads -----------------------------------------------------------------------------------------------
+# ---- Products of heads
+# -----------------------------------------------------------------------------------------------
 
 
 _OF_FORMS = {"of the sequence before": of.SEQUENCES, "normalized, each head separately": of.QK_NORM}
@@ -279,7 +313,11 @@ def products(problem: Problem) -> Iterator[Part]:
     """Yield scores and contexts of other keys and values, or of the same ones in other axes."""
     spec = problem.spec
     eps = Norm().eps if spec.qk_norm is None else spec.qk_norm.eps
-    yield "the keys are not transposed in the product", _given("products", k=lambda x: x.swapaxes(2, 3)), None
+    yield (
+        "the keys are not transposed in the product",
+        _given("products", k=lambda x: x.swapaxes(2, 3)),
+        None,
+    )
     yield (
         "the products of queries and keys are transposed",
         Changed({"products": lambda _, f, values: f(values).swapaxes(2, 3)}),
@@ -291,10 +329,16 @@ def products(problem: Problem) -> Iterator[Part]:
         forms: dict[str, Form] = {
             "of the token before": lambda x: np.roll(x, 1, axis=2),
             "of the sequence before": lambda x: np.roll(x, 1, axis=0),
-            "normalized, each head separately": lambda x: x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps),
+            "normalized, each head separately": lambda x: (
+                x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
+            ),
         }
         for words, form in forms.items():
-            yield f"the {whose} used are {words}", _given(method, **{name: form}), _OF_FORMS.get(words)
+            yield (
+                f"the {whose} used are {words}",
+                _given(method, **{name: form}),
+                _OF_FORMS.get(words),
+            )
         yield from _heads_of(method, whose, spec.num_heads, spec.num_kv_heads)
     yield from _heads_of("", "keys and values", spec.num_heads, spec.num_kv_heads)
     if spec.soft_cap is not None:
@@ -305,7 +349,11 @@ def products(problem: Problem) -> Iterator[Part]:
             Changed({"capped": lambda _, f, x: np.clip(x, -cap, cap)}),
             of.SOFT_CAP,
         )
-        yield "the soft cap is not multiplied back", Changed({"capped": lambda _, f, x: f(x) / cap}), of.SOFT_CAP
+        yield (
+            "the soft cap is not multiplied back",
+            Changed({"capped": lambda _, f, x: f(x) / cap}),
+            of.SOFT_CAP,
+        )
 
 
 def _given(method: str, **forms: Form) -> Changed:
@@ -335,7 +383,9 @@ def _heads_of(method: str, whose: str, count: int, shared: int) -> Iterator[Part
 
 
 def meeting(order: np.ndarray, method: str = "") -> Changed:
-    """Return the layer whose query heads use other key/value heads: in scores and contexts, or in one method."""
+    """Return the layer whose query heads use other key/value heads: in scores and contexts, or in
+    one method.
+    """
 
     def heads(x: np.ndarray) -> np.ndarray:
         return x[:, order]

@@ -20,7 +20,15 @@ from parity.explain.diagnosis.laws.rows import attn_weights, contexts, masks, sc
 from parity.explain.diagnosis.laws.turned import turned
 from parity.explain.diagnosis.laws.values import constants, factors, offsets
 from parity.explain.diagnosis.laws.words import is_round
-from parity.measure.core.compare import NOTHING, axis_names, budget, errors_of, kept_dtype, slope, whole_rows
+from parity.measure.core.compare import (
+    NOTHING,
+    axis_names,
+    budget,
+    errors_of,
+    kept_dtype,
+    slope,
+    whole_rows,
+)
 from parity.measure.core.problem import Problem
 from parity.measure.core.stages import stage_named
 from parity.measure.core.zeros import with_wrong_zeros
@@ -69,14 +77,22 @@ IMPLIED_BY = {
 }
 """Patterns that are omitted if a simpler one explains the same."""
 
-OF_SCALING = {"rope factor", "rope low_freq_factor", "rope high_freq_factor", "rope beta_fast", "rope beta_slow"}
+OF_SCALING = {
+    "rope factor",
+    "rope low_freq_factor",
+    "rope high_freq_factor",
+    "rope beta_fast",
+    "rope beta_slow",
+}
 """Patterns of fitted numbers of RoPE's scaling."""
 
 EVERYWHERE = "everywhere"
 """The place that is a whole stage."""
 
 PLAIN = 4
-"""The largest number of fitted numbers of a pattern that makes the search for parts of the layer unnecessary."""
+"""The largest number of fitted numbers of a pattern that makes the search for parts of the layer
+unnecessary.
+"""
 
 MANTISSA = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
 """Explicit mantissa bits of the dtypes of stages."""
@@ -98,15 +114,16 @@ def describe(
 
     Args:
         stage: its name; `STAGES` has its axes.
-        actual: observed values. Rounding to bfloat16 is reported only if the dtype of the problem, or of these values
-            if that is unknown, is wider.
+        actual: observed values. Rounding to bfloat16 is reported only if the dtype of the problem,
+            or of these values if that is unknown, is wider.
         expected: float64, computed from the stages before it.
-        allowed: errors by norm, `rms` and `max`, from `parity.measure.core.compare.budget`; 0 for masks and lengths.
+        allowed: errors by norm, `rms` and `max`, from `parity.measure.core.compare.budget`; 0 for
+            masks and lengths.
         hidden: cells that the mask hides, (B, N, T, S), boolean, if known.
         problem: the case, weights and inputs, if known.
-        recompute: computes the expected values with a change of the reference, from the same stages before it. With it
-            and the problem, numbers of the specification are fitted. If no simple pattern fits, replacements of parts
-            are tried.
+        recompute: computes the expected values with a change of the reference, from the same stages
+            before it. With it and the problem, numbers of the specification are fitted. If no
+            simple pattern fits, replacements of parts are tried.
         others: other stages by name, expected or observed, whose values this one may have.
         unused: cells that are not compared.
 
@@ -144,14 +161,17 @@ def place_of(
 
     Args:
         stage, actual, expected, unused: as in `describe`.
-        same_precision: the stage of the reference in the dtype of the problem, which determines the budget.
+        same_precision: the stage of the reference in the dtype of the problem, which determines the
+            budget.
         problem: the case, weights and inputs.
         arithmetic: of the hardware.
     """
     if stage_named(stage).is_exact:
         allowed = NOTHING
     else:
-        allowed = budget(expected, same_precision, problem.dtype, arithmetic=arithmetic, stage=stage)
+        allowed = budget(
+            expected, same_precision, problem.dtype, arithmetic=arithmetic, stage=stage
+        )
     seen = _seen(stage, actual, expected, allowed, None, problem, None, unused)
     if isinstance(seen, Findings):
         return seen
@@ -169,9 +189,13 @@ def _seen(
     others: Mapping[str, np.ndarray] | None,
     unused: np.ndarray | None,
 ) -> Seen | Findings:
-    """Return the values of a stage and its place; the whole description if no element is wrong by itself."""
+    """Return the values of a stage and its place; the whole description if no element is wrong by
+    itself.
+    """
     if actual.shape != expected.shape:
-        raise InputError("actual", f"have the shape of expected, {expected.shape}", actual=actual.shape)
+        raise InputError(
+            "actual", f"have the shape of expected, {expected.shape}", actual=actual.shape
+        )
     dtype = actual.dtype if problem is None else kept_dtype(stage, problem.dtype)
     known = stage_named(stage)
     actual, expected = whole_rows(actual, stage).astype(np.float64), expected.astype(np.float64)
@@ -187,7 +211,9 @@ def _seen(
             return Findings(Place(EVERYWHERE, wrong=bad.size, size=bad.size), (gain,))
         return Findings(Place("no single element is over its budget", size=expected.size))
     letters = axis_names(stage, expected.ndim)
-    place, part = find_place(known, letters, bad, box, hidden, None if problem is None else problem.spec)
+    place, part = find_place(
+        known, letters, bad, box, hidden, None if problem is None else problem.spec
+    )
     return Seen(
         known,
         letters,
@@ -216,17 +242,25 @@ def _signs(seen: Seen) -> Iterator[str]:
 
 
 def _gain(actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float]) -> Law | None:
-    """Return the common factor of all values if the rounding of single ones hides it; None if the slope is allowed."""
+    """Return the common factor of all values if the rounding of single ones hides it; None if the
+    slope is allowed.
+    """
     known = np.isfinite(actual) & np.isfinite(expected)
     if "slope" not in allowed or slope(actual, expected, known) <= allowed["slope"]:
         return None
     x = expected[known]
     factor = float((actual[known] * x).sum() / (x * x).sum())
-    return Law("gain", f"all values together are {factor:.8g} times what they should be", {"factor": factor}, 1)
+    return Law(
+        "gain",
+        f"all values together are {factor:.8g} times what they should be",
+        {"factor": factor},
+        1,
+    )
 
 
 def _not_by_chance(laws: list[Law]) -> list[Law]:
-    """Return the patterns without implausible numbers of RoPE's scaling, if its frequencies are known exactly.
+    """Return the patterns without implausible numbers of RoPE's scaling, if its frequencies are
+    known exactly.
 
     If a scaling changes one frequency, any of its numbers can be fitted to it.
     """
@@ -239,7 +273,9 @@ def _not_by_chance(laws: list[Law]) -> list[Law]:
 
 
 def _unlike(laws: list[Law]) -> Iterator[Law]:
-    """Yield the patterns without those that explain the same as a simpler one, with more numbers."""
+    """Yield the patterns without those that explain the same as a simpler one, with more
+    numbers.
+    """
     names = {law.name for law in laws}
     yield from (law for law in laws if not names & IMPLIED_BY.get(law.name, set()))
 

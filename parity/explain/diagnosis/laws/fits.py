@@ -1,4 +1,6 @@
-"""Numbers of the specification that would explain a stage: the reference is computed again with each of them."""
+"""Numbers of the specification that would explain a stage: the reference is computed again with
+each of them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from parity.explain.diagnosis.laws.rotation import as_exponent
 from parity.explain.diagnosis.laws.words import readable, readable_apart
 
 Recompute = Callable[[Change], np.ndarray]
-"""Computes the stage with a change of the reference, from the same stages before it; TimeoutError at the limit."""
+"""Computes the stage with a change of the reference, from the same stages before it; TimeoutError
+at the limit.
+"""
 
 STEPS = 8
 """Steps of Gauss-Newton, from the best number of a grid."""
@@ -39,7 +43,11 @@ class Tried:
         try:
             with np.errstate(all="ignore"):
                 x = np.asarray(self._recompute(change), np.float64)
-        except (ValueError, IndexError, OverflowError):  # shapes that do not fit, or an invalid specification
+        except (
+            ValueError,
+            IndexError,
+            OverflowError,
+        ):  # shapes that do not fit, or an invalid specification
             return None
         return x if x.shape == self.seen.expected.shape else None
 
@@ -81,7 +89,9 @@ class Number:
 
 
 class Fitted:
-    """A number that is fitted to a stage: the best guess, refined by Gauss-Newton in its logarithm."""
+    """A number that is fitted to a stage: the best guess, refined by Gauss-Newton in its
+    logarithm.
+    """
 
     def __init__(self, tried: Tried, number: Number) -> None:
         self.tried, self.number, self.actual = tried, number, tried.seen.actual
@@ -108,20 +118,32 @@ class Fitted:
     def has_effect(self) -> bool:
         """Return True if the stage depends on the number, by two of the guesses."""
         guesses = [value for value in self.number.grid if value != self.number.right]
-        some = [x for x in map(self.stage, {guesses[0]: 0, guesses[-1]: 0}) if x is not None] if guesses else []
+        some = (
+            [x for x in map(self.stage, {guesses[0]: 0, guesses[-1]: 0}) if x is not None]
+            if guesses
+            else []
+        )
         return any(not np.array_equal(x, self.tried.seen.expected, equal_nan=True) for x in some)
 
     def values(self) -> Iterator[float | None]:
         """Yield the roundest value that explains the stage; none if no value does."""
         value = self._best()
         whole = value is None or self.number.is_whole or value in self.number.grid
-        candidates = [value] if whole else [*(float(f"{value:.{digits}g}") for digits in (1, 2, 3, 6)), value]
-        yield from islice((each for each in candidates if self.tried.is_enough(self.stage(each))), 1)
+        candidates = (
+            [value]
+            if whole
+            else [*(float(f"{value:.{digits}g}") for digits in (1, 2, 3, 6)), value]
+        )
+        yield from islice(
+            (each for each in candidates if self.tried.is_enough(self.stage(each))), 1
+        )
 
     def _best(self) -> float | None:
         values = dict.fromkeys((self.number.right, *self.number.grid))
         value = min(values, key=self.error)
-        if not value and not self.tried.is_enough(self.stage(value)):  # 0 and none have no logarithm
+        if not value and not self.tried.is_enough(
+            self.stage(value)
+        ):  # 0 and none have no logarithm
             value = min(filter(None, values), key=self.error, default=value)
         if self.number.is_whole or not value or not self.error(value) < math.inf:
             return value
@@ -167,7 +189,11 @@ def fits(seen: Seen, recompute: Recompute) -> Iterator[Law]:
             numbers = {"value": value, "expected": number.right}
             change = _made_in_reference(seen.problem.spec, made(value))
             yield Law(
-                number.name, _words(number, value, seen.problem.spec), numbers, 0 if value is None else 1, change=change
+                number.name,
+                _words(number, value, seen.problem.spec),
+                numbers,
+                0 if value is None else 1,
+                change=change,
             )
 
 
@@ -188,23 +214,57 @@ def _number(value: float | None) -> str:
 
 
 def _made_in_reference(right: AttentionSpec, made: AttentionSpec) -> Changed | None:
-    """Return the change to another specification, if one method of the reference reads the difference."""
+    """Return the change to another specification, if one method of the reference reads the
+    difference.
+    """
     differ = [name for name, value in vars(made).items() if value != vars(right)[name]]
-    values = {"rope": made.rope, "scale": 1.0 / made.score_scale, "relative_bias": made.relative_bias}
+    values = {
+        "rope": made.rope,
+        "scale": 1.0 / made.score_scale,
+        "relative_bias": made.relative_bias,
+    }
     if len(differ) != 1 or differ[0] not in values or values[differ[0]] is None:
         return None
     return Changed({differ[0]: instead(lambda: values[differ[0]])})
 
 
-# ---- The numbers -----------------------------------------------------------------------------------------------------
+# ---- The numbers
+# --------------------------------------------------------------------------------------------------
 
 THETAS = (1e2, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8)
 CAPS = (None, 1.0, 5.0, 15.0, 30.0, 50.0, 100.0)
 EPSILONS = tuple(10.0**-power for power in range(12, 0, -1))
 FACTORS = (0.5, 2.0, 4.0, 8.0, 16.0, 32.0)
 LENGTHS = tuple(2**power for power in range(3, 21))
-DISTANCES = (128, 256, 64, 512, 32, 20, 40, 50, 100, 16, 24, 48, 80, 96, 160, 200, 8, 10, 12, 400, 500, 800, 1000, 1024)
-"""Return maximum distances of relative biases, usual ones first, because short inputs do not distinguish long ones."""
+DISTANCES = (
+    128,
+    256,
+    64,
+    512,
+    32,
+    20,
+    40,
+    50,
+    100,
+    16,
+    24,
+    48,
+    80,
+    96,
+    160,
+    200,
+    8,
+    10,
+    12,
+    400,
+    500,
+    800,
+    1000,
+    1024,
+)
+"""Return maximum distances of relative biases, usual ones first, because short inputs do not
+distinguish long ones.
+"""
 
 TIMES = (0.25, 0.5, 2.0, 4.0)
 
@@ -218,7 +278,9 @@ def _numbers(spec: AttentionSpec, shape: tuple[int, ...]) -> Iterator[Number]:
         tuple(scale * 4.0**power for power in (-2, -1, 1, 2)),
         lambda x: replace(spec, scale=x),
     )
-    yield Number("soft cap", "the soft cap", spec.soft_cap, CAPS, lambda x: replace(spec, soft_cap=x))
+    yield Number(
+        "soft cap", "the soft cap", spec.soft_cap, CAPS, lambda x: replace(spec, soft_cap=x)
+    )
     if spec.rope is not None:
         yield from _of_rope(spec, spec.rope)
     yield from _of_reach(spec, shape)
@@ -227,7 +289,10 @@ def _numbers(spec: AttentionSpec, shape: tuple[int, ...]) -> Iterator[Number]:
 
 def _of_reach(spec: AttentionSpec, shape: tuple[int, ...]) -> Iterator[Number]:
     """Yield the window or the chunk, and each instead of the other."""
-    largest = {"window_size": max(shape[-1], shape[-2] if len(shape) > 1 else 1), "chunk_size": LARGEST}
+    largest = {
+        "window_size": max(shape[-1], shape[-2] if len(shape) > 1 else 1),
+        "chunk_size": LARGEST,
+    }
 
     def number(name: str, words: str) -> Number:
         right, none = getattr(spec, name), {"window_size": None, "chunk_size": None}
@@ -334,16 +399,44 @@ def _of_records(spec: AttentionSpec) -> Iterator[Number]:
         right = spec.temperature.scale
         made = _with(spec, "temperature", spec.temperature, "scale")
         yield Number("temperature", "the scale of the temperature", right, (0.01, 0.1, 1.0), made)
-        length, made = spec.temperature.length, _with(spec, "temperature", spec.temperature, "length")
-        yield Number("temperature length", "the length of the temperature", length, LENGTHS, made, is_whole=True)
+        length, made = (
+            spec.temperature.length,
+            _with(spec, "temperature", spec.temperature, "length"),
+        )
+        yield Number(
+            "temperature length",
+            "the length of the temperature",
+            length,
+            LENGTHS,
+            made,
+            is_whole=True,
+        )
     if isinstance(spec.relative_bias, RelativeBias):
-        right, made = spec.relative_bias.max_distance, _with(spec, "relative_bias", spec.relative_bias, "max_distance")
-        yield Number("max_distance", "the max_distance of the relative bias", right, DISTANCES, made, is_whole=True)
+        right, made = (
+            spec.relative_bias.max_distance,
+            _with(spec, "relative_bias", spec.relative_bias, "max_distance"),
+        )
+        yield Number(
+            "max_distance",
+            "the max_distance of the relative bias",
+            right,
+            DISTANCES,
+            made,
+            is_whole=True,
+        )
     if spec.alibi is not None:
         made = _with(spec, "alibi", spec.alibi, "max_bias")
-        yield Number("max_bias", "ALiBi's max_bias", spec.alibi.max_bias, (1.0, 2.0, 4.0, 8.0, 16.0, 32.0), made)
+        yield Number(
+            "max_bias",
+            "ALiBi's max_bias",
+            spec.alibi.max_bias,
+            (1.0, 2.0, 4.0, 8.0, 16.0, 32.0),
+            made,
+        )
 
 
-def _with(spec: AttentionSpec, name: str, record: Any, field: str) -> Callable[[Any], AttentionSpec]:
+def _with(
+    spec: AttentionSpec, name: str, record: Any, field: str
+) -> Callable[[Any], AttentionSpec]:
     """Return a function that replaces a number in a record of the specification."""
     return lambda x: replace(spec, **{name: replace(record, **{field: x})})

@@ -1,7 +1,7 @@
 """Patterns of weighted sums: active dropout, and heads that are mixed in the output.
 
-Dropout of attention weights also shows in later stages: the weights of a context are solved for if a row attends to no
-more keys than values have features.
+Dropout of attention weights also shows in later stages: the weights of a context are solved for if
+a row attends to no more keys than values have features.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ LEAST_FACTOR = 1.01
 """The least factor of dropout."""
 
 KEPT = 8
-"""The least number of dropped and of kept values that distinguishes dropout from a few lost values."""
+"""The least number of dropped and of kept values that distinguishes dropout from a few lost
+values.
+"""
 
 DEVIATIONS = 5.0
 """The largest difference between the dropped share and the share that follows from the factor."""
@@ -34,18 +36,25 @@ MOST_HEADS = 16
 """The largest number of heads whose parts of an output are distinguished."""
 
 LEAST = 1e-3
-"""The least error of a number in a mixture of heads; smaller ones are reported for the whole output."""
+"""The least error of a number in a mixture of heads; smaller ones are reported for the whole
+output.
+"""
 
 WORST = 1e4
 """The largest condition number of an out_proj that is inverted."""
 
 
-# ---- Dropout ---------------------------------------------------------------------------------------------------------
+# ---- Dropout
+# --------------------------------------------------------------------------------------------------
 
 
 def dropouts(seen: Seen) -> Iterator[Law]:
     """Yield dropout in the stage, or in the weights before it."""
-    if seen.stage.is_exact or not np.isfinite(seen.actual).all() or not np.isfinite(seen.expected).all():
+    if (
+        seen.stage.is_exact
+        or not np.isfinite(seen.actual).all()
+        or not np.isfinite(seen.expected).all()
+    ):
         return
     law = _dropped(seen)
     if law is None and seen.stage.quantity in ("context", "output"):
@@ -78,14 +87,25 @@ def _law(of: str, lost: np.ndarray, kept: np.ndarray, factor: float) -> Law:
     some, p = np.count_nonzero(lost), 1.0 - 1.0 / factor
     zeros = f"{some} of {some + np.count_nonzero(kept)} {of} are 0"
     others = f"the others {readable(factor)} times what they should be"
-    return Law("dropout", f"{zeros}, and {others}: dropout is active, with p = {p:.2g}", {"factor": factor, "p": p}, 1)
+    return Law(
+        "dropout",
+        f"{zeros}, and {others}: dropout is active, with p = {p:.2g}",
+        {"factor": factor, "p": p},
+        1,
+    )
 
 
 def _dropped_behind(seen: Seen) -> Law | None:
     """Return dropout of the attention weights before a context, or an output."""
     weights, v = (seen.others.get(str(Stage(name))) for name in ("attn_weights", "v"))
     problem = seen.problem
-    if problem is None or seen.stage.step is not None or seen.stage.path or weights is None or v is None:
+    if (
+        problem is None
+        or seen.stage.step is not None
+        or seen.stage.path
+        or weights is None
+        or v is None
+    ):
         return None
     v = np.repeat(v.astype(np.float64), weights.shape[1] // v.shape[1], axis=1)
     context = seen.actual if seen.stage.quantity == "context" else _undone(seen)
@@ -116,7 +136,11 @@ def _undone(seen: Seen) -> np.ndarray | None:
     if (projection := _out_proj(seen)) is None:
         return None
     weight, bias = projection
-    if weight.shape[0] != weight.shape[1] or len(weight) > MOST_WIDE or np.linalg.cond(weight) > WORST:
+    if (
+        weight.shape[0] != weight.shape[1]
+        or len(weight) > MOST_WIDE
+        or np.linalg.cond(weight) > WORST
+    ):
         return None
     combined = np.linalg.solve(weight, (seen.actual - bias).reshape(-1, weight.shape[0]).T).T
     heads = seen.problem.spec.num_heads if seen.problem is not None else 1
@@ -138,16 +162,21 @@ def _out_proj(seen: Seen) -> tuple[np.ndarray, np.ndarray] | None:
     return weight, np.zeros(len(weight)) if bias is None else bias.astype(np.float64)
 
 
-# ---- Heads in the output ---------------------------------------------------------------------------------------------
+# ---- Heads in the output
+# ---------------------------------------------------------------------------------------------
 
 
 def lost_rows(seen: Seen) -> Iterator[Law]:
-    """Yield an output in which the context of some heads is 0 in some rows, as if a kernel lost them."""
+    """Yield an output in which the context of some heads is 0 in some rows, as if a kernel lost
+    them.
+    """
     found = _heads_of_output(seen)
     if found is None or not seen.is_enough(1):
         return
     context, columns, bias = found
-    parts = np.stack([one @ column.T for column, one in zip(columns, context.swapaxes(0, 1), strict=True)])
+    parts = np.stack(
+        [one @ column.T for column, one in zip(columns, context.swapaxes(0, 1), strict=True)]
+    )
     candidate = seen.expected.copy()
     lost = []
     for b, t in np.argwhere(seen.bad.any(axis=-1)):
@@ -156,12 +185,16 @@ def lost_rows(seen: Seen) -> Iterator[Law]:
         candidate[b, t] = bias + parts[shares >= 0.5, b, t].sum(axis=0)
     if lost and seen.holds(candidate):
         count, size = len(lost), len(columns) * context.shape[0] * context.shape[2]
-        words = f"the context of {count} of {size} rows of heads is 0 there, as if a kernel lost rows"
+        words = (
+            f"the context of {count} of {size} rows of heads is 0 there, as if a kernel lost rows"
+        )
         yield Law("lost rows", words, {"head, sequence, position": lost}, 1)
 
 
 def mixtures(seen: Seen) -> Iterator[Law]:
-    """Yield an output whose heads are multiplied, exchanged or mixed: one number for each pair of heads."""
+    """Yield an output whose heads are multiplied, exchanged or mixed: one number for each pair of
+    heads.
+    """
     found = _heads_of_output(seen)
     if found is None:
         return
@@ -174,15 +207,28 @@ def mixtures(seen: Seen) -> Iterator[Law]:
     numbers, _, rank, _ = np.linalg.lstsq(terms, (seen.actual - bias).ravel(), rcond=None)
     mixture = numbers.reshape(heads, heads)
     wrong = [n for n in range(heads) if np.abs(mixture[n] - np.eye(heads)[n]).max() > LEAST]
-    if wrong and rank == heads**2 and seen.holds((terms @ numbers).reshape(seen.expected.shape) + bias):
-        yield Law("heads in output", _mixture_words(mixture, wrong), {"heads": mixture.tolist()}, heads**2)
+    if (
+        wrong
+        and rank == heads**2
+        and seen.holds((terms @ numbers).reshape(seen.expected.shape) + bias)
+    ):
+        yield Law(
+            "heads in output", _mixture_words(mixture, wrong), {"heads": mixture.tolist()}, heads**2
+        )
 
 
 def _heads_of_output(seen: Seen) -> tuple[np.ndarray, list[np.ndarray], np.ndarray] | None:
-    """Return the context (B, N, T, Hv) of an output (B, T, E), the columns of out_proj by head, and its bias."""
+    """Return the context (B, N, T, Hv) of an output (B, T, E), the columns of out_proj by head, and
+    its bias.
+    """
     context = seen.others.get(str(Stage("context", step=seen.stage.step)))
     projection = _out_proj(seen)
-    if seen.stage.quantity != "output" or context is None or projection is None or seen.expected.ndim != 3:
+    if (
+        seen.stage.quantity != "output"
+        or context is None
+        or projection is None
+        or seen.expected.ndim != 3
+    ):
         return None
     if not (np.isfinite(context).all() and np.isfinite(seen.actual).all()):
         return None
@@ -197,4 +243,6 @@ def _mixture_words(mixture: np.ndarray, wrong: list[int]) -> str:
         some = [m for m in range(len(mixture)) if abs(mixture[n, m]) > LEAST]
         return " + ".join(f"{readable(float(mixture[n, m]))} * head {m}" for m in some) or "0"
 
-    return f"the output uses other heads: {and_listed([f'head {n} is {made_of(n)}' for n in wrong])}"
+    return (
+        f"the output uses other heads: {and_listed([f'head {n} is {made_of(n)}' for n in wrong])}"
+    )

@@ -1,4 +1,6 @@
-"""Patterns of order: heads, features, sequences or tokens exchanged, shifted, reversed; the values of other stages."""
+"""Patterns of order: heads, features, sequences or tokens exchanged, shifted, reversed; the values
+of other stages.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def orders(seen: Seen) -> Iterator[Law]:
 def shifts(seen: Seen) -> Iterator[Law]:
     """Yield tokens one place too late or too early, with any values at the end."""
     for axis in _axes(seen):
-        if seen.letters[axis] not in ("T", "S") or len(seen.box[axis]) < 3:  # a single one proves nothing
+        if (
+            seen.letters[axis] not in ("T", "S") or len(seen.box[axis]) < 3
+        ):  # a single one proves nothing
             continue
         one = noun(seen.letters, axis)[0]
         for by, words in ((1, "before"), (-1, "after")):
@@ -57,7 +61,11 @@ def transposes(seen: Seen) -> Iterator[Law]:
     if len(seen.letters) < 3 and e.ndim != 2:
         return
     for order in sorted(permutations(range(e.ndim)), key=_moved):
-        if _moved(order) and e.transpose(order).shape == e.shape and seen.holds(seen.in_slices(e.transpose(order))):
+        if (
+            _moved(order)
+            and e.transpose(order).shape == e.shape
+            and seen.holds(seen.in_slices(e.transpose(order)))
+        ):
             if _moved(order) == 2:
                 axes = [axis for axis, other in enumerate(order) if axis != other]
                 names = [noun(seen.letters, axis)[1] for axis in axes]
@@ -91,7 +99,10 @@ def other_stages(seen: Seen) -> Iterator[Law]:
     """Yield the values of another stage, or of the step before."""
     for name, values in seen.others.items():
         other = stage_named(name)
-        same = (other.quantity, other.step) == (seen.stage.quantity, seen.stage.step)  # on another path
+        same = (other.quantity, other.step) == (
+            seen.stage.quantity,
+            seen.stage.step,
+        )  # on another path
         of_another_path = other.path not in ("", seen.stage.path)
         if same or of_another_path or other.is_exact or values.ndim != seen.expected.ndim:
             continue
@@ -99,7 +110,9 @@ def other_stages(seen: Seen) -> Iterator[Law]:
             if seen.holds(seen.within(x)):
                 before = other.quantity == seen.stage.quantity and other.step != seen.stage.step
                 whose = f"{name}, of another step" if before else name
-                yield Law("other stage", f"the values there are those of {whose}{how}", {"stage": name})
+                yield Law(
+                    "other stage", f"the values there are those of {whose}{how}", {"stage": name}
+                )
 
 
 def _as_they_fit(x: np.ndarray, shape: tuple[int, ...]) -> Iterator[tuple[np.ndarray, str]]:
@@ -121,7 +134,9 @@ def _axes(seen: Seen) -> Iterator[int]:
 
 
 def _order(seen: Seen, axis: int) -> np.ndarray | None:
-    """Return the source of each wrong slice by the nearest expected values; the simplest order if several tie."""
+    """Return the source of each wrong slice by the nearest expected values; the simplest order if
+    several tie.
+    """
     box, size = seen.box[axis], seen.expected.shape[axis]
     if seen.place.cells or seen.place.wrong < 2 * len(box):  # a single number proves nothing
         return None
@@ -140,10 +155,15 @@ def _order(seen: Seen, axis: int) -> np.ndarray | None:
 
 
 def _plain_orders(box: np.ndarray, size: int, *, in_time: bool) -> Iterator[tuple[np.ndarray, str]]:
-    """Yield named orders of the wrong indices, the simplest first: the source of each, and a description."""
+    """Yield named orders of the wrong indices, the simplest first: the source of each, and a
+    description.
+    """
     begin, end = int(box[0]), int(box[-1])
     # Some orders leave their ends in place.
-    runs = [np.arange(*ends) for ends in ((0, size), (begin - 1, end + 2), (begin - 1, end + 1), (begin, end + 2))]
+    runs = [
+        np.arange(*ends)
+        for ends in ((0, size), (begin - 1, end + 2), (begin - 1, end + 1), (begin, end + 2))
+    ]
     blocks = [box, *(run for run in runs if run[0] >= 0 and run[-1] < size)]
     for block in blocks:
         for order, words in _block_orders(len(block)):
@@ -180,7 +200,9 @@ def _order_words(seen: Seen, axis: int, box: np.ndarray, order: np.ndarray) -> t
         return f"{one} {box[0]} has the values of {one} {order[0]}", 1
     if len(box) == 2 and np.array_equal(order, box[::-1]):
         return f"{several} {box[0]} and {box[1]} are exchanged", 0
-    for plain, words in _plain_orders(box, seen.expected.shape[axis], in_time=seen.letters[axis] in "TS"):
+    for plain, words in _plain_orders(
+        box, seen.expected.shape[axis], in_time=seen.letters[axis] in "TS"
+    ):
         if np.array_equal(plain, order):
             return f"{several} are {words}", 0
     whose = ", each that of another" if len(set(order.tolist())) == len(order) else ""

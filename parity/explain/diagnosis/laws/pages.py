@@ -1,4 +1,6 @@
-"""The family of a pattern: a pattern with several possible families has the pages of all, or none."""
+"""The family of a pattern: a pattern with several possible families has the pages of all, or
+none.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ Families = tuple[BugFamily, ...]
 def with_families(law: Law, spec: AttentionSpec, *families: BugFamily) -> Law:
     """Return a pattern with the pages and fixes of its families."""
     fixes = dict.fromkeys(family.fix_for(spec) for family in families if family.fix)
-    return replace(law, pages=tuple(dict.fromkeys(family.page for family in families)), fixes=tuple(fixes))
+    return replace(
+        law, pages=tuple(dict.fromkeys(family.page for family in families)), fixes=tuple(fixes)
+    )
 
 
 def with_pages(law: Law, seen: Seen) -> Law:
@@ -61,12 +65,16 @@ def _of_nothing(_: Law, __: Seen, ___: AttentionSpec) -> Families:
 
 
 def _of_scaling(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
-    is_of_scaling = law.name.startswith("rope ") and spec.rope is not None and spec.rope.scaling is not None
+    is_of_scaling = (
+        law.name.startswith("rope ") and spec.rope is not None and spec.rope.scaling is not None
+    )
     return (of.SCALING,) if is_of_scaling and _has_positions(seen) else ()
 
 
 def _has_positions(seen: Seen) -> bool:
-    """Return True if there are several positions: one does not distinguish frequencies from an offset."""
+    """Return True if there are several positions: one does not distinguish frequencies from an
+    offset.
+    """
     return seen.problem is not None and seen.problem.case.positions(seen.stage.step).shape[-1] > 1
 
 
@@ -75,9 +83,11 @@ def _is_of_steps(seen: Seen) -> bool:
 
 
 def _of_scale(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
-    """Return the family of scales; after the scores also that of norms, which multiply queries and keys as well.
+    """Return the family of scales; after the scores also that of norms, which multiply queries and
+    keys as well.
 
-    A scale that is almost right is not a wrong scale: any bug that changes scores a little resembles one.
+    A scale that is almost right is not a wrong scale: any bug that changes scores a little
+    resembles one.
     """
     scale = law.numbers.get("value", math.inf)
     if abs(scale - spec.score_scale) <= NEAR * spec.score_scale:
@@ -89,7 +99,8 @@ def _of_scale(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
 def _of_theta(law: Law, _: Seen, spec: AttentionSpec) -> Families:
     """Return the family of thetas, unless it is the right one, rounded.
 
-    A theta that is not round is probably a different bug in the frequencies, which setting the theta does not fix.
+    A theta that is not round is probably a different bug in the frequencies, which setting the
+    theta does not fix.
     """
     right = law.numbers["expected"]
     theta = law.numbers["theta" if "theta" in law.numbers else "value"]
@@ -124,7 +135,9 @@ def _of_factor(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
     axes, numbers = law.numbers["axes"], law.numbers["factors"]
     if seen.stage.quantity in ("q", "k", "v") and "H" not in axes and len(axes) > 1:
         return (of.QK_NORM, *([of.TEMPERATURE] if spec.temperature is not None else []))
-    if axes or not all(len(which) == size for which, size in zip(seen.box[:2], seen.expected.shape, strict=False)):
+    if axes or not all(
+        len(which) == size for which, size in zip(seen.box[:2], seen.expected.shape, strict=False)
+    ):
         return ()
     if seen.stage.kind == "scores" and spec.soft_cap is None:
         return (of.scale_family(spec),)
@@ -138,7 +151,11 @@ def _of_factor(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
 def _of_offset(law: Law, seen: Seen, _: AttentionSpec) -> Families:
     if seen.stage.kind == "cache.lengths":
         return (of.CACHE_SLOTS,)
-    is_bias = {*law.numbers["axes"]} & {"H", "E", "W"} and not {*law.numbers["axes"]} & {"B", "T", "S"}
+    is_bias = {*law.numbers["axes"]} & {"H", "E", "W"} and not {*law.numbers["axes"]} & {
+        "B",
+        "T",
+        "S",
+    }
     return (of.BIAS,) if is_bias and seen.stage.quantity in ("q", "k", "v") else ()
 
 
@@ -172,7 +189,11 @@ def _of_axes(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
     if seen.stage.kind == "scores":
         return (of.SWAPPED,) if law.numbers.get("axes") == ["T", "S"] else ()
     if seen.stage.kind == "mask":
-        return (of.CAUSAL, *([of.POLARITY] if seen.problem.case.random_mask else [])) if not _is_of_steps(seen) else ()
+        return (
+            (of.CAUSAL, *([of.POLARITY] if seen.problem.case.random_mask else []))
+            if not _is_of_steps(seen)
+            else ()
+        )
     return (of.HEAD_ORDER,) if seen.stage.quantity in ("q", "k", "v", "context", "output") else ()
 
 

@@ -1,4 +1,6 @@
-"""Parts of a layer that another one replaces: the stage is computed again with each, and with fitted numbers."""
+"""Parts of a layer that another one replaces: the stage is computed again with each, and with
+fitted numbers.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def _weights_and_parts(tried: Tried, problem: Problem) -> Iterator[Law]:
         "product": changes.products(problem),
     }
     found = (
-        with_families(Law(name, words, change=change), problem.spec, *([] if family is None else [family]))
+        with_families(
+            Law(name, words, change=change), problem.spec, *([] if family is None else [family])
+        )
         for name, group in groups.items()
         for words, change, family in group
         if tried.explains(change)
@@ -70,7 +74,9 @@ def _multiplied(tried: Tried, problem: Problem, name: str) -> Iterator[Law]:
         numbers = {"weight": name, "factor": times}
         law = Law("multiple", words, numbers, int(times not in TIMES), change=number.made(times))
         family = changes.family_of(name)
-        yield law if family is of.SWAPPED else with_families(law, problem.spec, family)  # a gain has no page
+        yield (
+            law if family is of.SWAPPED else with_families(law, problem.spec, family)
+        )  # a gain has no page
 
 
 def _met(tried: Tried, problem: Problem) -> Iterator[Law]:
@@ -85,6 +91,11 @@ def _met(tried: Tried, problem: Problem) -> Iterator[Law]:
     nearest = np.array([((x - seen.actual) ** 2).sum(axis=(0, 2, 3)) for x in every]).argmin(axis=0)
     if tried.explains(changes.meeting(nearest)):
         whose = {"scores": "keys", "context": "values"}[seen.stage.quantity]
-        words = f"query heads 0 … {size - 1} use the {whose} of key/value heads {listed(nearest.tolist())}"
-        law = Law("heads", words, {"heads": nearest.tolist()}, size, change=changes.meeting(nearest))
+        words = (
+            f"query heads 0 … {size - 1} use the {whose} of key/value heads "
+            f"{listed(nearest.tolist())}"
+        )
+        law = Law(
+            "heads", words, {"heads": nearest.tolist()}, size, change=changes.meeting(nearest)
+        )
         yield with_families(law, problem.spec, of.GROUPED)

@@ -19,7 +19,9 @@ SAID_BY = {"diagonal": "TS", "after": "TS", "before": "TS", "hidden": "TS", "emp
 """The axes that are omitted if the wrong cells have a property in common."""
 
 SPARSE = 0.5
-"""The largest share of the rows in the wrong slices at which single rows are reported instead of slices."""
+"""The largest share of the rows in the wrong slices at which single rows are reported instead of
+slices.
+"""
 
 Box = tuple[np.ndarray, ...]
 
@@ -27,8 +29,8 @@ Box = tuple[np.ndarray, ...]
 def wrong_elements(errors: np.ndarray, allowed: Mapping[str, float]) -> tuple[np.ndarray, Box]:
     """Return the elements that exceed the budget, and the indices of each axis with such elements.
 
-    If single elements are within it and all together are not, slices are compared by their root mean square, and all
-    elements of the common part of wrong slices count as wrong.
+    If single elements are within it and all together are not, slices are compared by their root
+    mean square, and all elements of the common part of wrong slices count as wrong.
     """
     bad = errors > allowed["max"]
     axes = range(errors.ndim)
@@ -37,8 +39,13 @@ def wrong_elements(errors: np.ndarray, allowed: Mapping[str, float]) -> tuple[np
     squares = errors**2
     if not errors.size or float(np.sqrt(squares.mean())) <= allowed["rms"]:
         return bad, tuple(np.arange(0) for _ in axes)
-    over = [np.flatnonzero(squares.mean(axis=_but(axes, axis)) > allowed["rms"] ** 2) for axis in axes]
-    box = tuple(which if len(which) else np.arange(size) for which, size in zip(over, errors.shape, strict=True))
+    over = [
+        np.flatnonzero(squares.mean(axis=_but(axes, axis)) > allowed["rms"] ** 2) for axis in axes
+    ]
+    box = tuple(
+        which if len(which) else np.arange(size)
+        for which, size in zip(over, errors.shape, strict=True)
+    )
     bad[np.ix_(*box)] = True
     return bad, box
 
@@ -48,7 +55,12 @@ def _but(axes: range, axis: int) -> tuple[int, ...]:
 
 
 def find_place(
-    stage: Stage, letters: tuple[str, ...], bad: np.ndarray, box: Box, hidden: np.ndarray | None, spec: Any = None
+    stage: Stage,
+    letters: tuple[str, ...],
+    bad: np.ndarray,
+    box: Box,
+    hidden: np.ndarray | None,
+    spec: Any = None,
 ) -> tuple[Place, np.ndarray]:
     """Return the place of wrong elements, and all elements of that place.
 
@@ -93,26 +105,47 @@ def _fields(letters: tuple[str, ...], box: Box) -> dict[str, tuple[int, ...]]:
 
 
 def _of_axis(
-    stage: Stage, letters: tuple[str, ...], bad: np.ndarray, box: Box, axis: int, spec: AttentionSpec | None
+    stage: Stage,
+    letters: tuple[str, ...],
+    bad: np.ndarray,
+    box: Box,
+    axis: int,
+    spec: AttentionSpec | None,
 ) -> str:
     """Describe the wrong indices of one axis; empty if all are wrong."""
     names, letter = noun(letters, axis), letters[axis]
     if letter == "S" and stage.quantity.startswith("cache."):
         names = ("slot", "slots")
     words = indices(
-        box[axis], bad.shape[axis], names, in_time=letter in "TS", of=" of each head" if letter == "H" else ""
+        box[axis],
+        bad.shape[axis],
+        names,
+        in_time=letter in "TS",
+        of=" of each head" if letter == "H" else "",
     )
     if not words or spec is None:
         return words
     return words + _what_they_are(stage, letter, box[axis], bad.shape[axis], spec)
 
 
-def _what_they_are(stage: Stage, letter: str, which: np.ndarray, size: int, spec: AttentionSpec) -> str:
+def _what_they_are(
+    stage: Stage, letter: str, which: np.ndarray, size: int, spec: AttentionSpec
+) -> str:
     """Describe the role of some features or heads in the layer; empty if they have none."""
     group = spec.num_heads // spec.num_kv_heads
-    if letter == "N" and 1 < group == len(which) and which[0] % group == 0 and which[-1] - which[0] == group - 1:
+    if (
+        letter == "N"
+        and 1 < group == len(which)
+        and which[0] % group == 0
+        and which[-1] - which[0] == group - 1
+    ):
         return f", which are those of key/value head {which[0] // group}"
-    if letter == "H" and stage.quantity in ("q", "k") and spec.rope is not None and spec.rope.rotary_dim is not None:
+    if (
+        letter == "H"
+        and stage.quantity in ("q", "k")
+        and spec.rope is not None
+        and spec.rope.rotary_dim is not None
+    ):
         rotated = np.arange(size)[spec.rope.rotated_features(size)]
         if np.array_equal(which, rotated):
             return ", which are those that RoPE rotates"
@@ -122,9 +155,15 @@ def _what_they_are(stage: Stage, letter: str, which: np.ndarray, size: int, spec
 
 
 def _cells(
-    stage: Stage, letters: tuple[str, ...], bad: np.ndarray, in_box: np.ndarray, hidden: np.ndarray | None
+    stage: Stage,
+    letters: tuple[str, ...],
+    bad: np.ndarray,
+    in_box: np.ndarray,
+    hidden: np.ndarray | None,
 ) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Yield common properties of wrong cells besides their slices: a name, a description, and all such cells."""
+    """Yield common properties of wrong cells besides their slices: a name, a description, and all
+    such cells.
+    """
     if hidden is not None and not stage.is_exact:
         yield from _by_mask(letters, bad, in_box, hidden)
     if letters[-2:] == ("T", "S"):
@@ -137,7 +176,12 @@ def _cells(
     if wrong <= SPARSE * possible:
         part = np.broadcast_to(rows[..., None], bad.shape) & in_box
         yield "rows", f"in {wrong} of {rows.size} rows", part
-    if hidden is not None and hidden.shape == bad.shape and (bad & ~hidden).any() and not (bad & hidden).any():
+    if (
+        hidden is not None
+        and hidden.shape == bad.shape
+        and (bad & ~hidden).any()
+        and not (bad & hidden).any()
+    ):
         yield "", "", in_box & ~hidden  # hidden cells are right, and may have any value
 
 
@@ -164,7 +208,11 @@ def _by_distance(bad: np.ndarray, heads: np.ndarray) -> Iterator[tuple[str, str,
         return
     if len(distances) == 1:
         away = int(distances[0])
-        words = "only the diagonal" if away == 0 else f"only the keys {abs(away)} {'after' if away > 0 else 'before'}"
+        words = (
+            "only the diagonal"
+            if away == 0
+            else f"only the keys {abs(away)} {'after' if away > 0 else 'before'}"
+        )
         yield "diagonal", words if away == 0 else f"{words} the query", (distance == away) & heads
     elif distances[0] > 0:
         yield "after", "only keys after the query", (distance > 0) & heads

@@ -16,8 +16,10 @@ from parity.measure.core.records import JsonRecord
 from parity.measure.core.stages import Stage
 
 LEAST_GAIN = 0.5
-"""The share of the error, root mean square, that a pattern may leave. A pattern with half as many numbers as elements
-removes all but 0.29 of any error just above the budget, so it must not be reported for that."""
+"""The share of the error, root mean square, that a pattern may leave. A pattern with half as many
+numbers as elements removes all but 0.29 of any error just above the budget, so it must not be
+reported for that.
+"""
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,11 @@ class Place:
 
     Attributes:
         words: its description.
-        sequences, heads, positions, keys, features: wrong indices; None if the stage has no such axis. Positions are
-            those of query tokens if the stage has them, else of key tokens or slots.
-        cells: the common property of wrong cells of scores, attention weights or a mask: `hidden`, `empty rows`,
-            `diagonal`, `after`, `before`, `rows`; empty if they have none.
+        sequences, heads, positions, keys, features: wrong indices; None if the stage has no such
+            axis. Positions are those of query tokens if the stage has them, else of key tokens or
+            slots.
+        cells: the common property of wrong cells of scores, attention weights or a mask: `hidden`,
+            `empty rows`, `diagonal`, `after`, `before`, `rows`; empty if they have none.
         wrong, size: number of elements above the budget, and of all.
     """
 
@@ -55,7 +58,8 @@ class Law:
         parameters: number of fitted numbers: fewer are simpler.
         pages: pages of its families in parity/bugs; empty without a family.
         fixes: a fix for each family.
-        change: injects it into the reference, in every call; None if it concerns this stage alone. JSON omits it.
+        change: injects it into the reference, in every call; None if it concerns this stage alone.
+            JSON omits it.
     """
 
     name: str
@@ -126,7 +130,8 @@ class Seen:
         problem: the case, weights and inputs, if known.
         others: other known stages by name.
         kept: mantissa bits of the dtype of the actual values, without the leading 1.
-        unused: cells that are not compared, in which the actual values are the expected ones; None if there are none.
+        unused: cells that are not compared, in which the actual values are the expected ones; None
+            if there are none.
     """
 
     stage: Stage
@@ -192,7 +197,9 @@ class Seen:
         return found
 
     def is_enough(self, parameters: int) -> bool:
-        """Return True if the part has enough elements to verify a pattern with some fitted numbers."""
+        """Return True if the part has enough elements to verify a pattern with some fitted
+        numbers.
+        """
         spare = 1 if self.stage.is_exact else 3
         return self.count >= 2 * parameters and self.count - parameters >= spare
 
@@ -208,11 +215,15 @@ class Seen:
         step = max(1, self.expected.size // 512) | 1  # odd, so that every row has other features
         some = slice(None, None, step)
         gain = np.broadcast_to(np.maximum(gain, 1.0), candidate.shape)
-        if step > 1 and not self._fits(self.actual.ravel()[some], candidate.ravel()[some], gain.reshape(-1)[some]):
+        if step > 1 and not self._fits(
+            self.actual.ravel()[some], candidate.ravel()[some], gain.reshape(-1)[some]
+        ):
             return False
         return self._fits(self.actual, candidate, gain, whole=True)
 
-    def _fits(self, actual: np.ndarray, candidate: np.ndarray, gain: np.ndarray, *, whole: bool = False) -> bool:
+    def _fits(
+        self, actual: np.ndarray, candidate: np.ndarray, gain: np.ndarray, *, whole: bool = False
+    ) -> bool:
         with np.errstate(invalid="ignore"):
             left = np.abs(actual - candidate)
             left[(actual == candidate) | (np.isnan(actual) & np.isnan(candidate))] = 0.0
@@ -221,7 +232,11 @@ class Seen:
         if not self.allowed["max"]:
             return not left.any()
         # A result has the rounding errors of its inputs, and one of its own size.
-        size = np.where(np.isfinite(candidate), np.abs(candidate), 0.0) / self.scale if self.scale else 0.0
+        size = (
+            np.where(np.isfinite(candidate), np.abs(candidate), 0.0) / self.scale
+            if self.scale
+            else 0.0
+        )
         scaled = left / np.maximum(gain, size)
         if scaled.max(initial=0.0) > self.allowed["max"]:
             return False
@@ -229,4 +244,6 @@ class Seen:
             return True
         rms = float(np.sqrt(np.mean(scaled**2)))
         before = float(np.sqrt(np.mean(self.errors**2)))
-        return rms <= self.allowed["rms"] and float(np.sqrt(np.mean(left**2))) <= LEAST_GAIN * before
+        return (
+            rms <= self.allowed["rms"] and float(np.sqrt(np.mean(left**2))) <= LEAST_GAIN * before
+        )

@@ -1,8 +1,10 @@
-"""Patterns of RoPE: the frequencies and offsets by which queries and keys were rotated, from the angles.
+"""Patterns of RoPE: the frequencies and offsets by which queries and keys were rotated, from the
+angles.
 
-A pair of features that should be rotated by position * f, and was rotated by (position + offset) * g, is the expected
-one, rotated by position * (g - f) + offset * g. The growth of that angle from token to token determines every g, and
-its start the offset. Then the simplest rule with these frequencies is reported.
+A pair of features that should be rotated by position * f, and was rotated by (position + offset) *
+g, is the expected one, rotated by position * (g - f) + offset * g. The growth of that angle from
+token to token determines every g, and its start the offset. Then the simplest rule with these
+frequencies is reported.
 """
 
 from __future__ import annotations
@@ -51,8 +53,13 @@ class _Turning:
 
     def turned(self, seen: Seen, rule: _Rule) -> np.ndarray:
         """Return the expected values, rotated by other frequencies and multiplied by a number."""
-        angles = self.positions[..., None] * (rule.used - self.right) + rule.offset * rule.used  # (B or 1, T, pairs)
-        cos, sin = rule.amplitude * np.cos(angles)[:, None], rule.amplitude * np.sin(angles)[:, None]
+        angles = (
+            self.positions[..., None] * (rule.used - self.right) + rule.offset * rule.used
+        )  # (B or 1, T, pairs)
+        cos, sin = (
+            rule.amplitude * np.cos(angles)[:, None],
+            rule.amplitude * np.sin(angles)[:, None],
+        )
         x, y = seen.expected[..., self.first], seen.expected[..., self.second]
         found = seen.expected.copy()
         found[..., self.first], found[..., self.second] = x * cos - y * sin, y * cos + x * sin
@@ -66,12 +73,19 @@ class _Turning:
 
         def angles(layer: Any, original: Any, positions: np.ndarray) -> np.ndarray:
             found = original(positions)
-            return (found + positions[:, None, :, None] * more + rule.offset * rule.used).astype(found.dtype)
+            return (found + positions[:, None, :, None] * more + rule.offset * rule.used).astype(
+                found.dtype
+            )
 
         changed = Changed({"angles": angles})
         if rule.amplitude == 1.0:
             return changed
-        return Changed({**changed.in_reference, "attention_factor": lambda _, original: original() * rule.amplitude})
+        return Changed(
+            {
+                **changed.in_reference,
+                "attention_factor": lambda _, original: original() * rule.amplitude,
+            }
+        )
 
 
 @dataclass(frozen=True)
@@ -96,7 +110,9 @@ def rotations(seen: Seen) -> Iterator[Law]:
     for rules in (_offset, _forms, _scaled, _theta, *any_frequencies):
         for rule in rules(turning, seen.problem.spec.rope, seen.problem.spec):
             if seen.holds(turning.turned(seen, rule), rule.amplitude):
-                yield Law(rule.name, rule.words, rule.numbers, rule.parameters, change=turning.made(rule))
+                yield Law(
+                    rule.name, rule.words, rule.numbers, rule.parameters, change=turning.made(rule)
+                )
                 return
 
 
@@ -122,7 +138,9 @@ def _turning(seen: Seen) -> _Turning | None:
     cross = a * e.conj()
     # Sequences have different positions, or all the same.
     where = positions[seen.box[0]] if len(positions) > 1 else positions
-    cross = cross.sum(axis=1) if len(positions) > 1 else cross.sum(axis=(0, 1))[None]  # (B or 1, T, pairs)
+    cross = (
+        cross.sum(axis=1) if len(positions) > 1 else cross.sum(axis=(0, 1))[None]
+    )  # (B or 1, T, pairs)
     follows = np.diff(where, axis=1) == 1.0
     if not follows.any():
         return None
@@ -143,11 +161,14 @@ def _turning(seen: Seen) -> _Turning | None:
     return _Turning(first, second, positions, right, right + slope, begin, amplitude)
 
 
-# ---- Rules, the plainest first ---------------------------------------------------------------------------------------
+# ---- Rules, the plainest first
+# ---------------------------------------------------------------------------------------
 
 
 def _offset(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule]:
-    misfit = np.abs(np.exp(1j * (OFFSETS[:, None] * turning.right - turning.begin)) - 1.0).sum(axis=1)
+    misfit = np.abs(np.exp(1j * (OFFSETS[:, None] * turning.right - turning.begin)) - 1.0).sum(
+        axis=1
+    )
     nearest = misfit <= misfit.min() + 1e-3  # slow pairs alone do not distinguish some offsets
     offset = int(min(OFFSETS[nearest], key=abs))
     words = f"RoPE's positions are {abs(offset)} too {'high' if offset > 0 else 'low'}"
@@ -162,7 +183,12 @@ def _forms(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule
     yield _Rule("rope missing", "RoPE is missing", 0.0 * turning.right, amplitude=plain)
     yield _Rule("rope reversed", "RoPE rotates in the opposite direction", -turning.right)
     if rope.scaling is not None:
-        yield _Rule("rope unscaled", "RoPE's frequencies are not scaled", theta ** (-2 * i / d), amplitude=plain)
+        yield _Rule(
+            "rope unscaled",
+            "RoPE's frequencies are not scaled",
+            theta ** (-2 * i / d),
+            amplitude=plain,
+        )
     forms = {
         "i / d": i / d,
         "2 (i + 1) / d": 2 * (i + 1) / d,
@@ -175,7 +201,9 @@ def _forms(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule
     equal_thetas |= {f"2 i / {name}": theta ** (d / size) for name, size in sizes.items()}
     for form, exponent in forms.items():
         same = equal_thetas.get(form)
-        as_if = "" if same is None else f", or theta is {readable(same)} instead of {readable(theta)}"
+        as_if = (
+            "" if same is None else f", or theta is {readable(same)} instead of {readable(theta)}"
+        )
         words = f"RoPE's frequencies are theta ** -({form}) instead of theta ** -(2 i / d){as_if}"
         yield _Rule("rope exponent", words, theta**-exponent, {"theta": theta, "exponent": form})
 
@@ -185,7 +213,9 @@ def _scaled(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rul
     is_more = abs(factor) > 1.0
     for value in filter(None, _rounded(factor if is_more else 1.0 / factor if factor else 0.0)):
         times = value if is_more else 1.0 / value
-        words = f"RoPE's positions are {'multiplied' if is_more else 'divided'} by {readable(value)}"
+        words = (
+            f"RoPE's positions are {'multiplied' if is_more else 'divided'} by {readable(value)}"
+        )
         yield _Rule("rope scaling", words, times * turning.right, {"factor": 1.0 / times}, 1)
 
 
@@ -207,7 +237,9 @@ def _theta(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule
 
 
 def as_exponent(theta: float, spec: AttentionSpec) -> str:
-    """Return the form of the exponent that, with the right base, is equivalent to another base; empty if none is."""
+    """Return the form of the exponent that, with the right base, is equivalent to another base;
+    empty if none is.
+    """
     if spec.rope is None:
         return ""
     rotated = spec.rope.rotated_features(spec.head_dim)
@@ -240,7 +272,11 @@ def _any_frequencies(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iter
     times = turning.amplitude if abs(turning.amplitude - 1.0) > 1e-4 else 1.0
     used, right = turning.used.tolist(), turning.right.tolist()
     words = f"RoPE's frequencies are {listed(used)} instead of {listed(right)}"
-    words += f", and cosines and sines {readable(times)} times what they should be" if times != 1.0 else ""
+    words += (
+        f", and cosines and sines {readable(times)} times what they should be"
+        if times != 1.0
+        else ""
+    )
     numbers = {"used": used, "right": right, "amplitude": times}
     yield _Rule("rope frequencies", words, turning.used, numbers, len(used), amplitude=times)
 

@@ -23,16 +23,26 @@ def rounded(seen: Seen) -> Iterator[Law]:
         return
     for share, how in ((0.5, "rounded"), (1.0, "cut off")):
         if _is_within(seen, FORMATS[name], share):
-            yield Law("rounded", f"the values are {how} to {name}", {"format": name, "bits": FORMATS[name]})
+            yield Law(
+                "rounded",
+                f"the values are {how} to {name}",
+                {"format": name, "bits": FORMATS[name]},
+            )
             return
 
 
 def _is_within(seen: Seen, bits: int, share: float) -> bool:
-    """Return True if every error is at most a share of the last bit of its value, in addition to the tolerance."""
+    """Return True if every error is at most a share of the last bit of its value, in addition to
+    the tolerance.
+    """
     size = np.abs(seen.expected)
     unit = np.exp2(np.floor(np.log2(np.maximum(size, 2.0**-126))) - bits)
     least = 2.0**-24 if bits == 10 else 0.0  # the smallest number of float16
-    return bool((seen.errors <= np.maximum(share * unit, least) * 1.001 + seen.allowed["max"])[seen.part].all())
+    return bool(
+        (seen.errors <= np.maximum(share * unit, least) * 1.001 + seen.allowed["max"])[
+            seen.part
+        ].all()
+    )
 
 
 def rounding_signs(seen: Seen) -> Iterator[str]:
@@ -41,7 +51,12 @@ def rounding_signs(seen: Seen) -> Iterator[str]:
     if name is not None:
         yield f"all values there are exactly representable in {name}"
     lost = next(
-        (each for each, bits in reversed(FORMATS.items()) if bits < seen.kept and _is_within(seen, bits, 1.0)), ""
+        (
+            each
+            for each, bits in reversed(FORMATS.items())
+            if bits < seen.kept and _is_within(seen, bits, 1.0)
+        ),
+        "",
     )
     if lost and seen.count >= LEAST:
         yield f"every error is within one unit of {lost} of its value"
@@ -57,8 +72,9 @@ def rounding_signs(seen: Seen) -> Iterator[str]:
 
 
 def _format_of(seen: Seen) -> str | None:
-    """Return the narrowest format that holds the actual values, if their dtype is wider and the expected ones do not
-    fit."""
+    """Return the narrowest format that holds the actual values, if their dtype is wider and the
+    expected ones do not fit.
+    """
     if seen.stage.is_exact:
         return None
     for name, bits in FORMATS.items():
@@ -68,7 +84,11 @@ def _format_of(seen: Seen) -> str | None:
         if bits == 10 and np.abs(values).max(initial=0.0) > 65504.0:
             continue
         telling = np.count_nonzero(_lost(values, 2))
-        if telling >= LEAST and not _lost(values, bits).any() and _lost(seen.expected[seen.usable], bits).any():
+        if (
+            telling >= LEAST
+            and not _lost(values, bits).any()
+            and _lost(seen.expected[seen.usable], bits).any()
+        ):
             return name
     return None
 

@@ -1,7 +1,8 @@
-"""Patterns of queries and keys before RoPE: the rotation is undone, and the features of the projections are compared.
+"""Patterns of queries and keys before RoPE: the rotation is undone, and the features of the
+projections are compared.
 
-There a missing bias is an offset by feature, a norm's weight a factor by feature, and wrongly split heads another
-order. Undoing RoPE leaves the size of rounding errors unchanged, pair by pair.
+There a missing bias is an offset by feature, a norm's weight a factor by feature, and wrongly split
+heads another order. Undoing RoPE leaves the size of rounding errors unchanged, pair by pair.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ from parity.measure.core.compare import errors_of
 from parity.measure.core.reference import Arithmetic, Layer
 from parity.measure.core.reference.rope import frequencies, pairs
 
-GROUPS: tuple[Callable[[Seen], Iterator[Law]], ...] = (factors, orders, transposes, offsets, rows_and_features)
+GROUPS: tuple[Callable[[Seen], Iterator[Law]], ...] = (
+    factors,
+    orders,
+    transposes,
+    offsets,
+    rows_and_features,
+)
 """Patterns of the projection and the norm before RoPE."""
 
 MOST = 2**24
@@ -34,7 +41,12 @@ BEYOND = 8
 def turned(seen: Seen) -> Iterator[Law]:
     """Yield patterns before RoPE, and rotations with the positions of other tokens."""
     problem = seen.problem
-    if problem is None or seen.stage.quantity not in ("q", "k") or seen.stage.path or seen.actual.ndim != 4:
+    if (
+        problem is None
+        or seen.stage.quantity not in ("q", "k")
+        or seen.stage.path
+        or seen.actual.ndim != 4
+    ):
         return
     spec = problem.spec
     norm = spec.qk_norm
@@ -43,7 +55,11 @@ def turned(seen: Seen) -> Iterator[Law]:
     layer = Layer(problem, Arithmetic(np.dtype(np.float64)))
     positions = problem.case.positions(seen.stage.step)
     rotated = np.zeros(seen.actual.shape[3], bool)
-    rotated[np.concatenate([np.ravel(features) for features in pairs(spec.rope, len(rotated))]).astype(int)] = True
+    rotated[
+        np.concatenate([np.ravel(features) for features in pairs(spec.rope, len(rotated))]).astype(
+            int
+        )
+    ] = True
     shrunk = np.where(rotated, layer.attention_factor() ** -2, 1.0)
 
     def back(x: np.ndarray) -> np.ndarray:
@@ -67,7 +83,15 @@ def _laws_of(seen: Seen, actual: np.ndarray, expected: np.ndarray) -> list[Law]:
         return []
     place, part = find_place(seen.stage, seen.letters, bad, box, None)
     before = replace(
-        seen, actual=actual, expected=expected, allowed=allowed, errors=errors, bad=bad, box=box, part=part, place=place
+        seen,
+        actual=actual,
+        expected=expected,
+        allowed=allowed,
+        errors=errors,
+        bad=bad,
+        box=box,
+        part=part,
+        place=place,
     )
     return [law for group in GROUPS for law in group(before)]
 
@@ -90,7 +114,9 @@ def _positions(seen: Seen, positions: np.ndarray) -> Iterator[Law]:
     actual = seen.actual[..., first] + 1j * seen.actual[..., second]
     distances = (np.abs(turns * x - actual) ** 2).sum(axis=-1)  # (places, B, N, T)
     own = positions[:, None] - begin  # its own position if no other is nearer
-    is_own = np.take_along_axis(distances, np.broadcast_to(own, distances.shape[1:])[None], axis=0)[0]
+    is_own = np.take_along_axis(distances, np.broadcast_to(own, distances.shape[1:])[None], axis=0)[
+        0
+    ]
     slack = features * seen.allowed["max"] ** 2
     nearest = np.where(is_own <= distances.min(axis=0) + slack, own, distances.argmin(axis=0))
     found = np.take_along_axis(turns * x, nearest[None, ..., None], axis=0)[0]
@@ -106,7 +132,10 @@ def _positions_law(seen: Seen, places: np.ndarray) -> Law:
     if (places == places[:1, :1]).all():
         used, by = places[0, 0], "tokens are rotated as at the positions"
     elif (places == places[:1, :, :1]).all():
-        used, by = places[0, :, 0], f"{several} are rotated by one position each, instead of tokens:"
+        used, by = (
+            places[0, :, 0],
+            f"{several} are rotated by one position each, instead of tokens:",
+        )
     else:
         used, by = places.ravel(), "tokens are rotated by other positions:"
     return Law(kind, f"{by} {listed(used.tolist())}", {"positions": places.tolist()}, len(used))

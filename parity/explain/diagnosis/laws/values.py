@@ -1,4 +1,6 @@
-"""Patterns of values: constants, factors and offsets, of everything or by head, position or feature."""
+"""Patterns of values: constants, factors and offsets, of everything or by head, position or
+feature.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,14 @@ from collections.abc import Iterator
 import numpy as np
 
 from parity.explain.diagnosis.laws.record import Law, Seen
-from parity.explain.diagnosis.laws.words import NOUNS, known_as, listed, noun, number_words, readable
+from parity.explain.diagnosis.laws.words import (
+    NOUNS,
+    known_as,
+    listed,
+    noun,
+    number_words,
+    readable,
+)
 
 CONSTANTS = {
     "the smallest float32": float(np.finfo(np.float32).min),
@@ -19,7 +28,8 @@ CONSTANTS = {
 """Numbers that implementations use instead of -infinity."""
 
 
-# ---- Constants -------------------------------------------------------------------------------------------------------
+# ---- Constants
+# --------------------------------------------------------------------------------------------------
 
 
 def constants(seen: Seen) -> Iterator[Law]:
@@ -30,7 +40,12 @@ def constants(seen: Seen) -> Iterator[Law]:
     value = float(values.flat[0]) if not np.isfinite(values).all() else float(np.median(values))
     if seen.stage.is_exact:
         if seen.stage.kind == "mask" and seen.count > 1 and seen.holds(seen.within(value)):
-            yield Law("constant", "all of them are hidden" if value else "none of them is hidden", {"value": value}, 0)
+            yield Law(
+                "constant",
+                "all of them are hidden" if value else "none of them is hidden",
+                {"value": value},
+                0,
+            )
         return
     if seen.holds(seen.within(0.0)):
         yield Law("zeros", "all values there are 0")
@@ -38,16 +53,23 @@ def constants(seen: Seen) -> Iterator[Law]:
         yield Law("nan", "all values there are NaN")
     elif math.isinf(value) and seen.holds(seen.within(value)):
         yield Law(
-            "infinite", f"all values there are {'-' if value < 0 else ''}infinity", {"sign": math.copysign(1, value)}
+            "infinite",
+            f"all values there are {'-' if value < 0 else ''}infinity",
+            {"sign": math.copysign(1, value)},
         )
     elif math.isfinite(value) and seen.is_enough(1) and seen.holds(seen.within(value)):
-        names = [name for name, known in CONSTANTS.items() if abs(value - known) <= 1e-6 * abs(known)]
+        names = [
+            name for name, known in CONSTANTS.items() if abs(value - known) <= 1e-6 * abs(known)
+        ]
         if seen.stage.is_attn_weights and abs(value * seen.actual.shape[-1] - 1.0) < 1e-5:
             names = ["1/S: uniform rows"]
-        yield Law("constant", f"all values there are {number_words(value, names)}", {"value": value}, 1)
+        yield Law(
+            "constant", f"all values there are {number_words(value, names)}", {"value": value}, 1
+        )
 
 
-# ---- Factors and offsets ---------------------------------------------------------------------------------------------
+# ---- Factors and offsets
+# ---------------------------------------------------------------------------------------------
 
 ALTERNATIONS = 200
 """Rounds in which the factors of tokens and of features are fitted in turn."""
@@ -57,7 +79,9 @@ LATER = ("N", "K", "B", "T", "S", "H", "E", "W", "G", "d_in", "d_kv", "out", "in
 
 
 def factors(seen: Seen) -> Iterator[Law]:
-    """Yield a multiple of the expected values: one factor, or one for each head, sequence, position or feature."""
+    """Yield a multiple of the expected values: one factor, or one for each head, sequence, position
+    or feature.
+    """
     if seen.stage.is_exact:
         return
     a, e = seen.known
@@ -69,19 +93,28 @@ def factors(seen: Seen) -> Iterator[Law]:
             continue
         over = tuple(axis for axis in range(a.ndim) if axis not in axes)
         size = squares.sum(axis=over, keepdims=True)
-        factor = np.divide(products.sum(axis=over, keepdims=True), size, out=np.ones_like(size), where=size > 0)
+        factor = np.divide(
+            products.sum(axis=over, keepdims=True), size, out=np.ones_like(size), where=size > 0
+        )
         if not np.isfinite(factor).all() or (not axes and not factor.item()):
             continue
-        if seen.holds(seen.within(factor * seen.expected), np.where(seen.part, np.abs(factor), 1.0)):
+        if seen.holds(
+            seen.within(factor * seen.expected), np.where(seen.part, np.abs(factor), 1.0)
+        ):
             numbers = _in_box(seen, factor, axes)
             yield Law(
-                "factor", _factor_words(seen, axes, numbers), _numbers(seen, axes, "factors", numbers), parameters
+                "factor",
+                _factor_words(seen, axes, numbers),
+                _numbers(seen, axes, "factors", numbers),
+                parameters,
             )
             return
 
 
 def offsets(seen: Seen) -> Iterator[Law]:
-    """Yield an offset of the expected values: one number, or one for each feature, head or position."""
+    """Yield an offset of the expected values: one number, or one for each feature, head or
+    position.
+    """
     if seen.stage.kind == "mask":
         return
     a, e = seen.known
@@ -92,17 +125,24 @@ def offsets(seen: Seen) -> Iterator[Law]:
         if not seen.is_enough(parameters):
             continue
         over = tuple(axis for axis in range(a.ndim) if axis not in axes)
-        offset = differences.sum(axis=over, keepdims=True) / np.maximum(counted.sum(axis=over, keepdims=True), 1.0)
+        offset = differences.sum(axis=over, keepdims=True) / np.maximum(
+            counted.sum(axis=over, keepdims=True), 1.0
+        )
         if seen.holds(seen.within(seen.expected + offset)):
             numbers = _in_box(seen, offset, axes)
             yield Law(
-                "offset", _offset_words(seen, axes, numbers), _numbers(seen, axes, "offsets", numbers), parameters
+                "offset",
+                _offset_words(seen, axes, numbers),
+                _numbers(seen, axes, "offsets", numbers),
+                parameters,
             )
             return
 
 
 def rows_and_features(seen: Seen) -> Iterator[Law]:
-    """Yield a multiple of the expected values with one factor per token and one per feature, in each head."""
+    """Yield a multiple of the expected values with one factor per token and one per feature, in
+    each head.
+    """
     if seen.letters[-1] not in ("H", "W") or seen.actual.ndim != 4 or not seen.usable.all():
         return
     (batch, heads, tokens, features), (a, e) = seen.actual.shape, seen.known
@@ -117,15 +157,22 @@ def rows_and_features(seen: Seen) -> Iterator[Law]:
         x = e * of_row
         of_feature = _ratio(a, x, 2)
     factor = of_row * of_feature
-    if np.isfinite(factor).all() and seen.holds(seen.within(factor * e), np.where(seen.part, np.abs(factor), 1.0)):
-        words = "each token and each feature of a head is multiplied by a number, as by a norm over another axis"
+    if np.isfinite(factor).all() and seen.holds(
+        seen.within(factor * e), np.where(seen.part, np.abs(factor), 1.0)
+    ):
+        words = (
+            "each token and each feature of a head is multiplied by a number, as by a norm over "
+            "another axis"
+        )
         yield Law("tokens and features", words, {}, parameters)
 
 
 def _ratio(a: np.ndarray, x: np.ndarray, axis: int) -> np.ndarray:
     """Return the factors along an axis that bring x closest to a."""
     size = (x * x).sum(axis=axis, keepdims=True)
-    return np.divide((a * x).sum(axis=axis, keepdims=True), size, out=np.ones_like(size), where=size > 0)
+    return np.divide(
+        (a * x).sum(axis=axis, keepdims=True), size, out=np.ones_like(size), where=size > 0
+    )
 
 
 def _choices(seen: Seen) -> list[tuple[int, ...]]:
@@ -153,13 +200,19 @@ def _in_box(seen: Seen, numbers: np.ndarray, axes: tuple[int, ...]) -> np.ndarra
     return numbers[np.ix_(*kept)].ravel()
 
 
-def _numbers(seen: Seen, axes: tuple[int, ...], name: str, numbers: np.ndarray) -> dict[str, object]:
+def _numbers(
+    seen: Seen, axes: tuple[int, ...], name: str, numbers: np.ndarray
+) -> dict[str, object]:
     return {"axes": [seen.letters[axis] for axis in axes], name: numbers.tolist()}
 
 
 def sizes_of(seen: Seen) -> dict[str, int]:
     """Return the sizes of heads and layers, by their letters in formulas."""
-    sizes = {letter: seen.actual.shape[seen.letters.index(letter)] for letter in "HNE" if letter in seen.letters}
+    sizes = {
+        letter: seen.actual.shape[seen.letters.index(letter)]
+        for letter in "HNE"
+        if letter in seen.letters
+    }
     if seen.problem is not None:
         spec = seen.problem.spec
         sizes |= {"H": spec.head_dim, "N": spec.num_heads, "E": spec.d_model}
@@ -174,18 +227,26 @@ def _factor_words(seen: Seen, axes: tuple[int, ...], numbers: np.ndarray) -> str
     is_row = len(axes) > 1
     each = "token of each head" if is_row else noun(seen.letters, next(iter(axes)))[0]
     as_a_norm = ", as by a missing or additional norm" if is_row else ""
-    return f"each {each} there is multiplied by a different number{as_a_norm}: {listed(numbers.tolist(), 1.0)}"
+    return (
+        f"each {each} there is multiplied by a different number{as_a_norm}: "
+        f"{listed(numbers.tolist(), 1.0)}"
+    )
 
 
 def _offset_words(seen: Seen, axes: tuple[int, ...], numbers: np.ndarray) -> str:
     if not axes:
         return f"{readable(float(numbers[0]))} is added to all values there"
     if axes == (0, 1, 2):
-        return f"each row there is off by a constant ({listed(numbers.tolist())}), which a softmax ignores"
+        return (
+            f"each row there is off by a constant ({listed(numbers.tolist())}), which a softmax "
+            f"ignores"
+        )
     if axes == (0, 1, 3):
         return f"a bias that depends only on the key is added there: {listed(numbers.tolist())}"
     ones = " and ".join(noun(seen.letters, axis)[0] for axis in axes[::-1])
-    as_a_bias = ", the same for all tokens, like a bias" if seen.letters[axes[-1]] in _FEATURES else ""
+    as_a_bias = (
+        ", the same for all tokens, like a bias" if seen.letters[axes[-1]] in _FEATURES else ""
+    )
     return f"a number is added there to each {ones}{as_a_bias}: {listed(numbers.tolist())}"
 
 

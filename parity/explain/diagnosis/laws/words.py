@@ -20,7 +20,8 @@ LOOSEST = 0.01
 """The largest relative difference from a named number."""
 
 
-# ---- Numbers ---------------------------------------------------------------------------------------------------------
+# ---- Numbers
+# --------------------------------------------------------------------------------------------------
 
 
 def readable(x: float) -> str:
@@ -47,13 +48,19 @@ def readable_apart(x: float, right: float) -> tuple[str, str]:
 
 
 def listed(numbers: Sequence[float], right: float = math.nan) -> str:
-    """Return numbers as a list, or as a range, with enough digits to distinguish them from the right one."""
+    """Return numbers as a list, or as a range, with enough digits to distinguish them from the
+    right one.
+    """
     if len(numbers) <= MOST_LISTED:
         return ", ".join(readable_apart(x, right)[0] for x in numbers)
-    return f"from {readable_apart(min(numbers), right)[0]} to {readable_apart(max(numbers), right)[0]}"
+    return (
+        f"from {readable_apart(min(numbers), right)[0]} to {readable_apart(max(numbers), right)[0]}"
+    )
 
 
-def known_as(x: float, tolerance: float, sizes: dict[str, int], problem: Problem | None = None) -> list[str]:
+def known_as(
+    x: float, tolerance: float, sizes: dict[str, int], problem: Problem | None = None
+) -> list[str]:
     """Return the names of a factor, the simplest first; empty if it is near no named number.
 
     Args:
@@ -63,10 +70,14 @@ def known_as(x: float, tolerance: float, sizes: dict[str, int], problem: Problem
         problem: with dropout and scale, if known.
     """
     tolerance = min(max(tolerance, 1e-9), LOOSEST)
-    names = [name for name, value in _known(sizes, problem) if abs(x - value) <= tolerance * abs(value)]
+    names = [
+        name for name, value in _known(sizes, problem) if abs(x - value) <= tolerance * abs(value)
+    ]
     if not names or "H" not in sizes:  # scores do not show the width of heads
         some = _roots(x, squares="H" not in sizes)
-        names += [name for name, value in some if abs(x - value) <= min(tolerance, 1e-4) * abs(value)]
+        names += [
+            name for name, value in some if abs(x - value) <= min(tolerance, 1e-4) * abs(value)
+        ]
     return list(dict.fromkeys(names))[:3]
 
 
@@ -95,11 +106,16 @@ def _known(sizes: dict[str, int], problem: Problem | None) -> Iterator[tuple[str
 
 
 def _roots(x: float, *, squares: bool) -> Iterator[tuple[str, float]]:
-    """Yield integers, their roots and the inverses that x may be; roots of squares only on request."""
+    """Yield integers, their roots and the inverses that x may be; roots of squares only on
+    request.
+    """
     sign = "-" if x < 0 else ""
     for power, plain, inverse in ((1.0, "{}", "1/{}"), (2.0, "sqrt({})", "1/sqrt({})")):
         size = abs(x) ** power
-        for words, number, exponent in ((plain, size, 1.0 / power), (inverse, 1.0 / size if size else 0.0, -1 / power)):
+        for words, number, exponent in (
+            (plain, size, 1.0 / power),
+            (inverse, 1.0 / size if size else 0.0, -1 / power),
+        ):
             if 1.5 < number < 1e4:
                 whole = round(number)
                 if power == 2.0 and math.isqrt(whole) ** 2 == whole and not squares:
@@ -114,7 +130,8 @@ def number_words(x: float, names: Sequence[str], right: float = math.nan) -> str
     return f"{number} ({', or '.join(others)})" if others else number
 
 
-# ---- Indices ---------------------------------------------------------------------------------------------------------
+# ---- Indices
+# --------------------------------------------------------------------------------------------------
 
 NOUNS = {
     "B": ("sequence", "sequences"),
@@ -142,7 +159,9 @@ def noun(letters: Sequence[str], axis: int) -> tuple[str, str]:
     return NOUNS.get(letter, (f"index of {letter}", f"indices of {letter}"))
 
 
-def indices(which: np.ndarray, size: int, names: tuple[str, str], *, in_time: bool, of: str = "") -> str:
+def indices(
+    which: np.ndarray, size: int, names: tuple[str, str], *, in_time: bool, of: str = ""
+) -> str:
     """Describe some of the indices 0 … size - 1; empty for all of them.
 
     Args:
@@ -168,11 +187,15 @@ def indices(which: np.ndarray, size: int, names: tuple[str, str], *, in_time: bo
             return f"{several} {first} and later"
         half = size % 2 == 0 and count == size // 2 and first in (0, size // 2)
         which_half = f"(the {'second' if first else 'first'} half{of})"
-        return f"{several} {first}-{last} " + (which_half if half and not in_time else f"(of {size})")
+        return f"{several} {first}-{last} " + (
+            which_half if half and not in_time else f"(of {size})"
+        )
     step = int(which[1]) - first
     if count > 2 and np.array_equal(which, np.arange(first, size, step)):
         if step == 2:
-            return f"{'odd' if first % 2 else 'even'} {several}" + (f" from {first} on" if first > 1 else "")
+            return f"{'odd' if first % 2 else 'even'} {several}" + (
+                f" from {first} on" if first > 1 else ""
+            )
         return f"every {_ordinal(step)} {one} from {first} on"
     missing = np.setdiff1d(np.arange(size), which)
     if len(missing) <= min(2, size // 4):

@@ -1,4 +1,6 @@
-"""The known bugs that can be injected into a user's attention, by the names of `mha-parity bugs`."""
+"""The known bugs that can be injected into a user's attention, by the names of `mha-parity
+bugs`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
     from parity.explain.diagnosis.bugs import Bug
 
 BUGS = (*MASKS, *BUFFERS, *PROJECTED, *INPUTS, *HEADS_REORDERED, *EXTRAS, *ROPE, *OURS)
-"""The bugs, in the order of injection; of several with one name, the first that a callable allows counts."""
+"""The bugs, in the order of injection; of several with one name, the first that a callable allows
+counts.
+"""
 
 
 def names() -> list[str]:
@@ -27,7 +31,9 @@ def names() -> list[str]:
 
 
 def injections_for(view: View) -> tuple[dict[str, Injection], dict[str, str]]:
-    """Return the bugs that can be injected into a callable, by name; and the reasons for the others."""
+    """Return the bugs that can be injected into a callable, by name; and the reasons for the
+    others.
+    """
     fit: dict[str, Injection] = {}
     reasons: dict[str, str] = {}
     for bug in BUGS:
@@ -63,6 +69,8 @@ def page_of(name: str) -> str:
 
 
 def _known(name: str) -> Bug:
-    from parity.explain.diagnosis.bugs import bug_by_name  # slow to import, and a user's tests don't need it
+    from parity.explain.diagnosis.bugs import (
+        bug_by_name,
+    )  # slow to import, and a user's tests don't need it
 
     return bug_by_name()[name]

@@ -12,7 +12,9 @@ from parity.explain.mutating.held import replaced_in_torch
 
 
 def _values(x: Any) -> tuple[Any, Any] | None:
-    """Return the values of a causal mask for visible and hidden keys; None if it is not a causal mask."""
+    """Return the values of a causal mask for visible and hidden keys; None if it is not a causal
+    mask.
+    """
     if x.ndim < 2 or x.shape[-1] != x.shape[-2] or x.shape[-1] < 2:
         return None
     later = _later(x, 0).expand_as(x)
@@ -28,17 +30,26 @@ def _later(x: Any, offset: int) -> Any:
 
 
 def _buffer(hidden: Callable[[Any], Any]) -> Callable[[Call], Run | None]:
-    """Make a bug of a module whose causal mask hides other keys; `hidden` maps the mask to those keys, (T, S)."""
+    """Make a bug of a module whose causal mask hides other keys; `hidden` maps the mask to those
+    keys, (T, S).
+    """
 
     def make(call: Call) -> Run | None:
         if call.owner is None or library_of(call.owner) != "torch":
             raise Unfit("it has no mask among its parameters")
-        found = {name: (x, values) for name, x in call.owner.named_buffers() if (values := _values(x)) is not None}
+        found = {
+            name: (x, values)
+            for name, x in call.owner.named_buffers()
+            if (values := _values(x)) is not None
+        }
         if not found:
             raise Unfit("it has no mask among its parameters, and no causal one among its buffers")
         if call.lengths[0] == 1:
             return None
-        changed = {name: values[0].where(~hidden(x).expand_as(x), values[1]) for name, (x, values) in found.items()}
+        changed = {
+            name: values[0].where(~hidden(x).expand_as(x), values[1])
+            for name, (x, values) in found.items()
+        }
         return lambda function: replaced_in_torch(call, changed, function)
 
     return make

@@ -21,7 +21,9 @@ def _dropped(role: str) -> Callable[[Call], Run | None]:
 
 
 def _changed(role: str, change: Callable[[Call, Any], Any]) -> Callable[[Call], Run | None]:
-    """Make a bug that changes one argument if it is passed; `change` returns None if it does not apply."""
+    """Make a bug that changes one argument if it is passed; `change` returns None if it does not
+    apply.
+    """
 
     def make(call: Call) -> Call | None:
         given = call.get(role)
@@ -32,7 +34,9 @@ def _changed(role: str, change: Callable[[Call, Any], Any]) -> Callable[[Call], 
 
 
 def _window(step: int) -> Callable[[Call, Any], Any]:
-    """Make a window one token wider or narrower; for two sides, the left one; -1 means unlimited."""
+    """Make a window one token wider or narrower; for two sides, the left one; -1 means
+    unlimited.
+    """
 
     def change(call: Call, size: Any) -> Any:
         if isinstance(size, tuple) and size and size[0] > 0:
@@ -72,7 +76,9 @@ EXTRAS = (
     Injection("rope-missing", ("positions",), _at_positions(lambda p: p * 0)),
     Injection("rope-reversed", ("positions",), _at_positions(lambda p: -p)),
     Injection("cache-position-off-by-one", ("positions", "cache"), _at_positions(lambda p: p + 1)),
-    Injection("cache-position-restarted", ("positions", "cache"), _at_positions(lambda p: p - p[..., :1])),
+    Injection(
+        "cache-position-restarted", ("positions", "cache"), _at_positions(lambda p: p - p[..., :1])
+    ),
     Injection("rope-missing", ("cos",), _turned(lambda cos, sin: (cos * 0 + 1, sin * 0))),
     Injection("rope-reversed", ("cos",), _turned(lambda cos, sin: (cos, -sin))),
     Injection("rope-sin-cos-exchanged", ("cos",), _turned(lambda cos, sin: (sin, cos))),
@@ -82,5 +88,6 @@ EXTRAS = (
     Injection("soft-cap-ignored", ("soft_cap",), _dropped("soft_cap")),
     Injection("sinks-ignored", ("sinks",), _dropped("sinks")),
 )
-"""Bugs in the remaining arguments. Positions that are shifted equally for queries and keys have an effect only with a
-cache."""
+"""Bugs in the remaining arguments. Positions that are shifted equally for queries and keys have an
+effect only with a cache.
+"""

@@ -1,4 +1,6 @@
-"""Bugs in queries, keys and values, and in values derived from them: exchanged, reordered, scaled, rounded."""
+"""Bugs in queries, keys and values, and in values derived from them: exchanged, reordered, scaled,
+rounded.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from parity.explain.mutating.calls import Call, Injection, Run, on_output, taken
 
 HEADS = ("heads", "key", "value")
 
-# ---- Exchanged -------------------------------------------------------------------------------------------------------
+# ---- Exchanged
+# --------------------------------------------------------------------------------------------------
 
 
 def _exchanged(one: str, other: str) -> Callable[[Call], Run | None]:
@@ -34,31 +37,46 @@ def _batch_as_tokens(call: Call) -> Run | None:
     return lambda function: on_output(function(other), lambda output: output.swapaxes(0, 1))
 
 
-# ---- Heads -----------------------------------------------------------------------------------------------------------
+# ---- Heads
+# --------------------------------------------------------------------------------------------------
 
 
-def _reordered(role: str, order: Callable[[np.ndarray], np.ndarray], fewest: int) -> Callable[[Call], Run | None]:
+def _reordered(
+    role: str, order: Callable[[np.ndarray], np.ndarray], fewest: int
+) -> Callable[[Call], Run | None]:
     def change(call: Call) -> Call | None:
         x = call.get(role)
         count = x.shape[call.head_axis]
-        return call.but(**{role: taken(x, order(np.arange(count)), call.head_axis)}) if count >= fewest else None
+        return (
+            call.but(**{role: taken(x, order(np.arange(count)), call.head_axis)})
+            if count >= fewest
+            else None
+        )
 
     return with_call(change)
 
 
 def _tiled(call: Call) -> Run | None:
-    """Make query head n use key/value head n % K, by exchanging it with a head that uses that one."""
+    """Make query head n use key/value head n % K, by exchanging it with a head that uses that
+    one.
+    """
     num_heads, num_kv_heads = (call.get(role).shape[call.head_axis] for role in ("query", "key"))
     if not 1 < num_kv_heads < num_heads:
         return None
-    order = np.arange(num_heads).reshape(-1, num_kv_heads).T.ravel()  # heads that share a key/value head, side by side
+    order = (
+        np.arange(num_heads).reshape(-1, num_kv_heads).T.ravel()
+    )  # heads that share a key/value head, side by side
     other = call.but(query=taken(call.get("query"), order, call.head_axis))
     back = np.argsort(order)
-    return lambda function: on_output(function(other), lambda output: taken(output, back, call.head_axis))
+    return lambda function: on_output(
+        function(other), lambda output: taken(output, back, call.head_axis)
+    )
 
 
 def _misread(x: Any, *, is_moved: bool) -> Any:
-    """Return heads after a reshape without the transpose of heads and tokens; `is_moved` if x is already transposed."""
+    """Return heads after a reshape without the transpose of heads and tokens; `is_moved` if x is
+    already transposed.
+    """
     if is_moved:
         return x.swapaxes(-3, -2).reshape(x.shape)
     *batch, first, second, size = x.shape
@@ -69,23 +87,32 @@ def _heads_not_moved(call: Call) -> Call | None:
     if call.get("query").shape[call.head_axis] == 1:
         return None
     is_moved = call.view.axes == "BNTH"
-    return call.but(**{role: _misread(call.get(role), is_moved=is_moved) for role in ("query", "key", "value")})
+    return call.but(
+        **{role: _misread(call.get(role), is_moved=is_moved) for role in ("query", "key", "value")}
+    )
 
 
 def _heads_not_moved_back(call: Call) -> Run | None:
     if call.get("query").shape[call.head_axis] == 1:
         return None
     is_moved = call.view.axes == "BTNH"
-    return lambda function: on_output(function(call), lambda output: _misread(output, is_moved=is_moved))
+    return lambda function: on_output(
+        function(call), lambda output: _misread(output, is_moved=is_moved)
+    )
 
 
-# ---- Scale -----------------------------------------------------------------------------------------------------------
+# ---- Scale
+# --------------------------------------------------------------------------------------------------
 
 
 def _divisor(call: Call) -> float:
     """Return the divisor of the scores: sqrt(H), or the one that the call specifies."""
     scale = call.get("scale")
-    return 1.0 / float(scale) if isinstance(scale, (int, float)) and scale else math.sqrt(call.get("query").shape[-1])
+    return (
+        1.0 / float(scale)
+        if isinstance(scale, (int, float)) and scale
+        else math.sqrt(call.get("query").shape[-1])
+    )
 
 
 Divisor = Callable[[float, int, int], float]
@@ -116,12 +143,17 @@ def _after_softmax(call: Call) -> Run | None:
     return lambda function: on_output(function(other), lambda output: output / right)
 
 
-# ---- Precision -------------------------------------------------------------------------------------------------------
+# ---- Precision
+# --------------------------------------------------------------------------------------------------
 
 
 def _rounded(call: Call) -> Call | None:
     given = {role: x for role in ("query", "key", "value") if (x := call.get(role)) is not None}
-    wide = {role: x for role, x in given.items() if str(x.dtype).split(".")[-1] in ("float32", "float64")}
+    wide = {
+        role: x
+        for role, x in given.items()
+        if str(x.dtype).split(".")[-1] in ("float32", "float64")
+    }
     if not wide:
         return None
     if call.view.framework == "torch":
@@ -133,7 +165,9 @@ ORDERS: dict[str, tuple[Callable[[np.ndarray], np.ndarray], int]] = {
     "reversed": (lambda heads: heads[::-1], 2),
     "rolled": (lambda heads: np.roll(heads, 1, axis=0), 3),
 }
-"""Wrong orders of heads along the first axis, and the fewest heads: for two heads both orders are the same."""
+"""Wrong orders of heads along the first axis, and the fewest heads: for two heads both orders are
+the same.
+"""
 
 INPUTS = (
     Injection("q-k-swapped", ("key",), _exchanged("query", "key")),
@@ -148,7 +182,9 @@ INPUTS = (
     Injection("heads-not-moved", HEADS, with_call(_heads_not_moved)),
     Injection("heads-not-moved-back", HEADS, _heads_not_moved_back),
     *(Injection(name, HEADS, _scaled(divisor)) for name, divisor in SCALES.items()),
-    Injection("scale-ignored", (*HEADS, "scale"), _scaled(lambda right, size, width: math.sqrt(size))),
+    Injection(
+        "scale-ignored", (*HEADS, "scale"), _scaled(lambda right, size, width: math.sqrt(size))
+    ),
     Injection("scale-after-softmax", HEADS, _after_softmax),
     Injection("batch-as-tokens", ("layer",), _batch_as_tokens),
     Injection("precision-bfloat16", (), with_call(_rounded)),

@@ -14,7 +14,8 @@ from parity.explain.mutating.view import OTHER_NEEDS
 FORBIDDEN = -1e4  # smaller numbers hide keys in an additive mask
 
 
-# ---- Masks of any kind -----------------------------------------------------------------------------------------------
+# ---- Masks of any kind
+# -----------------------------------------------------------------------------------------------
 
 
 def _is_added(mask: Any) -> bool:
@@ -22,7 +23,9 @@ def _is_added(mask: Any) -> bool:
 
 
 def _hidden(call: Call, mask: Any) -> Any:
-    """Return where a mask hides, for any kind: booleans, numbers 0 and 1, or numbers added to scores."""
+    """Return where a mask hides, for any kind: booleans, numbers 0 and 1, or numbers added to
+    scores.
+    """
     if _is_added(mask):
         return mask <= FORBIDDEN
     if not call.view.mask_true:
@@ -38,7 +41,11 @@ def _with_hidden(call: Call, mask: Any, hidden: Any) -> Any:
         shown = xp.where(mask <= FORBIDDEN, xp.zeros_like(mask), mask)
         return xp.where(hidden, xp.full_like(shown, float("-inf")), shown)
     true = hidden if call.view.mask_true == "hides" else ~hidden
-    return true if "bool" in str(mask.dtype) else xp.where(true, xp.ones_like(mask), xp.zeros_like(mask))
+    return (
+        true
+        if "bool" in str(mask.dtype)
+        else xp.where(true, xp.ones_like(mask), xp.zeros_like(mask))
+    )
 
 
 def _is_square(call: Call, mask: Any) -> bool:
@@ -52,7 +59,9 @@ def _flipped(call: Call) -> Call | None:
         return None
     if "bool" in str(mask.dtype):
         return call.but(mask=~mask)
-    return call.but(mask=_with_hidden(call, mask, ~_hidden(call, mask)) if _is_added(mask) else 1 - mask)
+    return call.but(
+        mask=_with_hidden(call, mask, ~_hidden(call, mask)) if _is_added(mask) else 1 - mask
+    )
 
 
 def _ignored(call: Call) -> Call | None:
@@ -64,7 +73,8 @@ def _ignored(call: Call) -> Call | None:
     return call.but(mask=None) if call.view.roles["mask"] in call.view.optional else None
 
 
-# ---- The causal mask -------------------------------------------------------------------------------------------------
+# ---- The causal mask
+# -------------------------------------------------------------------------------------------------
 
 
 def _with_own_mask(call: Call, hidden: np.ndarray) -> Run:
@@ -89,7 +99,8 @@ def _with_own_mask(call: Call, hidden: np.ndarray) -> Run:
 
 
 def _causal(wrong: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Callable[[Call], Run | None]:
-    """Make a bug in the causal mask: keys where `wrong(t, s)` is true are hidden, instead of those of the flag.
+    """Make a bug in the causal mask: keys where `wrong(t, s)` is true are hidden, instead of those
+    of the flag.
 
     A mask that is passed is changed if it is causal.
     """
@@ -122,20 +133,24 @@ def _other_alignment(call: Call) -> Run | None:
     if not call.get("is_causal") or num_queries == num_keys or call.get("mask") is not None:
         return None
     offset = 0 if call.view.causal == "bottom-right" else num_keys - num_queries
-    return _with_own_mask(call.but(is_causal=False), ~np.tri(num_queries, num_keys, offset, dtype=bool))
+    return _with_own_mask(
+        call.but(is_causal=False), ~np.tri(num_queries, num_keys, offset, dtype=bool)
+    )
 
 
 def _unasked(call: Call) -> Call | None:
     return call.but(is_causal=True) if not call.get("is_causal") and call.lengths[0] > 1 else None
 
 
-# ---- Padding ---------------------------------------------------------------------------------------------------------
+# ---- Padding
+# --------------------------------------------------------------------------------------------------
 
 
 def _padding(
     of_mask: Callable[[Call, Any], Any], of_lengths: Callable[[Any, int], Any]
 ) -> Callable[[Call], Run | None]:
-    """Make a bug in padding: `of_mask` receives the padding (B, S), `of_lengths` the lengths (B,) and S.
+    """Make a bug in padding: `of_mask` receives the padding (B, S), `of_lengths` the lengths (B,)
+    and S.
 
     Lengths have no side; `of_lengths` returns None for bugs that they cannot express.
     """
@@ -147,7 +162,9 @@ def _padding(
             hidden = true if call.view.padding_true == "hides" else ~true
             other = of_mask(call, hidden)
             other = other if call.view.padding_true == "hides" else ~other
-            return call.but(padding=other if "bool" in str(padding.dtype) else call.xp.where(other, 1, 0))
+            return call.but(
+                padding=other if "bool" in str(padding.dtype) else call.xp.where(other, 1, 0)
+            )
         if lengths is not None:
             shifted = of_lengths(lengths, call.lengths[1])
             return None if shifted is None else call.but(lengths=shifted)
@@ -182,13 +199,23 @@ MASKS = (
     Injection("causal-unasked", ("is_causal",), with_call(_unasked)),
     Injection("causal-off-by-one", ("mask",), _causal(lambda t, s: s > t + 1)),
     Injection("causal-excludes-self", ("mask",), _causal(lambda t, s: s >= t)),
-    Injection("causal-bottom-right", ("is_causal", "mask", "polarity", "top-left"), _other_alignment),
-    Injection("causal-top-left", ("is_causal", "mask", "polarity", "bottom-right"), _other_alignment),
     Injection(
-        "padding-ignored", OF_PADDING, _padding(lambda _, hidden: hidden & False, lambda lengths, s: lengths * 0 + s)
+        "causal-bottom-right", ("is_causal", "mask", "polarity", "top-left"), _other_alignment
+    ),
+    Injection(
+        "causal-top-left", ("is_causal", "mask", "polarity", "bottom-right"), _other_alignment
+    ),
+    Injection(
+        "padding-ignored",
+        OF_PADDING,
+        _padding(lambda _, hidden: hidden & False, lambda lengths, s: lengths * 0 + s),
     ),
     Injection("padding-on-the-left", OF_PADDING, _padding(_reversed, lambda lengths, s: None)),
-    Injection("padding-off-by-one", OF_PADDING, _padding(_shifted(1), lambda lengths, s: lengths + (lengths < s))),
+    Injection(
+        "padding-off-by-one",
+        OF_PADDING,
+        _padding(_shifted(1), lambda lengths, s: lengths + (lengths < s)),
+    ),
     Injection(
         "padding-off-by-minus-one",
         OF_PADDING,

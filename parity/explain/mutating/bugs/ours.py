@@ -32,7 +32,9 @@ def _four_axes(call: Call, x: Any) -> Any:
 
 
 def _masks(call: Call) -> tuple[Any, Any]:
-    """Return which keys the call hides, and what it adds to the scores: broadcastable to (B, N, T, S), or None."""
+    """Return which keys the call hides, and what it adds to the scores: broadcastable to (B, N, T,
+    S), or None.
+    """
     mask, hidden, bias = call.get("mask"), None, None
     if mask is not None:
         mask = mask[:, None] if mask.ndim == 3 else mask[(None,) * (4 - mask.ndim)]
@@ -43,7 +45,9 @@ def _masks(call: Call) -> tuple[Any, Any]:
             hidden = (mask != 0) if call.view.mask_true == "hides" else (mask == 0)
     if call.get("is_causal"):
         t, s = call.lengths
-        later = call.array(~np.tri(t, s, s - t if call.view.causal == "bottom-right" else 0, dtype=bool))[None, None]
+        later = call.array(
+            ~np.tri(t, s, s - t if call.view.causal == "bottom-right" else 0, dtype=bool)
+        )[None, None]
         hidden = later if hidden is None else hidden | later
     return hidden, bias
 
@@ -67,7 +71,9 @@ def _softmax_over(axis: int) -> Wrong:
 
     def softmax(_: Any, right: Softmax, scores: Any, mask: Any) -> Any:
         if mask is not None:
-            mask = (mask | (scores != scores) & False).swapaxes(axis, 3)  # in the full shape of the scores
+            mask = (mask | (scores != scores) & False).swapaxes(
+                axis, 3
+            )  # in the full shape of the scores
         return right(scores.swapaxes(axis, 3), mask).swapaxes(axis, 3)
 
     return softmax
@@ -98,7 +104,11 @@ def _injection(change: Wrong) -> Callable[[Call], Run | None]:
                     return call.xp.where(close, other.astype(theirs.dtype), theirs)
                 if not same(ours, theirs):
                     raise Unfit("ours returns another result than yours for such a call")
-                return other.to(theirs.dtype) if call.view.framework == "torch" else other.astype(theirs.dtype)
+                return (
+                    other.to(theirs.dtype)
+                    if call.view.framework == "torch"
+                    else other.astype(theirs.dtype)
+                )
 
             return on_output(function(call), instead)
 

@@ -40,7 +40,9 @@ class Weights:
         if leaf not in self.held.arrays:
             name = leaf.partition(".")[0]
             is_there = f"{name}.weight" in self.held.arrays
-            raise Unfit(f"its {name} has no bias" if is_there else f"no {name} is known among its weights")
+            raise Unfit(
+                f"its {name} has no bias" if is_there else f"no {name} is known among its weights"
+            )
         return self.held.arrays[leaf]
 
     @property
@@ -91,12 +93,17 @@ class Weights:
         if size := _told(self.call, self.held, HEAD_DIMS):
             return size
         if not self.num_heads:
-            raise Unfit(f"the number of heads is unknown: neither it nor its module has one of {', '.join(HEADS)}")
+            raise Unfit(
+                f"the number of heads is unknown: neither it nor its module has one of "
+                f"{', '.join(HEADS)}"
+            )
         return self.width // self.num_heads
 
 
 def _told(call: Call, held: Held, names: tuple[str, ...]) -> int | None:
-    """Return a number from attributes of the module, its configuration or the call, by one of some names."""
+    """Return a number from attributes of the module, its configuration or the call, by one of some
+    names.
+    """
     holders = [each for owner in held.owners for each in (owner, getattr(owner, "config", None))]
     numbers = [getattr(holder, name, None) for holder in holders for name in names]
     numbers += [call.named(name) for name in names]
@@ -131,7 +138,9 @@ def _transposed(projection: str) -> Callable[[Weights], Arrays]:
     name = f"{projection}.weight"
 
     def change(weights: Weights) -> Arrays:
-        return {name: _square(projection, weights[name]).swapaxes(0, 1).reshape(weights[name].shape)}
+        return {
+            name: _square(projection, weights[name]).swapaxes(0, 1).reshape(weights[name].shape)
+        }
 
     return change
 
@@ -179,8 +188,13 @@ def _without_bias(projection: str) -> Callable[[Weights], Arrays]:
 def _no_out_proj(weights: Weights) -> Arrays:
     kernel = weights["out_proj.weight"]
     size = _square("out_proj", kernel).shape[0]
-    identity = weights.call.array(np.eye(size, dtype=np.float32), like=kernel).reshape(kernel.shape) + kernel * 0
-    return {"out_proj.weight": identity} | (_without_bias("out_proj")(weights) if "out_proj.bias" in weights else {})
+    identity = (
+        weights.call.array(np.eye(size, dtype=np.float32), like=kernel).reshape(kernel.shape)
+        + kernel * 0
+    )
+    return {"out_proj.weight": identity} | (
+        _without_bias("out_proj")(weights) if "out_proj.bias" in weights else {}
+    )
 
 
 def _scaled(divisor: Divisor) -> Callable[[Weights], Arrays]:
@@ -197,7 +211,8 @@ def _scaled(divisor: Divisor) -> Callable[[Weights], Arrays]:
     return change
 
 
-# ---- Heads -----------------------------------------------------------------------------------------------------------
+# ---- Heads
+# --------------------------------------------------------------------------------------------------
 
 
 def _heads(projection: str, order: Order, fewest: int) -> Callable[[Weights], Arrays]:
@@ -211,9 +226,15 @@ def _heads(projection: str, order: Order, fewest: int) -> Callable[[Weights], Ar
 
 
 def _tiled(weights: Weights) -> Arrays:
-    """Make query head n use key/value head n % K, by computing it in the place of a head that uses that one."""
+    """Make query head n use key/value head n % K, by computing it in the place of a head that uses
+    that one.
+    """
     num_heads = weights.width // weights.head_dim
-    num_kv_heads = math.prod(weights["k_proj.weight"].shape) * num_heads // math.prod(weights["q_proj.weight"].shape)
+    num_kv_heads = (
+        math.prod(weights["k_proj.weight"].shape)
+        * num_heads
+        // math.prod(weights["q_proj.weight"].shape)
+    )
     if not 1 < num_kv_heads < num_heads:
         raise Unfit(f"it has {num_heads} query heads and {num_kv_heads} key/value heads")
 
@@ -226,8 +247,16 @@ def _tiled(weights: Weights) -> Arrays:
 def _after_softmax(weights: Weights) -> Arrays:
     """Apply the scale to values instead of scores."""
     factors = {"q_proj": weights.head_dim**0.5, "v_proj": weights.head_dim**-0.5}
-    leaves = [(f"{name}.{leaf}", factor) for name, factor in factors.items() for leaf in ("weight", "bias")]
-    return {leaf: weights[leaf] * factor for leaf, factor in leaves if leaf.endswith(".weight") or leaf in weights}
+    leaves = [
+        (f"{name}.{leaf}", factor)
+        for name, factor in factors.items()
+        for leaf in ("weight", "bias")
+    ]
+    return {
+        leaf: weights[leaf] * factor
+        for leaf, factor in leaves
+        if leaf.endswith(".weight") or leaf in weights
+    }
 
 
 def _pairs(order: Order) -> Callable[[Weights], Arrays]:
@@ -255,17 +284,28 @@ HEADS_REORDERED = (
     ),
     _injection("kv-heads-tiled", _tiled),
     _injection("scale-after-softmax", _after_softmax),
-    _injection("rope-weights-interleaved", _pairs(lambda x: x.reshape(len(x), 2, -1).swapaxes(1, 2))),
-    _injection("rope-weights-deinterleaved", _pairs(lambda x: x.reshape(len(x), -1, 2).swapaxes(1, 2))),
+    _injection(
+        "rope-weights-interleaved", _pairs(lambda x: x.reshape(len(x), 2, -1).swapaxes(1, 2))
+    ),
+    _injection(
+        "rope-weights-deinterleaved", _pairs(lambda x: x.reshape(len(x), -1, 2).swapaxes(1, 2))
+    ),
 )
 """Bugs in layers by reordered features of their projections."""
 
 PROJECTED = (
     *(_injection(f"{name}-transposed", _transposed(name)) for name in PROJECTIONS),
-    *(_injection(f"{a}-{b}-swapped", _swapped(a, b)) for a, b in (("q", "k"), ("k", "v"), ("q", "v"))),
+    *(
+        _injection(f"{a}-{b}-swapped", _swapped(a, b))
+        for a, b in (("q", "k"), ("k", "v"), ("q", "v"))
+    ),
     *(
         _injection(f"{name}-bias-missing", _without_bias(name), "biases")
-        for name in ("q_proj", "v_proj", "out_proj")  # a key bias shifts all scores of a query equally
+        for name in (
+            "q_proj",
+            "v_proj",
+            "out_proj",
+        )  # a key bias shifts all scores of a query equally
     ),
     *(_injection(name, _scaled(divisor)) for name, divisor in SCALES.items()),
     _injection("out-proj-missing", _no_out_proj),

@@ -18,7 +18,9 @@ ROLES = ("theta", "positions", "cos", "position_embeddings")
 
 
 def has_rope(call: Call) -> bool:
-    """Return whether anything in a call is named like RoPE: an argument, or a part of its module."""
+    """Return whether anything in a call is named like RoPE: an argument, or a part of its
+    module.
+    """
     if any(call.get(role) is not None for role in ROLES):
         return True
     owner = call.owner
@@ -40,7 +42,9 @@ def _theta(theta: float) -> Callable[[Call], Run | None]:
                 raise Unfit(f"its theta is {theta:g}")
             return lambda function: function(call.but(theta=type(given)(theta)))
         if call.owner is not None and library_of(call.owner) == "torch":
-            buffers = {name: x for name, x in call.owner.named_buffers() if re.search(r"inv_?freq$", name)}
+            buffers = {
+                name: x for name, x in call.owner.named_buffers() if re.search(r"inv_?freq$", name)
+            }
             changed = {name: _frequencies(x, theta) for name, x in buffers.items() if x.numel() > 1}
             if changed:
                 return lambda function: replaced_in_torch(call, changed, function)
@@ -60,13 +64,18 @@ def _frequencies(frequencies: Any, theta: float) -> Any:
 
 
 def _turned(call: Call, theta: float) -> Call:
-    """Return the call with cosines and sines of another base; the call's own must belong to positions 0, 1, …
+    """Return the call with cosines and sines of another base; the call's own must belong to
+    positions 0, 1, …
 
     Raises:
         Unfit: if none are passed, or they are of other positions.
     """
     pair = call.get("position_embeddings")
-    cos, sin = pair if isinstance(pair, (tuple, list)) and len(pair) == 2 else (call.get("cos"), call.get("sin"))
+    cos, sin = (
+        pair
+        if isinstance(pair, (tuple, list)) and len(pair) == 2
+        else (call.get("cos"), call.get("sin"))
+    )
     if cos is None or sin is None:
         raise Unfit("its theta, frequencies, cosines and sines are all unknown")
     if is_traced(cos) or is_traced(sin):
@@ -84,9 +93,15 @@ def _turned(call: Call, theta: float) -> Call:
     angles = np.arange(num_tokens)[:, None] * theta ** -(pairs / len(pairs))
     if any(is_doubled):
         angles = np.concatenate([angles, angles], -1) if is_doubled[0] else np.repeat(angles, 2, -1)
-    if np.abs(np.broadcast_to(np.cos(angles), values.shape) - values).max() < 1e-2 / max(1, num_tokens) ** 0.5:
+    if (
+        np.abs(np.broadcast_to(np.cos(angles), values.shape) - values).max()
+        < 1e-2 / max(1, num_tokens) ** 0.5
+    ):
         raise Unfit(f"its theta is {theta:g}")
-    made = [cos * 0 + call.array(np.asarray(f(angles), str(cos.dtype).split(".")[-1]), cos) for f in (np.cos, np.sin)]
+    made = [
+        cos * 0 + call.array(np.asarray(f(angles), str(cos.dtype).split(".")[-1]), cos)
+        for f in (np.cos, np.sin)
+    ]
     if pair is not None:
         return call.but(position_embeddings=type(pair)(made))
     return call.but(cos=made[0], sin=made[1])
@@ -95,5 +110,7 @@ def _turned(call: Call, theta: float) -> Call:
 THETAS = (10000, 500000)
 """Bases; the one that a layer does not use is injected."""
 
-ROPE = tuple(Injection(f"rope-theta-{theta}", ("rotation",), _theta(float(theta))) for theta in THETAS)
+ROPE = tuple(
+    Injection(f"rope-theta-{theta}", ("rotation",), _theta(float(theta))) for theta in THETAS
+)
 """Bugs in RoPE's frequencies."""

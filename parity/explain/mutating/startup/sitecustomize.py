@@ -1,6 +1,7 @@
 """Injects a bug as soon as the module with the user's attention is imported.
 
-Until then, nothing of parity is imported: pytest cannot rewrite the assertions of a plugin that is imported too early.
+Until then, nothing of parity is imported: pytest cannot rewrite the assertions of a plugin that is
+imported too early.
 """
 
 import importlib.abc
@@ -19,12 +20,20 @@ class Finder(importlib.abc.MetaPathFinder):
     def __init__(self, module: str) -> None:
         self.module = module
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
         """Return the spec from the other finders, with a loader that injects the bug afterwards."""
         if fullname != self.module:
             return None
-        others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
-        spec = next((spec for other in others if (spec := other.find_spec(fullname, path, target))), None)
+        others = [
+            finder
+            for finder in sys.meta_path
+            if finder is not self and hasattr(finder, "find_spec")
+        ]
+        spec = next(
+            (spec for other in others if (spec := other.find_spec(fullname, path, target))), None
+        )
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module

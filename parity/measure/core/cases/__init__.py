@@ -8,11 +8,29 @@ import re
 from mha_spec import InputError
 from parity.measure.core.case import DTYPES, Case
 from parity.measure.core.cases.drawn import random_case
-from parity.measure.core.cases.tables import CACHED, LAYERS, MASKS, MORE, ROPES, SIZES, TRAINED, VALUES
+from parity.measure.core.cases.tables import (
+    CACHED,
+    LAYERS,
+    MASKS,
+    MORE,
+    ROPES,
+    SIZES,
+    TRAINED,
+    VALUES,
+)
 
 __all__ = ["CASES", "DTYPES", "QUICK", "Case", "case_named", "find_case", "random_case"]
 
-_TABLES = (MASKS, LAYERS, ROPES, SIZES, VALUES, CACHED, [random_case(seed) for seed in range(6)], TRAINED)
+_TABLES = (
+    MASKS,
+    LAYERS,
+    ROPES,
+    SIZES,
+    VALUES,
+    CACHED,
+    [random_case(seed) for seed in range(6)],
+    TRAINED,
+)
 
 CASES: dict[str, Case] = {case.name: case for table in _TABLES for case in table}
 """Cases by name, simple ones first, trained layers last."""

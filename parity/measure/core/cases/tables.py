@@ -28,10 +28,16 @@ from parity.measure.core.case import Case
 _MHA = AttentionSpec(32, 4)
 _GQA = AttentionSpec(32, 8, num_kv_heads=2)
 _ROPE = AttentionSpec(32, 4, rope=Rope(10000.0))
-_GQA_ROPE = AttentionSpec(48, 6, num_kv_heads=2, head_dim=16, rope=Rope(10000.0), qkv_bias=False, out_bias=False)
+_GQA_ROPE = AttentionSpec(
+    48, 6, num_kv_heads=2, head_dim=16, rope=Rope(10000.0), qkv_bias=False, out_bias=False
+)
 _SOFT_CAP = AttentionSpec(32, 4, num_kv_heads=2, soft_cap=1.5)
-_TEMPERATURE = AttentionSpec(32, 4, num_kv_heads=2, temperature=Temperature(3, scale=0.5, first_position=1))
-_ROPE_TEMPERATURE = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0), temperature=Temperature(4, scale=0.5))
+_TEMPERATURE = AttentionSpec(
+    32, 4, num_kv_heads=2, temperature=Temperature(3, scale=0.5, first_position=1)
+)
+_ROPE_TEMPERATURE = AttentionSpec(
+    32, 4, num_kv_heads=2, rope=Rope(10000.0), temperature=Temperature(4, scale=0.5)
+)
 _SINKS = AttentionSpec(32, 4, num_kv_heads=2, sinks=True)
 _ALIBI = AttentionSpec(32, 4, alibi=Alibi())
 _RELATIVE = AttentionSpec(32, 4, relative_bias=RelativeBias(8, 8))
@@ -41,15 +47,31 @@ _WINDOW = AttentionSpec(32, 4, num_kv_heads=2, window_size=4)
 _CHUNK = AttentionSpec(32, 4, num_kv_heads=2, chunk_size=4)
 _SCALE = AttentionSpec(32, 4, num_kv_heads=2, scale=0.0625)
 _QK_NORM = AttentionSpec(
-    48, 6, num_kv_heads=2, head_dim=16, rope=Rope(10000.0), qkv_bias=False, out_bias=False, qk_norm=Norm()
+    48,
+    6,
+    num_kv_heads=2,
+    head_dim=16,
+    rope=Rope(10000.0),
+    qkv_bias=False,
+    out_bias=False,
+    qk_norm=Norm(),
 )
 _ONE_PLUS = AttentionSpec(
     32, 4, num_kv_heads=2, rope=Rope(10000.0), qk_norm=Norm(weight="1+w"), v_norm=Norm(weight=None)
 )
-_WIDTH = AttentionSpec(32, 4, num_kv_heads=2, fused_qkv=True, rope=Rope(10000.0), qk_norm=Norm(over="width"))
-_CONTEXT = AttentionSpec(48, 6, num_kv_heads=2, context_norm=Norm("layer", over="width", bias=True, eps=0.01))
+_WIDTH = AttentionSpec(
+    32, 4, num_kv_heads=2, fused_qkv=True, rope=Rope(10000.0), qk_norm=Norm(over="width")
+)
+_CONTEXT = AttentionSpec(
+    48, 6, num_kv_heads=2, context_norm=Norm("layer", over="width", bias=True, eps=0.01)
+)
 _PER_HEAD = AttentionSpec(
-    48, 6, num_kv_heads=2, head_dim=12, qk_norm=Norm("layer", per_head=True, bias=True, eps=0.01), v_norm=Norm("layer")
+    48,
+    6,
+    num_kv_heads=2,
+    head_dim=12,
+    qk_norm=Norm("layer", per_head=True, bias=True, eps=0.01),
+    v_norm=Norm("layer"),
 )
 _SHARED_KV = AttentionSpec(
     *(48, 6),
@@ -63,7 +85,9 @@ _SHARED_KV = AttentionSpec(
     scale=1.0,
 )
 _AFTER_ROPE = AttentionSpec(32, 4, rope=Rope(10000.0), qk_norm=Norm(after_rope=True))
-_L2 = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0), qk_norm=Norm(weight=None, after_rope=True, eps=0.01))
+_L2 = AttentionSpec(
+    32, 4, num_kv_heads=2, rope=Rope(10000.0), qk_norm=Norm(weight=None, after_rope=True, eps=0.01)
+)
 _CLIP = AttentionSpec(32, 4, num_kv_heads=2, clip_qkv=0.75, rope=Rope(10000.0))
 _VALUES = AttentionSpec(
     *(32, 4),
@@ -89,7 +113,12 @@ _LATENT_YARN = AttentionSpec(
     head_dim=16,
     value_head_dim=8,
     latent=Latent(40, 8, eps=0.01),
-    rope=Rope(100.0, rotary_dim=8, rotated="last", scaling=YarnScaling(4.0, 64, mscale=1.0, mscale_all_dim=0.4)),
+    rope=Rope(
+        100.0,
+        rotary_dim=8,
+        rotated="last",
+        scaling=YarnScaling(4.0, 64, mscale=1.0, mscale_all_dim=0.4),
+    ),
     temperature=Temperature(4, scale=0.5),
 )
 _WHISPER = AttentionSpec(32, 4, qkv_bias=(True, False, True))
@@ -109,7 +138,9 @@ _TINY = AttentionSpec(4, 2, d_in=3)
 _TEXTBOOK = AttentionSpec(4, 2, d_in=3, qkv_bias=False, out_proj=False)
 _CROSS = AttentionSpec(32, 4, d_in=24, d_kv=40)
 _ANARCII = AttentionSpec(128, 4)
-_SMOLLM2 = AttentionSpec(576, 9, num_kv_heads=3, qkv_bias=False, out_bias=False, rope=Rope(100000.0))
+_SMOLLM2 = AttentionSpec(
+    576, 9, num_kv_heads=3, qkv_bias=False, out_bias=False, rope=Rope(100000.0)
+)
 _LONGROPE = LongRopeScaling(4.0, 4096, (1.0, 1.1, 1.3, 1.6), (1.0, 2.0, 8.0, 30.0))
 _DYNAMIC = DynamicScaling(4.0, 6)
 _FRAMES = Rope(100.0, sections=(2, 1, 1))  # time, rows, columns
@@ -121,22 +152,50 @@ def _rotating(rope: Rope, head_dim: int = 8) -> AttentionSpec:
     return AttentionSpec(32, 4, num_kv_heads=2, head_dim=head_dim, rope=rope)
 
 
-def _calls(*chunks: int, capacity: int, new_lengths: tuple[tuple[int, ...], ...] = ()) -> dict[str, Any]:
-    """Return keywords of a case whose tokens arrive in calls of these sizes, with new_lengths real tokens each."""
-    return {"seq_len": sum(chunks), "chunks": chunks, "new_lengths": new_lengths, "capacity": capacity}
+def _calls(
+    *chunks: int, capacity: int, new_lengths: tuple[tuple[int, ...], ...] = ()
+) -> dict[str, Any]:
+    """Return keywords of a case whose tokens arrive in calls of these sizes, with new_lengths real
+    tokens each.
+    """
+    return {
+        "seq_len": sum(chunks),
+        "chunks": chunks,
+        "new_lengths": new_lengths,
+        "capacity": capacity,
+    }
 
 
 _UNEVEN = _calls(5, 1, 2, 1, capacity=10, new_lengths=((5, 3), (1, 1), (2, 1), (1, 1)))
 
 MASKS = [
-    Case("textbook", _TEXTBOOK, "a published example with known numbers", seq_len=6, is_causal=True),
+    Case(
+        "textbook", _TEXTBOOK, "a published example with known numbers", seq_len=6, is_causal=True
+    ),
     Case("full", _MHA, "all tokens attend to all tokens"),
     Case("causal", _MHA, "no token attends to a later one", is_causal=True),
-    Case("causal-cross", _MHA, "causal, more keys than queries: aligned top-left", seq_len_k=8, is_causal=True),
-    Case("causal-tall", _MHA, "causal, fewer keys than queries", seq_len=8, seq_len_k=5, is_causal=True),
+    Case(
+        "causal-cross",
+        _MHA,
+        "causal, more keys than queries: aligned top-left",
+        seq_len_k=8,
+        is_causal=True,
+    ),
+    Case(
+        "causal-tall",
+        _MHA,
+        "causal, fewer keys than queries",
+        seq_len=8,
+        seq_len_k=5,
+        is_causal=True,
+    ),
     Case("padding", _MHA, "right padding is hidden", key_padding_lengths=(3, 5)),
     Case(
-        "causal-padding-empty", _MHA, "the output of an empty sequence is 0", is_causal=True, key_padding_lengths=(0, 4)
+        "causal-padding-empty",
+        _MHA,
+        "the output of an empty sequence is 0",
+        is_causal=True,
+        key_padding_lengths=(0, 4),
     ),
     Case("packed", _GQA_ROPE, "packed sequences", seq_len=9, is_causal=True, segment_ids=_PACKED),
     Case(
@@ -157,7 +216,13 @@ MASKS = [
 
 LAYERS = [
     Case("cross", _CROSS, "keys of another width and length", seq_len=4, seq_len_k=7),
-    Case("cross-padding", _CROSS, "keys of another width, padded", seq_len_k=7, key_padding_lengths=(2, 7)),
+    Case(
+        "cross-padding",
+        _CROSS,
+        "keys of another width, padded",
+        seq_len_k=7,
+        key_padding_lengths=(2, 7),
+    ),
     Case("gqa", _GQA, "eight query heads share two key/value heads"),
     Case("gqa-causal", _GQA, "shared key/value heads and a mask", is_causal=True),
     Case("mqa", AttentionSpec(32, 4, num_kv_heads=1), "all query heads share one", is_causal=True),
@@ -170,9 +235,19 @@ LAYERS = [
         seq_len=9,
         key_padding_lengths=(3, 9),
     ),
-    Case("latent", _LATENT, "keys and values from a latent, queries from another", seq_len=9, is_causal=True),
     Case(
-        "latent-factors", _LATENT_FACTORS, "latents multiplied by factors after their norms", seq_len=9, is_causal=True
+        "latent",
+        _LATENT,
+        "keys and values from a latent, queries from another",
+        seq_len=9,
+        is_causal=True,
+    ),
+    Case(
+        "latent-factors",
+        _LATENT_FACTORS,
+        "latents multiplied by factors after their norms",
+        seq_len=9,
+        is_causal=True,
     ),
     Case(
         "latent-yarn",
@@ -184,16 +259,32 @@ LAYERS = [
     Case(
         "latent-window",
         AttentionSpec(
-            32, 4, head_dim=16, value_head_dim=8, latent=Latent(20, 8), sinks=True, window_size=4, gate=Gate()
+            32,
+            4,
+            head_dim=16,
+            value_head_dim=8,
+            latent=Latent(20, 8),
+            sinks=True,
+            window_size=4,
+            gate=Gate(),
         ),
         "latents without RoPE, with sinks, a window and a gate",
         seq_len=9,
         is_causal=True,
     ),
-    Case("no-bias", AttentionSpec(32, 4, qkv_bias=False, out_bias=False), "projections without biases"),
+    Case(
+        "no-bias",
+        AttentionSpec(32, 4, qkv_bias=False, out_bias=False),
+        "projections without biases",
+    ),
     Case("biases-of-some", _WHISPER, "biases of q and v, but not of k", seq_len_k=7),
     Case("no-out-proj", AttentionSpec(32, 4, out_proj=False), "concatenated heads as the output"),
-    Case("fused-qkv", AttentionSpec(32, 4, fused_qkv=True), "one projection for q, k and v", is_causal=True),
+    Case(
+        "fused-qkv",
+        AttentionSpec(32, 4, fused_qkv=True),
+        "one projection for q, k and v",
+        is_causal=True,
+    ),
     Case(
         "fused-qkv-gqa",
         AttentionSpec(32, 8, num_kv_heads=2, fused_qkv=True, qkv_bias=False),
@@ -216,13 +307,23 @@ LAYERS = [
         first_position=2,
     ),
     Case("soft-cap", _SOFT_CAP, "a soft cap of the scores", seq_len=9, is_causal=True, gain=3.0),
-    Case("soft-cap-bias", _SOFT_CAP, "a soft cap before the bias", seq_len=9, bias=True, is_causal=True, gain=3.0),
+    Case(
+        "soft-cap-bias",
+        _SOFT_CAP,
+        "a soft cap before the bias",
+        seq_len=9,
+        bias=True,
+        is_causal=True,
+        gain=3.0,
+    ),
     Case("sinks", _SINKS, "attention sinks", seq_len=9, is_causal=True),
     Case("sinks-masked", _SINKS, "sinks in fully masked rows", seq_len=10, random_mask=True),
     Case("alibi", _ALIBI, "ALiBi", seq_len=9, is_causal=True),
     Case(
         "alibi-both-ways",
-        AttentionSpec(48, 6, num_kv_heads=2, alibi=Alibi(max_bias=4.0, scaled=True), sinks=True, window_size=6),
+        AttentionSpec(
+            48, 6, num_kv_heads=2, alibi=Alibi(max_bias=4.0, scaled=True), sinks=True, window_size=6
+        ),
         "scaled ALiBi in both directions, with 6 heads",
         seq_len=10,
         key_padding_lengths=(10, 7),
@@ -230,23 +331,38 @@ LAYERS = [
     Case("relative-bias", _RELATIVE, "a relative bias by buckets of distances", seq_len=9),
     Case(
         "relative-bias-padded",
-        AttentionSpec(48, 6, num_kv_heads=2, relative_bias=RelativeBias(7, 9, bidirectional=False), soft_cap=1.5),
+        AttentionSpec(
+            48,
+            6,
+            num_kv_heads=2,
+            relative_bias=RelativeBias(7, 9, bidirectional=False),
+            soft_cap=1.5,
+        ),
         "a causal relative bias, capped scores, shared heads, padded",
         seq_len=10,
         key_padding_lengths=(10, 7),
         bias=True,
         gain=3.0,
     ),
-    Case("grid-bias", AttentionSpec(32, 4, relative_bias=GridBias(2, 4)), "a relative bias on a grid", seq_len=8),
+    Case(
+        "grid-bias",
+        AttentionSpec(32, 4, relative_bias=GridBias(2, 4)),
+        "a relative bias on a grid",
+        seq_len=8,
+    ),
     Case(
         "grid-bias-class-token",
-        AttentionSpec(48, 6, num_kv_heads=2, relative_bias=GridBias(4, 3, class_token=True), scale=0.25),
+        AttentionSpec(
+            48, 6, num_kv_heads=2, relative_bias=GridBias(4, 3, class_token=True), scale=0.25
+        ),
         "a class token and the first rows of a grid, shared heads, masked",
         seq_len=10,
         random_mask=True,
         bias=True,
     ),
-    Case("relative-products", _PRODUCTS, "products of queries with vectors of distances", seq_len=9),
+    Case(
+        "relative-products", _PRODUCTS, "products of queries with vectors of distances", seq_len=9
+    ),
     Case(
         "relative-products-both-sides",
         AttentionSpec(
@@ -254,7 +370,9 @@ LAYERS = [
             6,
             num_kv_heads=2,
             scale=0.2,
-            relative_products=RelativeProducts(7, 8, num_exact=4, max_distance=12, of_keys=True, per_head=True),
+            relative_products=RelativeProducts(
+                7, 8, num_exact=4, max_distance=12, of_keys=True, per_head=True
+            ),
         ),
         "products of queries and keys, grouped heads, logarithmic buckets, masked",
         seq_len=15,
@@ -287,16 +405,38 @@ LAYERS = [
     Case("chunk", _CHUNK, "chunks of tokens", seq_len=11, is_causal=True),
     Case("chunk-both-ways", _CHUNK, "chunks without causality", seq_len=10, random_mask=True),
     Case("rope", _ROPE, "rotary positions", seq_len=11, is_causal=True),
-    Case("rope-gqa", _GQA_ROPE, "RoPE, shared heads, an independent head_dim", seq_len=9, is_causal=True),
+    Case(
+        "rope-gqa",
+        _GQA_ROPE,
+        "RoPE, shared heads, an independent head_dim",
+        seq_len=9,
+        is_causal=True,
+    ),
     Case("clip-qkv", _CLIP, "clipped projections", seq_len=9, is_causal=True),
     Case("qk-norm", _QK_NORM, "norms of queries and keys per head", seq_len=9, is_causal=True),
     Case(
-        "norm-one-plus", _ONE_PLUS, "norms with weights 1 + w, and of values without weights", seq_len=9, is_causal=True
+        "norm-one-plus",
+        _ONE_PLUS,
+        "norms with weights 1 + w, and of values without weights",
+        seq_len=9,
+        is_causal=True,
     ),
     Case("norm-width", _WIDTH, "norms over the width of all heads", seq_len=9, is_causal=True),
     Case("norm-per-head", _PER_HEAD, "layer norms with weights for each head", seq_len_k=7),
-    Case("norm-context", _CONTEXT, "a norm of the context before the projection", seq_len=9, random_mask=True),
-    Case("shared-kv", _SHARED_KV, "keys and values of another layer, after its RoPE", seq_len=9, is_causal=True),
+    Case(
+        "norm-context",
+        _CONTEXT,
+        "a norm of the context before the projection",
+        seq_len=9,
+        random_mask=True,
+    ),
+    Case(
+        "shared-kv",
+        _SHARED_KV,
+        "keys and values of another layer, after its RoPE",
+        seq_len=9,
+        is_causal=True,
+    ),
     Case(
         "shared-kv-window",
         AttentionSpec(
@@ -316,12 +456,24 @@ LAYERS = [
     Case("norm-after-rope", _AFTER_ROPE, "norms after RoPE", seq_len=9, key_padding_lengths=(3, 9)),
     Case("gate", _GATE, "a gate per feature of the context", seq_len=9, is_causal=True),
     Case("gate-per-head", _HEAD_GATE, "a gate per head", seq_len_k=7),
-    Case("rope-far", _ROPE, "positions that are equal in bfloat16", batch=1, seq_len=300, is_causal=True),
+    Case(
+        "rope-far",
+        _ROPE,
+        "positions that are equal in bfloat16",
+        batch=1,
+        seq_len=300,
+        is_causal=True,
+    ),
 ]
 """Other widths, heads, projections; another scale; rotary positions."""
 
 ROPES = [
-    Case("rope-linear", _rotating(Rope(scaling=LinearScaling(8.0))), "positions divided by a factor", seq_len=9),
+    Case(
+        "rope-linear",
+        _rotating(Rope(scaling=LinearScaling(8.0))),
+        "positions divided by a factor",
+        seq_len=9,
+    ),
     Case(
         "rope-llama3",
         _rotating(Rope(500000.0, scaling=Llama3Scaling(8.0, 8192)), head_dim=16),
@@ -331,7 +483,9 @@ ROPES = [
     ),
     Case(
         "rope-yarn",
-        _rotating(Rope(scaling=YarnScaling(4.0, 4096, mscale=1.0, mscale_all_dim=0.4)), head_dim=16),
+        _rotating(
+            Rope(scaling=YarnScaling(4.0, 4096, mscale=1.0, mscale_all_dim=0.4)), head_dim=16
+        ),
         "a ramp of frequencies, mscale, ten times the original length",
         seq_len=9,
         first_position=40960,
@@ -339,13 +493,24 @@ ROPES = [
     Case(
         "rope-yarn-last",
         _rotating(
-            Rope(150000.0, scaling=YarnScaling(32.0, 4096, truncate=False), rotary_dim=8, rotated="last"), head_dim=12
+            Rope(
+                150000.0,
+                scaling=YarnScaling(32.0, 4096, truncate=False),
+                rotary_dim=8,
+                rotated="last",
+            ),
+            head_dim=12,
         ),
         "a ramp that is not truncated, the last features of a head",
         seq_len=9,
         first_position=4095,
     ),
-    Case("rope-dynamic", _rotating(Rope(scaling=_DYNAMIC)), "a base that grows with the length of the call", seq_len=9),
+    Case(
+        "rope-dynamic",
+        _rotating(Rope(scaling=_DYNAMIC)),
+        "a base that grows with the length of the call",
+        seq_len=9,
+    ),
     Case(
         "rope-longrope",
         _rotating(Rope(scaling=_LONGROPE)),
@@ -380,7 +545,10 @@ ROPES = [
     ),
     Case(
         "rope-sections-own",
-        _rotating(Rope(100.0, pairs="interleaved", sections=(4, 4), section_frequencies="own"), head_dim=16),
+        _rotating(
+            Rope(100.0, pairs="interleaved", sections=(4, 4), section_frequencies="own"),
+            head_dim=16,
+        ),
         "rows and columns, each with a series of frequencies",
         seq_len=9,
     ),
@@ -397,13 +565,27 @@ SIZES = [
     Case("one-query", _CROSS, "a single query", seq_len=1, seq_len_k=6),
     Case("one-key", _MHA, "a single key", seq_len=4, seq_len_k=1),
     Case("one-token", _MHA, "a single token", seq_len=1, batch=1),
-    Case("odd-sizes", _TINY, "sizes that are not multiples of each other", batch=3, seq_len=6, is_causal=True),
+    Case(
+        "odd-sizes",
+        _TINY,
+        "sizes that are not multiples of each other",
+        batch=3,
+        seq_len=6,
+        is_causal=True,
+    ),
     Case("strided", _MHA, "inputs that are not contiguous in memory", strided=True, is_causal=True),
 ]
 """Few tokens, odd numbers, other strides."""
 
 VALUES = [
-    Case("large-logits", _MHA, "logits beyond 65504, the maximum of float16", seq_len=6, gain=2.0**18, is_causal=True),
+    Case(
+        "large-logits",
+        _MHA,
+        "logits beyond 65504, the maximum of float16",
+        seq_len=6,
+        gain=2.0**18,
+        is_causal=True,
+    ),
     Case(
         "large-logits-float16",
         _MHA,
@@ -443,7 +625,9 @@ VALUES = [
         key_padding_lengths=(2, 6),
         not_finite="hidden",
     ),
-    Case("wide", AttentionSpec(256, 4), "64 features per head, 48 tokens", seq_len=48, is_causal=True),
+    Case(
+        "wide", AttentionSpec(256, 4), "64 features per head, 48 tokens", seq_len=48, is_causal=True
+    ),
 ]
 """Large logits, NaN, many features."""
 
@@ -456,9 +640,22 @@ CACHED = [
         "decode, one projection for q, k and v, no out_proj",
         **_calls(4, 1, 1, capacity=6),
     ),
-    Case("decode-scale", _SCALE, "decode, another scale", gain=3.0, **_calls(4, 1, 1, 1, capacity=8)),
-    Case("decode-temperature", _TEMPERATURE, "decode, a temperature past two lengths, ragged", **_UNEVEN),
-    Case("decode-soft-cap", _SOFT_CAP, "decode, capped scores", gain=3.0, **_calls(4, 1, 1, 1, capacity=8)),
+    Case(
+        "decode-scale", _SCALE, "decode, another scale", gain=3.0, **_calls(4, 1, 1, 1, capacity=8)
+    ),
+    Case(
+        "decode-temperature",
+        _TEMPERATURE,
+        "decode, a temperature past two lengths, ragged",
+        **_UNEVEN,
+    ),
+    Case(
+        "decode-soft-cap",
+        _SOFT_CAP,
+        "decode, capped scores",
+        gain=3.0,
+        **_calls(4, 1, 1, 1, capacity=8),
+    ),
     Case(
         "decode-sinks",
         AttentionSpec(32, 4, num_kv_heads=2, window_size=4, rope=Rope(10000.0), sinks=True),
@@ -485,7 +682,9 @@ CACHED = [
     ),
     Case(
         "decode-relative-products",
-        AttentionSpec(48, 6, num_kv_heads=2, relative_products=RelativeProducts(5, 0, of_keys=True)),
+        AttentionSpec(
+            48, 6, num_kv_heads=2, relative_products=RelativeProducts(5, 0, of_keys=True)
+        ),
         "decode, vectors of distances, ragged",
         **_UNEVEN,
     ),
@@ -498,15 +697,27 @@ CACHED = [
     Case("decode-chunk", _CHUNK, "decode, within a chunk", **_calls(3, 1, 1, 4, 1, capacity=10)),
     Case("decode-gqa-rope", _GQA_ROPE, "decode, rotary, shared", **_calls(4, 1, 1, 1, capacity=8)),
     Case("decode-latent", _LATENT, "decode over latents, ragged", **_UNEVEN),
-    Case("decode-latent-factors", _LATENT_FACTORS, "decode, latents times factors", **_calls(5, 2, capacity=8)),
+    Case(
+        "decode-latent-factors",
+        _LATENT_FACTORS,
+        "decode, latents times factors",
+        **_calls(5, 2, capacity=8),
+    ),
     Case(
         "decode-latent-yarn",
         _LATENT_YARN,
         "a prompt over keys expanded from latents, steps over latents",
         **_calls(12, 1, 1, capacity=14),
     ),
-    Case("decode-value-head-dim", _VALUES, "decode, narrow values", **_calls(4, 1, 1, 1, capacity=8)),
-    Case("decode-biases-of-some", _WHISPER, "decode, keys without a bias", **_calls(4, 1, 1, capacity=6)),
+    Case(
+        "decode-value-head-dim", _VALUES, "decode, narrow values", **_calls(4, 1, 1, 1, capacity=8)
+    ),
+    Case(
+        "decode-biases-of-some",
+        _WHISPER,
+        "decode, keys without a bias",
+        **_calls(4, 1, 1, capacity=6),
+    ),
     Case(
         "decode-shared-kv",
         replace(_SHARED_KV, window_size=4),
@@ -515,8 +726,18 @@ CACHED = [
     ),
     Case("decode-clip-qkv", _CLIP, "decode, clipped projections", **_calls(4, 1, 1, 1, capacity=8)),
     Case("decode-gate", _GATE, "decode, gated", **_calls(4, 1, 1, 1, capacity=8)),
-    Case("decode-norm-context", _CONTEXT, "decode, a norm of the context", **_calls(4, 1, 1, 1, capacity=8)),
-    Case("decode-norm-width", _WIDTH, "decode, norms over all heads", **_calls(4, 1, 1, 1, capacity=8)),
+    Case(
+        "decode-norm-context",
+        _CONTEXT,
+        "decode, a norm of the context",
+        **_calls(4, 1, 1, 1, capacity=8),
+    ),
+    Case(
+        "decode-norm-width",
+        _WIDTH,
+        "decode, norms over all heads",
+        **_calls(4, 1, 1, 1, capacity=8),
+    ),
     Case("decode-l2-norm", _L2, "decode, norms without weights", **_calls(4, 1, 1, 1, capacity=8)),
     Case(
         "ragged",
@@ -544,7 +765,12 @@ CACHED = [
         first_position=4092,
         **_calls(3, 1, 1, 1, capacity=8),
     ),
-    Case("decode-sections", _rotating(_FRAMES), "decode on three axes", **_calls(4, 1, 1, 1, capacity=8)),
+    Case(
+        "decode-sections",
+        _rotating(_FRAMES),
+        "decode on three axes",
+        **_calls(4, 1, 1, 1, capacity=8),
+    ),
     Case(
         "nan-visible-decode",
         _GQA,
@@ -620,17 +846,64 @@ TRAINED = [
 
 MORE = frozenset(
     {
-        *("biases-of-some", "soft-cap-bias", "window-both-ways", "window-far", "chunk-both-ways", "norm-per-head"),
-        *("value-head-dim-fused-qkv", "decode-value-head-dim", "temperature-rope", "decode-temperature"),
-        *("norm-after-rope", "gate-per-head", "rope-linear", "rope-yarn-last", "rope-dynamic", "rope-proportional"),
+        *(
+            "biases-of-some",
+            "soft-cap-bias",
+            "window-both-ways",
+            "window-far",
+            "chunk-both-ways",
+            "norm-per-head",
+        ),
+        *(
+            "value-head-dim-fused-qkv",
+            "decode-value-head-dim",
+            "temperature-rope",
+            "decode-temperature",
+        ),
+        *(
+            "norm-after-rope",
+            "gate-per-head",
+            "rope-linear",
+            "rope-yarn-last",
+            "rope-dynamic",
+            "rope-proportional",
+        ),
         *("rope-partial", "rope-sections", "nan-hidden-norm", "decode-soft-cap", "decode-chunk"),
-        *("decode-biases-of-some", "decode-clip-qkv", "decode-norm-width", "decode-l2-norm", "decode-dynamic"),
-        *("decode-sections", "random-3", "random-4", "random-5", "decode-scale", "decode-gate", "decode-fused-qkv"),
-        *("rope-longrope", "rope-partial-interleaved", "fused-qkv-gqa", "bias", "causal-tall", "no-bias", "one-key"),
+        *(
+            "decode-biases-of-some",
+            "decode-clip-qkv",
+            "decode-norm-width",
+            "decode-l2-norm",
+            "decode-dynamic",
+        ),
+        *(
+            "decode-sections",
+            "random-3",
+            "random-4",
+            "random-5",
+            "decode-scale",
+            "decode-gate",
+            "decode-fused-qkv",
+        ),
+        *(
+            "rope-longrope",
+            "rope-partial-interleaved",
+            "fused-qkv-gqa",
+            "bias",
+            "causal-tall",
+            "no-bias",
+            "one-key",
+        ),
         *("nan-hidden-cross", "random-1", "random-2"),
         *("latent-yarn", "latent-window", "decode-latent-yarn"),
         *("decode-latent-factors", "sinks-masked", "decode-sinks", "alibi-both-ways"),
-        *("decode-alibi", "relative-bias-padded", "decode-relative-bias", "decode-grid-bias", "decode-norm-context"),
+        *(
+            "decode-alibi",
+            "relative-bias-padded",
+            "decode-relative-bias",
+            "decode-grid-bias",
+            "decode-norm-context",
+        ),
     }
 )
 """Variations of other cases, which run only if all cases, or they by name, are selected."""

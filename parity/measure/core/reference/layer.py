@@ -1,4 +1,6 @@
-"""Attention stage by stage, directly from the formulas: each method is a step that a known bug may replace."""
+"""Attention stage by stage, directly from the formulas: each method is a step that a known bug may
+replace.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,17 @@ from typing import Any, cast
 
 import numpy as np
 
-from mha_spec import Alibi, GridBias, Latent, Norm, RelativeBias, RelativeProducts, Rope, Temperature, YarnScaling
+from mha_spec import (
+    Alibi,
+    GridBias,
+    Latent,
+    Norm,
+    RelativeBias,
+    RelativeProducts,
+    Rope,
+    Temperature,
+    YarnScaling,
+)
 from parity.measure.core.problem import Problem
 from parity.measure.core.reference import norms
 from parity.measure.core.reference.arithmetic import Arithmetic
@@ -32,7 +44,9 @@ class Layer:
     problem: Problem
     arithmetic: Arithmetic
     asked: str = "qkv"
-    overrides: dict[str, Callable[..., Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    overrides: dict[str, Callable[..., Any]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def override(self, **methods: Callable[..., Any]) -> None:
         """Replace methods of this layer by functions."""
@@ -62,7 +76,8 @@ class Layer:
         case, sample = self.problem.case, self.problem.sample
         return steps_of(self, case) if sample is None else steps_of_sample(self, sample, case)
 
-    # ---- Stages ------------------------------------------------------------------------------------------------------
+    # ---- Stages
+    # ----------------------------------------------------------------------------------------------
 
     def mask(self, _: Values) -> dict[str, np.ndarray]:
         case = self.problem.case
@@ -82,50 +97,72 @@ class Layer:
         return {"mask": np.broadcast_to(self.hidden(masked), shape)}
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
-        entering = {name: self.problem.finite_in_padding(side) for name, side in self.problem.sides.items()}
+        entering = {
+            name: self.problem.finite_in_padding(side) for name, side in self.problem.sides.items()
+        }
         return self.project(entering, self.problem.case.positions())
 
     def scores(
         self, values: Values, places: np.ndarray | None = None, products: np.ndarray | None = None
     ) -> dict[str, np.ndarray]:
-        """Return the scores of queries at positions (B or 1, T), default 0, 1, …; from their products, if given."""
+        """Return the scores of queries at positions (B or 1, T), default 0, 1, …; from their
+        products, if given.
+        """
         scores = self.capped(self.products(values) if products is None else products)
         bias, keep = self.score_bias(), self.arithmetic.between_scores
         places = np.arange(scores.shape[2])[None] if places is None else places
         if self.problem.spec.alibi is not None:
-            scores = keep(scores - keep(self.lost_by_distance(self.distances(places, scores.shape[3]))))
+            scores = keep(
+                scores - keep(self.lost_by_distance(self.distances(places, scores.shape[3])))
+            )
         if self.problem.spec.relative_bias is not None:
             scores = keep(scores + self.gained_by_distance(self.buckets(places, scores.shape[3])))
         if self.problem.spec.relative_products is not None:
             for products in self.relative_products(values, places):
-                scores = keep(scores + keep(keep(products) / self.arithmetic.wide.type(self.scale_of_distances())))
+                scores = keep(
+                    scores
+                    + keep(keep(products) / self.arithmetic.wide.type(self.scale_of_distances()))
+                )
         return {"scores": scores if bias is None else keep(scores + self.arithmetic.widen(bias))}
 
     def products(self, values: Values) -> np.ndarray:
         """Return the scaled products of queries and keys."""
         q, k = self.arithmetic.widen(values["q"]), self.arithmetic.widen(values["k"])
         keep = self.arithmetic.between_scores
-        return keep(keep(self.by_group(q, k.swapaxes(2, 3))) / self.arithmetic.wide.type(self.scale()))
+        return keep(
+            keep(self.by_group(q, k.swapaxes(2, 3))) / self.arithmetic.wide.type(self.scale())
+        )
 
     def attn_weights(self, values: Values) -> dict[str, np.ndarray]:
         # ttnn's softmax passes scores and exponentials through the matrix engine.
         enter = self.arithmetic.enter if self.arithmetic.kind.startswith("tensix") else lambda x: x
         scores, mask = enter(values["scores"].astype(self.arithmetic.wide)), values["mask"]
         shown, sinks = np.where(mask, -np.inf, scores), self.sinks()
-        highest = np.maximum(shown.max(axis=-1, keepdims=True, initial=-np.inf), -np.inf if sinks is None else sinks)
+        highest = np.maximum(
+            shown.max(axis=-1, keepdims=True, initial=-np.inf), -np.inf if sinks is None else sinks
+        )
         highest = np.where(np.isfinite(highest), highest, 0.0).astype(scores.dtype)
         exponentials = enter(np.exp(shown - highest))
         bias = self.score_bias()
-        is_hidden = mask if bias is None or not np.isneginf(bias).any() else mask | np.isneginf(bias)
-        # Only rows whose keys are all hidden are fully masked. Non-finite scores remain 0 / 0 = NaN.
+        is_hidden = (
+            mask if bias is None or not np.isneginf(bias).any() else mask | np.isneginf(bias)
+        )
+        # Only rows whose keys are all hidden are fully masked. Non-finite scores remain 0 / 0 =
+        # NaN.
         total = exponentials.sum(axis=-1, keepdims=True)
         is_empty = np.logical_and(is_hidden.all(axis=-1, keepdims=True), sinks is None)
-        total = np.where(is_empty, 1.0, total) if sinks is None else total + enter(np.exp(enter(sinks) - highest))
+        total = (
+            np.where(is_empty, 1.0, total)
+            if sinks is None
+            else total + enter(np.exp(enter(sinks) - highest))
+        )
         attn_weights = self.arithmetic.keep(exponentials / total.astype(exponentials.dtype))
         return {"attn_weights": self.of_empty_rows(attn_weights, scores, is_empty)}
 
     def context(self, values: Values) -> dict[str, np.ndarray]:
-        """Return the weighted sums of visible values; hidden values have no effect, whatever they contain."""
+        """Return the weighted sums of visible values; hidden values have no effect, whatever they
+        contain.
+        """
         is_bad = ~np.isfinite(values["v"])
         if not is_bad.any():
             return self.weighed(values)
@@ -137,15 +174,22 @@ class Layer:
 
     def weighed(self, values: Values) -> dict[str, np.ndarray]:
         """Return the formula, in which 0 * NaN is NaN."""
-        attn_weights, v = self.arithmetic.widen(values["attn_weights"]), self.arithmetic.widen(values["v"])
+        attn_weights, v = (
+            self.arithmetic.widen(values["attn_weights"]),
+            self.arithmetic.widen(values["v"]),
+        )
         return {"context": self.arithmetic.keep(self.by_group(attn_weights, v))}
 
     def output(self, values: Values) -> dict[str, np.ndarray]:
         combined = self.combined(values)
-        return {"output": self.linear("out_proj", combined) if self.problem.spec.out_proj else combined}
+        return {
+            "output": self.linear("out_proj", combined) if self.problem.spec.out_proj else combined
+        }
 
     def combined(self, values: Values) -> np.ndarray:
-        """Return the concatenated context of all heads, (B, T, N * H), gated or normalized as the layer requires."""
+        """Return the concatenated context of all heads, (B, T, N * H), gated or normalized as the
+        layer requires.
+        """
         context, norm = self.combine_heads(self.gated(values)), self.norm("context")
         return context if norm is None else self.normed("context", context, norm)
 
@@ -154,11 +198,19 @@ class Layer:
 
     def forward(self) -> dict[str, np.ndarray]:
         values = dict[str, np.ndarray]()
-        for stage in (self.mask, self.qkv, self.scores, self.attn_weights, self.context, self.output):
+        for stage in (
+            self.mask,
+            self.qkv,
+            self.scores,
+            self.attn_weights,
+            self.context,
+            self.output,
+        ):
             values |= stage(values)
         return values
 
-    # ---- With a cache ------------------------------------------------------------------------------------------------
+    # ---- With a cache
+    # ----------------------------------------------------------------------------------------------
 
     def call(self, index: int) -> CachedCall:
         """Run one call, which appends new tokens to the cache."""
@@ -167,7 +219,12 @@ class Layer:
         return CachedCall(self, index, self.problem.step_input(index), before, added)
 
     def appended(
-        self, cache: str, values: Values, new: dict[str, np.ndarray], before: np.ndarray, added: np.ndarray
+        self,
+        cache: str,
+        values: Values,
+        new: dict[str, np.ndarray],
+        before: np.ndarray,
+        added: np.ndarray,
     ) -> dict[str, np.ndarray]:
         """Return the cache with the real new tokens in the slots from `before` on."""
         case, grown = self.problem.case, {}
@@ -176,11 +233,14 @@ class Layer:
             old = values.get(f"previous.{cache}{name}", np.zeros(shape, self.arithmetic.dtype))
             slots = self.arithmetic.keep(old).copy()
             for b in range(case.batch):
-                slots[b, :, before[b] : before[b] + added[b]] = self.arithmetic.cached(x[b, :, : added[b]])
+                slots[b, :, before[b] : before[b] + added[b]] = self.arithmetic.cached(
+                    x[b, :, : added[b]]
+                )
             grown[f"{cache}{name}"] = slots
         return {**grown, f"{cache}lengths": (before + added).astype(np.int32)}
 
-    # ---- Parts -------------------------------------------------------------------------------------------------------
+    # ---- Parts
+    # ----------------------------------------------------------------------------------------------
 
     def is_later(self, t: np.ndarray, s: np.ndarray) -> np.ndarray:
         """Return whether a key at position s is after a query at position t."""
@@ -190,11 +250,19 @@ class Layer:
         return s <= t - size
 
     def is_out_of_reach(self, t: np.ndarray, s: np.ndarray) -> np.ndarray:
-        """Return whether a key at position s is outside the window or chunk of a query at position t."""
+        """Return whether a key at position s is outside the window or chunk of a query at position
+        t.
+        """
         spec = self.problem.spec
         if spec.window_size is not None:
-            return self.is_before_window(t, s, spec.window_size) | self.is_after_window(t, s, spec.window_size)
-        return np.zeros(1, bool) if spec.chunk_size is None else self.is_in_another_chunk(t, s, spec.chunk_size)
+            return self.is_before_window(t, s, spec.window_size) | self.is_after_window(
+                t, s, spec.window_size
+            )
+        return (
+            np.zeros(1, bool)
+            if spec.chunk_size is None
+            else self.is_in_another_chunk(t, s, spec.chunk_size)
+        )
 
     def is_after_window(self, t: np.ndarray, s: np.ndarray, size: int) -> np.ndarray:
         return s >= t + size
@@ -212,7 +280,9 @@ class Layer:
         """Return the mask, True for hidden keys."""
         return masked
 
-    def of_empty_rows(self, attn_weights: np.ndarray, scores: np.ndarray, is_empty: np.ndarray) -> np.ndarray:
+    def of_empty_rows(
+        self, attn_weights: np.ndarray, scores: np.ndarray, is_empty: np.ndarray
+    ) -> np.ndarray:
         """Return the attention weights; those of fully masked rows are 0."""
         return attn_weights
 
@@ -226,7 +296,9 @@ class Layer:
 
     def lost_by_distance(self, distances: np.ndarray) -> np.ndarray:
         """Return the penalty of ALiBi on scores, (B or 1, N, T, S)."""
-        return (self.slopes()[:, None, None].astype(wide := self.arithmetic.wide)) * distances.astype(wide)
+        return (
+            self.slopes()[:, None, None].astype(wide := self.arithmetic.wide)
+        ) * distances.astype(wide)
 
     def slopes(self) -> np.ndarray:
         """Return ALiBi's slope of each head, (N,)."""
@@ -239,7 +311,9 @@ class Layer:
         return slopes / self.scale() if alibi.scaled else slopes
 
     def gained_by_distance(self, buckets: np.ndarray) -> np.ndarray:
-        """Return the relative bias of the scores, (B or 1, N, T, S), by the buckets of distances (B or 1, T, S)."""
+        """Return the relative bias of the scores, (B or 1, N, T, S), by the buckets of distances (B
+        or 1, T, S).
+        """
         return np.moveaxis(self.arithmetic.widen(self.relative_table())[buckets], -1, 1)
 
     def relative_table(self) -> np.ndarray:
@@ -247,7 +321,9 @@ class Layer:
         return self.parameter("relative_bias")
 
     def buckets(self, places: np.ndarray, key_len: int) -> np.ndarray:
-        """Return the buckets of distances from queries to keys, or of their grid offsets, (B or 1, T, S)."""
+        """Return the buckets of distances from queries to keys, or of their grid offsets, (B or 1,
+        T, S).
+        """
         grid = self.problem.spec.relative_bias
         if isinstance(grid, GridBias):
             return self.bucket_on(grid, places[:, :, None], np.arange(key_len))
@@ -256,7 +332,9 @@ class Layer:
     def bucket_on(self, grid: GridBias, query: np.ndarray, key: np.ndarray) -> np.ndarray:
         """Return the bucket of a query and a key on a grid."""
         first = int(grid.class_token)
-        (row, column), (key_row, key_column) = (np.divmod(place - first, grid.width) for place in (query, key))
+        (row, column), (key_row, key_column) = (
+            np.divmod(place - first, grid.width) for place in (query, key)
+        )
         rows, columns = row - key_row + grid.height - 1, column - key_column + grid.width - 1
         of_difference = rows * (2 * grid.width - 1) + columns
         of_class = grid.num_buckets - np.where(query > 0, 2, np.where(key > 0, 3, 1))
@@ -266,38 +344,55 @@ class Layer:
         """Return the bucket of the distance from a query to a key, negative for an earlier key."""
         relative = self.relative_bias()
         if not relative.bidirectional:
-            return self.bucket_of_direction(np.where(distance < 0, -distance, 0), relative.num_buckets)
+            return self.bucket_of_direction(
+                np.where(distance < 0, -distance, 0), relative.num_buckets
+            )
         half = relative.num_buckets // 2
         return self.bucket_of_direction(np.abs(distance), half) + np.where(distance > 0, half, 0)
 
     def bucket_of_direction(self, away: np.ndarray, count: int) -> np.ndarray:
-        """Return one of `count` buckets: the first half have one distance each, the others widen."""
+        """Return one of `count` buckets: the first half have one distance each, the others
+        widen.
+        """
         exact = count // 2
         steps = self.share_of_logarithm(np.maximum(away, exact), exact) * np.float32(count - exact)
-        return np.where(away < exact, away, np.minimum(exact + np.floor(steps).astype(np.int64), count - 1))
+        return np.where(
+            away < exact, away, np.minimum(exact + np.floor(steps).astype(np.int64), count - 1)
+        )
 
     def share_of_logarithm(self, away: np.ndarray, exact: int) -> np.ndarray:
-        """Return the logarithmic position of a distance from the first inexact one (0) to the largest (1); float32."""
+        """Return the logarithmic position of a distance from the first inexact one (0) to the
+        largest (1); float32.
+        """
         largest = np.log(self.relative_bias().max_distance / exact)
         ratio = away.astype(np.float32) / np.float32(exact)
         return np.log(ratio.astype(np.float64)).astype(np.float32) / np.float32(largest)
 
     def relative_bias(self) -> RelativeBias:
         """Relative bias of the layer."""
-        return cast(RelativeBias, self.problem.spec.relative_bias)  # only called if the layer has one
+        return cast(
+            RelativeBias, self.problem.spec.relative_bias
+        )  # only called if the layer has one
 
     def relative_products(self, values: Values, places: np.ndarray) -> list[np.ndarray]:
-        """Return products of queries and of keys with the vectors of distances, (B, N, T, S) each, not scaled."""
+        """Return products of queries and of keys with the vectors of distances, (B, N, T, S) each,
+        not scaled.
+        """
         held, a = self.distance_record(), self.arithmetic
         q, k = a.widen(values["q"]), self.per_query_head(a.widen(values["k"]))
-        found, buckets = [], self.distance_bucket(np.arange(k.shape[2]) - places[:, :, None])[:, None]  # (B, 1, T, S)
+        found, buckets = (
+            [],
+            self.distance_bucket(np.arange(k.shape[2]) - places[:, :, None])[:, None],
+        )  # (B, 1, T, S)
         buckets = np.broadcast_to(buckets, (*q.shape[:3], k.shape[2]))
         if held.of_queries:
             by_bucket = a.matmul(q, self.distance_vectors("relative_keys").swapaxes(1, 2))
             found.append(np.take_along_axis(by_bucket, buckets, axis=3))
         if held.of_keys:
             by_bucket = a.matmul(k, self.distance_vectors("relative_queries").swapaxes(1, 2))
-            found.append(np.take_along_axis(by_bucket, buckets.swapaxes(2, 3), axis=3).swapaxes(2, 3))
+            found.append(
+                np.take_along_axis(by_bucket, buckets.swapaxes(2, 3), axis=3).swapaxes(2, 3)
+            )
         return found
 
     def distance_vectors(self, name: str) -> np.ndarray:
@@ -310,7 +405,9 @@ class Layer:
         held = self.distance_record()
         away = np.abs(distance)
         steps = np.where(away <= (held.num_exact or away), away, self.logarithmic_step(away))
-        return np.clip(np.sign(distance) * steps, -held.num_before, held.num_after) + held.num_before
+        return (
+            np.clip(np.sign(distance) * steps, -held.num_before, held.num_after) + held.num_before
+        )
 
     def logarithmic_step(self, away: np.ndarray) -> np.ndarray:
         """Return the number of a bucket that far distances share, counted as near distances are."""
@@ -333,12 +430,18 @@ class Layer:
     def scale(self) -> float:
         """Divisor of the products of queries and keys."""
         spec = self.problem.spec
-        return np.sqrt(spec.head_dim) / self.mscale() ** 2 if spec.scale is None else 1.0 / spec.scale
+        return (
+            np.sqrt(spec.head_dim) / self.mscale() ** 2 if spec.scale is None else 1.0 / spec.scale
+        )
 
     def mscale(self) -> float:
         """Factor of queries and of keys in a layer with latents and YaRN."""
         scaling = None if self.problem.spec.rope is None else self.problem.spec.rope.scaling
-        if self.problem.spec.latent is None or not isinstance(scaling, YarnScaling) or scaling.mscale_all_dim is None:
+        if (
+            self.problem.spec.latent is None
+            or not isinstance(scaling, YarnScaling)
+            or scaling.mscale_all_dim is None
+        ):
             return 1.0
         return 1.0 + 0.1 * scaling.mscale_all_dim * np.log(max(scaling.factor, 1.0))
 
@@ -349,7 +452,9 @@ class Layer:
 
     def soft_cap(self) -> np.floating | None:
         """Bound of the scores, or None."""
-        return None if (cap := self.problem.spec.soft_cap) is None else self.arithmetic.wide.type(cap)
+        return (
+            None if (cap := self.problem.spec.soft_cap) is None else self.arithmetic.wide.type(cap)
+        )
 
     def sinks(self) -> np.ndarray | None:
         """Attention sinks, (1, N, 1, 1), or None."""
@@ -368,27 +473,43 @@ class Layer:
         a, sample = self.arithmetic, self.problem.sample
         made = slice(None) if sample is None or name != "out_proj" else sample.features
         bias = a.widen(self.parameter(f"{name}.bias")[made]) if self.has_bias(name) else 0.0
-        return a.keep(a.matmul(a.widen(x), a.weight(a.widen(self.parameter(f"{name}.weight")[made])).T, bias))
+        return a.keep(
+            a.matmul(a.widen(x), a.weight(a.widen(self.parameter(f"{name}.weight")[made])).T, bias)
+        )
 
-    def project(self, given: Mapping[str, np.ndarray], positions: np.ndarray) -> dict[str, np.ndarray]:
+    def project(
+        self, given: Mapping[str, np.ndarray], positions: np.ndarray
+    ) -> dict[str, np.ndarray]:
         query = given["q"]
         if self.problem.spec.latent is not None:
             latents = self.latents(query, positions)
-            heads = {"q": self.latent_queries(query, positions), "latents": latents, **self.expanded(latents)}
+            heads = {
+                "q": self.latent_queries(query, positions),
+                "latents": latents,
+                **self.expanded(latents),
+            }
         else:
             own = "q" if self.problem.spec.shared_kv else "qkv"
-            projected = {name: self.linear(f"{name}_proj", given[name]) for name in self.asked if name in own}
+            projected = {
+                name: self.linear(f"{name}_proj", given[name]) for name in self.asked if name in own
+            }
             heads = {name: self.entering(name, x, positions) for name, x in projected.items()}
             received = (name for name in self.asked if name not in own)
             heads |= {name: self.received(name, given[name], positions) for name in received}
-        return heads if self.problem.spec.gate is None else {**heads, "gate": self.linear("gate_proj", query)}
+        return (
+            heads
+            if self.problem.spec.gate is None
+            else {**heads, "gate": self.linear("gate_proj", query)}
+        )
 
     def gated(self, values: Values) -> np.ndarray:
         """Return the context times the sigmoid of the gate."""
         context = values["context"]
         if self.problem.spec.gate is None:
             return context
-        return self.arithmetic.keep(self.arithmetic.widen(context) * self.arithmetic.between(self.openness(values)))
+        return self.arithmetic.keep(
+            self.arithmetic.widen(context) * self.arithmetic.between(self.openness(values))
+        )
 
     def openness(self, values: Values) -> np.ndarray:
         """Return the factor of the context, (B, N, T, H or 1), between 0 and 1."""
@@ -398,7 +519,9 @@ class Layer:
             return 1.0 / (1.0 + np.exp(-gate))
 
     def entering(self, name: str, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Return projected features as heads that enter attention: clipped, split, normalized and rotated."""
+        """Return projected features as heads that enter attention: clipped, split, normalized and
+        rotated.
+        """
         norm, x = self.norm(name), self.clipped(name, x)
         if norm is not None and norm.over == "width":
             x = self.normed(name, x, norm)
@@ -415,15 +538,23 @@ class Layer:
 
     def latent_queries(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Return the queries of a layer with latents."""
-        q = self.linear("q_b_proj", self.query_latents(x)) if self.latent().q_rank else self.linear("q_proj", x)
-        return self.tempered("q", self.turned("q", self.split_heads(q, self.num_heads("q")), positions), positions)
+        q = (
+            self.linear("q_b_proj", self.query_latents(x))
+            if self.latent().q_rank
+            else self.linear("q_proj", x)
+        )
+        return self.tempered(
+            "q", self.turned("q", self.split_heads(q, self.num_heads("q")), positions), positions
+        )
 
     def query_latents(self, x: np.ndarray) -> np.ndarray:
         """Return the query latents, (B, T, q_rank)."""
         return self.normed_latent("q_a", self.linear("q_a_proj", x))
 
     def latents(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Return the cached vector of each token: latent and shared features of keys, (B, 1, T, W)."""
+        """Return the cached vector of each token: latent and shared features of keys, (B, 1, T,
+        W).
+        """
         latent, shared = np.split(self.linear("kv_a_proj", x), [self.latent().kv_rank], axis=-1)
         latents = np.concatenate([self.normed_latent("kv_a", latent), shared], axis=-1)
         return self.turned("k", latents[:, None], positions)
@@ -434,7 +565,10 @@ class Layer:
         own_features = self.problem.spec.head_dim - shared.shape[-1]
         kv = self.split_heads(self.linear("kv_b_proj", latent[:, 0]), self.num_heads("k"))
         shared = np.broadcast_to(shared, (*kv.shape[:3], shared.shape[-1]))
-        return {"k": np.concatenate([kv[..., :own_features], shared], axis=-1), "v": kv[..., own_features:]}
+        return {
+            "k": np.concatenate([kv[..., :own_features], shared], axis=-1),
+            "v": kv[..., own_features:],
+        }
 
     def latent(self) -> Latent:
         """Latents of keys and values."""
@@ -458,8 +592,12 @@ class Layer:
     def factors(self, positions: np.ndarray) -> np.ndarray:
         """Return the temperature of queries by position, (B or 1, 1, T, 1)."""
         temperature, wide = cast(Temperature, self.problem.spec.temperature), self.arithmetic.wide
-        lengths = self.lengths_passed(positions + temperature.first_position, temperature.length).astype(wide)
-        return (wide.type(1.0) + wide.type(temperature.scale) * np.log(wide.type(1.0) + lengths))[:, None, :, None]
+        lengths = self.lengths_passed(
+            positions + temperature.first_position, temperature.length
+        ).astype(wide)
+        return (wide.type(1.0) + wide.type(temperature.scale) * np.log(wide.type(1.0) + lengths))[
+            :, None, :, None
+        ]
 
     def lengths_passed(self, positions: np.ndarray, length: int) -> np.ndarray:
         """Return the number of whole lengths before a position."""
@@ -468,7 +606,11 @@ class Layer:
     def clipped(self, name: str, x: np.ndarray) -> np.ndarray:
         """Return q, k or v, clipped."""
         limit = self.problem.spec.clip_qkv
-        return x if limit is None else self.arithmetic.keep(np.clip(self.arithmetic.widen(x), -limit, limit))
+        return (
+            x
+            if limit is None
+            else self.arithmetic.keep(np.clip(self.arithmetic.widen(x), -limit, limit))
+        )
 
     def norm(self, name: str) -> Norm | None:
         """Return the norm of q, k, v or the context."""
@@ -508,7 +650,11 @@ class Layer:
     def rotate(self, x: np.ndarray, positions: np.ndarray, direction: int = 1) -> np.ndarray:
         """Rotate the pairs of x by position; direction -1 is the inverse rotation."""
         first, second = pair_slices(self.rope(), x.shape[-1])
-        (cos, sin), keep, x = self.tables(positions), self.arithmetic.between, self.arithmetic.widen(x)
+        (cos, sin), keep, x = (
+            self.tables(positions),
+            self.arithmetic.between,
+            self.arithmetic.widen(x),
+        )
         rotated, sin = x.copy(), direction * sin  # features outside pairs are unchanged
         rotated[..., first] = keep(x[..., first] * cos) - keep(x[..., second] * sin)
         rotated[..., second] = keep(x[..., second] * cos) + keep(x[..., first] * sin)
@@ -517,7 +663,9 @@ class Layer:
     def tables(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the cosines and sines of the rotations, (B or 1, 1, T, pairs) each."""
         angles, factor = self.angles(positions), self.arithmetic.wide.type(self.attention_factor())
-        return self.arithmetic.between(factor * np.cos(angles)), self.arithmetic.between(factor * np.sin(angles))
+        return self.arithmetic.between(factor * np.cos(angles)), self.arithmetic.between(
+            factor * np.sin(angles)
+        )
 
     def rope(self) -> Rope:
         """RoPE of the layer."""
@@ -533,18 +681,26 @@ class Layer:
         of_axes = positions if positions.ndim == 3 else positions[None]
         lengths, head_dim = self.lengths(of_axes.max(axis=0)), self.problem.spec.head_dim
         known, number = np.unique(lengths, return_inverse=True)
-        tables = np.array([frequencies(self.rope(), head_dim, int(n), wide.type) for n in known], np.float64)
+        tables = np.array(
+            [frequencies(self.rope(), head_dim, int(n), wide.type) for n in known], np.float64
+        )
         of_tokens = tables[number.reshape(lengths.shape)]  # (B or 1, T, pairs)
         which = axes(self.rope(), head_dim) if positions.ndim == 3 else [0] * of_tokens.shape[-1]
         angles = np.moveaxis(of_axes[which], 0, -1).astype(wide) * of_tokens.astype(wide)
         return angles[:, None]
 
     def lengths(self, positions: np.ndarray) -> np.ndarray:
-        """Return the length that frequencies depend on, by position (B or 1, T): its sequence's last position + 1."""
-        return np.broadcast_to(positions.max(axis=-1, keepdims=True, initial=0) + 1, positions.shape)
+        """Return the length that frequencies depend on, by position (B or 1, T): its sequence's
+        last position + 1.
+        """
+        return np.broadcast_to(
+            positions.max(axis=-1, keepdims=True, initial=0) + 1, positions.shape
+        )
 
     def by_group(self, of_queries: np.ndarray, of_keys: np.ndarray) -> np.ndarray:
-        """Return the products of query heads (B, N, T, …) and their key/value heads (B, K, …), (B, N, T, …)."""
+        """Return the products of query heads (B, N, T, …) and their key/value heads (B, K, …), (B,
+        N, T, …).
+        """
         per_query_head = self.per_query_head
         batch, heads, tokens, width = of_queries.shape
         if heads == of_keys.shape[1] or "per_query_head" in self.overrides:
@@ -555,14 +711,18 @@ class Layer:
         return found.reshape(batch, heads, tokens, -1)
 
     def per_query_head(self, x: np.ndarray) -> np.ndarray:
-        """Return key/value heads (B, K, S, H) repeated for query heads: head n // (N // K) for head n."""
+        """Return key/value heads (B, K, S, H) repeated for query heads: head n // (N // K) for head
+        n.
+        """
         group = self.problem.spec.num_heads // self.problem.spec.num_kv_heads
         return x if group == 1 else x.repeat(group, axis=1)
 
 
 @dataclass(frozen=True)
 class CachedCall:
-    """One call with a cache: new tokens `x`, `added` of them real, after `before` tokens of each sequence."""
+    """One call with a cache: new tokens `x`, `added` of them real, after `before` tokens of each
+    sequence.
+    """
 
     layer: Layer
     index: int
@@ -594,7 +754,9 @@ class CachedCall:
         grown, kv = self.grown("cache.", values, values)
         return {**grown, "cache.keys": kv["k"], "cache.values": kv["v"]}
 
-    def grown(self, cache: str, values: Values, own: Values) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    def grown(
+        self, cache: str, values: Values, own: Values
+    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Return the cache with the call's new tokens, and the keys and values to attend to."""
         is_latent = self.layer.problem.spec.latent is not None
         new = {"latents": own["latents"]} if is_latent else {"keys": own["k"], "values": own["v"]}
@@ -611,6 +773,8 @@ class CachedCall:
         for stage in (self.scores, layer.attn_weights, layer.context, layer.output):
             own |= stage(own)
         is_real = np.arange(self.x.shape[1]) < self.added[:, None]
-        zero = np.zeros((), layer.arithmetic.dtype)  # a plain 0.0 has no common dtype with bfloat16 in NumPy 1
+        zero = np.zeros(
+            (), layer.arithmetic.dtype
+        )  # a plain 0.0 has no common dtype with bfloat16 in NumPy 1
         output = np.where(is_real[:, :, None], own["output"], zero)
         return {"module.output": output, "blocks.output": output, "plain.output": output, **grown}

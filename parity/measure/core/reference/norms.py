@@ -1,7 +1,7 @@
 """Norms of queries, keys and values, and their gradients, from the formulas.
 
-For features x: x̂ = (x - m) / s with s² = mean((x - m)²) + eps, where m is the mean of x in a layer norm and 0 in an
-RMS norm; y = w x̂ + b, or (1 + w) x̂ + b.
+For features x: x̂ = (x - m) / s with s² = mean((x - m)²) + eps, where m is the mean of x in a layer
+norm and 0 in an RMS norm; y = w x̂ + b, or (1 + w) x̂ + b.
 """
 
 from __future__ import annotations
@@ -30,13 +30,19 @@ def broadcast(parameter: np.ndarray, norm: Norm) -> np.ndarray:
 
 
 def summed(grad: np.ndarray, norm: Norm) -> np.ndarray:
-    """Return the gradient of a parameter, (H,), (heads, H) or (width,), from that of each element."""
+    """Return the gradient of a parameter, (H,), (heads, H) or (width,), from that of each
+    element.
+    """
     kept = (1, grad.ndim - 1) if norm.per_head else (grad.ndim - 1,)
     return grad.sum(axis=tuple(axis for axis in range(grad.ndim) if axis not in kept))
 
 
-def back_through(d_hat: np.ndarray, x_hat: np.ndarray, s: np.ndarray, norm: Norm, *, magnitude: bool) -> np.ndarray:
-    """Return the gradient of x from that of x̂; `magnitude` makes all terms of all sums and differences positive."""
+def back_through(
+    d_hat: np.ndarray, x_hat: np.ndarray, s: np.ndarray, norm: Norm, *, magnitude: bool
+) -> np.ndarray:
+    """Return the gradient of x from that of x̂; `magnitude` makes all terms of all sums and
+    differences positive.
+    """
     x_hat, sign = (np.abs(x_hat), 1.0) if magnitude else (x_hat, -1.0)
     d_x = d_hat + d_hat.dtype.type(sign) * x_hat * (d_hat * x_hat).mean(axis=-1, keepdims=True)
     if norm.kind == "layer":

@@ -11,7 +11,15 @@ import numpy as np
 from parity.measure.core.absorbed import BEGINNING, has_rows_of_query
 from parity.measure.core.reference.arithmetic import LARGE, multiplications
 from parity.measure.core.reference.layer import Layer
-from parity.measure.core.work import PER_FACTOR, PER_MULTIPLICATION, PER_NUMBER, ask, begin, spend, uncounted
+from parity.measure.core.work import (
+    PER_FACTOR,
+    PER_MULTIPLICATION,
+    PER_NUMBER,
+    ask,
+    begin,
+    spend,
+    uncounted,
+)
 
 MADE_OF = frozenset({"angles", "lengths"})
 """Other methods that a table depends on."""
@@ -25,7 +33,9 @@ class Remembered:
         tokens: indices of the tokens of the longer inputs that are these inputs.
     """
 
-    def __init__(self, longer: Remembered | None = None, tokens: np.ndarray | slice = slice(0)) -> None:
+    def __init__(
+        self, longer: Remembered | None = None, tokens: np.ndarray | slice = slice(0)
+    ) -> None:
         self._longer, self._tokens = longer, tokens
         self._products: dict[tuple[Any, ...], np.ndarray] = {}
         self._projected: dict[tuple[Any, ...], np.ndarray] = {}
@@ -35,12 +45,15 @@ class Remembered:
     def serve(self, layer: Layer) -> Layer:
         """Return a layer that reads its projections and tables from this cache."""
         layer.override(
-            linear=partial(self.linear, layer, layer.linear), tables=partial(self.tables, layer, layer.tables)
+            linear=partial(self.linear, layer, layer.linear),
+            tables=partial(self.tables, layer, layer.tables),
         )
         return layer
 
     def linear(self, layer: Layer, original: Any, name: str, x: np.ndarray) -> np.ndarray:
-        """Return a read-only projection of an input of the problem by one of its weights, or by rows of them."""
+        """Return a read-only projection of an input of the problem by one of its weights, or by
+        rows of them.
+        """
         given = next((key for key, array in layer.problem.inputs.items() if array is x), None)
         if given is None:
             return original(name, x)
@@ -50,7 +63,10 @@ class Remembered:
         is_fast = a.wide == np.float64 or multiplications(x, weight.T) > LARGE
         if not is_fast and source is None:
             return original(name, x)
-        key, is_known = (source, added, given, a), source is not None and (bias is None or added is not None)
+        key, is_known = (
+            (source, added, given, a),
+            source is not None and (bias is None or added is not None),
+        )
         if is_known and key in self._projected:
             return self._projected[key]
         product = self._made(source, given, layer, x, weight) if is_fast else None
@@ -65,7 +81,9 @@ class Remembered:
     def _made(
         self, source: str | None, given: str, layer: Layer, x: np.ndarray, weight: np.ndarray
     ) -> np.ndarray | None:
-        """Return an input times a weight, from known products; None if the rows are not of the problem's weights."""
+        """Return an input times a weight, from known products; None if the rows are not of the
+        problem's weights.
+        """
         if source is not None:
             return self._product(source, given, layer, x)
         if (made_of := self._made_of(layer, weight)) is None:
@@ -79,7 +97,8 @@ class Remembered:
         return product
 
     def _product(self, source: str, given: str, layer: Layer, x: np.ndarray) -> np.ndarray:
-        """Return an input times a weight, without bias. Correct layers also need it, so its work is not counted.
+        """Return an input times a weight, without bias. Correct layers also need it, so its work is
+        not counted.
 
         A sample with the query rows that it needs defers the product of all queries.
         """
@@ -92,21 +111,34 @@ class Remembered:
                 self._products[key] = longer[: len(x), self._tokens]
             else:
                 weight = layer.problem.weights[source]
-                if (source, given) == ("q_proj.weight", "query") and has_rows_of_query(layer.problem):
+                if (source, given) == ("q_proj.weight", "query") and has_rows_of_query(
+                    layer.problem
+                ):
                     ask(PER_MULTIPLICATION * multiplications(x, weight.T), of_part=True)
                 exact = None if layer.problem.dtype == "float64" else self._products.get(of_float64)
                 with uncounted():
-                    self._products[key] = a.matmul(a.widen(x), a.weight(a.widen(weight)).T, exact=exact)
+                    self._products[key] = a.matmul(
+                        a.widen(x), a.weight(a.widen(weight)).T, exact=exact
+                    )
         return self._products[key]
 
-    def _made_of(self, layer: Layer, weight: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]] | None:
-        """Return the projections that a weight's rows come from, each with its rows and places; None if one is unknown.
+    def _made_of(
+        self, layer: Layer, weight: np.ndarray
+    ) -> dict[str, tuple[np.ndarray, np.ndarray]] | None:
+        """Return the projections that a weight's rows come from, each with its rows and places;
+        None if one is unknown.
 
         Packed weights that were read in another order consist of such rows.
         """
         if not self._rows:
-            known = [(name, x) for name, x in layer.problem.weights.items() if name.endswith("_proj.weight")]
-            self._rows = {row[:BEGINNING].tobytes(): (name, i) for name, x in known for i, row in enumerate(x)}
+            known = [
+                (name, x)
+                for name, x in layer.problem.weights.items()
+                if name.endswith("_proj.weight")
+            ]
+            self._rows = {
+                row[:BEGINNING].tobytes(): (name, i) for name, x in known for i, row in enumerate(x)
+            }
         found: dict[str, tuple[list[int], list[int]]] = {}
         for place, row in enumerate(weight):
             if (source := self._rows.get(row[:BEGINNING].tobytes())) is None:
@@ -114,7 +146,9 @@ class Remembered:
             rows, places = found.setdefault(source[0], ([], []))
             rows.append(source[1])
             places.append(place)
-        made_of = {name: (np.array(rows), np.array(places)) for name, (rows, places) in found.items()}
+        made_of = {
+            name: (np.array(rows), np.array(places)) for name, (rows, places) in found.items()
+        }
         spend(PER_FACTOR * weight.size)
         is_made = (
             np.array_equal(layer.problem.weights[name][some], weight[where])
@@ -123,11 +157,18 @@ class Remembered:
         )
         return made_of if all(is_made) else None
 
-    def tables(self, layer: Layer, original: Any, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def tables(
+        self, layer: Layer, original: Any, positions: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return the cosines and sines of some positions."""
         if not layer.overrides.keys().isdisjoint(MADE_OF):
             return original(positions)
-        key = (layer.rope(), layer.problem.spec.head_dim, layer.arithmetic, layer.attention_factor())
+        key = (
+            layer.rope(),
+            layer.problem.spec.head_dim,
+            layer.arithmetic,
+            layer.attention_factor(),
+        )
         key = (*key, positions.shape, positions.dtype, positions.tobytes())
         if key not in self._tables:
             self._tables[key] = original(positions)

@@ -1,7 +1,8 @@
 """RoPE of the reference: pairs, frequencies and factors directly from the formulas, pair by pair.
 
-`mha_spec` computes the tables of the implementations; here only the numbers of a `Rope` are used. Frequencies are
-float32 and round each step, in the order of Hugging Face's transformers: these are the tables of the released models.
+`mha_spec` computes the tables of the implementations; here only the numbers of a `Rope` are used.
+Frequencies are float32 and round each step, in the order of Hugging Face's transformers: these are
+the tables of the released models.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ def amplitude(rope: Rope) -> float:
     return (1 + scaling.mscale * stretch / 10) / (1 + scaling.mscale_all_dim * stretch / 10)
 
 
-def frequencies(rope: Rope, head_dim: int, length: int, wide: type[np.floating] = np.float64) -> list[float]:
+def frequencies(
+    rope: Rope, head_dim: int, length: int, wide: type[np.floating] = np.float64
+) -> list[float]:
     """Return the angle per token of each pair in a call whose last position is length - 1.
 
     Frequencies that implementations compute during the call are in `wide`, the others float32.
@@ -85,14 +88,23 @@ def frequencies(rope: Rope, head_dim: int, length: int, wide: type[np.floating] 
     if isinstance(scaling, LinearScaling):
         found = [frequency / np.float32(scaling.factor) for frequency in plain]
     elif isinstance(scaling, DynamicScaling):
-        found = plain if length <= scaling.original_length else _dynamic(rope.theta, scaling, count, length, wide)
+        found = (
+            plain
+            if length <= scaling.original_length
+            else _dynamic(rope.theta, scaling, count, length, wide)
+        )
     elif isinstance(scaling, Llama3Scaling):
         found = [_llama3(frequency, scaling) for frequency in plain]
     elif isinstance(scaling, YarnScaling):
         found = _yarn(rope.theta, scaling, divisors)
     elif isinstance(scaling, LongRopeScaling):
-        factors = scaling.long_factors if length > scaling.original_length else scaling.short_factors
-        found = [ONE / (np.float32(factor) * divisor) for divisor, factor in zip(divisors, factors, strict=True)]
+        factors = (
+            scaling.long_factors if length > scaling.original_length else scaling.short_factors
+        )
+        found = [
+            ONE / (np.float32(factor) * divisor)
+            for divisor, factor in zip(divisors, factors, strict=True)
+        ]
     elif isinstance(scaling, ProportionalScaling):
         rotated = int(scaling.fraction * count // 2)
         found = [frequency / np.float32(scaling.factor) for frequency in plain[:rotated]]
@@ -103,14 +115,20 @@ def frequencies(rope: Rope, head_dim: int, length: int, wide: type[np.floating] 
 
 
 def _places_in_series(rope: Rope, head_dim: int) -> list[tuple[int, int]]:
-    """Return the place of each pair in the series of its frequency, and the number of features of that series."""
+    """Return the place of each pair in the series of its frequency, and the number of features of
+    that series.
+    """
     count, sections = count_rotated(rope, head_dim), rope.sections or ()
     if rope.section_frequencies == "shared":
         return [(pair, count) for pair in range(count // 2)]
     found, held = list[tuple[int, int]](), [0] * len(sections)
     for axis in axes(rope, head_dim):
         place, size = held[axis], 2 * sections[axis]
-        found.append((place, size) if rope.section_frequencies == "own" else (len(sections) * place + axis, count))
+        found.append(
+            (place, size)
+            if rope.section_frequencies == "own"
+            else (len(sections) * place + axis, count)
+        )
         held[axis] += 1
     return found
 
@@ -127,14 +145,23 @@ def _exponent(pair: int, count: int) -> np.float32:
 def _dynamic(
     theta: float, scaling: DynamicScaling, count: int, length: int, wide: type[np.floating]
 ) -> list[np.floating]:
-    growth = wide(scaling.factor) * wide(length) / wide(scaling.original_length) - wide(scaling.factor - 1)
+    growth = wide(scaling.factor) * wide(length) / wide(scaling.original_length) - wide(
+        scaling.factor - 1
+    )
     base = wide(theta) * growth ** wide(count / (count - 2))
     return [wide(1) / base ** wide(_exponent(pair, count)) for pair in range(count // 2)]
 
 
 def _llama3(frequency: np.float32, scaling: Llama3Scaling) -> np.float32:
-    wavelength, original = ONE / frequency * np.float32(2 * math.pi), np.float32(scaling.original_length)
-    low, high, factor = scaling.low_freq_factor, scaling.high_freq_factor, np.float32(scaling.factor)
+    wavelength, original = (
+        ONE / frequency * np.float32(2 * math.pi),
+        np.float32(scaling.original_length),
+    )
+    low, high, factor = (
+        scaling.low_freq_factor,
+        scaling.high_freq_factor,
+        np.float32(scaling.factor),
+    )
     if wavelength < np.float32(scaling.original_length / high):
         return frequency
     if wavelength > np.float32(scaling.original_length / low):
@@ -147,8 +174,14 @@ def _yarn(theta: float, scaling: YarnScaling, divisors: list[np.float32]) -> lis
     count = 2 * len(divisors)
 
     def pair_with(turns: float) -> float:
-        """Return the pair with this many turns in the original length, 2 pi turns theta ** (2 pair / count)."""
-        return count * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        """Return the pair with this many turns in the original length, 2 pi turns theta ** (2 pair
+        / count).
+        """
+        return (
+            count
+            * math.log(scaling.original_length / (turns * 2 * math.pi))
+            / (2 * math.log(theta))
+        )
 
     begin, end = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
     if scaling.truncate:
@@ -160,5 +193,7 @@ def _yarn(theta: float, scaling: YarnScaling, divisors: list[np.float32]) -> lis
     for pair, divisor in enumerate(divisors):
         ramp = (np.float32(pair) - np.float32(begin)) / np.float32(end - begin)
         kept = ONE - np.clip(ramp, np.float32(0), ONE)
-        found.append(ONE / (np.float32(scaling.factor) * divisor) * (ONE - kept) + ONE / divisor * kept)
+        found.append(
+            ONE / (np.float32(scaling.factor) * divisor) * (ONE - kept) + ONE / divisor * kept
+        )
     return found

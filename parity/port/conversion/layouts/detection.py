@@ -1,4 +1,6 @@
-"""Identify the layer that tensors represent: the layout's form, whether it is stacked, and the specification."""
+"""Identify the layer that tensors represent: the layout's form, whether it is stacked, and the
+specification.
+"""
 
 from __future__ import annotations
 
@@ -66,13 +68,19 @@ def find_form(names: Iterable[str], layout: Layout) -> tuple[Tensor, ...]:
         ValueError: if no form fits, or more than one.
     """
     names = set(names)
-    required = [[tensor.name for tensor in form if tensor.kind == "weight"] for form in layout.forms]
+    required = [
+        [tensor.name for tensor in form if tensor.kind == "weight"] for form in layout.forms
+    ]
     missing = [[name for name in wanted if not matches(name, names)] for wanted in required]
     found = [form for form, absent in zip(layout.forms, missing, strict=True) if not absent]
     if len(found) > 1:
         # A form that is part of another, such as the one without out_proj, does not count.
         names_in = [{tensor.name for tensor in form} for form in found]
-        found = [form for form, own in zip(found, names_in, strict=True) if not any(own < other for other in names_in)]
+        found = [
+            form
+            for form, own in zip(found, names_in, strict=True)
+            if not any(own < other for other in names_in)
+        ]
     if len(found) != 1:
         likeliest = max(range(len(missing)), key=lambda i: len(required[i]) - len(missing[i]))
         what = "more than one of its forms" if found else f"missing {missing[likeliest]}"
@@ -80,7 +88,13 @@ def find_form(names: Iterable[str], layout: Layout) -> tuple[Tensor, ...]:
     (form,) = found
     stacks = {tensor.name: matches(tensor.name, names) for tensor in form if tensor.is_per_head}
     heads = range(max(map(len, stacks.values()), default=0))
-    if gaps := [name for each, held in stacks.items() if held for n in heads if (name := each.format(n=n)) not in held]:
+    if gaps := [
+        name
+        for each, held in stacks.items()
+        if held
+        for n in heads
+        if (name := each.format(n=n)) not in held
+    ]:
         raise _not_of(layout, f"missing {shorten(gaps)} in {shorten(sorted(names))}")
     known = {*names_of((*form, *layout.others), names)}
     if unknown := sorted(name for name in names - known if not layout.ignores(name)):
@@ -123,15 +137,20 @@ def placements(spec: AttentionSpec, layout: Layout) -> tuple[Placement, ...]:
     return tuple(found)
 
 
-def placement_for(readers: Iterable[Callable[[str], np.ndarray]], spec: AttentionSpec, layout: Layout) -> Placement:
+def placement_for(
+    readers: Iterable[Callable[[str], np.ndarray]], spec: AttentionSpec, layout: Layout
+) -> Placement:
     """Place layers of one specification, whose weights are read by name, or reject them.
 
-    If the layout has a tensor for shared keys and values, it is used when both are equal in all layers.
+    If the layout has a tensor for shared keys and values, it is used when both are equal in all
+    layers.
     """
     found = placements(spec, layout)
     shared = [each for each in found if any(tensor.is_shared for tensor in each.tensors)]
     parts = [tensor.parts for each in shared for tensor in each.tensors if tensor.is_shared]
-    if shared and all(_are_one([read(part) for part in each]) for each in parts for read in readers):
+    if shared and all(
+        _are_one([read(part) for part in each]) for each in parts for read in readers
+    ):
         return shared[0]
     return next((each for each in found if each not in shared), found[0])
 
@@ -141,24 +160,34 @@ def _are_one(weights: list[np.ndarray]) -> bool:
     return all(np.array_equal(first, other) for other in others)
 
 
-def _has_no_form(layout: Layout, wanted: Collection[str], nameless: Collection[str]) -> LayoutMismatchError:
-    """Make the error for a layer whose weights fit no form; the layout has no names for the `nameless` ones."""
+def _has_no_form(
+    layout: Layout, wanted: Collection[str], nameless: Collection[str]
+) -> LayoutMismatchError:
+    """Make the error for a layer whose weights fit no form; the layout has no names for the
+    `nameless` ones.
+    """
     if nameless:
         norms = [name for name in NORMS if weights_of_norm(name) & {*nameless}]
         remedy, hint = ({"drop": ",".join(norms)}, "leaves it out") if norms else ((), "")
         rule = f"have only weights for which {layout.name} has names"
-        return LayoutMismatchError("the layer", rule, shorten(sorted(nameless)), remedy=remedy, hint=hint)
+        return LayoutMismatchError(
+            "the layer", rule, shorten(sorted(nameless)), remedy=remedy, hint=hint
+        )
     for tensor in layout.tensors:
         without = [part for part in tensor.parts if part not in wanted]
         if 0 < len(without) < len(tensor.parts):
             of_each = "a bias in all projections" if tensor.kind == "bias" else "all projections"
             rule = f"have {of_each} that {tensor.name} of {layout.name} packs"
             return LayoutMismatchError("the layer", rule, f"none of {', '.join(without)}")
-    return LayoutMismatchError("the layer", f"have equal sizes where {layout.name} packs projections")
+    return LayoutMismatchError(
+        "the layer", f"have equal sizes where {layout.name} packs projections"
+    )
 
 
 def _packs_two_sizes(tensor: Tensor, spec: AttentionSpec) -> bool:
-    """Return whether projections in a tensor differ in input size, head size, or number on an axis."""
+    """Return whether projections in a tensor differ in input size, head size, or number on an
+    axis.
+    """
     if tensor.has_projection_axis and len({*head_counts(tensor, spec)}) > 1:
         return True
     if tensor.kind == "bias" or len(tensor.parts) == 1:
@@ -171,7 +200,9 @@ def _packs_two_sizes(tensor: Tensor, spec: AttentionSpec) -> bool:
     return len(inputs) > 1 or len(sizes) > 1
 
 
-def find_placement(shapes: Mapping[str, tuple[int, ...]], spec: AttentionSpec, layout: Layout) -> Placement:
+def find_placement(
+    shapes: Mapping[str, tuple[int, ...]], spec: AttentionSpec, layout: Layout
+) -> Placement:
     """Find the placement of a layer from the names and shapes of its tensors.
 
     Raises:
@@ -189,8 +220,14 @@ def find_placement(shapes: Mapping[str, tuple[int, ...]], spec: AttentionSpec, l
 
 def _difference(given: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str:
     """Describe the difference of names and shapes from the expected ones."""
-    missing, unknown = (sorted(one.keys() - other.keys()) for one, other in ((wanted, given), (given, wanted)))
-    words = [f"{what} {shorten(names)}" for what, names in (("missing", missing), ("unknown names", unknown)) if names]
+    missing, unknown = (
+        sorted(one.keys() - other.keys()) for one, other in ((wanted, given), (given, wanted))
+    )
+    words = [
+        f"{what} {shorten(names)}"
+        for what, names in (("missing", missing), ("unknown names", unknown))
+        if names
+    ]
     if not words:
         others = [name for name in wanted if given[name] != wanted[name]]
         words = [f"{name}.shape={given[name]} instead of {wanted[name]}" for name in others[:3]]
@@ -198,7 +235,8 @@ def _difference(given: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple
 
 
 def stack_size(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> int | None:
-    """Count the layers stacked on a leading axis, as `scan` and `vmap` store them; None for a single layer.
+    """Count the layers stacked on a leading axis, as `scan` and `vmap` store them; None for a
+    single layer.
 
     The number of axes decides: a stacked tensor has one more than the layout declares.
 
@@ -211,12 +249,17 @@ def stack_size(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> int | N
         return None
     sizes = sorted({shapes[name][0] for name in (*axes, *names_of(layout.others, shapes))})
     if len(sizes) > 1 or not 1 <= sizes[0] <= MAX_LAYERS:
-        raise InputError("stacked tensors", f"have the same number of layers, from 1 to {MAX_LAYERS}", str(sizes))
+        raise InputError(
+            "stacked tensors", f"have the same number of layers, from 1 to {MAX_LAYERS}", str(sizes)
+        )
     return sizes[0]
 
 
-def find_spec(shapes: Mapping[str, tuple[int, ...]], layout: Layout, hints: LayerHints) -> AttentionSpec:
-    """Return the specification of a layer, from the names and shapes of its tensors and hints about heads and RoPE.
+def find_spec(
+    shapes: Mapping[str, tuple[int, ...]], layout: Layout, hints: LayerHints
+) -> AttentionSpec:
+    """Return the specification of a layer, from the names and shapes of its tensors and hints about
+    heads and RoPE.
 
     Raises:
         ValueError: if there is none, or more than one.
@@ -224,28 +267,54 @@ def find_spec(shapes: Mapping[str, tuple[int, ...]], layout: Layout, hints: Laye
     _check_counts(hints.counts)
     form = find_form(shapes, layout)
     if layout.needs_spec:
-        raise LayoutMismatchError(f"a layer in {layout.name}", f"have a specification: {SPEC_SOURCES}")
+        raise LayoutMismatchError(
+            f"a layer in {layout.name}", f"have a specification: {SPEC_SOURCES}"
+        )
     if others := sorted(names_of(layout.others, shapes)):
         remedy = {"drop": UNSAID} if all(map(layout.leaves_unsaid, others)) else ()
-        rule, hint = f"be defined by a specification: {SPEC_SOURCES}", "leaves it out" if remedy else ""
-        raise UnknownSpecError(f"the purpose of {shorten(others)} in {layout.name}", rule, remedy=remedy, hint=hint)
+        rule, hint = (
+            f"be defined by a specification: {SPEC_SOURCES}",
+            "leaves it out" if remedy else "",
+        )
+        raise UnknownSpecError(
+            f"the purpose of {shorten(others)} in {layout.name}", rule, remedy=remedy, hint=hint
+        )
     present = [tensor for tensor in form if matches(tensor.name, shapes)]
-    of_qkv = sorted({part for each in present if each.kind == "bias" for part in each.parts} - {"out_proj.bias"})
+    of_qkv = sorted(
+        {part for each in present if each.kind == "bias" for part in each.parts} - {"out_proj.bias"}
+    )
     if len(of_qkv) not in (0, 3):
         raise InputError("q_proj, k_proj and v_proj", "all have a bias, or none", str(of_qkv))
     used = {name: shapes[name] for name in names_of(present, shapes)}
     _check_shapes(used, present, layout)
     fitting, reasons = _fitting(present, used, layout, hints)
     if not fitting:
-        if hints.counts and not reasons and (others := _fitting(present, used, layout, LayerHints(rope=hints.rope))[0]):
-            raise HeadsMismatchError("the heads", f"be those of {layout.name}: {_options(others)}", hints.counts)
+        if (
+            hints.counts
+            and not reasons
+            and (others := _fitting(present, used, layout, LayerHints(rope=hints.rope))[0])
+        ):
+            raise HeadsMismatchError(
+                "the heads", f"be those of {layout.name}: {_options(others)}", hints.counts
+            )
         why = f" ({reasons[0]})" if reasons else ""
         raise LayoutMismatchError("shapes", f"be those of a layer in {layout.name}{why}", str(used))
     first = fitting[0]
-    if layout.ranks is not None and hints.head_dim is None and all(spec.q_width != spec.d_model for spec in fitting):
-        rule = f"be given for {layout.name} if num_heads * head_dim is not d_model, as in a rank's file"
+    if (
+        layout.ranks is not None
+        and hints.head_dim is None
+        and all(spec.q_width != spec.d_model for spec in fitting)
+    ):
+        rule = (
+            f"be given for {layout.name} if num_heads * head_dim is not d_model, as in a rank's "
+            f"file"
+        )
         raise LayoutMismatchError(
-            "head_dim", rule, num_heads=first.num_heads, head_dim=first.head_dim, d_model=first.d_model
+            "head_dim",
+            rule,
+            num_heads=first.num_heads,
+            head_dim=first.head_dim,
+            d_model=first.d_model,
         )
     if len(fitting) > 1:
         rule = f"be given for {layout.name}, whose shapes fit {_options(fitting)}"
@@ -283,7 +352,9 @@ def _fitting(
             continue
         broken, got = broken_rules(spec, layout)
         if broken:
-            reasons.append(f"{broken}, got {', '.join(f'{name}={value}' for name, value in got.items())}")
+            reasons.append(
+                f"{broken}, got {', '.join(f'{name}={value}' for name, value in got.items())}"
+            )
         else:
             fitting.append(spec)
     return fitting, reasons
@@ -291,7 +362,10 @@ def _fitting(
 
 def _options(fitting: list[AttentionSpec]) -> str:
     """List the heads of layers as text, usual ones first."""
-    usual = sorted(fitting, key=lambda s: (USUAL.index(s.head_dim) if s.head_dim in USUAL else len(USUAL), -s.head_dim))
+    usual = sorted(
+        fitting,
+        key=lambda s: (USUAL.index(s.head_dim) if s.head_dim in USUAL else len(USUAL), -s.head_dim),
+    )
     return some_of((f"{s.num_heads} x {s.head_dim} (key/value {s.num_kv_heads})" for s in usual), 4)
 
 
@@ -304,7 +378,9 @@ def _check_counts(counts: Mapping[str, int]) -> None:
 
 
 def _rows_of(tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Return the number of head features in a tensor, padding included; for per-head tensors, in all together."""
+    """Return the number of head features in a tensor, padding included; for per-head tensors, in
+    all together.
+    """
     names = matches(tensor.name, shapes)
     groups = zip(shapes[min(names)], tensor.groups, strict=False)
     return len(names) * math.prod(size for size, group in groups if {"p", "n", "h"} & {*group})
@@ -312,24 +388,51 @@ def _rows_of(tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 def _deciding(specs: list[AttentionSpec]) -> str:
     """Return the fewest command-line flags that distinguish specifications."""
-    names = [name for name in ("num_heads", "num_kv_heads", "head_dim") if len({getattr(s, name) for s in specs}) > 1]
-    subsets = (some for count in range(1, len(names) + 1) for some in itertools.combinations(names, count))
-    enough = [some for some in subsets if len({tuple(getattr(s, name) for name in some) for s in specs}) == len(specs)]
+    names = [
+        name
+        for name in ("num_heads", "num_kv_heads", "head_dim")
+        if len({getattr(s, name) for s in specs}) > 1
+    ]
+    subsets = (
+        some for count in range(1, len(names) + 1) for some in itertools.combinations(names, count)
+    )
+    enough = [
+        some
+        for some in subsets
+        if len({tuple(getattr(s, name) for name in some) for s in specs}) == len(specs)
+    ]
     flags = {name: f"--{name.replace('_', '-')}" for name in names}
-    return " or ".join(" with ".join(map(flags.__getitem__, some)) for some in enough if len(some) == len(enough[0]))
+    return " or ".join(
+        " with ".join(map(flags.__getitem__, some))
+        for some in enough
+        if len(some) == len(enough[0])
+    )
 
 
 def _head_counts(
     present: list[Tensor], shapes: Mapping[str, tuple[int, ...]], layout: Layout, hints: LayerHints
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield every (num_heads, num_kv_heads, head_dim) that agrees with hints and with these queries."""
+    """Yield every (num_heads, num_kv_heads, head_dim) that agrees with hints and with these
+    queries.
+    """
     queries = next(tensor for tensor in present if tensor.kind == "weight" and "q" in tensor.holds)
-    rows, beside = _rows_of(queries, shapes), len(queries.holds) - 1  # keys, values or both are packed with the queries
+    rows, beside = (
+        _rows_of(queries, shapes),
+        len(queries.holds) - 1,
+    )  # keys, values or both are packed with the queries
     num_heads, num_kv_heads, head_dim = hints.num_heads, hints.num_kv_heads, hints.head_dim
     most_padding = 2 * TILE - 1 if layout.padded else 0
-    dims = {width - padding for width in divisors(rows) for padding in range(min(width, most_padding + 1))}
+    dims = {
+        width - padding
+        for width in divisors(rows)
+        for padding in range(min(width, most_padding + 1))
+    }
     for features in sorted(dims) if head_dim is None else [head_dim] * (head_dim > 0):
-        padded = {padded_width(features, rope) for rope in (False, True)} if layout.padded else {features}
+        padded = (
+            {padded_width(features, rope) for rope in (False, True)}
+            if layout.padded
+            else {features}
+        )
         for heads in {rows // width for width in padded if rows % width == 0}:
             for k in divisors(heads):
                 n = heads - beside * k
@@ -343,11 +446,15 @@ def divisors(number: int) -> list[int]:
     return small + [number // each for each in reversed(small) if each * each != number]
 
 
-def _check_shapes(shapes: Mapping[str, tuple[int, ...]], present: Collection[Tensor], layout: Layout) -> None:
+def _check_shapes(
+    shapes: Mapping[str, tuple[int, ...]], present: Collection[Tensor], layout: Layout
+) -> None:
     """Reject impossible shapes before any head counts are tried."""
     axes = {name: len(tensor.groups) for tensor in present for name in matches(tensor.name, shapes)}
     if any(len(shape) != axes[name] for name, shape in shapes.items()):
-        raise LayoutMismatchError("shapes", f"be those of a layer in {layout.name}", str(dict(shapes)))
+        raise LayoutMismatchError(
+            "shapes", f"be those of a layer in {layout.name}", str(dict(shapes))
+        )
     rule = f"be those of a layer in {layout.name}, of sizes from 1 to {MAX_SIZE}"
     for name, shape in shapes.items():
         if not all(1 <= size <= MAX_SIZE for size in shape):

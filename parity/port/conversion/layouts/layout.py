@@ -1,8 +1,9 @@
-"""A layout: how a checkpoint names, shapes and packs the weights of an attention layer, declared tensor by tensor.
+"""A layout: how a checkpoint names, shapes and packs the weights of an attention layer, declared
+tensor by tensor.
 
-Both directions of a conversion follow from this declaration: see `placement`. Nothing is guessed: the caller must
-specify anything that the layout leaves open, such as the number of heads, and ambiguous tensors raise an error that
-lists the alternatives: see `detection`.
+Both directions of a conversion follow from this declaration: see `placement`. Nothing is guessed:
+the caller must specify anything that the layout leaves open, such as the number of heads, and
+ambiguous tensors raise an error that lists the alternatives: see `detection`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from parity.measure.core.records import JsonRecord
 TILE = 32  # rows and columns of a TTNN tile
 
 OTHERS = ("inputs.*", "dropout_rngs.*")
-"""Names of other tensors in any layout: inputs in our own files, and the state of mha_jax's dropout."""
+"""Names of other tensors in any layout: inputs in our own files, and the state of mha_jax's
+dropout.
+"""
 
 LOGICAL = {"weight": "n h d", "bias": "n h", "out.weight": "e n h", "out.bias": "e"}
 """Logical axes of a projection: n heads, h features of a head, d input width, e output width."""
@@ -37,15 +40,19 @@ class Tensor:
     """One tensor of a layout.
 
     Attributes:
-        name: its name, after the prefix of the layer; `{n}` stands for a head if each head has its own tensor.
-        holds: the projections in it: `out`, or letters of `q`, `k`, `v` and `g` (the gate) in storage order, such as
-            `qkv` or `kv`. For kind `whole`, the canonical name of its single weight.
+        name: its name, after the prefix of the layer; `{n}` stands for a head if each head has its
+            own tensor.
+        holds: the projections in it: `out`, or letters of `q`, `k`, `v` and `g` (the gate) in
+            storage order, such as `qkv` or `kv`. For kind `whole`, the canonical name of its single
+            weight.
         kind: `weight`, `bias`, or `whole`: a weight without heads, such as that of a norm.
-        axes: its axes, outermost first, in einops notation: n heads (of all projections in it), h features of a head, d
-            input width, e output width. In `(n h) d` the rows are the features of all heads, head by head. In `p n d h`
-            the axis p runs over projections with the same number of heads. For kind `whole`, `...` means unchanged,
-            `d e` transposed, and `d n h` transposed with the rows split by head.
-        is_shared: whether the projections in it share one weight, for example if values are made like keys.
+        axes: its axes, outermost first, in einops notation: n heads (of all projections in it), h
+            features of a head, d input width, e output width. In `(n h) d` the rows are the
+            features of all heads, head by head. In `p n d h` the axis p runs over projections with
+            the same number of heads. For kind `whole`, `...` means unchanged, `d e` transposed, and
+            `d n h` transposed with the rows split by head.
+        is_shared: whether the projections in it share one weight, for example if values are made
+            like keys.
     """
 
     name: str
@@ -57,7 +64,11 @@ class Tensor:
     def __post_init__(self) -> None:
         if self.is_whole or self.holds == "out":
             return
-        if not self.holds or {*self.holds} - PROJECTIONS.keys() or len({*self.holds}) < len(self.holds):
+        if (
+            not self.holds
+            or {*self.holds} - PROJECTIONS.keys()
+            or len({*self.holds}) < len(self.holds)
+        ):
             raise InputError("holds", "be 'out' or different letters of 'qkvg'", holds=self.holds)
         if self.is_per_head and len(self.parts) > 1:
             raise InputError("a tensor of one head", "hold one projection", holds=self.holds)
@@ -72,7 +83,10 @@ class Tensor:
         """Return the canonical names of its content."""
         if self.is_whole:
             return [self.holds]
-        return [f"{PROJECTIONS[word]}.{self.kind}" for word in (["out"] if self.holds == "out" else self.holds)]
+        return [
+            f"{PROJECTIONS[word]}.{self.kind}"
+            for word in (["out"] if self.holds == "out" else self.holds)
+        ]
 
     @cached_property
     def logical(self) -> str:
@@ -99,23 +113,29 @@ class Tensor:
     def groups(self) -> list[list[str]]:
         """Return its axes, each as a list of letters; an axis of size 1 is empty."""
         words = re.findall(r"\(([^)]*)\)|(\S+)", self.axes)
-        return [[letter for letter in (inside or outside).split() if letter != "1"] for inside, outside in words]
+        return [
+            [letter for letter in (inside or outside).split() if letter != "1"]
+            for inside, outside in words
+        ]
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """A checkpoint whose heads are divided over ranks: one file per rank, with the same names in each.
+    """A checkpoint whose heads are divided over ranks: one file per rank, with the same names in
+    each.
 
-    A tensor with heads is divided along them, as its axes declare. For other tensors, by names with wildcards:
+    A tensor with heads is divided along them, as its axes declare. For other tensors, by names with
+    wildcards:
 
     Attributes:
         file: path of a rank's file in the folder; `{rank}` stands for its number, with two digits.
         rows: divided on the first axis.
         columns: divided on the last axis.
-        gated: divided on the first axis, with the name of the weight that follows. If the first axis is twice as long
-            as the last axis of that weight, it holds a gate and its factor, which are divided separately.
-        embeddings: read with either axis divided, because older programs divide the last; written with the first
-            divided.
+        gated: divided on the first axis, with the name of the weight that follows. If the first
+            axis is twice as long as the last axis of that weight, it holds a gate and its factor,
+            which are divided separately.
+        embeddings: read with either axis divided, because older programs divide the last; written
+            with the first divided.
         copied: identical on all ranks.
     """
 
@@ -136,21 +156,24 @@ class Layout(JsonRecord):
         about: a one-line description.
         source: the code or document that defines it.
         forms: alternative sets of tensors; the first that can represent a layer is written.
-        others: tensors that only some layers have: norms, sinks, a gate, the projections of latents.
-        grouped: whether, in a packed tensor, each key/value head follows its query heads: q q k v, q q k v. Otherwise
-            all query heads come first, then all key heads, then all value heads.
+        others: tensors that only some layers have: norms, sinks, a gate, the projections of
+            latents.
+        grouped: whether, in a packed tensor, each key/value head follows its query heads: q q k v,
+            q q k v. Otherwise all query heads come first, then all key heads, then all value heads.
         blocks: number of consecutive blocks of a packed tensor, each with its share of the heads.
-        rope: pairing of rotated features: `half`, (i, i + H/2), as in canonical weights, or `interleaved`,
-            (2 i, 2 i + 1).
+        rope: pairing of rotated features: `half`, (i, i + H/2), as in canonical weights, or
+            `interleaved`, (2 i, 2 i + 1).
         padded: whether heads are padded to whole tiles; with RoPE, each half is padded separately.
         rules: requirements on a layer, as keys of `RULES`.
         ignored: names (with wildcards) under the prefix of a layer that are not attention weights.
-        unsaid: names (with wildcards) of biases on a grid, whose height and width shapes do not show; without a
-            specification they can be dropped.
-        prefixes: prefixes of such layers in whole checkpoints; `{i}` stands for the number of a layer.
-        needs_spec: whether shapes alone never identify such a layer, or would suggest another layout.
-        carries: features that the module computes or a configuration specifies, although weights do not show them:
-            names of `CARRIED`.
+        unsaid: names (with wildcards) of biases on a grid, whose height and width shapes do not
+            show; without a specification they can be dropped.
+        prefixes: prefixes of such layers in whole checkpoints; `{i}` stands for the number of a
+            layer.
+        needs_spec: whether shapes alone never identify such a layer, or would suggest another
+            layout.
+        carries: features that the module computes or a configuration specifies, although weights do
+            not show them: names of `CARRIED`.
         shares: canonical weights that layers of its library may share; a file then has them once.
         stack_axis: axis on which layers are stacked when written; this one and the first are read.
         ranks: storage of checkpoints of several ranks, if the layout supports them.
@@ -182,10 +205,16 @@ class Layout(JsonRecord):
 
     @property
     def packing(self) -> str:
-        """Describe the order of heads in each packed tensor; empty if no tensor holds several projections."""
+        """Describe the order of heads in each packed tensor; empty if no tensor holds several
+        projections.
+        """
         words = {"q": "queries", "k": "key", "v": "value", "g": "gate"}
         orders: dict[str, None] = {}
-        for holds in (tensor.holds for tensor in self.tensors if len(tensor.parts) > 1 and not tensor.is_shared):
+        for holds in (
+            tensor.holds
+            for tensor in self.tensors
+            if len(tensor.parts) > 1 and not tensor.is_shared
+        ):
             order = "all " + ", then all ".join(holds)
             if self.grouped:
                 order = "each head's " if holds == "qg" else "each group's "
@@ -196,11 +225,17 @@ class Layout(JsonRecord):
         return "; ".join(orders)
 
     def ignores(self, name: str, others: Iterable[str] = ()) -> bool:
-        """Return whether a name under the prefix of a layer is not a weight, by the layout or by other patterns."""
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in (*OTHERS, *self.ignored, *others))
+        """Return whether a name under the prefix of a layer is not a weight, by the layout or by
+        other patterns.
+        """
+        return any(
+            fnmatch.fnmatchcase(name, pattern) for pattern in (*OTHERS, *self.ignored, *others)
+        )
 
     def name_of(self, weight: str) -> str | None:
-        """Return the name of the optional tensor that holds a canonical weight; None if the layout has none."""
+        """Return the name of the optional tensor that holds a canonical weight; None if the layout
+        has none.
+        """
         return next((tensor.name for tensor in self.others if tensor.parts == [weight]), None)
 
     def leaves_unsaid(self, name: str) -> bool:
@@ -223,7 +258,11 @@ def _equal(one: str, other: str) -> Rule:
 
 
 def _divisible(name: str, count: int) -> Rule:
-    return Rule(f"{name} must be divisible by {count}", (name,), lambda spec: getattr(spec, name) % count == 0)
+    return Rule(
+        f"{name} must be divisible by {count}",
+        (name,),
+        lambda spec: getattr(spec, name) % count == 0,
+    )
 
 
 RULES: dict[str, Rule] = {
@@ -248,18 +287,26 @@ RULES: dict[str, Rule] = {
         lambda spec: all(spec.qkv_biases) and spec.out_bias,
     ),
     "out bias": Rule("out_proj must have a bias", ("out_bias",), lambda spec: spec.out_bias),
-    "no out bias": Rule("out_proj must have no bias", ("out_bias",), lambda spec: not spec.out_bias),
+    "no out bias": Rule(
+        "out_proj must have no bias", ("out_bias",), lambda spec: not spec.out_bias
+    ),
     "no biases": Rule(
         "no projection may have a bias",
         ("qkv_bias", "out_bias"),
         lambda spec: not (any(spec.qkv_biases) or spec.out_bias),
     ),
-    "rms norms, w": Rule("norms must have kind 'rms' and weight='w'", NORMS, lambda spec: _has_rms_norms(spec, "w")),
+    "rms norms, w": Rule(
+        "norms must have kind 'rms' and weight='w'", NORMS, lambda spec: _has_rms_norms(spec, "w")
+    ),
     "rms norms, 1+w": Rule(
-        "norms must have kind 'rms' and weight='1+w'", NORMS, lambda spec: _has_rms_norms(spec, "1+w")
+        "norms must have kind 'rms' and weight='1+w'",
+        NORMS,
+        lambda spec: _has_rms_norms(spec, "1+w"),
     ),
     "scale told": Rule(
-        "scale must be set, to 1.0 if the query weights include it", ("scale",), lambda spec: spec.scale is not None
+        "scale must be set, to 1.0 if the query weights include it",
+        ("scale",),
+        lambda spec: spec.scale is not None,
     ),
     **{f"{count} parts": _divisible("num_kv_heads", count) for count in (2, 4, 8)},
     "four blocks": _divisible("num_heads", 4),
@@ -273,17 +320,23 @@ RULES: dict[str, Rule] = {
         "RoPE must rotate the pairs (i, i + H/2) of whole heads",
         ("rope",),
         lambda spec: (
-            spec.rope is None or (spec.rope.pairs, spec.rope.rotary_dim or spec.head_dim) == ("half", spec.head_dim)
+            spec.rope is None
+            or (spec.rope.pairs, spec.rope.rotary_dim or spec.head_dim) == ("half", spec.head_dim)
         ),
     ),
-    "own keys": Rule("keys and values must be the layer's own", ("shared_kv",), lambda spec: not spec.shared_kv),
+    "own keys": Rule(
+        "keys and values must be the layer's own", ("shared_kv",), lambda spec: not spec.shared_kv
+    ),
 }
 """Requirements of layouts on a layer."""
 
 
 def _has_factors_of_widths(latent: Latent, d_model: int) -> bool:
     pairs = (latent.q_factor, latent.q_rank), (latent.kv_factor, latent.kv_rank)
-    return all(rank is not None and math.isclose(factor, math.sqrt(d_model / rank)) for factor, rank in pairs)
+    return all(
+        rank is not None and math.isclose(factor, math.sqrt(d_model / rank))
+        for factor, rank in pairs
+    )
 
 
 def _has_rms_norms(spec: AttentionSpec, weight: str) -> bool:
@@ -296,16 +349,32 @@ SHARING = ("canonical", "mha_jax", "transformers.LLaMA", "transformers.Gemma4")
 
 
 def broken_rules(spec: AttentionSpec, layout: Layout) -> tuple[str, dict[str, Any]]:
-    """Return the requirements of a layout that a layer breaks, or "", and the fields that break them."""
+    """Return the requirements of a layout that a layer breaks, or "", and the fields that break
+    them.
+    """
     of_others = () if layout.name in SHARING else ("own keys",)
-    broken = [rule for rule in map(RULES.__getitem__, (*layout.rules, *of_others)) if not rule.holds(spec)]
+    broken = [
+        rule for rule in map(RULES.__getitem__, (*layout.rules, *of_others)) if not rule.holds(spec)
+    ]
     got = {field: getattr(spec, field) for rule in broken for field in rule.fields}
     return "; ".join(rule.words for rule in broken), got
 
 
-CARRIED = ("rope", "rope.scaling", "scale", "soft_cap", "window_size", "chunk_size", "alibi", "clip_qkv", "temperature")
+CARRIED = (
+    "rope",
+    "rope.scaling",
+    "scale",
+    "soft_cap",
+    "window_size",
+    "chunk_size",
+    "alibi",
+    "clip_qkv",
+    "temperature",
+)
 CARRIED += (*NORMS, "latent.factors")
-"""Features of a layer that no weight shows, and norms, whose weights a layout may have no names for."""
+"""Features of a layer that no weight shows, and norms, whose weights a layout may have no names
+for.
+"""
 
 UNSAID = "relative_position_bias"
 """The name by which `Layout.unsaid` is dropped."""
@@ -317,16 +386,24 @@ DROPPABLE = (*CARRIED, UNSAID)
 def lost_in(layout: Layout, spec: AttentionSpec) -> dict[str, Any]:
     """Return the features of a layer that a layout loses, by names of `CARRIED`."""
     named = {part for tensor in (*layout.tensors, *layout.others) for part in tensor.parts}
-    held = {name for name in NORMS if _has_weights(getattr(spec, name)) and weights_of_norm(name) <= named}
+    held = {
+        name
+        for name in NORMS
+        if _has_weights(getattr(spec, name)) and weights_of_norm(name) <= named
+    }
     return {
         name: value
         for name, value in _carried(spec).items()
-        if value is not None and name not in held and (name not in layout.carries or _has_weights(value))
+        if value is not None
+        and name not in held
+        and (name not in layout.carries or _has_weights(value))
     }
 
 
 def _carried(spec: AttentionSpec) -> dict[str, Any]:
-    """Return the value of each name of `CARRIED` in a layer; None if the layer does not have the feature."""
+    """Return the value of each name of `CARRIED` in a layer; None if the layer does not have the
+    feature.
+    """
     found = {name: getattr(spec, name, None) for name in CARRIED}
     found["rope.scaling"] = None if spec.rope is None else spec.rope.scaling
     factors = () if spec.latent is None else (spec.latent.q_factor, spec.latent.kv_factor)
@@ -335,12 +412,17 @@ def _carried(spec: AttentionSpec) -> dict[str, Any]:
 
 
 def unused_in(layout: Layout, spec: AttentionSpec) -> set[str]:
-    """The names of a layout that a layer may have and does not compute with: of keys, if it shares another layer's.
+    """The names of a layout that a layer may have and does not compute with: of keys, if it shares
+    another layer's.
 
     Released Gemma 3n has them.
     """
     tensors = (*layout.tensors, *layout.others) if spec.shared_kv else ()
-    return {tensor.name for tensor in tensors if all(part.startswith(("k_", "v_")) for part in tensor.parts)}
+    return {
+        tensor.name
+        for tensor in tensors
+        if all(part.startswith(("k_", "v_")) for part in tensor.parts)
+    }
 
 
 def weights_of_norm(name: str) -> set[str]:
@@ -360,7 +442,11 @@ def without(spec: AttentionSpec, names: Iterable[str]) -> AttentionSpec:
 def with_dropped(spec: AttentionSpec, other: AttentionSpec, names: Iterable[str]) -> AttentionSpec:
     """Return a layer with the named features of another; norms with weights stay removed."""
     names = set(names)
-    held = {name: value for name, value in _carried(other).items() if name in names and not _has_weights(value)}
+    held = {
+        name: value
+        for name, value in _carried(other).items()
+        if name in names and not _has_weights(value)
+    }
     return _with_carried(spec, held)
 
 
@@ -374,7 +460,8 @@ def _with_carried(spec: AttentionSpec, values: Mapping[str, Any]) -> AttentionSp
     return replace(spec, **changes)
 
 
-# ---- Names -----------------------------------------------------------------------------------------------------------
+# ---- Names
+# --------------------------------------------------------------------------------------------------
 
 
 def matches(pattern: str, names: Iterable[str]) -> set[str]:

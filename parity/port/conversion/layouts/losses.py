@@ -1,4 +1,6 @@
-"""Everything that layers lose in a layout, in one error: features, weights without a name, missing biases."""
+"""Everything that layers lose in a layout, in one error: features, weights without a name, missing
+biases.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,10 @@ class Written(NamedTuple):
 
     Attributes:
         spec: the layer.
-        but_for: features that may be lost unasked. Default: plain RoPE, which some programs apply outside the layer.
-        unread: attention keys that no specification contains, with their values. Only a layout that carries every
-            feature accepts them.
+        but_for: features that may be lost unasked. Default: plain RoPE, which some programs apply
+            outside the layer.
+        unread: attention keys that no specification contains, with their values. Only a layout that
+            carries every feature accepts them.
     """
 
     spec: AttentionSpec
@@ -42,7 +45,11 @@ class Written(NamedTuple):
 
 
 def check_losses(
-    layers: Sequence[Written], target: Layout, drop: Collection[str] = (), *, fill_bias: bool = False
+    layers: Sequence[Written],
+    target: Layout,
+    drop: Collection[str] = (),
+    *,
+    fill_bias: bool = False,
 ) -> None:
     """Reject a layout that cannot hold layers; the error has all losses of all layers.
 
@@ -54,7 +61,8 @@ def check_losses(
 
     Raises:
         LossyError: if the caller can accept the losses; the remedy is how.
-        LayoutMismatchError: if no layer with these weights fits, whatever is left out; the error lists layouts that do.
+        LayoutMismatchError: if no layer with these weights fits, whatever is left out; the error
+            lists layouts that do.
     """
     features: dict[str, Any] = {}
     for layer in layers:
@@ -91,7 +99,9 @@ def check_losses(
         remedy["fill_bias"] = True
         advice.append("adds biases of zeros")
     rule = ", and ".join(dict.fromkeys(rules))
-    raise LossyError("the layer", rule, {**features, **biases}, remedy=remedy, hint=" and ".join(advice))
+    raise LossyError(
+        "the layer", rule, {**features, **biases}, remedy=remedy, hint=" and ".join(advice)
+    )
 
 
 def with_all_biases(spec: AttentionSpec) -> AttentionSpec:
@@ -118,7 +128,9 @@ def _obstacle(spec: AttentionSpec, layout: Layout) -> LayoutMismatchError | None
 def _impossible(
     obstacle: LayoutMismatchError, features: Iterable[str], layers: Sequence[Written]
 ) -> LayoutMismatchError:
-    """Return the error for a layer that does not fit whatever is left out, with the layouts that hold all of it."""
+    """Return the error for a layer that does not fit whatever is left out, with the layouts that
+    hold all of it.
+    """
     able = [
         name
         for name, layout in LAYOUTS.items()

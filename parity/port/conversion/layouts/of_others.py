@@ -1,7 +1,8 @@
 """Layouts of libraries that train and serve large models, as tables; `layout` explains the fields.
 
 Derived from the named sources as of August 2026. None of these modules is run here:
-`tests/parity/port/conversion/test_layouts_of_others.py` has the equations in which they use their tensors.
+`tests/parity/port/conversion/test_layouts_of_others.py` has the equations in which they use their
+tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ _EACH_HEAD = {**EINSUM, "heads": "n d h"}
 
 def _scales(leaf: str = "scale", **names: str) -> tuple[Tensor, ...]:
     """Return norms that have a weight of that name, and no bias."""
-    return tuple(Tensor(f"{theirs}.{leaf}", f"{ours}.weight", "whole", "...") for ours, theirs in names.items())
+    return tuple(
+        Tensor(f"{theirs}.{leaf}", f"{ours}.weight", "whole", "...")
+        for ours, theirs in names.items()
+    )
 
 
 def _weights(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -35,9 +39,15 @@ _MAXTEXT_CARRIES_ALL = (
 )
 
 
-def _maxtext(name: str, about: str, file: str, *forms: tuple[Tensor, ...], **options: Any) -> Layout:
+def _maxtext(
+    name: str, about: str, file: str, *forms: tuple[Tensor, ...], **options: Any
+) -> Layout:
     """Return a layout of MaxText: needs a specification, and stacks on the second axis."""
-    defaults = {"prefixes": ("params.decoder.layers_{i}.self_attention",), "needs_spec": True, "stack_axis": 1}
+    defaults = {
+        "prefixes": ("params.decoder.layers_{i}.self_attention",),
+        "needs_spec": True,
+        "stack_axis": 1,
+    }
     source = f"AI-Hypercomputer/maxtext, src/maxtext/{file}"
     return Layout(f"maxtext{name}", about, source, forms, **{**defaults, **options})
 
@@ -46,8 +56,10 @@ _MAXTEXT = [
     *(
         _maxtext(
             name,
-            f"kernels (in, N, H) and (N, H, out), with {words}; scanned on the second axis, the default. Scores are "
-            "not scaled: the query kernel includes the scale, or query_pre_attn_scalar specifies it",
+            f"kernels (in, N, H) and (N, H, out), with {words}; scanned on the second axis, the "
+            f"default. Scores are "
+            "not scaled: the query kernel includes the scale, or query_pre_attn_scalar specifies "
+            "it",
             "layers/attentions.py",
             separate("query", "key", "value", "out", **EINSUM),
             others=others,
@@ -70,9 +82,14 @@ _MAXTEXT = [
     *(
         _maxtext(
             name,
-            f"fused_qkv: qkv_proj.kernel (in, N + 2 K, H), {words}. out.kernel, scan and scale as in maxtext",
+            f"fused_qkv: qkv_proj.kernel (in, N + 2 K, H), {words}. out.kernel, scan and scale "
+            f"as in maxtext",
             "layers/attentions.py, init_qkv_w and qkv_projection",
-            (Tensor("qkv_proj.kernel", "qkv", "weight", "d n h"), Tensor("qkv_proj.bias", "qkv", "bias", "n h"), *_OUT),
+            (
+                Tensor("qkv_proj.kernel", "qkv", "weight", "d n h"),
+                Tensor("qkv_proj.bias", "qkv", "bias", "n h"),
+                *_OUT,
+            ),
             others=_MAXTEXT_NORMS,
             blocks=parts,
             rules=("out_proj", "one width", "one head_dim", "rms norms, w", "scale told", *rules),
@@ -93,15 +110,21 @@ _MAXTEXT = [
     ),
     _maxtext(
         ".GPT-3",  # its scale differs from that of the same names in maxtext
-        "fused_qkv of GPT-3: qkv_proj.kernel (in, 3, N, H), or query, key, value as in maxtext; out.kernel, scan",
+        "fused_qkv of GPT-3: qkv_proj.kernel (in, 3, N, H), or query, key, value as in maxtext; "
+        "out.kernel, scan",
         "models/gpt3.py, Gpt3MultiHeadAttention",
-        (Tensor("qkv_proj.kernel", "qkv", "weight", "d p n h"), Tensor("qkv_proj.bias", "qkv", "bias", "p n h"), *_OUT),
+        (
+            Tensor("qkv_proj.kernel", "qkv", "weight", "d p n h"),
+            Tensor("qkv_proj.bias", "qkv", "bias", "p n h"),
+            *_OUT,
+        ),
         separate("query", "key", "value", "out", **EINSUM),
         rules=("no groups", "out_proj", "one width", "one head_dim", "biases"),
     ),
     _maxtext(
         ".MLA",
-        "latents: wq_a, q_norm, wq_b (q_rank, N, H) or query (in, N, H); wkv_a, kv_norm, wkv_b (kv_rank, N, H - R "
+        "latents: wq_a, q_norm, wq_b (q_rank, N, H) or query (in, N, H); wkv_a, kv_norm, wkv_b "
+        "(kv_rank, N, H - R "
         "+ Hv); out (N, Hv, out); scanned as in maxtext. The module scales the scores by itself",
         "layers/attention_mla.py",
         (Tensor("query.kernel", "q", "weight", "d n h"), *_OUT),
@@ -113,7 +136,9 @@ _MAXTEXT = [
             Tensor("wkv_b.kernel", "kv_b_proj.weight", "whole", "d n h"),
             *_scales(q_a_norm="q_norm", kv_a_norm="kv_norm"),
         ),
-        prefixes=tuple(f"params.decoder.{kind}_layers_{{i}}.self_attention" for kind in ("dense", "moe")),
+        prefixes=tuple(
+            f"params.decoder.{kind}_layers_{{i}}.self_attention" for kind in ("dense", "moe")
+        ),
         rules=("out_proj",),
         carries=("rope", "rope.scaling"),
     ),
@@ -122,12 +147,18 @@ _MAXTEXT = [
 _TUNIX = [
     Layout(
         "tunix.LLaMA",
-        "q_proj.w, k_proj.w, v_proj.w (in, N, H), o_proj.w (N, H, out), q_bias, k_bias, v_bias; also Qwen2 and Qwen3",
+        "q_proj.w, k_proj.w, v_proj.w (in, N, H), o_proj.w (N, H, out), q_bias, k_bias, v_bias; "
+        "also Qwen2 and Qwen3",
         "google/tunix, tunix/models/llama3/model.py, qwen2/model.py, qwen3/model.py",
         (
             (
-                *_weights(separate("q_proj", "k_proj", "v_proj", "o_proj", **EINSUM | {"leaf": "w"})),
-                *(Tensor(f"{projection}_bias", projection, "bias", "(n h)") for projection in "qkv"),
+                *_weights(
+                    separate("q_proj", "k_proj", "v_proj", "o_proj", **EINSUM | {"leaf": "w"})
+                ),
+                *(
+                    Tensor(f"{projection}_bias", projection, "bias", "(n h)")
+                    for projection in "qkv"
+                ),
             ),
         ),
         others=_scales("w", q_norm="q_norm", k_norm="k_norm"),
@@ -137,13 +168,17 @@ _TUNIX = [
     ),
     Layout(
         "tunix.Gemma",
-        "qkv_einsum.w (3, N, in, H), or with groups q_einsum.w and kv_einsum.w (2, K, in, H); attn_vec_einsum.w",
+        "qkv_einsum.w (3, N, in, H), or with groups q_einsum.w and kv_einsum.w (2, K, in, H); "
+        "attn_vec_einsum.w",
         "google/tunix, tunix/models/gemma/model.py, gemma3/model.py",
         tuple(
             (*projections, Tensor("attn_vec_einsum.w", "out", "weight", "n h e"))
             for projections in (
                 (Tensor("qkv_einsum.w", "qkv", "weight", "p n d h"),),
-                (Tensor("q_einsum.w", "q", "weight", "n d h"), Tensor("kv_einsum.w", "kv", "weight", "p n d h")),
+                (
+                    Tensor("q_einsum.w", "q", "weight", "n d h"),
+                    Tensor("kv_einsum.w", "kv", "weight", "p n d h"),
+                ),
             )
         ),
         others=_scales(q_norm="_query_norm", k_norm="_key_norm"),
@@ -156,8 +191,10 @@ _TUNIX = [
 _KERAS_HUB = [
     Layout(
         "keras_hub.LLaMA",
-        "the names of keras.GroupQueryAttention, and norms and sinks; also Mistral, Qwen, Qwen3, Phi-3, gpt-oss",
-        "keras-team/keras-hub, keras_hub/src/models/llama/llama_attention.py, qwen3/qwen3_attention.py",
+        "the names of keras.GroupQueryAttention, and norms and sinks; also Mistral, Qwen, Qwen3, "
+        "Phi-3, gpt-oss",
+        "keras-team/keras-hub, keras_hub/src/models/llama/llama_attention.py, "
+        "qwen3/qwen3_attention.py",
         (separate("query", "key", "value", "attention_output", **EINSUM),),
         others=(*_scales(q_norm="query_dense_layernorm", k_norm="key_dense_layernorm"), _SINKS),
         rules=("out_proj", "one head_dim", "rms norms, w"),
@@ -166,7 +203,8 @@ _KERAS_HUB = [
     Layout(
         "keras_hub.Gemma",
         "query, key, value (N, in, H), attention_output (N, H, out), without biases; Gemma 1 to 3",
-        "keras-team/keras-hub, keras_hub/src/models/gemma/gemma_attention.py, gemma3/gemma3_attention.py",
+        "keras-team/keras-hub, keras_hub/src/models/gemma/gemma_attention.py, "
+        "gemma3/gemma3_attention.py",
         (_weights(separate("query", "key", "value", "attention_output", **_EACH_HEAD)),),
         others=_scales(q_norm="query_norm", k_norm="key_norm"),
         rules=("out_proj", "one head_dim", "no biases", "rms norms, 1+w"),
@@ -175,8 +213,17 @@ _KERAS_HUB = [
     Layout(
         "keras_hub.BLOOM",
         "query_dense, key_dense, value_dense (in, N, H), output_dense (in, out); also Falcon",
-        "keras-team/keras-hub, keras_hub/src/models/bloom/bloom_attention.py, falcon/falcon_attention.py",
-        (separate("query_dense", "key_dense", "value_dense", "output_dense", **EINSUM | {"back": "(n h) e"}),),
+        "keras-team/keras-hub, keras_hub/src/models/bloom/bloom_attention.py, "
+        "falcon/falcon_attention.py",
+        (
+            separate(
+                "query_dense",
+                "key_dense",
+                "value_dense",
+                "output_dense",
+                **EINSUM | {"back": "(n h) e"},
+            ),
+        ),
         rules=("no groups", "out_proj", "one head_dim", "biases"),
         carries=("alibi",),
     ),
@@ -228,7 +275,9 @@ _MEGATRON = [
                 *(tensor for tensor in packed("", "linear_proj") if tensor.holds == "out"),
             ),
         ),
-        others=beside(q_norm="q_layernorm", k_norm="k_layernorm", sinks="core_attention.softmax_offset"),
+        others=beside(
+            q_norm="q_layernorm", k_norm="k_layernorm", sinks="core_attention.softmax_offset"
+        ),
         grouped=True,
         rules=("out_proj", "one width", "one head_dim"),
         ignored=("linear_qkv.layer_norm_weight", "linear_qkv.layer_norm_bias", "*._extra_state"),
@@ -239,8 +288,15 @@ _MEGATRON = [
             "mp_rank_{rank}/model_optim_rng.pt",
             rows=("*embedding.word_embeddings.weight", "*output_layer.weight"),
             columns=("*.mlp.linear_fc2.weight",),
-            gated=tuple((f"*.mlp.linear_fc1.{leaf}", "linear_fc2.weight") for leaf in ("weight", "bias")),
-            copied=("*layernorm.*", "*layer_norm_*", "*.linear_fc2.bias", "*position_embeddings.weight"),
+            gated=tuple(
+                (f"*.mlp.linear_fc1.{leaf}", "linear_fc2.weight") for leaf in ("weight", "bias")
+            ),
+            copied=(
+                "*layernorm.*",
+                "*layer_norm_*",
+                "*.linear_fc2.bias",
+                "*position_embeddings.weight",
+            ),
         ),
     )
     for name, holds, words in (("megatron", "qkv", ""), ("megatron.gate", "qgkv", "their gates, "))

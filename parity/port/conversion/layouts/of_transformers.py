@@ -1,4 +1,6 @@
-"""Layouts of transformers models, as tables; `parity.port.conversion.layouts.layout` explains the fields."""
+"""Layouts of transformers models, as tables; `parity.port.conversion.layouts.layout` explains the
+fields.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +12,47 @@ from parity.port.conversion.layouts.tensors import COLUMNS, ROWS, beside, packed
 Form = tuple[Tensor, ...]
 
 
-def _layout(name: str, about: str, file: str, *forms: Form, version: str = "", **options: Any) -> Layout:
-    """Return a layout of models whose config.json specifies all features, unless `carries` restricts them."""
-    defaults = {"prefixes": ("model.layers.{i}.self_attn", "layers.{i}.self_attn"), "rules": ("out_proj",)}
+def _layout(
+    name: str, about: str, file: str, *forms: Form, version: str = "", **options: Any
+) -> Layout:
+    """Return a layout of models whose config.json specifies all features, unless `carries`
+    restricts them.
+    """
+    defaults = {
+        "prefixes": ("model.layers.{i}.self_attn", "layers.{i}.self_attn"),
+        "rules": ("out_proj",),
+    }
     source = f"transformers/models/{file}/modeling_{file}.py{version}"
-    return Layout(f"transformers.{name}", about, source, forms, **{**defaults, "carries": CARRIED, **options})
+    return Layout(
+        f"transformers.{name}", about, source, forms, **{**defaults, "carries": CARRIED, **options}
+    )
 
 
-def _separate(name: str, words: tuple[str, str, str, str], file: str, about: str = "", **options: Any) -> Layout:
-    """Return a layout of four projections, by layer name. Older files also contain the frequencies of RoPE."""
+def _separate(
+    name: str, words: tuple[str, str, str, str], file: str, about: str = "", **options: Any
+) -> Layout:
+    """Return a layout of four projections, by layer name. Older files also contain the frequencies
+    of RoPE.
+    """
     listed = ", ".join(words)
     about = f"{listed}, and the models' other weights; {about}" if about else listed
-    return _layout(name, about, file, separate(*words), **{"ignored": ("rotary_emb.inv_freq",), **options})
+    return _layout(
+        name, about, file, separate(*words), **{"ignored": ("rotary_emb.inv_freq",), **options}
+    )
 
 
-def _of_latents(name: str, words: str, file: str, *forms: tuple[str, ...], **options: Any) -> Layout:
+def _of_latents(
+    name: str, words: str, file: str, *forms: tuple[str, ...], **options: Any
+) -> Layout:
     """Return a layout of latents, by its remaining projections, in each of its forms."""
     return _layout(
         name,
         f"the projections of latents: kv_a_proj_with_mqa, kv_b_proj, o_proj, and q_a_proj, {words}",
         file,
-        *(tuple(each for each in separate("q_proj", "", "", "o_proj") if each.holds in held) for held in forms),
+        *(
+            tuple(each for each in separate("q_proj", "", "", "o_proj") if each.holds in held)
+            for held in forms
+        ),
         others=beside(
             ("q_a_proj", "q_b_proj", "kv_b_proj"),
             kv_a_proj="kv_a_proj_with_mqa",
@@ -64,7 +86,13 @@ OF_TRANSFORMERS = [
         separate("self.query", "self.key", "self.value", "output.dense"),
         others=beside(relative_bias="self.relative_position_bias_table"),
         rules=(*ALIKE, "biases"),
-        ignored=("output.LayerNorm.*", "self_attn_layer_norm.*", "LayerNorm.*", "ln.*", "self.relative_position_index"),
+        ignored=(
+            "output.LayerNorm.*",
+            "self_attn_layer_norm.*",
+            "LayerNorm.*",
+            "ln.*",
+            "self.relative_position_index",
+        ),
         unsaid=OF_GRID,
         prefixes=(
             "bert.encoder.layer.{i}.attention",
@@ -79,7 +107,9 @@ OF_TRANSFORMERS = [
         "vit",
         separate("attention.query", "attention.key", "attention.value", "output.dense"),
         version=" before 5.0",
-        others=beside(relative_bias="attention.relative_position_bias.relative_position_bias_table"),
+        others=beside(
+            relative_bias="attention.relative_position_bias.relative_position_bias_table"
+        ),
         shares=("relative_bias",),
         rules=(*ALIKE, "out bias"),
         ignored=("attention.relative_position_bias.relative_position_index",),
@@ -89,7 +119,8 @@ OF_TRANSFORMERS = [
     ),
     _layout(
         "ViT-5",
-        "q_proj, k_proj, v_proj, o_proj: modules of transformers 5, whose files are those of transformers.ViT",
+        "q_proj, k_proj, v_proj, o_proj: modules of transformers 5, whose files are those of "
+        "transformers.ViT",
         "vit",
         separate(*OF_LLAMA),
         others=beside(relative_bias="relative_position_bias.relative_position_bias_table"),
@@ -124,10 +155,15 @@ OF_TRANSFORMERS = [
     ),
     _layout(
         "GPT-NeoX-Japanese",
-        "query_key_value as in GPT-NeoX, dense without a bias, and its output bias separately, as dense_bias",
+        "query_key_value as in GPT-NeoX, dense without a bias, and its output bias separately, "
+        "as dense_bias",
         "gpt_neox_japanese",
         (
-            *(tensor for tensor in packed("query_key_value", "dense") if tensor.name != "dense.bias"),
+            *(
+                tensor
+                for tensor in packed("query_key_value", "dense")
+                if tensor.name != "dense.bias"
+            ),
             Tensor("dense_bias", "out", "bias", "e"),
         ),
         grouped=True,
@@ -176,7 +212,9 @@ OF_TRANSFORMERS = [
         others=beside(q_norm="q_layernorm.norms.{n}", k_norm="k_layernorm.norms.{n}"),
         needs_spec=True,
     ),
-    _separate("BitNet", OF_LLAMA, "bitnet", others=beside(context_norm="attn_sub_norm"), needs_spec=True),
+    _separate(
+        "BitNet", OF_LLAMA, "bitnet", others=beside(context_norm="attn_sub_norm"), needs_spec=True
+    ),
     _separate(
         "Kosmos-2",
         ("q_proj", "k_proj", "v_proj", "out_proj"),
@@ -186,7 +224,8 @@ OF_TRANSFORMERS = [
     ),
     _layout(
         "Gemma4",
-        "q_proj, k_proj, v_proj, o_proj, and norms; Gemma 4, whose k_proj also makes the values if v_proj is missing",
+        "q_proj, k_proj, v_proj, o_proj, and norms; Gemma 4, whose k_proj also makes the values "
+        "if v_proj is missing",
         "gemma4",
         separate(*OF_LLAMA),
         _KEYS_AS_VALUES,
@@ -300,7 +339,8 @@ OF_TRANSFORMERS = [
     ),
     _layout(
         "GPTBigCode",
-        "c_attn and c_proj, (out, in): all queries, then the one key and value; or q, k, v of each head",
+        "c_attn and c_proj, (out, in): all queries, then the one key and value; or q, k, v of "
+        "each head",
         "gpt_bigcode",
         packed("c_attn", "c_proj"),
         grouped=True,
@@ -311,7 +351,8 @@ OF_TRANSFORMERS = [
     ),
     _layout(
         "CodeGen",
-        "qkv_proj is four blocks, each with its share of the queries, then of the values, then of the keys; out_proj",
+        "qkv_proj is four blocks, each with its share of the queries, then of the values, then "
+        "of the keys; out_proj",
         "codegen",
         (
             Tensor("qkv_proj.weight", "qvk", "weight", ROWS),
@@ -325,7 +366,13 @@ OF_TRANSFORMERS = [
         prefixes=("transformer.h.{i}.attn", "h.{i}.attn"),
         carries=("rope",),
     ),
-    _layout("Phi3", "qkv_proj and o_proj", "phi3", packed("qkv_proj", "o_proj"), rules=("out_proj", "one width")),
+    _layout(
+        "Phi3",
+        "qkv_proj and o_proj",
+        "phi3",
+        packed("qkv_proj", "o_proj"),
+        rules=("out_proj", "one width"),
+    ),
     _layout(
         "Qwen3-Next",
         "q_proj holds the queries of a head, then its gate; k_proj, v_proj, o_proj",
@@ -352,7 +399,9 @@ OF_TRANSFORMERS = [
         "longcat_flash",
         ("out",),
         rules=("out_proj", "factors of widths"),
-        prefixes=tuple(f"{begin}layers.{{i}}.self_attn.{part}" for begin in ("model.", "") for part in (0, 1)),
+        prefixes=tuple(
+            f"{begin}layers.{{i}}.self_attn.{part}" for begin in ("model.", "") for part in (0, 1)
+        ),
     ),
 ]
 """Layouts without `carries` serve many families, which together cover every feature."""

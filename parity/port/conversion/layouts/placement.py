@@ -1,7 +1,9 @@
-"""The placement of an attention layer in the tensors of a layout: their shapes, and conversion in both directions.
+"""The placement of an attention layer in the tensors of a layout: their shapes, and conversion in
+both directions.
 
-Both directions follow from the layout's declaration. A canonical weight in a tensor is a view of it, whose elements,
-in C order, are those of the weight. Writing through the view is one direction, reading from it the other.
+Both directions follow from the layout's declaration. A canonical weight in a tensor is a view of
+it, whose elements, in C order, are those of the weight. Writing through the view is one direction,
+reading from it the other.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ import numpy as np
 from mha_spec import AttentionSpec, InputError
 from parity.port.conversion.layouts.layout import TILE, Layout, Tensor
 
-OF_HEADS = tuple(f"{name}_proj.{leaf}" for name in ("q", "k", "v", "out") for leaf in ("weight", "bias"))[:-1]
+OF_HEADS = tuple(
+    f"{name}_proj.{leaf}" for name in ("q", "k", "v", "out") for leaf in ("weight", "bias")
+)[:-1]
 """Canonical weights with features of heads, which a layout may reorder or pad."""
 
 Shape = tuple[int, ...]
@@ -24,7 +28,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Placement:
-    """A layer in the tensors of a layout: those of one form, and the optional tensors that the layer has."""
+    """A layer in the tensors of a layout: those of one form, and the optional tensors that the
+    layer has.
+    """
 
     layout: Layout
     spec: AttentionSpec
@@ -54,7 +60,11 @@ class Placement:
                 count, shape = (shape[0], shape[1:]) if tensor.is_per_head else (1, shape)
             else:
                 count, shape = self._sizes[tensor]["n"], tensor.shape(self._sizes[tensor])
-            names = [tensor.name.format(n=n) for n in range(count)] if tensor.is_per_head else [tensor.name]
+            names = (
+                [tensor.name.format(n=n) for n in range(count)]
+                if tensor.is_per_head
+                else [tensor.name]
+            )
             found[tensor] = dict.fromkeys(names, shape)
         return found
 
@@ -63,7 +73,9 @@ class Placement:
         if tensor.axes == "...":
             return shape
         num_heads = self.spec.num_heads
-        return (shape[1], num_heads, shape[0] // num_heads) if tensor.axes == "d n h" else shape[::-1]
+        return (
+            (shape[1], num_heads, shape[0] // num_heads) if tensor.axes == "d n h" else shape[::-1]
+        )
 
     @cached_property
     def _sizes(self) -> dict[Tensor, dict[str, int]]:
@@ -83,10 +95,13 @@ class Placement:
         width = spec.d_in if holds & {*"qg"} and not is_out else spec.d_kv
         return {**counts, "h": features, "d": width, "e": spec.d_model}
 
-    # ---- Both directions ---------------------------------------------------------------------------------------------
+    # ---- Both directions
+    # ---------------------------------------------------------------------------------------------
 
     def lay_out(self, name: str, read: Callable[[str], np.ndarray]) -> np.ndarray:
-        """Make a tensor of the layout. Memory holds it and one canonical weight, returned by `read`, at a time."""
+        """Make a tensor of the layout. Memory holds it and one canonical weight, returned by
+        `read`, at a time.
+        """
         tensor, laid_out = self.holders[name], np.empty(0)
         for part in tensor.parts:
             weight = read(part)
@@ -95,7 +110,11 @@ class Placement:
             view = self._features(self._heads(_bits(laid_out), part, tensor), part)
             source = _bits(weight)
             if tensor.is_per_head:
-                heads = source if tensor.is_whole else source.reshape(-1, view.shape[0], *weight.shape[1:])
+                heads = (
+                    source
+                    if tensor.is_whole
+                    else source.reshape(-1, view.shape[0], *weight.shape[1:])
+                )
                 source = heads[[*self._shapes[tensor]].index(name)]
             view[...] = source.reshape(view.shape)
         return laid_out
@@ -114,7 +133,9 @@ class Placement:
         return weight.reshape(self.weights[name]).view(arrays[0].dtype)
 
     def _heads(self, array: np.ndarray, name: str, tensor: Tensor) -> np.ndarray:
-        """Return the heads of one canonical weight in a tensor, padding included; the whole if it has no heads."""
+        """Return the heads of one canonical weight in a tensor, padding included; the whole if it
+        has no heads.
+        """
         if tensor.is_whole:
             return einops.rearrange(array, f"{tensor.axes} -> {tensor.logical}")
         axes = tensor.logical.replace("n ", "") if tensor.is_per_head else tensor.logical
@@ -135,7 +156,9 @@ class Placement:
         layout, spec = self.layout, self.spec
         if name not in OF_HEADS:
             return heads
-        axis = heads.ndim - (2 if name in ("q_proj.weight", "k_proj.weight", "v_proj.weight") else 1)
+        axis = heads.ndim - (
+            2 if name in ("q_proj.weight", "k_proj.weight", "v_proj.weight") else 1
+        )
         if layout.padded and spec.rope is not None:
             return _first(_split(heads, axis, 2, -1), axis + 1, spec.head_dim // 2)
         if layout.padded:
@@ -147,7 +170,9 @@ class Placement:
 
 def head_counts(tensor: Tensor, spec: AttentionSpec) -> list[int]:
     """Count the heads of each projection in a tensor."""
-    words = ["out"] if tensor.holds == "out" else tensor.holds[:1] if tensor.is_shared else tensor.holds
+    words = (
+        ["out"] if tensor.holds == "out" else tensor.holds[:1] if tensor.is_shared else tensor.holds
+    )
     return [spec.num_kv_heads if word in ("k", "v") else spec.num_heads for word in words]
 
 

@@ -16,7 +16,10 @@ from parity.port.conversion.layouts.tensors import (
     with_and_without_out,
 )
 
-_TORCH_OUT = (Tensor("out_proj.weight", "out", "weight", "e (n h)"), Tensor("out_proj.bias", "out", "bias", "e"))
+_TORCH_OUT = (
+    Tensor("out_proj.weight", "out", "weight", "e (n h)"),
+    Tensor("out_proj.bias", "out", "bias", "e"),
+)
 _TORCH_BIAS = Tensor("in_proj_bias", "qkv", "bias", "(n h)")
 
 _OF_JAX = beside(EVERYTHING, leaf="kernel", axes="d e")
@@ -42,7 +45,15 @@ _TABLE = [
         "modules of mha_jax: kernels (in, out)",
         "mha_jax/mha.py",
         with_and_without_out(
-            separate("q_proj", "k_proj", "v_proj", "out_proj", leaf="kernel", heads=COLUMNS, back="(n h) e")
+            separate(
+                "q_proj",
+                "k_proj",
+                "v_proj",
+                "out_proj",
+                leaf="kernel",
+                heads=COLUMNS,
+                back="(n h) e",
+            )
         ),
         others=_OF_JAX,
         carries=CARRIED,
@@ -51,7 +62,9 @@ _TABLE = [
         "mha_jax.qkv_proj",
         "as mha_jax, with one projection for q, k and v",
         "mha_jax.MultiHeadAttention, fused_qkv=True",
-        with_and_without_out(packed("qkv_proj", "out_proj", leaf="kernel", rows=COLUMNS, columns="(n h) e")),
+        with_and_without_out(
+            packed("qkv_proj", "out_proj", leaf="kernel", rows=COLUMNS, columns="(n h) e")
+        ),
         others=_OF_JAX,
         rules=("one width",),
         carries=CARRIED,
@@ -62,7 +75,11 @@ _TABLE = [
         "torch/nn/modules/activation.py",
         (
             (Tensor("in_proj_weight", "qkv", "weight", ROWS), _TORCH_BIAS, *_TORCH_OUT),
-            (*(Tensor(f"{p}_proj_weight", p, "weight", ROWS) for p in "qkv"), _TORCH_BIAS, *_TORCH_OUT),
+            (
+                *(Tensor(f"{p}_proj_weight", p, "weight", ROWS) for p in "qkv"),
+                _TORCH_BIAS,
+                *_TORCH_OUT,
+            ),
         ),
         rules=("no groups", "out_proj", "square", "biases or none", "one head_dim"),
         prefixes=tuple(
@@ -90,7 +107,8 @@ _TABLE = [
     ),
     Layout(
         "query_key_value",
-        "query_key_value and dense, all q, then all k, then all v; ChatGLM from version 2 on, if heads are grouped",
+        "query_key_value and dense, all q, then all k, then all v; ChatGLM from version 2 on, if "
+        "heads are grouped",
         "zai-org/chatglm3-6b, modeling_chatglm.py, SelfAttention",
         (packed("query_key_value", "dense"),),
         rules=("out_proj", "one width"),
@@ -198,7 +216,13 @@ _TABLE = [
             rows=("output.weight", "*.feed_forward.w1.weight", "*.feed_forward.w3.weight"),
             columns=("*.feed_forward.w2.weight",),
             embeddings="tok_embeddings.weight",
-            copied=("norm.weight", "*.attention_norm.weight", "*.ffn_norm.weight", "rope.freqs", "*.rope.freqs"),
+            copied=(
+                "norm.weight",
+                "*.attention_norm.weight",
+                "*.ffn_norm.weight",
+                "rope.freqs",
+                "*.rope.freqs",
+            ),
         ),
     ),
     *(
@@ -215,7 +239,12 @@ _TABLE = [
             carries=("rope",),
         )
         for name, words, rope, rules in (
-            ("gguf.LLaMA", "interleaved RoPE pairs; also Mistral", "interleaved", ("even", "whole halves")),
+            (
+                "gguf.LLaMA",
+                "interleaved RoPE pairs; also Mistral",
+                "interleaved",
+                ("even", "whole halves"),
+            ),
             (
                 "gguf.Qwen2",
                 "RoPE pairs (i, i + H/2), which llama.cpp leaves unchanged; also Qwen3, Gemma",

@@ -1,4 +1,6 @@
-"""Building blocks for tables of layouts: tensors of four projections, of packed ones, and of optional weights."""
+"""Building blocks for tables of layouts: tensors of four projections, of packed ones, and of
+optional weights.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,15 @@ def separate(
     biases: str = "(n h)",
     back: str = "e (n h)",
 ) -> tuple[Tensor, ...]:
-    """Return four weights and their biases, by layer name; `heads`, `biases` and `back` are the axes."""
+    """Return four weights and their biases, by layer name; `heads`, `biases` and `back` are the
+    axes.
+    """
     names = {"q": q, "k": k, "v": v}
     return (
-        *(Tensor(f"{name}.{leaf}", projection, "weight", heads) for projection, name in names.items()),
+        *(
+            Tensor(f"{name}.{leaf}", projection, "weight", heads)
+            for projection, name in names.items()
+        ),
         *(Tensor(f"{name}.bias", projection, "bias", biases) for projection, name in names.items()),
         Tensor(f"{out}.{leaf}", "out", "weight", back),
         Tensor(f"{out}.bias", "out", "bias", "e"),
@@ -54,7 +61,9 @@ EVERYTHING = ("gate_proj", *NARROW, *NORMS, *SCORES)
 """Weights that only some layers have in addition to q, k, v and out, by canonical name."""
 
 
-def beside(same: Iterable[str] = (), *, leaf: str = "weight", axes: str = "...", **renamed: str) -> tuple[Tensor, ...]:
+def beside(
+    same: Iterable[str] = (), *, leaf: str = "weight", axes: str = "...", **renamed: str
+) -> tuple[Tensor, ...]:
     """Return the tensors of optional weights, by canonical name or renamed."""
     found: list[Tensor] = []
     for ours, theirs in (dict.fromkeys(same) | renamed).items():

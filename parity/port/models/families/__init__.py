@@ -15,5 +15,12 @@ from parity.port.models.families.hybrids import HYBRIDS
 from parity.port.models.families.latents import WITH_LATENTS
 from parity.port.models.rules import Family
 
-FAMILIES: dict[str, Family] = {**DECODERS, **GPT_LIKE, **HYBRIDS, **WITH_LATENTS, **ENCODERS, **ENCODER_DECODERS}
+FAMILIES: dict[str, Family] = {
+    **DECODERS,
+    **GPT_LIKE,
+    **HYBRIDS,
+    **WITH_LATENTS,
+    **ENCODERS,
+    **ENCODER_DECODERS,
+}
 """All families by `model_type`."""

@@ -12,21 +12,33 @@ from parity.port.models.families.usual import PLAIN, SOME_BIAS, stack
 from parity.port.models.rope import read_rope
 from parity.port.models.rules import ConfigLayer, Family, Rule, Stack, key, of_kind, optional
 
-SAYS_NOTHING = {"scale_embedding", "scale_decoder_outputs", "max_source_positions", "max_target_positions"}
+SAYS_NOTHING = {
+    "scale_embedding",
+    "scale_decoder_outputs",
+    "max_source_positions",
+    "max_target_positions",
+}
 SAYS_NOTHING |= {"static_position_embeddings", "add_bias_logits", "n_positions"}
 
 
 def family_of(*stacks: Stack, fixed: Mapping[str, Any] | None = None) -> Family:
-    """Return a family of several stacks, all of which a configuration must have: it is not an encoder alone."""
+    """Return a family of several stacks, all of which a configuration must have: it is not an
+    encoder alone.
+    """
     whole = {"is_encoder_decoder": True, "is_decoder": False, "add_cross_attention": False}
     return Family(stacks, frozenset(SAYS_NOTHING), fixed={**whole, **(fixed or {})})
 
 
-# ---- BART ------------------------------------------------------------------------------------------------------------
+# ---- BART
+# --------------------------------------------------------------------------------------------------
 
 
-def _bart(dropout: float = 0.0, cross: str = "encoder_attn", **fields: Any) -> tuple[Stack, Stack, Stack]:
-    """Return the stacks of BART: encoder, decoder and cross-attention, each as wide as the model."""
+def _bart(
+    dropout: float = 0.0, cross: str = "encoder_attn", **fields: Any
+) -> tuple[Stack, Stack, Stack]:
+    """Return the stacks of BART: encoder, decoder and cross-attention, each as wide as the
+    model.
+    """
 
     def part(name: str, **others: Any) -> Stack:
         own: dict[str, Any] = {
@@ -46,11 +58,14 @@ def _bart(dropout: float = 0.0, cross: str = "encoder_attn", **fields: Any) -> t
     )
 
 
-# ---- T5 --------------------------------------------------------------------------------------------------------------
+# ---- T5
+# --------------------------------------------------------------------------------------------------
 
 
 def _relative_bias(bidirectional: bool) -> Rule:
-    """Return the relative bias, used in all layers of a stack, even if only the first layer has its weights."""
+    """Return the relative bias, used in all layers of a stack, even if only the first layer has its
+    weights.
+    """
 
     def rule(place: ConfigLayer) -> Value:
         buckets = place.config.read("relative_attention_num_buckets", default=32)
@@ -66,7 +81,9 @@ def _of_first(part: str) -> dict[str, str]:
     return {name: f"{part}.block.0.layer.0.SelfAttention.{name}"}
 
 
-def _t5(count: tuple[str, ...] = ("num_decoder_layers", "num_layers")) -> tuple[Stack, Stack, Stack]:
+def _t5(
+    count: tuple[str, ...] = ("num_decoder_layers", "num_layers"),
+) -> tuple[Stack, Stack, Stack]:
     fields: dict[str, Any] = {
         "layout": "transformers.T5",
         "d_model": key("d_model", "hidden_size"),
@@ -108,7 +125,8 @@ def _t5(count: tuple[str, ...] = ("num_decoder_layers", "num_layers")) -> tuple[
     )
 
 
-# ---- Moonshine -------------------------------------------------------------------------------------------------------
+# ---- Moonshine
+# --------------------------------------------------------------------------------------------------
 
 
 def _moonshine() -> tuple[Stack, Stack, Stack]:
@@ -133,7 +151,12 @@ def _moonshine() -> tuple[Stack, Stack, Stack]:
     return (
         part("encoder"),
         part("decoder", is_causal=True),
-        part("decoder", kind=of_kind("cross_attention"), path="decoder.layers.{i}.encoder_attn", rope=None),
+        part(
+            "decoder",
+            kind=of_kind("cross_attention"),
+            path="decoder.layers.{i}.encoder_attn",
+            rope=None,
+        ),
     )
 
 
@@ -141,21 +164,33 @@ def _rope_of_moonshine(part: str) -> Rule:
     """Return interleaved RoPE in nine tenths of a head."""
 
     def rule(place: ConfigLayer) -> Value:
-        size = place.config.read("hidden_size").value // place.config.read(f"{part}_num_attention_heads").value
-        return read_rope(place.config, size, layer_type=place.kind, theta=None, fraction=0.9, pairs="interleaved")
+        size = (
+            place.config.read("hidden_size").value
+            // place.config.read(f"{part}_num_attention_heads").value
+        )
+        return read_rope(
+            place.config, size, layer_type=place.kind, theta=None, fraction=0.9, pairs="interleaved"
+        )
 
     return rule
 
 
 ENCODER_DECODERS: dict[str, Family] = {
-    **dict.fromkeys(("bart", "mbart", "pegasus", "marian", "blenderbot", "blenderbot-small"), family_of(*_bart())),
+    **dict.fromkeys(
+        ("bart", "mbart", "pegasus", "marian", "blenderbot", "blenderbot-small"),
+        family_of(*_bart()),
+    ),
     **dict.fromkeys(("m2m_100", "plbart"), family_of(*_bart(0.1))),
     "nllb-moe": family_of(*_bart(0.1, cross="cross_attention")),
     "mvp": family_of(*_bart(), fixed={"use_prompt": False}),
     "speech_to_text": family_of(*_bart()),
     "whisper": family_of(*_bart(qkv_bias=(True, False, True))),
-    "moonshine": replace(family_of(*_moonshine()), says_nothing=frozenset({"pad_head_dim_to_multiple_of"})),
+    "moonshine": replace(
+        family_of(*_moonshine()), says_nothing=frozenset({"pad_head_dim_to_multiple_of"})
+    ),
     **dict.fromkeys(("t5", "mt5"), family_of(*_t5())),
-    "umt5": family_of(*(replace(stack, shared={}) for stack in _t5())),  # each layer has its own bias
+    "umt5": family_of(
+        *(replace(stack, shared={}) for stack in _t5())
+    ),  # each layer has its own bias
     "switch_transformers": family_of(*_t5(("num_decoder_layers",))),
 }

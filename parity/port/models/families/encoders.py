@@ -9,7 +9,8 @@ from parity.port.models.config import Config, Value
 from parity.port.models.families.usual import PLAIN, SOME_BIAS, family
 from parity.port.models.rules import ConfigLayer, Family, first_of, key, optional, positioned, rope
 
-# ---- Text ------------------------------------------------------------------------------------------------------------
+# ---- Text
+# --------------------------------------------------------------------------------------------------
 
 DROPPED: dict[str, Any] = {
     "dropout": key("attention_probs_dropout_prob", default=0.1),
@@ -52,11 +53,25 @@ def _window_of_modernbert(place: ConfigLayer) -> Value:
 
 
 OF_BERT = {"ln_before_adapter", "pooler_num_attention_heads", "pooler_size_per_head"}
-LIKE_BERT = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "ernie", "data2vec-text", "xlm-roberta-xl")
+LIKE_BERT = (
+    "bert",
+    "roberta",
+    "xlm-roberta",
+    "camembert",
+    "electra",
+    "ernie",
+    "data2vec-text",
+    "xlm-roberta-xl",
+)
 LIKE_BERT += ("xmod", "bert-generation", "roc_bert", "megatron-bert", "roberta-prelayernorm")
 
 OF_TABLES = {"aggregation_temperature", "reset_position_index_per_cell"}
-PARTS_LIKE_BERT = ("align_text_model", "bridgetower_text_model", "chinese_clip_text_model", "clap_text_model")
+PARTS_LIKE_BERT = (
+    "align_text_model",
+    "bridgetower_text_model",
+    "chinese_clip_text_model",
+    "clap_text_model",
+)
 PARTS_LIKE_BERT += ("dpr", "markuplm", "tapas", "visual_bert")
 
 OF_MODERNBERT: dict[str, Any] = {
@@ -65,7 +80,9 @@ OF_MODERNBERT: dict[str, Any] = {
     "kind": first_of(3, "global_attn_every_n_layers"),
     "qkv_bias": SOME_BIAS,
     "out_bias": SOME_BIAS,
-    "rope": rope(theta=160_000.0, local_theta=10_000.0, names=("global_rope_theta", "local_rope_theta")),
+    "rope": rope(
+        theta=160_000.0, local_theta=10_000.0, names=("global_rope_theta", "local_rope_theta")
+    ),
     "output_dropout": key("attention_dropout", default=0.0),
 }
 """Fields shared by encoder and decoder."""
@@ -81,13 +98,20 @@ TEXT: dict[str, Family] = {
     ),
     **dict.fromkeys(
         PARTS_LIKE_BERT,
-        family(BERT, is_causal=False, fixed={**ABSOLUTE, "is_decoder": False}, says_nothing=OF_TABLES),
+        family(
+            BERT, is_causal=False, fixed={**ABSOLUTE, "is_decoder": False}, says_nothing=OF_TABLES
+        ),
     ),
-    "altclip_text_model": family(BERT, UNDROPPED_SCORES, is_causal=False, path="encoder.layers.{i}.attention"),
+    "altclip_text_model": family(
+        BERT, UNDROPPED_SCORES, is_causal=False, path="encoder.layers.{i}.attention"
+    ),
     "rembert": family(BERT, UNDROPPED),
     "esm": family(BERT, rope=positioned("rotary", rope(theta=1e4), others=("absolute",))),
     "roformer": family(
-        BERT, rope=Rope(pairs="interleaved"), fixed={"rotary_value": False}, says_nothing={"embedding_size"}
+        BERT,
+        rope=Rope(pairs="interleaved"),
+        fixed={"rotary_value": False},
+        says_nothing={"embedding_size"},
     ),
     "nomic_bert": family(
         PLAIN,
@@ -150,7 +174,8 @@ TEXT: dict[str, Family] = {
     ),
 }
 
-# ---- Images ----------------------------------------------------------------------------------------------------------
+# ---- Images
+# --------------------------------------------------------------------------------------------------
 
 VIT: dict[str, Any] = {
     **PLAIN,
@@ -173,10 +198,17 @@ def _grid_of_beit(place: ConfigLayer) -> Value:
         return Value(None, "")
     if has_own.value and has_common.value:
         raise InputError(common, f"be False with {own}", {common: True})
-    image, patch = place.config.read("image_size", default=224), place.config.read("patch_size", default=16)
-    height, width = image.value if isinstance(image.value, (tuple, list)) else (image.value, image.value)
+    image, patch = (
+        place.config.read("image_size", default=224),
+        place.config.read("patch_size", default=16),
+    )
+    height, width = (
+        image.value if isinstance(image.value, (tuple, list)) else (image.value, image.value)
+    )
     grid = GridBias(height // patch.value, width // patch.value, class_token=True)
-    return Value(grid, f"{(has_own if has_own.value else has_common).origin}, {image.origin}, {patch.origin}")
+    return Value(
+        grid, f"{(has_own if has_own.value else has_common).origin}, {image.origin}, {patch.origin}"
+    )
 
 
 AIMV2: dict[str, Any] = {
@@ -187,14 +219,35 @@ AIMV2: dict[str, Any] = {
 }
 
 LIKE_VIT = ("vit", "deit", "dinov2", "dinov2_with_registers", "vit_msn", "ijepa", "yolos")
-LIKE_VIT += ("audio-spectrogram-transformer", "flava_image_model", "flava_text_model", "flava_multimodal_model")
+LIKE_VIT += (
+    "audio-spectrogram-transformer",
+    "flava_image_model",
+    "flava_text_model",
+    "flava_multimodal_model",
+)
 LIKE_VIT += ("pixio",)
 SIZES_OF_VIT = {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12}
 """Defaults of configurations that are parts of a model."""
 LIKE_CLIP = ("chinese_clip_vision_model",)
-LIKE_CLIP += ("siglip2_text_model", "siglip2_vision_model", "altclip_vision_model", "clipseg_vision_model")
-LIKE_CLIP += ("git_vision_model", "idefics2_vision", "idefics3_vision", "smolvlm_vision", "kosmos_2_vision_model")
-LIKE_CLIP += ("metaclip_2_vision_model", "owlvit_vision_model", "owlv2_vision_model", "phi4_multimodal_vision")
+LIKE_CLIP += (
+    "siglip2_text_model",
+    "siglip2_vision_model",
+    "altclip_vision_model",
+    "clipseg_vision_model",
+)
+LIKE_CLIP += (
+    "git_vision_model",
+    "idefics2_vision",
+    "idefics3_vision",
+    "smolvlm_vision",
+    "kosmos_2_vision_model",
+)
+LIKE_CLIP += (
+    "metaclip_2_vision_model",
+    "owlvit_vision_model",
+    "owlv2_vision_model",
+    "phi4_multimodal_vision",
+)
 TEXT_OF_CLIP = ("clipseg_text_model", "groupvit_text_model", "metaclip_2_text_model")
 TEXT_OF_CLIP += ("owlvit_text_model", "owlv2_text_model", "xclip_text_model")
 
@@ -218,18 +271,27 @@ IMAGES: dict[str, Family] = {
             qkv_bias=(True, False, True),
             shared={OF_GRID: "encoder.relative_position_bias.relative_position_bias_table"},
             relative_bias=_grid_of_beit,
-            says_nothing={"use_absolute_position_embeddings", "layer_scale_init_value", "use_auxiliary_head"},
+            says_nothing={
+                "use_absolute_position_embeddings",
+                "layer_scale_init_value",
+                "use_auxiliary_head",
+            },
         ),
     ),
-    **dict.fromkeys(("aimv2_vision_model", "ovis2_vision"), family(AIMV2, says_nothing={"use_head"})),
+    **dict.fromkeys(
+        ("aimv2_vision_model", "ovis2_vision"), family(AIMV2, says_nothing={"use_head"})
+    ),
     "aimv2_text_model": family(AIMV2, is_causal=True),
     **dict.fromkeys(TEXT_OF_CLIP, family(CLIP, is_causal=True)),
     "clip_text_model": family(
-        CLIP, is_causal=True, defaults={**SIZES_OF_VIT, "hidden_size": 512, "num_attention_heads": 8}
+        CLIP,
+        is_causal=True,
+        defaults={**SIZES_OF_VIT, "hidden_size": 512, "num_attention_heads": 8},
     ),
 }
 
-# ---- Speech ----------------------------------------------------------------------------------------------------------
+# ---- Speech
+# --------------------------------------------------------------------------------------------------
 
 SPEECH: dict[str, Family] = {
     **dict.fromkeys(
@@ -242,7 +304,12 @@ SPEECH: dict[str, Family] = {
         ),
     ),
     **dict.fromkeys(
-        ("qwen2_audio_encoder", "voxtral_encoder", "audioflamingo3_encoder", "moss_transcribe_diarize_audio"),
+        (
+            "qwen2_audio_encoder",
+            "voxtral_encoder",
+            "audioflamingo3_encoder",
+            "moss_transcribe_diarize_audio",
+        ),
         family(
             PLAIN,
             path="layers.{i}.self_attn",

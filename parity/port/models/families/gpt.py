@@ -9,7 +9,18 @@ from mha_spec import Alibi, InputError, Rope
 from parity.port.models.config import Config, MissingKeyError, Value
 from parity.port.models.families.usual import IN_PART, MOST_BIAS, PLAIN, family
 from parity.port.models.rope import read_rope
-from parity.port.models.rules import NOTHING, ConfigLayer, Family, Rule, key, norm, only, optional, rope, where
+from parity.port.models.rules import (
+    NOTHING,
+    ConfigLayer,
+    Family,
+    Rule,
+    key,
+    norm,
+    only,
+    optional,
+    rope,
+    where,
+)
 
 
 def _scale_of_gpt2(place: ConfigLayer) -> Value:
@@ -17,13 +28,18 @@ def _scale_of_gpt2(place: ConfigLayer) -> Value:
     config, factor = place.config, 1.0
     by_root, by_layer = (
         config.read(name, default=default)
-        for name, default in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False))
+        for name, default in (
+            ("scale_attn_weights", True),
+            ("scale_attn_by_inverse_layer_idx", False),
+        )
     )
     if by_root.value and not by_layer.value:
         return NOTHING
     if by_root.value:
         factor = (config.read("n_embd").value / config.read("n_head").value) ** -0.5
-    return Value(factor / (place.layer + 1 if by_layer.value else 1), f"{by_root.origin}, {by_layer.origin}")
+    return Value(
+        factor / (place.layer + 1 if by_layer.value else 1), f"{by_root.origin}, {by_layer.origin}"
+    )
 
 
 def _scale_of_bigcode(place: ConfigLayer) -> Value:
@@ -39,9 +55,14 @@ def _one_head(place: ConfigLayer) -> Value:
 
 
 def _heads_of_falcon(place: ConfigLayer) -> Value:
-    """Return the key/value heads: groups in the newer architecture; otherwise one for all, or one for each."""
+    """Return the key/value heads: groups in the newer architecture; otherwise one for all, or one
+    for each.
+    """
     config = place.config
-    newer, told = config.read("new_decoder_architecture", default=False), config.find("num_kv_heads")
+    newer, told = (
+        config.read("new_decoder_architecture", default=False),
+        config.find("num_kv_heads"),
+    )
     if not newer.value:
         return _one_head(place)
     _one_head(place)  # counts as read
@@ -49,14 +70,20 @@ def _heads_of_falcon(place: ConfigLayer) -> Value:
 
 
 def _with_alibi(rule: Rule, *, is_with: bool = True) -> Rule:
-    """Return a rule for models with ALiBi, or those with RoPE; its keys also count as read in the others."""
+    """Return a rule for models with ALiBi, or those with RoPE; its keys also count as read in the
+    others.
+    """
 
     def if_so(place: ConfigLayer) -> Value:
         has_alibi = place.config.read("alibi", default=False)
         found = Value(None, "")
         with suppress(MissingKeyError):
             found = rule(place)
-        return Value(found.value, f"{has_alibi.origin}, {found.origin}") if has_alibi.value == is_with else NOTHING
+        return (
+            Value(found.value, f"{has_alibi.origin}, {found.origin}")
+            if has_alibi.value == is_with
+            else NOTHING
+        )
 
     return if_so
 
@@ -65,7 +92,8 @@ def _some_of_a_head(place: ConfigLayer) -> Value:
     """Return GPT-J's RoPE: interleaved, in the first features of a head."""
     count = place.config.read("rotary_dim", default=64)
     return Value(
-        Rope(rotary_dim=count.value, pairs="interleaved"), f"{count.origin}; else as every layer of this family"
+        Rope(rotary_dim=count.value, pairs="interleaved"),
+        f"{count.origin}; else as every layer of this family",
     )
 
 
@@ -76,14 +104,28 @@ def _in_the_last_layer(place: ConfigLayer) -> Value:
 
 
 def _kind_of_gpt_neo(config: Config, index: int) -> str:
-    """Return the kind of a layer, `global` or `local`, from a list of layers or a repeated pattern."""
-    told, pattern = config.find("attention_layers"), config.read("attention_types", default=[[["global", "local"], 12]])
-    each = told.value if told else [kind for kinds, count in pattern.value for _ in range(count) for kind in kinds]
+    """Return the kind of a layer, `global` or `local`, from a list of layers or a repeated
+    pattern.
+    """
+    told, pattern = (
+        config.find("attention_layers"),
+        config.read("attention_types", default=[[["global", "local"], 12]]),
+    )
+    each = (
+        told.value
+        if told
+        else [kind for kinds, count in pattern.value for _ in range(count) for kind in kinds]
+    )
     if index >= len(each):
         raise InputError("attention_layers", "be one for each layer", str(len(each)))
     if each[index] not in KINDS_OF_GPT_NEO:
         hint = f"by {'attention_layers' if told else 'attention_types'}"
-        raise InputError(f"layer {index}", f"be one of {', '.join(KINDS_OF_GPT_NEO)}", repr(each[index]), hint=hint)
+        raise InputError(
+            f"layer {index}",
+            f"be one of {', '.join(KINDS_OF_GPT_NEO)}",
+            repr(each[index]),
+            hint=hint,
+        )
     return KINDS_OF_GPT_NEO[each[index]]
 
 
@@ -96,24 +138,51 @@ def _in_section(name: str, rule: Rule) -> Rule:
 
 
 def _rope_of_dbrx(place: ConfigLayer) -> Value:
-    """Return the RoPE of DBRX: released files have the base among the attention keys, transformers in the model."""
+    """Return the RoPE of DBRX: released files have the base among the attention keys, transformers
+    in the model.
+    """
     own = place.config.section("attn_config").find("rope_theta")
     if own is None or "rope_theta" in place.config or "rope_parameters" in place.config:
-        size = place.config.read("d_model", "hidden_size").value // place.config.read("n_heads").value
+        size = (
+            place.config.read("d_model", "hidden_size").value // place.config.read("n_heads").value
+        )
         found = read_rope(place.config, size, layer_type=place.kind, theta=None)
         if own is not None and own.value != found.value.theta:
-            raise InputError("attn_config.rope_theta", f"be {found.origin}={found.value.theta}", str(own.value))
+            raise InputError(
+                "attn_config.rope_theta", f"be {found.origin}={found.value.theta}", str(own.value)
+            )
         return found
     return Value(Rope(own.value), own.origin)
 
 
-OF_MPT = {"attn_type": "multihead_attention", "alibi": True, "alibi_bias_max": 8, "prefix_lm": False, "qk_ln": False}
+OF_MPT = {
+    "attn_type": "multihead_attention",
+    "alibi": True,
+    "alibi_bias_max": 8,
+    "prefix_lm": False,
+    "qk_ln": False,
+}
 OF_MPT |= {"attn_uses_sequence_id": False}
 """The released code reads these keys, transformers none of them."""
 
 OF_SECTIONS = {
-    *("architectures", "chunk_size_feed_forward", "dtype", "id2label", "label2id", "is_encoder_decoder", "model_type"),
-    *("output_attentions", "output_hidden_states", "problem_type", "return_dict", "_name_or_path", "attn_impl"),
+    *(
+        "architectures",
+        "chunk_size_feed_forward",
+        "dtype",
+        "id2label",
+        "label2id",
+        "is_encoder_decoder",
+        "model_type",
+    ),
+    *(
+        "output_attentions",
+        "output_hidden_states",
+        "problem_type",
+        "return_dict",
+        "_name_or_path",
+        "attn_impl",
+    ),
     "transformers_version",
 }
 """Keys of all sections of a configuration."""
@@ -150,7 +219,9 @@ GPT_LIKE: dict[str, Family] = {
         layout="transformers.Phi",
         qkv_bias=True,
         out_bias=True,
-        qk_norm=where("qk_layernorm", norm("layer", bias=True, eps="layer_norm_eps"), default=False),
+        qk_norm=where(
+            "qk_layernorm", norm("layer", bias=True, eps="layer_norm_eps"), default=False
+        ),
     ),
     "persimmon": family(
         IN_PART,

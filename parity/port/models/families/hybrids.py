@@ -46,12 +46,17 @@ def _rope_of_lfm2(place: ConfigLayer) -> Value:
     """Return the RoPE of LFM2: released models contain the base twice."""
     found, again = rope()(place), place.config.find("theta")
     if again is not None and again.value != found.value.theta:
-        raise InputError("theta", "be rope_theta", f"theta={again.value} and {found.origin} {found.value.theta}")
+        raise InputError(
+            "theta", "be rope_theta", f"theta={again.value} and {found.origin} {found.value.theta}"
+        )
     return found
 
 
 def _kind_of_jamba(config: Config, index: int) -> str:
-    period, offset = config.read("attn_layer_period", default=8), config.read("attn_layer_offset", default=4)
+    period, offset = (
+        config.read("attn_layer_period", default=8),
+        config.read("attn_layer_offset", default=4),
+    )
     return FULL if index % as_count(period.origin, period.value) == offset.value else "mamba"
 
 
@@ -76,21 +81,34 @@ KINDS_OF_NEMOTRON_H = {"M": "mamba", "E": "moe", "-": "mlp", "*": FULL, "attenti
 def _kind_of_recurrent_gemma(config: Config, index: int) -> str:
     """Return the kind of a layer from a repeated pattern."""
     pattern = config.read("block_types", default=("recurrent", "recurrent", "attention")).value
-    return "sliding_attention" if pattern[index % as_count("block_types", len(pattern))] == "attention" else "recurrent"
+    return (
+        "sliding_attention"
+        if pattern[index % as_count("block_types", len(pattern))] == "attention"
+        else "recurrent"
+    )
 
 
 def _multiplied_scale(place: ConfigLayer) -> Value:
     """Return the scale, including the factor of keys before RoPE."""
     factor = place.config.read("key_multiplier", default=1.0)
-    return Value(factor.value * head_dim(place) ** -0.5, f"{factor.origin} / sqrt(H)") if factor.value != 1 else NOTHING
+    return (
+        Value(factor.value * head_dim(place) ** -0.5, f"{factor.origin} / sqrt(H)")
+        if factor.value != 1
+        else NOTHING
+    )
 
 
 def _mamba(kind: Callable[[Config, int], str] | None = None, *others: Any, **fields: Any) -> Family:
     """Return a family with state-space layers, whose keys are irrelevant for attention."""
-    return family(*others, says_nothing=OF_MAMBA, **({} if kind is None else {"kind": kind}), **fields)
+    return family(
+        *others, says_nothing=OF_MAMBA, **({} if kind is None else {"kind": kind}), **fields
+    )
 
 
-OF_MAMBA = {f"mamba_{name}" for name in ("conv_bias", "proj_bias", "n_heads", "d_head", "num_heads", "head_dim")}
+OF_MAMBA = {
+    f"mamba_{name}"
+    for name in ("conv_bias", "proj_bias", "n_heads", "d_head", "num_heads", "head_dim")
+}
 OF_MAMBA |= {"mamba_chunk_size", "chunk_size", "use_conv_bias", "use_bias", "projectors_bias"}
 OF_MAMBA |= {f"attention_{name}_multiplier" for name in ("in", "out")}
 
@@ -105,7 +123,9 @@ OF_QWEN3_NEXT: dict[str, Any] = {
 }
 
 ALWAYS_GATED = {"attn_output_gate": True}
-"""A key of released configurations. The modules of transformers do not read it, and always have a gate."""
+"""A key of released configurations. The modules of transformers do not read it, and always have a
+gate.
+"""
 
 HYBRIDS: dict[str, Family] = {
     "qwen3_next": family(OF_QWEN3_NEXT, rope=rope(fraction=0.25), fixed=ALWAYS_GATED),
@@ -132,13 +152,23 @@ HYBRIDS: dict[str, Family] = {
             num_heads=key("num_attention_heads", "num_heads"),
             rope=_rope_of_lfm2,
             fixed={"use_pos_enc": True},
-            says_nothing={"conv_bias", "use_expert_bias", "block_mlp_init_scale", "block_out_init_scale"},
+            says_nothing={
+                "conv_bias",
+                "use_expert_bias",
+                "block_mlp_init_scale",
+                "block_out_init_scale",
+            },
         ),
     ),
     "jamba": _mamba(_kind_of_jamba, HEADS, rope=None),
-    "bamba": _mamba(_kind_of_bamba, HEADS, BIASES, rope=rope(fraction=0.5, count="attn_rotary_emb")),
+    "bamba": _mamba(
+        _kind_of_bamba, HEADS, BIASES, rope=rope(fraction=0.5, count="attn_rotary_emb")
+    ),
     "granitemoehybrid": _mamba(
-        told_kind, BIASES, scale=key("attention_multiplier"), rope=positioned("rope", rope(), others=("nope",))
+        told_kind,
+        BIASES,
+        scale=key("attention_multiplier"),
+        rope=positioned("rope", rope(), others=("nope",)),
     ),
     "nemotron_h": _mamba(
         _kind_of_nemotron_h,

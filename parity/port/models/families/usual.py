@@ -52,7 +52,9 @@ def family(
 
 
 def stack(*others: Mapping[str, Any], **fields: Any) -> Stack:
-    """Return a stack of layers with the default fields except for these; also accepts fields of `Stack`."""
+    """Return a stack of layers with the default fields except for these; also accepts fields of
+    `Stack`.
+    """
     held = dict(USUAL)
     for each in (*others, fields):
         held |= each

@@ -1,4 +1,6 @@
-"""Reports of `conformance`: no fault in our attention, and each injected one. tests/nightly has other libraries."""
+"""Reports of `conformance`: no fault in our attention, and each injected one. tests/nightly has
+other libraries.
+"""
 
 import collections
 import functools
@@ -38,15 +40,23 @@ def answer_of(name, question):
 
 @pytest.fixture
 def fewer_paths_of_jax(monkeypatch):
-    """Examine JAX, which takes ten times as long, on every pair of path options, not on every combination.
+    """Examine JAX, which takes ten times as long, on every pair of path options, not on every
+    combination.
 
-    So only a fault that needs three of weights, gradients and mode stays unseen here; test_run compares the stages.
+    So only a fault that needs three of weights, gradients and mode stays unseen here; test_run
+    compares the stages.
     """
     every_path = Subject.paths
 
     def paths(self, dtypes=DTYPES):
         for path in every_path(self, dtypes):
-            turned = (path.need_weights, path.grad, path.train, path.dropout > 0.0, path.dtype != dtypes[0])
+            turned = (
+                path.need_weights,
+                path.grad,
+                path.train,
+                path.dropout > 0.0,
+                path.dtype != dtypes[0],
+            )
             if self.framework != "jax" or sum(turned) % 2 == 0:
                 yield path
 
@@ -81,7 +91,10 @@ def test_future_token_example_reproduces():
     layer = torch.nn.MultiheadAttention(32, 4, batch_first=True).eval()
     x = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 5, 32)).astype(np.float32))
     with torch.no_grad():
-        causal, full = (layer(x, x, x, need_weights=False, is_causal=is_causal)[0] for is_causal in (True, False))
+        causal, full = (
+            layer(x, x, x, need_weights=False, is_causal=is_causal)[0]
+            for is_causal in (True, False)
+        )
     assert torch.equal(causal, full)
     with pytest.raises(RuntimeError, match="attn_mask"):
         layer(x, x, x, need_weights=False, is_causal=True)
@@ -94,8 +107,8 @@ def test_documented_behavior_is_a_note():
     assert len(set(answer.by_path.values())) > 1
 
 
-# Layers of mha_jax answer like those of mha_torch, and test_run, test_cache_mha and test_fused compare both: here only
-# the layer with a cache, and the fused path.
+# Layers of mha_jax answer like those of mha_torch, and test_run, test_cache_mha and test_fused
+# compare both: here only the layer with a cache, and the fused path.
 IN_JAX = ["mha_jax.MultiHeadAttentionWithCache", "mha_jax.fused", "mha_jax.contained"]
 NAN_SEEN = ("seen", "as in the framework, as documented")
 OURS = [*IN_JAX, *(name for name in PEERS if name.startswith("mha_torch"))]
@@ -106,8 +119,8 @@ OURS = [*IN_JAX, *(name for name in PEERS if name.startswith("mha_torch"))]
 @pytest.mark.parametrize("name", OURS)
 def test_our_attention_has_no_fault(name):
     """Our attention has no broken guarantee, and the expected answer to each question."""
-    # In one half precision, float16, whose range is smaller: JAX compiles everything again for each dtype. test_run
-    # also compares the stages in bfloat16, and in cases with NaN.
+    # In one half precision, float16, whose range is smaller: JAX compiles everything again for each
+    # dtype. test_run also compares the stages in bfloat16, and in cases with NaN.
     found = examine(peer(name), dtypes=("float32", "float16"))
     assert [(answer.question, answer.status, answer.words) for answer in found.broken] == []
     notes = {answer.question for answer in found.answers if answer.status == "note"}
@@ -118,15 +131,21 @@ def test_our_attention_has_no_fault(name):
     assert words["attends"] == ("causally" if is_cached else "to all tokens")
     assert words["mask"] == "True hides; floats refused"
     is_of_one_input = name.endswith(("SelfAttention", "contained"))
-    assert words["causal"] == ("—" if is_cached else "T = S only" if is_of_one_input else "top-left")
+    assert words["causal"] == (
+        "—" if is_cached else "T = S only" if is_of_one_input else "top-left"
+    )
     assert words["causal and mask"] == "both"
     assert words["padding"] == "by lengths"
     assert words["NaN seen"] in NAN_SEEN
     # No NaN leaks from padding. With a cache, each way to hide keys is also causal.
     is_contained = name.endswith("contained")
-    assert words["NaN hidden"] == ("hidden" if is_contained else "leaks" if is_cached else "leaks (mask, flag)")
+    assert words["NaN hidden"] == (
+        "hidden" if is_contained else "leaks" if is_cached else "leaks (mask, flag)"
+    )
     assert words["empty row"] == "zeros"
-    assert words["weights"] == {"MultiHeadAttention": "per head", "fused": "refused"}.get(name.split(".")[1], "—")
+    assert words["weights"] == {"MultiHeadAttention": "per head", "fused": "refused"}.get(
+        name.split(".")[1], "—"
+    )
     assert words["grouped heads"] == "repeat"
     assert words["float16 overflow"] == "finite"
     assert words["cache"] == ("equals one pass; overflow refused" if is_cached else "—")
@@ -154,11 +173,14 @@ def test_our_layers_receive_own_parameters(name, monkeypatch):
     assert [list(options) for options in given] == [["is_causal"], ["key_padding_lengths"]]
 
 
-# ---- Controls: attention with one fault each -------------------------------------------------------------------------
+# ---- Controls: attention with one fault each
+# -------------------------------------------------------------------------
 
 
 def toy(framework, fault=""):
-    """Return attention of split heads, (B, N, T, H), with True = masked, correct except for the fault."""
+    """Return attention of split heads, (B, N, T, H), with True = masked, correct except for the
+    fault.
+    """
     if framework == "torch":
         xp, array, softmax = torch, torch.from_numpy, torch.softmax
     else:
@@ -182,7 +204,9 @@ def toy(framework, fault=""):
         n, (t, s) = query.shape[1], (query.shape[2], key.shape[2])
         if fault == "strided":  # reads the memory as if it were contiguous
             value = torch.as_strided(value, value.shape, torch.empty(value.shape).stride())
-        heads = np.arange(n) % key.shape[1] if fault == "tiled" else np.arange(n) // (n // key.shape[1])
+        heads = (
+            np.arange(n) % key.shape[1] if fault == "tiled" else np.arange(n) // (n // key.shape[1])
+        )
         q, k, v = query, key[:, heads], value[:, heads]
         bad = ~xp.isfinite(k + v).all(-1)[:, :, None]  # (B, N, 1, S)
         if fault == "careful":
@@ -197,7 +221,9 @@ def toy(framework, fault=""):
         if mask is not None and not (fault == "causal drops mask" and is_causal):
             hidden = hidden | (~mask if fault == "flipped" else mask)
         if is_causal and not (fault == "future" and need_weights):
-            hidden = hidden | array(~np.tri(t, s, s - t if fault == "bottom-right" else 0, dtype=bool))
+            hidden = hidden | array(
+                ~np.tri(t, s, s - t if fault == "bottom-right" else 0, dtype=bool)
+            )
         if key_padding_mask is not None and fault != "padding":
             padding = key_padding_mask[:1] if fault == "padding of all" else key_padding_mask
             hidden = hidden | padding[:, None, None]
@@ -209,12 +235,16 @@ def toy(framework, fault=""):
             attn_weights = softmax(scores + xp.where(hidden, -xp.inf, 0.0), -1)
             attn_weights = xp.where(xp.isnan(attn_weights), 0.0, attn_weights)
         else:
-            attn_weights = softmax(xp.where(hidden, -1e4 if fault == "narrow" else -1e30, scores), -1)
+            attn_weights = softmax(
+                xp.where(hidden, -1e4 if fault == "narrow" else -1e30, scores), -1
+            )
             attn_weights = attn_weights if fault == "mean" else xp.where(hidden, 0.0, attn_weights)
         used = attn_weights
         if dropout_rate and (not deterministic or fault == "eval"):
             drawn = (
-                torch.rand(used.shape) if framework == "torch" else jax.random.uniform(jax.random.key(0), used.shape)
+                torch.rand(used.shape)
+                if framework == "torch"
+                else jax.random.uniform(jax.random.key(0), used.shape)
             )
             used = xp.where(drawn < dropout_rate, 0.0, used / (1.0 - dropout_rate))
         context = xp.einsum("bnts,bnsh->bnth", used, v)
@@ -237,7 +267,11 @@ CONTROLS = [
     ("bottom-right", "causal", "bottom-right, declared: top-left"),
     ("penalty", "masked key", "hidden in float16, otherwise a finite penalty of about -10000"),
     ("penalty", "causal", "top-left, by a finite penalty of about -10000"),
-    ("penalty", "causal and mask", "both in float16, otherwise mask by a finite penalty of about -10000"),
+    (
+        "penalty",
+        "causal and mask",
+        "both in float16, otherwise mask by a finite penalty of about -10000",
+    ),
     ("penalty", "future token", "hidden in float16, otherwise a finite penalty of about -10000"),
     ("penalty", "padding", "True hides in float16, otherwise True hides, by a finite penalty"),
     ("penalty", "empty row", "as if unmasked"),
@@ -290,12 +324,15 @@ def examine_toy(framework, fault, questions=None):
             framework,
             *control,
             id=f"{framework}-{control[0]}-{control[1]}",
-            marks=pytest.mark.thorough if framework == "jax" and control[0] not in ("flipped", "gradient") else (),
+            marks=pytest.mark.thorough
+            if framework == "jax" and control[0] not in ("flipped", "gradient")
+            else (),
         )
         for framework in ("torch", "jax")
         for control in CONTROLS
-        # Questions do not depend on the framework: with JAX, which takes ten times as long, each has one fault. NaN is
-        # examined there in attention without a fault, and in one that hides NaN with care.
+        # Questions do not depend on the framework: with JAX, which takes ten times as long, each
+        # has one fault. NaN is examined there in attention without a fault, and in one that hides
+        # NaN with care.
         if framework == "torch" or control[:2] in FAULTS_IN_JAX
     ],
 )
@@ -358,7 +395,10 @@ def test_different_convention_is_a_note(framework, fault, question, words):
 
 def test_ignored_strides_are_found():
     """Attention that ignores strides has a different result for strided inputs."""
-    assert examine_toy("torch", "strided", ["strided inputs"])["strided inputs"].words == "another result"
+    assert (
+        examine_toy("torch", "strided", ["strided inputs"])["strided inputs"].words
+        == "another result"
+    )
 
 
 def shifted(decode, x, capacity, is_causal):
@@ -375,7 +415,8 @@ def test_a_cache_that_is_off_by_one_is_found():
     assert answer.words.startswith("not one pass")
 
 
-# ---- A user's own layers ---------------------------------------------------------------------------------------------
+# ---- A user's own layers
+# ---------------------------------------------------------------------------------------------
 
 
 class TorchLayer(torch.nn.Module):
@@ -404,16 +445,23 @@ def test_torch_class_is_examined():
 
 def test_leak_in_eval_mode_is_named():
     """A causal flag that is ignored in evaluation is reported to leak in that mode only."""
-    assert examine(TorchLayer(leaks=True), ["future token"])["future token"].words == "leaks in eval, otherwise hidden"
+    assert (
+        examine(TorchLayer(leaks=True), ["future token"])["future token"].words
+        == "leaks in eval, otherwise hidden"
+    )
 
 
-@pytest.mark.parametrize(("where", "words"), [("train", "train only"), ("always", "random in eval")])
+@pytest.mark.parametrize(
+    ("where", "words"), [("train", "train only"), ("always", "random in eval")]
+)
 def test_undeclared_dropout_is_found(where, words):
     """Undeclared dropout is reported as in training only, or as random in evaluation."""
 
     class Dropping(TorchLayer):
         def forward(self, x):
-            return torch.nn.functional.dropout(super().forward(x), 0.5, where == "always" or self.training)
+            return torch.nn.functional.dropout(
+                super().forward(x), 0.5, where == "always" or self.training
+            )
 
     assert examine(Dropping, ["dropout"], ["float32"])["dropout"].words.startswith(words)
 
@@ -432,7 +480,10 @@ class OwnDropout(TorchLayer):
 def test_own_dropout_breaks_no_path():
     """A layer's own dropout in training breaks no guarantee, and its paths agree."""
     found = examine(OwnDropout(), ["dropout", "paths"])
-    assert [(each.status, each.words) for each in found.answers] == [("ok", "train only"), ("ok", "agree")]
+    assert [(each.status, each.words) for each in found.answers] == [
+        ("ok", "train only"),
+        ("ok", "agree"),
+    ]
 
 
 def test_dropout_in_eval_breaks_guarantees():
@@ -449,7 +500,10 @@ def test_torch_module_answers_as_listed():
     """An instance of torch's layer has the answers of its entry in PEERS to four questions."""
     module = torch.nn.MultiheadAttention(32, 4, batch_first=True)
     questions = ["mask", "empty row", "future token", "padding"]
-    found, expected = examine(module, questions), examine(peer("torch.nn.MultiheadAttention"), questions)
+    found, expected = (
+        examine(module, questions),
+        examine(peer("torch.nn.MultiheadAttention"), questions),
+    )
     assert [found[question].words.split(";")[0] for question in questions] == [
         expected[question].words.split(";")[0] for question in questions
     ]
@@ -462,7 +516,11 @@ def test_flax_module_is_examined():
     """
     module = nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0))
     found = examine(module, ["mask", "causal", "empty row"], ("float32", "float16"))
-    assert [answer.words for answer in found.answers] == ["True shows; floats as booleans", "top-left", "mean(V)"]
+    assert [answer.words for answer in found.answers] == [
+        "True shows; floats as booleans",
+        "top-left",
+        "mean(V)",
+    ]
 
 
 class FlaxLayer(nnx.Module):
@@ -488,7 +546,11 @@ def test_equinox_module_is_examined():
     """
     module = equinox.nn.MultiheadAttention(4, 32, key=jax.random.key(0))
     found = examine(module, ["mask", "other sequence", "empty row"], ("float32", "float16"))
-    assert [answer.words for answer in found.answers] == ["True shows; floats as booleans", "apart", "mean(V)"]
+    assert [answer.words for answer in found.answers] == [
+        "True shows; floats as booleans",
+        "apart",
+        "mean(V)",
+    ]
 
 
 def test_linen_module_requires_params():
@@ -509,7 +571,9 @@ def test_order_of_axes_is_detected(swap):
         heads_first = (x.transpose(1, 2) for x in (query, key, value))
         return attention(*heads_first, mask=mask)[0].transpose(1, 2)
 
-    found = examine(swapped if swap else attention, ["mask", "future token", "grouped heads"], framework="torch")
+    found = examine(
+        swapped if swap else attention, ["mask", "future token", "grouped heads"], framework="torch"
+    )
     assert found.broken == []
     assert found["grouped heads"].words == "repeat"
 
@@ -526,7 +590,8 @@ class Callable:
 
 
 @pytest.mark.parametrize(
-    ("target", "scale"), [(plain_attention, "—"), (Callable, "1/sqrt(H)"), (Callable(), "1/sqrt(H)")]
+    ("target", "scale"),
+    [(plain_attention, "—"), (Callable, "1/sqrt(H)"), (Callable(), "1/sqrt(H)")],
 )
 def test_callables_and_classes_are_examined(target, scale):
     """Functions without heads, callable objects and their classes are examined."""
@@ -548,7 +613,11 @@ def mean_of_values(query, key, value):
 
 @pytest.mark.parametrize(
     ("target", "words"),
-    [(identity, "to no other token"), (only_values, "to no other token"), (mean_of_values, "query ignored")],
+    [
+        (identity, "to no other token"),
+        (only_values, "to no other token"),
+        (mean_of_values, "query ignored"),
+    ],
 )
 def test_function_without_attention_fails(target, words):
     """A function that ignores other tokens or the query breaks the guarantee to attend."""
@@ -576,10 +645,16 @@ def misspelt(query, key, value):
 @pytest.mark.parametrize(
     ("target", "refusal"),
     [
-        (transposed, refuses("transposed", "the output is of shape (2, 4, 8, 5), not (2, 4, 5, 8)")),
+        (
+            transposed,
+            refuses("transposed", "the output is of shape (2, 4, 8, 5), not (2, 4, 5, 8)"),
+        ),
         (rounded, refuses("rounded", "the output is of dtype int32, which is not floating point")),
         (nothing, refuses("nothing", "the output is not an array but NoneType")),
-        (misspelt, refuses("misspelt", "NameError: name 'scaled_dot_product_atention' is not defined")),
+        (
+            misspelt,
+            refuses("misspelt", "NameError: name 'scaled_dot_product_atention' is not defined"),
+        ),
     ],
 )
 def test_invalid_output_raises_an_error(target, refusal):
@@ -597,9 +672,13 @@ def test_name_error_on_one_path_is_broken():
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
     found = examine(attention, ["mask", "masked key"], ["float32"], framework="torch")
-    assert [(answer.status, answer.words) for answer in found.answers] == [("broken", "NameError")] * 2
+    assert [(answer.status, answer.words) for answer in found.answers] == [
+        ("broken", "NameError")
+    ] * 2
     assert "NameError: name 'masks' is not defined" in found["mask"].example
-    assert [(answer.kind, type(answer.exception)) for answer in found.answers] == [(Kind.BROKEN, NameError)] * 2
+    assert [(answer.kind, type(answer.exception)) for answer in found.answers] == [
+        (Kind.BROKEN, NameError)
+    ] * 2
 
 
 def test_name_error_outranks_dropout_note():
@@ -614,7 +693,11 @@ def test_name_error_outranks_dropout_note():
 
     answer = examine(attention, ["dropout"], ["float32"], framework="torch")["dropout"]
     assert (answer.kind, type(answer.exception)) == (Kind.BROKEN, NameError)
-    assert {finding.kind for finding in answer.findings.values()} == {Kind.KEPT, Kind.NOTE, Kind.BROKEN}
+    assert {finding.kind for finding in answer.findings.values()} == {
+        Kind.KEPT,
+        Kind.NOTE,
+        Kind.BROKEN,
+    }
 
 
 @pytest.mark.parametrize(
@@ -670,7 +753,9 @@ def test_unknown_mask_name_must_be_declared():
     """A parameter that may be a mask raises an error until `mask_name` names it or is empty."""
 
     def attention(query, key, value, may_look=None, scale=None):
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=may_look, scale=scale)
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=may_look, scale=scale
+        )
 
     with refuses("mask_name", "may_look=None"):
         examine(attention, ["mask"], framework="torch")
@@ -687,7 +772,9 @@ def test_mask_in_keywords_must_be_declared():
 
     with refuses("mask_name", "**options"):
         examine(attention, ["mask"], framework="torch")
-    assert examine(attention, ["mask"], framework="torch", mask_name="attn_mask")["mask"].words.startswith("True shows")
+    assert examine(attention, ["mask"], framework="torch", mask_name="attn_mask")[
+        "mask"
+    ].words.startswith("True shows")
 
 
 def test_padding_lengths_are_found_by_name():
@@ -707,7 +794,10 @@ def test_unsupported_weights_are_reported():
 
     found = examine(attention, ["weights", "other sequence"], ["float32"], framework="torch")
     assert [answer.words for answer in found.answers] == ["refused", "apart"]
-    assert str(found["weights"].refusal) == "float32, eval, no grad, with weights: ValueError: no weights here"
+    assert (
+        str(found["weights"].refusal)
+        == "float32, eval, no grad, with weights: ValueError: no weights here"
+    )
 
 
 def test_always_causal_attention():
@@ -718,10 +808,14 @@ def test_always_causal_attention():
     def attention(query, key, value):
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
-    found = examine(attention, ["attends", "future token", "NaN seen", "scale"], ["bfloat16"], framework="torch")
+    found = examine(
+        attention, ["attends", "future token", "NaN seen", "scale"], ["bfloat16"], framework="torch"
+    )
     assert [answer.words for answer in found.answers][:2] == ["causally", "hidden"]
     assert found["scale"].words == "1/sqrt(H)"
-    assert "nan in query 1" in found["NaN seen"].example  # which torch's kernel for a CPU swallows, and nothing else
+    assert (
+        "nan in query 1" in found["NaN seen"].example
+    )  # which torch's kernel for a CPU swallows, and nothing else
 
 
 def test_unknown_question_raises_key_error():
@@ -752,16 +846,27 @@ def test_unsupported_declared_groups_fail():
     assert examine(attention, ["grouped heads"], framework="torch").broken == []
 
 
-# ---- Words -----------------------------------------------------------------------------------------------------------
+# ---- Words
+# --------------------------------------------------------------------------------------------------
 
 
 def test_rule_summarizes_answers_by_path():
     """A rule states which paths have which answer, or counts them if no short rule fits."""
-    paths = [Path(need_weights=w, train=t, grad=g) for w in (False, True) for t in (False, True) for g in (False, True)]
+    paths = [
+        Path(need_weights=w, train=t, grad=g)
+        for w in (False, True)
+        for t in (False, True)
+        for g in (False, True)
+    ]
     assert by_rule(dict.fromkeys(paths, "zeros")) == "zeros"
-    words = {path: "NaN" if path.need_weights or not (path.train or path.grad) else "zeros" for path in paths}
+    words = {
+        path: "NaN" if path.need_weights or not (path.train or path.grad) else "zeros"
+        for path in paths
+    }
     assert by_rule(words) == "NaN with weights, zeros in train or with grad, otherwise NaN"
-    parity_of_three = {path: "odd" if path.need_weights ^ path.train ^ path.grad else "even" for path in paths}
+    parity_of_three = {
+        path: "odd" if path.need_weights ^ path.train ^ path.grad else "even" for path in paths
+    }
     assert by_rule(parity_of_three) == "even (4 paths) or odd (4 paths)"
 
 
@@ -772,7 +877,8 @@ def test_findings_compare_by_words_and_kind():
     assert Finding("zeros") != Finding("NaN")
 
 
-# ---- The command line ------------------------------------------------------------------------------------------------
+# ---- The command line
+# ------------------------------------------------------------------------------------------------
 
 OWN = """
 import torch
@@ -826,7 +932,14 @@ def test_command_examines_user_function(own, capsys):
     """The command examines a user's function, prints and writes
     two broken guarantees, and exits with 1.
     """
-    arguments = ["conformance", "own_attention:attention", "--dtypes", "float32", "--json", str(own / "c.json")]
+    arguments = [
+        "conformance",
+        "own_attention:attention",
+        "--dtypes",
+        "float32",
+        "--json",
+        str(own / "c.json"),
+    ]
     assert main(arguments) == 1
     out = capsys.readouterr().out
     assert "! NaN" in out
@@ -838,7 +951,9 @@ def test_command_examines_user_function(own, capsys):
     assert content["schema"] == "mha-parity/conformance"
     assert subject["framework"] == "torch"
     assert [answer["question"] for answer in subject["answers"]] == list(QUESTIONS)
-    assert {answer["question"] for answer in subject["answers"] if answer["status"] == "broken"} == {
+    assert {
+        answer["question"] for answer in subject["answers"] if answer["status"] == "broken"
+    } == {
         "empty row",
         "its gradient",
     }
@@ -857,15 +972,39 @@ def attention(query, key, value, mask=None, is_causal=False):
 
 @pytest.mark.parametrize(
     ("checks", "dtypes", "status"),
-    [("mask,causal", "float32,bfloat16", 2), ("mask,causal", "float32", 0), ("masked key", "float32,bfloat16", 1)],
+    [
+        ("mask,causal", "float32,bfloat16", 2),
+        ("mask,causal", "float32", 0),
+        ("masked key", "float32,bfloat16", 1),
+    ],
 )
 def test_unexamined_dtype_exits_with_2(own, capsys, checks, dtypes, status):
     """A requested dtype that no check examined is reported and
     exits with 2, unless a guarantee is broken.
     """
     (own / "own_narrow.py").write_text(ONLY_FLOAT32)
-    declared = ["--mask-true", "shows", "--causal-alignment", "top-left", "--json", str(own / "found.json")]
-    assert main(["conformance", "own_narrow:attention", "--checks", checks, "--dtypes", dtypes, *declared]) == status
+    declared = [
+        "--mask-true",
+        "shows",
+        "--causal-alignment",
+        "top-left",
+        "--json",
+        str(own / "found.json"),
+    ]
+    assert (
+        main(
+            [
+                "conformance",
+                "own_narrow:attention",
+                "--checks",
+                checks,
+                "--dtypes",
+                dtypes,
+                *declared,
+            ]
+        )
+        == status
+    )
     out = capsys.readouterr().out
     assert ("own_narrow:attention: no check examined bfloat16" in out) == (status == 2)
     assert ("not every requested dtype was examined" in out) == (status == 2)
@@ -896,13 +1035,22 @@ def test_false_declaration_exits_with_1(capsys):
         (["own_attention:number"], refuses("the subject", "int for 'own_attention:number'")),
         (["own_attention:Wide"], refuses("a class", "own_attention:Wide(width)")),
         (["own_attention:attention", "--mask-name", "masque"], refuses("mask", mask="masque")),
-        (["own_attention:attention", "--axes", "BTE", "--d-model", "0"], refuses("--d-model", {"--d-model": 0})),
-        (["own_attention:attention", "--checks", "colour"], refuses("--checks", {"--checks": "colour"})),
+        (
+            ["own_attention:attention", "--axes", "BTE", "--d-model", "0"],
+            refuses("--d-model", {"--d-model": 0}),
+        ),
+        (
+            ["own_attention:attention", "--checks", "colour"],
+            refuses("--checks", {"--checks": "colour"}),
+        ),
         (
             ["own_attention:attention", "--checks", "masked keys"],
             refuses("--checks", {"--checks": "masked keys"}, hint="masked key"),
         ),
-        (["own_attention:attention", "--dtypes", "int8"], refuses("--dtypes", {"--dtypes": "int8"})),
+        (
+            ["own_attention:attention", "--dtypes", "int8"],
+            refuses("--dtypes", {"--dtypes": "int8"}),
+        ),
         (["own_attention:attention", "--only", "keras*"], refuses("--only", {"--only": "keras*"})),
         (["--libraries", "--only", "tensorflow*"], refuses("--only", {"--only": "tensorflow*"})),
         (["--libraries", "--mask-true", "hides"], refuses("--libraries")),
@@ -919,7 +1067,9 @@ def test_bad_usage_prints_one_line(capsys, arguments, refusal):
 
 def test_library_table_fits_in_100_columns(capsys):
     """`--libraries` prints a table of at most 100 columns, followed by the broken guarantees."""
-    assert main(["conformance", "--libraries", "--only", "*torch*", "--checks", "mask,empty row"]) == 1
+    assert (
+        main(["conformance", "--libraries", "--only", "*torch*", "--checks", "mask,empty row"]) == 1
+    )
     out = capsys.readouterr().out
     matrix = out.split("\n\n")[0]
     assert "torch.nn." in matrix
@@ -958,9 +1108,15 @@ def test_no_applicable_check_exits_with_2(capsys):
 
 def test_reason_for_no_support_is_printed(capsys):
     """The command prints the first error with which an option is not supported."""
-    assert main(["conformance", "--libraries", "--only", "mha_torch.fused", "--checks", "weights"]) == 0
+    assert (
+        main(["conformance", "--libraries", "--only", "mha_torch.fused", "--checks", "weights"])
+        == 0
+    )
     out = capsys.readouterr().out
-    assert "mha_torch.fused, weights: refused (float32, eval, no grad, with weights: InputError: need_weights" in out
+    assert (
+        "mha_torch.fused, weights: refused (float32, eval, no grad, with weights: InputError: "
+        "need_weights" in out
+    )
 
 
 @pytest.mark.parametrize("penalty", [-100.0, -3e4])
@@ -972,7 +1128,9 @@ def test_size_of_finite_penalty_is_found(penalty):
         scores = scores if mask is None else scores + penalty * mask
         return scores.softmax(-1) @ value
 
-    found = examine(attention, ["masked key"], ("float32",), framework="torch", axes="BNTH")["masked key"]
+    found = examine(attention, ["masked key"], ("float32",), framework="torch", axes="BNTH")[
+        "masked key"
+    ]
     assert found.words == f"a finite penalty of about {penalty:g}"
 
 
@@ -981,7 +1139,9 @@ def test_padding_penalty_keeps_its_polarity():
 
     def attention(query, key, value, key_padding_mask=None):
         scores = query @ key.mT / query.shape[-1] ** 0.5
-        scores = scores if key_padding_mask is None else scores - 1e4 * key_padding_mask[:, None, None]
+        scores = (
+            scores if key_padding_mask is None else scores - 1e4 * key_padding_mask[:, None, None]
+        )
         return scores.softmax(-1) @ value
 
     found = examine(attention, ["padding"], ("float32",), framework="torch", axes="BNTH")["padding"]
@@ -992,7 +1152,10 @@ def test_padding_penalty_keeps_its_polarity():
 def test_weights_in_any_mapping_are_changed(tmp_path):
     """A function is applied to the leaves of npz files and of mappings with other constructors."""
     np.savez(tmp_path / "w.npz", kernel=np.ones((2, 2)))
-    params = {"file": np.load(tmp_path / "w.npz"), "dict": collections.defaultdict(dict, kernel=np.ones((2, 2)))}
+    params = {
+        "file": np.load(tmp_path / "w.npz"),
+        "dict": collections.defaultdict(dict, kernel=np.ones((2, 2))),
+    }
     for each in params.values():
         found = with_leaves(each, lambda path, leaf: leaf + 1)
         assert found["kernel"].sum() == 8.0

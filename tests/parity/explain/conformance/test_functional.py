@@ -1,4 +1,6 @@
-"""Functions of weights and inputs, `attention(params, x)`: in `conformance`, `mutate` and `diagnose`."""
+"""Functions of weights and inputs, `attention(params, x)`: in `conformance`, `mutate` and
+`diagnose`.
+"""
 
 import json
 import sys
@@ -29,7 +31,10 @@ def draw(*shape):
     return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32) / WIDTH**0.5
 
 
-FUSED = {"c_attn": {"w": draw(WIDTH, 3 * WIDTH), "b": draw(3 * WIDTH)}, "c_proj": {"w": draw(WIDTH, WIDTH)}}
+FUSED = {
+    "c_attn": {"w": draw(WIDTH, 3 * WIDTH), "b": draw(3 * WIDTH)},
+    "c_proj": {"w": draw(WIDTH, WIDTH)},
+}
 APART = {
     name: {"kernel": draw(WIDTH, WIDTH) + 0.01 * i, "bias": draw(WIDTH)}
     for i, name in enumerate(("q_proj", "k_proj", "v_proj", "out_proj"))
@@ -47,7 +52,9 @@ def fused(p, x):
 
 
 def apart(x, layer, mask=None):
-    q, k, v = (x @ layer[name]["kernel"] + layer[name]["bias"] for name in ("q_proj", "k_proj", "v_proj"))
+    q, k, v = (
+        x @ layer[name]["kernel"] + layer[name]["bias"] for name in ("q_proj", "k_proj", "v_proj")
+    )
     return attend(q, k, v, mask) @ layer["out_proj"]["kernel"] + layer["out_proj"]["bias"]
 
 
@@ -83,7 +90,10 @@ def test_missing_params_raise_an_error(target):
         (fused, FUSED, "—"),
         (jax.jit(apart), APART, "True shows; floats refused"),
         pytest.param(
-            LINEN, lambda: variables()["params"], "True shows; floats as booleans", marks=pytest.mark.thorough
+            LINEN,
+            lambda: variables()["params"],
+            "True shows; floats as booleans",
+            marks=pytest.mark.thorough,
         ),
         (of_torch, {name: torch.from_numpy(draw(WIDTH, WIDTH)) for name in "qkv"}, "—"),
     ],
@@ -99,7 +109,13 @@ def test_function_is_examined_with_params(target, params, mask):
 
 @pytest.mark.parametrize(
     ("target", "params"),
-    [(fused, {}), (fused, {"name": "none"}), (lambda x: x, FUSED), (Linen, FUSED), (torch.nn.Linear(2, 2), FUSED)],
+    [
+        (fused, {}),
+        (fused, {"name": "none"}),
+        (lambda x: x, FUSED),
+        (Linen, FUSED),
+        (torch.nn.Linear(2, 2), FUSED),
+    ],
 )
 def test_unsuitable_params_raise_an_error(target, params):
     """Empty or non-numeric weights, and targets that do not
@@ -126,7 +142,8 @@ def test_unknown_width_requires_d_model():
     assert found["attends"].words == "to all tokens"
 
 
-# ---- Modules of a user -----------------------------------------------------------------------------------------------
+# ---- Modules of a user
+# -----------------------------------------------------------------------------------------------
 
 HELPERS = """
 import jax
@@ -160,7 +177,10 @@ def own(tmp_path, monkeypatch):
     """Write two modules of a user, one of which imports JAX only through the other."""
     (tmp_path / "mine_helpers.py").write_text(HELPERS)
     (tmp_path / "mine_functional.py").write_text(textwrap.dedent(MINE))
-    np.save(tmp_path / "weights.npy", [draw(WIDTH, WIDTH), draw(WIDTH, WIDTH) + 0.1, draw(WIDTH, WIDTH) + 0.2])
+    np.save(
+        tmp_path / "weights.npy",
+        [draw(WIDTH, WIDTH), draw(WIDTH, WIDTH) + 0.1, draw(WIDTH, WIDTH) + 0.2],
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield tmp_path
@@ -193,13 +213,19 @@ def test_bug_is_injected_into_passed_weights(is_nested):
     """
     view = view_of("mine_functional:named")
     named = {name: jnp.asarray(x) for name, x in weights_of_mine().items()}
-    params = [{"attn": {name.split(".")[0]: {"kernel": x} for name, x in named.items()}}] if is_nested else named
+    params = (
+        [{"attn": {name.split(".")[0]: {"kernel": x} for name, x in named.items()}}]
+        if is_nested
+        else named
+    )
 
     def function(call):
         held = call.get("weights")
         return held[0]["attn"]["k_proj"]["kernel"] if is_nested else held["k_proj.kernel"]
 
-    run = injections_for(view)[0]["k-v-swapped"].make(Call(view, (params, jnp.ones((1, 2, WIDTH))), {}))
+    run = injections_for(view)[0]["k-v-swapped"].make(
+        Call(view, (params, jnp.ones((1, 2, WIDTH))), {})
+    )
     np.testing.assert_array_equal(run(function), named["v_proj.kernel"])
     np.testing.assert_array_equal(function(Call(view, (params, None), {})), named["k_proj.kernel"])
 
@@ -222,20 +248,33 @@ def test_framework_is_found_by_params():
     assert framework_of(with_params(function, {"w": jnp.ones(1)}, "mine")) == "jax"
 
 
-# ---- The command line ------------------------------------------------------------------------------------------------
+# ---- The command line
+# ------------------------------------------------------------------------------------------------
 
 
 def test_conformance_accepts_params(own, capsys):
     """`conformance` requires `--params` for a function of weights and accepts a function or name;
     wrong ones exit with 2 and one line.
     """
-    arguments = ["conformance", "mine_functional:named", "--checks", "attends", "--dtypes", "float32"]
+    arguments = [
+        "conformance",
+        "mine_functional:named",
+        "--checks",
+        "attends",
+        "--dtypes",
+        "float32",
+    ]
     assert main(arguments) == 2
     assert refuses("--params", remedy={"--params": ...}).is_printed_in(capsys.readouterr().err)
     assert main([*arguments, "--params", "mine_functional:params", "--json", "found.json"]) == 0
     (subject,) = json.loads((own / "found.json").read_text())["subjects"]
     assert [answer["words"] for answer in subject["answers"]] == ["to all tokens"]
-    for wrong in ("weights", "mine_functional:nothing", "mine_functional:attend", "mine_functional:np"):
+    for wrong in (
+        "weights",
+        "mine_functional:nothing",
+        "mine_functional:attend",
+        "mine_functional:np",
+    ):
         assert main([*arguments, "--params", wrong]) == 2
         assert capsys.readouterr().err.count("\n") == 1
 
@@ -243,12 +282,24 @@ def test_conformance_accepts_params(own, capsys):
 def test_diagnose_accepts_params(own, capsys):
     """`diagnose` requires `--params` for a function of weights, and rejects it for two files."""
     q, k, v = np.load("weights.npy")
-    weights = {"q_proj.weight": q.T, "k_proj.weight": k.T, "v_proj.weight": v.T, "out_proj.weight": np.eye(WIDTH)}
+    weights = {
+        "q_proj.weight": q.T,
+        "k_proj.weight": k.T,
+        "v_proj.weight": v.T,
+        "out_proj.weight": np.eye(WIDTH),
+    }
     spec = AttentionSpec(WIDTH, HEADS, qkv_bias=False, out_bias=False)
-    parity.save("w.safetensors", {name: np.array(x, np.float32, order="C") for name, x in weights.items()}, spec)
+    parity.save(
+        "w.safetensors",
+        {name: np.array(x, np.float32, order="C") for name, x in weights.items()},
+        spec,
+    )
     arguments = ["diagnose", "mine_functional:named", "--weights", "w.safetensors", "--no-causal"]
     assert main(arguments) == 2
     assert refuses("--params", remedy={"--params": ...}).is_printed_in(capsys.readouterr().err)
     assert main([*arguments, "--params", "mine_functional:NAMED"]) == 0
-    assert main(["diagnose", "w.safetensors", "w.safetensors", "--params", "mine_functional:NAMED"]) == 2
+    assert (
+        main(["diagnose", "w.safetensors", "w.safetensors", "--params", "mine_functional:NAMED"])
+        == 2
+    )
     assert refuses("--params", "w.safetensors w.safetensors").is_printed_in(capsys.readouterr().err)

@@ -1,4 +1,6 @@
-"""The diagnosis of large layers names bugs from samples: reproducibly, with little work and within its limit."""
+"""The diagnosis of large layers names bugs from samples: reproducibly, with little work and within
+its limit.
+"""
 
 import itertools
 import time
@@ -61,7 +63,11 @@ def given_by(problem, name=None):
 
 def laws_of(diagnosis):
     """Return the simplest law of each stage that has laws, and its numbers."""
-    found = [each.findings for each in (*diagnosis.explanations, *diagnosis.unknowns) if each.findings is not None]
+    found = [
+        each.findings
+        for each in (*diagnosis.explanations, *diagnosis.unknowns)
+        if each.findings is not None
+    ]
     return {each.found[0].name: each.found[0].numbers for each in found if each.found}
 
 
@@ -78,7 +84,8 @@ def work(monkeypatch):
     return counted
 
 
-# ---- Named -----------------------------------------------------------------------------------------------------------
+# ---- Named
+# --------------------------------------------------------------------------------------------------
 
 SHOWN_BY = {
     "the first tokens": ("llama", "rope-interleaved"),
@@ -105,7 +112,9 @@ def test_bug_is_named_from_a_sample(problems, work, layer, name):
     diagnosis = diagnose({"output": output}, problem, seconds=ENOUGH)
     assert named_bugs(diagnosis) == [name]
     assert diagnosis.sample
-    assert sum(work) < 20 * multiplications(problem)  # about a hundred bugs, each in both precisions
+    assert sum(work) < 20 * multiplications(
+        problem
+    )  # about a hundred bugs, each in both precisions
 
 
 @sample(1)
@@ -126,7 +135,9 @@ def test_search_reuses_full_projections(monkeypatch, name):
 
     output = given_by(problem, name)["output"]
     monkeypatch.setattr(Remembered, "_product", _product)
-    monkeypatch.setattr("parity.explain.diagnosis.search.CHEAP", 2e-3)  # as in a layer eight times as wide
+    monkeypatch.setattr(
+        "parity.explain.diagnosis.search.CHEAP", 2e-3
+    )  # as in a layer eight times as wide
     assert named_bugs(diagnose_stages({"output": output}, reference, "ieee")) == [name]
     assert not made
 
@@ -157,7 +168,9 @@ def test_cached_layer_bug_is_named(name):
     problem = make_problem(DECODE, "float32")
     made = [each for each in bugs_for(DECODE) if each.name == name][:1]
     values = run_steps(wrong_layer(problem, "float64", made).steps())
-    outputs = {stage: values[stage].astype(np.float32) for stage in ("step0.output", "step1.output")}
+    outputs = {
+        stage: values[stage].astype(np.float32) for stage in ("step0.output", "step1.output")
+    }
     diagnosis = diagnose(outputs, problem, seconds=ENOUGH if name.startswith("cache") else 5.0)
     assert named_bugs(diagnosis) == [name]
     assert ("first call" in diagnosis.sample) == (not name.startswith("cache"))
@@ -169,14 +182,18 @@ def test_bugs_in_two_stages_are_both_named(problems):
     given = given_by(problems["bert"], "v-heads-rolled")
     wrong = next(each for each in bugs_for(BERT) if each.name == "out_proj-transposed")
     output = wrong_layer(problems["bert"], "float64", [wrong]).output(given)["output"]
-    diagnosis = diagnose({**given, "output": output.astype(np.float32)}, problems["bert"], seconds=ENOUGH)
+    diagnosis = diagnose(
+        {**given, "output": output.astype(np.float32)}, problems["bert"], seconds=ENOUGH
+    )
     assert named_bugs(diagnosis) == ["v-heads-rolled", "out_proj-transposed"]
 
 
 def test_verdict_is_reproducible(problems):
     """Three diagnoses of the same output print the same text."""
     output = given_by(problems["llama"], "kv-heads-tiled")["output"]
-    first, *others = [str(diagnose({"output": output}, problems["llama"], seconds=ENOUGH)) for _ in range(3)]
+    first, *others = [
+        str(diagnose({"output": output}, problems["llama"], seconds=ENOUGH)) for _ in range(3)
+    ]
     assert others == [first, first]
 
 
@@ -184,7 +201,9 @@ def test_correct_stages_pass_at_size(problems):
     """Correct stages have the kind `none`, or `convention` with another axis order of k."""
     given = given_by(problems["llama"])
     assert diagnose(given, problems["llama"]).kind == "none"
-    assert diagnose({**given, "k": given["k"].swapaxes(1, 2)}, problems["llama"]).kind == "convention"
+    assert (
+        diagnose({**given, "k": given["k"].swapaxes(1, 2)}, problems["llama"]).kind == "convention"
+    )
 
 
 def test_unsampled_error_is_found(problems):
@@ -214,12 +233,16 @@ def test_scale_is_fitted_from_a_sample(problems):
     assert laws_of(diagnosis) == {"scale": {"value": pytest.approx(0.1), "expected": 0.125}}
 
 
-# ---- Its work --------------------------------------------------------------------------------------------------------
+# ---- Its work
+# --------------------------------------------------------------------------------------------------
 
 
 def test_verdict_ignores_the_clock(problems, monkeypatch):
     """A bug is named even if every reading of a clock is an hour later."""
-    output, hours = given_by(problems["llama"], "q_proj-transposed")["output"], itertools.count(0.0, 3600.0)
+    output, hours = (
+        given_by(problems["llama"], "q_proj-transposed")["output"],
+        itertools.count(0.0, 3600.0),
+    )
     for clock in ("perf_counter", "monotonic", "process_time", "thread_time"):
         monkeypatch.setattr(time, clock, lambda: next(hours))
     assert named_bugs(diagnose({"output": output}, problems["llama"])) == ["q_proj-transposed"]
@@ -237,7 +260,11 @@ def test_search_limit_is_respected(problems, work):
 
 def test_product_over_limit_raises(rng):
     """A product over the limit raises TimeoutError, costs nothing and is reported as untried."""
-    a, search, float64 = rng.standard_normal((512, 512)), Work(2e-3), Arithmetic(dtype_named("float64"))
+    a, search, float64 = (
+        rng.standard_normal((512, 512)),
+        Work(2e-3),
+        Arithmetic(dtype_named("float64")),
+    )
     with search.counted(), pytest.raises(TimeoutError), search.inside("a product"):
         float64.matmul(a, a)
     assert (search.spent, search.untried) == (0.0, "a product")
@@ -301,10 +328,13 @@ def test_passing_assertion_is_cheap(problems, work):
     assert sum(work) <= 2.1 * multiplications(problem)  # once in each precision
 
 
-# ---- Samples ---------------------------------------------------------------------------------------------------------
+# ---- Samples
+# --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [LLAMA, BERT, replace(LLAMA, name="two", batch=2, key_padding_lengths=(160, 9))])
+@pytest.mark.parametrize(
+    "case", [LLAMA, BERT, replace(LLAMA, name="two", batch=2, key_padding_lengths=(160, 9))]
+)
 def test_correct_layer_passes_each_sample(case):
     """Each sample of a correct layer has the layer's values; together they cover eight stages."""
     problem = make_problem(case, "float32")
@@ -317,7 +347,9 @@ def test_correct_layer_passes_each_sample(case):
         for stage, x in part.observed.items():
             if part.judged is None or stage in part.judged:
                 judged.add(stage)
-                np.testing.assert_allclose(values[stage], x, rtol=1e-9, atol=1e-12, err_msg=f"{stage}: {part.words}")
+                np.testing.assert_allclose(
+                    values[stage], x, rtol=1e-9, atol=1e-12, err_msg=f"{stage}: {part.words}"
+                )
     assert judged >= {"mask", "q", "k", "v", "scores", "attn_weights", "context", "output"}
 
 
@@ -341,13 +373,19 @@ def test_absorbed_projections_are_exact(spec, name):
     made = [each for each in bugs_for(problem.case) if each.name == name][:1]
     some = {rows_of_query(rows): problem.inputs["query"][:, rows]}
     plain = replace(problem, sample=Sample(rows, np.arange(16)))
-    short = replace(problem, inputs=problem.inputs | some, sample=Sample(rows, np.arange(16), absorbs=True))
-    expected, found = (run_steps(wrong_layer(each, "float64", made).steps()) for each in (plain, short))
+    short = replace(
+        problem, inputs=problem.inputs | some, sample=Sample(rows, np.arange(16), absorbs=True)
+    )
+    expected, found = (
+        run_steps(wrong_layer(each, "float64", made).steps()) for each in (plain, short)
+    )
     assert [each for each in "kv" if isinstance(found[each], Unmade)] == [
         each for each in "kv" if f"{each}_proj" in name
     ]
     for stage in ("q", "scores", "attn_weights", "context", "output"):
-        np.testing.assert_allclose(found[stage], expected[stage], rtol=1e-9, atol=1e-12, err_msg=stage)
+        np.testing.assert_allclose(
+            found[stage], expected[stage], rtol=1e-9, atol=1e-12, err_msg=stage
+        )
 
 
 def test_repacked_weights_need_no_product(problems, work):
@@ -384,7 +422,8 @@ def test_step_dependencies_are_found(problems):
     assert output.reads == {"context"}
 
 
-# ---- Noise -----------------------------------------------------------------------------------------------------------
+# ---- Noise
+# --------------------------------------------------------------------------------------------------
 
 
 def test_drawn_noise_matches_real_noise(rng, monkeypatch):
@@ -396,19 +435,26 @@ def test_drawn_noise_matches_real_noise(rng, monkeypatch):
     for known in (None, exact):
         drawn = float32.matmul(a, b, exact=known) - exact
         assert 0.8 < drawn.std() / plain.std() < 1.25
-    cut = Arithmetic(dtype_named("float32"), "tf32")  # which has fewer bits of the operands than the exact product
+    cut = Arithmetic(
+        dtype_named("float32"), "tf32"
+    )  # which has fewer bits of the operands than the exact product
     np.testing.assert_array_equal(cut.matmul(a, b, exact=exact), cut.matmul(a, b))
 
 
 def test_quick_noise_grows_with_the_values(problems):
     """For logarithms of weights, the quick ratio is within a factor of 5 of the full one."""
     made = next(each for each in bugs_for(BERT) if each.name == "softmax-log")
-    replay = Replay(problems["bert"], {"output": given_by(problems["bert"], "softmax-log")["output"]}, "ieee")
-    ratios = [replay.judgement("output", (made,), quick=is_quick).ratio for is_quick in (True, False)]
+    replay = Replay(
+        problems["bert"], {"output": given_by(problems["bert"], "softmax-log")["output"]}, "ieee"
+    )
+    ratios = [
+        replay.judgement("output", (made,), quick=is_quick).ratio for is_quick in (True, False)
+    ]
     assert 0.2 < ratios[0] / ratios[1] < 5.0
 
 
-# ---- Zeros -----------------------------------------------------------------------------------------------------------
+# ---- Zeros
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.thorough  # a search of seconds for each; without one, `test_unsampled_error_is_found`
@@ -425,7 +471,10 @@ def test_hidden_key_fails_in_16_bits(dtype):
 
     def stages(changes):
         values = wrong_layer(problem, dtype, changes).forward()
-        return {name: values[name].astype(kept_dtype(name, dtype)) for name in ("attn_weights", "context", "output")}
+        return {
+            name: values[name].astype(kept_dtype(name, dtype))
+            for name in ("attn_weights", "context", "output")
+        }
 
     parity.assert_parity(stages([]), problem=problem)
     with pytest.raises(AssertionError):

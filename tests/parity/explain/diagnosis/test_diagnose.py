@@ -1,4 +1,6 @@
-"""The diagnosis names the bug that explains a difference, or lists the bugs that it cannot distinguish."""
+"""The diagnosis names the bug that explains a difference, or lists the bugs that it cannot
+distinguish.
+"""
 
 import contextlib
 import itertools
@@ -50,13 +52,16 @@ def bug(case, name):
     return next(known for known in bugs_for(case) if known.name == name)
 
 
-# ---- Nothing wrong ---------------------------------------------------------------------------------------------------
+# ---- Nothing wrong
+# --------------------------------------------------------------------------------------------------
 
 
 RIGHT = [("torch", name) for name, case in CASES.items() if case.dtype is None]
-# JAX has the uncached trained cases, whose scores are the largest; test_run compares its stages of most cases with the
-# budget of the diagnosis.
-RIGHT += [("jax", name) for name, case in CASES.items() if case.trained is not None and not case.is_cached]
+# JAX has the uncached trained cases, whose scores are the largest; test_run compares its stages of
+# most cases with the budget of the diagnosis.
+RIGHT += [
+    ("jax", name) for name, case in CASES.items() if case.trained is not None and not case.is_cached
+]
 
 
 @sample(32, where=lambda backend, case: case in QUICK and backend == "torch")
@@ -77,14 +82,19 @@ def test_no_bug_in_other_dtypes(case, dtype):
     assert diagnose(record("torch", expected).accumulated, expected.problem).kind == "none"
 
 
-# ---- One bug -----------------------------------------------------------------------------------------------------
+# ---- One bug
+# --------------------------------------------------------------------------------------------------
 
 UNTRAINED = [case for case in SELFTEST_CASES if case.trained is None]
-PLAIN = [case for case in UNTRAINED if not case.name.startswith("rope-")]  # the others show the same bugs
+PLAIN = [
+    case for case in UNTRAINED if not case.name.startswith("rope-")
+]  # the others show the same bugs
 
 
 def shown(case):
-    """Return the names of the bugs that show in a case, and separately of those that only lose precision."""
+    """Return the names of the bugs that show in a case, and separately of those that only lose
+    precision.
+    """
     found = [h for h in bugs_for(case) if h.shows_alone]
     return {h.name for h in found if not h.is_loss}, {h.name for h in found if h.is_loss}
 
@@ -109,9 +119,13 @@ ALL = in_one(SELFTEST_CASES)
 
 
 NEAREST = {
-    # A number halfway between two narrower ones is rounded the other way here: one element is off by a unit of the
-    # narrow dtype, hundreds of times its budget. The bug is only reported as the nearest one.
-    *(("mha", name) for name in ("out_proj-in-bfloat16", "out_proj-in-float16", "softmax-bfloat16")),
+    # A number halfway between two narrower ones is rounded the other way here: one element is off
+    # by a unit of the narrow dtype, hundreds of times its budget. The bug is only reported as the
+    # nearest one.
+    *(
+        ("mha", name)
+        for name in ("out_proj-in-bfloat16", "out_proj-in-float16", "softmax-bfloat16")
+    ),
     *(("mha", "v_proj-in-bfloat16"), ("cached", "cache-float16")),
 }
 
@@ -129,14 +143,18 @@ def test_each_bug_is_distinguished(case, name):
     is_nearest = (case, name) in NEAREST
     case = CASE_OF[case]
     problem = make_problem(case, "float32")
-    for made in (known for known in bugs_for(case) if known.name == name):  # the forms that share a name
+    for made in (
+        known for known in bugs_for(case) if known.name == name
+    ):  # the forms that share a name
         diagnosis = diagnose(observed_in(problem, [made]), problem)
         if is_nearest:
             assert diagnosis.kind in UNNAMED
             assert diagnosis.nearest[0][0] == made.about
             return
         (explanation,) = diagnosis.explanations
-        assert named_bugs(diagnosis) == [name] or (name in ALIKE and made.about in explanation.others), made.about
+        assert named_bugs(diagnosis) == [name] or (
+            name in ALIKE and made.about in explanation.others
+        ), made.about
         assert diagnosis.kind == ("precision" if made.is_loss else "structure")
         assert explanation.ratio <= 1.0
         assert explanation.error < explanation.error_before
@@ -146,11 +164,22 @@ def visible(case):
     return [known for known in bugs_for(case) if known.shows_alone]
 
 
-FIRST_OF = {(known.name, known.about): case.name for case in reversed(SELFTEST_CASES) for known in visible(case)}
+FIRST_OF = {
+    (known.name, known.about): case.name
+    for case in reversed(SELFTEST_CASES)
+    for known in visible(case)
+}
 """The first case that shows each form of each bug."""
 ROUNDED = {("trained-anarcii-causal", f"{name}-float16") for name in ("softmax", "attn-weights")}
-"""Cases in which an attention weight halfway between two float16 numbers is rounded the other way."""
-IN_CASES = [(case, in_all) for in_all in (False, True) for case in CASE_OF if in_all or case in FIRST_OF.values()]
+"""Cases in which an attention weight halfway between two float16 numbers is rounded the other
+way.
+"""
+IN_CASES = [
+    (case, in_all)
+    for in_all in (False, True)
+    for case in CASE_OF
+    if in_all or case in FIRST_OF.values()
+]
 
 
 @sample(16, in_all=[False])
@@ -170,7 +199,8 @@ def test_bug_shows_first_at_its_stages(case, in_all):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
-    "name", ["rope-interleaved", "kv-heads-tiled", "k-v-swapped", "causal-off-by-one", "scale-missing"]
+    "name",
+    ["rope-interleaved", "kv-heads-tiled", "k-v-swapped", "causal-off-by-one", "scale-missing"],
 )
 def test_bugs_are_named_in_half_precision(name, dtype):
     """Five structural bugs are named in bfloat16 and in float16."""
@@ -197,7 +227,9 @@ def test_bug_is_named_from_output_alone(case):
         if np.allclose(output, clean, rtol=1e-5, atol=1e-5):
             seen = diagnosis.kind == "none"  # the bug cancels, as a shift of all positions does
         else:
-            seen = explanation and (explanation.bugs == (made.name,) or made.about in explanation.others)
+            seen = explanation and (
+                explanation.bugs == (made.name,) or made.about in explanation.others
+            )
         if not seen:
             wrong.append((made.name, str(diagnosis)))
     assert wrong == []
@@ -215,7 +247,9 @@ def test_indistinguishable_bugs_are_listed():
     assert f"or {explanation.others[0]}: the observed stages cannot distinguish them" in str(found)
 
 
-@pytest.mark.parametrize(("case", "stage"), [("mha", "q"), ("mha", "k"), ("gqa-rope-causal", "q"), ("cross", "v")])
+@pytest.mark.parametrize(
+    ("case", "stage"), [("mha", "q"), ("mha", "k"), ("gqa-rope-causal", "q"), ("cross", "v")]
+)
 def test_permuted_heads_show_their_order(case, stage):
     """Permuted heads of q, k or v are named, and the message has their order."""
     case = CASE_OF[case]
@@ -233,7 +267,8 @@ def test_permuted_heads_show_their_order(case, stage):
     assert f"{stage}'s heads are in the order {' '.join(map(str, order))}" in str(diagnosis)
 
 
-# ---- Two and more ----------------------------------------------------------------------------------------------------
+# ---- Two and more
+# --------------------------------------------------------------------------------------------------
 
 
 def stages_with(case, names):
@@ -252,7 +287,9 @@ def stages_with(case, names):
 def test_two_injected_bugs_are_named(case):
     """Among 20 random pairs of bugs, at least 80% of those that both show are named."""
     case = CASE_OF[case]
-    names = [name for name in bugs_in(case) if not name.startswith("precision")]  # which is searched for on its own
+    names = [
+        name for name in bugs_in(case) if not name.startswith("precision")
+    ]  # which is searched for on its own
     pairs = list(itertools.combinations(names, 2))
     random.Random(0).shuffle(pairs)
     alone = {}
@@ -261,7 +298,10 @@ def test_two_injected_bugs_are_named(case):
         observed, problem = stages_with(case, pair)
         for name in pair:
             alone.setdefault(name, stages_with(case, [name])[0])
-        if any(all(np.array_equal(x, alone[name][stage]) for stage, x in observed.items()) for name in pair):
+        if any(
+            all(np.array_equal(x, alone[name][stage]) for stage, x in observed.items())
+            for name in pair
+        ):
             continue
         distinguishable += 1
         named += set(named_bugs(diagnose(observed, problem))) == set(pair)
@@ -276,7 +316,11 @@ def test_bugs_at_three_stages_are_named():
     names = ["rope-interleaved-k", "kv-heads-tiled", "heads-not-moved-back"]
     diagnosis = diagnose(observed_in(problem, [bug(case, name) for name in names]), problem)
     assert named_bugs(diagnosis) == names
-    assert [explanation.stage for explanation in diagnosis.explanations] == ["k", "scores", "output"]
+    assert [explanation.stage for explanation in diagnosis.explanations] == [
+        "k",
+        "scores",
+        "output",
+    ]
 
 
 def test_fused_path_bug_names_its_path(monkeypatch):
@@ -299,11 +343,20 @@ def test_fused_path_bug_names_its_path(monkeypatch):
 def test_mask_wrong_only_in_later_calls():
     """Masks wrong only in later calls are a law, not a bug that the first call would show."""
     problem = make_problem(CASE_OF["cached"], "float32")
-    observed, wrong = observed_in(problem), observed_in(problem, [bug(CASE_OF["cached"], "causal-excludes-self")])
-    later = {name: wrong[name] for name in wrong if name.endswith("mask") and not name.startswith("step0")}
+    observed, wrong = (
+        observed_in(problem),
+        observed_in(problem, [bug(CASE_OF["cached"], "causal-excludes-self")]),
+    )
+    later = {
+        name: wrong[name]
+        for name in wrong
+        if name.endswith("mask") and not name.startswith("step0")
+    }
     observed |= later
     del observed["step2.output"]  # it agrees, so that nothing would be wrong
-    diagnosis = diagnose({name: x for name, x in observed.items() if not stage_named(name).path}, problem)
+    diagnosis = diagnose(
+        {name: x for name, x in observed.items() if not stage_named(name).path}, problem
+    )
     assert not np.array_equal(observed["step0.mask"], wrong["step0.mask"])
     assert (diagnosis.kind, named_bugs(diagnosis)) == ("law", [])
     assert "to 1 before its own instead of" in diagnosis.unknowns[0].laws[0]
@@ -324,12 +377,17 @@ def test_swapped_weights_without_biases():
     """Exchanged weights of q and k are named, with the remark that their biases are not."""
     problem = make_problem(CASE_OF["mha"], "float32")
     weights = dict(problem.weights)
-    weights |= {"q_proj.weight": weights["k_proj.weight"], "k_proj.weight": weights["q_proj.weight"]}
+    weights |= {
+        "q_proj.weight": weights["k_proj.weight"],
+        "k_proj.weight": weights["q_proj.weight"],
+    }
     observed = observed_in(replace(problem, weights=weights))
     for seen in (observed, {"output": observed["output"]}):
         diagnosis = diagnose(seen, problem)
         assert named_bugs(diagnosis) == ["q-k-swapped"]
-        assert "the weights of q_proj and k_proj are exchanged, but not their biases" in str(diagnosis)
+        assert "the weights of q_proj and k_proj are exchanged, but not their biases" in str(
+            diagnosis
+        )
 
 
 def test_earlier_call_can_rule_out_a_bug():
@@ -344,7 +402,9 @@ def test_earlier_call_can_rule_out_a_bug():
     mask[:, :, 2, 1] = True  # no known bug hides only this key
     diagnosis = diagnose({**later, "step0.mask": mask}, problem)
     assert named_bugs(diagnosis) == []
-    assert [unknown.stage for unknown in diagnosis.unknowns] == [f"step{index}.mask" for index in range(3)]
+    assert [unknown.stage for unknown in diagnosis.unknowns] == [
+        f"step{index}.mask" for index in range(3)
+    ]
 
 
 def test_all_nan_weights_name_no_bugs():
@@ -352,7 +412,10 @@ def test_all_nan_weights_name_no_bugs():
     problem = make_problem(CASE_OF["empty-rows"], "float32")
     observed = observed_in(problem)
     observed["attn_weights"] = np.full_like(observed["attn_weights"], np.nan)
-    diagnosis = diagnose({name: observed[name] for name in ("mask", "q", "k", "v", "scores", "attn_weights")}, problem)
+    diagnosis = diagnose(
+        {name: observed[name] for name in ("mask", "q", "k", "v", "scores", "attn_weights")},
+        problem,
+    )
     assert (diagnosis.kind, named_bugs(diagnosis)) == ("unknown", [])
 
 
@@ -368,7 +431,9 @@ def test_rope_sin_cos_swap_is_named():
 
 def test_rope_over_heads_is_named():
     """RoPE by head index is named, or from the output alone is a candidate."""
-    case = replace(CASE_OF["gqa-rope-causal"], spec=replace(CASE_OF["gqa-rope-causal"].spec, num_kv_heads=6))
+    case = replace(
+        CASE_OF["gqa-rope-causal"], spec=replace(CASE_OF["gqa-rope-causal"].spec, num_kv_heads=6)
+    )
     problem = make_problem(case, "float32")
     observed = observed_in(problem, [bug(case, "rope-over-heads")])
     assert named_bugs(diagnose(observed, problem)) == ["rope-over-heads"]
@@ -379,7 +444,8 @@ def test_rope_over_heads_is_named():
     )
 
 
-# ---- No known bug ----------------------------------------------------------------------------------------------------
+# ---- No known bug
+# --------------------------------------------------------------------------------------------------
 
 
 def test_unexplained_factor_is_a_law():
@@ -394,23 +460,34 @@ def test_unexplained_factor_is_a_law():
 
 
 def dropped(weights):
-    return np.where(np.random.default_rng(0).random(weights.shape) < 0.1, 0.0, weights / 0.9).astype(np.float32)
+    return np.where(
+        np.random.default_rng(0).random(weights.shape) < 0.1, 0.0, weights / 0.9
+    ).astype(np.float32)
 
 
 @pytest.mark.parametrize(
     ("change", "law", "number"),
-    [(dropped, "dropout", 0.1), (lambda weights: weights.swapaxes(2, 3).copy(), "transposed", None)],
+    [
+        (dropped, "dropout", 0.1),
+        (lambda weights: weights.swapaxes(2, 3).copy(), "transposed", None),
+    ],
 )
 def test_a_verified_law_is_the_headline(change, law, number):
     """A verified law is the cause: a bug with a page if its family has one, otherwise a law."""
     problem = make_problem(CASES["causal"], "float32")
-    override = {"attn_weights": lambda _, original, values: {"attn_weights": change(original(values)["attn_weights"])}}
+    override = {
+        "attn_weights": lambda _, original, values: {
+            "attn_weights": change(original(values)["attn_weights"])
+        }
+    }
     observed = observed_in(problem, [Changed(override)])
     stages = ("q", "k", "v", "scores", "attn_weights", "context", "output")
     diagnosis = diagnose({name: observed[name] for name in stages}, problem)
     kind, pages = ("law", []) if number is None else ("structure", ["dropout"])
     assert (diagnosis.kind, diagnosis.stage, named_bugs(diagnosis)) == (kind, "attn_weights", pages)
-    found = (diagnosis.unknowns[0] if number is None else diagnosis.explanations[0]).findings.found[0]
+    found = (diagnosis.unknowns[0] if number is None else diagnosis.explanations[0]).findings.found[
+        0
+    ]
     assert found.name == law
     assert number is None or found.numbers["p"] == pytest.approx(number, rel=1e-4)
     assert diagnosis.cause.endswith(found.words)
@@ -421,14 +498,22 @@ def test_relative_bias_distance_is_fitted():
     """A max_distance of 128 instead of 40 is found with scores, or from the output alone."""
     bias = RelativeBias(32, 40, bidirectional=False)
     spec = AttentionSpec(32, 4, relative_bias=bias)
-    problem = make_problem(Case("t5", spec, "a decoder of T5", seq_len=48, is_causal=True), "float32")
-    wrong = replace(problem.case, spec=replace(problem.spec, relative_bias=replace(bias, max_distance=128)))
+    problem = make_problem(
+        Case("t5", spec, "a decoder of T5", seq_len=48, is_causal=True), "float32"
+    )
+    wrong = replace(
+        problem.case, spec=replace(problem.spec, relative_bias=replace(bias, max_distance=128))
+    )
     observed = observed_in(replace(problem, case=wrong))
     for stages in (("scores", "output"), ("output",)):
         diagnosis = diagnose({name: observed[name] for name in stages}, problem)
         (found,) = diagnosis.explanations
         law = found.findings.found[0]
-        assert (diagnosis.kind, found.docs, law.name) == ("structure", ("relative-bias",), "max_distance")
+        assert (diagnosis.kind, found.docs, law.name) == (
+            "structure",
+            ("relative-bias",),
+            "max_distance",
+        )
         assert law.numbers == {"value": 128, "expected": 40}
         assert found.about == "the max_distance of the relative bias is 128 instead of 40"
         assert diagnosis.more == "mha-parity bugs relative-bias"
@@ -438,7 +523,9 @@ LLAMA = AttentionSpec(64, 4, num_kv_heads=2, rope=Rope(500000.0, scaling=Llama3S
 
 
 def frequencies_times(*factors):
-    """Return a change of RoPE's frequencies that no bug and no number of the specification explains."""
+    """Return a change of RoPE's frequencies that no bug and no number of the specification
+    explains.
+    """
 
     def angles(_, original, positions):
         found = original(positions)
@@ -466,14 +553,19 @@ def test_law_must_hold_in_earlier_calls():
     spec = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0))
     case = Case("steps", spec, "a prompt, then tokens", seq_len=6, chunks=(4, 1, 1), capacity=8)
     factors = np.array([1.0, 1.0, 1.0, 1.0, 0.625, 0.5])
-    turned = Changed({"turned": lambda _, f, name, x, positions: f(name, x, positions * factors[positions])})
+    turned = Changed(
+        {"turned": lambda _, f, name, x, positions: f(name, x, positions * factors[positions])}
+    )
     problem = make_problem(case, "float32")
     names = [f"step{step}.q" for step in range(3)]
     observed = observed_in(problem, [turned])
     given = {name: observed[name] for name in names}
     given["step0.v"] = observed["step0.v"] * np.linspace(0.5, 2.0, 8, dtype=np.float32)
     found = diagnose(given, problem).unknowns[1:]
-    assert [(each.stage, each.law.numbers["value"]) for each in found] == [(names[1], 1.6), (names[2], 2.0)]
+    assert [(each.stage, each.law.numbers["value"]) for each in found] == [
+        (names[1], 1.6),
+        (names[2], 2.0),
+    ]
 
 
 def test_chance_fit_of_rope_is_left_out():
@@ -482,7 +574,9 @@ def test_chance_fit_of_rope_is_left_out():
     observed = observed_in(problem, [frequencies_times(1.0, 0.9, *[1.0] * 6)])
     (unknown,) = diagnose({"q": observed["q"]}, problem).unknowns
     assert [law.name for law in unknown.findings.found] == ["rope frequencies"]
-    assert unknown.law.numbers["used"][1] / unknown.law.numbers["right"][1] == pytest.approx(0.9, rel=1e-4)
+    assert unknown.law.numbers["used"][1] / unknown.law.numbers["right"][1] == pytest.approx(
+        0.9, rel=1e-4
+    )
 
 
 @pytest.mark.thorough
@@ -490,7 +584,9 @@ def test_wrong_module_output_is_a_law():
     """Wrong values of module.output are an unexplained law, not a convention."""
     problem = make_problem(CASES["causal"], "float32")
     observed = observed_in(problem)
-    observed["module.output"] = observed["module.output"] * np.linspace(0.5, 2.0, 32, dtype=np.float32)
+    observed["module.output"] = observed["module.output"] * np.linspace(
+        0.5, 2.0, 32, dtype=np.float32
+    )
     diagnosis = diagnose(observed, problem)
     assert (diagnosis.kind, diagnosis.unexplained) == ("law", "module.output")
 
@@ -503,7 +599,11 @@ def test_bug_before_a_law_is_named():
     observed = observed_in(problem, [bug(case, "scale-missing")])
     observed["output"] = observed["output"] + np.float32(0.25)
     diagnosis = diagnose({name: x for name, x in observed.items() if "." not in name}, problem)
-    assert (diagnosis.kind, named_bugs(diagnosis), diagnosis.unexplained) == ("law", ["scale-missing"], "output")
+    assert (diagnosis.kind, named_bugs(diagnosis), diagnosis.unexplained) == (
+        "law",
+        ["scale-missing"],
+        "output",
+    )
     assert diagnosis.unknowns[0].law.name == "offset"
     assert diagnosis.cause.startswith("scale-missing: ")
 
@@ -571,19 +671,27 @@ def test_malformed_stage_is_reported(stage, change, words):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("case", "before"), [("causal", []), ("ragged", ["causal"]), ("decode", ["causal", "ragged"])])
+@pytest.mark.parametrize(
+    ("case", "before"), [("causal", []), ("ragged", ["causal"]), ("decode", ["causal", "ragged"])]
+)
 def test_outputs_never_blame_precision(case, before):
     """From outputs alone, no structural bug is called precision, which could fit most errors."""
     problem = make_problem(CASES[case], "float32")
-    # Bugs of an earlier case are left out, and one that takes as long as all others together: it is like
-    # -restarted-q, which pairs of bugs also explain.
-    left_out = {known.name for each in before for known in bugs_for(CASES[each])} | {"cache-position-off-by-one-q"}
+    # Bugs of an earlier case are left out, and one that takes as long as all others together: it is
+    # like -restarted-q, which pairs of bugs also explain.
+    left_out = {known.name for each in before for known in bugs_for(CASES[each])} | {
+        "cache-position-off-by-one-q"
+    }
     blamed = []
-    tried = [known for known in bugs_for(CASES[case]) if not known.is_loss and known.name not in left_out]
+    tried = [
+        known for known in bugs_for(CASES[case]) if not known.is_loss and known.name not in left_out
+    ]
     for made in tried[:: 2 if case == "ragged" else 1]:  # each is slow with a cache
         observed = observed_in(problem, [made])
         outputs = {
-            name: x for name, x in observed.items() if name.removeprefix("step").lstrip("0123456789.") == "output"
+            name: x
+            for name, x in observed.items()
+            if name.removeprefix("step").lstrip("0123456789.") == "output"
         }
         if diagnose(outputs, problem).kind == "precision":
             blamed.append(made.name)
@@ -627,7 +735,8 @@ def test_unknown_stage_names_raise():
         diagnose({"logits": np.ones(3)}, make_problem(CASES["full"], "float32"))
 
 
-# ---- Weights, functions, runs ----------------------------------------------------------------------------------------
+# ---- Weights, functions, runs
+# ----------------------------------------------------------------------------------------
 
 
 def interleaved(weights, names):
@@ -635,7 +744,9 @@ def interleaved(weights, names):
     changed = dict(weights)
     for name in names:
         x = weights[name]
-        changed[name] = np.ascontiguousarray(x.reshape(-1, 2, 4, *x.shape[1:]).swapaxes(1, 2)).reshape(x.shape)
+        changed[name] = np.ascontiguousarray(
+            x.reshape(-1, 2, 4, *x.shape[1:]).swapaxes(1, 2)
+        ).reshape(x.shape)
     return changed
 
 
@@ -657,7 +768,9 @@ def test_rounded_weights_are_named(way, name, names):
     """Weights rounded to bfloat16 or float16, all or some of them, are named as lost precision."""
     weights = {each: 8 * x for each, x in random_weights(SPEC).items()}
     rounded = {each: FEWER_BITS[way](x) for each, x in weights.items()}
-    other = {each: rounded[each] if names is None or each in names else x for each, x in weights.items()}
+    other = {
+        each: rounded[each] if names is None or each in names else x for each, x in weights.items()
+    }
     diagnosis = diagnose_weights(weights, SPEC, other, SPEC)
     assert (diagnosis.kind, named_bugs(diagnosis)) == ("precision", [name])
     assert f"the weights are {way}" in str(diagnosis)
@@ -665,7 +778,9 @@ def test_rounded_weights_are_named(way, name, names):
 
 def test_tf32_weights_are_named():
     """Weights rounded to TF32 are named; those with an additional factor are unknown."""
-    weights = {name: np.float32(3e7) * x for name, x in random_weights(SPEC).items()}  # more than float16 holds
+    weights = {
+        name: np.float32(3e7) * x for name, x in random_weights(SPEC).items()
+    }  # more than float16 holds
     other = {**weights, "v_proj.weight": FEWER_BITS["rounded to TF32"](weights["v_proj.weight"])}
     assert named_bugs(diagnose_weights(weights, SPEC, other, SPEC)) == ["weights-tf32"]
     other["v_proj.weight"] = other["v_proj.weight"] * np.float32(1 + 2.0**-12)
@@ -725,7 +840,9 @@ def folder(tmp_path, monkeypatch):
     parity.save("layer.safetensors", weights, SPEC)
     swapped = {**weights, **{f"k_proj.{x}": weights[f"v_proj.{x}"] for x in ("weight", "bias")}}
     parity.save(
-        "swapped.safetensors", {**swapped, **{f"v_proj.{x}": weights[f"k_proj.{x}"] for x in ("weight", "bias")}}, SPEC
+        "swapped.safetensors",
+        {**swapped, **{f"v_proj.{x}": weights[f"k_proj.{x}"] for x in ("weight", "bias")}},
+        SPEC,
     )
     (tmp_path / "a_port.py").write_text(PORT)
     yield tmp_path
@@ -765,8 +882,13 @@ def test_wrongly_causal_function_is_named(folder, capsys):
 def test_declared_mask_is_not_an_assumption(folder, capsys):
     """The message reports that it assumes a causal layer, but not with --causal."""
     assert main(["diagnose", "a_port:transposed", "--weights", "layer.safetensors"]) == 1
-    assert "a_port:transposed is assumed to be causal; if it is not, pass --no-causal" in capsys.readouterr().out
-    assert main(["diagnose", "a_port:transposed", "--weights", "layer.safetensors", "--causal"]) == 1
+    assert (
+        "a_port:transposed is assumed to be causal; if it is not, pass --no-causal"
+        in capsys.readouterr().out
+    )
+    assert (
+        main(["diagnose", "a_port:transposed", "--weights", "layer.safetensors", "--causal"]) == 1
+    )
     printed = capsys.readouterr().out
     assert "assumed" not in printed
     assert "out_proj's square kernel is transposed" in printed
@@ -775,7 +897,14 @@ def test_declared_mask_is_not_an_assumption(folder, capsys):
 @pytest.mark.parametrize(("name", "status"), [("right", 0), ("transposed", 1)])
 def test_function_diagnosis_has_a_page(folder, name, status):
     """--html writes a page with the function, whether it agrees, and its bug."""
-    arguments = ["diagnose", f"a_port:{name}", "--weights", "layer.safetensors", "--html", "page.html"]
+    arguments = [
+        "diagnose",
+        f"a_port:{name}",
+        "--weights",
+        "layer.safetensors",
+        "--html",
+        "page.html",
+    ]
     assert main(arguments) == status
     page = (folder / "page.html").read_text("utf-8")
     assert f"a_port:{name}" in page
@@ -785,7 +914,9 @@ def test_function_diagnosis_has_a_page(folder, name, status):
 
 def test_weight_files_have_no_page(folder, capsys):
     """--html with two weight files exits with 2 and writes no page."""
-    assert main(["diagnose", "layer.safetensors", "swapped.safetensors", "--html", "page.html"]) == 2
+    assert (
+        main(["diagnose", "layer.safetensors", "swapped.safetensors", "--html", "page.html"]) == 2
+    )
     assert refuses("--html").is_printed_in(capsys.readouterr().err)
     assert not (folder / "page.html").exists()
 
@@ -795,14 +926,26 @@ def test_weight_files_have_no_page(folder, capsys):
     [
         (["a_port:right"], refuses("--weights")),
         (["a_port:none", "--weights", "layer.safetensors"], refuses("a_port:none", "'none'")),
-        (["no_such:right", "--weights", "layer.safetensors"], refuses("no_such", "ModuleNotFoundError")),
+        (
+            ["no_such:right", "--weights", "layer.safetensors"],
+            refuses("no_such", "ModuleNotFoundError"),
+        ),
         (["a_port:misnamed", "--weights", "layer.safetensors"], refuses("stages", "['logits']")),
-        (["a_port:a_list", "--weights", "layer.safetensors"], refuses("the function", "output: list")),
-        (["a_port:nothing", "--weights", "layer.safetensors"], refuses("the function", "output: NoneType")),
+        (
+            ["a_port:a_list", "--weights", "layer.safetensors"],
+            refuses("the function", "output: list"),
+        ),
+        (
+            ["a_port:nothing", "--weights", "layer.safetensors"],
+            refuses("the function", "output: NoneType"),
+        ),
         (["a_port:raises", "--weights", "layer.safetensors"], refuses("the function", "KeyError")),
         (["layer.safetensors"] * 3, refuses("INPUT", "layer.safetensors layer.safetensors")),
         (["layer.safetensors"], refuses("INPUT", "layer.safetensors")),
-        (["layer.safetensors", "swapped.safetensors", "--no-causal"], refuses("--causal", "swapped.safetensors")),
+        (
+            ["layer.safetensors", "swapped.safetensors", "--no-causal"],
+            refuses("--causal", "swapped.safetensors"),
+        ),
     ],
 )
 def test_invalid_inputs_exit_with_2(folder, capsys, arguments, refusal):
@@ -817,7 +960,9 @@ def test_observe_passes_shared_kv(folder):
     """`observe` passes x, and with shared_kv k and v; `attention_for` rejects shared_kv."""
     problem = make_problem(Case("probe", SPEC, "probe"), "float32")
     assert observe(lambda x: x, problem, "torch")["output"].shape == (2, 5, 32)
-    sharing = make_problem(Case("probe", AttentionSpec(32, 4, num_kv_heads=2, shared_kv=True), "probe"), "float32")
+    sharing = make_problem(
+        Case("probe", AttentionSpec(32, 4, num_kv_heads=2, shared_kv=True), "probe"), "float32"
+    )
     assert observe(lambda x, k, v: {"k": k, "v": v}, sharing, "torch")["v"].shape == (2, 2, 5, 8)
     with refuses("shared_kv", shared_kv=True):
         attention_for(sharing.weights, sharing.spec, sharing.inputs["query"])
@@ -843,7 +988,11 @@ def test_traces_are_diagnosed(tmp_path, capsys):
     assert main(["diagnose", right, wrong, "--html", str(page)]) == 1
     assert page.read_text("utf-8").count("RoPE is missing") > 1
     assert main(["compare", str(tmp_path / "jax"), "--quiet"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("jax agrees with the float64 reference: 1 case")
+    assert (
+        capsys.readouterr()
+        .out.splitlines()[-1]
+        .startswith("jax agrees with the float64 reference: 1 case")
+    )
 
 
 def test_wrong_gradients_are_unknown(tmp_path, capsys, monkeypatch):
@@ -869,14 +1018,40 @@ def test_traces_of_two_problems_exit_2(tmp_path, capsys):
 def test_failed_run_has_a_diagnosis(capsys, tmp_path):
     """A failed run prints its likely bug and writes the diagnosis to the JSON."""
     with inject("scale-missing", make_problem(CASES["full"], "float32"), "torch"):
-        assert main(["run", "--backends", "torch", "--cases", "full", "--json", str(tmp_path / "out.json")]) == 1
+        assert (
+            main(
+                [
+                    "run",
+                    "--backends",
+                    "torch",
+                    "--cases",
+                    "full",
+                    "--json",
+                    str(tmp_path / "out.json"),
+                ]
+            )
+            == 1
+        )
     assert "Likely bug: scale-missing\n" in capsys.readouterr().out
     (diagnosis,) = json.loads((tmp_path / "out.json").read_text())["diagnoses"]
-    assert (diagnosis["case"], diagnosis["backend"], diagnosis["kind"]) == ("full", "torch", "structure")
+    assert (diagnosis["case"], diagnosis["backend"], diagnosis["kind"]) == (
+        "full",
+        "torch",
+        "structure",
+    )
     assert diagnosis["explanations"][0]["bugs"] == ["scale-missing"]
 
 
-PAIRED = ("sinks", "bias-causal", "alibi", "relative-bias", "gate", "temperature-rope", "latent-yarn", "norm-per-head")
+PAIRED = (
+    "sinks",
+    "bias-causal",
+    "alibi",
+    "relative-bias",
+    "gate",
+    "temperature-rope",
+    "latent-yarn",
+    "norm-per-head",
+)
 """Cases whose bugs are injected in pairs."""
 
 

@@ -18,7 +18,14 @@ from parity.measure.core.reference import steps
 from parity.measure.core.stages import run_steps
 
 SPEC = AttentionSpec(
-    32, 4, num_kv_heads=2, rope=Rope(scaling=LinearScaling(2.0)), window_size=5, scale=0.3, soft_cap=4.0, qk_norm=Norm()
+    32,
+    4,
+    num_kv_heads=2,
+    rope=Rope(scaling=LinearScaling(2.0)),
+    window_size=5,
+    scale=0.3,
+    soft_cap=4.0,
+    qk_norm=Norm(),
 )
 PLAIN = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope())
 EVERY = [family for family in vars(families).values() if isinstance(family, BugFamily)]
@@ -50,7 +57,12 @@ def test_family_has_a_page_and_a_fix():
             "RoPE's theta is 120000 instead of 10000",
             "set RoPE's theta to 10000",
         ),
-        ({"scale": 0.3}, "scale", "the scale of the scores is 0.3 instead of 0.3536", "divide the scores by sqrt"),
+        (
+            {"scale": 0.3},
+            "scale",
+            "the scale of the scores is 0.3 instead of 0.3536",
+            "divide the scores by sqrt",
+        ),
         ({"window_size": 4}, "sliding-window", "the window is 4 instead of none", "hide no keys"),
         ({"soft_cap": 2.5}, "soft-cap", "the soft cap is 2.5 instead of none", "do not cap"),
         (
@@ -65,7 +77,12 @@ def test_fitted_number_has_page_and_fix(wrong, page, about, fix):
     """A fitted number is reported with a page, its words and a fix, like a known bug."""
     diagnosis = diagnosed(PLAIN, replace(PLAIN, **wrong), "output")
     (found,) = diagnosis.explanations
-    assert (diagnosis.kind, found.bugs, found.docs, diagnosis.unknowns) == ("structure", (page,), (page,), [])
+    assert (diagnosis.kind, found.bugs, found.docs, diagnosis.unknowns) == (
+        "structure",
+        (page,),
+        (page,),
+        [],
+    )
     assert about in found.about
     assert found.fixes[0].startswith(fix)
     assert diagnosis.cause == f"{page}: {found.about}"

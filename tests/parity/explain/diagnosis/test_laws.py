@@ -1,4 +1,6 @@
-"""Laws: the place and the law of errors injected into arrays of every kind; random errors have no law."""
+"""Laws: the place and the law of errors injected into arrays of every kind; random errors have no
+law.
+"""
 
 import json
 import math
@@ -83,7 +85,9 @@ def observed(x, rng, dtype=np.float32):
     """Return values as an implementation would: in float32, with its own rounding errors."""
     with np.errstate(invalid="ignore", over="ignore"):
         noise = NOISE * np.maximum(1.0, np.abs(x)) * rng.standard_normal(x.shape) / 2
-        return np.where(x == 0.0, x, x + noise).astype(dtype)  # a softmax gives hidden keys an exact 0
+        return np.where(x == 0.0, x, x + noise).astype(
+            dtype
+        )  # a softmax gives hidden keys an exact 0
 
 
 def described(stage, wrong, expected, rng, **known):
@@ -100,7 +104,8 @@ def causal(queries=6, keys=7):
     return np.broadcast_to(np.arange(keys) > np.arange(queries)[:, None], (2, 4, queries, keys))
 
 
-# ---- Where -----------------------------------------------------------------------------------------------------------
+# ---- Where
+# --------------------------------------------------------------------------------------------------
 
 Q = (2, 8, 12, 16)
 PLACES = [
@@ -117,10 +122,18 @@ PLACES = [
     (np.s_[:, :, 0], "only the first token", {"positions": (0,)}),
     (np.s_[:, :, -1], "only the last token", {"positions": (11,)}),
     (np.s_[:, :, 5], "only position 5", {"positions": (5,)}),
-    (np.s_[..., 8:], "features 8-15 (the second half of each head)", {"features": tuple(range(8, 16))}),
+    (
+        np.s_[..., 8:],
+        "features 8-15 (the second half of each head)",
+        {"features": tuple(range(8, 16))},
+    ),
     (np.s_[..., 5], "only feature 5 (of 16)", {"features": (5,)}),
     (np.s_[..., [i for i in range(16) if i not in (0, 8)]], "all features but 0 and 8", {}),
-    (np.s_[1, 3, 4:], "only sequence 1 (of 2), only head 3 (of 8), positions 4 and later", {"sequences": (1,)}),
+    (
+        np.s_[1, 3, 4:],
+        "only sequence 1 (of 2), only head 3 (of 8), positions 4 and later",
+        {"sequences": (1,)},
+    ),
     (np.s_[1, 3, 4, 5], "one element: sequence 1, head 3, position 4, feature 5", {"heads": (3,)}),
     (np.s_[...], "everywhere", {"heads": tuple(range(8)), "keys": None}),
 ]
@@ -153,7 +166,11 @@ def test_nothing_is_wrong_within_the_budget():
     """Values within the budget have no place, no law and no sign."""
     expected, rng = drawn("q", 0)
     findings = described("q", expected, expected, rng)
-    assert (findings.where, findings.laws, findings.signs) == ("no single element is over its budget", (), ())
+    assert (findings.where, findings.laws, findings.signs) == (
+        "no single element is over its budget",
+        (),
+        (),
+    )
 
 
 def test_rms_error_has_a_place():
@@ -177,7 +194,11 @@ def hidden_and_empty():
     ("stage", "cells", "words"),
     [
         ("scores", lambda hidden: hidden, "only hidden cells"),
-        ("scores", lambda hidden: hidden & (np.arange(4) == 1)[:, None, None], "only head 1 (of 4), only hidden cells"),
+        (
+            "scores",
+            lambda hidden: hidden & (np.arange(4) == 1)[:, None, None],
+            "only head 1 (of 4), only hidden cells",
+        ),
         ("attn_weights", lambda hidden: hidden.all(-1, keepdims=True), "only rows without a key"),
         ("scores", lambda hidden: np.eye(6, 7, dtype=bool), "only the diagonal"),
         ("scores", lambda hidden: np.eye(6, 7, -1, dtype=bool), "only the keys 1 before the query"),
@@ -251,10 +272,13 @@ def test_slices_have_a_role_in_the_layer():
         assert described("q", wrong, expected, rng, problem=problem).where == words
 
 
-# ---- No law for random errors ----------------------------------------------------------------------------------------
+# ---- No law for random errors
+# ----------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=200, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(
+    deadline=None, max_examples=200, suppress_health_check=list(HealthCheck), derandomize=True
+)
 @given(
     st.sampled_from([*SHAPES]),
     seeds,
@@ -271,8 +295,14 @@ def test_random_errors_have_no_law(stage, seed, size, where):
     elif where == "one":
         kept[tuple(rng.integers(0, expected.shape))] = True
     else:
-        kept[{"a head": (slice(None), 0), "tokens": np.s_[..., 2:, :], "features": np.s_[..., 3:]}[where]] = True
-    findings = described(stage, expected + np.where(kept, error, 0.0), expected, rng, hidden=causal())
+        kept[
+            {"a head": (slice(None), 0), "tokens": np.s_[..., 2:, :], "features": np.s_[..., 3:]}[
+                where
+            ]
+        ] = True
+    findings = described(
+        stage, expected + np.where(kept, error, 0.0), expected, rng, hidden=causal()
+    )
     assert findings.laws == ()
 
 
@@ -285,10 +315,13 @@ def test_errors_over_budget_have_no_law(stage, size):
         for beyond in (1.2, 2.0, 10.0):
             expected, rng = drawn(stage, seed)
             wrong = expected + beyond * 4.0 * size * rng.standard_normal(expected.shape)
-            assert describe(stage, wrong, expected, {"rms": 4.0 * size, "max": 16.0 * size}).laws == ()
+            assert (
+                describe(stage, wrong, expected, {"rms": 4.0 * size, "max": 16.0 * size}).laws == ()
+            )
 
 
-# ---- Values ----------------------------------------------------------------------------------------------------------
+# ---- Values
+# --------------------------------------------------------------------------------------------------
 
 PARTS = [np.s_[...], np.s_[1], np.s_[:, -1], np.s_[..., 2:, :], np.s_[..., 1::2, :]]
 parts = st.sampled_from(PARTS)
@@ -312,7 +345,11 @@ def test_zeros_have_a_law(stage, part, seed):
         (math.nan, "nan", "all values there are NaN"),
         (-math.inf, "infinite", "all values there are -infinity"),
         (-1e9, "constant", "all values there are -1e+09"),
-        (float(np.finfo(np.float32).min), "constant", "all values there are -3.403e+38 (the smallest float32)"),
+        (
+            float(np.finfo(np.float32).min),
+            "constant",
+            "all values there are -3.403e+38 (the smallest float32)",
+        ),
         (
             float(np.finfo(np.float32).min) / 2,
             "constant",
@@ -325,8 +362,14 @@ def test_constant_has_a_law(value, law, words):
     """A constant in hidden cells has a law with its number, or with NaN or infinity."""
     expected, _ = drawn("scores", 0)
     hidden = hidden_and_empty()
-    findings = describe("scores", np.where(hidden, value, expected), expected, ALLOWED, hidden=hidden)
-    assert (findings.where, findings.laws[0], names(findings)[0]) == ("only hidden cells", words, law)
+    findings = describe(
+        "scores", np.where(hidden, value, expected), expected, ALLOWED, hidden=hidden
+    )
+    assert (findings.where, findings.laws[0], names(findings)[0]) == (
+        "only hidden cells",
+        words,
+        law,
+    )
     json.dumps(findings.to_dict(), allow_nan=False)
 
 
@@ -336,7 +379,9 @@ def test_nan_has_its_own_place():
     hidden = hidden_and_empty()
     wrong = softmax(3.0 * rng.standard_normal(expected.shape), hidden)
     wrong[hidden.all(-1)] = np.nan
-    findings = described("attn_weights", wrong, softmax(np.log(expected), hidden), rng, hidden=hidden)
+    findings = described(
+        "attn_weights", wrong, softmax(np.log(expected), hidden), rng, hidden=hidden
+    )
     assert "28 of 336 elements are NaN: only rows without a key" in findings.signs
 
 
@@ -423,9 +468,22 @@ def test_offset_is_found_in_any_part(stage, part, seed):
 @pytest.mark.parametrize(
     ("stage", "shape", "words"),
     [
-        ("output", (12,), "a number is added there to each feature, the same for all tokens, like a bias"),
-        ("v", (8,), "a number is added there to each feature, the same for all tokens, like a bias"),
-        ("q", (4, 1, 8), "a number is added there to each feature and head, the same for all tokens, like a bias"),
+        (
+            "output",
+            (12,),
+            "a number is added there to each feature, the same for all tokens, like a bias",
+        ),
+        (
+            "v",
+            (8,),
+            "a number is added there to each feature, the same for all tokens, like a bias",
+        ),
+        (
+            "q",
+            (4, 1, 8),
+            "a number is added there to each feature and head, the same for all tokens, like a "
+            "bias",
+        ),
         ("scores", (4, 1, 1), "a number is added there to each head"),
         ("scores", (2, 4, 6, 1), "each row there is off by a constant"),
         ("scores", (2, 4, 1, 7), "a bias that depends only on the key is added there"),
@@ -439,7 +497,8 @@ def test_offsets_along_axes_have_a_law(stage, shape, words):
     assert findings.laws[0].endswith("which a softmax ignores") == (shape == (2, 4, 6, 1))
 
 
-# ---- Order -----------------------------------------------------------------------------------------------------------
+# ---- Order
+# --------------------------------------------------------------------------------------------------
 
 
 @quick
@@ -512,7 +571,9 @@ def test_transposed_axes_have_a_law():
     q = rng.standard_normal((2, 3, 4, 8))
     width = q.swapaxes(1, 2).reshape(2, 4, 24)
     assert names(described("q", width.reshape(2, 3, 4, 8), q, rng)) == ["reshaped"]
-    assert names(described("q", width.reshape(2, 4, 8, 3).transpose(0, 3, 1, 2), q, rng)) == ["reshaped"]
+    assert names(described("q", width.reshape(2, 4, 8, 3).transpose(0, 3, 1, 2), q, rng)) == [
+        "reshaped"
+    ]
 
 
 def test_permuted_axes_have_a_law():
@@ -537,11 +598,16 @@ def test_values_of_other_stage_have_a_law():
     others["module.step1.k"] = others["step1.module.k"] = k + 1.0
     assert told("step1.k", k + 1.0, k) == ("1 is added to all values there",)
     assert told("step1.k", before, k) == ("the values there are those of step0.k, of another step",)
-    assert told("step1.k", v.swapaxes(2, 3), k) == ("the values there are those of step1.v, transposed",)
-    assert told("step1.q", np.repeat(k, 2, axis=1), q) == ("the values there are those of step1.k, its heads repeated",)
+    assert told("step1.k", v.swapaxes(2, 3), k) == (
+        "the values there are those of step1.v, transposed",
+    )
+    assert told("step1.q", np.repeat(k, 2, axis=1), q) == (
+        "the values there are those of step1.k, its heads repeated",
+    )
 
 
-# ---- Scores, attention weights, masks, context -----------------------------------------------------------------------
+# ---- Scores, attention weights, masks, context
+# -----------------------------------------------------------------------
 
 
 def test_distance_bias_has_a_law():
@@ -552,7 +618,9 @@ def test_distance_bias_has_a_law():
     slopes = 2.0 ** -np.arange(1, 5)[:, None, None]
     findings = described("scores", expected - slopes * np.abs(distance), expected, rng)
     assert findings.laws[0].startswith("slope * (|key - query|) is added there, as in ALiBi")
-    assert findings.found[0].numbers["slopes"] == pytest.approx([-0.5, -0.25, -0.125, -0.0625], abs=1e-5)
+    assert findings.found[0].numbers["slopes"] == pytest.approx(
+        [-0.5, -0.25, -0.125, -0.0625], abs=1e-5
+    )
     learned = rng.standard_normal((4, 23))[:, distance + 11]
     assert names(described("scores", expected + learned, expected, rng)) == ["by distance"]
 
@@ -563,7 +631,9 @@ def test_factor_before_softmax_has_a_law(factor, is_causal, seed):
     """Attention weights of scores times a factor have a law of powers, with the factor."""
     rng = np.random.default_rng(seed)
     x, hidden = rng.standard_normal((2, 4, 6, 7)), causal() if is_causal else None
-    findings = described("attn_weights", softmax(factor * x, hidden), softmax(x, hidden), rng, hidden=hidden)
+    findings = described(
+        "attn_weights", softmax(factor * x, hidden), softmax(x, hidden), rng, hidden=hidden
+    )
     assert names(findings)[0] == "power"
     assert findings.found[0].numbers["factor"] == pytest.approx(factor, rel=1e-3)
 
@@ -587,7 +657,9 @@ def test_uniform_rows_have_a_law():
 def test_row_sums_are_reported():
     """Rows times a factor have a law, and a sign has their sums if these are not 1."""
     expected, rng = drawn("attn_weights", 0)
-    findings = described("attn_weights", expected * np.linspace(0.5, 1.5, 6)[:, None], expected, rng)
+    findings = described(
+        "attn_weights", expected * np.linspace(0.5, 1.5, 6)[:, None], expected, rng
+    )
     assert names(findings)[0] == "factor"
     assert "rows sum to 0.5 … 1.5, and should to 1 (48 of 48 rows)" in findings.signs
     findings = described("attn_weights", expected * (1 + rng.random((2, 4, 6, 1))), expected, rng)
@@ -607,11 +679,18 @@ def test_weighted_hidden_cells_are_counted():
     """Signs count hidden cells with weight and visible cells without any."""
     rng = np.random.default_rng(0)
     scores, hidden = rng.standard_normal((2, 4, 6, 7)), causal()
-    findings = described("attn_weights", softmax(scores), softmax(scores, hidden), rng, hidden=hidden)
-    assert any(sign.startswith(f"{hidden.sum()} hidden cells have weight, at most 0.") for sign in findings.signs)
+    findings = described(
+        "attn_weights", softmax(scores), softmax(scores, hidden), rng, hidden=hidden
+    )
+    assert any(
+        sign.startswith(f"{hidden.sum()} hidden cells have weight, at most 0.")
+        for sign in findings.signs
+    )
     assert names(findings) == ["unmasked"]
     one_less = hidden | (np.arange(7) == np.arange(6)[:, None] - 1)
-    findings = described("attn_weights", softmax(scores, one_less), softmax(scores, hidden), rng, hidden=hidden)
+    findings = described(
+        "attn_weights", softmax(scores, one_less), softmax(scores, hidden), rng, hidden=hidden
+    )
     assert "40 visible cells have weight 0" in findings.signs
 
 
@@ -619,7 +698,9 @@ def test_extra_hidden_weights_have_no_law():
     """Random weights in hidden cells of otherwise correct rows have a place but no law."""
     rng = np.random.default_rng(0)
     right, hidden = softmax(rng.standard_normal((2, 4, 6, 7)), causal()), causal()
-    findings = described("attn_weights", right + hidden * rng.random(right.shape), right, rng, hidden=hidden)
+    findings = described(
+        "attn_weights", right + hidden * rng.random(right.shape), right, rng, hidden=hidden
+    )
     assert (findings.where, findings.laws) == ("only hidden cells", ())
 
 
@@ -682,7 +763,8 @@ def test_mean_of_v_in_empty_rows_is_a_law():
     assert "mean of v" in names(findings)
 
 
-# ---- Rounding --------------------------------------------------------------------------------------------------------
+# ---- Rounding
+# --------------------------------------------------------------------------------------------------
 
 
 def to_tf32(x):
@@ -694,8 +776,14 @@ def to_tf32(x):
 @pytest.mark.parametrize(
     ("narrow", "words"),
     [
-        (lambda x: x.astype(ml_dtypes.bfloat16).astype(np.float32), "the values are rounded to bfloat16"),
-        (lambda x: x.astype(np.float16).astype(np.float32), "the values are rounded to float16 or TF32"),
+        (
+            lambda x: x.astype(ml_dtypes.bfloat16).astype(np.float32),
+            "the values are rounded to bfloat16",
+        ),
+        (
+            lambda x: x.astype(np.float16).astype(np.float32),
+            "the values are rounded to float16 or TF32",
+        ),
         (to_tf32, "the values are cut off to float16 or TF32"),
     ],
 )
@@ -733,20 +821,27 @@ def test_narrow_sized_errors_are_a_sign():
     findings = described("q", wrong, expected, rng)
     assert findings.laws == ()
     assert "every error is within one unit of bfloat16 of its value" in findings.signs
-    assert not any("within one unit" in sign for sign in described("q", expected + 0.01, expected, rng).signs)
+    assert not any(
+        "within one unit" in sign for sign in described("q", expected + 0.01, expected, rng).signs
+    )
 
 
-# ---- The simpler law first -------------------------------------------------------------------------------------------
+# ---- The simpler law first
+# -------------------------------------------------------------------------------------------
 
 
 def test_simpler_law_comes_first():
     """If two laws hold, they are sorted by their number of parameters."""
     rng = np.random.default_rng(0)
     half = rng.standard_normal((2, 4, 6, 4))
-    expected = np.concatenate([half, -half], axis=-1)  # turned by 180 degrees, and its halves exchanged
+    expected = np.concatenate(
+        [half, -half], axis=-1
+    )  # turned by 180 degrees, and its halves exchanged
     findings = described("q", -expected, expected, rng)
     assert names(findings) == ["order", "factor"]
-    assert [law.parameters for law in findings.found] == sorted(law.parameters for law in findings.found)
+    assert [law.parameters for law in findings.found] == sorted(
+        law.parameters for law in findings.found
+    )
 
 
 def test_implied_laws_are_left_out():
@@ -770,7 +865,8 @@ def test_unequal_shapes_raise():
         describe("q", np.zeros(3), np.zeros(2), ALLOWED)
 
 
-# ---- Numbers of the specification ------------------------------------------------------------------------------------
+# ---- Numbers of the specification
+# ------------------------------------------------------------------------------------
 
 ROPE = Rope(10000.0)
 SPEC = AttentionSpec(64, 4, num_kv_heads=2, rope=ROPE)
@@ -779,7 +875,9 @@ CASE = Case("laws", SPEC, "", seq_len=24, is_causal=True)
 
 
 def computed(problem, spec, dtype="float64"):
-    return Layer(replace(problem, case=replace(problem.case, spec=spec)), Arithmetic(dtype_named(dtype)))
+    return Layer(
+        replace(problem, case=replace(problem.case, spec=spec)), Arithmetic(dtype_named(dtype))
+    )
 
 
 def changed(problem, change):
@@ -788,14 +886,18 @@ def changed(problem, change):
 
 
 def diagnosed(right, wrong, stage, *, alone=False, first_position=0, case=CASE):
-    """Describe a stage of a layer with a wrong specification; `alone`: no earlier stage is observed."""
+    """Describe a stage of a layer with a wrong specification; `alone`: no earlier stage is
+    observed.
+    """
     problem = make_problem(replace(case, spec=right), "float32")
     with np.errstate(all="ignore"):
         truth = run_steps(computed(problem, right).steps())
         same = run_steps(computed(problem, right, "float32").steps())[stage]
         moved = replace(problem, case=replace(problem.case, first_position=first_position))
         seen = run_steps(computed(moved, wrong, "float32").steps())
-    index = next(i for i, step in enumerate(computed(problem, right).steps()) if stage in step(truth))
+    index = next(
+        i for i, step in enumerate(computed(problem, right).steps()) if stage in step(truth)
+    )
 
     def recompute(change):
         values = {} if alone else dict(seen)
@@ -830,11 +932,16 @@ def with_rope(rope=ROPE, **fields):
         (
             with_rope(theta=100.0),
             "q",
-            "RoPE's frequencies are theta ** -(i / d) instead of theta ** -(2 i / d), or theta is 100 instead of 10000",
+            "RoPE's frequencies are theta ** -(i / d) instead of theta ** -(2 i / d), or theta "
+            "is 100 instead of 10000",
         ),
         (with_rope(scaling=LinearScaling(4.0)), "q", "RoPE's positions are divided by 4"),
         (with_rope(scaling=LinearScaling(0.5)), "k", "RoPE's positions are multiplied by 2"),
-        (with_rope(rotary_dim=8), "q", "the number of features that RoPE rotates is 8 instead of 16"),
+        (
+            with_rope(rotary_dim=8),
+            "q",
+            "the number of features that RoPE rotates is 8 instead of 16",
+        ),
         (replace(SPEC, scale=0.3), "scores", "the scale of the scores is 0.3 instead of 0.25"),
         (replace(SPEC, soft_cap=2.5), "scores", "the soft cap is 2.5 instead of none"),
         (replace(SPEC, window_size=5), "mask", "the window is 5 instead of none"),
@@ -854,7 +961,10 @@ def test_spec_number_is_fitted(wrong, stage, words):
             with_rope(theta=100.0),
             "RoPE's theta is 100 instead of 10000, or the exponent i / d instead of 2 i / d",
         ),
-        (with_rope(scaling=LinearScaling(4.0)), "the factor that RoPE's positions are divided by is 4"),
+        (
+            with_rope(scaling=LinearScaling(4.0)),
+            "the factor that RoPE's positions are divided by is 4",
+        ),
         (replace(SPEC, scale=0.3), "the scale of the scores is 0.3 instead of 0.25"),
         (replace(SPEC, soft_cap=2.5), "the soft cap is 2.5 instead of none"),
         (replace(SPEC, window_size=5), "the window is 5 instead of none"),
@@ -1025,7 +1135,9 @@ def test_random_errors_fit_no_number():
                 EXACT if stage == "mask" else {"rms": 1e-6, "max": 1e-5},
                 hidden=values["mask"],
                 problem=problem,
-                recompute=lambda x, index=index, stage=stage: changed(problem, x).steps()[index](values)[stage],
+                recompute=lambda x, index=index, stage=stage: changed(problem, x).steps()[index](
+                    values
+                )[stage],
             )
             assert isinstance(findings, Findings)
             assert findings.laws == ()
@@ -1039,7 +1151,11 @@ def test_number_of_fits_is_bounded():
         if not isinstance(change, OtherSpec):
             raise ValueError
         calls.append(change.spec)
-        return np.zeros((2, 4, 24, 24)) + change.spec.score_scale * ones + (change.spec.soft_cap or 0.0)
+        return (
+            np.zeros((2, 4, 24, 24))
+            + change.spec.score_scale * ones
+            + (change.spec.soft_cap or 0.0)
+        )
 
     problem = make_problem(CASE, "float32")
     ones = np.random.default_rng(0).standard_normal((2, 4, 24, 24))

@@ -1,4 +1,6 @@
-"""Laws of parts of a layer: wrong weights, inputs, masks, heads and positions; random errors have none."""
+"""Laws of parts of a layer: wrong weights, inputs, masks, heads and positions; random errors have
+none.
+"""
 
 import json
 from dataclasses import replace
@@ -21,7 +23,12 @@ WITH_BIAS = replace(PLAIN, bias=True)
 CROSS = Case("parts-cross", AttentionSpec(24, 3), "", batch=2, seq_len=6, seq_len_k=6)
 SQUARE = Case("parts-square", AttentionSpec(24, 4), "", batch=2, seq_len=6)
 GROUPED = Case(
-    "parts-grouped", AttentionSpec(48, 6, num_kv_heads=3, rope=Rope()), "", batch=2, seq_len=9, is_causal=True
+    "parts-grouped",
+    AttentionSpec(48, 6, num_kv_heads=3, rope=Rope()),
+    "",
+    batch=2,
+    seq_len=9,
+    is_causal=True,
 )
 NORMED = replace(GROUPED, spec=replace(GROUPED.spec, qk_norm=Norm(weight="1+w"), sinks=True))
 CAPPED = replace(GROUPED, spec=replace(GROUPED.spec, soft_cap=1.0))
@@ -51,11 +58,16 @@ def with_weights(case, change):
 
 
 def overriding(**methods):
-    """Return a change that overrides methods of a layer: each argument maps the original to the new one."""
-    return lambda layer: layer.override(**{name: made(getattr(layer, name)) for name, made in methods.items()})
+    """Return a change that overrides methods of a layer: each argument maps the original to the new
+    one.
+    """
+    return lambda layer: layer.override(
+        **{name: made(getattr(layer, name)) for name, made in methods.items()}
+    )
 
 
-# ---- Weights ---------------------------------------------------------------------------------------------------------
+# ---- Weights
+# --------------------------------------------------------------------------------------------------
 
 
 def rows_inside(w):
@@ -63,14 +75,24 @@ def rows_inside(w):
 
 
 WEIGHTS = {
-    "another's": (PLAIN, lambda w: {"q_proj.weight": w["k_proj.weight"]}, "q", "q_proj.weight is k_proj.weight"),
+    "another's": (
+        PLAIN,
+        lambda w: {"q_proj.weight": w["k_proj.weight"]},
+        "q",
+        "q_proj.weight is k_proj.weight",
+    ),
     "another projection": (
         PLAIN,
         lambda w: {"v_proj.weight": w["k_proj.weight"], "v_proj.bias": w["k_proj.bias"]},
         "output",
         "v_proj is k_proj",
     ),
-    "another bias": (PLAIN, lambda w: {"q_proj.bias": w["k_proj.bias"]}, "q", "q_proj.bias is k_proj.bias"),
+    "another bias": (
+        PLAIN,
+        lambda w: {"q_proj.bias": w["k_proj.bias"]},
+        "q",
+        "q_proj.bias is k_proj.bias",
+    ),
     "exchanged": (
         PLAIN,
         lambda w: {"q_proj.bias": w["v_proj.bias"], "v_proj.bias": w["q_proj.bias"]},
@@ -92,7 +114,11 @@ WEIGHTS = {
     "heads exchanged": (
         GROUPED,
         lambda w: (
-            {"q_proj.weight": w["q_proj.weight"].reshape(6, 8, 48)[[0, 4, 2, 3, 1, 5]].reshape(48, 48)}
+            {
+                "q_proj.weight": w["q_proj.weight"]
+                .reshape(6, 8, 48)[[0, 4, 2, 3, 1, 5]]
+                .reshape(48, 48)
+            }
             | {"q_proj.bias": w["q_proj.bias"].reshape(6, 8)[[0, 4, 2, 3, 1, 5]].reshape(48)}
         ),
         "output",
@@ -139,7 +165,8 @@ def test_changed_weight_has_a_law(case, change, stage, words):
     assert words in told(right, {stage: run(wrong)[stage]}, stage)
 
 
-# ---- Inputs, masks, products -----------------------------------------------------------------------------------------
+# ---- Inputs, masks, products
+# -----------------------------------------------------------------------------------------
 
 
 def test_exchanged_inputs_have_a_law():
@@ -147,7 +174,9 @@ def test_exchanged_inputs_have_a_law():
     problem = make_problem(CROSS, "float32")
     query, key = problem.inputs["query"], problem.inputs["key"]
     wrong = run(replace(problem, inputs={**problem.inputs, "query": key, "key": query}))
-    assert told(problem, {"output": wrong["output"]}, "output") == ("the query and the key are exchanged",)
+    assert told(problem, {"output": wrong["output"]}, "output") == (
+        "the query and the key are exchanged",
+    )
     assert "q is made of the key" in told(problem, wrong, "q")
     of_query = run(replace(problem, inputs={**problem.inputs, "key": query}))
     values = {**run(problem), "v": of_query["v"]}
@@ -162,7 +191,9 @@ def test_shifted_value_tokens_have_a_law():
         (lambda x: np.roll(x, 1, axis=1), "the token before"),
         (lambda x: x[::-1], "the sequence before"),
     ):
-        wrong = run(replace(problem, inputs={**problem.inputs, "query": change(problem.inputs["query"])}))
+        wrong = run(
+            replace(problem, inputs={**problem.inputs, "query": change(problem.inputs["query"])})
+        )
         values = {"attn_weights": run(problem)["attn_weights"], "v": wrong["v"]}
         context = values["attn_weights"] @ values["v"]
         assert f"v is made of {words}" in told(problem, {"context": context}, "context")
@@ -175,14 +206,19 @@ def test_shifted_value_tokens_have_a_law():
         (lambda b: -b, "subtracted"),
         (lambda b: b.swapaxes(2, 3), "transposed"),
         (lambda b: np.broadcast_to(b[:, :1], b.shape), "that of the first head"),
-        (lambda b: np.ascontiguousarray(b.swapaxes(0, 1)).reshape(b.shape), "read as (B, N) instead of (N, B)"),
+        (
+            lambda b: np.ascontiguousarray(b.swapaxes(0, 1)).reshape(b.shape),
+            "read as (B, N) instead of (N, B)",
+        ),
     ],
 )
 def test_changed_score_bias_has_a_law(change, words):
     """A negated, transposed, shared or reshaped score bias has a law at scores and output."""
     problem = make_problem(WITH_BIAS, "float32")
     wrong = run(replace(problem, inputs={**problem.inputs, "bias": change(problem.inputs["bias"])}))
-    assert f"the bias of the scores is {words}" in told(problem, {"output": wrong["output"]}, "output")
+    assert f"the bias of the scores is {words}" in told(
+        problem, {"output": wrong["output"]}, "output"
+    )
     assert f"the bias of the scores is {words}" in told(problem, wrong, "scores")
 
 
@@ -190,14 +226,21 @@ def test_mask_of_first_head_has_a_law():
     """Using the first head's mask for all heads has a law, from the output alone."""
     problem = make_problem(replace(PLAIN, key_padding_lengths=None, random_mask=True), "float32")
     mask = np.broadcast_to(problem.inputs["mask"], (2, 3, 6, 6))
-    wrong = run(replace(problem, inputs={**problem.inputs, "mask": np.repeat(mask[:, :1], 3, axis=1)}))
-    assert "the mask is that of the first head" in told(problem, {"output": wrong["output"]}, "output")
+    wrong = run(
+        replace(problem, inputs={**problem.inputs, "mask": np.repeat(mask[:, :1], 3, axis=1)})
+    )
+    assert "the mask is that of the first head" in told(
+        problem, {"output": wrong["output"]}, "output"
+    )
 
 
 def test_intersected_masks_have_a_law():
     """Hiding only keys that all parts of the mask hide has a law, from the output alone."""
     problem = make_problem(replace(PLAIN, is_causal=True), "float32")
-    causal, padding = np.triu(np.ones((6, 6), bool), 1), np.arange(6) >= np.array([6, 4])[:, None, None, None]
+    causal, padding = (
+        np.triu(np.ones((6, 6), bool), 1),
+        np.arange(6) >= np.array([6, 4])[:, None, None, None],
+    )
     both = np.broadcast_to(causal & padding, (2, 3, 6, 6))
     wrong = run(problem, overriding(mask=lambda _: lambda values: {"mask": both}))
     (law,) = told(problem, {"output": wrong["output"]}, "output")
@@ -214,7 +257,11 @@ PRODUCTS = {
     "weights transposed": (
         SQUARE,
         "context",
-        {"weighed": lambda _: lambda values: {"context": values["attn_weights"].swapaxes(2, 3) @ values["v"]}},
+        {
+            "weighed": lambda _: (
+                lambda values: {"context": values["attn_weights"].swapaxes(2, 3) @ values["v"]}
+            )
+        },
         "the attention weights are transposed in their product with the values",
     ),
     "capped twice": (
@@ -232,13 +279,21 @@ PRODUCTS = {
     "values of others": (
         GROUPED,
         "context",
-        {"weighed": lambda _: lambda v: {"context": v["attn_weights"] @ v["v"][:, [1, 1, 2, 2, 0, 0]]}},
+        {
+            "weighed": lambda _: (
+                lambda v: {"context": v["attn_weights"] @ v["v"][:, [1, 1, 2, 2, 0, 0]]}
+            )
+        },
         "the values used are those of the next group",
     ),
     "values of any": (
         GROUPED,
         "context",
-        {"weighed": lambda _: lambda v: {"context": v["attn_weights"] @ v["v"][:, [1, 0, 2, 2, 0, 1]]}},
+        {
+            "weighed": lambda _: (
+                lambda v: {"context": v["attn_weights"] @ v["v"][:, [1, 0, 2, 2, 0, 1]]}
+            )
+        },
         "query heads 0 … 5 use the values of key/value heads 1, 0, 2, 2, 0, 1",
     ),
 }
@@ -251,18 +306,26 @@ def test_wrong_product_has_a_law(case, stage, methods, words):
     assert words in told(problem, run(problem, overriding(**methods)), stage)
 
 
-# ---- Before RoPE -----------------------------------------------------------------------------------------------------
+# ---- Before RoPE
+# --------------------------------------------------------------------------------------------------
 
 
 def test_error_before_rope_has_a_law():
     """A wrong bias or norm weight before RoPE has a law at q or k that says so."""
-    problem, wrong = with_weights(GROUPED, lambda w: {"q_proj.bias": w["q_proj.bias"] + np.float32(0.5)})
+    problem, wrong = with_weights(
+        GROUPED, lambda w: {"q_proj.bias": w["q_proj.bias"] + np.float32(0.5)}
+    )
     laws = told(problem, run(wrong), "q")
     assert laws == ("before RoPE: 0.5 is added to all values there",)
-    problem, wrong = with_weights(NORMED, lambda w: {"k_norm.weight": w["k_norm.weight"] + np.float32(1.0)})
+    problem, wrong = with_weights(
+        NORMED, lambda w: {"k_norm.weight": w["k_norm.weight"] + np.float32(1.0)}
+    )
     laws = told(problem, run(wrong), "k")
     assert "k_norm.weight is 1 + its value" in laws
-    assert any(law.startswith("before RoPE: each feature there is multiplied by a different number") for law in laws)
+    assert any(
+        law.startswith("before RoPE: each feature there is multiplied by a different number")
+        for law in laws
+    )
 
 
 def test_norm_over_tokens_has_a_law():
@@ -270,18 +333,31 @@ def test_norm_over_tokens_has_a_law():
     problem = make_problem(NORMED, "float32")
 
     def over_tokens(_):
-        return lambda name, x, norm: x / np.sqrt(np.mean(x * x, axis=2, keepdims=True) + np.float32(norm.eps))
+        return lambda name, x, norm: (
+            x / np.sqrt(np.mean(x * x, axis=2, keepdims=True) + np.float32(norm.eps))
+        )
 
     (law,) = told(problem, run(problem, overriding(standardised=over_tokens)), "q")
-    assert law.startswith("before RoPE: each token and each feature of a head is multiplied by a number")
+    assert law.startswith(
+        "before RoPE: each token and each feature of a head is multiplied by a number"
+    )
 
 
 @pytest.mark.parametrize(
     ("positions", "words"),
     [
-        (lambda n, t: (t + 8) % 9, "tokens are rotated as at the positions 8, 0, 1, 2, 3, 4, 5, 6, 7"),
-        (lambda n, t: n + 0 * t, "heads are rotated by one position each, instead of tokens: 0, 1, 2, 3, 4, 5"),
-        (lambda n, t: np.where(n == 2, (2 * t + 1) % 9, t), "tokens are rotated by other positions:"),
+        (
+            lambda n, t: (t + 8) % 9,
+            "tokens are rotated as at the positions 8, 0, 1, 2, 3, 4, 5, 6, 7",
+        ),
+        (
+            lambda n, t: n + 0 * t,
+            "heads are rotated by one position each, instead of tokens: 0, 1, 2, 3, 4, 5",
+        ),
+        (
+            lambda n, t: np.where(n == 2, (2 * t + 1) % 9, t),
+            "tokens are rotated by other positions:",
+        ),
     ],
 )
 def test_wrong_positions_have_a_law(positions, words):
@@ -290,13 +366,15 @@ def test_wrong_positions_have_a_law(positions, words):
     right = replace(problem, case=replace(problem.case, spec=replace(GROUPED.spec, rope=None)))
     layer, q = Layer(problem, Arithmetic(np.dtype(np.float32))), run(right)["q"]
     of_heads = [
-        layer.rotate(q[:, n : n + 1], np.asarray(positions(n, np.arange(9)))[None].astype(np.int64)) for n in range(6)
+        layer.rotate(q[:, n : n + 1], np.asarray(positions(n, np.arange(9)))[None].astype(np.int64))
+        for n in range(6)
     ]
     wrong = {**run(problem), "q": np.concatenate(of_heads, axis=1).astype(np.float32)}
     assert any(law.startswith(words) for law in told(problem, wrong, "q"))
 
 
-# ---- Dropout, heads of the output, narrow formats --------------------------------------------------------------------
+# ---- Dropout, heads of the output, narrow formats
+# --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", ["attn_weights", "context", "output"])
@@ -306,14 +384,18 @@ def test_dropout_has_a_law(stage):
     keeps = np.random.default_rng(0).random((2, 3, 6, 6)) >= 0.2
 
     def dropping(original):
-        return lambda values: {"attn_weights": original(values)["attn_weights"] * keeps / np.float32(0.8)}
+        return lambda values: {
+            "attn_weights": original(values)["attn_weights"] * keeps / np.float32(0.8)
+        }
 
     wrong = run(problem, overriding(attn_weights=dropping))
     if stage != "attn_weights":  # recorded before dropout
         wrong = {**run(problem), stage: wrong[stage]}
         wrong = {"output": wrong["output"]} if stage == "output" else wrong
     (law,) = told(problem, wrong, stage)
-    assert law.endswith("are 0, and the others 1.25 times what they should be: dropout is active, with p = 0.2")
+    assert law.endswith(
+        "are 0, and the others 1.25 times what they should be: dropout is active, with p = 0.2"
+    )
 
 
 def test_unscaled_zeros_are_not_dropout():
@@ -336,7 +418,8 @@ def test_mixed_output_heads_have_a_law():
     wrong = run(problem, overriding(combine_heads=mixing))
     (law,) = told(problem, {"output": wrong["output"]}, "output")
     assert law == (
-        "the output uses other heads: head 0 is 0.5 * head 0, head 1 is 0.25 * head 0 + 0.25 * head 1 "
+        "the output uses other heads: head 0 is 0.5 * head 0, head 1 is 0.25 * head 0 + 0.25 * "
+        "head 1 "
         "+ 0.25 * head 2 + 0.25 * head 3, head 2 is 1 * head 3 and head 3 is 1 * head 2"
     )
 
@@ -353,7 +436,8 @@ def test_narrow_format_is_not_a_law():
     assert told(problem, wrong, "scores") == ()
 
 
-# ---- No law ----------------------------------------------------------------------------------------------------------
+# ---- No law
+# --------------------------------------------------------------------------------------------------
 
 
 @sample(case=[CROSS, CAPPED], size=[1e-5])
@@ -364,7 +448,9 @@ def test_random_errors_have_no_law(case, size):
     problem = make_problem(case, "float32")
     right, rng = run(problem), np.random.default_rng(0)
     for stage in ("q", "v", "attn_weights", "output"):
-        error = (size * np.abs(right[stage]).max() * rng.standard_normal(right[stage].shape)).astype(np.float32)
+        error = (
+            size * np.abs(right[stage]).max() * rng.standard_normal(right[stage].shape)
+        ).astype(np.float32)
         assert told(problem, {**right, stage: right[stage] + error}, stage) == ()
         assert told(problem, {stage: right[stage] + error}, stage) == ()
 
@@ -374,6 +460,10 @@ def test_recomputations_are_bounded(monkeypatch):
     problem, calls = make_problem(NORMED, "float32"), []
     output = run(problem)["output"]
     made = parity.explain.diagnosis.replay.wrong_layer
-    monkeypatch.setattr(parity.explain.diagnosis.replay, "wrong_layer", lambda *given: calls.append(1) or made(*given))
+    monkeypatch.setattr(
+        parity.explain.diagnosis.replay,
+        "wrong_layer",
+        lambda *given: calls.append(1) or made(*given),
+    )
     assert told(problem, {"output": output + np.float32(0.1) * output**2}, "output") == ()
     assert len(calls) <= 2000

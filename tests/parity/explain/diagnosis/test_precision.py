@@ -1,4 +1,6 @@
-"""Lost precision and rows without a key are named, from all stages or from the output alone; other errors are not."""
+"""Lost precision and rows without a key are named, from all stages or from the output alone; other
+errors are not.
+"""
 
 from dataclasses import replace
 
@@ -32,7 +34,10 @@ def exactly(problem, bugs=()):
     """Return the stages of the reference with bugs, computed in float64 and rounded to float32."""
     with np.errstate(all="ignore"):
         values = run_steps(wrong_layer(problem, "float64", bugs).steps())
-    return {name: x if stage_named(name).is_exact else x.astype(np.float32) for name, x in values.items()}
+    return {
+        name: x if stage_named(name).is_exact else x.astype(np.float32)
+        for name, x in values.items()
+    }
 
 
 def outputs(stages):
@@ -44,7 +49,8 @@ def known(case, name):
     return next(bug for bug in bugs_for(case) if bug.name == name)
 
 
-# ---- One part in a narrower dtype ------------------------------------------------------------------------------------
+# ---- One part in a narrower dtype
+# ------------------------------------------------------------------------------------
 
 
 @sample(12)
@@ -66,12 +72,21 @@ def test_rounding_is_named_from_output(name):
 def test_rounded_weights_are_named(projection, only):
     """Weights rounded to bfloat16 are named, with the remark that their biases are not rounded."""
     problem = make_problem(CASE_OF["gqa-rope-causal"], "float32")
-    are_rounded = [name for name in problem.weights if name.startswith(projection) and name.endswith("weight")]
-    rounded = {name: problem.weights[name].astype(ml_dtypes.bfloat16).astype(np.float32) for name in are_rounded}
-    diagnosis = diagnose(only(exactly(replace(problem, weights={**problem.weights, **rounded}))), problem)
+    are_rounded = [
+        name for name in problem.weights if name.startswith(projection) and name.endswith("weight")
+    ]
+    rounded = {
+        name: problem.weights[name].astype(ml_dtypes.bfloat16).astype(np.float32)
+        for name in are_rounded
+    }
+    diagnosis = diagnose(
+        only(exactly(replace(problem, weights={**problem.weights, **rounded}))), problem
+    )
     (explanation,) = diagnosis.explanations
     assert explanation.bugs == ("-".join(filter(None, [projection, "weights-bfloat16"])),)
-    assert explanation.about.endswith(f"rounded to bfloat16, but not {'its bias' if projection else 'the biases'}")
+    assert explanation.about.endswith(
+        f"rounded to bfloat16, but not {'its bias' if projection else 'the biases'}"
+    )
 
 
 @pytest.mark.parametrize("name", ["weights-bfloat16", "scores-float16"])
@@ -79,7 +94,9 @@ def test_precision_loss_with_other_bug(name):
     """Lost precision is named together with a wrong mask, and the kind is `structure`."""
     case = CASE_OF["gqa-rope-causal"]
     problem = make_problem(case, "float32")
-    diagnosis = diagnose(exactly(problem, [known(case, "causal-off-by-one"), known(case, name)]), problem)
+    diagnosis = diagnose(
+        exactly(problem, [known(case, "causal-off-by-one"), known(case, name)]), problem
+    )
     assert sorted(named_bugs(diagnosis)) == sorted(["causal-off-by-one", name])
     assert diagnosis.kind == "structure"
 
@@ -114,7 +131,9 @@ FORMS = list(low_products(SCALED.case))
 
 
 @sample(6)
-@pytest.mark.parametrize("form", FORMS, ids=[f"{form.name}-{place % 4}" for place, form in enumerate(FORMS)])
+@pytest.mark.parametrize(
+    "form", FORMS, ids=[f"{form.name}-{place % 4}" for place, form in enumerate(FORMS)]
+)
 def test_each_form_of_low_products_is_named(form):
     """Each form of low-precision products is named from all stages."""
     diagnosis = diagnose(exactly(SCALED, [form]), SCALED)
@@ -129,16 +148,22 @@ def test_output_gain_is_not_precision(gain):
     assert diagnose({"output": output}, problem).kind == "law"
 
 
-# ---- The whole layer in a narrower dtype -----------------------------------------------------------------------------
+# ---- The whole layer in a narrower dtype
+# -----------------------------------------------------------------------------
 
 
 def narrow(problem, dtype):
     """The problem rounded to a narrower dtype."""
 
     def rounded(values):
-        return {name: x if x.dtype == bool else x.astype(dtype_named(dtype)) for name, x in values.items()}
+        return {
+            name: x if x.dtype == bool else x.astype(dtype_named(dtype))
+            for name, x in values.items()
+        }
 
-    return replace(problem, dtype=dtype, weights=rounded(problem.weights), inputs=rounded(problem.inputs))
+    return replace(
+        problem, dtype=dtype, weights=rounded(problem.weights), inputs=rounded(problem.inputs)
+    )
 
 
 @sample(4)
@@ -150,7 +175,10 @@ def test_narrow_layer_dtype_is_named(dtype, is_cast, only):
     problem = make_problem(CASES["causal"], "float32")
     stages = record("torch", Reference(narrow(problem, dtype))).accumulated
     if is_cast:
-        stages = {name: x if stage_named(name).is_exact else x.astype(np.float32) for name, x in stages.items()}
+        stages = {
+            name: x if stage_named(name).is_exact else x.astype(np.float32)
+            for name, x in stages.items()
+        }
     stages = {"output": stages["output"]} if only else stages
     diagnosis = diagnose(stages, problem)
     assert (diagnosis.kind, named_bugs(diagnosis)) == ("precision", [f"layer-in-{dtype}"])
@@ -160,14 +188,18 @@ def test_narrow_layer_dtype_is_named(dtype, is_cast, only):
     elif only:
         assert last == f"Dtype: output is {dtype} in a float32 problem"
     else:
-        assert last == f"Dtype: q, k, v and {len(diagnosis.dtypes) - 3} more are {dtype} in a float32 problem"
+        assert last == (
+            f"Dtype: q, k, v and {len(diagnosis.dtypes) - 3} more are {dtype} in a float32 problem"
+        )
 
 
 def test_float32_layer_is_named():
     """A float32 layer is named in a float64 problem, although its output is cast to float64."""
     problem = make_problem(CASES["causal"], "float64")
     stages = record("torch", Reference(narrow(problem, "float32"))).accumulated
-    assert named_bugs(diagnose({"output": stages["output"].astype(np.float64)}, problem)) == ["layer-in-float32"]
+    assert named_bugs(diagnose({"output": stages["output"].astype(np.float64)}, problem)) == [
+        "layer-in-float32"
+    ]
 
 
 def test_coarse_bug_is_not_precision():
@@ -180,9 +212,12 @@ def test_coarse_bug_is_not_precision():
     assert "Dtype: output is bfloat16 in a float32 problem" in str(diagnosis)
 
 
-# ---- Rows without a key ----------------------------------------------------------------------------------------------
+# ---- Rows without a key
+# ----------------------------------------------------------------------------------------------
 
-EMPTY = Case("layer", AttentionSpec(32, 4), "an empty sequence", is_causal=True, key_padding_lengths=(0, 4))
+EMPTY = Case(
+    "layer", AttentionSpec(32, 4), "an empty sequence", is_causal=True, key_padding_lengths=(0, 4)
+)
 
 
 @pytest.mark.parametrize("only", [False, True], ids=["stages", "output"])
@@ -211,7 +246,9 @@ def test_rows_emptied_by_mask_bug_are_named(case, mask, name):
 def test_two_bugs_named_if_output_has_nan(name):
     """From the output alone, a mask bug and its empty rows are named only if they are NaN."""
     problem = make_problem(CASES["causal"], "float32")
-    stages = exactly(problem, [known(CASES["causal"], "mask-flipped"), known(CASES["causal"], name)])
+    stages = exactly(
+        problem, [known(CASES["causal"], "mask-flipped"), known(CASES["causal"], name)]
+    )
     diagnosis = diagnose(outputs(stages), problem)
     leaves_its_mark = name == "empty-row-nan"
     assert set(named_bugs(diagnosis)) == ({"mask-flipped", name} if leaves_its_mark else set())
@@ -221,7 +258,11 @@ def test_two_bugs_named_if_output_has_nan(name):
 def test_unexplained_nan_is_located():
     """A single NaN in the context is unknown, and the message has its place."""
     problem = make_problem(CASES["causal"], "float32")
-    stages = {name: x.copy() for name, x in exactly(problem).items() if name in ("mask", "q", "k", "v", "context")}
+    stages = {
+        name: x.copy()
+        for name, x in exactly(problem).items()
+        if name in ("mask", "q", "k", "v", "context")
+    }
     stages["context"][1, 2, 3] = np.nan
     diagnosis = diagnose(stages, problem)
     assert (diagnosis.kind, diagnosis.unexplained) == ("unknown", "context")

@@ -1,4 +1,6 @@
-"""Bugs in sharding a layer over ranks: injected into each rank's computation in torch, located and named."""
+"""Bugs in sharding a layer over ranks: injected into each rank's computation in torch, located and
+named.
+"""
 
 from dataclasses import replace
 
@@ -23,7 +25,9 @@ def tiled(problem, size):
         for name in ("k_proj", "v_proj"):
             for leaf in ("weight", "bias"):
                 whole = problem.weights[f"{name}.{leaf}"]
-                own[f"{name}.{leaf}"] = whole.reshape(problem.spec.num_kv_heads, -1, *whole.shape[1:])[head]
+                own[f"{name}.{leaf}"] = whole.reshape(
+                    problem.spec.num_kv_heads, -1, *whole.shape[1:]
+                )[head]
         return own, spec
 
     return inject
@@ -31,14 +35,20 @@ def tiled(problem, size):
 
 def with_bias(problem):
     def inject(rank, own, spec):
-        return own | {"out_proj.bias": problem.weights["out_proj.bias"]}, replace(spec, out_bias=True)
+        return own | {"out_proj.bias": problem.weights["out_proj.bias"]}, replace(
+            spec, out_bias=True
+        )
 
     return inject
 
 
 HEADS = {
     "rank-kv-heads-tiled": (lambda problem: tiled(problem, 4), [1, 2], "k"),
-    "rank-first-heads": (lambda problem: cut(problem, "q_proj", "k_proj", "v_proj"), [1, 2, 3], "q"),
+    "rank-first-heads": (
+        lambda problem: cut(problem, "q_proj", "k_proj", "v_proj"),
+        [1, 2, 3],
+        "q",
+    ),
     "rank-first-sinks": (lambda problem: cut(problem, "sinks"), [1, 2, 3], "attn_weights"),
     "rank-first-gate": (lambda problem: cut(problem, "gate_proj"), [1, 2, 3], "gate"),
     "rank-out-bias-on-each": (with_bias, [1, 2, 3], "output"),
@@ -76,7 +86,9 @@ def test_norm_over_rank_width_is_named():
     """A norm over the width of each rank instead of the whole width is named, for both ranks."""
     problem = problem_of(WIDTH)
     apart = replace(WIDTH, qk_norm=Norm(per_head=True))
-    weights = {name: problem.weights[name].reshape(shape) for name, shape in apart.weight_shapes.items()}
+    weights = {
+        name: problem.weights[name].reshape(shape) for name, shape in apart.weight_shapes.items()
+    }
     ranks = []
     for rank in range(2):
         held, own = parity.shard(weights, apart, ShardPlan(2), rank)
@@ -102,7 +114,12 @@ def test_rank_local_positions_are_named():
     ranks = of_tokens(computed(problem.weights, SPEC, problem.inputs["query"], positions), 4)
     diagnosis = parity.diagnose_ranks(ranks, problem, tokens=4)
     firsts = [diagnosis.wrong[rank].stage for rank in range(4)]
-    assert firsts == ["scores", "q", "q", "q"]  # rank 0 has right positions, but keys of the other ranks
+    assert firsts == [
+        "scores",
+        "q",
+        "q",
+        "q",
+    ]  # rank 0 has right positions, but keys of the other ranks
     assert [bug.name for bug in diagnosis.bugs] == ["rank-local-positions"]
 
 
@@ -112,7 +129,8 @@ def test_zigzag_token_order_is_named():
     stages = computed(problem.weights, SPEC, problem.inputs["query"])
     right, left = of_tokens(stages, 2), of_tokens(stages, 2, [[0, 1, 6, 7], [2, 3, 4, 5]])
     ranks = [
-        own | {"output": moved["output"], "context": moved["context"]} for own, moved in zip(right, left, strict=True)
+        own | {"output": moved["output"], "context": moved["context"]}
+        for own, moved in zip(right, left, strict=True)
     ]
     diagnosis = parity.diagnose_ranks(ranks, problem, tokens=2)
     assert list(diagnosis.wrong) == [0, 1]
@@ -121,7 +139,9 @@ def test_zigzag_token_order_is_named():
 
 
 def gradients(problem, weigh):
-    """Return the input gradient of a torch layer whose backward pass has the attention weights `weigh(scores)`."""
+    """Return the input gradient of a torch layer whose backward pass has the attention weights
+    `weigh(scores)`.
+    """
     weights = {name: torch.from_numpy(np.array(weight)) for name, weight in problem.weights.items()}
     spec, x = problem.spec, torch.from_numpy(np.array(problem.inputs["query"])).requires_grad_()
     q, k, v = mha_torch.project_qkv(mha_torch.project_with(weights, spec), x, x, x, spec)
@@ -132,7 +152,9 @@ def gradients(problem, weigh):
     d_context = mha_torch.split_heads(d_context, spec.num_heads)
     wrong = weigh(scores.detach())
     grouped = v.repeat_interleave(spec.num_heads // spec.num_kv_heads, 1)
-    d_scores = wrong * (d_context @ grouped.detach().mT - (d_context * context).sum(-1, keepdim=True))
+    d_scores = wrong * (
+        d_context @ grouped.detach().mT - (d_context * context).sum(-1, keepdim=True)
+    )
     found = (scores * d_scores).masked_fill(hidden, 0.0).sum() + (wrong @ grouped * d_context).sum()
     return torch.autograd.grad(found, x)[0]
 
@@ -147,7 +169,9 @@ def test_gradient_of_local_sums_is_named(is_wrong):
         return torch.softmax(parts, -1).nan_to_num().flatten(-2)
 
     grad = gradients(problem, by_parts if is_wrong else lambda scores: torch.softmax(scores, -1))
-    diagnosis = parity.diagnose_ranks([{"grad.query": part} for part in grad.chunk(4, 1)], problem, tokens=4)
+    diagnosis = parity.diagnose_ranks(
+        [{"grad.query": part} for part in grad.chunk(4, 1)], problem, tokens=4
+    )
     assert diagnosis.is_wrong == is_wrong
     assert [bug.name for bug in diagnosis.bugs] == ["rank-local-sums"] * is_wrong
 
@@ -157,7 +181,11 @@ def test_rank_bugs_cover_all_names():
     whole, width = problem_of(SPEC), problem_of(WIDTH)
     plain = problem_of(AttentionSpec(32, 8, rope=Rope()))
     asked = [(whole, 4, 1), (width, 4, 1), (plain, 1, 2)]
-    found = {each.name for problem, tensor, tokens in asked for each in rank_bugs(problem, ShardPlan(tensor), tokens)}
+    found = {
+        each.name
+        for problem, tensor, tokens in asked
+        for each in rank_bugs(problem, ShardPlan(tensor), tokens)
+    }
     assert found == {*NAMES}
 
 

@@ -63,7 +63,9 @@ def test_sequence_ranks_have_own_queries(write, layer, capsys):
     ranks = [stages | {"query": x} for stages, x in zip(parts, np.split(query, 2, 1), strict=True)]
     paths = write(ranks)
     assert main(["diagnose", "--mesh", "sequence=2", "--weights", weights, *paths]) == 0
-    assert main(["diagnose", "--mesh", "sequence=2", "--weights", weights, *write(ranks[::-1])]) == 1
+    assert (
+        main(["diagnose", "--mesh", "sequence=2", "--weights", weights, *write(ranks[::-1])]) == 1
+    )
     assert "of rank 0: " in capsys.readouterr().out
 
 
@@ -113,12 +115,19 @@ def test_bad_rank_files_exit_with_2(write, layer, capsys):
         assert refusal.is_printed_in(capsys.readouterr().err)
 
     check(refuses("query", "none in"), ranks)
-    check(refuses("query", "different"), [stages | {"query": query + rank} for rank, stages in enumerate(ranks)])
+    check(
+        refuses("query", "different"),
+        [stages | {"query": query + rank} for rank, stages in enumerate(ranks)],
+    )
     check(refuses("query", {"query.shape": (2, 8, 8)}), ranks, query=query[..., :8])
     check(refuses("query", "[(8, 32), (8, 32)]"), ranks, query=query[0])
     check(refuses("…rank0.safetensors", "out"), [{"out": ranks[0]["output"]}] * 2, query=query)
     check(refuses("…rank0.safetensors", "query"), [{}, {}], query=query)
-    check(refuses("…", "grad.query"), [stages | {"grad.query": query} for stages in ranks], query=query)
+    check(
+        refuses("…", "grad.query"),
+        [stages | {"grad.query": query} for stages in ranks],
+        query=query,
+    )
     of_case = ["diagnose", "--mesh", "tensor=2"]
     check(refuses("--weights or --case", "--mesh"), ranks, of_case)
     check(refuses("--case", {"--case": "none"}), ranks, [*of_case, "--case", "none"])

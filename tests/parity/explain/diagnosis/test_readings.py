@@ -1,4 +1,6 @@
-"""Correct layers that are recorded in other customary forms, or computed in other correct ways: nothing is wrong."""
+"""Correct layers that are recorded in other customary forms, or computed in other correct ways:
+nothing is wrong.
+"""
 
 import json
 import math
@@ -26,9 +28,18 @@ from parity.use.cli.main import main
 from parity.use.testing.assertion import compare_arrays, judge, message
 
 SPEC = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0))
-GQA = Case("readings", SPEC, "shared heads, RoPE, two masks", seq_len=6, is_causal=True, key_padding_lengths=(4, 6))
+GQA = Case(
+    "readings",
+    SPEC,
+    "shared heads, RoPE, two masks",
+    seq_len=6,
+    is_causal=True,
+    key_padding_lengths=(4, 6),
+)
 GAIN = Case("readings-gain", SPEC, "large logits", seq_len=24, gain=1000.0)
-CACHED = Case("readings-cached", SPEC, "a prompt, then tokens", seq_len=6, chunks=(4, 1, 1), capacity=9)
+CACHED = Case(
+    "readings-cached", SPEC, "a prompt, then tokens", seq_len=6, chunks=(4, 1, 1), capacity=9
+)
 
 
 def right(case, dtype="float32", *changes, arithmetic="ieee"):
@@ -46,7 +57,9 @@ def test_batch_and_heads_may_be_one_axis():
         values[name] = values[name].reshape(-1, *values[name].shape[2:])
     diagnosis = diagnose(values, problem)
     assert diagnosis.kind == "convention"
-    assert all("B * N" in diagnosis.conventions[name] for name in ("scores", "attn_weights", "context"))
+    assert all(
+        "B * N" in diagnosis.conventions[name] for name in ("scores", "attn_weights", "context")
+    )
 
 
 def kept(values, change):
@@ -56,7 +69,9 @@ def kept(values, change):
 
 RECORDED = {
     "(B, T, N, H)": lambda v: {name: v[name].swapaxes(1, 2) for name in ("q", "k", "v", "context")},
-    "(B, T, N * H)": lambda v: {name: v[name].swapaxes(1, 2).reshape(2, 6, -1) for name in ("q", "k", "context")},
+    "(B, T, N * H)": lambda v: {
+        name: v[name].swapaxes(1, 2).reshape(2, 6, -1) for name in ("q", "k", "context")
+    },
     "(B * N, T, H)": lambda v: {"q": v["q"].reshape(8, 6, 8)},
     "(T, B, E)": lambda v: {"output": v["output"].swapaxes(0, 1)},
     "after the repeat": lambda v: {name: v[name].repeat(2, axis=1) for name in "kv"},
@@ -65,7 +80,9 @@ RECORDED = {
     "additive": lambda v: {"mask": np.where(v["mask"], np.float32(-1e9), np.float32(0.0))},
     "additive -inf": lambda v: {"mask": np.where(v["mask"], -np.inf, 0.0).astype(np.float32)},
     "mask (B, T, S)": lambda v: {"mask": v["mask"][:, 0]},
-    "masked scores": lambda v: {"scores": np.where(v["mask"], -np.inf, v["scores"]).astype(np.float32)},
+    "masked scores": lambda v: {
+        "scores": np.where(v["mask"], -np.inf, v["scores"]).astype(np.float32)
+    },
     "unscaled scores": lambda v: {"scores": (v["scores"] * np.sqrt(8.0)).astype(np.float32)},
     "scaled q": lambda v: {"q": (v["q"] / np.sqrt(8.0)).astype(np.float32)},
     "averaged weights": lambda v: {"attn_weights": v["attn_weights"].mean(axis=1)},
@@ -93,7 +110,9 @@ def test_bug_is_named_despite_conventions(recorded):
     diagnosis = diagnose(kept(values, RECORDED[recorded]), problem)
     assert diagnosis.is_wrong
     if recorded != "(T, B, E)":  # the form of the wrong stage itself
-        assert [each.bugs for each in diagnosis.explanations] == [("out_proj-transposed",)], str(diagnosis)
+        assert [each.bugs for each in diagnosis.explanations] == [("out_proj-transposed",)], str(
+            diagnosis
+        )
 
 
 FILLS = {"-inf": -np.inf, "-1e9": -1e9, "-1e4": -1e4, "the least": float(np.finfo(np.float32).min)}
@@ -121,7 +140,9 @@ def test_penalty_in_scores_is_named():
     problem, values = right(GQA, "float32", made)
     values["scores"] = np.where(values["mask"], np.float32(-10.0), values["scores"])
     for observed in (values, {"output": values["output"]}):
-        assert [each.bugs for each in diagnose(observed, problem).explanations] == [("mask-penalty-filled",)]
+        assert [each.bugs for each in diagnose(observed, problem).explanations] == [
+            ("mask-penalty-filled",)
+        ]
 
 
 def test_large_scores_are_not_masked():
@@ -166,7 +187,9 @@ def test_padding_is_not_compared(value):
     for name in ("q", "k", "v", "context", "output"):
         padding = is_padding[:, None, :, None] if values[name].ndim == 4 else is_padding[..., None]
         values[name] = np.where(padding, np.float32(value), values[name])
-    values["attn_weights"] = np.where(is_padding[:, None, :, None], np.float32(value), values["attn_weights"])
+    values["attn_weights"] = np.where(
+        is_padding[:, None, :, None], np.float32(value), values["attn_weights"]
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         parity.assert_parity(values, problem=problem)
@@ -229,7 +252,9 @@ def test_scores_in_16_bits_are_not_a_bug(dtype, choice, stages):
     assert not diagnose(observed, problem).is_wrong
     (made,) = (bug for bug in bugs_for(GQA) if bug.name == "scale-missing")
     problem, wrong = right(GQA, dtype, made, choice, arithmetic=choice.arithmetic)
-    diagnosis = diagnose({"output": wrong["output"], "scores": wrong["scores"].astype(dtype_named(dtype))}, problem)
+    diagnosis = diagnose(
+        {"output": wrong["output"], "scores": wrong["scores"].astype(dtype_named(dtype))}, problem
+    )
     assert [each.bugs for each in diagnosis.explanations] == [("scale-missing",)]
 
 
@@ -262,7 +287,9 @@ def test_weights_from_log_sum_exp_are_right(seed):
 def test_choice_keeps_float64_reference():
     """Another choice recomputes the float32 reference and keeps the float64 one."""
     problem = make_problem(GAIN, "float32")
-    first, alone = (Replay(problem, {}, "ieee", choice) for choice in (AS_THE_REFERENCE, LOG_SUM_EXP))
+    first, alone = (
+        Replay(problem, {}, "ieee", choice) for choice in (AS_THE_REFERENCE, LOG_SUM_EXP)
+    )
     before = {dtype: first.stage("attn_weights", (), dtype) for dtype in ("float32", "float64")}
     other = first.with_choice(LOG_SUM_EXP)
     assert other.stage("attn_weights", (), "float64") is before["float64"]
@@ -280,8 +307,13 @@ def test_replay_with_choice_is_independent():
     noise["attn_weights"] *= ~values["mask"]
     for share in (1.1, 1.5, 3.0):
         off = {name: share * alone.allowed(name, (made,))["rms"] * noise[name] for name in noise}
-        observed = {**values, **{name: (values[name] + off[name]).astype(np.float32) for name in noise}}
-        first, again = (Replay(problem, observed, "ieee", choice) for choice in (AS_THE_REFERENCE, LOG_SUM_EXP))
+        observed = {
+            **values,
+            **{name: (values[name] + off[name]).astype(np.float32) for name in noise},
+        }
+        first, again = (
+            Replay(problem, observed, "ieee", choice) for choice in (AS_THE_REFERENCE, LOG_SUM_EXP)
+        )
         before = {name: first.judgement(name, (made,)) for name in noise}
         assert 1.0 < before["output"].ratio <= MOST_OVER
         verdict = first.with_choice(LOG_SUM_EXP).judgement("attn_weights", (made,))
@@ -292,7 +324,10 @@ def test_replay_with_choice_is_independent():
 def test_search_lists_untried_steps():
     """A search without time lists all its steps as untried; one without a limit lists none."""
     problem, values = right(GQA)
-    observed = {"output": values["output"] + np.random.default_rng(0).standard_normal(values["output"].shape)}
+    observed = {
+        "output": values["output"]
+        + np.random.default_rng(0).standard_normal(values["output"].shape)
+    }
     diagnosis = diagnose(observed, problem, seconds=0.0)
     untried = "single bugs, pairs of bugs, numbers and parts of the layer, the nearest bugs"
     assert (diagnosis.kind, diagnosis.untried) == ("unknown", untried)
@@ -304,7 +339,9 @@ def test_bug_after_unknown_stage_is_named():
     """A transposed output projection is named after scores that no bug explains."""
     (made,) = (bug for bug in bugs_for(GQA) if bug.name == "out_proj-transposed")
     problem, values = right(GQA, "float32", made)
-    values["scores"] = values["scores"] + np.random.default_rng(0).standard_normal(values["scores"].shape).astype("f")
+    values["scores"] = values["scores"] + np.random.default_rng(0).standard_normal(
+        values["scores"].shape
+    ).astype("f")
     with np.errstate(all="ignore"):
         layer = reference.Layer(problem, reference.Arithmetic(dtype_named("float32")))
         values |= layer.attn_weights(values)
@@ -329,7 +366,8 @@ def test_unexplained_q_has_place_and_law():
     assert found["place"]["heads"] == [3]
 
 
-# ---- assert_parity and the command line ------------------------------------------------------------------------------
+# ---- assert_parity and the command line
+# ------------------------------------------------------------------------------
 
 
 def test_assert_parity_warns_of_convention():
@@ -351,12 +389,16 @@ def test_first_of_two_bugs_is_the_headline():
     case = Case("ci", AttentionSpec(32, 4), "no groups", seq_len=6, is_causal=True)
     known = {each.name: each for each in reversed(bugs_for(case))}
     problem, values = right(case, "float32", *map(known.get, names))
-    values = kept(values, lambda v: {name: v[name].swapaxes(1, 2) for name in ("q", "k", "v", "context")})
+    values = kept(
+        values, lambda v: {name: v[name].swapaxes(1, 2) for name in ("q", "k", "v", "context")}
+    )
     values["scores"] = np.where(values["mask"], -np.inf, values["scores"]).astype(np.float32)
     judged, diagnosis = judge(values, problem=problem)
     assert [each.bugs for each in diagnosis.explanations] == [(name,) for name in names]
     assert all(math.isfinite(each.ratio) for each in judged)
-    assert message(judged, diagnosis).splitlines()[0] == f"Likely bug 1 of 2: {diagnosis.likely_bug}"
+    assert (
+        message(judged, diagnosis).splitlines()[0] == f"Likely bug 1 of 2: {diagnosis.likely_bug}"
+    )
     assert diagnosis.likely_bug == names[0]
 
 
@@ -364,7 +406,11 @@ def test_conventions_have_ratios_below_one():
     """Stages in another form pass with a ratio of at most 1 and the form as the reason."""
     problem, values = right(GQA)
     _, before = right(GQA, "float32", BEFORE_ROPE)
-    values = {**kept(values, RECORDED["(B, T, N, H)"]), "q": before["q"], "scores": values["scores"]}
+    values = {
+        **kept(values, RECORDED["(B, T, N, H)"]),
+        "q": before["q"],
+        "scores": values["scores"],
+    }
     values = kept(values, RECORDED["masked scores"])
     with pytest.warns(parity.ConventionWarning):
         judged, diagnosis = judge(values, problem=problem)
@@ -376,7 +422,11 @@ def test_conventions_have_ratios_below_one():
 def test_equal_conventions_share_a_line():
     """The same convention in all steps takes one line of the message."""
     problem, values = right(CACHED)
-    turned = {name: x.swapaxes(1, 2) for name, x in values.items() if stage_named(name).quantity == "cache.values"}
+    turned = {
+        name: x.swapaxes(1, 2)
+        for name, x in values.items()
+        if stage_named(name).quantity == "cache.values"
+    }
     diagnosis = diagnose({**values, **turned}, problem)
     assert set(diagnosis.conventions) == set(turned)
     assert len(str(diagnosis).splitlines()) == 2
@@ -427,13 +477,23 @@ def test_command_reports_assumed_causality(tmp_path, monkeypatch, capsys):
     np.savez(tmp_path / "w.npz", **weights)
     (tmp_path / "port.py").write_text(PORT)
     monkeypatch.syspath_prepend(str(tmp_path))
-    told = ["diagnose", "port:encoder", "--framework", "torch", "--weights", str(tmp_path / "w.safetensors")]
+    told = [
+        "diagnose",
+        "port:encoder",
+        "--framework",
+        "torch",
+        "--weights",
+        str(tmp_path / "w.safetensors"),
+    ]
     assert main(told) == 1
     out = capsys.readouterr().out
     assert "port:encoder is assumed to be causal; if it is not, pass --no-causal" in out
     assert "with --no-causal, nothing differs" in out
     assert main([*told, "--no-causal"]) == 0
-    wrong = {"transposed": weights["out_proj.weight"].T.copy(), "other": weights["out_proj.weight"] ** 3}
+    wrong = {
+        "transposed": weights["out_proj.weight"].T.copy(),
+        "other": weights["out_proj.weight"] ** 3,
+    }
     for name, weight in wrong.items():
         save_weights(tmp_path / "w.safetensors", weights | {"out_proj.weight": weight}, spec)
         assert main(told) == 1
@@ -457,4 +517,6 @@ def test_remembered_projections_are_exact(name):
         with np.errstate(all="ignore"):
             fresh = run_steps(wrong_layer(problem, "float64", (bug,)).steps())
             again = run_steps(wrong_layer(problem, "float64", (bug, base)).steps())
-        assert all(np.array_equal(fresh[stage], again[stage], equal_nan=True) for stage in fresh), bug.name
+        assert all(np.array_equal(fresh[stage], again[stage], equal_nan=True) for stage in fresh), (
+            bug.name
+        )

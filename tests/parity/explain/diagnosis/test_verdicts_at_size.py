@@ -1,4 +1,6 @@
-"""Verdicts on large layers in 16 bits: bugs that show only at distant tokens, small errors, and hidden bugs."""
+"""Verdicts on large layers in 16 bits: bugs that show only at distant tokens, small errors, and
+hidden bugs.
+"""
 
 import re
 from dataclasses import replace
@@ -27,7 +29,14 @@ LLAMA = AttentionSpec(
     out_bias=False,
     rope=Rope(500000.0, scaling=Llama3Scaling(8.0, 8192)),
 )
-FAR = Case("far", LLAMA, "a layer whose scaling shows far from the first token", batch=1, seq_len=600, is_causal=True)
+FAR = Case(
+    "far",
+    LLAMA,
+    "a layer whose scaling shows far from the first token",
+    batch=1,
+    seq_len=600,
+    is_causal=True,
+)
 
 
 def stages_with(problem, name, stages):
@@ -82,7 +91,9 @@ def test_output_note_is_of_whole_output(far):
 def plain():
     """Return a large problem with few known bugs, so that a complete search is short."""
     spec = AttentionSpec(256, 4, qkv_bias=False, out_bias=False)
-    problem = make_problem(Case("plain", spec, "", batch=1, seq_len=200, is_causal=True), "bfloat16")
+    problem = make_problem(
+        Case("plain", spec, "", batch=1, seq_len=200, is_causal=True), "bfloat16"
+    )
     assert is_large(problem)
     return problem
 
@@ -115,10 +126,18 @@ def test_error_over_budget_is_unknown(plain):
     assert 1.0 < diagnosis.ratio < 3.0
 
 
-# ---- Lost precision --------------------------------------------------------------------------------------------------
+# ---- Lost precision
+# --------------------------------------------------------------------------------------------------
 
 NORMED = AttentionSpec(
-    64, 4, num_kv_heads=2, head_dim=16, qkv_bias=False, out_bias=False, qk_norm=Norm(eps=1e-5), rope=Rope(500000.0)
+    64,
+    4,
+    num_kv_heads=2,
+    head_dim=16,
+    qkv_bias=False,
+    out_bias=False,
+    qk_norm=Norm(eps=1e-5),
+    rope=Rope(500000.0),
 )
 
 
@@ -139,7 +158,9 @@ def test_eps_outside_norm_is_named(size, stages):
 @pytest.mark.parametrize("size", [3e-6, 1e-4])
 def test_noise_is_not_lost_precision(size):
     """Noise as large as that of a 16-bit projection is unknown, not lost precision."""
-    problem = make_problem(Case("noise", NORMED, "", batch=1, seq_len=40, is_causal=True), "float32")
+    problem = make_problem(
+        Case("noise", NORMED, "", batch=1, seq_len=40, is_causal=True), "float32"
+    )
     expected = Reference(problem).accumulated["output"]
     noise = np.random.default_rng(0).standard_normal(expected.shape)
     observed = (expected + size * np.abs(expected).max() * noise).astype(np.float32)
@@ -147,16 +168,21 @@ def test_noise_is_not_lost_precision(size):
     assert (diagnosis.kind, named_bugs(diagnosis)) == ("unknown", [])
 
 
-# ---- RoPE's frequencies ----------------------------------------------------------------------------------------------
+# ---- RoPE's frequencies
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rounded_frequencies_are_named(dtype):
     """RoPE frequencies in bfloat16 are named, though the output agrees in bfloat16."""
-    spec = AttentionSpec(64, 4, num_kv_heads=2, qkv_bias=False, out_bias=False, rope=Rope(1000000.0))
+    spec = AttentionSpec(
+        64, 4, num_kv_heads=2, qkv_bias=False, out_bias=False, rope=Rope(1000000.0)
+    )
     case = Case("rounded", spec, "", batch=1, seq_len=24, is_causal=True, first_position=4000)
     problem = make_problem(case, dtype)
-    observed = stages_with(problem, "rope-frequencies-bfloat16", ("q", "k", "v", "context", "output"))
+    observed = stages_with(
+        problem, "rope-frequencies-bfloat16", ("q", "k", "v", "context", "output")
+    )
     diagnosis = parity.diagnose(observed, problem)
     assert named_bugs(diagnosis) == ["rope-frequencies-bfloat16"]
     assert diagnosis.agrees == (dtype == "bfloat16")
@@ -180,7 +206,8 @@ def test_extra_rotation_is_wrong():
     assert (diagnosis.is_wrong, diagnosis.stage, diagnosis.agrees) == (True, "q", True)
 
 
-# ---- Hidden bugs -----------------------------------------------------------------------------------------------------
+# ---- Hidden bugs
+# --------------------------------------------------------------------------------------------------
 
 
 @sample(2)
@@ -202,7 +229,8 @@ def test_bugs_hidden_by_dtype_are_listed(dtype, size):
         assert "may not show in bfloat16: compare in float32 as well" in str(diagnosis)
 
 
-# ---- Numbers ---------------------------------------------------------------------------------------------------------
+# ---- Numbers
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -226,7 +254,11 @@ def test_printed_numbers_differ(number, right, texts):
     [
         (AttentionSpec(96, 2, head_dim=32, rope=Rope(10000.0)), 32 / 96, "2 i / d_model"),
         (AttentionSpec(96, 2, head_dim=32, rope=Rope(10000.0, rotary_dim=16)), 16 / 32, "i / d"),
-        (AttentionSpec(96, 2, head_dim=32, rope=Rope(10000.0, rotary_dim=24)), 24 / 32, "2 i / head_dim"),
+        (
+            AttentionSpec(96, 2, head_dim=32, rope=Rope(10000.0, rotary_dim=24)),
+            24 / 32,
+            "2 i / head_dim",
+        ),
         (AttentionSpec(96, 2, head_dim=32, rope=Rope(10000.0)), 0.77, ""),
     ],
 )
@@ -241,7 +273,9 @@ def test_theta_fits_another_exponent(spec, power, form):
 def test_exponent_over_d_model_is_named(stage):
     """Exponents over d_model, which look like a theta of 21.54, have a fix for the exponents."""
     spec = AttentionSpec(48, 3, qkv_bias=False, out_bias=False, rope=Rope(10000.0))
-    problem = make_problem(Case("exponent", spec, "", batch=1, seq_len=16, is_causal=True), "float32")
+    problem = make_problem(
+        Case("exponent", spec, "", batch=1, seq_len=16, is_causal=True), "float32"
+    )
     other = replace(spec, rope=Rope(10000.0 ** (16 / 48)))
     wrong = replace(problem, case=replace(problem.case, spec=other))
     observed = {stage: Reference(wrong).same_precision(local=False)[stage]}
@@ -262,13 +296,22 @@ def test_odd_theta_has_no_fix():
 
 
 def test_scale_fix_has_the_right_number():
-    """With latents and YaRN the scale is not 1 / sqrt(head_dim), and the fix has the right number."""
+    """With latents and YaRN the scale is not 1 / sqrt(head_dim), and the fix has the right
+    number.
+    """
     from mha_spec import YarnScaling
 
     scaling = YarnScaling(factor=40.0, original_length=64, mscale=0.707, mscale_all_dim=0.707)
     rope = Rope(10000.0, rotary_dim=8, rotated="last", pairs="interleaved", scaling=scaling)
     spec = AttentionSpec(
-        64, 4, head_dim=24, value_head_dim=16, latent=Latent(20, 8), rope=rope, qkv_bias=False, out_bias=False
+        64,
+        4,
+        head_dim=24,
+        value_head_dim=16,
+        latent=Latent(20, 8),
+        rope=rope,
+        qkv_bias=False,
+        out_bias=False,
     )
     problem = make_problem(Case("mla", spec, "", seq_len=9, is_causal=True), "float32")
     diagnosis = parity.diagnose(stages_with(problem, "scale-squared", ("output",)), problem)
@@ -283,11 +326,14 @@ def test_missing_dynamic_scaling_is_named():
     problem = make_problem(case, "bfloat16")
     unscaled = replace(problem, case=replace(case, spec=replace(LLAMA, rope=Rope(10000.0))))
     observed = Reference(unscaled).same_precision(local=False)
-    diagnosis = parity.diagnose({name: observed[name] for name in ("q", "k", "v", "output")}, problem)
+    diagnosis = parity.diagnose(
+        {name: observed[name] for name in ("q", "k", "v", "output")}, problem
+    )
     assert named_bugs(diagnosis) == ["rope-scaling-missing"]
 
 
-# ---- Serving ---------------------------------------------------------------------------------------------------------
+# ---- Serving
+# --------------------------------------------------------------------------------------------------
 
 RAGGED = AttentionSpec(64, 8, num_kv_heads=2, qkv_bias=False, out_bias=False, rope=Rope(10000.0))
 SERVED = Case(
@@ -303,7 +349,9 @@ SERVED = Case(
 
 
 def served(problem, *, mask_of_longest=False):
-    """Return the stages of a NumPy server that writes padding to its cache and overwrites it in the next steps."""
+    """Return the stages of a NumPy server that writes padding to its cache and overwrites it in the
+    next steps.
+    """
     case, width, group = problem.case, 8, 4
     weights = {name: x.astype(np.float64) for name, x in problem.weights.items()}
     frequencies = 10000.0 ** (-np.arange(0, width, 2) / width)
@@ -323,7 +371,11 @@ def served(problem, *, mask_of_longest=False):
             return np.concatenate(rotated, axis=-1)
 
         def heads(name, number, x=x, count=count):
-            return (x @ weights[f"{name}_proj.weight"].T).reshape(2, count, number, width).swapaxes(1, 2)
+            return (
+                (x @ weights[f"{name}_proj.weight"].T)
+                .reshape(2, count, number, width)
+                .swapaxes(1, 2)
+            )
 
         q, k, v = turned(heads("q", 8)), turned(heads("k", 2)), heads("v", 2)
         for b in range(2):
@@ -331,13 +383,22 @@ def served(problem, *, mask_of_longest=False):
             keys[b, :, slots], values[b, :, slots] = k[b], v[b]
         last = np.full_like(positions, lengths.max()) if mask_of_longest and step else positions
         hidden = (np.arange(case.capacity) > last[..., None])[:, None]
-        scores = np.where(hidden, -np.inf, q @ keys.repeat(group, 1).swapaxes(2, 3) / np.sqrt(width))
+        scores = np.where(
+            hidden, -np.inf, q @ keys.repeat(group, 1).swapaxes(2, 3) / np.sqrt(width)
+        )
         weighed = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weighed /= weighed.sum(axis=-1, keepdims=True)
         context = weighed @ values.repeat(group, 1)
         lengths = lengths + np.array(case.new_lengths[step])
         output = context.swapaxes(1, 2).reshape(2, count, -1) @ weights["out_proj.weight"].T
-        found = {"q": q, "k": k, "v": v, "attn_weights": weighed, "context": context, "output": output}
+        found = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "attn_weights": weighed,
+            "context": context,
+            "output": output,
+        }
         found |= {"cache.keys": keys.copy(), "cache.values": values.copy()}
         stages |= {f"step{step}.{name}": array.astype(np.float32) for name, array in found.items()}
         stages[f"step{step}.mask"] = np.broadcast_to(hidden, (2, 8, count, case.capacity))
@@ -368,7 +429,8 @@ def test_mask_of_longest_is_located():
     assert first.where.startswith("only sequence 1 (of 2)")
 
 
-# ---- Whole stages ----------------------------------------------------------------------------------------------------
+# ---- Whole stages
+# --------------------------------------------------------------------------------------------------
 
 
 def at_size(dtype="float32", **fields):
@@ -385,7 +447,9 @@ TOKENS = 200
 """More tokens than a sample has."""
 
 
-@pytest.mark.parametrize("cut", [np.s_[:, :150], np.s_[:0], np.s_[..., :128], np.s_[:, :-1]], ids=str)
+@pytest.mark.parametrize(
+    "cut", [np.s_[:, :150], np.s_[:0], np.s_[..., :128], np.s_[:, :-1]], ids=str
+)
 def test_wrong_shape_at_size_fails(cut):
     """A large output of a wrong shape fails, with the shape in the message."""
     problem, values = at_size()
@@ -417,7 +481,9 @@ def test_convention_hides_no_wrong_token(name, position):
 def test_q_k_before_rope_pass_at_size():
     """q and k of a large layer recorded before RoPE pass with a ConventionWarning."""
     problem, values = at_size()
-    unrotated = wrong_layer(problem, "float32", [b for b in bugs_for(problem.case) if b.name == "rope-missing"]).qkv({})
+    unrotated = wrong_layer(
+        problem, "float32", [b for b in bugs_for(problem.case) if b.name == "rope-missing"]
+    ).qkv({})
     observed = {**values, "q": unrotated["q"], "k": unrotated["k"]}
     with pytest.warns(parity.ConventionWarning, match="is recorded before RoPE"):
         parity.assert_parity(observed, problem=problem)
@@ -434,7 +500,9 @@ def test_bfloat16_scores_pass_at_size():
 def test_shared_kv_layer_is_sampled():
     """In a large layer with shared_kv, an output shifted by one token is wrong."""
     spec = AttentionSpec(256, 16, num_kv_heads=4, head_dim=16, rope=Rope(10000.0), shared_kv=True)
-    problem = make_problem(Case("lent", spec, "", batch=1, seq_len=TOKENS, is_causal=True), "float32")
+    problem = make_problem(
+        Case("lent", spec, "", batch=1, seq_len=TOKENS, is_causal=True), "float32"
+    )
     assert is_large(problem)
     output = wrong_layer(problem, "float32", ()).forward()["output"]
     assert parity.diagnose({"output": np.roll(output, 1, axis=1)}, problem).is_wrong

@@ -1,4 +1,5 @@
-"""Twenty diverse ports of tests/wild: correct ones raise no alarm, and one bug of each kind is named.
+"""Twenty diverse ports of tests/wild: correct ones raise no alarm, and one bug of each kind is
+named.
 
 `make nightly` runs all of them, and audits them by plain arithmetic.
 """

@@ -1,4 +1,6 @@
-"""Identification of RoPE on several axes, in vision towers and text with M-RoPE; and injected oddities."""
+"""Identification of RoPE on several axes, in vision towers and text with M-RoPE; and injected
+oddities.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ def test_axial_rope_of_tower_is_identified(name):
     assert layer.spec is not None, str(layer)
     assert layer.spec.rope == TOWERS[name][-1]
     assert layer.is_causal is False
-    assert layer.positions[0][1] in (3, 4, 5, 6)  # 4 or 6 positions; those of Llama 4 and Muse Spark start at 1
+    assert layer.positions[0][1] in (
+        3,
+        4,
+        5,
+        6,
+    )  # 4 or 6 positions; those of Llama 4 and Muse Spark start at 1
     assert "integers on each axis" in str(layer)
 
 
@@ -54,7 +61,10 @@ def test_packed_pictures_are_segments():
     records them as segments of 24 and 16 tokens.
     """
     model, inputs = small_tower("qwen2_vl")
-    packed = {"hidden_states": torch.randn(40, 96), "grid_thw": torch.cat([GRID, torch.tensor([[1, 4, 4]])])}
+    packed = {
+        "hidden_states": torch.randn(40, 96),
+        "grid_thw": torch.cat([GRID, torch.tensor([[1, 4, 4]])]),
+    }
     (layer,) = identify(model, packed)
     (alone,) = identify(model, inputs)
     assert layer.spec == alone.spec is not None, str(layer)
@@ -84,7 +94,8 @@ def test_picture_of_one_row_or_column_fails(grid):
     assert layer.refusal
 
 
-# ---- Text ------------------------------------------------------------------------------------------------------------
+# ---- Text
+# --------------------------------------------------------------------------------------------------
 
 
 @sample(name=["qwen3_vl"])
@@ -110,7 +121,8 @@ def test_text_mrope_matches_rules(name):
     assert layer.positions[1][0] >= 20000
 
 
-# ---- Oddities that no field of a specification describes -------------------------------------------------------------
+# ---- Oddities that no field of a specification describes
+# -------------------------------------------------------------
 
 
 def on_angles(change: Any) -> Any:
@@ -150,9 +162,13 @@ ODDITIES = {
     "axes-swapped-for-half-of-the-pairs": on_angles(swapped),
     "a-frequency-1-percent-off": on_angles(lambda angles: factors(angles, p1=1.01)),
     "the-last-frequency-1-percent-off": on_angles(lambda angles: factors(angles, p7=1.01)),
-    "an-axis-reversed": on_angles(lambda angles: angles * torch.tensor([1.0, -1.0]).repeat_interleave(4)),
+    "an-axis-reversed": on_angles(
+        lambda angles: angles * torch.tensor([1.0, -1.0]).repeat_interleave(4)
+    ),
     "all-reversed": on_angles(lambda angles: -angles),
-    "a-token-between-two-places": on_angles(lambda angles: angles + 0.05 * (torch.arange(angles.shape[-1]) == 0)),
+    "a-token-between-two-places": on_angles(
+        lambda angles: angles + 0.05 * (torch.arange(angles.shape[-1]) == 0)
+    ),
     "every-angle-a-tenth-larger": on_angles(lambda angles: 1.1 * angles),
 }
 """Changes of the angles, each as a function that injects it."""

@@ -1,4 +1,6 @@
-"""Attention in windows whose layer receives a mask: it is identified, and oddities of the mask are rejected."""
+"""Attention in windows whose layer receives a mask: it is identified, and oddities of the mask are
+rejected.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,24 @@ class WindowAttention(nn.Module):
     def __init__(self, change: Callable[..., Tensor]) -> None:
         super().__init__()
         self.change = change
-        self.query, self.key, self.value, self.out = (nn.Linear(HEADS * WIDTH, HEADS * WIDTH) for _ in range(4))
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(HEADS * WIDTH, HEADS * WIDTH) for _ in range(4)
+        )
 
     def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
-        q, k, v = (each(x).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2) for each in (self.query, self.key, self.value))
+        q, k, v = (
+            each(x).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2)
+            for each in (self.query, self.key, self.value)
+        )
         mask = attention_mask.repeat(len(x) // len(attention_mask), 1, 1)[:, None]
         weights = self.change(q @ k.mT * WIDTH**-0.5, mask).softmax(-1)
         return self.out((weights @ v).transpose(1, 2).flatten(2))
 
 
 def mask_of_windows() -> Tensor:
-    """Return an additive mask (3, T, T): the first window hides nothing, and the last one is not symmetric."""
+    """Return an additive mask (3, T, T): the first window hides nothing, and the last one is not
+    symmetric.
+    """
     mask = torch.zeros(3, TOKENS, TOKENS)
     mask[1, :6, 6:] = mask[1, 6:, :6] = mask[2, 3:, :2] = mask[2, :9, 12:] = -100.0
     return mask
@@ -69,7 +78,9 @@ def at_hidden(change: Callable[[Tensor], Any]) -> Callable[..., Tensor]:
     """Return a function that changes scores of windows that hide keys, and then adds the mask."""
 
     def changed(scores: Tensor, mask: Tensor) -> Tensor:
-        return torch.where(mask.flatten(1).any(1)[:, None, None, None], change(scores), scores) + mask
+        return (
+            torch.where(mask.flatten(1).any(1)[:, None, None, None], change(scores), scores) + mask
+        )
 
     return changed
 
@@ -77,16 +88,24 @@ def at_hidden(change: Callable[[Tensor], Any]) -> Callable[..., Tensor]:
 ODDITIES: dict[str, Callable[..., Tensor]] = {
     "mask-transposed": lambda scores, mask: scores + mask.mT,
     "mask-of-another-window": lambda scores, mask: scores + mask.roll(1, 0),
-    "mask-of-one-window": lambda scores, mask: scores + mask * (torch.arange(len(mask)) % 3 == 1)[:, None, None, None],
+    "mask-of-one-window": lambda scores, mask: (
+        scores + mask * (torch.arange(len(mask)) % 3 == 1)[:, None, None, None]
+    ),
     "mask-one-late": lambda scores, mask: scores + mask.roll(1, -1),
-    "mask-of-a-head": lambda scores, mask: scores + mask * (torch.arange(HEADS) == 0)[:, None, None],
+    "mask-of-a-head": lambda scores, mask: (
+        scores + mask * (torch.arange(HEADS) == 0)[:, None, None]
+    ),
     "mask-that-is-weak": lambda scores, mask: scores + 0.03 * mask,
-    "mask-and-the-first-key": lambda scores, mask: scores + mask.index_fill(3, torch.tensor(0), -100.0),
+    "mask-and-the-first-key": lambda scores, mask: (
+        scores + mask.index_fill(3, torch.tensor(0), -100.0)
+    ),
     "mask-that-is-left-out": lambda scores, mask: scores,
     "scale-of-masked-windows": at_hidden(lambda scores: 1.05 * scores),
     "bias-of-masked-windows": at_hidden(lambda scores: scores + 0.05 * torch.arange(TOKENS)),
     "cap-of-masked-windows": at_hidden(lambda scores: 2.0 * torch.tanh(scores / 2.0)),
-    "causal-beside-the-mask": lambda scores, mask: scores + mask - 100.0 * torch.ones(TOKENS, TOKENS).triu(1),
+    "causal-beside-the-mask": lambda scores, mask: (
+        scores + mask - 100.0 * torch.ones(TOKENS, TOKENS).triu(1)
+    ),
 }
 """Layers whose scores are not the products plus the mask that they receive."""
 

@@ -1,4 +1,6 @@
-"""Calls that verify an identified layer: it is rejected if it depends on inputs as no field describes."""
+"""Calls that verify an identified layer: it is rejected if it depends on inputs as no field
+describes.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(32, 32) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (each(x).unflatten(-1, (4, 8)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        q, k, v = (
+            each(x).unflatten(-1, (4, 8)).transpose(1, 2) for each in (self.q, self.k, self.v)
+        )
         scores = self.change(q @ k.mT * 8**-0.5, x)
         later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         weights = scores.masked_fill(later, float("-inf")).softmax(-1)
@@ -39,7 +43,9 @@ def numbers(*shape: int) -> torch.Tensor:
 
 def test_unchanged_layer_is_identified():
     """Attention without changes is identified from calls with 24 and with 13 tokens."""
-    (found,) = identify(nn.Sequential(Attention(lambda scores, x: scores)).eval(), {"input": numbers(3, 24, 32)})
+    (found,) = identify(
+        nn.Sequential(Attention(lambda scores, x: scores)).eval(), {"input": numbers(3, 24, 32)}
+    )
     assert found.spec is not None, found.refusal
     assert (found.num_tokens, found.fewest_tokens) == (24, 13)
 
@@ -83,7 +89,9 @@ def test_second_softmax_rejects_one_layer():
 
 
 class Placed(nn.Module):
-    """Attention to patches whose first feature is their position and the rest their values, as in Pix2Struct."""
+    """Attention to patches whose first feature is their position and the rest their values, as in
+    Pix2Struct.
+    """
 
     def __init__(self, change: Callable[..., Any]) -> None:
         super().__init__()
@@ -103,7 +111,9 @@ def test_positions_in_patches_are_identified():
     """
     (found,) = identify(Placed(lambda scores, x: scores).eval(), {"patches": patches()})
     assert found.spec is not None, found.refusal
-    (found,) = identify(Placed(lambda scores, x: scores + x[:, None, None, :, 0]).eval(), {"patches": patches()})
+    (found,) = identify(
+        Placed(lambda scores, x: scores + x[:, None, None, :, 0]).eval(), {"patches": patches()}
+    )
     assert found.spec is None
 
 

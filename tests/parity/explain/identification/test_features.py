@@ -1,4 +1,6 @@
-"""Grid biases and context norms of live models, identified by their behavior; and oddities of them."""
+"""Grid biases and context norms of live models, identified by their behavior; and oddities of
+them.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,31 @@ from helpers.samples import sample
 from mha_spec import GridBias, Norm
 from parity.explain.identification import identify
 
-SWIN = {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [1, 2], "num_heads": [2, 4], "window_size": 4}
+SWIN = {
+    "image_size": 32,
+    "patch_size": 2,
+    "embed_dim": 16,
+    "depths": [1, 2],
+    "num_heads": [2, 4],
+    "window_size": 4,
+}
 BEIT = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 8}
 BEIT |= {"image_size": 8, "patch_size": 2}
-BITNET = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+BITNET = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+}
 BITNET |= {"vocab_size": 97, "intermediate_size": 32}
 KOSMOS = {"vocab_size": 97, "embed_dim": 32, "layers": 1, "ffn_dim": 32, "attention_heads": 4}
 
 
 def model_of(name: str, **options: Any) -> Any:
     """Return a small model with random weights, in evaluation mode."""
-    kind = transformers.models.kosmos2.modeling_kosmos2.Kosmos2TextModel if name == "kosmos" else None
+    kind = (
+        transformers.models.kosmos2.modeling_kosmos2.Kosmos2TextModel if name == "kosmos" else None
+    )
     kind = kind or getattr(transformers, f"{name}Model")
     model = kind(kind.config_class(**options)).eval()
     draw(model)
@@ -40,14 +56,22 @@ def inputs_of(name: str) -> dict[str, torch.Tensor]:
 
 FOUND = {
     "Swin": ("Swin", SWIN, {"relative_bias": GridBias(4, 4)}),
-    "BEiT": ("Beit", {**BEIT, "use_relative_position_bias": True}, {"relative_bias": GridBias(4, 4, class_token=True)}),
+    "BEiT": (
+        "Beit",
+        {**BEIT, "use_relative_position_bias": True},
+        {"relative_bias": GridBias(4, 4, class_token=True)},
+    ),
     "BEiT, one table": (
         "Beit",
         {**BEIT, "use_shared_relative_position_bias": True},
         {"relative_bias": GridBias(4, 4, class_token=True)},
     ),
     "BitNet": ("BitNet", BITNET, {"context_norm": Norm(over="width", eps=1e-5)}),
-    "Kosmos-2": ("kosmos", KOSMOS, {"context_norm": Norm("layer", over="width", bias=True, eps=1e-5)}),
+    "Kosmos-2": (
+        "kosmos",
+        KOSMOS,
+        {"context_norm": Norm("layer", over="width", bias=True, eps=1e-5)},
+    ),
 }
 
 
@@ -93,10 +117,14 @@ ODDITIES = {
     "bias-of-heads-exchanged": changed(BIAS, lambda bias, *_: bias.flip(1)),
     "bias-by-place": changed(BIAS, lambda bias, *_: bias + 0.01 * torch.arange(bias.shape[-1])),
     "norm-with-input": changed(NORM, lambda normed, x: normed + 0.01 * x),
-    "norm-by-halves": changed(NORM, lambda normed, x: torch.cat([normed[..., :16], x[..., 16:]], dim=-1)),
+    "norm-by-halves": changed(
+        NORM, lambda normed, x: torch.cat([normed[..., :16], x[..., 16:]], dim=-1)
+    ),
     "norm-squashed": changed(NORM, lambda normed, x: 8.0 * torch.tanh(normed / 8.0)),
     "norm-of-the-token-before": changed(NORM, lambda normed, x: normed.roll(1, 1)),
-    "norm-of-large-inputs-alone": changed(NORM, lambda normed, x: normed if x.abs().max() > 1.0 else x),
+    "norm-of-large-inputs-alone": changed(
+        NORM, lambda normed, x: normed if x.abs().max() > 1.0 else x
+    ),
 }
 
 
@@ -105,7 +133,9 @@ ODDITIES = {
 def test_injected_oddity_is_rejected(name):
     """No layer with a changed bias or norm has a spec, and each has a reason."""
     kind = "Beit" if name.startswith("bias") else "BitNet"
-    model = model_of(kind, **({**BEIT, "use_relative_position_bias": True} if kind == "Beit" else BITNET))
+    model = model_of(
+        kind, **({**BEIT, "use_relative_position_bias": True} if kind == "Beit" else BITNET)
+    )
     ODDITIES[name](model)
     found = identify(model, inputs_of(kind))
     assert len(found) == (2 if kind == "Beit" else 1)

@@ -1,4 +1,6 @@
-"""Attention layers of Flax models, identified from the program of their call; and injected oddities."""
+"""Attention layers of Flax models, identified from the program of their call; and injected
+oddities.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import flax_layers
-from helpers.flax_layers import Decoder, EinsumAttention, LibraryAttention, PackedAttention, tokens_of
+from helpers.flax_layers import (
+    Decoder,
+    EinsumAttention,
+    LibraryAttention,
+    PackedAttention,
+    tokens_of,
+)
 from helpers.refusals import refuses
 from helpers.samples import sample
 
@@ -41,7 +49,8 @@ def array(*shape: int) -> Any:
 
 CAUSAL = jnp.tril(jnp.ones((2, 1, 10, 10), bool))
 
-# ---- Layers of Flax --------------------------------------------------------------------------------------------------
+# ---- Layers of Flax
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("mask", "has_bias"), [(CAUSAL, True), (None, False)])
@@ -50,7 +59,12 @@ def test_nnx_attention_is_identified(mask, has_bias):
     causality, and the name and values of weights.
     """
     module = nnx.MultiHeadAttention(
-        4, 32, use_bias=has_bias, bias_init=nnx.initializers.normal(0.3), decode=False, rngs=nnx.Rngs(0)
+        4,
+        32,
+        use_bias=has_bias,
+        bias_init=nnx.initializers.normal(0.3),
+        decode=False,
+        rngs=nnx.Rngs(0),
     )
     (layer,) = identified(module, {"inputs_q": array(2, 10, 32), "mask": mask})
     assert layer.spec == AttentionSpec(32, 4, qkv_bias=has_bias, out_bias=has_bias)
@@ -84,7 +98,8 @@ def test_bound_linen_attention_is_identified():
     assert layer.names["v_proj.bias"] == "value/bias"
 
 
-# ---- Handwritten layers ----------------------------------------------------------------------------------------------
+# ---- Handwritten layers
+# ----------------------------------------------------------------------------------------------
 
 BY_EINSUM = AttentionSpec(
     32,
@@ -110,7 +125,11 @@ def test_handwritten_layers_are_identified():
     """
     found = identified(Decoder(EinsumAttention, LibraryAttention, PackedAttention), tokens_of())
     assert [layer.name for layer in found] == ["layers.0.attn", "layers.1.attn", "layers.2.attn"]
-    assert [unheld(layer.spec) for layer in found if layer.spec is not None] == [BY_EINSUM, BY_LIBRARY, PACKED]
+    assert [unheld(layer.spec) for layer in found if layer.spec is not None] == [
+        BY_EINSUM,
+        BY_LIBRARY,
+        PACKED,
+    ]
     assert all(layer.is_causal for layer in found)
     assert found[0].positions == found[1].positions == ((0, 15), (20000, 20015))
     assert found[2].names["v_proj.bias"] == "qkv.bias"
@@ -149,7 +168,10 @@ def test_tiled_key_heads_are_reordered():
     assert layer.spec == BY_LIBRARY.replace(rope=None)
     kernel = np.asarray(model.layers[0].attn.query.kernel[...])[:, [0, 2, 1, 3]]
     assert (layer.weights["q_proj.weight"] == kernel.reshape(32, 32).T).all()
-    assert "in the order 0 2 1 3, whose head n uses key head n mod 2: tiled; so are columns of out_proj" in str(layer)
+    assert (
+        "in the order 0 2 1 3, whose head n uses key head n mod 2: tiled; so are columns of "
+        "out_proj" in str(layer)
+    )
     assert layer.rows["q_proj.weight"] == [*range(8), *range(16, 24), *range(8, 16), *range(24, 32)]
     assert "k_proj.weight" not in layer.rows
 
@@ -176,8 +198,12 @@ def test_flax_alibi_is_identified():
 def test_layers_are_selected_by_pattern():
     """`layers` selects layers by a pattern of their class, or by patterns of their names."""
     model = Decoder(LibraryAttention, PackedAttention)
-    assert [layer.name for layer in identified(model, tokens_of(), layers="Packed*")] == ["layers.1.attn"]
-    assert [layer.name for layer in identified(model, tokens_of(), layers=["layers.0*"])] == ["layers.0.attn"]
+    assert [layer.name for layer in identified(model, tokens_of(), layers="Packed*")] == [
+        "layers.1.attn"
+    ]
+    assert [layer.name for layer in identified(model, tokens_of(), layers=["layers.0*"])] == [
+        "layers.0.attn"
+    ]
 
 
 def test_scanned_layers_are_identified():
@@ -205,7 +231,9 @@ def test_scanned_layers_are_identified():
 
 def test_scale_applied_twice_is_squared():
     """Queries and scores that are both multiplied by 0.25 have a scale of 0.0625."""
-    (layer,) = identified(Decoder(EinsumAttention, scores=lambda scores: 0.25 * scores), tokens_of())
+    (layer,) = identified(
+        Decoder(EinsumAttention, scores=lambda scores: 0.25 * scores), tokens_of()
+    )
     assert layer.spec == BY_EINSUM.replace(scale=0.0625)
 
 
@@ -213,12 +241,15 @@ def test_fixed_key_positions_are_seen_near():
     """A mask whose keys always count from 0 is identified
     at positions 0 to 15 alone, none far away.
     """
-    (layer,) = identified(Decoder(EinsumAttention, key_positions=lambda places: jnp.arange(16)[None]), tokens_of())
+    (layer,) = identified(
+        Decoder(EinsumAttention, key_positions=lambda places: jnp.arange(16)[None]), tokens_of()
+    )
     assert layer.spec == BY_EINSUM
     assert layer.positions == ((0, 15),)
 
 
-# ---- Refusals --------------------------------------------------------------------------------------------------------
+# ---- Refusals
+# --------------------------------------------------------------------------------------------------
 
 
 class Dropping(nnx.Module):
@@ -280,7 +311,8 @@ def test_too_few_tokens_are_rejected(shape):
     assert layer.refusal
 
 
-# ---- Oddities that no field of a specification describes -------------------------------------------------------------
+# ---- Oddities that no field of a specification describes
+# -------------------------------------------------------------
 
 
 def leaked(scores: Any) -> Any:
@@ -295,7 +327,9 @@ ODDITIES: dict[str, dict[str, Any]] = {
     "mask-without-the-token": {"first": 1},
     "cap-after-the-mask": {"cap_last": True},
     "positions-of-queries-one-late": {"turned_positions": lambda places: places + 1},
-    "positions-only-near": {"turned_positions": lambda places: jnp.where(places < 1000, places, places + 1)},
+    "positions-only-near": {
+        "turned_positions": lambda places: jnp.where(places < 1000, places, places + 1)
+    },
     "heads-of-queries-mixed": {"queries": lambda q: q + 0.1 * q[:, :, ::-1]},
     "queries-larger": {"queries": lambda q: q * jnp.where(jnp.arange(8) < 4, 1.01, 1.0)},
     "queries-centered": {"queries": lambda q: q - 0.1 * q.mean(axis=-1, keepdims=True)},
@@ -310,7 +344,9 @@ ODDITIES: dict[str, dict[str, Any]] = {
     "weights-sharper": {"weights": lambda weights: weights**1.01},
     "context-of-heads-exchanged": {"context": lambda context: context + 0.1 * context[:, :, ::-1]},
     "context-squashed": {"context": lambda context: 8.0 * jnp.tanh(context / 8.0)},
-    "context-by-place": {"context": lambda context: context * (1.0 + 0.001 * jnp.arange(16))[:, None, None]},
+    "context-by-place": {
+        "context": lambda context: context * (1.0 + 0.001 * jnp.arange(16))[:, None, None]
+    },
     "output-with-input": {"output": lambda output, x: output + 0.01 * x},
     "output-larger": {"output": lambda output, x: 1.001 * output},
 }
@@ -320,7 +356,13 @@ OUTSIDE = {"output-with-input", "output-larger"}
 """Changes after the output projection, and so outside of attention."""
 
 
-SHORT = ["half-of-the-pairs-faster", "mask-one-off", "cap-after-the-mask", "positions-only-near", "values-squared"]
+SHORT = [
+    "half-of-the-pairs-faster",
+    "mask-one-off",
+    "cap-after-the-mask",
+    "positions-only-near",
+    "values-squared",
+]
 
 
 @sample(name=[*SHORT, "values-clipped-if-large"])
@@ -330,10 +372,13 @@ def test_injected_oddity_is_rejected(name):
     projection do not change the spec.
     """
     (layer,) = identify(Decoder(EinsumAttention, **ODDITIES[name]), tokens_of())
-    assert (layer.spec == BY_EINSUM) if name in OUTSIDE else (layer.spec is None and layer.refusal), str(layer)
+    assert (
+        (layer.spec == BY_EINSUM) if name in OUTSIDE else (layer.spec is None and layer.refusal)
+    ), str(layer)
 
 
-# ---- The command -----------------------------------------------------------------------------------------------------
+# ---- The command
+# --------------------------------------------------------------------------------------------------
 
 LIVE = """
 import jax

@@ -1,4 +1,6 @@
-"""Further arguments of a layer's call are part of the identification, or the layer is not identified."""
+"""Further arguments of a layer's call are part of the identification, or the layer is not
+identified.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ class OwnAttention(nn.Module):
         self.query, self.key, self.value, self.out = (nn.Linear(E, E) for _ in range(4))
 
     def forward(self, x: Tensor, given: Any) -> Tensor:
-        heads = [each(x).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2) for each in (self.query, self.key, self.value)]
+        heads = [
+            each(x).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2)
+            for each in (self.query, self.key, self.value)
+        ]
         return self.out(self.attend(*heads, given).transpose(1, 2).flatten(2))
 
 
@@ -47,7 +52,9 @@ class Caller(nn.Module):
         return self.attention(x, self.given)
 
 
-def scored(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None, scale: Any = WIDTH**-0.5) -> Tensor:
+def scored(
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None, scale: Any = WIDTH**-0.5
+) -> Tensor:
     scores = q @ k.mT * scale
     return (scores if hidden is None else scores.masked_fill(hidden, -1e9)).softmax(-1) @ v
 
@@ -112,7 +119,11 @@ def numbers_of(hidden: Tensor) -> Tensor:
 
 LATER = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
 PLACES = torch.arange(TOKENS)
-ENDS, EQUAL_ENDS, ONE = torch.tensor([0, 10, 24]), torch.tensor([0, 8, 16, 24]), torch.tensor([0, 24])
+ENDS, EQUAL_ENDS, ONE = (
+    torch.tensor([0, 10, 24]),
+    torch.tensor([0, 8, 16, 24]),
+    torch.tensor([0, 24]),
+)
 IDS, EQUAL_IDS = segments_of(ENDS), segments_of(EQUAL_ENDS)
 SLOPES = 2.0 ** (-2.0 * torch.arange(1, HEADS + 1))
 PLAIN = AttentionSpec(E, HEADS)
@@ -121,13 +132,31 @@ GRID_ROPE = Rope(sections=(2, 2), section_frequencies="own")
 REPORTED: dict[str, tuple[Any, Any, AttentionSpec, bool, dict[str, str]]] = {
     "boundaries": (by_boundaries, ENDS, PLAIN, False, {"segment_ids": "given"}),
     "boundaries-of-one-segment": (by_boundaries, ONE, PLAIN, False, {"segment_ids": "given"}),
-    "boundaries-of-equal-segments": (by_boundaries, EQUAL_ENDS, PLAIN, False, {"segment_ids": "given"}),
+    "boundaries-of-equal-segments": (
+        by_boundaries,
+        EQUAL_ENDS,
+        PLAIN,
+        False,
+        {"segment_ids": "given"},
+    ),
     "boundaries-in-causal": (by_boundaries_and_causal, ENDS, PLAIN, True, {"segment_ids": "given"}),
-    "equal-boundaries-in-causal": (by_boundaries_and_causal, EQUAL_ENDS, PLAIN, True, {"segment_ids": "given"}),
+    "equal-boundaries-in-causal": (
+        by_boundaries_and_causal,
+        EQUAL_ENDS,
+        PLAIN,
+        True,
+        {"segment_ids": "given"},
+    ),
     "lengths": (by_lengths, [10, 14], PLAIN, False, {"segment_ids": "given"}),
     "numbers-of-segments": (by_numbers, IDS, PLAIN, False, {"segment_ids": "given"}),
     "mask-of-blocks": (plus, numbers_of(IDS[:, None] != IDS), PLAIN, False, {"mask": "given"}),
-    "mask-of-equal-blocks": (plus, numbers_of(EQUAL_IDS[:, None] != EQUAL_IDS), PLAIN, False, {"mask": "given"}),
+    "mask-of-equal-blocks": (
+        plus,
+        numbers_of(EQUAL_IDS[:, None] != EQUAL_IDS),
+        PLAIN,
+        False,
+        {"mask": "given"},
+    ),
     "mask-that-is-causal": (plus, numbers_of(LATER), PLAIN, True, {"mask": "given"}),
     "mask-of-a-window": (
         *(plus, numbers_of(LATER | (PLACES[:, None] - PLACES >= 5))),
@@ -147,7 +176,13 @@ REPORTED: dict[str, tuple[Any, Any, AttentionSpec, bool, dict[str, str]]] = {
         False,
         {"bias": "given"},
     ),
-    "angles": (with_angles, angles_of(PLACES), PLAIN.replace(rope=Rope()), False, {"positions": "given"}),
+    "angles": (
+        with_angles,
+        angles_of(PLACES),
+        PLAIN.replace(rope=Rope()),
+        False,
+        {"positions": "given"},
+    ),
     "angles-on-a-grid": (
         with_angles,
         angles_of(PLACES // 6, PLACES % 6),
@@ -180,13 +215,18 @@ REFUSED: dict[str, tuple[Any, Any]] = {
     "loop-over-segments": (in_a_loop, ENDS),
     "loop-over-one-segment": (in_a_loop, ONE),
     "mask-of-a-prefix": (plus, numbers_of(LATER & ((PLACES[:, None] > 4) | (PLACES > 4)))),
-    "any-bias": (plus, torch.randn(HEADS, TOKENS, TOKENS, generator=torch.Generator().manual_seed(2))),
+    "any-bias": (
+        plus,
+        torch.randn(HEADS, TOKENS, TOKENS, generator=torch.Generator().manual_seed(2)),
+    ),
     "angles-of-other-places": (with_angles, angles_of(PLACES.flip(0))),
     "angles-of-later-places": (with_angles, angles_of(PLACES + 7)),
     "values-scaled": (lambda q, k, v, factor: scored(q, k, factor * v), 0.5),
     "context-scaled": (lambda q, k, v, factor: factor * scored(q, k, v), 0.5),
     "segments-and-a-key": (
-        lambda q, k, v, ends: scored(q, k, v, (segments_of(ends)[:, None] != segments_of(ends)) & (PLACES != 0)),
+        lambda q, k, v, ends: scored(
+            q, k, v, (segments_of(ends)[:, None] != segments_of(ends)) & (PLACES != 0)
+        ),
         ENDS,
     ),
 }
@@ -236,10 +276,15 @@ def test_segments_are_needed_for_parity():
     x = torch.randn(1, TOKENS, E, generator=torch.Generator().manual_seed(1))
     model = Caller(by_boundaries, ENDS).eval()
     (layer,) = identify(model, {"x": x})
-    case = parity.Case("with", layer.spec, "", batch=1, seq_len=TOKENS, segment_ids=(tuple(IDS.tolist()),))
+    case = parity.Case(
+        "with", layer.spec, "", batch=1, seq_len=TOKENS, segment_ids=(tuple(IDS.tolist()),)
+    )
     with torch.no_grad():
         seen = model(x)
-    for each, is_right in ((case, True), (parity.Case("without", layer.spec, "", batch=1, seq_len=TOKENS), False)):
+    for each, is_right in (
+        (case, True),
+        (parity.Case("without", layer.spec, "", batch=1, seq_len=TOKENS), False),
+    ):
         problem = parity.make_problem(each, "float32", layer.weights)
         problem.inputs["query"] = x.numpy()
         if is_right:
@@ -249,7 +294,8 @@ def test_segments_are_needed_for_parity():
                 parity.assert_parity(seen, problem=problem, diagnose=False)
 
 
-# ---- Towers of transformers ------------------------------------------------------------------------------------------
+# ---- Towers of transformers
+# ------------------------------------------------------------------------------------------
 
 AUDIO = {
     "d_model": 64,
@@ -271,16 +317,23 @@ ENCODERS = {
 def small_encoder(name: str) -> tuple[Any, dict[str, Tensor]]:
     of_class, options, length = ENCODERS[name]
     modules = [
-        importlib.import_module(f"transformers.models.{name}.{kind}_{name}") for kind in ("configuration", "modeling")
+        importlib.import_module(f"transformers.models.{name}.{kind}_{name}")
+        for kind in ("configuration", "modeling")
     ]
     config = getattr(modules[0], f"{of_class}Config")(**options)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = getattr(modules[1], of_class)(config).eval()
     if name == "qwen3_asr":
-        given = {"input_features": torch.randn(1, 16, length), "input_features_mask": torch.ones(1, length).long()}
+        given = {
+            "input_features": torch.randn(1, 16, length),
+            "input_features_mask": torch.ones(1, length).long(),
+        }
         return model, given
-    return model, {"input_features": torch.randn(16, length), "feature_lens": torch.tensor([length])}
+    return model, {
+        "input_features": torch.randn(16, length),
+        "feature_lens": torch.tensor([length]),
+    }
 
 
 @pytest.mark.parametrize("name", ENCODERS)
@@ -308,7 +361,8 @@ def test_vision_encoder_reports_segments(pictures):
     assert "from its call: segment_ids=cu_seqlens" in str(layer)
 
 
-# ---- Flax ------------------------------------------------------------------------------------------------------------
+# ---- Flax
+# --------------------------------------------------------------------------------------------------
 
 
 class FlaxAttention(nnx.Module):
@@ -317,13 +371,18 @@ class FlaxAttention(nnx.Module):
         self.query, self.key, self.value, self.out = (nnx.Linear(E, E, rngs=rngs) for _ in range(4))
 
     def __call__(self, x: Any, mask: Any = None, ids: Any = None) -> Any:
-        q, k, v = (each(x).reshape(*x.shape[:2], HEADS, WIDTH) for each in (self.query, self.key, self.value))
+        q, k, v = (
+            each(x).reshape(*x.shape[:2], HEADS, WIDTH)
+            for each in (self.query, self.key, self.value)
+        )
         scores = jnp.einsum("bthd,bshd->bhts", q, k) * WIDTH**-0.5
         if ids is not None:
             scores = jnp.where(ids[:, None, :, None] != ids[:, None, None], -1e9, scores)
         if mask is not None:
             scores = jnp.where(mask, scores, -1e9)
-        return self.out(jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores, -1), v).reshape(x.shape))
+        return self.out(
+            jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores, -1), v).reshape(x.shape)
+        )
 
 
 @pytest.mark.parametrize(

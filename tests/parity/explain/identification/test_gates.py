@@ -1,4 +1,6 @@
-"""Gates whose bias is a parameter of their layer are identified, and oddities of them are rejected."""
+"""Gates whose bias is a parameter of their layer are identified, and oddities of them are
+rejected.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +18,35 @@ HEADS, WIDTH = 4, 8
 
 
 class GatedAttention(nn.Module):
-    """Attention whose context is multiplied by a function of gates (B, T, N, H) and of a parameter."""
+    """Attention whose context is multiplied by a function of gates (B, T, N, H) and of a
+    parameter.
+    """
 
-    def __init__(self, opened: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...], width: int) -> None:
+    def __init__(
+        self, opened: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...], width: int
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.opened, self.gate_bias = opened, nn.Parameter(torch.randn(shape))
-        self.query, self.key, self.value, self.out = (nn.Linear(HEADS * WIDTH, HEADS * WIDTH) for _ in range(4))
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(HEADS * WIDTH, HEADS * WIDTH) for _ in range(4)
+        )
         self.gate = nn.Linear(HEADS * WIDTH, HEADS * width, bias=shape == (HEADS,))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v, gate = (each(x).unflatten(-1, (HEADS, -1)) for each in (self.query, self.key, self.value, self.gate))
+        q, k, v, gate = (
+            each(x).unflatten(-1, (HEADS, -1))
+            for each in (self.query, self.key, self.value, self.gate)
+        )
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         context = (q @ k.mT * WIDTH**-0.5).softmax(-1) @ v
         return self.out((context.transpose(1, 2) * self.opened(gate, self.gate_bias)).flatten(2))
 
 
 def identified(
-    opened: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...] = (HEADS,), width: int = WIDTH
+    opened: Callable[[Tensor, Tensor], Tensor],
+    shape: tuple[int, ...] = (HEADS,),
+    width: int = WIDTH,
 ) -> tuple[GatedAttention, Identification]:
     module = GatedAttention(opened, shape, width).eval()
     x = torch.randn(3, 24, HEADS * WIDTH, generator=torch.Generator().manual_seed(1))
@@ -71,11 +84,15 @@ def test_feature_bias_becomes_gate_bias():
 ODDITIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "bias-of-other-heads": lambda gate, bias: of_heads(gate, bias.roll(1)),
     "bias-doubled": lambda gate, bias: of_heads(gate, 2.0 * bias),
-    "bias-of-later-tokens": lambda gate, bias: torch.cat([of_heads(gate[:, :9], bias), torch.sigmoid(gate[:, 9:])], 1),
+    "bias-of-later-tokens": lambda gate, bias: torch.cat(
+        [of_heads(gate[:, :9], bias), torch.sigmoid(gate[:, 9:])], 1
+    ),
     "bias-after-the-sigmoid": lambda gate, bias: torch.sigmoid(gate) + bias[:, None],
     "factor-of-heads": lambda gate, bias: torch.sigmoid(gate * bias[:, None]),
     "softplus": lambda gate, bias: nn.functional.softplus(gate + bias[:, None]),
-    "bias-of-small-gates-alone": lambda gate, bias: of_heads(gate, bias if gate.abs().max() < 9.0 else 0.9 * bias),
+    "bias-of-small-gates-alone": lambda gate, bias: of_heads(
+        gate, bias if gate.abs().max() < 9.0 else 0.9 * bias
+    ),
 }
 
 

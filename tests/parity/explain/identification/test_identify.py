@@ -1,4 +1,6 @@
-"""Attention layers of live models, identified by their behavior, without rules of families; and injected oddities."""
+"""Attention layers of live models, identified by their behavior, without rules of families; and
+injected oddities.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,44 @@ from parity.explain.identification import Identification, identify
 from parity.measure.core.weights import unheld
 
 DECODERS = [
-    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt_neox", "phi", "gpt2", "olmo2"),
-    *("cohere", "cohere2", "glm", "glm4", "stablelm", "starcoder2", "granite", "smollm3", "gpt_oss", "nemotron"),
-    *("persimmon", "phi3", "mixtral", "exaone4", "ernie4_5", "olmo3", "apertus", "arcee", "seed_oss", "biogpt", "opt"),
+    *(
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "gpt_neox",
+        "phi",
+        "gpt2",
+        "olmo2",
+    ),
+    *(
+        "cohere",
+        "cohere2",
+        "glm",
+        "glm4",
+        "stablelm",
+        "starcoder2",
+        "granite",
+        "smollm3",
+        "gpt_oss",
+        "nemotron",
+    ),
+    *(
+        "persimmon",
+        "phi3",
+        "mixtral",
+        "exaone4",
+        "ernie4_5",
+        "olmo3",
+        "apertus",
+        "arcee",
+        "seed_oss",
+        "biogpt",
+        "opt",
+    ),
     *("bloom", "codegen", "gptj", "mpt", "xglm"),
     "bitnet",
 ]
@@ -43,7 +80,9 @@ def test_identification_matches_rules(family):
     assert len(found) == 2
     for layer in found:
         assert layer.spec is not None, str(layer)
-        spec, weights = parity.from_transformers(model.get_submodule(layer.name), model.config, path=layer.name)
+        spec, weights = parity.from_transformers(
+            model.get_submodule(layer.name), model.config, path=layer.name
+        )
         assert unheld(layer.spec) == unheld(spec)
         assert layer.weights.keys() == weights.keys()
         assert all((layer.weights[name] == weight).all() for name, weight in weights.items())
@@ -57,9 +96,14 @@ def test_family_without_rules_is_identified(family):
     """Both layers of an encoder without rules are identified as non-causal."""
     model = small_model(family)
     found = identify(model, inputs_of(family))
-    assert all(layer.spec is not None and layer.is_causal is False for layer in found), "\n".join(map(str, found))
+    assert all(layer.spec is not None and layer.is_causal is False for layer in found), "\n".join(
+        map(str, found)
+    )
     assert len(found) == 2
-    expected = {"nomic_bert": "rope=Rope(theta=1000.0)", "beit": "qkv_bias=(True, False, True)"}.get(family, "")
+    expected = {
+        "nomic_bert": "rope=Rope(theta=1000.0)",
+        "beit": "qkv_bias=(True, False, True)",
+    }.get(family, "")
     assert expected in str(found[0].spec)
 
 
@@ -81,7 +125,9 @@ def test_scaled_queries_are_evidence():
     (layer, _) = identify(small_model("opt"), inputs_of("opt"))
     assert layer.spec is not None, str(layer)
     assert layer.spec.scale is None
-    assert any(each.field == "scale" and "queries are multiplied" in each.how for each in layer.evidence)
+    assert any(
+        each.field == "scale" and "queries are multiplied" in each.how for each in layer.evidence
+    )
 
 
 def test_evidence_names_its_observations():
@@ -120,7 +166,8 @@ def test_packed_projections_are_found():
     assert layer.names["k_proj.weight"] == layer.names["q_proj.weight"] == "query_key_value.weight"
 
 
-# ---- Refusals --------------------------------------------------------------------------------------------------------
+# ---- Refusals
+# --------------------------------------------------------------------------------------------------
 
 
 def test_layer_without_softmax_is_rejected():
@@ -159,7 +206,9 @@ def test_too_few_tokens_are_rejected(shape):
 def test_rejected_layer_leaves_others():
     """A layer with unused sinks is rejected, and the next layer is identified."""
     model = small_model("llama")
-    model.layers[0].self_attn.sinks = nn.Parameter(torch.zeros(8))  # which its attention function ignores
+    model.layers[0].self_attn.sinks = nn.Parameter(
+        torch.zeros(8)
+    )  # which its attention function ignores
     first, second = identify(model, inputs_of("llama"))
     assert first.spec is None
     assert second.spec is not None, str(second)
@@ -183,7 +232,8 @@ def test_clipped_cross_values_are_rejected(monkeypatch):
     assert found["decoder.layers.0.encoder_attn"].spec is None
 
 
-# ---- Oddities that no field of a specification describes -------------------------------------------------------------
+# ---- Oddities that no field of a specification describes
+# -------------------------------------------------------------
 
 
 def on_children(name: str, change: Any) -> Any:
@@ -191,7 +241,9 @@ def on_children(name: str, change: Any) -> Any:
 
     def inject(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         found = [
-            each for path, each in model.named_modules() if path.endswith(name) and ("attn" in path or "att" in path)
+            each
+            for path, each in model.named_modules()
+            if path.endswith(name) and ("attn" in path or "att" in path)
         ]
         assert found
         for each in found:
@@ -221,9 +273,13 @@ def on_rotation(change: Any) -> Any:
     """Change the cosines and sines that a model computes from positions."""
 
     def inject(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        (rotary,) = (each for each in model.modules() if type(each).__name__.endswith("RotaryEmbedding"))
+        (rotary,) = (
+            each for each in model.modules() if type(each).__name__.endswith("RotaryEmbedding")
+        )
         rotary.register_forward_hook(
-            lambda module, args, kwargs, result: change(*result, args[1] if len(args) > 1 else kwargs["position_ids"]),
+            lambda module, args, kwargs, result: change(
+                *result, args[1] if len(args) > 1 else kwargs["position_ids"]
+            ),
             with_kwargs=True,
         )
 
@@ -258,31 +314,45 @@ ODDITIES = {
     "values-larger": in_attention(lambda attend, q, k, v, mask: attend(q, k, 1.001 * v, mask)),
     "queries-larger": in_attention(lambda attend, q, k, v, mask: attend(1.01 * q, k, v, mask)),
     "queries-capped": in_attention(capped),
-    "queries-centered": in_attention(lambda attend, q, k, v, mask: attend(q - 0.1 * q.mean(-1, True), k, v, mask)),
-    "keys-of-the-token-before": in_attention(lambda attend, q, k, v, mask: attend(q, k.roll(1, 2), v, mask)),
-    "values-of-the-token-before": in_attention(lambda attend, q, k, v, mask: attend(q, k, v.roll(1, 2), mask)),
+    "queries-centered": in_attention(
+        lambda attend, q, k, v, mask: attend(q - 0.1 * q.mean(-1, True), k, v, mask)
+    ),
+    "keys-of-the-token-before": in_attention(
+        lambda attend, q, k, v, mask: attend(q, k.roll(1, 2), v, mask)
+    ),
+    "values-of-the-token-before": in_attention(
+        lambda attend, q, k, v, mask: attend(q, k, v.roll(1, 2), mask)
+    ),
     "distance-bias": in_attention(
         lambda attend, q, k, v, mask: attend(q, k, v, mask - 0.01 * distances(q, k).clamp(min=0.0))
     ),
     "first-key-favored": in_attention(
         lambda attend, q, k, v, mask: attend(q, k, v, mask + 0.1 * (torch.arange(k.shape[2]) == 0))
     ),
-    "one-key-of-the-future": in_attention(lambda attend, q, k, v, mask: attend(q, k, v, leaking(mask))),
+    "one-key-of-the-future": in_attention(
+        lambda attend, q, k, v, mask: attend(q, k, v, leaking(mask))
+    ),
     "values-clipped": in_attention(
-        lambda attend, q, k, v, mask: attend(q, k, v.clamp(-0.5 * v.abs().max(), 0.5 * v.abs().max()), mask)
+        lambda attend, q, k, v, mask: attend(
+            q, k, v.clamp(-0.5 * v.abs().max(), 0.5 * v.abs().max()), mask
+        )
     ),
     "context-of-a-head-lost": in_attention(
         after(lambda context: context * (torch.arange(context.shape[2]) > 0)[:, None])
     ),
     "context-squashed": in_attention(after(lambda context: 8.0 * torch.tanh(context / 8.0))),
     "context-by-place": in_attention(
-        after(lambda context: context * (1.0 + 0.001 * torch.arange(context.shape[1]))[:, None, None])
+        after(
+            lambda context: context * (1.0 + 0.001 * torch.arange(context.shape[1]))[:, None, None]
+        )
     ),
     "context-of-heads-exchanged": in_attention(after(lambda context: context.flip(2))),
     "output-larger": on_layers(lambda output, x: 1.001 * output),
     "output-with-input": on_layers(lambda output, x: output + 0.01 * x),
     "output-of-the-token-before": on_layers(lambda output, x: output.roll(1, 1)),
-    "projection-by-place": on_children("q_proj", lambda q, x: q * (1.0 + 0.01 * torch.arange(q.shape[1]))[:, None]),
+    "projection-by-place": on_children(
+        "q_proj", lambda q, x: q * (1.0 + 0.01 * torch.arange(q.shape[1]))[:, None]
+    ),
     "projection-with-square": on_children("v_proj", lambda v, x: v + 0.01 * v**2),
     "rotation-of-a-pair-faster": on_rotation(lambda cos, sin, places: (cos, sin.roll(1, -1))),
     "rotation-one-late": on_rotation(lambda cos, sin, places: (cos.roll(1, 1), sin.roll(1, 1))),
@@ -292,7 +362,18 @@ ODDITIES = {
 }
 """Changes of a layer that no field describes, each with a function that injects it."""
 
-OF_FAMILIES = ["llama", "qwen3", "olmo2", "gemma", "starcoder2", "cohere", "granite", "smollm3", "arcee", "mixtral"]
+OF_FAMILIES = [
+    "llama",
+    "qwen3",
+    "olmo2",
+    "gemma",
+    "starcoder2",
+    "cohere",
+    "granite",
+    "smollm3",
+    "arcee",
+    "mixtral",
+]
 """Families into which each oddity is injected."""
 
 
@@ -309,7 +390,8 @@ def test_injected_oddity_is_rejected(name, family, monkeypatch):
     assert all(layer.refusal for layer in found)
 
 
-# ---- The command -----------------------------------------------------------------------------------------------------
+# ---- The command
+# --------------------------------------------------------------------------------------------------
 
 LIVE = """
 import torch

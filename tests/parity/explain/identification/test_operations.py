@@ -1,4 +1,6 @@
-"""Layers that compute attention themselves: a tap records their operations; they are identified or rejected."""
+"""Layers that compute attention themselves: a tap records their operations; they are identified or
+rejected.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,16 @@ class PlainAttention(nn.Module):
     def __init__(self, attend: Attend, kv_heads: int = HEADS, table: Tensor | None = None) -> None:
         super().__init__()
         self.query, self.out = (nn.Linear(HEADS * WIDTH, HEADS * WIDTH) for _ in range(2))
-        self.key, self.value = (nn.Linear(HEADS * WIDTH, kv_heads * WIDTH, bias=False) for _ in range(2))
+        self.key, self.value = (
+            nn.Linear(HEADS * WIDTH, kv_heads * WIDTH, bias=False) for _ in range(2)
+        )
         self.attend = attend
         self.bias = None if table is None else nn.Embedding.from_pretrained(table)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (each(x).unflatten(-1, (-1, WIDTH)) for each in (self.query, self.key, self.value))
+        q, k, v = (
+            each(x).unflatten(-1, (-1, WIDTH)) for each in (self.query, self.key, self.value)
+        )
         return self.out(self.attend(self, q, k, v).flatten(2))
 
 
@@ -68,7 +74,8 @@ def scores_of(q: Tensor, k: Tensor) -> Tensor:
     return torch.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(WIDTH)
 
 
-# ---- Equivalent implementations --------------------------------------------------------------------------------------
+# ---- Equivalent implementations
+# --------------------------------------------------------------------------------------
 
 
 def einsum(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -76,7 +83,9 @@ def einsum(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def keys_first(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    scores = torch.einsum("btnh,bsnh->btsn", q, k) * WIDTH**-0.5  # softmax over an axis that is not the last one
+    scores = (
+        torch.einsum("btnh,bsnh->btsn", q, k) * WIDTH**-0.5
+    )  # softmax over an axis that is not the last one
     return torch.einsum("bsnh,btsn->btnh", v, scores.softmax(2))
 
 
@@ -129,7 +138,8 @@ def sdpa_with_alibi(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2)
 
 
-# ---- Changes to scores -----------------------------------------------------------------------------------------------
+# ---- Changes to scores
+# -----------------------------------------------------------------------------------------------
 
 
 def slopes(max_bias: float) -> Tensor:
@@ -153,8 +163,12 @@ def of_buckets(layer: Any, scores: Tensor) -> Tensor:
 
 soft_capped = on_scores(lambda layer, scores: hidden(3.0 * torch.tanh(scores / 3.0)))
 scaled_twice = on_scores(lambda layer, scores: scores / math.sqrt(WIDTH))
-alibi = on_scores(lambda layer, scores: hidden(scores + slopes(8.0) * torch.arange(scores.shape[-1])))
-alibi_scaled = on_scores(lambda layer, scores: hidden(scores - WIDTH**-0.5 * slopes(8.0) * distances(scores).abs()))
+alibi = on_scores(
+    lambda layer, scores: hidden(scores + slopes(8.0) * torch.arange(scores.shape[-1]))
+)
+alibi_scaled = on_scores(
+    lambda layer, scores: hidden(scores - WIDTH**-0.5 * slopes(8.0) * distances(scores).abs())
+)
 TABLE = torch.randn(16, HEADS, generator=torch.Generator().manual_seed(2))
 
 WRITTEN: dict[str, tuple[Attend, dict[str, Any], bool]] = {
@@ -247,8 +261,17 @@ def test_tap_records_and_checks_operations(gradients):
     assert identity.spec is not None
     verdict = parity.judge_tap(tapped, {0: identity.spec}, {0: identity.weights})
     assert verdict.passed
-    assert {each.stage for each in verdict.layers[0].comparisons} >= {"mask", "q", "k", "v", "attn_weights", "context"}
-    assert not parity.judge_tap(tapped, {0: identity.spec.replace(scale=1.0)}, {0: identity.weights}).passed
+    assert {each.stage for each in verdict.layers[0].comparisons} >= {
+        "mask",
+        "q",
+        "k",
+        "v",
+        "attn_weights",
+        "context",
+    }
+    assert not parity.judge_tap(
+        tapped, {0: identity.spec.replace(scale=1.0)}, {0: identity.weights}
+    ).passed
 
 
 def test_exception_removes_dispatch_mode():
@@ -266,14 +289,17 @@ def test_exception_removes_dispatch_mode():
     assert _get_current_dispatch_mode() is None
 
 
-# ---- Oddities --------------------------------------------------------------------------------------------------------
+# ---- Oddities
+# --------------------------------------------------------------------------------------------------
 
 
 def on_weights(change: Callable[[Any, Tensor], Tensor]) -> Attend:
     """Return attention with changed attention weights."""
 
     def attend(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.einsum("bnts,bsnh->btnh", change(layer, hidden(scores_of(q, k)).softmax(-1)), v)
+        return torch.einsum(
+            "bnts,bsnh->btnh", change(layer, hidden(scores_of(q, k)).softmax(-1)), v
+        )
 
     return attend
 
@@ -296,36 +322,68 @@ def seconds(scores: Tensor) -> Tensor:
 
 
 ODDITIES: dict[str, Attend] = {
-    "bias-of-squares": on_scores(lambda layer, scores: hidden(scores - 0.01 * distances(scores) ** 2)),
-    "bias-of-one-slope": on_scores(lambda layer, scores: hidden(scores - 0.1 * distances(scores).abs())),
+    "bias-of-squares": on_scores(
+        lambda layer, scores: hidden(scores - 0.01 * distances(scores) ** 2)
+    ),
+    "bias-of-one-slope": on_scores(
+        lambda layer, scores: hidden(scores - 0.1 * distances(scores).abs())
+    ),
     "bias-of-slopes-exchanged": on_scores(
         lambda layer, scores: hidden(scores - slopes(8.0).flip(0) * distances(scores).abs())
     ),
     "bias-of-later-keys": on_scores(lambda layer, scores: scores + slopes(8.0) * distances(scores)),
     "bias-of-no-table": on_scores(lambda layer, scores: scores + torch.sin(distances(scores))),
-    "bias-of-a-key": on_scores(lambda layer, scores: scores + 0.1 * (torch.arange(scores.shape[-1]) == 0)),
-    "bias-of-the-input": on_scores(lambda layer, scores: scores + 0.1 * scores.mean(-1, True).sin().mT),
-    "scale-of-heads": on_scores(lambda layer, scores: scores * torch.linspace(0.9, 1.1, HEADS)[:, None, None]),
+    "bias-of-a-key": on_scores(
+        lambda layer, scores: scores + 0.1 * (torch.arange(scores.shape[-1]) == 0)
+    ),
+    "bias-of-the-input": on_scores(
+        lambda layer, scores: scores + 0.1 * scores.mean(-1, True).sin().mT
+    ),
+    "scale-of-heads": on_scores(
+        lambda layer, scores: scores * torch.linspace(0.9, 1.1, HEADS)[:, None, None]
+    ),
     "scale-of-places": on_scores(lambda layer, scores: scores * (1.0 + 0.1 * seconds(scores))),
     "scale-by-size": on_scores(lambda layer, scores: scores * torch.where(scores > 0, 1.0, 0.9)),
     "scores-clipped": on_scores(lambda layer, scores: scores.clamp(-0.3, 0.3)),
-    "scores-capped-twice": on_scores(lambda layer, scores: 3.0 * torch.tanh(torch.tanh(scores / 3.0))),
-    "softmax-over-queries": lambda layer, q, k, v: torch.einsum("bnts,bsnh->btnh", scores_of(q, k).softmax(2), v),
-    "softmax-over-heads": lambda layer, q, k, v: torch.einsum("bnts,bsnh->btnh", scores_of(q, k).softmax(1), v),
-    "mask-one-late": on_scores(lambda layer, scores: scores.masked_fill(causal(scores).roll(1, 1), -1e9)),
-    "mask-without-the-first": on_scores(lambda layer, scores: hidden(scores).index_fill(2, torch.tensor(0), 0.0)),
+    "scores-capped-twice": on_scores(
+        lambda layer, scores: 3.0 * torch.tanh(torch.tanh(scores / 3.0))
+    ),
+    "softmax-over-queries": lambda layer, q, k, v: torch.einsum(
+        "bnts,bsnh->btnh", scores_of(q, k).softmax(2), v
+    ),
+    "softmax-over-heads": lambda layer, q, k, v: torch.einsum(
+        "bnts,bsnh->btnh", scores_of(q, k).softmax(1), v
+    ),
+    "mask-one-late": on_scores(
+        lambda layer, scores: scores.masked_fill(causal(scores).roll(1, 1), -1e9)
+    ),
+    "mask-without-the-first": on_scores(
+        lambda layer, scores: hidden(scores).index_fill(2, torch.tensor(0), 0.0)
+    ),
     "mask-that-is-weak": on_scores(lambda layer, scores: scores - 3.0 * causal(scores)),
-    "mask-of-a-head": on_scores(lambda layer, scores: torch.cat([hidden(scores[:, :1]), scores[:, 1:]], 1)),
-    "weights-dropped": on_weights(lambda layer, weights: weights * (torch.arange(weights.shape[-1]) != 3)),
-    "weights-dropped-in-place": on_weights(lambda layer, weights: weights.mul_(1.0 - 0.1 * seconds(weights))),
-    "weights-of-heads-mixed": on_weights(lambda layer, weights: 0.9 * weights + 0.1 * weights.roll(1, 1)),
+    "mask-of-a-head": on_scores(
+        lambda layer, scores: torch.cat([hidden(scores[:, :1]), scores[:, 1:]], 1)
+    ),
+    "weights-dropped": on_weights(
+        lambda layer, weights: weights * (torch.arange(weights.shape[-1]) != 3)
+    ),
+    "weights-dropped-in-place": on_weights(
+        lambda layer, weights: weights.mul_(1.0 - 0.1 * seconds(weights))
+    ),
+    "weights-of-heads-mixed": on_weights(
+        lambda layer, weights: 0.9 * weights + 0.1 * weights.roll(1, 1)
+    ),
     "weights-of-talking-heads": on_weights(
         lambda layer, weights: torch.einsum("bnts,nm->bmts", weights, torch.eye(HEADS) + 0.1)
     ),
-    "weights-renormalized": on_weights(lambda layer, weights: F.normalize(weights**2, p=1.0, dim=-1)),
+    "weights-renormalized": on_weights(
+        lambda layer, weights: F.normalize(weights**2, p=1.0, dim=-1)
+    ),
     "context-of-heads-exchanged": lambda layer, q, k, v: einsum(layer, q, k, v).flip(2),
     "values-centered": lambda layer, q, k, v: einsum(layer, q, k, v - 0.1 * v.mean(1, True)),
-    "sdpa-of-two": lambda layer, q, k, v: sdpa(layer, q, k, v) + 0.1 * sdpa(layer, q.roll(1, 1), k, v),
+    "sdpa-of-two": lambda layer, q, k, v: (
+        sdpa(layer, q, k, v) + 0.1 * sdpa(layer, q.roll(1, 1), k, v)
+    ),
     "differential": differential,
     "two-products": two_products,
     "by-blocks": by_blocks,
@@ -335,7 +393,9 @@ ODDITIES: dict[str, Attend] = {
 
 def test_shifted_bias_buckets_are_rejected():
     """A bias table whose buckets are shifted by one distance has no spec."""
-    shifted = on_scores(lambda layer, scores: of_buckets(layer, torch.cat([scores, scores[..., :1]], -1))[..., 1:])
+    shifted = on_scores(
+        lambda layer, scores: of_buckets(layer, torch.cat([scores, scores[..., :1]], -1))[..., 1:]
+    )
     assert identified(made(shifted, table=TABLE)).spec is None
 
 
@@ -350,7 +410,9 @@ def test_oddity_is_never_accepted(name):
 
 def test_bias_table_of_other_layer_is_named():
     """A bias table used by two layers is named with its path in the layer that holds it."""
-    model = nn.Sequential(*made(on_scores(of_buckets), table=TABLE), *made(on_scores(of_buckets))).eval()
+    model = nn.Sequential(
+        *made(on_scores(of_buckets), table=TABLE), *made(on_scores(of_buckets))
+    ).eval()
     model[1].__dict__["bias"] = model[0].bias  # used by both, held by the first
     first, second = identify(model, {"input": inputs()})
     assert first.names["relative_bias"] == "bias.weight"
@@ -358,7 +420,8 @@ def test_bias_table_of_other_layer_is_named():
     assert (second.weights["relative_bias"] == TABLE.numpy()).all()
 
 
-# ---- Layers of torch -------------------------------------------------------------------------------------------------
+# ---- Layers of torch
+# -------------------------------------------------------------------------------------------------
 
 
 def test_torch_transformer_is_identified():
@@ -390,7 +453,9 @@ def test_torch_layer_alone_is_identified(options, need_weights):
     x, other = inputs(12), inputs(9)[..., : module.kdim]
     told = {"attn_mask": torch.ones(12, 12).triu(1).bool()} if not options else {}
     keys = other if options else x
-    (found,) = identify(module, {"query": x, "key": keys, "value": keys, "need_weights": need_weights, **told})
+    (found,) = identify(
+        module, {"query": x, "key": keys, "value": keys, "need_weights": need_weights, **told}
+    )
     assert found.spec is not None, str(found)
     assert found.spec.qkv_bias is not bool(options)
     assert found.spec.d_kv == module.kdim
@@ -405,7 +470,8 @@ def test_add_zero_attn_is_rejected():
     assert found.spec is None
 
 
-# ---- Models of transformers ------------------------------------------------------------------------------------------
+# ---- Models of transformers
+# ------------------------------------------------------------------------------------------
 
 
 @sample(implementation=["sdpa"])
@@ -414,12 +480,26 @@ def test_t5_blocks_share_first_bias_table(implementation):
     """All blocks of T5's encoder and of its decoder have the bias table of
     the first block; cross-attention has none.
     """
-    sizes: dict[str, Any] = {"d_model": 32, "d_kv": 16, "d_ff": 16, "num_layers": 2, "num_heads": 4, "vocab_size": 97}
+    sizes: dict[str, Any] = {
+        "d_model": 32,
+        "d_kv": 16,
+        "d_ff": 16,
+        "num_layers": 2,
+        "num_heads": 4,
+        "vocab_size": 97,
+    }
     torch.manual_seed(0)
     model = AutoModel.from_config(T5Config(**sizes), attn_implementation=implementation).eval()
     tokens = torch.randint(1, 97, (2, 24), generator=torch.Generator().manual_seed(1))
-    found = {each.name: each for each in identify(model, {"input_ids": tokens, "decoder_input_ids": tokens[:, :20]})}
-    specs = {name: each.spec for name, each in found.items() if each.spec is not None and each.spec.scale == 1.0}
+    found = {
+        each.name: each
+        for each in identify(model, {"input_ids": tokens, "decoder_input_ids": tokens[:, :20]})
+    }
+    specs = {
+        name: each.spec
+        for name, each in found.items()
+        if each.spec is not None and each.spec.scale == 1.0
+    }
     assert specs.keys() == found.keys(), "\n".join(map(str, found.values()))
     for part, is_causal in (("encoder", False), ("decoder", True)):
         held = "layer.0.SelfAttention.relative_attention_bias.weight"
@@ -432,7 +512,12 @@ def test_t5_blocks_share_first_bias_table(implementation):
 
 
 def falcon(implementation: str, **options: Any) -> Any:
-    sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 1, "vocab_size": 97}
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 1,
+        "vocab_size": 97,
+    }
     torch.manual_seed(0)
     config = FalconConfig(**sizes, bos_token_id=1, eos_token_id=1, **options)
     return AutoModel.from_config(config, attn_implementation=implementation).eval()
@@ -455,7 +540,9 @@ def test_falcon_alibi_by_implementation(implementation):
 def test_falcon_with_rope_is_identified():
     """Falcon's new decoder architecture has 2 key/value heads and RoPE with base 10000."""
     tokens = torch.randint(1, 97, (2, 16), generator=torch.Generator().manual_seed(1))
-    (layer,) = identify(falcon("eager", new_decoder_architecture=True, num_kv_heads=2), {"input_ids": tokens})
+    (layer,) = identify(
+        falcon("eager", new_decoder_architecture=True, num_kv_heads=2), {"input_ids": tokens}
+    )
     assert layer.spec is not None, str(layer)
     assert layer.spec.num_kv_heads == 2
     assert layer.spec.rope == Rope(10000.0)

@@ -1,4 +1,6 @@
-"""Products of queries and keys with vectors of distances, identified in live models; and oddities of them."""
+"""Products of queries and keys with vectors of distances, identified in live models; and oddities
+of them.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,17 @@ from parity.use.cli.main import main
 
 DEBERTA = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 DEBERTA |= {"intermediate_size": 16, "max_position_embeddings": 64, "relative_attention": True}
-WAV2VEC2 = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 16}
-WAV2VEC2 |= {"feature_projection_input_dim": 16, "left_max_position_embeddings": 6, "right_max_position_embeddings": 3}
+WAV2VEC2 = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 16,
+}
+WAV2VEC2 |= {
+    "feature_projection_input_dim": 16,
+    "left_max_position_embeddings": 6,
+    "right_max_position_embeddings": 3,
+}
 WAV2VEC2 |= {"conv_depthwise_kernel_size": 3}
 BOTH = {"pos_att_type": ["c2p", "p2c"]}
 
@@ -47,8 +58,16 @@ FOUND: dict[str, tuple[str, dict[str, Any], RelativeProducts]] = {
         {**DEBERTA, "pos_att_type": ["p2c"], "position_buckets": 32, "max_relative_positions": 40},
         RelativeProducts(31, 32, 16, 40, of_queries=False, of_keys=True, per_head=True),
     ),
-    "wav2vec2-bert": ("Wav2Vec2Bert", {**WAV2VEC2, "attn_implementation": "eager"}, RelativeProducts(6, 3)),
-    "wav2vec2-bert, sdpa": ("Wav2Vec2Bert", {**WAV2VEC2, "attn_implementation": "sdpa"}, RelativeProducts(6, 3)),
+    "wav2vec2-bert": (
+        "Wav2Vec2Bert",
+        {**WAV2VEC2, "attn_implementation": "eager"},
+        RelativeProducts(6, 3),
+    ),
+    "wav2vec2-bert, sdpa": (
+        "Wav2Vec2Bert",
+        {**WAV2VEC2, "attn_implementation": "sdpa"},
+        RelativeProducts(6, 3),
+    ),
 }
 
 
@@ -59,7 +78,9 @@ def model_of(name: str, **options: Any) -> Any:
     draw(model)
     with torch.no_grad():
         for weight in (x for x in model.parameters() if x.ndim == 2):
-            weight.mul_(0.5)  # weights of keys that nearly tie in sharp rows differ by more than their budget
+            weight.mul_(
+                0.5
+            )  # weights of keys that nearly tie in sharp rows differ by more than their budget
     return model
 
 
@@ -98,7 +119,9 @@ def test_products_with_equal_axis_lengths():
     assert len(layers) == 2
     for layer in layers:
         assert layer.spec is not None, str(layer)
-        assert layer.spec.relative_products == RelativeProducts(9, 10, 5, 64, of_keys=True, per_head=True)
+        assert layer.spec.relative_products == RelativeProducts(
+            9, 10, 5, 64, of_keys=True, per_head=True
+        )
 
 
 def test_deberta_conversion_keeps_vectors(tmp_path, capsys):
@@ -109,8 +132,18 @@ def test_deberta_conversion_keeps_vectors(tmp_path, capsys):
     model = model_of(kind, **options)
     model.save_pretrained(tmp_path / "model")
     file = str(tmp_path / "layers.safetensors")
-    assert main(["convert", str(tmp_path / "model"), file, "--to", "canonical", "--rest", "drop"]) == 0
-    back = ["convert", file, str(tmp_path / "back.safetensors"), "--to", "transformers.BERT", "--rest", "drop"]
+    assert (
+        main(["convert", str(tmp_path / "model"), file, "--to", "canonical", "--rest", "drop"]) == 0
+    )
+    back = [
+        "convert",
+        file,
+        str(tmp_path / "back.safetensors"),
+        "--to",
+        "transformers.BERT",
+        "--rest",
+        "drop",
+    ]
     assert main(back) == 2
     assert "transformers.BERT" in capsys.readouterr().err
     weights, _ = load_tensors(file)
@@ -127,12 +160,15 @@ def test_log_buckets_match_deberta():
     for buckets, most in ((8, 64), (6, 24), (32, 40), (256, 512)):
         record = RelativeProducts(buckets - 1, buckets, buckets // 2, most)
         distances = np.arange(-2 * most, 2 * most + 1)
-        steps = module.make_log_bucket_position(torch.from_numpy(distances), buckets, most).clamp(-buckets, buckets - 1)
+        steps = module.make_log_bucket_position(torch.from_numpy(distances), buckets, most).clamp(
+            -buckets, buckets - 1
+        )
         found = record.buckets()[np.clip(-distances, -most, most) + most]
         assert (2 * buckets - 1 - found == steps.numpy() + buckets).all()
 
 
-# ---- A handwritten layer ---------------------------------------------------------------------------------------------
+# ---- A handwritten layer
+# ---------------------------------------------------------------------------------------------
 
 HEADS, WIDTH = 4, 8
 
@@ -146,7 +182,9 @@ class Relative(nn.Module):
         is_causal: whether later keys are hidden.
     """
 
-    def __init__(self, change: Callable[..., Tensor], kv_heads: int = HEADS, *, is_causal: bool = False) -> None:
+    def __init__(
+        self, change: Callable[..., Tensor], kv_heads: int = HEADS, *, is_causal: bool = False
+    ) -> None:
         super().__init__()
         self.query, self.out = (nn.Linear(HEADS * WIDTH, HEADS * WIDTH) for _ in range(2))
         self.key, self.value = (nn.Linear(HEADS * WIDTH, kv_heads * WIDTH) for _ in range(2))
@@ -154,7 +192,10 @@ class Relative(nn.Module):
         self.change, self.is_causal = change, is_causal
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (each(x).unflatten(-1, (-1, WIDTH)).transpose(1, 2) for each in (self.query, self.key, self.value))
+        q, k, v = (
+            each(x).unflatten(-1, (-1, WIDTH)).transpose(1, 2)
+            for each in (self.query, self.key, self.value)
+        )
         k, v = (each.repeat_interleave(HEADS // each.shape[1], 1) for each in (k, v))
         place = torch.arange(x.shape[1])
         rows = (place - place[:, None]).clamp(-5, 3) + 5
@@ -184,13 +225,18 @@ def made(change: Callable[..., Tensor], **options: Any) -> nn.Sequential:
 
 
 RIGHT = {
-    "queries": (lambda layer, q, k, rows, scores: scores + of_queries(layer, q, rows), RelativeProducts(5, 3)),
+    "queries": (
+        lambda layer, q, k, rows, scores: scores + of_queries(layer, q, rows),
+        RelativeProducts(5, 3),
+    ),
     "keys": (
         lambda layer, q, k, rows, scores: scores + of_keys(layer, k, rows),
         RelativeProducts(5, 3, of_queries=False, of_keys=True),
     ),
     "both": (
-        lambda layer, q, k, rows, scores: scores + of_queries(layer, q, rows) + of_keys(layer, k, rows),
+        lambda layer, q, k, rows, scores: (
+            scores + of_queries(layer, q, rows) + of_keys(layer, k, rows)
+        ),
         RelativeProducts(5, 3, of_keys=True),
     ),
     "by query - key": (
@@ -211,7 +257,9 @@ def test_identified_products_run_in_torch(name, kv_heads, is_causal):
     assert found.spec is not None, str(found)
     assert found.spec.relative_products == record
     ours = mha_torch.MultiHeadSelfAttention(found.spec)
-    ours.load_state_dict({weight: torch.from_numpy(x.copy()) for weight, x in found.weights.items()})
+    ours.load_state_dict(
+        {weight: torch.from_numpy(x.copy()) for weight, x in found.weights.items()}
+    )
     x = torch.randn(2, 30, HEADS * WIDTH)
     with torch.no_grad():
         assert torch.allclose(ours(x, is_causal=is_causal), model(x), atol=1e-5)
@@ -226,7 +274,10 @@ def test_shared_vectors_become_per_head():
         return scores + of_queries(layer, q, rows) + products
 
     model = made(change)
-    model[0].projected, model[0].of_places = nn.Linear(8, HEADS * WIDTH), nn.Parameter(torch.randn(9, 8))
+    model[0].projected, model[0].of_places = (
+        nn.Linear(8, HEADS * WIDTH),
+        nn.Parameter(torch.randn(9, 8)),
+    )
     found = identified(model)
     assert found.spec is not None, str(found)
     assert found.spec.relative_products == RelativeProducts(5, 3, of_keys=True, per_head=True)
@@ -244,10 +295,18 @@ ODD: dict[str, Callable[..., Tensor]] = {
     "sign": lambda layer, q, k, rows, scores: scores - of_queries(layer, q, rows),
     "scale": lambda layer, q, k, rows, scores: scores + 1.01 * of_queries(layer, q, rows),
     "unscaled": lambda layer, q, k, rows, scores: scores + WIDTH**0.5 * of_queries(layer, q, rows),
-    "scaled-twice": lambda layer, q, k, rows, scores: scores + of_queries(layer, q, rows) / WIDTH**0.5,
-    "row-of-another-distance": lambda layer, q, k, rows, scores: scores + of_queries(layer, q, other_row(rows)),
-    "clipped-early": lambda layer, q, k, rows, scores: scores + of_queries(layer, q, rows.clamp(1, 7)),
-    "by-size-of-distance": lambda layer, q, k, rows, scores: scores + of_queries(layer, q, (rows - 5).abs() + 3),
+    "scaled-twice": lambda layer, q, k, rows, scores: (
+        scores + of_queries(layer, q, rows) / WIDTH**0.5
+    ),
+    "row-of-another-distance": lambda layer, q, k, rows, scores: (
+        scores + of_queries(layer, q, other_row(rows))
+    ),
+    "clipped-early": lambda layer, q, k, rows, scores: (
+        scores + of_queries(layer, q, rows.clamp(1, 7))
+    ),
+    "by-size-of-distance": lambda layer, q, k, rows, scores: (
+        scores + of_queries(layer, q, (rows - 5).abs() + 3)
+    ),
     "exchanged-in-one": lambda layer, q, k, rows, scores: (
         scores + of_queries(layer, q, rows) + of_keys(layer, k, rows.T)
     ),
@@ -257,13 +316,21 @@ ODD: dict[str, Callable[..., Tensor]] = {
     "one-head-alone": lambda layer, q, k, rows, scores: torch.cat(
         [scores[:, :1] + of_queries(layer, q, rows)[:, :1], scores[:, 1:]], dim=1
     ),
-    "query-of-the-token-before": lambda layer, q, k, rows, scores: scores + of_queries(layer, q.roll(1, 2), rows),
-    "heads-in-another-order": lambda layer, q, k, rows, scores: scores + of_queries(layer, q.flip(1), rows),
-    "rows-that-wrap": lambda layer, q, k, rows, scores: scores + of_queries(layer, q, (rows + 1) % 9),
+    "query-of-the-token-before": lambda layer, q, k, rows, scores: (
+        scores + of_queries(layer, q.roll(1, 2), rows)
+    ),
+    "heads-in-another-order": lambda layer, q, k, rows, scores: (
+        scores + of_queries(layer, q.flip(1), rows)
+    ),
+    "rows-that-wrap": lambda layer, q, k, rows, scores: (
+        scores + of_queries(layer, q, (rows + 1) % 9)
+    ),
     "one-sequence-alone": lambda layer, q, k, rows, scores: torch.cat(
         [scores[:1] + of_queries(layer, q, rows)[:1], scores[1:]]
     ),
-    "squashed": lambda layer, q, k, rows, scores: scores + 9.0 * torch.tanh(of_queries(layer, q, rows) / 9.0),
+    "squashed": lambda layer, q, k, rows, scores: (
+        scores + 9.0 * torch.tanh(of_queries(layer, q, rows) / 9.0)
+    ),
     "of-near-keys-alone": lambda layer, q, k, rows, scores: (
         scores + torch.where((rows > 0) & (rows < 8), of_queries(layer, q, rows), 0.0)
     ),

@@ -1,4 +1,6 @@
-"""Live layers identified at their projections: inputs, norms, gates, clips, latents, temperatures, padding."""
+"""Live layers identified at their projections: inputs, norms, gates, clips, latents, temperatures,
+padding.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,11 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 0.7,
 }
-HYBRID = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2}
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+}
 TEMPERED = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1}
 
 FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -64,7 +70,10 @@ FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
             "interleave_moe_layer_step": 9,
         },
     ),
-    "temperature": ("ministral3", {"rope_parameters": {**TEMPERED, "original_max_position_embeddings": 9}}),
+    "temperature": (
+        "ministral3",
+        {"rope_parameters": {**TEMPERED, "original_max_position_embeddings": 9}},
+    ),
     "clip": ("olmo", {"clip_qkv": 0.5}),
     "clip-of-large-inputs": ("olmo", {"clip_qkv": 3.0}),
 }
@@ -81,7 +90,9 @@ def test_projection_fields_match_rules(name):
     assert found
     for layer in found:
         assert layer.spec is not None, str(layer)
-        spec, weights = parity.from_transformers(model.get_submodule(layer.name), model.config, path=layer.name)
+        spec, weights = parity.from_transformers(
+            model.get_submodule(layer.name), model.config, path=layer.name
+        )
         assert unheld(layer.spec) == unheld(spec)
         assert layer.weights.keys() == weights.keys()
         assert all((layer.weights[name] == weight).all() for name, weight in weights.items())
@@ -100,11 +111,18 @@ def numbers(*shape: int) -> torch.Tensor:
 
 
 def detr() -> tuple[Any, dict[str, torch.Tensor]]:
-    config = DetrConfig(d_model=32, decoder_attention_heads=4, decoder_ffn_dim=16, use_timm_backbone=False)
+    config = DetrConfig(
+        d_model=32, decoder_attention_heads=4, decoder_ffn_dim=16, use_timm_backbone=False
+    )
     config._attn_implementation = "eager"
     names = ("hidden_states", "object_queries_position_embeddings", "encoder_hidden_states")
-    inputs = dict(zip(names, (numbers(2, 9, 32), numbers(2, 9, 32) + 0.5, numbers(2, 13, 32)), strict=True))
-    return drawn(DetrDecoderLayer(config)), {**inputs, "spatial_position_embeddings": numbers(2, 13, 32) - 0.5}
+    inputs = dict(
+        zip(names, (numbers(2, 9, 32), numbers(2, 9, 32) + 0.5, numbers(2, 13, 32)), strict=True)
+    )
+    return drawn(DetrDecoderLayer(config)), {
+        **inputs,
+        "spatial_position_embeddings": numbers(2, 13, 32) - 0.5,
+    }
 
 
 def by_name(found: list[Identification]) -> dict[str, Identification]:
@@ -173,7 +191,8 @@ def test_added_residual_is_reported():
     """Hidden states that a module adds to its output are reported with the output."""
     model, inputs = detr()
     model.self_attn.register_forward_hook(
-        lambda module, args, kwargs, result: (result[0] + kwargs["hidden_states"], *result[1:]), with_kwargs=True
+        lambda module, args, kwargs, result: (result[0] + kwargs["hidden_states"], *result[1:]),
+        with_kwargs=True,
     )
     found = by_name(identify(model, inputs))
     assert found["self_attn"].output == "the output of o_proj, plus hidden_states"
@@ -186,12 +205,22 @@ def test_key_input_is_reported(name):
     of Idefics2 from the context and latents.
     """
     if name == "blip-2":
-        sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 16, "encoder_hidden_size": 24}
+        sizes = {
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "intermediate_size": 16,
+            "encoder_hidden_size": 24,
+        }
         config = Blip2QFormerConfig(**sizes, num_hidden_layers=1)
         model, inputs = Blip2QFormerModel(config), {"query_embeds": numbers(2, 9, 32)}
         inputs["encoder_hidden_states"] = numbers(2, 13, 24)
     else:
-        sizes = {"resampler_n_latents": 9, "resampler_depth": 1, "resampler_n_heads": 4, "resampler_head_dim": 8}
+        sizes = {
+            "resampler_n_latents": 9,
+            "resampler_depth": 1,
+            "resampler_n_heads": 4,
+            "resampler_head_dim": 8,
+        }
         config = Idefics2PerceiverConfig(hidden_size=32, num_key_value_heads=2, **sizes)
         model, inputs = Idefics2PerceiverResampler(config), {"context": numbers(2, 13, 32)}
         inputs["attention_mask"] = torch.ones(2, 13)
@@ -202,11 +231,14 @@ def test_key_input_is_reported(name):
     assert layer.inputs == {"query": query, "key": key, "value": key}
 
 
-# ---- Modules of no known family --------------------------------------------------------------------------------------
+# ---- Modules of no known family
+# --------------------------------------------------------------------------------------
 
 
 class TinyAttention(nn.Module):
-    """Attention with a norm before its projections, values of a different width, and a gate per head."""
+    """Attention with a norm before its projections, values of a different width, and a gate per
+    head.
+    """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -214,7 +246,12 @@ class TinyAttention(nn.Module):
         self.kind, self.num_key_value_groups = kind, 1
         make = {"convolutions": partial(nn.Conv1d, kernel_size=1)}.get(kind, nn.Linear)
         self.norm, self.value_norm = nn.LayerNorm(32), nn.LayerNorm(6)
-        self.q, self.kv, self.gate, self.out = make(32, 32), make(32, 56), nn.Linear(32, 4), make(24, 32)
+        self.q, self.kv, self.gate, self.out = (
+            make(32, 32),
+            make(32, 56),
+            nn.Linear(32, 4),
+            make(24, 32),
+        )
         self.after = nn.LayerNorm(24 if kind == "norm-before-output" else 32)
 
     def project(self, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -229,7 +266,11 @@ class TinyAttention(nn.Module):
         v = self.value_norm(v)
         interface = ALL_ATTENTION_FUNCTIONS.get_interface("eager", eager_attention_forward)
         context, _ = interface(self, q, k, v, None, scaling=8**-0.5)
-        context = context if self.kind == "norm-before-output" else context * torch.sigmoid(self.gate(x))[..., None]
+        context = (
+            context
+            if self.kind == "norm-before-output"
+            else context * torch.sigmoid(self.gate(x))[..., None]
+        )
         context = context.reshape(*x.shape[:-1], -1)
         if self.kind == "norm-before-output":
             return self.out(self.after(context)) + hidden_states
@@ -259,7 +300,9 @@ def test_head_gate_and_value_width(kind):
 
 def test_context_norm_is_identified():
     """A norm between the context and the output projection is identified as `context_norm`."""
-    (found,) = identify(drawn(TinyAttention("norm-before-output")), {"hidden_states": numbers(2, 9, 32)})
+    (found,) = identify(
+        drawn(TinyAttention("norm-before-output")), {"hidden_states": numbers(2, 9, 32)}
+    )
     assert found.spec is not None, found.refusal
     assert found.spec.context_norm is not None
 
@@ -279,7 +322,8 @@ def test_positions_from_one_are_reported():
         assert layer.positions == ((1, 24), (20000, 20034))
 
 
-# ---- Padding ---------------------------------------------------------------------------------------------------------
+# ---- Padding
+# --------------------------------------------------------------------------------------------------
 
 
 def padded(side: str) -> dict[str, torch.Tensor]:
@@ -301,17 +345,22 @@ def test_padding_is_left_out(family, side):
     assert len(layers) >= 2
     for layer in layers:
         assert layer.spec is not None
-        assert layer.spec.window_size == (6 if (family, layer.name) == ("gemma2", "layers.0.self_attn") else None)
+        assert layer.spec.window_size == (
+            6 if (family, layer.name) == ("gemma2", "layers.0.self_attn") else None
+        )
         assert layer.num_tokens == (24 if layer.name.startswith("decoder") else 22)
 
 
-# ---- Oddities that no field of a specification describes -------------------------------------------------------------
+# ---- Oddities that no field of a specification describes
+# -------------------------------------------------------------
 
 
 def on_sigmoid(change: Any) -> Any:
     """Change the sigmoid of gates."""
     sigmoid = torch.sigmoid
-    return lambda model, monkeypatch: monkeypatch.setattr(torch, "sigmoid", lambda x: change(sigmoid, x))
+    return lambda model, monkeypatch: monkeypatch.setattr(
+        torch, "sigmoid", lambda x: change(sigmoid, x)
+    )
 
 
 def on_norms(name: str, change: Any) -> Any:
@@ -376,11 +425,23 @@ ODDITIES: dict[str, tuple[str, Any]] = {
         "gate",
         on_norms("k_norm", lambda module: setattr(module, "variance_epsilon", 1e-3)),
     ),
-    "norm-with-an-eps-that-it-does-not-hold": ("norm-after-rope", on_norms("layernorm", with_larger_eps)),
+    "norm-with-an-eps-that-it-does-not-hold": (
+        "norm-after-rope",
+        on_norms("layernorm", with_larger_eps),
+    ),
     "norm-with-square": ("norms-of-heads", on_norms("q_norm", hooked(lambda x: x + 0.001 * x**2))),
-    "latent-capped": ("latents", on_norms("kv_a_layernorm", hooked(lambda x: 5.0 * torch.tanh(x / 5.0)))),
-    "latent-of-the-token-before": ("latents", on_norms("kv_a_layernorm", hooked(lambda x: x.roll(1, 1)))),
-    "latent-with-square": ("latents", on_norms("q_a_layernorm", hooked(lambda x: x + 0.001 * x**2))),
+    "latent-capped": (
+        "latents",
+        on_norms("kv_a_layernorm", hooked(lambda x: 5.0 * torch.tanh(x / 5.0))),
+    ),
+    "latent-of-the-token-before": (
+        "latents",
+        on_norms("kv_a_layernorm", hooked(lambda x: x.roll(1, 1))),
+    ),
+    "latent-with-square": (
+        "latents",
+        on_norms("q_a_layernorm", hooked(lambda x: x + 0.001 * x**2)),
+    ),
     "shared-features-differ": ("latents", in_attention(shared_differently)),
     "temperature-of-the-double-position": (
         "temperature",
@@ -388,13 +449,22 @@ ODDITIES: dict[str, tuple[str, Any]] = {
     ),
     "temperature-without-logarithm": (
         "temperature",
-        on_temperature(lambda original, positions, *args: 1.0 + 0.1 * (original(positions, *args) - 1.0).sqrt()),
+        on_temperature(
+            lambda original, positions, *args: 1.0 + 0.1 * (original(positions, *args) - 1.0).sqrt()
+        ),
     ),
     "temperature-of-keys": (
         "temperature",
-        in_attention(lambda attend, q, k, v, mask: attend(q, k * (1.0 + torch.arange(24) // 9)[:, None], v, mask)),
+        in_attention(
+            lambda attend, q, k, v, mask: attend(
+                q, k * (1.0 + torch.arange(24) // 9)[:, None], v, mask
+            )
+        ),
     ),
-    "clip-of-keys-wider": ("clip", in_attention(lambda attend, q, k, v, mask: attend(q, 1.5 * k, v, mask))),
+    "clip-of-keys-wider": (
+        "clip",
+        in_attention(lambda attend, q, k, v, mask: attend(q, 1.5 * k, v, mask)),
+    ),
     "clip-of-values-alone": (
         "temperature",
         in_attention(lambda attend, q, k, v, mask: attend(q, k, v.clamp(-0.3, 0.3), mask)),
@@ -413,7 +483,9 @@ def test_projection_oddity_is_rejected(name, monkeypatch):
     family, options = FIELDS[field]
     model = small_model(family, **options)
     inject(model, monkeypatch)
-    accepted = [str(layer) for layer in identify(model, inputs_of(family)) if layer.spec is not None]
+    accepted = [
+        str(layer) for layer in identify(model, inputs_of(family)) if layer.spec is not None
+    ]
     assert not accepted, accepted[0]
 
 
@@ -425,7 +497,9 @@ def test_attention_to_padding_is_rejected(monkeypatch):
 
 
 class SharingHeads(nn.Module):
-    """Attention of 4 query heads with 2 key/value heads, which are copied in separate orders for keys and values."""
+    """Attention of 4 query heads with 2 key/value heads, which are copied in separate orders for
+    keys and values.
+    """
 
     def __init__(self, order_of_keys: list[int], order_of_values: list[int]) -> None:
         super().__init__()
@@ -434,7 +508,10 @@ class SharingHeads(nn.Module):
         self.to_k, self.to_v = nn.Linear(32, 16), nn.Linear(32, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (each(x).unflatten(-1, (-1, 8)).transpose(1, 2) for each in (self.to_q, self.to_k, self.to_v))
+        q, k, v = (
+            each(x).unflatten(-1, (-1, 8)).transpose(1, 2)
+            for each in (self.to_q, self.to_k, self.to_v)
+        )
         k, v = k[:, self.orders[0]], v[:, self.orders[1]]
         weights = (q @ k.mT * 8**-0.5).softmax(-1)
         return self.to_out((weights @ v).transpose(1, 2).flatten(2))
@@ -443,8 +520,16 @@ class SharingHeads(nn.Module):
 @pytest.mark.parametrize(
     ("of_keys", "of_values", "words"),
     [
-        ([0, 1, 0, 1], [0, 1, 0, 1], "to_k returns 2 heads, and query heads use 0 1 0 1 of them: tiled, head n mod 2"),
-        ([0, 1, 0, 1], [0, 0, 1, 1], "to_v returns 2 heads, and query heads use 0 0 1 1 of them: repeated"),
+        (
+            [0, 1, 0, 1],
+            [0, 1, 0, 1],
+            "to_k returns 2 heads, and query heads use 0 1 0 1 of them: tiled, head n mod 2",
+        ),
+        (
+            [0, 1, 0, 1],
+            [0, 0, 1, 1],
+            "to_v returns 2 heads, and query heads use 0 0 1 1 of them: repeated",
+        ),
         ([0, 0, 1, 0], [0, 0, 1, 1], "to_k returns 2 heads, and query heads use 0 0 1 0 of them;"),
     ],
 )
@@ -458,7 +543,9 @@ def test_copied_key_heads_are_reported(of_keys, of_values, words):
     assert words in str(layer)
     assert "each once" not in str(layer)
     assert layer.names["k_proj.weight"] == "to_k.weight"
-    assert layer.rows["k_proj.weight"] == [row for head in of_keys for row in range(8 * head, 8 * head + 8)]
+    assert layer.rows["k_proj.weight"] == [
+        row for head in of_keys for row in range(8 * head, 8 * head + 8)
+    ]
     parameter = model[0].to_k.weight.detach().numpy()
     assert (layer.weights["k_proj.weight"] == parameter[layer.rows["k_proj.weight"]]).all()
 

@@ -1,4 +1,6 @@
-"""Identification of layers that share the keys and values of another layer, and rejection of oddities."""
+"""Identification of layers that share the keys and values of another layer, and rejection of
+oddities.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,27 @@ from helpers.samples import sample
 
 import parity
 
-SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48}
-SIZES |= {"vocab_size": 64, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 4, "pad_token_id": 0}
+SIZES = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+}
+SIZES |= {
+    "vocab_size": 64,
+    "vocab_size_per_layer_input": 64,
+    "hidden_size_per_layer_input": 4,
+    "pad_token_id": 0,
+}
 SIZES |= {"num_hidden_layers": 5, "num_kv_shared_layers": 2, "sliding_window": 5}
-KINDS = ["full_attention", "sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
+KINDS = [
+    "full_attention",
+    "sliding_attention",
+    "sliding_attention",
+    "sliding_attention",
+    "full_attention",
+]
 SHARED, SOURCE = 4, 0
 
 MODELS = {
@@ -30,7 +49,11 @@ def model_of(name: str, kinds: list[str] = KINDS) -> Any:
     kind, options = MODELS[name]
     config = getattr(transformers, f"{kind}Config")(**SIZES, **options, layer_types=kinds)
     torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}Model")._from_config(config, attn_implementation="eager").eval()
+    model = (
+        getattr(transformers, f"{kind}Model")
+        ._from_config(config, attn_implementation="eager")
+        .eval()
+    )
     draw(model)
     return model
 
@@ -66,7 +89,11 @@ def test_wrong_key_source_contradicts_rules():
     model = model_of("Gemma 3n", kinds)
     heads = heads_of(model.layers[1].self_attn)
     inject(model, lambda k, v: (heads["k"], heads["v"]))
-    (layer,) = (each for each in parity.layers_of(model, inputs()) if each.name == f"layers.{SHARED}.self_attn")
+    (layer,) = (
+        each
+        for each in parity.layers_of(model, inputs())
+        if each.name == f"layers.{SHARED}.self_attn"
+    )
     assert layer.identification.spec is not None
     assert layer.identification.inputs["key"] == "the keys of layers.1.self_attn"
     assert layer.spec is None
@@ -79,7 +106,9 @@ def heads_of(module: Any) -> dict[str, torch.Tensor]:
     rotate = transformers.models.gemma3n.modeling_gemma3n.apply_rotary_pos_emb
 
     def rotated(module: Any, args: Any, kwargs: dict[str, Any], _: Any) -> None:
-        heads["k"] = rotate(heads["k"], *kwargs["position_embeddings"], unsqueeze_dim=2).transpose(1, 2)
+        heads["k"] = rotate(heads["k"], *kwargs["position_embeddings"], unsqueeze_dim=2).transpose(
+            1, 2
+        )
 
     module.k_norm.register_forward_hook(lambda *call: heads.update(k=call[-1]))
     module.v_norm.register_forward_hook(lambda *call: heads.update(v=call[-1].transpose(1, 2)))
@@ -99,7 +128,9 @@ def inject(model: Any, change: Any) -> None:
 
 def rotated(k: torch.Tensor) -> torch.Tensor:
     """Return keys that are rotated by their positions again."""
-    angles = torch.arange(k.shape[2])[:, None] * 1e4 ** (-torch.arange(0, k.shape[-1], 2) / k.shape[-1])
+    angles = torch.arange(k.shape[2])[:, None] * 1e4 ** (
+        -torch.arange(0, k.shape[-1], 2) / k.shape[-1]
+    )
     cos, sin = (torch.cat([each, each], dim=-1).float() for each in (angles.cos(), angles.sin()))
     first, second = k.chunk(2, dim=-1)
     return k * cos + torch.cat([-second, first], dim=-1) * sin
@@ -161,7 +192,8 @@ def test_tap_compares_keys_of_source_layer():
     with torch.no_grad(), parity.tap(model) as tapped:
         model(**inputs())
     weights = {
-        index: parity.from_transformers(model.layers[index].self_attn, model.config, index)[1] for index in specs
+        index: parity.from_transformers(model.layers[index].self_attn, model.config, index)[1]
+        for index in specs
     }
     assert parity.judge_tap(tapped, list(specs.values()), weights).passed
     call = tapped.layers[SHARED].calls[0]

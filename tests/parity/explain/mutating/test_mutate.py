@@ -34,7 +34,14 @@ from parity.explain.mutating.view import OTHER_NEEDS, View, view_of
 from parity.use.cli.main import main
 from parity.use.reporting.bugs import bug_page
 
-ROLES = {"query": "q", "key": "k", "value": "v", "mask": "mask", "is_causal": "is_causal", "scale": "scale"}
+ROLES = {
+    "query": "q",
+    "key": "k",
+    "value": "v",
+    "mask": "mask",
+    "is_causal": "is_causal",
+    "scale": "scale",
+}
 VIEW = View(
     "torch",
     "BNTH",
@@ -49,7 +56,9 @@ VIEW = View(
 
 
 def attention(q, k, v, mask=None, is_causal=False, scale=None):
-    return scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=True)
+    return scaled_dot_product_attention(
+        q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=True
+    )
 
 
 def qkv(num_queries=5, num_keys=5, num_kv_heads=4):
@@ -64,7 +73,8 @@ def with_bug(name, *args, view=VIEW, function=attention, **kwargs):
     return None if run is None else run(lambda call: function(*call.args, **call.kwargs))
 
 
-# ---- The bugs ----------------------------------------------------------------------------------------------------
+# ---- The bugs
+# --------------------------------------------------------------------------------------------------
 
 
 @sample(12)
@@ -82,7 +92,9 @@ def test_bug_names_what_a_function_lacks(bug):
     bare = View("torch", "" if "layer" in bug.needs else "BTE", ("x",), roles={"query": "x"})
     reason = bug.why_not(bare)
     assert bool(reason) == bool(bug.needs)
-    assert all(need in OTHER_NEEDS or bare.lacks(need).startswith("it has no") for need in bug.needs)
+    assert all(
+        need in OTHER_NEEDS or bare.lacks(need).startswith("it has no") for need in bug.needs
+    )
 
 
 TRIL = torch.ones(5, 5, dtype=torch.bool).tril()
@@ -93,8 +105,14 @@ WRONG = {
     "mask-ignored": ({"mask": TRIL}, lambda: attention(Q, K, V)),
     "causal-ignored": ({"is_causal": True}, lambda: attention(Q, K, V)),
     "causal-unasked": ({}, lambda: attention(Q, K, V, TRIL)),
-    "causal-off-by-one": ({"is_causal": True}, lambda: attention(Q, K, V, torch.ones(5, 5).tril(1).bool())),
-    "causal-excludes-self": ({"mask": TRIL}, lambda: attention(Q, K, V, torch.ones(5, 5).tril(-1).bool())),
+    "causal-off-by-one": (
+        {"is_causal": True},
+        lambda: attention(Q, K, V, torch.ones(5, 5).tril(1).bool()),
+    ),
+    "causal-excludes-self": (
+        {"mask": TRIL},
+        lambda: attention(Q, K, V, torch.ones(5, 5).tril(-1).bool()),
+    ),
     "q-k-swapped": ({}, lambda: attention(K, Q, V)),
     "k-v-swapped": ({}, lambda: attention(Q, V, K)),
     "q-v-swapped": ({}, lambda: attention(V, K, Q)),
@@ -111,7 +129,10 @@ WRONG = {
     "softmax-over-heads": ({}, lambda: (Q @ K.mT / 8**0.5).softmax(1) @ V),
     "softmax-over-batch": ({}, lambda: (Q @ K.mT / 8**0.5).softmax(0) @ V),
     "mask-after-softmax": ({"mask": TRIL}, lambda: ((Q @ K.mT / 8**0.5).softmax(-1) * TRIL) @ V),
-    "heads-not-moved": ({}, lambda: attention(*(x.mT.mT.transpose(1, 2).reshape(x.shape) for x in (Q, K, V)))),
+    "heads-not-moved": (
+        {},
+        lambda: attention(*(x.mT.mT.transpose(1, 2).reshape(x.shape) for x in (Q, K, V))),
+    ),
     "heads-not-moved-back": ({}, lambda: attention(Q, K, V).reshape(2, 5, 4, 8).transpose(1, 2)),
 }
 """Options of a call for each bug, and the wrong result made by hand."""
@@ -130,10 +151,14 @@ def test_bug_equals_one_made_by_hand(name, axes):
     else:
 
         def turned(q, k, v, *args, **kwargs):
-            return attention(*(x.transpose(1, 2) for x in (q, k, v)), *args, **kwargs).transpose(1, 2)
+            return attention(*(x.transpose(1, 2) for x in (q, k, v)), *args, **kwargs).transpose(
+                1, 2
+            )
 
         given = [x.transpose(1, 2) for x in (Q, K, V)]
-        found = with_bug(name, *given, view=replace(VIEW, axes="BTNH"), function=turned, **options).transpose(1, 2)
+        found = with_bug(
+            name, *given, view=replace(VIEW, axes="BTNH"), function=turned, **options
+        ).transpose(1, 2)
     torch.testing.assert_close(found, by_hand(), equal_nan=True)
     assert not same(found, attention(Q, K, V, **options))
 
@@ -142,7 +167,8 @@ def test_key_value_heads_are_tiled():
     """Shared heads are tiled as by hand; the bug does not apply if no head is shared."""
     q, k, v = qkv(num_kv_heads=2)
     torch.testing.assert_close(
-        with_bug("kv-heads-tiled", q, k, v), attention(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1))
+        with_bug("kv-heads-tiled", q, k, v),
+        attention(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1)),
     )
     assert with_bug("kv-heads-tiled", *qkv()) is None
 
@@ -162,7 +188,9 @@ def test_additive_mask_stays_additive():
     """Bugs in an additive mask have the results of the same bugs in a boolean mask."""
     added = torch.zeros(5, 5, dtype=torch.float64).masked_fill(~TRIL, float("-inf"))
     torch.testing.assert_close(with_bug("mask-ignored", Q, K, V, added), attention(Q, K, V))
-    torch.testing.assert_close(with_bug("mask-flipped", Q, K, V, added), attention(Q, K, V, ~TRIL), equal_nan=True)
+    torch.testing.assert_close(
+        with_bug("mask-flipped", Q, K, V, added), attention(Q, K, V, ~TRIL), equal_nan=True
+    )
     found = with_bug("causal-off-by-one", Q, K, V, added)
     torch.testing.assert_close(found, attention(Q, K, V, torch.ones(5, 5).tril(1).bool()))
 
@@ -171,7 +199,9 @@ def test_mask_without_causality_is_kept():
     """A mask that is not causal is not shifted."""
     mask = torch.ones(5, 5, dtype=torch.bool)
     mask[:, 1] = False
-    torch.testing.assert_close(with_bug("causal-off-by-one", Q, K, V, mask), attention(Q, K, V, mask))
+    torch.testing.assert_close(
+        with_bug("causal-off-by-one", Q, K, V, mask), attention(Q, K, V, mask)
+    )
 
 
 def test_different_function_is_not_replaced():
@@ -197,17 +227,34 @@ def test_padding_bugs_change_hidden_tokens(name, wrong):
 
     right = hidden([3, 5])
     for true in ("hides", "shows"):
-        view = View("torch", "BTE", ("x", "padding"), roles={"query": "x", "padding": "padding"}, padding_true=true)
+        view = View(
+            "torch",
+            "BTE",
+            ("x", "padding"),
+            roles={"query": "x", "padding": "padding"},
+            padding_true=true,
+        )
         given = right if true == "hides" else ~right
-        found = with_bug(name, torch.zeros(2, 5, 4), given, view=view, function=lambda x, padding: padding)
+        found = with_bug(
+            name, torch.zeros(2, 5, 4), given, view=view, function=lambda x, padding: padding
+        )
         expected = right.flip(-1) if wrong is None else hidden(wrong)
         assert torch.equal(found, expected if true == "hides" else ~expected)
     view = View("torch", "BTE", ("x", "lengths"), roles={"query": "x", "lengths": "lengths"})
-    found = with_bug(name, torch.zeros(2, 5, 4), torch.tensor([3, 5]), view=view, function=lambda x, lengths: lengths)
+    found = with_bug(
+        name,
+        torch.zeros(2, 5, 4),
+        torch.tensor([3, 5]),
+        view=view,
+        function=lambda x, lengths: lengths,
+    )
     assert (None if found is None else found.tolist()) == wrong  # lengths have no side
 
 
-ROPE = {role: role for role in ("query", "positions", "cache", "cos", "sin", "bias", "window", "soft_cap", "sinks")}
+ROPE = {
+    role: role
+    for role in ("query", "positions", "cache", "cos", "sin", "bias", "window", "soft_cap", "sinks")
+}
 
 
 @pytest.mark.parametrize(
@@ -231,18 +278,29 @@ def test_further_arguments_are_changed(name, given, wrong):
     argument, and does not apply without it.
     """
     view = View("torch", "BNTH", ("query",), ("bias", "window", "soft_cap", "sinks"), ROPE)
-    found = with_bug(name, np.zeros((1, 1, 3, 4)), view=view, function=lambda query, **more: more, **given)
+    found = with_bug(
+        name, np.zeros((1, 1, 3, 4)), view=view, function=lambda query, **more: more, **given
+    )
     np.testing.assert_equal(found, wrong)
-    assert with_bug(name, np.zeros((1, 1, 3, 4)), view=view, function=lambda query, **more: more) is None
+    assert (
+        with_bug(name, np.zeros((1, 1, 3, 4)), view=view, function=lambda query, **more: more)
+        is None
+    )
 
 
-COSINES = {"rope-missing": (1.0, 0.0), "rope-reversed": (0.5, -0.8), "rope-sin-cos-exchanged": (0.8, 0.5)}
+COSINES = {
+    "rope-missing": (1.0, 0.0),
+    "rope-reversed": (0.5, -0.8),
+    "rope-sin-cos-exchanged": (0.8, 0.5),
+}
 
 
 @pytest.mark.parametrize("name", COSINES)
 def test_cosines_and_sines_are_changed(name):
     """RoPE bugs change cosines and sines, as two arguments or as one pair."""
-    view = View("torch", "BNTH", ("query", "cos", "sin"), roles={r: r for r in ("query", "cos", "sin")})
+    view = View(
+        "torch", "BNTH", ("query", "cos", "sin"), roles={r: r for r in ("query", "cos", "sin")}
+    )
     pair = View("torch", "BNTH", ("query",), roles={r: r for r in ("query", "position_embeddings")})
     cos, sin = torch.full((3,), 0.5), torch.full((3,), 0.8)
     for found in (
@@ -258,7 +316,8 @@ def test_cosines_and_sines_are_changed(name):
         assert [x[0].item() for x in found] == pytest.approx(COSINES[name])
 
 
-# ---- Weights ---------------------------------------------------------------------------------------------------------
+# ---- Weights
+# --------------------------------------------------------------------------------------------------
 
 LETTERS = {"q_proj": "wq", "k_proj": "wk", "v_proj": "wv", "out_proj": "wo"}
 
@@ -284,18 +343,26 @@ PROJECTED = {
     "q_proj-transposed": lambda w: {"q_proj.weight": w["q_proj.weight"].T},
     "out_proj-transposed": lambda w: {"out_proj.weight": w["out_proj.weight"].T},
     "k-v-swapped": lambda w: {
-        f"{one}_proj.{leaf}": w[f"{other}_proj.{leaf}"] for one, other in ("kv", "vk") for leaf in ("weight", "bias")
+        f"{one}_proj.{leaf}": w[f"{other}_proj.{leaf}"]
+        for one, other in ("kv", "vk")
+        for leaf in ("weight", "bias")
     },
     "v_proj-bias-missing": lambda w: {"v_proj.bias": w["v_proj.bias"] * 0},
-    "scale-missing": lambda w: {name: w[name] * 2**0.5 for name in ("q_proj.weight", "q_proj.bias")},
-    "scale-by-d-model": lambda w: {name: w[name] * 0.5**0.5 for name in ("q_proj.weight", "q_proj.bias")},
+    "scale-missing": lambda w: {
+        name: w[name] * 2**0.5 for name in ("q_proj.weight", "q_proj.bias")
+    },
+    "scale-by-d-model": lambda w: {
+        name: w[name] * 0.5**0.5 for name in ("q_proj.weight", "q_proj.bias")
+    },
     "out-proj-missing": lambda w: {"out_proj.weight": np.eye(4), "out_proj.bias": np.zeros(4)},
 }
 
 
 @sample(24)
 @pytest.mark.parametrize("name", PROJECTED)
-@pytest.mark.parametrize("carrier", ["torch", "nnx", "parameters", "flat mapping", "nested mapping"])
+@pytest.mark.parametrize(
+    "carrier", ["torch", "nnx", "parameters", "flat mapping", "nested mapping"]
+)
 def test_weights_are_changed_in_any_holder(carrier, name):
     """Bugs change weights in modules, parameters and mappings
     as by hand, and the modules are restored.
@@ -306,13 +373,17 @@ def test_weights_are_changed_in_any_holder(carrier, name):
     jax_layer.num_heads = 2
     for each in LETTERS:
         linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-        linear.kernel, linear.bias = (nnx.Param(jnp.asarray(weights[f"{each}.{leaf}"])) for leaf in ("weight", "bias"))
+        linear.kernel, linear.bias = (
+            nnx.Param(jnp.asarray(weights[f"{each}.{leaf}"])) for leaf in ("weight", "bias")
+        )
         setattr(jax_layer, each, linear)
 
     def seen_of_nnx(call):
         leaves = (("weight", "kernel"), ("bias", "bias"))
         return {
-            f"{n}.{leaf}": np.asarray(getattr(getattr(jax_layer, n), at)[...]) for n in LETTERS for leaf, at in leaves
+            f"{n}.{leaf}": np.asarray(getattr(getattr(jax_layer, n), at)[...])
+            for n in LETTERS
+            for leaf, at in leaves
         }
 
     view = View("torch", "BTE", ("x",), roles={"query": "x"}, projections=True, biases=True)
@@ -345,7 +416,9 @@ def test_weights_are_changed_in_any_holder(carrier, name):
         nested = {n: {"kernel": flat[f"{n}.weight"], "bias": flat[f"{n}.bias"]} for n in LETTERS}
         given = flat if carrier == "flat mapping" else nested
         view = replace(view, roles={"query": "x", "weights": "params"})
-        run = injections_for(view)[0][name].make(Call(view, (x,), {"params": given, "num_heads": 2}))
+        run = injections_for(view)[0][name].make(
+            Call(view, (x,), {"params": given, "num_heads": 2})
+        )
 
         def seen(call):
             held = call.kwargs["params"]
@@ -359,12 +432,15 @@ def test_weights_are_changed_in_any_holder(carrier, name):
 
         found = run(seen)
     expected = {**weights, **PROJECTED[name](weights)}
-    assert {n for n in weights if not np.array_equal(weights[n], expected[n])}, "a control that changes nothing"
+    assert {n for n in weights if not np.array_equal(weights[n], expected[n])}, (
+        "a control that changes nothing"
+    )
     for n in weights:
         np.testing.assert_allclose(found[n], expected[n], rtol=1e-6, err_msg=n)
 
 
-# ---- The whole command -----------------------------------------------------------------------------------------------
+# ---- The whole command
+# -----------------------------------------------------------------------------------------------
 
 ATTENTION = '''
 import torch
@@ -393,8 +469,8 @@ def attention(query, key, value, is_causal=False):
     return scaled_dot_product_attention(query, key, value, is_causal=is_causal)
 """
 
-# Each bug starts a process that imports torch, which takes longest: so few bugs are injected, and no test uses
-# torch.testing, which imports half as much again.
+# Each bug starts a process that imports torch, which takes longest: so few bugs are injected, and
+# no test uses torch.testing, which imports half as much again.
 GOOD = """
 import torch
 from mine.attention import attention
@@ -436,7 +512,9 @@ def project(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # which takes longer than the tests
 
-    def mutate(tests, *options, command=("pytest", "test_mine.py"), target="mine.attention:attention"):
+    def mutate(
+        tests, *options, command=("pytest", "test_mine.py"), target="mine.attention:attention"
+    ):
         (tmp_path / "test_mine.py").write_text(textwrap.dedent(tests))
         try:
             status = main(["mutate", target, *options, "--json", "found.json", "--", *command])
@@ -469,7 +547,10 @@ def test_bugs_unnoticed_by_weak_tests(project, capsys, tmp_path):
     assert "mask-polarity" in said
     assert "4 bugs injected: 1 noticed" in said
     assert "NOT NOTICED" in said
-    assert "scale-missing: the scale of the scores is missing, and every test passes; mha-parity bugs scale" in said
+    assert (
+        "scale-missing: the scale of the scores is missing, and every test passes; mha-parity "
+        "bugs scale" in said
+    )
     assert not (tmp_path / ".pytest_cache").exists()
 
 
@@ -511,7 +592,8 @@ def test_jitted_function_is_compared(project, tmp_path):
         ("def test_it():\n    pass", "no import"),
         ("import mine.attention\ndef test_it():\n    pass", "no call"),
         (
-            "from mine.attention import attention as f\ndef test_it():\n    assert f.__code__.co_name == 'attention'",
+            "from mine.attention import attention as f\ndef test_it():\n    assert "
+            "f.__code__.co_name == 'attention'",
             "exit status 1, only while mine.attention:attention is wrapped",
         ),
     ],
@@ -544,11 +626,14 @@ def test_bad_usage_exits_before_tests(project, capsys, options, refusal):
     assert refusal.is_printed_in(capsys.readouterr().err)
 
 
-@pytest.mark.parametrize(("options", "argument"), [((), "mine.attention:attention"), (("--skip", "rope*"), "--skip")])
+@pytest.mark.parametrize(
+    ("options", "argument"), [((), "mine.attention:attention"), (("--skip", "rope*"), "--skip")]
+)
 def test_no_applicable_bug_exits_with_2(project, capsys, monkeypatch, options, argument):
     """If no bug can be injected, the command exits with 2 and lists the reasons."""
     monkeypatch.setattr(
-        "parity.explain.mutating.bugs.injections_for", lambda view: ([], {"mask-ignored": "it has no mask"})
+        "parity.explain.mutating.bugs.injections_for",
+        lambda view: ([], {"mask-ignored": "it has no mask"}),
     )
     assert project("", *options, command=("no-such-command",))[0] == 2
     assert refuses(argument, "mask-ignored: it has no mask").is_printed_in(capsys.readouterr().err)
@@ -561,17 +646,25 @@ def test_missing_test_command_exits_with_2(project, capsys):
     assert "no-such-command" in capsys.readouterr().err
 
 
-# ---- In the process of the tests -------------------------------------------------------------------------------------
+# ---- In the process of the tests
+# -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def injecting(tmp_path, monkeypatch):
-    """Return a function that injects a bug into a module's function, and returns it with the recorded events."""
+    """Return a function that injects a bug into a module's function, and returns it with the
+    recorded events.
+    """
 
     def inject_into(function, bug, view):
         module = types.ModuleType("mine")
         module.attention = function
-        made = {"attribute": "attention", "bug": bug, "view": asdict(view), "record": str(tmp_path / "record")}
+        made = {
+            "attribute": "attention",
+            "bug": bug,
+            "view": asdict(view),
+            "record": str(tmp_path / "record"),
+        }
         monkeypatch.setattr(record, "order", lambda: made)
         monkeypatch.setattr(inject, "order", lambda: made)
         monkeypatch.setattr(record, "_noted", set())
@@ -615,13 +708,16 @@ def test_uncopyable_argument_is_recorded(injecting):
 def test_allowed_bugs_are_recorded(injecting):
     """Without a bug, the result is correct, and the bugs that the call allows are recorded."""
     function, _ = injecting(attention, "", VIEW)
-    torch.testing.assert_close(function(Q, K, V, is_causal=True), attention(Q, K, V, is_causal=True))
+    torch.testing.assert_close(
+        function(Q, K, V, is_causal=True), attention(Q, K, V, is_causal=True)
+    )
     allowed = {more for event, more in record._noted if event == "fits"}
     assert {"causal-ignored", "causal-off-by-one", "scale-missing"} <= allowed
     assert not allowed & {"mask-flipped", "causal-unasked", "kv-heads-tiled", "scale-ignored"}
 
 
-# ---- Verdicts --------------------------------------------------------------------------------------------------------
+# ---- Verdicts
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -662,7 +758,9 @@ def test_a_temporary_folder_may_have_spaces(tmp_path, monkeypatch):
 @pytest.mark.costly("ends a process that takes too long")
 def test_run_beyond_timeout_is_ended():
     """A run of 60 seconds with a timeout of 0.5 ends within 30, without a status."""
-    tests = Suite("mine:attention", VIEW, ["python", "-c", "import time; time.sleep(60)"], timeout=0.5)
+    tests = Suite(
+        "mine:attention", VIEW, ["python", "-c", "import time; time.sleep(60)"], timeout=0.5
+    )
     run = tests.run()
     assert run.status is None
     assert run.seconds < 30
@@ -671,7 +769,12 @@ def test_run_beyond_timeout_is_ended():
 def test_view_of_mha_torch_function():
     """The view of `mha_torch.scaled_dot_product_attention` has its axes, polarity and groups."""
     view = view_of("mha_torch:scaled_dot_product_attention", mask_name="mask")
-    assert (view.axes, view.mask_true, view.has_groups, view.is_ours) == ("BNTH", "hides", True, True)
+    assert (view.axes, view.mask_true, view.has_groups, view.is_ours) == (
+        "BNTH",
+        "hides",
+        True,
+        True,
+    )
 
 
 def test_traced_call_needs_equal_results():
@@ -686,7 +789,9 @@ def test_traced_call_needs_equal_results():
 
     for factor in (1.0, 2.0):
         found = jax.jit(
-            lambda q, f=factor: with_bug("softmax-over-heads", q, k, v, view=view, function=lambda *a: theirs(*a, f))
+            lambda q, f=factor: with_bug(
+                "softmax-over-heads", q, k, v, view=view, function=lambda *a: theirs(*a, f)
+            )
         )(q)
         assert same(found, theirs(q, k, v, factor)) == (factor == 2.0)
 
@@ -705,7 +810,8 @@ def test_interruption_ends_the_tests(tmp_path):
     arguments = ["mutate", "mine:attention", *options, "--", "pytest", "-q", "test_mine.py"]
     program = (
         "import signal, sys\nfrom parity.use.cli.main import main\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is born without it\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is "
+        "born without it\n"
         "sys.exit(main(sys.argv[1:]))"
     )
     began = time.monotonic()
@@ -717,7 +823,11 @@ def test_interruption_ends_the_tests(tmp_path):
         text=True,
     )
     begun = tmp_path / "begun"
-    while not (begun.exists() and begun.read_text()) and process.poll() is None and time.monotonic() < began + 300:
+    while (
+        not (begun.exists() and begun.read_text())
+        and process.poll() is None
+        and time.monotonic() < began + 300
+    ):
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=120)
@@ -735,7 +845,10 @@ def test_pytest_options_and_xdist_workers(project, capsys):
     command = ("pytest", "-x", "-p", "xdist", "-n", "1", "-k", "two", "test_mine.py")
     status, found = project(tests, "--only", "scale-missing", command=command)
     assert status == 0
-    assert (found["scale-missing"]["status"], found["scale-missing"]["by"]) == ("noticed", "test_mine.py::test_two")
+    assert (found["scale-missing"]["status"], found["scale-missing"]["by"]) == (
+        "noticed",
+        "test_mine.py::test_two",
+    )
     assert "1 bug injected: 1 noticed" in capsys.readouterr().out
 
 
@@ -765,7 +878,10 @@ def test_impossible_bugs_are_not_test_gaps(project, capsys):
         "q_proj-transposed": ("noticed", "exit status 1"),
         "batch-as-tokens": ("refused", "RuntimeError"),
     }
-    assert "not injected, no out_proj is known among its weights: out_proj-transposed, out_proj-bias-missing" in said
+    assert (
+        "not injected, no out_proj is known among its weights: out_proj-transposed, "
+        "out_proj-bias-missing" in said
+    )
     assert json.loads(pathlib.Path("found.json").read_text())["not_injected"].keys() == {
         *("out_proj-transposed", "out_proj-bias-missing", "rope-theta-10000", "rope-theta-500000"),
     }

@@ -1,4 +1,6 @@
-"""`mutate` in layers: weights of each projection in any library, packed or separate, and buffers next to them."""
+"""`mutate` in layers: weights of each projection in any library, packed or separate, and buffers
+next to them.
+"""
 
 from dataclasses import replace
 
@@ -18,7 +20,9 @@ from parity.explain.mutating.compare import Unfit, same
 from parity.explain.mutating.held import held_in
 from parity.explain.mutating.view import View
 
-VIEW = View("torch", "BTE", ("x",), roles={"query": "x"}, projections=True, biases=True, is_module=True)
+VIEW = View(
+    "torch", "BTE", ("x",), roles={"query": "x"}, projections=True, biases=True, is_module=True
+)
 NAMES = ("q_proj", "k_proj", "v_proj", "out_proj")
 BATCH, TOKENS, WIDTH, HEADS, SIZE = 2, 6, 32, 4, 8
 
@@ -28,7 +32,9 @@ def inject(name, layer, x, view=VIEW, **given):
     run = injections_for(view)[0][name].make(Call(view, (x,), given, layer))
     if view.framework == "torch":
         return (
-            None if run is None else run(lambda call: type(call.owner).forward(call.owner, *call.args, **call.kwargs))
+            None
+            if run is None
+            else run(lambda call: type(call.owner).forward(call.owner, *call.args, **call.kwargs))
         )
     return None if run is None else run(lambda call: call.owner(*call.args, **call.kwargs))
 
@@ -36,13 +42,19 @@ def inject(name, layer, x, view=VIEW, **given):
 def turned(x, theta):
     """Apply RoPE to halves."""
     half = x.shape[-1] // 2
-    angles = torch.arange(x.shape[-2])[:, None] * theta ** -(torch.arange(half, dtype=x.dtype) / half)
+    angles = torch.arange(x.shape[-2])[:, None] * theta ** -(
+        torch.arange(half, dtype=x.dtype) / half
+    )
     one, two = x.split(half, -1)
-    return torch.cat([one * angles.cos() - two * angles.sin(), one * angles.sin() + two * angles.cos()], -1)
+    return torch.cat(
+        [one * angles.cos() - two * angles.sin(), one * angles.sin() + two * angles.cos()], -1
+    )
 
 
 class Apart(nn.Module):
-    """Four projections, RoPE, and any number of key/value heads: packed layers are compared with this one."""
+    """Four projections, RoPE, and any number of key/value heads: packed layers are compared with
+    this one.
+    """
 
     def __init__(self, num_kv_heads=HEADS):
         super().__init__()
@@ -65,9 +77,14 @@ def rows(order, num_kv_heads):
     """Return the rows of q, k and v in a packed projection."""
     group = HEADS // num_kv_heads
     if order == "one after the other":
-        return np.split(np.arange((HEADS + 2 * num_kv_heads) * SIZE), [HEADS * SIZE, (HEADS + num_kv_heads) * SIZE])
+        return np.split(
+            np.arange((HEADS + 2 * num_kv_heads) * SIZE),
+            [HEADS * SIZE, (HEADS + num_kv_heads) * SIZE],
+        )
     places = np.arange((HEADS + 2 * num_kv_heads) * SIZE).reshape(num_kv_heads, group + 2, SIZE)
-    return [each.reshape(-1) for each in (places[:, :group], places[:, group], places[:, group + 1])]
+    return [
+        each.reshape(-1) for each in (places[:, :group], places[:, group], places[:, group + 1])
+    ]
 
 
 class Packed(Apart):
@@ -93,11 +110,24 @@ def layer_and_input(num_kv_heads=HEADS):
     return layer, torch.randn(BATCH, TOKENS, WIDTH, dtype=torch.float64)
 
 
-# ---- Packed ----------------------------------------------------------------------------------------------------------
+# ---- Packed
+# --------------------------------------------------------------------------------------------------
 
 IN_WEIGHTS = (
-    *("q_proj-transposed", "out_proj-transposed", "k-v-swapped", "v_proj-bias-missing", "scale-missing"),
-    *("scale-by-d-model", "out-proj-missing", "q-heads-reversed", "v-heads-rolled", "kv-heads-tiled"),
+    *(
+        "q_proj-transposed",
+        "out_proj-transposed",
+        "k-v-swapped",
+        "v_proj-bias-missing",
+        "scale-missing",
+    ),
+    *(
+        "scale-by-d-model",
+        "out-proj-missing",
+        "q-heads-reversed",
+        "v-heads-rolled",
+        "kv-heads-tiled",
+    ),
     *("scale-after-softmax", "rope-weights-interleaved", "rope-weights-deinterleaved"),
 )
 
@@ -131,8 +161,14 @@ def test_unknown_packing_order_raises():
     """A packed projection in an unusual order raises `Unfit`."""
     apart, x = layer_and_input()
     packed = Packed(apart, "one after the other").double()
-    packed.rows = [np.roll(places, 5) for places in np.split(np.random.default_rng(0).permutation(3 * WIDTH), 3)]
-    with pytest.raises(Unfit, match=r"the order of q, k and v in its packed projection \(96, 32\) cannot be detected"):
+    packed.rows = [
+        np.roll(places, 5)
+        for places in np.split(np.random.default_rng(0).permutation(3 * WIDTH), 3)
+    ]
+    with pytest.raises(
+        Unfit,
+        match=r"the order of q, k and v in its packed projection \(96, 32\) cannot be detected",
+    ):
         inject("k-v-swapped", packed, x)
 
 
@@ -149,13 +185,19 @@ def test_bug_in_packed_layer_leaves_no_trace():
     assert all(torch.equal(array, before[name]) for name, array in packed.state_dict().items())
 
 
-# ---- By hand ---------------------------------------------------------------------------------------------------------
+# ---- By hand
+# --------------------------------------------------------------------------------------------------
 
 
 def changed(layer, **weights):
     """Return the layer with other weights."""
     other = Apart(layer.num_kv_heads).double()
-    other.load_state_dict({**layer.state_dict(), **{name.replace("__", "."): array for name, array in weights.items()}})
+    other.load_state_dict(
+        {
+            **layer.state_dict(),
+            **{name.replace("__", "."): array for name, array in weights.items()},
+        }
+    )
     return other
 
 
@@ -168,7 +210,9 @@ def test_query_heads_are_reversed():
     layer, x = layer_and_input()
     q = layer.q_proj
     expected = changed(
-        layer, q_proj__weight=of_heads(q.weight, [3, 2, 1, 0]), q_proj__bias=of_heads(q.bias, [3, 2, 1, 0])
+        layer,
+        q_proj__weight=of_heads(q.weight, [3, 2, 1, 0]),
+        q_proj__bias=of_heads(q.bias, [3, 2, 1, 0]),
     )
     torch.testing.assert_close(inject("q-heads-reversed", layer, x), expected(x))
 
@@ -176,22 +220,31 @@ def test_query_heads_are_reversed():
 def test_shared_heads_of_a_layer_are_tiled():
     """Tiled key/value heads equal tiling by hand."""
     layer, x = layer_and_input(2)
-    q, k, v = (getattr(layer, name)(x).unflatten(-1, (-1, SIZE)).transpose(1, 2) for name in NAMES[:3])
+    q, k, v = (
+        getattr(layer, name)(x).unflatten(-1, (-1, SIZE)).transpose(1, 2) for name in NAMES[:3]
+    )
     q, k = turned(q, 10000.0), turned(k, 10000.0)
     y = scaled_dot_product_attention(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1), is_causal=True)
-    torch.testing.assert_close(inject("kv-heads-tiled", layer, x), layer.out_proj(y.transpose(1, 2).flatten(-2)))
+    torch.testing.assert_close(
+        inject("kv-heads-tiled", layer, x), layer.out_proj(y.transpose(1, 2).flatten(-2))
+    )
 
 
 def test_scale_is_applied_after_softmax():
     """The scale after the softmax equals the same bug made by hand."""
     layer, x = layer_and_input()
-    q, k, v = (getattr(layer, name)(x).unflatten(-1, (-1, SIZE)).transpose(1, 2) for name in NAMES[:3])
+    q, k, v = (
+        getattr(layer, name)(x).unflatten(-1, (-1, SIZE)).transpose(1, 2) for name in NAMES[:3]
+    )
     q, k = turned(q, 10000.0), turned(k, 10000.0)
     y = scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0) / SIZE**0.5
-    torch.testing.assert_close(inject("scale-after-softmax", layer, x), layer.out_proj(y.transpose(1, 2).flatten(-2)))
+    torch.testing.assert_close(
+        inject("scale-after-softmax", layer, x), layer.out_proj(y.transpose(1, 2).flatten(-2))
+    )
 
 
-# ---- Bugs that are not injected, and why -------------------------------------------------------------------------
+# ---- Bugs that are not injected, and why
+# -------------------------------------------------------------------------
 
 
 class Bare(nn.Module):
@@ -200,7 +253,9 @@ class Bare(nn.Module):
     def __init__(self):
         super().__init__()
         self.num_heads = HEADS
-        self.wq, self.wk, self.wv, self.wo = (nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(4))
+        self.wq, self.wk, self.wv, self.wo = (
+            nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(4)
+        )
 
 
 class TwoLayers(nn.Module):
@@ -219,19 +274,43 @@ def bare(**attributes):
 @pytest.mark.parametrize(
     ("name", "layer", "reason"),
     [
-        ("q_proj-transposed", TwoLayers, "it holds 2 attention layers, one, other: select the class of one"),
-        ("q_proj-transposed", lambda: nn.Linear(4, 4), "no projections of q and k are known among its weights: weight"),
+        (
+            "q_proj-transposed",
+            TwoLayers,
+            "it holds 2 attention layers, one, other: select the class of one",
+        ),
+        (
+            "q_proj-transposed",
+            lambda: nn.Linear(4, 4),
+            "no projections of q and k are known among its weights: weight",
+        ),
         ("k_proj-transposed", lambda: Apart(2), r"its k_proj is not square: \(16, 32\)"),
-        ("q-k-swapped", lambda: Apart(2), r"its q_proj and k_proj differ in shape: \(32, 32\) and \(16, 32\)"),
-        ("q_proj-bias-missing", lambda: bare(q_proj=nn.Linear(WIDTH, WIDTH, bias=False)), "its q_proj has no bias"),
+        (
+            "q-k-swapped",
+            lambda: Apart(2),
+            r"its q_proj and k_proj differ in shape: \(32, 32\) and \(16, 32\)",
+        ),
+        (
+            "q_proj-bias-missing",
+            lambda: bare(q_proj=nn.Linear(WIDTH, WIDTH, bias=False)),
+            "its q_proj has no bias",
+        ),
         ("scale-missing", lambda: bare(num_heads=None), "the number of heads is unknown"),
-        ("out_proj-transposed", lambda: bare(out_proj=nn.Identity()), "no out_proj is known among its weights"),
+        (
+            "out_proj-transposed",
+            lambda: bare(out_proj=nn.Identity()),
+            "no out_proj is known among its weights",
+        ),
         ("kv-heads-tiled", Apart, "it has 4 query heads and 4 key/value heads"),
         ("q-heads-rolled", lambda: bare(num_heads=2), "it has 2 heads, and 3 are needed"),
         ("q-heads-reversed", Bare, r"its kernels may be \(in, out\) or \(out, in\)"),
         ("rope-weights-interleaved", Bare, "it has no recognized RoPE"),
         ("rope-theta-500000", Bare, "its theta, frequencies, cosines and sines are all unknown"),
-        ("mask-flipped", Bare, "it has no mask among its parameters, and no causal one among its buffers"),
+        (
+            "mask-flipped",
+            Bare,
+            "it has no mask among its parameters, and no causal one among its buffers",
+        ),
     ],
 )
 def test_impossible_bug_names_the_reason(name, layer, reason):
@@ -249,11 +328,17 @@ def test_ambiguous_projection_raises():
 
 def test_out_proj_of_attention_is_found():
     """The output projection is the one of attention, not that of an MLP or of a block's output."""
-    block = nn.ModuleDict({"attn": Apart(), "mlp": nn.ModuleDict({"c_proj": nn.Linear(WIDTH, WIDTH)})})
+    block = nn.ModuleDict(
+        {"attn": Apart(), "mlp": nn.ModuleDict({"c_proj": nn.Linear(WIDTH, WIDTH)})}
+    )
     held = held_in(Call(VIEW, (torch.zeros(1, 2, WIDTH),), {}, block))
     assert held.arrays["out_proj.weight"] is block["attn"].out_proj.weight
     bert = nn.ModuleDict(
-        {"attention": nn.ModuleDict({"self": bare(), "output": nn.ModuleDict({"dense": nn.Identity()})})}
+        {
+            "attention": nn.ModuleDict(
+                {"self": bare(), "output": nn.ModuleDict({"dense": nn.Identity()})}
+            )
+        }
     )
     del bert["attention"]["self"].out_proj
     bert["attention"]["output"]["dense"] = nn.Linear(WIDTH, WIDTH)
@@ -262,7 +347,8 @@ def test_out_proj_of_attention_is_found():
     assert held.arrays["out_proj.weight"] is bert["attention"]["output"]["dense"].weight
 
 
-# ---- flax.linen and Equinox ------------------------------------------------------------------------------------------
+# ---- flax.linen and Equinox
+# ------------------------------------------------------------------------------------------
 
 
 class Linen(linen.Module):
@@ -272,7 +358,9 @@ class Linen(linen.Module):
     def __call__(self, x):
         batch, num_tokens, width = x.shape
         qkv = linen.Dense(3 * width, name="qkv", bias_init=linen.initializers.normal())(x)
-        q, k, v = (qkv.reshape(batch, num_tokens, self.num_heads, 3, -1)[..., i, :] for i in range(3))
+        q, k, v = (
+            qkv.reshape(batch, num_tokens, self.num_heads, 3, -1)[..., i, :] for i in range(3)
+        )
         self.sow("intermediates", "values", v)
         y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
         return linen.Dense(width, name="proj")(y.reshape(batch, num_tokens, width))
@@ -315,14 +403,19 @@ def linen_with(params, x, bug=None):
         "k-v-swapped",
         "scale-missing",
         # Packed projections of torch are changed in the same way.
-        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("q-heads-reversed", "q_proj-bias-missing")),
+        *(
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in ("q-heads-reversed", "q_proj-bias-missing")
+        ),
     ],
 )
 def test_packed_linen_layer_is_changed(name):
     """In a jitted linen layer, a bug equals the same change of the packed kernel by hand."""
     x = jax.random.normal(jax.random.key(0), (BATCH, TOKENS, WIDTH))
     params = Linen().init(jax.random.key(1), x)["params"]
-    kernel, bias = (np.array(params["qkv"][leaf]).reshape(-1, HEADS, 3, SIZE) for leaf in ("kernel", "bias"))
+    kernel, bias = (
+        np.array(params["qkv"][leaf]).reshape(-1, HEADS, 3, SIZE) for leaf in ("kernel", "bias")
+    )
     if name == "k-v-swapped":
         kernel, bias = kernel[:, :, [0, 2, 1]], bias[:, :, [0, 2, 1]]
     elif name == "q-heads-reversed":
@@ -332,7 +425,13 @@ def test_packed_linen_layer_is_changed(name):
     else:
         kernel[:, :, 0] *= SIZE**0.5
         bias[:, :, 0] *= SIZE**0.5
-    wrong = {**params, "qkv": {"kernel": jnp.asarray(kernel.reshape(WIDTH, -1)), "bias": jnp.asarray(bias.ravel())}}
+    wrong = {
+        **params,
+        "qkv": {
+            "kernel": jnp.asarray(kernel.reshape(WIDTH, -1)),
+            "bias": jnp.asarray(bias.ravel()),
+        },
+    }
     found = linen_with(params, x, name)
     assert not same(found, linen_with(params, x))
     np.testing.assert_allclose(found, linen_with(wrong, x), rtol=1e-5, atol=1e-6)
@@ -351,15 +450,22 @@ def test_equinox_layer_is_changed():
     """In an Equinox layer, swapped projections and reversed heads
     equal the same changes by hand.
     """
-    layer, x = OfEquinox(jax.random.key(0)), jax.random.normal(jax.random.key(1), (BATCH, TOKENS, WIDTH))
+    layer, x = (
+        OfEquinox(jax.random.key(0)),
+        jax.random.normal(jax.random.key(1), (BATCH, TOKENS, WIDTH)),
+    )
     view = replace(VIEW, framework="jax")
     found = jax.vmap(lambda x: inject("k-v-swapped", layer, x, view))(x)
-    wrong = eqx.tree_at(lambda each: (each.key_proj, each.value_proj), layer, (layer.value_proj, layer.key_proj))
+    wrong = eqx.tree_at(
+        lambda each: (each.key_proj, each.value_proj), layer, (layer.value_proj, layer.key_proj)
+    )
     np.testing.assert_allclose(found, jax.vmap(wrong)(x), rtol=1e-5, atol=1e-6)
     found = inject("v-heads-reversed", layer, x[0], view)
     reversed_ = layer.value_proj.weight.reshape(HEADS, SIZE, -1)[::-1].reshape(WIDTH, -1)
     bias = layer.value_proj.bias.reshape(HEADS, SIZE)[::-1].ravel()
-    wrong = eqx.tree_at(lambda each: (each.value_proj.weight, each.value_proj.bias), layer, (reversed_, bias))
+    wrong = eqx.tree_at(
+        lambda each: (each.value_proj.weight, each.value_proj.bias), layer, (reversed_, bias)
+    )
     np.testing.assert_allclose(found, wrong(x[0]), rtol=1e-5, atol=1e-6)
 
 
@@ -367,9 +473,13 @@ def test_kernels_of_three_axes_are_changed():
     """Kernels of three axes are transposed as matrices, have heads
     reversed, and are replaced by the identity.
     """
-    view = View("jax", "BTE", ("params", "x"), roles={"query": "x", "weights": "params"}, projections=True)
+    view = View(
+        "jax", "BTE", ("params", "x"), roles={"query": "x", "weights": "params"}, projections=True
+    )
     rng = np.random.default_rng(0)
-    params = {name: jnp.asarray(rng.standard_normal((WIDTH, HEADS, SIZE))) for name in ("wq", "wk", "wv")}
+    params = {
+        name: jnp.asarray(rng.standard_normal((WIDTH, HEADS, SIZE))) for name in ("wq", "wk", "wv")
+    }
     given = {"layer": {**params, "wo": jnp.asarray(rng.standard_normal((HEADS, SIZE, WIDTH)))}}
     call = Call(view, (given, jnp.zeros((1, 2, WIDTH))), {})
 
@@ -380,13 +490,17 @@ def test_kernels_of_three_axes_are_changed():
         made("k_proj-transposed")["wk"].reshape(WIDTH, WIDTH), params["wk"].reshape(WIDTH, -1).T
     )
     np.testing.assert_array_equal(
-        made("out_proj-transposed")["wo"].reshape(WIDTH, WIDTH), given["layer"]["wo"].reshape(WIDTH, -1).T
+        made("out_proj-transposed")["wo"].reshape(WIDTH, WIDTH),
+        given["layer"]["wo"].reshape(WIDTH, -1).T,
     )
     np.testing.assert_array_equal(made("q-heads-reversed")["wq"], params["wq"][:, ::-1])
-    np.testing.assert_array_equal(made("out-proj-missing")["wo"].reshape(WIDTH, WIDTH), np.eye(WIDTH))
+    np.testing.assert_array_equal(
+        made("out-proj-missing")["wo"].reshape(WIDTH, WIDTH), np.eye(WIDTH)
+    )
 
 
-# ---- Buffers and arguments next to the weights -----------------------------------------------------------------------
+# ---- Buffers and arguments next to the weights
+# -----------------------------------------------------------------------
 
 
 class WithMask(Apart):
@@ -412,7 +526,12 @@ TRIL = torch.ones(8, 8).tril()
 )
 @pytest.mark.parametrize(
     "mask",
-    [TRIL[None, None], TRIL.bool(), ~TRIL.bool(), torch.zeros(8, 8).masked_fill(TRIL == 0, float("-inf"))],
+    [
+        TRIL[None, None],
+        TRIL.bool(),
+        ~TRIL.bool(),
+        torch.zeros(8, 8).masked_fill(TRIL == 0, float("-inf")),
+    ],
     ids=["numbers", "shows", "hides", "added"],
 )
 def test_causal_mask_in_buffer_is_changed(mask, name, wrong):
@@ -463,20 +582,33 @@ def test_cosines_and_sines_change_with_base(how, as_pair):
 
     def table(theta):
         angles = torch.arange(TOKENS)[:, None] * theta ** -(torch.arange(0, SIZE, 2) / SIZE)
-        angles = {"halves": angles.repeat(1, 2), "neighbours": angles.repeat_interleave(2, -1), "once": angles}[how]
+        angles = {
+            "halves": angles.repeat(1, 2),
+            "neighbours": angles.repeat_interleave(2, -1),
+            "once": angles,
+        }[how]
         return angles.cos()[None], angles.sin()[None]
 
     roles = {"query": "x", "position_embeddings": "pair", "cos": "cos", "sin": "sin"}
     view = replace(VIEW, order=("x",), roles=roles, is_module=False)
-    given = {"pair": table(10000.0)} if as_pair else dict(zip(("cos", "sin"), table(10000.0), strict=True))
+    given = (
+        {"pair": table(10000.0)}
+        if as_pair
+        else dict(zip(("cos", "sin"), table(10000.0), strict=True))
+    )
     call = Call(view, (torch.zeros(1, TOKENS, WIDTH),), given)
     make = injections_for(view)[0]["rope-theta-500000"].make
-    found = make(call)(lambda call: call.kwargs["pair"] if as_pair else (call.kwargs["cos"], call.kwargs["sin"]))
+    found = make(call)(
+        lambda call: call.kwargs["pair"] if as_pair else (call.kwargs["cos"], call.kwargs["sin"])
+    )
     for one, other in zip(found, table(500000.0), strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
     with pytest.raises(Unfit, match="its theta is 10000"):
         injections_for(view)[0]["rope-theta-10000"].make(call)
-    later = {name: tuple(x[:, 1:] for x in value) if as_pair else value[:, 1:] for name, value in given.items()}
+    later = {
+        name: tuple(x[:, 1:] for x in value) if as_pair else value[:, 1:]
+        for name, value in given.items()
+    }
     with pytest.raises(Unfit, match="not those of positions 0, 1, 2"):
         make(Call(view, (torch.zeros(1, TOKENS - 1, WIDTH),), later))
 
@@ -485,7 +617,10 @@ def test_base_argument_is_changed():
     """An argument `theta` becomes 500000; its own value raises `Unfit`."""
     view = View("torch", "BNTH", ("q", "theta"), roles={"query": "q", "theta": "theta"})
     call = Call(view, (torch.zeros(1, 1, 2, 4),), {"theta": 10000.0})
-    assert injections_for(view)[0]["rope-theta-500000"].make(call)(lambda call: call.kwargs["theta"]) == 500000.0
+    assert (
+        injections_for(view)[0]["rope-theta-500000"].make(call)(lambda call: call.kwargs["theta"])
+        == 500000.0
+    )
     with pytest.raises(Unfit, match="its theta is 10000"):
         injections_for(view)[0]["rope-theta-10000"].make(call)
 
@@ -496,8 +631,12 @@ def test_additive_mask_needs_no_polarity():
     """
     view = replace(VIEW, order=("x", "mask"), roles={"query": "x", "mask": "mask"})
     added = torch.zeros(TOKENS, TOKENS).masked_fill(torch.ones(TOKENS, TOKENS).triu(1).bool(), -1e9)
-    found = injections_for(view)[0]["causal-excludes-self"].make(Call(view, (torch.zeros(1, TOKENS, WIDTH), added), {}))
-    assert torch.equal(found(lambda call: call.args[1]) == 0, torch.ones(TOKENS, TOKENS).tril(-1).bool())
+    found = injections_for(view)[0]["causal-excludes-self"].make(
+        Call(view, (torch.zeros(1, TOKENS, WIDTH), added), {})
+    )
+    assert torch.equal(
+        found(lambda call: call.args[1]) == 0, torch.ones(TOKENS, TOKENS).tril(-1).bool()
+    )
     with pytest.raises(Unfit, match=r"declare it \(--mask-true\)"):
         injections_for(view)[0]["causal-excludes-self"].make(
             Call(view, (torch.zeros(1, TOKENS, WIDTH), added == 0), {})

@@ -1,4 +1,6 @@
-"""Layers written out as plain code: every case of the run, in JAX and torch, and the loaders, tests and command."""
+"""Layers written out as plain code: every case of the run, in JAX and torch, and the loaders, tests
+and command.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,9 @@ def jax_layer(module: Any, problem: Problem) -> Any:
 TORCH = Writing(
     mha_torch,
     torch_layer,
-    lambda module, _, problem: module.empty_cache(*sizes_of(problem), getattr(torch, problem.dtype)),
+    lambda module, _, problem: module.empty_cache(
+        *sizes_of(problem), getattr(torch, problem.dtype)
+    ),
     lambda _, x: to_torch(np.ascontiguousarray(x)),
     lambda x: to_torch(np.ascontiguousarray(x)),
 )
@@ -99,7 +103,8 @@ JAX = Writing(
 )
 
 
-# ---- Every case ------------------------------------------------------------------------------------------------------
+# ---- Every case
+# --------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -111,11 +116,43 @@ def written_case(name: str, framework: str) -> tuple[str, frozenset[Decision]]:
 
 
 EACH_BRANCH = (
-    *("textbook", "random-4", "chunk", "alibi-both-ways", "value-head-dim", "norm-after-rope", "dropout"),
-    *("rope-linear", "rope-llama3", "rope-longrope", "rope-partial", "rope-proportional", "rope-sections-own"),
-    *("rope-yarn-last", "ragged-positions-sections", "grid-bias", "grid-bias-class-token", "relative-bias"),
-    *("relative-bias-padded", "relative-products", "relative-products-both-sides", "relative-products-of-keys"),
-    *("latent", "latent-factors", "decode-latent-yarn", "shared-kv-window", "decode-shared-kv-static"),
+    *(
+        "textbook",
+        "random-4",
+        "chunk",
+        "alibi-both-ways",
+        "value-head-dim",
+        "norm-after-rope",
+        "dropout",
+    ),
+    *(
+        "rope-linear",
+        "rope-llama3",
+        "rope-longrope",
+        "rope-partial",
+        "rope-proportional",
+        "rope-sections-own",
+    ),
+    *(
+        "rope-yarn-last",
+        "ragged-positions-sections",
+        "grid-bias",
+        "grid-bias-class-token",
+        "relative-bias",
+    ),
+    *(
+        "relative-bias-padded",
+        "relative-products",
+        "relative-products-both-sides",
+        "relative-products-of-keys",
+    ),
+    *(
+        "latent",
+        "latent-factors",
+        "decode-latent-yarn",
+        "shared-kv-window",
+        "decode-shared-kv-static",
+    ),
     *("norms-rms-head-none", "norms-rms-head-w", "norms-rms-head-w-bias", "norms-rms-head-1+w"),
     *("norms-layer-head-none", "norms-layer-head-w", "norms-layer-width-1+w-bias"),
 )
@@ -147,8 +184,12 @@ def test_written_layer_with_shared_cache(framework):
     parity.assert_parity(outputs, problem=problem, diagnose=False)
 
 
-def steps_of(layer: Any, cache: Any, as_array: Any, case: parity.Case) -> tuple[list[np.ndarray], Any]:
-    """Return the outputs of a layer with a ragged cache, with garbage as the positions of padding, and the cache."""
+def steps_of(
+    layer: Any, cache: Any, as_array: Any, case: parity.Case
+) -> tuple[list[np.ndarray], Any]:
+    """Return the outputs of a layer with a ragged cache, with garbage as the positions of padding,
+    and the cache.
+    """
     outputs = []
     rng = np.random.default_rng(0)
     for step, num_tokens in enumerate(case.chunks):
@@ -163,10 +204,16 @@ def steps_of(layer: Any, cache: Any, as_array: Any, case: parity.Case) -> tuple[
 @pytest.mark.costly("JAX compiles a written layer")
 @pytest.mark.parametrize(
     ("framework", "name"),
-    [*(("torch", name) for name in LENGTH_DEPENDENT if name != "latent"), ("jax", "sections"), ("jax", "temperature")],
+    [
+        *(("torch", name) for name in LENGTH_DEPENDENT if name != "latent"),
+        ("jax", "sections"),
+        ("jax", "temperature"),
+    ],
 )
 def test_positions_of_padding_change_nothing(framework, name):
-    """The written layer, the layer and its cache of keys agree, whatever the positions of padding are."""
+    """The written layer, the layer and its cache of keys agree, whatever the positions of padding
+    are.
+    """
     case = case_named(f"ragged-positions-{name}")
     problem = make_problem(case, "float32")
     module = module_of(source_of(case.spec, framework, **call_of(case)))
@@ -177,12 +224,16 @@ def test_positions_of_padding_change_nothing(framework, name):
         written_layer, as_array = module.Attention().eval(), torch.as_tensor
         written_layer.load_state_dict(weights)
         written_layer = torch.no_grad()(written_layer)
-        attend = functools.partial(mha_torch.multi_head_attention_with_cache, weights=weights, spec=case.spec)
+        attend = functools.partial(
+            mha_torch.multi_head_attention_with_cache, weights=weights, spec=case.spec
+        )
         cache = mha_torch.init_cache(*cache_sizes)
     else:
         params, as_array = nested(problem.weights, case.spec), jnp.asarray
         written_layer = with_jax_defaults(functools.partial(jax.jit(module.attention), params))
-        attend = functools.partial(mha_jax.multi_head_attention_with_cache, weights=params, spec=case.spec)
+        attend = functools.partial(
+            mha_jax.multi_head_attention_with_cache, weights=params, spec=case.spec
+        )
         cache = mha_jax.init_cache(*cache_sizes)
 
     def layer(x: Any, cache: Any, **given: Any) -> Any:
@@ -202,7 +253,8 @@ def test_only_cases_of_nan_are_not_written():
     assert len(NOT_FINITE) < len(CASES) / 10
 
 
-# ---- The text --------------------------------------------------------------------------------------------------------
+# ---- The text
+# --------------------------------------------------------------------------------------------------
 
 
 FRAMEWORKS = ("jax", "torch", "ttnn")
@@ -234,10 +286,22 @@ def test_cases_cover_both_branches(framework):
 
 def test_written_code_is_self_contained(sources):
     """Written code imports only frameworks and the standard library, and has no `if` statement."""
-    allowed = {"collections.abc", "jax", "jax.numpy", "math", "numpy", "torch", "torch.nn.functional", "ttnn", "typing"}
+    allowed = {
+        "collections.abc",
+        "jax",
+        "jax.numpy",
+        "math",
+        "numpy",
+        "torch",
+        "torch.nn.functional",
+        "ttnn",
+        "typing",
+    }
     for name, source in sources.items():
         nodes = list(ast.walk(ast.parse(source)))
-        imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        imported = {
+            alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names
+        }
         imported |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
         assert imported <= allowed, name
         assert not any(isinstance(node, ast.If) for node in nodes), name
@@ -249,9 +313,15 @@ def test_written_code_passes_ruff(sources, tmp_path):
     for name, source in sources.items():
         (tmp_path / f"{name}.py").write_text(source)
     options = ["--isolated", "--line-length", "120"]
-    for command in (["format", "--check", *options], ["check", "--select", "F,E,W,I,UP,B,PIE", *options]):
+    for command in (
+        ["format", "--check", *options],
+        ["check", "--select", "F,E,W,I,UP,B,PIE", *options],
+    ):
         found = subprocess.run(
-            [sys.executable, "-m", "ruff", *command, str(tmp_path)], capture_output=True, text=True, check=False
+            [sys.executable, "-m", "ruff", *command, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert found.returncode == 0, found.stdout[-2000:]
 
@@ -318,7 +388,9 @@ def test_layer_that_cannot_be_written_raises():
 @pytest.mark.parametrize("framework", ["jax", "torch"])
 def test_written_test_of_shared_keys_passes(framework, with_trace, tmp_path, monkeypatch):
     """The written test of a layer with shared keys passes, by reference and by trace."""
-    spec = AttentionSpec(32, 4, num_kv_heads=2, shared_kv=True, qk_norm=Norm(), rope=Rope(), window_size=4)
+    spec = AttentionSpec(
+        32, 4, num_kv_heads=2, shared_kv=True, qk_norm=Norm(), rope=Rope(), window_size=4
+    )
     check = check_of("written", spec, framework, CallForm(), with_trace=with_trace)
     (tmp_path / "written_trace.npz").write_bytes(check.trace or b"")
     monkeypatch.setitem(sys.modules, "written", module_of(source_of(spec, framework)))
@@ -338,7 +410,9 @@ def test_sections_without_positions(framework):
     case = parity.Case("sections", plain, "one axis", batch=4, seq_len=4, is_causal=True)
     problem = make_problem(case, "float32")
     module = module_of(source_of(spec, framework))
-    parity.assert_parity({"jax": JAX, "torch": TORCH}[framework].outputs(module, problem), problem=problem)
+    parity.assert_parity(
+        {"jax": JAX, "torch": TORCH}[framework].outputs(module, problem), problem=problem
+    )
 
 
 def test_full_written_cache_raises():
@@ -351,7 +425,8 @@ def test_full_written_cache_raises():
             layer(x[:, :1], cache)
 
 
-# ---- Templates -------------------------------------------------------------------------------------------------------
+# ---- Templates
+# --------------------------------------------------------------------------------------------------
 
 TEMPLATE = '''"""A module."""
 
@@ -439,7 +514,8 @@ def test_invalid_template_raises(body, words):
         specialize(f"{body}print(y)\n", {"spec": object()})
 
 
-# ---- Loaders ---------------------------------------------------------------------------------------------------------
+# ---- Loaders
+# --------------------------------------------------------------------------------------------------
 
 LATENTS = {"latent": Latent(16, 4, 24), "head_dim": 12, "value_head_dim": 8}
 NO_BIAS = {"qkv_bias": False, "out_bias": False}
@@ -453,7 +529,9 @@ LAYERS = (
     AttentionSpec(64, 8, out_proj=False, **NO_BIAS),
     AttentionSpec(64, 8, qkv_bias=False),
     AttentionSpec(64, 8, scale=1.0, **NO_BIAS),
-    AttentionSpec(64, 8, rope=Rope(rotary_dim=4, rotated="last", pairs="interleaved"), **LATENTS, **NO_BIAS),
+    AttentionSpec(
+        64, 8, rope=Rope(rotary_dim=4, rotated="last", pairs="interleaved"), **LATENTS, **NO_BIAS
+    ),
     AttentionSpec(
         64,
         8,
@@ -461,8 +539,18 @@ LAYERS = (
         **LATENTS | {"latent": Latent(16, 4, 24, q_factor=(64 / 24) ** 0.5, kv_factor=2.0)},
         **NO_BIAS,
     ),
-    AttentionSpec(64, 8, num_kv_heads=2, qk_norm=Norm(weight="1+w"), rope=Rope(), gate=parity.Gate(), **NO_BIAS),
-    AttentionSpec(64, 8, num_kv_heads=2, qk_norm=Norm(), rope=Rope(), gate=parity.Gate(), **NO_BIAS),
+    AttentionSpec(
+        64,
+        8,
+        num_kv_heads=2,
+        qk_norm=Norm(weight="1+w"),
+        rope=Rope(),
+        gate=parity.Gate(),
+        **NO_BIAS,
+    ),
+    AttentionSpec(
+        64, 8, num_kv_heads=2, qk_norm=Norm(), rope=Rope(), gate=parity.Gate(), **NO_BIAS
+    ),
 )
 
 
@@ -484,18 +572,24 @@ def test_loader_reads_each_layout(layout, tmp_path):
     path = tmp_path / "layer.safetensors"
     spec = written_in(layout, path)
     with open_layers(path, layout, prefix="layers.3", spec=spec) as (layer,):
-        modules = {framework: module_of(loader_module(layer, framework)) for framework in FRAMEWORKS}
+        modules = {
+            framework: module_of(loader_module(layer, framework)) for framework in FRAMEWORKS
+        }
     tensors: dict[str, Any] = {name: np.asarray(x) for name, x in load_file(path).items()}
     expected = parity.random_weights(spec)
     loaded = {
         "jax": modules["jax"].params_from(tensors),
-        "torch": modules["torch"].weights_from({name: torch.tensor(x) for name, x in tensors.items()}),
+        "torch": modules["torch"].weights_from(
+            {name: torch.tensor(x) for name, x in tensors.items()}
+        ),
         "ttnn": modules["ttnn"].weights_from(tensors),
     }
     for framework, found in loaded.items():
         wanted = nested(expected, spec) if framework == "jax" else expected
         jax.tree.map(
-            lambda one, other: np.testing.assert_array_equal(np.asarray(one), np.asarray(other)), found, wanted
+            lambda one, other: np.testing.assert_array_equal(np.asarray(one), np.asarray(other)),
+            found,
+            wanted,
         )
 
 
@@ -503,11 +597,15 @@ def loader_module(layer: Any, framework: str) -> str:
     """Return a module with the loader of a layer alone."""
     from parity.explain.writing.loader import loader_of
 
-    names = "import numpy as np\nimport torch\nfrom collections.abc import Mapping\nfrom torch import Tensor\n"
+    names = (
+        "import numpy as np\nimport torch\nfrom collections.abc import Mapping\nfrom torch "
+        "import Tensor\n"
+    )
     return f"{names}Params = Mapping\n{loader_of(layer, framework).source}"
 
 
-# ---- The command -----------------------------------------------------------------------------------------------------
+# ---- The command
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -516,7 +614,12 @@ def llama(tmp_path_factory) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    scaling = {"factor": 8.0, "original_max_position_embeddings": 64, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling = {
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     config = LlamaConfig(
         hidden_size=64,
         num_attention_heads=8,
@@ -552,7 +655,10 @@ def test_command_writes_passing_tests(llama, tmp_path, framework, cache):
     """
     options = ["--layers", 3, "--to", framework, *(["--cache", cache] if cache else [])]
     for kind in ("reference", "trace"):
-        assert run_command(llama, *options, "--output", tmp_path / f"by_{kind}.py", "--test", kind) == 0
+        assert (
+            run_command(llama, *options, "--output", tmp_path / f"by_{kind}.py", "--test", kind)
+            == 0
+        )
     assert "parity" not in (tmp_path / "test_by_trace.py").read_text().replace("mha-parity", "")
     found = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
@@ -575,7 +681,9 @@ def test_written_tests_detect_reversed_rope(llama, tmp_path):
         text = path.read_text()
         assert "first * cos - second * sin" in text
         backwards = text.replace("first * cos - second * sin", "first * cos + second * sin")
-        path.write_text(backwards.replace("second * cos + first * sin", "second * cos - first * sin"))
+        path.write_text(
+            backwards.replace("second * cos + first * sin", "second * cos - first * sin")
+        )
     found = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
         capture_output=True,
@@ -631,8 +739,23 @@ def test_standard_output_has_the_source(llama, capsys):
         *(
             (["--to", "torch", "--output", f"{name}.py"], "--output")
             for name in (
-                *("pathlib", "collections", "ast", "math", "numpy", "pytest", "conftest", "__init__", "__main__"),
-                *("test_a", "a_test", "ﬁle", "\uff54orch"),  # Python imports the last two as file and torch
+                *(
+                    "pathlib",
+                    "collections",
+                    "ast",
+                    "math",
+                    "numpy",
+                    "pytest",
+                    "conftest",
+                    "__init__",
+                    "__main__",
+                ),
+                *(
+                    "test_a",
+                    "a_test",
+                    "ﬁle",
+                    "\uff54orch",
+                ),  # Python imports the last two as file and torch
             )
         ),
         (["--to", "torch", "--output", "nowhere/attention.py"], "--output"),

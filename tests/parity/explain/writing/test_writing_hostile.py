@@ -38,8 +38,12 @@ CONFIG = {
 }
 
 SYSTEM = '__import__("os").system("touch PWNED")'
-FROM_SPEC = 'spec.__class__.__init__.__globals__["__builtins__"]["__import__"]("os").system("touch PWNED")'
-"""Expressions that leave a file behind: one in any evaluation, one in an evaluation that has only `spec`."""
+FROM_SPEC = (
+    'spec.__class__.__init__.__globals__["__builtins__"]["__import__"]("os").system("touch PWNED")'
+)
+"""Expressions that leave a file behind: one in any evaluation, one in an evaluation that has only
+`spec`.
+"""
 
 HOSTILE = {
     "known expression": f'"""+str({FROM_SPEC})+"""',
@@ -64,7 +68,20 @@ HOSTILE = {
 }
 """Text for names of tensors, before the layer's own names; each is kept unchanged."""
 
-LINE_ENDS = ["\n", "\r", "\r\n", "\u2028", "\u2029", "\u0085", "\x0b", "\x0c", "\x00", "\x1b[2J", "\u202e", "\udc80"]
+LINE_ENDS = [
+    "\n",
+    "\r",
+    "\r\n",
+    "\u2028",
+    "\u2029",
+    "\u0085",
+    "\x0b",
+    "\x0c",
+    "\x00",
+    "\x1b[2J",
+    "\u202e",
+    "\udc80",
+]
 """Text that is not printable: names with it raise an error."""
 
 
@@ -86,7 +103,9 @@ def save(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
 
 
 def file_of(folder: Path, prefix: str, suffix: str) -> tuple[Path, dict[str, np.ndarray]]:
-    """Write a layer under a prefix, with a configuration for a folder of safetensors; return path and tensors."""
+    """Write a layer under a prefix, with a configuration for a folder of safetensors; return path
+    and tensors.
+    """
     tensors = tensors_of(prefix)
     if suffix == "folder":
         (folder / "config.json").write_text(json.dumps(CONFIG))
@@ -102,7 +121,11 @@ def check_written(path: Path, framework: str, tensors: Mapping[str, np.ndarray])
     source = path.read_text(encoding="utf-8")
     keys = set()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == "tensors":
+        if (
+            isinstance(node, ast.Subscript)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "tensors"
+        ):
             assert isinstance(node.slice, ast.Constant)
             keys.add(node.slice.value)
     assert keys == set(tensors)
@@ -122,7 +145,9 @@ def check_written(path: Path, framework: str, tensors: Mapping[str, np.ndarray])
     if framework == "jax":
         for part, leaves in nested(expected, SPEC).items():
             for leaf, weight in leaves.items():
-                np.testing.assert_array_equal(np.asarray(module.params_from(given)[part][leaf]), np.asarray(weight))
+                np.testing.assert_array_equal(
+                    np.asarray(module.params_from(given)[part][leaf]), np.asarray(weight)
+                )
     else:
         loaded = module.weights_from(given)
         assert loaded.keys() == expected.keys()
@@ -144,7 +169,8 @@ def run_write(source: Path, framework: str, *options: str) -> int:
     return main(["write", str(source), "--to", framework, "-o", "attention.py", *options])
 
 
-# ---- Names ----------------------------------------------------------------------------------------------------------
+# ---- Names
+# --------------------------------------------------------------------------------------------------
 
 
 WORST = ("known expression", "expression", "end of a key, escaped", "words of the template")
@@ -153,7 +179,10 @@ WORST = ("known expression", "expression", "end of a key, escaped", "words of th
 @sample(12)
 @pytest.mark.parametrize(
     ("framework", "name"),
-    [*(("torch", name) for name in HOSTILE), *((framework, name) for framework in ("jax", "ttnn") for name in WORST)],
+    [
+        *(("torch", name) for name in HOSTILE),
+        *((framework, name) for framework in ("jax", "ttnn") for name in WORST),
+    ],
 )
 def test_names_of_tensors_stay_data(folder, framework, name):
     """Names of tensors are keys in the written module and nothing
@@ -166,7 +195,9 @@ def test_names_of_tensors_stay_data(folder, framework, name):
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".npz"])
-@pytest.mark.parametrize("text", [HOSTILE[name] for name in ("known expression", "statement", "end of a key, escaped")])
+@pytest.mark.parametrize(
+    "text", [HOSTILE[name] for name in ("known expression", "statement", "end of a key, escaped")]
+)
 def test_names_in_each_format_stay_data(folder, text, suffix):
     """Names in safetensors, pt and npz files are keys in the written module and nothing else."""
     prefix = f"{text}.{LAYER}"
@@ -175,7 +206,9 @@ def test_names_in_each_format_stay_data(folder, text, suffix):
     check_written(Path("attention.py"), "torch", tensors)
 
 
-@pytest.mark.parametrize("text", [HOSTILE[name] for name in ("known expression", "expression", "statement")])
+@pytest.mark.parametrize(
+    "text", [HOSTILE[name] for name in ("known expression", "expression", "statement")]
+)
 def test_prefix_after_number_stays_data(folder, text):
     """Text after a layer's number is part of keys in the written module, but not of its test."""
     tensors = {**tensors_of(f"layers.0.{text}"), "other": np.ones(1, np.float32)}
@@ -193,7 +226,12 @@ NOT_IN_NAMES = {".safetensors": ["\udc80"], ".npz": ["\x00", "\udc80"], ".pt": [
 @sample(12)
 @pytest.mark.parametrize(
     ("suffix", "end"),
-    [(suffix, end) for suffix, others in NOT_IN_NAMES.items() for end in LINE_ENDS if end not in others],
+    [
+        (suffix, end)
+        for suffix, others in NOT_IN_NAMES.items()
+        for end in LINE_ENDS
+        if end not in others
+    ],
     ids=ascii,
 )
 def test_names_with_line_ends_fail(folder, capsys, suffix, end):
@@ -207,10 +245,13 @@ def test_names_with_line_ends_fail(folder, capsys, suffix, end):
     assert not Path("attention.py").exists()
 
 
-# ---- Metadata and configurations -----------------------------------------------------------------------------------
+# ---- Metadata and configurations
+# -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", [HOSTILE[name] for name in ("known expression", "statement", "backslash", "shell")])
+@pytest.mark.parametrize(
+    "text", [HOSTILE[name] for name in ("known expression", "statement", "backslash", "shell")]
+)
 def test_metadata_of_convert_stay_data(folder, text):
     """Text in the metadata of `convert`, which set layout, prefix and specification, stays data in
     the written module and its test.
@@ -260,7 +301,9 @@ def test_spec_in_metadata_has_no_text(folder, capsys):
         assert not Path("attention.py").exists()
 
 
-@pytest.mark.parametrize("name", [*CONFIG, "rope_theta", "rope_scaling", "torch_dtype", "hidden_act", "_name_or_path"])
+@pytest.mark.parametrize(
+    "name", [*CONFIG, "rope_theta", "rope_scaling", "torch_dtype", "hidden_act", "_name_or_path"]
+)
 def test_configuration_text_stays_data(folder, capsys, name):
     """Text in a key or value of a configuration stays data,
     or exits with 2, one error and no module.
@@ -280,10 +323,30 @@ def test_configuration_text_stays_data(folder, capsys, name):
             assert error.count("mha-parity: error: ") == 1
 
 
-# ---- At random ------------------------------------------------------------------------------------------------------
+# ---- At random
+# --------------------------------------------------------------------------------------------------
 
 PIECES = [
-    *('"""', "'''", '"', "'", "\\", "{", "}", "{i}", "#", "%", "$(touch PWNED)", "`", ";", ":", "[", "]", "(", ")"),
+    *(
+        '"""',
+        "'''",
+        '"',
+        "'",
+        "\\",
+        "{",
+        "}",
+        "{i}",
+        "#",
+        "%",
+        "$(touch PWNED)",
+        "`",
+        ";",
+        ":",
+        "[",
+        "]",
+        "(",
+        ")",
+    ),
     *(
         " ",
         ",",
@@ -302,7 +365,21 @@ PIECES = [
         "\t",
         "\x00",
     ),
-    *(SYSTEM, FROM_SPEC, "\\N{LF}", "\\x22", "\\\n", "\ufeff", "\u200b", "f'{", "return", "lambda: 0", "...", "0", "x"),
+    *(
+        SYSTEM,
+        FROM_SPEC,
+        "\\N{LF}",
+        "\\x22",
+        "\\\n",
+        "\ufeff",
+        "\u200b",
+        "f'{",
+        "return",
+        "lambda: 0",
+        "...",
+        "0",
+        "x",
+    ),
 ]
 
 
@@ -322,7 +399,9 @@ def test_random_names_stay_data(folder, capsys):
         except (ValueError, OSError, UserWarning):  # NumPy cannot write such names
             continue
         Path("attention.py").unlink(missing_ok=True)
-        status = run_write(source, framework, "--from", LAYOUT, "--prefix", prefix, "--num-heads", "2")
+        status = run_write(
+            source, framework, "--from", LAYOUT, "--prefix", prefix, "--num-heads", "2"
+        )
         error = capsys.readouterr().err
         if status == 0:
             check_written(Path("attention.py"), framework, tensors)
@@ -334,13 +413,16 @@ def test_random_names_stay_data(folder, capsys):
     assert written > 7
 
 
-# ---- The parts ------------------------------------------------------------------------------------------------------
+# ---- The parts
+# --------------------------------------------------------------------------------------------------
 
 
 def test_literal_is_text_in_printable_ascii():
     """A literal of any text is printable ASCII and evaluates to the text."""
     drawn = random.Random(1)
-    characters = [chr(drawn.randrange(0x110000)) for _ in range(2000)] + [chr(code) for code in range(0x300)]
+    characters = [chr(drawn.randrange(0x110000)) for _ in range(2000)] + [
+        chr(code) for code in range(0x300)
+    ]
     for text in (*HOSTILE.values(), *LINE_ENDS, *PIECES, "".join(characters), *characters):
         literal = string_literal(text)
         assert literal.isascii()
@@ -417,13 +499,25 @@ def test_expressions_evaluate_as_in_python(text):
 
 
 def test_no_code_of_ours_evaluates_text():
-    """Neither file text nor a template is code: the packages call none of Python's functions that run text."""
+    """Neither file text nor a template is code: the packages call none of Python's functions that
+    run text.
+    """
     root = Path(parity.__file__).parent.parent
-    for package in ("mha_spec", "mha_jax", "mha_torch", "mha_tt", "ttnn_mock", "parity", "parity_lab"):
+    for package in (
+        "mha_spec",
+        "mha_jax",
+        "mha_torch",
+        "mha_tt",
+        "ttnn_mock",
+        "parity",
+        "parity_lab",
+    ):
         for path in (root / package).rglob("*.py"):
             text = path.read_text()
             if not re.search(r"\b(eval|exec|compile|__import__)\(", text):
                 continue
             for node in ast.walk(ast.parse(text)):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                    assert node.func.id not in ("eval", "exec", "compile", "__import__"), f"{path}:{node.lineno}"
+                    assert node.func.id not in ("eval", "exec", "compile", "__import__"), (
+                        f"{path}:{node.lineno}"
+                    )

@@ -1,4 +1,6 @@
-"""Tenstorrent's arithmetic, emulated in torch: losses of the card itself pass, and larger ones are reported."""
+"""Tenstorrent's arithmetic, emulated in torch: losses of the card itself pass, and larger ones are
+reported.
+"""
 
 from dataclasses import replace
 
@@ -28,11 +30,17 @@ FUSED = ATEN._scaled_dot_product_flash_attention_for_cpu.default
 
 def cut(x, bits):
     """Return x cut off to a number of significant bits."""
-    return (x.float().contiguous().view(torch.int32) & -(1 << (24 - bits))).view(torch.float32).to(x.dtype)
+    return (
+        (x.float().contiguous().view(torch.int32) & -(1 << (24 - bits)))
+        .view(torch.float32)
+        .to(x.dtype)
+    )
 
 
 class Card(TorchDispatchMode):
-    """Cuts off the operands of every matrix product and softmax: to the 11 bits of TF32, or fewer at a low fidelity."""
+    """Cuts off the operands of every matrix product and softmax: to the 11 bits of TF32, or fewer
+    at a low fidelity.
+    """
 
     def __init__(self, bits_in0=11, bits_in1=11):
         super().__init__()
@@ -40,7 +48,12 @@ class Card(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         # Positions of the first and the second operand.
-        places = {ATEN.mm.default: (0, 1), ATEN.bmm.default: (0, 1), ATEN.addmm.default: (1, 2), FUSED: (0, 1)}
+        places = {
+            ATEN.mm.default: (0, 1),
+            ATEN.bmm.default: (0, 1),
+            ATEN.addmm.default: (1, 2),
+            FUSED: (0, 1),
+        }
         args = list(args)
         for place, bits in zip(places.get(function, ()), self.bits, strict=False):
             args[place] = cut(args[place], bits)
@@ -114,7 +127,9 @@ def test_scores_3_percent_off_fail_on_card(monkeypatch, case, dtype):
     """Scores 3% too large fail at the scores, even with the card's arithmetic."""
     original = mha_torch.attention_scores
     for holder in (mha_torch, mha_torch.stages):
-        monkeypatch.setattr(holder, "attention_scores", lambda *arguments: original(*arguments) * 1.03)
+        monkeypatch.setattr(
+            holder, "attention_scores", lambda *arguments: original(*arguments) * 1.03
+        )
     difference = difference_on(Card(), case, dtype)
     assert difference is not None
     assert difference.stage == "scores"
@@ -123,8 +138,12 @@ def test_scores_3_percent_off_fail_on_card(monkeypatch, case, dtype):
 def test_float32_is_cut_off_to_tf32():
     """float32 operands are cut off to TF32, not rounded; tiny and infinite values stay."""
     tensix = Arithmetic(np.dtype(np.float32), "tensix")
-    values = np.array([1 + 2**-10, 1 + 2**-11, -(1 + 2**-10 - 2**-23), 2.0**-130, np.inf], np.float32)
-    np.testing.assert_array_equal(tensix.enter(values), np.float32([1 + 2**-10, 1.0, -1.0, 2.0**-130, np.inf]))
+    values = np.array(
+        [1 + 2**-10, 1 + 2**-11, -(1 + 2**-10 - 2**-23), 2.0**-130, np.inf], np.float32
+    )
+    np.testing.assert_array_equal(
+        tensix.enter(values), np.float32([1 + 2**-10, 1.0, -1.0, 2.0**-130, np.inf])
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +158,10 @@ def test_product_loss_matches_kernels(dtype, measured):
     """
     rng, arithmetic = np.random.default_rng(0), Arithmetic(dtype_named(dtype), "tensix")
     for num_terms, expected in zip((64, 512), measured, strict=True):
-        a, b = (arithmetic.widen(rng.standard_normal(shape)) for shape in ((64, num_terms), (num_terms, 64)))
+        a, b = (
+            arithmetic.widen(rng.standard_normal(shape))
+            for shape in ((64, num_terms), (num_terms, 64))
+        )
         exact = a.astype(np.float64) @ b.astype(np.float64)
         error = np.linalg.norm(arithmetic.matmul(a, b) - exact) / np.linalg.norm(exact)
         # A quarter, since it is not known exactly which term is cut off where.
@@ -157,7 +179,9 @@ def test_narrower_operands_are_exact(dtype):
 def test_card_masks_and_lengths_are_exact():
     """The card's arithmetic changes q, but no mask and no length of the cache."""
     problem = make_problem(CASES["ragged"], "float32")
-    exact, card = (run_steps(reference.steps(problem, "float32", kind)) for kind in ("ieee", "tensix"))
+    exact, card = (
+        run_steps(reference.steps(problem, "float32", kind)) for kind in ("ieee", "tensix")
+    )
     assert not np.array_equal(exact["step0.q"], card["step0.q"])
     for stage in ("step3.mask", "step3.cache.lengths", "step3.module.cache.lengths"):
         np.testing.assert_array_equal(exact[stage], card[stage])
@@ -181,16 +205,25 @@ def test_unknown_arithmetic_raises():
 def test_unfused_rounding_is_for_16_bits(kind):
     """Unfused operations change bfloat16 but not float32; only `unfused-scores` rounds scores."""
     case = CASES["rope-gqa"]
-    plain, rounded = (run_steps(reference.steps(make_problem(case, "float32"), "float32", k)) for k in ("ieee", kind))
+    plain, rounded = (
+        run_steps(reference.steps(make_problem(case, "float32"), "float32", k))
+        for k in ("ieee", kind)
+    )
     for stage, values in plain.items():
         np.testing.assert_array_equal(values, rounded[stage])
-    plain, rounded = (run_steps(reference.steps(make_problem(case, "bfloat16"), "bfloat16", k)) for k in ("ieee", kind))
+    plain, rounded = (
+        run_steps(reference.steps(make_problem(case, "bfloat16"), "bfloat16", k))
+        for k in ("ieee", kind)
+    )
     assert not np.array_equal(plain["q"], rounded["q"])
-    is_narrow = np.array_equal(rounded["scores"], rounded["scores"].astype(rounded["q"].dtype).astype(np.float32))
+    is_narrow = np.array_equal(
+        rounded["scores"], rounded["scores"].astype(rounded["q"].dtype).astype(np.float32)
+    )
     assert is_narrow == (kind == "unfused-scores")
 
 
-# ---- Settings that lose more -----------------------------------------------------------------------------------------
+# ---- Settings that lose more
+# -----------------------------------------------------------------------------------------
 
 PRODUCTS = {
     # (kind, dtype): relative L2 of products of 64 and 512 terms in ttsim, float32 sums, Blackhole
@@ -210,7 +243,9 @@ def test_setting_loss_matches_kernels(kind, dtype):
     for num_terms, expected in zip((64, 512), PRODUCTS[kind, dtype], strict=True):
         x, weight = (arithmetic.widen(rng.standard_normal((64, num_terms))) for _ in range(2))
         exact = x.astype(np.float64) @ weight.T.astype(np.float64)
-        error = np.linalg.norm(arithmetic.matmul(x, arithmetic.weight(weight).T) - exact) / np.linalg.norm(exact)
+        error = np.linalg.norm(
+            arithmetic.matmul(x, arithmetic.weight(weight).T) - exact
+        ) / np.linalg.norm(exact)
         assert error == pytest.approx(expected, rel=0.1)
 
 
@@ -225,9 +260,15 @@ def test_hifi2_arithmetic_rejects_lofi(case):
 def test_block_shares_an_exponent():
     """bfloat8_b rounds each block of 16 numbers to the exponent of its largest one."""
     arithmetic = Arithmetic(dtype_named("bfloat16"), "tensix-bfloat8_b")
-    x = np.array([[64.0, 1.0, 0.5, 0.25, -3.6] + [0.0] * 11 + [1.0, 1 + 2**-6, 1 + 2**-7]], np.float32)
-    expected = np.array([[64.0, 1.0, 0.0, 0.0, -4.0] + [0.0] * 11 + [1.0, 1 + 2**-6, 1.0]], np.float32)
-    np.testing.assert_array_equal(arithmetic.cached(x.astype(dtype_named("bfloat16"))).astype(np.float32), expected)
+    x = np.array(
+        [[64.0, 1.0, 0.5, 0.25, -3.6] + [0.0] * 11 + [1.0, 1 + 2**-6, 1 + 2**-7]], np.float32
+    )
+    expected = np.array(
+        [[64.0, 1.0, 0.0, 0.0, -4.0] + [0.0] * 11 + [1.0, 1 + 2**-6, 1.0]], np.float32
+    )
+    np.testing.assert_array_equal(
+        arithmetic.cached(x.astype(dtype_named("bfloat16"))).astype(np.float32), expected
+    )
     np.testing.assert_array_equal(arithmetic.weight(x.T), expected.T)
 
 
@@ -236,7 +277,8 @@ def test_lofi_is_not_an_arithmetic():
     assert "tensix-lofi" not in reference.ARITHMETICS
 
 
-# ---- Named losses ----------------------------------------------------------------------------------------------------
+# ---- Named losses
+# --------------------------------------------------------------------------------------------------
 
 
 def stages_on(card, problem):
@@ -263,17 +305,23 @@ def test_math_fidelity_is_named(case, card, dtype, name):
 
 
 RECORDED = dict(np.load(DATA / "fidelities.npz"))
-"""Outputs of mha_tt at each math fidelity, by the real kernels in a simulator (ttsim 1.10.0, Blackhole): bfloat16."""
+"""Outputs of mha_tt at each math fidelity, by the real kernels in a simulator (ttsim 1.10.0,
+Blackhole): bfloat16.
+"""
 
 
 @sample(6)
 @pytest.mark.parametrize("path", ["plain", "fused"])
-@pytest.mark.parametrize(("fidelity", "names"), [("HiFi4", []), ("HiFi2", []), ("LoFi", ["precision-lofi"])])
+@pytest.mark.parametrize(
+    ("fidelity", "names"), [("HiFi4", []), ("HiFi2", []), ("LoFi", ["precision-lofi"])]
+)
 @pytest.mark.parametrize("case", ["full", "gqa-causal"])
 def test_fidelity_is_named_from_kernels(case, fidelity, names, path):
     """From recorded outputs of real kernels, LoFi is named, and HiFi4 and HiFi2 are right."""
     output = RECORDED[f"{case}/{fidelity}/{path}"].view(dtype_named("bfloat16"))
-    diagnosis = diagnose({"output": output}, make_problem(CASES[case], "bfloat16"), arithmetic="tensix")
+    diagnosis = diagnose(
+        {"output": output}, make_problem(CASES[case], "bfloat16"), arithmetic="tensix"
+    )
     assert (diagnosis.kind, named_bugs(diagnosis)) == ("precision" if names else "none", names)
 
 
@@ -283,7 +331,9 @@ def test_shuffled_lofi_error_is_unknown(rng):
     right = np.asarray(Reference(problem).accumulated["output"], np.float64)
     lofi = RECORDED["full/LoFi/plain"].view(dtype_named("bfloat16")).astype(np.float64)
     error = rng.permuted(lofi - right)  # as large, but elsewhere
-    diagnosis = diagnose({"output": (right + error).astype(lofi.dtype)}, problem, arithmetic="tensix")
+    diagnosis = diagnose(
+        {"output": (right + error).astype(lofi.dtype)}, problem, arithmetic="tensix"
+    )
     assert (diagnosis.kind, named_bugs(diagnosis)) == ("unknown", [])
 
 
@@ -295,7 +345,9 @@ def test_card_arithmetic_is_not_a_bug(dtype):
 
 
 def approximated(x):
-    """Return the exponential as many vector units approximate it: float32 bits that are a multiple of x, cut off."""
+    """Return the exponential as many vector units approximate it: float32 bits that are a multiple
+    of x, cut off.
+    """
     bits = np.maximum(x.astype(np.float64) / np.log(2.0) + 127.0 - 0.043, 0.0) * 2.0**23
     return bits.astype(np.int32).view(np.float32)
 
@@ -326,7 +378,9 @@ def test_rows_lost_by_kernel_are_a_law(case, only):
     lost = np.random.default_rng(0).random(context.shape[:3]) < 0.25
     context[lost] = 0.0
     merged = context.swapaxes(1, 2).reshape(*stages["output"].shape[:2], -1)
-    weight, bias = (problem.weights[f"out_proj.{name}"].astype(np.float32) for name in ("weight", "bias"))
+    weight, bias = (
+        problem.weights[f"out_proj.{name}"].astype(np.float32) for name in ("weight", "bias")
+    )
     given = {"output": (merged @ weight.T + bias).astype(stages["output"].dtype)}
     if not only:
         given |= {name: stages[name] for name in ("mask", "q", "k", "v")}
@@ -336,7 +390,9 @@ def test_rows_lost_by_kernel_are_a_law(case, only):
     assert diagnosis.unknowns[0].findings is not None
     law = diagnosis.unknowns[0].findings.found[0]
     if only:
-        assert law.words.startswith(f"the context of {lost.sum()} of {lost.size} rows of heads is 0 there")
+        assert law.words.startswith(
+            f"the context of {lost.sum()} of {lost.size} rows of heads is 0 there"
+        )
     else:
         assert law.words == "all values there are 0"
 
@@ -345,5 +401,7 @@ def test_scaled_output_is_not_lost_rows():
     """An output times 0.4 is not reported as rows that a kernel lost."""
     problem = make_problem(CASES["causal"], "bfloat16")
     output = Reference(problem).accumulated["output"] * 0.4
-    told = str(diagnose({"output": output.astype(dtype_named("bfloat16"))}, problem, arithmetic="tensix"))
+    told = str(
+        diagnose({"output": output.astype(dtype_named("bfloat16"))}, problem, arithmetic="tensix")
+    )
     assert "a kernel lost rows" not in told

@@ -26,16 +26,24 @@ def any_bits(dtype, shape=(3, 5)):
     dtype = np.dtype(dtype)
     if dtype == np.bool_:
         return np.arange(15).reshape(shape) % 2 == 0
-    return np.random.default_rng(0).integers(0, 256, (*shape, dtype.itemsize), np.uint8).view(dtype)[..., 0]
+    return (
+        np.random.default_rng(0)
+        .integers(0, 256, (*shape, dtype.itemsize), np.uint8)
+        .view(dtype)[..., 0]
+    )
 
 
 @sample(12)
-@pytest.mark.parametrize("dtype", ["bool", "uint8", "int32", "int64", "float16", "float32", "float64", *TORCH_ONLY])
+@pytest.mark.parametrize(
+    "dtype", ["bool", "uint8", "int32", "int64", "float16", "float32", "float64", *TORCH_ONLY]
+)
 @pytest.mark.parametrize("shape", [(3, 5), (), (0, 2)])
 def test_torch_round_trip_is_exact(dtype, shape):
     """An array becomes a torch tensor of its dtype and shape, and comes back bit for bit."""
     array = any_bits(DTYPES[dtype])
-    array = array[:0, :2] if shape == (0, 2) else array[1, 2:3].reshape(()) if shape == () else array
+    array = (
+        array[:0, :2] if shape == (0, 2) else array[1, 2:3].reshape(()) if shape == () else array
+    )
     for each in (array, array.T):
         tensor = parity.to_torch(each)
         assert isinstance(tensor, torch.Tensor)
@@ -43,7 +51,9 @@ def test_torch_round_trip_is_exact(dtype, shape):
         assert same_array(parity.to_numpy(tensor), np.ascontiguousarray(each).reshape(each.shape))
 
 
-@pytest.mark.parametrize("dtype", ["bool", "uint8", "int32", "float16", "float32", "bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    "dtype", ["bool", "uint8", "int32", "float16", "float32", "bfloat16", "float8_e4m3fn"]
+)
 def test_jax_round_trip_is_exact(dtype):
     """An array becomes a JAX array and comes back bit for bit."""
     array = any_bits(DTYPES[dtype])

@@ -1,4 +1,6 @@
-"""The comparison: rounding passes, and, as the control, injected bugs are reported at the right stage."""
+"""The comparison: rounding passes, and, as the control, injected bugs are reported at the right
+stage.
+"""
 
 import inspect
 import json
@@ -30,14 +32,17 @@ def expected(rng):
 def compare(actual, expected, same_precision, **about):
     """Compare an array after a cast to the dtype in which its stage is kept."""
     kept = parity.measure.core.compare.kept_dtype(about["stage"], about["dtype"])
-    return parity.measure.core.compare.compare(actual.astype(kept), expected, same_precision, Label(**about))
+    return parity.measure.core.compare.compare(
+        actual.astype(kept), expected, same_precision, Label(**about)
+    )
 
 
 def noisy(expected, rng, relative=2**-24):
     return expected * (1.0 + relative * rng.standard_normal(expected.shape))
 
 
-# ---- One stage -------------------------------------------------------------------------------------------------------
+# ---- One stage
+# --------------------------------------------------------------------------------------------------
 
 
 def test_rounding_alone_passes(expected, rng):
@@ -49,19 +54,25 @@ def test_rounding_alone_passes(expected, rng):
 def test_relative_error_of_1e_6_fails(expected, rng):
     """Relative errors of 1e-6 in all elements fail by their rms."""
     same, signs = expected.astype(np.float32), rng.choice([-1.0, 1.0], expected.shape)
-    comparison = compare((expected * (1 + 1e-6 * signs)).astype(np.float32), expected, same, **ABOUT)
+    comparison = compare(
+        (expected * (1 + 1e-6 * signs)).astype(np.float32), expected, same, **ABOUT
+    )
     assert not comparison.passed
     assert comparison.norm == "rms"
 
 
-@pytest.mark.parametrize(("dtype", "gain"), [("float32", 2e-7), ("bfloat16", 0.003), ("float16", 5e-4)])
+@pytest.mark.parametrize(
+    ("dtype", "gain"), [("float32", 2e-7), ("bfloat16", 0.003), ("float16", 5e-4)]
+)
 def test_small_gain_fails_by_its_slope(rng, dtype, gain):
     """A small gain fails by its slope, though its rms and maximum are within the budget."""
     expected = rng.standard_normal((4, 10, 50, 50))
     kept = dtype_named(dtype)
     about = {**ABOUT, "dtype": dtype, "stage": "q"}
     same = expected.astype(kept)
-    right = compare(noisy(expected, rng, float(np.finfo(np.float32).eps) / 4), expected, same, **about)
+    right = compare(
+        noisy(expected, rng, float(np.finfo(np.float32).eps) / 4), expected, same, **about
+    )
     assert right.passed
     wrong = compare(expected * (1 + gain), expected, same, **about)
     assert (wrong.passed, wrong.norm) == (False, "slope")
@@ -114,7 +125,9 @@ def test_one_non_finite_element_fails(expected, rng, wrong):
     assert comparison.worst_index == {"B": 0, "N": 1, "T": 2, "H": 3}
 
 
-@pytest.mark.parametrize("index", [np.s_[:, :1], np.s_[:1], np.s_[..., :1], np.s_[0], np.s_[:, :, :, None]])
+@pytest.mark.parametrize(
+    "index", [np.s_[:, :1], np.s_[:1], np.s_[..., :1], np.s_[0], np.s_[:, :, :, None]]
+)
 def test_broadcastable_shape_fails(expected, index):
     """An array of a shape that would broadcast fails, with the shape as the reason."""
     comparison = compare(expected[index], expected, expected, **ABOUT)
@@ -133,7 +146,9 @@ def test_empty_array_fails():
 @pytest.mark.parametrize("dtype", [np.float64, np.float16, np.int32, np.complex64, np.bool_])
 def test_wrong_stage_dtype_fails(expected, dtype):
     """A float32 stage in another dtype fails, with both dtypes as the reason."""
-    comparison = parity.measure.core.compare.compare(expected.astype(dtype), expected, expected, Label(**ABOUT))
+    comparison = parity.measure.core.compare.compare(
+        expected.astype(dtype), expected, expected, Label(**ABOUT)
+    )
     assert not comparison.passed
     assert comparison.reason == f"dtype {np.dtype(dtype)}, expected float32"
 
@@ -155,7 +170,9 @@ def with_nan(x):
 
 def test_expected_nan_passes(expected, rng):
     """NaN where the reference is NaN passes, with the ratio of the other elements."""
-    comparison = compare(with_nan(noisy(expected, rng)), with_nan(expected), with_nan(noisy(expected, rng)), **ABOUT)
+    comparison = compare(
+        with_nan(noisy(expected, rng)), with_nan(expected), with_nan(noisy(expected, rng)), **ABOUT
+    )
     assert comparison.passed
     assert 0.0 < comparison.ratio < 1.0
     assert (comparison.reason, comparison.mismatched) == ("", 0)
@@ -186,7 +203,12 @@ def test_error_next_to_nan_fails(expected):
     """Relative errors of 1e-6 next to NaN fail by their rms, to which NaN adds nothing."""
     expected = with_nan(expected)
     signs = np.where(np.arange(expected.shape[-1]) % 2, 1.0, -1.0)
-    exact = compare((expected * (1 + 1e-6 * signs)).astype(np.float32), expected, expected.astype(np.float32), **ABOUT)
+    exact = compare(
+        (expected * (1 + 1e-6 * signs)).astype(np.float32),
+        expected,
+        expected.astype(np.float32),
+        **ABOUT,
+    )
     assert not exact.passed
     assert exact.norm == "rms"
 
@@ -247,14 +269,18 @@ def test_constant_has_no_correlation():
 
 def test_budget_grows_with_the_noise(expected, rng):
     """The budgets of rms, maximum and slope grow more than 100 times with 1,000 times the noise."""
-    little, much = (budget(expected, noisy(expected, rng, relative), "float32") for relative in (1e-7, 1e-4))
+    little, much = (
+        budget(expected, noisy(expected, rng, relative), "float32") for relative in (1e-7, 1e-4)
+    )
     assert set(much) == {"rms", "max", "slope"}
     assert all(much[norm] > 100 * little[norm] for norm in much)
 
 
 def test_exact_budget_is_one_unit(expected):
     """With an exact reference, the maximum in float32 is 2^-23 of the largest value."""
-    assert budget(expected, expected, "float32")["max"] == pytest.approx(2**-23 * np.abs(expected).max())
+    assert budget(expected, expected, "float32")["max"] == pytest.approx(
+        2**-23 * np.abs(expected).max()
+    )
 
 
 def test_factor_is_the_limit_of_errors(expected, rng):
@@ -306,11 +332,12 @@ def test_json_of_failure_is_valid(expected):
     assert json.loads(json.dumps(comparison.to_dict(), allow_nan=False))["ratio"] is None
 
 
-# ---- The control: injected bugs are reported at the right stage ------------------------------------------------------
+# ---- The control: injected bugs are reported at the right stage
+# ------------------------------------------------------
 
 
-# Bugs with a name are injected in tests/lab/test_selftest.py; these have none. Each receives the function to break and
-# the implementation, and returns the broken function.
+# Bugs with a name are injected in tests/lab/test_selftest.py; these have none. Each receives the
+# function to break and the implementation, and returns the broken function.
 
 
 def swapped_kv(project_qkv, _):
@@ -334,7 +361,12 @@ def one_nan(attention_context, sibling):
 MUTATIONS = {
     # name: (function, its broken form, case, the stage at which it must be reported)
     "scores x 1.01": ("attention_scores", lambda f, _: lambda *a: f(*a) * 1.01, "causal", "scores"),
-    "scores x (1 + 1e-6)": ("attention_scores", lambda f, _: lambda *a: f(*a) * (1 + 1e-6), "causal", "scores"),
+    "scores x (1 + 1e-6)": (
+        "attention_scores",
+        lambda f, _: lambda *a: f(*a) * (1 + 1e-6),
+        "causal",
+        "scores",
+    ),
     "one NaN": ("attention_context", one_nan, "full", "context"),
 }
 
@@ -425,21 +457,35 @@ def test_unknown_backend_raises():
         parity.measure.backends.load_backend("numpy")
 
 
-# ---- Noise that is measured again ------------------------------------------------------------------------------------
+# ---- Noise that is measured again
+# ------------------------------------------------------------------------------------
 
 
 def saturated(number):
     """Return a problem in which most rows of the softmax have nearly all weight on one key."""
-    case = Case(f"saturated-{number}", AttentionSpec(32, 2), "", batch=1, seq_len=4, is_causal=True, gain=12.0)
+    case = Case(
+        f"saturated-{number}",
+        AttentionSpec(32, 2),
+        "",
+        batch=1,
+        seq_len=4,
+        is_causal=True,
+        gain=12.0,
+    )
     return make_problem(case, "float32")
 
 
 def verdict_on(problem, values):
     """Return the comparison of attention weights if the other stages are the reference's."""
     expected = Reference(problem)
-    local = {name: each.astype(kept_dtype(name, "float32")) for name, each in expected.expected(local=True).items()}
+    local = {
+        name: each.astype(kept_dtype(name, "float32"))
+        for name, each in expected.expected(local=True).items()
+    }
     (found,) = (
-        each for each in judge(Trace(problem, "torch", values, local), expected) if each.stage == "attn_weights"
+        each
+        for each in judge(Trace(problem, "torch", values, local), expected)
+        if each.stage == "attn_weights"
     )
     return found
 
@@ -449,11 +495,19 @@ def test_small_noise_is_measured_again():
     over = []
     for number in range(60):
         problem, rng = saturated(number), np.random.default_rng(number)
-        values = Reference(nudged(problem, rng)).same_precision(local=False)  # right, except for rounding
+        values = Reference(nudged(problem, rng)).same_precision(
+            local=False
+        )  # right, except for rounding
         expected = Reference(problem)
-        same, exact = expected.same_precision(local=False)["attn_weights"], expected.accumulated["attn_weights"]
+        same, exact = (
+            expected.same_precision(local=False)["attn_weights"],
+            expected.accumulated["attn_weights"],
+        )
         label = Label("", "", "float32", "attn_weights")
-        if parity.measure.core.compare.compare(values["attn_weights"], exact, same, label).ratio > 1.0:
+        if (
+            parity.measure.core.compare.compare(values["attn_weights"], exact, same, label).ratio
+            > 1.0
+        ):
             over.append(number)
             assert verdict_on(problem, values).passed
     assert 1 <= len(over) <= 10, over
@@ -467,9 +521,11 @@ def test_remeasured_noise_hides_no_error(times):
         expected = Reference(problem)
         exact = expected.accumulated["attn_weights"]
         noise = max(np.abs(each["attn_weights"] - exact).max() for each in expected.recounted())
-        noise = max(noise, np.abs(expected.same_precision(local=False)["attn_weights"] - exact).max(), 1e-7)
-        wrong = (exact + times * noise * np.sign(np.arange(exact.size) % 2 - 0.5).reshape(exact.shape)).astype(
-            np.float32
+        noise = max(
+            noise, np.abs(expected.same_precision(local=False)["attn_weights"] - exact).max(), 1e-7
         )
+        wrong = (
+            exact + times * noise * np.sign(np.arange(exact.size) % 2 - 0.5).reshape(exact.shape)
+        ).astype(np.float32)
         values = expected.same_precision(local=False) | {"attn_weights": wrong}
         assert not verdict_on(problem, values).passed

@@ -1,4 +1,6 @@
-"""Two sets of weights compared directly: the tensors that differ, their laws, and reorderings of the same function."""
+"""Two sets of weights compared directly: the tensors that differ, their laws, and reorderings of
+the same function.
+"""
 
 import json
 from dataclasses import replace
@@ -38,16 +40,27 @@ RICH = AttentionSpec(
     sinks=True,
 )
 PER_HEAD = replace(
-    RICH, qk_norm=Norm("layer", per_head=True, bias=True), v_norm=Norm(over="width"), gate=Gate(per_head=True)
+    RICH,
+    qk_norm=Norm("layer", per_head=True, bias=True),
+    v_norm=Norm(over="width"),
+    gate=Gate(per_head=True),
 )
 LATENT = AttentionSpec(
-    32, 4, head_dim=8, latent=Latent(8, 4, q_rank=6), rope=Rope(rotary_dim=4, rotated="last"), qkv_bias=False
+    32,
+    4,
+    head_dim=8,
+    latent=Latent(8, 4, q_rank=6),
+    rope=Rope(rotary_dim=4, rotated="last"),
+    qkv_bias=False,
 )
 SPECS = {"plain": PLAIN, "rope": ROPE, "rich": RICH, "per-head": PER_HEAD, "latent": LATENT}
 
 
 def changed(weights, **others):
-    return {**weights, **{name.replace("__", "."): np.ascontiguousarray(x) for name, x in others.items()}}
+    return {
+        **weights,
+        **{name.replace("__", "."): np.ascontiguousarray(x) for name, x in others.items()},
+    }
 
 
 def compared(weights, other, spec=PLAIN):
@@ -55,7 +68,9 @@ def compared(weights, other, spec=PLAIN):
 
 
 def reordered(weights, spec, groups=None, heads=None, qk=None, v=None):
-    """Return the same layer with its groups, heads and features in another order, in all tensors."""
+    """Return the same layer with its groups, heads and features in another order, in all
+    tensors.
+    """
     num_groups, of_group = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads
     groups = np.arange(num_groups) if groups is None else np.array(groups)
     heads = np.arange(of_group) if heads is None else np.array(heads)
@@ -71,10 +86,14 @@ def reordered(weights, spec, groups=None, heads=None, qk=None, v=None):
         if role.heads == "shared":
             rows = rows if order is None else rows[order]
         else:
-            rows = rows.reshape(num_groups, of_group if role.heads == "q" else 1, -1, *shape[1:])[groups]
+            rows = rows.reshape(num_groups, of_group if role.heads == "q" else 1, -1, *shape[1:])[
+                groups
+            ]
             rows = rows[:, heads] if role.heads == "q" else rows
             rows = rows if order is None else rows[:, :, order]
-        found[name] = np.ascontiguousarray(np.moveaxis(rows.reshape(shape), 0, role.axis or 0)).reshape(x.shape)
+        found[name] = np.ascontiguousarray(
+            np.moveaxis(rows.reshape(shape), 0, role.axis or 0)
+        ).reshape(x.shape)
     return found
 
 
@@ -83,27 +102,38 @@ def output_of(weights, spec):
     return run_steps(reference.steps(make_problem(case, "float64", weights), "float64"))["output"]
 
 
-# ---- The same values -------------------------------------------------------------------------------------------------
+# ---- The same values
+# -------------------------------------------------------------------------------------------------
 
 
 def test_equal_weights_have_equal_bits():
     """Equal weights are the same bit for bit, without any difference."""
     weights = random_weights(PLAIN)
     found = compared(weights, {**weights})
-    assert (found.kind, found.same, found.differences, found.how) == ("bits", True, (), "weights the same, bit for bit")
+    assert (found.kind, found.same, found.differences, found.how) == (
+        "bits",
+        True,
+        (),
+        "weights the same, bit for bit",
+    )
 
 
 def test_negative_zeros_are_equal_values():
     """Weights that differ only in the sign of zeros have the same values."""
     weights = changed(random_weights(PLAIN), q_proj__bias=np.zeros(16, np.float32))
-    assert compared(weights, changed(weights, q_proj__bias=-weights["q_proj.bias"])).kind == "values"
+    assert (
+        compared(weights, changed(weights, q_proj__bias=-weights["q_proj.bias"])).kind == "values"
+    )
 
 
 def test_wider_dtype_is_not_rounding():
     """bfloat16 weights and their copy in float32 have the same values."""
     weights = {name: x.astype(ml_dtypes.bfloat16) for name, x in random_weights(PLAIN).items()}
     found = compared(weights, {name: x.astype(np.float32) for name, x in weights.items()})
-    assert (found.kind, found.how) == ("values", "weights the same values, in bfloat16 and in float32")
+    assert (found.kind, found.how) == (
+        "values",
+        "weights the same values, in bfloat16 and in float32",
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -124,7 +154,10 @@ def test_copy_counts_elements_that_become_0():
     """A copy in float16 has the number of elements that became 0."""
     weights = random_weights(PLAIN)
     weights["q_proj.weight"][0, :3] = 1e-9
-    assert "3 elements to 0" in compared(weights, {name: x.astype(np.float16) for name, x in weights.items()}).how
+    assert (
+        "3 elements to 0"
+        in compared(weights, {name: x.astype(np.float16) for name, x in weights.items()}).how
+    )
 
 
 def test_tensor_lost_in_copy_is_different():
@@ -137,27 +170,41 @@ def test_tensor_lost_in_copy_is_different():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("steps", "kind"), [(1, "rounding"), (4, "rounding"), (5, "different"), (100, "different")])
+@pytest.mark.parametrize(
+    ("steps", "kind"), [(1, "rounding"), (4, "rounding"), (5, "different"), (100, "different")]
+)
 def test_up_to_four_ulps_are_rounding(dtype, steps, kind):
     """Up to 4 units in the last place are rounding; 5 or more are a difference with a place."""
     weights = {name: x.astype(dtype_named(dtype)) for name, x in random_weights(PLAIN).items()}
     other = {**weights, "v_proj.weight": weights["v_proj.weight"].copy()}
     for _ in range(steps):
-        other["v_proj.weight"][2, 3] = np.nextafter(other["v_proj.weight"][2, 3], dtype_named(dtype).type(9))
+        other["v_proj.weight"][2, 3] = np.nextafter(
+            other["v_proj.weight"][2, 3], dtype_named(dtype).type(9)
+        )
     found = compared(weights, other)
     assert found.kind == kind
-    assert found.max_ulp == steps or (steps == 100 and found.max_ulp > 100)  # 100 steps pass a power of two
+    assert found.max_ulp == steps or (
+        steps == 100 and found.max_ulp > 100
+    )  # 100 steps pass a power of two
     if kind == "rounding":
         assert f"at most {steps} units in the last place apart, in 1 of 1088 elements" in found.how
     else:
         (difference,) = found.differences
         assert (difference.name, difference.differing, difference.law) == ("v_proj.weight", 1, None)
-        assert (difference.rows, difference.columns, difference.heads, difference.num_heads) == (1, 1, (0,), 4)
+        assert (difference.rows, difference.columns, difference.heads, difference.num_heads) == (
+            1,
+            1,
+            (0,),
+            4,
+        )
         assert difference.worst_index == (2, 3)
-        assert difference.worst_values == tuple(float(x["v_proj.weight"][2, 3]) for x in (weights, other))
+        assert difference.worst_values == tuple(
+            float(x["v_proj.weight"][2, 3]) for x in (weights, other)
+        )
 
 
-# ---- Laws ------------------------------------------------------------------------------------------------------------
+# ---- Laws
+# --------------------------------------------------------------------------------------------------
 
 
 def interleaved(x, heads):
@@ -166,7 +213,9 @@ def interleaved(x, heads):
 
 def tf32(x):
     bits = x.view(np.uint32)
-    return ((bits + np.uint32(0xFFF) + (bits >> 13 & 1).astype(np.uint32)) & np.uint32(0xFFFFE000)).view(np.float32)
+    return (
+        (bits + np.uint32(0xFFF) + (bits >> 13 & 1).astype(np.uint32)) & np.uint32(0xFFFFE000)
+    ).view(np.float32)
 
 
 def through(dtype):
@@ -179,10 +228,30 @@ COLUMNS = RNG.uniform(0.5, 2.0, 16).astype(np.float32)
 
 LAWS = {
     "zeros": ("v_proj.weight", np.zeros_like, "zeros", "zeros"),
-    "bfloat16": ("v_proj.weight", through(ml_dtypes.bfloat16), "fewer-bits", "the first's, rounded to bfloat16"),
-    "float16": ("v_proj.weight", through(np.float16), "fewer-bits", "rounded to TF32 or rounded to float16"),
-    "e4m3": ("v_proj.weight", through(ml_dtypes.float8_e4m3fn), "fewer-bits", "the first's, rounded to float8 (e4m3)"),
-    "e5m2": ("v_proj.weight", through(ml_dtypes.float8_e5m2), "fewer-bits", "the first's, rounded to float8 (e5m2)"),
+    "bfloat16": (
+        "v_proj.weight",
+        through(ml_dtypes.bfloat16),
+        "fewer-bits",
+        "the first's, rounded to bfloat16",
+    ),
+    "float16": (
+        "v_proj.weight",
+        through(np.float16),
+        "fewer-bits",
+        "rounded to TF32 or rounded to float16",
+    ),
+    "e4m3": (
+        "v_proj.weight",
+        through(ml_dtypes.float8_e4m3fn),
+        "fewer-bits",
+        "the first's, rounded to float8 (e4m3)",
+    ),
+    "e5m2": (
+        "v_proj.weight",
+        through(ml_dtypes.float8_e5m2),
+        "fewer-bits",
+        "the first's, rounded to float8 (e5m2)",
+    ),
     "tf32": ("v_proj.weight", tf32, "fewer-bits", "rounded to TF32"),
     "cut-off": (
         "v_proj.weight",
@@ -190,7 +259,12 @@ LAWS = {
         "fewer-bits",
         "the first's, cut off to bfloat16",
     ),
-    "factor": ("v_proj.weight", lambda x: x * np.float32(1.001), "factor", "the first's, times 1.001"),
+    "factor": (
+        "v_proj.weight",
+        lambda x: x * np.float32(1.001),
+        "factor",
+        "the first's, times 1.001",
+    ),
     "negated": ("v_proj.weight", np.negative, "factor", "the first's, negated"),
     "scale": ("q_proj.weight", lambda x: x / 2, "factor", "1 / sqrt(H): a scale of the scores"),
     "by-head": (
@@ -199,11 +273,26 @@ LAWS = {
         "factors",
         "head",
     ),
-    "by-row": ("out_proj.weight", lambda x: x * COLUMNS[:, None], "factors", "each row times a number"),
+    "by-row": (
+        "out_proj.weight",
+        lambda x: x * COLUMNS[:, None],
+        "factors",
+        "each row times a number",
+    ),
     "by-column": ("q_proj.weight", lambda x: x * COLUMNS, "factors", "each column times a number"),
-    "shift": ("out_proj.bias", lambda x: x + np.float32(0.25), "shift", "the first's, +0.25 everywhere"),
+    "shift": (
+        "out_proj.bias",
+        lambda x: x + np.float32(0.25),
+        "shift",
+        "the first's, +0.25 everywhere",
+    ),
     "transposed": ("q_proj.weight", np.transpose, "transposed", "transposed"),
-    "heads": ("q_proj.weight", lambda x: np.roll(x, 4, axis=0), "permuted", "its heads in the order 3 0 1 2"),
+    "heads": (
+        "q_proj.weight",
+        lambda x: np.roll(x, 4, axis=0),
+        "permuted",
+        "its heads in the order 3 0 1 2",
+    ),
     "heads-of-columns": (
         "out_proj.weight",
         lambda x: np.roll(x, 4, axis=1),
@@ -224,8 +313,18 @@ LAWS = {
         "another order within their heads",
     ),
     "columns": ("q_proj.weight", lambda x: x[:, MANY], "permuted", "its columns in another order"),
-    "pairs": ("q_proj.weight", lambda x: interleaved(x, 4), "permuted", "RoPE pairs interleaved instead of halves"),
-    "pairs-of-wrong-heads": ("q_proj.weight", lambda x: interleaved(x, 2), "permuted", "as if heads had 8 features"),
+    "pairs": (
+        "q_proj.weight",
+        lambda x: interleaved(x, 4),
+        "permuted",
+        "RoPE pairs interleaved instead of halves",
+    ),
+    "pairs-of-wrong-heads": (
+        "q_proj.weight",
+        lambda x: interleaved(x, 2),
+        "permuted",
+        "as if heads had 8 features",
+    ),
 }
 """By name: the tensor, its change, and the name and the words of the law."""
 
@@ -245,7 +344,9 @@ def test_changed_tensor_has_a_law(law):
     assert difference.law.name == kind
     assert words in difference.law.words
     other[name] = other[name].copy()
-    other[name].reshape(-1)[0] += np.float32(0.375)  # one more element is wrong, and the law no longer holds
+    other[name].reshape(-1)[0] += np.float32(
+        0.375
+    )  # one more element is wrong, and the law no longer holds
     (difference,) = compared(weights, other).differences
     assert difference.law is None
 
@@ -258,7 +359,9 @@ def test_bias_has_the_order_of_its_weight():
     other = changed(weights, q_proj__weight=np.roll(weights["q_proj.weight"], 4, 0))
     other["q_proj.bias"] = np.roll(weights["q_proj.bias"], 4)
     laws = {each.name: each.law.words for each in compared(weights, other).differences}
-    assert laws == dict.fromkeys(["q_proj.weight", "q_proj.bias"], "the first's, its heads in the order 3 0 1 2")
+    assert laws == dict.fromkeys(
+        ["q_proj.weight", "q_proj.bias"], "the first's, its heads in the order 3 0 1 2"
+    )
 
 
 @pytest.mark.parametrize("head", range(4))
@@ -268,7 +371,11 @@ def test_law_of_one_head_names_the_head(head):
     other = changed(weights, **{name: weights[name].copy()})
     other[name][4 * head : 4 * head + 4] *= 3
     (difference,) = compared(weights, other).differences
-    assert (difference.heads, difference.law.heads, difference.law.words) == ((head,), (head,), "the first's, times 3")
+    assert (difference.heads, difference.law.heads, difference.law.words) == (
+        (head,),
+        (head,),
+        "the first's, times 3",
+    )
 
 
 @pytest.mark.parametrize(
@@ -310,7 +417,9 @@ def test_norm_of_one_plus_w_has_a_law(is_first):
     pair = [weights, changed(weights, q_norm__weight=weights["q_norm.weight"] + 1)]
     (difference,) = compared(*(pair if is_first else pair[::-1]), RICH).differences
     assert difference.law.name == "one-plus"
-    assert difference.law.words == ("1 + w, where the first has w" if is_first else "w, where the first has 1 + w")
+    assert difference.law.words == (
+        "1 + w, where the first has w" if is_first else "w, where the first has 1 + w"
+    )
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
@@ -329,10 +438,13 @@ def test_float32_kept_as_float64_has_a_law():
     """float64 weights rounded to float32 have that law."""
     weights = {name: x.astype(np.float64) + 1e-9 for name, x in random_weights(PLAIN).items()}
     other = {name: x.astype(np.float32).astype(np.float64) for name, x in weights.items()}
-    assert {each.law.words for each in compared(weights, other).differences} == {"the first's, rounded to float32"}
+    assert {each.law.words for each in compared(weights, other).differences} == {
+        "the first's, rounded to float32"
+    }
 
 
-# ---- The same function -----------------------------------------------------------------------------------------------
+# ---- The same function
+# -----------------------------------------------------------------------------------------------
 
 
 def test_reordered_heads_are_same_function():
@@ -340,26 +452,36 @@ def test_reordered_heads_are_same_function():
     weights = random_weights(PLAIN)
     found = compared(weights, reordered(weights, PLAIN, groups=[3, 2, 1, 0]))
     assert (found.kind, found.same) == ("function", True)
-    assert found.how.endswith("and out_proj.weight differ, and it is the same function: heads are in the order 3 2 1 0")
+    assert found.how.endswith(
+        "and out_proj.weight differ, and it is the same function: heads are in the order 3 2 1 0"
+    )
     assert len(found.differences) == 7
 
 
-@pytest.mark.parametrize("left", ["q_proj.weight", "q_proj.bias", "k_proj.weight", "v_proj.bias", "out_proj.weight"])
+@pytest.mark.parametrize(
+    "left", ["q_proj.weight", "q_proj.bias", "k_proj.weight", "v_proj.bias", "out_proj.weight"]
+)
 def test_partly_reordered_heads_differ(left):
     """Heads in a new order in all tensors but one are different, with the law of the order."""
     weights = random_weights(PLAIN)
     other = {**reordered(weights, PLAIN, groups=[3, 2, 1, 0]), left: weights[left]}
     found = compared(weights, other)
     assert found.kind == "different"
-    assert {each.law.words for each in found.differences} == {"the first's, its heads in the order 3 2 1 0"}
+    assert {each.law.words for each in found.differences} == {
+        "the first's, its heads in the order 3 2 1 0"
+    }
 
 
-@pytest.mark.parametrize("change", [{"alibi": Alibi()}, {"out_proj": False}], ids=["alibi", "no-out-proj"])
+@pytest.mark.parametrize(
+    "change", [{"alibi": Alibi()}, {"out_proj": False}], ids=["alibi", "no-out-proj"]
+)
 def test_alibi_or_no_out_proj_fixes_heads(change):
     """With ALiBi, or without an output projection, heads in a new order are different."""
     spec = replace(PLAIN, **change)
     weights = random_weights(spec)
-    assert compared(weights, reordered(weights, spec, groups=[3, 2, 1, 0]), spec).kind == "different"
+    assert (
+        compared(weights, reordered(weights, spec, groups=[3, 2, 1, 0]), spec).kind == "different"
+    )
 
 
 def test_shared_kv_fixes_keys_and_values():
@@ -381,7 +503,11 @@ def test_order_of_relative_key_features(per_head):
     weights = random_weights(spec)
     other = {**weights, "relative_keys": np.ascontiguousarray(weights["relative_keys"][..., ::-1])}
     (difference,) = compared(weights, other, spec).differences
-    words = "features in the order 3 2 1 0" if per_head else "columns in another order within their heads"
+    words = (
+        "features in the order 3 2 1 0"
+        if per_head
+        else "columns in another order within their heads"
+    )
     assert difference.law.words == f"the first's, its {words}"
     moved = [3, 0, 1, 2]
     table = np.ascontiguousarray(weights.pop("relative_keys")[..., moved])
@@ -397,7 +523,10 @@ def test_rotated_features_are_fixed():
     weights = random_weights(RICH)
     moved, kept = [1, 0, 2, 3, 4, 5], [0, 1, 3, 2, 5, 4]
     assert compared(weights, reordered(weights, RICH, qk=moved), RICH).kind == "different"
-    assert "features of q and k are in another order" in compared(weights, reordered(weights, RICH, qk=kept), RICH).how
+    assert (
+        "features of q and k are in another order"
+        in compared(weights, reordered(weights, RICH, qk=kept), RICH).how
+    )
 
 
 @pytest.mark.parametrize(
@@ -429,9 +558,9 @@ def test_rope_pairs_share_a_factor():
         for leaf in ("weight", "bias"):
             q, k = weights[f"q_proj.{leaf}"], weights[f"k_proj.{leaf}"]
             each = np.array(factors, np.float32).reshape(4, *[1] * (q.ndim - 1))
-            other[f"q_proj.{leaf}"] = (q.reshape(4, *k.reshape(2, 4, -1).shape[1:2], *q.shape[1:]) * each).reshape(
-                q.shape
-            )
+            other[f"q_proj.{leaf}"] = (
+                q.reshape(4, *k.reshape(2, 4, -1).shape[1:2], *q.shape[1:]) * each
+            ).reshape(q.shape)
             other[f"k_proj.{leaf}"] = (k.reshape(2, 4, *k.shape[1:]) / each).reshape(k.shape)
         return other
 
@@ -475,11 +604,15 @@ def test_valid_order_is_same_function(drawn, is_bfloat16):
     found = compared(weights, other, spec)
     assert found.kind in ("bits", "function")
     one, two = output_of(weights, spec), output_of(other, spec)
-    np.testing.assert_allclose(one, two, rtol=0, atol=1e-12 * np.abs(one).max())  # sums in another order, in float64
+    np.testing.assert_allclose(
+        one, two, rtol=0, atol=1e-12 * np.abs(one).max()
+    )  # sums in another order, in float64
 
 
 @sample(32)
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.spec.d_kv == case.spec.d_in])
+@pytest.mark.parametrize(
+    "name", [name for name, case in CASES.items() if case.spec.d_kv == case.spec.d_in]
+)
 def test_same_function_means_same_output(name):
     """Reversed groups are the same function if and only if the output is the same."""
     spec = CASES[name].spec
@@ -509,7 +642,8 @@ def test_one_changed_element_is_different(drawn, data):
     assert name in {each.name for each in found.differences}
 
 
-# ---- Files -----------------------------------------------------------------------------------------------------------
+# ---- Files
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -525,7 +659,8 @@ def files(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "layout", ["canonical", "qkv_proj", "flax.nnx", "torch.nn.MultiheadAttention", "transformers.GPT-NeoX"]
+    "layout",
+    ["canonical", "qkv_proj", "flax.nnx", "torch.nn.MultiheadAttention", "transformers.GPT-NeoX"],
 )
 def test_commands_accept_reversed_heads(files, layout, capsys, tmp_path):
     """verify and diagnose exit with 0 for reversed heads, whatever the layout of the file."""
@@ -537,7 +672,11 @@ def test_commands_accept_reversed_heads(files, layout, capsys, tmp_path):
     assert f"{paths[0]} and {paths[1]} hold the same attention: q_proj.weight, " in out
     assert "differ, and it is the same function: heads are in the order 3 2 1 0" in out
     (layer,) = json.loads((tmp_path / "r.json").read_text())["layers"]
-    assert (layer["same"], layer["same_bits"], layer["weights"]["kind"]) == (True, False, "function")
+    assert (layer["same"], layer["same_bits"], layer["weights"]["kind"]) == (
+        True,
+        False,
+        "function",
+    )
     assert main(["diagnose", *paths]) == 0
     assert "it is the same function" in " ".join(capsys.readouterr().out.split())
 
@@ -552,7 +691,10 @@ def test_one_element_is_never_rounding(files, by, capsys, tmp_path):
     for command in ("verify", "diagnose"):
         assert main([command, *paths, "--json", str(tmp_path / "r.json")]) == 1
         out = capsys.readouterr().out
-        assert "q_proj.weight differs in 1 of 256 elements: 1 of 16 rows, 1 of 16 columns, head 0" in out
+        assert (
+            "q_proj.weight differs in 1 of 256 elements: 1 of 16 rows, 1 of 16 columns, head 0"
+            in out
+        )
         assert "worst     at (3, 5): " in out
         assert "the same up to rounding" not in out
     told = json.loads((tmp_path / "r.json").read_text())["weights"]
@@ -569,7 +711,16 @@ def test_float32_file_rounded_to_bfloat16(files, capsys):
     out = capsys.readouterr().out
     assert "law       in each, the second's is the first's, rounded to bfloat16" in out
     assert "unknown" not in out
-    assert main(["diagnose", paths[0], files({name: x.astype(ml_dtypes.bfloat16) for name, x in weights.items()})]) == 0
+    assert (
+        main(
+            [
+                "diagnose",
+                paths[0],
+                files({name: x.astype(ml_dtypes.bfloat16) for name, x in weights.items()}),
+            ]
+        )
+        == 0
+    )
     assert "float32 rounded to bfloat16, at most 0.5 units in the last place" in " ".join(
         capsys.readouterr().out.split()
     )
@@ -582,7 +733,9 @@ def test_differing_layer_of_three_is_shown(tmp_path, capsys):
     others[2]["v_proj.weight"] = 3 * layers[2]["v_proj.weight"]
     paths = []
     for name, every in (("a", layers), ("b", others)):
-        tensors = {f"h.{i}.{key}": x for i, weights in enumerate(every) for key, x in weights.items()}
+        tensors = {
+            f"h.{i}.{key}": x for i, weights in enumerate(every) for key, x in weights.items()
+        }
         paths.append(str(tmp_path / f"{name}.safetensors"))
         parity.save_tensors(paths[-1], tensors, {})
     arguments = [*paths, "--from", "canonical", "--prefix", "h.{i}", "--num-heads", "4"]
@@ -592,8 +745,8 @@ def test_differing_layer_of_three_is_shown(tmp_path, capsys):
     assert "v_proj.weight differs in 256 of 256 elements" in out
     assert "the second's is the first's, times 3" in out
     assert (
-        "1 the same, bit for bit; 1 the same function, written differently; 0 the same up to rounding; 1 different"
-        in out
+        "1 the same, bit for bit; 1 the same function, written differently; 0 the same up to "
+        "rounding; 1 different" in out
     )
     assert main(["diagnose", *arguments]) == 1
     out = " ".join(capsys.readouterr().out.split())
@@ -607,7 +760,10 @@ def test_law_precedes_the_likely_bug(files, capsys):
     other = changed(weights, out_proj__weight=weights["out_proj.weight"].T)
     assert main(["diagnose", files(weights, name="a"), files(other)]) == 1
     out = capsys.readouterr().out
-    law, bug = out.index("the second's is the first's, transposed"), out.index("Likely bug: out_proj-transposed")
+    law, bug = (
+        out.index("the second's is the first's, transposed"),
+        out.index("Likely bug: out_proj-transposed"),
+    )
     assert law < bug
     assert "More: mha-parity bugs transposed-kernel" in out
 
@@ -622,7 +778,11 @@ def test_bias_in_one_file_is_zeros_or_law(files, is_first, capsys):
         assert main([command, *(paths if is_first else paths[::-1])]) == 1
         out = capsys.readouterr().out
         assert "q_proj.bias differs in 16 of 16 elements" in out
-        words = "missing, and nonzero in the first" if is_first else "a bias that the first does not have"
+        words = (
+            "missing, and nonzero in the first"
+            if is_first
+            else "a bias that the first does not have"
+        )
         assert f"law       the second's is {words}" in out
     zeros = changed(weights, q_proj__bias=np.zeros(16, np.float32))
     pair = [(zeros, PLAIN), (without, bare)]
@@ -637,7 +797,9 @@ def test_comparing_other_layers_raises():
     with refuses("the layers", "soft_cap=None and 3.0"):
         compare_weights(weights, PLAIN, weights, replace(PLAIN, soft_cap=3.0))
     with refuses("weights", missing=["q_proj.bias"], unexpected=[]):
-        compare_weights(weights, PLAIN, {name: x for name, x in weights.items() if name != "q_proj.bias"}, PLAIN)
+        compare_weights(
+            weights, PLAIN, {name: x for name, x in weights.items() if name != "q_proj.bias"}, PLAIN
+        )
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")

@@ -1,6 +1,7 @@
 """Every feature of a case affects its output: without the feature, the case fails.
 
-Therefore learned parameters are drawn away from 0 and 1, and cases have enough tokens for a window to hide some.
+Therefore learned parameters are drawn away from 0 and 1, and cases have enough tokens for a window
+to hide some.
 """
 
 from collections.abc import Iterator
@@ -25,10 +26,14 @@ OF_OTHERS = {"value_head_dim": "head_dim"}  # a feature only if it differs from 
 
 
 def switched_off(record: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the name of each non-default field and a copy of the record with only that field reset to its default."""
+    """Yield the name of each non-default field and a copy of the record with only that field reset
+    to its default.
+    """
     for field in fields(record):
         value = getattr(record, field.name)
-        default = getattr(record, OF_OTHERS[field.name]) if field.name in OF_OTHERS else field.default
+        default = (
+            getattr(record, OF_OTHERS[field.name]) if field.name in OF_OTHERS else field.default
+        )
         if field.default is MISSING or field.name in SIZES or value == default:
             continue
         yield field.name, replace_or_none(record, field.name, default)
@@ -53,13 +58,19 @@ def outputs(case: Any, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 KEPT = ("fused_qkv", "out_proj")  # a different layout of the same layer; a different output width
-COMMUTE = ("decode-l2-norm", "qk_norm.after_rope")  # rotation does not change a norm without a weight
+COMMUTE = (
+    "decode-l2-norm",
+    "qk_norm.after_rope",
+)  # rotation does not change a norm without a weight
 WITHOUT = [
     pytest.param(case, spec, id=f"{case.name}-{name}")
     for case in CASES.values()
     if case.trained is None and not case.name.startswith("random-")
     for name, spec in switched_off(case.spec)
-    if spec is not None and name not in KEPT and not name.endswith("bias") and (case.name, name) != COMMUTE
+    if spec is not None
+    and name not in KEPT
+    and not name.endswith("bias")
+    and (case.name, name) != COMMUTE
 ]
 
 
@@ -71,7 +82,9 @@ def test_every_feature_has_a_case():
 
 def test_quick_cases_cover_every_feature():
     """The quick cases set every field of `AttentionSpec` that any case sets."""
-    of_all, of_quick = ({name for case in of for name, _ in switched_off(case.spec)} for of in CASES_AND_QUICK)
+    of_all, of_quick = (
+        {name for case in of for name, _ in switched_off(case.spec)} for of in CASES_AND_QUICK
+    )
     assert {name for name in of_all if "." not in name} <= of_quick
 
 
@@ -83,12 +96,18 @@ def test_case_fails_without_its_feature(case, spec):
     shapes = spec.weight_shapes
     weights = {name: weight for name, weight in problem.weights.items() if name in shapes}
     if {name: weight.shape for name, weight in weights.items()} != shapes:
-        others = {name: np.linspace(0.7, 1.9, np.prod(shape)) for name, shape in shapes.items() if name not in weights}
+        others = {
+            name: np.linspace(0.7, 1.9, np.prod(shape))
+            for name, shape in shapes.items()
+            if name not in weights
+        }
         weights |= others
         weights = {name: np.resize(weights[name], shape) for name, shape in shapes.items()}
     expected, found = outputs(case, problem.weights), outputs(replace(case, spec=spec), weights)
     largest = max(np.nanmax(np.abs(value), initial=0.0) for value in expected.values())
-    apart = max(np.nanmax(np.abs(found[name] - value), initial=0.0) for name, value in expected.items())
+    apart = max(
+        np.nanmax(np.abs(found[name] - value), initial=0.0) for name, value in expected.items()
+    )
     assert apart > 1e-4 * largest, f"{apart:.1e} of {largest:.1e}"
 
 

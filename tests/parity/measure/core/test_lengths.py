@@ -1,4 +1,6 @@
-"""Features of a layer that show only with enough tokens, and the smallest number of tokens that shows them."""
+"""Features of a layer that show only with enough tokens, and the smallest number of tokens that
+shows them.
+"""
 
 from dataclasses import replace
 
@@ -30,18 +32,31 @@ def with_rope(scaling):
     return PLAIN.replace(rope=Rope(100.0, scaling=scaling))
 
 
-# The layer with the feature, the layer without it, and the smallest number of tokens at which they differ.
+# The layer with the feature, the layer without it, and the smallest number of tokens at which they
+# differ.
 FEATURES = {
     "a window of 5": (PLAIN.replace(window_size=5), PLAIN, 6),
     "chunks of 5": (PLAIN.replace(chunk_size=5), PLAIN, 6),
-    "a temperature that grows every 7 tokens": (PLAIN.replace(temperature=Temperature(7)), PLAIN, 8),
-    "a temperature that grows every 8 tokens": (PLAIN.replace(temperature=Temperature(8, first_position=1)), PLAIN, 8),
+    "a temperature that grows every 7 tokens": (
+        PLAIN.replace(temperature=Temperature(7)),
+        PLAIN,
+        8,
+    ),
+    "a temperature that grows every 8 tokens": (
+        PLAIN.replace(temperature=Temperature(8, first_position=1)),
+        PLAIN,
+        8,
+    ),
     "the long factors of LongRoPE": (
         with_rope(LongRopeScaling(2.0, 6, SHORT, LONG)),
         with_rope(LongRopeScaling(2.0, 6, SHORT, SHORT)),
         7,
     ),
-    "dynamic scaling of RoPE beyond 6 tokens": (with_rope(DynamicScaling(4.0, 6)), with_rope(None), 7),
+    "dynamic scaling of RoPE beyond 6 tokens": (
+        with_rope(DynamicScaling(4.0, 6)),
+        with_rope(None),
+        7,
+    ),
 }
 
 
@@ -81,14 +96,20 @@ def test_buckets_show_at_stated_length(fields, tables, is_causal):
         changed = dict(weights)
         for name in tables:
             changed[name] = weights[name].copy()
-            axis = [size == fields[next(iter(fields))].num_buckets for size in changed[name].shape].index(True)
+            axis = [
+                size == fields[next(iter(fields))].num_buckets for size in changed[name].shape
+            ].index(True)
             changed[name][(slice(None),) * axis + (bucket,)] += 1.0
         return (
-            output_of(spec, num_tokens, changed, is_causal) != output_of(spec, num_tokens, weights, is_causal)
+            output_of(spec, num_tokens, changed, is_causal)
+            != output_of(spec, num_tokens, weights, is_causal)
         ).any()
 
     buckets = range(fields[next(iter(fields))].num_buckets)
-    shown = {number: {bucket for bucket in buckets if shows(bucket, number)} for number in range(2, entry.needed + 1)}
+    shown = {
+        number: {bucket for bucket in buckets if shows(bucket, number)}
+        for number in range(2, entry.needed + 1)
+    }
     assert shown[entry.needed] > shown[entry.needed - 1]
     more = entry.needed + (0 if isinstance(spec.relative_bias, GridBias) else 2)
     assert {bucket for bucket in buckets if shows(bucket, more)} == shown[entry.needed]
@@ -97,8 +118,12 @@ def test_buckets_show_at_stated_length(fields, tables, is_causal):
 def test_layers_share_a_feature_entry():
     """Layers with the same hidden feature share an entry; a layer that shows its own has none."""
     wide, narrow = PLAIN.replace(window_size=20), PLAIN.replace(window_size=4)
-    entries = not_exercised([("layer-0", wide), ("layer-1", narrow), ("layer-2", wide)], 9, ["float32"])
-    assert [(entry.what, entry.layers) for entry in entries] == [("a window of 20", ["layer-0", "layer-2"])]
+    entries = not_exercised(
+        [("layer-0", wide), ("layer-1", narrow), ("layer-2", wide)], 9, ["float32"]
+    )
+    assert [(entry.what, entry.layers) for entry in entries] == [
+        ("a window of 20", ["layer-0", "layer-2"])
+    ]
 
 
 def test_hidden_scaling_depends_on_dtype():

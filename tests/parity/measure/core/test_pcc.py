@@ -29,7 +29,8 @@ def cut_to_tf32(x):
     return (x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
-# ---- PCC and budget --------------------------------------------------------------------------------------------------
+# ---- PCC and budget
+# --------------------------------------------------------------------------------------------------
 
 
 def test_agreement_is_printed(capsys):
@@ -46,7 +47,10 @@ def test_agreement_is_printed(capsys):
 def test_wrong_scale_fails_despite_pcc(factor):
     """Values times 1.05 or 0.98 fail, although their PCC is at least 0.999999."""
     wrong = EXPECTED * np.float32(factor)
-    with pytest.raises(AssertionError, match=r"^PCC (0\.999999|1\.000000) and wrong: output: PCC .* of its budget\n"):
+    with pytest.raises(
+        AssertionError,
+        match=r"^PCC (0\.999999|1\.000000) and wrong: output: PCC .* of its budget\n",
+    ):
         parity.assert_with_pcc(EXPECTED, wrong)
 
 
@@ -61,13 +65,18 @@ def test_wrong_element_fails_despite_pcc():
 def test_low_pcc_fails_within_budget():
     """A PCC below the required one fails, although the error is within its budget."""
     narrow = EXPECTED.astype(ml_dtypes.bfloat16)
-    with pytest.raises(AssertionError, match=r"^PCC 0\.99999\d is less than 1\.0: .*\nthe error is within its budget$"):
+    with pytest.raises(
+        AssertionError,
+        match=r"^PCC 0\.99999\d is less than 1\.0: .*\nthe error is within its budget$",
+    ):
         parity.assert_with_pcc(EXPECTED, narrow, 1.0)
 
 
 def test_noise_fails_by_its_pcc():
     """Noise of 0.1 fails, with a PCC below the default of 0.9999."""
-    noisy = EXPECTED + 0.1 * np.random.default_rng(1).standard_normal(EXPECTED.shape).astype(np.float32)
+    noisy = EXPECTED + 0.1 * np.random.default_rng(1).standard_normal(EXPECTED.shape).astype(
+        np.float32
+    )
     with pytest.raises(AssertionError, match=r"^PCC 0\.99\d+ is less than 0\.9999: "):
         parity.assert_with_pcc(EXPECTED, noisy)
 
@@ -94,7 +103,8 @@ def test_problem_has_the_expected_output():
         parity.assert_with_pcc(None, 1.01 * output, problem=PROBLEM)
 
 
-# ---- The arithmetic --------------------------------------------------------------------------------------------------
+# ---- The arithmetic
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("given", [{"problem": PROBLEM}, {"expected": right()}])
@@ -116,7 +126,9 @@ def test_same_precision_with_arithmetic():
     output, expected = right(), right().astype(np.float64)
     with pytest.raises(AssertionError, match="beyond"):
         parity.assert_parity(cut_to_tf32(output), expected, same_precision=np.array(output))
-    parity.assert_parity(cut_to_tf32(output), expected, same_precision=np.array(output), arithmetic="tensix")
+    parity.assert_parity(
+        cut_to_tf32(output), expected, same_precision=np.array(output), arithmetic="tensix"
+    )
 
 
 def test_bug_is_named_in_tf32_stages():
@@ -124,7 +136,9 @@ def test_bug_is_named_in_tf32_stages():
     stages = {name: cut_to_tf32(stage) for name, stage in stages_of("q", "k", "scores").items()}
     stages["scores"] *= np.float32(PROBLEM.spec.head_dim**0.5)
     found = parity.diagnose(stages, PROBLEM, arithmetic="tensix")
-    assert [name for explanation in found.explanations for name in explanation.bugs] == ["scale-missing"]
+    assert [name for explanation in found.explanations for name in explanation.bugs] == [
+        "scale-missing"
+    ]
     assert not found.unknowns
 
 

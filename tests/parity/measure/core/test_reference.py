@@ -1,4 +1,6 @@
-"""The reference itself, compared with known numbers, finite differences and its own narrower versions."""
+"""The reference itself, compared with known numbers, finite differences and its own narrower
+versions.
+"""
 
 from dataclasses import replace
 
@@ -25,7 +27,9 @@ def stages_of(name, dtype="float64", arithmetic="float64"):
 def test_reference_matches_textbook():
     """The output of the textbook's example matches its numbers to 4 decimals."""
     output = stages_of("textbook")["output"]
-    np.testing.assert_allclose(output, [TEXTBOOK_OUTPUT] * 2, atol=5e-5, rtol=0)  # printed to 4 decimals
+    np.testing.assert_allclose(
+        output, [TEXTBOOK_OUTPUT] * 2, atol=5e-5, rtol=0
+    )  # printed to 4 decimals
 
 
 @sample(24)
@@ -39,7 +43,9 @@ def test_attention_weights_sum_to_one(name):
     if CASES[name].spec.sinks:  # the sinks have the rest
         assert ((sums > 0.0) & (sums < 1.0))[~is_empty].all()
     else:
-        np.testing.assert_allclose(sums[~is_empty], 1.0, atol=1e-14, rtol=0)  # a few float64 roundings
+        np.testing.assert_allclose(
+            sums[~is_empty], 1.0, atol=1e-14, rtol=0
+        )  # a few float64 roundings
 
 
 def test_two_cases_have_empty_rows():
@@ -69,7 +75,9 @@ def test_gradients_equal_finite_differences(name):
     step = 1e-5
 
     def loss():
-        terms = run_steps(reference.steps(problem, "float64"))["output"] * problem.inputs["cotangent"]
+        terms = (
+            run_steps(reference.steps(problem, "float64"))["output"] * problem.inputs["cotangent"]
+        )
         return terms.sum(), np.abs(terms).sum()
 
     for stage, gradient in gradients.items():
@@ -81,9 +89,15 @@ def test_gradients_equal_finite_differences(name):
         arrays[key] = here - step * direction
         below, _ = loss()
         arrays[key] = here
-        rounding = 4 * np.finfo(np.float64).eps * magnitude / step  # of the two sums, divided by the step
-        curvature = 1e-6 * np.abs(gradient * direction).sum()  # the third derivative, times step squared
-        assert abs((above - below) / (2 * step) - (gradient * direction).sum()) <= rounding + curvature, stage
+        rounding = (
+            4 * np.finfo(np.float64).eps * magnitude / step
+        )  # of the two sums, divided by the step
+        curvature = (
+            1e-6 * np.abs(gradient * direction).sum()
+        )  # the third derivative, times step squared
+        assert (
+            abs((above - below) / (2 * step) - (gradient * direction).sum()) <= rounding + curvature
+        ), stage
 
 
 def test_gradients_cover_weights_and_inputs():
@@ -119,7 +133,9 @@ def test_decoding_equals_one_pass():
     steps = run_steps(reference.steps(cached, "float64"))
     outputs = [steps[f"step{index}.module.output"] for index in range(len(cached.case.chunks))]
     whole = stages_of("trained-smollm2-causal")["output"]
-    np.testing.assert_allclose(np.concatenate(outputs, axis=1), whole, rtol=0, atol=1e-13 * np.abs(whole).max())
+    np.testing.assert_allclose(
+        np.concatenate(outputs, axis=1), whole, rtol=0, atol=1e-13 * np.abs(whole).max()
+    )
 
 
 def test_local_stages_use_given_inputs():
@@ -133,11 +149,18 @@ def test_local_stages_use_given_inputs():
 
 def test_problems_are_deterministic():
     """A problem has the same digest each time, and another one in another dtype."""
-    assert make_problem(CASES["cross"], "float32").digest == make_problem(CASES["cross"], "float32").digest
-    assert make_problem(CASES["cross"], "float32").digest != make_problem(CASES["cross"], "float16").digest
+    assert (
+        make_problem(CASES["cross"], "float32").digest
+        == make_problem(CASES["cross"], "float32").digest
+    )
+    assert (
+        make_problem(CASES["cross"], "float32").digest
+        != make_problem(CASES["cross"], "float16").digest
+    )
 
 
-# ---- NaN -------------------------------------------------------------------------------------------------------------
+# ---- NaN
+# --------------------------------------------------------------------------------------------------
 
 SMALL = parity.AttentionSpec(16, 4, num_kv_heads=2)
 
@@ -159,8 +182,12 @@ def test_visible_nan_reaches_its_rows_only(dtype):
         assert not is_nan[1, :3].any()
         assert is_nan[1, 3:].all()
     # As if the tokens after them did not exist:
-    short = replace(problem, inputs={**problem.inputs, "query": np.nan_to_num(problem.inputs["query"])})
-    np.testing.assert_array_equal(whole(short, dtype)["module.output"][1, :3], stages["module.output"][1, :3])
+    short = replace(
+        problem, inputs={**problem.inputs, "query": np.nan_to_num(problem.inputs["query"])}
+    )
+    np.testing.assert_array_equal(
+        whole(short, dtype)["module.output"][1, :3], stages["module.output"][1, :3]
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
@@ -169,7 +196,9 @@ def test_hidden_nan_changes_no_output(dtype, seq_len_k):
     """A hidden NaN token changes no output of a real token, and its own output is finite."""
     about = {"seq_len": 5, "seq_len_k": seq_len_k, "key_padding_lengths": (2, 5)}
     problem = make_problem(parity.Case("nan", SMALL, "", not_finite="hidden", **about), "float32")
-    finite = replace(problem, inputs={name: np.nan_to_num(x, nan=7.0) for name, x in problem.inputs.items()})
+    finite = replace(
+        problem, inputs={name: np.nan_to_num(x, nan=7.0) for name, x in problem.inputs.items()}
+    )
     stages, expected = whole(problem, dtype)["module.output"], whole(finite, dtype)["module.output"]
     is_query = np.isnan(problem.inputs["query"]).any(axis=-1)
     assert is_query.any() == (seq_len_k is None)
@@ -181,7 +210,9 @@ def test_hidden_nan_changes_no_gradient():
     """Hidden NaN keys change no gradient, and have a gradient of 0."""
     about = {"seq_len": 5, "seq_len_k": 7, "key_padding_lengths": (2, 6)}
     problem = make_problem(parity.Case("nan", SMALL, "", not_finite="hidden", **about), "float64")
-    finite = replace(problem, inputs={name: np.nan_to_num(x, nan=7.0) for name, x in problem.inputs.items()})
+    finite = replace(
+        problem, inputs={name: np.nan_to_num(x, nan=7.0) for name, x in problem.inputs.items()}
+    )
     assert problem.case.has_gradients
     for fused in (False, True):
         with np.errstate(invalid="ignore"):
@@ -193,10 +224,14 @@ def test_hidden_nan_changes_no_gradient():
 
 
 def test_nan_padding_has_no_gradient():
-    """NaN padding of self-attention has a gradient of 0, and weights have the gradients of zero padding."""
+    """NaN padding of self-attention has a gradient of 0, and weights have the gradients of zero
+    padding.
+    """
     case = parity.Case("nan", SMALL, "", seq_len=5, key_padding_lengths=(2, 5), not_finite="hidden")
     problem = make_problem(case, "float64")
-    zeros = replace(problem, inputs={name: np.nan_to_num(x, nan=0.0) for name, x in problem.inputs.items()})
+    zeros = replace(
+        problem, inputs={name: np.nan_to_num(x, nan=0.0) for name, x in problem.inputs.items()}
+    )
     gradients = reference.gradients(problem, "float64")
     expected = reference.gradients(zeros, "float64")
     assert (gradients["grad.query"][0, 2:] == 0.0).all()
@@ -209,14 +244,25 @@ def test_nan_padding_has_no_gradient():
 @pytest.mark.parametrize(("not_finite", "cached"), [("visible", False), ("hidden", True)])
 def test_no_gradients_with_nan_or_cache(not_finite, cached):
     """A case with a visible NaN or a cache has no gradients."""
-    chunks = {"chunks": (5,), "new_lengths": ((2, 5),), "capacity": 5} if cached else {"key_padding_lengths": (2, 5)}
+    chunks = (
+        {"chunks": (5,), "new_lengths": ((2, 5),), "capacity": 5}
+        if cached
+        else {"key_padding_lengths": (2, 5)}
+    )
     assert not parity.Case("nan", SMALL, "", not_finite=not_finite, **chunks).has_gradients
 
 
 def test_nan_padding_is_not_cached():
     """NaN in right padding does not enter the cache or the outputs of the steps."""
     case = parity.Case(
-        "nan", SMALL, "", seq_len=4, chunks=(3, 1), new_lengths=((2, 3), (1, 1)), capacity=4, not_finite="hidden"
+        "nan",
+        SMALL,
+        "",
+        seq_len=4,
+        chunks=(3, 1),
+        new_lengths=((2, 3), (1, 1)),
+        capacity=4,
+        not_finite="hidden",
     )
     problem = make_problem(case, "float32")
     assert np.isnan(problem.inputs["query"][0, 2]).all()
@@ -245,14 +291,19 @@ def test_only_hidden_keys_empty_a_row():
         found = layer.attn_weights({"scores": scores, "mask": mask})["attn_weights"]
     assert (found[..., 0, :] == 0.0).all()
     assert np.isnan(found[..., 1, :]).all()
-    np.testing.assert_array_equal(found[..., 2, :], np.broadcast_to([0.25, 0.0, 0.25, 0.25, 0.25], (2, 4, 5)))
+    np.testing.assert_array_equal(
+        found[..., 2, :], np.broadcast_to([0.25, 0.0, 0.25, 0.25, 0.25], (2, 4, 5))
+    )
     assert np.isnan(found[..., 3, 1]).all()
     assert (found[..., 4, :] == 0.0).all()
 
 
 def test_problem_is_made_from_case_name():
     """The name of a case makes the same problem as the case."""
-    assert make_problem("rope-gqa", "float32").digest == make_problem(CASES["rope-gqa"], "float32").digest
+    assert (
+        make_problem("rope-gqa", "float32").digest
+        == make_problem(CASES["rope-gqa"], "float32").digest
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Canonical weights: invalid ones raise errors, modules and files keep their bits, and files are whole or absent."""
+"""Canonical weights: invalid ones raise errors, modules and files keep their bits, and files are
+whole or absent.
+"""
 
 import os
 from dataclasses import replace
@@ -19,7 +21,15 @@ import mha_jax
 import mha_torch
 import parity
 from mha_spec import InputError, Rope
-from parity import AttentionSpec, check_weights, load_tensors, load_weights, random_weights, save_tensors, save_weights
+from parity import (
+    AttentionSpec,
+    check_weights,
+    load_tensors,
+    load_weights,
+    random_weights,
+    save_tensors,
+    save_weights,
+)
 from parity.measure.core.weights import pack_qkv, unpack_qkv
 
 SPEC = AttentionSpec(10, 6, num_kv_heads=2, head_dim=4, d_in=7)
@@ -31,7 +41,8 @@ def weights():
     return random_weights(SPEC, seed=1)
 
 
-# ---- Invalid weights -------------------------------------------------------------------------------------------------
+# ---- Invalid weights
+# -------------------------------------------------------------------------------------------------
 
 
 def test_weights_of_the_spec_are_accepted(weights):
@@ -84,13 +95,16 @@ def test_mixed_dtypes_raise(weights):
         check_weights(weights, SPEC)
 
 
-# ---- In and out of modules -------------------------------------------------------------------------------------------
+# ---- In and out of modules
+# -------------------------------------------------------------------------------------------
 
 
 @sample(12, jax=1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("fused_qkv", [False, True])
-@pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
+@pytest.mark.parametrize(
+    "kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"]
+)
 def test_module_keeps_weights_exactly(sibling, kind, fused_qkv, dtype):
     """Weights loaded into a module are read back in order, bit for bit."""
     spec = AttentionSpec(10, 6, num_kv_heads=2, head_dim=4, d_in=7, fused_qkv=fused_qkv)
@@ -133,7 +147,9 @@ def test_failed_load_keeps_module_weights(sibling, weights, change):
 
 def test_weights_of_returns_a_copy(sibling, weights):
     """Changing the weights that `weights_of` returned does not change the module."""
-    module = parity.load_into(new_module(sibling, "MultiHeadAttention", SPEC, "float32"), weights, SPEC)
+    module = parity.load_into(
+        new_module(sibling, "MultiHeadAttention", SPEC, "float32"), weights, SPEC
+    )
     parity.weights_of(module)["q_proj.weight"][:] = 0.0
     assert same_array(parity.weights_of(module)["q_proj.weight"], weights["q_proj.weight"])
 
@@ -167,7 +183,9 @@ def test_module_loads_from_module_exactly():
     ):
         parity.load_into(jax_layer, source)
         expected = parity.weights_of(source)
-        assert all(same_array(x, expected[name]) for name, x in parity.weights_of(jax_layer).items())
+        assert all(
+            same_array(x, expected[name]) for name, x in parity.weights_of(jax_layer).items()
+        )
 
 
 @pytest.mark.parametrize(
@@ -179,7 +197,9 @@ def test_module_loads_from_module_exactly():
 )
 def test_weights_of_other_layer_raise(sibling, weights, other, message):
     """Weights of another specification raise an error, and the module keeps its own."""
-    module = parity.load_into(new_module(sibling, "MultiHeadAttention", SPEC, "float32"), weights, SPEC)
+    module = parity.load_into(
+        new_module(sibling, "MultiHeadAttention", SPEC, "float32"), weights, SPEC
+    )
     layer = mha_torch.MultiHeadAttention(other)
     with refuses("the module", message):
         parity.load_into(module, layer)
@@ -198,7 +218,9 @@ def test_other_number_of_heads_raises(sibling):
         parity.load_into(module, torch.nn.MultiheadAttention(16, 4))
 
 
-@pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
+@pytest.mark.parametrize(
+    "kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"]
+)
 def test_weights_without_spec_raise(kind, sibling, weights):
     """Weights without a specification raise an error, and the module keeps its own."""
     module = new_module(sibling, kind, replace(SPEC, d_kv=SPEC.d_in), "float32")
@@ -209,10 +231,14 @@ def test_weights_without_spec_raise(kind, sibling, weights):
 
 
 @sample(jax=1)
-@pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
+@pytest.mark.parametrize(
+    "kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"]
+)
 def test_spec_of_module_is_complete(sibling, kind):
     """`spec_of` returns the specification that a module was made with."""
-    spec = AttentionSpec(10, 6, num_kv_heads=2, head_dim=4, d_in=7, fused_qkv=True, rope=Rope(500.0), dropout=0.25)
+    spec = AttentionSpec(
+        10, 6, num_kv_heads=2, head_dim=4, d_in=7, fused_qkv=True, rope=Rope(500.0), dropout=0.25
+    )
     assert parity.spec_of(new_module(sibling, kind, spec, "float32")) == spec
 
 
@@ -233,7 +259,10 @@ def test_wrapped_projection_raises(sibling, weights):
     else:
         module.q_proj = nnx.LoRA(7, 2, 24, base_module=module.q_proj, rngs=nnx.Rngs(0))
         missing, unexpected = "q_proj.weight", "q_proj.base_module.weight"
-    for call in (lambda: parity.weights_of(module), lambda: parity.load_into(module, weights, SPEC)):
+    for call in (
+        lambda: parity.weights_of(module),
+        lambda: parity.load_into(module, weights, SPEC),
+    ):
         refusal = refuses("module", missing=..., unexpected=...)
         with refusal:
             call()
@@ -247,7 +276,9 @@ def test_unknown_module_type_raises():
         parity.load_into({}, {})
 
 
-@pytest.mark.parametrize("spec", [SPEC, AttentionSpec(8, 2, qkv_bias=False, out_proj=False), AttentionSpec(9, 3)])
+@pytest.mark.parametrize(
+    "spec", [SPEC, AttentionSpec(8, 2, qkv_bias=False, out_proj=False), AttentionSpec(9, 3)]
+)
 def test_packed_qkv_round_trip_is_exact(spec):
     """Weights that are packed and unpacked are the same, in order and bit for bit."""
     weights = random_weights(spec, seed=3)
@@ -256,7 +287,8 @@ def test_packed_qkv_round_trip_is_exact(spec):
     assert all(same_array(back[name], weights[name]) for name in weights)
 
 
-# ---- Files -----------------------------------------------------------------------------------------------------------
+# ---- Files
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -281,7 +313,11 @@ def test_file_round_trip_is_exact(tmp_path, weights, dtype):
 )
 def test_any_array_survives_a_file(tmp_path, array, order):
     """A file restores an array of any dtype, shape and memory order, bit for bit."""
-    array = {"C": array, "transposed": array.T, "reversed": array[..., ::-1] if array.ndim else array}[order]
+    array = {
+        "C": array,
+        "transposed": array.T,
+        "reversed": array[..., ::-1] if array.ndim else array,
+    }[order]
     save_tensors(tmp_path / "a.safetensors", {"a": array}, {})
     back, _ = load_tensors(tmp_path / "a.safetensors")
     assert same_array(back["a"], np.ascontiguousarray(array).reshape(array.shape))
@@ -301,7 +337,9 @@ def test_metadata_survives_a_file(tmp_path):
     assert load_tensors(tmp_path / "a")[1] == {"what": "ein Maß, 测量"}
 
 
-@pytest.mark.parametrize("culprit", ["pathlib.Path.replace", "os.fsync", "parity.measure.core.weights.load_tensors"])
+@pytest.mark.parametrize(
+    "culprit", ["pathlib.Path.replace", "os.fsync", "parity.measure.core.weights.load_tensors"]
+)
 def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch, weights, culprit):
     """A failed write leaves the old file unchanged and no other file."""
     path = tmp_path / "w.safetensors"
@@ -349,7 +387,9 @@ def test_incomplete_weights_are_not_saved(tmp_path, weights):
     assert os.listdir(tmp_path) == []
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=200)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=200
+)
 @given(part=st.floats(0.0, 1.0, exclude_max=True))
 def test_truncated_file_raises(tmp_path, part):
     """A file cut off at any byte raises an error."""
@@ -360,10 +400,14 @@ def test_truncated_file_raises(tmp_path, part):
         load_weights(tmp_path / "cut")
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300
+)
 @given(position=st.integers(0, 10_000), byte=st.integers(0, 255))
 def test_damaged_header_raises_or_loads(tmp_path, position, byte):
-    """A file with one changed byte in its header raises a `InputError`, or its weights are valid."""
+    """A file with one changed byte in its header raises a `InputError`, or its weights are
+    valid.
+    """
     path = tmp_path / "w"
     save_weights(path, random_weights(SPEC), SPEC)
     data = bytearray(path.read_bytes())
@@ -400,10 +444,14 @@ def test_wider_weights_are_not_narrowed(sibling, weights):
     """Loading float64 weights into a float32 module raises an error about the type."""
     module = new_module(sibling, "MultiHeadAttention", SPEC, "float32")
     with refuses_type("weights"):
-        parity.load_into(module, {name: weight.astype(np.float64) for name, weight in weights.items()}, SPEC)
+        parity.load_into(
+            module, {name: weight.astype(np.float64) for name, weight in weights.items()}, SPEC
+        )
 
 
-@pytest.mark.parametrize("data", [b"", b"\xff" * 8, b"\xff" * 64, b"PK\x03\x04" + bytes(100), bytes(4096)])
+@pytest.mark.parametrize(
+    "data", [b"", b"\xff" * 8, b"\xff" * 64, b"PK\x03\x04" + bytes(100), bytes(4096)]
+)
 def test_non_safetensors_file_raises(tmp_path, data):
     """An empty file or other bytes than those of a safetensors file raise an error."""
     (tmp_path / "w").write_bytes(data)

@@ -13,13 +13,17 @@ from mha_spec import AttentionSpec
 from parity import load_cache, load_tensors, save_cache, save_tensors
 from parity.measure.backends import load_backend
 
-DTYPES = {name: np.dtype(name) for name in ("float32", "float16")} | {"bfloat16": np.dtype(ml_dtypes.bfloat16)}
+DTYPES = {name: np.dtype(name) for name in ("float32", "float16")} | {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16)
+}
 
 
 def filled(sibling, rng, dtype=np.float32):
     """A cache of two sequences of three and one tokens."""
     keys, values = (rng.standard_normal((2, 3, 5, 4)).astype(dtype) for _ in range(2))
-    return sibling.package.KVCache(sibling.array(keys), sibling.array(values), sibling.array([3, 1]))
+    return sibling.package.KVCache(
+        sibling.array(keys), sibling.array(values), sibling.array([3, 1])
+    )
 
 
 def parts(sibling, cache):
@@ -45,7 +49,9 @@ def test_cache_loads_in_either_framework(sibling, to, dtype, rng, tmp_path):
 def test_decoding_continues_with_read_cache(sibling, rng, tmp_path):
     """Decoding a token gives the same output with the cache and with its saved copy."""
     module = sibling.module("MultiHeadAttentionWithCache", AttentionSpec(16, 4))
-    prompt, token = (sibling.array(rng.standard_normal((2, n, 16)).astype(np.float32)) for n in (3, 1))
+    prompt, token = (
+        sibling.array(rng.standard_normal((2, n, 16)).astype(np.float32)) for n in (3, 1)
+    )
     _, cache = module(prompt, module.init_cache(2, 5))
     save_cache(tmp_path / "cache.safetensors", cache)
     output, _ = module(token, load_cache(tmp_path / "cache.safetensors", sibling.name))
@@ -82,7 +88,10 @@ def test_float64_cache_raises_in_jax(tmp_path):
         ({"lengths": np.array([3, 6], np.int32)}, refuses("…/c", "[3, 6]")),
         ({"lengths": np.array([3, -1], np.int32)}, refuses("…/c", "[3, -1]")),
         ({"lengths": np.array([3], np.int32)}, refuses("…/c")),
-        ({"lengths": np.array([3, 1])}, refuses("…/c", "{'lengths': 'int64', 'keys': 'float32', 'values': 'float32'}")),
+        (
+            {"lengths": np.array([3, 1])},
+            refuses("…/c", "{'lengths': 'int64', 'keys': 'float32', 'values': 'float32'}"),
+        ),
         ({"keys": np.zeros((2, 3, 4, 4), np.float32)}, refuses("…/c")),
         (
             {"keys": np.zeros((2, 3, 5, 4), np.float16)},

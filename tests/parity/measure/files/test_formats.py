@@ -62,7 +62,9 @@ def some_tensors(dtype="float32", *, empty=True):
         if dtype.kind == "b":
             return rng.random(shape) < 0.5
         count = int(np.prod(shape, dtype=int)) * dtype.itemsize
-        return rng.integers(0, 256, count, dtype=np.uint8).view(dtype).reshape(shape)  # including NaNs of many kinds
+        return (
+            rng.integers(0, 256, count, dtype=np.uint8).view(dtype).reshape(shape)
+        )  # including NaNs of many kinds
 
     tensors = {
         "layers.0.q_proj.weight": draw(6, 4),
@@ -87,7 +89,9 @@ def write(path, tensors, metadata=None, **options):
 
 
 def same_tensors(found, expected):
-    return found.keys() == expected.keys() and all(same_array(found[name], expected[name]) for name in expected)
+    return found.keys() == expected.keys() and all(
+        same_array(found[name], expected[name]) for name in expected
+    )
 
 
 def refusal(path):
@@ -104,11 +108,14 @@ def refuses_to_open(path, expected=""):
     error = str(refusal(path))
     assert error != "None"
     assert error.isprintable()
-    assert re.search(expected, error) if isinstance(expected, str) else expected.is_printed_in(error), error
+    assert (
+        re.search(expected, error) if isinstance(expected, str) else expected.is_printed_in(error)
+    ), error
     return error
 
 
-# ---- Round trips -----------------------------------------------------------------------------------------------------
+# ---- Round trips
+# --------------------------------------------------------------------------------------------------
 
 
 @sample(8)
@@ -163,7 +170,9 @@ def test_files_are_deterministic(tmp_path, suffix):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         write(tmp_path / name / f"w{suffix}", some_tensors(), {"a": "b"})
-    assert (tmp_path / "a" / f"w{suffix}").read_bytes() == (tmp_path / "b" / f"w{suffix}").read_bytes()
+    assert (tmp_path / "a" / f"w{suffix}").read_bytes() == (
+        tmp_path / "b" / f"w{suffix}"
+    ).read_bytes()
 
 
 def test_hash_ignores_format_and_order(tmp_path):
@@ -232,14 +241,17 @@ def test_reading_an_unknown_name_raises(tmp_path):
         file.read("b")
 
 
-# ---- Files of other libraries ----------------------------------------------------------------------------------------
+# ---- Files of other libraries
+# ----------------------------------------------------------------------------------------
 
 
 def state_dict(tensors):
     """The same values as torch tensors."""
     bits = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
     return {
-        name: torch.from_numpy(np.array(tensor).view(f"u{tensor.itemsize}")).view(bits[tensor.dtype.name])
+        name: torch.from_numpy(np.array(tensor).view(f"u{tensor.itemsize}")).view(
+            bits[tensor.dtype.name]
+        )
         if tensor.dtype.name in bits
         else torch.from_numpy(np.array(tensor))
         for name, tensor in tensors.items()
@@ -278,13 +290,20 @@ def test_safetensors_library_reads_ours(tmp_path, dtype):
 
 def test_safetensors_data_are_aligned(tmp_path):
     """Tensors of mixed dtypes begin at multiples of their item size in safetensors files."""
-    tensors = {"a": np.ones(3, bool), "b": np.ones(3, np.float64), "c": np.ones(3, np.float16), "d": np.ones(1, bool)}
+    tensors = {
+        "a": np.ones(3, bool),
+        "b": np.ones(3, np.float64),
+        "c": np.ones(3, np.float16),
+        "d": np.ones(1, bool),
+    }
     write(tmp_path / "w.safetensors", tensors)
     data = (tmp_path / "w.safetensors").read_bytes()
     (length,) = struct.unpack_from("<Q", data)
     header = json.loads(data[8 : 8 + length])
     assert (8 + length) % 8 == 0
-    assert all(header[name]["data_offsets"][0] % tensor.itemsize == 0 for name, tensor in tensors.items())
+    assert all(
+        header[name]["data_offsets"][0] % tensor.itemsize == 0 for name, tensor in tensors.items()
+    )
     assert same_tensors(read_tensors(tmp_path / "w.safetensors"), tensors)
 
 
@@ -313,7 +332,10 @@ def test_flax_slashes_are_read_as_dots(tmp_path):
     np.savez(tmp_path / "w.npz", **flax.traverse_util.flatten_dict(tree, sep="/"))
     assert same_tensors(read_tensors(tmp_path / "w.npz"), flatten(tree))
     np.savez(tmp_path / "v.npz", **{"a/b": np.ones(1), "a.b": np.ones(2)})
-    assert list(read_tensors(tmp_path / "v.npz")) == ["a/b", "a.b"]  # otherwise both would have one name
+    assert list(read_tensors(tmp_path / "v.npz")) == [
+        "a/b",
+        "a.b",
+    ]  # otherwise both would have one name
     write(tmp_path / "u.npz", {"a/b": np.ones(1)})
     assert list(read_tensors(tmp_path / "u.npz")) == ["a/b"]
 
@@ -328,9 +350,16 @@ def test_suffix_may_be_in_capitals(tmp_path, suffix):
 def test_fortran_and_big_endian_npz_are_read(tmp_path):
     """npz arrays in Fortran order and of big-endian numbers are read in C order."""
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
-    np.savez(tmp_path / "w.npz", fortran=np.asfortranarray(array), big=array.astype(">f4"), both=array.astype(">f4").T)
+    np.savez(
+        tmp_path / "w.npz",
+        fortran=np.asfortranarray(array),
+        big=array.astype(">f4"),
+        both=array.astype(">f4").T,
+    )
     found = read_tensors(tmp_path / "w.npz")
-    assert same_tensors(found, {"fortran": array, "big": array, "both": np.ascontiguousarray(array.T)})
+    assert same_tensors(
+        found, {"fortran": array, "big": array, "both": np.ascontiguousarray(array.T)}
+    )
     assert all(tensor.flags.c_contiguous for tensor in found.values())
 
 
@@ -377,8 +406,16 @@ def test_torch_checkpoint_is_flattened(tmp_path):
     """Nested tensors of a torch checkpoint are read by dotted names; other values are listed."""
     tied = torch.arange(6.0).reshape(2, 3)
     checkpoint = {
-        "model": {"a": tied, "tied": tied, "slice": tied[:, 1:], "parameter": torch.nn.Parameter(tied.T)},
-        "optimizer": {"state": {0: {"step": torch.tensor(3)}}, "param_groups": [{"lr": 0.1, "params": [0]}]},
+        "model": {
+            "a": tied,
+            "tied": tied,
+            "slice": tied[:, 1:],
+            "parameter": torch.nn.Parameter(tied.T),
+        },
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(3)}},
+            "param_groups": [{"lr": 0.1, "params": [0]}],
+        },
         "epoch": 3,
         "none": None,
         "name": "x",
@@ -392,7 +429,13 @@ def test_torch_checkpoint_is_flattened(tmp_path):
             *("optimizer.state.0.step", "layers.0", "layers.1.0"),
         ]
         assert file.ignored == [
-            *("optimizer.param_groups.0.lr", "optimizer.param_groups.0.params.0", "epoch", "none", "name"),
+            *(
+                "optimizer.param_groups.0.lr",
+                "optimizer.param_groups.0.params.0",
+                "epoch",
+                "none",
+                "name",
+            ),
         ]
         assert file.read("model.slice").tolist() == [[1.0, 2.0], [4.0, 5.0]]
         assert file.read("model.parameter").flags.c_contiguous
@@ -416,12 +459,18 @@ def test_flax_reads_our_msgpack(tmp_path, dtype):
     assert found.pop("__metadata__")["a"] == "b"
     assert same_tensors(flatten(found), tensors)
     target = nested({name: np.empty_like(tensor) for name, tensor in tensors.items()})
-    assert same_tensors(flatten(flax.serialization.from_bytes(target, (tmp_path / "w.msgpack").read_bytes())), tensors)
+    assert same_tensors(
+        flatten(flax.serialization.from_bytes(target, (tmp_path / "w.msgpack").read_bytes())),
+        tensors,
+    )
 
 
 def nested(tensors):
     def filled(tree):
-        return {key: filled(node) if isinstance(node, dict) else tensors[node] for key, node in tree.items()}
+        return {
+            key: filled(node) if isinstance(node, dict) else tensors[node]
+            for key, node in tree.items()
+        }
 
     return filled(nest(tensors))
 
@@ -456,19 +505,37 @@ def test_other_msgpack_values_are_listed(tmp_path):
     (tmp_path / "w.msgpack").write_bytes(flax.serialization.msgpack_serialize(tree))
     with open_tensors(tmp_path / "w.msgpack") as file:
         assert list(file.infos) == ["list.1", "scalar"]
-        assert sorted(file.ignored) == ["big", "complex", "list.0", "name", "none", "on", "rate", "raw", "step"]
+        assert sorted(file.ignored) == [
+            "big",
+            "complex",
+            "list.0",
+            "name",
+            "none",
+            "on",
+            "rate",
+            "raw",
+            "step",
+        ]
         assert file.read("scalar") == np.float32(2.0)
 
 
 def test_reads_orbax_checkpoints(tmp_path):
     """Nested arrays of an Orbax checkpoint are read by dotted names; a number is listed."""
-    tree = {"a": [jnp.ones(2), {"b": jnp.ones((2, 3), jnp.bfloat16)}], "step": 3, "x.y": np.arange(3)}
+    tree = {
+        "a": [jnp.ones(2), {"b": jnp.ones((2, 3), jnp.bfloat16)}],
+        "step": 3,
+        "x.y": np.arange(3),
+    }
     with ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "checkpoint", tree)
     with open_tensors(tmp_path / "checkpoint") as file:
         assert file.format == "orbax"
         assert file.ignored == ["step"]
-    expected = {"a.0": np.ones(2, np.float32), "a.1.b": np.ones((2, 3), ml_dtypes.bfloat16), "x.y": np.arange(3)}
+    expected = {
+        "a.0": np.ones(2, np.float32),
+        "a.1.b": np.ones((2, 3), ml_dtypes.bfloat16),
+        "x.y": np.arange(3),
+    }
     assert same_tensors(read_tensors(tmp_path / "checkpoint"), expected)
 
 
@@ -502,7 +569,11 @@ def test_nnx_value_level_is_omitted(tmp_path):
     state = nnx.state(nnx.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0)))
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "checkpoint", state)
-    names = [f"{layer}.{leaf}" for layer in ("key", "out", "query", "value") for leaf in ("bias", "kernel")]
+    names = [
+        f"{layer}.{leaf}"
+        for layer in ("key", "out", "query", "value")
+        for leaf in ("bias", "kernel")
+    ]
     assert sorted(read_tensors(tmp_path / "checkpoint")) == names
 
 
@@ -514,7 +585,8 @@ def test_names_that_cannot_nest_raise(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-# ---- GGUF ------------------------------------------------------------------------------------------------------------
+# ---- GGUF
+# --------------------------------------------------------------------------------------------------
 
 
 def write_gguf(path, tensors, quantised=()):
@@ -572,7 +644,8 @@ def test_gguf_types_match_its_package():
     assert ours == {value: name for value, name in known.items() if value < len(gguf_format.TYPES)}
 
 
-# ---- Shards ----------------------------------------------------------------------------------------------------------
+# ---- Shards
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
@@ -599,7 +672,10 @@ def test_shards_match_hugging_face(tmp_path, suffix):
 
 def test_single_shard_is_a_plain_file(tmp_path):
     """Tensors that fit into one shard are written as one file without an index."""
-    assert write(tmp_path / "w.safetensors", some_tensors(), max_shard_bytes=10**6) == tmp_path / "w.safetensors"
+    assert (
+        write(tmp_path / "w.safetensors", some_tensors(), max_shard_bytes=10**6)
+        == tmp_path / "w.safetensors"
+    )
     assert os.listdir(tmp_path) == ["w.safetensors"]
 
 
@@ -663,14 +739,24 @@ INDEX = "…/w.safetensors.index.json"
     [
         *(
             (point_at(shard), refuses(INDEX, repr(shard)))
-            for shard in ("../w-00001-of-00003.safetensors", "/etc/passwd", "..", "", "w\0", "nowhere.safetensors")
+            for shard in (
+                "../w-00001-of-00003.safetensors",
+                "/etc/passwd",
+                "..",
+                "",
+                "w\0",
+                "nowhere.safetensors",
+            )
         ),
         (point_at("w.safetensors.index.json"), refuses(INDEX)),
         (point_at(3), refuses(INDEX)),
         (lambda index: index.update(weight_map=[]), refuses(INDEX)),
         (lambda index: index.clear(), refuses(INDEX)),
         (lambda index: index["weight_map"].pop("one"), refuses(INDEX, tensor="one")),
-        (lambda index: index["weight_map"].update(two="w-00001-of-00003.safetensors"), refuses(INDEX, tensor="two")),
+        (
+            lambda index: index["weight_map"].update(two="w-00001-of-00003.safetensors"),
+            refuses(INDEX, tensor="two"),
+        ),
     ],
 )
 def test_hostile_index_raises(tmp_path, change, refusal):
@@ -678,7 +764,9 @@ def test_hostile_index_raises(tmp_path, change, refusal):
     refuses_to_open(with_index(tmp_path, change), refusal)
 
 
-@pytest.mark.parametrize("text", ["", "[", "[" * 100_000, '{"weight_map": {"a": "b", "a": "c"}}', "\x00\xff", "7"])
+@pytest.mark.parametrize(
+    "text", ["", "[", "[" * 100_000, '{"weight_map": {"a": "b", "a": "c"}}', "\x00\xff", "7"]
+)
 def test_damaged_index_raises(tmp_path, text):
     """An index that is not valid JSON raises one line, also when its folder is opened."""
     (tmp_path / "w.safetensors.index.json").write_text(text)
@@ -701,7 +789,8 @@ def test_folder_of_two_checkpoints_raises(tmp_path):
     refuses_to_open(tmp_path, refuses(str(tmp_path), "w.safetensors.index.json"))
 
 
-# ---- Whole or not at all ---------------------------------------------------------------------------------------------
+# ---- Whole or not at all
+# ---------------------------------------------------------------------------------------------
 
 
 def before(folder, suffix):
@@ -713,13 +802,18 @@ def before(folder, suffix):
 
 
 def contents(folder):
-    return {path.relative_to(folder): path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+    return {
+        path.relative_to(folder): path.is_file() and path.read_bytes() for path in folder.rglob("*")
+    }
 
 
 @sample(8)
-@pytest.mark.parametrize("error", [ValueError("no more"), KeyboardInterrupt(), OSError(28, "No space left")])
 @pytest.mark.parametrize(
-    ("suffix", "options"), [*((suffix, {}) for suffix in SUFFIXES), (".bin", {"max_shard_bytes": 9})]
+    "error", [ValueError("no more"), KeyboardInterrupt(), OSError(28, "No space left")]
+)
+@pytest.mark.parametrize(
+    ("suffix", "options"),
+    [*((suffix, {}) for suffix in SUFFIXES), (".bin", {"max_shard_bytes": 9})],
 )
 def test_interrupted_write_keeps_old_files(tmp_path, suffix, options, error):
     """An error or interrupt while tensors are read leaves the old files and no others."""
@@ -731,13 +825,16 @@ def test_interrupted_write_keeps_old_files(tmp_path, suffix, options, error):
         return np.ones(2)
 
     with pytest.raises(type(error)):
-        write_tensors(tmp_path / f"w{suffix}", {"a": ((2,), float), "b": ((2,), float)}, read, **options)
+        write_tensors(
+            tmp_path / f"w{suffix}", {"a": ((2,), float), "b": ((2,), float)}, read, **options
+        )
     assert contents(tmp_path) == old
 
 
 # A folder is set aside and replaced in 2 moves; two shards and their index need 6.
 @pytest.mark.parametrize(
-    ("suffix", "count"), [*((".orbax", count) for count in range(2)), *((".safetensors", count) for count in range(6))]
+    ("suffix", "count"),
+    [*((".orbax", count) for count in range(2)), *((".safetensors", count) for count in range(6))],
 )
 def test_failed_move_restores_old_files(tmp_path, monkeypatch, suffix, count):
     """If any move of a folder or of shards fails, the old files are restored."""
@@ -759,7 +856,8 @@ def test_failed_move_restores_old_files(tmp_path, monkeypatch, suffix, count):
 @sample(8)
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize(
-    ("suffix", "count"), [*((".orbax", count) for count in range(2)), *((".safetensors", count) for count in range(6))]
+    ("suffix", "count"),
+    [*((".orbax", count) for count in range(2)), *((".safetensors", count) for count in range(6))],
 )
 def test_interrupted_move_restores_old_files(tmp_path, monkeypatch, suffix, count, after):
     """An interrupt right before or after any move restores the old files."""
@@ -796,7 +894,9 @@ def test_late_interrupt_keeps_new_files(tmp_path, monkeypatch, suffix):
     tensors = {"a": np.ones(1), "b": np.ones(1)}
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / f"w{suffix}", tensors, **options)
-    assert same_tensors(read_tensors(tmp_path / f"w{suffix}{'' if suffix == '.orbax' else '.index.json'}"), tensors)
+    assert same_tensors(
+        read_tensors(tmp_path / f"w{suffix}{'' if suffix == '.orbax' else '.index.json'}"), tensors
+    )
     assert not list(tmp_path.glob(".*"))
 
 
@@ -823,7 +923,9 @@ except OSError as error:
 def test_full_disk_raises_one_error(tmp_path, suffix):
     """Beyond a file size limit, writing raises one OSError with the path and leaves nothing."""
     path = tmp_path / f"w{suffix}"
-    result = subprocess.run([sys.executable, "-c", FILL_THE_DISK, path], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", FILL_THE_DISK, path], capture_output=True, text=True, check=True
+    )
     assert result.stdout == f"[Errno 27] File too large: {str(path)!r}\n"
     assert result.stderr == ""
     assert os.listdir(tmp_path) == []
@@ -920,7 +1022,9 @@ def test_hash_does_not_depend_on_pieces(tmp_path, monkeypatch, size):
     write(tmp_path / "w.safetensors", {"a": array})
     with open_tensors(tmp_path / "w.safetensors") as file:
         file.verify()
-        assert file.sha256() == hash_of(file.infos, {"a": hashlib.sha256(array.tobytes()).hexdigest()})
+        assert file.sha256() == hash_of(
+            file.infos, {"a": hashlib.sha256(array.tobytes()).hexdigest()}
+        )
 
 
 @pytest.mark.parametrize("size", [0, 1, 8, 17, 1001])
@@ -991,7 +1095,8 @@ def test_verify_requires_a_hash(tmp_path):
         file.verify()
 
 
-# ---- Existing files --------------------------------------------------------------------------------------------------
+# ---- Existing files
+# --------------------------------------------------------------------------------------------------
 
 
 def manager_root(path):
@@ -1018,7 +1123,10 @@ def checkpoint_with(name):
         (checkpoint_with("NOTES.md"), "['NOTES.md']"),
         (checkpoint_with("1000/_METADATA"), "1000"),
         (checkpoint_with("d/notes"), "d/notes"),
-        (lambda path: (write(path, {"old": np.ones(1)}) / "_sharding").symlink_to("d"), "_sharding"),
+        (
+            lambda path: (write(path, {"old": np.ones(1)}) / "_sharding").symlink_to("d"),
+            "_sharding",
+        ),
     ],
     ids=["manager", "folder", "notes", "step", "inside", "link"],
 )
@@ -1149,7 +1257,12 @@ def test_writing_onto_a_source_shard_raises(tmp_path):
     index = write(tmp_path / "w.safetensors", {"a": np.ones(1), "b": np.ones(1)}, max_shard_bytes=9)
     for source in (index, tmp_path / "w-00002-of-00002.safetensors"):
         with refuses("the target", path=..., source=source):
-            write(tmp_path / "w.safetensors", {"c": np.ones(1), "d": np.ones(1)}, max_shard_bytes=9, source=source)
+            write(
+                tmp_path / "w.safetensors",
+                {"c": np.ones(1), "d": np.ones(1)},
+                max_shard_bytes=9,
+                source=source,
+            )
     with refuses("the target", path=..., source=index):
         write(tmp_path / "w-00001-of-00002.safetensors", {"c": np.ones(1)}, source=index)
     write(tmp_path / "v.safetensors", {"c": np.ones(1)}, source=index)
@@ -1202,7 +1315,8 @@ def test_next_write_cleans_up_after_kill(tmp_path, suffix, when):
     assert killed.returncode == -9
     (left,) = (name for name in os.listdir(tmp_path) if name != path.name)
     assert left.endswith(SCRATCH)
-    # If it was killed between two moves, the old folder was set aside; it is restored before anything else.
+    # If it was killed between two moves, the old folder was set aside; it is restored before
+    # anything else.
     with pytest.raises(ValueError, match="no more"):
         write_tensors(path, {"new": ((1,), float)}, no_more)
     assert list(read_tensors(path)) == ["old"]
@@ -1226,7 +1340,8 @@ def test_scratch_folder_in_use_is_kept(tmp_path):
     assert os.listdir(tmp_path) == ["w.npz"]
 
 
-# ---- Errors of writing -----------------------------------------------------------------------------------------------
+# ---- Errors of writing
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["w", "w.gguf", "w.h5", "w.safetensors.index.json"])
@@ -1256,7 +1371,9 @@ def test_array_unsupported_by_format_raises(tmp_path, suffix, array):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("array", [np.ones(3), np.ones((1, 2)), np.ones(2, np.float32), [1.0], "text"])
+@pytest.mark.parametrize(
+    "array", [np.ones(3), np.ones((1, 2)), np.ones(2, np.float32), [1.0], "text"]
+)
 def test_unannounced_tensor_raises(tmp_path, array):
     """A tensor without the announced shape and dtype raises an error, and nothing is written."""
     with refuses("a"):
@@ -1264,7 +1381,9 @@ def test_unannounced_tensor_raises(tmp_path, array):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", ["__metadata__", "__metadata__.a", "a\nb", "a\0", "\ud800", "\x1b[2J"])
+@pytest.mark.parametrize(
+    "name", ["__metadata__", "__metadata__.a", "a\nb", "a\0", "\ud800", "\x1b[2J"]
+)
 def test_invalid_tensor_name_raises(tmp_path, name):
     """Reserved names and names with control characters raise an error that is printable."""
     with refuses("names", names=name) as refusal:
@@ -1272,7 +1391,9 @@ def test_invalid_tensor_name_raises(tmp_path, name):
     assert str(refusal.value).isprintable()
 
 
-@pytest.mark.parametrize(("metadata", "error"), [({"a": 1}, TypeError), ({"a": "\ud800"}, ValueError)])
+@pytest.mark.parametrize(
+    ("metadata", "error"), [({"a": 1}, TypeError), ({"a": "\ud800"}, ValueError)]
+)
 def test_non_text_metadata_raise(tmp_path, metadata, error):
     """Metadata that are not valid text raise an error, and nothing is written."""
     with pytest.raises(error):
@@ -1329,7 +1450,8 @@ def something_else(path, kind):
         path.symlink_to("/dev/zero")
 
 
-# ---- Memory ----------------------------------------------------------------------------------------------------------
+# ---- Memory
+# --------------------------------------------------------------------------------------------------
 
 CONVERT = """
 import resource
@@ -1377,7 +1499,8 @@ def test_copying_memory_is_bounded(tmp_path):
 
     def convert(source, target):
         program = [sys.executable, "-c", CONVERT, source, tmp_path / target]
-        # Otherwise glibc may keep a freed tensor, depending on its heap: 1.0 or 2.0 tensors for the same code.
+        # Otherwise glibc may keep a freed tensor, depending on its heap: 1.0 or 2.0 tensors for the
+        # same code.
         own = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1048576"}
         result = subprocess.run(program, capture_output=True, text=True, check=False, env=own)
         assert result.returncode == 0, result.stderr
@@ -1389,13 +1512,19 @@ def test_copying_memory_is_bounded(tmp_path):
         source = tmp_path / target
     assert max(anonymous for anonymous, _ in used.values()) < 2.0, used
     # torch maps the files that it reads and reads back: their pages count here, so it is left out.
-    assert max(peak for target, (_, peak) in used.items() if target in ("w.safetensors", "w.npz", "w.msgpack")) < 3.0, (
-        used
-    )
+    assert (
+        max(
+            peak
+            for target, (_, peak) in used.items()
+            if target in ("w.safetensors", "w.npz", "w.msgpack")
+        )
+        < 3.0
+    ), used
     assert (tmp_path / "v.safetensors").read_bytes() == (tmp_path / "w.safetensors").read_bytes()
 
 
-# ---- Hostile files ---------------------------------------------------------------------------------------------------
+# ---- Hostile files
+# --------------------------------------------------------------------------------------------------
 
 
 @sample(8)
@@ -1413,7 +1542,9 @@ def test_file_of_other_bytes_raises(tmp_path, name, data):
 
 @sample(8)
 @pytest.mark.parametrize("kind", ["folder", "pipe", "loop", "device"])
-@pytest.mark.parametrize("name", ["w.safetensors", "w.npz", "w.pt", "w.gguf", "w.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "name", ["w.safetensors", "w.npz", "w.pt", "w.gguf", "w.safetensors.index.json"]
+)
 def test_opening_a_special_file_raises(tmp_path, name, kind):
     """Opening a folder, a pipe, a circular link or a device raises one line."""
     something_else(tmp_path / name, kind)
@@ -1749,8 +1880,13 @@ def gguf_text(text):
     return struct.pack("<Q", len(text)) + text
 
 
-def gguf_file(values=(), tensors=(), *, version=3, num_values=None, num_tensors=None, data=bytes(64)):
-    counts = (len(tensors) if num_tensors is None else num_tensors, len(values) if num_values is None else num_values)
+def gguf_file(
+    values=(), tensors=(), *, version=3, num_values=None, num_tensors=None, data=bytes(64)
+):
+    counts = (
+        len(tensors) if num_tensors is None else num_tensors,
+        len(values) if num_values is None else num_values,
+    )
     head = b"GGUF" + struct.pack("<IQQ", version, *counts) + b"".join(values) + b"".join(tensors)
     return head + bytes(-len(head) % 32) + data
 
@@ -1800,12 +1936,17 @@ def test_hostile_gguf_raises(tmp_path, data):
     refuses_to_open(tmp_path / "w.gguf")
 
 
-# ---- Any damage ------------------------------------------------------------------------------------------------------
+# ---- Any damage
+# --------------------------------------------------------------------------------------------------
 
 
 def seeds(folder, suffix):
     """Files to damage."""
-    tensors = {"m.a": np.arange(12.0).reshape(3, 4), "m.b": np.ones(3, ml_dtypes.bfloat16), "c": np.array([True])}
+    tensors = {
+        "m.a": np.arange(12.0).reshape(3, 4),
+        "m.b": np.ones(3, ml_dtypes.bfloat16),
+        "c": np.array([True]),
+    }
     path = folder / f"seed{suffix}"
     if suffix == ".gguf":
         del tensors["c"]
@@ -1821,9 +1962,17 @@ def seeds(folder, suffix):
     if suffix == ".npz":
         np.savez_compressed(path, **tensors)
     elif suffix == ".pt":
-        torch.save({"model": {"a": torch.ones(3, 4), "b": torch.nn.Parameter(torch.ones(3))}, "n": [3, "x"]}, path)
+        torch.save(
+            {
+                "model": {"a": torch.ones(3, 4), "b": torch.nn.Parameter(torch.ones(3))},
+                "n": [3, "x"],
+            },
+            path,
+        )
     elif suffix == ".msgpack":
-        path.write_bytes(flax.serialization.msgpack_serialize({"a": {"b": np.ones(3), "c": 1, "d": ["x"]}}))
+        path.write_bytes(
+            flax.serialization.msgpack_serialize({"a": {"b": np.ones(3), "c": 1, "d": ["x"]}})
+        )
     return [*found, path.read_bytes()]
 
 
@@ -1831,7 +1980,13 @@ def damaged(data, rng):
     data = bytearray(data)
     for _ in range(rng.choice([1, 1, 1, 2, 4, 16])):
         end = max(1, len(data))
-        i = rng.choice([rng.randrange(end), rng.randrange(min(end, 300)), end - 1 - rng.randrange(min(end, 200))])
+        i = rng.choice(
+            [
+                rng.randrange(end),
+                rng.randrange(min(end, 300)),
+                end - 1 - rng.randrange(min(end, 200)),
+            ]
+        )
         j = rng.randrange(end)
         length = rng.randrange(1, 33)
         kind = rng.randrange(7)
@@ -1848,7 +2003,9 @@ def damaged(data, rng):
         elif kind == 5:
             data[i:i] = rng.randbytes(length % 8)
         else:
-            data[i : i + 8] = rng.choice([b"\xff" * 8, bytes(8), b"\xff\xff\xff\x7f", b"\0\0\0\0\1\0\0\0"])
+            data[i : i + 8] = rng.choice(
+                [b"\xff" * 8, bytes(8), b"\xff\xff\xff\x7f", b"\0\0\0\0\1\0\0\0"]
+            )
     return bytes(data)
 
 
@@ -1895,17 +2052,23 @@ def test_damaged_orbax_loads_or_raises(tmp_path):
     )
     command = [sys.executable, "-c", program, __file__, tmp_path]
     result = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": PYTHONPATH}
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": PYTHONPATH},
     )
     assert result.returncode == 0, result.stderr
     assert int(result.stdout) > 10
 
 
-# ---- Missing libraries -----------------------------------------------------------------------------------------------
+# ---- Missing libraries
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("suffix", "module"), [(".pt", "torch"), (".msgpack", "msgpack"), (".orbax", "orbax.checkpoint")]
+    ("suffix", "module"),
+    [(".pt", "torch"), (".msgpack", "msgpack"), (".orbax", "orbax.checkpoint")],
 )
 def test_missing_library_raises(tmp_path, monkeypatch, suffix, module):
     """Without its library, opening or writing a format raises an ImportError that names it."""
@@ -1914,7 +2077,8 @@ def test_missing_library_raises(tmp_path, monkeypatch, suffix, module):
     with pytest.raises(ImportError, match=rf"w{suffix} needs {module.split('.')[0]}"):
         open_tensors(tmp_path / f"w{suffix}")
     with pytest.raises(
-        ImportError, match=rf"v{suffix} needs {module.split('.')[0]}.*; pip install {module.split('.')[0]}"
+        ImportError,
+        match=rf"v{suffix} needs {module.split('.')[0]}.*; pip install {module.split('.')[0]}",
     ):
         write(tmp_path / f"v{suffix}", {"a": np.ones(1)})
     assert os.listdir(tmp_path) == [f"w{suffix}"]

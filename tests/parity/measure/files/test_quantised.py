@@ -24,7 +24,9 @@ KINDS = gguf.GGMLQuantizationType
 ROUNDED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]  # types to which the package quantizes
 every_kind = pytest.mark.parametrize("kind", BLOCKS)
 
-SPEC = AttentionSpec(64, 4, num_kv_heads=2, head_dim=16, qkv_bias=False, out_bias=False, rope=Rope(500.0))
+SPEC = AttentionSpec(
+    64, 4, num_kv_heads=2, head_dim=16, qkv_bias=False, out_bias=False, rope=Rope(500.0)
+)
 PREFIX, TO_PREFIX = "blk.{i}", "model.layers.{i}.self_attn"
 LAYERS = ["--from", "gguf.LLaMA", "--prefix", PREFIX]
 
@@ -54,16 +56,23 @@ def write_gguf(path, tensors, kinds=()):
 def any_blocks(kind, *shape):
     """Random bytes of blocks, including scales that are NaN, and the package's values for them."""
     values, length = BLOCKS[kind]
-    raw = np.random.default_rng(0).integers(0, 256, (*shape[:-1], shape[-1] // values * length), dtype=np.uint8)
+    raw = np.random.default_rng(0).integers(
+        0, 256, (*shape[:-1], shape[-1] // values * length), dtype=np.uint8
+    )
     with np.errstate(all="ignore"):
         return raw, gguf.quants.dequantize(raw, KINDS[kind])
 
 
 def is_same(found, expected):
-    return found.dtype == expected.dtype and found.shape == expected.shape and found.tobytes() == expected.tobytes()
+    return (
+        found.dtype == expected.dtype
+        and found.shape == expected.shape
+        and found.tobytes() == expected.tobytes()
+    )
 
 
-# ---- Reading ---------------------------------------------------------------------------------------------------------
+# ---- Reading
+# --------------------------------------------------------------------------------------------------
 
 
 def test_block_sizes_match_gguf_package():
@@ -79,7 +88,9 @@ def test_random_blocks_match_gguf_package(tmp_path, monkeypatch, kind, at_once):
     """Random blocks of each type are read as by the gguf package, bit for bit."""
     monkeypatch.setattr(gguf_format, "VALUES_AT_ONCE", at_once)
     raw, expected = any_blocks(kind, 3, 5, 768)
-    path = write_gguf(tmp_path / "w.gguf", {"before": np.ones(3, np.float32), "x": raw}, {"x": kind})
+    path = write_gguf(
+        tmp_path / "w.gguf", {"before": np.ones(3, np.float32), "x": raw}, {"x": kind}
+    )
     with open_tensors(path) as file:
         assert file.infos["x"] == ((3, 5, 768), np.float32, 3 * 5 * 768 * 4)
         assert file.quantised == {"x": kind}
@@ -109,16 +120,21 @@ def test_dequantization_memory_is_bounded(tmp_path):
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     assert is_same(found, expected)
-    assert peak < found.nbytes + 32 * VALUES_AT_ONCE  # a few float32 arrays for the blocks that are read at once
+    assert (
+        peak < found.nbytes + 32 * VALUES_AT_ONCE
+    )  # a few float32 arrays for the blocks that are read at once
 
 
-# ---- Errors ----------------------------------------------------------------------------------------------------------
+# ---- Errors
+# --------------------------------------------------------------------------------------------------
 
 
 def test_unsupported_type_raises_when_read(tmp_path):
     """A file with an IQ4_NL tensor opens; reading or copying the tensor raises with its type."""
     raw = np.zeros((4, 18), np.uint8)
-    path = write_gguf(tmp_path / "w.gguf", {"x": raw, "plain": np.ones(3, np.float32)}, {"x": "IQ4_NL"})
+    path = write_gguf(
+        tmp_path / "w.gguf", {"x": raw, "plain": np.ones(3, np.float32)}, {"x": "IQ4_NL"}
+    )
     with open_tensors(path) as file:
         assert file.infos["x"].shape == (4, 32)
         assert file.quantised == {}
@@ -157,7 +173,9 @@ def test_row_of_half_a_block_raises(tmp_path):
 def test_gguf_opens_without_its_package(tmp_path, monkeypatch, capsys):
     """Without the gguf package, files open and plain tensors load; others raise ImportError."""
     raw, _ = any_blocks("Q6_K", 2, 256)
-    path = write_gguf(tmp_path / "w.gguf", {"x": raw, "plain": np.ones(3, np.float32)}, {"x": "Q6_K"})
+    path = write_gguf(
+        tmp_path / "w.gguf", {"x": raw, "plain": np.ones(3, np.float32)}, {"x": "Q6_K"}
+    )
     monkeypatch.setitem(sys.modules, "gguf", None)
     with open_tensors(path) as file:
         assert file.read("plain").tolist() == [1.0, 1.0, 1.0]
@@ -167,7 +185,8 @@ def test_gguf_opens_without_its_package(tmp_path, monkeypatch, capsys):
     assert "Q6_K, read as float32" in capsys.readouterr().out
 
 
-# ---- Layers ----------------------------------------------------------------------------------------------------------
+# ---- Layers
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -175,17 +194,31 @@ def model(request, tmp_path):
     """Two layers with one tensor of four in another type, and the original layers."""
     kind = getattr(request, "param", "Q4_0")
     weights = [random_weights(SPEC, seed=i) for i in range(2)]
-    tensors = {"token_embd.weight": np.ones((4, 64), np.float32), "output.weight": np.ones((4, 64), np.float32)}
+    tensors = {
+        "token_embd.weight": np.ones((4, 64), np.float32),
+        "output.weight": np.ones((4, 64), np.float32),
+    }
     plain = {}
     for i, each in enumerate(weights):
-        tensors |= {f"blk.{i}.{name}": x for name, x in from_canonical(each, SPEC, LAYOUTS["gguf.LLaMA"]).items()}
+        tensors |= {
+            f"blk.{i}.{name}": x
+            for name, x in from_canonical(each, SPEC, LAYOUTS["gguf.LLaMA"]).items()
+        }
         llama = from_canonical(each, SPEC, LAYOUTS["transformers.LLaMA"]).items()
         plain |= {f"{TO_PREFIX.format(i=i)}.{name}": x for name, x in llama}
-    kinds = {name: "Q8_0" if "attn_v" in name else kind for name in tensors if name != "token_embd.weight"}
+    kinds = {
+        name: "Q8_0" if "attn_v" in name else kind
+        for name in tensors
+        if name != "token_embd.weight"
+    }
     origin = tmp_path / "origin.safetensors"
-    write_tensors(origin, {name: (x.shape, x.dtype) for name, x in plain.items()}, plain.__getitem__)
+    write_tensors(
+        origin, {name: (x.shape, x.dtype) for name, x in plain.items()}, plain.__getitem__
+    )
     path = write_gguf(tmp_path / "model.gguf", tensors, kinds)
-    return SimpleNamespace(path=str(path), origin=str(origin), tensors=tensors, kinds=kinds, folder=tmp_path)
+    return SimpleNamespace(
+        path=str(path), origin=str(origin), tensors=tensors, kinds=kinds, folder=tmp_path
+    )
 
 
 def test_quantized_layer_loads_as_float32(model):
@@ -193,7 +226,9 @@ def test_quantized_layer_loads_as_float32(model):
     found, spec = load(model.path, "gguf.LLaMA", prefix="blk.1")
     assert spec == SPEC
     name = "blk.1.attn_v.weight"  # its rows are in canonical order
-    expected = gguf.quants.dequantize(gguf.quants.quantize(model.tensors[name], KINDS.Q8_0), KINDS.Q8_0)
+    expected = gguf.quants.dequantize(
+        gguf.quants.quantize(model.tensors[name], KINDS.Q8_0), KINDS.Q8_0
+    )
     assert is_same(found["v_proj.weight"], expected)
 
 
@@ -206,17 +241,32 @@ def test_inspect_names_quantized_types(model, capsys):
     assert "blk.{i}.attn_v.weight 32 x 64 Q8_0, read as float32 2" in out
     told = json.loads(report.read_text())["tensors"]
     assert told["token_embd.weight"] == {"shape": [4, 64], "dtype": "float32"}
-    assert told["blk.0.attn_k.weight"] == {"shape": [32, 64], "dtype": "float32", "quantised": "Q4_0"}
+    assert told["blk.0.attn_k.weight"] == {
+        "shape": [32, 64],
+        "dtype": "float32",
+        "quantised": "Q4_0",
+    }
 
 
 @pytest.mark.parametrize(("rest", "count"), [("keep", 9), ("drop", 8)])
 def test_convert_warns_of_dequantization(model, capsys, rest, count):
     """`convert` writes quantized tensors as float32, warns, and lists them in its report."""
     target = model.folder / "b.safetensors"
-    arguments = ["convert", model.path, str(target), *LAYERS, "--to", "transformers.LLaMA", "--to-prefix", TO_PREFIX]
+    arguments = [
+        "convert",
+        model.path,
+        str(target),
+        *LAYERS,
+        "--to",
+        "transformers.LLaMA",
+        "--to-prefix",
+        TO_PREFIX,
+    ]
     report = model.folder / "r.json"
     assert main([*arguments, "--rest", rest, "--json", str(report)]) == 0
-    words = "warning: quantized in the source, and written as the float32 values that they represent: "
+    words = (
+        "warning: quantized in the source, and written as the float32 values that they represent: "
+    )
     assert words in capsys.readouterr().err
     assert len(json.loads(report.read_text())["dequantised"]) == count
     with open_tensors(target) as file:
@@ -245,13 +295,30 @@ def test_convert_to_gguf_exits_with_2(model, capsys):
 def test_verify_reports_quantized_weights(model, is_first, capsys):
     """`verify` of a quantized model and its origin fails at q and warns of quantization."""
     files = [(model.path, "gguf.LLaMA", PREFIX), (model.origin, "transformers.LLaMA", TO_PREFIX)]
-    (one, one_layout, one_prefix), (other, other_layout, other_prefix) = files if is_first else files[::-1]
-    arguments = ["verify", one, other, "--from", one_layout, "--from", other_layout, "--prefix", one_prefix]
-    assert main([*arguments, "--prefix", other_prefix, "--rope-theta", "500", "--num-heads", "4"]) == 1
+    (one, one_layout, one_prefix), (other, other_layout, other_prefix) = (
+        files if is_first else files[::-1]
+    )
+    arguments = [
+        "verify",
+        one,
+        other,
+        "--from",
+        one_layout,
+        "--from",
+        other_layout,
+        "--prefix",
+        one_prefix,
+    ]
+    assert (
+        main([*arguments, "--prefix", other_prefix, "--rope-theta", "500", "--num-heads", "4"]) == 1
+    )
     told = capsys.readouterr()
     assert f"{one} and {other} do NOT hold the same attention in all 2 layers" in told.out
     assert "blk.0" in told.out
     assert "differ first at q" in told.out
     kinds = ", ".join(sorted({*model.kinds.values()}))
-    assert f"warning: {model.path} is quantized ({kinds}): its dequantized weights are compared\n" in told.err
+    assert (
+        f"warning: {model.path} is quantized ({kinds}): its dequantized weights are compared\n"
+        in told.err
+    )
     assert "Traceback" not in told.err

@@ -124,7 +124,12 @@ def test_each_report_format_replaces_itself(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "report", ["q.safetensors.index.json", "q-00001-of-00003.safetensors", "model/../q-00009-of-00009.safetensors"]
+    "report",
+    [
+        "q.safetensors.index.json",
+        "q-00001-of-00003.safetensors",
+        "model/../q-00009-of-00009.safetensors",
+    ],
 )
 def test_report_cannot_replace_shards(model, capsys, report):
     """A report with the name of an index or shard that `convert` may write exits with 2."""
@@ -194,10 +199,23 @@ def test_ranks_fill_the_current_folder(model):
     empty = Path("empty")
     empty.mkdir()
     place = empty.stat().st_ino
-    command = [sys.executable, "-m", "parity", "convert", "../model", ".", "--to", "meta.LLaMA", "--ranks", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "parity",
+        "convert",
+        "../model",
+        ".",
+        "--to",
+        "meta.LLaMA",
+        "--ranks",
+        "2",
+    ]
     command += ["--rest", "drop"]
     path = f"{Path(parity.__file__).parents[1]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    subprocess.run(command, cwd=empty, env={**os.environ, "PYTHONPATH": path}, check=True, timeout=60)
+    subprocess.run(
+        command, cwd=empty, env={**os.environ, "PYTHONPATH": path}, check=True, timeout=60
+    )
     assert sorted(os.listdir(empty)) == ["consolidated.00.pth", "consolidated.01.pth"]
     assert empty.stat().st_ino == place  # a shell that is in the folder sees the files
     assert sorted(os.listdir()) == ["empty", "model"]
@@ -206,7 +224,22 @@ def test_ranks_fill_the_current_folder(model):
 def test_ranks_in_missing_folder_raise(model, capsys):
     """`convert --ranks` through a missing folder exits with 2 and changes no file."""
     before = contents_of(Path())
-    assert main(["convert", "model", "missing/../new", "--to", "meta.LLaMA", "--rest", "drop", "--ranks", "2"]) == 2
+    assert (
+        main(
+            [
+                "convert",
+                "model",
+                "missing/../new",
+                "--to",
+                "meta.LLaMA",
+                "--rest",
+                "drop",
+                "--ranks",
+                "2",
+            ]
+        )
+        == 2
+    )
     assert capsys.readouterr().err.startswith("mha-parity: error: missing/../new: ")
     assert contents_of(Path()) == before
 

@@ -15,7 +15,8 @@ from parity.measure.files.small import LARGEST, check_small_files, read_json, re
 from parity.measure.files.tensor_file import parse_json
 from parity.use.cli.main import main
 
-# ---- Spellings of a folder -------------------------------------------------------------------------------------------
+# ---- Spellings of a folder
+# -------------------------------------------------------------------------------------------
 
 COMMANDS = (
     "inspect FOLDER",
@@ -28,9 +29,20 @@ COMMANDS = (
     "spec FOLDER",
     "run --model FOLDER --backends torch --quiet",
 )
-FROM_OUTSIDE = ("model", "model/", "./model", "model/.", "model/sub/..", "link", "link/", "../here/model")
+FROM_OUTSIDE = (
+    "model",
+    "model/",
+    "./model",
+    "model/.",
+    "model/sub/..",
+    "link",
+    "link/",
+    "../here/model",
+)
 FROM_INSIDE = (".", "./", "./.", "sub/..", "../model")
-SPELLINGS = [("here", each) for each in FROM_OUTSIDE] + [("here/model", each) for each in FROM_INSIDE]
+SPELLINGS = [("here", each) for each in FROM_OUTSIDE] + [
+    ("here/model", each) for each in FROM_INSIDE
+]
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +58,11 @@ def model(tmp_path_factory):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_folder_works_in_each_spelling(model, command, tmp_path, monkeypatch, capsys):
     """Commands accept each spelling of a folder's path, and write an output if requested."""
-    # All commands use the reader of `inspect`; `convert` and `write` also compare paths with the paths that they write.
-    spellings = SPELLINGS if command.startswith("inspect") else [("here/model", "."), ("here", "link/")]
+    # All commands use the reader of `inspect`; `convert` and `write` also compare paths with the
+    # paths that they write.
+    spellings = (
+        SPELLINGS if command.startswith("inspect") else [("here/model", "."), ("here", "link/")]
+    )
     if "{out}" in command:
         spellings = [*spellings, ("here", "model/sub/.."), ("here/model", "../model")]
     for number, (current, spelling) in enumerate(spellings):
@@ -69,7 +84,9 @@ def test_output_into_the_current_folder(model, tmp_path, monkeypatch):
         assert (folder / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("words", ["write . --to torch --layers 0 --output .", "inspect . --json ."])
+@pytest.mark.parametrize(
+    "words", ["write . --to torch --layers 0 --output .", "inspect . --json ."]
+)
 def test_folder_as_output_file_raises(model, monkeypatch, capsys, words):
     """A folder as the output file of `write` or of a report exits with 2."""
     monkeypatch.chdir(model / "here" / "model")
@@ -92,13 +109,16 @@ def test_opening_the_root_folder_raises():
         open_tensors("/")
 
 
-# ---- Special and malformed files -------------------------------------------------------------------------------------
+# ---- Special and malformed files
+# -------------------------------------------------------------------------------------
 
 
 def make_socket(path):
     folder = os.open(path.parent, os.O_RDONLY)
     with socket.socket(socket.AF_UNIX) as made:
-        made.bind(f"/proc/self/fd/{folder}/{path.name}")  # names of sockets have at most 108 characters
+        made.bind(
+            f"/proc/self/fd/{folder}/{path.name}"
+        )  # names of sockets have at most 108 characters
     os.close(folder)
 
 
@@ -201,7 +221,9 @@ def test_special_file_raises_in_transformers(tmp_path, capsys, kind):
     folder = tmp_path / "model"
     make_model(folder)
     make(kind, folder / "generation_config.json")
-    assert "generation_config.json" in one_line(capsys, "run", "--model", folder, "--against", "transformers")
+    assert "generation_config.json" in one_line(
+        capsys, "run", "--model", folder, "--against", "transformers"
+    )
 
 
 def test_unreadable_config_is_reported(tmp_path, capsys, monkeypatch):
@@ -215,7 +237,9 @@ def test_unreadable_config_is_reported(tmp_path, capsys, monkeypatch):
     opened = os.open
     make_model(tmp_path / "model")
     monkeypatch.setattr("parity.measure.files.small.os.open", forbidden)
-    line = one_line(capsys, "convert", tmp_path / "model", tmp_path / "out.npz", "--to", "mha_torch")
+    line = one_line(
+        capsys, "convert", tmp_path / "model", tmp_path / "out.npz", "--to", "mha_torch"
+    )
     assert line.endswith("config.json: Permission denied")
 
 

@@ -31,11 +31,15 @@ def layer(tmp_path: Path) -> Path:
 
 def contents_of(folder: Path) -> dict[str, bytes]:
     """Return the content of each file; hidden scratch folders would show as well."""
-    return {path.name: path.read_bytes() if path.is_file() else b"a folder" for path in folder.iterdir()}
+    return {
+        path.name: path.read_bytes() if path.is_file() else b"a folder" for path in folder.iterdir()
+    }
 
 
 def write_command(layer: Path, output: Path, *options: str) -> int:
-    return main(["write", str(layer), "--to", "torch", "-o", str(output), "--test", "trace", *options])
+    return main(
+        ["write", str(layer), "--to", "torch", "-o", str(output), "--test", "trace", *options]
+    )
 
 
 @pytest.mark.parametrize("are_there", [False, True])
@@ -56,7 +60,10 @@ def test_full_disk_leaves_no_partial_set(layer, tmp_path, monkeypatch, capsys, c
 
     monkeypatch.setattr(Path, "write_bytes", fail)
     assert write_command(layer, folder / "attention.py", "--force") == 2
-    assert capsys.readouterr().err == f"mha-parity: error: {folder / culprit}: No space left on device\n"
+    assert (
+        capsys.readouterr().err
+        == f"mha-parity: error: {folder / culprit}: No space left on device\n"
+    )
     assert contents_of(folder) == before
 
 
@@ -157,7 +164,9 @@ def test_full_standard_output_is_reported(layer):
     """`write` to a full standard output exits with 2 and one line."""
     command = [sys.executable, "-m", "parity", "write", str(layer), "--to", "torch"]
     with open("/dev/full", "w") as full:
-        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        result = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
     assert result.stderr == "mha-parity: error: standard output: No space left on device\n"
     assert result.returncode == 2
 

@@ -27,18 +27,25 @@ def test_q4_1_weights_match_gguf():
     tensors, _ = load_tensors(pretrained.path("smollm2-causal"))
     weights = make_problem(CASES["trained-smollm2-causal"], "float32").weights
     packed = {
-        name.removesuffix(pretrained.PACKED): x for name, x in tensors.items() if name.endswith(pretrained.PACKED)
+        name.removesuffix(pretrained.PACKED): x
+        for name, x in tensors.items()
+        if name.endswith(pretrained.PACKED)
     }
     assert packed.keys() == weights.keys()
     for name, x in packed.items():
         expected = dequantize(x, GGMLQuantizationType.Q4_1)
-        assert (expected.dtype, expected.tobytes()) == (weights[name].dtype, weights[name].tobytes())
+        assert (expected.dtype, expected.tobytes()) == (
+            weights[name].dtype,
+            weights[name].tobytes(),
+        )
 
 
 @pytest.mark.parametrize("name", pretrained.NAMES)
 def test_provenance_has_digest_of_file(name):
     """The SHA-256 of a file is the one in PROVENANCE.md."""
-    section = (FOLDER / "PROVENANCE.md").read_text().split(f"### {name}.safetensors")[1].split("###")[0]
+    section = (
+        (FOLDER / "PROVENANCE.md").read_text().split(f"### {name}.safetensors")[1].split("###")[0]
+    )
     sha256 = re.search(r"sha256 `([0-9a-f]{64})`", section)
     assert sha256 is not None
     assert hashlib.sha256(pretrained.path(name).read_bytes()).hexdigest() == sha256[1]
@@ -56,10 +63,16 @@ def test_every_trained_layer_has_a_case():
 
 def test_licenses_are_included():
     """The folder has licenses of exactly three sources: anarcii, rxnmapper and llm."""
-    assert {path.stem.split("-")[0] for path in (FOLDER / "licenses").iterdir()} == {"anarcii", "rxnmapper", "llm"}
+    assert {path.stem.split("-")[0] for path in (FOLDER / "licenses").iterdir()} == {
+        "anarcii",
+        "rxnmapper",
+        "llm",
+    }
 
 
-@pytest.mark.parametrize(("name", "logit"), [("trained-anarcii-causal", 1087.7), ("trained-anarcii-cross", 76174.1)])
+@pytest.mark.parametrize(
+    ("name", "logit"), [("trained-anarcii-causal", 1087.7), ("trained-anarcii-cross", 76174.1)]
+)
 def test_largest_visible_score(name, logit):
     """The largest score that is not masked is 1087.7 in one case and 76174.1 in the other."""
     stages = run_steps(reference.steps(make_problem(CASES[name], "float32"), "float64"))

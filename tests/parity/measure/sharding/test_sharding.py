@@ -1,4 +1,6 @@
-"""Shards of a layer: the outputs of all ranks add up to the layer's, and the round trip is exact."""
+"""Shards of a layer: the outputs of all ranks add up to the layer's, and the round trip is
+exact.
+"""
 
 from dataclasses import replace
 
@@ -51,9 +53,13 @@ def outputs_of(problem, parts):
     of_ranks = []
     for rank, (weights, spec) in enumerate(parts):
         own = heads(len(parts), rank, problem.spec)
-        inputs = {name: x[:, own] if name in ("bias", "mask") else x for name, x in problem.inputs.items()}
+        inputs = {
+            name: x[:, own] if name in ("bias", "mask") else x for name, x in problem.inputs.items()
+        }
         keys = local_heads(problem.spec, ShardPlan(len(parts)), rank).keys
-        inputs |= {name: x[:, keys] for name, x in inputs.items() if name in ("k", "v")}  # of another layer's rank
+        inputs |= {
+            name: x[:, keys] for name, x in inputs.items() if name in ("k", "v")
+        }  # of another layer's rank
         part = Problem(replace(problem.case, spec=spec), problem.dtype, weights, inputs)
         stages = run_steps(reference.steps(part, "float64"))
         of_ranks.append({name: stage for name, stage in stages.items() if name.endswith("output")})
@@ -87,19 +93,28 @@ def test_rank_outputs_add_up_to_layer(name, ranks):
             shard(problem.weights, spec, ShardPlan(ranks), 0)
         return
     parts = shards_of(problem.weights, spec, ranks)
-    assert_bits_equal(unshard([weights for weights, _ in parts], spec, ShardPlan(ranks)), problem.weights)
+    assert_bits_equal(
+        unshard([weights for weights, _ in parts], spec, ShardPlan(ranks)), problem.weights
+    )
     parity.assert_parity(joined(outputs_of(problem, parts), spec), problem=problem, diagnose=False)
 
 
 def test_ranks_divide_enough_cases():
     """At least 100, 80 and 5 cases are divided by 2, 4 and 8 ranks."""
-    divided = {ranks: [name for name in CASES if refused(CASES[name].spec, ranks) is None] for ranks in RANKS}
-    assert all(len(divided[ranks]) >= count for ranks, count in zip(RANKS, (100, 80, 5), strict=True))
+    divided = {
+        ranks: [name for name in CASES if refused(CASES[name].spec, ranks) is None]
+        for ranks in RANKS
+    }
+    assert all(
+        len(divided[ranks]) >= count for ranks, count in zip(RANKS, (100, 80, 5), strict=True)
+    )
 
 
 @sample(12)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("spec", [EVERYTHING, LATENT, replace(EVERYTHING, num_kv_heads=2, fused_qkv=True)])
+@pytest.mark.parametrize(
+    "spec", [EVERYTHING, LATENT, replace(EVERYTHING, num_kv_heads=2, fused_qkv=True)]
+)
 @pytest.mark.parametrize("ranks", [1, *RANKS])
 def test_shard_round_trip_is_exact(spec, ranks, dtype):
     """Shards are valid, and `unshard` restores the weights bit
@@ -148,7 +163,9 @@ def test_shard_of_layer_with_latents():
     expected = {
         **{name: weights[name] for name in (*copied, "q_a_norm.weight", "kv_a_norm.weight")},
         "q_b_proj.weight": weights["q_b_proj.weight"][48:],
-        "kv_b_proj.weight": weights["kv_b_proj.weight"][60:],  # 8 - 4 features of a key and 6 of a value for each head
+        "kv_b_proj.weight": weights["kv_b_proj.weight"][
+            60:
+        ],  # 8 - 4 features of a key and 6 of a value for each head
         "out_proj.weight": weights["out_proj.weight"][:, 36:],
         "gate_proj.weight": weights["gate_proj.weight"][36:],
     }
@@ -172,14 +189,18 @@ def test_key_value_heads_of_each_rank(num_heads, num_kv_heads, ranks, expected):
     """
     spec = AttentionSpec(24, num_heads, num_kv_heads=num_kv_heads, head_dim=2)
     weights = random_weights(spec)
-    weights["v_proj.bias"] = np.repeat(np.arange(num_kv_heads, dtype=np.float32), 2)  # each head's number
+    weights["v_proj.bias"] = np.repeat(
+        np.arange(num_kv_heads, dtype=np.float32), 2
+    )  # each head's number
     parts = shards_of(weights, spec, ranks)
     assert [list(map(int, held["v_proj.bias"][::2])) for held, _ in parts] == expected
     assert_bits_equal(unshard([held for held, _ in parts], spec, ShardPlan(ranks)), weights)
     x = torch.randn(2, 5, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     whole = torch_output(x, weights, spec)
     total = sum(torch_output(x, *part) for part in parts)
-    torch.testing.assert_close(total, whole, atol=1e-14, rtol=0)  # sums of 24 terms of size 1 in float64
+    torch.testing.assert_close(
+        total, whole, atol=1e-14, rtol=0
+    )  # sums of 24 terms of size 1 in float64
 
 
 def torch_output(x, weights, spec):
@@ -193,9 +214,14 @@ def test_out_proj_bias_is_on_first_rank():
     parts = shards_of(problem.weights, problem.spec, 2)
     assert [OUT_BIAS in held for held, _ in parts] == [True, False]
     assert parts[0][0][OUT_BIAS].tobytes() == problem.weights[OUT_BIAS].tobytes()
-    twice = [(held | {OUT_BIAS: problem.weights[OUT_BIAS]}, replace(own, out_bias=True)) for held, own in parts]
+    twice = [
+        (held | {OUT_BIAS: problem.weights[OUT_BIAS]}, replace(own, out_bias=True))
+        for held, own in parts
+    ]
     with pytest.raises(AssertionError, match="output"):
-        parity.assert_parity(joined(outputs_of(problem, twice), problem.spec), problem=problem, diagnose=False)
+        parity.assert_parity(
+            joined(outputs_of(problem, twice), problem.spec), problem=problem, diagnose=False
+        )
 
 
 def test_swapped_shards_raise():
@@ -215,7 +241,8 @@ def test_different_copies_raise(name):
         unshard(parts, LATENT, ShardPlan(2))
 
 
-# ---- Tokens that are also divided ------------------------------------------------------------------------------------
+# ---- Tokens that are also divided
+# ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spec", [EVERYTHING, LATENT])
@@ -253,12 +280,18 @@ def test_stages_of_tokens_are_joined():
     """
     case, plan = replace(CASES["gqa-causal"], seq_len=6), ShardPlan(2, context=2)
     whole = Reference(make_problem(case, "float64")).accumulated
-    whole = {name: x for name, x in whole.items() if name in ("mask", "q", "k", "v", "scores", "context", "output")}
+    whole = {
+        name: x
+        for name, x in whole.items()
+        if name in ("mask", "q", "k", "v", "scores", "context", "output")
+    }
     parts = []
     for rank in range(plan.num_ranks):
         tokens, held = slice(rank // 2 * 3, rank // 2 * 3 + 3), local_heads(case.spec, plan, rank)
         own = {name: part_of(name, x, case.spec, held) for name, x in whole.items()}
-        parts.append({name: x[:, tokens] if x.ndim == 3 else x[:, :, tokens] for name, x in own.items()})
+        parts.append(
+            {name: x[:, tokens] if x.ndim == 3 else x[:, :, tokens] for name, x in own.items()}
+        )
     found = parity.unshard_stages(parts, case.spec, plan, summed=True)
     assert found.keys() == whole.keys()
     assert_bits_equal(found, whole)
@@ -328,7 +361,10 @@ def test_stages_of_width_norms_are_joined(name):
     """Stages of layers with norms over the width or ALiBi join to the whole ones, bit for bit."""
     case, plan = CASES[name], ShardPlan(2)
     whole = Reference(make_problem(case, "float64")).accumulated
-    whole = {name: whole[name] for name in ("mask", "q", "k", "v", "scores", "attn_weights", "context", "output")}
+    whole = {
+        name: whole[name]
+        for name in ("mask", "q", "k", "v", "scores", "attn_weights", "context", "output")
+    }
     held = [local_heads(case.spec, plan, rank) for rank in range(2)]
     parts = [{name: part_of(name, x, case.spec, own) for name, x in whole.items()} for own in held]
     assert_bits_equal(parity.unshard_stages(parts, case.spec, plan, summed=True), whole)
@@ -360,14 +396,20 @@ def test_invalid_shard_input_raises():
     with refuses("weights", missing=["out_proj.bias"], unexpected=[], where="rank 0"):
         unshard(parts[::-1], spec, plan)
     with refuses_type("shards", "['float16', 'float32']"):
-        unshard([parts[0], {name: part.astype(np.float16) for name, part in parts[1].items()}], spec, plan)
+        unshard(
+            [parts[0], {name: part.astype(np.float16) for name, part in parts[1].items()}],
+            spec,
+            plan,
+        )
 
 
 def test_shard_with_whole_spec_raises(rng):
     """A shard with the specification of all heads raises an error
     in both functions of `mha_torch`.
     """
-    spec = AttentionSpec(32, 8, num_kv_heads=4, head_dim=8, rope=Rope(), qkv_bias=False, out_bias=False)
+    spec = AttentionSpec(
+        32, 8, num_kv_heads=4, head_dim=8, rope=Rope(), qkv_bias=False, out_bias=False
+    )
     held, own = shard(random_weights(spec), spec, ShardPlan(2), 0)
     held = {name: parity.to_torch(weight) for name, weight in held.items()}
     x = torch.from_numpy(rng.standard_normal((1, 4, 32)).astype(np.float32))

@@ -1,4 +1,6 @@
-"""Conversion: layers in memory, checkpoints in files, and whether two files hold the same attention."""
+"""Conversion: layers in memory, checkpoints in files, and whether two files hold the same
+attention.
+"""
 
 import functools
 import json
@@ -38,7 +40,9 @@ from parity.port.conversion.inspect import find_layers
 from parity.port.conversion.layouts import LAYOUTS, from_canonical
 from parity.port.conversion.verify import same_bits, verify
 
-GQA = AttentionSpec(16, 4, num_kv_heads=2, head_dim=6, d_in=16, qkv_bias=False, out_bias=False, rope=Rope(500.0))
+GQA = AttentionSpec(
+    16, 4, num_kv_heads=2, head_dim=6, d_in=16, qkv_bias=False, out_bias=False, rope=Rope(500.0)
+)
 MHA = AttentionSpec(16, 4)
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "rope": Rope(500.0)}
 PREFIX = "model.layers.{i}.self_attn"
@@ -46,32 +50,45 @@ PREFIX = "model.layers.{i}.self_attn"
 
 KINDS = {"GQA": GQA, "MHA": MHA}
 HOLDING = {
-    kind: [name for name, layout in LAYOUTS.items() if layout_fits(layout, spec)] for kind, spec in KINDS.items()
+    kind: [name for name, layout in LAYOUTS.items() if layout_fits(layout, spec)]
+    for kind, spec in KINDS.items()
 }
 
 
 def any_bits(shape, seed):
     """Finite bfloat16 values of all sizes."""
     values = np.random.default_rng(seed).integers(0, 1 << 16, shape).astype(np.uint16)
-    return np.where(values & 0x7F80 == 0x7F80, values & 0x807F, values).astype(np.uint16).view(ml_dtypes.bfloat16)
+    return (
+        np.where(values & 0x7F80 == 0x7F80, values & 0x807F, values)
+        .astype(np.uint16)
+        .view(ml_dtypes.bfloat16)
+    )
 
 
-def checkpoint(numbers=(0, 1, 2), spec=GQA, layout="transformers.LLaMA", dtype="float32", prefix=PREFIX):
+def checkpoint(
+    numbers=(0, 1, 2), spec=GQA, layout="transformers.LLaMA", dtype="float32", prefix=PREFIX
+):
     """Layers among other tensors, not sorted by name."""
     tensors = {"model.embed_tokens.weight": np.arange(12, dtype=np.int32).reshape(3, 4)}
     for number in numbers:
-        weights = {n: x.astype(dtype_named(dtype)) for n, x in random_weights(spec, seed=number).items()}
+        weights = {
+            n: x.astype(dtype_named(dtype)) for n, x in random_weights(spec, seed=number).items()
+        }
         for name, x in from_canonical(weights, spec, LAYOUTS[layout]).items():
             tensors[f"{prefix.replace('{i}', str(number))}.{name}"] = x
         tensors[f"model.layers.{number}.mlp.up_proj.weight"] = any_bits((5, 3), number)
-    return tensors | {"lm_head.weight": np.array([np.nan, -0.0], np.float16), "a.step": np.array(7, np.int64)}
+    return tensors | {
+        "lm_head.weight": np.array([np.nan, -0.0], np.float16),
+        "a.step": np.array(7, np.int64),
+    }
 
 
 def rest(tensors):
     return {name: x for name, x in tensors.items() if "self_attn" not in name}
 
 
-# ---- In memory -------------------------------------------------------------------------------------------------------
+# ---- In memory
+# --------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -80,7 +97,9 @@ def tensors_of(spec, layout):
 
 
 @sample(12)
-@pytest.mark.parametrize(("kind", "source"), [(kind, source) for kind in KINDS for source in HOLDING[kind]])
+@pytest.mark.parametrize(
+    ("kind", "source"), [(kind, source) for kind in KINDS for source in HOLDING[kind]]
+)
 def test_every_layout_pair_round_trips(kind, source):
     """Weights of each layout convert to each later layout and back, bit for bit."""
     spec, names = KINDS[kind], HOLDING[kind]
@@ -105,7 +124,8 @@ def test_unsupported_layer_raises():
         convert(random_weights(GQA), source="canonical", target="flax.linen", **HEADS)
 
 
-# ---- Whole checkpoints -----------------------------------------------------------------------------------------------
+# ---- Whole checkpoints
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -114,8 +134,17 @@ def test_checkpoint_round_trip_is_exact(tmp_path, target, dtype):
     """A checkpoint converts in three dtypes, and back bit for bit by its metadata alone."""
     tensors = checkpoint(dtype=dtype)
     source = write_tensor_file(tmp_path / "a.safetensors", tensors)
-    convert_file(source, tmp_path / "b.safetensors", source="transformers.LLaMA", target=target, prefix=PREFIX, **HEADS)
-    convert_file(tmp_path / "b.safetensors", tmp_path / "c.safetensors", target="transformers.LLaMA")
+    convert_file(
+        source,
+        tmp_path / "b.safetensors",
+        source="transformers.LLaMA",
+        target=target,
+        prefix=PREFIX,
+        **HEADS,
+    )
+    convert_file(
+        tmp_path / "b.safetensors", tmp_path / "c.safetensors", target="transformers.LLaMA"
+    )
     assert bits_of(read_tensors(tmp_path / "c.safetensors")) == bits_of(tensors)
 
 
@@ -125,7 +154,12 @@ def test_layers_convert_independently(tmp_path):
     tensors = checkpoint(numbers)
     source = write_tensor_file(tmp_path / "a.safetensors", tensors)
     done = convert_file(
-        source, tmp_path / "b.npz", source="transformers.LLaMA", target="meta.LLaMA", prefix=PREFIX, **HEADS
+        source,
+        tmp_path / "b.npz",
+        source="transformers.LLaMA",
+        target="meta.LLaMA",
+        prefix=PREFIX,
+        **HEADS,
     )
     found = read_tensors(tmp_path / "b.npz")
     assert done.layers == [PREFIX.format(i=number) for number in numbers]
@@ -134,7 +168,9 @@ def test_layers_convert_independently(tmp_path):
     for number in numbers:
         begin = f"{PREFIX.format(i=number)}."
         layer = {name.removeprefix(begin): x for name, x in found.items() if name.startswith(begin)}
-        assert bits_of(layer) == bits_of(from_canonical(random_weights(GQA, seed=number), GQA, LAYOUTS["meta.LLaMA"]))
+        assert bits_of(layer) == bits_of(
+            from_canonical(random_weights(GQA, seed=number), GQA, LAYOUTS["meta.LLaMA"])
+        )
 
 
 def test_other_tensors_keep_bits_and_order(tmp_path):
@@ -142,7 +178,12 @@ def test_other_tensors_keep_bits_and_order(tmp_path):
     tensors = checkpoint()
     source = write_tensor_file(tmp_path / "a.npz", tensors)
     done = convert_file(
-        source, tmp_path / "b.npz", source="transformers.LLaMA", target="qkv_proj", prefix=PREFIX, **HEADS
+        source,
+        tmp_path / "b.npz",
+        source="transformers.LLaMA",
+        target="qkv_proj",
+        prefix=PREFIX,
+        **HEADS,
     )
     found = read_tensors(tmp_path / "b.npz")
     assert bits_of(rest(found)) == bits_of(rest(tensors))
@@ -192,7 +233,9 @@ def test_prefix_numbers_keep_their_order(tmp_path):
     tensors = {}
     for numbers in ((0, 12), (1, 0)):
         begin = "stack.{}.layer.{}".format(*numbers)
-        tensors |= {f"{begin}.{name}": x for name, x in random_weights(MHA, seed=list(numbers)).items()}
+        tensors |= {
+            f"{begin}.{name}": x for name, x in random_weights(MHA, seed=list(numbers)).items()
+        }
     convert_file(
         write_tensor_file(tmp_path / "a.npz", tensors),
         tmp_path / "b.npz",
@@ -204,7 +247,10 @@ def test_prefix_numbers_keep_their_order(tmp_path):
     )
     found = read_tensors(tmp_path / "b.npz")
     assert found.keys() == {
-        f"{p}.W_{w}.{leaf}" for p in ("s0.l12", "s1.l0") for w in "qkvo" for leaf in ("weight", "bias")
+        f"{p}.W_{w}.{leaf}"
+        for p in ("s0.l12", "s1.l0")
+        for w in "qkvo"
+        for leaf in ("weight", "bias")
     }
     assert (found["s0.l12.W_k.weight"] == tensors["stack.0.layer.12.k_proj.weight"]).all()
 
@@ -229,7 +275,10 @@ def test_colliding_target_names_raise(tmp_path):
     """A converted tensor with the name of an existing one raises an error."""
     tensors = checkpoint() | {"layers.1.attention.wq.weight": np.zeros(3, np.float32)}
     refused_to_convert(
-        tmp_path, tensors, refuses("names", "layers.1.attention.wq.weight twice"), to_prefix="layers.{i}.attention"
+        tmp_path,
+        tensors,
+        refuses("names", "layers.1.attention.wq.weight twice"),
+        to_prefix="layers.{i}.attention",
     )
 
 
@@ -259,12 +308,16 @@ def test_mixed_dtypes_in_a_layer_raise(tmp_path):
     """A layer with float16 and float32 tensors raises an error with both dtypes."""
     tensors = checkpoint()
     tensors[Q1] = tensors[Q1].astype(np.float16)
-    refused_to_convert(tmp_path, tensors, refuses("model.layers.1.self_attn", "['float16', 'float32']"))
+    refused_to_convert(
+        tmp_path, tensors, refuses("model.layers.1.self_attn", "['float16', 'float32']")
+    )
 
 
 def test_integer_layer_raises(tmp_path):
     """A layer of int8 tensors raises an error with the dtype."""
-    tensors = {name: x.astype(np.int8) if "self_attn" in name else x for name, x in checkpoint().items()}
+    tensors = {
+        name: x.astype(np.int8) if "self_attn" in name else x for name, x in checkpoint().items()
+    }
     refused_to_convert(tmp_path, tensors, refuses("model.layers.0.self_attn", "['int8']"))
 
 
@@ -274,17 +327,23 @@ def test_non_finite_layer_raises(tmp_path, value, dtype):
     """A NaN or an infinity in a layer raises an error with the tensor, and nothing is written."""
     tensors = checkpoint(dtype=dtype)
     tensors[Q1][-1, -1] = value
-    refused_to_convert(tmp_path, tensors, refuses("model.layers.1.self_attn.q_proj.weight", "NaN or infinities"))
+    refused_to_convert(
+        tmp_path, tensors, refuses("model.layers.1.self_attn.q_proj.weight", "NaN or infinities")
+    )
 
 
 def test_unknown_tensors_in_a_layer_raise(tmp_path):
     """Unknown tensors of a layer, such as norms, raise an error with their names."""
     tensors = checkpoint() | {"model.layers.1.self_attn.qk_norm.weight": np.ones(6, np.float32)}
     refused_to_convert(
-        tmp_path, tensors, refuses("tensors", "unknown names ['qk_norm.weight']", where="model.layers.1.self_attn")
+        tmp_path,
+        tensors,
+        refuses("tensors", "unknown names ['qk_norm.weight']", where="model.layers.1.self_attn"),
     )
     tensors = checkpoint() | {"model.layers.1.self_attn.q_norm.weight": np.ones(6, np.float32)}
-    message = refuses("the purpose of ['q_norm.weight'] in transformers.LLaMA", where="model.layers.1.self_attn")
+    message = refuses(
+        "the purpose of ['q_norm.weight'] in transformers.LLaMA", where="model.layers.1.self_attn"
+    )
     refused_to_convert(tmp_path, tensors, message)
 
 
@@ -312,7 +371,10 @@ def test_wrong_prefix_suggests_the_right_one(tmp_path, prefix):
 def test_prefix_is_not_a_pattern(tmp_path):
     """A prefix is not a regular expression: its dots match only dots."""
     refused_to_convert(
-        tmp_path, checkpoint(), refuses("prefix", prefix="model.layers...self_attn"), prefix="model.layers...self_attn"
+        tmp_path,
+        checkpoint(),
+        refuses("prefix", prefix="model.layers...self_attn"),
+        prefix="model.layers...self_attn",
     )
 
 
@@ -343,7 +405,12 @@ def test_gguf_as_target_raises(tmp_path):
     source = write_tensor_file(tmp_path / "a.npz", checkpoint())
     with refuses("…/b.gguf", "'.gguf'; GGUF files are only read"):
         convert_file(
-            source, tmp_path / "b.gguf", source="transformers.LLaMA", target="gguf.LLaMA", prefix=PREFIX, **HEADS
+            source,
+            tmp_path / "b.gguf",
+            source="transformers.LLaMA",
+            target="gguf.LLaMA",
+            prefix=PREFIX,
+            **HEADS,
         )
 
 
@@ -351,11 +418,19 @@ def test_layers_may_differ_in_shape(tmp_path):
     """Layers with 4 and 6 heads round-trip bit for bit, without a common spec in metadata."""
     wide = replace(GQA, num_heads=6)
     tensors = checkpoint((0,))
-    tensors |= {f"{PREFIX.format(i=1)}.{n.replace('out_', 'o_')}": x for n, x in random_weights(wide).items()}
+    tensors |= {
+        f"{PREFIX.format(i=1)}.{n.replace('out_', 'o_')}": x
+        for n, x in random_weights(wide).items()
+    }
     source = write_tensor_file(tmp_path / "a.npz", tensors)
     heads = {"num_kv_heads": 2, "head_dim": 6, "rope": Rope(500.0)}
     done = convert_file(
-        source, tmp_path / "b.npz", source="transformers.LLaMA", target="meta.LLaMA", prefix=PREFIX, **heads
+        source,
+        tmp_path / "b.npz",
+        source="transformers.LLaMA",
+        target="meta.LLaMA",
+        prefix=PREFIX,
+        **heads,
     )
     assert done.spec is None
     assert "spec" not in read_metadata(tmp_path / "b.npz")
@@ -365,10 +440,17 @@ def test_layers_may_differ_in_shape(tmp_path):
 
 def test_ignored_buffer_is_kept(tmp_path):
     """A buffer in a layer that the layout ignores is kept bit for bit under its name."""
-    tensors = checkpoint() | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.array([1, np.inf], np.float16)}
+    tensors = checkpoint() | {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.array([1, np.inf], np.float16)
+    }
     source = write_tensor_file(tmp_path / "a.npz", tensors)
     done = convert_file(
-        source, tmp_path / "b.npz", source="transformers.LLaMA", target="meta.LLaMA", prefix=PREFIX, **HEADS
+        source,
+        tmp_path / "b.npz",
+        source="transformers.LLaMA",
+        target="meta.LLaMA",
+        prefix=PREFIX,
+        **HEADS,
     )
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     assert name in done.kept
@@ -379,7 +461,9 @@ def test_shards_are_read_and_written(tmp_path):
     """A sharded bfloat16 checkpoint converts to more than three shards, and back bit for bit."""
     tensors = checkpoint(dtype="bfloat16")
     infos = {name: (x.shape, x.dtype) for name, x in tensors.items()}
-    source = write_tensors(tmp_path / "a.safetensors", infos, tensors.__getitem__, max_shard_bytes=600)
+    source = write_tensors(
+        tmp_path / "a.safetensors", infos, tensors.__getitem__, max_shard_bytes=600
+    )
     convert_file(
         source,
         tmp_path / "b.safetensors",
@@ -400,13 +484,22 @@ def test_metadata_describe_the_conversion(tmp_path):
     """Metadata contain layout, RoPE pairing, prefix, head sizes, specification and hash."""
     source = write_tensor_file(tmp_path / "a.npz", checkpoint())
     convert_file(
-        source, tmp_path / "b.safetensors", source="transformers.LLaMA", target="meta.LLaMA", prefix=PREFIX, **HEADS
+        source,
+        tmp_path / "b.safetensors",
+        source="transformers.LLaMA",
+        target="meta.LLaMA",
+        prefix=PREFIX,
+        **HEADS,
     )
     metadata = read_metadata(tmp_path / "b.safetensors")
     assert metadata["layout"] == "meta.LLaMA"
     assert metadata["rope"] == "interleaved"
     assert metadata["prefix"] == PREFIX
-    assert (metadata["num_heads"], metadata["num_kv_heads"], metadata["head_dim"]) == ("4", "2", "6")
+    assert (metadata["num_heads"], metadata["num_kv_heads"], metadata["head_dim"]) == (
+        "4",
+        "2",
+        "6",
+    )
     assert undetermined_fields(AttentionSpec.from_json(metadata["spec"])) == HEADS
     with open_tensors(tmp_path / "b.safetensors") as file:
         file.verify()
@@ -418,7 +511,12 @@ def test_foreign_metadata_are_ignored(tmp_path):
     metadata = {"format": "pt", "spec": "of something else", "prefix": "none of ours"}
     source = write_tensor_file(tmp_path / "a.safetensors", checkpoint(), metadata)
     done = convert_file(
-        source, tmp_path / "b.npz", source="transformers.LLaMA", target="meta.LLaMA", prefix=PREFIX, **HEADS
+        source,
+        tmp_path / "b.npz",
+        source="transformers.LLaMA",
+        target="meta.LLaMA",
+        prefix=PREFIX,
+        **HEADS,
     )
     assert len(done.layers) == 3
 
@@ -427,7 +525,14 @@ def test_conversion_is_deterministic(tmp_path):
     """Two conversions of a file write the same bytes."""
     source = write_tensor_file(tmp_path / "a.npz", checkpoint())
     for name in ("b.safetensors", "c.safetensors"):
-        convert_file(source, tmp_path / name, source="transformers.LLaMA", target="W_q", prefix=PREFIX, **HEADS)
+        convert_file(
+            source,
+            tmp_path / name,
+            source="transformers.LLaMA",
+            target="W_q",
+            prefix=PREFIX,
+            **HEADS,
+        )
     assert (tmp_path / "b.safetensors").read_bytes() == (tmp_path / "c.safetensors").read_bytes()
 
 
@@ -435,7 +540,13 @@ def test_conversion_onto_its_source_raises(tmp_path):
     """Converting a file onto itself raises an error, also with force, and keeps the file."""
     tensors = checkpoint()
     path = write_tensor_file(tmp_path / "a.safetensors", tensors)
-    options = {"source": "transformers.LLaMA", "target": "meta.LLaMA", "prefix": PREFIX, "force": True, **HEADS}
+    options = {
+        "source": "transformers.LLaMA",
+        "target": "meta.LLaMA",
+        "prefix": PREFIX,
+        "force": True,
+        **HEADS,
+    }
     with refuses("the target", path=path, source=path):
         convert_file(path, path, **options)
     assert bits_of(read_tensors(path)) == bits_of(tensors)
@@ -506,22 +617,31 @@ print(peak() - before, (folder / "b.safetensors").stat().st_size)
     [
         pytest.param("meta.LLaMA", [12, 1536, 12, 4], 2 * 8192 * 1536, id="many-layers"),
         pytest.param(
-            "qkv_proj", [12, 1536, 12, 4], 2 * 8192 * 1536, id="many-packed-layers", marks=pytest.mark.thorough
+            "qkv_proj",
+            [12, 1536, 12, 4],
+            2 * 8192 * 1536,
+            id="many-packed-layers",
+            marks=pytest.mark.thorough,
         ),
-        pytest.param("qkv_proj", [1, 3072, 32, 32], 2 * 3 * 4096 * 3072, id="one-large-packed-layer"),
+        pytest.param(
+            "qkv_proj", [1, 3072, 32, 32], 2 * 3 * 4096 * 3072, id="one-large-packed-layer"
+        ),
     ],
 )
 def test_conversion_memory_is_bounded(tmp_path, target, sizes, largest):
     """Peak memory is below 1.5 times the largest tensor plus 50 MB, for a file above 125 MB."""
     command = [sys.executable, "-c", MEMORY, str(tmp_path), target, *map(str, sizes)]
-    peak, size = map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    peak, size = map(
+        int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    )
     assert size > 125e6
     assert peak < 1.5 * largest + 50e6
     for path in tmp_path.iterdir():
         path.unlink()
 
 
-# ---- One layer -------------------------------------------------------------------------------------------------------
+# ---- One layer
+# --------------------------------------------------------------------------------------------------
 
 
 @sample(12)
@@ -558,7 +678,12 @@ def test_loading_a_non_finite_layer_raises(tmp_path):
     tensors = checkpoint()
     tensors[Q1][0, 0] = np.nan
     with refuses("model.layers.1.self_attn.q_proj.weight", "NaN or infinities"):
-        load(write_tensor_file(tmp_path / "a.npz", tensors), "transformers.LLaMA", prefix=PREFIX.format(i=1), **HEADS)
+        load(
+            write_tensor_file(tmp_path / "a.npz", tensors),
+            "transformers.LLaMA",
+            prefix=PREFIX.format(i=1),
+            **HEADS,
+        )
 
 
 def test_module_is_saved_with_its_spec(tmp_path):
@@ -579,7 +704,9 @@ def test_module_is_saved_with_its_spec(tmp_path):
 def test_torch_weights_convert_and_save(tmp_path):
     """bfloat16 weights of torch.nn.MultiheadAttention convert, save and load bit for bit."""
     layer = torch.nn.MultiheadAttention(16, 4).bfloat16()
-    found = convert(layer.state_dict(), source="torch.nn.MultiheadAttention", target="canonical", num_heads=4)
+    found = convert(
+        layer.state_dict(), source="torch.nn.MultiheadAttention", target="canonical", num_heads=4
+    )
     assert same_bits(found, weights_of(layer))
     save(tmp_path / "a.npz", {name: to_jax(x) for name, x in found.items()}, spec_of(layer))
     assert same_bits(load(tmp_path / "a.npz")[0], found)
@@ -613,7 +740,9 @@ def test_is_finite_detects_nan_and_infinity(dtype, sign):
     """is_finite accepts extreme and subnormal values, and detects a NaN or infinity anywhere."""
     dtype = dtype_named(dtype)
     extremes = ml_dtypes.finfo(dtype)
-    values = np.array([extremes.max, extremes.tiny, extremes.smallest_subnormal, 0.0], dtype) * dtype.type(sign)
+    values = np.array(
+        [extremes.max, extremes.tiny, extremes.smallest_subnormal, 0.0], dtype
+    ) * dtype.type(sign)
     assert is_finite(values)
     assert is_finite(values[:0])
     assert is_finite(values[:1].reshape(()))
@@ -626,7 +755,8 @@ def test_is_finite_detects_nan_and_infinity(dtype, sign):
             assert not is_finite(many)
 
 
-# ---- Layers in a file ------------------------------------------------------------------------------------------------
+# ---- Layers in a file
+# ------------------------------------------------------------------------------------------------
 
 
 def found_in(path, **heads):
@@ -638,7 +768,8 @@ def test_layers_are_found_with_their_layout(tmp_path):
     """Layers of two models in a file are found with layout, prefix, number, heads and dtype."""
     bert = checkpoint((0, 1), MHA, "transformers.BERT", prefix="bert.encoder.layer.{i}.attention")
     found = found_in(
-        write_tensor_file(tmp_path / "a.npz", bert | checkpoint((5, 16, 17), dtype="bfloat16")), num_heads=4
+        write_tensor_file(tmp_path / "a.npz", bert | checkpoint((5, 16, 17), dtype="bfloat16")),
+        num_heads=4,
     )
     llama = found["transformers.LLaMA", PREFIX]
     assert (llama.layers, llama.heads, llama.dtype) == (3, "4 x 6, key/value 2", "bfloat16")
@@ -651,7 +782,10 @@ def test_layer_dtype_ignores_other_tensors(tmp_path):
     """The dtype of a float16 layer is float16, although a norm next to it is float32."""
     weights = {name: x.astype(np.float16) for name, x in random_weights(GQA).items()}
     tensors = {"blk.0.attn_norm.weight": np.ones(16, np.float32)}
-    tensors |= {f"blk.0.{name}": x for name, x in from_canonical(weights, GQA, LAYOUTS["gguf.LLaMA"]).items()}
+    tensors |= {
+        f"blk.0.{name}": x
+        for name, x in from_canonical(weights, GQA, LAYOUTS["gguf.LLaMA"]).items()
+    }
     found = found_in(write_tensor_file(tmp_path / "a.npz", tensors), **HEADS)
     assert found["gguf.LLaMA", "blk.{i}"].dtype == "float16"
 
@@ -665,12 +799,15 @@ def test_unknown_heads_are_reported(tmp_path):
 def test_unsuitable_heads_are_reported(tmp_path):
     """find_layers reports an error for each layer with num_heads=5, and none with num_heads=4."""
     path = write_tensor_file(
-        tmp_path / "a.npz", checkpoint() | checkpoint((0,), MHA, "transformers.BERT", prefix="bert.{i}")
+        tmp_path / "a.npz",
+        checkpoint() | checkpoint((0,), MHA, "transformers.BERT", prefix="bert.{i}"),
     )
     found = found_in(path, num_heads=5)
     refusal = refuses("the heads", num_heads=5)
     assert all(refusal.is_printed_in(each.heads) for each in found.values())
-    assert not any(refuses("…").is_printed_in(each.heads) for each in found_in(path, num_heads=4).values())
+    assert not any(
+        refuses("…").is_printed_in(each.heads) for each in found_in(path, num_heads=4).values()
+    )
 
 
 def test_file_without_layers_has_none(tmp_path):
@@ -683,7 +820,11 @@ def test_layers_are_grouped_by_heads(tmp_path):
     other = AttentionSpec(10, 4, num_kv_heads=1, head_dim=5, d_in=7)
     path = write_tensor_file(tmp_path / "a.npz", checkpoint((0, 1, 2)) | checkpoint((3,), other))
     with open_tensors(path) as file:
-        found = [(f.layers, f.heads) for f in find_layers(file, num_heads=4) if f.layout == "transformers.LLaMA"]
+        found = [
+            (f.layers, f.heads)
+            for f in find_layers(file, num_heads=4)
+            if f.layout == "transformers.LLaMA"
+        ]
     assert found == [(3, "4 x 6, key/value 2"), (1, "4 x 5, key/value 1")]
 
 
@@ -703,7 +844,8 @@ def test_layer_without_a_prefix_is_found(tmp_path):
     assert found_in(tmp_path / "a.npz")["canonical", ""].layers == 1
 
 
-# ---- The same attention ----------------------------------------------------------------------------------------------
+# ---- The same attention
+# ----------------------------------------------------------------------------------------------
 
 BIASED = AttentionSpec(16, 4, num_kv_heads=2, head_dim=4, rope=Rope(500.0))
 
@@ -744,12 +886,31 @@ def test_rounded_weights_pass_verify(dtype, seed):
         ("v", lambda w: {"v_proj.bias": 0 * w["v_proj.bias"]}),
         ("output", lambda w: {"out_proj.bias": 0 * w["out_proj.bias"]}),
         ("q", lambda w: {"q_proj.weight": w["q_proj.weight"] * np.float32(1.001)}),
-        ("k", lambda w: {"k_proj.weight": np.roll(w["k_proj.weight"], 4, axis=0)}),  # wrong groups of queries
-        ("q", lambda w: {"q_proj.weight": w["q_proj.weight"].reshape(2, 2, 4, 16).swapaxes(0, 1).reshape(16, 16)}),
+        (
+            "k",
+            lambda w: {"k_proj.weight": np.roll(w["k_proj.weight"], 4, axis=0)},
+        ),  # wrong groups of queries
+        (
+            "q",
+            lambda w: {
+                "q_proj.weight": w["q_proj.weight"]
+                .reshape(2, 2, 4, 16)
+                .swapaxes(0, 1)
+                .reshape(16, 16)
+            },
+        ),
         ("v", lambda w: {"v_proj.weight": np.nextafter(w["v_proj.weight"], 9) + np.float32(1e-5)}),
     ],
     ids=[
-        *("k-and-v-swapped", "q-transposed", "out-transposed", "no-q-bias", "no-k-bias", "no-v-bias", "no-out-bias"),
+        *(
+            "k-and-v-swapped",
+            "q-transposed",
+            "out-transposed",
+            "no-q-bias",
+            "no-k-bias",
+            "no-v-bias",
+            "no-out-bias",
+        ),
         *("q-scaled", "kv-heads-permuted", "groups-tiled-for-repeated", "v-shifted"),
     ],
 )
@@ -766,7 +927,9 @@ def test_wrong_rope_pairing_fails_at_q(tmp_path, seed):
     weights = random_weights(GQA, seed=seed)
     tensors = from_canonical(weights, GQA, LAYOUTS["meta.LLaMA"])
     names = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
-    path = write_tensor_file(tmp_path / "a.npz", {f"{names[name[:2]]}{name[2:]}": x for name, x in tensors.items()})
+    path = write_tensor_file(
+        tmp_path / "a.npz", {f"{names[name[:2]]}{name[2:]}": x for name, x in tensors.items()}
+    )
     other, spec = load(path, "transformers.LLaMA", **HEADS)
     wrong = first_difference(verify(weights, GQA, other, spec))
     assert wrong is not None
@@ -779,13 +942,16 @@ def test_layers_of_different_specs_raise():
         verify(random_weights(BIASED), BIASED, random_weights(BIASED), replace(BIASED, rope=None))
 
 
-# ---- A layer that was trained, as llama.cpp writes it ----------------------------------------------------------------
+# ---- A layer that was trained, as llama.cpp writes it
+# ----------------------------------------------------------------
 
 
 def as_llama_cpp(weight, num_heads):
     """`permute` of llama.cpp's convert_hf_to_gguf.py."""
     half = weight.shape[0] // num_heads // 2
-    return weight.reshape(num_heads, 2, half, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+    return (
+        weight.reshape(num_heads, 2, half, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+    )
 
 
 @pytest.fixture
@@ -828,8 +994,14 @@ def test_trained_gguf_layer_loads_exactly(smollm2):
     ("change", "words"),
     [
         (lambda writer: writer.add_rope_dimension_count(4), "rope.dimension_count=4"),
-        (lambda writer: writer.add_string("llama.rope.scaling.type", "yarn"), "rope.scaling.type=yarn"),
-        (lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(4, np.float32)), "rope_freqs.weight"),
+        (
+            lambda writer: writer.add_string("llama.rope.scaling.type", "yarn"),
+            "rope.scaling.type=yarn",
+        ),
+        (
+            lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(4, np.float32)),
+            "rope_freqs.weight",
+        ),
     ],
 )
 def test_unread_gguf_rope_warns(tmp_path, change, words):
@@ -874,11 +1046,15 @@ UNREAD = {
 @sample(12)
 @pytest.mark.parametrize("family", ["gemma2", "gpt-oss", "llama"])
 @pytest.mark.parametrize("words", UNREAD)
-@pytest.mark.parametrize("said", [{}, {"num_heads": 4}, {"rope": Rope(500.0)}], ids=["", "heads", "RoPE"])
+@pytest.mark.parametrize(
+    "said", [{}, {"num_heads": 4}, {"rope": Rope(500.0)}], ids=["", "heads", "RoPE"]
+)
 def test_unread_gguf_attention_warns(words, family, said, tmp_path):
     """Attention settings of a GGUF file that are not read warn, unless spec= is passed."""
     spec = gguf_layer(tmp_path / "layer.gguf", family, UNREAD[words])
-    with pytest.warns(NotCarriedWarning, match=f"GGUF sets {re.escape(words)}, .*accepts a complete spec=") as caught:
+    with pytest.warns(
+        NotCarriedWarning, match=f"GGUF sets {re.escape(words)}, .*accepts a complete spec="
+    ) as caught:
         _, found = load(tmp_path / "layer.gguf", "gguf.Qwen2", prefix="blk.0", **said)
     assert "RoPE is left out" not in str(caught[0].message)
     assert found == replace(spec, rope=Rope(500.0))
@@ -914,7 +1090,9 @@ def test_gguf_string_as_number_raises(tmp_path):
 def test_zero_gguf_rope_dimensions_warn(tmp_path):
     """rope.dimension_count=0 in a GGUF file warns that RoPE is left out."""
     gguf_layer(tmp_path / "layer.gguf", "qwen2", lambda writer: writer.add_rope_dimension_count(0))
-    with pytest.warns(NotCarriedWarning, match=r"GGUF sets rope\.dimension_count=0, .*: RoPE is left out"):
+    with pytest.warns(
+        NotCarriedWarning, match=r"GGUF sets rope\.dimension_count=0, .*: RoPE is left out"
+    ):
         load(tmp_path / "layer.gguf", "gguf.Qwen2", prefix="blk.0")
 
 
@@ -928,7 +1106,8 @@ def test_gguf_rope_sections_warn(tmp_path):
 
     gguf_layer(tmp_path / "layer.gguf", "qwen2vl", change)
     with pytest.warns(
-        NotCarriedWarning, match=r"GGUF sets rope\.dimension_sections=a list of 4, .*: RoPE is left out"
+        NotCarriedWarning,
+        match=r"GGUF sets rope\.dimension_sections=a list of 4, .*: RoPE is left out",
     ) as on:
         _, found = load(tmp_path / "layer.gguf", "gguf.Qwen2", prefix="blk.0")
     assert "complete spec" not in str(on[0].message)
@@ -938,7 +1117,9 @@ def test_gguf_rope_sections_warn(tmp_path):
 def test_gguf_sinks_are_rejected(tmp_path):
     """Sinks in a GGUF file raise an error with the name of their tensor."""
     gguf_layer(
-        tmp_path / "a.gguf", "gpt-oss", lambda writer: writer.add_tensor("blk.0.attn_sinks.weight", np.ones(4, "f4"))
+        tmp_path / "a.gguf",
+        "gpt-oss",
+        lambda writer: writer.add_tensor("blk.0.attn_sinks.weight", np.ones(4, "f4")),
     )
     with refuses("tensors", "unknown names ['attn_sinks.weight']", where="blk.0"):
         load(tmp_path / "a.gguf", "gguf.Qwen2", prefix="blk.0")
@@ -972,8 +1153,14 @@ def test_misread_trained_gguf_fails_at_q(smollm2, tmp_path):
     """A trained GGUF layer that is read as half-split is first reported at q."""
     path, weights, spec = smollm2
     names = {"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "attn_output": "o_proj"}
-    tensors = {name.split(".")[2]: x for name, x in read_tensors(path).items() if name.split(".")[-2] in names}
-    wrong = write_tensor_file(tmp_path / "wrong.npz", {f"{names[name]}.weight": x for name, x in tensors.items()})
+    tensors = {
+        name.split(".")[2]: x
+        for name, x in read_tensors(path).items()
+        if name.split(".")[-2] in names
+    }
+    wrong = write_tensor_file(
+        tmp_path / "wrong.npz", {f"{names[name]}.weight": x for name, x in tensors.items()}
+    )
     other, other_spec = load(wrong, "transformers.LLaMA", **undetermined_fields(spec))
     difference = first_difference(verify(weights, spec, other, other_spec))
     assert difference is not None

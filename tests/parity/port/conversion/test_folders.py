@@ -53,19 +53,28 @@ from parity.use.cli.main import main
 
 NEAR = 2e-5  # of the largest number, for layers in float32
 
-HERE = {**MODELS, **{family: None for family in FAMILIES if family not in APART | {m.family for m in MODELS.values()}}}
+HERE = {
+    **MODELS,
+    **{
+        family: None
+        for family in FAMILIES
+        if family not in APART | {m.family for m in MODELS.values()}
+    },
+}
 
 
 def layers_in(folder):
-    """Labels, weights and specifications of the layers in a folder, in the order of the configuration."""
+    """Labels, weights and specifications of the layers in a folder, in the order of the
+    configuration.
+    """
     with open_layers(folder) as layers:
         loaded = [(layer.label, layer.model, *layer.load()) for layer in layers]
     assert loaded
     return loaded
 
 
-# test_models_whole computes a layer of every family. Here are some of those that differ in how they say what their
-# layers are. Tests that share a folder have one sample.
+# test_models_whole computes a layer of every family. Here are some of those that differ in how they
+# say what their layers are. Tests that share a folder have one sample.
 one_a_layout = sample(20, folder=first_families(HERE, by=stack_signature))
 
 
@@ -90,8 +99,8 @@ def test_folder_layers_match_released_model(folder):
         kv = kv if layer.kv_source is None else heads_of(*seen[layer.part, layer.kv_source])
         assert spec == layer.spec
         check_siblings(layer, weights, x, kv, output, ["torch"], model.inputs)
-        # PyTorch checks all files, and test_models_whole covers all options of layers: for each distinct model, JAX
-        # runs only the layers with an option that no earlier layer had.
+        # PyTorch checks all files, and test_models_whole covers all options of layers: for each
+        # distinct model, JAX runs only the layers with an option that no earlier layer had.
         call = {"is_causal": layer.is_causal, "is_cross": kv is not None, "inputs": model.inputs}
         has = {*traits(json.loads(layer.spec.to_json())), *traits(call)}
         if name in MODELS and not has <= done_by_jax:
@@ -117,7 +126,9 @@ def traits(values, where=""):
 
 UNFILLED = {
     "torch": mha_torch.MultiHeadAttention,
-    "jax": lambda spec: nnx.eval_shape(lambda: mha_jax.MultiHeadAttention(spec, rngs=nnx.Rngs(0))),  # no random weights
+    "jax": lambda spec: nnx.eval_shape(
+        lambda: mha_jax.MultiHeadAttention(spec, rngs=nnx.Rngs(0))
+    ),  # no random weights
 }
 
 
@@ -143,7 +154,9 @@ def check_siblings(layer, weights, x, kv, output, names, inputs):
         keys = [sibling.array(each.float().numpy()) for each in of_keys]
         result = CALL[name](module, sibling.array(x.float().numpy()), *keys, **given)
         result = sibling.numpy(result)
-        check_near(result, output.reshape(result.shape).float().numpy(), f"{layer.path} of {name}", NEAR)
+        check_near(
+            result, output.reshape(result.shape).float().numpy(), f"{layer.path} of {name}", NEAR
+        )
 
 
 @one_a_layout
@@ -165,7 +178,8 @@ def test_folder_round_trip_is_exact(folder, tmp_path):
     assert same_tensors(after, before)
 
 
-# ---- Keys that are values --------------------------------------------------------------------------------------------
+# ---- Keys that are values
+# --------------------------------------------------------------------------------------------
 
 ONE_PROJECTION = "gemma4_text, one projection"
 
@@ -175,11 +189,15 @@ def test_keys_are_values_only_if_configured(tmp_path):
     saved(ONE_PROJECTION, tmp_path / "model")
     layers = layers_in(tmp_path / "model")
     assert [layer.keys_are_values for _, layer, *_ in layers] == [False, True]
-    assert not same_tensors({"": layers[0][2]["k_proj.weight"]}, {"": layers[0][2]["v_proj.weight"]})
+    assert not same_tensors(
+        {"": layers[0][2]["k_proj.weight"]}, {"": layers[0][2]["v_proj.weight"]}
+    )
     assert same_tensors({"": layers[1][2]["k_proj.weight"]}, {"": layers[1][2]["v_proj.weight"]})
     path = tmp_path / "model" / "model.safetensors"
     tensors = load_file(path)
-    save_file({name: x for name, x in tensors.items() if name != "layers.0.self_attn.v_proj.weight"}, path)
+    save_file(
+        {name: x for name, x in tensors.items() if name != "layers.0.self_attn.v_proj.weight"}, path
+    )
     with refuses("values", where="layers.0.self_attn"):
         layers_in(tmp_path / "model")
     more = {"layers.1.self_attn.v_proj.weight": tensors["layers.1.self_attn.k_proj.weight"] * 2}
@@ -196,10 +214,19 @@ def test_gemma4_omits_values_equal_to_keys(tmp_path):
     for each, has_values in ((weights, True), (alike, False)):
         found = convert(each, source="canonical", target="transformers.Gemma4", num_heads=2)
         assert ("v_proj.weight" in found) == has_values
-        assert same_tensors(convert(found, source="transformers.Gemma4", target="canonical", spec=spec), each)
-    stack = {f"layers.{i}.self_attn.{name}": x for i, each in enumerate((weights, alike)) for name, x in each.items()}
+        assert same_tensors(
+            convert(found, source="transformers.Gemma4", target="canonical", spec=spec), each
+        )
+    stack = {
+        f"layers.{i}.self_attn.{name}": x
+        for i, each in enumerate((weights, alike))
+        for name, x in each.items()
+    }
     save_file(stack, tmp_path / "layers.safetensors")
-    for to, names in ((None, 7), ("layers.self_attn", 4)):  # either all layers in one array have values, or none
+    for to, names in (
+        (None, 7),
+        ("layers.self_attn", 4),
+    ):  # either all layers in one array have values, or none
         convert_file(
             *(tmp_path / "layers.safetensors", tmp_path / f"{names}.safetensors"),
             source="canonical",
@@ -209,7 +236,9 @@ def test_gemma4_omits_values_equal_to_keys(tmp_path):
             target="transformers.Gemma4",
         )
         assert len(load_file(tmp_path / f"{names}.safetensors")) == names
-        convert_file(tmp_path / f"{names}.safetensors", tmp_path / f"{names}.npz", target="canonical")
+        convert_file(
+            tmp_path / f"{names}.safetensors", tmp_path / f"{names}.npz", target="canonical"
+        )
         with open_layers(tmp_path / f"{names}.npz") as layers:
             for layer, expected in zip(layers, (weights, alike), strict=True):
                 assert same_tensors(layer.load()[0], expected)
@@ -226,10 +255,36 @@ def test_older_config_gives_equal_specs(tmp_path):
         assert [spec for *_, spec in layers_in(folder)] == [spec for *_, spec in before]
 
 
-AGAINST = ("llama", "gemma3_text", "qwen3_next", "deepseek_v3", "llama4_text", "gpt2", "bloom", "bert", "phi3")
-BESIDE = ("xlm-roberta-xl", "mpnet")  # norms before queries in the module; weights that another module has
-BESIDE += ("vit", "t5", "whisper")  # other paths in memory; a table of the first layer; inputs that are not embeddings
-BESIDE += ("wav2vec2", "clip_text_model", "electra", "dpr", "nemotron_h", "gemma3n_text", "flint", "mimo_v2_flash")
+AGAINST = (
+    "llama",
+    "gemma3_text",
+    "qwen3_next",
+    "deepseek_v3",
+    "llama4_text",
+    "gpt2",
+    "bloom",
+    "bert",
+    "phi3",
+)
+BESIDE = (
+    "xlm-roberta-xl",
+    "mpnet",
+)  # norms before queries in the module; weights that another module has
+BESIDE += (
+    "vit",
+    "t5",
+    "whisper",
+)  # other paths in memory; a table of the first layer; inputs that are not embeddings
+BESIDE += (
+    "wav2vec2",
+    "clip_text_model",
+    "electra",
+    "dpr",
+    "nemotron_h",
+    "gemma3n_text",
+    "flint",
+    "mimo_v2_flash",
+)
 
 
 @sample(6, name=[*AGAINST[::2], *BESIDE[::2], "t5"])
@@ -245,7 +300,8 @@ def test_model_agrees_with_its_own_modules(name, tmp_path):
     assert sum(each.backend == "transformers" for each in report.comparisons) == count
 
 
-# ---- Keys and values of another layer --------------------------------------------------------------------------------
+# ---- Keys and values of another layer
+# --------------------------------------------------------------------------------
 
 SHARED_KV = {"gemma3n_text, shared": [0, 2], "gemma4_text, shared": [2, 0]}
 """The numbers of the layers whose keys and values the last two layers share."""
@@ -275,7 +331,9 @@ def test_shared_kv_comes_from_source_layer(name, tmp_path):
             assert "k" not in problem.inputs
             continue
         weights, spec = found[layer.kv_source]
-        source = make_problem(replace(problem.case, name=f"{problem.case.name}-source", spec=spec), "float32", weights)
+        source = make_problem(
+            replace(problem.case, name=f"{problem.case.name}-source", spec=spec), "float32", weights
+        )
         k, v = heads_of(weights, spec, torch.from_numpy(source.inputs["query"]))
         check_near(problem.inputs["k"], k.numpy(), "keys", NEAR)
         check_near(problem.inputs["v"], v.numpy(), "values", NEAR)
@@ -296,12 +354,16 @@ def test_unused_projections_are_kept(tmp_path):
     save_file(tensors | unused, path)
     layers = layers_in(tmp_path / "model")
     assert [spec for *_, spec in layers] == [spec for *_, spec in before]
-    assert all(same_tensors(one, other) for (_, _, one, _), (_, _, other, _) in zip(layers, before, strict=True))
+    assert all(
+        same_tensors(one, other)
+        for (_, _, one, _), (_, _, other, _) in zip(layers, before, strict=True)
+    )
     done = convert_file(path, tmp_path / "c.safetensors", target="canonical")
     assert {*unused} <= {*done.kept}
     with open_layers(tmp_path / "c.safetensors") as canonical:
         assert all(
-            same_tensors(layer.load()[0], each) for layer, (_, _, each, _) in zip(canonical, before, strict=True)
+            same_tensors(layer.load()[0], each)
+            for layer, (_, _, each, _) in zip(canonical, before, strict=True)
         )
 
 
@@ -335,7 +397,8 @@ def test_live_module_equals_saved_layer(name, tmp_path):
             weights_of(module)
 
 
-# ---- The command line ------------------------------------------------------------------------------------------------
+# ---- The command line
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -369,13 +432,17 @@ def test_run_selects_layers_of_a_model(gemma, capsys, tmp_path):
     )
     assert "torch and transformers agree with the float64 reference: 6 cases" in out
     results = json.loads(report.read_text())["results"]
-    assert {each["case"] for each in results} == {f"layer-{n}-{how}" for n in (1, 4, 5) for how in ("causal", "decode")}
+    assert {each["case"] for each in results} == {
+        f"layer-{n}-{how}" for n in (1, 4, 5) for how in ("causal", "decode")
+    }
     out = said(capsys, "run", "--model", gemma, "--layers", "9", status=2)
     assert refuses("--layers", {"--layers": [9]}).is_printed_in(out)
     assert str([0, 1, 2, 3, 4, 5]) in out
     assert "--layers" in error_line(capsys, "run", "--model", gemma, "--layers", "3-1")
     assert refuses("--layers").is_printed_in(said(capsys, "run", "--layers", "1", status=2))
-    assert refuses("--model").is_printed_in(said(capsys, "run", "--model", gemma, "--cases", "all", status=2))
+    assert refuses("--model").is_printed_in(
+        said(capsys, "run", "--model", gemma, "--cases", "all", status=2)
+    )
 
 
 def test_wrong_layer_of_a_model_is_found(gemma, capsys, tmp_path):
@@ -390,7 +457,9 @@ def test_wrong_layer_of_a_model_is_found(gemma, capsys, tmp_path):
     (tmp_path / "b" / "config.json").write_text((gemma / "config.json").read_text())
     out = said(capsys, "verify", gemma, tmp_path / "b", status=1)
     assert "layers.4.self_attn and layers.4.self_attn differ first at q" in out
-    assert "do NOT hold the same attention in all 6 layers: 5 the same, bit for bit" in " ".join(out.split())
+    assert "do NOT hold the same attention in all 6 layers: 5 the same, bit for bit" in " ".join(
+        out.split()
+    )
     out = said(capsys, "diagnose", gemma, tmp_path / "b", status=1)
     assert "layers.4.self_attn and layers.4.self_attn are the first of 6 layers that differ" in out
 
@@ -408,7 +477,17 @@ def test_rope_loss_raises_or_is_dropped(gemma, llama, capsys, tmp_path):
     assert f"not compared: rope (left out when {target} was written)" in out
     out = said(capsys, "convert", gemma, tmp_path / "b.npz", "--to", "meta.LLaMA", status=2)
     assert refuses("the layer", {"qk_norm": ..., "window_size": 4}).is_printed_in(out)
-    out = said(capsys, "convert", gemma, tmp_path / "b.npz", "--to", "canonical", "--drop", "ropes", status=2)
+    out = said(
+        capsys,
+        "convert",
+        gemma,
+        tmp_path / "b.npz",
+        "--to",
+        "canonical",
+        "--drop",
+        "ropes",
+        status=2,
+    )
     assert refuses("--drop", {"--drop": "ropes"}).is_printed_in(out)
     assert "rope.scaling" in out
 
@@ -423,7 +502,16 @@ def test_every_loss_is_listed_at_once(capsys, tmp_path):
     saved("modernbert", tmp_path / "model folder")
     target = tmp_path / "a.safetensors"
     for given in ((), ("--drop=rope",), ("--drop", "window_size")):
-        out = said(capsys, "convert", tmp_path / "model folder", target, "--to", "flax.linen", *given, status=2)
+        out = said(
+            capsys,
+            "convert",
+            tmp_path / "model folder",
+            target,
+            "--to",
+            "flax.linen",
+            *given,
+            status=2,
+        )
         lost = {"rope": ..., "window_size": ...}
         lost = {name: value for name, value in lost.items() if name not in "".join(given)}
         assert refuses("the layer", lost).is_printed_in(out)
@@ -442,9 +530,19 @@ def test_losses_and_biases_are_both_listed(llama, capsys, tmp_path):
     weights |= {name: np.concatenate([x, x]) for name, x in weights.items() if name[0] in "kv"}
     with refuses("the layer", rope=..., qkv_bias=False, remedy={"drop": "rope", "fill_bias": True}):
         check_losses([Written(spec, but_for=())], LAYOUTS["transformers.GPT2"])
-    check_losses([Written(spec, but_for=())], LAYOUTS["transformers.GPT2"], ["rope"], fill_bias=True)
+    check_losses(
+        [Written(spec, but_for=())], LAYOUTS["transformers.GPT2"], ["rope"], fill_bias=True
+    )
     parity.save(tmp_path / "w.npz", weights, spec)
-    out = said(capsys, "convert", tmp_path / "w.npz", tmp_path / "g.npz", "--to", "transformers.GPT2", status=2)
+    out = said(
+        capsys,
+        "convert",
+        tmp_path / "w.npz",
+        tmp_path / "g.npz",
+        "--to",
+        "transformers.GPT2",
+        status=2,
+    )
     said(capsys, *accepted(out))
     assert (tmp_path / "g.npz").exists()
 
@@ -452,7 +550,9 @@ def test_losses_and_biases_are_both_listed(llama, capsys, tmp_path):
 def test_unnamed_weights_cannot_be_dropped(capsys, tmp_path):
     """gpt-oss's sinks cannot be dropped: the error lists layouts that hold them, and one works."""
     saved("gpt_oss", tmp_path / "model")
-    out = said(capsys, "convert", tmp_path / "model", tmp_path / "a.npz", "--to", "flax.nnx", status=2)
+    out = said(
+        capsys, "convert", tmp_path / "model", tmp_path / "a.npz", "--to", "flax.nnx", status=2
+    )
     assert refuses("the layer", "['sinks']", hint="canonical, ").is_printed_in(out)
     assert all(name in out for name in ("rope.scaling", "window_size"))
     assert "--drop" not in out
@@ -471,12 +571,22 @@ def test_norms_raise_or_are_dropped(capsys, tmp_path):
             weights, spec = one.load()
             assert other.spec == replace(spec, qk_norm=None)
             assert other.dropped == ("qk_norm",)
-            assert same_tensors(other.load()[0], {name: x for name, x in weights.items() if "norm" not in name})
+            assert same_tensors(
+                other.load()[0], {name: x for name, x in weights.items() if "norm" not in name}
+            )
     assert not any("norm" in name for name in load_file(target) if "self_attn" in name)
     out = said(capsys, "verify", tmp_path / "model", target, status=2)
     assert refuses("the layers", "qk_norm=Norm(").is_printed_in(out)
     saved("deepseek_v3", tmp_path / "latents")
-    out = said(capsys, "convert", tmp_path / "latents", tmp_path / "l.npz", "--to", "transformers.Phi", status=2)
+    out = said(
+        capsys,
+        "convert",
+        tmp_path / "latents",
+        tmp_path / "l.npz",
+        "--to",
+        "transformers.Phi",
+        status=2,
+    )
     assert "['kv_a_norm.weight', " in out
     assert "--drop" not in out
 
@@ -485,14 +595,27 @@ def test_latent_factors_are_rejected(capsys, tmp_path):
     """DeepSeek-V3's latents convert to MaxText bit for bit; LongCat's factors raise an error."""
     for name in ("deepseek_v3", "longcat_flash"):
         saved(name, tmp_path / name)
-    to = ("--to", "maxtext.MLA", "--rest", "drop", "--to-prefix", "params.decoder.moe_layers_{i}.self_attention")
+    to = (
+        "--to",
+        "maxtext.MLA",
+        "--rest",
+        "drop",
+        "--to-prefix",
+        "params.decoder.moe_layers_{i}.self_attention",
+    )
     said(capsys, "convert", tmp_path / "deepseek_v3", tmp_path / "m.npz", *to)
     out = said(capsys, "verify", tmp_path / "deepseek_v3", tmp_path / "m.npz")
     assert "in all 2 layers: 2 the same, bit for bit" in " ".join(out.split())
     out = said(capsys, "convert", tmp_path / "longcat_flash", tmp_path / "l.npz", *to, status=2)
     assert refuses("…", {"latent.factors": ...}).is_printed_in(out)
     out = said(
-        capsys, "convert", tmp_path / "longcat_flash", tmp_path / "l.npz", "--to", "transformers.DeepSeek", status=2
+        capsys,
+        "convert",
+        tmp_path / "longcat_flash",
+        tmp_path / "l.npz",
+        "--to",
+        "transformers.DeepSeek",
+        status=2,
     )
     assert refuses("…", {"latent.factors": ...}).is_printed_in(out)
 
@@ -525,7 +648,8 @@ def test_biases_are_added_on_request(llama, capsys, tmp_path):
     folder.mkdir()
     tensors = load_file(llama / "model.safetensors")
     tensors = {
-        name: np.concatenate([x, x]) if "k_proj" in name or "v_proj" in name else x for name, x in tensors.items()
+        name: np.concatenate([x, x]) if "k_proj" in name or "v_proj" in name else x
+        for name, x in tensors.items()
     }
     np.savez(folder / "model.npz", **tensors)
     (folder / "config.json").write_text(json.dumps(config))
@@ -556,7 +680,10 @@ def test_missing_key_bias_needs_fill_bias(target, got, capsys, tmp_path):
     assert refuses("the layer", got, remedy={"--fill-bias": True}).is_printed_in(out)
     assert "--fill-bias adds biases of zeros" in out
     said(capsys, *told, "--fill-bias")
-    with open_layers(tmp_path / "model") as before, open_layers(tmp_path / "p.safetensors") as after:
+    with (
+        open_layers(tmp_path / "model") as before,
+        open_layers(tmp_path / "p.safetensors") as after,
+    ):
         for one, other in zip(before, after, strict=True):
             weights = other.load()[0]
             assert not weights.pop("k_proj.bias").any()
@@ -578,9 +705,9 @@ def test_inspect_lists_equal_layers_once(tmp_path, capsys):
     assert len(list(folder.glob("*.safetensors"))) > 2
     (folder / "config.json").unlink()
     out = said(capsys, "inspect", folder, "--num-heads", "4")
-    assert [line.split()[:3] for line in out.splitlines() if line.startswith(" layers.{i}.self_attn ")] == [
-        ["layers.{i}.self_attn", "12", "transformers.LLaMA"]
-    ]
+    assert [
+        line.split()[:3] for line in out.splitlines() if line.startswith(" layers.{i}.self_attn ")
+    ] == [["layers.{i}.self_attn", "12", "transformers.LLaMA"]]
 
 
 def test_shards_are_found_by_target_name(llama, capsys, tmp_path):
@@ -596,7 +723,11 @@ def test_inspect_explains_misfit_layers(llama, capsys, tmp_path):
     told = json.loads((llama / "config.json").read_text())
     for name, changes, why in (
         ("biases", {"attention_bias": True}, "missing"),
-        ("heads", {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}, "q_proj.weight.shape="),
+        (
+            "heads",
+            {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64},
+            "q_proj.weight.shape=",
+        ),
     ):
         shutil.copytree(llama, tmp_path / name)
         (tmp_path / name / "config.json").write_text(json.dumps(told | changes))
@@ -607,11 +738,20 @@ def test_inspect_explains_misfit_layers(llama, capsys, tmp_path):
 @pytest.mark.parametrize("name", ["weight_scale_inv", "weight.absmax", "SCB", "scales"])
 def test_quantized_safetensors_raise(llama, capsys, tmp_path, name):
     """Scales of quantized weights make convert and run exit with 2; `inspect` suggests GGUF."""
-    more = {f"layers.{i}.self_attn.{each}_proj.{name}": np.ones((1, 1), np.float32) for i in (0, 1) for each in "qkvo"}
+    more = {
+        f"layers.{i}.self_attn.{each}_proj.{name}": np.ones((1, 1), np.float32)
+        for i in (0, 1)
+        for each in "qkvo"
+    }
     folder = with_tensors(llama, tmp_path / "quantised", more)
-    for command in (("convert", folder, tmp_path / "c.npz", "--to", "canonical"), ("run", "--model", folder)):
+    for command in (
+        ("convert", folder, tmp_path / "c.npz", "--to", "canonical"),
+        ("run", "--model", folder),
+    ):
         assert "quantized" in said(capsys, *command, status=2)
-    assert "quantized weights are read only from GGUF" in " ".join(said(capsys, "inspect", folder).split())
+    assert "quantized weights are read only from GGUF" in " ".join(
+        said(capsys, "inspect", folder).split()
+    )
 
 
 def test_unusable_config_is_explained(llama, capsys, tmp_path):
@@ -619,7 +759,9 @@ def test_unusable_config_is_explained(llama, capsys, tmp_path):
     command = ("convert", tmp_path / "m", tmp_path / "c.npz", "--to", "canonical")
     shutil.copytree(llama, tmp_path / "m")
     told = json.loads((llama / "config.json").read_text())
-    (tmp_path / "m" / "config.json").write_text(json.dumps(told | {"model_type": "unseen", "rope_parameters": None}))
+    (tmp_path / "m" / "config.json").write_text(
+        json.dumps(told | {"model_type": "unseen", "rope_parameters": None})
+    )
     assert "model_type 'unseen'" in said(capsys, *command, status=2)
     (tmp_path / "m" / "config.json").unlink()
     assert refuses("--from", hint="no config.json").is_printed_in(said(capsys, *command, status=2))
@@ -651,7 +793,10 @@ def test_one_from_applies_to_unlabeled_file(llama, capsys, tmp_path):
     bare.write_bytes((llama / "model.safetensors").read_bytes())
     told = ("--from", "transformers.LLaMA", "--prefix", "layers.{i}.self_attn", "--num-heads", "4")
     out = said(capsys, "verify", bare, tmp_path / "j.safetensors", *told, status=2)
-    assert "rope=None and Rope(theta=10000.0); --rope-theta 10000, or rope=Rope(10000), sets it for the other" in out
+    assert (
+        "rope=None and Rope(theta=10000.0); --rope-theta 10000, or rope=Rope(10000), sets it for "
+        "the other" in out
+    )
     out = said(capsys, "verify", bare, tmp_path / "j.safetensors", *told, "--rope-theta", "1e4")
     assert "bit for bit" in out
 
@@ -694,7 +839,9 @@ def test_inspect_shows_long_prefixes_whole(llama, capsys, tmp_path, monkeypatch)
 def test_other_layer_types_are_not_converted(capsys, tmp_path):
     """`convert` writes the one attention layer of Qwen3-Next, bit for bit, and skips the others."""
     saved("qwen3_next", tmp_path / "model")
-    out = said(capsys, "convert", tmp_path / "model", tmp_path / "c.safetensors", "--to", "canonical")
+    out = said(
+        capsys, "convert", tmp_path / "model", tmp_path / "c.safetensors", "--to", "canonical"
+    )
     assert out.startswith("1 attention layer,")
     assert "bit for bit" in said(capsys, "verify", tmp_path / "model", tmp_path / "c.safetensors")
 
@@ -709,7 +856,13 @@ PARTS = {
         transformers.Qwen2VLForConditionalGeneration,
         {
             "text_config": TEXT_PART,
-            "vision_config": {"depth": 1, "embed_dim": 32, "num_heads": 4, "hidden_size": 32, "patch_size": 2},
+            "vision_config": {
+                "depth": 1,
+                "embed_dim": 32,
+                "num_heads": 4,
+                "hidden_size": 32,
+                "patch_size": 2,
+            },
         },
     ),
 }
@@ -728,13 +881,22 @@ def test_unknown_model_parts_are_reported(name, tmp_path, capsys):
     ):
         capsys.readouterr()
         assert (why in " ".join(said(capsys, *told).split())) == (name == "qwen2_vl"), told
-    out = said(capsys, "run", "--model", tmp_path / "m", "--backends", "torch", status=2 if name == "qwen2_vl" else 0)
+    out = said(
+        capsys,
+        "run",
+        "--model",
+        tmp_path / "m",
+        "--backends",
+        "torch",
+        status=2 if name == "qwen2_vl" else 0,
+    )
     why = "NOT compared: vision_config (model_type 'qwen2_vl_vision' is not covered"
     assert (why in out.splitlines()[-1]) == (name == "qwen2_vl")
     assert len(layers_in(tmp_path / "c.safetensors")) == len(layers_in(tmp_path / "m")) == count
 
 
-# ---- Other tensors and files of released checkpoints -----------------------------------------------------------------
+# ---- Other tensors and files of released checkpoints
+# -----------------------------------------------------------------
 
 
 def with_tensors(folder, target, more):
@@ -748,10 +910,17 @@ def with_tensors(folder, target, more):
 def test_extra_layers_are_not_converted(llama, capsys, tmp_path):
     """Layers beyond the configured number are not converted, and are reported as not compared."""
     tensors = load_file(llama / "model.safetensors")
-    more = {name.replace("layers.1.", "layers.2."): x for name, x in tensors.items() if "layers.1." in name}
+    more = {
+        name.replace("layers.1.", "layers.2."): x
+        for name, x in tensors.items()
+        if "layers.1." in name
+    }
     folder = with_tensors(llama, tmp_path / "more", more)
     with pytest.warns(NotCarriedWarning, match=r"does not describe them: layers\.\{i\}\.self_attn"):
-        assert [label for label, *_ in layers_in(folder)] == ["layers.0.self_attn", "layers.1.self_attn"]
+        assert [label for label, *_ in layers_in(folder)] == [
+            "layers.0.self_attn",
+            "layers.1.self_attn",
+        ]
     out = said(capsys, "convert", folder, tmp_path / "c.safetensors", "--to", "canonical")
     assert out.startswith("2 attention layers")
     out = said(capsys, "verify", folder, tmp_path / "c.safetensors", status=2)
@@ -771,14 +940,23 @@ def test_layers_missing_in_file_are_named(llama, capsys, tmp_path):
     save_file(some, tmp_path / "part" / "model.safetensors")
     (tmp_path / "part" / "config.json").write_text((llama / "config.json").read_text())
     words = "missing in the file, though its config.json requires them: layers.1.self_attn (1)"
-    assert words in said(capsys, "convert", tmp_path / "part", tmp_path / "c.npz", "--to", "canonical")
+    assert words in said(
+        capsys, "convert", tmp_path / "part", tmp_path / "c.npz", "--to", "canonical"
+    )
     assert words not in said(capsys, "convert", llama, tmp_path / "d.npz", "--to", "canonical")
-    words = f"NOT compared: 1 layer, layers.1.self_attn (not in {tmp_path / 'part'}, although its config.json"
-    assert words in said(capsys, "run", "--backends", "torch", "--model", tmp_path / "part", status=2)
+    words = (
+        f"NOT compared: 1 layer, layers.1.self_attn (not in {tmp_path / 'part'}, although its "
+        f"config.json"
+    )
+    assert words in said(
+        capsys, "run", "--backends", "torch", "--model", tmp_path / "part", status=2
+    )
     for command in ("verify", "diagnose"):  # they require the same number of layers
         out = said(capsys, command, llama, tmp_path / "part", status=2)
         assert f"not compared: layers.1.self_attn (not in {tmp_path / 'part'}" in out
-    assert "not compared" not in said(capsys, "run", "--backends", "torch", "--model", llama).lower()
+    assert (
+        "not compared" not in said(capsys, "run", "--backends", "torch", "--model", llama).lower()
+    )
 
 
 @pytest.fixture
@@ -818,7 +996,10 @@ def test_linear_attention_layers_are_counted(capsys, tmp_path):
     capsys.readouterr()
     out = said(capsys, "run", "--model", tmp_path / "model", "--backends", "torch", "--quiet")
     count = sum(layer.spec is None for layer in specs_of(tmp_path / "model"))
-    words = f"nothing to compare in {count} layer{'s' * (count > 1)} (linear_attention is not attention over keys)"
+    words = (
+        f"nothing to compare in {count} layer{'s' * (count > 1)} (linear_attention is not "
+        f"attention over keys)"
+    )
     assert words in out.splitlines()[-1]
 
 
@@ -835,7 +1016,9 @@ def test_unexercised_window_is_reported(gemma, capsys, tmp_path):
     assert "(--seq-len 11 would)" in line
     (entry,) = json.loads(path.read_text())["not_exercised"]
     assert (entry["what"], entry["num_tokens"], entry["needed"]) == ("a window of 10", 9, 11)
-    assert "NOT exercised" not in said(capsys, *command, "--against", "transformers", "--seq-len", "11")
+    assert "NOT exercised" not in said(
+        capsys, *command, "--against", "transformers", "--seq-len", "11"
+    )
     assert json.loads(path.read_text())["not_exercised"] == []
 
 
@@ -846,7 +1029,9 @@ def test_unexercised_window_is_reported(gemma, capsys, tmp_path):
 )
 def test_unusable_seq_len_raises_one_line(length, refusal, gemma, capsys):
     """A sequence length that is too small or too large exits with 2 and one line."""
-    out = said(capsys, "run", "--model", gemma, "--backends", "torch", f"--seq-len={length}", status=2)
+    out = said(
+        capsys, "run", "--model", gemma, "--backends", "torch", f"--seq-len={length}", status=2
+    )
     assert len(out.splitlines()) == 1
     assert refusal.is_printed_in(out)
 
@@ -873,11 +1058,15 @@ def test_unused_t5_bias_is_ignored(tmp_path):
     """A relative bias of T5's cross-attention, which is not used, changes no layer."""
     saved("t5", tmp_path / "model")
     name = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-    folder = with_tensors(tmp_path / "model", tmp_path / "more", {name: np.ones((8, 4), np.float32)})
+    folder = with_tensors(
+        tmp_path / "model", tmp_path / "more", {name: np.ones((8, 4), np.float32)}
+    )
     before, after = layers_in(tmp_path / "model"), layers_in(folder)
     assert all(same_tensors(one[2], other[2]) for one, other in zip(before, after, strict=True))
     convert_file(folder, tmp_path / "c.safetensors", target="canonical")
-    assert [label for label, *_ in layers_in(tmp_path / "c.safetensors")] == [label for label, *_ in before]
+    assert [label for label, *_ in layers_in(tmp_path / "c.safetensors")] == [
+        label for label, *_ in before
+    ]
 
 
 def test_truncated_config_raises(llama, capsys, tmp_path):

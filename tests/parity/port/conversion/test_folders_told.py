@@ -38,7 +38,9 @@ def llama(folder):
 
 
 def gemma2(folder):
-    return saved(transformers.Gemma2Model(transformers.Gemma2Config(**GROUPED, sliding_window=4)), folder)
+    return saved(
+        transformers.Gemma2Model(transformers.Gemma2Config(**GROUPED, sliding_window=4)), folder
+    )
 
 
 def converted(path, target):
@@ -53,7 +55,8 @@ def rewritten(path, change=lambda metadata: {}, names=lambda tensors: tensors):
     save_file(names(load_file(path)), path, metadata=metadata | change(metadata))
 
 
-# ---- Several parts, several models -----------------------------------------------------------------------------------
+# ---- Several parts, several models
+# -----------------------------------------------------------------------------------
 
 
 def test_model_parts_have_own_head_counts(tmp_path):
@@ -61,16 +64,23 @@ def test_model_parts_have_own_head_counts(tmp_path):
     config = transformers.CLIPConfig(text_config=TEXT, vision_config=VISION)
     model = saved(transformers.CLIPModel(config), tmp_path)
     with open_layers(tmp_path) as layers:
-        found = {(layer.label.split(".")[0], layer.spec.num_heads, layer.model.is_causal) for layer in layers}
+        found = {
+            (layer.label.split(".")[0], layer.spec.num_heads, layer.model.is_causal)
+            for layer in layers
+        }
     assert found == {("text_model", 4, True), ("vision_model", 2, False)}
     for part, heads in (("text_model", 4), ("vision_model", 2)):
         path = f"{part}.encoder.layers.1.self_attn"
-        assert from_transformers(model.get_submodule(path), config, 1, path=path)[0].num_heads == heads
+        assert (
+            from_transformers(model.get_submodule(path), config, 1, path=path)[0].num_heads == heads
+        )
 
 
 def without(*words):
     """Return a filter that keeps tensors unless their names have all of some words."""
-    return lambda tensors: {name: x for name, x in tensors.items() if not all(word in name for word in words)}
+    return lambda tensors: {
+        name: x for name, x in tensors.items() if not all(word in name for word in words)
+    }
 
 
 @pytest.mark.parametrize("part", ["text", "vision"])
@@ -78,16 +88,30 @@ def test_layer_missing_in_one_part_is_named(part, tmp_path, capsys):
     """`convert` names a layer that one part of CLIP lacks, and the part's configuration."""
     config = transformers.CLIPConfig(text_config=TEXT, vision_config=VISION)
     saved(transformers.CLIPModel(config), tmp_path / "model")
-    assert main(["convert", str(tmp_path / "model"), str(tmp_path / "whole.npz"), "--to", "canonical"]) == 0
+    assert (
+        main(["convert", str(tmp_path / "model"), str(tmp_path / "whole.npz"), "--to", "canonical"])
+        == 0
+    )
     assert "its config.json requires" not in capsys.readouterr().err
-    rewritten(tmp_path / "model" / "model.safetensors", names=without(f"{part}_model", "layers.1.self_attn"))
-    assert main(["convert", str(tmp_path / "model"), str(tmp_path / "c.npz"), "--to", "canonical"]) == 0
-    assert f"requires them: encoder.layers.1.self_attn of {part}_config (1)" in capsys.readouterr().err
+    rewritten(
+        tmp_path / "model" / "model.safetensors",
+        names=without(f"{part}_model", "layers.1.self_attn"),
+    )
+    assert (
+        main(["convert", str(tmp_path / "model"), str(tmp_path / "c.npz"), "--to", "canonical"])
+        == 0
+    )
+    assert (
+        f"requires them: encoder.layers.1.self_attn of {part}_config (1)" in capsys.readouterr().err
+    )
 
 
 def test_shared_layers_are_not_missing(tmp_path, capsys):
     """`convert` does not report layers of ALBERT, which share their weights, as missing."""
-    saved(transformers.AlbertModel(transformers.AlbertConfig(**SMALL, embedding_size=16)), tmp_path / "model")
+    saved(
+        transformers.AlbertModel(transformers.AlbertConfig(**SMALL, embedding_size=16)),
+        tmp_path / "model",
+    )
     converted(tmp_path / "model", tmp_path / "c.npz")
     assert "its config.json requires" not in capsys.readouterr().err
 
@@ -113,11 +137,19 @@ def test_unknown_part_is_not_read_as_another(tmp_path):
     """Layers of an unknown vision part are not read with the configuration of the text part."""
     llama(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    parts = {"model_type": "of two", "text_config": config, "vision_config": {"model_type": "nobody's"}}
+    parts = {
+        "model_type": "of two",
+        "text_config": config,
+        "vision_config": {"model_type": "nobody's"},
+    }
     (tmp_path / "config.json").write_text(json.dumps(parts))
 
     def twice(tensors):
-        return {f"{part}.{name}": x for part in ("text_model", "vision_model") for name, x in tensors.items()}
+        return {
+            f"{part}.{name}": x
+            for part in ("text_model", "vision_model")
+            for name, x in tensors.items()
+        }
 
     rewritten(tmp_path / "model.safetensors", names=twice)
     assert specs_in(tmp_path).keys() == {f"text_model.layers.{i}.self_attn" for i in (0, 1)}
@@ -156,7 +188,9 @@ def test_two_models_require_a_prefix(tmp_path):
     llama(tmp_path)
     rewritten(
         tmp_path / "model.safetensors",
-        names=lambda tensors: {f"{who}.{name}": x for who in ("one", "other") for name, x in tensors.items()},
+        names=lambda tensors: {
+            f"{who}.{name}": x for who in ("one", "other") for name, x in tensors.items()
+        },
     )
     with refuses("prefix"):
         specs_in(tmp_path)
@@ -169,8 +203,15 @@ def test_partial_stack_raises(tmp_path):
     saved(transformers.Gemma3TextModel(transformers.Gemma3TextConfig(**options)), tmp_path)
 
     def stacked(tensors, layers):
-        names = [name.removeprefix("layers.0.") for name in tensors if name.startswith("layers.0.self_attn")]
-        return {f"layers.{name}": np.stack([tensors[f"layers.{i}.{name}"] for i in layers]) for name in names}
+        names = [
+            name.removeprefix("layers.0.")
+            for name in tensors
+            if name.startswith("layers.0.self_attn")
+        ]
+        return {
+            f"layers.{name}": np.stack([tensors[f"layers.{i}.{name}"] for i in layers])
+            for name in names
+        }
 
     whole = specs_in(tmp_path)
     path = tmp_path / "model.safetensors"
@@ -185,8 +226,17 @@ def test_partial_stack_raises(tmp_path):
 
 def test_layers_pair_in_any_file_order(tmp_path, capsys):
     """`verify` pairs all six layers of BART, although one file has the encoder first."""
-    options = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in (("layers", 2), ("ffn_dim", 8))}
-    options |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "d_model": 32, "vocab_size": 40}
+    options = {
+        f"{part}_{what}": n
+        for part in ("encoder", "decoder")
+        for what, n in (("layers", 2), ("ffn_dim", 8))
+    }
+    options |= {
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "d_model": 32,
+        "vocab_size": 40,
+    }
     model = saved(transformers.BartModel(transformers.BartConfig(**options)), tmp_path / "a")
     (tmp_path / "b").mkdir()
     torch.save(model.state_dict(), tmp_path / "b" / "pytorch_model.bin")  # the encoder first
@@ -213,7 +263,8 @@ def test_shared_layers_are_listed_once(tmp_path):
         assert [layer.model.index for layer in layers] == [0]
 
 
-# ---- Arguments of the caller -----------------------------------------------------------------------------------------
+# ---- Arguments of the caller
+# -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["config.json", "metadata"])
@@ -225,7 +276,11 @@ def test_repeated_head_count_changes_nothing(tmp_path, own):
     assert {spec.soft_cap for spec in expected.values()} == {50.0}
     if own:
         path = converted(path, tmp_path / "own.safetensors")
-    told = {"layout": "canonical" if own else "transformers.LLaMA", "prefix": "layers.{i}.self_attn", "num_heads": 4}
+    told = {
+        "layout": "canonical" if own else "transformers.LLaMA",
+        "prefix": "layers.{i}.self_attn",
+        "num_heads": 4,
+    }
     assert specs_in(path, **told) == expected
     found = specs_in(path, **told, rope=Rope(500.0))
     assert {spec.rope for spec in found.values()} == {Rope(500.0)}
@@ -275,7 +330,8 @@ def test_layers_without_rope_stay_without(tmp_path):
             specs_in(path, rope=Rope(500.0))
 
 
-# ---- Invalid metadata and configurations -----------------------------------------------------------------------------
+# ---- Invalid metadata and configurations
+# -----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -325,7 +381,8 @@ def test_invalid_config_values_raise(family, changes, argument):
     assert argument in f"{refused.value.argument} {refused.value.rule}"
 
 
-# ---- Live modules ----------------------------------------------------------------------------------------------------
+# ---- Live modules
+# --------------------------------------------------------------------------------------------------
 
 
 def difference(module, found, x, **kwargs):
@@ -342,7 +399,13 @@ def difference(module, found, x, **kwargs):
 def test_t5_block_without_table_raises(name):
     """T5's first block matches ours; the second, which lacks the bias table, raises an error."""
     config = getattr(transformers, f"{name}Config")(
-        d_model=32, d_kv=8, d_ff=16, num_layers=2, num_heads=4, vocab_size=16, decoder_start_token_id=0
+        d_model=32,
+        d_kv=8,
+        d_ff=16,
+        num_layers=2,
+        num_heads=4,
+        vocab_size=16,
+        decoder_start_token_id=0,
     )
     model = getattr(transformers, f"{name}Model")(config).eval()
     first, second = (model.encoder.block[i].layer[0].SelfAttention for i in (0, 1))
@@ -364,7 +427,9 @@ def test_gpt_neox_japanese_output_bias():
     seen = {}
     for index in (0, 1):  # the module returns the bias, and its caller adds it
         model.layers[index].attention.register_forward_hook(
-            lambda module, args, output, index=index: seen.update({index: (args[0], output[0], output[2])})
+            lambda module, args, output, index=index: seen.update(
+                {index: (args[0], output[0], output[2])}
+            )
         )
     with torch.no_grad():
         model(torch.arange(3, 14)[None])
@@ -387,7 +452,10 @@ def test_module_of_another_part_raises():
     text = model.text_model.encoder.layers[0].self_attn
     error, size = difference(text, from_transformers(text, config, 0), torch.randn(1, 5, 32))
     assert error < 1e-5 * size
-    for module in (model.mit.encoder.layers[0].self_attn, model.vision_model.encoder.layers[0].self_attn):
+    for module in (
+        model.mit.encoder.layers[0].self_attn,
+        model.vision_model.encoder.layers[0].self_attn,
+    ):
         with refuses("module", "vision_config"):
             from_transformers(module, config, 0)
     other = model.mit.encoder.layers[0].self_attn  # also by the text's own configuration
@@ -400,7 +468,12 @@ def test_module_of_another_part_raises():
 
 def test_default_head_dim_must_be_configured():
     """head_dim=128, a default of transformers, is read; a configuration without it raises."""
-    options = {**SMALL, "num_key_value_heads": 2, "layer_types": ["full_attention"] * 2, "rope_parameters": None}
+    options = {
+        **SMALL,
+        "num_key_value_heads": 2,
+        "layer_types": ["full_attention"] * 2,
+        "rope_parameters": None,
+    }
     options |= {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
     options |= {"shared_expert_intermediate_size": 8}
     config = transformers.AutoConfig.for_model("kolibri1", **options)

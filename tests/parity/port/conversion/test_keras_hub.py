@@ -1,6 +1,7 @@
 """Layers of keras-hub, a check independent of transformers, have the same output as ours.
 
-They are written in Keras, from papers and checkpoints; here they run on PyTorch with random weights.
+They are written in Keras, from papers and checkpoints; here they run on PyTorch with random
+weights.
 """
 
 import importlib
@@ -30,7 +31,9 @@ from mha_spec import (
 from parity import convert, load_into
 
 with pytest.MonkeyPatch.context() as _environment:
-    _environment.setenv("KERAS_BACKEND", "torch")  # on JAX it would not run under conftest's strict promotion
+    _environment.setenv(
+        "KERAS_BACKEND", "torch"
+    )  # on JAX it would not run under conftest's strict promotion
     importlib.import_module("keras_hub")
 
 LENGTH, WIDTH = 40, 32
@@ -62,7 +65,10 @@ def of_neox(arrays):
     parts = zip("qkv", np.split(kernel, 3, axis=2), np.split(bias, 3, axis=1), strict=True)
     weights = {}
     for name, weight, its_bias in parts:
-        weights |= {f"{name}_proj.weight": weight.reshape(WIDTH, -1).T, f"{name}_proj.bias": its_bias.reshape(-1)}
+        weights |= {
+            f"{name}_proj.weight": weight.reshape(WIDTH, -1).T,
+            f"{name}_proj.bias": its_bias.reshape(-1),
+        }
     return weights | {
         "out_proj.weight": arrays["attention_output.kernel"].T,
         "out_proj.bias": arrays["attention_output.bias"],
@@ -71,7 +77,10 @@ def of_neox(arrays):
 
 def of_t5(arrays):
     projections = {"q": "query", "k": "key", "v": "value", "out": "output"}
-    weights = {f"{name}_proj.weight": arrays[f"{each}_projector.kernel"].T for name, each in projections.items()}
+    weights = {
+        f"{name}_proj.weight": arrays[f"{each}_projector.kernel"].T
+        for name, each in projections.items()
+    }
     return weights | {"relative_bias": arrays["embeddings"]}
 
 
@@ -80,10 +89,19 @@ def of_qwen35(arrays):
     query, gate = np.split(arrays["query.kernel"], 2, axis=2)
     weights = {
         f"{name}_proj.weight": kernel.reshape(WIDTH, -1).T
-        for name, kernel in (("q", query), ("gate", gate), ("k", arrays["key.kernel"]), ("v", arrays["value.kernel"]))
+        for name, kernel in (
+            ("q", query),
+            ("gate", gate),
+            ("k", arrays["key.kernel"]),
+            ("v", arrays["value.kernel"]),
+        )
     }
     norms = {f"{name[0]}_norm.weight": arrays[f"{name}_norm.scale"] for name in ("query", "key")}
-    return weights | norms | {"out_proj.weight": arrays["attention_output.kernel"].reshape(-1, WIDTH).T}
+    return (
+        weights
+        | norms
+        | {"out_proj.weight": arrays["attention_output.kernel"].reshape(-1, WIDTH).T}
+    )
 
 
 @dataclass(frozen=True)
@@ -107,19 +125,27 @@ class Voice:
     def made(self) -> Any:
         """The layer with random weights; vectors such as weights of norms have no values near 0."""
         family, module, name = self.layer.split(".")
-        layer = getattr(importlib.import_module(f"keras_hub.src.models.{family}.{module}"), name)(**self.options)
-        self.call(layer, torch.zeros(1, 2, WIDTH), torch.ones(1, 2, 2, dtype=torch.bool))  # builds the layer
+        layer = getattr(importlib.import_module(f"keras_hub.src.models.{family}.{module}"), name)(
+            **self.options
+        )
+        self.call(
+            layer, torch.zeros(1, 2, WIDTH), torch.ones(1, 2, 2, dtype=torch.bool)
+        )  # builds the layer
         rng = np.random.default_rng(0)
         for variable in layer.variables:
             values = rng.standard_normal(variable.shape)
             is_matrix = len(variable.shape) > 1 and "bias" not in variable.path
-            variable.assign(values * 0.3 if is_matrix else np.sign(values) * (0.4 + 0.4 * np.abs(values)))
+            variable.assign(
+                values * 0.3 if is_matrix else np.sign(values) * (0.4 + 0.4 * np.abs(values))
+            )
         return layer
 
     def weights(self, layer: Any) -> Mapping[str, np.ndarray]:
         """Our weights, with the same values."""
         arrays = {
-            variable.path.removeprefix(f"{layer.name}/").replace("/", "."): variable.value.detach().numpy()
+            variable.path.removeprefix(f"{layer.name}/").replace(
+                "/", "."
+            ): variable.value.detach().numpy()
             for variable in layer.variables
         }
         source = as_layout(self.source, self.spec) if isinstance(self.source, str) else self.source
@@ -131,7 +157,11 @@ VOICES = {
         "llama.llama_attention.LlamaAttention",
         plain(rope=Rope(5e5, scaling=Llama3Scaling(8.0, 64))),
         HEADS
-        | {"rope_max_wavelength": 5e5, "rope_pretraining_sequence_length": 64, "rope_frequency_adjustment_factor": 8.0}
+        | {
+            "rope_max_wavelength": 5e5,
+            "rope_pretraining_sequence_length": 64,
+            "rope_frequency_adjustment_factor": 8.0,
+        }
         | {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0},
     ),
     "Qwen3": Voice(
@@ -156,7 +186,13 @@ VOICES = {
     "Gemma 3": Voice(
         "gemma3.gemma3_attention.CachedGemma3Attention",
         wide(rope=Rope(1e6, scaling=LinearScaling(8.0)), qk_norm=Norm(weight="1+w")),
-        HEADS | {"head_dim": 16, "use_query_key_norm": True, "rope_wavelength": 1e6, "rope_scaling_factor": 8.0},
+        HEADS
+        | {
+            "head_dim": 16,
+            "use_query_key_norm": True,
+            "rope_wavelength": 1e6,
+            "rope_scaling_factor": 8.0,
+        },
         "keras_hub.Gemma",
     ),
     "gpt-oss": Voice(
@@ -207,10 +243,18 @@ VOICES = {
             scale=1.0,
             relative_bias=RelativeBias(bidirectional=False),
         ),
-        {"is_decoder": True, "hidden_dim": WIDTH, "key_value_dim": 8, "num_heads": 4, "dropout": 0.0}
+        {
+            "is_decoder": True,
+            "hidden_dim": WIDTH,
+            "key_value_dim": 8,
+            "num_heads": 4,
+            "dropout": 0.0,
+        }
         | {"use_relative_attention_bias": True},
         of_t5,
-        lambda layer, x, seen: layer.call(x, mask=seen)[0],  # `mask` of __call__ has another meaning in Keras
+        lambda layer, x, seen: layer.call(x, mask=seen)[
+            0
+        ],  # `mask` of __call__ has another meaning in Keras
     ),
 }
 
@@ -225,7 +269,11 @@ def test_keras_hub_layer_matches_ours(name):
     seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().expand(2, -1, -1)
     expected = voice.call(layer, torch.from_numpy(x), seen).detach().numpy()
     for sibling in SIBLINGS.values():
-        module = load_into(sibling.module("MultiHeadAttention", voice.spec), voice.weights(layer), voice.spec)
-        for need_weights in (False, True) if sibling.name == "torch" else (False,):  # each would compile again in JAX
+        module = load_into(
+            sibling.module("MultiHeadAttention", voice.spec), voice.weights(layer), voice.spec
+        )
+        for need_weights in (
+            (False, True) if sibling.name == "torch" else (False,)
+        ):  # each would compile again in JAX
             output, _ = module(sibling.array(x), is_causal=True, need_weights=need_weights)
             check_near(sibling.numpy(output), expected, f"{name} in {sibling.name}", 2 * NEAR)

@@ -11,12 +11,30 @@ from helpers.tensors import bits_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mha_spec import Alibi, Gate, GridBias, InputError, Latent, LinearScaling, Norm, RelativeBias, Rope, Temperature
+from mha_spec import (
+    Alibi,
+    Gate,
+    GridBias,
+    InputError,
+    Latent,
+    LinearScaling,
+    Norm,
+    RelativeBias,
+    Rope,
+    Temperature,
+)
 from parity import AttentionSpec, random_weights
 from parity.measure.core.weights import check_weights, dtype_named, weight_shapes
 from parity.port.conversion.layouts.canonical import from_canonical, to_canonical
 from parity.port.conversion.layouts.detection import placements
-from parity.port.conversion.layouts.layout import RULES, SHARING, Layout, Tensor, with_dropped, without
+from parity.port.conversion.layouts.layout import (
+    RULES,
+    SHARING,
+    Layout,
+    Tensor,
+    with_dropped,
+    without,
+)
 from parity.port.conversion.layouts.losses import Written, check_losses
 from parity.port.conversion.layouts.tables import LAYOUTS
 
@@ -27,7 +45,8 @@ MHA = AttentionSpec(12, 4, head_dim=3)
 GQA = AttentionSpec(10, 6, num_kv_heads=2, head_dim=4, d_in=7)
 
 
-# ---- Layers, and arrays of any values --------------------------------------------------------------------------------
+# ---- Layers, and arrays of any values
+# --------------------------------------------------------------------------------
 
 
 @st.composite
@@ -40,7 +59,9 @@ def layers(draw, layout):
     rope = draw(st.sampled_from([None, Rope(500.0)]))
     head_dim = draw(sizes) * (2 if rope or "even" in rules else 1)
     d_model, d_in = [num_heads * head_dim] * 2 if "square" in rules else (draw(sizes), draw(sizes))
-    qkv_bias, out_bias = (True, True) if "biases" in rules else (draw(st.booleans()), draw(st.booleans()))
+    qkv_bias, out_bias = (
+        (True, True) if "biases" in rules else (draw(st.booleans()), draw(st.booleans()))
+    )
     qkv_bias &= "no biases" not in rules
     out_bias &= not rules & {"no biases", "no out bias"}
     spec = AttentionSpec(
@@ -52,7 +73,9 @@ def layers(draw, layout):
         d_kv=d_in if rope or "one width" in rules else draw(sizes),
         qkv_bias=qkv_bias,
         out_bias=qkv_bias if "biases or none" in rules else out_bias or "out bias" in rules,
-        out_proj=draw(st.booleans()) if not rules & {"out_proj", "no out_proj"} else "out_proj" in rules,
+        out_proj=draw(st.booleans())
+        if not rules & {"out_proj", "no out_proj"}
+        else "out_proj" in rules,
         rope=rope,
     )
     assume(all(RULES[rule].holds(spec) for rule in rules))
@@ -97,7 +120,10 @@ def example(layout):
     It has four heads in two groups, or as many as the rules require.
     """
     rules = set(layout.rules)
-    square, groups = "square" in rules, max([2, *(int(rule[0]) for rule in rules if rule.endswith(" parts"))])
+    square, groups = (
+        "square" in rules,
+        max([2, *(int(rule[0]) for rule in rules if rule.endswith(" parts"))]),
+    )
     return AttentionSpec(
         16 if square else 10,
         2 * groups,
@@ -128,7 +154,8 @@ def packed_layout(holds, *, grouped, **options):
     return Layout(holds, "a layout of a test", "", (tuple(tensors),), grouped=grouped, **options)
 
 
-# ---- Round trips -----------------------------------------------------------------------------------------------------
+# ---- Round trips
+# --------------------------------------------------------------------------------------------------
 
 
 @sample(6, seed=1)
@@ -144,7 +171,9 @@ def test_layout_round_trip_is_exact(layout, data, dtype, seed, order, tell):
     rng = np.random.default_rng(seed)
     weights = {name: any_values(shape, dtype, rng) for name, shape in weight_shapes(spec).items()}
 
-    laid_out = from_canonical({name: in_memory(x, order) for name, x in weights.items()}, spec, layout)
+    laid_out = from_canonical(
+        {name: in_memory(x, order) for name, x in weights.items()}, spec, layout
+    )
     back, found = to_canonical(laid_out, layout, **told(spec))
 
     assert bits_of(back) == bits_of(weights)
@@ -165,13 +194,17 @@ def test_layout_round_trip_is_exact(layout, data, dtype, seed, order, tell):
         for name, x in from_canonical(ones, spec, layout).items()
     }
 
-    weights, found = to_canonical({name: in_memory(x, order) for name, x in tensors.items()}, layout, **told(spec))
+    weights, found = to_canonical(
+        {name: in_memory(x, order) for name, x in tensors.items()}, layout, **told(spec)
+    )
 
     assert bits_of(from_canonical(weights, found, layout)) == bits_of(tensors)
 
 
 ASK_FOR_HEAD_DIM = {
-    "megatron": refuses("head_dim", num_heads=4, head_dim=4, d_model=10),  # or it is a rank's share of more heads
+    "megatron": refuses(
+        "head_dim", num_heads=4, head_dim=4, d_model=10
+    ),  # or it is a rank's share of more heads
     "meta.LLaMA": refuses("head_dim", num_heads=4, head_dim=4, d_model=10),
     "ttnn": refuses("the heads"),  # which are padded
 }
@@ -196,14 +229,18 @@ def test_one_head_size_is_enough(layout, name):
 @pytest.mark.parametrize("grouped", [False, True], ids=["by projection", "by group"])
 @pytest.mark.parametrize("holds", PACKED)
 @settings(max_examples=50, deadline=None)
-@given(data=st.data(), rope=st.sampled_from(["half", "interleaved"]), padded=st.booleans(), seed=seeds)
+@given(
+    data=st.data(), rope=st.sampled_from(["half", "interleaved"]), padded=st.booleans(), seed=seeds
+)
 def test_packed_round_trip_is_exact(holds, grouped, data, rope, padded, seed):
     """Any packed projections convert and return bit for bit, padded and rotated or not."""
     rules = () if "kv" in holds.split() else ("one width",)
     layout = packed_layout(holds, grouped=grouped, rope=rope, padded=padded)
     spec = data.draw(layers(replace(layout, rules=(*layout.rules, "even", *rules))))
     rng = np.random.default_rng(seed)
-    weights = {name: any_values(shape, "float32", rng) for name, shape in weight_shapes(spec).items()}
+    weights = {
+        name: any_values(shape, "float32", rng) for name, shape in weight_shapes(spec).items()
+    }
 
     laid_out = from_canonical(weights, spec, layout)
     back, found = to_canonical(laid_out, layout, **told(spec))
@@ -213,13 +250,18 @@ def test_packed_round_trip_is_exact(holds, grouped, data, rope, padded, seed):
 
 
 @pytest.mark.parametrize(
-    ("grouped", "expected"), [(False, [10, 11, 20, 21]), (True, [10, 20, 11, 21])], ids=["by projection", "by group"]
+    ("grouped", "expected"),
+    [(False, [10, 11, 20, 21]), (True, [10, 20, 11, 21])],
+    ids=["by projection", "by group"],
 )
 def test_packed_keys_follow_grouping(grouped, expected):
     """Packed keys and values of two groups are in the order of projections or of groups."""
     spec = AttentionSpec(6, 6, num_kv_heads=2)
     weights = {name: np.zeros(shape, np.float32) for name, shape in weight_shapes(spec).items()}
-    weights |= {"k_proj.bias": np.array([10, 11], np.float32), "v_proj.bias": np.array([20, 21], np.float32)}
+    weights |= {
+        "k_proj.bias": np.array([10, 11], np.float32),
+        "v_proj.bias": np.array([20, 21], np.float32),
+    }
     laid_out = from_canonical(weights, spec, packed_layout("q kv", grouped=grouped))
     assert laid_out["kv.bias"].tolist() == expected
 
@@ -263,11 +305,18 @@ def test_converted_arrays_are_copies(layout):
     weights = random_weights(spec)
     laid_out = from_canonical(weights, spec, layout)
     back, _ = to_canonical(laid_out, layout, **told(spec))
-    assert not [name for name, x in laid_out.items() if any(np.shares_memory(x, y) for y in weights.values())]
-    assert not [name for name, x in back.items() if any(np.shares_memory(x, y) for y in laid_out.values())]
+    assert not [
+        name
+        for name, x in laid_out.items()
+        if any(np.shares_memory(x, y) for y in weights.values())
+    ]
+    assert not [
+        name for name, x in back.items() if any(np.shares_memory(x, y) for y in laid_out.values())
+    ]
 
 
-# ---- On paper --------------------------------------------------------------------------------------------------------
+# ---- On paper
+# --------------------------------------------------------------------------------------------------
 
 ONE_HEAD = AttentionSpec(4, 1, qkv_bias=False, out_bias=False)
 
@@ -336,7 +385,16 @@ def test_ttnn_rope_halves_are_padded():
     weights = {name: x + 1 for name, x in numbered(spec).items()}
     laid_out = from_canonical(weights, spec, LAYOUTS["ttnn"])
     assert laid_out["qkv_proj.weight"].shape == (4, 6 * 64)
-    assert features(laid_out["out_proj.weight"][:, 0]) == {0: 1, 1: 2, 32: 3, 33: 4, 64: 5, 65: 6, 96: 7, 97: 8}
+    assert features(laid_out["out_proj.weight"][:, 0]) == {
+        0: 1,
+        1: 2,
+        32: 3,
+        33: 4,
+        64: 5,
+        65: 6,
+        96: 7,
+        97: 8,
+    }
 
 
 def features(x):
@@ -344,7 +402,8 @@ def features(x):
     return {int(place): float(x[place]) for place in np.flatnonzero(x)}
 
 
-# ---- Layers that a layout cannot hold --------------------------------------------------------------------------------
+# ---- Layers that a layout cannot hold
+# --------------------------------------------------------------------------------
 
 # Names of rules; after the colon, how a layer breaks them.
 GROUPS, OUT, NO_OUT, WIDTHS, SQUARE = "no groups", "out_proj", "no out_proj", "one width", "square"
@@ -481,7 +540,11 @@ def check_held_or_refused(name, weight):
     layout, spec = LAYOUTS[name], example(LAYOUTS[name])
     groups = spec.num_heads if weight == "kv_a_proj" else spec.num_kv_heads
     spec = replace(spec, **NAMELESS[weight], num_kv_heads=groups)
-    if any(part.startswith(weight) for tensor in (*layout.tensors, *layout.others) for part in tensor.parts):
+    if any(
+        part.startswith(weight)
+        for tensor in (*layout.tensors, *layout.others)
+        for part in tensor.parts
+    ):
         return  # the layout holds it, as the tests of released layers show
     with refuses("the layer"):
         from_canonical(random_weights(spec), spec, layout)
@@ -541,11 +604,17 @@ def test_rope_scaling_drops_separately():
     assert without(spec, ["rope", "rope.scaling"]).rope is None
 
 
-# ---- Layers that require a specification ---------------------------------------------------------------------------
+# ---- Layers that require a specification
+# ---------------------------------------------------------------------------
 
 NORMED = replace(MHA, d_in=12, qk_norm=Norm("layer", bias=True))
 LATENTS = AttentionSpec(
-    12, 2, head_dim=6, value_head_dim=4, latent=Latent(5, 2, 3), rope=Rope(rotary_dim=2, rotated="last")
+    12,
+    2,
+    head_dim=6,
+    value_head_dim=4,
+    latent=Latent(5, 2, 3),
+    rope=Rope(rotary_dim=2, rotated="last"),
 )
 FACTORS_OF_WIDTHS = {"q_factor": (12 / 3) ** 0.5, "kv_factor": (12 / 5) ** 0.5}
 LONGCAT = replace(LATENTS, latent=replace(LATENTS.latent, **FACTORS_OF_WIDTHS))
@@ -560,20 +629,41 @@ SPECS = {
 }
 OF_IMAGES = ("BERT", "ViT", "ViT-5")
 TOLD = {
-    "canonical, everything": ("canonical", replace(GQA, gate=Gate(bias=True), qk_norm=Norm(), sinks=True)),
-    "canonical, relative bias": ("canonical", replace(MHA, relative_bias=RelativeBias(), qkv_bias=(True, False, True))),
-    **{f"{name}, grid": (f"transformers.{name}", replace(MHA, relative_bias=GridBias(2, 3))) for name in OF_IMAGES},
+    "canonical, everything": (
+        "canonical",
+        replace(GQA, gate=Gate(bias=True), qk_norm=Norm(), sinks=True),
+    ),
+    "canonical, relative bias": (
+        "canonical",
+        replace(MHA, relative_bias=RelativeBias(), qkv_bias=(True, False, True)),
+    ),
+    **{
+        f"{name}, grid": (f"transformers.{name}", replace(MHA, relative_bias=GridBias(2, 3)))
+        for name in OF_IMAGES
+    },
     "canonical, latents": ("canonical", LATENTS),
     "mha_jax, latents": ("mha_jax", LATENTS),
     "mha_jax, gate": ("mha_jax", replace(GQA, gate=Gate(per_head=True), value_head_dim=3)),
     "mha_jax.qkv_proj": ("mha_jax.qkv_proj", replace(NORMED, gate=Gate())),
-    "LLaMA": ("transformers.LLaMA", replace(GQA, qk_norm=Norm(per_head=True), sinks=True, gate=Gate())),
-    "LLaMA, Whisper's biases": ("transformers.LLaMA", replace(MHA, qkv_bias=(True, False, True), value_head_dim=2)),
+    "LLaMA": (
+        "transformers.LLaMA",
+        replace(GQA, qk_norm=Norm(per_head=True), sinks=True, gate=Gate()),
+    ),
+    "LLaMA, Whisper's biases": (
+        "transformers.LLaMA",
+        replace(MHA, qkv_bias=(True, False, True), value_head_dim=2),
+    ),
     "Phi": ("transformers.Phi", NORMED),
     "Persimmon": ("transformers.GPT-NeoX", NORMED),
-    "HunYuan": ("transformers.HunYuan", replace(GQA, qk_norm=Norm(after_rope=True), d_kv=7, rope=Rope())),
+    "HunYuan": (
+        "transformers.HunYuan",
+        replace(GQA, qk_norm=Norm(after_rope=True), d_kv=7, rope=Rope()),
+    ),
     "StableLM": ("transformers.StableLM", replace(GQA, qk_norm=Norm("layer", per_head=True))),
-    "Qwen3-Next": ("transformers.Qwen3-Next", replace(SPECS["transformers.Qwen3-Next"], qk_norm=Norm(weight="1+w"))),
+    "Qwen3-Next": (
+        "transformers.Qwen3-Next",
+        replace(SPECS["transformers.Qwen3-Next"], qk_norm=Norm(weight="1+w")),
+    ),
     "Qwen3-Next, biases": ("transformers.Qwen3-Next", replace(GQA, gate=Gate(bias=True))),
     "DeepSeek": ("transformers.DeepSeek", LATENTS),
     "LongCat": ("transformers.LongCat", LONGCAT),
@@ -583,13 +673,28 @@ TOLD = {
     "ViT-5, BEiT's biases": ("transformers.ViT-5", replace(MHA, qkv_bias=(True, False, True))),
     "maxtext": ("maxtext", replace(GQA, scale=1.0)),
     "maxtext.qkv_proj.2": ("maxtext.qkv_proj.2", replace(OF_ONE_WIDTH, scale=1.0)),
-    "maxtext.qkv_proj.8": ("maxtext.qkv_proj.8", replace(PLAIN, num_heads=16, num_kv_heads=8, scale=1.0)),
+    "maxtext.qkv_proj.8": (
+        "maxtext.qkv_proj.8",
+        replace(PLAIN, num_heads=16, num_kv_heads=8, scale=1.0),
+    ),
     "maxtext.GPT-3": ("maxtext.GPT-3", replace(MHA, d_in=12)),
     "maxtext.MLA": ("maxtext.MLA", SPECS["maxtext.MLA"]),
-    "maxtext.MLA, whole queries": ("maxtext.MLA", replace(LATENTS, latent=Latent(5, 2), qkv_bias=False)),
+    "maxtext.MLA, whole queries": (
+        "maxtext.MLA",
+        replace(LATENTS, latent=Latent(5, 2), qkv_bias=False),
+    ),
     "maxtext, everything": (
         "maxtext",
-        replace(PLAIN, scale=0.5, qk_norm=Norm(), v_norm=Norm(), sinks=True, soft_cap=30.0, window_size=3, rope=Rope()),
+        replace(
+            PLAIN,
+            scale=0.5,
+            qk_norm=Norm(),
+            v_norm=Norm(),
+            sinks=True,
+            soft_cap=30.0,
+            window_size=3,
+            rope=Rope(),
+        ),
     ),
     "maxtext.qkv_proj": ("maxtext.qkv_proj", replace(OF_ONE_WIDTH, scale=1.0, qk_norm=Norm())),
     "maxtext.LLaMA-3.1": ("maxtext.LLaMA-3.1", replace(PLAIN, scale=1.0, rope=Rope(500.0))),
@@ -604,10 +709,19 @@ TOLD = {
     ),
     "keras_hub, Qwen3": ("keras_hub.LLaMA", replace(PLAIN, qk_norm=Norm(), rope=Rope())),
     "keras_hub, gpt-oss": ("keras_hub.LLaMA", replace(OF_ONE_WIDTH, sinks=True, rope=Rope())),
-    "keras_hub, Gemma 3": ("keras_hub.Gemma", replace(PLAIN, qk_norm=Norm(weight="1+w"), soft_cap=30.0, rope=Rope())),
+    "keras_hub, Gemma 3": (
+        "keras_hub.Gemma",
+        replace(PLAIN, qk_norm=Norm(weight="1+w"), soft_cap=30.0, rope=Rope()),
+    ),
     "torchtitan, Qwen3": ("torchtitan.Qwen3", replace(PLAIN, qk_norm=Norm(), rope=Rope())),
-    "torchtitan, gpt-oss": ("torchtitan.Qwen3", replace(OF_ONE_WIDTH, sinks=True, window_size=3, rope=Rope())),
-    "megatron, norms": ("megatron", replace(OF_ONE_WIDTH, qk_norm=Norm("layer", bias=True), sinks=True)),
+    "torchtitan, gpt-oss": (
+        "torchtitan.Qwen3",
+        replace(OF_ONE_WIDTH, sinks=True, window_size=3, rope=Rope()),
+    ),
+    "megatron, norms": (
+        "megatron",
+        replace(OF_ONE_WIDTH, qk_norm=Norm("layer", bias=True), sinks=True),
+    ),
     "megatron.gate": ("megatron.gate", replace(PLAIN, gate=Gate(), qk_norm=Norm(weight="1+w"))),
     "megatron.gate, biases": ("megatron.gate", SPECS["megatron.gate"]),
 }
@@ -626,15 +740,21 @@ def test_specified_round_trip_is_exact(case):
     assert sum(x.size for x in laid_out.values()) == sum(x.size for x in weights.values())
     for gone in laid_out:
         with refuses("tensors", "missing"):
-            to_canonical({each: x for each, x in laid_out.items() if each != gone}, LAYOUTS[name], spec=spec)
+            to_canonical(
+                {each: x for each, x in laid_out.items() if each != gone}, LAYOUTS[name], spec=spec
+            )
     with refuses("tensors", "unknown names ['extra']"):
         to_canonical({**laid_out, "extra": np.zeros(3, np.float32)}, LAYOUTS[name], spec=spec)
     with refuses("tensors"):
-        to_canonical({each: np.concatenate([x, x]) for each, x in laid_out.items()}, LAYOUTS[name], spec=spec)
+        to_canonical(
+            {each: np.concatenate([x, x]) for each, x in laid_out.items()}, LAYOUTS[name], spec=spec
+        )
 
 
 @sample(6, seed=7)
-@pytest.mark.parametrize("case", [case for case, (_, spec) in TOLD.items() if "Whisper" not in case])
+@pytest.mark.parametrize(
+    "case", [case for case, (_, spec) in TOLD.items() if "Whisper" not in case]
+)
 def test_hidden_features_require_a_spec(case):
     """Layers with features that shapes do not show raise an error without a specification."""
     name, spec = TOLD[case]
@@ -662,17 +782,23 @@ def test_scalar_gate_per_head_is_rejected(name):
 
 
 @pytest.mark.parametrize("name", ["canonical", "W_q", "W_Q", "w_q", "W_query"])
-@pytest.mark.parametrize("spec", [replace(GQA, d_kv=9), replace(GQA, out_proj=False), replace(GQA, out_bias=False)])
+@pytest.mark.parametrize(
+    "spec", [replace(GQA, d_kv=9), replace(GQA, out_proj=False), replace(GQA, out_bias=False)]
+)
 def test_four_linear_layouts_hold_any_layer(name, spec):
     """Layouts of four linear layers hold any d_kv, and layers without out_proj or its bias."""
     weights = random_weights(spec)
-    back, _ = to_canonical(from_canonical(weights, spec, LAYOUTS[name]), LAYOUTS[name], **told(spec))
+    back, _ = to_canonical(
+        from_canonical(weights, spec, LAYOUTS[name]), LAYOUTS[name], **told(spec)
+    )
     assert bits_of(back) == bits_of(weights)
 
 
 def test_all_broken_rules_are_reported():
     """A layer that is grouped and not square raises an error with the values of both rules."""
-    with refuses("the layer", num_heads=GQA.num_heads, num_kv_heads=GQA.num_kv_heads, d_model=GQA.d_model):
+    with refuses(
+        "the layer", num_heads=GQA.num_heads, num_kv_heads=GQA.num_kv_heads, d_model=GQA.d_model
+    ):
         from_canonical(random_weights(GQA), GQA, LAYOUTS["torch.nn.MultiheadAttention"])
 
 
@@ -689,7 +815,12 @@ NOT_SEEN = {"heads.W_query", "maxtext.GPT-3"}  # they require a specification
 @sample(6, seed=8)
 @pytest.mark.parametrize(
     ("name", "rule"),
-    [(name, rule) for name, rules in NOT_HELD.items() for rule in rules if rule in SEEN and name not in NOT_SEEN],
+    [
+        (name, rule)
+        for name, rules in NOT_HELD.items()
+        for rule in rules
+        if rule in SEEN and name not in NOT_SEEN
+    ],
 )
 def test_unsupported_tensors_raise_with_rule(name, rule):
     """Tensors of a layer that breaks a rule of a layout raise an error with the rule."""
@@ -709,16 +840,20 @@ def test_odd_head_dim_has_no_pairs(name):
     to_canonical(tensors, LAYOUTS[name], **told(spec))
 
 
-# ---- Names -----------------------------------------------------------------------------------------------------------
+# ---- Names
+# --------------------------------------------------------------------------------------------------
 
 
 def every(kind, *projections):
-    """Layouts, and the names of their tensors of a kind that hold one of the projections, or any."""
+    """Layouts, and the names of their tensors of a kind that hold one of the projections, or
+    any.
+    """
     return [
         pytest.param(layout, tensor.name.format(n=1), id=f"{name}-{tensor.name}")
         for name, layout in SHOWN.items()
         for tensor in placements(example(layout), layout)[0].tensors
-        if tensor.kind == kind and (not projections or (tensor.holds in projections and not tensor.is_per_head))
+        if tensor.kind == kind
+        and (not projections or (tensor.holds in projections and not tensor.is_per_head))
     ]
 
 
@@ -728,7 +863,9 @@ def test_missing_weight_is_named(layout, name):
     """A missing weight raises an error that names its layer."""
     tensors, spec = tensors_of(layout)
     del tensors[name]
-    layer = name.rpartition(".")[0] or name  # without out_proj.weight, the error names out_proj.bias
+    layer = (
+        name.rpartition(".")[0] or name
+    )  # without out_proj.weight, the error names out_proj.bias
     with refuses("tensors", layer):
         to_canonical(tensors, layout, **told(spec))
 
@@ -771,7 +908,9 @@ def test_known_extra_tensors_are_ignored(layout, name):
     """Masks, buffers and norms next to the weights of a layer do not change its weights."""
     tensors, spec = tensors_of(LAYOUTS[layout])
     expected, _ = to_canonical(tensors, LAYOUTS[layout], **told(spec))
-    found, _ = to_canonical({**tensors, name: np.zeros(4, np.float32)}, LAYOUTS[layout], **told(spec))
+    found, _ = to_canonical(
+        {**tensors, name: np.zeros(4, np.float32)}, LAYOUTS[layout], **told(spec)
+    )
     assert bits_of(found) == bits_of(expected)
 
 
@@ -789,7 +928,9 @@ def test_packed_plus_one_split_weight_raises():
     layout = LAYOUTS["torch.nn.MultiheadAttention"]
     packed, _ = tensors_of(layout, MHA)
     with refuses("tensors", "unknown names ['q_proj_weight']"):
-        to_canonical({**packed, "q_proj_weight": np.zeros((12, 12), np.float32)}, layout, num_heads=4)
+        to_canonical(
+            {**packed, "q_proj_weight": np.zeros((12, 12), np.float32)}, layout, num_heads=4
+        )
 
 
 def test_absent_in_proj_weight_raises():
@@ -824,7 +965,9 @@ def test_partial_qkv_biases_raise(layout, name):
 @pytest.mark.parametrize(("layout", "name"), every("bias", "qkv", "out"))
 def test_qkv_or_output_bias_may_be_absent(layout, name):
     """A layer with biases of only the output, or of all but the output, is read."""
-    layout = replace(layout, rules=tuple(set(layout.rules) - {"biases or none", "biases", "out bias"}))
+    layout = replace(
+        layout, rules=tuple(set(layout.rules) - {"biases or none", "biases", "out bias"})
+    )
     tensors, spec = tensors_of(layout)
     del tensors[name]
     weights, found = to_canonical(tensors, layout, **told(spec))
@@ -832,7 +975,8 @@ def test_qkv_or_output_bias_may_be_absent(layout, name):
     check_weights(weights, found)
 
 
-# ---- Heads with separate tensors -------------------------------------------------------------------------------------
+# ---- Heads with separate tensors
+# -------------------------------------------------------------------------------------
 
 STACK = LAYOUTS["heads.W_query"]
 STACKED = AttentionSpec(6, 3, d_in=5, qkv_bias=False, out_proj=False)
@@ -841,7 +985,11 @@ STACKED = AttentionSpec(6, 3, d_in=5, qkv_bias=False, out_proj=False)
 def test_duplicate_head_raises():
     """A head under both heads.0 and heads.00 raises an error with the second name."""
     tensors, _ = tensors_of(STACK, STACKED)
-    twice = {name.replace("heads.0.", "heads.00."): x for name, x in tensors.items() if name.startswith("heads.0.")}
+    twice = {
+        name.replace("heads.0.", "heads.00."): x
+        for name, x in tensors.items()
+        if name.startswith("heads.0.")
+    }
     with refuses("tensors", "heads.00.W_key.weight"):
         to_canonical(tensors | twice, STACK)
 
@@ -865,7 +1013,9 @@ def test_head_of_other_width_raises():
 def test_bias_of_one_head_raises():
     """Biases of only the first head raise an error that names the second head's."""
     tensors, _ = tensors_of(STACK, STACKED)
-    biases = {f"heads.0.W_{name}.bias": np.zeros(2, np.float32) for name in ("query", "key", "value")}
+    biases = {
+        f"heads.0.W_{name}.bias": np.zeros(2, np.float32) for name in ("query", "key", "value")
+    }
     with refuses("tensors", "heads.1.W_query.bias"):
         to_canonical(tensors | biases, STACK)
 
@@ -885,7 +1035,8 @@ def test_head_stack_shows_head_count():
     assert (spec.num_heads, spec.head_dim) == (3, 2)
 
 
-# ---- Numbers of heads ------------------------------------------------------------------------------------------------
+# ---- Numbers of heads
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -938,9 +1089,14 @@ def test_all_fitting_heads_are_listed(candidate):
 def test_likely_head_sizes_come_first():
     """The error lists heads of 64, 128 and 32 features first, and each flag that decides."""
     rows = {"q": 512, "k": 128, "v": 128, "o": 512}
-    tensors = {f"{name}_proj.weight": np.zeros((size, 512), np.float32) for name, size in rows.items()}
+    tensors = {
+        f"{name}_proj.weight": np.zeros((size, 512), np.float32) for name, size in rows.items()
+    }
     words = refusal_of(tensors, LAYOUTS["transformers.LLaMA"])
-    assert "whose shapes fit 8 x 64 (key/value 2), 4 x 128 (key/value 1), 16 x 32 (key/value 4), " in words
+    assert (
+        "whose shapes fit 8 x 64 (key/value 2), 4 x 128 (key/value 1), 16 x 32 (key/value 4), "
+        in words
+    )
     assert words.endswith("; --num-heads or --num-kv-heads or --head-dim decides")
 
 
@@ -953,7 +1109,9 @@ def test_jointly_required_flags_are_paired():
     assert words.endswith(f"; {' or '.join(pairs)} decides")
 
 
-@pytest.mark.parametrize("candidate", ["4 x 4 (key/value 1)", "4 x 3 (key/value 2)", "4 x 2 (key/value 4)"])
+@pytest.mark.parametrize(
+    "candidate", ["4 x 4 (key/value 1)", "4 x 3 (key/value 2)", "4 x 2 (key/value 4)"]
+)
 def test_ambiguous_heads_list_candidates(candidate):
     """If several heads fit num_heads=4, the error lists them and the flags that decide."""
     tensors = {"qkv_proj.weight": np.zeros((24, 8), np.float32)}
@@ -999,8 +1157,12 @@ def test_head_candidates_are_few_and_sorted():
     tensors = {"qkv_proj.weight": np.zeros((3 * 4096, 8), np.float32)}
     words = refusal_of(tensors, LAYOUTS["qkv_proj"])
     assert words.count(" x ") == 4
-    tensors = {f"{name}.weight": np.zeros((64, 64), np.float32) for name in ("wq", "wk", "wv", "wo")}
-    assert "fit 1 x 64 (key/value 1), 2 x 32 (key/value 2), 4 x 16 " in refusal_of(tensors, LAYOUTS["meta.LLaMA"])
+    tensors = {
+        f"{name}.weight": np.zeros((64, 64), np.float32) for name in ("wq", "wk", "wv", "wo")
+    }
+    assert "fit 1 x 64 (key/value 1), 2 x 32 (key/value 2), 4 x 16 " in refusal_of(
+        tensors, LAYOUTS["meta.LLaMA"]
+    )
 
 
 @sample(6, seed=14)
@@ -1025,7 +1187,8 @@ def test_rope_with_odd_head_dim_raises():
         to_canonical(tensors, LAYOUTS["canonical"], **{**told(spec), "rope": Rope(500.0)})
 
 
-# ---- Values and shapes -----------------------------------------------------------------------------------------------
+# ---- Values and shapes
+# -----------------------------------------------------------------------------------------------
 
 
 @sample(6, seed=15)
@@ -1075,7 +1238,9 @@ def test_non_float_tensor_raises(layout, wrong):
 
 @sample(12, seed=19)
 @every_layout
-@pytest.mark.parametrize("change", [lambda x: x.reshape(-1), lambda x: x[None], lambda x: x[:0], lambda x: x[0, 0]])
+@pytest.mark.parametrize(
+    "change", [lambda x: x.reshape(-1), lambda x: x[None], lambda x: x[:0], lambda x: x[0, 0]]
+)
 def test_weight_of_wrong_rank_or_size_raises(layout, change):
     """A weight that is flattened, sliced, empty or has one axis more raises an error."""
     tensors, spec = tensors_of(layout)
@@ -1107,7 +1272,10 @@ def test_transposed_weight_raises(name, weight):
 
 @pytest.mark.parametrize(
     ("name", "weight", "is_transposed"),
-    [("transformers.BERT", "output.dense.weight", False), ("transformers.GPT2", "c_proj.weight", True)],
+    [
+        ("transformers.BERT", "output.dense.weight", False),
+        ("transformers.GPT2", "c_proj.weight", True),
+    ],
 )
 def test_square_weight_follows_layout(name, weight, is_transposed):
     """A square output weight is transposed from GPT-2's layout, but not from BERT's."""

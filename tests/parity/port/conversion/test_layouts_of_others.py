@@ -1,6 +1,7 @@
 """With converted tensors, equations of libraries not installed here match the reference.
 
-Each equation is written in NumPy and float64 after the source that its layout names, with its names of axes.
+Each equation is written in NumPy and float64 after the source that its layout names, with its names
+of axes.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,8 @@ from parity.port.conversion.layouts import LAYOUTS, from_canonical, to_canonical
 from parity.port.conversion.layouts.layout import Tensor
 from parity.port.conversion.verify import same_bits
 
-# ---- Operations between projections ----------------------------------------------------------------------------------
+# ---- Operations between projections
+# ----------------------------------------------------------------------------------
 
 
 def frequencies(theta, size):
@@ -36,7 +38,9 @@ def angles(x, theta):
 
 
 def halves(x, theta):
-    """`split(x, 2)` rotated: MaxText's RotaryEmbedding, Tunix's apply_rope, torchtitan's CosSinRoPE."""
+    """`split(x, 2)` rotated: MaxText's RotaryEmbedding, Tunix's apply_rope, torchtitan's
+    CosSinRoPE.
+    """
     first, second = np.split(x, 2, axis=-1)
     sin, cos = (f(angles(x, theta))[:, None] for f in (np.sin, np.cos))
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -49,7 +53,9 @@ def laid_out_anew(x, theta):
 
 
 def neighbours(x, theta):
-    """`view_as_complex` of (…, H / 2, 2): torchtitan's ComplexRoPE, MaxText's LLaMARotaryEmbedding."""
+    """`view_as_complex` of (…, H / 2, 2): torchtitan's ComplexRoPE, MaxText's
+    LLaMARotaryEmbedding.
+    """
     pairs = x.reshape(*x.shape[:-1], -1, 2)
     turned = (pairs[..., 0] + 1j * pairs[..., 1]) * np.exp(1j * angles(x, theta))[:, None]
     return np.stack([turned.real, turned.imag], axis=-1).reshape(x.shape)
@@ -72,7 +78,8 @@ def attend(q, k, v, scale, sinks=None):
     return np.einsum("bnts,bsnh->btnh", weights, v)
 
 
-# ---- The projections -------------------------------------------------------------------------------------------------
+# ---- The projections
+# -------------------------------------------------------------------------------------------------
 
 
 def einsums(query, key, out, names, leaf="kernel", bias="{}.bias"):
@@ -84,7 +91,9 @@ def einsums(query, key, out, names, leaf="kernel", bias="{}.bias"):
         return y + (b.reshape(y.shape[2:]) if b.size > 1 else b)
 
     def project(tensors, spec, x):
-        return [one(tensors, eq, name, x) for eq, name in zip((query, key, key), names[:3], strict=True)]
+        return [
+            one(tensors, eq, name, x) for eq, name in zip((query, key, key), names[:3], strict=True)
+        ]
 
     return project, lambda tensors, spec, context: one(tensors, out, names[3], context)
 
@@ -97,8 +106,12 @@ def gemma(tensors, spec, x):
 
 
 def fused(tensors, spec, x):
-    """split_qkv of one device: [num_query_heads, num_query_heads + num_kv_heads] on the axis of heads."""
-    heads = np.einsum("bqd,dnh->bqnh", x, tensors["qkv_proj.kernel"]) + tensors.get("qkv_proj.bias", 0.0)
+    """split_qkv of one device: [num_query_heads, num_query_heads + num_kv_heads] on the axis of
+    heads.
+    """
+    heads = np.einsum("bqd,dnh->bqnh", x, tensors["qkv_proj.kernel"]) + tensors.get(
+        "qkv_proj.bias", 0.0
+    )
     return np.split(heads, [spec.num_heads, spec.num_heads + spec.num_kv_heads], axis=2)
 
 
@@ -106,11 +119,15 @@ def fused_of_parts(parts):
     """split_qkv of a mesh that divides heads: each device splits its own heads."""
 
     def project(tensors, spec, x):
-        heads = np.einsum("bqd,dnh->bqnh", x, tensors["qkv_proj.kernel"]) + tensors.get("qkv_proj.bias", 0.0)
+        heads = np.einsum("bqd,dnh->bqnh", x, tensors["qkv_proj.kernel"]) + tensors.get(
+            "qkv_proj.bias", 0.0
+        )
         local = []
         for part in np.split(heads, parts, axis=2):
             queries = part.shape[2] * spec.num_heads // (spec.num_heads + 2 * spec.num_kv_heads)
-            local.append(np.split(part, [queries, queries + (part.shape[2] - queries) // 2], axis=2))
+            local.append(
+                np.split(part, [queries, queries + (part.shape[2] - queries) // 2], axis=2)
+            )
         return [np.concatenate(each, axis=2) for each in zip(*local, strict=True)]
 
     return project
@@ -134,7 +151,9 @@ def yarn(x, rope):
         low, high = max(int(np.floor(low)), 0), min(int(np.ceil(high)), size - 1)
         smooth = 1 - np.clip((np.arange(size // 2, dtype=np.float32) - low) / (high - low), 0, 1)
         freqs = freqs / scaling.factor * (1 - smooth) + freqs * smooth
-    first, second = (x[..., ::2], x[..., 1::2]) if rope.pairs == "interleaved" else np.split(x, 2, axis=-1)
+    first, second = (
+        (x[..., ::2], x[..., 1::2]) if rope.pairs == "interleaved" else np.split(x, 2, axis=-1)
+    )
     turned = (first + 1j * second) * np.exp(1j * np.outer(np.arange(x.shape[1]), freqs))[:, None]
     return np.concatenate([turned.real, turned.imag], axis=-1)
 
@@ -144,7 +163,9 @@ def mla(tensors, spec, x):
     latent, own_features = spec.latent, spec.head_dim - spec.latent.rope_dim
     softmax_scale = spec.head_dim**-0.5
     if spec.rope.scaling is not None:
-        softmax_scale *= (0.1 * spec.rope.scaling.mscale_all_dim * np.log(spec.rope.scaling.factor) + 1.0) ** 2
+        softmax_scale *= (
+            0.1 * spec.rope.scaling.mscale_all_dim * np.log(spec.rope.scaling.factor) + 1.0
+        ) ** 2
     if "query.kernel" in tensors:
         q = np.einsum("bld,dnh->blnh", x, tensors["query.kernel"])
     else:
@@ -154,7 +175,9 @@ def mla(tensors, spec, x):
     query = np.concatenate([q_nope, yarn(q_pe, spec.rope)], axis=-1) * softmax_scale
     low_rank_main, low_rank_rope = np.split(x @ tensors["wkv_a.kernel"], [latent.kv_rank], axis=-1)
     key_rope = yarn(low_rank_rope[:, :, None], spec.rope)
-    kv_out = np.einsum("blr,rnh->blnh", rms(low_rank_main, tensors["kv_norm.scale"]), tensors["wkv_b.kernel"])
+    kv_out = np.einsum(
+        "blr,rnh->blnh", rms(low_rank_main, tensors["kv_norm.scale"]), tensors["wkv_b.kernel"]
+    )
     key_nope, value = np.split(kv_out, [own_features], axis=-1)
     key_rope = np.broadcast_to(key_rope, (*key_nope.shape[:3], latent.rope_dim))
     return [query, np.concatenate([key_nope, key_rope], axis=-1), value]
@@ -169,7 +192,10 @@ def linear(tensors, name, x):
 
 
 def titan(tensors, spec, x):
-    return [linear(tensors, f"qkv_linear.w{p}", x).reshape(*x.shape[:2], -1, spec.head_dim) for p in "qkv"]
+    return [
+        linear(tensors, f"qkv_linear.w{p}", x).reshape(*x.shape[:2], -1, spec.head_dim)
+        for p in "qkv"
+    ]
 
 
 def titan_out(tensors, spec, context):
@@ -177,7 +203,9 @@ def titan_out(tensors, spec, context):
 
 
 def megatron(tensors, spec, x):
-    """get_query_key_value_tensors: [sq, b, ng, (np/ng + 2) * hn], or with the gate (2 * np/ng + 2), split along it."""
+    """get_query_key_value_tensors: [sq, b, ng, (np/ng + 2) * hn], or with the gate (2 * np/ng + 2),
+    split along it.
+    """
     groups, size = spec.num_kv_heads, spec.head_dim
     of_queries = spec.num_heads // groups * size
     lengths = [of_queries] * (2 if spec.gate else 1) + [size, size]
@@ -192,19 +220,32 @@ def megatron_out(tensors, spec, context):
 
 
 def bloom_out(tensors, spec, context):
-    return context.reshape(*context.shape[:2], -1) @ tensors["output_dense.kernel"] + tensors["output_dense.bias"]
+    return (
+        context.reshape(*context.shape[:2], -1) @ tensors["output_dense.kernel"]
+        + tensors["output_dense.bias"]
+    )
 
 
 KERAS = ("query", "key", "value", "attention_output")
-MAXTEXT = einsums("bqd,dnh->bqnh", "bkd,dnh->bknh", "bqnh,nhd->bqd", ("query", "key", "value", "out"))
+MAXTEXT = einsums(
+    "bqd,dnh->bqnh", "bkd,dnh->bknh", "bqnh,nhd->bqd", ("query", "key", "value", "out")
+)
 KERAS_LLAMA = einsums("bqm,muh->bquh", "bkm,mvh->bkvh", "bquh,uhm->bqm", KERAS)
 KERAS_GEMMA = einsums("btd,ndh->btnh", "bsd,kdh->bskh", "btnh,nhd->btd", KERAS)
-BLOOM = einsums("btm,mnh->btnh", "bsm,mnh->bsnh", "", ("query_dense", "key_dense", "value_dense", ""))[0]
+BLOOM = einsums(
+    "btm,mnh->btnh", "bsm,mnh->bsnh", "", ("query_dense", "key_dense", "value_dense", "")
+)[0]
 TUNIX = einsums(
-    "BTD,DNH->BTNH", "BSD,DKH->BSKH", "BTNH,NHD->BTD", [f"{p}_proj" for p in "qkvo"], leaf="w", bias="{0[0]}_bias"
+    "BTD,DNH->BTNH",
+    "BSD,DKH->BSKH",
+    "BTNH,NHD->BTD",
+    [f"{p}_proj" for p in "qkvo"],
+    leaf="w",
+    bias="{0[0]}_bias",
 )
 
-# ---- The layers ------------------------------------------------------------------------------------------------------
+# ---- The layers
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -233,11 +274,15 @@ class OnPaper:
             )
         if self.spec.rope is not None and not self.is_done:
             q, k = (self.rotate(y, self.spec.rope.theta) for y in (q, k))
-        context = attend(q, k, v, 1.0 if self.is_done else self.spec.score_scale, tensors.get(self.sinks))
+        context = attend(
+            q, k, v, 1.0 if self.is_done else self.spec.score_scale, tensors.get(self.sinks)
+        )
         return self.out(tensors, self.spec, context / (1 + np.exp(-gate[0])) if gate else context)
 
 
-GROUPED = AttentionSpec(30, 6, num_kv_heads=2, head_dim=4, qkv_bias=False, out_bias=False, rope=Rope(500.0))
+GROUPED = AttentionSpec(
+    30, 6, num_kv_heads=2, head_dim=4, qkv_bias=False, out_bias=False, rope=Rope(500.0)
+)
 BIASED = replace(GROUPED, qkv_bias=True, out_bias=True)
 NORMED, NORMED_1W = (replace(GROUPED, qk_norm=Norm(weight=weight)) for weight in ("w", "1+w"))
 SINKS = replace(BIASED, sinks=True)
@@ -255,7 +300,9 @@ LATENTS = AttentionSpec(
         scaling=YarnScaling(4.0, 64, beta_fast=8.0, beta_slow=0.5, mscale=0.7, mscale_all_dim=0.7),
     ),
 )
-WHOLE_QUERIES = replace(LATENTS, latent=Latent(12, 6), out_bias=False, rope=Rope(500.0, rotary_dim=6, rotated="last"))
+WHOLE_QUERIES = replace(
+    LATENTS, latent=Latent(12, 6), out_bias=False, rope=Rope(500.0, rotary_dim=6, rotated="last")
+)
 OF_MAXTEXT, OF_TUNIX = ("query_norm.scale", "key_norm.scale"), ("q_norm.w", "k_norm.w")
 OF_KERAS = ("query_dense_layernorm.scale", "key_dense_layernorm.scale")
 OF_GEMMA, OF_TITAN = ("_query_norm.scale", "_key_norm.scale"), ("q_norm.weight", "k_norm.weight")
@@ -265,8 +312,12 @@ LAYERS = {
     "maxtext": OnPaper("maxtext", replace(SINKS, scale=1.0), *MAXTEXT, sinks="sinks"),
     "maxtext, norms": OnPaper("maxtext", replace(NORMED, scale=0.3), *MAXTEXT, norms=OF_MAXTEXT),
     "maxtext, Qwen2": OnPaper("maxtext", replace(GROUPED, qkv_bias=True, scale=1.0), *MAXTEXT),
-    "maxtext, LLaMA 3.1": OnPaper("maxtext.LLaMA-3.1", replace(GROUPED, scale=1.0), *MAXTEXT, rotate=neighbours),
-    "maxtext, fused": OnPaper("maxtext.qkv_proj", replace(SINKS, scale=1.0), fused, MAXTEXT[1], sinks="sinks"),
+    "maxtext, LLaMA 3.1": OnPaper(
+        "maxtext.LLaMA-3.1", replace(GROUPED, scale=1.0), *MAXTEXT, rotate=neighbours
+    ),
+    "maxtext, fused": OnPaper(
+        "maxtext.qkv_proj", replace(SINKS, scale=1.0), fused, MAXTEXT[1], sinks="sinks"
+    ),
     **{
         f"maxtext, fused, {parts} parts": OnPaper(
             f"maxtext.qkv_proj.{parts}",
@@ -276,27 +327,37 @@ LAYERS = {
         )
         for parts in (2, 4, 8)
     },
-    "maxtext, GPT-3": OnPaper("maxtext.GPT-3", replace(BIASED, num_kv_heads=6, rope=None), gpt3, MAXTEXT[1]),
+    "maxtext, GPT-3": OnPaper(
+        "maxtext.GPT-3", replace(BIASED, num_kv_heads=6, rope=None), gpt3, MAXTEXT[1]
+    ),
     "maxtext, MLA": OnPaper("maxtext.MLA", LATENTS, mla, MAXTEXT[1], is_done=True),
-    "maxtext, MLA, whole queries": OnPaper("maxtext.MLA", WHOLE_QUERIES, mla, MAXTEXT[1], is_done=True),
+    "maxtext, MLA, whole queries": OnPaper(
+        "maxtext.MLA", WHOLE_QUERIES, mla, MAXTEXT[1], is_done=True
+    ),
     "tunix, LLaMA": OnPaper("tunix.LLaMA", GROUPED, *TUNIX),
     "tunix, Qwen2": OnPaper("tunix.LLaMA", replace(GROUPED, qkv_bias=True), *TUNIX),
     "tunix, Qwen3": OnPaper("tunix.LLaMA", NORMED, *TUNIX, norms=OF_TUNIX),
     "tunix, Gemma": OnPaper("tunix.Gemma", replace(GROUPED, num_kv_heads=6), gemma, gemma_out),
-    "tunix, Gemma 3": OnPaper("tunix.Gemma", replace(NORMED_1W, scale=0.3), gemma, gemma_out, norms=OF_GEMMA),
+    "tunix, Gemma 3": OnPaper(
+        "tunix.Gemma", replace(NORMED_1W, scale=0.3), gemma, gemma_out, norms=OF_GEMMA
+    ),
     "keras_hub, LLaMA": OnPaper("keras_hub.LLaMA", GROUPED, *KERAS_LLAMA),
     "keras_hub, Qwen": OnPaper("keras_hub.LLaMA", replace(GROUPED, qkv_bias=True), *KERAS_LLAMA),
     "keras_hub, Qwen3": OnPaper("keras_hub.LLaMA", NORMED, *KERAS_LLAMA, norms=OF_KERAS),
     "keras_hub, gpt-oss": OnPaper("keras_hub.LLaMA", SINKS, *KERAS_LLAMA, sinks="sinks"),
     "keras_hub, Gemma": OnPaper("keras_hub.Gemma", GROUPED, *KERAS_GEMMA, rotate=laid_out_anew),
     "keras_hub, Gemma 3": OnPaper("keras_hub.Gemma", NORMED_1W, *KERAS_GEMMA, norms=OF_MAXTEXT),
-    "keras_hub, BLOOM": OnPaper("keras_hub.BLOOM", replace(BIASED, num_kv_heads=6, rope=None), BLOOM, bloom_out),
+    "keras_hub, BLOOM": OnPaper(
+        "keras_hub.BLOOM", replace(BIASED, num_kv_heads=6, rope=None), BLOOM, bloom_out
+    ),
     "torchtitan, LLaMA": OnPaper("torchtitan.LLaMA", GROUPED, titan, titan_out, rotate=neighbours),
     "torchtitan, Qwen3": OnPaper("torchtitan.Qwen3", NORMED, titan, titan_out, norms=OF_TITAN),
     "torchtitan, gpt-oss": OnPaper("torchtitan.Qwen3", SINKS, titan, titan_out, sinks="sinks"),
     "megatron": OnPaper("megatron", SINKS, megatron, megatron_out, sinks=OFFSET),
     "megatron, norms": OnPaper("megatron", NORMED_1W, megatron, megatron_out, norms=OF_MEGATRON),
-    "megatron, gate": OnPaper("megatron.gate", replace(BIASED, gate=Gate(bias=True)), megatron, megatron_out),
+    "megatron, gate": OnPaper(
+        "megatron.gate", replace(BIASED, gate=Gate(bias=True)), megatron, megatron_out
+    ),
 }
 every_layer = pytest.mark.parametrize("layer", LAYERS.values(), ids=list(LAYERS))
 
@@ -304,7 +365,9 @@ every_layer = pytest.mark.parametrize("layer", LAYERS.values(), ids=list(LAYERS)
 def errors(layer, layout):
     """Largest error with converted weights, relative to the reference's largest value."""
     weights = random_weights(layer.spec, seed=1)
-    problem = make_problem(Case("paper", layer.spec, "equations", seq_len=7, is_causal=True), "float32", weights)
+    problem = make_problem(
+        Case("paper", layer.spec, "equations", seq_len=7, is_causal=True), "float32", weights
+    )
     expected = Reference(problem).accumulated["output"]
     found = layer.run(from_canonical(weights, layer.spec, layout), problem.inputs["query"])
     return np.abs(found - expected).max() / np.abs(expected).max()
@@ -314,26 +377,33 @@ def errors(layer, layout):
 @every_layer
 def test_library_equations_match_reference(layer):
     """With converted weights, a library's equations match the reference to 1e-13 of its maximum."""
-    assert errors(layer, LAYOUTS[layer.layout]) < 1e-13  # both in float64: rounding of 1e-16 in sums of 30 terms
+    assert (
+        errors(layer, LAYOUTS[layer.layout]) < 1e-13
+    )  # both in float64: rounding of 1e-16 in sums of 30 terms
 
 
 def test_every_library_layout_has_equations():
     """Every layout of maxtext, tunix, keras_hub, torchtitan and megatron is tested on paper."""
     theirs = ("maxtext", "tunix", "keras_hub", "torchtitan", "megatron")
-    assert {layer.layout for layer in LAYERS.values()} == {name for name in LAYOUTS if name.startswith(theirs)}
+    assert {layer.layout for layer in LAYERS.values()} == {
+        name for name in LAYOUTS if name.startswith(theirs)
+    }
 
 
 def holding(layout, name, holds):
     """The layout with other projections in a tensor."""
     forms = [
-        tuple(Tensor(t.name, holds, t.kind, t.axes) if t.name == name else t for t in form) for form in layout.forms
+        tuple(Tensor(t.name, holds, t.kind, t.axes) if t.name == name else t for t in form)
+        for form in layout.forms
     ]
     return replace(layout, forms=tuple(forms))
 
 
 def with_axes(layout, name, axes):
     """The layout with the axes of a tensor in another order."""
-    forms = [tuple(replace(t, axes=axes) if t.name == name else t for t in form) for form in layout.forms]
+    forms = [
+        tuple(replace(t, axes=axes) if t.name == name else t for t in form) for form in layout.forms
+    ]
     return replace(layout, forms=tuple(forms))
 
 
@@ -360,7 +430,8 @@ def test_wrong_layout_changes_output(name):
     assert errors(layer, WRONG[name](LAYOUTS[layer.layout])) > 1e-3
 
 
-# ---- Axes of projections ---------------------------------------------------------------------------------------------
+# ---- Axes of projections
+# ---------------------------------------------------------------------------------------------
 
 
 def test_tunix_gemma_stacks_q_k_and_v():
@@ -370,7 +441,9 @@ def test_tunix_gemma_stacks_q_k_and_v():
     laid_out = from_canonical(weights, spec, LAYOUTS["tunix.Gemma"])["qkv_einsum.w"]
     assert laid_out.shape == (3, 6, 30, 4)
     for index, p in enumerate("qkv"):
-        assert (laid_out[index] == weights[f"{p}_proj.weight"].reshape(6, 4, 30).swapaxes(1, 2)).all()
+        assert (
+            laid_out[index] == weights[f"{p}_proj.weight"].reshape(6, 4, 30).swapaxes(1, 2)
+        ).all()
 
 
 def test_grouped_form_loads_ungrouped_heads():
@@ -385,7 +458,8 @@ def test_grouped_form_loads_ungrouped_heads():
     assert all((back[name] == x).all() for name, x in weights.items())
 
 
-# ---- Scanned layers --------------------------------------------------------------------------------------------------
+# ---- Scanned layers
+# --------------------------------------------------------------------------------------------------
 
 PREFIX, SCALED = "params.decoder.layers.self_attention", replace(NORMED, scale=1.0)
 SCANNED = {
@@ -402,9 +476,13 @@ def scanned(tmp_path, axis, count=3, layout="maxtext"):
     spec = SCANNED[layout]
     weights = [random_weights(spec, seed=i) for i in range(count)]
     each = [from_canonical(x, spec, LAYOUTS[layout]) for x in weights]
-    tensors = {f"{PREFIX}.{name}": np.stack([layer[name] for layer in each], axis) for name in each[0]}
+    tensors = {
+        f"{PREFIX}.{name}": np.stack([layer[name] for layer in each], axis) for name in each[0]
+    }
     path = tmp_path / "a.npz"
-    write_tensors(path, {name: (x.shape, x.dtype) for name, x in tensors.items()}, tensors.__getitem__)
+    write_tensors(
+        path, {name: (x.shape, x.dtype) for name, x in tensors.items()}, tensors.__getitem__
+    )
     return path, weights
 
 
@@ -424,17 +502,27 @@ def test_maxtext_scan_round_trip_is_exact(tmp_path, layout):
     """Scanned layers become numbered ones and scanned ones again exactly, or a stack of mha_jax."""
     path, weights = scanned(tmp_path, 1, layout=layout)
     told = {"source": layout, "prefix": PREFIX, "spec": SCANNED[layout]}
-    convert_file(path, tmp_path / "c.safetensors", target="canonical", to_prefix="layers.{i}", **told)
+    convert_file(
+        path, tmp_path / "c.safetensors", target="canonical", to_prefix="layers.{i}", **told
+    )
     for index, expected in enumerate(weights):
         assert same_bits(load(tmp_path / "c.safetensors", prefix=f"layers.{index}")[0], expected)
-    convert_file(tmp_path / "c.safetensors", tmp_path / "b.npz", target=layout, prefix="layers.{i}", to_prefix=PREFIX)
+    convert_file(
+        tmp_path / "c.safetensors",
+        tmp_path / "b.npz",
+        target=layout,
+        prefix="layers.{i}",
+        to_prefix=PREFIX,
+    )
     with open_tensors(path) as before, open_tensors(tmp_path / "b.npz") as after:
         assert before.infos.keys() == after.infos.keys()
         for name in before.infos:
             assert before.infos[name].shape == after.infos[name].shape
             assert before.read(name).tobytes() == after.read(name).tobytes()
     assert same_bits(load(tmp_path / "b.npz", prefix=f"{PREFIX}[2]")[0], weights[2])
-    convert_file(path, tmp_path / "s.npz", target="mha_jax", **told)  # a stack again, on the first axis
+    convert_file(
+        path, tmp_path / "s.npz", target="mha_jax", **told
+    )  # a stack again, on the first axis
     with open_tensors(tmp_path / "s.npz") as file:
         assert {info.shape[0] for info in file.infos.values()} == {3}
     assert same_bits(load(tmp_path / "s.npz", prefix=f"{PREFIX}[1]")[0], weights[1])
@@ -445,8 +533,16 @@ def test_ambiguous_stack_axis_raises(tmp_path):
     spec = AttentionSpec(3, 3, head_dim=3, d_in=3, qkv_bias=False, out_bias=False, scale=1.0)
     layer = from_canonical(random_weights(spec), spec, LAYOUTS["maxtext"])
     tensors = {f"{PREFIX}.{name}": np.stack([x] * 3) for name, x in layer.items()}
-    write_tensors(tmp_path / "a.npz", {name: (x.shape, x.dtype) for name, x in tensors.items()}, tensors.__getitem__)
-    with refuses("the axis of a stack", "shapes that fit on [0, 1]", where="params.decoder.layers.self_attention"):
+    write_tensors(
+        tmp_path / "a.npz",
+        {name: (x.shape, x.dtype) for name, x in tensors.items()},
+        tensors.__getitem__,
+    )
+    with refuses(
+        "the axis of a stack",
+        "shapes that fit on [0, 1]",
+        where="params.decoder.layers.self_attention",
+    ):
         load(tmp_path / "a.npz", "maxtext", prefix=f"{PREFIX}[0]", spec=spec)
 
 
@@ -459,13 +555,21 @@ def test_maxtext_requires_spec_with_scale(tmp_path):
         load(path, "maxtext", prefix=PREFIX, spec=NORMED)
 
 
-# ---- Latents with an indexer -----------------------------------------------------------------------------------------
+# ---- Latents with an indexer
+# -----------------------------------------------------------------------------------------
 
 
 def test_maxtext_indexer_is_rejected(tmp_path):
     """An indexer next to MaxText's latents raises an error that names its tensor."""
     tensors = from_canonical(random_weights(LATENTS), LATENTS, LAYOUTS["maxtext.MLA"])
-    tensors = {f"a.{name}": x for name, x in (tensors | {"indexer.wk.kernel": np.zeros((30, 4), np.float32)}).items()}
-    write_tensors(tmp_path / "a.npz", {name: (x.shape, x.dtype) for name, x in tensors.items()}, tensors.__getitem__)
+    tensors = {
+        f"a.{name}": x
+        for name, x in (tensors | {"indexer.wk.kernel": np.zeros((30, 4), np.float32)}).items()
+    }
+    write_tensors(
+        tmp_path / "a.npz",
+        {name: (x.shape, x.dtype) for name, x in tensors.items()},
+        tensors.__getitem__,
+    )
     with refuses("tensors", "unknown names ['indexer.wk.kernel']", where="a"):
         load(tmp_path / "a.npz", "maxtext.MLA", prefix="a", spec=LATENTS)

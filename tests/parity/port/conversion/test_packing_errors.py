@@ -26,7 +26,9 @@ PACKED = {
 
 
 def misread(weights, spec, layout, other):
-    """Write weights in a layout, and read them as another one, whose tensors have the same shapes."""
+    """Write weights in a layout, and read them as another one, whose tensors have the same
+    shapes.
+    """
     tensors = convert(weights, source="canonical", target=layout, spec=spec)
     names = shapes_in(LAYOUTS[other], spec)
     renamed = dict(zip(names, tensors.values(), strict=True))
@@ -80,7 +82,9 @@ def by_group(weights, letters, *, as_read="qkv"):
     packed = np.concatenate([rows[name] for name in letters], axis=1)
     sizes = [rows[name].shape[1] for name in as_read]
     read = dict(zip(as_read, np.split(packed, np.cumsum(sizes)[:-1], axis=1), strict=True))
-    return weights | {f"{name}_proj.weight": np.ascontiguousarray(x.reshape(-1, 32)) for name, x in read.items()}
+    return weights | {
+        f"{name}_proj.weight": np.ascontiguousarray(x.reshape(-1, 32)) for name, x in read.items()
+    }
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -96,7 +100,9 @@ def test_unknown_packing_order_is_described(dtype):
         law = laws["q_proj.weight"]
         names = [name for name, each in laws.items() if each == law]
     assert len(names) == 3
-    assert "packed as [v k q q q q] for each key/value head, were read as [q q q q k v]" in law.words
+    assert (
+        "packed as [v k q q q q] for each key/value head, were read as [q q q q k v]" in law.words
+    )
     assert law.fix.startswith("if the second is right, read the first as transformers.Falcon")
     assert "if the first" not in law.fix
 
@@ -128,7 +134,10 @@ def test_rows_in_no_known_order_are_listed():
 def test_exchange_is_not_called_packing():
     """Exchanged k and v are reported as exchanged, not as packed."""
     weights = random_weights(GROUPED)
-    other = weights | {"k_proj.weight": weights["v_proj.weight"], "v_proj.weight": weights["k_proj.weight"]}
+    other = weights | {
+        "k_proj.weight": weights["v_proj.weight"],
+        "v_proj.weight": weights["k_proj.weight"],
+    }
     found = compare_weights(weights, GROUPED, other, GROUPED)
     assert {each.law.name for each in found.differences} == {"exchanged"}
 
@@ -139,7 +148,9 @@ def change_one(weights):
 
 
 def repeat_one(weights):
-    weights["v_proj.weight"] = np.concatenate([weights["v_proj.weight"][:-1], weights["v_proj.weight"][:1]])
+    weights["v_proj.weight"] = np.concatenate(
+        [weights["v_proj.weight"][:-1], weights["v_proj.weight"][:1]]
+    )
 
 
 @pytest.mark.parametrize("change", [change_one, repeat_one])
@@ -177,7 +188,9 @@ def test_packing_is_explained_only_once(tmp_path, capsys):
     parity.save_weights(tmp_path / "a.safetensors", weights, GROUPED)
     parity.save_weights(tmp_path / "b.safetensors", by_group(weights, "vkq"), GROUPED)
     for command in ("verify", "diagnose"):
-        assert main([command, str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")]) == 1
+        assert (
+            main([command, str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")]) == 1
+        )
         out = capsys.readouterr().out
         assert out.count("packed as [v k q q q q] for each key/value head") == 1
         assert "read the first as transformers.Falcon" in out

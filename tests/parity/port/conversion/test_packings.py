@@ -77,11 +77,16 @@ def test_fused_module_matches_its_layout(name):
     """A module with a fused projection equals mha_torch after conversion in either direction."""
     make, kv_heads = MODULES[name]
     module, layout, x = make(kv_heads), LAYOUTS[name], torch.randn(2, 7, SIZE)
-    weights, spec = to_canonical(module.state_dict(), layout, num_heads=HEADS, num_kv_heads=kv_heads)
+    weights, spec = to_canonical(
+        module.state_dict(), layout, num_heads=HEADS, num_kv_heads=kv_heads
+    )
     ours = load_into(mha_torch.MultiHeadAttention(spec), weights, spec)
     with torch.no_grad():
         torch.testing.assert_close(ours(x, mask=mha_torch.create_causal_mask(7))[0], module(x))
-    back = {name: torch.from_numpy(each) for name, each in from_canonical(random_weights(spec), spec, layout).items()}
+    back = {
+        name: torch.from_numpy(each)
+        for name, each in from_canonical(random_weights(spec), spec, layout).items()
+    }
     module.load_state_dict({**dict(module.named_buffers()), **back})
     load_into(ours, random_weights(spec), spec)
     with torch.no_grad():
@@ -94,19 +99,31 @@ PREFIX = "model._orig_mod.transformer.h.{i}.attn"
 @pytest.fixture
 def checkpoint(tmp_path):
     """A checkpoint of a compiled model, as nanoGPT's training writes it."""
-    tensors = {f"_orig_mod.transformer.h.0.attn.{name}": each for name, each in NanoGPT().state_dict().items()}
+    tensors = {
+        f"_orig_mod.transformer.h.0.attn.{name}": each
+        for name, each in NanoGPT().state_dict().items()
+    }
     torch.save({"model": tensors, "iter_num": 3}, tmp_path / "ckpt.pt")
     return tmp_path / "ckpt.pt"
 
 
 def test_ambiguous_packing_is_reported(checkpoint, tmp_path, capsys):
     """`inspect` lists two packings of nanoGPT's file; convert and verify exit with 2 for it."""
-    assert main(["inspect", str(checkpoint), "--num-heads", "4", "--json", str(tmp_path / "i.json")]) == 0
-    found = {each["layout"]: each["packing"] for each in json.loads((tmp_path / "i.json").read_text())["layers"]}
+    assert (
+        main(["inspect", str(checkpoint), "--num-heads", "4", "--json", str(tmp_path / "i.json")])
+        == 0
+    )
+    found = {
+        each["layout"]: each["packing"]
+        for each in json.loads((tmp_path / "i.json").read_text())["layers"]
+    }
     assert found.keys() == {"nanoGPT", "transformers.GPTBigCode"}
     assert len(set(found.values())) == 2
     assert all(found.values())
-    for command in (["convert", str(checkpoint), str(tmp_path / "x.npz"), "--to", "canonical"], ["verify"]):
+    for command in (
+        ["convert", str(checkpoint), str(tmp_path / "x.npz"), "--to", "canonical"],
+        ["verify"],
+    ):
         words = command if len(command) > 1 else ["verify", str(checkpoint), str(checkpoint)]
         assert main([*words, "--num-heads", "4"]) == 2
         err = capsys.readouterr().err
@@ -123,19 +140,47 @@ def test_nanogpt_agrees_only_as_its_layout(checkpoint, tmp_path, capsys, monkeyp
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.syspath_prepend(Path(__file__).parent)  # where its import finds this file
-    told = ["--weights", str(checkpoint), "--num-heads", "4", "--prefix", PREFIX.replace("{i}", "0")]
-    assert main(["diagnose", "nano_port:attention", *told, "--from", "nanoGPT"]) == 0, capsys.readouterr()
-    assert main(["diagnose", "nano_port:attention", *told, "--from", "transformers.GPTBigCode"]) == 1
+    told = [
+        "--weights",
+        str(checkpoint),
+        "--num-heads",
+        "4",
+        "--prefix",
+        PREFIX.replace("{i}", "0"),
+    ]
+    assert main(["diagnose", "nano_port:attention", *told, "--from", "nanoGPT"]) == 0, (
+        capsys.readouterr()
+    )
+    assert (
+        main(["diagnose", "nano_port:attention", *told, "--from", "transformers.GPTBigCode"]) == 1
+    )
 
 
-@pytest.mark.parametrize("names", [("qkv_proj", "out_proj"), ("qkv_proj", "o_proj"), ("query_key_value", "dense")])
+@pytest.mark.parametrize(
+    "names", [("qkv_proj", "out_proj"), ("qkv_proj", "o_proj"), ("query_key_value", "dense")]
+)
 def test_fused_names_list_both_packings(names, tmp_path):
     """`inspect` lists packings by group and by projection for each name; `load` raises an error."""
     torch.save(
-        {f"h.0.{names[0]}.weight": torch.randn(3 * SIZE, SIZE), f"h.0.{names[1]}.weight": torch.randn(SIZE, SIZE)},
+        {
+            f"h.0.{names[0]}.weight": torch.randn(3 * SIZE, SIZE),
+            f"h.0.{names[1]}.weight": torch.randn(SIZE, SIZE),
+        },
         tmp_path / "w.pt",
     )
-    assert main(["inspect", str(tmp_path / "w.pt"), "--num-heads", "4", "--json", str(tmp_path / "i.json")]) == 0
+    assert (
+        main(
+            [
+                "inspect",
+                str(tmp_path / "w.pt"),
+                "--num-heads",
+                "4",
+                "--json",
+                str(tmp_path / "i.json"),
+            ]
+        )
+        == 0
+    )
     packings = {each["packing"] for each in json.loads((tmp_path / "i.json").read_text())["layers"]}
     assert any("group" in each for each in packings)
     assert any("all q" in each for each in packings)

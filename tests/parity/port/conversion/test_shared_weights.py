@@ -56,7 +56,9 @@ def test_transformers_loads_the_round_trip(tmp_path):
     """transformers finds no missing or unexpected keys in T5 after a round trip through mha_jax."""
     saved("t5", tmp_path / "model")
     convert_file(tmp_path / "model", tmp_path / "jax.safetensors", target="mha_jax")
-    convert_file(tmp_path / "jax.safetensors", tmp_path / "model", target="transformers.T5", force=True)
+    convert_file(
+        tmp_path / "jax.safetensors", tmp_path / "model", target="transformers.T5", force=True
+    )
     _, info = transformers.AutoModel.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not info["unexpected_keys"]
     assert not info["missing_keys"]
@@ -65,8 +67,12 @@ def test_transformers_loads_the_round_trip(tmp_path):
 def test_mpnet_table_is_written_once(tmp_path):
     """If other tensors are dropped, MPNet's table is rebuilt from its copies in layers, once."""
     saved("mpnet", tmp_path / "model")
-    convert_file(tmp_path / "model", tmp_path / "layers.safetensors", target="mha_jax", keep_rest=False)
-    convert_file(tmp_path / "layers.safetensors", tmp_path / "back.safetensors", target="transformers.MPNet")
+    convert_file(
+        tmp_path / "model", tmp_path / "layers.safetensors", target="mha_jax", keep_rest=False
+    )
+    convert_file(
+        tmp_path / "layers.safetensors", tmp_path / "back.safetensors", target="transformers.MPNet"
+    )
     back = load_file(tmp_path / "back.safetensors")
     original = load_file(tmp_path / "model" / "model.safetensors")
     assert [name for name in back if "relative" in name] == [f"encoder.{TABLE}"]
@@ -83,7 +89,9 @@ def test_shared_tensors_follow_prefixes(tmp_path):
         convert_file(tmp_path / "model", stack, target="mha_jax", force=True, **options)
         if place is not None:
             convert_file(stack, back, target="transformers.T5")
-            assert [name for name in load_file(back) if name.endswith(TABLE)] == [f"{place}.{TABLE}"]
+            assert [name for name in load_file(back) if name.endswith(TABLE)] == [
+                f"{place}.{TABLE}"
+            ]
             with open_layers(back) as layers:
                 assert len([layer.load() for layer in layers]) == 3
             back.unlink()
@@ -132,13 +140,26 @@ def test_verify_names_missing_tensors(tmp_path, capsys):
     saved("t5", tmp_path / "model")
     original = load_file(tmp_path / "model" / "model.safetensors")
     convert_file(tmp_path / "model", tmp_path / "jax.safetensors", target="mha_jax")
-    convert_file(tmp_path / "jax.safetensors", tmp_path / "back.safetensors", target="transformers.T5")
-    assert verified(tmp_path / "model", tmp_path / "back.safetensors", tmp_path, capsys) == (0, "", [])
-    assert verified(tmp_path / "model", tmp_path / "jax.safetensors", tmp_path, capsys) == (0, "", [])
+    convert_file(
+        tmp_path / "jax.safetensors", tmp_path / "back.safetensors", target="transformers.T5"
+    )
+    assert verified(tmp_path / "model", tmp_path / "back.safetensors", tmp_path, capsys) == (
+        0,
+        "",
+        [],
+    )
+    assert verified(tmp_path / "model", tmp_path / "jax.safetensors", tmp_path, capsys) == (
+        0,
+        "",
+        [],
+    )
 
-    # A checkpoint in which a block has a copy of the table of its stack: transformers does not expect it.
+    # A checkpoint in which a block has a copy of the table of its stack: transformers does not
+    # expect it.
     (tmp_path / "more").mkdir()
-    (tmp_path / "more" / "config.json").write_bytes((tmp_path / "model" / "config.json").read_bytes())
+    (tmp_path / "more" / "config.json").write_bytes(
+        (tmp_path / "model" / "config.json").read_bytes()
+    )
     blocks = [f"encoder.block.{i}.layer.0.SelfAttention.{TABLE}" for i in (0, 1)]
     save_file(original | {blocks[1]: original[blocks[0]]}, tmp_path / "more" / "model.safetensors")
     for order in (1, -1):

@@ -37,7 +37,8 @@ def numbered(count=3, layout="canonical", spec=SPEC):
     return tensors
 
 
-# ---- mha_jax ---------------------------------------------------------------------------------------------------------
+# ---- mha_jax
+# --------------------------------------------------------------------------------------------------
 
 
 class Model(nnx.Module):
@@ -46,7 +47,12 @@ class Model(nnx.Module):
     def __init__(self, **options):
         rngs = nnx.Rngs(0)
         self.layers = nnx.List(
-            [mha_jax.MultiHeadSelfAttention(AttentionSpec(16, 4, dropout=0.1, **options), rngs=rngs) for _ in "ab"]
+            [
+                mha_jax.MultiHeadSelfAttention(
+                    AttentionSpec(16, 4, dropout=0.1, **options), rngs=rngs
+                )
+                for _ in "ab"
+            ]
         )
 
 
@@ -64,7 +70,14 @@ def test_mha_jax_checkpoint_is_converted(tmp_path, kind, fused_qkv):
     with open_tensors(path) as file:
         found = [(each.prefix, each.layers, each.layout) for each in find_layers(file, num_heads=4)]
     assert found == [("layers.{i}", 2, layout)]
-    convert_file(path, tmp_path / "b.safetensors", source=layout, target="mha_torch", prefix="layers.{i}", num_heads=4)
+    convert_file(
+        path,
+        tmp_path / "b.safetensors",
+        source=layout,
+        target="mha_torch",
+        prefix="layers.{i}",
+        num_heads=4,
+    )
     for i, layer in enumerate(model.layers):
         weights, spec = load(tmp_path / "b.safetensors", prefix=f"layers.{i}")
         assert same_bits(weights, parity.weights_of(layer))
@@ -73,14 +86,27 @@ def test_mha_jax_checkpoint_is_converted(tmp_path, kind, fused_qkv):
 
 def test_torch_checkpoint_converts_to_orbax(tmp_path):
     """PyTorch layers, converted to an Orbax checkpoint, restore into mha_jax bit for bit."""
-    source = write_tensor_file(tmp_path / "a.safetensors", numbered(2, "torch.nn.MultiheadAttention"))
-    options = {"source": "torch.nn.MultiheadAttention", "target": "mha_jax", "prefix": PREFIX, "num_heads": 4}
+    source = write_tensor_file(
+        tmp_path / "a.safetensors", numbered(2, "torch.nn.MultiheadAttention")
+    )
+    options = {
+        "source": "torch.nn.MultiheadAttention",
+        "target": "mha_jax",
+        "prefix": PREFIX,
+        "num_heads": 4,
+    }
     convert_file(source, tmp_path / "b.orbax", keep_rest=False, to_prefix="layers.{i}", **options)
     model = Model()
     state = nnx.state(model, nnx.Param)
     with ocp.PyTreeCheckpointer() as checkpointer:
         nnx.replace_by_pure_dict(
-            state, {"layers": {int(i): x for i, x in checkpointer.restore(tmp_path / "b.orbax")["layers"].items()}}
+            state,
+            {
+                "layers": {
+                    int(i): x
+                    for i, x in checkpointer.restore(tmp_path / "b.orbax")["layers"].items()
+                }
+            },
         )
     nnx.update(model, state)
     for i, layer in enumerate(model.layers):
@@ -101,12 +127,18 @@ def test_nnx_state_converts_in_memory():
         assert same_bits(found, parity.weights_of(layer))
 
 
-# ---- Stacks ----------------------------------------------------------------------------------------------------------
+# ---- Stacks
+# --------------------------------------------------------------------------------------------------
 
 
 @sample(12, suffix=["safetensors"])
 @pytest.mark.parametrize(
-    "layout", [name for name, layout in LAYOUTS.items() if layout_fits(layout, SPEC) or layout_fits(layout, GQA)]
+    "layout",
+    [
+        name
+        for name, layout in LAYOUTS.items()
+        if layout_fits(layout, SPEC) or layout_fits(layout, GQA)
+    ],
 )
 @pytest.mark.parametrize("suffix", ["safetensors", "npz"])  # safetensors are read in parts
 def test_stack_round_trip_is_exact(tmp_path, layout, suffix):
@@ -115,9 +147,19 @@ def test_stack_round_trip_is_exact(tmp_path, layout, suffix):
     source = write_tensor_file(tmp_path / f"a.{suffix}", numbered(spec=spec, layout="canonical"))
     stack, again, back = (tmp_path / f"{name}.{suffix}" for name in "bcd")
     told = {name: getattr(spec, name) for name in HEADS}
-    convert_file(source, stack, source="canonical", target=layout, prefix=PREFIX, to_prefix="layers.self_attn", **told)
+    convert_file(
+        source,
+        stack,
+        source="canonical",
+        target=layout,
+        prefix=PREFIX,
+        to_prefix="layers.self_attn",
+        **told,
+    )
     alone = [from_canonical(random_weights(spec, seed=i), spec, LAYOUTS[layout]) for i in range(3)]
-    expected = {f"layers.self_attn.{name}": np.stack([each[name] for each in alone]) for name in alone[0]}
+    expected = {
+        f"layers.self_attn.{name}": np.stack([each[name] for each in alone]) for name in alone[0]
+    }
     found = read_tensors(stack)
     assert bits_of(found) == bits_of(expected | {"embed.weight": np.ones((3, 16), np.float32)})
     convert_file(stack, again, target="mha_jax")  # a stack remains a stack
@@ -131,13 +173,22 @@ def test_stacked_layers_load_by_index(tmp_path):
     """`a[11]` loads the last of 12 stacked layers, all load in order, and wrong indices raise."""
     source = write_tensor_file(tmp_path / "a.npz", numbered(12))
     convert_file(
-        source, tmp_path / "b.npz", source="canonical", target="qkv_proj", prefix=PREFIX, to_prefix="a", num_heads=4
+        source,
+        tmp_path / "b.npz",
+        source="canonical",
+        target="qkv_proj",
+        prefix=PREFIX,
+        to_prefix="a",
+        num_heads=4,
     )
     assert same_bits(load(tmp_path / "b.npz", prefix="a[11]")[0], random_weights(SPEC, seed=11))
     for path, layout, prefix in ((tmp_path / "b.npz", None, None), (source, "canonical", PREFIX)):
         with open_layers(path, layout, prefix=prefix, num_heads=4) as layers:
             assert len(layers) == 12
-            assert all(same_bits(layer.load()[0], random_weights(SPEC, seed=i)) for i, layer in enumerate(layers))
+            assert all(
+                same_bits(layer.load()[0], random_weights(SPEC, seed=i))
+                for i, layer in enumerate(layers)
+            )
     with refuses("prefix"):
         load(tmp_path / "b.npz")
     with refuses("prefix", "prefix='a[12]' of a stack of 12"):
@@ -150,11 +201,19 @@ def test_stack_slice_requires_dropping_rest(tmp_path):
     """Converting one layer of a stack raises an error unless all other tensors are dropped."""
     source = write_tensor_file(tmp_path / "a.npz", numbered())
     convert_file(
-        source, tmp_path / "b.npz", source="canonical", target="mha_jax", prefix=PREFIX, to_prefix="a", num_heads=4
+        source,
+        tmp_path / "b.npz",
+        source="canonical",
+        target="mha_jax",
+        prefix=PREFIX,
+        to_prefix="a",
+        num_heads=4,
     )
     with refuses("prefix", prefix="a[1]"):
         convert_file(tmp_path / "b.npz", tmp_path / "c.npz", target="canonical", prefix="a[1]")
-    convert_file(tmp_path / "b.npz", tmp_path / "c.npz", target="canonical", prefix="a[1]", keep_rest=False)
+    convert_file(
+        tmp_path / "b.npz", tmp_path / "c.npz", target="canonical", prefix="a[1]", keep_rest=False
+    )
     assert same_bits(load(tmp_path / "c.npz")[0], random_weights(SPEC, seed=1))
 
 
@@ -162,11 +221,15 @@ def test_stack_slice_requires_dropping_rest(tmp_path):
     ("change", "refusal"),
     [
         (
-            lambda tensors: tensors.update(numbered(6)) or [tensors.pop(n) for n in list(tensors) if ".4." in n],
+            lambda tensors: (
+                tensors.update(numbered(6)) or [tensors.pop(n) for n in list(tensors) if ".4." in n]
+            ),
             refuses("layers", layers=[0, 1, 2, 3, 5]),
         ),
         (
-            lambda tensors: tensors.update({n: x.astype(np.float16) for n, x in tensors.items() if ".1." in n}),
+            lambda tensors: tensors.update(
+                {n: x.astype(np.float16) for n, x in tensors.items() if ".1." in n}
+            ),
             refuses("layers"),
         ),
     ],
@@ -194,7 +257,9 @@ def test_nan_in_a_stack_raises(tmp_path):
     for suffix in ("safetensors", "npz"):
         source = write_tensor_file(tmp_path / f"a.{suffix}", tensors)
         with refuses("v_proj.weight", "NaN or infinities"):
-            convert_file(source, tmp_path / "b.npz", source="canonical", target="mha_jax", num_heads=4)
+            convert_file(
+                source, tmp_path / "b.npz", source="canonical", target="mha_jax", num_heads=4
+            )
 
 
 def test_stacks_of_unequal_length_raise(tmp_path):
@@ -211,7 +276,8 @@ def test_stacks_of_unequal_length_raise(tmp_path):
         )
 
 
-# ---- Stacks of real models -------------------------------------------------------------------------------------------
+# ---- Stacks of real models
+# -------------------------------------------------------------------------------------------
 
 
 class Block(flax.linen.Module):
@@ -225,7 +291,9 @@ class Block(flax.linen.Module):
 @pytest.mark.thorough
 def test_linen_scan_converts_exactly(tmp_path):
     """Layers scanned by Flax Linen convert to mha_jax with equal output, and back exactly."""
-    stack = flax.linen.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+    stack = flax.linen.scan(
+        Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+    )
 
     class Scanned(flax.linen.Module):
         @flax.linen.compact
@@ -239,17 +307,25 @@ def test_linen_scan_converts_exactly(tmp_path):
         found = {each.layout: each for each in find_layers(file, num_heads=4)}["flax.linen"]
     assert (found.prefix, found.layers, found.is_stacked) == ("params.layers.self_attn", 3, True)
     options = {"prefix": "params.layers.self_attn", "to_prefix": "layers.{i}"}
-    convert_file(tmp_path / "a.msgpack", tmp_path / "b.npz", source="flax.linen", target="mha_jax", **options)
+    convert_file(
+        tmp_path / "a.msgpack", tmp_path / "b.npz", source="flax.linen", target="mha_jax", **options
+    )
     output = x
     for i in range(3):
         weights, spec = load(tmp_path / "b.npz", prefix=f"layers.{i}")
-        layer = parity.load_into(mha_jax.MultiHeadSelfAttention(spec, rngs=nnx.Rngs(0)), weights, spec)
+        layer = parity.load_into(
+            mha_jax.MultiHeadSelfAttention(spec, rngs=nnx.Rngs(0)), weights, spec
+        )
         output = layer(output)
     parity.assert_parity(np.asarray(output), np.asarray(Scanned().apply(variables, x), np.float64))
     options = {"prefix": "layers.{i}", "to_prefix": "params.layers.self_attn"}
-    convert_file(tmp_path / "b.npz", tmp_path / "c.msgpack", source="mha_jax", target="flax.linen", **options)
+    convert_file(
+        tmp_path / "b.npz", tmp_path / "c.msgpack", source="mha_jax", target="flax.linen", **options
+    )
     back = serialization.msgpack_restore((tmp_path / "c.msgpack").read_bytes())
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), variables["params"], back["params"]))
+    assert jax.tree.all(
+        jax.tree.map(lambda a, b: bool((a == b).all()), variables["params"], back["params"])
+    )
 
 
 def test_nnx_scan_runs_converted_layers(tmp_path):
@@ -264,11 +340,19 @@ def test_nnx_scan_runs_converted_layers(tmp_path):
         return layer(x)
 
     source = write_tensor_file(tmp_path / "a.npz", numbered(3))
-    options = {"source": "canonical", "target": "mha_jax", "prefix": PREFIX, "to_prefix": "layers", "num_heads": 4}
+    options = {
+        "source": "canonical",
+        "target": "mha_jax",
+        "prefix": PREFIX,
+        "to_prefix": "layers",
+        "num_heads": 4,
+    }
     convert_file(source, tmp_path / "b.msgpack", keep_rest=False, **options)
     layers = make(jax.random.split(jax.random.key(0), 3))
     state = nnx.state(layers, nnx.Param)
-    nnx.replace_by_pure_dict(state, serialization.msgpack_restore((tmp_path / "b.msgpack").read_bytes())["layers"])
+    nnx.replace_by_pure_dict(
+        state, serialization.msgpack_restore((tmp_path / "b.msgpack").read_bytes())["layers"]
+    )
     nnx.update(layers, state)
     x = expected = jnp.asarray(np.random.default_rng(0).standard_normal((2, 5, 16)), jnp.float32)
     for i in range(3):

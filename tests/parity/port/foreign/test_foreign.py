@@ -1,4 +1,6 @@
-"""Layers of other libraries: made from a specification, filled, read, and compared with the float64 reference."""
+"""Layers of other libraries: made from a specification, filled, read, and compared with the float64
+reference.
+"""
 
 import subprocess
 import sys
@@ -27,7 +29,9 @@ from parity.measure.core.weights import dtype_named
 from parity.port.foreign import LAYERS, load_adapter
 
 with pytest.MonkeyPatch.context() as _environment, tempfile.TemporaryDirectory() as _home:
-    _environment.setenv("KERAS_BACKEND", "torch")  # on JAX it would not run under conftest's strict promotion
+    _environment.setenv(
+        "KERAS_BACKEND", "torch"
+    )  # on JAX it would not run under conftest's strict promotion
     _environment.setenv("KERAS_HOME", _home)  # where it writes its settings
     import keras
 
@@ -67,7 +71,9 @@ def as_given(name, x):
 
 
 def output_of(name, layer, problem, hidden=None, **options):
-    """Return the output of a layer for the inputs of a problem; `hidden` is (B or 1, 1, T, S), True = masked."""
+    """Return the output of a layer for the inputs of a problem; `hidden` is (B or 1, 1, T, S), True
+    = masked.
+    """
     adapter = load_adapter(name)
     if hidden is not None:
         options["mask"] = as_given(name, hidden if adapter.mask_true == "hides" else ~hidden)
@@ -78,10 +84,13 @@ def output_of(name, layer, problem, hidden=None, **options):
 
 
 def problem_of(spec, **case):
-    return parity.make_problem(Case("foreign", spec, "another library's layer", seq_len=7, **case), "float32")
+    return parity.make_problem(
+        Case("foreign", spec, "another library's layer", seq_len=7, **case), "float32"
+    )
 
 
-# ---- Weights in, output out ------------------------------------------------------------------------------------------
+# ---- Weights in, output out
+# ------------------------------------------------------------------------------------------
 
 
 def test_every_layer_is_tested():
@@ -107,9 +116,13 @@ def test_masked_layer_matches_reference(name, spec):
     problem = problem_of(spec, seq_len_k=9, key_padding_lengths=(9, 4))
     layer = parity.load_into(made(name, spec), problem.weights, problem.spec)
     hidden = np.broadcast_to((np.arange(9) >= np.array([[9], [4]]))[:, None, None], (2, 1, 7, 9))
-    parity.assert_parity(output_of(name, layer, problem, hidden), problem=problem, stage="module.output")
+    parity.assert_parity(
+        output_of(name, layer, problem, hidden), problem=problem, stage="module.output"
+    )
     with pytest.raises(AssertionError):  # the control
-        parity.assert_parity(output_of(name, layer, problem), problem=problem, stage="module.output")
+        parity.assert_parity(
+            output_of(name, layer, problem), problem=problem, stage="module.output"
+        )
 
 
 @sample(8)
@@ -121,7 +134,9 @@ def test_causal_layer_matches_reference(name, spec):
     problem = problem_of(replace(spec, d_kv=spec.d_in), is_causal=True)
     layer = parity.load_into(made(name, problem.case.spec), problem.weights, problem.spec)
     causal = ~np.tri(7, dtype=bool)[None, None]
-    parity.assert_parity(output_of(name, layer, problem, causal), problem=problem, stage="module.output")
+    parity.assert_parity(
+        output_of(name, layer, problem, causal), problem=problem, stage="module.output"
+    )
     if name.startswith(("keras", "flax.nnx")):
         output = output_of(name, layer, problem, is_causal=True)
         parity.assert_parity(output, problem=problem, stage="module.output")
@@ -140,7 +155,9 @@ def test_torch_layer_with_batch_second():
 def test_weights_come_back_bit_for_bit(name, spec):
     """Weights that fill a layer are read from it bit for bit."""
     weights = random_weights(spec, seed=1)
-    assert bits_of(parity.weights_of(parity.load_into(made(name, spec), weights, spec))) == bits_of(weights)
+    assert bits_of(parity.weights_of(parity.load_into(made(name, spec), weights, spec))) == bits_of(
+        weights
+    )
 
 
 @sample(dtype=["bfloat16"])
@@ -170,7 +187,9 @@ def test_layer_exchanges_weights_with_module(name, spec):
     assert bits_of(parity.weights_of(target)) == bits_of(parity.weights_of(source))
 
 
-@pytest.mark.parametrize("name", ["flax.linen.MultiHeadDotProductAttention", "equinox.nn.MultiheadAttention"])
+@pytest.mark.parametrize(
+    "name", ["flax.linen.MultiHeadDotProductAttention", "equinox.nn.MultiheadAttention"]
+)
 def test_immutable_layer_is_copied(name):
     """Filling a linen or Equinox layer returns a new layer of
     its type and leaves the original unchanged.
@@ -209,17 +228,22 @@ def test_layer_in_keras_model_is_filled():
 
 def test_layer_is_saved_with_its_spec(tmp_path):
     """A saved layer is loaded with its specification and its weights, bit for bit."""
-    layer = parity.load_into(made("equinox.nn.MultiheadAttention", CROSS), random_weights(CROSS), CROSS)
+    layer = parity.load_into(
+        made("equinox.nn.MultiheadAttention", CROSS), random_weights(CROSS), CROSS
+    )
     parity.save(tmp_path / "a.npz", layer)
     weights, spec = parity.load(tmp_path / "a.npz")
     assert spec == CROSS
     assert bits_of(weights) == bits_of(random_weights(CROSS))
 
 
-# ---- Unsupported layers and weights ----------------------------------------------------------------------------------
+# ---- Unsupported layers and weights
+# ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changed", [{"rope": Rope(10000.0)}, {"output_dropout": 0.1}], ids=["rope", "output_dropout"])
+@pytest.mark.parametrize(
+    "changed", [{"rope": Rope(10000.0)}, {"output_dropout": 0.1}], ids=["rope", "output_dropout"]
+)
 @pytest.mark.parametrize("name", LAYERS)
 def test_fields_without_support_raise(name, changed):
     """RoPE and output dropout raise an error for the layers of all libraries."""
@@ -251,7 +275,10 @@ def test_unsupported_spec_raises(name, spec, refusal):
 
 
 def doubled(weights):
-    return {name: np.concatenate([x, x]) if name == "k_proj.weight" else x for name, x in weights.items()}
+    return {
+        name: np.concatenate([x, x]) if name == "k_proj.weight" else x
+        for name, x in weights.items()
+    }
 
 
 def halved(weights):
@@ -281,7 +308,9 @@ def test_weights_of_other_heads_raise(name, spec):
 
 
 def spoiled(weights):
-    return {name: np.full_like(x, np.nan) if name == "q_proj.bias" else x for name, x in weights.items()}
+    return {
+        name: np.full_like(x, np.nan) if name == "q_proj.bias" else x for name, x in weights.items()
+    }
 
 
 @sample(12)
@@ -309,7 +338,10 @@ def test_invalid_weights_change_nothing(name, spec, change, refusal):
 @every_library
 def test_wrong_heads_change_nothing(name, spec):
     """A specification with other heads raises an error, and the layer does not change."""
-    layer, other = made(name, spec), replace(spec, num_heads=2, num_kv_heads=2, head_dim=2 * spec.head_dim)
+    layer, other = (
+        made(name, spec),
+        replace(spec, num_heads=2, num_kv_heads=2, head_dim=2 * spec.head_dim),
+    )
     before = bits_of(parity.weights_of(layer))
     with refuses("the module", "num_heads=4"):
         parity.load_into(layer, random_weights(other), other)
@@ -328,7 +360,10 @@ def built(layer):
             lambda: torch.nn.MultiheadAttention(24, 4, add_bias_kv=True),
             refuses("module", add_bias_kv=True, add_zero_attn=False),
         ),
-        (lambda: torch.nn.MultiheadAttention(24, 4, kdim=8, vdim=9), refuses("module", kdim=8, vdim=9)),
+        (
+            lambda: torch.nn.MultiheadAttention(24, 4, kdim=8, vdim=9),
+            refuses("module", kdim=8, vdim=9),
+        ),
         (
             lambda: made("flax.nnx.MultiHeadAttention", SQUARE, normalize_qk=True),
             refuses("…Attention", normalize_qk=True),
@@ -341,7 +376,10 @@ def built(layer):
             lambda: flax.linen.MultiHeadDotProductAttention(4),
             refuses("a module of flax.linen", "an unbound MultiHeadDotProductAttention"),
         ),
-        (lambda: keras.layers.MultiHeadAttention(4, 6), refuses("a keras.layers.MultiHeadAttention")),
+        (
+            lambda: keras.layers.MultiHeadAttention(4, 6),
+            refuses("a keras.layers.MultiHeadAttention"),
+        ),
         (
             lambda: built(keras.layers.MultiHeadAttention(4, 6, sliding_window=3)),
             refuses("a keras.layers.MultiHeadAttention", sliding_window=3),
@@ -354,7 +392,10 @@ def built(layer):
             lambda: built(keras.layers.GroupQueryAttention(6, 4, 2, use_gate=True)),
             refuses("a keras.layers.GroupQueryAttention", use_gate=True),
         ),
-        (lambda: made("equinox.nn.MultiheadAttention", SQUARE, vo_size=5), refuses("module", qk_size=6, vo_size=5)),
+        (
+            lambda: made("equinox.nn.MultiheadAttention", SQUARE, vo_size=5),
+            refuses("module", qk_size=6, vo_size=5),
+        ),
         (
             lambda: made("equinox.nn.MultiheadAttention", SQUARE, use_key_bias=False),
             refuses("q_proj, k_proj and v_proj", "['q_proj.bias', 'v_proj.bias']"),
@@ -384,7 +425,12 @@ def test_wrapped_flax_projection_raises():
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: torch.nn.Linear(3, 3), lambda: equinox.nn.Linear(3, 3, key=jax.random.key(0)), lambda: 3]
+    "make",
+    [
+        lambda: torch.nn.Linear(3, 3),
+        lambda: equinox.nn.Linear(3, 3, key=jax.random.key(0)),
+        lambda: 3,
+    ],
 )
 def test_unknown_module_raises_type_error(make):
     """A module that is not attention, or a number, raises a `TypeError`."""
@@ -412,5 +458,7 @@ parity.load_into(layer, parity.weights_of(layer), parity.spec_of(layer))
 imported = {"jax", "flax", "keras", "equinox"} & set(sys.modules)
 assert not imported, imported
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT
+    )
     assert result.returncode == 0, result.stderr

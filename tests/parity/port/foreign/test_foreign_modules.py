@@ -1,7 +1,8 @@
-"""Converted weights, in the modules that their layouts are named after, match the float64 reference.
+"""Converted weights, in the modules that their layouts are named after, match the float64
+reference.
 
-The modules are the libraries' own, tiny and random, and nothing is downloaded. Their parameters are read and filled
-strictly by their own names, which also proves the names in the tables.
+The modules are the libraries' own, tiny and random, and nothing is downloaded. Their parameters are
+read and filled strictly by their own names, which also proves the names in the tables.
 """
 
 import re
@@ -30,7 +31,9 @@ from parity.port.conversion.layouts.tables import LAYOUTS
 from parity.port.foreign import load_adapter
 
 with pytest.MonkeyPatch.context() as _environment, tempfile.TemporaryDirectory() as _home:
-    _environment.setenv("KERAS_BACKEND", "torch")  # JAX would fail under conftest's strict promotion
+    _environment.setenv(
+        "KERAS_BACKEND", "torch"
+    )  # JAX would fail under conftest's strict promotion
     _environment.setenv("KERAS_HOME", _home)  # where it writes its settings
     _environment.setenv("HF_HUB_OFFLINE", "1")
     import keras  # noqa: F401  (on which the adapter then runs)
@@ -38,10 +41,19 @@ with pytest.MonkeyPatch.context() as _environment, tempfile.TemporaryDirectory()
     from transformers.models.bert.modeling_bert import BertAttention
     from transformers.models.falcon.modeling_falcon import FalconAttention, FalconRotaryEmbedding
     from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
-    from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention, GPTNeoXRotaryEmbedding
+    from transformers.models.gpt_neox.modeling_gpt_neox import (
+        GPTNeoXAttention,
+        GPTNeoXRotaryEmbedding,
+    )
     from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
-    from transformers.models.llama4.modeling_llama4 import Llama4TextAttention, Llama4TextRotaryEmbedding
-    from transformers.models.mistral.modeling_mistral import MistralAttention, MistralRotaryEmbedding
+    from transformers.models.llama4.modeling_llama4 import (
+        Llama4TextAttention,
+        Llama4TextRotaryEmbedding,
+    )
+    from transformers.models.mistral.modeling_mistral import (
+        MistralAttention,
+        MistralRotaryEmbedding,
+    )
     from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2RotaryEmbedding
     from transformers.models.vit.modeling_vit import ViTAttention
 
@@ -51,12 +63,15 @@ Tensors = dict[str, np.ndarray]
 THETA = 500.0  # not a default of any library
 
 
-# ---- Libraries: reading and filling the parameters of a module -------------------------------------------------------
+# ---- Libraries: reading and filling the parameters of a module
+# -------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Library:
-    """Access to the parameters of a library's modules by name; `write` returns the filled module."""
+    """Access to the parameters of a library's modules by name; `write` returns the filled
+    module.
+    """
 
     read: Callable[[Any], Tensors]
     write: Callable[[Any, Tensors], Any]
@@ -95,7 +110,8 @@ def renamed(names: Mapping[str, str]) -> Library:
 TORCH = Library(read_torch, write_torch)
 
 
-# ---- Modules: construction and calls ---------------------------------------------------------------------------------
+# ---- Modules: construction and calls
+# ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -108,7 +124,8 @@ class Foreign:
         library: access to its parameters.
         make: builds it from the spec.
         run: calls it with queries and keys, which equal the queries unless `is_cross`.
-        heads: returns the weights of each projection from its parameters, head first, split as in its source code.
+        heads: returns the weights of each projection from its parameters, head first, split as in
+            its source code.
         is_causal, is_cross: kind of attention.
         others: pattern of parameter names outside the attention.
     """
@@ -127,11 +144,15 @@ class Foreign:
     def case(self) -> Case:
         """Return the case it runs."""
         keys = 9 if self.is_cross else None
-        return Case(self.layout, self.spec, "converted", seq_len=7, seq_len_k=keys, is_causal=self.is_causal)
+        return Case(
+            self.layout, self.spec, "converted", seq_len=7, seq_len_k=keys, is_causal=self.is_causal
+        )
 
     def others_of(self, module: Any) -> Tensors:
         """Return its parameters outside the attention."""
-        return {name: x for name, x in self.library.read(module).items() if re.match(self.others, name)}
+        return {
+            name: x for name, x in self.library.read(module).items() if re.match(self.others, name)
+        }
 
 
 def of_adapter(name, spec, heads):
@@ -159,28 +180,40 @@ def run_sibling(module, query, key):
     return module(torch.from_numpy(query), torch.from_numpy(key))[0]
 
 
-# ---- Modules of transformers -----------------------------------------------------------------------------------------
+# ---- Modules of transformers
+# -----------------------------------------------------------------------------------------
 
 
 def maker(attention, config, *, widths=("hidden_size", "num_attention_heads"), **options):
-    """Return a function that builds this attention with the spec's sizes; options may be functions of the spec."""
+    """Return a function that builds this attention with the spec's sizes; options may be functions
+    of the spec.
+    """
 
     def make(spec):
-        chosen = {name: value(spec) if callable(value) else value for name, value in options.items()}
+        chosen = {
+            name: value(spec) if callable(value) else value for name, value in options.items()
+        }
         sizes = dict(zip(widths, (spec.d_model, spec.num_heads), strict=True))
         made = config(**sizes, **chosen, attn_implementation="eager")
-        return attention(made, **({} if attention in (BertAttention, ViTAttention) else {"layer_idx": 0})).eval()
+        return attention(
+            made, **({} if attention in (BertAttention, ViTAttention) else {"layer_idx": 0})
+        ).eval()
 
     return make
 
 
 def runner(rotary=None, **options):
-    """Return a function that calls an attention with the causal mask, and with RoPE angles if it needs them."""
+    """Return a function that calls an attention with the causal mask, and with RoPE angles if it
+    needs them.
+    """
 
     def run(module, query, _):
         seq_len = query.shape[1]
         lowest = torch.finfo(torch.float32).min
-        keywords = {"attention_mask": torch.full((1, 1, seq_len, seq_len), lowest).triu(1), **options}
+        keywords = {
+            "attention_mask": torch.full((1, 1, seq_len, seq_len), lowest).triu(1),
+            **options,
+        }
         if rotary is not None:
             x, positions = torch.from_numpy(query), torch.arange(seq_len)[None]
             keywords["position_embeddings"] = rotary(module.config)(x, positions)
@@ -216,12 +249,26 @@ def biases(spec):
 
 def llama(attention, config, **options):
     """Return a maker of layers with LLaMA's keywords."""
-    return maker(attention, config, num_key_value_heads=groups, head_dim=head_dim, rope_parameters=rope, **options)
+    return maker(
+        attention,
+        config,
+        num_key_value_heads=groups,
+        head_dim=head_dim,
+        rope_parameters=rope,
+        **options,
+    )
 
 
 def falcon(**options):
     """Return a maker of a Falcon layer in one of its forms."""
-    return maker(FalconAttention, transformers.FalconConfig, alibi=False, bias=biases, rope_parameters=rope, **options)
+    return maker(
+        FalconAttention,
+        transformers.FalconConfig,
+        alibi=False,
+        bias=biases,
+        rope_parameters=rope,
+        **options,
+    )
 
 
 MAKE_LLAMA = llama(LlamaAttention, transformers.LlamaConfig, attention_bias=biases)
@@ -239,25 +286,35 @@ MAKE_FALCON = {
 RUN_FALCON = runner(FalconRotaryEmbedding, alibi=None)
 
 
-# ---- Heads: their positions according to the module's source code ----------------------------------------------------
+# ---- Heads: their positions according to the module's source code
+# ----------------------------------------------------
 
 
 def of_linears(q, k, v, out):
     """Return heads of four Linear layers: rows of the first three, columns of the last."""
 
     def heads(tensors, spec):
-        found = {p: tensors[name].reshape(-1, spec.head_dim, spec.d_in) for p, name in {"q": q}.items()}
-        found |= {p: tensors[name].reshape(-1, spec.head_dim, spec.d_kv) for p, name in {"k": k, "v": v}.items()}
+        found = {
+            p: tensors[name].reshape(-1, spec.head_dim, spec.d_in) for p, name in {"q": q}.items()
+        }
+        found |= {
+            p: tensors[name].reshape(-1, spec.head_dim, spec.d_kv)
+            for p, name in {"k": k, "v": v}.items()
+        }
         return found | {"out": columns(tensors[out], spec)}
 
     return heads
 
 
 def of_kernels(out):
-    """Return heads of Flax and Keras, a separate axis: the second of the first three kernels, the first of the last."""
+    """Return heads of Flax and Keras, a separate axis: the second of the first three kernels, the
+    first of the last.
+    """
 
     def heads(tensors, spec):
-        found = {name[0]: tensors[f"{name}.kernel"].swapaxes(0, 1) for name in ("query", "key", "value")}
+        found = {
+            name[0]: tensors[f"{name}.kernel"].swapaxes(0, 1) for name in ("query", "key", "value")
+        }
         return found | {"out": tensors[f"{out}.kernel"]}
 
     return heads
@@ -271,20 +328,36 @@ def of_in_proj(tensors, spec):  # F._in_projection_packed: thirds, each with its
 def of_qkv_proj(tensors, spec):
     qkv = tensors["qkv_proj.weight"].reshape(-1, spec.head_dim, spec.d_in)
     ends = [spec.num_heads, spec.num_heads + spec.num_kv_heads]
-    return {**dict(zip("qkv", np.split(qkv, ends), strict=True)), "out": columns(tensors["out_proj.weight"], spec)}
+    return {
+        **dict(zip("qkv", np.split(qkv, ends), strict=True)),
+        "out": columns(tensors["out_proj.weight"], spec),
+    }
 
 
 def of_conv1d(tensors, spec):  # split(split_size, dim=2) of x @ weight
-    qkv = tensors["c_attn.weight"].reshape(spec.d_in, 3, spec.num_heads, spec.head_dim).transpose(1, 2, 0, 3)
+    qkv = (
+        tensors["c_attn.weight"]
+        .reshape(spec.d_in, 3, spec.num_heads, spec.head_dim)
+        .transpose(1, 2, 0, 3)
+    )
     out = tensors["c_proj.weight"].reshape(spec.num_heads, spec.head_dim, spec.d_model)
     return {**dict(zip("qkv", qkv, strict=True)), "out": out}
 
 
-def of_groups(tensors, spec):  # FalconAttention._split_heads, its three forms in one; GPT-NeoX is the last of them
+def of_groups(
+    tensors, spec
+):  # FalconAttention._split_heads, its three forms in one; GPT-NeoX is the last of them
     group = spec.num_heads // spec.num_kv_heads
-    fused = tensors["query_key_value.weight"].reshape(spec.num_kv_heads, group + 2, spec.head_dim, spec.d_in)
+    fused = tensors["query_key_value.weight"].reshape(
+        spec.num_kv_heads, group + 2, spec.head_dim, spec.d_in
+    )
     queries = fused[:, :-2].reshape(spec.num_heads, spec.head_dim, spec.d_in)
-    return {"q": queries, "k": fused[:, -2], "v": fused[:, -1], "out": columns(tensors["dense.weight"], spec)}
+    return {
+        "q": queries,
+        "k": fused[:, -2],
+        "v": fused[:, -1],
+        "out": columns(tensors["dense.weight"], spec),
+    }
 
 
 def columns(weight, spec):
@@ -293,18 +366,23 @@ def columns(weight, spec):
 
 OF_LLAMA = of_linears("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")
 OF_SPLIT = of_linears("q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight")
-OF_BERT = of_linears("self.query.weight", "self.key.weight", "self.value.weight", "output.dense.weight")
+OF_BERT = of_linears(
+    "self.query.weight", "self.key.weight", "self.value.weight", "output.dense.weight"
+)
 OF_EQUINOX = of_linears(
     "query_proj.weight", "key_proj.weight", "value_proj.weight", "output_proj.weight"
 )  # MultiheadAttention._project: reshape(seq_length, num_heads, -1)
 
 
-# ---- The modules -----------------------------------------------------------------------------------------------------
+# ---- The modules
+# --------------------------------------------------------------------------------------------------
 
 NO_BIASES = {"qkv_bias": False, "out_bias": False}
 SQUARE = AttentionSpec(24, 4)  # heads of 6
 CROSS = AttentionSpec(10, 4, head_dim=3, d_in=18, d_kv=15)  # all sizes differ
-GROUPED = AttentionSpec(10, 6, num_kv_heads=2, head_dim=4, d_in=18, d_kv=15)  # 6, 2, and 3 heads per group
+GROUPED = AttentionSpec(
+    10, 6, num_kv_heads=2, head_dim=4, d_in=18, d_kv=15
+)  # 6, 2, and 3 heads per group
 LLAMA = AttentionSpec(30, 6, num_kv_heads=2, head_dim=4, rope=Rope(THETA))
 ROPE = AttentionSpec(24, 6, rope=Rope(THETA))  # heads of 4
 ROPE_GROUPED = replace(ROPE, num_kv_heads=2)
@@ -312,21 +390,37 @@ ROPE_GROUPED = replace(ROPE, num_kv_heads=2)
 
 def variants(name: str, foreign: Foreign) -> dict[str, Foreign]:
     """Return a module with biases and one without."""
-    return {name: foreign, f"{name}-no-biases": replace(foreign, spec=replace(foreign.spec, **NO_BIASES))}
+    return {
+        name: foreign,
+        f"{name}-no-biases": replace(foreign, spec=replace(foreign.spec, **NO_BIASES)),
+    }
 
 
 MODULES = {
     **variants("torch", of_adapter("torch.nn.MultiheadAttention", SQUARE, of_in_proj)),
-    **variants("torch-split", of_adapter("torch.nn.MultiheadAttention", replace(SQUARE, d_kv=15), OF_SPLIT)),
+    **variants(
+        "torch-split", of_adapter("torch.nn.MultiheadAttention", replace(SQUARE, d_kv=15), OF_SPLIT)
+    ),
     **variants("nnx", of_adapter("flax.nnx.MultiHeadAttention", GROUPED, of_kernels("out"))),
-    **variants("linen", of_adapter("flax.linen.MultiHeadDotProductAttention", CROSS, of_kernels("out"))),
-    **variants("keras", of_adapter("keras.layers.MultiHeadAttention", CROSS, of_kernels("attention_output"))),
+    **variants(
+        "linen", of_adapter("flax.linen.MultiHeadDotProductAttention", CROSS, of_kernels("out"))
+    ),
+    **variants(
+        "keras",
+        of_adapter("keras.layers.MultiHeadAttention", CROSS, of_kernels("attention_output")),
+    ),
     **variants(
         "keras-gqa",
-        of_adapter("keras.layers.GroupQueryAttention", replace(GROUPED, d_model=18), of_kernels("attention_output")),
+        of_adapter(
+            "keras.layers.GroupQueryAttention",
+            replace(GROUPED, d_model=18),
+            of_kernels("attention_output"),
+        ),
     ),
     **variants("equinox", of_adapter("equinox.nn.MultiheadAttention", CROSS, OF_EQUINOX)),
-    "equinox-out-bias": of_adapter("equinox.nn.MultiheadAttention", replace(CROSS, qkv_bias=False), OF_EQUINOX),
+    "equinox-out-bias": of_adapter(
+        "equinox.nn.MultiheadAttention", replace(CROSS, qkv_bias=False), OF_EQUINOX
+    ),
     "qkv_proj": Foreign(
         "qkv_proj",
         AttentionSpec(10, 6, num_kv_heads=2, head_dim=4, d_in=18, fused_qkv=True),
@@ -380,7 +474,13 @@ MODULES = {
     **variants(
         "falcon-groups",
         Foreign(
-            "transformers.Falcon", ROPE_GROUPED, TORCH, MAKE_FALCON["groups"], RUN_FALCON, of_groups, is_causal=True
+            "transformers.Falcon",
+            ROPE_GROUPED,
+            TORCH,
+            MAKE_FALCON["groups"],
+            RUN_FALCON,
+            of_groups,
+            is_causal=True,
         ),
     ),
     **variants(
@@ -397,11 +497,27 @@ MODULES = {
     ),
     **variants(
         "falcon-none",
-        Foreign("transformers.Falcon", ROPE, TORCH, MAKE_FALCON["none"], RUN_FALCON, of_groups, is_causal=True),
+        Foreign(
+            "transformers.Falcon",
+            ROPE,
+            TORCH,
+            MAKE_FALCON["none"],
+            RUN_FALCON,
+            of_groups,
+            is_causal=True,
+        ),
     ),
     **variants(
         "llama",
-        Foreign("transformers.LLaMA", LLAMA, TORCH, MAKE_LLAMA, runner(LlamaRotaryEmbedding), OF_LLAMA, is_causal=True),
+        Foreign(
+            "transformers.LLaMA",
+            LLAMA,
+            TORCH,
+            MAKE_LLAMA,
+            runner(LlamaRotaryEmbedding),
+            OF_LLAMA,
+            is_causal=True,
+        ),
     ),
     "mistral": Foreign(
         "transformers.LLaMA",
@@ -416,15 +532,20 @@ MODULES = {
         "transformers.LLaMA",
         replace(ROPE_GROUPED, out_bias=False),
         TORCH,
-        maker(Qwen2Attention, transformers.Qwen2Config, num_key_value_heads=groups, rope_parameters=rope),
+        maker(
+            Qwen2Attention,
+            transformers.Qwen2Config,
+            num_key_value_heads=groups,
+            rope_parameters=rope,
+        ),
         runner(Qwen2RotaryEmbedding),
         OF_LLAMA,
         is_causal=True,
     ),
 }
 
-# Meta's own module is not in any package. LLaMA 4 in transformers has the same rotation, of pairs (2 i, 2 i + 1) as
-# complex numbers, but different layer names.
+# Meta's own module is not in any package. LLaMA 4 in transformers has the same rotation, of pairs
+# (2 i, 2 i + 1) as complex numbers, but different layer names.
 MODULES |= {
     name: Foreign(
         layout,
@@ -452,7 +573,8 @@ MODULES |= {
 every_module = pytest.mark.parametrize("foreign", MODULES.values(), ids=list(MODULES))
 
 
-# ---- Canonical -> module, module -> canonical ------------------------------------------------------------------------
+# ---- Canonical -> module, module -> canonical
+# ------------------------------------------------------------------------
 
 
 def output_of(foreign, module, inputs):
@@ -487,7 +609,8 @@ def own(foreign, rng):
     """Return the module with random parameters, biases included, under its own names and shapes."""
     module = foreign.make(foreign.spec)
     drawn = {
-        name: rng.standard_normal(x.shape).astype(np.float32) * np.float32(0.3 if x.ndim > 1 else 1.0)
+        name: rng.standard_normal(x.shape).astype(np.float32)
+        * np.float32(0.3 if x.ndim > 1 else 1.0)
         for name, x in foreign.library.read(module).items()
     }
     return foreign.library.write(module, drawn)
@@ -507,7 +630,9 @@ def test_filled_module_matches_reference(foreign):
 @every_module
 def test_module_weights_match_in_reference(foreign, own):
     """The reference with weights read from a random module has the module's output."""
-    weights, _ = to_canonical(foreign.library.read(own), LAYOUTS[foreign.layout], **undetermined_fields(foreign.spec))
+    weights, _ = to_canonical(
+        foreign.library.read(own), LAYOUTS[foreign.layout], **undetermined_fields(foreign.spec)
+    )
     result = verdict(foreign, weights, lambda inputs: output_of(foreign, own, inputs))
     assert result.passed, str(result)
 
@@ -518,7 +643,9 @@ def test_spec_is_read_from_module(foreign, own):
     """The specification read from a module's parameters is
     the original one, except for fused storage.
     """
-    _, spec = to_canonical(foreign.library.read(own), LAYOUTS[foreign.layout], **undetermined_fields(foreign.spec))
+    _, spec = to_canonical(
+        foreign.library.read(own), LAYOUTS[foreign.layout], **undetermined_fields(foreign.spec)
+    )
     assert spec == replace(foreign.spec, fused_qkv=False)
 
 
@@ -527,7 +654,9 @@ def test_spec_is_read_from_module(foreign, own):
 def test_module_weights_round_trip(foreign, own):
     """A module's parameters survive conversion to canonical weights and back, bit for bit."""
     tensors = foreign.library.read(own)
-    weights, spec = to_canonical(tensors, LAYOUTS[foreign.layout], **undetermined_fields(foreign.spec))
+    weights, spec = to_canonical(
+        tensors, LAYOUTS[foreign.layout], **undetermined_fields(foreign.spec)
+    )
     back = foreign.others_of(own) | from_canonical(weights, spec, LAYOUTS[foreign.layout])
     assert {name: (x.dtype, x.shape, x.tobytes()) for name, x in back.items()} == {
         name: (x.dtype, x.shape, x.tobytes()) for name, x in tensors.items()
@@ -548,7 +677,9 @@ def test_heads_land_where_module_expects(foreign, projection):
 
 
 def tagged(spec, projection):
-    """Return weights that are n + 1 in head n of the projection and 0 elsewhere, and these tags, heads first."""
+    """Return weights that are n + 1 in head n of the projection and 0 elsewhere, and these tags,
+    heads first.
+    """
     weights = {name: np.zeros_like(x) for name, x in random_weights(spec).items()}
     count = spec.num_kv_heads if projection in ("k", "v") else spec.num_heads
     tags = np.arange(1, count + 1, dtype=np.float32)
@@ -557,7 +688,8 @@ def tagged(spec, projection):
     return weights, tags[:, None, None]
 
 
-# ---- Control: wrong tables with which the shapes still fit -----------------------------------------------------------
+# ---- Control: wrong tables with which the shapes still fit
+# -----------------------------------------------------------
 
 TRANSPOSED = tuple(
     replace(tensor, axes="e (n h)") if tensor.name == "c_proj.weight" else tensor
@@ -583,7 +715,8 @@ def test_wrong_table_is_detected(name, change):
     assert result.ratio > 1000.0, str(result)
 
 
-# ---- Modules with unsupported parameters -----------------------------------------------------------------------------
+# ---- Modules with unsupported parameters
+# -----------------------------------------------------------------------------
 
 
 def test_torch_key_and_value_biases_raise():
@@ -633,15 +766,26 @@ def test_unsupported_library_features_raise(name, options, refusal):
         to_canonical(tensors, LAYOUTS[adapter.layout], num_heads=4)
 
 
-# ---- Whole checkpoints -----------------------------------------------------------------------------------------------
+# ---- Whole checkpoints
+# -----------------------------------------------------------------------------------------------
 
-TINY = {"hidden_size": 24, "num_attention_heads": 6, "num_hidden_layers": 2, "intermediate_size": 8, "vocab_size": 32}
+TINY = {
+    "hidden_size": 24,
+    "num_attention_heads": 6,
+    "num_hidden_layers": 2,
+    "intermediate_size": 8,
+    "vocab_size": 32,
+}
 BERT = transformers.BertConfig(**TINY)
-GPT2 = transformers.GPT2Config(n_embd=24, n_head=6, n_layer=2, vocab_size=32, bos_token_id=0, eos_token_id=0)
+GPT2 = transformers.GPT2Config(
+    n_embd=24, n_head=6, n_layer=2, vocab_size=32, bos_token_id=0, eos_token_id=0
+)
 NEOX = transformers.GPTNeoXConfig(**TINY)
 FALCON = transformers.FalconConfig(**TINY, new_decoder_architecture=True, num_kv_heads=2)
 GROUPED_LLAMA = transformers.LlamaConfig(**TINY, num_key_value_heads=2)
-VIT = transformers.ViTConfig(**{name: size for name, size in TINY.items() if name != "vocab_size"}, image_size=32)
+VIT = transformers.ViTConfig(
+    **{name: size for name, size in TINY.items() if name != "vocab_size"}, image_size=32
+)
 
 FILES = {
     "bert": (transformers.BertModel, BERT, "transformers.BERT"),
@@ -659,7 +803,10 @@ FILES = {
 }
 
 
-ENCODER, DECODER = torch.nn.TransformerEncoderLayer(24, 6, batch_first=True), torch.nn.TransformerDecoderLayer(24, 6)
+ENCODER, DECODER = (
+    torch.nn.TransformerEncoderLayer(24, 6, batch_first=True),
+    torch.nn.TransformerDecoderLayer(24, 6),
+)
 
 
 def layers_in(names, layout):
@@ -691,8 +838,16 @@ def test_checkpoint_layer_has_one_prefix(tmp_path, model, config, name):
     [
         (transformers.ViTModel(VIT), ViTAttention, "transformers.ViT-5"),
         (transformers.ViTForImageClassification(VIT), ViTAttention, "transformers.ViT-5"),
-        (torch.nn.TransformerEncoder(ENCODER, 2), torch.nn.MultiheadAttention, "torch.nn.MultiheadAttention"),
-        (torch.nn.TransformerDecoder(DECODER, 2), torch.nn.MultiheadAttention, "torch.nn.MultiheadAttention"),
+        (
+            torch.nn.TransformerEncoder(ENCODER, 2),
+            torch.nn.MultiheadAttention,
+            "torch.nn.MultiheadAttention",
+        ),
+        (
+            torch.nn.TransformerDecoder(DECODER, 2),
+            torch.nn.MultiheadAttention,
+            "torch.nn.MultiheadAttention",
+        ),
         (
             torch.nn.Transformer(24, 6, 2, 2, batch_first=True),
             torch.nn.MultiheadAttention,
@@ -723,6 +878,10 @@ def test_transformers_loads_converted_vit(tmp_path):
 
     loaded, report = transformers.ViTModel.from_pretrained(tmp_path, output_loading_info=True)
 
-    back, _ = to_canonical(read_torch(loaded.layers[1].attention), LAYOUTS["transformers.ViT-5"], num_heads=6)
+    back, _ = to_canonical(
+        read_torch(loaded.layers[1].attention), LAYOUTS["transformers.ViT-5"], num_heads=6
+    )
     assert not any(report.values())
-    assert {name: x.tobytes() for name, x in back.items()} == {name: x.tobytes() for name, x in weights.items()}
+    assert {name: x.tobytes() for name, x in back.items()} == {
+        name: x.tobytes() for name, x in weights.items()
+    }

@@ -11,7 +11,8 @@ import parity
 from parity import to_jax, to_numpy, to_torch
 from parity.port.foreign import load_adapter
 
-# Sums of 64 products of order 1 in float32: over many seeds, two summation orders differ by 1e-7 to 7e-7.
+# Sums of 64 products of order 1 in float32: over many seeds, two summation orders differ by 1e-7 to
+# 7e-7.
 TOLERANCE = 1e-6
 
 SPECS = {
@@ -24,7 +25,9 @@ every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
 every_path = pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "plain"])
 BIASES = SPECS["biases"]
 PADDING = np.array([[False] * 9, [False] * 5 + [True] * 4])
-RANDOM_MASK = (np.random.default_rng(3).random((2, 8, 7, 9)) < 0.4) & (np.arange(9) > 0)  # no empty row
+RANDOM_MASK = (np.random.default_rng(3).random((2, 8, 7, 9)) < 0.4) & (
+    np.arange(9) > 0
+)  # no empty row
 CAUSAL = ~np.tri(7, dtype=bool)[None, None]
 
 
@@ -36,7 +39,10 @@ def weights(spec):
 @pytest.fixture
 def inputs(spec, rng):
     """Seven queries and nine keys for each of two sequences."""
-    query, key = (rng.standard_normal((2, *shape)).astype(np.float32) for shape in ((7, spec.d_in), (9, spec.d_kv)))
+    query, key = (
+        rng.standard_normal((2, *shape)).astype(np.float32)
+        for shape in ((7, spec.d_in), (9, spec.d_kv))
+    )
     return query, key
 
 
@@ -49,13 +55,17 @@ def ours(sibling, spec, weights, inputs, need_weights=True, **options) -> Any:
 
 
 def of_peer(name, spec, weights, inputs, **options) -> Any:
-    """Return output and attention weights of another library's layer, built and called by its adapter."""
+    """Return output and attention weights of another library's layer, built and called by its
+    adapter.
+    """
     adapter = load_adapter(name)
     convert = to_torch if name.startswith("torch") else to_jax
     layer = parity.load_into(adapter.make(spec), weights, spec)
     query, key = (convert(x) for x in inputs) if len(inputs) == 2 else [convert(*inputs)] * 2
     options = {name: convert(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
-    return [x if x is None else to_numpy(x) for x in adapter.call(layer, query, key, key, **options)]
+    return [
+        x if x is None else to_numpy(x) for x in adapter.call(layer, query, key, key, **options)
+    ]
 
 
 of_torch = partial(of_peer, "torch.nn.MultiheadAttention")
@@ -64,7 +74,8 @@ of_nnx = partial(of_peer, "flax.nnx.MultiHeadAttention")
 of_flax = pytest.mark.parametrize("peer", [of_linen, of_nnx], ids=["linen", "nnx"])
 
 
-# ---- torch.nn.MultiheadAttention -------------------------------------------------------------------------------------
+# ---- torch.nn.MultiheadAttention
+# -------------------------------------------------------------------------------------
 
 
 @sample(jax=1)
@@ -131,7 +142,8 @@ def test_causal_self_attention_matches_torch(sibling, spec, weights, inputs):
     assert np.abs(output - expected).max() <= TOLERANCE
 
 
-# ---- Flax ------------------------------------------------------------------------------------------------------------
+# ---- Flax
+# --------------------------------------------------------------------------------------------------
 
 
 @sample(12, jax=1)
@@ -181,7 +193,8 @@ def test_grouped_heads_match_flax(sibling, rng, num_kv_heads, need_weights):
     output, _ = ours(sibling, spec, weights, (query,), need_weights)
 
     expected, _ = of_nnx(spec, weights, (query,))  # linen has no grouped heads
-    # Narrower key and value projections have larger weights: outputs reach 3, and rounding errors scale with them.
+    # Narrower key and value projections have larger weights: outputs reach 3, and rounding errors
+    # scale with them.
     assert np.abs(output - expected).max() <= TOLERANCE * np.abs(expected).max()
 
 
@@ -204,7 +217,11 @@ def test_causal_self_attention_matches_flax(sibling, peer, spec, weights, inputs
 @pytest.mark.parametrize("spec", [BIASES], ids=["biases"])
 def test_exchanged_q_and_k_differ_from_flax(sibling, peer, spec, weights, inputs):  # control
     """As a control, exchanged projections of q and k differ from Flax by more than 1e-4."""
-    exchanged = {**weights, "q_proj.weight": weights["k_proj.weight"], "k_proj.weight": weights["q_proj.weight"]}
+    exchanged = {
+        **weights,
+        "q_proj.weight": weights["k_proj.weight"],
+        "k_proj.weight": weights["q_proj.weight"],
+    }
     output, _ = ours(sibling, spec, exchanged, inputs)
     expected, _ = peer(spec, weights, inputs)
     assert np.abs(output - expected).max() > 100 * TOLERANCE

@@ -1,4 +1,6 @@
-"""Invalid values in configurations: the message names the key, and contains no exception of Python."""
+"""Invalid values in configurations: the message names the key, and contains no exception of
+Python.
+"""
 
 import copy
 import json
@@ -18,16 +20,62 @@ from parity.port.models.keys import KINDS
 from parity.port.models.specs import read_layers, specs_of
 from parity.use.cli.main import main
 
-BAD = (0, -1, "4", None, [], {}, True, 1e308, math.nan, math.inf, 10**400, [1], [None], {"a": 1}, "", 1.5)
+BAD = (
+    0,
+    -1,
+    "4",
+    None,
+    [],
+    {},
+    True,
+    1e308,
+    math.nan,
+    math.inf,
+    10**400,
+    [1],
+    [None],
+    {"a": 1},
+    "",
+    1.5,
+)
 
 POPULAR = (
-    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gemma4_text", "phi3", "gpt_oss", "deepseek_v3"),
-    *("gpt2", "gpt_neox", "gpt_neo", "falcon", "mpt", "bert", "modernbert", "t5", "whisper", "llama4_text", "beit"),
+    *(
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "gemma2",
+        "gemma3_text",
+        "gemma4_text",
+        "phi3",
+        "gpt_oss",
+        "deepseek_v3",
+    ),
+    *(
+        "gpt2",
+        "gpt_neox",
+        "gpt_neo",
+        "falcon",
+        "mpt",
+        "bert",
+        "modernbert",
+        "t5",
+        "whisper",
+        "llama4_text",
+        "beit",
+    ),
 )
 
 OF_LENGTH = {"factor": 4.0, "original_max_position_embeddings": 64}
 SCALINGS = {
-    "yarn": {**OF_LENGTH, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "yarn": {
+        **OF_LENGTH,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
     "llama3": {**OF_LENGTH, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "linear": {"factor": 4.0},
     "dynamic": {"factor": 4.0},
@@ -35,7 +83,8 @@ SCALINGS = {
 }
 
 OF_PYTHON = re.compile(
-    r"\w+Error\b|unsupported operand|NoneType|not (iterable|subscriptable|supported between|callable)|no attribute|"
+    r"\w+Error\b|unsupported operand|NoneType|not (iterable|subscriptable|supported "
+    r"between|callable)|no attribute|"
     r"cannot convert|too large|unpack|out of range|unhashable|division|indices|takes \d"
 )
 """Text of exceptions that Python raises by itself."""
@@ -84,7 +133,9 @@ def message_of(values):
 
 
 def check_each_value(values, monkeypatch, every=1):
-    """Check bad values of each key that is read: all, or one in `every`, with a start that depends on the names."""
+    """Check bad values of each key that is read: all, or one in `every`, with a start that depends
+    on the names.
+    """
     num_refused = 0
     for where, name in keys_read(values, monkeypatch):
         start = zlib.crc32(f"{values['model_type']} {name}".encode()) % every
@@ -97,7 +148,8 @@ def check_each_value(values, monkeypatch, every=1):
             message = message_of(changed)
             num_refused += message != ""
             assert not OF_PYTHON.search(message), (name, bad)
-            # A key of null, or a section without values, is missing: the message names all keys that may replace it.
+            # A key of null, or a section without values, is missing: the message names all keys
+            # that may replace it.
             is_missing = bad is None or isinstance(bad, dict)
             if message and not is_missing:
                 assert name in message, (name, bad)
@@ -167,7 +219,11 @@ def test_missing_window_names_its_key():
 
 def test_huge_pattern_repeat_raises():
     """A pattern of layers repeated 10^12 times raises an error instead of filling the memory."""
-    values = {**values_of("gpt_neo"), "attention_layers": None, "attention_types": [[["global"], 10**12]]}
+    values = {
+        **values_of("gpt_neo"),
+        "attention_layers": None,
+        "attention_types": [[["global"], 10**12]],
+    }
     with pytest.raises(InputError, match="attention_types"):
         specs_of(values)
 
@@ -193,7 +249,9 @@ def small_llama(tmp_path):
 
 
 def statuses_of(folder, values, capsys):
-    """Return the exit statuses of two commands on a folder with a given configuration, and their errors."""
+    """Return the exit statuses of two commands on a folder with a given configuration, and their
+    errors.
+    """
     (folder / "config.json").write_text(json.dumps(values))  # infinity is written as Infinity
     target = str(folder.parent / f"{folder.name}.safetensors")
     run = ["run", "--model", str(folder), "--against", "transformers", "--backends", "torch"]
@@ -245,6 +303,11 @@ def test_our_reason_precedes_transformers(small_llama, capsys, family, changes, 
 def test_overflow_of_two_values_names_them():
     """A base of 1e300 and an alpha of 1e308 together raise an error that names `alpha`."""
     scaling = {"type": "dynamic", "factor": 1.0, "alpha": 1e308}
-    values = {"model_type": "hunyuan_v1_dense", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
+    values = {
+        "model_type": "hunyuan_v1_dense",
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 1,
+    }
     with pytest.raises(InputError, match="alpha"):
         specs_of({**values, "head_dim": 4, "rope_theta": 1e300, "rope_scaling": scaling})

@@ -27,7 +27,15 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 
 import mha_spec
 import mha_torch
-from mha_spec import InputError, Llama3Scaling, Norm, ProportionalScaling, RelativeBias, Rope, YarnScaling
+from mha_spec import (
+    InputError,
+    Llama3Scaling,
+    Norm,
+    ProportionalScaling,
+    RelativeBias,
+    Rope,
+    YarnScaling,
+)
 from parity import Alibi, AttentionSpec, Gate, load_into, specs_of
 from parity.port.models.families import FAMILIES
 from parity.port.models.families.not_covered import NOT_COVERED, SENSES, WITHOUT_ATTENTION
@@ -39,8 +47,13 @@ RELEASED = {
     for name, made in module.LAYERS.items()
 }
 # Windows and chunks that tests of released layers leave out, because their sequences are shorter.
-SHORTER = {"Gemma 3": {"window_size": 4096}, "Llama 4": {"chunk_size": 8192}, "AFMoE, sliding": {"window_size": 64}}
-# Released layers whose specification in their tests is not that of their configuration, with the reason.
+SHORTER = {
+    "Gemma 3": {"window_size": 4096},
+    "Llama 4": {"chunk_size": 8192},
+    "AFMoE, sliding": {"window_size": 64},
+}
+# Released layers whose specification in their tests is not that of their configuration, with the
+# reason.
 NOT_OF_THE_CONFIGURATION = {
     "GPT-NeoX",  # is given a number of key heads, as others are, which it does not support
     "Persimmon",
@@ -98,14 +111,20 @@ def test_repr_of_spec_evaluates_to_spec(name):
     assert eval(repr(spec), {**vars(mha_spec)}) == spec
 
 
-# ---- The other families ----------------------------------------------------------------------------------------------
+# ---- The other families
+# ----------------------------------------------------------------------------------------------
 
 ROTATED = {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 1.0}
 WINDOW = {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 0}
 TYPES = {"layer_types": ["sliding_attention"], "sliding_window": 3}
 WIDE = {"head_dim": 16}
 # Longer than any call here: beyond it the module of transformers also uses the short factors.
-LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16, "factor": 4.0}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 16,
+    "factor": 4.0,
+}
 LONG |= {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2.0, 3.0, 4.0, 5.0]}
 LONG |= {"short_mscale": 1.25, "long_mscale": 1.25}
 OTHERS = {
@@ -129,29 +148,61 @@ OTHERS = {
     "gpt_oss": ("gpt_oss", "GptOss", {**TYPES, "head_dim": 8}),
     "arcee": ("arcee", "Arcee", {"attention_bias": True}),
     "apertus": ("apertus", "Apertus", {"attention_bias": True, "rms_norm_eps": 0.01}),
-    "seed_oss": ("seed_oss", "SeedOss", {"attention_bias": True, "attention_out_bias": False, "head_dim": 16}),
+    "seed_oss": (
+        "seed_oss",
+        "SeedOss",
+        {"attention_bias": True, "attention_out_bias": False, "head_dim": 16},
+    ),
     "helium": ("helium", "Helium", {"attention_bias": True, "head_dim": 8}),
     "nemotron": ("nemotron", "Nemotron", {"attention_bias": True, "partial_rotary_factor": 0.5}),
     "ernie4_5": ("ernie4_5", "Ernie4_5", {"use_bias": True, "head_dim": 16}),
     "exaone4, sliding": ("exaone4", "Exaone4", {**TYPES, "head_dim": 8, "rms_norm_eps": 0.01}),
-    "exaone4, full": ("exaone4", "Exaone4", {**TYPES, "head_dim": 8, "layer_types": ["full_attention"]}),
+    "exaone4, full": (
+        "exaone4",
+        "Exaone4",
+        {**TYPES, "head_dim": 8, "layer_types": ["full_attention"]},
+    ),
     "exaone4, no windows": (
         "exaone4",
         "Exaone4",
         {"sliding_window": None, "head_dim": 8, "layer_types": ["full_attention"]},
     ),
-    "glm4_moe": ("glm4_moe", "Glm4Moe", {"attention_bias": True, "use_qk_norm": True, "head_dim": 16}),
-    "dots1": ("dots1", "Dots1", {**TYPES, "attention_bias": True, "head_dim": 16, "rms_norm_eps": 0.01}),
+    "glm4_moe": (
+        "glm4_moe",
+        "Glm4Moe",
+        {"attention_bias": True, "use_qk_norm": True, "head_dim": 16},
+    ),
+    "dots1": (
+        "dots1",
+        "Dots1",
+        {**TYPES, "attention_bias": True, "head_dim": 16, "rms_norm_eps": 0.01},
+    ),
     "olmoe": ("olmoe", "Olmoe", {"attention_bias": True, "rms_norm_eps": 0.01}),
     "ministral": ("ministral", "Ministral", {**TYPES, "head_dim": 16}),
     "granitemoe": ("granitemoe", "GraniteMoe", {"attention_multiplier": 0.2}),
-    "phimoe, longrope": ("phimoe", "Phimoe", {"rope_parameters": LONG, "original_max_position_embeddings": 16}),
+    "phimoe, longrope": (
+        "phimoe",
+        "Phimoe",
+        {"rope_parameters": LONG, "original_max_position_embeddings": 16},
+    ),
     "hunyuan, alpha": (
         "hunyuan_v1_dense",
         "HunYuanDenseV1",
-        {"head_dim": 8, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}},
+        {
+            "head_dim": 8,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 1e4,
+                "alpha": 50.0,
+                "factor": 1.0,
+            },
+        },
     ),
-    "gemma3, full": ("gemma3", "Gemma3", {**WIDE, "layer_types": ["full_attention"], "query_pre_attn_scalar": 5}),
+    "gemma3, full": (
+        "gemma3",
+        "Gemma3",
+        {**WIDE, "layer_types": ["full_attention"], "query_pre_attn_scalar": 5},
+    ),
 }
 
 
@@ -164,14 +215,20 @@ def other(family, prefix, options):
     )
     kinds = ("full_attention", "sliding_attention")
     rope = dict.fromkeys(kinds, ROTATED) if family in ("gemma3", "olmo3") else ROTATED
-    config = configuration(**SIZES | {"rope_parameters": rope} | options, attn_implementation="eager")
+    config = configuration(
+        **SIZES | {"rope_parameters": rope} | options, attn_implementation="eager"
+    )
     layer = specs_of(config.to_dict())[0]
     embedding = rotary(config)
     of_type = {"layer_type": layer.kind} if rope is not ROTATED else {}
     reach = layer.spec.span
 
     def sees(batch, head, query, key):
-        near = True if reach is None else (key >= torch.as_tensor(reach.first(query))) & (key < reach.stop(query))
+        near = (
+            True
+            if reach is None
+            else (key >= torch.as_tensor(reach.first(query))) & (key < reach.stop(query))
+        )
         return (key <= query) & near
 
     given = {"rotary": lambda x, positions: embedding(x, positions, **of_type), "sees": sees}
@@ -208,30 +265,50 @@ def test_family_specific_keys_are_read():
     neox = transformers.GPTNeoXConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1)
     expected = AttentionSpec(32, 4, rope=Rope(rotary_dim=2))
     assert specs_of(neox.to_dict())[0].spec == expected
-    former = {"model_type": "gpt_neox", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
+    former = {
+        "model_type": "gpt_neox",
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 1,
+    }
     former |= {"rotary_pct": 0.25, "rotary_emb_base": 10000, "attention_bias": True}
     assert specs_of(former)[0].spec == expected
-    persimmon = transformers.PersimmonConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1)
+    persimmon = transformers.PersimmonConfig(
+        hidden_size=32, num_attention_heads=4, num_hidden_layers=1
+    )
     norm = Norm("layer", bias=True, eps=1e-5)
     expected = AttentionSpec(32, 4, rope=Rope(25000.0, rotary_dim=4), qk_norm=norm)
     assert (
-        specs_of({**persimmon.to_dict(), "rope_parameters": None, "rope_theta": 25000.0, "partial_rotary_factor": 0.5})[
-            0
-        ].spec
+        specs_of(
+            {
+                **persimmon.to_dict(),
+                "rope_parameters": None,
+                "rope_theta": 25000.0,
+                "partial_rotary_factor": 0.5,
+            }
+        )[0].spec
         == expected
     )
     bloom = transformers.BloomConfig(hidden_size=48, n_head=6, n_layer=1, attention_dropout=0.0)
     assert specs_of(bloom.to_dict())[0].spec == AttentionSpec(48, 6, alibi=Alibi())
-    gpt2 = transformers.GPT2Config(n_embd=32, n_head=4, n_layer=2, scale_attn_by_inverse_layer_idx=True)
+    gpt2 = transformers.GPT2Config(
+        n_embd=32, n_head=4, n_layer=2, scale_attn_by_inverse_layer_idx=True
+    )
     scales = [layer.spec.scale for layer in specs_of(gpt2.to_dict())]
     np.testing.assert_allclose(scales, [8**-0.5, 8**-0.5 / 2], rtol=1e-12)
     plain = specs_of({**gpt2.to_dict(), "scale_attn_by_inverse_layer_idx": False})[0].spec
     assert plain == AttentionSpec(32, 4, dropout=0.1, output_dropout=0.1)
 
 
-TURNED_IN_PART = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+TURNED_IN_PART = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+}
 OF_EACH_KIND = {  # values for six layers of each kind, added to the defaults of a family
-    "gemma3n_text": {"num_kv_shared_layers": 0, "intermediate_size": 16384, "activation_sparsity_pattern": None},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 0,
+        "intermediate_size": 16384,
+        "activation_sparsity_pattern": None,
+    },
     "mimo_v2_flash": {"attention_value_scale": 1.0},
     "qwen3_omni_moe_text": {"hidden_size": 4096, "num_attention_heads": 32},
     "glm4_moe": {"head_dim": 128},  # otherwise 42, half of which cannot be rotated
@@ -239,10 +316,16 @@ OF_EACH_KIND = {  # values for six layers of each kind, added to the defaults of
     "glm4v_moe_text": {**TURNED_IN_PART, "head_dim": 128},
     "glm_image_text": TURNED_IN_PART,
     "glm_ocr_text": {**TURNED_IN_PART, "head_dim": 128},
-    "gpt_neo": {"attention_types": [[["global", "local"], 3]], "attention_layers": ["global", "local"] * 3},
+    "gpt_neo": {
+        "attention_types": [[["global", "local"], 3]],
+        "attention_layers": ["global", "local"] * 3,
+    },
     "gemma4_text": {"per_layer_config": {"5": {"head_dim": 512}}},
     "bamba": {"attn_layer_indices": [1]},
-    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 3, "position_embedding_type": "rope"},
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"] * 3,
+        "position_embedding_type": "rope",
+    },
     "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"]},
 }
 
@@ -271,10 +354,16 @@ def of_each_kind(family):
     values = type(transformers.AutoConfig.for_model(family))().to_dict()
     counts = {name for stack in FAMILIES[family].stacks for name in stack.count}
     values |= {name: 6 for name in counts if isinstance(values.get(name), int)}
-    values = {name: value for name, value in values.items() if name not in ("out_features", "out_indices")}
+    values = {
+        name: value for name, value in values.items() if name not in ("out_features", "out_indices")
+    }
     if values.get("layer_types"):
         values["layer_types"] = values["layer_types"][:6]
-        values |= {name: None for name in ("no_rope_layers", "moe_layers", "mlp_layer_types") if name in values}
+        values |= {
+            name: None
+            for name in ("no_rope_layers", "moe_layers", "mlp_layer_types")
+            if name in values
+        }
     return values | OF_EACH_KIND.get(family, {})
 
 
@@ -285,11 +374,15 @@ def specs_in(values):
 def completed(values):
     """Return the configuration with transformers' values for missing keys."""
     configuration = type(transformers.AutoConfig.for_model(values["model_type"]))
-    return configuration(**{name: value for name, value in values.items() if name != "model_type"}).to_dict()
+    return configuration(
+        **{name: value for name, value in values.items() if name != "model_type"}
+    ).to_dict()
 
 
 def check_keys(values, layers):
-    """Compare the layers without each of the keys with those of transformers, and return the keys that we require."""
+    """Compare the layers without each of the keys with those of transformers, and return the keys
+    that we require.
+    """
     assert specs_in(values) == layers
     asked, silent = [], []
     for key in set(names_in(values)) - {"model_type", "transformers_version"}:
@@ -302,7 +395,8 @@ def check_keys(values, layers):
             silent.append(key)
         else:
             check_key(values, key, without_key)
-    # Most keys have no effect: they are removed together, and one by one only if that has an effect.
+    # Most keys have no effect: they are removed together, and one by one only if that has an
+    # effect.
     if not mean_nothing(values, silent, layers):
         for key in silent:
             check_key(values, key, layers)
@@ -319,7 +413,9 @@ def check_key(values, key, expected):
 
 
 def mean_nothing(values, keys, layers):
-    """Return whether the layers are the same without all of the keys, and neither transformers nor parity fails."""
+    """Return whether the layers are the same without all of the keys, and neither transformers nor
+    parity fails.
+    """
     try:
         theirs = completed(functools.reduce(changed, keys, values))
     except (KeyError, ValueError, StrictDataclassError):
@@ -330,7 +426,8 @@ def mean_nothing(values, keys, layers):
         return False
 
 
-# ---- Layers of a model -----------------------------------------------------------------------------------------------
+# ---- Layers of a model
+# -----------------------------------------------------------------------------------------------
 
 LLAMA = {
     "model_type": "llama",
@@ -362,7 +459,11 @@ def test_layer_kinds_of_hybrid_model():
     in Qwen3-Next, even without `layer_types`.
     """
     values = transformers.Qwen3NextConfig(
-        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_hidden_layers=8
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_hidden_layers=8,
     ).to_dict()
     layers = specs_of(values)
     assert [layer.kind for layer in layers] == [*["linear_attention"] * 3, "full_attention"] * 2
@@ -381,20 +482,32 @@ def test_gemma3_has_two_rope_bases():
         assert [layer.spec.rope.theta for layer in layers] == [1e4] * 5 + [1e6]
         assert [layer.spec.window_size for layer in layers] == [4096] * 5 + [None]
     # As in a model of 4B parameters, whose configuration has few keys.
-    little = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024}
+    little = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    }
     little["rope_scaling"] = {"factor": 8.0, "rope_type": "linear"}
     expected = specs_of(transformers.Gemma3TextConfig(**little).to_dict())
     assert [layer.spec for layer in specs_of(little)] == [layer.spec for layer in expected]
-    assert specs_of(little)[0].origins["num_heads"] == "family default: num_attention_heads is not set"
+    assert (
+        specs_of(little)[0].origins["num_heads"] == "family default: num_attention_heads is not set"
+    )
     without = {name: value for name, value in older(values).items() if name != "layer_types"}
-    assert [layer.kind for layer in specs_of(without)] == [*["sliding_attention"] * 5, "full_attention"]
+    assert [layer.kind for layer in specs_of(without)] == [
+        *["sliding_attention"] * 5,
+        "full_attention",
+    ]
 
 
 def test_t5_encoder_and_decoder_layers():
     """T5 has layers of encoder, decoder and cross-
     attention, with their causality, biases and paths.
     """
-    values = transformers.T5Config(num_layers=3, num_decoder_layers=2, d_model=32, d_kv=12, num_heads=4).to_dict()
+    values = transformers.T5Config(
+        num_layers=3, num_decoder_layers=2, d_model=32, d_kv=12, num_heads=4
+    ).to_dict()
     layers = specs_of(values)
     assert [(layer.part, layer.index, layer.kind, layer.is_causal) for layer in layers] == [
         *(("encoder", index, "full_attention", False) for index in range(3)),
@@ -431,26 +544,48 @@ def test_layer_patterns_of_hybrid_models():
     ).to_dict()
     kinds = ["linear_attention", "mlp", "full_attention", "moe"]
     assert [layer.kind for layer in specs_of(values)] == kinds
-    former = {**values, "layers_block_type": None, "num_hidden_layers": 4, "hybrid_override_pattern": "M-*E"}
+    former = {
+        **values,
+        "layers_block_type": None,
+        "num_hidden_layers": 4,
+        "hybrid_override_pattern": "M-*E",
+    }
     assert [layer.kind for layer in specs_of(former)] == ["mamba", "mlp", "full_attention", "moe"]
     assert specs_of(former)[2].spec == specs_of(values)[2].spec
     kimi = {**transformers.KimiLinearConfig(num_hidden_layers=3).to_dict(), "layer_types": None}
-    kimi["linear_attn_config"] = {"full_attn_layers": [2], "kda_layers": [1, 3], "num_heads": 2, "head_dim": 8}
+    kimi["linear_attn_config"] = {
+        "full_attn_layers": [2],
+        "kda_layers": [1, 3],
+        "num_heads": 2,
+        "head_dim": 8,
+    }
     assert [layer.spec is None for layer in specs_of(kimi)] == [True, False, True]
 
 
 AS_RELEASED = {  # keys that configurations of released models have, and transformers' own do not
-    "bert": {"pooler_num_attention_heads": 12, "pooler_size_per_head": 128, "position_embedding_type": "absolute"},
+    "bert": {
+        "pooler_num_attention_heads": 12,
+        "pooler_size_per_head": 128,
+        "position_embedding_type": "absolute",
+    },
     "albert": {"down_scale_factor": 1, "net_structure_type": 0, "gap_size": 0},
     "t5": {"n_positions": 512, "output_past": True},
-    "bart": {"static_position_embeddings": False, "add_bias_logits": False, "extra_pos_embeddings": 2},
+    "bart": {
+        "static_position_embeddings": False,
+        "add_bias_logits": False,
+        "extra_pos_embeddings": 2,
+    },
     "gptj": {"rotary": True, "scale_attn_weights": True},
     "codegen": {"scale_attn_weights": True},
     "gpt_bigcode": {"pre_allocate_kv_cache": True},
     "clip_text_model": {"temperature": 1.0, "pruned_heads": {}, "add_cross_attention": False},
     "modernbert": {"position_embedding_type": "absolute", "repad_logits_with_grad": False},
     "minimax_m2": {"use_qk_norm": True, "qk_norm_type": "per_layer", "attn_type_list": [1] * 62},
-    "longcat_flash": {"attention_method": "MLA", "mla_scale_q_lora": True, "mla_scale_kv_lora": True},
+    "longcat_flash": {
+        "attention_method": "MLA",
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+    },
     "lfm2": {
         "num_heads": 32,
         "block_mlp_init_scale": 1.0,
@@ -460,9 +595,18 @@ AS_RELEASED = {  # keys that configurations of released models have, and transfo
     },
     "llama": {"rope_interleaved": False, "is_llama_config": True},
     "phi3": {"full_attn_mod": 1, "interpolate_factor": 1},
-    "cohere2": {"use_qk_norm": False, "order_of_interleaved_layers": "local_attn_first", "layer_switch": 4},
+    "cohere2": {
+        "use_qk_norm": False,
+        "order_of_interleaved_layers": "local_attn_first",
+        "layer_switch": 4,
+    },
     "internlm3": {"bias": False, "qkv_bias": False},
-    "hunyuan_v1_dense": {"use_qk_norm": True, "use_rotary_pos_emb": True, "use_cla": False, "attention_head_dim": 128},
+    "hunyuan_v1_dense": {
+        "use_qk_norm": True,
+        "use_rotary_pos_emb": True,
+        "use_cla": False,
+        "attention_head_dim": 128,
+    },
     "bloom": {"masked_softmax_fusion": True, "bias_dropout_fusion": True, "offset_alibi": 100},
     "glm4v_text": {**TURNED_IN_PART, "attention_bias": True},
 }
@@ -560,8 +704,14 @@ def test_disabled_gate_raises_an_error(family):
 
 PARTS_AS_RELEASED = {  # which contain only unusual values
     "llama": ({"max_position_embeddings": 4096}, (4096, 32, 32)),
-    "mistral": ({"num_key_value_heads": 8, "rope_theta": 1e6, "sliding_window": None}, (4096, 32, 8)),
-    "gemma": ({"hidden_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 1}, (2048, 8, 1)),
+    "mistral": (
+        {"num_key_value_heads": 8, "rope_theta": 1e6, "sliding_window": None},
+        (4096, 32, 8),
+    ),
+    "gemma": (
+        {"hidden_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 1},
+        (2048, 8, 1),
+    ),
     "clip_vision_model": ({"patch_size": 32}, (768, 12, 12)),
     "clip_text_model": ({"vocab_size": 32}, (512, 8, 8)),
     "siglip_text_model": ({}, (768, 12, 12)),
@@ -574,7 +724,9 @@ def test_values_missing_in_parts_are_default(family):
     defaults of the part's family in transformers.
     """
     said, (width, heads, kv_heads) = PARTS_AS_RELEASED[family]
-    layers = specs_of({"model_type": "llava", "text_config": {"model_type": family, **said}}, part="text_config")
+    layers = specs_of(
+        {"model_type": "llava", "text_config": {"model_type": family, **said}}, part="text_config"
+    )
     assert [layer.spec for layer in layers] == [
         layer.spec for layer in specs_of(transformers.AutoConfig.for_model(family, **said))
     ]
@@ -587,7 +739,12 @@ def test_configuration_may_be_object_or_path(tmp_path):
     """A configuration may be an object, a dict, or a path; other types raise a `TypeError`."""
     config = transformers.LlamaConfig(num_hidden_layers=2)
     config.save_pretrained(tmp_path)
-    assert specs_of(config) == specs_of(config.to_dict()) == specs_of(tmp_path) == specs_of(str(tmp_path))
+    assert (
+        specs_of(config)
+        == specs_of(config.to_dict())
+        == specs_of(tmp_path)
+        == specs_of(str(tmp_path))
+    )
     for wrong in (None, 3, config.to_dict):
         with refuses_type("config"):
             specs_of(wrong)
@@ -598,15 +755,29 @@ def test_minicpm3_has_default_base_and_width():
     values, as released, has the default spec.
     """
     values = transformers.MiniCPM3Config(num_hidden_layers=1).to_dict()
-    assert specs_of(changed(changed(values, "v_head_dim"), "rope_parameters"))[0].spec == specs_of(values)[0].spec
+    assert (
+        specs_of(changed(changed(values, "v_head_dim"), "rope_parameters"))[0].spec
+        == specs_of(values)[0].spec
+    )
 
 
 def test_hunyuan_alpha_changes_rope_base():
     """HunYuan's alpha multiplies the base by alpha^(H/(H-2));
     unknown scalings, keys and widths raise errors.
     """
-    rope = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0}
-    former = {**changed(transformers.HunYuanDenseV1Config(num_hidden_layers=1).to_dict(), "rope_parameters")}
+    rope = {
+        "type": "dynamic",
+        "alpha": 1000.0,
+        "factor": 1.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+    }
+    former = {
+        **changed(
+            transformers.HunYuanDenseV1Config(num_hidden_layers=1).to_dict(), "rope_parameters"
+        )
+    }
     former |= {"head_dim": 128, "rope_theta": 1e4, "rope_scaling": {**rope, "mscale_all_dim": 1.0}}
     layer = specs_of(former)[0]
     assert layer.spec is not None
@@ -641,7 +812,10 @@ def test_nested_part_is_a_dotted_path(tmp_path, capsys):
     the command line; wrong paths raise errors.
     """
     inner = {**LLAMA, "num_hidden_layers": 1}
-    values = {"model_type": "unseen", "thinker_config": {"model_type": "unseen_thinker", "text_config": inner}}
+    values = {
+        "model_type": "unseen",
+        "thinker_config": {"model_type": "unseen_thinker", "text_config": inner},
+    }
     way = "thinker_config.text_config"
     assert specs_of(values, part=way) == specs_of(inner)
     with refuses("part", part="thinker_config"):
@@ -662,7 +836,9 @@ def test_modernbert_windows_must_agree():
     values = transformers.ModernBertDecoderConfig(local_attention=10).to_dict()
     assert values["sliding_window"] == 5
     assert specs_of(values)[1].spec.window_size == 5
-    assert specs_of({name: x for name, x in values.items() if name != "sliding_window"}) == specs_of(values)
+    assert specs_of(
+        {name: x for name, x in values.items() if name != "sliding_window"}
+    ) == specs_of(values)
     with refuses("layer 0"):
         specs_of({**values, "sliding_window": 7})
 
@@ -671,7 +847,9 @@ def test_older_names_of_layer_kinds():
     """In GraniteMoeHybrid, "attention" means full
     attention, and position type "nope" means no RoPE.
     """
-    values = transformers.GraniteMoeHybridConfig(num_hidden_layers=2, position_embedding_type="nope").to_dict()
+    values = transformers.GraniteMoeHybridConfig(
+        num_hidden_layers=2, position_embedding_type="nope"
+    ).to_dict()
     layers = specs_of({**values, "layer_types": ["mamba", "attention"]})
     assert [layer.kind for layer in layers] == ["mamba", "full_attention"]
     assert layers[1].spec.rope is None
@@ -693,7 +871,10 @@ SAID = {  # values of RoPE, norms and scores, none of them the default of its fa
         },
     },
     "gemma2": {
-        **{name: LLAMA[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")},
+        **{
+            name: LLAMA[name]
+            for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
+        },
         "model_type": "gemma2",
         "num_hidden_layers": 2,
         "head_dim": 16,
@@ -703,7 +884,10 @@ SAID = {  # values of RoPE, norms and scores, none of them the default of its fa
         "rope_theta": 5e5,
     },
     "qwen3": {
-        **{name: LLAMA[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")},
+        **{
+            name: LLAMA[name]
+            for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
+        },
         "model_type": "qwen3",
         "num_hidden_layers": 2,
         "head_dim": 16,
@@ -724,7 +908,10 @@ def changed(values, name):
     section, _, leaf = name.rpartition(".")
     if not section:
         return {each: value for each, value in values.items() if each != name}
-    return {**values, section: {each: value for each, value in values[section].items() if each != leaf}}
+    return {
+        **values,
+        section: {each: value for each, value in values[section].items() if each != leaf},
+    }
 
 
 def names_in(values):
@@ -736,13 +923,19 @@ def names_in(values):
 
 
 ASKED_FOR = {
-    "llama3": {f"rope_parameters.{name}" for name in ("rope_type", "factor", "low_freq_factor", "high_freq_factor")},
+    "llama3": {
+        f"rope_parameters.{name}"
+        for name in ("rope_type", "factor", "low_freq_factor", "high_freq_factor")
+    },
     "yarn": {"rope_parameters.rope_type"},
     "gemma2": SAID["gemma2"].keys(),
-    "qwen3": SAID["qwen3"].keys() - {"attention_bias", "attention_dropout", "use_sliding_window", "rope_scaling"}
+    "qwen3": SAID["qwen3"].keys()
+    - {"attention_bias", "attention_dropout", "use_sliding_window", "rope_scaling"}
     | {"rope_scaling.factor"},
 }
-"""Keys that are required in addition to those of every family; without any other key, layers change."""
+"""Keys that are required in addition to those of every family; without any other key, layers
+change.
+"""
 
 
 @pytest.mark.parametrize("name", SAID)
@@ -760,7 +953,10 @@ def test_removed_key_changes_layers(name):
                 silent.add(key)
         except InputError:
             asked.add(key)
-    assert silent <= {"rms_norm_eps", "max_position_embeddings"}  # norms of these families are not in attention
+    assert silent <= {
+        "rms_norm_eps",
+        "max_position_embeddings",
+    }  # norms of these families are not in attention
     assert asked == {"model_type", "num_attention_heads", *ASKED_FOR[name]}
 
 
@@ -770,7 +966,13 @@ def test_yarn_mscale_needs_both_numbers():
     """
 
     def scaling_of(**told):
-        rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64, **told}
+        rope = {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            **told,
+        }
         return specs_of({**LLAMA, "rope_parameters": rope})[0].spec.rope.scaling
 
     both = {"mscale": 1.0, "mscale_all_dim": 0.5}
@@ -781,12 +983,19 @@ def test_yarn_mscale_needs_both_numbers():
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "mistral4"])
 @pytest.mark.parametrize(
-    "told", [{}, {"mscale": 0.7}, {"attention_factor": 1.7}, {"mscale": 0.7, "attention_factor": 1.7}]
+    "told",
+    [{}, {"mscale": 0.7}, {"attention_factor": 1.7}, {"mscale": 0.7, "attention_factor": 1.7}],
 )
 def test_mscale_all_dim_scales_latents(family, told, tmp_path):
     """Latent attention scales scores by `mscale_all_dim` as the model does, whatever RoPE reads."""
     model = ALL[family]
-    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale_all_dim": 0.8, **told}
+    rope = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "mscale_all_dim": 0.8,
+        **told,
+    }
     parameters = {**model.config().rope_parameters, **rope}
     check_model(replace(model, options={**model.options, "rope_parameters": parameters}), tmp_path)
 
@@ -795,17 +1004,26 @@ def test_mscale_all_dim_scales_latents(family, told, tmp_path):
 def test_queries_without_latent_have_no_bias(family, tmp_path):
     """With biases but no latent for queries, layers match those of the model."""
     model = ALL[family]
-    check_model(replace(model, options={**model.options, "attention_bias": True, "q_lora_rank": None}), tmp_path)
+    check_model(
+        replace(model, options={**model.options, "attention_bias": True, "q_lora_rank": None}),
+        tmp_path,
+    )
 
 
 def test_proportional_rope_keeps_whole_head():
     """Proportional RoPE sets its share and factor as scaling, and no `rotary_dim`."""
     rope = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
-    assert specs_of({**LLAMA, "rope_parameters": rope})[0].spec.rope == Rope(scaling=ProportionalScaling(0.25))
-    assert specs_of({**LLAMA, "rope_parameters": {**rope, "factor": 2.0}})[0].spec.rope.scaling.factor == 2.0
+    assert specs_of({**LLAMA, "rope_parameters": rope})[0].spec.rope == Rope(
+        scaling=ProportionalScaling(0.25)
+    )
+    assert (
+        specs_of({**LLAMA, "rope_parameters": {**rope, "factor": 2.0}})[0].spec.rope.scaling.factor
+        == 2.0
+    )
 
 
-# ---- Rejected configurations -----------------------------------------------------------------------------------------
+# ---- Rejected configurations
+# -----------------------------------------------------------------------------------------
 
 MPT = {"model_type": "mpt", "d_model": 32, "n_heads": 4, "n_layers": 1}
 REFUSED = {
@@ -813,15 +1031,29 @@ REFUSED = {
     "near": ({"model_type": "llama5"}, refuses("model_type", model_type="llama5")),
     "no family": ({"model_type": None}, refuses("model_type", model_type=None)),
     "part": (
-        {"model_type": "seen", "text_config": {"model_type": "llama"}, "vision_config": {"model_type": "seen"}},
+        {
+            "model_type": "seen",
+            "text_config": {"model_type": "llama"},
+            "vision_config": {"model_type": "seen"},
+        },
         refuses("part", part=None),
     ),
     "parts": (
-        {"model_type": "seen", "text_config": {"model_type": "mllama_text_model"}, "vision_config": {"depth": 1}},
+        {
+            "model_type": "seen",
+            "text_config": {"model_type": "mllama_text_model"},
+            "vision_config": {"depth": 1},
+        },
         refuses("a part of the model"),
     ),
     "rope of two": (
-        {"model_type": "lfm2", "norm_eps": 1e-5, "rope_parameters": None, "rope_theta": 1e4, "theta": 1e5},
+        {
+            "model_type": "lfm2",
+            "norm_eps": 1e-5,
+            "rope_parameters": None,
+            "rope_theta": 1e4,
+            "theta": 1e5,
+        },
         refuses("layer 0"),
     ),
     "factors of two lengths": (
@@ -875,7 +1107,10 @@ REFUSED = {
         refuses("layer 0"),
     ),
     "soft cap that no layer takes": (
-        {**transformers.Gemma3TextConfig(num_hidden_layers=1).to_dict(), "attn_logit_softcapping": 30.0},
+        {
+            **transformers.Gemma3TextConfig(num_hidden_layers=1).to_dict(),
+            "attn_logit_softcapping": 30.0,
+        },
         refuses("attn_logit_softcapping", attn_logit_softcapping=30.0),
     ),
     "both ways": (
@@ -893,7 +1128,10 @@ REFUSED = {
         {"layer_types": ["sliding_attention"] * 3, "sliding_window": 4},
         refuses("layer 0", "none in this family"),
     ),
-    "number of layers": ({"num_hidden_layers": 0}, refuses("num_hidden_layers", num_hidden_layers=0)),
+    "number of layers": (
+        {"num_hidden_layers": 0},
+        refuses("num_hidden_layers", num_hidden_layers=0),
+    ),
     "period": (
         {"model_type": "qwen3_next", "full_attention_interval": 0},
         refuses("full_attention_interval", full_attention_interval=0),
@@ -918,7 +1156,10 @@ REFUSED = {
         {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
         refuses("the configuration"),
     ),
-    "layers": ({"layer_types": ["full_attention"]}, refuses("layer_types", layer_types=["full_attention"])),
+    "layers": (
+        {"layer_types": ["full_attention"]},
+        refuses("layer_types", layer_types=["full_attention"]),
+    ),
     "distances": (
         {**transformers.BertConfig().to_dict(), "position_embedding_type": "relative_key"},
         refuses("position_embedding_type", position_embedding_type="relative_key"),
@@ -952,7 +1193,11 @@ REFUSED = {
         refuses("every key about attention"),
     ),
     "letters": (
-        {**transformers.NemotronHConfig().to_dict(), "layers_block_type": None, "num_hidden_layers": 3}
+        {
+            **transformers.NemotronHConfig().to_dict(),
+            "layers_block_type": None,
+            "num_hidden_layers": 3,
+        }
         | {"hybrid_override_pattern": "M*"},
         refuses("hybrid_override_pattern", "2"),
     ),
@@ -983,18 +1228,24 @@ def test_unsupported_configuration_raises(name):
         specs_of({**LLAMA, **told})
 
 
-@pytest.mark.parametrize("key", ["vocab_size", "mlp_bias", "use_cache", "pretraining_tp", "_attn_implementation"])
+@pytest.mark.parametrize(
+    "key", ["vocab_size", "mlp_bias", "use_cache", "pretraining_tp", "_attn_implementation"]
+)
 def test_keys_outside_attention_are_ignored(key):
     """Keys that do not concern attention do not change the layers."""
     assert specs_of({**LLAMA, key: 1}) == specs_of(LLAMA)
 
 
 def has_attention(model_type):
-    """Return whether a family's modules in transformers have attention outside of parts with their own families."""
+    """Return whether a family's modules in transformers have attention outside of parts with their
+    own families.
+    """
     kind = CONFIG_MAPPING[model_type]
     folder = Path(transformers.__file__).parent / "models" / kind.__module__.split(".")[2]
     files = [path.read_text("utf-8") for path in folder.glob("modeling_*.py")]
-    if files and not any(re.search(r"^class \w*Attention\w*\(", text, re.MULTILINE) for text in files):
+    if files and not any(
+        re.search(r"^class \w*Attention\w*\(", text, re.MULTILINE) for text in files
+    ):
         return False
     has_heads = any(re.search(r"heads?(_|$)", name) for name in kind.__dataclass_fields__)
     return has_heads or not kind.sub_configs
@@ -1007,7 +1258,9 @@ def test_all_transformers_families_are_known():
     assert CONFIG_MAPPING_NAMES.keys() >= NOT_COVERED.keys() | WITHOUT_ATTENTION
     said = FAMILIES.keys() | NOT_COVERED.keys() | WITHOUT_ATTENTION
     assert [name for name in CONFIG_MAPPING_NAMES if name not in said and has_attention(name)] == []
-    assert len(NOT_COVERED) == sum(len(names.split()) for names in SENSES.values())  # each is there once
+    assert len(NOT_COVERED) == sum(
+        len(names.split()) for names in SENSES.values()
+    )  # each is there once
 
 
 @pytest.mark.parametrize("family", ["doge", "zamba2", "videomae"])
@@ -1022,7 +1275,8 @@ def test_message_names_the_obstacle(family):
         specs_of({"model_type": "rwkv"})
 
 
-# ---- Files and the command -------------------------------------------------------------------------------------------
+# ---- Files and the command
+# -------------------------------------------------------------------------------------------
 
 
 def test_folder_equals_its_config_file(tmp_path):
@@ -1057,13 +1311,20 @@ def test_spec_command_prints_layer_kinds(tmp_path, capsys):
     missing part exits with 2 and lists the available one.
     """
     values = transformers.Gemma3TextConfig(num_hidden_layers=7).to_dict()
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": values}))
-    assert main(["spec", str(tmp_path), "--part", "text_config", "--json", str(tmp_path / "s.json")]) == 0
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "gemma3", "text_config": values})
+    )
+    assert (
+        main(["spec", str(tmp_path), "--part", "text_config", "--json", str(tmp_path / "s.json")])
+        == 0
+    )
     out = capsys.readouterr().out
     assert "gemma3_text, layers 0 to 4, 6 of 7: sliding_attention" in out
     assert "gemma3_text, layer 5 of 7: full_attention" in out
     assert "query_pre_attn_scalar ** -0.5" in out
-    assert " rope_parameters.sliding_attention.rope_theta " in out  # in one piece, while others are wrapped
+    assert (
+        " rope_parameters.sliding_attention.rope_theta " in out
+    )  # in one piece, while others are wrapped
     (_, _, _, _, _, full, _) = json.loads((tmp_path / "s.json").read_text())["layers"]
     assert AttentionSpec.from_json(json.dumps(full["spec"])) == specs_of(values)[5].spec
     assert main(["spec", str(tmp_path), "--part", "vision_config"]) == 2
@@ -1085,9 +1346,14 @@ def test_spec_command_prints_every_part(tmp_path, capsys):
     assert main(["spec", str(tmp_path), "--json", str(tmp_path / "s.json")]) == 0
     out = said_by(capsys)
     assert "text_config clip_text_model, layers 0 to 11 of 12: full_attention field" in out
-    assert "vision_config clip_vision_model, layers 0 to 11 of 12: full_attention, not causal field" in out
+    assert (
+        "vision_config clip_vision_model, layers 0 to 11 of 12: full_attention, not causal field"
+        in out
+    )
     said = json.loads((tmp_path / "s.json").read_text())
-    assert [layer["section"] for layer in said["layers"]] == ["text_config"] * 12 + ["vision_config"] * 12
+    assert [layer["section"] for layer in said["layers"]] == ["text_config"] * 12 + [
+        "vision_config"
+    ] * 12
     assert not said["not_read"]
     for part in ("text_config", "vision_config"):
         assert specs_of(values, part=part) == specs_of(values[part])
@@ -1099,7 +1365,10 @@ def test_spec_command_prints_every_part(tmp_path, capsys):
 QWEN2_VL = transformers.Qwen2VLConfig().to_dict()
 WITH_PICTURES = {  # the configuration of the part as written now, before, and at first
     "now": QWEN2_VL,
-    "before": {**QWEN2_VL, "vision_config": {**QWEN2_VL["vision_config"], "model_type": "qwen2_vl"}},
+    "before": {
+        **QWEN2_VL,
+        "vision_config": {**QWEN2_VL["vision_config"], "model_type": "qwen2_vl"},
+    },
     "at first": {
         **QWEN2_VL["text_config"],
         "model_type": "qwen2_vl",
@@ -1117,7 +1386,10 @@ def test_spec_command_names_unread_parts(dialect, tmp_path, capsys):
     assert main(["spec", str(tmp_path), "--json", str(tmp_path / "s.json")]) == 0
     out = said_by(capsys)
     assert "layers 0 to 79 of 80: full_attention" in out
-    why = "model_type 'qwen2_vl_vision' is not covered: its attention rotates by positions on two or three axes"
+    why = (
+        "model_type 'qwen2_vl_vision' is not covered: its attention rotates by positions on two "
+        "or three axes"
+    )
     assert f"vision_config not read: {why}" in out
     said = json.loads((tmp_path / "s.json").read_text())
     assert why in said["not_read"]["vision_config"]
@@ -1136,4 +1408,7 @@ def test_spec_command_names_unread_layers(tmp_path, capsys):
     assert main(["spec", str(tmp_path)]) == 0
     out = said_by(capsys)
     assert "depth_decoder_config csm_depth_decoder_model, layers 0 to 3 of 4: full_attention" in out
-    assert "csm not read: model_type 'csm' is not covered: its attention is outside the parts of its model" in out
+    assert (
+        "csm not read: model_type 'csm' is not covered: its attention is outside the parts of "
+        "its model" in out
+    )

@@ -1,4 +1,6 @@
-"""Each attention layer of whole released models matches ours: encoders, encoder-decoders and decoders."""
+"""Each attention layer of whole released models matches ours: encoders, encoder-decoders and
+decoders.
+"""
 
 from dataclasses import replace
 
@@ -42,7 +44,9 @@ WRONG = {
 
 def check_wrong(of, wrong, folder):
     """Check a model against layers that a function made wrong."""
-    check_model(MODELS[of], folder, lambda values: [wrong(each) for each in specs_of(values) if each.spec])
+    check_model(
+        MODELS[of], folder, lambda values: [wrong(each) for each in specs_of(values) if each.spec]
+    )
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -62,4 +66,6 @@ def test_a_wrong_path_is_detected(tmp_path):
 def test_a_wrong_layout_is_detected(tmp_path):
     """A wrong layout of a model's layers raises an error about missing and unexpected weights."""
     with refuses("weights", missing=..., unexpected=...):
-        check_wrong("gpt_bigcode", lambda layer: replace(layer, layout="transformers.ModernBERT"), tmp_path)
+        check_wrong(
+            "gpt_bigcode", lambda layer: replace(layer, layout="transformers.ModernBERT"), tmp_path
+        )

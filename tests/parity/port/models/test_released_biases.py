@@ -1,4 +1,6 @@
-"""Biases that released models add to scores by position: our layers of the same specification agree."""
+"""Biases that released models add to scores by position: our layers of the same specification
+agree.
+"""
 
 import numpy as np
 import pytest
@@ -36,7 +38,9 @@ def test_buckets_match_t5_at_all_distances(bidirectional):
             found = found[distances.clamp(-max_distance, max_distance) + max_distance]
             steps = np.log(np.maximum(np.abs(distances.numpy()), num_exact) / num_exact)
             steps *= (count - num_exact) / np.log(max_distance / num_exact)
-            is_decided = (np.abs(steps - np.round(steps)) > 1e-5) | (np.abs(distances.numpy()) <= num_exact)
+            is_decided = (np.abs(steps - np.round(steps)) > 1e-5) | (
+                np.abs(distances.numpy()) <= num_exact
+            )
             is_decided |= (num_buckets, max_distance) == (32, 128)  # as T5 is released
             assert is_decided.mean() > 0.5
             assert (found == expected)[is_decided].all(), (num_buckets, max_distance)

@@ -1,7 +1,8 @@
-"""Layers of our specifications equal the modules released in transformers: norms, scores, projections, latents.
+"""Layers of our specifications equal the modules released in transformers: norms, scores,
+projections, latents.
 
-`test_released_rope.py` compares layers with RoPE, which also run token by token, and `test_released_biases.py` layers
-with a bias of scores.
+`test_released_rope.py` compares layers with RoPE, which also run token by token, and
+`test_released_biases.py` layers with a bias of scores.
 """
 
 import pytest

@@ -1,4 +1,6 @@
-"""RoPE as in released models: their tables, their layers, forward and backward, and token by token."""
+"""RoPE as in released models: their tables, their layers, forward and backward, and token by
+token.
+"""
 
 from typing import Any
 
@@ -24,7 +26,8 @@ from mha_spec import (
 )
 from parity import load_into
 
-# ---- Tables ----------------------------------------------------------------------------------------------------------
+# ---- Tables
+# --------------------------------------------------------------------------------------------------
 
 SHORT, LONG = [1.0 + i / 10 for i in range(64)], [1.0 + i for i in range(64)]
 TABLES = {
@@ -46,7 +49,12 @@ TABLES = {
     ),
     "yarn, DeepSeek": (
         YarnScaling(40.0, 4096, mscale=0.707, mscale_all_dim=1.0),
-        {"factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 0.707, "mscale_all_dim": 1.0},
+        {
+            "factor": 40.0,
+            "original_max_position_embeddings": 4096,
+            "mscale": 0.707,
+            "mscale_all_dim": 1.0,
+        },
     ),
     "yarn, betas": (
         YarnScaling(2.0, 1024, beta_fast=16.0, beta_slow=2.0, attention_factor=1.25),
@@ -60,7 +68,12 @@ TABLES = {
     ),
     "longrope": (
         LongRopeScaling(32.0, 4096, tuple(SHORT), tuple(LONG)),
-        {"factor": 32.0, "original_max_position_embeddings": 4096, "short_factor": SHORT, "long_factor": LONG},
+        {
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "short_factor": SHORT,
+            "long_factor": LONG,
+        },
     ),
     "longrope, given": (
         LongRopeScaling(32.0, 4096, tuple(SHORT), tuple(LONG), attention_factor=1.5),
@@ -72,7 +85,10 @@ TABLES = {
             "attention_factor": 1.5,
         },
     ),
-    "proportional": (ProportionalScaling(0.25, 8.0), {"factor": 8.0, "partial_rotary_factor": 0.25}),
+    "proportional": (
+        ProportionalScaling(0.25, 8.0),
+        {"factor": 8.0, "partial_rotary_factor": 0.25},
+    ),
 }
 
 
@@ -104,7 +120,8 @@ def test_frequencies_match_transformers(name, theta, length, monkeypatch):
 
     assert rope.attention_factor == pytest.approx(factor, rel=1e-15)
     np.testing.assert_array_equal(rope.frequencies(128, length), expected.numpy())
-    # PyTorch's power is off by one unit in one case of a hundred, of which a reciprocal can make two units.
+    # PyTorch's power is off by one unit in one case of a hundred, of which a reciprocal can make
+    # two units.
     unlike = np.abs(rope.frequencies(128, length).view(np.int32) - released.numpy().view(np.int32))
     assert unlike.max() <= 2
     assert np.count_nonzero(unlike > 1) <= 1
@@ -114,17 +131,26 @@ def test_partial_rope_matches_transformers():
     """Frequencies of a partial rotation equal those of
     transformers within one unit in the last place.
     """
-    parameters = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.25}
-    config = transformers.LlamaConfig(hidden_size=256, num_attention_heads=2, rope_parameters=parameters)
+    parameters = {
+        "rope_type": "linear",
+        "rope_theta": 1e4,
+        "factor": 2.0,
+        "partial_rotary_factor": 0.25,
+    }
+    config = transformers.LlamaConfig(
+        hidden_size=256, num_attention_heads=2, rope_parameters=parameters
+    )
     expected, _ = ROPE_INIT_FUNCTIONS["linear"](config, "cpu")
     found = Rope(scaling=LinearScaling(2.0), rotary_dim=32).frequencies(128)
     np.testing.assert_array_max_ulp(found, expected.numpy(), maxulp=1)
 
 
-# ---- Layers ----------------------------------------------------------------------------------------------------------
+# ---- Layers
+# --------------------------------------------------------------------------------------------------
 
-# Released layers compute frequencies and angles in float32, even with float64 weights: at the positions here, to 24,
-# a frequency that is a few roundings off (6e-8 each) moves an angle by less than NEAR.
+# Released layers compute frequencies and angles in float32, even with float64 weights: at the
+# positions here, to 24, a frequency that is a few roundings off (6e-8 each) moves an angle by less
+# than NEAR.
 
 
 @sample(name=["Qwen3-VL"])
@@ -136,7 +162,8 @@ def test_a_layer_equals_the_released_one(name):
     released = LAYERS[name]()
     assert released.spec.rope is not None
     depends_on_length = released.spec.rope.depends_on_length
-    # The original length, and more. For other layers fewer tokens are a prefix of more: none attends to a later one.
+    # The original length, and more. For other layers fewer tokens are a prefix of more: none
+    # attends to a later one.
     for length in (8, 11) if depends_on_length else (11,):
         check_equal(released, length=length, in_steps=not depends_on_length)
 
@@ -152,7 +179,9 @@ def test_cached_steps_match_released_cache(name):
     weights = {name: weight.detach().numpy() for name, weight in released.weights().items()}
     load_into(layer, weights, released.spec)
     config: Any = released.module.config
-    theirs = {"layer_past" if name == "GPT-NeoX" else "past_key_values": DynamicCache(config=config)}
+    theirs = {
+        "layer_past" if name == "GPT-NeoX" else "past_key_values": DynamicCache(config=config)
+    }
     cache, past = layer.init_cache(2, 12), 0
 
     for count in (5, 1, 1, 1, 1, 2, 1):

@@ -1,4 +1,6 @@
-"""Keys about attention that are not read, and other parts that a comparison of two files leaves out."""
+"""Keys about attention that are not read, and other parts that a comparison of two files leaves
+out.
+"""
 
 import json
 import warnings
@@ -18,10 +20,25 @@ from parity.measure.files import open_tensors
 from parity.port.conversion.convert import convert_file
 from parity.use.cli.main import main
 
-CONFIG = {"model_type": "llama", "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
-CONFIG |= {"num_hidden_layers": 3, "rms_norm_eps": 1e-6, "max_position_embeddings": 64, "vocab_size": 8}
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+CONFIG |= {
+    "num_hidden_layers": 3,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 64,
+    "vocab_size": 8,
+}
 CONFIG |= {"rope_theta": 10000.0, "attention_bias": False, "attention_dropout": 0.0}
-UNREAD = {"sliding_window": 4, "attn_logit_softcapping": 30.0, "attention_multiplier": 0.1, "use_alibi": True}
+UNREAD = {
+    "sliding_window": 4,
+    "attn_logit_softcapping": 30.0,
+    "attention_multiplier": 0.1,
+    "use_alibi": True,
+}
 FOO = {"model_type": "foo", **UNREAD}
 GEMMA = {"model_type": "gemma2", "head_dim": 4, "query_pre_attn_scalar": 4, "sliding_window": 4}
 GEMMA |= {"attn_logit_softcapping": 50.0}
@@ -31,18 +48,26 @@ FLAGS = ["--from", "transformers.LLaMA", "--prefix", PREFIX]
 
 @pytest.fixture
 def model(tmp_path):
-    """Return a function that writes a model's folder with a configuration, without the layers `lost`."""
+    """Return a function that writes a model's folder with a configuration, without the layers
+    `lost`.
+    """
 
     def write(name, *lost, **config):
         rng, folder = np.random.default_rng(0), tmp_path / name
         folder.mkdir()
         rows = {"q": 16, "k": 8, "v": 8, "o": 16}
         tensors = {
-            f"{PREFIX.format(i=i)}.{each}_proj.weight": rng.standard_normal((size, 16)).astype("float32")
+            f"{PREFIX.format(i=i)}.{each}_proj.weight": rng.standard_normal((size, 16)).astype(
+                "float32"
+            )
             for i in range(3)
             for each, size in rows.items()
         }
-        kept = {name: x for name, x in tensors.items() if not any(PREFIX.format(i=i) in name for i in lost)}
+        kept = {
+            name: x
+            for name, x in tensors.items()
+            if not any(PREFIX.format(i=i) in name for i in lost)
+        }
         save_file(kept, folder / "model.safetensors", {"format": "pt"})
         (folder / "config.json").write_text(json.dumps(CONFIG | config))
         return str(folder)
@@ -51,11 +76,17 @@ def model(tmp_path):
 
 
 def compared(capsys, *arguments):
-    """Return the exit status of `verify`, its last line, and the entries of its JSON that are not compared."""
+    """Return the exit status of `verify`, its last line, and the entries of its JSON that are not
+    compared.
+    """
     capsys.readouterr()
     report = Path(arguments[0]).parent / "report.json"
     status = main(["verify", *map(str, arguments), "--json", str(report)])
-    return status, capsys.readouterr().out.strip().splitlines()[-1], json.loads(report.read_text())["not_compared"]
+    return (
+        status,
+        capsys.readouterr().out.strip().splitlines()[-1],
+        json.loads(report.read_text())["not_compared"],
+    )
 
 
 def test_unread_keys_are_open_differences(model, capsys):
@@ -65,7 +96,9 @@ def test_unread_keys_are_open_differences(model, capsys):
     status, line, left_out = compared(capsys, model("a"), model("b", **FOO), *FLAGS)
     assert status == 2
     assert "the same attention" not in line
-    assert {each["what"] for each in left_out} == {f"{name}={value}" for name, value in UNREAD.items()}
+    assert {each["what"] for each in left_out} == {
+        f"{name}={value}" for name, value in UNREAD.items()
+    }
     assert all(each["is_open"] and len(each["labels"]) == 3 for each in left_out)
     assert all(each["what"] in line for each in left_out)
 
@@ -86,7 +119,21 @@ def test_converted_file_keeps_unread_keys(model, tmp_path, capsys):
     """
     source, target = model("a", **FOO), tmp_path / "b.safetensors"
     report = tmp_path / "c.json"
-    assert main(["convert", source, str(target), *FLAGS, "--to", "transformers.LLaMA", "--json", str(report)]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                source,
+                str(target),
+                *FLAGS,
+                "--to",
+                "transformers.LLaMA",
+                "--json",
+                str(report),
+            ]
+        )
+        == 0
+    )
     named = {f"{name}={value}" for name, value in UNREAD.items()}
     assert "sliding_window=4" in capsys.readouterr().err
     assert set(json.loads(report.read_text())["not_carried"]) == named
@@ -148,7 +195,9 @@ def test_unread_key_leaves_others_in_effect(model, tmp_path, capsys):
     """One unread key leaves the window in effect; it is named, and
     a model that lacks it differs.
     """
-    source = model("m", model_type="mistral", sliding_window=4)  # whose modules have no `attention_bias`
+    source = model(
+        "m", model_type="mistral", sliding_window=4
+    )  # whose modules have no `attention_bias`
     target = str(tmp_path / "m.npz")
     assert main(["convert", source, target, "--to", "canonical"]) == 2
     assert main(["convert", source, target, "--to", "canonical", *FLAGS, "--num-heads", "4"]) == 0
@@ -168,7 +217,8 @@ def test_wrong_head_count_leaves_keys_unread(model):
         parity.load(source, "transformers.LLaMA", prefix=PREFIX.format(i=0), num_heads=2)
 
 
-# ---- Other parts that are not compared -------------------------------------------------------------------------------
+# ---- Other parts that are not compared
+# -------------------------------------------------------------------------------
 
 
 def test_dropped_field_is_not_compared(model, tmp_path, capsys):
@@ -225,7 +275,8 @@ def test_overriding_flag_is_named(model, capsys):
     assert spec.rope == Rope(10000.0)
 
 
-# ---- Metadata of the source ------------------------------------------------------------------------------------------
+# ---- Metadata of the source
+# ------------------------------------------------------------------------------------------
 
 THEIRS = {"author": "me", "license": "x", "training_step": "1000"}
 
@@ -236,7 +287,9 @@ def test_metadata_survive_round_trip(suffix, model, tmp_path):
     source, there, back = Path(model("a")), tmp_path / f"b.{suffix}", tmp_path / "c.safetensors"
     with open_tensors(source / "model.safetensors") as file:
         save_file(
-            {name: file.read(name) for name in file.infos}, source / "model.safetensors", {"format": "pt"} | THEIRS
+            {name: file.read(name) for name in file.infos},
+            source / "model.safetensors",
+            {"format": "pt"} | THEIRS,
         )
     converted = convert_file(source, there, target="canonical")
     assert converted.metadata_left_out == []
@@ -248,11 +301,27 @@ def test_metadata_survive_round_trip(suffix, model, tmp_path):
 def test_our_metadata_take_precedence(model, tmp_path, capsys):
     """Our metadata replace those of the same name; replaced and too long entries are reported."""
     source = Path(model("a"))
-    theirs = {"format": "np", "layout": "mine", "ranks.norms": "1", "author": "me", "log": "x" * 100_000}
+    theirs = {
+        "format": "np",
+        "layout": "mine",
+        "ranks.norms": "1",
+        "author": "me",
+        "log": "x" * 100_000,
+    }
     with open_tensors(source / "model.safetensors") as file:
-        save_file({name: file.read(name) for name in file.infos}, source / "model.safetensors", theirs)
+        save_file(
+            {name: file.read(name) for name in file.infos}, source / "model.safetensors", theirs
+        )
     report = tmp_path / "r.json"
-    convert = ["convert", str(source), str(tmp_path / "b.npz"), "--to", "canonical", "--json", str(report)]
+    convert = [
+        "convert",
+        str(source),
+        str(tmp_path / "b.npz"),
+        "--to",
+        "canonical",
+        "--json",
+        str(report),
+    ]
     assert main(convert) == 0
     lost = json.loads(report.read_text())["metadata_left_out"]
     assert lost == ["format", "layout", "log", "ranks.norms"]

@@ -1,4 +1,6 @@
-"""Layers of live models by name, by rules and by observation; and folders of models without rules."""
+"""Layers of live models by name, by rules and by observation; and folders of models without
+rules.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from parity.measure.core.weights import unheld
 from parity.port.models.families import FAMILIES
 from parity.use.cli.main import main
 
-# ---- By name ---------------------------------------------------------------------------------------------------------
+# ---- By name
+# --------------------------------------------------------------------------------------------------
 
 PATHS = {
     "vit": "layers.1.attention",
@@ -50,11 +53,15 @@ def test_live_weights_of_packed_projection():
     attention = model.layers[1].self_attn
     _, weights = parity.from_transformers(model, path="layers.1.self_attn")
     for name in ("q_proj", "k_proj", "v_proj"):
-        assert (weights[f"{name}.weight"] == attention.get_submodule(name).weight.detach().numpy()).all()
+        assert (
+            weights[f"{name}.weight"] == attention.get_submodule(name).weight.detach().numpy()
+        ).all()
     assert (weights["out_proj.weight"] == attention.o_proj.weight.detach().numpy()).all()
 
 
-@pytest.mark.parametrize("path", ["layers.0.cross_attention", "cross_layers.0.attention", "layers.1.attention"])
+@pytest.mark.parametrize(
+    "path", ["layers.0.cross_attention", "cross_layers.0.attention", "layers.1.attention"]
+)
 def test_unknown_layer_path_raises(path):
     """A path that does not belong to layer 0 raises an error that names it."""
     model = small_model("vit")
@@ -76,7 +83,11 @@ def test_live_parts_are_found_by_path():
     vision = {**sizes, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
     model = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision))
     for part, heads in (("text_model", 4), ("vision_model", 2)):
-        path = next(name for name, _ in model.named_modules() if name.startswith(part) and name.endswith("self_attn"))
+        path = next(
+            name
+            for name, _ in model.named_modules()
+            if name.startswith(part) and name.endswith("self_attn")
+        )
         assert parity.from_transformers(model, path=path)[0].num_heads == heads
 
 
@@ -85,13 +96,16 @@ def test_shared_t5_table_comes_with_model():
     model = small_model("t5", num_layers=2, num_decoder_layers=2)
     for part in ("encoder", "decoder"):
         path = f"{part}.block.{{}}.layer.0.SelfAttention"
-        (one, first), (other, second) = (parity.from_transformers(model, path=path.format(i)) for i in range(2))
+        (one, first), (other, second) = (
+            parity.from_transformers(model, path=path.format(i)) for i in range(2)
+        )
         assert one == other
         assert (first["relative_bias"] == second["relative_bias"]).all()
         assert (first["q_proj.weight"] != second["q_proj.weight"]).any()
 
 
-# ---- By rules and by observation -------------------------------------------------------------------------------------
+# ---- By rules and by observation
+# -------------------------------------------------------------------------------------
 
 
 @sample(family=["vit", "bert"])
@@ -113,7 +127,9 @@ def test_rules_alone_are_checked_by_output():
     output; an output 0.1% too large is rejected.
     """
     model = small_model("llama")
-    model.layers[1].self_attn.o_proj.register_forward_hook(lambda module, args, output: 1.001 * output)
+    model.layers[1].self_attn.o_proj.register_forward_hook(
+        lambda module, args, output: 1.001 * output
+    )
     tokens = inputs_of("llama")["input_ids"][:1, :10]  # too few to observe
     right, wrong = parity.layers_of(model, {"input_ids": tokens})
     assert right.source == "rules"
@@ -164,19 +180,30 @@ def test_unknown_layer_has_both_reasons(monkeypatch):
 
 def test_layer_that_did_not_run_is_reported(monkeypatch):
     """A layer that the call did not run is reported as such."""
-    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
     text = {**sizes, "vocab_size": 64, "max_position_embeddings": 32}
-    config = transformers.CLIPConfig(text_config=text, vision_config={**sizes, "image_size": 8, "patch_size": 4})
+    config = transformers.CLIPConfig(
+        text_config=text, vision_config={**sizes, "image_size": 8, "patch_size": 4}
+    )
     model = transformers.CLIPModel(config).eval()
     inputs = next(random_inputs(config))
     assert all(layer.spec is not None for layer in parity.layers_of(model, inputs))
     monkeypatch.setattr(model, "forward", model.text_model.forward)
-    found = {layer.name.split(".")[0]: layer for layer in parity.layers_of(model, {"input_ids": inputs["input_ids"]})}
+    found = {
+        layer.name.split(".")[0]: layer
+        for layer in parity.layers_of(model, {"input_ids": inputs["input_ids"]})
+    }
     assert found["text_model"].spec is not None
     assert "did not run" in str(found["vision_model"])
 
 
-# ---- Folders of models without rules ---------------------------------------------------------------------------------
+# ---- Folders of models without rules
+# ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +229,10 @@ def test_folder_without_rules_is_run(unruled):
     assert not report.failed
     assert {each.backend for each in report.comparisons} == {"torch", "transformers"}
     assert {each.case for each in report.comparisons} == {"layer-1-causal", "layer-1-decode"}
-    assert any("observed" in each and "rope=Rope(theta=10000.0): angles" in each for each in report.warnings)
+    assert any(
+        "observed" in each and "rope=Rope(theta=10000.0): angles" in each
+        for each in report.warnings
+    )
 
 
 def test_folder_without_rules_is_converted(unruled, tmp_path, monkeypatch, capsys):
@@ -212,7 +242,9 @@ def test_folder_without_rules_is_converted(unruled, tmp_path, monkeypatch, capsy
     observed, ruled = tmp_path / "observed.safetensors", tmp_path / "ruled.safetensors"
     assert main(["convert", str(unruled), str(observed), "--to", "mha_torch"]) == 2
     assert refuses("--rest", {"--rest": "keep"}).is_printed_in(capsys.readouterr().err)
-    assert main(["convert", str(unruled), str(observed), "--to", "mha_torch", "--rest", "drop"]) == 0
+    assert (
+        main(["convert", str(unruled), str(observed), "--to", "mha_torch", "--rest", "drop"]) == 0
+    )
     said = capsys.readouterr().err
     assert "observed with random inputs" in said
     assert "left out" in said
@@ -225,13 +257,22 @@ def test_folder_without_rules_is_converted(unruled, tmp_path, monkeypatch, capsy
 
 def test_tap_against_folder_without_rules(unruled, tmp_path):
     """`diagnose` finds a wrong scale in a recording, by a folder without rules."""
-    model = transformers.AutoModel.from_pretrained(unruled, dtype=torch.float32, attn_implementation="eager")
+    model = transformers.AutoModel.from_pretrained(
+        unruled, dtype=torch.float32, attn_implementation="eager"
+    )
     model.layers[1].self_attn.scaling = 0.3
     with torch.no_grad(), parity.tap(model) as tapped:
         model(**inputs_of("llama"))
     tapped.save(tmp_path / "tap.safetensors")
     report = tmp_path / "report.json"
-    told = ["diagnose", str(tmp_path / "tap.safetensors"), "--model", str(unruled), "--json", str(report)]
+    told = [
+        "diagnose",
+        str(tmp_path / "tap.safetensors"),
+        "--model",
+        str(unruled),
+        "--json",
+        str(report),
+    ]
     assert main(told) == 1
     (recording,) = json.loads(report.read_text())["recordings"]
     assert [layer["passed"] for layer in recording["layers"]] == [True, False]
@@ -240,7 +281,11 @@ def test_tap_against_folder_without_rules(unruled, tmp_path):
 def test_folder_with_missing_weights_raises(unruled, tmp_path):
     """A folder that lacks a weight raises an error that names it."""
     model = transformers.AutoModel.from_pretrained(unruled)
-    held = {name: tensor for name, tensor in model.state_dict().items() if "layers.1.self_attn.k_proj" not in name}
+    held = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if "layers.1.self_attn.k_proj" not in name
+    }
     model.save_pretrained(tmp_path, state_dict=held)
     with refuses(str(tmp_path), "layers.1.self_attn.k_proj.weight"):
         parity.run_model(tmp_path, ["torch"], against="transformers")
@@ -262,7 +307,10 @@ def test_folder_with_unknown_inputs_raises(unruled, monkeypatch):
 def test_code_in_a_folder_does_not_run(folder, tmp_path):
     """A folder with custom code raises an error, and the code does not run."""
     values = json.loads((folder / "config.json").read_text())
-    values |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModel": "own.Model"}}
+    values |= {
+        "model_type": "own",
+        "auto_map": {"AutoConfig": "own.Config", "AutoModel": "own.Model"},
+    }
     (tmp_path / "config.json").write_text(json.dumps(values))
     (tmp_path / "own.py").write_text("raise SystemExit('it ran')")
     (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())

@@ -1,4 +1,6 @@
-"""Taps on live models: nothing changes, correct layers pass, and a bug in one layer is found and named."""
+"""Taps on live models: nothing changes, correct layers pass, and a bug in one layer is found and
+named.
+"""
 
 import json
 import os
@@ -39,7 +41,8 @@ from parity.use.running.taps import layers_in
 TRIALS = int(os.environ.get("PARITY_TAP_TRIALS", "8"))
 """The number of bugs that are injected, one after the other; 200 take two minutes."""
 
-# ---- Models ----------------------------------------------------------------------------------------------------------
+# ---- Models
+# --------------------------------------------------------------------------------------------------
 
 COMMON = {
     "hidden_size": 32,
@@ -77,7 +80,13 @@ LATENT = {
     "v_head_dim": 12,
 }
 GPT = {"n_embd": 32, "n_head": 4, "n_layer": 4, "n_positions": 64, "n_inner": 48, "rotary_dim": 4}
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+}
 LINEAR = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -85,11 +94,36 @@ LINEAR = {
     "linear_value_head_dim": 8,
     "layer_types": ["linear_attention", "full_attention"] * 2,
 }
-SECTIONS = {"rope_theta": 1e4, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+SECTIONS = {
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}
 QWEN35 = {**LINEAR, "head_dim": 32, "rope_parameters": {"rope_type": "default", **SECTIONS}}
 BERTS = {
-    **{key: {} for key in ("bert", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert")},
-    **{key: {} for key in ("bert-generation", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl")},
+    **{
+        key: {}
+        for key in (
+            "bert",
+            "camembert",
+            "data2vec-text",
+            "electra",
+            "ernie",
+            "megatron-bert",
+            "rembert",
+        )
+    },
+    **{
+        key: {}
+        for key in (
+            "bert-generation",
+            "roberta",
+            "roberta-prelayernorm",
+            "xlm-roberta",
+            "xlm-roberta-xl",
+        )
+    },
     "electra": {"embedding_size": 32},
     "rembert": {"input_embedding_size": 32, "output_embedding_size": 32},
     "roc_bert": {"pronunciation_vocab_size": 64, "shape_vocab_size": 64},
@@ -97,8 +131,12 @@ BERTS = {
     "roformer": {},
 }
 OWN = {
-    **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3"), LATENT),
-    **dict.fromkeys(("bloom", "codegen", "gpt-sw3", "gpt2", "gpt_bigcode", "gptj", "openai-gpt"), GPT),
+    **dict.fromkeys(
+        ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3"), LATENT
+    ),
+    **dict.fromkeys(
+        ("bloom", "codegen", "gpt-sw3", "gpt2", "gpt_bigcode", "gptj", "openai-gpt"), GPT
+    ),
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), QWEN35),
     **{family: {"is_decoder": True, **sizes} for family, sizes in BERTS.items()},
     "dbrx": {
@@ -120,16 +158,29 @@ OWN = {
         "linear_num_heads": 2,
         "layer_types": ["linear_attention", "full_attention"] * 2,
     },
-    "modernbert-decoder": {"local_attention": 10, "sliding_window": None},  # which transformers computes from the other
+    "modernbert-decoder": {
+        "local_attention": 10,
+        "sliding_window": None,
+    },  # which transformers computes from the other
     "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
     "falcon": {"multi_query": False, "new_decoder_architecture": False, "alibi": False},
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
     "gemma3n_text": {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 4},
     "gemma4_text": {"vocab_size_per_layer_input": 64},
-    "gpt_neo": {"num_heads": 4, "num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 5},
+    "gpt_neo": {
+        "num_heads": 4,
+        "num_layers": 4,
+        "attention_types": [[["global", "local"], 2]],
+        "window_size": 5,
+    },
     "granitemoehybrid": {**MAMBA, "layer_types": ["mamba", "attention"] * 2},
     "helium": {"head_dim": 8},
-    "jamba": {"mamba_dt_rank": 4, "mamba_d_state": 8, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "jamba": {
+        "mamba_dt_rank": 4,
+        "mamba_d_state": 8,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 4, "max_seq_len": 64},
     "nemotron_h": {
@@ -151,16 +202,27 @@ LESS_SEEN = {  # whose output projection is in another module
 }
 MODELS = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 NOT_HERE = {"minimax"}  # whose special cache is not read: it fails
-# These compute a part of a layer after the attention function, or outside the module: docs/how-to/taps.md.
+# These compute a part of a layer after the attention function, or outside the module:
+# docs/how-to/taps.md.
 NOT_HERE |= {
     *("granite_swa", "granitemoe_swa", "gpt_neox_japanese", "flint", "mimo_v2_flash"),
 }
-GENERATED = sorted(family for family in FAMILIES.keys() & MODELS.keys() - NOT_HERE if len(FAMILIES[family].stacks) == 1)
+GENERATED = sorted(
+    family
+    for family in FAMILIES.keys() & MODELS.keys() - NOT_HERE
+    if len(FAMILIES[family].stacks) == 1
+)
 """Families of decoders."""
 
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 KINDS = ["sliding_attention", "full_attention"] * 3
-SIX = {**COMMON, "num_hidden_layers": 6, "head_dim": 8, "rope_parameters": ROPE, "use_sliding_window": False}
+SIX = {
+    **COMMON,
+    "num_hidden_layers": 6,
+    "head_dim": 8,
+    "rope_parameters": ROPE,
+    "use_sliding_window": False,
+}
 SIX_LAYERS = {
     "llama": ("llama", {}),
     "llama, biases": ("llama", {"num_key_value_heads": 4, "attention_bias": True}),
@@ -173,12 +235,16 @@ SIX_LAYERS = {
 
 
 def made(family, options, *, seed=0, implementation="eager"):
-    """Return a tiny model of a family. Weights of its attention are random; in norms, none is near 0 or 1."""
+    """Return a tiny model of a family. Weights of its attention are random; in norms, none is near
+    0 or 1.
+    """
     configuration = type(transformers.AutoConfig.for_model(family))
     known = configuration().to_dict().keys()
     told = {name: value for name, value in options.items() if name in known and value is not None}
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(configuration(**told), attn_implementation=implementation)
+    model = transformers.AutoModelForCausalLM.from_config(
+        configuration(**told), attn_implementation=implementation
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "attn" not in name and "attention" not in name:
@@ -186,7 +252,9 @@ def made(family, options, *, seed=0, implementation="eager"):
             if parameter.ndim == 2 and parameter.shape[0] > 1:
                 parameter.copy_(torch.randn_like(parameter) * 0.3)
             else:
-                parameter.copy_(torch.randn_like(parameter).sign() * (0.4 + 0.4 * torch.rand_like(parameter)))
+                parameter.copy_(
+                    torch.randn_like(parameter).sign() * (0.4 + 0.4 * torch.rand_like(parameter))
+                )
     return model.eval()
 
 
@@ -199,7 +267,9 @@ def weights_in(model, tapped, specs):
     """Return canonical weights of each layer that was tapped and has attention."""
     modules = dict(model.named_modules())
     return {
-        layer.index: parity.from_transformers(modules[layer.name.removesuffix(".self")], model.config, layer.index)[1]
+        layer.index: parity.from_transformers(
+            modules[layer.name.removesuffix(".self")], model.config, layer.index
+        )[1]
         for layer in tapped.layers
         if specs[layer.index].spec is not None
     }
@@ -214,16 +284,30 @@ def prompts(length=7, *, padded=0):
 
 
 def generate(model, count=4, **options):
-    told = {"do_sample": False, "max_new_tokens": count, "min_new_tokens": count, "pad_token_id": 0, **options}
-    return model.generate(**prompts(padded=2), **told, output_logits=True, return_dict_in_generate=True)
+    told = {
+        "do_sample": False,
+        "max_new_tokens": count,
+        "min_new_tokens": count,
+        "pad_token_id": 0,
+        **options,
+    }
+    return model.generate(
+        **prompts(padded=2), **told, output_logits=True, return_dict_in_generate=True
+    )
 
 
 def hooks_in(model):
-    names = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+    names = (
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_forward_hooks_with_kwargs",
+        "_forward_pre_hooks_with_kwargs",
+    )
     return [(len(getattr(module, name))) for module in model.modules() for name in names]
 
 
-# ---- Nothing changes -------------------------------------------------------------------------------------------------
+# ---- Nothing changes
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.costly("generates with a model of six layers, twice")
@@ -242,7 +326,9 @@ def test_tap_changes_and_leaves_nothing(implementation):
         found = generate(model)
         assert hooks_in(model) != hooks
     assert torch.equal(found.sequences, expected.sequences)
-    assert all(torch.equal(one, other) for one, other in zip(found.logits, expected.logits, strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(found.logits, expected.logits, strict=True)
+    )
     assert [len(layer.calls) for layer in tapped.layers] == [4] * 6
     assert hooks_in(model) == hooks
     assert (AttentionInterface.get_interface, Cache.update) == functions
@@ -284,7 +370,11 @@ def test_recorded_names_and_shapes():
     with parity.tap(model) as tapped:
         generate(model)
     layer = tapped.layers[2]
-    assert (layer.name, layer.index, layer.title) == ("model.layers.2.self_attn", 2, "layer 2 (sliding_attention)")
+    assert (layer.name, layer.index, layer.title) == (
+        "model.layers.2.self_attn",
+        2,
+        "layer 2 (sliding_attention)",
+    )
     prompt, step = layer.calls[0], layer.calls[-1]
     shapes = {name: x.shape for name, x in prompt.values.items()}
     assert shapes == {
@@ -307,7 +397,8 @@ def test_recorded_names_and_shapes():
         assert x.dtype == {"positions": np.int64, "is_real": bool}.get(name, np.float32), name
 
 
-# ---- Families --------------------------------------------------------------------------------------------------------
+# ---- Families
+# --------------------------------------------------------------------------------------------------
 
 
 @sample(10, family=first_families(GENERATED, by=stack_signature))
@@ -321,13 +412,20 @@ def test_layers_pass_during_generation(family):
     verdict = parity.judge_tap(tapped, specs, weights_in(model, tapped, specs))
     layers = [layer for layer in verdict.layers if specs[layer.index].spec is not None]
     assert all(layer.passed for layer in layers), str(verdict)
-    assert [layer.index for layer in layers] == [layer.index for layer in specs if layer.spec is not None]
+    assert [layer.index for layer in layers] == [
+        layer.index for layer in specs if layer.spec is not None
+    ]
     judged = {comparison.stage for layer in layers for comparison in layer.comparisons}
     assert judged == LESS_SEEN.get(family, SEEN)
-    if family in ("mpt", "openai-gpt"):  # which generate without a cache here, and receive all tokens again
+    if family in (
+        "mpt",
+        "openai-gpt",
+    ):  # which generate without a cache here, and receive all tokens again
         return
     last, axis = ("output", 1) if "output" in judged else ("v", 2)
-    tokens = sum(comparison.shape[axis] for comparison in layers[-1].comparisons if comparison.stage == last)
+    tokens = sum(
+        comparison.shape[axis] for comparison in layers[-1].comparisons if comparison.stage == last
+    )
     assert tokens == 10 + 8  # a prompt of 7 and 3 tokens that were fed back; 2 fewer with padding
 
 
@@ -336,20 +434,30 @@ def test_page_has_number_of_families():
     decoders and of encoder-decoders.
     """
     page = (ROOT / "docs" / "evidence" / "diagnosis.md").read_text(encoding="utf-8")
-    assert f"{len(GENERATED)} families of decoders and {len(ENCODER_DECODERS)} with an encoder" in page
+    assert (
+        f"{len(GENERATED)} families of decoders and {len(ENCODER_DECODERS)} with an encoder" in page
+    )
 
 
 NO_SDPA = {"gemma2", "gpt_oss", "vaultgemma"}
 NOT_TRIED = {"dbrx", "kimi_linear", "modernbert-decoder"}
-NARROW = [family for family in GENERATED if LESS_SEEN.get(family, SEEN) == SEEN and family not in NOT_TRIED][::2]
+NARROW = [
+    family
+    for family in GENERATED
+    if LESS_SEEN.get(family, SEEN) == SEEN and family not in NOT_TRIED
+][::2]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("dtype", "implementation"), [(torch.bfloat16, "eager"), (torch.float16, "sdpa")])
+@pytest.mark.parametrize(
+    ("dtype", "implementation"), [(torch.bfloat16, "eager"), (torch.float16, "sdpa")]
+)
 def test_layers_pass_in_16_bits(dtype, implementation):
     """At least 15 families pass in bfloat16 with eager attention, and in float16 with sdpa."""
     families = [
-        family for family in NARROW[implementation == "sdpa" :: 2] if implementation == "eager" or family not in NO_SDPA
+        family
+        for family in NARROW[implementation == "sdpa" :: 2]
+        if implementation == "eager" or family not in NO_SDPA
     ]
     assert len(families) >= 15
     for family in families:
@@ -402,12 +510,21 @@ def test_sdpa_with_static_cache_passes(options):
         specs = specs_of(model.config.to_dict())
         verdict = parity.judge_tap(tapped, specs, weights_in(model, tapped, specs))
         assert verdict.passed, str(verdict)
-        assert {"q", "k", "v", "context", "output"} <= {each.stage for each in verdict.layers[3].comparisons}
+        assert {"q", "k", "v", "context", "output"} <= {
+            each.stage for each in verdict.layers[3].comparisons
+        }
 
 
-# ---- Cross-attention -------------------------------------------------------------------------------------------------
+# ---- Cross-attention
+# -------------------------------------------------------------------------------------------------
 
-TOKENS = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+TOKENS = {
+    "vocab_size": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
 BART = {
     **TOKENS,
     "d_model": 32,
@@ -420,7 +537,11 @@ BART = {
     "num_mel_bins": 8,
     "suppress_tokens": None,
     "begin_suppress_tokens": None,
-    **{f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in (("layers", 2), ("ffn_dim", 48))},
+    **{
+        f"{part}_{what}": n
+        for part in ("encoder", "decoder")
+        for what, n in (("layers", 2), ("ffn_dim", 48))
+    },
     **{f"{part}_attention_heads": 4 for part in ("encoder", "decoder")},
 }
 T5 = {
@@ -434,7 +555,9 @@ T5 = {
     "num_experts": 2,
 }
 ENCODER_DECODERS = {
-    **dict.fromkeys(("bart", "mbart", "pegasus", "marian", "blenderbot", "m2m_100", "plbart", "whisper"), BART),
+    **dict.fromkeys(
+        ("bart", "mbart", "pegasus", "marian", "blenderbot", "m2m_100", "plbart", "whisper"), BART
+    ),
     **dict.fromkeys(("nllb-moe",), BART),
     **dict.fromkeys(("t5", "mt5", "umt5", "switch_transformers"), T5),
 }
@@ -442,8 +565,14 @@ ENCODER_DECODERS = {
 
 def encoder_decoder(family, implementation="eager"):
     kind = type(transformers.AutoConfig.for_model(family))
-    known = {name: value for name, value in ENCODER_DECODERS[family].items() if name in kind().to_dict()}
-    classes = transformers.AutoModelForSpeechSeq2Seq if family == "whisper" else transformers.AutoModelForSeq2SeqLM
+    known = {
+        name: value for name, value in ENCODER_DECODERS[family].items() if name in kind().to_dict()
+    }
+    classes = (
+        transformers.AutoModelForSpeechSeq2Seq
+        if family == "whisper"
+        else transformers.AutoModelForSeq2SeqLM
+    )
     torch.manual_seed(0)
     model = classes.from_config(kind(**known), attn_implementation=implementation)
     with torch.no_grad():
@@ -455,7 +584,13 @@ def encoder_decoder(family, implementation="eager"):
 
 def from_encoded(model, **options):
     """Generate from two sequences, one of them padded; for whisper without padding."""
-    told = {"do_sample": False, "max_new_tokens": 4, "min_new_tokens": 4, "decoder_start_token_id": 1, **options}
+    told = {
+        "do_sample": False,
+        "max_new_tokens": 4,
+        "min_new_tokens": 4,
+        "decoder_start_token_id": 1,
+        **options,
+    }
     if model.config.model_type == "whisper":
         return model.generate(torch.randn(2, 8, 16, dtype=model.dtype), **told)
     tokens = torch.randint(3, 64, (2, 7), generator=torch.Generator().manual_seed(0))
@@ -484,10 +619,27 @@ def test_encoder_decoder_layers_pass(family, dtype, tmp_path):
     assert {layer.layer: layer.not_judged for layer in verdict.layers} == {
         f"{part} layer {index} ({kind})": "" for part, kind in parts for index in range(2)
     }
-    seen = {layer.layer: layer for layer in verdict.layers}["decoder layer 1 (cross_attention)"].comparisons
-    assert [each.stage for each in seen[:7]] == ["mask", "q", "k", "v", "attn_weights", "context", "output"]
-    queries, keys = 2 * sum(len(call.values["input"][0]) for call in tapped.layers[-1].calls), {seen[2].shape[2]}
-    assert sum(each.shape[0] * each.shape[1] for each in seen if each.stage == "output") == queries >= 8
+    seen = {layer.layer: layer for layer in verdict.layers}[
+        "decoder layer 1 (cross_attention)"
+    ].comparisons
+    assert [each.stage for each in seen[:7]] == [
+        "mask",
+        "q",
+        "k",
+        "v",
+        "attn_weights",
+        "context",
+        "output",
+    ]
+    queries, keys = (
+        2 * sum(len(call.values["input"][0]) for call in tapped.layers[-1].calls),
+        {seen[2].shape[2]},
+    )
+    assert (
+        sum(each.shape[0] * each.shape[1] for each in seen if each.stage == "output")
+        == queries
+        >= 8
+    )
     assert keys == {8 if family == "whisper" else 7}
 
 
@@ -501,13 +653,19 @@ def test_cross_attention_passes_with_cache(options, tmp_path):
         from_encoded(model, **options)
     crossing = [layer for layer in tapped.layers if "encoder_attn" in layer.name]
     held = [["k" in call.values for call in layer.calls] for layer in crossing]
-    assert held == [[True, *[bool(options.get("use_cache") is False)] * 3]] * 2  # made once, and kept
+    assert (
+        held == [[True, *[bool(options.get("use_cache") is False)] * 3]] * 2
+    )  # made once, and kept
     verdict = verdict_by_folder(model, tapped, tmp_path)
     assert all(layer.passed for layer in verdict.layers if "cross" in layer.layer), str(verdict)
     tapped.save(tmp_path / "tap.safetensors")
     difference = parity.judge_taps(tapped, parity.load_tap(tmp_path / "tap.safetensors"))
     assert difference.agrees, str(difference)
-    assert all("key_input" in layer.errors for layer in difference.layers if "encoder_attn" in layer.names[0])
+    assert all(
+        "key_input" in layer.errors
+        for layer in difference.layers
+        if "encoder_attn" in layer.names[0]
+    )
 
 
 def test_cross_attention_bugs_are_found(tmp_path):
@@ -566,7 +724,10 @@ def test_uncomparable_cross_attention(tmp_path):
     layer.calls[1].values["key_input"] = layer.calls[0].values["key_input"] + 1
     with refuses("model.decoder.layers.0.encoder_attn", "another one"):
         parity.judge_tap(tapped, *layers_in(tmp_path))
-    module, (x, y, z) = torch.nn.MultiheadAttention(32, 4, batch_first=True).eval(), torch.randn(3, 2, 5, 32)
+    module, (x, y, z) = (
+        torch.nn.MultiheadAttention(32, 4, batch_first=True).eval(),
+        torch.randn(3, 2, 5, 32),
+    )
     specs, weights = {0: parity.spec_of(module)}, {0: parity.weights_of(module)}
     with parity.tap(torch.nn.Sequential(module)) as tapped, torch.no_grad():
         module(x, y, y)
@@ -582,16 +743,33 @@ def test_parts_with_equal_paths_are_separate(tmp_path):
     """Layers of CLIP's text and vision parts are matched by part;
     without parts they are ambiguous.
     """
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+    }
     text = {**sizes, "vocab_size": 64, "max_position_embeddings": 16, "eos_token_id": 2}
-    vision = {**sizes, "hidden_size": 48, "num_attention_heads": 6, "image_size": 16, "patch_size": 8}
+    vision = {
+        **sizes,
+        "hidden_size": 48,
+        "num_attention_heads": 6,
+        "image_size": 16,
+        "patch_size": 8,
+    }
     torch.manual_seed(0)
-    model = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision)).eval()
+    model = transformers.CLIPModel(
+        transformers.CLIPConfig(text_config=text, vision_config=vision)
+    ).eval()
     with parity.tap(model) as tapped, torch.no_grad():
         model(input_ids=torch.tensor([[5, 3, 2, 0]]), pixel_values=torch.randn(1, 3, 16, 16))
     verdict = verdict_by_folder(model, tapped, tmp_path)
     assert verdict.passed, str(verdict)
-    parts = [f"{part} layer {index} (full_attention)" for part in ("text", "vision") for index in range(2)]
+    parts = [
+        f"{part} layer {index} (full_attention)"
+        for part in ("text", "vision")
+        for index in range(2)
+    ]
     assert [layer.layer for layer in verdict.layers] == parts
     specs, weights = layers_in(tmp_path)
     verdict = parity.judge_tap(tapped, [replace(each, part="") for each in specs], weights)
@@ -603,13 +781,20 @@ def test_bert_layers_end_at_the_context():
     """BERT's layers are compared up to the context; a transposed
     projection is found at stage `v`.
     """
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+    }
     torch.manual_seed(0)
     model = transformers.BertModel(transformers.BertConfig(**sizes, vocab_size=64)).eval()
     model.set_attn_implementation("eager")
     with parity.tap(model) as tapped, torch.no_grad():
         model(**prompts(padded=2))
-    assert [layer.name for layer in tapped.layers] == [f"encoder.layer.{place}.attention.self" for place in range(2)]
+    assert [layer.name for layer in tapped.layers] == [
+        f"encoder.layer.{place}.attention.self" for place in range(2)
+    ]
     weights = {
         place: parity.from_transformers(layer.attention, model.config, place)[1]
         for place, layer in enumerate(model.encoder.layer)
@@ -623,7 +808,8 @@ def test_bert_layers_end_at_the_context():
     assert (first.index, first.difference.stage) == (1, "v")
 
 
-# ---- Bugs --------------------------------------------------------------------------------------------------------
+# ---- Bugs
+# --------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -666,9 +852,16 @@ def test_injected_bugs_are_found_and_named():
         verdict = judged(of_six_layers(name, seed=seed), bug, layer)
         wrong = [each.index for each in verdict.layers if each.difference is not None]
         first = verdict.first
-        names = [each for found in first.diagnosis.explanations for each in found.bugs] if first else []
+        names = (
+            [each for found in first.diagnosis.explanations for each in found.bugs] if first else []
+        )
         stage = stage_named(first.difference.stage).quantity if first else ""
-        if wrong != [layer] or len(names) != 1 or names[0] not in bug.names or stage not in bug.stages:
+        if (
+            wrong != [layer]
+            or len(names) != 1
+            or names[0] not in bug.names
+            or stage not in bug.stages
+        ):
             missed.append((name, what, layer, wrong, stage, names))
     assert len(missed) <= 0.05 * TRIALS, missed
     print(f"{TRIALS - len(missed)} of {TRIALS} found")
@@ -696,14 +889,17 @@ def test_verdict_names_layer_and_bug():
     assert told["layers"][4]["diagnosis"]["explanations"][0]["bugs"] == ["window-one-too-wide"]
 
 
-# ---- Two recordings --------------------------------------------------------------------------------------------------
+# ---- Two recordings
+# --------------------------------------------------------------------------------------------------
 
 
 def in_steps(model, tokens, first):
     """Run a prompt, then token by token."""
     found = model(tokens[:, :first], use_cache=True)
     for place in range(first, tokens.shape[1]):
-        found = model(tokens[:, place : place + 1], past_key_values=found.past_key_values, use_cache=True)
+        found = model(
+            tokens[:, place : place + 1], past_key_values=found.past_key_values, use_cache=True
+        )
 
 
 @sample(4)
@@ -722,7 +918,10 @@ def test_prompt_agrees_with_steps(name):
     assert difference.agrees, str(difference)
     assert not difference.alone
     assert all(layer.tokens == 24 for layer in difference.layers)
-    assert all({"q", "k", "v", "mask", "attn_weights"} <= layer.errors.keys() for layer in difference.layers)
+    assert all(
+        {"q", "k", "v", "mask", "attn_weights"} <= layer.errors.keys()
+        for layer in difference.layers
+    )
 
 
 @pytest.mark.parametrize("what", ["no RoPE", "k and v", "tiled", "mask ignored", "restarted"])
@@ -764,7 +963,8 @@ def test_taps_need_the_same_inputs():
         parity.judge_taps(one, less)
 
 
-# ---- Printed ---------------------------------------------------------------------------------------------------------
+# ---- Printed
+# --------------------------------------------------------------------------------------------------
 
 
 def test_tap_prints_names_of_stages():
@@ -774,13 +974,16 @@ def test_tap_prints_names_of_stages():
         model(prompts(12)["input_ids"])
     lines = str(tapped).splitlines()
     assert lines[0] == "Qwen3ForCausalLM, tapped"
-    assert lines[1].startswith("layer 0 (full_attention), model.layers.0.self_attn: 1 call, with input, positions")
+    assert lines[1].startswith(
+        "layer 0 (full_attention), model.layers.0.self_attn: 1 call, with input, positions"
+    )
     assert lines[1].endswith("q, k, v, attn_weights, context, output")
     assert len(lines) == 7
     assert "array(" not in repr(tapped)
 
 
-# ---- Files -----------------------------------------------------------------------------------------------------------
+# ---- Files
+# --------------------------------------------------------------------------------------------------
 
 
 def test_saved_tap_round_trip(tmp_path):
@@ -793,7 +996,12 @@ def test_saved_tap_round_trip(tmp_path):
     assert read.config == tapped.config
     assert read.model == "GptOssForCausalLM"
     for one, other in zip(tapped.layers, read.layers, strict=True):
-        assert (one.name, one.index, one.kind, one.is_causal) == (other.name, other.index, other.kind, other.is_causal)
+        assert (one.name, one.index, one.kind, one.is_causal) == (
+            other.name,
+            other.index,
+            other.kind,
+            other.is_causal,
+        )
         for a, b in zip(one.calls, other.calls, strict=True):
             assert (a.past, a.first_key, a.values.keys()) == (b.past, b.first_key, b.values.keys())
             assert all(np.array_equal(a.values[name], b.values[name]) for name in a.values)
@@ -802,12 +1010,15 @@ def test_saved_tap_round_trip(tmp_path):
     parity.save_tensors(tmp_path / "other.safetensors", {"x": np.zeros(2)}, {"format": "1"})
     with refuses("…/other.safetensors", "['format']"):
         parity.load_tap(tmp_path / "other.safetensors")
-    parity.save_tensors(tmp_path / "none.safetensors", {"0/0/q": np.zeros(2)}, {"format": "1", "kind": "tap"})
+    parity.save_tensors(
+        tmp_path / "none.safetensors", {"0/0/q": np.zeros(2)}, {"format": "1", "kind": "tap"}
+    )
     with refuses("…/none.safetensors", "KeyError('tap')"):
         parity.load_tap(tmp_path / "none.safetensors")
 
 
-# ---- Other modules ---------------------------------------------------------------------------------------------------
+# ---- Other modules
+# --------------------------------------------------------------------------------------------------
 
 
 class Block(torch.nn.Module):
@@ -877,7 +1088,8 @@ def test_layers_are_selected_by_pattern():
         parity.tap(torch.nn.Linear(2, 2)).__enter__()
 
 
-# ---- Invalid models and recordings -----------------------------------------------------------------------------------
+# ---- Invalid models and recordings
+# -----------------------------------------------------------------------------------
 
 
 def test_invalid_taps_raise():
@@ -953,7 +1165,9 @@ def small_gemma():
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     layers = enumerate(model.model.layers)
-    return model, {place: parity.from_transformers(layer.self_attn, config)[1] for place, layer in layers}
+    return model, {
+        place: parity.from_transformers(layer.self_attn, config)[1] for place, layer in layers
+    }
 
 
 def test_padding_inside_prompt_is_left_out():
@@ -1000,7 +1214,11 @@ def test_explanation_is_reused_in_layers(monkeypatch):
     of_first_layer = {arguments[1].case.name for arguments in searched}
     assert of_first_layer == {"layer 0 (sliding_attention)"}
     for diagnosis in found[1:3]:
-        assert diagnosis.explanations[0].about == found[0].explanations[0].about == "RoPE's positions are divided by 8"
+        assert (
+            diagnosis.explanations[0].about
+            == found[0].explanations[0].about
+            == "RoPE's positions are divided by 8"
+        )
 
 
 @pytest.mark.costly("diagnoses several layers of a recording")
@@ -1018,7 +1236,8 @@ def test_different_bugs_are_kept_apart():
     assert verdict.layers[0].diagnosis.cause != verdict.layers[2].diagnosis.cause
 
 
-# ---- Flax ------------------------------------------------------------------------------------------------------------
+# ---- Flax
+# --------------------------------------------------------------------------------------------------
 
 
 class LinenBlock(linen.Module):
@@ -1082,12 +1301,21 @@ def test_linen_layers_pass(rng):
         (names[1], 1, 1),
     ]
     weights = {
-        place: parity.weights_of(linen.MultiHeadDotProductAttention(4, qkv_features=32).bind({"params": params}))
+        place: parity.weights_of(
+            linen.MultiHeadDotProductAttention(4, qkv_features=32).bind({"params": params})
+        )
         for place, params in enumerate(variables["params"][name] for name in names)
     }
     verdict = judged_in_flax(tapped, weights)
     assert verdict.passed, str(verdict)
-    assert [each.stage for each in verdict.layers[1].comparisons] == ["mask", "q", "k", "v", "context", "output"]
+    assert [each.stage for each in verdict.layers[1].comparisons] == [
+        "mask",
+        "q",
+        "k",
+        "v",
+        "context",
+        "output",
+    ]
     weights[1] = {**weights[1], "k_proj.weight": weights[1]["k_proj.weight"].T.copy()}
     first = judged_in_flax(tapped, weights).first
     assert (first.index, first.difference.stage) == (1, "k")
@@ -1145,12 +1373,16 @@ def test_jax_and_torch_taps_agree(rng):
 
 
 class OthersAttention(nnx.Module):
-    """Attention as in other libraries of nnx: positions have a different name, and the cache is returned first."""
+    """Attention as in other libraries of nnx: positions have a different name, and the cache is
+    returned first.
+    """
 
     def __init__(self, spec, weights):
         self.inner = mha_jax.MultiHeadAttention(spec, rngs=nnx.Rngs(0))
         parity.load_into(self.inner, weights, spec)
-        self.query = nnx.LinearGeneral(spec.d_model, (spec.num_heads, spec.head_dim), rngs=nnx.Rngs(0))
+        self.query = nnx.LinearGeneral(
+            spec.d_model, (spec.num_heads, spec.head_dim), rngs=nnx.Rngs(0)
+        )
 
     def __call__(self, x, segment_pos):
         self.query(x)
@@ -1180,10 +1412,15 @@ def test_other_nnx_library_by_layer_number(rng):
             getattr(model, f"layers_{number}")(x, places)
     assert [layer.name for layer in tapped.layers] == [f"layers_{number}" for number in numbers]
     named = {f"model.layers.{number}.self_attn": held for number, held in weights.items()}
-    specs = [parity.ModelLayer(number, "", spec, {}, path=f"layers.{number}.self_attn") for number in numbers]
+    specs = [
+        parity.ModelLayer(number, "", spec, {}, path=f"layers.{number}.self_attn")
+        for number in numbers
+    ]
     verdict = parity.judge_tap(tapped, specs, named)
     assert verdict.passed, str(verdict)
-    assert [[each.stage for each in layer.comparisons] for layer in verdict.layers] == [["output"]] * 12
+    assert [[each.stage for each in layer.comparisons] for layer in verdict.layers] == [
+        ["output"]
+    ] * 12
     named["model.layers.10.self_attn"] = weights[2]
     assert [layer.index for layer in parity.judge_tap(tapped, specs, named).wrong] == [10]
     nameless = parity.judge_tap(tapped, specs, {"one": weights[0]})
@@ -1196,7 +1433,12 @@ def test_rope_of_another_layer_is_named():
     """A layer that uses the RoPE of a different layer is
     reported to be like that layer, if one matches.
     """
-    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+    yarn = {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "rope_theta": 1e4,
+    }
     rope = {"sliding_attention": ROPE, "full_attention": yarn}
     options = SIX | {"num_hidden_layers": 2, "layer_types": KINDS[:2], "rope_parameters": rope}
     model = made("olmo3", options, seed=1)
@@ -1230,22 +1472,30 @@ def test_compiled_flax_model_raises(rng):
     assert nnx.MultiHeadAttention.__call__ is call
 
 
-# ---- On a command line -----------------------------------------------------------------------------------------------
+# ---- On a command line
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def recordings(tmp_path_factory):
-    """Write a model's folder, a recording of it, and a recording with a bug in layer 4; return their paths."""
+    """Write a model's folder, a recording of it, and a recording with a bug in layer 4; return
+    their paths.
+    """
     folder = tmp_path_factory.mktemp("recordings")
     model = of_six_layers("gemma2")
     model.save_pretrained(folder / "model")
     with parity.tap(model) as tapped:
         generate(model, 6)
     tapped.save(folder / "right.safetensors")
-    with inject(BUGS["window wide"], model, model.model.layers[4].self_attn), parity.tap(model) as tapped:
+    with (
+        inject(BUGS["window wide"], model, model.model.layers[4].self_attn),
+        parity.tap(model) as tapped,
+    ):
         generate(model, 6)
     tapped.save(folder / "wrong.safetensors")
-    return {name: str(folder / name) for name in ("model", "right.safetensors", "wrong.safetensors")}.values()
+    return {
+        name: str(folder / name) for name in ("model", "right.safetensors", "wrong.safetensors")
+    }.values()
 
 
 @pytest.mark.costly("judges a recording of six layers and diagnoses one")
@@ -1275,10 +1525,15 @@ def test_compare_command_with_recordings(recordings, tmp_path, capsys):
     """`compare --model` fails the wrong layer of one recording, in JSON and in the HTML page."""
     model, right, wrong = recordings
     page, told = tmp_path / "page.html", tmp_path / "told.json"
-    assert main(["compare", right, wrong, "--model", model, "--html", str(page), "--json", str(told)]) == 1
+    assert (
+        main(["compare", right, wrong, "--model", model, "--html", str(page), "--json", str(told)])
+        == 1
+    )
     assert "do NOT agree with the float64 reference: 6 cases" in capsys.readouterr().out
     found = json.loads(told.read_text())
-    assert {each["case"] for each in found["results"] if each["status"] == "failed"} == {"layer 4 (sliding_attention)"}
+    assert {each["case"] for each in found["results"] if each["status"] == "failed"} == {
+        "layer 4 (sliding_attention)"
+    }
     strips = re.findall(r'<svg class="heat layers".*?</svg>', page.read_text("utf-8"))
     assert [strip.count("<path") for strip in strips] == [6, 6]
     assert ["beyond the budget: none" in strip for strip in strips] == [True, False]
@@ -1357,7 +1612,14 @@ def test_nnx_steps_with_cache_pass(rng):
     assert [call.past for call in tapped.layers[0].calls] == list(range(6))
     verdict = judged_in_flax(tapped, {0: parity.weights_of(model.layers[0])})
     assert verdict.passed, str(verdict)
-    assert [each.stage for each in verdict.layers[0].comparisons] == ["mask", "q", "k", "v", "context", "output"]
+    assert [each.stage for each in verdict.layers[0].comparisons] == [
+        "mask",
+        "q",
+        "k",
+        "v",
+        "context",
+        "output",
+    ]
 
 
 @pytest.mark.costly("judges a recording of three beams")
@@ -1399,4 +1661,8 @@ def test_steps_with_unknown_cache_raise():
     assert [call.past for call in layer.calls] == [0, None]
     spec = AttentionSpec(8, 2)
     with refuses("self_attention"):
-        parity.judge_tap(tapped, [parity.ModelLayer(0, "full_attention", spec, {})], {0: parity.random_weights(spec)})
+        parity.judge_tap(
+            tapped,
+            [parity.ModelLayer(0, "full_attention", spec, {})],
+            {0: parity.random_weights(spec)},
+        )

@@ -18,7 +18,19 @@ from mha_spec import Rope
 from parity import AttentionSpec, random_weights, save_weights
 from parity.use.cli.main import main
 
-RESULT_KEYS = {"case", "backend", "dtype", "stage", "status", "error", "budget", "ratio", "max_abs", "max_ulp", "pcc"}
+RESULT_KEYS = {
+    "case",
+    "backend",
+    "dtype",
+    "stage",
+    "status",
+    "error",
+    "budget",
+    "ratio",
+    "max_abs",
+    "max_ulp",
+    "pcc",
+}
 RESULT_KEYS |= {"worst_index", "reason"}
 
 
@@ -39,7 +51,8 @@ def test_run_agrees_and_exits_0(capsys):
     """
     assert main(["run", "--cases", "textbook", "--backends", "jax,torch"]) == 0
     assert (
-        "jax and torch agree with the float64 reference: 1 case, 23 stages passed, 0 failed" in capsys.readouterr().out
+        "jax and torch agree with the float64 reference: 1 case, 23 stages passed, 0 failed"
+        in capsys.readouterr().out
     )
 
 
@@ -49,7 +62,9 @@ def test_piped_run_prints_plain_lines():
     """In a pipe, `run --verbose` prints plain lines of at most 100 columns, without escapes
     or table borders.
     """
-    result = run_in_pipe("run", "--cases", "trained-smollm2-causal", "--backends", "torch", "--verbose")
+    result = run_in_pipe(
+        "run", "--cases", "trained-smollm2-causal", "--backends", "torch", "--verbose"
+    )
     assert result.returncode == 0
     assert result.stderr == ""
     assert all(line.isprintable() for line in result.stdout.splitlines())
@@ -64,7 +79,17 @@ def test_closed_pipe_keeps_exit_status_0():
     """If the reader of a run's output closes the pipe, the exit status is 0 and standard
     error is empty.
     """
-    command = [sys.executable, "-m", "parity", "run", "--cases", "textbook", "--backends", "torch", "--verbose"]
+    command = [
+        sys.executable,
+        "-m",
+        "parity",
+        "run",
+        "--cases",
+        "textbook",
+        "--backends",
+        "torch",
+        "--verbose",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.close()
@@ -101,7 +126,12 @@ def test_wrong_backend_is_in_json(monkeypatch, tmp_path):
     with its worst index by axis (B, N, T, S).
     """
     break_the_softmax(monkeypatch)
-    assert main(["run", "--cases", "causal", "--backends", "torch", "--json", str(tmp_path / "r.json")]) == 1
+    assert (
+        main(
+            ["run", "--cases", "causal", "--backends", "torch", "--json", str(tmp_path / "r.json")]
+        )
+        == 1
+    )
     content = json.loads((tmp_path / "r.json").read_text())
     failed = [result for result in content["results"] if result["status"] == "failed"]
     assert content["summary"]["failed"] == len(failed) > 0
@@ -114,11 +144,19 @@ def test_run_json_has_documented_keys(tmp_path):
     RESULT_KEYS; all of them passed.
     """
     path = tmp_path / "r.json"
-    assert main(["run", "--cases", "textbook", "--backends", "torch", "--grad", "--json", str(path)]) == 0
+    assert (
+        main(["run", "--cases", "textbook", "--backends", "torch", "--grad", "--json", str(path)])
+        == 0
+    )
     content = json.loads(path.read_text())
     assert content.keys() >= {"schema", "version", "environment", "summary", "results"}
     assert content["schema"] == "mha-parity/run"
-    assert content["summary"] == {"passed": len(content["results"]), "failed": 0, "skipped": 0, "missing": 0}
+    assert content["summary"] == {
+        "passed": len(content["results"]),
+        "failed": 0,
+        "skipped": 0,
+        "missing": 0,
+    }
     assert all(result.keys() >= RESULT_KEYS for result in content["results"])
 
 
@@ -130,7 +168,9 @@ def test_json_lists_skipped_backends(tmp_path, let_need):
     let_need("jax", "jax_is_not_here")
     assert main(["run", "--cases", "textbook", "--json", str(tmp_path / "r.json")]) == 0
     results = json.loads((tmp_path / "r.json").read_text())["results"]
-    skipped = [(result["backend"], result["reason"]) for result in results if result["status"] == "skipped"]
+    skipped = [
+        (result["backend"], result["reason"]) for result in results if result["status"] == "skipped"
+    ]
     assert skipped == [
         ("jax", "jax needs jax_is_not_here, not installed here"),
         ("tt", "tt needs ttnn_is_not_here, not installed here"),
@@ -142,8 +182,14 @@ def test_json_lists_skipped_backends(tmp_path, let_need):
     [
         (["run", "--backends", "numpy"], refuses("--backends", {"--backends": "numpy"})),
         (["run", "--cases", "no-such-*"], refuses("--cases", {"--cases": "no-such-*"})),
-        (["run", "--dtypes", "int8", "--cases", "textbook"], refuses("--dtypes", {"--dtypes": "int8"})),
-        (["run", "--json", "/no/such/folder/r.json"], refuses("--json", "/no/such/folder/r.json: ")),
+        (
+            ["run", "--dtypes", "int8", "--cases", "textbook"],
+            refuses("--dtypes", {"--dtypes": "int8"}),
+        ),
+        (
+            ["run", "--json", "/no/such/folder/r.json"],
+            refuses("--json", "/no/such/folder/r.json: "),
+        ),
         (["run", "--json", "/"], refuses("--json", "/: Is a directory")),
         (["run", "--random", "-1"], refuses("--random", {"--random": -1})),
         (
@@ -151,7 +197,17 @@ def test_json_lists_skipped_backends(tmp_path, let_need):
             refuses("--num-kv-heads", {"--num-kv-heads": 0}),
         ),
         (
-            ["cache-size", "--num-kv-heads", "1", "--head-dim", "1", "--capacity", "1", "--dtype", "x"],
+            [
+                "cache-size",
+                "--num-kv-heads",
+                "1",
+                "--head-dim",
+                "1",
+                "--capacity",
+                "1",
+                "--dtype",
+                "x",
+            ],
             refuses("--dtype", {"--dtype": "x"}),
         ),
     ],
@@ -168,7 +224,9 @@ def test_bad_usage_exits_2_with_one_line(capsys, arguments, refusal):
     assert captured.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [["run", "--weights"], ["diagnose"], ["bench", "--model"], ["compare"]])
+@pytest.mark.parametrize(
+    "arguments", [["run", "--weights"], ["diagnose"], ["bench", "--model"], ["compare"]]
+)
 def test_missing_file_is_named_in_error(capsys, arguments):
     """If a file does not exist, the command exits with status 2 and prints one error line
     with its path.
@@ -185,16 +243,23 @@ def test_missing_backend_exits_2(capsys, let_need):
     """
     let_need("tt", "ttnn_is_not_here")
     assert main(["run", "--backends", "tt"]) == 2
-    assert capsys.readouterr().err == "mha-parity: error: tt needs ttnn_is_not_here, not installed here\n"
+    assert (
+        capsys.readouterr().err
+        == "mha-parity: error: tt needs ttnn_is_not_here, not installed here\n"
+    )
 
 
-@pytest.mark.parametrize("spec", [AttentionSpec(12, 3, rope=Rope(1e4), head_dim=8), AttentionSpec(12, 3, d_kv=7)])
+@pytest.mark.parametrize(
+    "spec", [AttentionSpec(12, 3, rope=Rope(1e4), head_dim=8), AttentionSpec(12, 3, d_kv=7)]
+)
 def test_run_accepts_weight_file(tmp_path, capsys, spec):
     """`run --weights` runs the layer of a file, with RoPE and its own head_dim or with d_kv
     7, in cases named after the file.
     """
     save_weights(tmp_path / "mine.safetensors", random_weights(spec, seed=4), spec)
-    assert main(["run", "--weights", str(tmp_path / "mine.safetensors"), "--backends", "torch"]) == 0
+    assert (
+        main(["run", "--weights", str(tmp_path / "mine.safetensors"), "--backends", "torch"]) == 0
+    )
     assert "mine-" in capsys.readouterr().out
 
 
@@ -216,7 +281,9 @@ def test_damaged_weight_file_exits_2(tmp_path, capsys, damage):
 
         tensors, metadata = load_tensors(path)
         weight = tensors["q_proj.weight"]
-        tensors["q_proj.weight"] = weight.T if damage == "transposed" else weight * np.float32(np.nan)
+        tensors["q_proj.weight"] = (
+            weight.T if damage == "transposed" else weight * np.float32(np.nan)
+        )
         save_tensors(path, tensors, metadata)
     assert main(["run", "--weights", str(path)]) == 2
     captured = capsys.readouterr()
@@ -225,7 +292,8 @@ def test_damaged_weight_file_exits_2(tmp_path, capsys, damage):
 
 
 @pytest.mark.parametrize(
-    "others", [["--cases", "rope*"], ["--random", "3"], ["--save-traces", "traces"], ["--join", "."]]
+    "others",
+    [["--cases", "rope*"], ["--random", "3"], ["--save-traces", "traces"], ["--join", "."]],
 )
 def test_weights_exclude_other_cases(tmp_path, capsys, others):
     """--weights with --cases, --random, --save-traces or --join exits with status 2 and an
@@ -246,7 +314,10 @@ def test_random_case_reruns_by_name(capsys):
 def test_uncompared_gradients_are_reported(capsys):
     """With --grad, the last line says that gradients of a case with a cache are not compared."""
     assert main(["run", "--cases", "decode", "--backends", "torch", "--grad"]) == 0
-    assert "nothing to compare in gradients of 1 case (with a cache)" in capsys.readouterr().out.splitlines()[-1]
+    assert (
+        "nothing to compare in gradients of 1 case (with a cache)"
+        in capsys.readouterr().out.splitlines()[-1]
+    )
 
 
 def test_json_follows_symbolic_link(tmp_path):
@@ -270,7 +341,10 @@ def test_traces_are_saved_and_compared(tmp_path, capsys):
     JSON.
     """
     folder = tmp_path / "traces"
-    assert main(["run", "--cases", "textbook", "--backends", "torch", "--save-traces", str(folder)]) == 0
+    assert (
+        main(["run", "--cases", "textbook", "--backends", "torch", "--save-traces", str(folder)])
+        == 0
+    )
     assert main(["compare", str(folder), "--json", str(tmp_path / "r.json")]) == 0
     assert "torch agrees with the float64 reference" in capsys.readouterr().out
     assert json.loads((tmp_path / "r.json").read_text())["summary"]["failed"] == 0
@@ -282,11 +356,17 @@ def test_joined_traces_are_in_report(tmp_path, capsys):
     """
     folders = [str(tmp_path / "one"), str(tmp_path / "other")]
     for folder in folders:
-        assert main(["run", "--cases", "textbook", "--backends", "torch", "--save-traces", folder]) == 0
+        assert (
+            main(["run", "--cases", "textbook", "--backends", "torch", "--save-traces", folder])
+            == 0
+        )
     capsys.readouterr()
     joined = [argument for folder in folders for argument in ("--join", folder)]
     assert main(["run", "--cases", "textbook", "--backends", "jax", *joined]) == 0
-    assert f"jax, torch and torch ({folders[1]}) agree with the float64 reference" in capsys.readouterr().out
+    assert (
+        f"jax, torch and torch ({folders[1]}) agree with the float64 reference"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.costly("judges every case that a backend skips")
@@ -299,10 +379,23 @@ def test_skipped_cases_are_reported(monkeypatch, capsys):
         "why_skipped",
         lambda case, dtype: "torch is tired" if dtype == "float16" else None,
     )
-    command = ["run", "--cases", "large-logits*", "--backends", "jax,torch", "--dtypes", "float32,float16"]
+    command = [
+        "run",
+        "--cases",
+        "large-logits*",
+        "--backends",
+        "jax,torch",
+        "--dtypes",
+        "float32,float16",
+    ]
     assert main(command) == 2
     lines = capsys.readouterr().out.splitlines()
-    assert sum(line.rstrip().endswith("skipped") and line.startswith(" large-logits") for line in lines) == 2
+    assert (
+        sum(
+            line.rstrip().endswith("skipped") and line.startswith(" large-logits") for line in lines
+        )
+        == 2
+    )
     assert lines[-2] == "skipped: torch, float16: torch is tired (2 cases)"
     end = "NOT compared: torch, 2 cases in float16 (torch is tired)"
     assert lines[-1].endswith(f"2 cases, 51 stages passed, 0 failed; {end}")
@@ -316,7 +409,9 @@ def test_unsupported_dtype_exits_2(monkeypatch, capsys):
     """A requested dtype that the requested backend does not support exits with status 2 and
     the reason of the backend.
     """
-    monkeypatch.setattr(parity.measure.backends.torch, "why_skipped", lambda case, dtype: f"torch has no {dtype}")
+    monkeypatch.setattr(
+        parity.measure.backends.torch, "why_skipped", lambda case, dtype: f"torch has no {dtype}"
+    )
     assert main(["run", "--backends", "torch", "--dtypes", "float16"]) == 2
     assert refuses("torch", "torch has no float16").is_printed_in(capsys.readouterr().err)
 
@@ -324,7 +419,9 @@ def test_unsupported_dtype_exits_2(monkeypatch, capsys):
 def test_quiet_prints_only_last_line(capsys):
     """`run --quiet` prints only the summary line if all stages agree."""
     assert main(["run", "--cases", "textbook", "--backends", "torch", "--quiet"]) == 0
-    assert capsys.readouterr().out == ("torch agrees with the float64 reference: 1 case, 11 stages passed, 0 failed\n")
+    assert capsys.readouterr().out == (
+        "torch agrees with the float64 reference: 1 case, 11 stages passed, 0 failed\n"
+    )
 
 
 def test_quiet_still_shows_failures(monkeypatch, capsys):
@@ -344,7 +441,17 @@ def test_piped_table_fits_three_backends(tmp_path, monkeypatch, capsys):
     """
     monkeypatch.delenv("COLUMNS", raising=False)
     for folder in ("one", "other"):
-        main(["run", "--cases", "trained-r*", "--backends", "torch", "--save-traces", str(tmp_path / folder)])
+        main(
+            [
+                "run",
+                "--cases",
+                "trained-r*",
+                "--backends",
+                "torch",
+                "--save-traces",
+                str(tmp_path / folder),
+            ]
+        )
     joined = ("--join", str(tmp_path / "one"), "--join", str(tmp_path / "other"))
     capsys.readouterr()
     main(["run", "--cases", "trained-r*", "--backends", "torch", *joined])
@@ -371,7 +478,16 @@ def test_cache_size_of_published_example(capsys):
     """A float16 cache of 80 layers with 8192 slots and heads of 128 takes 20 GiB with 64
     key/value heads, and 2.5 GiB with 8.
     """
-    arguments = ["--head-dim", "128", "--capacity", "8192", "--num-layers", "80", "--dtype", "float16"]
+    arguments = [
+        "--head-dim",
+        "128",
+        "--capacity",
+        "8192",
+        "--num-layers",
+        "80",
+        "--dtype",
+        "float16",
+    ]
     assert main(["cache-size", "--num-kv-heads", "64", *arguments]) == 0
     assert "21474836480 bytes = 20 GiB" in capsys.readouterr().out
     assert main(["cache-size", "--num-kv-heads", "8", *arguments]) == 0
@@ -389,7 +505,9 @@ def test_help_imports_no_framework(arguments):
         f"    main({arguments})\n"
         "print(sorted({'jax', 'torch', 'numpy'} & set(sys.modules)))"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert not {"jax", "torch"} & set(json.loads(result.stdout.replace("'", '"')))
 
 

@@ -23,7 +23,9 @@ from parity.port.conversion.layouts import LAYOUTS, from_canonical
 from parity.port.conversion.layouts.layout import CARRIED, RULES
 from parity.use.cli.main import main
 
-SPEC = AttentionSpec(16, 4, num_kv_heads=2, head_dim=6, qkv_bias=False, out_bias=False, rope=Rope(500.0))
+SPEC = AttentionSpec(
+    16, 4, num_kv_heads=2, head_dim=6, qkv_bias=False, out_bias=False, rope=Rope(500.0)
+)
 PREFIX = "model.layers.{i}.self_attn"
 HEADS = ["--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "6", "--rope-theta", "500"]
 COMMANDS = ["convert", "layouts", "inspect", "verify"]
@@ -37,13 +39,25 @@ def source(tmp_path):
         laid_out = from_canonical(random_weights(SPEC, seed=i), SPEC, LAYOUTS["transformers.LLaMA"])
         tensors |= {f"model.layers.{i}.self_attn.{name}": x for name, x in laid_out.items()}
     write_tensors(
-        tmp_path / "source.safetensors", {n: (x.shape, x.dtype) for n, x in tensors.items()}, tensors.__getitem__
+        tmp_path / "source.safetensors",
+        {n: (x.shape, x.dtype) for n, x in tensors.items()},
+        tensors.__getitem__,
     )
     return str(tmp_path / "source.safetensors")
 
 
 def convert(source, target, *others):
-    return ["convert", source, str(target), "--from", "transformers.LLaMA", "--prefix", PREFIX, *HEADS, *others]
+    return [
+        "convert",
+        source,
+        str(target),
+        "--from",
+        "transformers.LLaMA",
+        "--prefix",
+        PREFIX,
+        *HEADS,
+        *others,
+    ]
 
 
 def names_in(path):
@@ -52,10 +66,15 @@ def names_in(path):
 
 
 def is_plain(text):
-    return "\x1b" not in text and "│" not in text and all(line.isprintable() for line in text.splitlines())
+    return (
+        "\x1b" not in text
+        and "│" not in text
+        and all(line.isprintable() for line in text.splitlines())
+    )
 
 
-# ---- convert ---------------------------------------------------------------------------------------------------------
+# ---- convert
+# --------------------------------------------------------------------------------------------------
 
 
 def test_convert_prints_one_line_summary(source, tmp_path, capsys):
@@ -66,7 +85,8 @@ def test_convert_prints_one_line_summary(source, tmp_path, capsys):
     assert main(convert(source, target, "--to", "meta.LLaMA")) == 0
     captured = capsys.readouterr()
     assert captured.out == (
-        "2 attention layers, 4 x 6, key/value 2: transformers.LLaMA -> meta.LLaMA; other tensors: 2 kept, 0 dropped; "
+        "2 attention layers, 4 x 6, key/value 2: transformers.LLaMA -> meta.LLaMA; other "
+        "tensors: 2 kept, 0 dropped; "
         f"wrote {target}\n"
     )
     assert captured.err == ""
@@ -88,8 +108,13 @@ def test_convert_drops_rest_and_renames(source, tmp_path, capsys):
     the summary counts 2 dropped tensors.
     """
     target = tmp_path / "target.npz"
-    assert main(convert(source, target, "--to", "W_q", "--rest", "drop", "--to-prefix", "l{i}.att")) == 0
-    assert names_in(target) == [f"l{i}.att.W_{letter}.weight" for i in range(2) for letter in "qkvo"]
+    assert (
+        main(convert(source, target, "--to", "W_q", "--rest", "drop", "--to-prefix", "l{i}.att"))
+        == 0
+    )
+    assert names_in(target) == [
+        f"l{i}.att.W_{letter}.weight" for i in range(2) for letter in "qkvo"
+    ]
     assert "other tensors: 0 kept, 2 dropped" in capsys.readouterr().out
 
 
@@ -98,7 +123,9 @@ def test_convert_writes_shards(source, tmp_path):
     target = tmp_path / "target.safetensors"
     assert main(convert(source, target, "--to", "W_q", "--max-shard-gib", "0.000002")) == 0
     assert not target.exists()
-    shards = set(json.loads((tmp_path / "target.safetensors.index.json").read_text())["weight_map"].values())
+    shards = set(
+        json.loads((tmp_path / "target.safetensors.index.json").read_text())["weight_map"].values()
+    )
     assert len(shards) > 1
     assert all((tmp_path / shard).exists() for shard in shards)
 
@@ -111,7 +138,10 @@ def test_convert_needs_force_to_replace(source, tmp_path, capsys):
     assert main(convert(source, target, "--to", "W_q")) == 0
     old = target.read_bytes()
     assert main(convert(source, target, "--to", "qkv_proj")) == 2
-    assert capsys.readouterr().err == f"mha-parity: error: {target} exists; pass --force to replace it\n"
+    assert (
+        capsys.readouterr().err
+        == f"mha-parity: error: {target} exists; pass --force to replace it\n"
+    )
     assert target.read_bytes() == old
     assert main(convert(source, target, "--to", "qkv_proj", "--force")) == 0
     assert target.read_bytes() != old
@@ -152,7 +182,9 @@ def test_json_path_may_not_be_src_or_dst(source, tmp_path, capsys, other):
     """
     path = source if other == "SRC" else tmp_path / "b.npz"
     assert main(convert(source, tmp_path / "b.npz", "--to", "W_q", "--json", str(path))) == 2
-    assert refuses("--json", {"--json": str(path), other: ...}).is_printed_in(capsys.readouterr().err)
+    assert refuses("--json", {"--json": str(path), other: ...}).is_printed_in(
+        capsys.readouterr().err
+    )
     assert os.listdir(tmp_path) == ["source.safetensors"]
 
 
@@ -160,13 +192,32 @@ def test_convert_writes_json_report(source, tmp_path):
     """The JSON of `convert` has the documented keys, with source layout, layers, spec, and
     kept and dropped tensors; other lists are empty.
     """
-    arguments = convert(source, tmp_path / "b.npz", "--to", "W_q", "--json", str(tmp_path / "r.json"))
+    arguments = convert(
+        source, tmp_path / "b.npz", "--to", "W_q", "--json", str(tmp_path / "r.json")
+    )
     assert main(arguments) == 0
     content = json.loads((tmp_path / "r.json").read_text())
     assert content.pop("path") == str(tmp_path / "b.npz")
-    others = {"heads_from", "left_out", "unconverted", "optimizer_state", "not_carried", "dequantised", "missing"}
+    others = {
+        "heads_from",
+        "left_out",
+        "unconverted",
+        "optimizer_state",
+        "not_carried",
+        "dequantised",
+        "missing",
+    }
     others |= {"joined", "metadata_left_out", "plan"}
-    assert content.keys() == {"schema", "version", "source", "layers", "spec", "kept", "dropped", *others}
+    assert content.keys() == {
+        "schema",
+        "version",
+        "source",
+        "layers",
+        "spec",
+        "kept",
+        "dropped",
+        *others,
+    }
     assert not any(content[name] for name in others)
     assert content["schema"] == "mha-parity/convert"
     assert content["source"] == "transformers.LLaMA"
@@ -188,7 +239,15 @@ def test_undetermined_heads_name_flags(source, tmp_path, capsys):
     """If the shapes do not determine the heads, one error line has the layer, possible heads,
     and the flags that decide.
     """
-    arguments = ["convert", source, str(tmp_path / "b.npz"), "--from", "transformers.LLaMA", "--prefix", PREFIX]
+    arguments = [
+        "convert",
+        source,
+        str(tmp_path / "b.npz"),
+        "--from",
+        "transformers.LLaMA",
+        "--prefix",
+        PREFIX,
+    ]
     assert main([*arguments, "--to", "W_q"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -203,18 +262,34 @@ def test_undetermined_heads_name_flags(source, tmp_path, capsys):
     [
         (["--to", "meta"], refuses("--to", {"--to": "meta"})),
         (["--to", "flax.linen"], refuses("the layer", {"--num-heads": 4, "--num-kv-heads": 2})),
-        (["--to", "W_q", "--to-prefix", "{i}.{i}"], refuses("--to-prefix", {"--to-prefix": "{i}.{i}"})),
+        (
+            ["--to", "W_q", "--to-prefix", "{i}.{i}"],
+            refuses("--to-prefix", {"--to-prefix": "{i}.{i}"}),
+        ),
         (
             ["--to", "W_q", "--prefix", "encoder.{i}"],
-            refuses("--prefix", {"--prefix": "encoder.{i}"}, remedy={"--prefix": "model.layers.{i}.self_attn"}),
+            refuses(
+                "--prefix",
+                {"--prefix": "encoder.{i}"},
+                remedy={"--prefix": "model.layers.{i}.self_attn"},
+            ),
         ),
-        (["--to", "W_q", "--from", "transformers.GPT2"], refuses("tensors", "['c_attn.weight', 'c_proj.weight']")),
+        (
+            ["--to", "W_q", "--from", "transformers.GPT2"],
+            refuses("tensors", "['c_attn.weight', 'c_proj.weight']"),
+        ),
         (["--to", "W_q", "--num-heads", "5"], refuses("the heads", {"--num-heads": 5})),
         *(
-            (["--to", "W_q", "--max-shard-gib", size], refuses("--max-shard-gib", {"--max-shard-gib": float(size)}))
+            (
+                ["--to", "W_q", "--max-shard-gib", size],
+                refuses("--max-shard-gib", {"--max-shard-gib": float(size)}),
+            )
             for size in ("0", "-1", "inf", "nan", "1e300")
         ),
-        (["--to", "W_q", "--rope-theta", "inf"], refuses("--rope-theta", {"--rope-theta": math.inf})),
+        (
+            ["--to", "W_q", "--rope-theta", "inf"],
+            refuses("--rope-theta", {"--rope-theta": math.inf}),
+        ),
         (["--to", "W_q", "--rope-theta", "-1"], refuses("--rope-theta", {"--rope-theta": -1.0})),
         (
             ["--to", "W_q", "--json", "/no/such/folder/r.json"],
@@ -262,7 +337,8 @@ def test_unspecified_layout_is_suggested(source, tmp_path, capsys):
     assert refuses("--from", remedy=remedy).is_printed_in(message)
 
 
-# ---- convert --dry-run -----------------------------------------------------------------------------------------------
+# ---- convert --dry-run
+# -----------------------------------------------------------------------------------------------
 
 
 def planned(source, target, *others):
@@ -279,16 +355,26 @@ def test_dry_run_prints_plan(source, tmp_path, capsys):
     """`--dry-run` prints the target, the origin of layout and heads, renamed tensors and
     dropped ones, and writes nothing.
     """
-    assert main(convert(source, tmp_path / "b.npz", "--to", "meta.LLaMA", "--rest", "drop", "--dry-run")) == 0
+    assert (
+        main(
+            convert(source, tmp_path / "b.npz", "--to", "meta.LLaMA", "--rest", "drop", "--dry-run")
+        )
+        == 0
+    )
     out = " ".join(capsys.readouterr().out.split())
     assert os.listdir(tmp_path) == ["source.safetensors"]
     assert f"would write {tmp_path / 'b.npz'}" in out
-    assert f"{PREFIX} 2 transformers.LLaMA: the caller num_heads 4: the caller; num_kv_heads 2: the caller" in out
+    assert (
+        f"{PREFIX} 2 transformers.LLaMA: the caller num_heads 4: the caller; num_kv_heads 2: the "
+        f"caller" in out
+    )
     assert f"{PREFIX}.q_proj.weight {PREFIX}.wq.weight 2" in out
     assert "dropped: step, embed.weight" in out
 
 
-@pytest.mark.parametrize("others", [[], ["--rest", "drop"], ["--to-prefix", "layers"], ["--to", "qkv_proj"]], ids=str)
+@pytest.mark.parametrize(
+    "others", [[], ["--rest", "drop"], ["--to-prefix", "layers"], ["--to", "qkv_proj"]], ids=str
+)
 def test_dry_run_plan_matches_conversion(source, tmp_path, others):
     """The plan has the tensors, their size in bytes and the layers that a conversion then
     writes; the reports are otherwise equal.
@@ -296,13 +382,27 @@ def test_dry_run_plan_matches_conversion(source, tmp_path, others):
     arguments = convert(source, tmp_path / "b.npz", "--to", "meta.LLaMA", *others)[3:]
     plan, report = planned(source, tmp_path / "b.npz", *arguments)
     assert os.listdir(tmp_path) == ["source.safetensors"]
-    assert main(["convert", source, str(tmp_path / "b.npz"), *arguments, "--json", str(tmp_path / "r.json")]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                source,
+                str(tmp_path / "b.npz"),
+                *arguments,
+                "--json",
+                str(tmp_path / "r.json"),
+            ]
+        )
+        == 0
+    )
     assert json.loads((tmp_path / "r.json").read_text()) == {**report, "plan": None}
     with open_tensors(tmp_path / "b.npz") as file:
         assert plan["tensors"].keys() == file.infos.keys()
         assert plan["size"] == sum(info.nbytes for info in file.infos.values())
     converted = {name for name in names_in(source) if "self_attn" in name}
-    assert {name for names in plan["tensors"].values() for name in names} == converted | {*report["kept"]}
+    assert {name for names in plan["tensors"].values() for name in names} == converted | {
+        *report["kept"]
+    }
     assert [layer["label"] for layer in plan["layers"]] == report["layers"]
 
 
@@ -322,12 +422,21 @@ LLAMA = {
 @pytest.mark.parametrize(
     ("config", "others", "origins"),
     [
-        (LLAMA, [], dict.fromkeys(["num_heads", "num_kv_heads", "head_dim", "rope"], "config.json")),
+        (
+            LLAMA,
+            [],
+            dict.fromkeys(["num_heads", "num_kv_heads", "head_dim", "rope"], "config.json"),
+        ),
         (LLAMA, ["--rope-theta", "1e4"], {"num_heads": "config.json", "rope": "the caller"}),
         (
             {"model_type": "unseen", "num_attention_heads": 4, "rope_theta": 500.0},
             [],
-            {"num_heads": "config.json", "num_kv_heads": "the shapes", "head_dim": "the shapes", "rope": "config.json"},
+            {
+                "num_heads": "config.json",
+                "num_kv_heads": "the shapes",
+                "head_dim": "the shapes",
+                "rope": "config.json",
+            },
         ),
         (
             {"model_type": "unseen", "num_attention_heads": 4, "rope_theta": 500.0},
@@ -366,7 +475,10 @@ def test_dry_run_fails_like_conversion(source, tmp_path, capsys, case):
     """Where a conversion exits with status 2, such as for NaN or an existing target, a dry
     run prints the same and writes nothing.
     """
-    target, others = {"no folder": "no/b.npz", "no format": "b.txt"}.get(case, "b.npz"), ["--to", "W_q"]
+    target, others = (
+        {"no folder": "no/b.npz", "no format": "b.txt"}.get(case, "b.npz"),
+        ["--to", "W_q"],
+    )
     if case == "there":
         (tmp_path / target).write_bytes(b"PK")
     if case == "ranks":
@@ -388,7 +500,9 @@ def test_dry_run_checks_files_of_ranks(source, tmp_path, capsys, monkeypatch):
     """A dry run with --ranks 2 writes nothing; without torch, which writes such files, it
     fails as the conversion does.
     """
-    arguments = convert(source, tmp_path / "b", "--to", "meta.LLaMA", "--rest", "drop", "--ranks", "2")
+    arguments = convert(
+        source, tmp_path / "b", "--to", "meta.LLaMA", "--rest", "drop", "--ranks", "2"
+    )
     assert main([*arguments, "--dry-run"]) == 0
     assert os.listdir(tmp_path) == ["source.safetensors"]
     monkeypatch.setitem(sys.modules, "torch", None)  # which writes such files
@@ -414,7 +528,10 @@ def test_unnestable_names_are_rejected(source, tmp_path, capsys):
     conversion.
     """
     with open_tensors(source) as file:
-        held = {name: file.read(name).copy() for name in file.infos} | {"x": np.ones(1), "x.y": np.ones(1)}
+        held = {name: file.read(name).copy() for name in file.infos} | {
+            "x": np.ones(1),
+            "x.y": np.ones(1),
+        }
     write_tensors(source, {n: (x.shape, x.dtype) for n, x in held.items()}, held.__getitem__)
     for more in (["--dry-run"], []):
         assert main(convert(source, tmp_path / "b.msgpack", "--to", "W_q", *more)) == 2
@@ -431,7 +548,8 @@ def test_nested_config_rope_is_not_lost(source, tmp_path, capsys):
     assert refuses("the layer", {"rope": ...}, remedy=remedy).is_printed_in(capsys.readouterr().err)
 
 
-# ---- layouts ---------------------------------------------------------------------------------------------------------
+# ---- layouts
+# --------------------------------------------------------------------------------------------------
 
 
 def test_layouts_lists_all_layouts(capsys):
@@ -451,12 +569,20 @@ def test_layout_is_shown_completely(capsys):
         assert all(tensor.name in out for tensor in layout.tensors), name
         assert all(f"rule: {RULES[rule].words}" in out for rule in layout.rules), name
         assert all(f"prefix: {prefix}" in out for prefix in layout.prefixes), name
-        assert f"RoPE pairs: {'(i, i + H/2)' if layout.rope == 'half' else '(2 i, 2 i + 1)'}" in out, name
+        assert (
+            f"RoPE pairs: {'(i, i + H/2)' if layout.rope == 'half' else '(2 i, 2 i + 1)'}" in out
+        ), name
         packed = [tensor for tensor in layout.tensors if len(tensor.parts) > 1]
-        assert ("heads in a packed tensor: " in out) == any(not tensor.is_shared for tensor in packed), name
-        assert ("one projection for keys and values: " in out) == any(tensor.is_shared for tensor in packed), name
+        assert ("heads in a packed tensor: " in out) == any(
+            not tensor.is_shared for tensor in packed
+        ), name
+        assert ("one projection for keys and values: " in out) == any(
+            tensor.is_shared for tensor in packed
+        ), name
         assert all(tensor.name in out and tensor.holds in out for tensor in layout.others), name
-        assert ("carried: all that a specification says" in out) == (set(layout.carries) == {*CARRIED}), name
+        assert ("carried: all that a specification says" in out) == (
+            set(layout.carries) == {*CARRIED}
+        ), name
 
 
 @pytest.mark.parametrize(
@@ -467,7 +593,10 @@ def test_layout_is_shown_completely(capsys):
         ("flax.nnx", "out.kernel out_proj.weight [heads | head_dim | output]"),
         ("ttnn", "out_proj.bias out_proj.bias [1 | output]"),
         ("heads.W_query", "heads.{n}.W_key.weight k_proj.weight [head_dim | input]"),
-        ("tunix.Gemma", "kv_einsum.w k_proj.weight, v_proj.weight [projections | heads | input | head_dim]"),
+        (
+            "tunix.Gemma",
+            "kv_einsum.w k_proj.weight, v_proj.weight [projections | heads | input | head_dim]",
+        ),
     ],
 )
 def test_axes_are_shown_outermost_first(name, line, capsys):
@@ -486,7 +615,13 @@ def test_layouts_writes_json(tmp_path):
     assert [layout["name"] for layout in every["layouts"]] == list(LAYOUTS)
     (ttnn,) = one["layouts"]
     assert ttnn in every["layouts"]
-    qkv = {"name": "qkv_proj.weight", "holds": "qkv", "kind": "weight", "axes": "d (n h)", "is_shared": False}
+    qkv = {
+        "name": "qkv_proj.weight",
+        "holds": "qkv",
+        "kind": "weight",
+        "axes": "d (n h)",
+        "is_shared": False,
+    }
     assert ttnn["forms"][0][0] == qkv
 
 
@@ -501,7 +636,8 @@ def test_unknown_layout_suggests_names(capsys):
     assert message.count("\n") == 1
 
 
-# ---- inspect ---------------------------------------------------------------------------------------------------------
+# ---- inspect
+# --------------------------------------------------------------------------------------------------
 
 
 def test_inspect_shows_tensors_and_layouts(source, capsys):
@@ -529,7 +665,8 @@ def test_inspect_suggests_fitting_heads(tmp_path, capsys):
     number; the status is 0.
     """
     np.savez(
-        tmp_path / "y.npz", **{name: x.numpy() for name, x in torch.nn.MultiheadAttention(32, 4).state_dict().items()}
+        tmp_path / "y.npz",
+        **{name: x.numpy() for name, x in torch.nn.MultiheadAttention(32, 4).state_dict().items()},
     )
     assert main(["inspect", str(tmp_path / "y.npz"), "--num-heads", "5"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
@@ -565,7 +702,9 @@ def test_inspect_reports_no_attention(tmp_path, capsys):
     """For a file without attention, `inspect` exits with status 0 and prints that no layout
     fits.
     """
-    write_tensors(tmp_path / "a.npz", {"x": ((2,), np.float32)}, lambda name: np.ones(2, np.float32))
+    write_tensors(
+        tmp_path / "a.npz", {"x": ((2,), np.float32)}, lambda name: np.ones(2, np.float32)
+    )
     assert main(["inspect", str(tmp_path / "a.npz")]) == 0
     assert "No attention layer that a layout fits" in capsys.readouterr().out
 
@@ -601,7 +740,8 @@ def test_inspect_of_damaged_file_exits_2(source, tmp_path, capsys):
     assert captured.err.count("\n") == 1
 
 
-# ---- verify ----------------------------------------------------------------------------------------------------------
+# ---- verify
+# --------------------------------------------------------------------------------------------------
 
 
 def saved(path, weights, layout="canonical", prefix="", spec=SPEC):
@@ -614,10 +754,14 @@ def test_verify_accepts_same_layer(tmp_path, capsys):
     same, bit for bit.
     """
     weights = random_weights(SPEC)
-    files = [saved(tmp_path / "a.npz", weights), saved(tmp_path / "b.pt", weights, "meta.LLaMA", "layers.0")]
+    files = [
+        saved(tmp_path / "a.npz", weights),
+        saved(tmp_path / "b.pt", weights, "meta.LLaMA", "layers.0"),
+    ]
     assert main(["verify", *files]) == 0
     assert (
-        f"{files[0]} and {files[1]} hold the same attention: weights the same, bit for bit" in capsys.readouterr().out
+        f"{files[0]} and {files[1]} hold the same attention: weights the same, bit for bit"
+        in capsys.readouterr().out
     )
 
 
@@ -627,7 +771,10 @@ def test_verify_accepts_rounded_weights(tmp_path, capsys):
     """
     weights = random_weights(SPEC)
     rounded = {name: x.astype(np.float16) for name, x in weights.items()}
-    assert main(["verify", saved(tmp_path / "a.npz", weights), saved(tmp_path / "b.npz", rounded)]) == 0
+    assert (
+        main(["verify", saved(tmp_path / "a.npz", weights), saved(tmp_path / "b.npz", rounded)])
+        == 0
+    )
     assert "weights the same up to rounding in float16" in capsys.readouterr().out
 
 
@@ -636,14 +783,26 @@ def test_verify_names_first_wrong_stage(tmp_path, capsys):
     has all stages: q passed, k and v failed.
     """
     weights = random_weights(SPEC)
-    other = {**weights, "k_proj.weight": weights["v_proj.weight"], "v_proj.weight": weights["k_proj.weight"]}
+    other = {
+        **weights,
+        "k_proj.weight": weights["v_proj.weight"],
+        "v_proj.weight": weights["k_proj.weight"],
+    }
     files = [saved(tmp_path / "a.npz", weights), saved(tmp_path / "b.npz", other)]
     assert main(["verify", *files, "--json", str(tmp_path / "r.json")]) == 1
     out = capsys.readouterr().out
     assert "verify/k: the other differs from the reference" in out
     assert f"{files[0]} and {files[1]} do NOT hold the same attention" in out
     results = json.loads((tmp_path / "r.json").read_text())["results"]
-    assert [result["stage"] for result in results] == ["q", "k", "v", "scores", "attn_weights", "context", "output"]
+    assert [result["stage"] for result in results] == [
+        "q",
+        "k",
+        "v",
+        "scores",
+        "attn_weights",
+        "context",
+        "output",
+    ]
     assert [result["status"] for result in results][:3] == ["passed", "failed", "failed"]
 
 
@@ -660,7 +819,15 @@ def test_verify_accepts_flags_of_each_file(source, tmp_path, capsys):
 
 def test_verify_shares_one_layout_flag(source):
     """With --from and --prefix given once, `verify` applies them to both files."""
-    arguments = ["verify", source, source, "--from", "transformers.LLaMA", "--prefix", "model.layers.1.self_attn"]
+    arguments = [
+        "verify",
+        source,
+        source,
+        "--from",
+        "transformers.LLaMA",
+        "--prefix",
+        "model.layers.1.self_attn",
+    ]
     assert main([*arguments, *HEADS]) == 0
 
 
@@ -672,7 +839,9 @@ def test_verify_detects_wrong_rope_pairs(tmp_path, capsys):
     wrong = dict(from_canonical(weights, SPEC, LAYOUTS["meta.LLaMA"]))
     names = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "out_proj"}
     other = {f"{names[name[:2]]}.weight": x for name, x in wrong.items()}
-    assert main(["verify", saved(tmp_path / "a.npz", weights), saved(tmp_path / "b.npz", other)]) == 1
+    assert (
+        main(["verify", saved(tmp_path / "a.npz", weights), saved(tmp_path / "b.npz", other)]) == 1
+    )
     assert "verify/q: " in capsys.readouterr().out
 
 
@@ -696,10 +865,22 @@ def test_verify_compares_all_layers(source, tmp_path, capsys):
     stack, report = str(tmp_path / "b.npz"), tmp_path / "r.json"
     assert main(convert(source, stack, "--to", "mha_jax", "--to-prefix", "layers.attn")) == 0
     assert "2 attention layers" in capsys.readouterr().out
-    arguments = ["verify", source, stack, "--from", "transformers.LLaMA", "--from", "mha_jax", *HEADS]
+    arguments = [
+        "verify",
+        source,
+        stack,
+        "--from",
+        "transformers.LLaMA",
+        "--from",
+        "mha_jax",
+        *HEADS,
+    ]
     arguments += ["--prefix", PREFIX, "--prefix", "layers.attn", "--json", str(report)]
     assert main(arguments) == 0
-    assert "hold the same attention in all 2 layers: 2 the same, bit for bit; 0 the" in capsys.readouterr().out
+    assert (
+        "hold the same attention in all 2 layers: 2 the same, bit for bit; 0 the"
+        in capsys.readouterr().out
+    )
     layers = json.loads(report.read_text())["layers"]
     assert [each["layers"] for each in layers] == [
         [PREFIX.replace("{i}", str(i)), f"layers.attn[{i}]"] for i in range(2)
@@ -715,7 +896,16 @@ def test_verify_names_differing_layers(source, tmp_path, capsys):
     tensors["model.layers.1.self_attn.v_proj.weight"] *= 2
     infos = {name: (x.shape, x.dtype) for name, x in tensors.items()}
     other = str(write_tensors(tmp_path / "other.npz", infos, tensors.__getitem__))
-    arguments = ["verify", source, other, "--from", "transformers.LLaMA", "--prefix", PREFIX, *HEADS]
+    arguments = [
+        "verify",
+        source,
+        other,
+        "--from",
+        "transformers.LLaMA",
+        "--prefix",
+        PREFIX,
+        *HEADS,
+    ]
     assert main(arguments) == 1
     out = capsys.readouterr().out
     assert "model.layers.1.self_attn and model.layers.1.self_attn differ first at v" in out
@@ -729,12 +919,22 @@ def test_verify_requires_equal_layer_counts(source, tmp_path, capsys):
     """
     weights = random_weights(SPEC)
     other = saved(tmp_path / "b.npz", weights, "transformers.LLaMA", "model.layers.7.self_attn")
-    arguments = ["verify", source, other, "--from", "transformers.LLaMA", "--prefix", PREFIX, *HEADS]
+    arguments = [
+        "verify",
+        source,
+        other,
+        "--from",
+        "transformers.LLaMA",
+        "--prefix",
+        PREFIX,
+        *HEADS,
+    ]
     assert main(arguments) == 2
     assert refuses("both files", "model.layers.7.self_attn").is_printed_in(capsys.readouterr().err)
 
 
-# ---- run, with the layer of a file -----------------------------------------------------------------------------------
+# ---- run, with the layer of a file
+# -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
@@ -746,7 +946,14 @@ def test_run_accepts_layer_of_any_file(source, tmp_path, capsys, suffix):
     assert main(convert(source, target, "--to", "canonical")) == 0
     run = ["run", "--backends", "torch", "--weights"]
     assert main([*run, target, "--prefix", "model.layers.1.self_attn"]) == 0
-    arguments = [source, "--prefix", "model.layers.1.self_attn", "--from", "transformers.LLaMA", *HEADS]
+    arguments = [
+        source,
+        "--prefix",
+        "model.layers.1.self_attn",
+        "--from",
+        "transformers.LLaMA",
+        *HEADS,
+    ]
     assert main([*run, *arguments]) == 0
     capsys.readouterr()
     assert main([*run, target]) == 2
@@ -755,12 +962,15 @@ def test_run_accepts_layer_of_any_file(source, tmp_path, capsys, suffix):
     assert refuses("--prefix, --num-heads").is_printed_in(capsys.readouterr().err)
 
 
-# ---- Warnings and errors ---------------------------------------------------------------------------------------------
+# ---- Warnings and errors
+# ---------------------------------------------------------------------------------------------
 
 
 def training_checkpoint(path):
     """Save weights, their average, an optimizer and a step as in training; return the path."""
-    model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 4, 8), 2, enable_nested_tensor=False)
+    model = torch.nn.TransformerEncoder(
+        torch.nn.TransformerEncoderLayer(16, 4, 8), 2, enable_nested_tensor=False
+    )
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 16)).sum().backward()
     optimizer.step()
@@ -774,8 +984,23 @@ def test_convert_warns_of_skipped_content(tmp_path, capsys):
     the old layout and optimizer state; the JSON lists them.
     """
     source, report = training_checkpoint(tmp_path / "train.pt"), tmp_path / "r.json"
-    arguments = ["convert", source, str(tmp_path / "b.pt"), "--to", "flax.nnx", "--json", str(report)]
-    arguments += ["--from", "torch.nn.MultiheadAttention", "--prefix", "model.layers.{i}.self_attn", "--num-heads", "4"]
+    arguments = [
+        "convert",
+        source,
+        str(tmp_path / "b.pt"),
+        "--to",
+        "flax.nnx",
+        "--json",
+        str(report),
+    ]
+    arguments += [
+        "--from",
+        "torch.nn.MultiheadAttention",
+        "--prefix",
+        "model.layers.{i}.self_attn",
+        "--num-heads",
+        "4",
+    ]
     assert main(arguments) == 0
     told = json.loads(report.read_text())
     assert {"step", "opt.param_groups.0.lr"} <= set(told["left_out"])
@@ -812,11 +1037,18 @@ def test_wrong_prefix_suggests_one_that_fits(tmp_path, capsys, prefix, layout):
         assert len(error) < 400 + len(source)
 
 
-# ---- Heads from config.json ------------------------------------------------------------------------------------------
+# ---- Heads from config.json
+# ------------------------------------------------------------------------------------------
 
 
 def config_beside(path, **others):
-    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "rope_theta": 500, **others}
+    config = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+        "rope_theta": 500,
+        **others,
+    }
     (path.parent / "config.json").write_text(json.dumps(config))
 
 
@@ -825,7 +1057,14 @@ def test_config_json_determines_heads(source, tmp_path, capsys):
     `inspect` print so, and the target has the spec.
     """
     config_beside(tmp_path / "source.safetensors")
-    arguments = [source, str(tmp_path / "b.npz"), "--from", "transformers.LLaMA", "--prefix", PREFIX]
+    arguments = [
+        source,
+        str(tmp_path / "b.npz"),
+        "--from",
+        "transformers.LLaMA",
+        "--prefix",
+        PREFIX,
+    ]
     assert main(["convert", *arguments, "--to", "meta.LLaMA"]) == 0
     assert "4 x 6, key/value 2 (from config.json, RoPE theta 500): " in capsys.readouterr().out
     with open_tensors(tmp_path / "b.npz") as file:
@@ -848,7 +1087,14 @@ def test_unfit_config_json_is_ignored(source, tmp_path, capsys, others):
     exits with status 2 since heads are undetermined.
     """
     config_beside(tmp_path / "source.safetensors", **others)
-    arguments = [source, str(tmp_path / "b.npz"), "--from", "transformers.LLaMA", "--prefix", PREFIX]
+    arguments = [
+        source,
+        str(tmp_path / "b.npz"),
+        "--from",
+        "transformers.LLaMA",
+        "--prefix",
+        PREFIX,
+    ]
     assert main(["convert", *arguments, "--to", "meta.LLaMA"]) == 2
     assert refuses("the heads").is_printed_in(capsys.readouterr().err)
 
@@ -867,7 +1113,14 @@ def test_inexpressible_rope_requires_drop(source, tmp_path, capsys, rope, drop):
     with --drop, the layer is converted without RoPE.
     """
     config_beside(tmp_path / "source.safetensors", **rope)
-    arguments = [source, str(tmp_path / "b.npz"), "--from", "transformers.LLaMA", "--prefix", PREFIX]
+    arguments = [
+        source,
+        str(tmp_path / "b.npz"),
+        "--from",
+        "transformers.LLaMA",
+        "--prefix",
+        PREFIX,
+    ]
     assert main(["convert", *arguments, "--to", "meta.LLaMA"]) == 2
     assert main(["convert", *arguments, "--to", "meta.LLaMA", "--drop", drop]) == 0
     assert "(from config.json): " in capsys.readouterr().out
@@ -893,14 +1146,30 @@ def test_unread_rope_is_warned_of_once(source, tmp_path, capsys, words):
     commands = [
         [*convert, "--json", str(tmp_path / "c.json")],
         ["inspect", source],
-        ["run", "--weights", source, *layer[1:3], "--prefix", PREFIX.replace("{i}", "0"), "--backends", "torch"],
+        [
+            "run",
+            "--weights",
+            source,
+            *layer[1:3],
+            "--prefix",
+            PREFIX.replace("{i}", "0"),
+            "--backends",
+            "torch",
+        ],
     ]
     for command in commands:
         assert main(command) == 0
         error = capsys.readouterr().err
-        assert error.count(f"warning: config.json sets {words}, which no specification expresses") == 1
+        assert (
+            error.count(f"warning: config.json sets {words}, which no specification expresses") == 1
+        )
         assert error.count("\n") == 1
-        assert main([*command, *(["--force"] if command[0] == "convert" else []), "--rope-theta", "500"]) == 0
+        assert (
+            main(
+                [*command, *(["--force"] if command[0] == "convert" else []), "--rope-theta", "500"]
+            )
+            == 0
+        )
         assert capsys.readouterr().err == ""
     main([*commands[0], "--force"])
     assert json.loads((tmp_path / "c.json").read_text())["not_carried"] == [words]
@@ -916,7 +1185,9 @@ def test_load_warns_of_unread_rope(source, tmp_path):
     assert spec.rope is None
     rope = Rope(500.0, scaling=Llama3Scaling(8.0, 64))
     with warnings.catch_warnings(action="error"):
-        _, spec = parity.load(source, "transformers.LLaMA", prefix=PREFIX.replace("{i}", "0"), rope=rope)
+        _, spec = parity.load(
+            source, "transformers.LLaMA", prefix=PREFIX.replace("{i}", "0"), rope=rope
+        )
     assert spec.rope == rope
 
 
@@ -946,7 +1217,8 @@ def test_verify_rejects_third_layout_flag(source, capsys, flag):
     assert refuses(flag, {flag: ["a", "b", "c"]}).is_printed_in(capsys.readouterr().err)
 
 
-# ---- All commands ----------------------------------------------------------------------------------------------------
+# ---- All commands
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -964,7 +1236,11 @@ def test_command_help_lists_flags(command, capsys):
         "inspect": [],
         "verify": ["--from", "--prefix"],
     }[command]
-    heads = ["--num-heads", "--num-kv-heads", "--head-dim", "--rope-theta"] if command != "layouts" else []
+    heads = (
+        ["--num-heads", "--num-kv-heads", "--head-dim", "--rope-theta"]
+        if command != "layouts"
+        else []
+    )
     assert all(flag in out for flag in [*flags, *heads, "--json"])
 
 

@@ -11,7 +11,13 @@ from helpers.llama_folder import make_model
 from parity.measure.core.packages import OPTIONAL
 
 # Help by argparse, a list, a table, JSON and source code: a different module prints each of them.
-COMMANDS = ("--help", "bugs --all", "inspect model", "inspect model --json -", "write model --to torch --layers 0")
+COMMANDS = (
+    "--help",
+    "bugs --all",
+    "inspect model",
+    "inspect model --json -",
+    "write model --to torch --layers 0",
+)
 
 
 @pytest.mark.costly("the exit status of a process whose pipe is closed")
@@ -25,7 +31,9 @@ def test_closed_pipe_is_not_an_error(tmp_path, words):
     os.close(reader)
     command = [sys.executable, "-m", "parity", *words.split()]
     with os.fdopen(writer, "wb") as out:
-        done = subprocess.run(command, cwd=tmp_path, stdout=out, stderr=subprocess.PIPE, timeout=120, check=False)
+        done = subprocess.run(
+            command, cwd=tmp_path, stdout=out, stderr=subprocess.PIPE, timeout=120, check=False
+        )
     assert b"Broken pipe" not in done.stderr
     assert done.returncode == 0
 
@@ -53,7 +61,9 @@ def test_interrupted_import_exits_130(module):
     about it.
     """
     program = INTERRUPTED.format(module=module, number=int(signal.SIGINT))
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, timeout=120, check=False
+    )
     assert done.returncode == 130
     assert done.stderr == b"mha-parity: interrupted\n"
 

@@ -41,11 +41,16 @@ PAGES = {name: command.PAGE for name, command in COMMANDS.items()}
 
 def commands():
     """Return the parsers of the commands by name."""
-    (action,) = (action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    (action,) = (
+        action
+        for action in make_parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
     return action.choices
 
 
-# ---- --help ----------------------------------------------------------------------------------------------------------
+# ---- --help
+# --------------------------------------------------------------------------------------------------
 
 
 def test_every_command_module_is_registered():
@@ -111,15 +116,22 @@ def test_help_imports_no_slow_module():
         f"for name in {list(PAGES)}:\n"
         "    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):\n"
         "        main([name, '--help'])\n"
-        "print(sorted({'numpy', 'rich', 'importlib.metadata', 'parity.measure.core.cases', 'parity.use.reporting.console'}"
+        "print(sorted({'numpy', 'rich', 'importlib.metadata', 'parity.measure.core.cases', "
+        "'parity.use.reporting.console'}"
         " & set(sys.modules)))"
     )
-    command = [sys.executable, "-S", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{program}"]
+    command = [
+        sys.executable,
+        "-S",
+        "-c",
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{program}",
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"
 
 
-# ---- Cases -----------------------------------------------------------------------------------------------------------
+# ---- Cases
+# --------------------------------------------------------------------------------------------------
 
 
 def test_pages_use_existing_options():
@@ -133,7 +145,11 @@ def test_pages_use_existing_options():
     parsers, wrong, seen = commands(), [], 0
     for page in pages:
         for command, words in re.findall(r"mha-parity ([a-z-]+)\b([^`|\n#]*)", page.read_text()):
-            for option in re.findall(r"(?<!\S)--[a-z][\w-]*", words.split(" -- ")[0]) if command in parsers else ():
+            for option in (
+                re.findall(r"(?<!\S)--[a-z][\w-]*", words.split(" -- ")[0])
+                if command in parsers
+                else ()
+            ):
                 seen += 1
                 if option not in parsers[command]._option_string_actions:
                     wrong.append(f"{page.name}: {command} {option}")
@@ -169,7 +185,10 @@ def test_cases_are_selected_by_glob(tmp_path, capsys):
     ("arguments", "refusal"),
     [
         (["cases", "rope_gqa"], refuses("GLOB", GLOB="rope_gqa", hint="did you mean rope-gqa")),
-        (["run", "--cases", "rope_gqa"], refuses("--cases", {"--cases": "rope_gqa"}, hint="did you mean rope-gqa")),
+        (
+            ["run", "--cases", "rope_gqa"],
+            refuses("--cases", {"--cases": "rope_gqa"}, hint="did you mean rope-gqa"),
+        ),
         (
             ["plot", "no-such-file", "a.png", "--case", "causl"],
             refuses("--case", {"--case": "causl"}, hint="causal"),
@@ -213,11 +232,19 @@ def test_unknown_value_names_its_option(capsys, arguments, refusal):
         ("verify a", "FILE", "usage: mha-parity verify [options] FILE FILE"),
         ("cases a b", "arguments", "mha-parity cases [options] [GLOB]"),
         ("", "COMMAND", "`mha-parity --help`"),
-        ("bugs rope", "NAME", "did you mean rope-pairs or rope-positions or rope-theta? `mha-parity bugs`"),
+        (
+            "bugs rope",
+            "NAME",
+            "did you mean rope-pairs or rope-positions or rope-theta? `mha-parity bugs`",
+        ),
         ("mutate math:floor --only maks -- true", "--only", "`mha-parity bugs --all`"),
         ("layouts llama", "layout", "`mha-parity layouts`"),
         ("conformance --libraries --only torhc", "--only", "there are "),
-        ("conformance no_such_module:f", "no_such_module", "run from the folder of the module, or set PYTHONPATH"),
+        (
+            "conformance no_such_module:f",
+            "no_such_module",
+            "run from the folder of the module, or set PYTHONPATH",
+        ),
     ],
 )
 def test_usage_error_suggests_next_step(arguments, argument, way_out, capsys):
@@ -254,7 +281,8 @@ def test_case_summary_mentions_nan(not_finite):
     assert covers(case) == f"heads 4 x 8, tokens 2 x 5, causal, NaN {not_finite}"
 
 
-# ---- Names -----------------------------------------------------------------------------------------------------------
+# ---- Names
+# --------------------------------------------------------------------------------------------------
 
 
 FORMER_LINES = (
@@ -279,7 +307,10 @@ def test_former_option_names_are_deprecated(line, capsys):
     names = FORMER_NAMES[name]
     own = words[: words.index("--")] if "--" in words else words
     former = [word.partition("=")[0] for word in own if word.partition("=")[0] in names]
-    now = [f"{names.get(flag, flag)}{equals}{value}" for flag, equals, value in (word.partition("=") for word in own)]
+    now = [
+        f"{names.get(flag, flag)}{equals}{value}"
+        for flag, equals, value in (word.partition("=") for word in own)
+    ]
     parsed = make_parser().parse_args(with_new_names(words))
     lines = [f"mha-parity: warning: {flag} is deprecated" for flag in former]
     printed = capsys.readouterr().err.splitlines()
@@ -336,7 +367,16 @@ def test_arguments_have_help_text():
 
 def test_dtypes_have_short_names(capsys):
     """`bf16` is bfloat16; a list of dtypes may have short names, and repeated dtypes count once."""
-    arguments = ["cache-size", "--num-kv-heads", "1", "--head-dim", "1", "--capacity", "1", "--dtype"]
+    arguments = [
+        "cache-size",
+        "--num-kv-heads",
+        "1",
+        "--head-dim",
+        "1",
+        "--capacity",
+        "1",
+        "--dtype",
+    ]
     printed = set()
     for dtype in ("bf16", "bfloat16"):
         assert main([*arguments, dtype]) == 0
@@ -361,7 +401,8 @@ def test_spec_lists_all_families(capsys):
     assert refuses("PATH, --live or --families").is_printed_in(capsys.readouterr().err)
 
 
-# ---- Completion ------------------------------------------------------------------------------------------------------
+# ---- Completion
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.costly("bash completes")
@@ -389,14 +430,20 @@ def test_bash_completion_finds_words(tmp_path, capsys):
         "bugs rope-p": {"rope-pairs", "rope-positions", "rope-partial"},
         "plot --case rope-q": {name for name in CASES if name.startswith("rope-q")},
     }
-    words = [["mha-parity", *line.split(), *([""] if not line or line.endswith(" ") else [])] for line in lines]
+    words = [
+        ["mha-parity", *line.split(), *([""] if not line or line.endswith(" ") else [])]
+        for line in lines
+    ]
     calls = [
-        f"COMP_WORDS=({shlex.join(each)}); COMP_CWORD={len(each) - 1}; COMPREPLY=(); _shtab_mha_parity; "
+        f"COMP_WORDS=({shlex.join(each)}); COMP_CWORD={len(each) - 1}; COMPREPLY=(); "
+        f"_shtab_mha_parity; "
         'echo "${COMPREPLY[*]}"'
         for each in words
     ]
     program = "\n".join([f"source {tmp_path}/completion", *calls])
-    done = subprocess.run(["bash", "-c", program], cwd=tmp_path / "folder", capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["bash", "-c", program], cwd=tmp_path / "folder", capture_output=True, text=True, check=True
+    )
     found = dict(zip(lines, (set(line.split()) for line in done.stdout.splitlines()), strict=True))
     assert found == lines
 
@@ -414,12 +461,15 @@ def test_completion_requires_shtab(monkeypatch, capsys):
     """Without shtab, --print-completion exits with status 2 and an error that ends with the
     command to install it.
     """
-    monkeypatch.setattr("parity.measure.core.packages.is_installed", lambda package: package != "shtab")
+    monkeypatch.setattr(
+        "parity.measure.core.packages.is_installed", lambda package: package != "shtab"
+    )
     assert main(["--print-completion", "bash"]) == 2
     assert capsys.readouterr().err.endswith("pip install shtab\n")
 
 
-# ---- Bugs of the program ---------------------------------------------------------------------------------------------
+# ---- Bugs of the program
+# ---------------------------------------------------------------------------------------------
 
 
 def fail(options):
@@ -442,29 +492,56 @@ def test_unexpected_error_writes_report(url, monkeypatch, tmp_path, capsys):
     printed = capsys.readouterr().err
     (file,) = tmp_path.iterdir()
     at = f" at {url}" if url else ""
-    line = f"a bug in mha-parity, KeyError: 'surprise'; please report it{at} with {file}, which has the command"
+    line = (
+        f"a bug in mha-parity, KeyError: 'surprise'; please report it{at} with {file}, which has "
+        f"the command"
+    )
     assert printed == f"mha-parity: error: {line} and the traceback\n"
     report = file.read_text("utf-8")
     assert "\nmha-parity cases 'rope *'\n" in report
     assert report.endswith("KeyError: 'surprise'\n")
 
 
-# ---- Installed packages ----------------------------------------------------------------------------------------------
+# ---- Installed packages
+# ----------------------------------------------------------------------------------------------
 
 
 def test_doctor_lists_optional_packages(tmp_path, capsys, monkeypatch):
     """`doctor` prints which optional packages are missing and the features that need them;
     its JSON has all, with versions.
     """
-    installed = {"jax", "flax", "torch", "pytest", "matplotlib", "transformers", "keras", "equinox", "gguf", "pillow"}
-    monkeypatch.setattr("parity.measure.core.packages.is_installed", lambda package: package in installed)
+    installed = {
+        "jax",
+        "flax",
+        "torch",
+        "pytest",
+        "matplotlib",
+        "transformers",
+        "keras",
+        "equinox",
+        "gguf",
+        "pillow",
+    }
+    monkeypatch.setattr(
+        "parity.measure.core.packages.is_installed", lambda package: package in installed
+    )
     assert main(["doctor", "--json", str(tmp_path / "d.json")]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "jinja2 missing skipped or refused: `--html`, `pytest --parity-report *.html`; pip install jinja2" in out
-    assert "orbax-checkpoint missing skipped or refused: orbax checkpoints; pip install orbax-checkpoint" in out
+    assert (
+        "jinja2 missing skipped or refused: `--html`, `pytest --parity-report *.html`; pip "
+        "install jinja2" in out
+    )
+    assert (
+        "orbax-checkpoint missing skipped or refused: orbax checkpoints; pip install "
+        "orbax-checkpoint" in out
+    )
     optional = json.loads((tmp_path / "d.json").read_text())["optional"]
     assert optional.keys() == OPTIONAL.keys()
-    assert {name for name, version in optional.items() if version is None} == {"jinja2", "orbax-checkpoint", "shtab"}
+    assert {name for name, version in optional.items() if version is None} == {
+        "jinja2",
+        "orbax-checkpoint",
+        "shtab",
+    }
     assert re.match(r"\d+\.", optional["pytest"])
 
 
@@ -472,7 +549,11 @@ def test_doctor_lists_optional_packages(tmp_path, capsys, monkeypatch):
     ("required", "status", "line"),
     [
         ("torch,matplotlib", 0, ""),
-        ("tt,orbax-checkpoint", 1, "tt needs ttnn_is_not_here, not installed here; orbax-checkpoint is not installed"),
+        (
+            "tt,orbax-checkpoint",
+            1,
+            "tt needs ttnn_is_not_here, not installed here; orbax-checkpoint is not installed",
+        ),
         ("numpie", 2, "error: --require "),
     ],
 )
@@ -481,7 +562,9 @@ def test_doctor_require_sets_exit_status(required, status, line, capsys, monkeyp
     missing, and 2 for an unknown name.
     """
     let_need("tt", "ttnn_is_not_here")
-    monkeypatch.setattr("parity.measure.core.packages.is_installed", lambda package: package != "orbax-checkpoint")
+    monkeypatch.setattr(
+        "parity.measure.core.packages.is_installed", lambda package: package != "orbax-checkpoint"
+    )
     assert main(["doctor", "--require", required]) == status
     printed = capsys.readouterr().err
     assert line in printed
@@ -492,11 +575,21 @@ def test_pip_install_mha_parity_is_not_shown():
     """No module or page suggests `pip install mha-parity`: anyone could publish a package of
     that name.
     """
-    files = [*ROOT.glob("parity/**/*.py"), *ROOT.glob("mha_*/**/*.py"), *ROOT.glob("docs/**/*.md"), ROOT / "README.md"]
-    assert [file.name for file in files if re.search(r"pip install '?mha-parity", file.read_text("utf-8"))] == []
+    files = [
+        *ROOT.glob("parity/**/*.py"),
+        *ROOT.glob("mha_*/**/*.py"),
+        *ROOT.glob("docs/**/*.md"),
+        ROOT / "README.md",
+    ]
+    assert [
+        file.name
+        for file in files
+        if re.search(r"pip install '?mha-parity", file.read_text("utf-8"))
+    ] == []
 
 
-# ---- The pages of bugs -----------------------------------------------------------------------------------------------
+# ---- The pages of bugs
+# -----------------------------------------------------------------------------------------------
 
 
 def test_bugs_prints_requested_pages(capsys):
@@ -529,7 +622,9 @@ def test_bugs_lists_all_pages(tmp_path, capsys):
     title, _, *rows = capsys.readouterr().out.splitlines()
     assert "`mha-parity bugs NAME`" in title
     listed = json.loads((tmp_path / "b.json").read_text())["list"]
-    assert listed.keys() == {page.stem for page in (ROOT / "parity" / "bugs").glob("*.md")} - {"README"}
+    assert listed.keys() == {page.stem for page in (ROOT / "parity" / "bugs").glob("*.md")} - {
+        "README"
+    }
     assert [row.split()[0] for row in rows if row[1] != " "] == [*listed]
 
 
@@ -549,7 +644,8 @@ def test_bug_pages_link_to_no_files():
     assert "`mha-parity bugs rope-positions`" in "".join(pages)
 
 
-# ---- The wheel -------------------------------------------------------------------------------------------------------
+# ---- The wheel
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FROM_A_CLONE)
@@ -580,7 +676,9 @@ def test_wheel_excludes_clone_only_packages():
         "parity",
     }
     assert {"parity.use.cli", "parity.measure.pretrained", "mha_jax.kernels"} <= found
-    assert not any("npz" in pattern for patterns in config["package-data"].values() for pattern in patterns)
+    assert not any(
+        "npz" in pattern for patterns in config["package-data"].values() for pattern in patterns
+    )
 
 
 @pytest.mark.costly("pip builds a wheel")
@@ -591,12 +689,30 @@ def test_wheel_is_small_and_complete(tmp_path):
     """
     source = tmp_path / "source"
     ignore = shutil.ignore_patterns("__pycache__")
-    for package in ("mha_spec", "mha_jax", "mha_torch", "mha_tt", "ttnn_mock", "parity", "parity_lab"):
+    for package in (
+        "mha_spec",
+        "mha_jax",
+        "mha_torch",
+        "mha_tt",
+        "ttnn_mock",
+        "parity",
+        "parity_lab",
+    ):
         shutil.copytree(ROOT / package, source / package, ignore=ignore)
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, source)
-    build = ("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(tmp_path))
-    subprocess.run([sys.executable, "-m", "pip", *build, str(source)], check=True, capture_output=True)
+    build = (
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--wheel-dir",
+        str(tmp_path),
+    )
+    subprocess.run(
+        [sys.executable, "-m", "pip", *build, str(source)], check=True, capture_output=True
+    )
     (wheel,) = tmp_path.glob("mha_parity-*.whl")
     held = set(zipfile.ZipFile(wheel).namelist())
     assert {f"parity/bugs/{page.name}" for page in (ROOT / "parity" / "bugs").glob("*.md")} <= held
@@ -605,6 +721,8 @@ def test_wheel_is_small_and_complete(tmp_path):
     assert wheel.stat().st_size < 4_000_000
     zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
     command = [sys.executable, "-m", "parity", "bench"]  # -m imports the package in this folder
-    done = subprocess.run(command, cwd=tmp_path / "installed", capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path / "installed", capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "bench is not in the wheel" in done.stderr

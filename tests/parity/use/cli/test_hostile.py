@@ -34,7 +34,8 @@ ESCAPES = "\x1b[2J\x9b2J\x07\u202e"
 SPEC = AttentionSpec(8, 2)
 
 
-# ---- Text ------------------------------------------------------------------------------------------------------------
+# ---- Text
+# --------------------------------------------------------------------------------------------------
 
 
 def test_control_characters_are_escaped():
@@ -72,7 +73,12 @@ def test_console_prints_text_literally(monkeypatch):
 
 
 def config(tmp_path, **keys):
-    known = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    known = {
+        "model_type": "llama",
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+    }
     (tmp_path / "config.json").write_text(json.dumps(known | keys))
     return ["spec", tmp_path]
 
@@ -84,7 +90,9 @@ def gguf(tmp_path, **values):
     head = b"GGUF" + struct.pack("<IQQ", 3, 4, 3 + len(values))
     for key in ("block_count", "attention.head_count", "embedding_length"):
         head += text(f"llama.{key}") + struct.pack("<II", 4, 1 if key == "block_count" else 4)
-    head += b"".join(text(key) + struct.pack("<I", 8) + text(value) for key, value in values.items())
+    head += b"".join(
+        text(key) + struct.pack("<I", 8) + text(value) for key, value in values.items()
+    )
     for i, name in enumerate(("q", "k", "v", "output")):
         head += text(f"blk.0.attn_{name}.weight") + struct.pack("<IQQIQ", 2, 4, 4, 0, 64 * i)
     (tmp_path / "a.gguf").write_bytes(head + bytes(-len(head) % 32 + 256))
@@ -104,8 +112,12 @@ def metadata(tmp_path, **entries):
         lambda folder: config(folder, **{f"attn{ESCAPES}": 1}),
         lambda folder: config(folder, partial_rotary_factor=ESCAPES),
         lambda folder: config(folder, **{"attn" + "x" * 200_000: ["y"] * 100_000}),
-        lambda folder: gguf(folder, **{"general.architecture": "llama", f"llama.attention.{ESCAPES}": ESCAPES}),
-        lambda folder: gguf(folder, **{"general.architecture": "llama", "llama.rope.scaling.type": ESCAPES}),
+        lambda folder: gguf(
+            folder, **{"general.architecture": "llama", f"llama.attention.{ESCAPES}": ESCAPES}
+        ),
+        lambda folder: gguf(
+            folder, **{"general.architecture": "llama", "llama.rope.scaling.type": ESCAPES}
+        ),
         lambda folder: metadata(folder, dropped=json.dumps([ESCAPES])),
     ],
 )
@@ -122,19 +134,28 @@ def test_text_of_files_is_escaped(tmp_path, capsys, hostile):
 @pytest.mark.filterwarnings("default")
 def test_library_warning_is_one_line(tmp_path, capsys, monkeypatch):
     """A warning of a library is printed in one line, with control characters escaped."""
-    monkeypatch.setattr("parity.use.cli.inspect.run", lambda _: warnings.warn(f"a\n{ESCAPES}", stacklevel=1) or (0, {}))
+    monkeypatch.setattr(
+        "parity.use.cli.inspect.run",
+        lambda _: warnings.warn(f"a\n{ESCAPES}", stacklevel=1) or (0, {}),
+    )
     assert main(["inspect", str(tmp_path)]) == 0
-    assert capsys.readouterr().err == "mha-parity: warning: UserWarning: a; \\x1b[2J\\x9b2J\\x07\\u202e\n"
+    assert (
+        capsys.readouterr().err
+        == "mha-parity: warning: UserWarning: a; \\x1b[2J\\x9b2J\\x07\\u202e\n"
+    )
 
 
 def test_long_tensor_name_is_shortened(tmp_path, capsys):
     """The error about a tensor with a name of 200,000 characters has fewer than 1000."""
-    header = json.dumps({"x" * 200_000: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}).encode()
+    header = json.dumps(
+        {"x" * 200_000: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}
+    ).encode()
     (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     assert len(error_line(capsys, "inspect", tmp_path / "a.safetensors")) < 1000
 
 
-# ---- Output that cannot be written -----------------------------------------------------------------------------------
+# ---- Output that cannot be written
+# -----------------------------------------------------------------------------------
 
 
 class Full(io.StringIO):
@@ -167,7 +188,9 @@ def test_unwritable_output_exits_2(tmp_path):
     with open("/dev/full", "w") as full:  # the interpreter itself may complain at its end
         command = [sys.executable, "-m", "parity", "inspect", tmp_path / "nothing"]
         assert subprocess.run(command, stderr=full, stdout=full, check=False).returncode == 2
-        help_ = subprocess.run([*command[:3], "--help"], stdout=full, capture_output=False, check=False, stderr=-3)
+        help_ = subprocess.run(
+            [*command[:3], "--help"], stdout=full, capture_output=False, check=False, stderr=-3
+        )
         assert help_.returncode == 2
 
 
@@ -185,14 +208,17 @@ def test_deleted_current_folder_exits_2(tmp_path, capsys, monkeypatch):
         assert "current folder" in error_line(capsys, "inspect", tmp_path / "a.npz")
 
 
-# ---- Code of the current folder --------------------------------------------------------------------------------------
+# ---- Code of the current folder
+# --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def in_a_trap(tmp_path, monkeypatch):
     """Put modules with standard names into the current folder; return which of them ran."""
     for name in ("argparse", "multiprocessing", "runpy", "json"):
-        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r} + ' ')\n")
+        (tmp_path / f"{name}.py").write_text(
+            f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r} + ' ')\n"
+        )
     monkeypatch.chdir(tmp_path)
     return lambda: (tmp_path / "ran").read_text() if (tmp_path / "ran").exists() else ""
 
@@ -200,7 +226,10 @@ def in_a_trap(tmp_path, monkeypatch):
 @pytest.mark.costly("modules that another interpreter imports")
 def test_other_python_ignores_current_folder(in_a_trap):
     """Another Python that is started imports no module of the current folder."""
-    with Elsewhere(sys.executable, ["--nonsense"]) as elsewhere, pytest.raises(OSError, match="exit status 2"):
+    with (
+        Elsewhere(sys.executable, ["--nonsense"]) as elsewhere,
+        pytest.raises(OSError, match="exit status 2"),
+    ):
         elsewhere.wait()
     assert in_a_trap() == ""
 
@@ -225,13 +254,18 @@ def test_mesh_processes_have_safe_path(monkeypatch):
         began.append((os.environ.get("PYTHONSAFEPATH"), os.environ.get("PYTHONPATH")))
         return SimpleNamespace(start=list, terminate=list, join=list, is_alive=list)
 
-    context = SimpleNamespace(SimpleQueue=list, Queue=list, Process=begin, set_forkserver_preload=list)
+    context = SimpleNamespace(
+        SimpleQueue=list, Queue=list, Process=begin, set_forkserver_preload=list
+    )
     monkeypatch.setattr("torch.multiprocessing.get_context", lambda _: context)
     processes.Processes(2, print).stop()
-    assert began == [("1", os.pathsep.join(filter(None, sys.path)))] * 2  # and this process's import path
+    assert (
+        began == [("1", os.pathsep.join(filter(None, sys.path)))] * 2
+    )  # and this process's import path
 
 
-# ---- Programs --------------------------------------------------------------------------------------------------------
+# ---- Programs
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.costly("a program in place of an interpreter")
@@ -251,13 +285,17 @@ def test_non_python_program_is_named(tmp_path, script, told):
     python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(0o755)
     begun = time.monotonic()
-    with Elsewhere(str(python), []) as elsewhere, pytest.raises(OSError, match="/python ") as caught:
+    with (
+        Elsewhere(str(python), []) as elsewhere,
+        pytest.raises(OSError, match="/python ") as caught,
+    ):
         elsewhere.wait()
     assert time.monotonic() - begun < 10
     assert all(each in str(caught.value) for each in [str(python), *told])
 
 
-# ---- Sizes -----------------------------------------------------------------------------------------------------------
+# ---- Sizes
+# --------------------------------------------------------------------------------------------------
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
@@ -265,7 +303,9 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 @pytest.mark.parametrize("shape", [(10**10, 0), (0, 2**63), (10**9, 1), (2**40, 2**40)])
 def test_absurd_sizes_raise_quickly(shape):
     """Shapes that no layer has, such as 2^40 x 2^40, raise an error within 5 seconds."""
-    shapes = {f"{name}.weight": shape if name != "out_proj" else shape[::-1] for name in PROJECTIONS}
+    shapes = {
+        f"{name}.weight": shape if name != "out_proj" else shape[::-1] for name in PROJECTIONS
+    }
     with within(5), refuses("shapes", {"q_proj.weight.shape": shape}):
         find_spec(shapes, LAYOUTS["canonical"], LayerHints())
 
@@ -274,7 +314,10 @@ def test_head_search_tries_only_divisors():
     """Heads of a layer with 14,414,400 features are found within 30 seconds, since only
     divisors are tried.
     """
-    shapes = {f"{name}.weight": (14_414_400, 1) if name != "out_proj" else (1, 14_414_400) for name in PROJECTIONS}
+    shapes = {
+        f"{name}.weight": (14_414_400, 1) if name != "out_proj" else (1, 14_414_400)
+        for name in PROJECTIONS
+    }
     with within(30):
         found = find_spec(shapes, LAYOUTS["canonical"], LayerHints(16, 16))
     assert found.head_dim == 900_900
@@ -282,7 +325,10 @@ def test_head_search_tries_only_divisors():
 
 def test_empty_tensors_are_listed_quickly(tmp_path, capsys):
     """`inspect` lists empty tensors with an axis of 10^10 within 10 seconds."""
-    entries = {f"{name}.weight": {"dtype": "F32", "shape": [10**10, 0], "data_offsets": [0, 0]} for name in PROJECTIONS}
+    entries = {
+        f"{name}.weight": {"dtype": "F32", "shape": [10**10, 0], "data_offsets": [0, 0]}
+        for name in PROJECTIONS
+    }
     header = json.dumps(entries).encode()
     (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     with within(10):
@@ -315,7 +361,8 @@ def test_shared_torch_weights_are_read(tmp_path):
         assert np.array_equal(file.read("x59"), weight.numpy())
 
 
-# ---- Damage ----------------------------------------------------------------------------------------------------------
+# ---- Damage
+# --------------------------------------------------------------------------------------------------
 
 
 def test_damaged_torch_tensor_raises(tmp_path):
@@ -362,11 +409,14 @@ def test_quantized_torch_tensor_exits_2(tmp_path, capsys):
     """A quantized tensor exits with status 2 and one line with its dtype, without warnings of
     torch.
     """
-    torch.save({"a": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)}, tmp_path / "a.pt")
+    torch.save(
+        {"a": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)}, tmp_path / "a.pt"
+    )
     assert "qint8" in error_line(capsys, "inspect", tmp_path / "a.pt")
 
 
-# ---- Traces and recordings -------------------------------------------------------------------------------------------
+# ---- Traces and recordings
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -397,7 +447,11 @@ def test_invalid_trace_metadata_exits_2(tmp_path, trace, entries, capsys):
 def test_extra_stage_of_trace_fails(tmp_path, trace):
     """A trace with a stage step3.output, which the reference does not have, fails at this stage."""
     for part in ("accumulated", "local"):
-        save_tensors(tmp_path / "a.safetensors", {**trace[0], f"{part}/step3.output": np.full(3, np.nan)}, trace[1])
+        save_tensors(
+            tmp_path / "a.safetensors",
+            {**trace[0], f"{part}/step3.output": np.full(3, np.nan)},
+            trace[1],
+        )
         report = compare_traces([tmp_path / "a.safetensors"])
         assert [comparison.stage for comparison in report.failed] == ["step3.output"]
 
@@ -405,8 +459,20 @@ def test_extra_stage_of_trace_fails(tmp_path, trace):
 def tap(path, kind="self", changed=(), **layer):
     """Save a recording of one call, with some values changed."""
     x = np.random.default_rng(0).standard_normal((1, 3, 8)).astype(np.float32)
-    values = {"0/0/input": x, "0/0/output": x, "0/0/q": np.ones((1, 2, 3, 4), np.float32), **dict(changed)}
-    told = {"name": "attn", "index": 0, "module": "A", "kind": kind, "is_causal": None, "training": False}
+    values = {
+        "0/0/input": x,
+        "0/0/output": x,
+        "0/0/q": np.ones((1, 2, 3, 4), np.float32),
+        **dict(changed),
+    }
+    told = {
+        "name": "attn",
+        "index": 0,
+        "module": "A",
+        "kind": kind,
+        "is_causal": None,
+        "training": False,
+    }
     told |= {"attention": "", "scale": None, "calls": [{"past": 0, "first_key": 0}], **layer}
     entries = {"layers": [told], "config": {}, "model": "M"}
     save_tensors(path, values, {"format": "1", "kind": "tap", "tap": json.dumps(entries)})
@@ -444,7 +510,8 @@ def test_impossible_recording_exits_2(tmp_path, capsys, changes):
     error_line(capsys, "compare", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
 
 
-# ---- Names -----------------------------------------------------------------------------------------------------------
+# ---- Names
+# --------------------------------------------------------------------------------------------------
 
 
 def test_undecodable_file_name_is_reported(tmp_path):
@@ -453,7 +520,14 @@ def test_undecodable_file_name_is_reported(tmp_path):
     """
     path = f"{tmp_path}/\udcff.safetensors"
     save(path, random_weights(SPEC), SPEC)
-    report = ["--json", f"{tmp_path}/a.json", "--junit", f"{tmp_path}/a.xml", "--html", f"{tmp_path}/a.html"]
+    report = [
+        "--json",
+        f"{tmp_path}/a.json",
+        "--junit",
+        f"{tmp_path}/a.xml",
+        "--html",
+        f"{tmp_path}/a.html",
+    ]
     assert main(["run", "--backends", "torch", "--weights", path, "--quiet", *report]) == 0
     results = json.loads((tmp_path / "a.json").read_text())["results"]
     assert {each["case"] for each in results} >= {"weights-\\udcff-full"}

@@ -21,7 +21,8 @@ CACHE_SIZE = ["cache-size", "--num-kv-heads", "1", "--head-dim", "1", "--capacit
 MHA_PARITY = [sys.executable, "-m", "parity"]
 
 
-# ---- Paths -----------------------------------------------------------------------------------------------------------
+# ---- Paths
+# --------------------------------------------------------------------------------------------------
 
 
 @sample(9)
@@ -42,7 +43,9 @@ def test_unwritable_report_fails_early(capsys, tmp_path, monkeypatch, flag, path
     case runs, and no file is created.
     """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("parity.use.running.run.run_cases", lambda *_, **__: pytest.fail("it began to work"))
+    monkeypatch.setattr(
+        "parity.use.running.run.run_cases", lambda *_, **__: pytest.fail("it began to work")
+    )
     os.symlink("loop", "loop")
     said = error_line(capsys, "run", "--cases", "textbook", flag, path)
     assert refuses(flag, got).is_printed_in(said)
@@ -71,13 +74,19 @@ def test_unwritable_picture_exits_2(capsys, command):
     """An image path that cannot be written exits with status 2 and one error line about it,
     even if the source of `plot` is also missing.
     """
-    arguments = ["no.npz", "/proc/x.png"] if command == "plot" else ["--suites", "growth", "--plot", "/proc/x.png"]
+    arguments = (
+        ["no.npz", "/proc/x.png"]
+        if command == "plot"
+        else ["--suites", "growth", "--plot", "/proc/x.png"]
+    )
     assert refuses("DST" if command == "plot" else "--plot", "/proc/x.png: ").is_printed_in(
         error_line(capsys, command, *arguments)
     )
 
 
-@pytest.mark.parametrize("arguments", [["compare", ""], ["inspect", ""], ["verify", "", "a"], ["convert", "a", ""]])
+@pytest.mark.parametrize(
+    "arguments", [["compare", ""], ["inspect", ""], ["verify", "", "a"], ["convert", "a", ""]]
+)
 def test_empty_path_is_rejected(capsys, arguments):
     """An empty path exits with status 2 and an error that calls it empty; it does not mean
     the current folder.
@@ -93,7 +102,11 @@ def test_json_to_stdout_moves_text_to_stderr(capsys, path):
     """
     assert main([*CACHE_SIZE, "--json", path]) == 0
     captured = capsys.readouterr()
-    assert json.loads(captured.out) == {"schema": "mha-parity/cache-size", "version": 1, "nbytes": 4}
+    assert json.loads(captured.out) == {
+        "schema": "mha-parity/cache-size",
+        "version": 1,
+        "nbytes": 4,
+    }
     assert captured.err.startswith("2 x 1 sequences")
 
 
@@ -128,23 +141,31 @@ def test_function_is_not_checked_as_path(capsys, target, refusal):
     assert refusal.is_printed_in(error_line(capsys, "conformance", *target))
 
 
-# ---- Numbers ---------------------------------------------------------------------------------------------------------
+# ---- Numbers
+# --------------------------------------------------------------------------------------------------
 
 
 def test_random_case_count_is_limited(capsys):
     """`run --random` with 20 digits exits with status 2 and an error with the number."""
-    assert refuses("--random", {"--random": 10**20 - 1}).is_printed_in(error_line(capsys, "run", "--random", "9" * 20))
+    assert refuses("--random", {"--random": 10**20 - 1}).is_printed_in(
+        error_line(capsys, "run", "--random", "9" * 20)
+    )
 
 
-@pytest.mark.parametrize("flag", ["--batch-size", "--num-kv-heads", "--head-dim", "--capacity", "--num-layers"])
+@pytest.mark.parametrize(
+    "flag", ["--batch-size", "--num-kv-heads", "--head-dim", "--capacity", "--num-layers"]
+)
 def test_oversized_cache_is_rejected(capsys, flag):
     """`cache-size` rejects sizes of 2^63 and of 400 digits with status 2, and accepts 2^63 - 1."""
-    assert refuses(flag, {flag: 2**63}).is_printed_in(error_line(capsys, *CACHE_SIZE, flag, str(2**63)))
+    assert refuses(flag, {flag: 2**63}).is_printed_in(
+        error_line(capsys, *CACHE_SIZE, flag, str(2**63))
+    )
     assert refuses(flag).is_printed_in(error_line(capsys, *CACHE_SIZE, flag, "9" * 400))
     assert main([*CACHE_SIZE, flag, str(2**63 - 1)]) == 0
 
 
-# ---- Bugs of our own ---------------------------------------------------------------------------------------------
+# ---- Bugs of our own
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -175,7 +196,8 @@ def test_internal_error_exits_70(capsys, monkeypatch, tmp_path):
     assert [*tmp_path.iterdir()] == [file]
 
 
-# ---- Signals ---------------------------------------------------------------------------------------------------------
+# ---- Signals
+# --------------------------------------------------------------------------------------------------
 
 CONVERT_AND_WAIT = """
 import signal, sys, time
@@ -205,8 +227,20 @@ def converting(tmp_path):
     started = []
 
     def start(*extra):
-        command = [sys.executable, "-c", CONVERT_AND_WAIT, *extra, "convert", "a.npz", "b.npz", "--to", "ttnn"]
-        process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        command = [
+            sys.executable,
+            "-c",
+            CONVERT_AND_WAIT,
+            *extra,
+            "convert",
+            "a.npz",
+            "b.npz",
+            "--to",
+            "ttnn",
+        ]
+        process = subprocess.Popen(
+            command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         started.append(process)
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
@@ -239,7 +273,12 @@ def test_repeated_signals_leave_no_file(tmp_path, converting):
     partial file.
     """
     process = converting()
-    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGTERM):  # as from a terminal that closes
+    for number in (
+        signal.SIGHUP,
+        signal.SIGTERM,
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # as from a terminal that closes
         process.send_signal(number)
     process.communicate()
     assert process.returncode > 128
@@ -259,14 +298,23 @@ def test_nohup_keeps_sighup_ignored(tmp_path, converting):
 
 @pytest.mark.costly("a signal to a process that runs every case")
 @sample(delay=[0.2])
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells which signals a process handles")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux tells which signals a process handles"
+)
 @pytest.mark.parametrize("delay", [0.0, 0.2, 1.0])
 def test_interrupt_shows_no_traceback(tmp_path, delay):
     """SIGINT up to 1 second after handlers are installed exits with status 130 and prints
     only the line about it.
     """
-    command = [*MHA_PARITY, "run", "--backends", "torch"]  # every case, which takes far longer than the delay
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [
+        *MHA_PARITY,
+        "run",
+        "--backends",
+        "torch",
+    ]  # every case, which takes far longer than the delay
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
         deadline = time.monotonic() + 60
         while not handles(process.pid, signal.SIGTERM):  # until then, Python handles an interrupt
@@ -280,8 +328,8 @@ def test_interrupt_shows_no_traceback(tmp_path, delay):
         process.kill()
         process.communicate()
     assert errors == "mha-parity: interrupted\n"
-    # If the interrupt met Python code that a library runs through CPython's C API, CPython itself ends the process by
-    # SIGINT when all is done. A shell reports 130 for both.
+    # If the interrupt met Python code that a library runs through CPython's C API, CPython itself
+    # ends the process by SIGINT when all is done. A shell reports 130 for both.
     assert process.returncode in (130, -signal.SIGINT)
 
 
@@ -295,4 +343,6 @@ def test_signal_handlers_are_restored():
     """After a command, the handlers of SIGINT, SIGTERM and SIGHUP are the previous ones."""
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     assert main(CACHE_SIZE) == 0
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+    assert [
+        signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    ] == before

@@ -60,7 +60,8 @@ COMMANDS = {
     "conformance MODULE:with_weights --framework torch --params MODULE:weights": "weights",
     "diagnose MODULE:layer --framework torch --weights layer.safetensors": "layer",
     "diagnose MODULE:factory --framework torch --weights layer.safetensors": "factory",
-    "diagnose MODULE:with_weights --framework torch --params MODULE:weights --weights layer.safetensors": "weights",
+    "diagnose MODULE:with_weights --framework torch --params MODULE:weights --weights "
+    "layer.safetensors": "weights",
     "spec --live MODULE:factory": "factory",
     "spec --live MODULE:live": "LateAttention",
     "mutate MODULE:attention --framework torch -- true": "attention",
@@ -122,9 +123,16 @@ def test_mutate_reports_exit_in_tests(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     name = "ends_without_torch"  # which its processes would import
-    (tmp_path / f"{name}.py").write_text("import sys\n\ndef attention(query, key, value):\n    sys.exit(0)\n")
-    (tmp_path / "tests.py").write_text(f"import numpy, {name}\n{name}.attention(*[numpy.zeros((1, 2, 3, 4))] * 3)")
-    words = f"mutate {name}:attention --framework torch --axes BNTH --only scale-missing -- {sys.executable} tests.py"
+    (tmp_path / f"{name}.py").write_text(
+        "import sys\n\ndef attention(query, key, value):\n    sys.exit(0)\n"
+    )
+    (tmp_path / "tests.py").write_text(
+        f"import numpy, {name}\n{name}.attention(*[numpy.zeros((1, 2, 3, 4))] * 3)"
+    )
+    words = (
+        f"mutate {name}:attention --framework torch --axes BNTH --only scale-missing -- "
+        f"{sys.executable} tests.py"
+    )
     assert main(words.split()) == 1
     assert "SystemExit(0)" in capsys.readouterr().out
 
@@ -133,7 +141,9 @@ def test_exit_with_json_is_status_2(module, capsys):
     """With --json -, sys.exit(0) in a user's function exits with status 2 and an error, and
     no JSON is written.
     """
-    assert main(["conformance", f"{module()}:attention", "--framework", "torch", "--json", "-"]) == 2
+    assert (
+        main(["conformance", f"{module()}:attention", "--framework", "torch", "--json", "-"]) == 2
+    )
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "SystemExit(0)" in printed.err
@@ -161,7 +171,10 @@ def test_ending_exceptions_become_errors(error):
     """SystemExit, CancelledError, GeneratorExit and a failure of pytest in user code become
     an EndedProgramError with this cause and the file.
     """
-    with pytest.raises(EndedProgramError, match="the function raised") as raised, user_code("the function"):
+    with (
+        pytest.raises(EndedProgramError, match="the function raised") as raised,
+        user_code("the function"),
+    ):
         raise error
     assert raised.value.__cause__ is error
     assert "test_user_code.py" in str(raised.value)
@@ -182,7 +195,9 @@ def test_observe_rejects_exiting_function():
         raise SystemExit
 
     with refuses("the function"):
-        parity.observe(ends, parity.make_problem(next(iter(parity.CASES.values())), "float32"), "torch")
+        parity.observe(
+            ends, parity.make_problem(next(iter(parity.CASES.values())), "float32"), "torch"
+        )
     with pytest.raises((ValueError, Failed), match="SystemExit"):
         subject_of(ends, framework="torch")
 
@@ -198,7 +213,9 @@ def test_identify_rejects_exiting_model():
 
     with pytest.raises(RuntimeError, match="Sequential raised SystemExit"):
         parity.identify(torch.nn.Sequential(Ends()).eval(), {"input": torch.zeros(2, 8, 8)}, "0")
-    assert torch._C._len_torch_function_stack() == torch._C._len_torch_dispatch_stack() == 0  # nothing still records
+    assert (
+        torch._C._len_torch_function_stack() == torch._C._len_torch_dispatch_stack() == 0
+    )  # nothing still records
 
 
 def test_identify_rejects_exiting_flax_model():

@@ -1,4 +1,6 @@
-"""Tests of the HTML report: complete, harmless and offline; `make check-html` tests it in a browser."""
+"""Tests of the HTML report: complete, harmless and offline; `make check-html` tests it in a
+browser.
+"""
 
 import math
 import re
@@ -13,7 +15,15 @@ import parity.use.running.run
 from parity.measure.core.compare import POSITIONS, Label, compare
 from parity.measure.sharding.mesh import Collectives
 from parity.use.cli.main import main
-from parity.use.reporting.html import MOST_CELLS, MOST_HEADS, STEPS, html_page, levels, png, write_html
+from parity.use.reporting.html import (
+    MOST_CELLS,
+    MOST_HEADS,
+    STEPS,
+    html_page,
+    levels,
+    png,
+    write_html,
+)
 from parity.use.running.report import Report, SkippedCase
 
 
@@ -45,7 +55,9 @@ class Page(HTMLParser):
 
     def of(self, tag: str, kind: str | None = None) -> list[dict[str, str | None]]:
         of_tag = (found for name, found in self.elements if name == tag)
-        return [found for found in of_tag if kind is None or kind in (found.get("class") or "").split()]
+        return [
+            found for found in of_tag if kind is None or kind in (found.get("class") or "").split()
+        ]
 
 
 @pytest.fixture(name="broken_softmax")
@@ -68,7 +80,8 @@ def test_empty_report_is_a_valid_page():
     assert "Nothing was compared." in page.text
 
 
-# ---- Content ---------------------------------------------------------------------------------------------------------
+# ---- Content
+# --------------------------------------------------------------------------------------------------
 
 
 def test_agreement_is_stated_first(good):
@@ -78,9 +91,16 @@ def test_agreement_is_stated_first(good):
     report, _, content = good
     page = Page(content)
     assert report.failed == []
-    assert page.text.index("jax and torch agree with the float64 reference") < page.text.index("What failed")
-    assert f"Nothing: each of the {len(report.comparisons)} stages is within its error budget." in page.text
-    assert "first divergence" not in page.text.replace("of one that failed the first divergence", "")
+    assert page.text.index("jax and torch agree with the float64 reference") < page.text.index(
+        "What failed"
+    )
+    assert (
+        f"Nothing: each of the {len(report.comparisons)} stages is within its error budget."
+        in page.text
+    )
+    assert "first divergence" not in page.text.replace(
+        "of one that failed the first divergence", ""
+    )
     assert page.of("article") == []
     assert all("open" not in details for details in page.of("details"))
 
@@ -94,7 +114,10 @@ def test_comparisons_have_rows_with_numbers(good):
     rows = re.findall(r"<tr.*?</tr>", content.decode())
     assert len(page.of("table", "stages")) == len(report.groups())
     for comparison in report.comparisons[::17]:
-        start = f'<tr><th scope="row">{comparison.stage}</th><td><span class="number">{comparison.ratio:.2f}</span>'
+        start = (
+            f'<tr><th scope="row">{comparison.stage}</th><td><span '
+            f'class="number">{comparison.ratio:.2f}</span>'
+        )
         error = f"<td>{comparison.error:.1e}</td>" if comparison.error else "<td>0</td>"
         assert any(row.startswith(start) and error in row for row in rows)
 
@@ -116,9 +139,16 @@ def test_first_divergence_is_marked():
     page = Page(content)
     assert len(report.first_differences()) == 1
     assert len(page.of("article", "failure")) == 1
-    assert [found.get("class") for found in page.of("li")][:7] == [*["passed"] * 5, "first", "failed"]
+    assert [found.get("class") for found in page.of("li")][:7] == [
+        *["passed"] * 5,
+        "first",
+        "failed",
+    ]
     assert len(page.of("tr", "first")) == 1
-    assert re.search(r'<tr class="first"><th scope="row">✗ attn_weights <strong>first divergence', content.decode())
+    assert re.search(
+        r'<tr class="first"><th scope="row">✗ attn_weights <strong>first divergence',
+        content.decode(),
+    )
     assert str(report.first_differences()[0]) in page.text
     assert "mha-parity run --backends torch --cases causal --dtypes float32" in page.text
     assert [("open" in details) for details in page.of("details")] == [False, True]
@@ -150,13 +180,22 @@ def test_excess_mesh_traffic_is_marked(good):
     """Traffic between devices has a row per program; more than needed is marked as a failure,
     unless it is excused.
     """
-    needed = Collectives("textbook", "float32", "jax", "forward", {"all-reduce": 1}, {"all-reduce": 1})
+    needed = Collectives(
+        "textbook", "float32", "jax", "forward", {"all-reduce": 1}, {"all-reduce": 1}
+    )
     gathered = replace(needed, case="gqa-causal", counted={"all-gather": 2, "all-reduce": 1})
     excused = replace(gathered, program="fused.gradient", excuse="for a <reason>")
-    page = Page(html_page(replace(good[0], collectives=[needed, replace(needed, case="gqa-causal"), excused])))
+    page = Page(
+        html_page(
+            replace(good[0], collectives=[needed, replace(needed, case="gqa-causal"), excused])
+        )
+    )
     assert len(page.of("table", "sent")) == 1
     assert "jaxforward1 all-reduce1 all-reduce—2" in page.text
-    assert "jaxfused.gradient2 all-gather, 1 all-reduce1 all-reducefor a <reason>1: gqa-causal" in page.text
+    assert (
+        "jaxfused.gradient2 all-gather, 1 all-reduce1 all-reducefor a <reason>1: gqa-causal"
+        in page.text
+    )
     assert page.of("h1", "good")
     assert page.of("tr", "fail") == []
     page = Page(html_page(replace(good[0], collectives=[needed, gathered])))
@@ -180,7 +219,8 @@ def test_backend_exception_is_shown(monkeypatch):
     assert "∞" in page.text
 
 
-# ---- Safety ----------------------------------------------------------------------------------------------------------
+# ---- Safety
+# --------------------------------------------------------------------------------------------------
 
 
 def test_external_text_is_escaped_everywhere():
@@ -191,7 +231,9 @@ def test_external_text_is_escaped_everywhere():
     page = Page(content)
     assert page.of("script") == []
     assert page.text.count("<script>alert(1)</script>") > 10
-    assert {name for tag, attributes in page.elements for name in attributes if name.startswith("on")} == set()
+    assert {
+        name for tag, attributes in page.elements for name in attributes if name.startswith("on")
+    } == set()
     assert not re.search(rb"[\x00-\x08\x0b-\x1f]", content)
 
 
@@ -211,7 +253,11 @@ def test_page_makes_no_network_requests():
     assert style is not None
     assert "url(" not in style[1]
     assert "@import" not in style[1]
-    (policy,) = (meta["content"] for meta in page.of("meta") if meta.get("http-equiv") == "Content-Security-Policy")
+    (policy,) = (
+        meta["content"]
+        for meta in page.of("meta")
+        if meta.get("http-equiv") == "Content-Security-Policy"
+    )
     assert policy is not None
     assert policy.startswith("default-src 'none'; img-src data:; style-src 'sha256-")
     assert "unsafe" not in policy
@@ -232,7 +278,9 @@ def test_default_run_stays_below_3_megabytes(good):
     default run.
     """
     report, _, content = good
-    assert len(content) < 30_000 + 1_100 * len(report.comparisons)  # the default run has 2554 comparisons
+    assert len(content) < 30_000 + 1_100 * len(
+        report.comparisons
+    )  # the default run has 2554 comparisons
 
 
 def test_page_is_written_whole_or_not_at_all(good, tmp_path):
@@ -272,7 +320,8 @@ def test_run_and_compare_write_the_page(tmp_path):
         assert len(page.of("img")) == 4  # two heads, each of the reference and of torch
 
 
-# ---- Pictures --------------------------------------------------------------------------------------------------------
+# ---- Pictures
+# --------------------------------------------------------------------------------------------------
 
 
 def test_error_by_position_is_largest_error():
@@ -339,9 +388,15 @@ def test_picture_opacity_matches_levels():
 
     from PIL import Image
 
-    data = png(np.array([[0, STEPS, STEPS + 1]], np.uint8), (1, 2, 3)).removeprefix("data:image/png;base64,")
+    data = png(np.array([[0, STEPS, STEPS + 1]], np.uint8), (1, 2, 3)).removeprefix(
+        "data:image/png;base64,"
+    )
     pixels = Image.open(io.BytesIO(base64.b64decode(data))).convert("RGBA")
-    assert [pixels.getpixel((x, 0)) for x in range(3)] == [(1, 2, 3, 0), (1, 2, 3, 255), (220, 38, 38, 255)]
+    assert [pixels.getpixel((x, 0)) for x in range(3)] == [
+        (1, 2, 3, 0),
+        (1, 2, 3, 255),
+        (220, 38, 38, 255),
+    ]
 
 
 @pytest.mark.usefixtures("broken_softmax")
@@ -369,4 +424,7 @@ def test_attention_maps_show_last_step():
     _, maps, _ = page_of(["trained-smollm2-decode", "gqa", "rope-far"])
     assert maps["trained-smollm2-decode", "float32", "torch"].stage == "step5.attn_weights"
     assert maps["gqa", "float32", "torch"].heads == tuple(range(MOST_HEADS))
-    assert maps["rope-far", "float32", "torch"].pictures["actual"][3][0].shape == (MOST_CELLS, MOST_CELLS)
+    assert maps["rope-far", "float32", "torch"].pictures["actual"][3][0].shape == (
+        MOST_CELLS,
+        MOST_CELLS,
+    )

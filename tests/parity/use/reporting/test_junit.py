@@ -49,7 +49,9 @@ def test_suites_are_backends_and_dtypes(report):
     """The valid XML has one suite per backend and dtype, with one test per case, and no failure."""
     SCHEMA.validate(junit_xml(report).decode())
     root = ElementTree.fromstring(junit_xml(report))
-    suites = {suite.get("name"): [test.get("name") for test in suite.iter("testcase")] for suite in root}
+    suites = {
+        suite.get("name"): [test.get("name") for test in suite.iter("testcase")] for suite in root
+    }
     assert suites == {
         "jax float32": ["textbook-float32"],
         "torch float32": ["textbook-float32"],
@@ -99,7 +101,10 @@ def test_failure_has_first_difference():
     tests = cases_in(xml)
     failed = tests["torch", "full-float32"].find("failure")
     assert failed is not None
-    assert (failed.get("type"), failed.get("message")) == ("scores", "scores: inf times the error budget")
+    assert (failed.get("type"), failed.get("message")) == (
+        "scores",
+        "scores: inf times the error budget",
+    )
     assert str(report.first_differences()[0]) in failed.text
     assert "mha-parity run --backends torch --cases full --dtypes float32" in failed.text
     assert len(tests["torch", "no-bias-float32"]) == 0
@@ -120,7 +125,9 @@ def test_backend_exception_is_escaped_error():
 def test_skipped_cases_are_skipped_tests(report):
     """Skipped cases and backends are skipped tests with their reasons."""
     skipped = [SkippedCase("full", "float16", "tt", "no such dtype")]
-    xml = junit_xml(replace(report, skipped={"ttx": "not installed"}, skipped_cases=skipped)).decode()
+    xml = junit_xml(
+        replace(report, skipped={"ttx": "not installed"}, skipped_cases=skipped)
+    ).decode()
     SCHEMA.validate(xml)
     tests = cases_in(xml)
     assert tests["tt", "full-float16"].find("skipped").get("message") == "no such dtype"
@@ -132,7 +139,9 @@ def test_strange_environment_is_valid():
     and nested values.
     """
     strange = {"a\x00b": {"c": [1, {"d": None}]}, "\ud800": float("nan"), "e": {}}
-    lost = failure(np.ones(2), "shape (3,), expected (2,)", Label("full", "t<o>rch", "float32", "q"))
+    lost = failure(
+        np.ones(2), "shape (3,), expected (2,)", Label("full", "t<o>rch", "float32", "q")
+    )
     for environment in (strange, {}):
         SCHEMA.validate(junit_xml(Report([lost], {}, environment, ["\x07"])).decode())
 

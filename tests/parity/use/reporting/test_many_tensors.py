@@ -27,7 +27,11 @@ def write_header(path, names, shape):
         size *= axis
     header = {}
     for place, name in enumerate(names):
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [place * size, (place + 1) * size]}
+        header[name] = {
+            "dtype": "F32",
+            "shape": shape,
+            "data_offsets": [place * size, (place + 1) * size],
+        }
     text = json.dumps(header).encode()
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
@@ -42,7 +46,10 @@ def projections(prefixes):
 MANY = {
     "other names": ([f"x{letters(i)}" for i in range(10_000)], [0]),
     "numbered layers": (projections(f"model.layers.{i}" for i in range(2_500)), [8, 8]),
-    "layers of other names": (projections(f"model.{letters(i)}.layers.0" for i in range(1_250)), [8, 8]),
+    "layers of other names": (
+        projections(f"model.{letters(i)}.layers.0" for i in range(1_250)),
+        [8, 8],
+    ),
 }
 
 
@@ -55,7 +62,9 @@ def test_inspect_time_grows_with_tensors(tmp_path, capsys, kind):
     path = write_header(tmp_path / "many.safetensors", names, shape)
     begun = time.process_time()
     assert main(["inspect", str(path)]) == 0
-    assert time.process_time() - begun < 2.5  # about half a second; in quadratic time it took more than three
+    assert (
+        time.process_time() - begun < 2.5
+    )  # about half a second; in quadratic time it took more than three
     printed = capsys.readouterr().out
     if kind == "numbered layers":
         assert "model.layers.{i}.self_attn.q_proj.weight" in printed
@@ -71,10 +80,15 @@ def test_layers_of_equal_shapes_are_listed(tmp_path, capsys):
     """
     prefixes = [f"{letters(i)}.layers.0" for i in range(30)]
     path = write_header(tmp_path / "some.safetensors", projections(prefixes), [8, 8])
-    assert main(["inspect", str(path), "--num-heads", "2", "--json", str(tmp_path / "found.json")]) == 0
+    assert (
+        main(["inspect", str(path), "--num-heads", "2", "--json", str(tmp_path / "found.json")])
+        == 0
+    )
     found = json.loads((tmp_path / "found.json").read_text())["layers"]
     of_llama = [layer for layer in found if layer["layout"] == "transformers.LLaMA"]
-    assert [layer["prefix"] for layer in of_llama] == [f"{letters(i)}.layers.{{i}}.self_attn" for i in range(30)]
+    assert [layer["prefix"] for layer in of_llama] == [
+        f"{letters(i)}.layers.{{i}}.self_attn" for i in range(30)
+    ]
     assert all(layer["heads"].startswith("2 x 4") for layer in of_llama)
 
 
@@ -107,7 +121,15 @@ def test_pipe_receives_all_rows(monkeypatch):
 
 def test_prefixes_are_found_in_file_order():
     """Prefixes that a layout may have are found in the order of the file, and only those."""
-    names = Names(["b.q_proj.weight", "a.q_proj.weight", "q_proj.weight", "a.b.q_proj.weight", "x.other.weight"])
+    names = Names(
+        [
+            "b.q_proj.weight",
+            "a.q_proj.weight",
+            "q_proj.weight",
+            "a.b.q_proj.weight",
+            "x.other.weight",
+        ]
+    )
     assert [*names.possible_prefixes(LAYOUTS["canonical"])] == ["b", "a", "", "a.b"]
     assert names.under("a") == ["a.q_proj.weight", "a.b.q_proj.weight"]
     assert names.beginning("") == [*names.order]

@@ -32,4 +32,7 @@ def test_results_are_shown_as_text():
     report = parity.run_cases([parity.CASES["textbook"]], ["torch"])
     assert "1 case, stages: 11 passed, 0 failed" in report._repr_html_()
     assert str(report.comparisons[0]).endswith(" of its budget")
-    assert Conformance("<b>", "torch", torch.__version__, missing="a < b")._repr_html_().count("&lt;") == 2
+    assert (
+        Conformance("<b>", "torch", torch.__version__, missing="a < b")._repr_html_().count("&lt;")
+        == 2
+    )

@@ -17,7 +17,12 @@ from PIL import Image
 
 import parity.use.reporting.plot
 from parity import CASES, AttentionSpec, make_problem, random_weights, save_weights
-from parity.explain.diagnosis.attention import attention_for, attention_in_case, attention_of, read_array
+from parity.explain.diagnosis.attention import (
+    attention_for,
+    attention_in_case,
+    attention_of,
+    read_array,
+)
 from parity.measure.core.trace import Reference
 from parity.use.cli.main import main
 from parity.use.reporting.plot import downsample, plot_attention
@@ -26,7 +31,9 @@ from parity.use.running.traces import load_trace
 
 def texts(path):
     """Return the texts in an SVG."""
-    return [element.text for element in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")]
+    return [
+        element.text for element in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")
+    ]
 
 
 def picture(path):
@@ -41,7 +48,8 @@ def attn_weights(rng):
     return weights / weights.sum(-1, keepdims=True)
 
 
-# ---- Pictures --------------------------------------------------------------------------------------------------------
+# ---- Pictures
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
@@ -55,7 +63,9 @@ def test_suffix_determines_format(attn_weights, tmp_path, suffix):
     if suffix == "png":
         assert picture(path).std() > 0
     else:
-        assert [word for word in texts(path) if word and word.startswith("head")] == [f"head {i}" for i in range(4)]
+        assert [word for word in texts(path) if word and word.startswith("head")] == [
+            f"head {i}" for i in range(4)
+        ]
 
 
 @sample(suffix=["svg"])
@@ -78,13 +88,17 @@ def test_plot_shows_chosen_head_and_sequence(tmp_path):
         plot_attention(weights, path=tmp_path / "a.png", **chosen)
         pixels = picture(tmp_path / "a.png")
         left = pixels[:, : int(pixels.shape[1] * 0.7)]  # without the color bar
-        return np.argwhere((np.abs(left - np.array([253, 231, 37])) < 4).all(-1))  # the end of viridis
+        return np.argwhere(
+            (np.abs(left - np.array([253, 231, 37])) < 4).all(-1)
+        )  # the end of viridis
 
     assert bright(heads=[0], sequence=1).size == 0
     assert bright(heads=[1], sequence=0).size == 0
     places = bright(heads=[1], sequence=1)
     dark = picture(tmp_path / "a.png")
-    panel = np.argwhere((np.abs(dark[:, : int(dark.shape[1] * 0.7)] - np.array([68, 1, 84])) < 4).all(-1))
+    panel = np.argwhere(
+        (np.abs(dark[:, : int(dark.shape[1] * 0.7)] - np.array([68, 1, 84])) < 4).all(-1)
+    )
     assert places[:, 0].mean() < panel[:, 0].mean()
     assert places[:, 1].mean() > panel[:, 1].mean()
 
@@ -95,7 +109,9 @@ def test_labels_are_drawn_in_order(attn_weights, tmp_path):
     """
     path = tmp_path / "a.svg"
     keys, queries = ["The", "cat", "sat", "$on$", "it"], ["x", "y", "z"]
-    plot_attention(attn_weights, path=path, heads=[2], tokens=keys, query_tokens=queries, title="of $a^2$")
+    plot_attention(
+        attn_weights, path=path, heads=[2], tokens=keys, query_tokens=queries, title="of $a^2$"
+    )
     found = texts(path)
     assert [word for word in found if word in keys] == keys
     assert [word for word in found if word in queries] == queries
@@ -129,7 +145,10 @@ def test_many_tokens_keep_their_peak(tmp_path):
     assert downsample(weights, 1024).shape == (1024, 2)
     assert downsample(weights, 1024).max() == 1.0
     plot_attention(weights, path=tmp_path / "a.svg", query_tokens=[f"q{i}" for i in range(3000)])
-    assert sum(word is not None and word.startswith("q") for word in texts(tmp_path / "a.svg")) - 1 == 64
+    assert (
+        sum(word is not None and word.startswith("q") for word in texts(tmp_path / "a.svg")) - 1
+        == 64
+    )
 
 
 def test_plotting_changes_no_settings(attn_weights, tmp_path):
@@ -147,7 +166,10 @@ def test_plotting_changes_no_settings(attn_weights, tmp_path):
         ({"attn_weights": np.ones(3)}, refuses("attn_weights", attn_weights=(3,))),
         ({"attn_weights": np.ones((0, 3))}, refuses("attn_weights", attn_weights=(0, 3))),
         ({"attn_weights": np.array([["a"]])}, refuses_type("attn_weights", "dtype <U1")),
-        ({"attn_weights": np.ones((2, 2), complex)}, refuses_type("attn_weights", "dtype complex128")),
+        (
+            {"attn_weights": np.ones((2, 2), complex)},
+            refuses_type("attn_weights", "dtype complex128"),
+        ),
         ({"tokens": ["a"]}, refuses("tokens", {"len(tokens)": 1})),
         ({"query_tokens": ["a"]}, refuses("query_tokens", "1")),
         ({"heads": [4]}, refuses("heads", heads=[4])),
@@ -166,7 +188,8 @@ def test_invalid_arguments_write_nothing(attn_weights, tmp_path, monkeypatch, ar
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- Sources of weights ----------------------------------------------------------------------------------------------
+# ---- Sources of weights
+# ----------------------------------------------------------------------------------------------
 
 
 def test_module_returns_attention_weights(sibling, rng):
@@ -212,7 +235,8 @@ def test_attention_in_case_has_its_mask():
     assert (stage, found.shape) == ("step3.attn_weights", (2, 3, 1, 10))
 
 
-# ---- The command -----------------------------------------------------------------------------------------------------
+# ---- The command
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -227,7 +251,15 @@ def layer(tmp_path, rng):
 @pytest.fixture
 def trace(tmp_path):
     """Save the trace of a cached case, and return its path."""
-    arguments = ["--cases", "decode", "--backends", "torch", "--save-traces", str(tmp_path / "traces"), "--quiet"]
+    arguments = [
+        "--cases",
+        "decode",
+        "--backends",
+        "torch",
+        "--save-traces",
+        str(tmp_path / "traces"),
+        "--quiet",
+    ]
     assert main(["run", *arguments]) == 0
     return str(next((tmp_path / "traces").iterdir()))
 
@@ -238,7 +270,17 @@ def test_plot_draws_layer_with_labels(layer, tmp_path, capsys):
     """
     weights, x = layer
     target = str(tmp_path / "a.svg")
-    arguments = ["--input", x, "--causal", "--labels", "The,cat,the,cat", "--heads", "1", "--json", f"{target}.json"]
+    arguments = [
+        "--input",
+        x,
+        "--causal",
+        "--labels",
+        "The,cat,the,cat",
+        "--heads",
+        "1",
+        "--json",
+        f"{target}.json",
+    ]
     assert main(["plot", weights, target, *arguments]) == 0
     assert f"attn_weights, sequence 0, head 1; wrote {target}" in capsys.readouterr().out
     assert texts(target).count("cat") == 4
@@ -250,7 +292,20 @@ def test_plot_reads_labels_from_file(layer, tmp_path):
     """`plot --labels-file` reads one label per line, which may have a comma."""
     (tmp_path / "t.txt").write_text("a,b\nc\nd\ne\n")
     target = tmp_path / "a.svg"
-    assert main(["plot", layer[0], str(target), "--input", layer[1], "--labels-file", str(tmp_path / "t.txt")]) == 0
+    assert (
+        main(
+            [
+                "plot",
+                layer[0],
+                str(target),
+                "--input",
+                layer[1],
+                "--labels-file",
+                str(tmp_path / "t.txt"),
+            ]
+        )
+        == 0
+    )
     assert "a,b" in texts(target)
 
 
@@ -258,9 +313,24 @@ def test_plot_draws_last_or_given_step(trace, tmp_path, monkeypatch):
     """`plot` draws the last step of a trace, or the given stage and sequence."""
     drawn = []
     figure = SimpleNamespace(image=str.encode)
-    monkeypatch.setattr(parity.use.reporting.plot, "_draw", lambda maps, *others: drawn.append(maps) or figure)
+    monkeypatch.setattr(
+        parity.use.reporting.plot, "_draw", lambda maps, *others: drawn.append(maps) or figure
+    )
     assert main(["plot", trace, str(tmp_path / "a.png")]) == 0
-    assert main(["plot", trace, str(tmp_path / "a.png"), "--stage", "step0.attn_weights", "--sequence", "1"]) == 0
+    assert (
+        main(
+            [
+                "plot",
+                trace,
+                str(tmp_path / "a.png"),
+                "--stage",
+                "step0.attn_weights",
+                "--sequence",
+                "1",
+            ]
+        )
+        == 0
+    )
     stages = load_trace(trace).accumulated
     np.testing.assert_array_equal(drawn[0], stages["step3.attn_weights"][0].astype(np.float64))
     np.testing.assert_array_equal(drawn[1], stages["step0.attn_weights"][1].astype(np.float64))
@@ -269,9 +339,24 @@ def test_plot_draws_last_or_given_step(trace, tmp_path, monkeypatch):
 def test_plot_accepts_any_layout(tmp_path):
     """`plot --case` draws a layer from torch.nn.MultiheadAttention under a prefix."""
     weights = random_weights(AttentionSpec(8, 2))
-    parity.save(tmp_path / "w.safetensors", weights, AttentionSpec(8, 2), "torch.nn.MultiheadAttention", prefix="a.b")
+    parity.save(
+        tmp_path / "w.safetensors",
+        weights,
+        AttentionSpec(8, 2),
+        "torch.nn.MultiheadAttention",
+        prefix="a.b",
+    )
     target = tmp_path / "a.png"
-    arguments = ["--from", "torch.nn.MultiheadAttention", "--prefix", "a.b", "--num-heads", "2", "--case", "causal"]
+    arguments = [
+        "--from",
+        "torch.nn.MultiheadAttention",
+        "--prefix",
+        "a.b",
+        "--num-heads",
+        "2",
+        "--case",
+        "causal",
+    ]
     assert main(["plot", str(tmp_path / "w.safetensors"), str(target), *arguments]) == 0
     assert picture(target).std() > 0
 
@@ -286,9 +371,15 @@ def test_plot_accepts_any_layout(tmp_path):
             refuses("--case", {"--case": "no-such-case"}, hint="the nearest are "),
         ),
         (["W", "a.png", "--case", "full", "--causal"], refuses("--causal")),
-        (["W", "a.png", "--input", "X", "--stage", "attn_weights"], refuses("--stage", {"--stage": "attn_weights"})),
+        (
+            ["W", "a.png", "--input", "X", "--stage", "attn_weights"],
+            refuses("--stage", {"--stage": "attn_weights"}),
+        ),
         (["W", "a.png", "--input", "W"], refuses("…w.safetensors")),
-        (["W", "a.png", "--input", "X", "--labels", "a,b"], refuses("--labels", {"len(tokens)": 2})),
+        (
+            ["W", "a.png", "--input", "X", "--labels", "a,b"],
+            refuses("--labels", {"len(tokens)": 2}),
+        ),
         (["W", "a.png", "--input", "X", "--key-input", "NARROW"], refuses("key", key=(2, 7))),
         (["W", "a.png", "--input", "NARROW"], refuses("query", query=(2, 7))),
         (["W", "a.png", "--input", "INTEGERS"], refuses("query", {"query.dtype": np.dtype(int)})),
@@ -301,10 +392,20 @@ def test_bad_usage_of_plot_writes_nothing(capsys, tmp_path, layer, trace, argume
     """Invalid arguments of `plot` exit with status 2 and one error line about them; no
     picture is written.
     """
-    files = {"W": layer[0], "X": layer[1], "T": trace, "a.png": str(tmp_path / "a.png"), "a.jpg": "a.jpg"}
+    files = {
+        "W": layer[0],
+        "X": layer[1],
+        "T": trace,
+        "a.png": str(tmp_path / "a.png"),
+        "a.jpg": "a.jpg",
+    }
     spoilt = np.ones((2, 8))
     spoilt[0, 0] = np.nan
-    for name, array in (("NARROW", np.ones((2, 7))), ("INTEGERS", np.ones((2, 8), int)), ("NAN", spoilt)):
+    for name, array in (
+        ("NARROW", np.ones((2, 7))),
+        ("INTEGERS", np.ones((2, 8), int)),
+        ("NAN", spoilt),
+    ):
         np.save(tmp_path / f"{name}.npy", array)
         files[name] = str(tmp_path / f"{name}.npy")
     capsys.readouterr()
@@ -332,7 +433,9 @@ class CreatesFile:
         return Path.touch, (Path("unpickled"),)
 
 
-@pytest.mark.parametrize("content", [b"", b"\x93NUMPY", pickle.dumps(CreatesFile())], ids=["empty", "head", "pickle"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\x93NUMPY", pickle.dumps(CreatesFile())], ids=["empty", "head", "pickle"]
+)
 def test_non_array_file_is_rejected(tmp_path, content, monkeypatch):
     """`read_array` raises an error for an empty file, a truncated array and a pickle."""
     monkeypatch.chdir(tmp_path)
@@ -355,7 +458,10 @@ def test_missing_matplotlib_is_named(capsys, layer, tmp_path, monkeypatch):
     """
     monkeypatch.setattr("parity.measure.core.packages.is_installed", lambda package: False)
     assert main(["plot", layer[0], str(tmp_path / "a.png"), "--input", layer[1]]) == 2
-    assert "a plot needs matplotlib, not installed here: pip install matplotlib" in capsys.readouterr().err
+    assert (
+        "a plot needs matplotlib, not installed here: pip install matplotlib"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.costly("modules that a new process imports")
@@ -365,7 +471,9 @@ def test_picture_libraries_load_lazily():
         "import sys, parity.use.reporting.plot, parity.use.reporting.html\n"
         "print({'matplotlib', 'jinja2', 'PIL'} & set(sys.modules))"
     )
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert ran.stdout == "set()\n"
 
 
@@ -377,5 +485,7 @@ import sys, numpy, parity.use.reporting.plot
 parity.use.reporting.plot.plot_attention(numpy.eye(2), path={str(tmp_path / "a.png")!r})
 print("matplotlib.pyplot" in sys.modules)
 """
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert ran.stdout == "False\n"

@@ -24,7 +24,9 @@ def compared(backend, wrong=()):
     for stage in STAGES:
         values = x if stage != "step0.module.output" else x[0]
         actual = (values + (stage in wrong)).astype(np.float32)
-        yield compare(actual, values, values.astype(np.float32), Label(CASE, backend, "float32", stage))
+        yield compare(
+            actual, values, values.astype(np.float32), Label(CASE, backend, "float32", stage)
+        )
 
 
 @pytest.fixture(params=[40, 80])
@@ -63,7 +65,11 @@ def test_stages_and_ratios_are_never_cut_off(terminal, number):
     """With up to four backends, the stage table has whole names of stages and all ratios, at
     40 and 80 columns.
     """
-    found = [comparison for i in range(number) for comparison in compared(f"torch (/tmp/{i})", wrong=[WRONG])]
+    found = [
+        comparison
+        for i in range(number)
+        for comparison in compared(f"torch (/tmp/{i})", wrong=[WRONG])
+    ]
     print_stage_table(Report(found, {}, {}), terminal)
     lines, text = words(terminal)
     ratio = short_ratio(found[1].worse_ratio)
@@ -85,7 +91,17 @@ def test_comparisons_are_never_cut_off(terminal):
 
 def test_bug_names_are_never_cut_off(terminal):
     """The table of the self-test has whole names of bugs and its headings, at 40 and 80 columns."""
-    outcome = Outcome("rope-weights-deinterleaved", CASE, "torch", 0, ("q",), "q", ("rope-missing",), (), "structure")
+    outcome = Outcome(
+        "rope-weights-deinterleaved",
+        CASE,
+        "torch",
+        0,
+        ("q",),
+        "q",
+        ("rope-missing",),
+        (),
+        "structure",
+    )
     print_selftest([outcome] * 12, terminal)
     lines, text = words(terminal)
     folded = "".join(line.split("│")[1].strip() for line in lines if line.count("│") == 6)
@@ -102,4 +118,8 @@ def test_two_traces_are_shown_side_by_side(terminal):
     print_divergence(sides, dict.fromkeys(STAGES, 0.5), terminal)
     lines, text = words(terminal)
     assert f"torchiswrongfrom{WRONG}" in text
-    assert f"{WRONG}:jax" in text if terminal.width == 40 else any(WRONG in line for line in lines if "│" in line)
+    assert (
+        f"{WRONG}:jax" in text
+        if terminal.width == 40
+        else any(WRONG in line for line in lines if "│" in line)
+    )

@@ -54,7 +54,11 @@ TRACE = "traces/gqa-causal-float32-torch.safetensors"
 CALLS = {
     "run": ["--cases gqa-causal --backends torch --dtypes float32"],
     "cases": ["gqa-causal"],
-    "compare": [f"{TRACE} --junit traces.xml", "tap.safetensors --model model", "tap.safetensors other.safetensors"],
+    "compare": [
+        f"{TRACE} --junit traces.xml",
+        "tap.safetensors --model model",
+        "tap.safetensors other.safetensors",
+    ],
     "doctor": [""],
     "bugs": ["", "--all", "rope-pairs"],
     "cache-size": ["--num-kv-heads 2 --head-dim 8 --capacity 16"],
@@ -87,7 +91,12 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("schemas")
     (folder / "own.py").write_text(OWN)
     (folder / "test_own.py").write_text(TESTS)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=16, **sizes)).eval()
     model.save_pretrained(folder / "model")
     with torch.no_grad(), parity.tap(model) as tapped:
@@ -147,7 +156,11 @@ def test_every_command_has_a_schema():
 
 
 @pytest.mark.parametrize(
-    "command", [*(name for name in CALLS if name != "mutate"), pytest.param("mutate", marks=pytest.mark.thorough)]
+    "command",
+    [
+        *(name for name in CALLS if name != "mutate"),
+        pytest.param("mutate", marks=pytest.mark.thorough),
+    ],
 )
 def test_command_writes_keys_of_its_schema(command, written):
     """The JSON of a command has the keys of a form of its schema; all forms occur, and the
@@ -164,7 +177,9 @@ def test_command_writes_keys_of_its_schema(command, written):
         records |= records_in(content)
     assert all(keys.keys() in forms for keys in schema.forms.values())
     recorded = RECORDED[f"{command} {schema.version}"]
-    assert sorted({*schema.keys, *records}) == recorded, "raise the version of the schema, and record its keys"
+    assert sorted({*schema.keys, *records}) == recorded, (
+        "raise the version of the schema, and record its keys"
+    )
 
 
 def test_files_have_metadata_of_their_kind(folder):
@@ -187,9 +202,16 @@ def test_files_have_metadata_of_their_kind(folder):
 
 def test_junit_has_documented_elements():
     """JUnit XML has the elements and attributes of JUNIT, in this order of attributes."""
-    labels = [Label("case", "torch", dtype, stage) for dtype, stage in {"float32": "output", "float16": "run"}.items()]
+    labels = [
+        Label("case", "torch", dtype, stage)
+        for dtype, stage in {"float32": "output", "float16": "run"}.items()
+    ]
     wrong = [failure(np.ones(2), "reason", label) for label in labels]
     elsewhere = SkippedCase("other", "float32", "torch", "reason")
-    report = Report(wrong, {"jax": "reason"}, {"python": "3"}, ["a warning"], [elsewhere], missing=[elsewhere])
-    found = {each.tag: tuple(each.attrib) for each in ElementTree.fromstring(junit_xml(report)).iter()}
+    report = Report(
+        wrong, {"jax": "reason"}, {"python": "3"}, ["a warning"], [elsewhere], missing=[elsewhere]
+    )
+    found = {
+        each.tag: tuple(each.attrib) for each in ElementTree.fromstring(junit_xml(report)).iter()
+    }
     assert found == JUNIT

@@ -52,7 +52,9 @@ def test_report_equals_that_of_one_process():
     """Two processes produce the same report as one, with more than 150 passed stages."""
     cases = [CASES[name] for name in ("textbook", "decode", "nan-visible-causal")]
     alone, together = (
-        run_cases(cases, ["torch"], ["float32", "bfloat16"], with_gradients=True, jobs=jobs).to_dict()
+        run_cases(
+            cases, ["torch"], ["float32", "bfloat16"], with_gradients=True, jobs=jobs
+        ).to_dict()
         for jobs in (1, 2)
     )
     assert together["results"] == alone["results"]
@@ -145,7 +147,9 @@ def test_processes_share_the_cores(monkeypatch, own, expected):
     """
     monkeypatch.setattr(os, "cpu_count", lambda: 9)
     monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False) if own is None else monkeypatch.setenv("OMP_NUM_THREADS", own)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False) if own is None else monkeypatch.setenv(
+        "OMP_NUM_THREADS", own
+    )
     assert list(by_processes(os.getenv, THREADS, 2, cost=len)) == expected
     assert os.environ.get("OMP_NUM_THREADS") == own
 
@@ -158,11 +162,15 @@ def test_other_python_shares_the_cores(tmp_path, monkeypatch):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho $OMP_NUM_THREADS >&2\nexit 2\n")
     python.chmod(0o755)
-    with Elsewhere(str(python), [], num_processes=4) as elsewhere, pytest.raises(OSError, match="exit status 2: 2"):
+    with (
+        Elsewhere(str(python), [], num_processes=4) as elsewhere,
+        pytest.raises(OSError, match="exit status 2: 2"),
+    ):
         elsewhere.wait()
 
 
-# ---- Another Python --------------------------------------------------------------------------------------------------
+# ---- Another Python
+# --------------------------------------------------------------------------------------------------
 
 CASES_ELSEWHERE = ["--cases", "rope-gqa", "--grad", "--dtypes", "float32,bfloat16"]
 
@@ -179,7 +187,9 @@ def test_other_python_has_same_results(tmp_path):  # `make parity` runs one, wit
     here = run_with(tmp_path, "--backends", "torch", *CASES_ELSEWHERE)
     told = ["--python", f"torch={sys.executable}", "--backends", "torch"]
     elsewhere = run_with(tmp_path, *told, *CASES_ELSEWHERE)
-    assert elsewhere["results"] == here["results"]  # each result occurs once: torch does not also run here
+    assert (
+        elsewhere["results"] == here["results"]
+    )  # each result occurs once: torch does not also run here
     assert {each["backend"] for each in here["results"]} == {"torch"}
 
 
@@ -187,12 +197,19 @@ def test_other_python_has_same_results(tmp_path):  # `make parity` runs one, wit
 def test_other_python_error_is_one_line(tmp_path, capsys):
     """An error of a different Python exits with 2 and one line with its status and message."""
     python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho 'mha-parity: torch needs torch, not installed here' >&2\nexit 2\n")
+    python.write_text(
+        "#!/bin/sh\necho 'mha-parity: torch needs torch, not installed here' >&2\nexit 2\n"
+    )
     python.chmod(0o755)
-    assert main(["run", "--backends", "jax", "--python", f"torch={python}", "--cases", "textbook"]) == 2
+    assert (
+        main(["run", "--backends", "jax", "--python", f"torch={python}", "--cases", "textbook"])
+        == 2
+    )
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("mha-parity: ")
-    assert refuses(str(python), "exit status 2: torch needs torch, not installed here").is_printed_in(said)
+    assert refuses(
+        str(python), "exit status 2: torch needs torch, not installed here"
+    ).is_printed_in(said)
 
 
 @pytest.mark.parametrize(

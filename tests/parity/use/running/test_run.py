@@ -37,12 +37,19 @@ from parity.use.running.report import SkippedCase
 
 
 def failures(case, backend, dtype, with_gradients):
-    expected = Reference(make_problem(case, dtype), with_gradients=with_gradients and case.has_gradients)
-    return [str(comparison) for comparison in judge(record(backend, expected), expected) if not comparison.passed]
+    expected = Reference(
+        make_problem(case, dtype), with_gradients=with_gradients and case.has_gradients
+    )
+    return [
+        str(comparison)
+        for comparison in judge(record(backend, expected), expected)
+        if not comparison.passed
+    ]
 
 
-# Compilation of gradients takes as long as everything else. JAX derives all except those of attention in blocks,
-# which depend on scores and masks: cases that differ in these are differentiated.
+# Compilation of gradients takes as long as everything else. JAX derives all except those of
+# attention in blocks, which depend on scores and masks: cases that differ in these are
+# differentiated.
 IN_BLOCKS = {
     "window-far",
     "chunk-both-ways",
@@ -59,8 +66,9 @@ NAN_CASES = [name for name in CASES if name not in FINITE]
 """Cases for test_nan_positions_match_reference."""
 
 
-# JAX compiles each stage of each case. `make parity`, which CI also runs, has a case for each feature of a layer; here
-# one layer combines several features, and only the most telling cases are differentiated.
+# JAX compiles each stage of each case. `make parity`, which CI also runs, has a case for each
+# feature of a layer; here one layer combines several features, and only the most telling cases are
+# differentiated.
 MANY_AT_ONCE = {
     "masks-and-scores": AttentionSpec(
         32,
@@ -76,7 +84,9 @@ MANY_AT_ONCE = {
         qk_norm=Norm(over="width"),
         gate=Gate(),
     ),
-    "packed": AttentionSpec(32, 4, fused_qkv=True, out_proj=False, chunk_size=3, relative_bias=RelativeBias(8, 8)),
+    "packed": AttentionSpec(
+        32, 4, fused_qkv=True, out_proj=False, chunk_size=3, relative_bias=RelativeBias(8, 8)
+    ),
 }
 IN_JAX = {"causal-padding-empty", "latent", "decode-gqa-rope"}
 DIFFERENTIATED = {"bias-causal", "rope-gqa", "qk-norm"}
@@ -103,18 +113,33 @@ def test_jax_gradients_match_reference(name):
     assert failures(CASES[name], "jax", "float32", with_gradients=True) == []
 
 
-# Cases whose steps depend on positions in a special way. Other steps are the same as without a cache.
-DECODE = {"decode-dynamic", "decode-chunk", "decode-relative-bias", "decode-temperature", "decode-latent-yarn"}
+# Cases whose steps depend on positions in a special way. Other steps are the same as without a
+# cache.
+DECODE = {
+    "decode-dynamic",
+    "decode-chunk",
+    "decode-relative-bias",
+    "decode-temperature",
+    "decode-latent-yarn",
+}
 
 
 def is_computed_elsewhere(name):
-    """Return whether another test or `make parity` runs the case, or its steps are the same as without a cache."""
+    """Return whether another test or `make parity` runs the case, or its steps are the same as
+    without a cache.
+    """
     others = IN_JAX | DIFFERENTIATED | IN_BLOCKS | QUICK.keys()
-    return CASES[name].trained is not None or name in others or (name.startswith("decode-") and name not in DECODE)
+    return (
+        CASES[name].trained is not None
+        or name in others
+        or (name.startswith("decode-") and name not in DECODE)
+    )
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", [name for name in FINITE if not is_computed_elsewhere(name)][::3])  # torch runs all
+@pytest.mark.parametrize(
+    "name", [name for name in FINITE if not is_computed_elsewhere(name)][::3]
+)  # torch runs all
 def test_jax_agrees_in_further_cases(name):
     """JAX agrees with the reference in every third case that no other test runs."""
     assert failures(CASES[name], "jax", "float32", with_gradients=False) == []
@@ -124,25 +149,52 @@ def test_jax_agrees_in_further_cases(name):
 @pytest.mark.thorough
 def test_jax_agrees_with_default_compilation(tmp_path):
     """JAX agrees on a trained layer, gradients included, if compiled with XLA's default flags."""
-    # With conftest's quick compilation, products are summed from first to last term, which matters in wide layers.
+    # With conftest's quick compilation, products are summed from first to last term, which matters
+    # in wide layers.
     path, case = tmp_path / "results.json", "trained-smollm2-causal"
-    command = ["-m", "parity", "run", "--backends", "jax", "--cases", case, "--grad", "--json", path]
-    subprocess.run([sys.executable, *command], env=os.environ | {"XLA_FLAGS": ""}, check=True, capture_output=True)
+    command = [
+        "-m",
+        "parity",
+        "run",
+        "--backends",
+        "jax",
+        "--cases",
+        case,
+        "--grad",
+        "--json",
+        path,
+    ]
+    subprocess.run(
+        [sys.executable, *command],
+        env=os.environ | {"XLA_FLAGS": ""},
+        check=True,
+        capture_output=True,
+    )
     results = json.loads(path.read_text())["results"]
     assert {(each["case"], each["status"]) for each in results} == {(case, "passed")}
 
 
-# Compilation takes most of JAX's time, so its other dtypes run a selection of cases: narrow ones the cases in which
-# large numbers or many terms lose precision, float64 the cases in which a part may be computed in less.
+# Compilation takes most of JAX's time, so its other dtypes run a selection of cases: narrow ones
+# the cases in which large numbers or many terms lose precision, float64 the cases in which a part
+# may be computed in less.
 IN_DTYPES = {
-    "bfloat16": ["causal-padding-empty", "bias-causal", "cross", "rope-gqa", "large-logits", "ragged"],
+    "bfloat16": [
+        "causal-padding-empty",
+        "bias-causal",
+        "cross",
+        "rope-gqa",
+        "large-logits",
+        "ragged",
+    ],
     "float16": ["causal-padding-empty", "large-logits", "trained-anarcii-cross"],
     "float64": ["bias-causal", "cross", "rope-gqa", "ragged", "trained-anarcii-cross"],
 }
 
 
 @pytest.mark.costly("JAX compiles every stage of a case")
-@sample(dtype=["bfloat16"], name=IN_DTYPES["bfloat16"][:1])  # make test-thorough has the other dtypes
+@sample(
+    dtype=["bfloat16"], name=IN_DTYPES["bfloat16"][:1]
+)  # make test-thorough has the other dtypes
 @pytest.mark.parametrize(
     ("dtype", "name"),
     [(dtype, name) for dtype, names in IN_DTYPES.items() for name in names[:3]],
@@ -153,7 +205,9 @@ def test_jax_agrees_in_other_dtypes(name, dtype):
 
 
 # All cases in float32, and each in one more dtype, which depends on its name.
-IN_TORCH = [("float32", name) for name in CASES] + [(dtype, name) for dtype in IN_DTYPES for name in IN_DTYPES[dtype]]
+IN_TORCH = [("float32", name) for name in CASES] + [
+    (dtype, name) for dtype in IN_DTYPES for name in IN_DTYPES[dtype]
+]
 IN_TORCH += [(case.dtype, name) for name, case in CASES.items() if case.dtype is not None]
 IN_TURN = [([*IN_DTYPES][zlib.crc32(name.encode()) % len(IN_DTYPES)], name) for name in CASES]
 
@@ -182,8 +236,12 @@ def test_every_stage_of_a_case_is_compared():
     stages = {comparison.stage for comparison in report.comparisons}
     forward = {"mask", "q", "k", "v", "scores", "attn_weights", "context", "output"}
     modules = {"module.attn_weights", "module.output", "fused.output"}
-    weights = {f"{name}_proj.{leaf}" for name in ("q", "k", "v", "out") for leaf in ("weight", "bias")}
-    gradients = {f"{path}grad.{name}" for path in ("", "fused.") for name in {*weights, "query", "bias"}}
+    weights = {
+        f"{name}_proj.{leaf}" for name in ("q", "k", "v", "out") for leaf in ("weight", "bias")
+    }
+    gradients = {
+        f"{path}grad.{name}" for path in ("", "fused.") for name in {*weights, "query", "bias"}
+    }
     assert stages == forward | modules | gradients
 
 
@@ -193,18 +251,30 @@ def test_every_step_with_cache_is_compared():
     """
     report = run_cases([CASES["decode"]], ["torch"])
     stages = {comparison.stage for comparison in report.comparisons}
-    per_step = {"mask", "q", "k", "v", "cache.keys", "cache.values", "cache.lengths", "scores", "attn_weights"}
+    per_step = {
+        "mask",
+        "q",
+        "k",
+        "v",
+        "cache.keys",
+        "cache.values",
+        "cache.lengths",
+        "scores",
+        "attn_weights",
+    }
     per_step |= {"context", "output", "module.output", "plain.output"}
     per_step |= {"module.cache.keys", "module.cache.values", "module.cache.lengths"}
     assert stages == {f"step{index}.{stage}" for index in range(4) for stage in per_step}
 
 
 def test_wrong_tutorial_is_named(monkeypatch):
-    """A wrong mask of the tutorial fails at `plain.output` alone; cases that it cannot express do not have
-    that stage.
+    """A wrong mask of the tutorial fails at `plain.output` alone; cases that it cannot express do
+    not have that stage.
     """
     create_causal_mask = mha_torch.plain.create_causal_mask
-    monkeypatch.setattr(mha_torch.plain, "create_causal_mask", lambda *sizes, device: ~create_causal_mask(*sizes))
+    monkeypatch.setattr(
+        mha_torch.plain, "create_causal_mask", lambda *sizes, device: ~create_causal_mask(*sizes)
+    )
     report = run_cases([CASES["causal"], CASES["rope"]], ["torch"])
     assert [(c.case, c.stage) for c in report.failed] == [("causal", "plain.output")]
     assert [c.case for c in report.comparisons if c.stage == "plain.output"] == ["causal"]
@@ -232,8 +302,13 @@ def test_gradients_with_two_features_pass(seed):
 def test_jax_also_runs_in_small_blocks(name):
     """Compared with torch, JAX has additional stages, all of which are those of small blocks."""
     report = run_cases([CASES[name]], ["jax", "torch"], with_gradients=True)
-    stages = {library: {c.stage for c in report.comparisons if c.backend == library} for library in ("jax", "torch")}
-    assert stages["jax"] - stages["torch"] == {stage for stage in stages["jax"] if "blocks." in stage}
+    stages = {
+        library: {c.stage for c in report.comparisons if c.backend == library}
+        for library in ("jax", "torch")
+    }
+    assert stages["jax"] - stages["torch"] == {
+        stage for stage in stages["jax"] if "blocks." in stage
+    }
     assert stages["jax"] - stages["torch"] >= BLOCKS[name]
     assert stages["torch"] < stages["jax"]
 
@@ -280,16 +355,21 @@ def test_backend_record_is_correct(sibling):
     """
     known, port = BACKENDS[sibling.name], load_backend(sibling.name)
     assert known.sibling == port.SIBLING.__name__
-    assert all(hasattr(importlib.import_module(known.arrays), name) for name in ("where", "triu", "ones"))
+    assert all(
+        hasattr(importlib.import_module(known.arrays), name) for name in ("where", "triu", "ones")
+    )
     with_cache, without = (make_problem(name, "float32") for name in ("decode", "textbook"))
-    stages = [*record(known.name, Reference(with_cache)).local, *record(known.name, Reference(without)).local]
+    stages = [
+        *record(known.name, Reference(with_cache)).local,
+        *record(known.name, Reference(without)).local,
+    ]
     assert {stage_named(stage).path for stage in stages} == {"", *known.paths}
     assert {"module", *port.GRADIENT_PATHS} == {"", *known.paths}
 
 
 def test_backend_of_value_is_found(sibling):
-    """`backend_of` finds the backend of a module or of a derived class, and None for a NumPy array or a
-    layer of the tutorial, which has no specification.
+    """`backend_of` finds the backend of a module or of a derived class, and None for a NumPy array
+    or a layer of the tutorial, which has no specification.
     """
     module = sibling.module("MultiHeadAttention", AttentionSpec(8, 2))
     derived = type("Mine", (type(module),), {})
@@ -367,9 +447,13 @@ def test_backend_without_gradients_is_listed():
     report = run_cases([CASES["textbook"], CASES["full"]], ["jax", "torch"], with_gradients=True)
     assert not report.failed
     assert {c.backend for c in report.comparisons if "grad." in c.stage} == {"jax"}
-    assert sum(c.backend == "torch" for c in report.comparisons) == 11 + 12  # the tutorial expresses the second
+    assert (
+        sum(c.backend == "torch" for c in report.comparisons) == 11 + 12
+    )  # the tutorial expresses the second
     whose = [(each.case, each.backend, each.reason, each.stage) for each in report.skipped_cases]
-    assert whose == [(case, "torch", "torch has no gradients", "gradients") for case in ("textbook", "full")]
+    assert whose == [
+        (case, "torch", "torch has no gradients", "gradients") for case in ("textbook", "full")
+    ]
     (entry,) = report.not_compared
     assert entry.what == "torch, gradients of 2 cases in float32"
     assert report.status == 2
@@ -386,8 +470,12 @@ def test_missing_gradients_are_failures(monkeypatch):
 def test_missing_ttnn_names_its_platforms(monkeypatch):
     """If ttnn is missing, the reason names the platforms for which it has wheels."""
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ttnn" else find_spec(name))
-    reason = "tt needs ttnn, not installed here; it has wheels for CPython 3.10 and 3.12 on x86-64 Linux"
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "ttnn" else find_spec(name)
+    )
+    reason = (
+        "tt needs ttnn, not installed here; it has wheels for CPython 3.10 and 3.12 on x86-64 Linux"
+    )
     assert parity.measure.backends.why_missing("tt") == reason
 
 
@@ -402,7 +490,9 @@ def test_raising_backend_fails_one_case(monkeypatch):
 
     monkeypatch.setattr(parity.use.running.run, "record", record_or_raise)
     report = run_cases([CASES["full"], CASES["causal"]], ["torch"])
-    assert [(c.case, c.stage, c.reason) for c in report.failed] == [("full", "run", "RuntimeError: out of something")]
+    assert [(c.case, c.stage, c.reason) for c in report.failed] == [
+        ("full", "run", "RuntimeError: out of something")
+    ]
     assert report.summary["passed"] == 12
 
 
@@ -429,7 +519,9 @@ NARROW_IN_JAX = "nan-visible-causal", "nan-hidden-norm", "nan-hidden-decode"
 @pytest.mark.parametrize("name", NAN_CASES)
 def test_nan_positions_match_reference(name, sibling):
     """Cases with NaN or infinity pass, gradients included, and their report is valid JSON."""
-    dtypes = ["float32", "bfloat16"] if sibling.name == "torch" or name in NARROW_IN_JAX else ["float32"]
+    dtypes = (
+        ["float32", "bfloat16"] if sibling.name == "torch" or name in NARROW_IN_JAX else ["float32"]
+    )
     report = run_cases([CASES[name]], [sibling.name], dtypes, with_gradients=True)
     assert {each.dtype for each in report.comparisons} == set(dtypes)
     assert report.failed == []
@@ -450,7 +542,10 @@ def test_swallowed_nan_is_a_failure(monkeypatch):
     monkeypatch.setattr(parity.use.running.run, "record", record)
     report = run_cases([CASES["nan-visible-causal"]], ["torch"])
     (failed,) = report.failed
-    assert (failed.stage, failed.reason) == ("fused.output", "96 elements are not NaN where the reference is")
+    assert (failed.stage, failed.reason) == (
+        "fused.output",
+        "96 elements are not NaN where the reference is",
+    )
     content = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert [each["status"] for each in content["results"]].count("failed") == 1
     xmlschema.XMLSchema(DATA / "junit.xsd").validate(junit_xml(report).decode())
@@ -461,10 +556,16 @@ def test_uncompared_gradients_are_listed():
     """Gradients that are NaN throughout are listed as not
     compared, with their reason and status 0.
     """
-    report = run_cases([CASES["nan-visible-causal"], CASES["nan-hidden-cross"]], ["torch"], with_gradients=True)
+    report = run_cases(
+        [CASES["nan-visible-causal"], CASES["nan-hidden-cross"]], ["torch"], with_gradients=True
+    )
     (entry,) = report.not_compared
     words = (entry.what, entry.reason, entry.labels)
-    assert words == ("gradients of 1 case", "a visible NaN makes all of them NaN", ["nan-visible-causal"])
+    assert words == (
+        "gradients of 1 case",
+        "a visible NaN makes all of them NaN",
+        ["nan-visible-causal"],
+    )
     assert report.status == 0  # there is nothing to compare
     assert {c.case for c in report.comparisons if "grad." in c.stage} == {"nan-hidden-cross"}
 
@@ -487,7 +588,19 @@ def test_torch_uses_the_device_of_the_run():
         (["--backends", "torch", "--device", "cuda:9"], ("one that torch has here", "cuda:9")),
         (["--backends", "torch", "--device", "gpu"], ("one that torch has here", "gpu")),
         (["--backends", "jax", "--device", "cuda"], ("without the backend torch",)),
-        (["--backends", "torch", "--mesh", "data=2", "--virtual-devices", "2", "--device", "cuda"], ("with a mesh",)),
+        (
+            [
+                "--backends",
+                "torch",
+                "--mesh",
+                "data=2",
+                "--virtual-devices",
+                "2",
+                "--device",
+                "cuda",
+            ],
+            ("with a mesh",),
+        ),
     ],
     ids=["absent", "unknown", "not-torch", "mesh"],
 )

@@ -1,4 +1,6 @@
-"""`mha-parity run --mesh`: cases divided over virtual devices, their collectives, and invalid meshes."""
+"""`mha-parity run --mesh`: cases divided over virtual devices, their collectives, and invalid
+meshes.
+"""
 
 import json
 import subprocess
@@ -29,24 +31,35 @@ from parity.use.running.traces import load_trace, save_trace
 
 
 def command(*arguments, status=0):
-    """Return the output of the command, run in a new process because JAX keeps its number of devices."""
+    """Return the output of the command, run in a new process because JAX keeps its number of
+    devices.
+    """
     program = [sys.executable, "-m", "parity", "run", "--backends", "jax", *arguments]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
     assert done.returncode == status, done.stdout + done.stderr
     return " ".join((done.stdout + done.stderr).split())
 
 
-# ---- The command -----------------------------------------------------------------------------------------------------
+# ---- The command
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """Run `causal` and `textbook` on eight devices; return the output, the JSON report and the folder of traces."""
+    """Run `causal` and `textbook` on eight devices; return the output, the JSON report and the
+    folder of traces.
+    """
     folder = tmp_path_factory.mktemp("mesh")
     report = folder / "report.json"
     mesh = ["--virtual-devices", "8", "--mesh", "data=2,tensor=4", "--grad", "--allow-skipped"]
     printed = command(
-        *mesh, "--cases", "[ct][ae][ux][st][ab]*[lk]", "--json", str(report), "--save-traces", str(folder)
+        *mesh,
+        "--cases",
+        "[ct][ae][ux][st][ab]*[lk]",
+        "--json",
+        str(report),
+        "--save-traces",
+        str(folder),
     )
     return printed, json.loads(report.read_text()), folder
 
@@ -65,7 +78,10 @@ def test_mesh_run_counts_collectives(ran):
     assert forward
     assert all(each["counted"] == each["ideal"] for each in forward)
     assert all(each["passed"] for each in report["collectives"])
-    assert "Traffic between devices: program, operations, number of cases jax blocks.forward: 1 all-reduce:" in printed
+    assert (
+        "Traffic between devices: program, operations, number of cases jax blocks.forward: 1 "
+        "all-reduce:" in printed
+    )
     assert "jax fused.gradient: 2 all-reduce:" in printed
 
 
@@ -75,7 +91,9 @@ def test_undivided_cases_are_skipped(ran):
     this reason, and their number is printed.
     """
     printed, report, _ = ran
-    reasons = {each["case"]: each["reason"] for each in report["results"] if each["status"] == "skipped"}
+    reasons = {
+        each["case"]: each["reason"] for each in report["results"] if each["status"] == "skipped"
+    }
     assert reasons
     assert all("does not divide" in reason for reason in reasons.values())
     assert f"{len(reasons)} case" in printed
@@ -108,7 +126,8 @@ print(json.dumps([[*map(str, report.failed)], len(report.comparisons), [*map(str
 """
 
 
-# A ring; heads exchanged for tokens on the plain path, in parts, with a distance bias, and with infinite numbers.
+# A ring; heads exchanged for tokens on the plain path, in parts, with a distance bias, and with
+# infinite numbers.
 OF_TOKENS = ["alibi-both-ways", "textbook", "relative-bias-padded", "nan"]
 
 
@@ -137,8 +156,14 @@ def test_too_large_mesh_fails(capsys):
     ("arguments", "refusal"),
     [
         (["--virtual-devices", "8"], refuses("--virtual-devices")),
-        (["--axis-types", "explicit", "--virtual-devices", "2"], refuses("--virtual-devices and --axis-types")),
-        *((["--mesh", mesh], refuses("mesh", mesh=mesh)) for mesh in ("heads=2", "data=2,data=2", "data=0", "data")),
+        (
+            ["--axis-types", "explicit", "--virtual-devices", "2"],
+            refuses("--virtual-devices and --axis-types"),
+        ),
+        *(
+            (["--mesh", mesh], refuses("mesh", mesh=mesh))
+            for mesh in ("heads=2", "data=2,data=2", "data=0", "data")
+        ),
     ],
 )
 def test_invalid_mesh_options_fail(arguments, refusal, capsys):
@@ -156,7 +181,8 @@ def test_mesh_with_one_device_backend_fails(capsys, monkeypatch):
     assert "torch runs on one device here, not on a mesh" in capsys.readouterr().err
 
 
-# ---- Division and necessary collectives ------------------------------------------------------------------------------
+# ---- Division and necessary collectives
+# ------------------------------------------------------------------------------
 
 
 def test_mesh_is_parsed_and_printed():
@@ -173,15 +199,31 @@ def test_mesh_is_parsed_and_printed():
 @pytest.mark.parametrize(
     ("case", "plan", "reason"),
     [
-        (Case("a", AttentionSpec(32, 4), "", batch=3), MeshPlan(data=2), "data=2 does not divide 3 sequences"),
-        (Case("a", AttentionSpec(36, 6), ""), MeshPlan(tensor=4), "tensor=4 does not divide 6 query heads"),
-        (Case("a", AttentionSpec(32, 4, fused_qkv=True), ""), MeshPlan(tensor=2), "fused_qkv keeps q, k and v in one"),
+        (
+            Case("a", AttentionSpec(32, 4), "", batch=3),
+            MeshPlan(data=2),
+            "data=2 does not divide 3 sequences",
+        ),
+        (
+            Case("a", AttentionSpec(36, 6), ""),
+            MeshPlan(tensor=4),
+            "tensor=4 does not divide 6 query heads",
+        ),
+        (
+            Case("a", AttentionSpec(32, 4, fused_qkv=True), ""),
+            MeshPlan(tensor=2),
+            "fused_qkv keeps q, k and v in one",
+        ),
         (
             Case("a", AttentionSpec(32, 4), "", seq_len_k=7),
             MeshPlan(sequence=5),
             "sequence=5 does not divide 7 key tok",
         ),
-        (Case("a", AttentionSpec(32, 4), "", chunks=(4, 1), capacity=8), MeshPlan(sequence=5), "tokens that arrive in"),
+        (
+            Case("a", AttentionSpec(32, 4), "", chunks=(4, 1), capacity=8),
+            MeshPlan(sequence=5),
+            "tokens that arrive in",
+        ),
         (Case("a", AttentionSpec(32, 4, fused_qkv=True), ""), MeshPlan(data=2), None),
     ],
 )
@@ -209,17 +251,28 @@ def test_ideal_collectives_by_mesh():
     assert ideal_collectives(FULL, MeshPlan(sequence=4), "fused.forward") == {"all-to-all": 4}
     five = ideal_collectives(SHARED, MeshPlan(sequence=5), "blocks.gradient")
     assert five == {"all-reduce": 1, "collective-permute": 26}
-    windowed = Case("windowed", AttentionSpec(32, 4, num_kv_heads=1, window_size=3), "", seq_len=12, is_causal=True)
+    windowed = Case(
+        "windowed",
+        AttentionSpec(32, 4, num_kv_heads=1, window_size=3),
+        "",
+        seq_len=12,
+        is_causal=True,
+    )
     both_ways, one_way = (
-        ideal_collectives(windowed, MeshPlan(sequence=4), "fused.forward", name) for name in ("jax", "torch")
+        ideal_collectives(windowed, MeshPlan(sequence=4), "fused.forward", name)
+        for name in ("jax", "torch")
     )
     assert (both_ways, one_way) == ({"collective-permute": 4}, {"collective-permute": 2})
     assert not excuse_of(FULL, plan, "gradient")
     assert excuse_of(SHARED, plan, "gradient").startswith("devices share key/value heads")
     assert not excuse_of(SHARED, MeshPlan(tensor=2), "gradient")
     assert not excuse_of(SHARED, plan, "blocks.forward")
-    astride = replace(FULL, spec=AttentionSpec(48, 6, num_kv_heads=3))  # a device has one group and half of another
-    assert excuse_of(astride, MeshPlan(tensor=2), "blocks.forward").startswith("devices share key/value heads")
+    astride = replace(
+        FULL, spec=AttentionSpec(48, 6, num_kv_heads=3)
+    )  # a device has one group and half of another
+    assert excuse_of(astride, MeshPlan(tensor=2), "blocks.forward").startswith(
+        "devices share key/value heads"
+    )
 
 
 def test_collectives_by_heads_per_device():
@@ -227,7 +280,11 @@ def test_collectives_by_heads_per_device():
     heads need all-to-all, 1 or 2 a permutation.
     """
     plan = MeshPlan(tensor=2, sequence=2)
-    for count, expected in ((2, "collective-permute"), (4, "all-to-all"), (1, "collective-permute")):
+    for count, expected in (
+        (2, "collective-permute"),
+        (4, "all-to-all"),
+        (1, "collective-permute"),
+    ):
         case = replace(FULL, spec=AttentionSpec(32, 4, num_kv_heads=count), seq_len=8)
         assert expected in ideal_collectives(case, plan, "fused.forward")
 
@@ -238,7 +295,9 @@ def test_width_norms_need_all_reduces():
     """
     norms = {"qk_norm": Norm(over="width"), "v_norm": Norm("layer", over="width")}
     case, plan = replace(FULL, spec=AttentionSpec(32, 4, **norms)), MeshPlan(tensor=4)
-    assert ideal_collectives(case, plan, "step", "torch") == {"all-reduce": 1 + 4}  # two for a layer norm
+    assert ideal_collectives(case, plan, "step", "torch") == {
+        "all-reduce": 1 + 4
+    }  # two for a layer norm
     assert ideal_collectives(case, plan, "gradient", "torch") == {"all-reduce": 1 + 4}
     assert ideal_collectives(case, plan, "step") == {"all-reduce": 1 + 4}
     assert ideal_collectives(case, plan, "gradient") == {"all-reduce": 1 + 8}

@@ -11,7 +11,15 @@ from helpers.refusals import refuses
 
 import parity.measure.core.trace
 import parity.use.running.run
-from parity import CASES, AttentionSpec, load_tensors, random_case, random_weights, run_cases, save_tensors
+from parity import (
+    CASES,
+    AttentionSpec,
+    load_tensors,
+    random_case,
+    random_weights,
+    run_cases,
+    save_tensors,
+)
 from parity.measure.backends import torch as torch_backend
 from parity.use.cli.main import main
 from parity.use.reporting.summary import reproduction
@@ -24,7 +32,9 @@ from parity.use.running.traces import load_trace
 def recorded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("traces")
     cases = [CASES[name] for name in ("textbook", "causal", "decode")]
-    report = run_cases(cases, ["torch"], ["float32", "bfloat16"], with_gradients=True, traces=folder)
+    report = run_cases(
+        cases, ["torch"], ["float32", "bfloat16"], with_gradients=True, traces=folder
+    )
     assert not report.failed
     return folder, report
 
@@ -65,7 +75,9 @@ def test_saved_traces_compare_as_in_the_run(recorded):
 def test_trace_records_its_environment(recorded):
     """A trace records the numerics lock of its backend and the versions of packages."""
     trace = load_trace(recorded[0] / "causal-float32-torch.safetensors")
-    assert trace.environment["backends"]["torch"]["numerics"]["float32_matmul_precision"] == "highest"
+    assert (
+        trace.environment["backends"]["torch"]["numerics"]["float32_matmul_precision"] == "highest"
+    )
     assert "numpy" in trace.environment["packages"]
 
 
@@ -82,7 +94,9 @@ def test_different_numerics_locks_warn(traces, tmp_path):
     """Traces from different numerics locks lead to one warning, which names the difference."""
     other = tmp_path / "other"
     shutil.copytree(traces, other)
-    environment = json.loads(load_tensors(other / "causal-float32-torch.safetensors")[1]["environment"])
+    environment = json.loads(
+        load_tensors(other / "causal-float32-torch.safetensors")[1]["environment"]
+    )
     environment["backends"]["torch"]["numerics"]["float32_matmul_precision"] = "medium"
     for path in other.iterdir():
         change(path, metadata={"environment": json.dumps(environment)})
@@ -104,14 +118,17 @@ def test_equal_numerics_locks_do_not_warn(traces):
         (
             {"case": "nowhere"},
             refuses(
-                "…/causal-float32-torch.safetensors", "{'case': 'nowhere', 'dtype': 'float32', 'backend': 'torch'}"
+                "…/causal-float32-torch.safetensors",
+                "{'case': 'nowhere', 'dtype': 'float32', 'backend': 'torch'}",
             ),
         ),
         ({"backend": "\x1b[31mred"}, refuses("…/causal-float32-torch.safetensors")),
         ({"environment": "[]"}, refuses("…/traces/causal-float32-torch.safetensors", "'[]'")),
         (
             {"environment": '{"backends": {"torch": null}}'},
-            refuses("…/traces/causal-float32-torch.safetensors", '\'{"backends": {"torch": null}}\''),
+            refuses(
+                "…/traces/causal-float32-torch.safetensors", '\'{"backends": {"torch": null}}\''
+            ),
         ),
         ({"environment": "[" * 100_000}, refuses("…/traces/causal-float32-torch.safetensors")),
         ({"kind": "weights"}, refuses("…/causal-float32-torch.safetensors")),
@@ -123,7 +140,10 @@ def test_equal_numerics_locks_do_not_warn(traces):
         ),
         (
             {"environment": '{"backends": {"torch": {"numerics": []}}}'},
-            refuses("…/traces/causal-float32-torch.safetensors", '\'{"backends": {"torch": {"numerics": []}}}\''),
+            refuses(
+                "…/traces/causal-float32-torch.safetensors",
+                '\'{"backends": {"torch": {"numerics": []}}}\'',
+            ),
         ),
     ],
 )
@@ -160,10 +180,14 @@ def test_same_backend_from_two_folders(traces, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(traces, other)
     path = other / "causal-float32-torch.safetensors"
-    change(path, {"accumulated/scores": load_tensors(path)[0]["accumulated/scores"] * np.float32(1.01)})
+    change(
+        path, {"accumulated/scores": load_tensors(path)[0]["accumulated/scores"] * np.float32(1.01)}
+    )
     report = compare_traces([traces, other])
     failed = report.failed
-    assert [(c.case, c.stage, c.backend) for c in failed] == [("causal", "scores", f"torch ({other})")]
+    assert [(c.case, c.stage, c.backend) for c in failed] == [
+        ("causal", "scores", f"torch ({other})")
+    ]
     assert {c.library for c in failed} == {"torch"}
     command = "mha-parity run --backends torch --cases causal --dtypes float32"
     assert reproduction(failed[0], report) == command
@@ -176,7 +200,10 @@ def test_missing_trace_leads_to_warning(traces, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(traces, other)
     (other / "decode-bfloat16-torch.safetensors").unlink()
-    assert f"torch ({other}) has no trace of decode in bfloat16" in compare_traces([traces, other]).warnings
+    assert (
+        f"torch ({other}) has no trace of decode in bfloat16"
+        in compare_traces([traces, other]).warnings
+    )
 
 
 def test_missing_trace_is_in_every_report(traces, tmp_path, capsys):
@@ -187,13 +214,28 @@ def test_missing_trace_is_in_every_report(traces, tmp_path, capsys):
     shutil.copytree(traces, other)
     (other / "decode-bfloat16-torch.safetensors").unlink()
     files = {name: tmp_path / f"r.{name}" for name in ("json", "xml")}
-    assert main(["compare", str(traces), str(other), "--json", str(files["json"]), "--junit", str(files["xml"])]) == 2
+    assert (
+        main(
+            [
+                "compare",
+                str(traces),
+                str(other),
+                "--json",
+                str(files["json"]),
+                "--junit",
+                str(files["xml"]),
+            ]
+        )
+        == 2
+    )
     out = capsys.readouterr().out
     assert f"0 failed; NOT compared: torch ({other}), 1 case in bfloat16 (no trace of it" in out
     assert f"warning: torch ({other}) has no trace of decode in bfloat16" in out
     content = json.loads(files["json"].read_text())
     assert content["summary"]["missing"] == 1
-    assert [each["case"] for each in content["results"] if each["status"] == "missing"] == ["decode"]
+    assert [each["case"] for each in content["results"] if each["status"] == "missing"] == [
+        "decode"
+    ]
     (error,) = ElementTree.fromstring(files["xml"].read_text()).iter("error")
     assert error.get("message") == f"torch ({other}) has no trace of decode in bfloat16"
 
@@ -204,7 +246,9 @@ def test_mismatch_outranks_missing_trace(traces, tmp_path):
     shutil.copytree(traces, other)
     (other / "decode-bfloat16-torch.safetensors").unlink()
     path = other / "causal-float32-torch.safetensors"
-    change(path, {"accumulated/scores": load_tensors(path)[0]["accumulated/scores"] * np.float32(1.01)})
+    change(
+        path, {"accumulated/scores": load_tensors(path)[0]["accumulated/scores"] * np.float32(1.01)}
+    )
     assert main(["compare", str(traces), str(other)]) == 1
 
 
@@ -235,7 +279,8 @@ def test_a_folder_without_traces_is_an_error(tmp_path):
         compare_traces([tmp_path])
 
 
-# ---- Joined into a run -----------------------------------------------------------------------------------------------
+# ---- Joined into a run
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -257,8 +302,13 @@ def test_joined_traces_add_a_backend(tt_traces):
     their environment is in the report.
     """
     report = run_cases([CASES["textbook"]], join=[tt_traces])
-    assert list(report.groups()) == [("textbook", "float32", backend) for backend in ("jax", "torch", "tt")]
-    assert (report.summary, report.warnings) == ({"passed": 34, "failed": 0, "skipped": 0, "missing": 0}, [])
+    assert list(report.groups()) == [
+        ("textbook", "float32", backend) for backend in ("jax", "torch", "tt")
+    ]
+    assert (report.summary, report.warnings) == (
+        {"passed": 34, "failed": 0, "skipped": 0, "missing": 0},
+        [],
+    )
     assert "tt" in report.environment["joined"][str(tt_traces)]["backends"]
 
 
@@ -267,7 +317,9 @@ def test_joined_traces_are_compared(tt_traces):
     path = tt_traces / "textbook-float32-tt.safetensors"
     scores = load_tensors(path)[0]["accumulated/scores"]
     change(path, {"accumulated/scores": scores + np.float32(0.001)})
-    assert [(c.case, c.stage, c.backend) for c in joined(tt_traces).failed] == [("textbook", "scores", "tt")]
+    assert [(c.case, c.stage, c.backend) for c in joined(tt_traces).failed] == [
+        ("textbook", "scores", "tt")
+    ]
 
 
 def test_joined_traces_share_the_reference(tt_traces, monkeypatch):
@@ -283,13 +335,21 @@ def test_joined_traces_share_the_reference(tt_traces, monkeypatch):
 
     monkeypatch.setattr(parity.measure.core.trace.Reference, "_computed", note)
     joined(tt_traces)
-    assert sorted(made) == ["float32", "float32", "float64", "float64"]  # accumulated and local, once
+    assert sorted(made) == [
+        "float32",
+        "float32",
+        "float64",
+        "float64",
+    ]  # accumulated and local, once
 
 
 def test_traces_outside_the_run_are_ignored(tt_traces):
     """Joined traces of cases or dtypes outside the run are ignored without a warning."""
     report = joined(tt_traces, ["textbook", "causal"], ["bfloat16"])
-    assert {(case, dtype) for case, dtype, _ in report.groups()} == {("textbook", "bfloat16"), ("causal", "bfloat16")}
+    assert {(case, dtype) for case, dtype, _ in report.groups()} == {
+        ("textbook", "bfloat16"),
+        ("causal", "bfloat16"),
+    }
     assert report.warnings == []
 
 
@@ -334,7 +394,11 @@ def test_skipped_case_of_trace_is_skipped(tmp_path, monkeypatch):
     """A case that was skipped when traces were made is skipped
     with its reason, without a warning.
     """
-    monkeypatch.setattr(torch_backend, "why_skipped", lambda case, dtype: "too full" if case.name == "full" else None)
+    monkeypatch.setattr(
+        torch_backend,
+        "why_skipped",
+        lambda case, dtype: "too full" if case.name == "full" else None,
+    )
     cases = [CASES["textbook"], CASES["full"]]
     run_cases(cases, ["torch"], traces=tmp_path)
     report = run_cases(cases, ["jax"], join=[tmp_path])
@@ -401,7 +465,9 @@ def test_arithmetic_sets_the_tolerance(tt_traces):
     """
     path = tt_traces / "textbook-float32-tt.safetensors"
     tensors, metadata = load_tensors(path)
-    change(path, {name: x * np.float32(1.0003) for name, x in tensors.items() if x.dtype == np.float32})
+    change(
+        path, {name: x * np.float32(1.0003) for name, x in tensors.items() if x.dtype == np.float32}
+    )
     assert joined(tt_traces).failed
     environment = json.loads(metadata["environment"])
     environment["backends"]["tt"]["numerics"]["arithmetic"] = "tensix"

@@ -21,7 +21,9 @@ from helpers.samples import sample
 from helpers.shell import NO_HYPOTHESIS
 
 import parity.use.reporting.html
-import parity.use.reporting.junit  # pytester unloads modules that its runs import, so both are imported before
+
+# pytester unloads modules that its runs import, so both are imported before
+import parity.use.reporting.junit
 import parity.use.testing.assertion
 from parity import CASES, assert_parity, make_problem
 from parity.measure.backends.record import record
@@ -55,7 +57,8 @@ def why(*args, **options):
     return str(caught.value)
 
 
-# ---- The assertion ---------------------------------------------------------------------------------------------------
+# ---- The assertion
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("of", FROM_NUMPY)
@@ -63,7 +66,9 @@ def why(*args, **options):
 def test_all_array_types_are_compared(x, of, to):
     """NumPy, torch and JAX arrays are compared with each other; one of 120 wrong elements fails."""
     assert_parity(FROM_NUMPY[of](x), FROM_NUMPY[to](x))
-    assert "1 / 120" in why(FROM_NUMPY[of](x + (np.arange(120) == 7).reshape(x.shape)), FROM_NUMPY[to](x))
+    assert "1 / 120" in why(
+        FROM_NUMPY[of](x + (np.arange(120) == 7).reshape(x.shape)), FROM_NUMPY[to](x)
+    )
 
 
 def test_all_bfloat16_types_are_compared(x):
@@ -74,7 +79,12 @@ def test_all_bfloat16_types_are_compared(x):
 
 @pytest.mark.parametrize(
     ("dtype", "passes", "fails"),
-    [("float64", 3e-15, 4e-15), ("float32", 1.5e-6, 2.5e-6), ("float16", 0.0035, 0.0045), ("bfloat16", 0.025, 0.04)],
+    [
+        ("float64", 3e-15, 4e-15),
+        ("float32", 1.5e-6, 2.5e-6),
+        ("float16", 0.0035, 0.0045),
+        ("bfloat16", 0.025, 0.04),
+    ],
 )
 def test_default_tolerance_in_rounding_units(rng, dtype, passes, fails):
     """Without a same-precision result, an error just within the tolerance of the dtype
@@ -101,7 +111,11 @@ def test_dtype_argument_sets_tolerance(x):
 
 # JAX compiles a case again for each dtype.
 @pytest.mark.costly("JAX compiles every stage of a case")
-@sample(where=lambda case, dtype: (case, dtype) in [("rope-far", "float32"), ("large-logits", "bfloat16")])
+@sample(
+    where=lambda case, dtype: (
+        (case, dtype) in [("rope-far", "float32"), ("large-logits", "bfloat16")]
+    )
+)
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
@@ -118,7 +132,9 @@ def test_correct_backends_agree_by_default(case, dtype):
     """Torch and JAX agree in all shared stages of a case by the default tolerance."""
     reference = Reference(make_problem(CASES[case], dtype))
     stages = {name: record(name, reference).accumulated for name in ("torch", "jax")}
-    shared = {name: x for name, x in stages["jax"].items() if stage_named(name).path != "blocks"}  # torch has no blocks
+    shared = {
+        name: x for name, x in stages["jax"].items() if stage_named(name).path != "blocks"
+    }  # torch has no blocks
     assert_parity(stages["torch"], shared)
 
 
@@ -129,7 +145,9 @@ def test_same_precision_sets_tolerance(x):
     expected = x.astype(np.float64)
     noisy = x * np.float32(1.001)
     assert_parity(x * np.float32(1.003), expected, same_precision=noisy)
-    assert "beyond 4.13 times the error of same_precision" in why(x * np.float32(1.006), expected, same_precision=noisy)
+    assert "beyond 4.13 times the error of same_precision" in why(
+        x * np.float32(1.006), expected, same_precision=noisy
+    )
     assert "/output" in why(x * np.float32(1.0001), expected, same_precision=x)
 
 
@@ -150,7 +168,9 @@ def test_problem_sets_expected_and_tolerance(sibling):
     """
     reference = Reference(make_problem(CASES["causal"], "bfloat16"), with_gradients=True)
     stages = record(sibling.name, reference).accumulated
-    assert_parity({name: sibling.array(value) for name, value in stages.items()}, problem=reference.problem)
+    assert_parity(
+        {name: sibling.array(value) for name, value in stages.items()}, problem=reference.problem
+    )
     assert_parity(stages["output"], problem=reference.problem)
     assert_parity(stages["grad.query"], problem=reference.problem, stage="grad.query")
     text = why(stages["scores"] * np.float32(1.01), problem=reference.problem, stage="scores")
@@ -193,7 +213,11 @@ FAILURES = {
     "objects": (ONE.astype(object), ONE, "dtype object"),
     "masks": (ONE > 0, ONE < 0, "mismatched +6 / 6"),
     "lengths": (np.array([3, 4]), np.array([3, 5], np.int32), "mismatched +1 / 2"),
-    "large integers": (np.array([2**53 + 1]), np.array([2**53]), "integers beyond 9007199254740992 cannot be compared"),
+    "large integers": (
+        np.array([2**53 + 1]),
+        np.array([2**53]),
+        "integers beyond 9007199254740992 cannot be compared",
+    ),
     "no stages": ({}, {}, "there are no stages to compare"),
     "a missing stage": ({"q": ONE}, {"q": ONE, "k": ONE}, r"(?s)/k: .*reason +actual "),
     "an additional stage": ({"q": ONE, "k": ONE}, {"q": ONE}, r"(?s)/k: .*reason +expected "),
@@ -229,7 +253,9 @@ def test_stage_without_same_precision_fails():
     assert re.search("reason +same_precision ", text)
 
 
-@pytest.mark.parametrize("equal", [ONE > 0, np.array([1, 2]), np.zeros((2, 2), np.float32), np.float32(3.0)], ids=repr)
+@pytest.mark.parametrize(
+    "equal", [ONE > 0, np.array([1, 2]), np.zeros((2, 2), np.float32), np.float32(3.0)], ids=repr
+)
 def test_equal_arrays_always_pass(equal):
     """Equal masks, integers, zeros and scalars pass."""
     assert_parity(equal, equal)
@@ -241,9 +267,15 @@ def test_equal_arrays_always_pass(equal):
         ({}, refuses_type("one of expected and problem", "neither")),
         ({"expected": ONE, "problem": 1}, refuses_type("one of expected and problem", "both")),
         ({"problem": "causal"}, refuses_type("problem", "str")),
-        ({"expected": {"q": ONE}}, refuses_type("actual, expected", "actual=ndarray, expected=dict")),
+        (
+            {"expected": {"q": ONE}},
+            refuses_type("actual, expected", "actual=ndarray, expected=dict"),
+        ),
         ({"expected": [1.0]}, refuses_type("expected", "list")),
-        ({"expected": ONE, "same_precision": ONE}, refuses_type("same_precision", "the arrays of actual")),
+        (
+            {"expected": ONE, "same_precision": ONE},
+            refuses_type("same_precision", "the arrays of actual"),
+        ),
         ({"expected": ONE, "dtype": "float8"}, refuses("dtype", dtype="float8")),
     ],
 )
@@ -259,7 +291,9 @@ def test_absolute_tolerance_is_rejected():
         assert_parity(ONE, expected=ONE, atol=1e-3)
 
 
-@pytest.mark.parametrize("options", [{"expected": ONE}, {"problem": parity.make_problem("full", "float32")}])
+@pytest.mark.parametrize(
+    "options", [{"expected": ONE}, {"problem": parity.make_problem("full", "float32")}]
+)
 def test_missing_return_is_suggested(options):
     """If `actual` is None, the error suggests a missing return."""
     with refuses_type("actual", "None: is there a return missing?"):
@@ -302,7 +336,9 @@ def test_message_begins_with_first_stage():
     """The message begins with the first wrong stage in data flow order, and lists the others
     and those that agree.
     """
-    right = dict.fromkeys(["attn_weights", "k", "output", "q", "scores"], ONE)  # sorted by name, as jax.jit gives them
+    right = dict.fromkeys(
+        ["attn_weights", "k", "output", "q", "scores"], ONE
+    )  # sorted by name, as jax.jit gives them
     wrong = {**right, "attn_weights": 2 * ONE, "output": 2 * ONE, "scores": 2 * ONE}
     lines = why(wrong, right).splitlines()
     assert lines[0] == "parity/scores: actual differs from expected (float32)"
@@ -327,7 +363,8 @@ def test_unknown_stages_keep_expected_order():
     assert "also differ v, q\n" in text
 
 
-# ---- The fixture -----------------------------------------------------------------------------------------------------
+# ---- The fixture
+# --------------------------------------------------------------------------------------------------
 
 PORTS = """
 import jax.numpy as jnp
@@ -361,7 +398,10 @@ NO_COMPARISON = "def test_nothing(): pass"
 
 
 def results(path):
-    return [(each["case"], each["stage"], each["status"]) for each in json.loads(path.read_text())["results"]]
+    return [
+        (each["case"], each["stage"], each["status"])
+        for each in json.loads(path.read_text())["results"]
+    ]
 
 
 RESULTS_OF_TWO_TESTS = [
@@ -385,8 +425,13 @@ def test_fixture_passes_and_fails_tests(pytester):
     result = pytester.runpytest_inprocess()
     result.assert_outcomes(passed=3, failed=3)
     for port in ("numpy", "torch", "jax"):
-        title = f"E*test_ports.py::test_port[[]wrong-{port}[]]/context: actual differs from expected (float32)"
-        result.stdout.fnmatch_lines([title, "E*(B N T H) = (2, 3, 4, 5)", "E*mismatched  120 / 120 (100.0%)"])
+        title = (
+            f"E*test_ports.py::test_port[[]wrong-{port}[]]/context: actual differs from expected "
+            f"(float32)"
+        )
+        result.stdout.fnmatch_lines(
+            [title, "E*(B N T H) = (2, 3, 4, 5)", "E*mismatched  120 / 120 (100.0%)"]
+        )
 
 
 def test_traceback_ends_in_the_test(run_two_tests):
@@ -424,7 +469,9 @@ def test_report_of_workers_is_complete(run_two_tests, pytester):
 def test_report_names_lost_worker(pytester):
     """If a worker crashes, the report has a warning with its name."""
     pytester.makepyfile("def test_crash(): import os; os._exit(1)")
-    result = pytester.runpytest_inprocess("-n", "1", "--max-worker-restart", "0", "--parity-report", "report.json")
+    result = pytester.runpytest_inprocess(
+        "-n", "1", "--max-worker-restart", "0", "--parity-report", "report.json"
+    )
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     report = json.loads((pytester.path / "report.json").read_text())
     assert report["warnings"] == ["worker gw0 went down: its comparisons are missing"]
@@ -448,7 +495,10 @@ def test_report_can_be_junit_xml(run_two_tests, pytester):
     root = ElementTree.parse(pytester.path / "report.xml").getroot()
     assert root.attrib["failures"] == "1"
     tests = [(test.get("classname"), test.get("name")) for test in root.iter("testcase")]
-    assert sorted(tests) == [("test_two", "test_right-float64"), ("test_two", "test_wrong layer 3-float64")]
+    assert sorted(tests) == [
+        ("test_two", "test_right-float64"),
+        ("test_two", "test_wrong layer 3-float64"),
+    ]
     assert "test_two.py::test_wrong layer 3/k" in "".join(root.itertext())
 
 
@@ -491,7 +541,9 @@ def test_reports_have_the_diagnosis(pytester, suffix, processes):
     different axes; for JSON, a worker sends it.
     """
     pytester.makepyfile(test_stages=TESTS_WITH_STAGES)
-    result = pytester.runpytest_inprocess("-W", "ignore", "-n", processes, "--parity-report", f"report.{suffix}")
+    result = pytester.runpytest_inprocess(
+        "-W", "ignore", "-n", processes, "--parity-report", f"report.{suffix}"
+    )
     result.assert_outcomes(passed=1, failed=1)
     text = (pytester.path / f"report.{suffix}").read_text("utf-8")
     assert all(f"{number} of 2: {name}" in text for number, name in enumerate(NAMES, 1))
@@ -502,7 +554,11 @@ def test_reports_have_the_diagnosis(pytester, suffix, processes):
         assert wrong["text"].count("Likely bug ") == 2
         assert (wrong["likely_bug"], wrong["first_wrong_stage"]) == (NAMES[0], "q")
         assert all(each["ratio"] is not None for each in report["results"])
-        assert all(each["ratio"] <= 1.0 for each in report["results"] if each["case"].endswith("test_right"))
+        assert all(
+            each["ratio"] <= 1.0
+            for each in report["results"]
+            if each["case"].endswith("test_right")
+        )
     if suffix == "xml":
         (failure,) = ElementTree.fromstring(text.encode()).iter("failure")
         assert failure.get("message").startswith("fused-qkv-read-per-head: ")
@@ -534,7 +590,10 @@ def test_junit_names_match_pytest(pytester, processes):
     reports = ("--parity-report", "ours.xml", "--junit-xml", "pytest.xml")
     pytester.runpytest_inprocess("-n", processes, *reports).assert_outcomes(passed=2)
     ours, theirs = (
-        sorted((test.get("classname"), test.get("name")) for test in ElementTree.parse(name).getroot().iter("testcase"))
+        sorted(
+            (test.get("classname"), test.get("name"))
+            for test in ElementTree.parse(name).getroot().iter("testcase")
+        )
         for name in (pytester.path / "ours.xml", pytester.path / "pytest.xml")
     )
     assert ours == [(classname, f"{name} e::f-float64") for classname, name in theirs]
@@ -553,7 +612,10 @@ def test_report_can_be_html(run_two_tests, pytester, name):
     [
         ("report.txt", refuses("--parity-report", "/report.txt")),
         ("nowhere/report.json", refuses("--parity-report", "/nowhere/report.json")),
-        ("/proc/report.json", refuses("--parity-report", "/proc/report.json: No such file or directory")),
+        (
+            "/proc/report.json",
+            refuses("--parity-report", "/proc/report.json: No such file or directory"),
+        ),
     ],
 )
 def test_unwritable_report_is_usage_error(run_two_tests, path, refusal):
@@ -567,7 +629,9 @@ def test_unwritable_report_is_usage_error(run_two_tests, path, refusal):
 
 def test_missing_report_library_fails_early(run_two_tests, monkeypatch):
     """Without jinja2, an HTML report is a usage error before any test is collected."""
-    monkeypatch.setattr("parity.measure.core.packages.is_installed", lambda package: package != "jinja2")
+    monkeypatch.setattr(
+        "parity.measure.core.packages.is_installed", lambda package: package != "jinja2"
+    )
     result = run_two_tests("--parity-report", "report.html")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["ERROR: an HTML report *jinja2, not installed here*"])
@@ -576,7 +640,9 @@ def test_missing_report_library_fails_early(run_two_tests, monkeypatch):
 
 def test_html_report_needs_no_pillow(run_two_tests, monkeypatch):
     """An HTML report, which has no pictures, is written without pillow."""
-    monkeypatch.setattr("parity.measure.core.packages.is_installed", lambda package: package != "pillow")
+    monkeypatch.setattr(
+        "parity.measure.core.packages.is_installed", lambda package: package != "pillow"
+    )
     result = run_two_tests("--parity-report", "report.html")
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["*parity report: *report.html (* comparisons, 1 failed)*"])
@@ -600,7 +666,8 @@ def test_plugin_can_be_disabled(run_two_tests):
     result.stdout.fnmatch_lines(["*fixture 'assert_parity' not found"])
 
 
-# ---- Installed -------------------------------------------------------------------------------------------------------
+# ---- Installed
+# --------------------------------------------------------------------------------------------------
 
 
 def run(*command, cwd=ROOT, status=0):
@@ -613,7 +680,7 @@ def run(*command, cwd=ROOT, status=0):
 
 @pytest.mark.costly("modules that a new process imports")
 def test_plugin_imports_only_pytest():
-    """After pytest, importing the plugin loads two modules of parity beside their packages, and
+    """After pytest, importing the plugin loads two modules of parity, their packages, and
     no library.
     """
     program = """
@@ -623,7 +690,13 @@ import parity.use.testing.pytest_plugin
 print(*sorted(set(sys.modules) - before))
 """
     loaded = run(sys.executable, "-c", program).split()
-    packages = ["parity", "parity.measure", "parity.measure.core", "parity.use", "parity.use.testing"]
+    packages = [
+        "parity",
+        "parity.measure",
+        "parity.measure.core",
+        "parity.use",
+        "parity.use.testing",
+    ]
     modules = ["parity.measure.core.libraries", "parity.use.testing.pytest_plugin"]
     assert sorted(loaded) == sorted(packages + modules)
 
@@ -660,11 +733,23 @@ def test_unknown_name_raises_error():
 def python_with_the_wheel(tmp_path):
     """Return the Python of a fresh environment with the wheel, which borrows dependencies."""
     for package in ("parity", "mha_spec", "mha_jax", "mha_torch", "mha_tt", "ttnn_mock"):
-        shutil.copytree(ROOT / package, tmp_path / "source" / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / package,
+            tmp_path / "source" / package,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, tmp_path / "source")
     pip = (sys.executable, "-m", "pip")
-    build = ("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", tmp_path)
+    build = (
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--wheel-dir",
+        tmp_path,
+    )
     run(*pip, *build, tmp_path / "source")
     (wheel,) = tmp_path.glob("mha_parity-*.whl")
     venv.create(tmp_path / "venv", symlinks=True)
@@ -698,9 +783,14 @@ def test_wrong(assert_parity):
     folder.mkdir()
     (folder / "test_port.py").write_text(port)
     report = ("--parity-report", "report.json")
-    out = run(python_with_the_wheel, "-m", "pytest", *NO_HYPOTHESIS.split(), *report, cwd=folder, status=1)
+    out = run(
+        python_with_the_wheel, "-m", "pytest", *NO_HYPOTHESIS.split(), *report, cwd=folder, status=1
+    )
     assert re.search("^plugins: .*mha-parity", out, re.MULTILINE)
     assert "1 failed, 1 passed" in out
-    assert "AssertionError: test_port.py::test_wrong/output: actual differs from expected (float64)" in out
+    assert (
+        "AssertionError: test_port.py::test_wrong/output: actual differs from expected (float64)"
+        in out
+    )
     assert "(B T E) = (2, 5, 8)" in out
     assert [status for _, _, status in results(folder / "report.json")] == ["passed", "failed"]
