@@ -12,8 +12,9 @@ from typing import Any, Unpack
 import numpy as np
 
 from mha_spec import InputError
-from parity.port.conversion.hints import LayerKeywords
-from parity.port.conversion.layers import FileLayer, open_layers
+from parity.port.conversion.checkpoint import Checkpoint
+from parity.port.conversion.hints import CALLER, LayerHints, LayerKeywords
+from parity.port.conversion.layers import FileLayer
 from parity.use.running.models import chosen_layers, number_of, skeleton_of
 from parity_lab.bench import Bench, Make, bench_work, checked, effort, environment_of, open_sides
 from parity_lab.bench.measure import Contender
@@ -55,9 +56,11 @@ def bench_model(
     _, frameworks, dtypes = checked((), frameworks, dtypes, device)
     sides, names = open_sides(frameworks, device)
     rows = []
-    with open_layers(path, layout, prefix=prefix, **said) as found:
+    with Checkpoint.open(path) as checkpoint:
+        found = checkpoint.layers(LayerHints.by(CALLER, **said), layout, prefix)
+        found.warn_if_incomplete()
         skeleton = cache(partial(_skeleton, path))
-        for layer, label in _alike(chosen_layers(found, layers)):
+        for layer, label in _alike(chosen_layers(found.in_order, layers)):
             weights, _ = layer.load()
             for work in (each for dtype in dtypes for each in _works(layer, label, dtype, quick)):
                 on_row(f"{work.what} {work.shape}")

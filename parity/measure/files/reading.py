@@ -80,11 +80,14 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorFile:
 def open_file(path: Path, kind: str | None = None) -> TensorFile:
     """Open a single file of a given or detected format."""
     check_is_file(path, path.stat().st_mode)
-    with path.open("rb") as file, in_one_line(path, kind or "tensor"):
-        kind = kind or _kind(path, file.read(16))
-    with ExitStack() as stack, in_one_line(path, kind):
+    with ExitStack() as stack:
         file = stack.enter_context(path.open("rb"))
-        opened = OPENERS[kind](path, file)
+        if kind is None:
+            with in_one_line(path, "tensor"):
+                kind = _kind(path, file.read(16))
+                file.seek(0)
+        with in_one_line(path, kind):
+            opened = OPENERS[kind](path, file)
         opened.release = stack.pop_all().close
         return opened
 

@@ -16,12 +16,13 @@ from mha_spec import AttentionSpec
 from parity.measure.core.records import JsonRecord
 from parity.measure.core.weights import Weights, check_weights
 from parity.measure.text import and_listed
+from parity.port.conversion.bits import same_bits
 from parity.port.conversion.laws import Layers, Pair, TensorLaw, law_of
 from parity.port.conversion.packings import LETTERS, PackingError, find_packing_error
 from parity.port.conversion.roles import Role, roles
 from parity.port.conversion.same_function import in_other_words
 from parity.port.conversion.ulps import MOST_ULPS, coarser, is_copy, ulps
-from parity.port.conversion.verify import check_alike, same_bits, with_biases
+from parity.port.conversion.verify import check_alike, with_biases
 
 MOST_NAMED = 8  # heads, rows or columns
 MOST_COUNTED = 1e6  # units in the last place; larger counts are not informative

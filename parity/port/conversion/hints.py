@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
@@ -12,6 +12,9 @@ COUNTS = ("num_heads", "num_kv_heads", "head_dim")
 
 CALLER, METADATA, SHAPES = "the caller", "the file's metadata", "the shapes"
 """Sources of hints, in addition to `config.json` and `GGUF`."""
+
+HINTS = (*COUNTS, "rope", "spec")
+"""Names of hints, in `LayerHints` and `LayerKeywords`."""
 
 
 class LayerKeywords(TypedDict, total=False):
@@ -50,35 +53,36 @@ class LayerHints:
     overridden: float | None = None
 
     @classmethod
-    def by(cls, origin: str, **given: Any) -> LayerHints:
+    def by(cls, origin: str, **keywords: Any) -> LayerHints:
         """Return the hints of one source, by the names of `LayerKeywords`."""
-        if unknown := given.keys() - {*HINTS}:
+        unknown = keywords.keys() - {*HINTS}
+        if unknown:
             raise TypeError(
                 f"hints must be some of {', '.join(HINTS)}, got {', '.join(sorted(unknown))}"
             )
-        return cls(
-            **given,
-            origins=dict.fromkeys((name for name in HINTS if given.get(name) is not None), origin),
-        )
+        names = [name for name in HINTS if keywords.get(name) is not None]
+        return cls(**keywords, origins=dict.fromkeys(names, origin))
 
     @property
-    def given(self) -> dict[str, Any]:
+    def values(self) -> dict[str, Any]:
         """Return the hints that are set, by name."""
-        return {name: value for name in HINTS if (value := getattr(self, name)) is not None}
+        values = {name: getattr(self, name) for name in HINTS}
+        return {name: value for name, value in values.items() if value is not None}
 
     @property
     def counts(self) -> dict[str, int]:
         """Return the known numbers of heads, by name."""
-        return {name: value for name, value in self.given.items() if name in COUNTS}
+        return {name: value for name, value in self.values.items() if name in COUNTS}
 
     @property
     def from_model(self) -> str:
         """Return the configuration that some hint comes from: `config.json`, `GGUF` or an empty
         string.
         """
-        return next(
-            (origin for origin in self.origins.values() if origin not in (CALLER, METADATA)), ""
-        )
+        for origin in self.origins.values():
+            if origin not in (CALLER, METADATA):
+                return origin
+        return ""
 
     def origin_of(self, name: str) -> str:
         """Return the source of a hint; heads without a source come from the shapes."""
@@ -89,74 +93,78 @@ class LayerHints:
         return [name for name, value in self.counts.items() if value != getattr(spec, name)]
 
 
-HINTS = (*COUNTS, "rope", "spec")
-"""Names of hints, in `LayerHints` and `LayerKeywords`."""
+def merge(label: str, in_order: Iterable[LayerHints]) -> LayerHints:
+    """Merge the hints of several sources about a layer; earlier sources take precedence.
 
-HintSource = Callable[[str], LayerHints | None]
-"""A source of hints: a function from the label of a layer (a prefix, or one with an index) to its
-hints.
-"""
-
-
-def merge(label: str, sources: Iterable[HintSource]) -> LayerHints:
-    """Merge the hints about a layer; earlier sources take precedence.
-
-    The order is that of `file_hints`: the caller, then the file's own metadata, otherwise its
-    config.json or GGUF keys. `find_spec` uses the shapes last. A hint comes from the first source
-    that has it, with these rules:
+    A hint comes from the first source that has it, with these rules:
 
     - All counts come from one source, because counts of two sources do not mix.
     - A later `spec` must have the counts of earlier sources. It may differ from them only in the
       base of RoPE.
     - Keys about RoPE are not unread if an earlier source specifies RoPE.
 
+    Args:
+        label: label of the layer, for errors: a prefix, or one with an index.
+        in_order: the hints, those with precedence first. `FileHints` has the order of a file's
+            sources.
+
     Raises:
         ValueError: if sources contradict each other.
     """
     merged = LayerHints()
-    for source in sources:
-        if (later := source(label)) is None:
-            continue
-        rope, known = merged.rope, later.spec.rope if later.spec is not None else later.rope
-        taken = {name: value for name, value in later.given.items() if name not in merged.given}
-        if merged.counts:
-            taken = {name: value for name, value in taken.items() if name not in COUNTS}
-        if later.spec is not None:
-            taken["spec"] = _with_hints(later.spec, merged, label, may_rotate=later.may_rotate)
-        unread = {
-            name: value
-            for name, value in later.unread.items()
-            if rope is None or not is_of_rope(name)
-        }
-        merged = replace(
-            merged,
-            **taken,
-            origins={**{name: later.origins[name] for name in taken}, **merged.origins},
-            unread={**merged.unread, **unread},
-            overridden=known.theta
-            if rope is not None and known is not None and known.theta != rope.theta
-            else None,
-        )
+    for later in in_order:
+        merged = _with_later(merged, later, label)
     return merged
 
 
-def _with_hints(
-    spec: AttentionSpec, hints: LayerHints, label: str, *, may_rotate: bool
+def _with_later(earlier: LayerHints, later: LayerHints, label: str) -> LayerHints:
+    """Add the hints of a later source to those of earlier ones."""
+    known = earlier.values
+    has_counts = bool(earlier.counts)
+    added: dict[str, Any] = {}
+    for name, value in later.values.items():
+        if name in known or (has_counts and name in COUNTS):
+            continue
+        added[name] = value
+    later_rope = later.rope
+    if later.spec is not None:
+        added["spec"] = _agreeing(later.spec, earlier, label, may_rotate=later.may_rotate)
+        later_rope = later.spec.rope
+    unread = later.unread
+    overridden = None
+    if earlier.rope is not None:
+        unread = without_rope_keys(unread)
+        if later_rope is not None and later_rope.theta != earlier.rope.theta:
+            overridden = later_rope.theta
+    origins = {name: later.origins[name] for name in added}
+    return replace(
+        earlier,
+        **added,
+        origins={**origins, **earlier.origins},
+        unread={**earlier.unread, **unread},
+        overridden=overridden,
+    )
+
+
+def _agreeing(
+    spec: AttentionSpec, earlier: LayerHints, label: str, *, may_rotate: bool
 ) -> AttentionSpec:
-    """Return a layer with the RoPE of hints, if any; reject it if its heads or its rotation differ
-    from theirs.
+    """Return a layer with the RoPE of earlier hints, if any; reject it if its heads or its rotation
+    differ from theirs.
     """
-    if wrong := hints.contradicted_by(spec):
-        got, expected = (
-            ", ".join(f"{name}={of[name]}" for name in wrong)
-            for of in (hints.counts, spec.values())
-        )
+    wrong = earlier.contradicted_by(spec)
+    if wrong:
+        got = ", ".join(f"{name}={earlier.counts[name]}" for name in wrong)
+        expected = ", ".join(f"{name}={getattr(spec, name)}" for name in wrong)
         raise InputError(wrong[0], f"match the file's metadata for {label}, {expected}", got)
-    rope = hints.rope
+    rope = earlier.rope
     if rope is None:
         return spec
-    is_other = not may_rotate if spec.rope is None else replace(spec.rope, theta=rope.theta) != rope
-    if is_other:
+    if spec.rope is None:
+        contradicts = not may_rotate
+    else:
+        contradicts = replace(spec.rope, theta=rope.theta) != rope
+    if contradicts:
         raise InputError(
             "rope", f"not be given for {label}, which has {spec.rope or 'none'}", rope=rope
         )
@@ -167,5 +175,10 @@ def is_of_rope(name: str) -> bool:
     """Return whether an unread key is about RoPE; a caller who passes RoPE replaces all such
     keys.
     """
-    words = ("rope", "rotary", "partial_rotary", "mrope")
-    return any(word.startswith(words) for word in name.split("."))
+    beginnings = ("rope", "rotary", "partial_rotary", "mrope")
+    return any(word.startswith(beginnings) for word in name.split("."))
+
+
+def without_rope_keys(unread: Mapping[str, Any]) -> dict[str, Any]:
+    """Return unread keys without those about RoPE."""
+    return {name: value for name, value in unread.items() if not is_of_rope(name)}

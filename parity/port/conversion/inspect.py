@@ -1,29 +1,21 @@
-"""Find every attention layer in a file, in every layout that fits."""
+"""Find every attention layer in a checkpoint, in every layout that fits."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
-from parity.measure.files import TensorFile
+from parity.port.conversion.checkpoint import Checkpoint
+from parity.port.conversion.file_hints import FileHints
 from parity.port.conversion.hints import CALLER, LayerHints, LayerKeywords
 from parity.port.conversion.layers import TensorCache, key_in_words, layers_under
 from parity.port.conversion.layouts import LAYOUTS, Layout
 from parity.port.conversion.layouts.detection import HeadsMismatchError, LayoutMismatchError
-from parity.port.conversion.metadata import FileHints, file_hints
 from parity.port.conversion.prefixes import numbered
-from parity.port.conversion.ranks import open_checkpoint
-
-
-def count_tensors(path: str | os.PathLike[str]) -> int:
-    """Count the tensors of a file, which is about the number that its conversion writes."""
-    with open_checkpoint(path) as file:
-        return len(file.infos)
 
 
 @dataclass(frozen=True)
@@ -52,53 +44,17 @@ class Found:
     unread: tuple[str, ...] = ()
 
 
-def find_layers(file: TensorFile, **keywords: Unpack[LayerKeywords]) -> list[Found]:
-    """Find every attention layer in an open file, in every layout that fits its names.
+def find_layers(checkpoint: Checkpoint, **keywords: Unpack[LayerKeywords]) -> list[Found]:
+    """Find every attention layer in a checkpoint, in every layout that fits its names.
 
     If no layout fits with the given heads, return those that fit with other heads.
     """
-    known = file_hints(file, LayerHints.by(CALLER, **keywords))
-    cache, depend_on_names = TensorCache(file), _depend_on_names(known)
-    found: list[Found] = []
-    of_other_heads: list[Found] = []
-    candidates: dict[str, _Candidate] = {}
+    search = LayerSearch(checkpoint.tensors, checkpoint.hints(LayerHints.by(CALLER, **keywords)))
     for layout in LAYOUTS.values():
-        prefixes = cache.names.possible_prefixes(layout)
-        # Layers with one pattern and equal shapes: one of each is examined.
-        alike: dict[tuple[str, Kind], list[str]] = {}
-        for concrete in prefixes:
-            if concrete not in candidates:
-                of_model = known.model.layer_at(concrete)
-                own_layout = None if of_model is None else of_model.layout
-                candidates[concrete] = _Candidate(
-                    numbered(concrete), _kind_of(cache, concrete), own_layout
-                )
-            candidate = candidates[concrete]
-            if candidate.layout in (None, layout.name):
-                alike.setdefault((candidate.pattern, candidate.kind), []).append(concrete)
-        examined: dict[Kind, _Examined | None] = {}
-        for (prefix, kind), members in alike.items():
-            first = members[0]
-            if kind not in examined or depend_on_names:
-                examined[kind] = _examine(cache, first, layout, known)
-            result = examined[kind]
-            if result is None:
-                continue
-            dtype, count = file.infos[prefixes[first]].dtype.name, len(members) * result.size
-            keys = tuple(key_in_words(*each) for each in result.unread.items())
-            layers = Found(
-                prefix,
-                count,
-                layout.name,
-                result.words,
-                dtype,
-                result.is_stacked,
-                layout.packing,
-                keys,
-            )
-            (of_other_heads if result.has_other_heads else found).append(layers)
-    fitting = {each.prefix for each in found}
-    return found + [each for each in of_other_heads if each.prefix not in fitting]
+        search.examine(layout)
+    fitting = {layers.prefix for layers in search.fitting}
+    others = [layers for layers in search.of_other_heads if layers.prefix not in fitting]
+    return search.fitting + others
 
 
 Kind = tuple[tuple[str, tuple[int, ...], np.dtype], ...]
@@ -125,6 +81,70 @@ class _Examined(NamedTuple):
     has_other_heads: bool = False
 
 
+@dataclass
+class LayerSearch:
+    """The search for layers in a file, one layout after the other.
+
+    Attributes:
+        file: the tensors of the file.
+        hints: what is known of its layers.
+        fitting: layers that fit a layout.
+        of_other_heads: layers that fit a layout with heads other than the given ones.
+    """
+
+    file: TensorCache
+    hints: FileHints
+    fitting: list[Found] = field(default_factory=list)
+    of_other_heads: list[Found] = field(default_factory=list)
+    _candidates: dict[str, _Candidate] = field(default_factory=dict)
+
+    def examine(self, layout: Layout) -> None:
+        """Add the layers that fit a layout."""
+        first_names = self.file.names.possible_prefixes(layout)
+        # Layers with one pattern and equal shapes: one of each is examined.
+        alike: dict[tuple[str, Kind], list[str]] = {}
+        for prefix in first_names:
+            candidate = self._candidate_at(prefix)
+            if candidate.layout in (None, layout.name):
+                alike.setdefault((candidate.pattern, candidate.kind), []).append(prefix)
+        hints = self.hints
+        # If hints differ by the names of layers, layers of equal shapes may differ.
+        depends_on_names = bool(
+            hints.own.specs_by_label or hints.model.paths or hints.model.sections
+        )
+        examined: dict[Kind, _Examined | None] = {}
+        for (pattern, kind), prefixes in alike.items():
+            first = prefixes[0]
+            if kind not in examined or depends_on_names:
+                examined[kind] = _examine(self.file, first, layout, hints)
+            layer = examined[kind]
+            if layer is None:
+                continue
+            found = Found(
+                pattern,
+                len(prefixes) * layer.size,
+                layout.name,
+                layer.words,
+                self.file.infos[first_names[first]].dtype.name,
+                layer.is_stacked,
+                layout.packing,
+                tuple(key_in_words(name, value) for name, value in layer.unread.items()),
+            )
+            if layer.has_other_heads:
+                self.of_other_heads.append(found)
+            else:
+                self.fitting.append(found)
+
+    def _candidate_at(self, prefix: str) -> _Candidate:
+        """Return the candidate under a prefix, which may fit several layouts."""
+        if prefix not in self._candidates:
+            of_model = self.hints.model.layer_at(prefix)
+            layout = None if of_model is None else of_model.layout
+            kind = _kind_of(self.file, prefix)
+            self._candidates[prefix] = _Candidate(numbered(prefix), kind, layout)
+        return self._candidates[prefix]
+
+
 def _kind_of(file: TensorCache, prefix: str) -> Kind:
     kinds = []
     for name in sorted(file.names.under(prefix)):
@@ -133,29 +153,24 @@ def _kind_of(file: TensorCache, prefix: str) -> Kind:
     return tuple(kinds)
 
 
-def _depend_on_names(known: FileHints) -> bool:
-    """Return whether hints differ by the names of layers, so that layers of equal shapes may
-    differ.
-    """
-    return bool(known.specs or known.model.paths or known.model.sections)
-
-
-def _examine(file: TensorCache, prefix: str, layout: Layout, known: FileHints) -> _Examined | None:
+def _examine(file: TensorCache, prefix: str, layout: Layout, hints: FileHints) -> _Examined | None:
     """Return what is known of the layer under a prefix; None if it does not fit the layout."""
     try:
-        layers = layers_under(file, prefix, layout, known)
+        layers = layers_under(file, prefix, layout, hints)
     except ValueError as error:
-        of_model = known.model.layer_at(prefix)
+        of_model = hints.model.layer_at(prefix)
+        # The reason is reported only for layers in the configuration.
         if type(error) is LayoutMismatchError and (of_model is None or of_model.spec is None):
-            return None  # report the reason only for layers in the configuration
+            return None
         words = str(error).removeprefix(f"{prefix or file.path}: ")
-        unread = known.unread
+        unread = hints.own.unread
         with suppress(ValueError):  # its configuration may itself be the reason
-            unread = known.without_heads_of_model(prefix).unread
+            unread = hints.without_heads_of_model(prefix).unread
         return _Examined(
             words, unread=unread, has_other_heads=isinstance(error, HeadsMismatchError)
         )
-    hints, spec = layers[0].hints, layers[0].spec
+    layer_hints, spec = layers[0].hints, layers[0].spec
     words = f"{spec.num_heads} x {spec.head_dim}, key/value {spec.num_kv_heads}"
-    words += f" ({hints.from_model})" if hints.from_model else ""
-    return _Examined(words, len(layers), layers[0].index is not None, hints.unread)
+    if layer_hints.from_model:
+        words += f" ({layer_hints.from_model})"
+    return _Examined(words, len(layers), layers[0].index is not None, layer_hints.unread)

@@ -1,23 +1,21 @@
-"""Read the attention layers of a file one at a time."""
+"""Find the attention layers of a file, and read them one at a time."""
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mha_spec import AttentionSpec, InputError
 from parity.measure.core.weights import Weights, is_finite, is_floating
 from parity.measure.files import FileTensor, TensorFile
-from parity.measure.text import some_of
-from parity.port.conversion.hints import CALLER, LayerHints, LayerKeywords, is_of_rope
+from parity.port.conversion.file_hints import FileHints
+from parity.port.conversion.hints import LayerHints, is_of_rope
 from parity.port.conversion.layouts import Layout
 from parity.port.conversion.layouts.detection import (
     LayoutMismatchError,
@@ -28,120 +26,12 @@ from parity.port.conversion.layouts.detection import (
 )
 from parity.port.conversion.layouts.layout import unused_in
 from parity.port.conversion.layouts.placement import Placement
-from parity.port.conversion.metadata import FileHints, file_hints, sources
 from parity.port.conversion.not_carried import NotCarriedWarning
-from parity.port.conversion.prefixes import (
-    ENTRY,
-    Names,
-    concrete_prefix,
-    fitting_prefixes,
-    numbered,
-)
-from parity.port.conversion.ranks import open_checkpoint
+from parity.port.conversion.prefixes import ENTRY, Names, concrete_prefix, fitting_prefixes
 from parity.port.conversion.sharing import name_in_file
-from parity.port.models.specs import ModelLayer, sections_named
+from parity.port.models.specs import ModelLayer
 
-
-@contextmanager
-def open_layers(
-    path: str | os.PathLike[str],
-    layout: str | None = None,
-    *,
-    prefix: str | None = None,
-    **keywords: Unpack[LayerKeywords],
-) -> Iterator[list[FileLayer]]:
-    """Open the attention layers of a file, in numerical order, to read them one at a time.
-
-    Args:
-        path, layout, keywords: as in `load`.
-        prefix: as in `load`, but `{i}` may stand for numbers, and the prefix of a stack means all
-            its layers.
-
-    Raises:
-        As in `load`.
-
-    Warns:
-        NotCarriedWarning: as in `load`, or if the configuration's layers differ from those of the
-            file.
-    """
-    with open_model(path, layout, prefix=prefix, **keywords) as found:
-        if found.missing:
-            words = (
-                f"not in {path}, although its config.json describes them: {some_of(found.missing)}"
-            )
-            warnings.warn(words, NotCarriedWarning, stacklevel=3)
-        if found.others:
-            words = (
-                f"not read, because the config.json of {path} does not describe them: "
-                f"{some_of(found.others)}"
-            )
-            warnings.warn(words, NotCarriedWarning, stacklevel=3)
-        yield found.layers
-
-
-class OpenLayers(NamedTuple):
-    """The attention layers of an open file.
-
-    Attributes:
-        layers: the layers, in numerical order.
-        missing: paths of layers that the configuration or the file's metadata requires.
-        others: prefixes of layers that the configuration does not describe.
-        rest: names of the tensors that belong to no layer; None if only some layers were requested.
-    """
-
-    layers: list[FileLayer]
-    missing: list[str]
-    others: list[str]
-    rest: list[str] | None
-
-
-@contextmanager
-def open_model(
-    path: str | os.PathLike[str],
-    layout: str | None = None,
-    *,
-    prefix: str | None = None,
-    **keywords: Unpack[LayerKeywords],
-) -> Iterator[OpenLayers]:
-    """Open the attention layers of a file as `open_layers` does, and list missing and undescribed
-    layers.
-    """
-    with open_checkpoint(path) as file:
-        known, cache = file_hints(file, LayerHints.by(CALLER, **keywords)), TensorCache(file)
-        layers = [
-            layer
-            for each, of_layout in sources(file, known, prefix, layout, "layout")
-            for layer in sorted(
-                layers_under(cache, each, of_layout, known), key=lambda layer: layer.place
-            )
-        ]
-        missing = known.missing([layer.label for layer in layers], file)
-        if prefix is None:
-            of_layers = {name for layer in layers for name in layer.sources.values()}
-            rest = [name for name in file.infos if name not in of_layers]
-            yield OpenLayers(layers, missing, _others(file, known, layers), rest)
-            return
-        # Without {i} one layer is requested, so others are not missing.
-        of_prefix = [
-            path
-            for path in missing
-            if f".{prefix}".endswith(f".{numbered(path)}") and "{i}" in prefix
-        ]
-        yield OpenLayers(layers, of_prefix, [], None)
-
-
-def _others(file: TensorFile, known: FileHints, layers: list[FileLayer]) -> list[str]:
-    """Return the prefixes of layers that the configuration of a model does not describe."""
-    if not any(layer.model is not None for layer in layers):
-        return []
-    own = {name for layer in layers for name in layer.sources.values()}
-    rest = {name: info.shape for name, info in file.infos.items() if name not in own}
-    unread = set(known.model.sections) - set(known.model.parts)  # parts of unknown families
-    return [
-        each
-        for each in fitting_prefixes(rest, layers[0].layout)
-        if not sections_named(each, unread)
-    ]
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -149,16 +39,16 @@ class FileLayer:
     """One attention layer in an open file.
 
     Attributes:
-        file: the file.
-        prefix: prefix of its tensor names.
-        numbers: numbers in the prefix that `{i}` stands for.
-        index: its index in a stack; None if it is not stacked.
+        file: the tensors of its file.
+        prefix: prefix of its tensors.
+        numbers: numbers in the prefix, for `{i}`.
+        index: its index in the stack under the prefix, or None.
         axis: axis of the stack.
-        placement: its place in the tensors of its layout.
+        placement: places of its weights in tensors.
         spec: its specification.
-        hints: merged hints about it.
+        hints: what was known of it before its tensors were examined.
         sources: full names of its tensors, by name after the prefix.
-        known: hints about the layers of its file.
+        file_hints: what is known of the layers of its file.
         shared: weights that it shares with other layers, by canonical name, each with its holder
             (see `sharing`).
         written: its specification in another layout, if that differs.
@@ -173,7 +63,7 @@ class FileLayer:
     spec: AttentionSpec
     hints: LayerHints
     sources: dict[str, str]
-    known: FileHints
+    file_hints: FileHints
     shared: Mapping[str, str] = field(default_factory=dict)
     written: AttentionSpec | None = None
 
@@ -185,14 +75,14 @@ class FileLayer:
     @cached_property
     def model(self) -> ModelLayer | None:
         """Return its layer in the model, by the configuration next to the file."""
-        return self.known.model.layer_at(self.label)
+        return self.file_hints.model.layer_at(self.label)
 
     @property
     def dropped(self) -> tuple[str, ...]:
         """Return the features that its file lost: see
         `parity.port.conversion.layouts.layout.DROPPABLE`.
         """
-        return self.known.dropped
+        return self.file_hints.dropped
 
     @property
     def to_spec(self) -> AttentionSpec:
@@ -202,21 +92,22 @@ class FileLayer:
     @property
     def is_cross(self) -> bool:
         """Return whether its keys and values come from another sequence."""
-        return self.spec.d_kv != self.spec.d_in or (
-            self.model is not None and self.model.kind == "cross_attention"
-        )
+        if self.model is not None and self.model.kind == "cross_attention":
+            return True
+        return self.spec.d_kv != self.spec.d_in
 
     @property
     def label(self) -> str:
         """Return its prefix, with its index if it is in a stack, as `load` accepts it."""
-        return self.prefix if self.index is None else f"{self.prefix}[{self.index}]"
+        return label_of(self.prefix, self.index)
 
     @property
     def place(self) -> list[int]:
         """Return its numbers and index, which identify the same layer in two files."""
-        return [int(number) for number in self.numbers] + (
-            [] if self.index is None else [self.index]
-        )
+        place = [int(number) for number in self.numbers]
+        if self.index is not None:
+            place.append(self.index)
+        return place
 
     @property
     def dtype(self) -> np.dtype:
@@ -226,19 +117,13 @@ class FileLayer:
     @property
     def quantised(self) -> list[str]:
         """Return the quantization types of its tensors in the file."""
-        return sorted(
-            {
-                self.file.quantised[name]
-                for name in self.sources.values()
-                if name in self.file.quantised
-            }
-        )
+        kinds = {self.file.quantised.get(name) for name in self.sources.values()}
+        return sorted(kind for kind in kinds if kind is not None)
 
     def load(self) -> tuple[Weights, AttentionSpec]:
         """Read its canonical weights, and return them with its specification."""
-        return {
-            name: np.array(self.read(name), order="C") for name in self.placement.weights
-        }, self.spec
+        weights = {name: np.array(self.read(name), order="C") for name in self.placement.weights}
+        return weights, self.spec
 
     def tensors(self) -> dict[str, np.ndarray]:
         """Read its tensors, by name after the prefix."""
@@ -258,16 +143,37 @@ class FileLayer:
         return self.file.read_finite(self.sources[name], self.index, self.axis)
 
 
+def label_of(prefix: str, index: int | None) -> str:
+    """Return the label of a layer under a prefix, with its index if it is in a stack."""
+    return prefix if index is None else f"{prefix}[{index}]"
+
+
+class LayerGroup(NamedTuple):
+    """Layers that were found under one prefix.
+
+    Attributes:
+        prefix: their prefix, with `{i}` for numbers, or the label of one layer of a stack.
+        layers: the layers, in the order of the file.
+    """
+
+    prefix: str
+    layers: list[FileLayer]
+
+
 class TensorCache:
     """Tensors of a file; the last ones are cached, because q, k and v may be read in turn from a
     packed tensor.
+
+    Attributes:
+        file: the open file.
+        path, infos, quantised: of the file.
     """
 
     def __init__(self, file: TensorFile) -> None:
+        self.file = file
         self.path = file.path
         self.infos = file.infos
         self.quantised = file.quantised
-        self._file = file
         self._cached: dict[tuple[str, int | None], np.ndarray] = {}
 
     @cached_property
@@ -275,29 +181,41 @@ class TensorCache:
         """Return the names of its tensors."""
         return Names(self.infos)
 
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of its tensors, by name."""
+        return {name: info.shape for name, info in self.infos.items()}
+
     def tensor(self, name: str) -> FileTensor:
         """Return a tensor that is read later, without caching it."""
         self._cached.clear()  # so that memory holds one of them
-        return self._file.tensor(name)
+        return self.file.tensor(name)
 
     def read_finite(self, name: str, index: int | None = None, axis: int = 0) -> np.ndarray:
         """Read a tensor, or one entry of a stacked one; reject NaN and infinities."""
-        if index is None or (name in self._file.places and axis == 0):
-            return self._hold((name, index), 1)
-        # A stack can only be read whole. It is cached, so that q, k and v of all its layers need
-        # one read.
-        return np.ascontiguousarray(np.moveaxis(self._hold((name, None), 3), axis, 0)[index])
+        if index is None or (name in self.file.places and axis == 0):
+            return self._read_cached(name, index, most=1)
+        # A stack can only be read whole. Three are cached, so that separate q, k and v of all
+        # layers need one read each.
+        stack = self._read_cached(name, None, most=3)
+        return np.ascontiguousarray(np.moveaxis(stack, axis, 0)[index])
 
-    def _hold(self, key: tuple[str, int | None], most: int) -> np.ndarray:
+    def _read_cached(self, name: str, index: int | None, *, most: int) -> np.ndarray:
+        """Read a tensor or an entry of it, and keep the last `most` ones."""
+        key = (name, index)
         if key not in self._cached:
+            # Before the read, so that memory holds no more than `most` at any time.
             while len(self._cached) >= most:
                 del self._cached[next(iter(self._cached))]
-            name, index = key
-            tensor = self._file.read(name) if index is None else self._file.read_entry(name, index)
+            tensor = self.file.read(name) if index is None else self.file.read_entry(name, index)
             if not is_finite(tensor):
                 raise InputError(name, "be finite", "NaN or infinities")
             self._cached[key] = tensor
         return self._cached[key]
+
+
+# ---- Layers under a prefix
+# --------------------------------------------------------------------------------------------------
 
 
 QUANTISED = re.compile(
@@ -308,8 +226,32 @@ compressed-tensors.
 """
 
 
+@dataclass(frozen=True)
+class _IdentifiedLayer:
+    """A layer under a prefix: its index in a stack or None, its hints, its specification and its
+    placement.
+    """
+
+    index: int | None
+    hints: LayerHints
+    spec: AttentionSpec
+    placement: Placement
+
+
+class _TensorsOfPrefix(NamedTuple):
+    """The tensors under a concrete prefix.
+
+    Attributes:
+        numbers: numbers in the prefix, for `{i}`.
+        sources: their full names, by name after the prefix.
+    """
+
+    numbers: tuple[str, ...]
+    sources: dict[str, str]
+
+
 def layers_under(
-    file: TensorCache, prefix: str, layout: Layout, known: FileHints
+    file: TensorCache, prefix: str, layout: Layout, hints: FileHints
 ) -> list[FileLayer]:
     """Find the attention layers under a prefix.
 
@@ -319,199 +261,158 @@ def layers_under(
     Warns:
         NotCarriedWarning: as in `load`.
     """
-    entry = ENTRY.fullmatch(prefix)
-    begin = entry[1] if entry else prefix
-    found: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {}
-    for name in file.names.beginning(begin.partition("{i}")[0]):
-        match = concrete_prefix(begin, name)
-        if match and not layout.ignores(match[2], known.ignored):
-            found.setdefault(match[0], (match[1], {}))[1][match[2]] = name
-    if "{i}" in begin:
-        found = {
-            concrete: held for concrete, held in found.items() if not known.is_other(concrete)
-        } or found
-    if not found:
+    entry_of_stack = ENTRY.fullmatch(prefix)
+    pattern = prefix if entry_of_stack is None else entry_of_stack[1]
+    by_prefix = _tensors_by_prefix(file, pattern, layout, hints)
+    if not by_prefix:
         raise _no_layer(InputError, file, prefix, layout)
-    layers = []
-    for concrete, (numbers, own) in found.items():
-        held = _with_shared(file, concrete, own, layout, known)
+    layers: list[FileLayer] = []
+    for concrete, (numbers, own) in by_prefix.items():
+        sources = _with_shared(file, concrete, own, layout, hints)
         try:
-            if (told := known.at(concrete).spec) is not None:
-                held = {
-                    short: name
-                    for short, name in held.items()
-                    if short not in unused_in(layout, told)
-                }
-            infos = {short: file.infos[name] for short, name in held.items()}
-            entries, axis = _identify(
-                {short: info.shape for short, info in infos.items()}, concrete, layout, known
-            )
+            sources = _without_unused(sources, concrete, layout, hints)
+            shapes = {short: file.infos[name].shape for short, name in sources.items()}
+            entries, axis = _identify(shapes, concrete, layout, hints)
         except InputError as error:
             if isinstance(error, LayoutMismatchError):
-                if not concrete and any(
-                    fitting_prefixes({name: x.shape for name, x in file.infos.items()}, layout)
-                ):
+                if not concrete and any(fitting_prefixes(file.shapes, layout)):
                     raise _no_layer(LayoutMismatchError, file, prefix, layout) from None
-                if any(map(QUANTISED.search, held)):
-                    error.hint = "; ".join(
-                        filter(None, [error.hint, "quantized weights are read only from GGUF"])
-                    )
+                if any(QUANTISED.search(name) for name in sources):
+                    advice = "quantized weights are read only from GGUF"
+                    error.hint = f"{error.hint}; {advice}" if error.hint else advice
             raise error.within(concrete or str(file.path)) from None
-        dtypes = sorted({info.dtype.name for info in infos.values()})
-        if len(dtypes) > 1 or not is_floating(next(iter(infos.values())).dtype):
-            raise InputError(concrete or file.path, "have one floating-point dtype", str(dtypes))
-        if entry:
-            size = "no stack" if entries[0][0] is None else f"a stack of {len(entries)}"
-            entries = [each for each in entries if each[0] == int(entry[2])]
-            if not entries:
-                raise InputError(
-                    "prefix", f"be that of a layer in {file.path}", f"prefix={prefix!r} of {size}"
+        _check_dtypes(file, concrete, sources)
+        if entry_of_stack is not None:
+            entries = [_entry_at(int(entry_of_stack[2]), entries, file, prefix)]
+        for entry in entries:
+            label = label_of(concrete, entry.index)
+            layers.append(
+                FileLayer(
+                    file,
+                    concrete,
+                    numbers,
+                    entry.index,
+                    axis,
+                    entry.placement,
+                    entry.spec,
+                    entry.hints,
+                    sources,
+                    hints,
+                    shared=hints.holders_at(label, layout, file.infos),
                 )
-        for index, hints, placement in entries:
-            if hints.spec is not None:
-                label = concrete if index is None else f"{concrete}[{index}]"
-                layer = FileLayer(
-                    file, concrete, numbers, index, axis, placement, hints.spec, hints, held, known
-                )
-                layers.append(replace(layer, shared=known.holders_at(label, layout, file.infos)))
+            )
     for layer in layers:
         _check_values(layer)
-    if unread := {name: value for layer in layers for name, value in layer.hints.unread.items()}:
-        warnings.warn(_not_carried(unread, known), NotCarriedWarning, stacklevel=3)
+    unread = unread_of(layers)
+    if unread:
+        # Of the caller of `load` and `convert_file`, above `Checkpoint.layers`.
+        warnings.warn(_not_carried(unread, hints), NotCarriedWarning, stacklevel=4)
     return layers
 
 
-def _not_carried(unread: Mapping[str, Any], known: FileHints) -> str:
-    """Describe the attention keys that no specification contains, and how the caller can replace
-    them.
+def unread_of(layers: list[FileLayer]) -> dict[str, Any]:
+    """Return the attention keys that the specification of some layer does not contain, with their
+    values.
     """
-    origin = known.model.origin or "the metadata"
-    words = f"{origin} sets {', '.join(key_in_words(*each) for each in unread.items())}"
-    words += ", which no specification expresses"
-    if any(map(is_of_rope, unread)):
-        words += (
-            ": RoPE is left out; pass rope=Rope(…) to parity.load, or --rope-theta for plain RoPE"
-        )
-    if not all(map(is_of_rope, unread)):
-        words += "; parity.load accepts a complete spec=…"
-    return words
+    unread: dict[str, Any] = {}
+    for layer in layers:
+        unread |= layer.hints.unread
+    return unread
 
 
-def key_in_words(name: str, value: Any) -> str:
-    """Return a key of a configuration with its value, truncated if long."""
-    text = str(value) if isinstance(value, str | int | float) else repr(value)
-    return name if value is None else f"{name}={text if len(text) <= 80 else f'{text[:80]}…'}"
+def _tensors_by_prefix(
+    file: TensorCache, pattern: str, layout: Layout, hints: FileHints
+) -> dict[str, _TensorsOfPrefix]:
+    """Return the tensors under each concrete prefix of a pattern, without those that the layout or
+    the file ignores.
+    """
+    by_prefix: dict[str, _TensorsOfPrefix] = {}
+    for name in file.names.beginning(pattern.partition("{i}")[0]):
+        match = concrete_prefix(pattern, name)
+        if match is None:
+            continue
+        concrete, numbers, short = match
+        if not layout.ignores(short, hints.ignored):
+            tensors = by_prefix.setdefault(concrete, _TensorsOfPrefix(numbers, {}))
+            tensors.sources[short] = name
+    if "{i}" not in pattern:
+        return by_prefix
+    # A pattern also matches other modules, such as the layers that predict further tokens. If
+    # nothing else is there, the caller means them.
+    of_layers = {
+        concrete: tensors for concrete, tensors in by_prefix.items() if not hints.is_other(concrete)
+    }
+    return of_layers or by_prefix
+
+
+def _with_shared(
+    file: TensorCache, prefix: str, own: dict[str, str], layout: Layout, hints: FileHints
+) -> dict[str, str]:
+    """Return the tensors of a layer, with those that it shares with other modules and without
+    irrelevant ones.
+    """
+    layer = hints.model.layer_at(prefix)
+    irrelevant = () if layer is None else layer.ignored
+    sources = {short: name for short, name in own.items() if short not in irrelevant}
+    for weight, holder in hints.holders_at(prefix, layout, file.infos).items():
+        short = layout.name_of(weight)
+        name = name_in_file(holder, weight, layout, file.infos)
+        if short is not None and name is not None and short not in sources:
+            sources[short] = name
+    return sources
+
+
+def _without_unused(
+    sources: dict[str, str], prefix: str, layout: Layout, hints: FileHints
+) -> dict[str, str]:
+    """Return the tensors of a layer without those that its specification does not compute with."""
+    spec = hints.at(prefix).spec
+    if spec is None:
+        return sources
+    unused = unused_in(layout, spec)
+    return {short: name for short, name in sources.items() if short not in unused}
+
+
+def _check_dtypes(file: TensorCache, prefix: str, sources: Mapping[str, str]) -> None:
+    """Reject a layer whose tensors have different dtypes, or none of floating point."""
+    dtypes = [file.infos[name].dtype for name in sources.values()]
+    names = sorted({dtype.name for dtype in dtypes})
+    if len(names) > 1 or not is_floating(dtypes[0]):
+        raise InputError(prefix or file.path, "have one floating-point dtype", str(names))
+
+
+def _entry_at(
+    index: int, entries: list[_IdentifiedLayer], file: TensorCache, prefix: str
+) -> _IdentifiedLayer:
+    """Return the layer of a stack with an index; reject a prefix of none."""
+    for entry in entries:
+        if entry.index == index:
+            return entry
+    size = f"a stack of {len(entries)}"
+    if entries[0].index is None:
+        size = "no stack"
+    raise InputError("prefix", f"be that of a layer in {file.path}", f"prefix={prefix!r} of {size}")
 
 
 def _check_values(layer: FileLayer) -> None:
     """Reject a layer whose value projection is missing or superfluous according to the model's
     configuration.
     """
-    if layer.model is None or layer.layout.name != layer.model.layout:
+    model = layer.model
+    if model is None or layer.layout.name != model.layout:
         return
     is_shared = any(tensor.is_shared for tensor in layer.placement.tensors)
-    if is_shared != layer.model.keys_are_values:
-        rule = (
-            "be made as keys are"
-            if layer.model.keys_are_values
-            else "have a projection of their own"
-        )
-        raise LayoutMismatchError(
-            "values", f"{rule}, by config.json", shorten(layer.sources), where=layer.label
-        )
-
-
-def _with_shared(
-    file: TensorCache, prefix: str, own: dict[str, str], layout: Layout, known: FileHints
-) -> dict[str, str]:
-    """Return the tensors of a layer, with those that it shares with other modules and without
-    irrelevant ones.
-    """
-    layer = known.model.layer_at(prefix)
-    irrelevant = () if layer is None else layer.ignored
-    held = {short: name for short, name in own.items() if short not in irrelevant}
-    for weight, holder in known.holders_at(prefix, layout, file.infos).items():
-        short = layout.name_of(weight)
-        name = name_in_file(holder, weight, layout, file.infos)
-        if short is not None and name is not None and short not in held:
-            held[short] = name
-    return held
-
-
-Entry = tuple[int | None, LayerHints, Placement]
-"""The index of a layer in its stack or None, its hints including the specification, and its
-placement.
-"""
-
-
-def _identify(
-    shapes: Mapping[str, tuple[int, ...]], prefix: str, layout: Layout, known: FileHints
-) -> tuple[list[Entry], int]:
-    """Find the layers under a prefix, and the axis of their stack, if any."""
-    hints, wrong = known.at(prefix), None
-    if hints.spec is not None:
-        try:
-            return [(None, hints, find_placement(shapes, hints.spec, layout))], 0
-        except LayoutMismatchError as error:
-            wrong = error
-    stacks: list[tuple[list[Entry], int]] = []
-    for axis in range(layout.stack_axis + 1):
-        sizes = {shape[axis : axis + 1] for shape in shapes.values()}
-        if len(sizes) == 1 and sizes != {()} and known.at(f"{prefix}[0]").spec is not None:
-            try:
-                stacks.append(
-                    (_entries(_without(axis, shapes), sizes.pop()[0], prefix, layout, known), axis)
-                )
-            except LayoutMismatchError as error:
-                wrong = wrong or error
-    if len(stacks) > 1:
-        raise LayoutMismatchError(
-            "the axis of a stack", "be plain", f"shapes that fit on {[axis for _, axis in stacks]}"
-        )
-    if stacks:
-        return stacks[0]
-    if wrong is not None:
-        raise wrong
-    size = stack_size(shapes, layout)
-    if size is not None:
-        shapes = _without(0, shapes)
-    try:
-        spec = find_spec(shapes, layout, hints)
-    except ValueError:
-        hints = known.without_heads_of_model(prefix)
-        spec = find_spec(shapes, layout, hints)
-    hints, placement = replace(hints, spec=spec), find_placement(shapes, spec, layout)
-    return [(index, hints, placement) for index in ([None] if size is None else range(size))], 0
-
-
-def _without(axis: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of one layer of a stack."""
-    return {name: (*shape[:axis], *shape[axis + 1 :]) for name, shape in shapes.items()}
-
-
-def _entries(
-    shapes: Mapping[str, tuple[int, ...]], size: int, prefix: str, layout: Layout, known: FileHints
-) -> list[Entry]:
-    """Find the layers of a stack; reject it if one is unknown or they are not all layers of the
-    model.
-    """
-    if known.model.layer_at(f"{prefix}[{size}]") is not None:
-        raise LayoutMismatchError("a stack", "contain all layers of config.json", f"{size} of them")
-    entries: list[Entry] = []
-    for index in range(size):
-        label = f"{prefix}[{index}]"
-        hints = known.at(label)
-        if hints.spec is None:
-            raise LayoutMismatchError(
-                "the model", f"have a layer {label}, and its configuration has none"
-            )
-        entries.append((index, hints, find_placement(shapes, hints.spec, layout)))
-    return entries
+    if is_shared == model.keys_are_values:
+        return
+    rule = "be made as keys are" if model.keys_are_values else "have a projection of their own"
+    raise LayoutMismatchError(
+        "values", f"{rule}, by config.json", shorten(layer.sources), where=layer.label
+    )
 
 
 def _no_layer(kind: type[InputError], file: TensorCache, prefix: str, layout: Layout) -> InputError:
     """Make the error for a prefix without a layer; it lists the prefixes of layers."""
-    fitting = fitting_prefixes({name: info.shape for name, info in file.infos.items()}, layout)
+    fitting = fitting_prefixes(file.shapes, layout)
     hint = f"fits {layout.name}"
     if not fitting:
         hint = (
@@ -522,3 +423,124 @@ def _no_layer(kind: type[InputError], file: TensorCache, prefix: str, layout: La
     return kind(
         "prefix", f"be that of a layer in {file.path}", prefix=prefix, remedy=remedy, hint=hint
     )
+
+
+# ---- Keys that are not understood
+# --------------------------------------------------------------------------------------------------
+
+
+def _not_carried(unread: Mapping[str, Any], hints: FileHints) -> str:
+    """Describe the attention keys that no specification contains, and how the caller can replace
+    them.
+    """
+    origin = hints.model.origin or "the metadata"
+    keys = ", ".join(key_in_words(name, value) for name, value in unread.items())
+    words = f"{origin} sets {keys}, which no specification expresses"
+    of_rope = [name for name in unread if is_of_rope(name)]
+    if of_rope:
+        words += (
+            ": RoPE is left out; pass rope=Rope(…) to parity.load, or --rope-theta for plain RoPE"
+        )
+    if len(of_rope) < len(unread):
+        words += "; parity.load accepts a complete spec=…"
+    return words
+
+
+def key_in_words(name: str, value: Any) -> str:
+    """Return a key of a configuration with its value, truncated if long."""
+    if value is None:
+        return name
+    text = str(value) if isinstance(value, str | int | float) else repr(value)
+    if len(text) > 80:
+        text = f"{text[:80]}…"
+    return f"{name}={text}"
+
+
+# ---- Identification by shapes
+# --------------------------------------------------------------------------------------------------
+
+
+def _identify(
+    shapes: Shapes, prefix: str, layout: Layout, hints: FileHints
+) -> tuple[list[_IdentifiedLayer], int]:
+    """Find the layers under a prefix, and the axis of their stack, if any."""
+    layer_hints = hints.at(prefix)
+    spec = layer_hints.spec
+    mismatch: LayoutMismatchError | None = None
+    if spec is not None:
+        try:
+            placement = find_placement(shapes, spec, layout)
+        except LayoutMismatchError as error:
+            mismatch = error
+        else:
+            return [_IdentifiedLayer(None, layer_hints, spec, placement)], 0
+    # Perhaps the tensors are stacked, and each entry of the stack has a specification.
+    stacks: list[tuple[list[_IdentifiedLayer], int]] = []
+    for axis in range(layout.stack_axis + 1):
+        sizes = {shape[axis : axis + 1] for shape in shapes.values()}
+        if len(sizes) != 1 or sizes == {()} or hints.at(f"{prefix}[0]").spec is None:
+            continue
+        ((size,),) = sizes
+        try:
+            entries = _entries(_without_axis(axis, shapes), size, prefix, layout, hints)
+        except LayoutMismatchError as error:
+            mismatch = mismatch or error
+        else:
+            stacks.append((entries, axis))
+    if len(stacks) > 1:
+        axes = [axis for _, axis in stacks]
+        raise LayoutMismatchError("the axis of a stack", "be plain", f"shapes that fit on {axes}")
+    if stacks:
+        return stacks[0]
+    if mismatch is not None:
+        raise mismatch
+    return _identify_by_shapes(shapes, prefix, layout, hints), 0
+
+
+def _identify_by_shapes(
+    shapes: Shapes, prefix: str, layout: Layout, hints: FileHints
+) -> list[_IdentifiedLayer]:
+    """Find the layers under a prefix that no source specifies."""
+    size = stack_size(shapes, layout)
+    if size is not None:
+        shapes = _without_axis(0, shapes)
+    layer_hints = hints.at(prefix)
+    try:
+        spec = find_spec(shapes, layout, layer_hints)
+    except ValueError:
+        # The heads of the configuration may be those of other layers, or of another model.
+        layer_hints = hints.without_heads_of_model(prefix)
+        spec = find_spec(shapes, layout, layer_hints)
+    layer_hints = replace(layer_hints, spec=spec)
+    placement = find_placement(shapes, spec, layout)
+    if size is None:
+        return [_IdentifiedLayer(None, layer_hints, spec, placement)]
+    return [_IdentifiedLayer(index, layer_hints, spec, placement) for index in range(size)]
+
+
+def _without_axis(axis: int, shapes: Shapes) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of one layer of a stack on an axis."""
+    return {name: (*shape[:axis], *shape[axis + 1 :]) for name, shape in shapes.items()}
+
+
+def _entries(
+    shapes: Shapes, size: int, prefix: str, layout: Layout, hints: FileHints
+) -> list[_IdentifiedLayer]:
+    """Find the layers of a stack; reject it if one is unknown or they are not all layers of the
+    model.
+    """
+    if hints.model.layer_at(f"{prefix}[{size}]") is not None:
+        raise LayoutMismatchError("a stack", "contain all layers of config.json", f"{size} of them")
+    entries: list[_IdentifiedLayer] = []
+    for index in range(size):
+        label = f"{prefix}[{index}]"
+        layer_hints = hints.at(label)
+        spec = layer_hints.spec
+        if spec is None:
+            raise LayoutMismatchError(
+                "the model", f"have a layer {label}, and its configuration has none"
+            )
+        entries.append(
+            _IdentifiedLayer(index, layer_hints, spec, find_placement(shapes, spec, layout))
+        )
+    return entries

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from parity.measure.core.records import JsonRecord
 from parity.measure.text import counted, some_of
-from parity.port.conversion.layers import FileLayer, OpenLayers, key_in_words
+from parity.port.conversion.bits import same_array
+from parity.port.conversion.layers import FileLayer, key_in_words
 from parity.port.conversion.prefixes import join
-from parity.port.conversion.verify import same_array
+
+if TYPE_CHECKING:
+    from parity.port.conversion.checkpoint import CheckpointLayers
 
 Path = str | os.PathLike[str]
 
@@ -63,34 +67,45 @@ class OnlyInOne(JsonRecord):
 def find_only_in_one(
     pairs: Sequence[tuple[FileLayer, FileLayer]],
     files: Sequence[Path],
-    opened: Sequence[OpenLayers],
+    opened: Sequence[CheckpointLayers],
 ) -> list[OnlyInOne]:
     """Return the tensors that only one of two files has, apart from differences of layouts.
 
     They are tensors of no layer, and copies of a weight that the other file has once for several
     layers.
     """
-    found: list[OnlyInOne] = []
-    for (file, other), mine, theirs, swap in (
-        (files, *opened, False),
-        (files[::-1], *opened[::-1], True),
-    ):
-        # If only some layers were requested, the rest is of no interest.
-        if mine.rest is not None and theirs.rest is not None:
-            of_layers = {name for layer in theirs.layers for name in layer.sources.values()}
-            others = {*theirs.rest, *of_layers}
-            rest = [name for name in mine.rest if name not in others]
-            if rest:
-                found.append(OnlyInOne(str(file), str(other), rest))
-        copies: dict[str, list[str]] = {}
-        for pair in pairs:
-            layer, beside = pair[::-1] if swap else pair
-            for name, repeated in _copies(layer, beside):
-                copies.setdefault(repeated, []).append(name)
-        found += [
-            OnlyInOne(str(file), str(other), names, repeated) for repeated, names in copies.items()
-        ]
-    return found
+    (first, second), (of_first, of_second) = files, opened
+    swapped = [(other, layer) for layer, other in pairs]
+    return [
+        *_only_in_first(first, second, of_first, of_second, pairs),
+        *_only_in_first(second, first, of_second, of_first, swapped),
+    ]
+
+
+def _only_in_first(
+    file: Path,
+    other_file: Path,
+    layers: CheckpointLayers,
+    other_layers: CheckpointLayers,
+    pairs: Sequence[tuple[FileLayer, FileLayer]],
+) -> list[OnlyInOne]:
+    """Return the tensors that a file has, and another file lacks."""
+    only_here: list[OnlyInOne] = []
+    # If only some layers were requested, the rest is of no interest.
+    if layers.rest is not None and other_layers.rest is not None:
+        other_names = {*other_layers.rest}
+        for layer in other_layers.in_order:
+            other_names.update(layer.sources.values())
+        rest = [name for name in layers.rest if name not in other_names]
+        if rest:
+            only_here.append(OnlyInOne(str(file), str(other_file), rest))
+    copies: dict[str, list[str]] = {}
+    for layer, other_layer in pairs:
+        for name, repeated in _copies(layer, other_layer):
+            copies.setdefault(repeated, []).append(name)
+    for repeated, names in copies.items():
+        only_here.append(OnlyInOne(str(file), str(other_file), names, repeated))
+    return only_here
 
 
 def _copies(layer: FileLayer, other: FileLayer) -> Iterator[tuple[str, str]]:
@@ -111,68 +126,65 @@ def _copies(layer: FileLayer, other: FileLayer) -> Iterator[tuple[str, str]]:
 
 def by_reason(parts: Sequence[NotCompared]) -> list[str]:
     """Describe what is not compared, one text per reason."""
-    reasons = dict.fromkeys(each.reason for each in parts)
-    return [
-        f"{some_of([each.what for each in parts if each.reason == reason])} ({reason})"
-        for reason in reasons
-    ]
+    whats_by_reason: dict[str, list[str]] = {}
+    for part in parts:
+        whats_by_reason.setdefault(part.reason, []).append(part.what)
+    return [f"{some_of(whats)} ({reason})" for reason, whats in whats_by_reason.items()]
 
 
 def find_not_compared(
     pairs: Sequence[tuple[FileLayer, FileLayer]],
     files: Sequence[Path],
-    opened: Sequence[OpenLayers],
+    opened: Sequence[CheckpointLayers],
 ) -> list[NotCompared]:
     """Return what a comparison of pairs of layers in two files leaves out, each once."""
-    found: dict[NotCompared, NotCompared] = {}
+    # Equal ones are one, because labels do not count.
+    distinct: dict[NotCompared, NotCompared] = {}
     for pair in pairs:
-        for each in _of_pair(pair, files):
-            found.setdefault(each, each).labels.append(pair[0].label)
-    return [*found, *of_files(files, opened)]
+        for part in _of_pair(pair, files):
+            distinct.setdefault(part, part).labels.append(pair[0].label)
+    return [*distinct, *of_files(files, opened)]
 
 
-def of_files(files: Sequence[Path], opened: Sequence[OpenLayers]) -> list[NotCompared]:
+def of_files(files: Sequence[Path], opened: Sequence[CheckpointLayers]) -> list[NotCompared]:
     """Return layers that only the configurations of two files have, or only the files."""
-    found: list[NotCompared] = []
-    for path, file in zip(files, opened, strict=True):
-        if file.missing:
-            found.append(
-                NotCompared(
-                    some_of(file.missing), f"not in {path}, although its configuration has it"
-                )
-            )
-        if file.others:
-            found.append(
-                NotCompared(
-                    some_of(file.others), f"in {path}, whose config.json does not describe it"
-                )
-            )
-    return found
+    parts: list[NotCompared] = []
+    for path, layers in zip(files, opened, strict=True):
+        if layers.missing:
+            reason = f"not in {path}, although its configuration has it"
+            parts.append(NotCompared(some_of(layers.missing), reason))
+        if layers.undescribed:
+            reason = f"in {path}, whose config.json does not describe it"
+            parts.append(NotCompared(some_of(layers.undescribed), reason))
+    return parts
 
 
 def _of_pair(pair: tuple[FileLayer, FileLayer], files: Sequence[Path]) -> Iterator[NotCompared]:
-    layers = dict(
-        zip(map(str, files), pair, strict=True)
-    )  # a single entry if a file is compared with itself
+    """Yield what the comparison of a layer in two files leaves out."""
+    # By path, so that a file that is compared with itself is reported once.
+    layers = dict(zip(map(str, files), pair, strict=True))
+    dropped: set[str] = set()
+    configs: list[dict[str, Any]] = []
+    unread: dict[str, None] = {}
+    for layer in pair:
+        dropped.update(layer.dropped)
+        configs.append({**layer.file_hints.model.values, **layer.hints.unread})
+        unread.update(dict.fromkeys(layer.hints.unread))
     for path, layer in layers.items():
         for name in layer.dropped:
             yield NotCompared(name, f"left out when {path} was written")
         if layer.hints.overridden is not None:
             reason = f"the value in {path} is overridden by the caller"
             yield NotCompared(f"rope_theta={layer.hints.overridden:g}", reason, is_open=False)
-    dropped = {name for layer in pair for name in layer.dropped}
-    configs = [{**layer.known.model.values, **layer.hints.unread} for layer in pair]
-    for name in dict.fromkeys(
-        name for layer in pair for name in layer.hints.unread if name not in dropped
-    ):
-        values = [known[name] for known in configs if name in known]
+    for name in unread:
+        if name in dropped:
+            continue
+        values = [config[name] for config in configs if name in config]
         if len(values) == 2 and values[0] == values[1]:
-            yield NotCompared(
-                key_in_words(name, values[0]), "not understood, equal in both files", is_open=False
-            )
+            key = key_in_words(name, values[0])
+            yield NotCompared(key, "not understood, equal in both files", is_open=False)
             continue
         for path, layer in layers.items():
             if name in layer.hints.unread:
-                yield NotCompared(
-                    key_in_words(name, layer.hints.unread[name]), f"not understood, in {path}"
-                )
+                key = key_in_words(name, layer.hints.unread[name])
+                yield NotCompared(key, f"not understood, in {path}")

@@ -1,5 +1,7 @@
-"""The plan of a conversion, which lists the tensors of the target and their sources, and the
-records of both.
+"""Plan a conversion: list the tensors of the target with their sources, and write them.
+
+`Plan.place_layers` gives each layer its prefix in the target, `Plan.add_tensors` lists the tensors,
+and `Plan.write` writes them with their metadata and records what was done.
 """
 
 from __future__ import annotations
@@ -7,26 +9,54 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from mha_spec import AttentionSpec, InputError
 from parity.measure.core.records import JsonRecord
-from parity.measure.files import FileTensor
-from parity.port.conversion.hints import COUNTS, METADATA
-from parity.port.conversion.layers import FileLayer, TensorCache
+from parity.measure.files import FileTensor, write_tensors
+from parity.measure.files.reading import SUFFIXES
+from parity.port.conversion.bits import same_array
+from parity.port.conversion.file_hints import FileHints
+from parity.port.conversion.hints import CALLER, COUNTS, METADATA
+from parity.port.conversion.layers import (
+    FileLayer,
+    LayerGroup,
+    TensorCache,
+    key_in_words,
+    unread_of,
+)
 from parity.port.conversion.layouts import Layout
-from parity.port.conversion.layouts.detection import placement_for
-from parity.port.conversion.layouts.layout import CARRIED, lost_in
+from parity.port.conversion.layouts.detection import LayoutMismatchError, placement_for, placements
+from parity.port.conversion.layouts.layout import CARRIED, lost_in, unused_in, without
+from parity.port.conversion.layouts.losses import Written, check_losses, with_all_biases
 from parity.port.conversion.layouts.placement import Placement
-from parity.port.conversion.metadata import metadata_of
-from parity.port.conversion.prefixes import concrete_prefix, join
+from parity.port.conversion.metadata import metadata_of, with_source
+from parity.port.conversion.prefixes import ENTRY, concrete_prefix, fitting_prefixes, join
+from parity.port.conversion.ranks import norms_to_join, write_ranks
 from parity.port.conversion.sharing import label_of_holder, name_in_file, renamed
-from parity.port.conversion.verify import same_array
+
+OPTIMIZER_STATE = (
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "momentum_buffer",
+    "square_avg",
+    "grad_avg",
+    "acc_delta",
+)
+"""Names under which torch's optimizers store one tensor per weight, in its shape; optax uses the
+weights' names.
+"""
+
+
+# ---- Records
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -87,7 +117,7 @@ class Converted(JsonRecord):
         path: the written file, or the index of its shards.
         missing: paths of attention layers that the model's configuration requires and the file
             lacks, with the part if the model has several.
-        `dequantised`: names of quantized source tensors, which were written as the values that they
+        dequantised: names of quantized source tensors, which were written as the values that they
             represent.
         joined: names of norms over the width of all heads in rank files. Each rank has its own
             weights, but their mean squares must be computed over all ranks.
@@ -132,38 +162,86 @@ class PlannedTensor(NamedTuple):
     sources: Callable[[], list[str]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Plan:
     """The tensors of a target, in order.
 
     Attributes:
-        path: path of the target.
-        layout: layout of its layers.
+        file: the tensors of the source.
+        source_path: path of the source, as the caller named it.
+        hints: what is known of the layers of the source.
+        layout: layout of the layers in the target.
+        drop: features that may be left out.
+        keep_rest: whether tensors of no layer are copied.
+        is_layout_given: whether the caller named the layout of the source.
+        converted: the layers, in the order of the source.
+        prefix: common prefix of the layers in the target; None if there are several.
         layers: layers under each prefix of the target.
         stacked: prefixes under which they are stacked.
         tensors: tensors by name.
+        rest: names of the tensors that belong to no layer.
         holders: weights that layers share, by label in the target and canonical name, each with its
             holder.
         held_elsewhere: names of tensors that are not written, because the holder of their weight
             has them.
     """
 
-    path: str | os.PathLike[str]
+    file: TensorCache
+    source_path: str | os.PathLike[str]
+    hints: FileHints
     layout: Layout
+    drop: Collection[str] = ()
+    keep_rest: bool = True
+    is_layout_given: bool = False
+    converted: list[FileLayer] = field(default_factory=list)
+    prefix: str | None = None
     layers: dict[str, list[FileLayer]] = field(default_factory=dict)
     stacked: set[str] = field(default_factory=set)
     tensors: dict[str, PlannedTensor] = field(default_factory=dict)
+    rest: list[str] = field(default_factory=list)
     holders: dict[str, dict[str, str]] = field(default_factory=dict)
     held_elsewhere: set[str] = field(default_factory=set)
 
-    def take(self, layers: dict[str, list[FileLayer]], is_stacked: bool) -> None:
-        """Add layers under prefixes of the target."""
-        self.layers.update(layers)
-        self.stacked.update(layers if is_stacked else ())
+    def place_layers(
+        self, groups: Sequence[LayerGroup], to_prefix: str | None, *, fill_bias: bool
+    ) -> None:
+        """Choose the place of each layer in the target.
 
-    def fill(self, file: TensorCache, *, keep_rest: bool) -> list[str]:
-        """Add all tensors, in the order of the source; return the names of tensors that belong to
-        no layer.
+        Args:
+            groups: the layers of the source.
+            to_prefix: prefix in the target, as in `convert_file`; None for that of the source.
+            fill_bias: add zero biases if the layout requires biases.
+
+        Raises:
+            ValueError: if the layout cannot hold a layer, or the prefix does not fit the layers.
+        """
+        if to_prefix is not None and len(groups) > 1:
+            prefixes = ", ".join(group.prefix for group in groups)
+            raise InputError("prefix", f"be one of {prefixes} with to_prefix", "none")
+        if self.keep_rest and any(ENTRY.fullmatch(group.prefix) for group in groups):
+            raise InputError(
+                "prefix", "be that of a whole stack if the rest is kept", prefix=groups[0].prefix
+            )
+        to_write = [_to_write(layer) for group in groups for layer in group.layers]
+        check_losses(to_write, self.layout, self.drop, fill_bias=fill_bias)
+        for prefix, source_layers in groups:
+            entry_of_stack = ENTRY.fullmatch(prefix)
+            to = to_prefix
+            if to is None:
+                to = prefix if entry_of_stack is None else entry_of_stack[1]
+            layers = [
+                replace(layer, written=_spec_in(self.layout, layer.spec, self.drop))
+                for layer in source_layers
+            ]
+            placed, is_stacked = _placed(layers, prefix, to)
+            self.converted += layers
+            self.layers.update(placed)
+            if is_stacked:
+                self.stacked.update(placed)
+            self.prefix = to if len(groups) == 1 else None
+
+    def add_tensors(self) -> None:
+        """Add all tensors, in the order of the source.
 
         A layer is added with the first of its tensors. Every use of a tensor is added at once, so
         that a stack is read only once.
@@ -172,104 +250,103 @@ class Plan:
             ValueError: if two tensors have the same name, or the target has one tensor for copies
                 that differ.
         """
-        self._find_holders(file, keep_rest=keep_rest)
-        rest, added = [], set()
-        for name, info in file.infos.items():
-            new = [prefix for prefix in self._prefixes_of.get(name, ()) if prefix not in added]
-            added.update(new)
-            self._add_layers(new)
-            if name not in self._own:
-                rest.append(name)
-                if keep_rest:
-                    make, sources = partial(file.tensor, name), partial(list, [name])
-                    self._add(name, PlannedTensor(info.shape, info.dtype, make, sources))
-        return rest
+        self._find_holders()
+        added: set[str] = set()
+        for name, info in self.file.infos.items():
+            prefixes = [each for each in self._prefixes_of.get(name, ()) if each not in added]
+            added.update(prefixes)
+            self._add_layers(prefixes)
+            if name in self._own:
+                continue
+            self.rest.append(name)
+            if self.keep_rest:
+                make, sources = partial(self.file.tensor, name), partial(list, [name])
+                self._add(name, PlannedTensor(info.shape, info.dtype, make, sources))
 
     @cached_property
     def _own(self) -> set[str]:
         """Return the names of source tensors that belong to exactly one layer and are not
         shared.
         """
-        layers = [layer for group in self.layers.values() for layer in group]
-        return {
-            name
-            for layer in layers
-            for short, name in layer.sources.items()
-            if name == join(layer.prefix, short)
-        }
+        own: set[str] = set()
+        for layer in self.converted:
+            for short, name in layer.sources.items():
+                if name == join(layer.prefix, short):
+                    own.add(name)
+        return own
 
     @cached_property
     def _prefixes_of(self) -> dict[str, dict[str, None]]:
         """Return the prefixes of the target that use each tensor of the source."""
         prefixes: dict[str, dict[str, None]] = {}
         for prefix, group in self.layers.items():
-            for name in (name for layer in group for name in layer.sources.values()):
-                prefixes.setdefault(name, {})[prefix] = None
+            for layer in group:
+                for name in layer.sources.values():
+                    prefixes.setdefault(name, {})[prefix] = None
         return prefixes
 
     def _add(self, name: str, tensor: PlannedTensor) -> None:
         if name in self.tensors:
-            raise InputError("names", f"differ in {self.path}", f"{name} twice")
+            raise InputError("names", f"differ in the target of {self.file.path}", f"{name} twice")
         self.tensors[name] = tensor
 
     def _add_layers(self, prefixes: Iterable[str]) -> None:
-        placements = {
-            prefix: placement_for(
-                [layer.read_written for layer in group], group[0].to_spec, self.layout
-            )
-            for prefix, group in ((prefix, self.layers[prefix]) for prefix in prefixes)
-        }
-        for name in dict.fromkeys(name for each in placements.values() for name in each.shapes):
-            for prefix, placement in placements.items():
-                if name not in placement.shapes or join(prefix, name) in self.held_elsewhere:
-                    continue
-                group, shape, make = self.layers[prefix], placement.shapes[name], _laid_out
-                if prefix in self.stacked:
-                    axis = self.layout.stack_axis
-                    shape, make = (*shape[:axis], len(group), *shape[axis:]), _stacked
-                made = (
-                    partial(make, group, name, placement),
-                    partial(_sources_of, group, name, placement),
-                )
-                self._add(join(prefix, name), PlannedTensor(shape, group[0].dtype, *made))
+        """Add the tensors of the layers under prefixes of the target, those of one name
+        together.
+        """
+        placements_by_prefix: dict[str, Placement] = {}
+        names: dict[str, None] = {}
+        for prefix in prefixes:
+            group = self.layers[prefix]
+            readers = [layer.read_written for layer in group]
+            placement = placement_for(readers, group[0].to_spec, self.layout)
+            placements_by_prefix[prefix] = placement
+            names.update(dict.fromkeys(placement.shapes))
+        for name in names:
+            for prefix, placement in placements_by_prefix.items():
+                full_name = join(prefix, name)
+                if name in placement.shapes and full_name not in self.held_elsewhere:
+                    self._add(full_name, self._planned(prefix, name, placement))
 
-    def _find_holders(self, file: TensorCache, *, keep_rest: bool) -> None:
+    def _planned(self, prefix: str, name: str, placement: Placement) -> PlannedTensor:
+        """Return a tensor of the layers under a prefix of the target."""
+        group = self.layers[prefix]
+        shape, make = placement.shapes[name], _lay_out
+        if prefix in self.stacked:
+            axis = self.layout.stack_axis
+            shape, make = (*shape[:axis], len(group), *shape[axis:]), _lay_out_stack
+        return PlannedTensor(
+            shape,
+            group[0].dtype,
+            partial(make, group, name, placement),
+            partial(_sources_of, group, name, placement),
+        )
+
+    # ---- Shared weights
+
+    def _find_holders(self) -> None:
         """Find the holders of shared weights in the target, and the copies that it does not need.
 
         Raises:
             ValueError: if a copy is not equal to its holder.
         """
-        layers = self.labels
-        new_labels = {layer.label: label for label, layer in layers.items()}
-        makers: dict[
-            str, FileLayer
-        ] = {}  # the layer whose copy becomes a tensor outside of the layers
-        for label, layer in layers.items():
+        new_labels = {layer.label: label for label, layer in self.labels.items()}
+        # The layer whose copy becomes a tensor outside of the layers, by the tensor's name.
+        makers: dict[str, FileLayer] = {}
+        for label, layer in self.labels.items():
             holders = renamed(layer.shared, new_labels)
             if not holders:
                 continue
             self.holders[label] = holders
+            if label not in self.layers:
+                continue  # an entry of a stack, which is one array with an entry for each layer
             for weight, holder in holders.items():
                 if weight not in self.layout.shares or weight not in layer.placement.weights:
                     continue
-                if (
-                    label not in self.layers
-                ):  # an entry of a stack, which is one array with an entry for each layer
-                    continue
-                holder_label = label_of_holder(holder, weight)
-                kept_name = (
-                    name_in_file(holder, weight, self.layout, file.infos) if keep_rest else None
-                )
-                if holder_label in layers:
-                    held = layers[holder_label].read(weight)
-                elif kept_name is not None:
-                    held = file.read_finite(kept_name)
-                elif holder_label is None:
-                    maker = makers.setdefault(holder, layer)
-                    held = maker.read(weight)
-                else:
+                shared = self._read_shared(weight, holder, layer, makers)
+                if shared is None:
                     continue  # the target has no holder, so the layer keeps its copy
-                if not same_array(layer.read(weight), held):
+                if not same_array(layer.read(weight), shared):
                     rule = f"equal {holder}, because layers in {self.layout.name} share one"
                     raise InputError(f"{weight} of {label}", rule, "a copy that differs")
                 self.held_elsewhere.add(join(label, str(self.layout.name_of(weight))))
@@ -281,94 +358,317 @@ class Plan:
                 holder, PlannedTensor(layer.placement.weights[weight], layer.dtype, make, sources)
             )
 
-    @property
+    def _read_shared(
+        self, weight: str, holder: str, layer: FileLayer, makers: dict[str, FileLayer]
+    ) -> np.ndarray | None:
+        """Read a shared weight from its holder in the target; None if the target has no holder.
+
+        A holder outside of the layers that the source lacks is made of the copy of the first layer,
+        which is added to `makers`.
+        """
+        holder_label = label_of_holder(holder, weight)
+        if holder_label is not None and holder_label in self.labels:
+            return self.labels[holder_label].read(weight)
+        if self.keep_rest:
+            kept_name = name_in_file(holder, weight, self.layout, self.file.infos)
+            if kept_name is not None:
+                return self.file.read_finite(kept_name)
+        if holder_label is None:
+            return makers.setdefault(holder, layer).read(weight)
+        return None
+
+    @cached_property
     def labels(self) -> dict[str, FileLayer]:
         """Return the layers by their labels in the target."""
-        return {
-            f"{prefix}[{index}]" if prefix in self.stacked else prefix: layer
-            for prefix, group in self.layers.items()
-            for index, layer in enumerate(group)
-        }
+        labels: dict[str, FileLayer] = {}
+        for prefix, group in self.layers.items():
+            for index, layer in enumerate(group):
+                label = f"{prefix}[{index}]" if prefix in self.stacked else prefix
+                labels[label] = layer
+        return labels
 
-    @property
+    @cached_property
     def specs(self) -> dict[str, AttentionSpec]:
         """Return the layers' specifications in the target, by label."""
         return {label: layer.to_spec for label, layer in self.labels.items()}
 
-    def metadata(
+    # ---- Writing
+
+    def write(
         self,
-        prefix: str | None,
-        kept: Collection[str],
-        ignored: Collection[str],
-        unread: Mapping[str, Any],
-        drop: Collection[str],
-    ) -> dict[str, str]:
-        """Return the metadata to write with the tensors.
+        path: str | os.PathLike[str],
+        *,
+        max_shard_bytes: int | None = None,
+        ranks: int | None = None,
+        force: bool = False,
+        dry_run: bool = False,
+        on_tensor: Callable[[str], None] = lambda name: None,
+    ) -> Converted:
+        """Write the target, and return the record of the conversion.
 
         Args:
-            prefix: common prefix of the layers; None if there are several.
-            kept: names of the other tensors.
-            ignored, unread: as in `metadata_of`.
-            drop: features that may be left out.
-        """
-        lost = set() if {*CARRIED} <= {*self.layout.carries} else {*unread} & {*drop}
-        for layer in self.labels.values():
-            lost |= {*layer.dropped} | (
-                lost_in(self.layout, layer.spec).keys() - lost_in(self.layout, layer.to_spec).keys()
-            )
-        under = [concrete_prefix(prefix or "", name) for name in kept]
-        has_others = any(at is not None and at[0] not in self.layers for at in under)
-        ignored = ignored if kept else ()
-        known = lost, ignored, unread, self.holders
-        return metadata_of(self.layout, self.specs, prefix, *known, has_others=has_others)
+            path: file to write, or with `ranks` a new folder.
+            max_shard_bytes, ranks, force, dry_run, on_tensor: as in `convert_file`.
 
-    def record(self, layout_from: str, metadata: Mapping[str, str]) -> ConversionPlan:
-        """Return the plan as a record; `layout_from` is CALLER if the caller specified the
-        layout.
+        Raises:
+            OSError: if a file cannot be read or written.
+            FileExistsError: if the target exists, without `force`.
+            ValueError: if a tensor has values that are not finite, or the target is the source, has
+                another format, or cannot be divided.
         """
+        path_of_file = path
+        if ranks and self.layout.ranks is not None:
+            path_of_file = self.layout.ranks.file
+        suffix = Path(path_of_file).suffix
+        metadata, metadata_left_out = with_source(self._metadata(), self.file.file, suffix)
+        infos = {name: (tensor.shape, tensor.dtype) for name, tensor in self.tensors.items()}
+
+        def read(name: str) -> np.ndarray | FileTensor:
+            on_tensor(name)
+            return self.tensors[name].make()
+
+        if ranks is None:
+            written_path = write_tensors(
+                path,
+                infos,
+                read,
+                metadata,
+                max_shard_bytes=max_shard_bytes,
+                overwrite=force,
+                source=self.source_path,
+                dry_run=dry_run,
+            )
+        elif max_shard_bytes is not None:
+            raise InputError("max_shard_bytes", "be left out with ranks", ranks=ranks)
+        else:
+            written_path = write_ranks(
+                path, self.layout, ranks, self.specs, infos, read, metadata, dry_run=dry_run
+            )
+        if dry_run:
+            # Reading rejects values that are not finite, and ranks that differ.
+            for name in infos:
+                np.asarray(read(name))
+        record = self._record_of_layers()
+        return replace(
+            record,
+            path=str(written_path),
+            joined=norms_to_join(self.layout, self.specs, ranks or 1),
+            metadata_left_out=metadata_left_out,
+            plan=self._record(metadata) if dry_run else None,
+        )
+
+    def _metadata(self) -> dict[str, str]:
+        """Return the metadata to write with the tensors, without those of the source."""
+        kept = self.rest if self.keep_rest else []
+        unread = {**self.hints.own.unread, **unread_of(self.converted)}
+        dropped: set[str] = set()
+        if not {*CARRIED} <= {*self.layout.carries}:
+            dropped |= {*unread} & {*self.drop}
+        for layer in self.labels.values():
+            lost_before = lost_in(self.layout, layer.spec).keys()
+            dropped |= lost_before - lost_in(self.layout, layer.to_spec).keys()
+            dropped |= {*layer.dropped}
+        matches = [concrete_prefix(self.prefix or "", name) for name in kept]
+        has_others = any(match is not None and match[0] not in self.layers for match in matches)
+        return metadata_of(
+            self.layout,
+            self.specs,
+            self.prefix,
+            dropped,
+            self._ignored() if kept else (),
+            unread,
+            self.holders,
+            has_others=has_others,
+        )
+
+    def _ignored(self) -> set[str]:
+        """Return names (with wildcards) under layer prefixes that are weights of neither the layers
+        nor the target.
+        """
+        ignored = {*self.hints.ignored}
+        for layer in self.converted:
+            ignored.update(layer.layout.ignored)
+            ignored.update(unused_in(layer.layout, layer.spec))
+            if layer.model is not None:
+                ignored.update(layer.model.ignored)
+        return ignored - {tensor.name for tensor in (*self.layout.tensors, *self.layout.others)}
+
+    def _record_of_layers(self) -> Converted:
+        """Return the record of a conversion, as far as it does not depend on what is written."""
+        kept, dropped = (self.rest, []) if self.keep_rest else ([], self.rest)
+        infos = self.file.infos
+        first = self.converted[0]
+        specs = {layer.spec for layer in self.converted}
+        layer_shapes: set[tuple[int, ...]] = set()
+        for layer in self.converted:
+            layer_shapes.update(infos[name].shape for name in layer.sources.values())
+        optimizer_state: list[str] = []
+        for name in kept:
+            is_state = name.rpartition(".")[2] in OPTIMIZER_STATE
+            if is_state and infos[name].shape in layer_shapes:
+                optimizer_state.append(name)
+        labels = [layer.label for layer in self.converted]
+        unread = unread_of(self.converted)
+        return Converted(
+            source=first.layout.name,
+            layers=labels,
+            spec=first.spec if len(specs) == 1 else None,
+            kept=kept,
+            dropped=dropped,
+            heads_from=first.hints.from_model,
+            left_out=list(self.file.file.ignored),
+            unconverted=fitting_prefixes({name: infos[name].shape for name in kept}, first.layout),
+            optimizer_state=optimizer_state,
+            not_carried=[key_in_words(name, value) for name, value in unread.items()],
+            missing=self.hints.missing(labels, infos),
+            dequantised=[name for name in self.file.quantised if name not in dropped],
+        )
+
+    def _record(self, metadata: Mapping[str, str]) -> ConversionPlan:
+        """Return the plan as a record."""
+        size = 0
+        for tensor in self.tensors.values():
+            size += math.prod(tensor.shape) * tensor.dtype.itemsize
         return ConversionPlan(
             layers=[
-                _layer_record(layer, label, layout_from) for label, layer in self.labels.items()
+                _layer_record(layer, label, is_layout_given=self.is_layout_given)
+                for label, layer in self.labels.items()
             ],
             tensors={name: tensor.sources() for name, tensor in self.tensors.items()},
-            size=sum(
-                math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.tensors.values()
-            ),
+            size=size,
             left_out=json.loads(metadata.get("dropped", "[]")),
         )
 
 
-def _layer_record(layer: FileLayer, to: str, layout_from: str) -> PlannedLayer:
-    is_of_model = layer.model is not None and layer.model.layout == layer.layout.name
-    layout_from = layout_from or (layer.known.model.origin if is_of_model else METADATA)
+def target_file(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """Return the file to write for a target: in an existing folder, its weights file, unless it has
+    other weights already.
+
+    Raises:
+        ValueError: if the path has no suffix, or is a folder with other weights.
+    """
+    if not Path(path).suffix and not os.path.exists(path):
+        raise InputError(path, "have a suffix such as .safetensors, or be an existing folder")
+    if not os.path.isdir(path) or Path(path).suffix in SUFFIXES:
+        return path
+    name = "model.safetensors"
+    for other in sorted(os.listdir(path)):
+        if Path(other).suffix in SUFFIXES and other != name:
+            raise InputError(
+                "a folder to write into", "hold no other weights", f"{other} in {os.fspath(path)}"
+            )
+    return Path(path) / name
+
+
+# ---- Layers in the target
+# --------------------------------------------------------------------------------------------------
+
+
+def _to_write(layer: FileLayer) -> Written:
+    """Return a layer with the features that it may lose unasked: not RoPE, if a configuration says
+    that it has it.
+    """
+    may_lose = () if layer.hints.from_model == "config.json" else ("rope",)
+    return Written(layer.spec, may_lose, layer.hints.unread)
+
+
+def _spec_in(layout: Layout, spec: AttentionSpec, drop: Collection[str]) -> AttentionSpec:
+    """Return a layer as a layout holds it: without dropped features, and with added biases."""
+    spec = without(spec, [name for name in lost_in(layout, spec) if name in drop])
+    try:
+        placements(spec, layout)
+    except LayoutMismatchError:
+        # `check_losses` made sure that biases are all that is missing.
+        return with_all_biases(spec)
+    return spec
+
+
+def _placed(
+    layers: list[FileLayer], prefix: str, to_prefix: str
+) -> tuple[dict[str, list[FileLayer]], bool]:
+    """Return the layers under each prefix of the target, and whether they are stacked there.
+
+    Args:
+        layers: layers under one prefix of the source.
+        prefix: that prefix, with `{i}` for numbers.
+        to_prefix: prefix in the target: with one more `{i}` a stack is split, with none numbered
+            layers are stacked.
+
+    Raises:
+        ValueError: if the prefix has another number of `{i}`, or the layers cannot be stacked.
+    """
+    numbers, to_numbers = prefix.count("{i}"), to_prefix.count("{i}")
+    are_in_stack = {layer.index is not None for layer in layers}
+    is_stack = are_in_stack == {True} and not ENTRY.fullmatch(prefix)
+    splits = is_stack and to_numbers == numbers + 1
+    stacks = are_in_stack == {False} and (numbers, to_numbers) == (1, 0)
+    if len(are_in_stack) > 1 or not (to_numbers == numbers or splits or stacks):
+        raise InputError(
+            "to_prefix",
+            "have as many {i} as the source, one more to split a stack, or none to stack "
+            "numbered layers",
+            to_prefix=to_prefix,
+            prefix=prefix,
+        )
+    if stacks:
+        return {to_prefix: _in_stack_order(layers, prefix)}, True
+    placed: dict[str, list[FileLayer]] = {}
+    for layer in layers:
+        numbers_of_layer = (*layer.numbers, str(layer.index)) if splits else layer.numbers
+        to = to_prefix
+        for number in numbers_of_layer:
+            to = to.replace("{i}", number, 1)
+        placed.setdefault(to, []).append(layer)
+    return placed, is_stack and not splits
+
+
+def _in_stack_order(layers: list[FileLayer], prefix: str) -> list[FileLayer]:
+    """Return numbered layers in the order of a stack; reject those that cannot be stacked."""
+    layers = sorted(layers, key=lambda layer: int(layer.numbers[0]))
+    numbers = [int(layer.numbers[0]) for layer in layers]
+    if numbers != list(range(len(layers))):
+        raise InputError("layers", "be numbered from 0 without gaps to be stacked", layers=numbers)
+    kinds = {(*layer.to_spec.weight_shapes.items(), layer.dtype) for layer in layers}
+    if len(kinds) > 1:
+        raise InputError(
+            "layers", f"have one shape and dtype to be stacked, but those of {prefix} differ"
+        )
+    return layers
+
+
+def _layer_record(layer: FileLayer, to: str, *, is_layout_given: bool) -> PlannedLayer:
+    layout_from = METADATA
+    if is_layout_given:
+        layout_from = CALLER
+    elif layer.model is not None and layer.model.layout == layer.layout.name:
+        layout_from = layer.file_hints.model.origin
     counts = {name: getattr(layer.spec, name) for name in COUNTS}
     plain = AttentionSpec(layer.spec.d_model, **counts).values()
-    values = {
-        name: value
-        for name, value in layer.spec.values().items()
-        if name in COUNTS or value != plain[name]
-    }
-    hints = {name: layer.hints.origin_of(name) for name in values}
-    return PlannedLayer(layer.label, to, layer.layout.name, layout_from, layer.spec, hints)
+    origins: dict[str, str] = {}
+    for name, value in layer.spec.values().items():
+        if name in COUNTS or value != plain[name]:
+            origins[name] = layer.hints.origin_of(name)
+    return PlannedLayer(layer.label, to, layer.layout.name, layout_from, layer.spec, origins)
 
 
 def _sources_of(group: list[FileLayer], name: str, placement: Placement) -> list[str]:
     """Return the names of the source tensors of a target tensor."""
     parts = {*placement.holders[name].parts}
-    return [
-        full
-        for layer in group
-        for short, full in layer.sources.items()
-        if short in layer.placement.holders and parts & {*layer.placement.holders[short].parts}
-    ]
+    sources: list[str] = []
+    for layer in group:
+        holders = layer.placement.holders
+        for short, full_name in layer.sources.items():
+            if short in holders and parts & {*holders[short].parts}:
+                sources.append(full_name)
+    return sources
 
 
-def _laid_out(group: list[FileLayer], name: str, placement: Placement) -> np.ndarray:
+def _lay_out(group: list[FileLayer], name: str, placement: Placement) -> np.ndarray:
     """Return a tensor of the target, for one layer."""
     return placement.lay_out(name, group[0].read_written)
 
 
-def _stacked(group: list[FileLayer], name: str, placement: Placement) -> np.ndarray:
+def _lay_out_stack(group: list[FileLayer], name: str, placement: Placement) -> np.ndarray:
     """Return a tensor of the target, for all layers of a stack."""
     shape, axis = placement.shapes[name], placement.layout.stack_axis
     tensor = np.empty((*shape[:axis], len(group), *shape[axis:]), group[0].dtype)

@@ -119,18 +119,3 @@ def probe_case(name: str, spec: AttentionSpec, *, is_causal: bool | None = None)
     return Case(
         name, spec, "probe inputs", seq_len=19, seq_len_k=23 if is_cross else None, is_causal=causal
     )
-
-
-def same_array(array: np.ndarray, other: np.ndarray) -> bool:
-    """Return whether two arrays have equal shapes, dtypes and bits."""
-    return (array.dtype, array.shape) == (
-        other.dtype,
-        other.shape,
-    ) and array.tobytes() == other.tobytes()
-
-
-def same_bits(weights: Weights, other: Weights) -> bool:
-    """Return whether two sets of weights have equal names, dtypes and bits."""
-    return weights.keys() == other.keys() and all(
-        same_array(array, other[name]) for name, array in weights.items()
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +18,10 @@ from parity.use.cli.messages import refusal, warn
 from parity.use.cli.options import name_list
 
 if TYPE_CHECKING:
+    from parity.explain.identification.layers import LiveLayer
+    from parity.port.conversion.checkpoint import Checkpoint
     from parity.port.conversion.layouts.losses import LossyError as LossyType
+    from parity.port.conversion.plan import Converted
 
 MOST_GIB = 2**20  # of a shard: a pebibyte
 
@@ -131,9 +134,7 @@ def _accepting(words: Sequence[str], lossy: LossyType) -> str:
 
 def run(options: argparse.Namespace) -> Result:
     """Convert, and print the result for the tensors."""
-    from parity.explain.identification.folders import is_unknown, observe_folder, observed_file
-    from parity.port.conversion.convert import convert_file
-    from parity.port.conversion.inspect import count_tensors
+    from parity.port.conversion.checkpoint import Checkpoint
     from parity.port.conversion.layouts.losses import LossyError
     from parity.use.reporting.console import console, progress_bar
     from parity.use.reporting.conversion import print_conversion
@@ -143,55 +144,44 @@ def run(options: argparse.Namespace) -> Result:
         raise refusal(
             "--max-shard-gib", f"be a number > 0 and <= {MOST_GIB}", {"--max-shard-gib": gib}
         )
-    source, observed = options.source, []
     with ExitStack() as stack:
-        if (
-            not said_of_layers(options)
-            and all(map(find_spec, ("torch", "transformers")))
-            and is_unknown(source)
-        ):
+        checkpoint = stack.enter_context(Checkpoint.open(options.source))
+        observed: list[LiveLayer] = []
+        path: Path | None = None
+        if _may_observe(options) and checkpoint.is_unknown:
+            # Only here, because a conversion by rules needs neither observation nor diagnosis.
+            from parity.explain.identification.folders import observe_folder, observed_file
+
             try:
-                observed = observe_folder(source)
-                source = stack.enter_context(observed_file(observed))
+                observed = observe_folder(options.source)
+                path = stack.enter_context(observed_file(observed))
             except (OSError, ValueError) as error:
                 warn(f"not observed: {error}")
-            if source != options.source and options.rest == "keep":
+        source = checkpoint
+        if path is not None:
+            if options.rest == "keep":
                 raise refusal(
                     "--rest",
                     "be drop if no rules distinguish the other tensors",
                     {"--rest": "keep"},
                 )
-        on_tensor = stack.enter_context(progress_bar(count_tensors(source)))
+            source = stack.enter_context(Checkpoint.open(path))
+        # About as many tensors are written as there are.
+        on_tensor = stack.enter_context(progress_bar(len(source.file.infos)))
         try:
-            converted = convert_file(
-                source,
-                options.target,
-                source=options.layout,
-                target=options.to,
-                prefix=options.prefix,
-                to_prefix=options.to_prefix,
-                keep_rest=options.rest == "keep",
-                max_shard_bytes=None if gib is None else max(1, int(gib * 2**30)),
-                ranks=options.ranks,
-                drop=options.drop,
-                fill_bias=options.fill_bias,
-                force=options.force,
-                dry_run=options.dry_run,
-                on_tensor=on_tensor,
-                **layer_options(options),
-            )
+            converted = _convert(source, options, on_tensor)
         except LossyError as lossy:
             lossy.command = _accepting(options.words, lossy)
             raise
     print_conversion(converted, options.to, console())
     for layer in observed:
         warn(f"no rules of a family, observed with random inputs: {layer}")
-    if source != options.source:
+    if source is not checkpoint:
         warn(
             "left out: all tensors but those of its attention layers, because no rules "
             "distinguish them"
         )
-    warn_of_parts(options.source)
+    warn_of_parts(checkpoint)
     for what, names in (
         ("missing in the file, though its config.json requires them", converted.missing),
         ("left out, because they are not tensors", converted.left_out),
@@ -218,3 +208,42 @@ def run(options: argparse.Namespace) -> Result:
         if names:
             warn(f"{what}: {some_of(names)} ({len(names)})")
     return 0, converted.to_dict()
+
+
+def _may_observe(options: argparse.Namespace) -> bool:
+    """Return whether layers that no rules specify can be observed, and no option specifies them."""
+    if said_of_layers(options):
+        return False
+    return find_spec("torch") is not None and find_spec("transformers") is not None
+
+
+def _convert(
+    checkpoint: Checkpoint, options: argparse.Namespace, on_tensor: Callable[[str], None]
+) -> Converted:
+    """Convert the layers of a checkpoint as the options ask for."""
+    from parity.port.conversion.hints import CALLER, LayerHints
+    from parity.port.conversion.layouts import find_layout
+    from parity.port.conversion.plan import target_file
+
+    target = find_layout(options.to, "target")
+    path = options.target if options.ranks else target_file(options.target)
+    hints = LayerHints.by(CALLER, **layer_options(options))
+    gib = options.max_shard_gib
+    layers = checkpoint.layers(
+        hints, options.layout, options.prefix, argument="source", drop=options.drop
+    )
+    plan = layers.plan(
+        target,
+        to_prefix=options.to_prefix,
+        keep_rest=options.rest == "keep",
+        drop=options.drop,
+        fill_bias=options.fill_bias,
+    )
+    return plan.write(
+        path,
+        max_shard_bytes=None if gib is None else max(1, int(gib * 2**30)),
+        ranks=options.ranks,
+        force=options.force,
+        dry_run=options.dry_run,
+        on_tensor=on_tensor,
+    )

@@ -26,13 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Result:
     """Print the tensors and layers of a file."""
+    from parity.port.conversion.checkpoint import Checkpoint
     from parity.port.conversion.inspect import find_layers
-    from parity.port.conversion.ranks import open_checkpoint
     from parity.use.reporting.console import console
     from parity.use.reporting.conversion import print_inspection
 
-    with open_checkpoint(options.file) as file:
-        found = find_layers(file, **layer_options(options))
+    with Checkpoint.open(options.file) as checkpoint:
+        file = checkpoint.file
+        found = find_layers(checkpoint, **layer_options(options))
         dtypes = {dtype: dtype.name for dtype in {info.dtype for info in file.infos.values()}}
         infos: dict[str, dict[str, Any]] = {}
         for name, info in file.infos.items():
@@ -41,5 +42,5 @@ def run(options: argparse.Namespace) -> Result:
             infos[name]["quantised"] = kind
         print_inspection(options.file, file, found, console())
         told = {"file_format": file.format, "metadata": dict(file.metadata), "tensors": infos}
-    warn_of_parts(options.file)
+    warn_of_parts(checkpoint)
     return 0, {**told, "layers": found}

@@ -6,13 +6,13 @@ import argparse
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from parity.use.cli.messages import refusal, warn
 from parity.use.cli.options import flag_of
 
 if TYPE_CHECKING:
+    from parity.port.conversion.checkpoint import Checkpoint
     from parity.port.conversion.hints import LayerKeywords
     from parity.port.conversion.layers import FileLayer
     from parity.port.conversion.not_compared import NotCompared, OnlyInOne
@@ -67,21 +67,17 @@ def said_of_layers(options: argparse.Namespace) -> list[str]:
     return [flag for flag, value in said.items() if value is not None]
 
 
-def warn_of_parts(path: str) -> None:
+def warn_of_parts(checkpoint: Checkpoint) -> None:
     """Warn of the parts of a model that are not read, with the reasons; for a folder with a
     config.json.
     """
-    from parity.port.models.config import read_config
-    from parity.port.models.specs import unknown_parts
-
-    if not Path(path).is_dir():
-        return
-    with suppress(
-        OSError, ValueError, RecursionError
-    ):  # reading the layers reports errors of the configuration
-        config = read_config(path)
-        for name, why in unknown_parts(config).items():
-            warn(f"{name or config['model_type']} is not read: {why}")
+    # Reading the layers reports errors of the configuration.
+    with suppress(OSError, ValueError, RecursionError):
+        config = checkpoint.config_of_folder
+        if config is None:
+            return
+        for name, why in config.unknown_parts.items():
+            warn(f"{name or config.values['model_type']} is not read: {why}")
 
 
 class Pairs(NamedTuple):
@@ -104,8 +100,8 @@ def pairs_of_layers(options: argparse.Namespace) -> Iterator[Pairs]:
     """Yield matching layers of two open files. An option that is passed once holds for both
     files.
     """
-    from parity.port.conversion.layers import open_model
-    from parity.port.conversion.metadata import tells_layout
+    from parity.port.conversion.checkpoint import Checkpoint
+    from parity.port.conversion.hints import CALLER, LayerHints
     from parity.port.conversion.not_compared import (
         by_reason,
         find_not_compared,
@@ -119,15 +115,18 @@ def pairs_of_layers(options: argparse.Namespace) -> Iterator[Pairs]:
         return [values[0], values[-1]] if values else [None, None]
 
     layouts, prefixes = each("--from", options.layouts), each("--prefix", options.prefix)
-    if len(options.layouts) == 1:  # it holds for the file without metadata, or for both
-        tell = [tells_layout(path) for path in options.files]
-        layouts = [None if told and not all(tell) else layouts[0] for told in tell]
+    hints = LayerHints.by(CALLER, **layer_options(options))
     with ExitStack() as stack:
+        checkpoints = [stack.enter_context(Checkpoint.open(path)) for path in options.files]
+        if len(options.layouts) == 1:  # it holds for the file without metadata, or for both
+            named = [checkpoint.own.names_layout for checkpoint in checkpoints]
+            if not all(named):
+                layouts = [None if is_named else layouts[0] for is_named in named]
         opened = [
-            stack.enter_context(open_model(path, layout, prefix=prefix, **layer_options(options)))
-            for path, layout, prefix in zip(options.files, layouts, prefixes, strict=True)
+            checkpoint.layers(hints, layout, prefix)
+            for checkpoint, layout, prefix in zip(checkpoints, layouts, prefixes, strict=True)
         ]
-        one, other = opened[0].layers, _in_order_of(opened[0].layers, opened[1].layers)
+        one, other = opened[0].in_order, _in_order_of(opened[0].in_order, opened[1].in_order)
         places = [[layer.place for layer in layers] for layers in (one, other)]
         if places[0] != places[1] and not len(one) == len(other) == 1:
             for words in by_reason(of_files(options.files, opened)):

@@ -309,7 +309,7 @@ def _check_weight_options(options: argparse.Namespace) -> None:
 def _run_model(options: argparse.Namespace, told: dict[str, Any]) -> Report:
     """Run the layers of a model."""
     from mha_spec import InputError
-    from parity.explain.identification.folders import is_unknown
+    from parity.port.conversion.checkpoint import Checkpoint
     from parity.use.reporting.console import progress_bar
     from parity.use.running.models import run_model
 
@@ -332,10 +332,12 @@ def _run_model(options: argparse.Namespace, told: dict[str, Any]) -> Report:
                 **layer_options(options),
             )
         except InputError as error:
-            if options.against is None and is_unknown(options.model):
-                error.hint = "; ".join(
-                    filter(None, [error.hint, "--against transformers observes its layers"])
-                )
+            if options.against is None:
+                with Checkpoint.open(options.model) as checkpoint:
+                    is_unknown = checkpoint.is_unknown
+                if is_unknown:
+                    advice = "--against transformers observes its layers"
+                    error.hint = f"{error.hint}; {advice}" if error.hint else advice
             raise
 
 

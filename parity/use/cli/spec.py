@@ -92,25 +92,29 @@ def _observe(options: argparse.Namespace) -> Result:
 def _read(options: argparse.Namespace) -> Result:
     """Print the specifications of the layers of a configuration."""
     from mha_spec import InputError
-    from parity.port.models.config import read_config
-    from parity.port.models.specs import known_parts, part_of, specs_of, unknown_parts
+    from parity.port.conversion.model_config import ModelConfig
+    from parity.port.models.specs import part_of, specs_of
     from parity.use.reporting.console import console
     from parity.use.reporting.models import print_heading, print_layers
 
-    config, out = read_config(options.path), console()
-    names = (list(known_parts(config)) or [""]) if options.part is None else [options.part]
+    config, out = ModelConfig.read(options.path), console()
+    values = config.values
+    names, unread = [options.part], {}
+    if options.part is None:
+        # Without a known part, the whole model has the error that says why.
+        names, unread = list(config.parts) or [""], config.unknown_parts
     try:
-        layers = {name: specs_of(config, part=name or None) for name in names}
+        layers = {name: specs_of(values, part=name or None) for name in names}
     except InputError as error:
-        error.hint = "; ".join(filter(None, [error.hint, "--live observes a model that runs"]))
+        advice = "--live observes a model that runs"
+        error.hint = f"{error.hint}; {advice}" if error.hint else advice
         raise
-    unread = unknown_parts(config) if options.part is None else {}
     for name, found in layers.items():
         if name:
             print_heading(name, out)
-        print_layers(str(part_of(config, name or None)["model_type"]), found, out)
+        print_layers(str(part_of(values, name or None)["model_type"]), found, out)
     for name, why in unread.items():
-        print_heading(name or str(config["model_type"]), out, f"not read: {why}")
+        print_heading(name or str(values["model_type"]), out, f"not read: {why}")
     told = [
         {**layer.to_dict(), "section": name} for name, found in layers.items() for layer in found
     ]

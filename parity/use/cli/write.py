@@ -80,7 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Result:
     """Write the layer, and its test if requested."""
     from parity.measure.files.target import errors_name, write_files
-    from parity.port.conversion.layers import open_layers
+    from parity.port.conversion.checkpoint import Checkpoint
+    from parity.port.conversion.hints import CALLER, LayerHints
     from parity.use.running.models import chosen_layers
 
     _check_output(options)
@@ -89,10 +90,13 @@ def run(options: argparse.Namespace) -> Result:
         given = {"MODEL": options.source, "--output": options.output}
         raise refusal("MODEL", "be another file than those to write", given)
     _check_free(paths, force=options.force)
-    with open_layers(
-        options.source, options.layout, prefix=options.prefix, **layer_options(options)
-    ) as found:
-        chosen = chosen_layers(found, options.layers) if options.layers else found[:1]
+    with Checkpoint.open(options.source) as checkpoint:
+        hints = LayerHints.by(CALLER, **layer_options(options))
+        layers = checkpoint.layers(hints, options.layout, options.prefix)
+        layers.warn_if_incomplete()
+        chosen = layers.in_order[:1]
+        if options.layers:
+            chosen = chosen_layers(layers.in_order, options.layers)
         if len(chosen) != 1:
             remedy = [{"--prefix": layer.label} for layer in chosen]
             raise refusal(

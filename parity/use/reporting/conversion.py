@@ -16,7 +16,6 @@ from parity.measure.text import counted, some_of
 from parity.port.conversion.not_compared import by_reason
 from parity.port.conversion.prefixes import numbered
 from parity.use.reporting.console import print_table, short_ratio
-from parity.use.reporting.diagnosis import print_explanation
 
 if TYPE_CHECKING:
     from parity.explain.diagnosis.diagnose import Diagnosis
@@ -97,7 +96,7 @@ def print_inspection(path: str, file: TensorFile, found: list[Found], out: Conso
     title = f"{path}: {file.format}, {len(file.infos)} tensors"
     print_table(out, title, ("tensor", "shape", "dtype", "how many"), rows)
     if not found:
-        from parity.port.conversion.metadata import NOT_LISTED
+        from parity.port.conversion.file_hints import NOT_LISTED
 
         out.print(Text("No attention layer that a layout fits", style="bold"))
         out.print(Text(f"If it has attention, {NOT_LISTED}"), soft_wrap=True)
@@ -239,6 +238,9 @@ def _print_difference(verdict: Verdict, diagnosis: Diagnosis, out: Console) -> N
     """Print which tensors differ, which stages show it, and the explanation."""
     out.print(Text(str(verdict.weights)), soft_wrap=True)
     _print_stages(verdict.stages, out)
+    # A conversion, which this module also prints, needs no diagnosis.
+    from parity.use.reporting.diagnosis import print_explanation
+
     wrong = first_difference(verdict.stages)
     if wrong is not None:
         out.print(Text(str(wrong), style="red"))

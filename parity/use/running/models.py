@@ -9,14 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 
 from mha_spec import AttentionSpec, GridBias, InputError
 from parity.explain.identification.folders import (
     code_of_transformers,
-    is_unknown,
     observe_folder,
     observed_file,
 )
@@ -28,11 +27,12 @@ from parity.measure.core.stages import run_steps
 from parity.measure.files.small import check_small_files
 from parity.measure.sharding.mesh import MeshPlan
 from parity.measure.text import counted, printable, some_of
-from parity.port.conversion.hints import LayerKeywords
-from parity.port.conversion.layers import FileLayer, OpenLayers, open_model
+from parity.port.conversion.checkpoint import Checkpoint, CheckpointLayers
+from parity.port.conversion.hints import CALLER, LayerHints, LayerKeywords
+from parity.port.conversion.layers import FileLayer
 from parity.port.conversion.not_compared import NotCompared
 from parity.port.models.config import read_config
-from parity.port.models.specs import layers_of_parts, unknown_parts
+from parity.port.models.specs import layers_of_parts
 from parity.use.running.lengths import check_memory, not_exercised
 from parity.use.running.report import Report, SkippedCase
 from parity.use.running.run import OnJudged, run_cases
@@ -155,24 +155,18 @@ def run_model(
     specs: list[tuple[str, AttentionSpec]] = []
     cases_by_layer: dict[str, list[Case]] = {}
     is_told = layout is not None or any(value is not None for value in said.values())
-    is_observed = against is not None and not is_told and is_unknown(path)
-    observed = {layer.name: layer for layer in observe_folder(path)} if is_observed else {}
+    observed: dict[str, LiveLayer] = {}
     with ExitStack() as stack:
-        source = stack.enter_context(observed_file([*observed.values()])) if observed else path
-        opened = stack.enter_context(open_model(source, layout, prefix=prefix, **said))
-        found = opened.layers
+        checkpoint = stack.enter_context(Checkpoint.open(path))
+        source = checkpoint
+        if against is not None and not is_told:
+            source, observed = _observed(checkpoint, stack)
+        opened = source.layers(LayerHints.by(CALLER, **said), layout, prefix)
+        found = opened.in_order
         names = names_of(found)
         chosen = chosen_layers(found, layers)
-        if against and (
-            unknown := [
-                each.label for each in chosen if each.model is None and each.label not in observed
-            ]
-        ):
-            raise InputError(
-                "against",
-                "have layers of a model whose config.json is of a known family",
-                f"against={against!r} for {some_of(unknown)}",
-            )
+        if against:
+            _check_known(chosen, against, observed)
         skeleton = skeleton_of(path) if against and not observed else None
         # All before any of them runs, because a length that does not fit one is an error.
         for layer in chosen:
@@ -182,12 +176,13 @@ def run_model(
                 is_causal = live.is_causal
             elif layer.model is not None:
                 is_causal = layer.model.is_causal
-            about: dict[str, Any] = {
-                "is_cross": layer.is_cross,
-                "is_causal": is_causal,
-                "seq_len": seq_len,
-            }
-            cases_by_layer[layer.label] = cases_of(names[layer.label], layer.spec, **about)
+            cases_by_layer[layer.label] = cases_of(
+                names[layer.label],
+                layer.spec,
+                is_causal=is_causal,
+                is_cross=layer.is_cross,
+                seq_len=seq_len,
+            )
         for layer in chosen:
             live, cases = observed.get(layer.label), cases_by_layer[layer.label]
             weights, spec = layer.load()
@@ -226,7 +221,7 @@ def run_model(
                     SkippedCase(live.name, "float32", "transformers", live.refusal)
                 )
     if layers is None and prefix is None:
-        report.left_out.extend(_left_out(path, opened, is_observed=bool(observed)))
+        report.left_out.extend(_left_out(checkpoint, opened, is_observed=bool(observed)))
     ran = (observed[layer.label] for layer in chosen if layer.label in observed)
     report.warnings.extend(
         f"no rules of a family, observed with random inputs: {each}" for each in ran
@@ -234,28 +229,57 @@ def run_model(
     return replace(report, not_exercised=not_exercised(specs, seq_len, dtypes))
 
 
+def _observed(checkpoint: Checkpoint, stack: ExitStack) -> tuple[Checkpoint, dict[str, LiveLayer]]:
+    """Return the checkpoint to read layers from, and its observed layers by name, of which there
+    are none if rules specify its layers.
+    """
+    observed: dict[str, LiveLayer] = {}
+    if checkpoint.is_unknown:
+        observed = {layer.name: layer for layer in observe_folder(checkpoint.path)}
+    if not observed:
+        return checkpoint, observed
+    path = stack.enter_context(observed_file([*observed.values()]))
+    return stack.enter_context(Checkpoint.open(path)), observed
+
+
+def _check_known(layers: Sequence[FileLayer], against: str, observed: Collection[str]) -> None:
+    """Reject layers that the library has no module for: neither rules nor observation know them."""
+    unknown = [
+        layer.label for layer in layers if layer.model is None and layer.label not in observed
+    ]
+    if unknown:
+        raise InputError(
+            "against",
+            "have layers of a model whose config.json is of a known family",
+            f"against={against!r} for {some_of(unknown)}",
+        )
+
+
 def _left_out(
-    path: str | os.PathLike[str], opened: OpenLayers, *, is_observed: bool
+    checkpoint: Checkpoint, opened: CheckpointLayers, *, is_observed: bool
 ) -> Iterator[NotCompared]:
     """Yield the layers of a model that no backend computed, although all were requested.
 
     Args:
-        path: the folder or file.
+        checkpoint: the folder or file.
         opened: its layers.
         is_observed: the layers were found by observation, not by a configuration.
     """
+    path = checkpoint.path
     if opened.missing:
         what = f"{counted(len(opened.missing), 'layer')}, {some_of(opened.missing)}"
         yield NotCompared(what, f"not in {path}, although its config.json describes them")
-    if opened.others:
+    if opened.undescribed:
         reason = f"not read, because the config.json of {path} does not describe them"
-        yield NotCompared(some_of(opened.others), reason)
-    if is_observed or not os.path.isdir(path):
+        yield NotCompared(some_of(opened.undescribed), reason)
+    if is_observed:
         return
     try:
-        config = read_config(path)
-        unknown = unknown_parts(config)
-        kinds = Counter(layer.kind for layer in layers_of_parts(config) if layer.spec is None)
+        config = checkpoint.config_of_folder
+        if config is None:
+            return
+        values, unknown = config.values, config.unknown_parts
+        kinds = Counter(layer.kind for layer in layers_of_parts(values) if layer.spec is None)
     except (
         OSError,
         ValueError,
@@ -264,7 +288,7 @@ def _left_out(
         return
     for name, reason in unknown.items():
         yield NotCompared(
-            printable(name or str(config["model_type"]), keep=""), printable(reason, keep="")
+            printable(name or str(values["model_type"]), keep=""), printable(reason, keep="")
         )
     for kind, number in kinds.items():
         reason = f"{printable(kind, keep='')} is not attention over keys"

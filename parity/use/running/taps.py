@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from parity.explain.diagnosis.taps import TapVerdict, judge_tap
-from parity.explain.identification.folders import is_unknown, observe_folder
+from parity.explain.identification.folders import observe_folder
 from parity.measure.core.weights import Weights
-from parity.port.conversion.layers import open_layers
-from parity.port.models.config import read_config
+from parity.port.conversion.checkpoint import Checkpoint
+from parity.port.conversion.hints import LayerHints
+from parity.port.conversion.model_config import ModelConfig
 from parity.port.models.specs import ModelLayer, layers_of_parts
 from parity.port.tapping.record import load_tap
 from parity.use.running.report import Report, SkippedCase
@@ -35,13 +36,18 @@ def layers_in(folder: str | os.PathLike[str]) -> tuple[list[ModelLayer], dict[st
         OSError: if the folder cannot be read.
         ValueError: if neither rules of its family nor observation specify its layers.
     """
-    if is_unknown(folder):
-        found = observe_folder(folder)
-        specs = [layer.at(index) for index, layer in enumerate(found)]
-        return specs, {layer.name: layer.weights for layer in found if layer.spec is not None}
-    config = read_config(folder)
-    with open_layers(folder) as layers:
-        return layers_of_parts(config), {layer.label: layer.load()[0] for layer in layers}
+    with Checkpoint.open(folder) as checkpoint:
+        if checkpoint.is_unknown:
+            observed = observe_folder(folder)
+            specs = [layer.at(index) for index, layer in enumerate(observed)]
+            known = [layer for layer in observed if layer.spec is not None]
+            return specs, {layer.name: layer.weights for layer in known}
+        # Without a config.json this raises the error that names it.
+        config = checkpoint.config_of_folder or ModelConfig.read(folder)
+        layers = checkpoint.layers(LayerHints())
+        layers.warn_if_incomplete()
+        weights = {layer.label: layer.load()[0] for layer in layers.in_order}
+        return layers_of_parts(config.values), weights
 
 
 def report_of(verdicts: Mapping[str, TapVerdict]) -> Report:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from helpers.checkpoints import open_layers
 from helpers.refusals import refuses
 from helpers.samples import sample
 from helpers.written import (
@@ -46,7 +47,6 @@ from parity.explain.writing.subject import CallForm
 from parity.measure.core.arrays import to_numpy, to_torch
 from parity.measure.core.cases import CASES
 from parity.measure.core.problem import Problem, make_problem
-from parity.port.conversion.layers import open_layers
 from parity.port.conversion.layouts import LAYOUTS
 
 LLAMA = AttentionSpec(

@@ -35,10 +35,12 @@ from parity import (
 )
 from parity.measure.core.weights import dtype_named, is_finite
 from parity.measure.files import open_tensors, write_tensors
+from parity.port.conversion.bits import same_bits
+from parity.port.conversion.checkpoint import Checkpoint
 from parity.port.conversion.convert import convert, convert_file, load
 from parity.port.conversion.inspect import find_layers
 from parity.port.conversion.layouts import LAYOUTS, from_canonical
-from parity.port.conversion.verify import same_bits, verify
+from parity.port.conversion.verify import verify
 
 GQA = AttentionSpec(
     16, 4, num_kv_heads=2, head_dim=6, d_in=16, qkv_bias=False, out_bias=False, rope=Rope(500.0)
@@ -760,8 +762,8 @@ def test_is_finite_detects_nan_and_infinity(dtype, sign):
 
 
 def found_in(path, **heads):
-    with open_tensors(path) as file:
-        return {(found.layout, found.prefix): found for found in find_layers(file, **heads)}
+    with Checkpoint.open(path) as checkpoint:
+        return {(found.layout, found.prefix): found for found in find_layers(checkpoint, **heads)}
 
 
 def test_layers_are_found_with_their_layout(tmp_path):
@@ -819,10 +821,10 @@ def test_layers_are_grouped_by_heads(tmp_path):
     """Layers under one prefix with different heads are listed separately."""
     other = AttentionSpec(10, 4, num_kv_heads=1, head_dim=5, d_in=7)
     path = write_tensor_file(tmp_path / "a.npz", checkpoint((0, 1, 2)) | checkpoint((3,), other))
-    with open_tensors(path) as file:
+    with Checkpoint.open(path) as opened:
         found = [
             (f.layers, f.heads)
-            for f in find_layers(file, num_heads=4)
+            for f in find_layers(opened, num_heads=4)
             if f.layout == "transformers.LLaMA"
         ]
     assert found == [(3, "4 x 6, key/value 2"), (1, "4 x 5, key/value 1")]

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from flax import nnx
+from helpers.checkpoints import open_layers
 from helpers.command_line import error_line
 from helpers.configurations import older
 from helpers.families import MODELS
@@ -44,7 +45,6 @@ from parity import (
     specs_of,
     weights_of,
 )
-from parity.port.conversion.layers import open_layers
 from parity.port.conversion.layouts import LAYOUTS
 from parity.port.conversion.layouts.losses import Written, check_losses
 from parity.port.foreign.transformers import NotAlone, Skeleton

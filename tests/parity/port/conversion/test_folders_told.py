@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from helpers.checkpoints import open_layers
 from helpers.refusals import refuses
 from helpers.released_models import SMALL
 from safetensors import safe_open
@@ -14,7 +15,6 @@ from safetensors.numpy import load_file, save_file
 import mha_torch
 from mha_spec import InputError, Rope
 from parity import from_transformers, load, load_into, run_model, specs_of
-from parity.port.conversion.layers import open_layers
 from parity.port.conversion.prefixes import Names
 from parity.use.cli.main import main
 

@@ -7,7 +7,8 @@ from helpers.refusals import refuses
 
 from mha_spec import AttentionSpec, Rope
 from parity import random_weights
-from parity.measure.files import open_tensors, write_tensors
+from parity.measure.files import write_tensors
+from parity.port.conversion.checkpoint import Checkpoint
 from parity.port.conversion.hints import CALLER, METADATA, LayerHints, merge
 from parity.port.conversion.inspect import find_layers
 from parity.port.conversion.layouts import LAYOUTS
@@ -17,17 +18,17 @@ SPEC = AttentionSpec(16, 4, num_kv_heads=2, rope=Rope(500.0))
 
 
 def merged(*sources):
-    return merge("layer", [lambda label, hints=hints: hints for hints in sources])
+    return merge("layer", sources)
 
 
 def test_first_source_of_a_hint_wins():
     """The caller's RoPE overrides the GGUF file's, whose head count is kept, with their origins."""
     hints = merged(
         LayerHints.by(CALLER, rope=Rope(10.0)),
-        None,
+        LayerHints(),
         LayerHints.by("GGUF", num_heads=4, rope=Rope(500.0)),
     )
-    assert hints.given == {"num_heads": 4, "rope": Rope(10.0)}
+    assert hints.values == {"num_heads": 4, "rope": Rope(10.0)}
     assert hints.origins == {"num_heads": "GGUF", "rope": CALLER}
     assert [hints.origin_of(name) for name in ("num_heads", "rope", "head_dim")] == [
         "GGUF",
@@ -43,7 +44,7 @@ def test_head_counts_are_not_mixed():
         LayerHints.by(CALLER, num_kv_heads=2),
         LayerHints.by("config.json", num_heads=4, rope=Rope(500.0)),
     )
-    assert hints.given == {"num_kv_heads": 2, "rope": Rope(500.0)}
+    assert hints.values == {"num_kv_heads": 2, "rope": Rope(500.0)}
 
 
 def test_given_rope_hides_unread_rope():
@@ -102,10 +103,10 @@ def test_inspect_reports_contradictions(tmp_path):
     write_tensors(
         tmp_path / "a.npz", infos, held.__getitem__, metadata_of(LAYOUTS["canonical"], specs, None)
     )
-    with open_tensors(tmp_path / "a.npz") as file:
+    with Checkpoint.open(tmp_path / "a.npz") as checkpoint:
         found = {
             each.prefix: each.heads
-            for each in find_layers(file, num_heads=8)
+            for each in find_layers(checkpoint, num_heads=8)
             if each.layout == "canonical"
         }
     assert found.keys() == {"a", "b"}

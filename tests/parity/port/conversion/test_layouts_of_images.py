@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from helpers.checkpoints import open_layers
 from helpers.refusals import refuses
 from helpers.released_models import draw
 from safetensors.numpy import load_file
@@ -16,7 +17,6 @@ from safetensors.numpy import load_file
 import mha_torch
 from mha_spec import GridBias
 from parity import convert, convert_file, load_into
-from parity.port.conversion.layers import open_layers
 from parity.use.cli.main import main
 
 OF_SWIN = {

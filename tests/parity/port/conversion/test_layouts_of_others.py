@@ -17,10 +17,10 @@ from parity import AttentionSpec, Case, random_weights
 from parity.measure.core.problem import make_problem
 from parity.measure.core.trace import Reference
 from parity.measure.files import open_tensors, write_tensors
+from parity.port.conversion.bits import same_bits
 from parity.port.conversion.convert import convert_file, load
 from parity.port.conversion.layouts import LAYOUTS, from_canonical, to_canonical
 from parity.port.conversion.layouts.layout import Tensor
-from parity.port.conversion.verify import same_bits
 
 # ---- Operations between projections
 # ----------------------------------------------------------------------------------

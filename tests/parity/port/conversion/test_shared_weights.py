@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import transformers
+from helpers.checkpoints import open_layers
 from helpers.refusals import refuses
 from helpers.saved_models import saved
 from helpers.tensors import same_tensors
@@ -12,7 +13,6 @@ from safetensors.numpy import load_file, save_file
 
 import parity
 from parity import convert_file
-from parity.port.conversion.layers import open_layers
 from parity.use.cli.main import main
 
 SHARING = ("t5", "mt5", "switch_transformers", "mpnet", "beit, one grid")

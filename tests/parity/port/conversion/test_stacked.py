@@ -7,6 +7,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx, serialization
+from helpers.checkpoints import open_layers
 from helpers.layouts import layout_fits
 from helpers.refusals import refuses
 from helpers.samples import sample
@@ -15,12 +16,11 @@ from helpers.tensors import bits_of, read_tensors, write_tensor_file
 import mha_jax
 import parity
 from parity import AttentionSpec, random_weights
-from parity.measure.files import open_tensors
+from parity.port.conversion.bits import same_bits
+from parity.port.conversion.checkpoint import Checkpoint
 from parity.port.conversion.convert import convert_file, load
 from parity.port.conversion.inspect import find_layers
-from parity.port.conversion.layers import open_layers
 from parity.port.conversion.layouts import LAYOUTS, find_layout, from_canonical
-from parity.port.conversion.verify import same_bits
 
 SPEC = AttentionSpec(16, 4)
 GQA = AttentionSpec(16, 4, num_kv_heads=2, head_dim=6, qkv_bias=False, out_bias=False)
@@ -67,8 +67,10 @@ def test_mha_jax_checkpoint_is_converted(tmp_path, kind, fused_qkv):
     else:
         path.write_bytes(serialization.to_bytes(nnx.to_pure_dict(nnx.state(model, nnx.Param))))
     layout = "mha_jax.qkv_proj" if fused_qkv else "mha_jax"
-    with open_tensors(path) as file:
-        found = [(each.prefix, each.layers, each.layout) for each in find_layers(file, num_heads=4)]
+    with Checkpoint.open(path) as checkpoint:
+        found = [
+            (each.prefix, each.layers, each.layout) for each in find_layers(checkpoint, num_heads=4)
+        ]
     assert found == [("layers.{i}", 2, layout)]
     convert_file(
         path,
@@ -303,8 +305,8 @@ def test_linen_scan_converts_exactly(tmp_path):
     x = jax.random.normal(jax.random.key(1), (2, 5, 16))
     variables = Scanned().init(jax.random.key(0), x)
     (tmp_path / "a.msgpack").write_bytes(serialization.to_bytes(variables))
-    with open_tensors(tmp_path / "a.msgpack") as file:
-        found = {each.layout: each for each in find_layers(file, num_heads=4)}["flax.linen"]
+    with Checkpoint.open(tmp_path / "a.msgpack") as checkpoint:
+        found = {each.layout: each for each in find_layers(checkpoint, num_heads=4)}["flax.linen"]
     assert (found.prefix, found.layers, found.is_stacked) == ("params.layers.self_attn", 3, True)
     options = {"prefix": "params.layers.self_attn", "to_prefix": "layers.{i}"}
     convert_file(
