@@ -1,9 +1,21 @@
 """Convert attention weights between checkpoint layouts.
 
 - `Layout` (`layouts`): the names, packing and axes of a layer's weights in one kind of checkpoint.
-- `LayerHints` (`hints`): what a call, a file's metadata and its `config.json` say about a layer,
-  and which of them wins.
-- `Plan` (`plan`): which tensor goes where.
+- `Checkpoint` (`checkpoint`): an open checkpoint. `Checkpoint.open(path)` reads tensors, own
+  metadata and configuration once each, `layers(hints)` finds the layers, `plan(layout)` lists the
+  tensors of a target, and `write(path)` writes them.
+- `FileLayer` (`layers`): one layer, with its specification and the places of its weights.
 
-Start at `convert.convert_file` for files and `convert.convert` for tensors.
+Start at `convert.convert_file`, which is these four calls, or at `convert.convert` for weights in
+memory.
+
+Who knows what about a layer is decided in one place, `FileHints` (`file_hints`), in one order: the
+caller, the file's own metadata (`metadata`), otherwise the configuration of its model
+(`model_config`), and last the names and shapes of its tensors (`layouts.detection`).
+docs/reference/conversion.md shows that order as a table. `LayerHints` (`hints`) are what one source
+says about one layer.
+
+Beside the way of a conversion: `inspect` lists the layers of a file, `ranks` reads and writes files
+of several ranks, `sharing` follows weights that layers share, and `differences`, `laws` and
+`same_function` compare two sets of weights.
 """

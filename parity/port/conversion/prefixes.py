@@ -30,7 +30,10 @@ def concrete_prefix(pattern: str, name: str) -> tuple[str, tuple[str, ...], str]
     remainder.
     """
     match = _expression(pattern).fullmatch(name)
-    return None if match is None else (match[1], match.groups()[1:-1], match.groups()[-1])
+    if match is None:
+        return None
+    concrete, *numbers, remainder = match.groups()
+    return concrete, tuple(numbers), remainder
 
 
 @lru_cache(maxsize=512)
@@ -42,32 +45,38 @@ def _expression(pattern: str) -> re.Pattern[str]:
 
 def all_prefixes(names: Iterable[str]) -> dict[str, None]:
     """Return all beginnings of names, up to a dot."""
-    found: dict[str, None] = {}
-    for prefix in names:
-        while (prefix := prefix.rpartition(".")[0]) and prefix not in found:
-            found[prefix] = None
-    return found
+    prefixes: dict[str, None] = {}
+    for name in names:
+        prefix = name.rpartition(".")[0]
+        # The prefixes of a prefix that is there are there, too.
+        while prefix and prefix not in prefixes:
+            prefixes[prefix] = None
+            prefix = prefix.rpartition(".")[0]
+    return prefixes
 
 
 def fitting_prefixes(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> list[str]:
     """Return the prefixes of all layers that fit a layout, with `{i}` for numbers."""
-    found: dict[str, None] = {}
-    seen: dict[
-        tuple[tuple[str, tuple[int, ...]], ...], bool
-    ] = {}  # most layers of a model are equal
+    fitting: dict[str, None] = {}
+    # Most layers of a model have equal tensors, so the answer for these is kept.
+    fits: dict[tuple[tuple[str, tuple[int, ...]], ...], bool] = {}
     names = Names(shapes)
-    for concrete in names.possible_prefixes(layout):
-        pattern, begin = numbered(concrete), f"{concrete}." if concrete else ""
-        if pattern in found:
+    for prefix in names.possible_prefixes(layout):
+        pattern = numbered(prefix)
+        if pattern in fitting:
             continue
-        under = {name.removeprefix(begin): shapes[name] for name in names.under(concrete)}
-        under = {name: shape for name, shape in under.items() if not layout.ignores(name)}
-        kind = tuple(under.items())
-        if kind not in seen:
-            seen[kind] = _fits(under, layout)
-        if seen[kind]:
-            found[pattern] = None
-    return list(found)
+        begin = f"{prefix}." if prefix else ""
+        own_shapes: dict[str, tuple[int, ...]] = {}
+        for name in names.under(prefix):
+            short = name.removeprefix(begin)
+            if not layout.ignores(short):
+                own_shapes[short] = shapes[name]
+        kind = tuple(own_shapes.items())
+        if kind not in fits:
+            fits[kind] = _fits(own_shapes, layout)
+        if fits[kind]:
+            fitting[pattern] = None
+    return list(fitting)
 
 
 def _fits(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> bool:
@@ -75,10 +84,9 @@ def _fits(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> bool:
     heads.
     """
     try:
-        is_stacked = stack_size(shapes, layout) is not None
-        find_spec(
-            {name: shape[is_stacked:] for name, shape in shapes.items()}, layout, LayerHints()
-        )
+        if stack_size(shapes, layout) is not None:
+            shapes = {name: shape[1:] for name, shape in shapes.items()}
+        find_spec(shapes, layout, LayerHints())
     except UnknownHeadsError:
         return True
     except ValueError:
@@ -116,27 +124,31 @@ class Names:
         """Return candidate prefixes of a layout's layers, each with a name that ends like one of
         its tensors.
         """
-        endings = {
-            tensor.name.replace("{n}", "0") for tensor in layout.tensors if tensor.kind == "weight"
-        }
-        matches = [
-            (self.order[name], name, ending)
-            for ending in endings
-            for name in self._ending_with(ending)
-        ]
-        found: dict[str, str] = {}
+        endings: set[str] = set()
+        for tensor in layout.tensors:
+            if tensor.kind == "weight":
+                endings.add(tensor.name.replace("{n}", "0"))  # of the first head
+        matches: list[tuple[int, str, str]] = []
+        for ending in endings:
+            for name in self._ending_with(ending):
+                matches.append((self.order[name], name, ending))
+        prefixes: dict[str, str] = {}
         for _, name, ending in sorted(matches):
-            found.setdefault(name.removesuffix(ending).removesuffix("."), name)
-        return found
+            prefixes.setdefault(name.removesuffix(ending).removesuffix("."), name)
+        return prefixes
 
     def _ending_with(self, ending: str) -> list[str]:
         """Return the names whose last words are those of an ending."""
         num_words = ending.count(".") + 1
         if num_words not in self._by_ending:
-            by_ending: dict[str, list[str]] = {}
-            for name in self.order:
-                words = name.rsplit(".", num_words)
-                if len(words) >= num_words:
-                    by_ending.setdefault(".".join(words[-num_words:]), []).append(name)
-            self._by_ending[num_words] = by_ending
+            self._by_ending[num_words] = self._by_last_words(num_words)
         return self._by_ending[num_words].get(ending, [])
+
+    def _by_last_words(self, count: int) -> dict[str, list[str]]:
+        """Return the names by a number of their last words."""
+        by_ending: dict[str, list[str]] = {}
+        for name in self.order:
+            words = name.rsplit(".", count)
+            if len(words) >= count:
+                by_ending.setdefault(".".join(words[-count:]), []).append(name)
+        return by_ending

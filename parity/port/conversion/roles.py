@@ -36,54 +36,79 @@ class Role:
         """Return a view (K, heads of the group, features, the rest); K and heads are 1 if they are
         shared.
         """
-        groups = 1 if self.heads == "shared" else spec.num_kv_heads
-        of_group = spec.num_heads // spec.num_kv_heads if self.heads == "q" else 1
-        x = x.reshape(len(x), -1) if x.ndim == 3 else x  # vectors for each head
+        groups = heads_of_group = 1
+        if self.heads != "shared":
+            groups = spec.num_kv_heads
+        if self.heads == "q":
+            heads_of_group = spec.num_heads // spec.num_kv_heads
+        if x.ndim == 3:  # vectors for each head
+            x = x.reshape(len(x), -1)
         rows = x.reshape(-1) if self.axis is None else np.moveaxis(x, self.axis, 0)
-        return rows.reshape(groups, of_group, len(rows) // (groups * of_group), -1)
+        features = len(rows) // (groups * heads_of_group)
+        return rows.reshape(groups, heads_of_group, features, -1)
 
 
 def roles(spec: AttentionSpec) -> dict[str, Role]:
     """Return the roles of weights with heads, by canonical name. Biases of the output and latents
     have none.
     """
-    found: dict[str, Role] = {}
-    of_parts: dict[str, Role] = {
-        "q_proj": Role(0, "q", "qk" if spec.latent is None else ""),
+    by_part = _roles_of_parts(spec)
+    by_name: dict[str, Role] = {}
+    for name, shape in spec.weight_shapes.items():
+        part = name.partition(".")[0]
+        if name == "out_proj.weight":
+            # With latents, the features of values are rows of kv_b_proj.
+            features = "v" if spec.latent is None else ""
+            by_name[name] = Role(1, "q", features)
+        elif part in ("q_norm", "k_norm", "v_norm", "context_norm"):
+            by_name[name] = _role_of_norm(part, shape, spec)
+        elif part in by_part:
+            by_name[name] = by_part[part]
+    return by_name
+
+
+def _roles_of_parts(spec: AttentionSpec) -> dict[str, Role]:
+    """Return the roles of all weights of a part of the layer, by the first word of their names."""
+    # With latents, the rows of q_proj have features with RoPE and features without.
+    features_of_q = "qk" if spec.latent is None else ""
+    features_of_gate = ""
+    if spec.gate is not None and not spec.gate.per_head:
+        features_of_gate = "v"
+    by_part = {
+        "q_proj": Role(0, "q", features_of_q),
         "q_b_proj": Role(0, "q", ""),
         "k_proj": Role(0, "kv", "qk"),
         "v_proj": Role(0, "kv", "v"),
         "kv_b_proj": Role(0, "kv", ""),
-        "gate_proj": Role(0, "q", "" if spec.gate is None or spec.gate.per_head else "v"),
+        "gate_proj": Role(0, "q", features_of_gate),
         "sinks": Role(0, "q", ""),
         "relative_bias": Role(1, "q", ""),
     }
     if spec.relative_products is not None:
-        of_parts |= dict.fromkeys(
-            SIDES, Role(1, "q" if spec.relative_products.per_head else "shared", "qk")
-        )
-    for name, shape in spec.weight_shapes.items():
-        part = name.partition(".")[0]
-        if name == "out_proj.weight":  # with latents, the features of values are rows of kv_b_proj
-            found[name] = Role(1, "q", "v" if spec.latent is None else "")
-        elif part in ("q_norm", "k_norm", "v_norm", "context_norm"):
-            has_heads = len(shape) == 2 or spec.norms[part].over == "width"
-            heads = ("q" if part in OF_QUERIES else "kv") if has_heads else "shared"
-            features = "v" if part in ("v_norm", "context_norm") else "qk"
-            found[name] = Role(0 if len(shape) == 1 else None, heads, features)
-        elif part in of_parts:
-            found[name] = of_parts[part]
-    return found
+        heads = "q" if spec.relative_products.per_head else "shared"
+        by_part |= dict.fromkeys(SIDES, Role(1, heads, "qk"))
+    return by_part
+
+
+def _role_of_norm(part: str, shape: tuple[int, ...], spec: AttentionSpec) -> Role:
+    """Return the role of the weight of a norm, which may be shared by all heads."""
+    heads = "shared"
+    if len(shape) == 2 or spec.norms[part].over == "width":
+        heads = "q" if part in OF_QUERIES else "kv"
+    features = "v" if part in ("v_norm", "context_norm") else "qk"
+    axis = 0 if len(shape) == 1 else None
+    return Role(axis, heads, features)
 
 
 def digests(rows: np.ndarray) -> np.ndarray:
     """Return a digest of the bytes of each row over the last axis; both zeros have the same
     digest.
     """
+    # Adding 0 turns -0 into 0.
     flat = np.ascontiguousarray(rows + rows.dtype.type(0)).reshape(-1, rows.shape[-1])
-    found = np.empty(len(flat), object)
-    found[:] = [blake2b(row.tobytes(), digest_size=12).digest() for row in flat]
-    return found.reshape(rows.shape[:-1])
+    row_digests = np.empty(len(flat), object)
+    row_digests[:] = [blake2b(row.tobytes(), digest_size=12).digest() for row in flat]
+    return row_digests.reshape(rows.shape[:-1])
 
 
 def matched(before: Sequence[object], after: Sequence[object]) -> np.ndarray | None:
@@ -91,15 +116,18 @@ def matched(before: Sequence[object], after: Sequence[object]) -> np.ndarray | N
 
     Elements that are in place stay there.
     """
-    left: dict[object, list[int]] = {}
+    if len(before) != len(after):
+        return None
+    moved: dict[object, list[int]] = {}
+    # From the end, so that `pop` returns the first index of equal elements.
     for index in reversed(range(len(before))):
-        if index >= len(after) or before[index] != after[index]:
-            left.setdefault(before[index], []).append(index)
+        if before[index] != after[index]:
+            moved.setdefault(before[index], []).append(index)
     order = np.arange(len(after))
-    for index, key in enumerate(after):
-        if index < len(before) and before[index] == key:
+    for index, element in enumerate(after):
+        if before[index] == element:
             continue
-        if not left.get(key):
+        if not moved.get(element):
             return None
-        order[index] = left[key].pop()
-    return order if len(before) == len(after) else None
+        order[index] = moved[element].pop()
+    return order

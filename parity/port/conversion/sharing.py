@@ -24,15 +24,16 @@ def holders_in_model(prefix: str, model: ModelHints) -> dict[str, str]:
     if layer is None or not layer.shared:
         return {}
     weights = {tensor.name: tensor.holds for tensor in LAYOUTS[layer.layout].others}
-    before = prefix.removesuffix(layer.path)
+    before_path = prefix.removesuffix(layer.path)
     holders: dict[str, str] = {}
     for short, path in layer.shared.items():
-        weight, full = weights[short], f"{before}{path}"
-        holder_label = full.removesuffix(f".{short}")
-        if holder_label == prefix:  # this layer is the holder
+        name = f"{before_path}{path}"
+        label = name.removesuffix(f".{short}")
+        if label == prefix:  # this layer is the holder
             continue
-        is_in_layer = holder_label != full and model.attention_at(holder_label) is not None
-        holders[weight] = join(holder_label, weight) if is_in_layer else full
+        weight = weights[short]
+        is_in_layer = label != name and model.attention_at(label) is not None
+        holders[weight] = join(label, weight) if is_in_layer else name
     return holders
 
 
@@ -48,9 +49,11 @@ def name_in_file(holder: str, weight: str, layout: Layout, names: Collection[str
     """Return the full name of a shared weight's tensor in a file; None if the file does not have
     it.
     """
+    name = holder
     label = label_of_holder(holder, weight)
     short = layout.name_of(weight)
-    name = holder if label is None or short is None else join(label, short)
+    if label is not None and short is not None:
+        name = join(label, short)
     return name if name in names else None
 
 
@@ -58,10 +61,10 @@ def renamed(holders: Mapping[str, str], labels: Mapping[str, str]) -> dict[str, 
     """Return holders with the labels that their layers have in another file; others are
     unchanged.
     """
-    found: dict[str, str] = {}
+    new_holders: dict[str, str] = {}
     for weight, holder in holders.items():
         label = label_of_holder(holder, weight)
-        found[weight] = holder
         if label is not None and label in labels:
-            found[weight] = join(labels[label], weight)
-    return found
+            holder = join(labels[label], weight)
+        new_holders[weight] = holder
+    return new_holders

@@ -17,8 +17,15 @@ from parity.measure.core.problem import Problem, make_problem
 from parity.measure.core.stages import run_steps
 from parity.measure.core.weights import Weights, is_floating, unheld, weight_shapes
 
+NARROW_FIRST = ("bfloat16", "float16", "float32", "float64")
+"""Dtypes of weights, those with fewer bits of mantissa first."""
 
-@np.errstate(over="ignore", invalid="ignore")  # infinities from weights are compared as differences
+STAGES_TO_COMPARE = ("q", "k", "v", "scores", "attn_weights", "context", "output")
+"""Stages that every layer has, in the order of the computation."""
+
+
+# Infinities from weights are compared as differences.
+@np.errstate(over="ignore", invalid="ignore")
 def verify(
     weights: Mapping[str, Any],
     spec: AttentionSpec,
@@ -40,22 +47,22 @@ def verify(
         ValueError: if the layers differ in more than their weights; biases that only one has count
             as weights.
     """
-    mine, theirs = probe(weights, spec, other, other_spec)
-    dtype = mine.dtype
-    actual = run_steps(reference.steps(theirs, "float64"))
-    expected = run_steps(reference.steps(mine, "float64"))
-    same_precision = run_steps(reference.steps(mine, dtype if dtype != "float64" else "float32"))
-    return [
-        compare(
-            actual[stage].astype(kept_dtype(stage, dtype)),
-            expected[stage]
-            .astype(kept_dtype(stage, dtype))
-            .astype(np.float64),  # so that equal weights differ by 0
-            same_precision[stage],
-            Label("verify", "the other", dtype, stage),
+    problem, other_problem = probe(weights, spec, other, other_spec)
+    dtype = problem.dtype
+    same_dtype = dtype if dtype != "float64" else "float32"
+    actual = run_steps(reference.steps(other_problem, "float64"))
+    expected = run_steps(reference.steps(problem, "float64"))
+    same_precision = run_steps(reference.steps(problem, same_dtype))
+    comparisons: list[Comparison] = []
+    for stage in STAGES_TO_COMPARE:
+        kept = kept_dtype(stage, dtype)
+        # Both are rounded, so that equal weights differ by 0.
+        rounded = expected[stage].astype(kept).astype(np.float64)
+        label = Label("verify", "the other", dtype, stage)
+        comparisons.append(
+            compare(actual[stage].astype(kept), rounded, same_precision[stage], label)
         )
-        for stage in ("q", "k", "v", "scores", "attn_weights", "context", "output")
-    ]
+    return comparisons
 
 
 def probe(
@@ -68,9 +75,11 @@ def probe(
     weights, with_all = with_biases(to_numpy_by_name(weights), spec, other_spec)
     other, other_with_all = with_biases(to_numpy_by_name(other), other_spec, spec)
     spec = check_alike(with_all, other_with_all)
-    order = ("bfloat16", "float16", "float32", "float64")
-    arrays = (array for held in (weights, other) for array in held.values())
-    dtype = min({array.dtype.name for array in arrays if is_floating(array.dtype)}, key=order.index)
+    dtypes: list[str] = []
+    for array in (*weights.values(), *other.values()):
+        if is_floating(array.dtype):
+            dtypes.append(array.dtype.name)
+    dtype = min(dtypes, key=NARROW_FIRST.index)
     case = probe_case("verify", spec)
     return make_problem(case, dtype, weights), make_problem(case, dtype, other)
 
@@ -79,15 +88,18 @@ def with_biases(
     weights: Weights, spec: AttentionSpec, other_spec: AttentionSpec
 ) -> tuple[Weights, AttentionSpec]:
     """Add zero biases to a layer if only the other one has biases; the function stays the same."""
-    biases = tuple(map(any, zip(spec.qkv_biases, other_spec.qkv_biases, strict=True)))
-    with_all = replace(unheld(spec), qkv_bias=biases, out_bias=spec.out_bias or other_spec.out_bias)
+    pairs = zip(spec.qkv_biases, other_spec.qkv_biases, strict=True)
+    qkv_bias = tuple(own or others for own, others in pairs)
+    with_all = replace(
+        unheld(spec), qkv_bias=qkv_bias, out_bias=spec.out_bias or other_spec.out_bias
+    )
     dtype = next(iter(weights.values())).dtype if weights else np.dtype(np.float32)
-    added = {
-        name: shape
-        for name, shape in weight_shapes(with_all).items()
-        if name not in weight_shapes(spec)
-    }
-    return {**weights, **{name: np.zeros(shape, dtype) for name, shape in added.items()}}, with_all
+    own_names = weight_shapes(spec)
+    with_zeros = dict(weights)
+    for name, shape in weight_shapes(with_all).items():
+        if name not in own_names:
+            with_zeros[name] = np.zeros(shape, dtype)
+    return with_zeros, with_all
 
 
 def check_alike(spec: AttentionSpec, other_spec: AttentionSpec) -> AttentionSpec:
@@ -95,19 +107,22 @@ def check_alike(spec: AttentionSpec, other_spec: AttentionSpec) -> AttentionSpec
     reject them.
     """
     spec, other_spec = unheld(spec), unheld(other_spec)
-    if spec != other_spec:
-        fields, other_fields = spec.values(), other_spec.values()
-        differ = [name for name in fields if fields[name] != other_fields[name]]
-        words = ", ".join(f"{name}={fields[name]} and {other_fields[name]}" for name in differ)
-        rope = spec.rope or other_spec.rope
-        if differ == ["rope"] and rope is not None and None in (spec.rope, other_spec.rope):
-            theta = f"--rope-theta {rope.theta:g}, or rope=Rope({rope.theta:g}),"
-            words += (
-                f"; {theta if rope == Rope(rope.theta) else 'rope=Rope(…), from Python,'} sets "
-                f"it for the other"
-            )
-        raise InputError("the layers", "have the same specification to be compared", words)
-    return spec
+    if spec == other_spec:
+        return spec
+    fields, other_fields = spec.values(), other_spec.values()
+    different = [name for name in fields if fields[name] != other_fields[name]]
+    words = ", ".join(f"{name}={fields[name]} and {other_fields[name]}" for name in different)
+    if different == ["rope"] and None in (spec.rope, other_spec.rope):
+        words += _advice_on_rope(spec.rope or other_spec.rope)
+    raise InputError("the layers", "have the same specification to be compared", words)
+
+
+def _advice_on_rope(rope: Rope | None) -> str:
+    """Return how a caller passes the RoPE of one layer for the other, which has none."""
+    option = "rope=Rope(…), from Python,"
+    if rope is not None and rope == Rope(rope.theta):  # the command line has only its base
+        option = f"--rope-theta {rope.theta:g}, or rope=Rope({rope.theta:g}),"
+    return f"; {option} sets it for the other"
 
 
 def probe_case(name: str, spec: AttentionSpec, *, is_causal: bool | None = None) -> Case:
@@ -115,7 +130,12 @@ def probe_case(name: str, spec: AttentionSpec, *, is_causal: bool | None = None)
     width.
     """
     is_cross = spec.d_kv != spec.d_in
-    causal = not is_cross if is_causal is None else is_causal
+    # Few tokens, which are fast. Their numbers are arbitrary; they differ, so that swapped axes show.
     return Case(
-        name, spec, "probe inputs", seq_len=19, seq_len_k=23 if is_cross else None, is_causal=causal
+        name,
+        spec,
+        "probe inputs",
+        seq_len=19,
+        seq_len_k=23 if is_cross else None,
+        is_causal=not is_cross if is_causal is None else is_causal,
     )
