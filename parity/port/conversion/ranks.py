@@ -35,7 +35,7 @@ from parity.measure.files.target import (
 from parity.measure.files.tensor_file import parse_json
 from parity.measure.sharding.shard import ShardPlan, shard_spec
 from parity.port.conversion.layouts import LAYOUTS, Layout
-from parity.port.conversion.layouts.layout import Ranks
+from parity.port.conversion.layouts.layout import Ranks, Tensor
 from parity.port.conversion.prefixes import ENTRY, join
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -64,8 +64,11 @@ class Division(NamedTuple):
         return self._with_size(shape, lambda size: size * count)
 
     def _with_size(self, shape: tuple[int, ...], change: Callable[[int], int]) -> tuple[int, ...]:
-        axis = self.axis
-        return shape if axis is None else (*shape[:axis], change(shape[axis]), *shape[axis + 1 :])
+        if self.axis is None:
+            return shape
+        sizes = list(shape)
+        sizes[self.axis] = change(sizes[self.axis])
+        return tuple(sizes)
 
     def parts(self, array: np.ndarray, count: int) -> list[np.ndarray]:
         """Return views of the ranks' parts of a tensor; for a copied one, the whole for each
@@ -91,29 +94,18 @@ def open_checkpoint(path: str | os.PathLike[str]) -> TensorFile:
     """
     path = Path(path)
     for layout in LAYOUTS.values():
-        if (ranks := layout.ranks) is None:
+        ranks = layout.ranks
+        if ranks is None:
             continue
         if path.is_dir():
-            files = _files_in(path, ranks)
-            own = [*files.values()]
-            if any(
-                Path(name).suffix in SUFFIXES and path / name not in own
-                for name in os.listdir(path)
-            ):
-                continue  # an ordinary folder, which may have the same weights in two forms
-            if strays := sorted({*path.glob(ranks.file.format(rank="*"))} - {*own}):
-                raise InputError(path, f"have a file for each rank, {ranks.file}", str(strays[0]))
-            if files:
-                return _joined(path, layout, ranks, files)
-        elif path.is_file() and (rank := _rank_of(path, ranks)) is not None:
-            files = _files_in(path.absolute().parents[ranks.file.count("/")], ranks)
-            if rank > 0 or len(files) > 1:
-                hint = f"pass the folder, which has {len(files)} files"
-                raise InputError(
-                    path, "be read with the files of all ranks", f"rank {rank} alone", hint=hint
-                )
+            rank_files = _rank_files_in(path, ranks)
+            if rank_files:
+                return _joined(path, layout, ranks, rank_files)
+        elif path.is_file():
+            _refuse_one_rank(path, ranks)
     file = open_tensors(path)
-    if (count := file.metadata.get(NUM_RANKS, "1")) != "1":
+    count = file.metadata.get(NUM_RANKS, "1")
+    if count != "1":
         file.close()
         raise InputError(path, f"be read with the files of all {count} ranks", "that of one")
     return file
@@ -130,49 +122,79 @@ def _rank_of(path: Path, ranks: Ranks) -> int | None:
     return int(match[1]) if match else None
 
 
-def _files_in(folder: Path, ranks: Ranks) -> dict[int, Path]:
+def _files_by_rank(folder: Path, ranks: Ranks) -> dict[int, Path]:
     """Return the rank files in a folder, in order."""
-    files = ((_rank_of(path, ranks), path) for path in folder.glob(ranks.file.format(rank="*")))
-    return dict(sorted((rank, path) for rank, path in files if rank is not None))
+    by_rank: dict[int, Path] = {}
+    for path in folder.glob(ranks.file.format(rank="*")):
+        rank = _rank_of(path, ranks)
+        if rank is not None:
+            by_rank[rank] = path
+    return dict(sorted(by_rank.items()))
+
+
+def _rank_files_in(folder: Path, ranks: Ranks) -> dict[int, Path]:
+    """Return the rank files of a folder that is a checkpoint of several ranks, in order; none if it
+    is another one.
+
+    Raises:
+        ValueError: if a file has almost the name of a rank's.
+    """
+    by_rank = _files_by_rank(folder, ranks)
+    rank_paths = {*by_rank.values()}
+    for name in os.listdir(folder):
+        if Path(name).suffix in SUFFIXES and folder / name not in rank_paths:
+            return {}  # an ordinary folder, which may have the same weights in two forms
+    strays = {*folder.glob(ranks.file.format(rank="*"))} - rank_paths
+    if strays:
+        rule = f"have a file for each rank, {ranks.file}"
+        raise InputError(folder, rule, str(min(strays)))
+    return by_rank
+
+
+def _refuse_one_rank(path: Path, ranks: Ranks) -> None:
+    """Reject the file of one rank out of several."""
+    rank = _rank_of(path, ranks)
+    if rank is None:
+        return
+    # The name of a rank's file may begin with folders.
+    folder = path.absolute().parents[ranks.file.count("/")]
+    count = len(_files_by_rank(folder, ranks))
+    if rank > 0 or count > 1:
+        hint = f"pass the folder, which has {count} files"
+        raise InputError(
+            path, "be read with the files of all ranks", f"rank {rank} alone", hint=hint
+        )
 
 
 def _joined(folder: Path, layout: Layout, ranks: Ranks, paths: Mapping[int, Path]) -> TensorFile:
     """Open the files of all ranks as one; reading a tensor joins it, with that tensor and one part
     in memory.
     """
-    if missing := sorted({*range(max(paths))} - {*paths}):
-        raise InputError(
-            folder, f"have the files of all ranks, missing rank {missing[0]} of {max(paths) + 1}"
-        )
     count = len(paths)
+    missing = {*range(max(paths))} - {*paths}
+    if missing:
+        total = max(paths) + 1
+        rule = f"have the files of all ranks, missing rank {min(missing)} of {total}"
+        raise InputError(folder, rule)
     with ExitStack() as stack:
         files = [stack.enter_context(open_tensors(path)) for path in paths.values()]
+        _check_same_tensors(folder, files, list(paths.values()))
         first = files[0]
-        if (expected := first.metadata.get(NUM_RANKS, str(count))) != str(count):
-            raise InputError(folder, f"have the files of all {expected} ranks", str(count))
-        for path, file in zip(paths.values(), files, strict=True):
-            names = {**first.infos, **file.infos}
-            if differing := [
-                name for name in names if first.infos.get(name) != file.infos.get(name)
-            ]:
-                raise InputError(
-                    path, "hold the tensors of rank 0, with equal shapes", f"others: {differing[0]}"
-                )
         shapes = {name: info.shape for name, info in first.infos.items()}
         norms = _divided_norms(first, layout)
-        divisions = {name: _division(name, shapes, layout, ranks, norms, count) for name in shapes}
-        infos = {  # a tensor with unknown division has the shape of its part
-            name: info
-            if (known := divisions[name]) is None
-            else TensorInfo.of(known.whole(info.shape, count), info.dtype)
-            for name, info in first.infos.items()
-        }
-        metadata = {
-            key: text
-            for key, text in first.metadata.items()
-            if key not in (NUM_RANKS, NORMS)
-            and all(file.metadata.get(key) == text for file in files)
-        }
+        divisions: dict[str, Division | None] = {}
+        infos: dict[str, TensorInfo] = {}
+        for name, info in first.infos.items():
+            division = _division(name, shapes, layout, ranks, norms, count)
+            divisions[name] = division
+            infos[name] = info  # a tensor with unknown division has the shape of its part
+            if division is not None:
+                infos[name] = TensorInfo.of(division.whole(info.shape, count), info.dtype)
+        metadata: dict[str, str] = {}
+        for key, text in first.metadata.items():
+            is_of_all = all(file.metadata.get(key) == text for file in files)
+            if is_of_all and key not in (NUM_RANKS, NORMS):
+                metadata[key] = text
 
         def fetch(name: str) -> np.ndarray:
             return _join(folder, name, files, infos[name], divisions[name])
@@ -181,6 +203,21 @@ def _joined(folder: Path, layout: Layout, ranks: Ranks, paths: Mapping[int, Path
         return TensorFile(
             folder, first.format, infos, metadata, {}, fetch, release, list(first.ignored)
         )
+
+
+def _check_same_tensors(folder: Path, files: list[TensorFile], paths: list[Path]) -> None:
+    """Reject files of ranks that are not all there, or whose tensors differ in more than values."""
+    first = files[0]
+    count = str(len(files))
+    expected = first.metadata.get(NUM_RANKS, count)
+    if expected != count:
+        raise InputError(folder, f"have the files of all {expected} ranks", count)
+    for path, file in zip(paths, files, strict=True):
+        for name in {**first.infos, **file.infos}:
+            if first.infos.get(name) != file.infos.get(name):
+                raise InputError(
+                    path, "hold the tensors of rank 0, with equal shapes", f"others: {name}"
+                )
 
 
 def _join(
@@ -197,20 +234,22 @@ def _join(
             folder, "be read without its other tensors", remedy={"keep_rest": False}, hint=hint
         )
     whole = np.empty(info.shape, info.dtype)
-    before = b""
-    for rank, (file, place) in enumerate(
-        zip(files, division.parts(whole, len(files)), strict=True)
-    ):
+    places = division.parts(whole, len(files))
+    previous = b""
+    for rank, (file, place) in enumerate(zip(files, places, strict=True)):
         part = file.read(name)
-        if division.axis is None and rank and part.tobytes() != before:
+        content = part.tobytes()
+        if division.axis is None and rank > 0 and content != previous:
             raise InputError(folder, "have the same values on all ranks", tensor=name, rank=rank)
-        if division.axis is not None and part.tobytes() == before and (part != part.flat[0]).any():
+        # Constant parts, such as initial norms and biases, may well be equal.
+        is_repeated = content == previous and bool((part != part.flat[0]).any())
+        if division.axis is not None and is_repeated:
             hint = "key/value heads that ranks share are not joined"
             raise InputError(
                 folder, "have each head on one rank", tensor=name, ranks=[rank - 1, rank], hint=hint
             )
         place[...] = part.reshape(place.shape)
-        before = part.tobytes()
+        previous = content
     return whole
 
 
@@ -249,9 +288,53 @@ def write_ranks(
         ValueError: if the layout does not support ranks, a layer cannot be divided, or the division
             of another tensor is unknown.
     """
-    given, folder, ranks = os.fspath(folder), Path(folder), _check_ranks(layout, count, specs)
-    shapes = {name: shape for name, (shape, _) in infos.items()}
+    folder_as_passed = os.fspath(folder)
+    folder = Path(folder)
+    ranks = _check_ranks(layout, count, specs)
     norms = [name for name in _norms_by_heads(layout, specs) if name in infos]
+    divisions = _divisions_to_write(layout, ranks, norms, infos, count)
+    own_infos: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
+    for name, (shape, dtype) in infos.items():
+        own_infos[name] = divisions[name].part(shape, count), dtype
+    metadata = {**metadata, NUM_RANKS: str(count)}
+    if norms:
+        metadata[NORMS] = json.dumps(norms)
+
+    def read_part(name: str, rank: int) -> np.ndarray:
+        part = divisions[name].parts(np.asarray(read(name)), count)[rank]
+        return part.reshape(own_infos[name][0])
+
+    _refuse_used(folder)
+    if not folder.exists():
+        check_place(folder_as_passed.rstrip(os.sep))
+    place = Path(os.path.realpath(folder))  # `.` has no name, and its parent is `.`
+    with errors_name(folder), scratch_beside(place) as scratch:
+        written = scratch / place.name
+        for rank in range(count):
+            path = written / ranks.file.format(rank=f"{rank:02}")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_tensors(path, own_infos, partial(read_part, rank=rank), metadata, dry_run=dry_run)
+        if not dry_run:
+            with locked(place.parent):
+                _refuse_used(folder)
+                if place.is_dir():  # it is filled, not replaced: it may be the current folder
+                    move(Batch(sorted(os.listdir(written)), written, place))
+                else:
+                    move(Batch([place.name], scratch, place.parent))
+    return folder
+
+
+def _divisions_to_write(
+    layout: Layout,
+    ranks: Ranks,
+    norms: Collection[str],
+    infos: Mapping[str, tuple[tuple[int, ...], np.dtype]],
+    count: int,
+) -> dict[str, Division]:
+    """Return the division of each whole tensor; reject one that ranks cannot divide, or whose
+    division is unknown.
+    """
+    shapes = {name: shape for name, (shape, _) in infos.items()}
     divisions: dict[str, Division] = {}
     for name, shape in shapes.items():
         division = _division(name, shapes, layout, ranks, norms)
@@ -265,42 +348,17 @@ def write_ranks(
                 name, "divide over the ranks", {f"{name}.shape": shape, "ranks": count}
             )
         divisions[name] = division
-    own = {
-        name: (divisions[name].part(shape, count), dtype) for name, (shape, dtype) in infos.items()
-    }
-    metadata = {**metadata, NUM_RANKS: str(count), **({NORMS: json.dumps(norms)} if norms else {})}
-
-    def read_part(name: str, rank: int) -> np.ndarray:
-        return divisions[name].parts(np.asarray(read(name)), count)[rank].reshape(own[name][0])
-
-    _refuse_used(folder)
-    if not folder.exists():
-        check_place(given.rstrip(os.sep))
-    place = Path(os.path.realpath(folder))  # `.` has no name, and its parent is `.`
-    with errors_name(folder), scratch_beside(place) as scratch:
-        written = scratch / place.name
-        for rank in range(count):
-            path = written / ranks.file.format(rank=f"{rank:02}")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_tensors(path, own, partial(read_part, rank=rank), metadata, dry_run=dry_run)
-        if not dry_run:
-            with locked(place.parent):
-                _refuse_used(folder)
-                if place.is_dir():  # it is filled, not replaced: it may be the current folder
-                    move(Batch(sorted(os.listdir(written)), written, place))
-                else:
-                    move(Batch([place.name], scratch, place.parent))
-    return folder
+    return divisions
 
 
 def _check_ranks(layout: Layout, count: int, specs: Mapping[str, AttentionSpec]) -> Ranks:
     """Return how a layout stores ranks; reject layers that this number of ranks cannot divide."""
     as_count("ranks", count)
     if layout.ranks is None:
-        known = [each.name for each in LAYOUTS.values() if each.ranks is not None]
+        supported = [other.name for other in LAYOUTS.values() if other.ranks is not None]
         raise InputError(
             "ranks",
-            f"be left out except for {', '.join(known)}",
+            f"be left out except for {', '.join(supported)}",
             {"ranks": count, "layout.name": layout.name},
         )
     for label, spec in specs.items():
@@ -338,26 +396,56 @@ def _division(
     """
     for tensor in (*layout.tensors, *layout.others):
         if name == tensor.name or name.endswith(f".{tensor.name}"):
-            axes = [axis for axis, group in enumerate(tensor.groups) if "n" in group]
-            axis = OF_QUERIES.get(tensor.holds) if tensor.is_whole else next(iter(axes), None)
-            return Division(0 if name in norms else axis)
-    if name == ranks.embeddings:  # if whole, its last axis equals the rows of the output
-        out = next(
-            tensor.name
-            for tensor in layout.tensors
-            if (tensor.holds, tensor.kind) == ("out", "weight")
-        )
-        widths = {shape[0] for each, shape in shapes.items() if each.endswith(out)}
-        return Division(1 if count > 1 and {shapes[name][-1] * count} == widths else 0)
-    for patterns, division in ((ranks.rows, Division(0)), (ranks.columns, Division(1))):
-        if _is_of(name, patterns):
-            return division
+            return Division(0 if name in norms else _axis_of_heads(tensor))
+    if name == ranks.embeddings:
+        return _division_of_embeddings(name, shapes, layout, count)
+    if _is_of(name, ranks.rows):
+        return Division(0)
+    if _is_of(name, ranks.columns):
+        return Division(1)
     for pattern, other in ranks.gated:
         if fnmatch.fnmatchcase(name, pattern):
-            taken = shapes.get(f"{name.rpartition('.')[0].rpartition('.')[0]}.{other}")
-            times = 0 if taken is None else shapes[name][0] / taken[-1]
-            return Division(0, int(times)) if times in (1, 2) else None
-    return Division(None) if _is_of(name, ranks.copied) else None
+            return _division_of_gated(name, shapes, other)
+    if _is_of(name, ranks.copied):
+        return Division(None)
+    return None
+
+
+def _axis_of_heads(tensor: Tensor) -> int | None:
+    """Return the axis of heads of a tensor of an attention layer; None if it has none."""
+    if tensor.is_whole:
+        return OF_QUERIES.get(tensor.holds)
+    for axis, group in enumerate(tensor.groups):
+        if "n" in group:
+            return axis
+    return None
+
+
+def _division_of_embeddings(name: str, shapes: Shapes, layout: Layout, count: int) -> Division:
+    """Return the division of token embeddings: along their features, or their tokens.
+
+    Older programs divide the features. Those of all ranks are then as many as the rows of the
+    output projection, which has the width of the model on each rank.
+    """
+    if count == 1:
+        return Division(0)
+    outputs = [tensor for tensor in layout.tensors if tensor.holds == "out"]
+    output_name = next(tensor.name for tensor in outputs if tensor.kind == "weight")
+    widths = {shape[0] for other, shape in shapes.items() if other.endswith(output_name)}
+    return Division(1 if widths == {shapes[name][-1] * count} else 0)
+
+
+def _division_of_gated(name: str, shapes: Shapes, other: str) -> Division | None:
+    """Return the division of the first projection of a feed-forward network, whose gate may be
+    packed in front of it; None if its second projection does not show that.
+    """
+    module = name.rpartition(".")[0].rpartition(".")[0]
+    second_shape = shapes.get(f"{module}.{other}")
+    if second_shape is None:
+        return None
+    # The second projection takes the features that the first one, without its gate, makes.
+    blocks = shapes[name][0] / second_shape[-1]
+    return Division(0, int(blocks)) if blocks in (1, 2) else None
 
 
 def _is_of(name: str, patterns: Iterable[str]) -> bool:
@@ -368,48 +456,46 @@ def norms_to_join(layout: Layout, specs: Mapping[str, AttentionSpec], count: int
     """Return the weights of width norms whose mean squares must be joined over ranks, by label and
     name.
     """
+    if count == 1:
+        return []
     wide = {label: spec for label, spec in specs.items() if spec.wide_norms}
-    return (
-        [name for name in _norms_by_heads(layout, wide) if name.endswith(".weight")]
-        if count > 1
-        else []
-    )
+    return [name for name in _norms_by_heads(layout, wide) if name.endswith(".weight")]
 
 
 def _norms_by_heads(layout: Layout, specs: Mapping[str, AttentionSpec]) -> list[str]:
     """Return the names of norms with weights per head, in layers by label."""
-    return [
-        join(label, tensor.name)
-        for label, spec in specs.items()
-        for tensor in layout.others
-        if tensor.holds.partition(".")[0] in spec.norms
-        and axis_of_heads(tensor.holds, spec) is not None
-    ]
+    names: list[str] = []
+    for label, spec in specs.items():
+        for tensor in layout.others:
+            is_norm = tensor.holds.partition(".")[0] in spec.norms
+            if is_norm and axis_of_heads(tensor.holds, spec) is not None:
+                names.append(join(label, tensor.name))
+    return names
 
 
 def _divided_norms(file: TensorFile, layout: Layout) -> list[str]:
     """Return the names of divided norms in a rank's file, from its metadata if mha-parity wrote it.
 
     Otherwise they are norms with an axis of heads, and norms of queries and keys that differ in
-    width: norms over a
-        head,
-    which are copied, have equal widths.
+    width: norms over a head, which are copied, have equal widths.
     """
     if NUM_RANKS in file.metadata:
         return parse_json(file.metadata.get(NORMS, "[]").encode())
-    named = {tensor.holds: tensor.name for tensor in layout.others}
-    of_queries = named.get("q_norm.weight", "no such name")
-    found: list[str] = []
+    by_weight = {tensor.holds: tensor.name for tensor in layout.others}
+    q_norm = by_weight.get("q_norm.weight")
+    if q_norm is None:
+        return []
+    norm_names = [
+        by_weight[weight]
+        for weight in ("q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias")
+    ]
+    divided: list[str] = []
     for name, info in file.infos.items():
-        prefix = name.removesuffix(of_queries)
-        if prefix == name or not (prefix == "" or prefix.endswith(".")):
+        if name != q_norm and not name.endswith(f".{q_norm}"):
             continue
-        of_layer = [
-            f"{prefix}{named[f'{norm}.{leaf}']}"
-            for norm in ("q_norm", "k_norm")
-            for leaf in ("weight", "bias")
-        ]
-        widths = {file.infos[each].shape for each in of_layer if each in file.infos}
+        prefix = name.removesuffix(q_norm)
+        of_layer = [f"{prefix}{norm_name}" for norm_name in norm_names]
+        widths = {file.infos[other].shape for other in of_layer if other in file.infos}
         if len(info.shape) == 2 or len(widths) == 2:
-            found += of_layer
-    return found
+            divided += of_layer
+    return divided
