@@ -31,11 +31,11 @@ from mha_spec import (
     YarnScaling,
 )
 from mha_spec.features.scaling import SCALINGS
-from parity import CASES, AttentionSpec, random_case
+from parity import CASES, AttentionSpec
 from parity.measure import pretrained
 from parity.measure.core import reference
 from parity.measure.core.case import Case
-from parity.measure.core.cases import case_named
+from parity.measure.core.cases import case_named, random_case
 from parity.measure.core.problem import make_problem
 from parity.measure.core.stages import STAGES, Stage, run_steps, stage_named
 from parity.measure.core.weights import load_tensors, weight_shapes

@@ -101,8 +101,7 @@ def _is_linear(call: Call, path: Path) -> bool:
     return isinstance(call.owner.get_submodule(".".join(path[:-1])), nn.Linear)
 
 
-# ---- By their names
-# --------------------------------------------------------------------------------------------------
+# ---- By their names ------------------------------------------------------------------------------
 
 
 def leaf_of(words: list[str]) -> tuple[str, int]:
@@ -160,8 +159,7 @@ def _is_attention(group: Mapping[str, Path]) -> bool:
     )
 
 
-# ---- Carriers
-# --------------------------------------------------------------------------------------------------
+# ---- Carriers ------------------------------------------------------------------------------------
 
 
 def _carrier(call: Call) -> _Carrier:

@@ -274,8 +274,7 @@ NOT_LISTED = (
 """Advice for a file in a layout that is not in `LAYOUTS`."""
 
 
-# ---- Prefixes and layouts of layers
-# ----------------------------------------------------------------------------------
+# ---- Prefixes and layouts of layers --------------------------------------------------------------
 
 
 def sources(
@@ -357,8 +356,7 @@ def _layout_under(file: TensorFile, model: ModelHints, prefix: str) -> str:
     )
 
 
-# ---- Metadata to write
-# -----------------------------------------------------------------------------------------------
+# ---- Metadata to write ---------------------------------------------------------------------------
 
 
 def metadata_of(

@@ -211,8 +211,7 @@ def _scaled(divisor: Divisor) -> Callable[[Weights], Arrays]:
     return change
 
 
-# ---- Heads
-# --------------------------------------------------------------------------------------------------
+# ---- Heads ---------------------------------------------------------------------------------------
 
 
 def _heads(projection: str, order: Order, fewest: int) -> Callable[[Weights], Arrays]:

@@ -49,8 +49,7 @@ def array(*shape: int) -> Any:
 
 CAUSAL = jnp.tril(jnp.ones((2, 1, 10, 10), bool))
 
-# ---- Layers of Flax
-# --------------------------------------------------------------------------------------------------
+# ---- Layers of Flax ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("mask", "has_bias"), [(CAUSAL, True), (None, False)])
@@ -98,8 +97,7 @@ def test_bound_linen_attention_is_identified():
     assert layer.names["v_proj.bias"] == "value/bias"
 
 
-# ---- Handwritten layers
-# ----------------------------------------------------------------------------------------------
+# ---- Handwritten layers --------------------------------------------------------------------------
 
 BY_EINSUM = AttentionSpec(
     32,
@@ -248,8 +246,7 @@ def test_fixed_key_positions_are_seen_near():
     assert layer.positions == ((0, 15),)
 
 
-# ---- Refusals
-# --------------------------------------------------------------------------------------------------
+# ---- Refusals ------------------------------------------------------------------------------------
 
 
 class Dropping(nnx.Module):
@@ -311,8 +308,7 @@ def test_too_few_tokens_are_rejected(shape):
     assert layer.refusal
 
 
-# ---- Oddities that no field of a specification describes
-# -------------------------------------------------------------
+# ---- Oddities that no field of a specification describes -----------------------------------------
 
 
 def leaked(scores: Any) -> Any:
@@ -377,8 +373,7 @@ def test_injected_oddity_is_rejected(name):
     ), str(layer)
 
 
-# ---- The command
-# --------------------------------------------------------------------------------------------------
+# ---- The command ---------------------------------------------------------------------------------
 
 LIVE = """
 import jax

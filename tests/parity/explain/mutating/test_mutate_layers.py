@@ -110,8 +110,7 @@ def layer_and_input(num_kv_heads=HEADS):
     return layer, torch.randn(BATCH, TOKENS, WIDTH, dtype=torch.float64)
 
 
-# ---- Packed
-# --------------------------------------------------------------------------------------------------
+# ---- Packed --------------------------------------------------------------------------------------
 
 IN_WEIGHTS = (
     *(
@@ -185,8 +184,7 @@ def test_bug_in_packed_layer_leaves_no_trace():
     assert all(torch.equal(array, before[name]) for name, array in packed.state_dict().items())
 
 
-# ---- By hand
-# --------------------------------------------------------------------------------------------------
+# ---- By hand -------------------------------------------------------------------------------------
 
 
 def changed(layer, **weights):
@@ -243,8 +241,7 @@ def test_scale_is_applied_after_softmax():
     )
 
 
-# ---- Bugs that are not injected, and why
-# -------------------------------------------------------------------------
+# ---- Bugs that are not injected, and why ---------------------------------------------------------
 
 
 class Bare(nn.Module):
@@ -347,8 +344,7 @@ def test_out_proj_of_attention_is_found():
     assert held.arrays["out_proj.weight"] is bert["attention"]["output"]["dense"].weight
 
 
-# ---- flax.linen and Equinox
-# ------------------------------------------------------------------------------------------
+# ---- flax.linen and Equinox ----------------------------------------------------------------------
 
 
 class Linen(linen.Module):
@@ -499,8 +495,7 @@ def test_kernels_of_three_axes_are_changed():
     )
 
 
-# ---- Buffers and arguments next to the weights
-# -----------------------------------------------------------------------
+# ---- Buffers and arguments next to the weights ---------------------------------------------------
 
 
 class WithMask(Apart):
