@@ -113,6 +113,7 @@ def test_unknown_error_has_a_place(plain, stage):
     assert "rounding" not in str(diagnosis)
 
 
+@pytest.mark.costly("a search in a layer of 200 tokens")
 def test_error_over_budget_is_unknown(plain):
     """An output error of 1 to 3 times its budget is unknown: it is not rounding."""
     reference = Reference(plain, stages=frozenset({"output"}))

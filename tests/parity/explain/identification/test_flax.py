@@ -117,6 +117,7 @@ BY_LIBRARY = AttentionSpec(
 PACKED = AttentionSpec(32, 4, num_kv_heads=2, qk_norm=Norm(over="width", eps=1e-5))
 
 
+@pytest.mark.costly("JAX compiles each layer")
 def test_handwritten_layers_are_identified():
     """Three handwritten layers of a decoder are identified in
     order, with specs, positions and weight names.
