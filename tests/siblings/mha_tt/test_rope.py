@@ -31,15 +31,6 @@ def padded_heads(x):
 # ---- By hand -------------------------------------------------------------------------------------
 
 
-def test_frequencies_are_powers_of_theta():
-    """Frequencies of 6 features are 1, theta^(-1/3) and theta^(-2/3)."""
-    # theta ** (-2 i / H) for i = 0, 1, 2 and H = 6: 1, 1000 ** (-1/3), 1000 ** (-2/3).
-    found = parity.Rope(1000.0).frequencies(6)
-    assert found.dtype == np.float32
-    # Each step is rounded: the exponent, the power, 1 / power.
-    assert found == pytest.approx([1.0, 0.1, 0.01], rel=2e-7)
-
-
 # ---- Compared with float64 -----------------------------------------------------------------------
 
 
