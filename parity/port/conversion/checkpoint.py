@@ -32,7 +32,7 @@ from parity.port.conversion.model_config import (
     hints_of_config,
     hints_of_gguf,
 )
-from parity.port.conversion.not_carried import NotCarriedWarning
+from parity.port.conversion.not_carried import IgnoredSettingsWarning
 from parity.port.conversion.plan import Plan
 from parity.port.conversion.prefixes import fitting_prefixes, numbered
 from parity.port.conversion.ranks import open_checkpoint
@@ -181,7 +181,7 @@ class Checkpoint:
             OSError, ValueError: as in `load`.
 
         Warns:
-            NotCarriedWarning: as in `load`.
+            IgnoredSettingsWarning: as in `load`.
         """
         hints = self.hints(caller)
         hints.check_droppable(drop)
@@ -264,15 +264,15 @@ class CheckpointLayers:
         """Warn if the layers differ from those of the configuration.
 
         Warns:
-            NotCarriedWarning: for missing layers, and for layers that it does not describe.
+            IgnoredSettingsWarning: for missing layers, and for layers that it does not describe.
         """
         path = self.checkpoint.path
         if self.missing:
             words = f"not in {path}, although its config.json describes them: "
-            warnings.warn(words + some_of(self.missing), NotCarriedWarning, stacklevel=3)
+            warnings.warn(words + some_of(self.missing), IgnoredSettingsWarning, stacklevel=3)
         if self.undescribed:
             words = f"not read, because the config.json of {path} does not describe them: "
-            warnings.warn(words + some_of(self.undescribed), NotCarriedWarning, stacklevel=3)
+            warnings.warn(words + some_of(self.undescribed), IgnoredSettingsWarning, stacklevel=3)
 
     def plan(
         self,

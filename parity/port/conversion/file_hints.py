@@ -161,8 +161,7 @@ class FileHints:
         return replace(self, ignored=(*self.ignored, *patterns), dropped=tuple(dropped))
 
 
-# ---- Prefixes and layouts of layers
-# --------------------------------------------------------------------------------------------------
+# ---- Prefixes and layouts of layers --------------------------------------------------------------
 
 
 class LayerPlace(NamedTuple):

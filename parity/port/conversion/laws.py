@@ -108,8 +108,7 @@ def _differing_lines(pair: Pair) -> Iterator[Pair]:
             yield Pair(pair.name, one, other, places={what: tuple(map(int, lines))})
 
 
-# ---- Values
-# --------------------------------------------------------------------------------------------------
+# ---- Values --------------------------------------------------------------------------------------
 
 
 def _zeros(pair: Pair, layers: Layers) -> TensorLaw | None:
@@ -220,8 +219,7 @@ def _times(one: np.ndarray, other: np.ndarray, axes: tuple[int, ...] | None) -> 
     return factors if agree(wide * factors, after, coarser(one.dtype, other.dtype)) else None
 
 
-# ---- Places
-# --------------------------------------------------------------------------------------------------
+# ---- Places --------------------------------------------------------------------------------------
 
 
 def _in_place_of(pair: Pair, layers: Layers) -> TensorLaw | None:

@@ -26,7 +26,7 @@ from parity.port.conversion.layouts.detection import (
 )
 from parity.port.conversion.layouts.layout import unused_in
 from parity.port.conversion.layouts.placement import Placement
-from parity.port.conversion.not_carried import NotCarriedWarning
+from parity.port.conversion.not_carried import IgnoredSettingsWarning
 from parity.port.conversion.prefixes import ENTRY, Names, concrete_prefix, fitting_prefixes
 from parity.port.conversion.sharing import name_in_file
 from parity.port.models.specs import ModelLayer
@@ -214,8 +214,7 @@ class TensorCache:
         return self._cached[key]
 
 
-# ---- Layers under a prefix
-# --------------------------------------------------------------------------------------------------
+# ---- Layers under a prefix -----------------------------------------------------------------------
 
 
 QUANTISED = re.compile(
@@ -259,7 +258,7 @@ def layers_under(
         ValueError: if there is none, or its tensors do not fit the layout.
 
     Warns:
-        NotCarriedWarning: as in `load`.
+        IgnoredSettingsWarning: as in `load`.
     """
     entry_of_stack = ENTRY.fullmatch(prefix)
     pattern = prefix if entry_of_stack is None else entry_of_stack[1]
@@ -306,7 +305,7 @@ def layers_under(
     unread = unread_of(layers)
     if unread:
         # Of the caller of `load` and `convert_file`, above `Checkpoint.layers`.
-        warnings.warn(_not_carried(unread, hints), NotCarriedWarning, stacklevel=4)
+        warnings.warn(_not_carried(unread, hints), IgnoredSettingsWarning, stacklevel=4)
     return layers
 
 
@@ -425,8 +424,7 @@ def _no_layer(kind: type[InputError], file: TensorCache, prefix: str, layout: La
     )
 
 
-# ---- Keys that are not understood
-# --------------------------------------------------------------------------------------------------
+# ---- Keys that are not understood ----------------------------------------------------------------
 
 
 def _not_carried(unread: Mapping[str, Any], hints: FileHints) -> str:
@@ -456,8 +454,7 @@ def key_in_words(name: str, value: Any) -> str:
     return f"{name}={text}"
 
 
-# ---- Identification by shapes
-# --------------------------------------------------------------------------------------------------
+# ---- Identification by shapes --------------------------------------------------------------------
 
 
 def _identify(

@@ -22,8 +22,7 @@ from parity.port.conversion.ranks import NORMS, NUM_RANKS
 JsonValue = TypeVar("JsonValue", list, dict)
 
 
-# ---- Reading
-# --------------------------------------------------------------------------------------------------
+# ---- Reading -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -161,8 +160,7 @@ def _read_shared(file: TensorFile) -> dict[str, dict[str, str]]:
     return shared
 
 
-# ---- Writing
-# --------------------------------------------------------------------------------------------------
+# ---- Writing -------------------------------------------------------------------------------------
 
 
 def metadata_of(

@@ -320,8 +320,7 @@ def _numbers_of_heads(
     return replace(LayerHints.by(origin, **hints), unread=unread)
 
 
-# ---- GGUF
-# --------------------------------------------------------------------------------------------------
+# ---- GGUF ----------------------------------------------------------------------------------------
 
 
 GGUF_LAYOUTS = {"llama": "gguf.LLaMA", "qwen2": "gguf.Qwen2", "qwen3": "gguf.Qwen2"}

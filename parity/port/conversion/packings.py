@@ -178,8 +178,7 @@ def _order_of_rows(one: Sequence[np.ndarray], two: Sequence[np.ndarray]) -> np.n
     return None
 
 
-# ---- Known orders
-# --------------------------------------------------------------------------------------------------
+# ---- Known orders --------------------------------------------------------------------------------
 
 
 def _misread(

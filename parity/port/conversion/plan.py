@@ -55,8 +55,7 @@ weights' names.
 """
 
 
-# ---- Records
-# --------------------------------------------------------------------------------------------------
+# ---- Records -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -143,8 +142,7 @@ class Converted(JsonRecord):
     plan: ConversionPlan | None = None
 
 
-# ---- Planning
-# --------------------------------------------------------------------------------------------------
+# ---- Planning ------------------------------------------------------------------------------------
 
 
 class PlannedTensor(NamedTuple):
@@ -322,7 +320,7 @@ class Plan:
             partial(_sources_of, group, name, placement),
         )
 
-    # ---- Shared weights
+    # ---- Shared weights --------------------------------------------------------------------------
 
     def _find_holders(self) -> None:
         """Find the holders of shared weights in the target, and the copies that it does not need.
@@ -392,7 +390,7 @@ class Plan:
         """Return the layers' specifications in the target, by label."""
         return {label: layer.to_spec for label, layer in self.labels.items()}
 
-    # ---- Writing
+    # ---- Writing ---------------------------------------------------------------------------------
 
     def write(
         self,
@@ -560,8 +558,7 @@ def target_file(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
     return Path(path) / name
 
 
-# ---- Layers in the target
-# --------------------------------------------------------------------------------------------------
+# ---- Layers in the target ------------------------------------------------------------------------
 
 
 def _to_write(layer: FileLayer) -> Written:

@@ -45,8 +45,7 @@ def listed(order: np.ndarray) -> str:
     return shown if len(order) <= MOST_SHOWN else f"{shown} …"
 
 
-# ---- Permutations
-# --------------------------------------------------------------------------------------------------
+# ---- Permutations --------------------------------------------------------------------------------
 
 Views = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
@@ -210,8 +209,7 @@ def _free_features(spec: AttentionSpec) -> dict[str, np.ndarray]:
     return {"qk": of_queries, "v": np.full(spec.value_head_dim, spec.out_proj)}
 
 
-# ---- Factors
-# --------------------------------------------------------------------------------------------------
+# ---- Factors -------------------------------------------------------------------------------------
 
 
 def _rescaled(views: Views, held: Mapping[str, Role], spec: AttentionSpec) -> str | None:

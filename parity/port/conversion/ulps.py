@@ -51,8 +51,7 @@ def is_copy(one: np.ndarray, other: np.ndarray) -> bool:
         return np.array_equal(fine.astype(coarse.dtype), coarse)
 
 
-# ---- Fewer bits in the same dtype
-# ------------------------------------------------------------------------------------
+# ---- Fewer bits in the same dtype ----------------------------------------------------------------
 
 
 def _through(name: str) -> Callable[[np.ndarray], np.ndarray]:

@@ -95,8 +95,7 @@ class Placement:
         width = spec.d_in if holds & {*"qg"} and not is_out else spec.d_kv
         return {**counts, "h": features, "d": width, "e": spec.d_model}
 
-    # ---- Both directions
-    # ---------------------------------------------------------------------------------------------
+    # ---- Both directions -------------------------------------------------------------------------
 
     def lay_out(self, name: str, read: Callable[[str], np.ndarray]) -> np.ndarray:
         """Make a tensor of the layout. Memory holds it and one canonical weight, returned by
