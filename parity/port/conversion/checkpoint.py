@@ -136,9 +136,9 @@ class Checkpoint:
                 caller.
         """
         if caller.spec is not None:
-            others = [name for name in caller.values if name != "spec"]
-            if others:
-                raise InputError(", ".join(others), "not be combined with spec")
+            conflicting = [name for name in caller.values if name != "spec"]
+            if conflicting:
+                raise InputError(", ".join(conflicting), "not be combined with spec")
         own = self.own.without_overridden(caller)
         model = ModelHints()
         if caller.spec is None and not self.own.specs:
@@ -191,8 +191,8 @@ class Checkpoint:
             hints = hints.without_grid_biases(self.tensors.infos, layouts)
         groups: list[LayerGroup] = []
         for place in places:
-            found = layers_under(self.tensors, place.prefix, place.layout, hints)
-            groups.append(LayerGroup(place.prefix, found))
+            layers = layers_under(self.tensors, place.prefix, place.layout, hints)
+            groups.append(LayerGroup(place.prefix, layers))
         return CheckpointLayers(self, hints, groups, layout, prefix)
 
 

@@ -82,11 +82,11 @@ def load(
     with Checkpoint.open(path) as checkpoint:
         layers = checkpoint.layers(LayerHints.by(CALLER, **keywords), layout, prefix)
         layers.warn_if_incomplete()
-        first, *others = layers.in_order
-        if others:
-            count, some = 1 + len(others), f"{first.label} to {others[-1].label}"
-            raise InputError("prefix", "be that of one layer", f"one of {count} in {path}: {some}")
-        return first.load()
+        labels = [layer.label for layer in layers.in_order]
+        if len(labels) != 1:
+            got = f"one of {len(labels)} in {path}: {labels[0]} to {labels[-1]}"
+            raise InputError("prefix", "be that of one layer", got)
+        return layers.in_order[0].load()
 
 
 def save(

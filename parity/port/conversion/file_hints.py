@@ -116,16 +116,17 @@ class FileHints:
         ]
         # Layers are told apart by identity, because those of two parts may be equal.
         model = self.model
-        found = {id(model.layer_at(label)) for label in labels if not ENTRY.fullmatch(label)}
-        found_parts: set[str] = set()
+        numbered_labels = [label for label in labels if not ENTRY.fullmatch(label)]
+        read_layers = {id(model.layer_at(label)) for label in numbered_labels}
+        read_parts: set[str] = set()
         for section, layers in model.parts.items():
-            if any(id(layer) in found for layer in layers):
-                found_parts.add(section)
+            if any(id(layer) in read_layers for layer in layers):
+                read_parts.add(section)
         in_file = {id(model.layer_at(prefix)) for prefix in prefixes}
         for path, by_section in model.paths.items():
             for section, layer in by_section.items():
                 is_of_stack = path != layer.path
-                if section not in found_parts or layer.spec is None or is_of_stack:
+                if section not in read_parts or layer.spec is None or is_of_stack:
                     continue
                 if id(layer) not in in_file:
                     missing.append(f"{path} of {section}" if len(model.parts) > 1 else path)
@@ -202,20 +203,19 @@ def places_of_layers(
     prefixes = _requested_prefixes(hints, prefix)
     if prefixes is None:
         of_model = _prefixes_in_model(file, hints.model)
-        if of_model and layout:
-            return [LayerPlace(each, find_layout(layout, argument)) for each in of_model]
-        if of_model:
-            return [LayerPlace(each, LAYOUTS[name]) for each, name in of_model.items()]
-        prefixes = [""]
+        if of_model and not layout:
+            return [LayerPlace(pattern, LAYOUTS[name]) for pattern, name in of_model.items()]
+        prefixes = list(of_model) or [""]
     layout = layout or hints.own.layout
     if layout:
-        return [LayerPlace(each, find_layout(layout, argument)) for each in prefixes]
+        one_layout = find_layout(layout, argument)
+        return [LayerPlace(pattern, one_layout) for pattern in prefixes]
     places: list[LayerPlace] = []
-    for each in prefixes:
-        name = _layout_in_model(file, hints.model, each)
+    for pattern in prefixes:
+        name = _layout_in_model(file, hints.model, pattern)
         if not name:
             raise _unknown_layout(file, hints.model, argument)
-        places.append(LayerPlace(each, LAYOUTS[name]))
+        places.append(LayerPlace(pattern, LAYOUTS[name]))
     return places
 
 
@@ -245,7 +245,7 @@ def _prefixes_in_model(file: TensorFile, model: ModelHints) -> dict[str, str]:
         layouts.setdefault(numbered(prefix), layer.layout)
         first = first_prefixes.setdefault(id(layer), prefix)
         if first != prefix:
-            remedy = [{"prefix": numbered(each)} for each in (first, prefix)]
+            remedy = [{"prefix": numbered(first)}, {"prefix": numbered(prefix)}]
             raise InputError(
                 "prefix",
                 f"select the layers of {file.path} that config.json describes",

@@ -119,13 +119,13 @@ def merge(label: str, in_order: Iterable[LayerHints]) -> LayerHints:
 
 def _with_later(earlier: LayerHints, later: LayerHints, label: str) -> LayerHints:
     """Add the hints of a later source to those of earlier ones."""
-    known = earlier.values
-    has_counts = bool(earlier.counts)
+    earlier_names = {*earlier.values}
+    if earlier.counts:
+        earlier_names.update(COUNTS)  # counts of two sources do not mix
     added: dict[str, Any] = {}
     for name, value in later.values.items():
-        if name in known or (has_counts and name in COUNTS):
-            continue
-        added[name] = value
+        if name not in earlier_names:
+            added[name] = value
     later_rope = later.rope
     if later.spec is not None:
         added["spec"] = _agreeing(later.spec, earlier, label, may_rotate=later.may_rotate)

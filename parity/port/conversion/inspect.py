@@ -19,7 +19,7 @@ from parity.port.conversion.prefixes import numbered
 
 
 @dataclass(frozen=True)
-class Found:
+class InspectedLayers:
     """Attention layers of one kind in a file.
 
     Attributes:
@@ -44,7 +44,7 @@ class Found:
     unread: tuple[str, ...] = ()
 
 
-def find_layers(checkpoint: Checkpoint, **keywords: Unpack[LayerKeywords]) -> list[Found]:
+def find_layers(checkpoint: Checkpoint, **keywords: Unpack[LayerKeywords]) -> list[InspectedLayers]:
     """Find every attention layer in a checkpoint, in every layout that fits its names.
 
     If no layout fits with the given heads, return those that fit with other heads.
@@ -53,8 +53,9 @@ def find_layers(checkpoint: Checkpoint, **keywords: Unpack[LayerKeywords]) -> li
     for layout in LAYOUTS.values():
         search.examine(layout)
     fitting = {layers.prefix for layers in search.fitting}
-    others = [layers for layers in search.of_other_heads if layers.prefix not in fitting]
-    return search.fitting + others
+    return search.fitting + [
+        layers for layers in search.of_other_heads if layers.prefix not in fitting
+    ]
 
 
 Kind = tuple[tuple[str, tuple[int, ...], np.dtype], ...]
@@ -94,16 +95,16 @@ class LayerSearch:
 
     file: TensorCache
     hints: FileHints
-    fitting: list[Found] = field(default_factory=list)
-    of_other_heads: list[Found] = field(default_factory=list)
+    fitting: list[InspectedLayers] = field(default_factory=list)
+    of_other_heads: list[InspectedLayers] = field(default_factory=list)
     _candidates: dict[str, _Candidate] = field(default_factory=dict)
 
     def examine(self, layout: Layout) -> None:
         """Add the layers that fit a layout."""
-        first_names = self.file.names.possible_prefixes(layout)
+        name_by_prefix = self.file.names.possible_prefixes(layout)
         # Layers with one pattern and equal shapes: one of each is examined.
         alike: dict[tuple[str, Kind], list[str]] = {}
-        for prefix in first_names:
+        for prefix in name_by_prefix:
             candidate = self._candidate_at(prefix)
             if candidate.layout in (None, layout.name):
                 alike.setdefault((candidate.pattern, candidate.kind), []).append(prefix)
@@ -117,23 +118,23 @@ class LayerSearch:
             first = prefixes[0]
             if kind not in examined or depends_on_names:
                 examined[kind] = _examine(self.file, first, layout, hints)
-            layer = examined[kind]
-            if layer is None:
+            result = examined[kind]
+            if result is None:
                 continue
-            found = Found(
+            layers = InspectedLayers(
                 pattern,
-                len(prefixes) * layer.size,
+                len(prefixes) * result.size,
                 layout.name,
-                layer.words,
-                self.file.infos[first_names[first]].dtype.name,
-                layer.is_stacked,
+                result.words,
+                self.file.infos[name_by_prefix[first]].dtype.name,
+                result.is_stacked,
                 layout.packing,
-                tuple(key_in_words(name, value) for name, value in layer.unread.items()),
+                tuple(key_in_words(name, value) for name, value in result.unread.items()),
             )
-            if layer.has_other_heads:
-                self.of_other_heads.append(found)
+            if result.has_other_heads:
+                self.of_other_heads.append(layers)
             else:
-                self.fitting.append(found)
+                self.fitting.append(layers)
 
     def _candidate_at(self, prefix: str) -> _Candidate:
         """Return the candidate under a prefix, which may fit several layouts."""

@@ -218,7 +218,8 @@ class TensorCache:
 
 
 QUANTISED = re.compile(
-    r"\.(qweight|qzeros|scales|SCB|weight_scale(_inv)?|weight_packed|weight\.(absmax|quant_state.*))$"
+    r"\.(qweight|qzeros|scales|SCB|weight_scale(_inv)?|weight_packed|"
+    r"weight\.(absmax|quant_state.*))$"
 )
 """Names of additional tensors next to weights quantized by GPTQ, AWQ, bitsandbytes, FP8 or
 compressed-tensors.
@@ -418,7 +419,7 @@ def _no_layer(kind: type[InputError], file: TensorCache, prefix: str, layout: La
             f"none fits {layout.name}; `mha-parity inspect` lists the layouts that fit, and what "
             f"to do if none does"
         )
-    remedy = [{"prefix": each} for each in fitting]
+    remedy = [{"prefix": pattern} for pattern in fitting]
     return kind(
         "prefix", f"be that of a layer in {file.path}", prefix=prefix, remedy=remedy, hint=hint
     )

@@ -102,14 +102,13 @@ class OwnMetadata:
 
     def hints_at(self, label: str) -> LayerHints:
         """Return the hints about the layer with a label."""
-        unread = {name: value for name, value in self.unread.items() if name not in self.dropped}
-        spec = self.specs.get(label)
-        if "" in self.specs:
-            spec = self.specs[""]
-            if spec.rope is not None:
-                unread = without_rope_keys(unread)
         # Where a specification has RoPE, the source's was read, so that None elsewhere means none.
-        may_rotate = all(each.rope is None for each in self.specs.values())
+        may_rotate = all(spec.rope is None for spec in self.specs.values())
+        unread = {name: value for name, value in self.unread.items() if name not in self.dropped}
+        spec_for_all = self.specs.get("")
+        spec = self.specs.get(label) if spec_for_all is None else spec_for_all
+        if spec_for_all is not None and spec_for_all.rope is not None:
+            unread = without_rope_keys(unread)
         return replace(LayerHints.by(METADATA, spec=spec), unread=unread, may_rotate=may_rotate)
 
 
@@ -139,7 +138,7 @@ def _read_json(file: TensorFile, name: str, kind: type[JsonValue]) -> JsonValue:
     if name not in file.metadata:
         return kind()
     value = parse_json(file.metadata[name].encode())
-    if isinstance(value, kind) and (kind is dict or all(isinstance(each, str) for each in value)):
+    if isinstance(value, kind) and (kind is dict or all(isinstance(entry, str) for entry in value)):
         return value
     raise InputError(
         file.path, f"hold a JSON {kind.__name__} as {name} in its metadata", f"{value!r:.80}"

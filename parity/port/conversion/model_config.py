@@ -153,9 +153,11 @@ class ModelHints:
         named = sections_named(label, self.sections)
         if not named:
             return self.plain
-        others = tuple(f"{name}." for name in self.sections if name not in named)
-        unread = self.plain.unread
-        unread = {name: value for name, value in unread.items() if not name.startswith(others)}
+        other_sections = {*self.sections} - named
+        unread: dict[str, Any] = {}
+        for key, value in self.plain.unread.items():
+            if not any(key.startswith(f"{section}.") for section in other_sections):
+                unread[key] = value
         return replace(self.plain, unread=unread)
 
 
@@ -181,7 +183,7 @@ def hints_of_config(
             layers = config.layers
         except ValueError as error:
             raise InputError(f"config.json next to {path}", f"be understood: {error}") from None
-        plain = _plain_of_config(config, known=layers)
+        plain = _plain_of_config(config, layers)
         if not layers:
             return _hints_of_unknown(config, plain)
         plain = LayerHints(unread=plain.unread)
@@ -209,7 +211,7 @@ def hints_of_config(
             for layer in _with_paths(of_part)
             if layer.spec is None or not caller.contradicted_by(layer.spec)
         ]
-    plain = _plain_of_config(config, known=agreeing)
+    plain = _plain_of_config(config, agreeing)
     if not agreeing:
         return _hints_of_unknown(config, plain, why)
     sections = tuple(sections_of(config.values))
@@ -263,9 +265,9 @@ SHOWN = re.compile(
 """Keys that tensors show, such as biases, or that do not affect inference."""
 
 
-def _plain_of_config(config: ModelConfig, known: Collection[str]) -> LayerHints:
-    """Return the hints of a configuration about layers of unknown families; `known` are the parts
-    with known ones.
+def _plain_of_config(config: ModelConfig, read_parts: Collection[str]) -> LayerHints:
+    """Return the hints of a configuration about layers of unknown families; `read_parts` have known
+    ones, whose keys are read elsewhere.
     """
     values = config.values
     parameters = values.get("rope_parameters")
@@ -281,17 +283,17 @@ def _plain_of_config(config: ModelConfig, known: Collection[str]) -> LayerHints:
         unread["rope_parameters"] = parameters
     unread |= _attention_keys(values, ROPE)
     for section in sections_of(values):
-        if section not in known:
+        if section not in read_parts:
             for key, value in _attention_keys(values[section]).items():
                 unread[f"{section}.{key}"] = value
     return _numbers_of_heads("config.json", values, rope.get("rope_theta"), unread)
 
 
-def _attention_keys(values: Mapping[str, Any], others: Collection[str] = ()) -> dict[str, Any]:
+def _attention_keys(values: Mapping[str, Any], read: Collection[str] = ()) -> dict[str, Any]:
     """Return the keys of a configuration that may concern attention, with their values, without
-    `others`.
+    those that are `read`.
     """
-    unread = Config(values).unread(COUNTS.union(others))
+    unread = Config(values).unread(COUNTS.union(read))
     return {name: value for name, value in unread if not SHOWN.fullmatch(name)}
 
 
@@ -347,8 +349,8 @@ OF_ATTENTION = re.compile(r"attention\.|attn_|rope\.")
 """Beginnings of GGUF keys that concern attention."""
 
 READ_IN_GGUF = re.compile(
-    r"attention\.(head_count(_kv)?|key_length|causal|(layer_norm|layer_norm_rms|group_norm)_epsilon|"
-    r"group_norm_groups)|rope\.(freq_base|scaling\.(original_context_length|finetuned))"
+    r"attention\.(head_count(_kv)?|key_length|causal|"
+    r"(layer_norm|layer_norm_rms|group_norm)_epsilon|group_norm_groups)|rope\.(freq_base|scaling\.(original_context_length|finetuned))"
 )
 """Keys that are read, or do not affect attention: norms before it, and the length that RoPE was
 trained with.

@@ -251,9 +251,9 @@ class Plan:
         self._find_holders()
         added: set[str] = set()
         for name, info in self.file.infos.items():
-            prefixes = [each for each in self._prefixes_of.get(name, ()) if each not in added]
+            prefixes = self._prefixes_of.get(name, {}).keys()
+            self._add_layers([prefix for prefix in prefixes if prefix not in added])
             added.update(prefixes)
-            self._add_layers(prefixes)
             if name in self._own:
                 continue
             self.rest.append(name)

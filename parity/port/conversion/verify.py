@@ -55,12 +55,12 @@ def verify(
     same_precision = run_steps(reference.steps(problem, same_dtype))
     comparisons: list[Comparison] = []
     for stage in STAGES_TO_COMPARE:
-        kept = kept_dtype(stage, dtype)
+        stage_dtype = kept_dtype(stage, dtype)
         # Both are rounded, so that equal weights differ by 0.
-        rounded = expected[stage].astype(kept).astype(np.float64)
+        rounded = expected[stage].astype(stage_dtype).astype(np.float64)
         label = Label("verify", "the other", dtype, stage)
         comparisons.append(
-            compare(actual[stage].astype(kept), rounded, same_precision[stage], label)
+            compare(actual[stage].astype(stage_dtype), rounded, same_precision[stage], label)
         )
     return comparisons
 
@@ -89,7 +89,7 @@ def with_biases(
 ) -> tuple[Weights, AttentionSpec]:
     """Add zero biases to a layer if only the other one has biases; the function stays the same."""
     pairs = zip(spec.qkv_biases, other_spec.qkv_biases, strict=True)
-    qkv_bias = tuple(own or others for own, others in pairs)
+    qkv_bias = tuple(own or of_other for own, of_other in pairs)
     with_all = replace(
         unheld(spec), qkv_bias=qkv_bias, out_bias=spec.out_bias or other_spec.out_bias
     )

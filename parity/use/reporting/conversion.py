@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from parity.explain.diagnosis.diagnose import Diagnosis
     from parity.measure.files import TensorFile
     from parity.port.conversion.differences import WeightsComparison
-    from parity.port.conversion.inspect import Found
+    from parity.port.conversion.inspect import InspectedLayers
     from parity.port.conversion.layouts import Layout
     from parity.port.conversion.not_compared import NotCompared
     from parity.port.conversion.plan import ConversionPlan, Converted
@@ -78,7 +78,9 @@ def print_layout(layout: Layout, out: Console) -> None:
         out.print(Text(f"files of ranks: {layout.ranks.file}"))
 
 
-def print_inspection(path: str, file: TensorFile, found: list[Found], out: Console) -> None:
+def print_inspection(
+    path: str, file: TensorFile, found: list[InspectedLayers], out: Console
+) -> None:
     """Print the tensors of a file, with those of numbered layers in one row, and the layouts that
     fit.
     """
