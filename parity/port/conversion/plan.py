@@ -11,9 +11,8 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -40,6 +39,12 @@ from parity.port.conversion.metadata import metadata_of, with_source
 from parity.port.conversion.prefixes import ENTRY, concrete_prefix, fitting_prefixes, join
 from parity.port.conversion.ranks import norms_to_join, write_ranks
 from parity.port.conversion.sharing import label_of_holder, name_in_file, renamed
+from parity.port.conversion.target_tensors import (
+    CopiedTensor,
+    LayerTensor,
+    SharedTensor,
+    TargetTensor,
+)
 
 OPTIMIZER_STATE = (
     "exp_avg",
@@ -145,21 +150,6 @@ class Converted(JsonRecord):
 # ---- Planning ------------------------------------------------------------------------------------
 
 
-class PlannedTensor(NamedTuple):
-    """A tensor of a target.
-
-    Attributes:
-        shape, dtype: of the tensor.
-        make: function that returns the tensor, called when it is written.
-        sources: function that returns the names of its source tensors.
-    """
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    make: Callable[[], np.ndarray | FileTensor]
-    sources: Callable[[], list[str]]
-
-
 @dataclass
 class Plan:
     """The tensors of a target, in order.
@@ -195,7 +185,7 @@ class Plan:
     prefix: str | None = None
     layers: dict[str, list[FileLayer]] = field(default_factory=dict)
     stacked: set[str] = field(default_factory=set)
-    tensors: dict[str, PlannedTensor] = field(default_factory=dict)
+    tensors: dict[str, TargetTensor] = field(default_factory=dict)
     rest: list[str] = field(default_factory=list)
     holders: dict[str, dict[str, str]] = field(default_factory=dict)
     held_elsewhere: set[str] = field(default_factory=set)
@@ -250,7 +240,7 @@ class Plan:
         """
         self._find_holders()
         added: set[str] = set()
-        for name, info in self.file.infos.items():
+        for name in self.file.infos:
             prefixes = self._prefixes_of.get(name, {}).keys()
             self._add_layers([prefix for prefix in prefixes if prefix not in added])
             added.update(prefixes)
@@ -258,8 +248,7 @@ class Plan:
                 continue
             self.rest.append(name)
             if self.keep_rest:
-                make, sources = partial(self.file.tensor, name), partial(list, [name])
-                self._add(name, PlannedTensor(info.shape, info.dtype, make, sources))
+                self._add(name, CopiedTensor(self.file, name))
 
     @cached_property
     def _own(self) -> set[str]:
@@ -283,7 +272,7 @@ class Plan:
                     prefixes.setdefault(name, {})[prefix] = None
         return prefixes
 
-    def _add(self, name: str, tensor: PlannedTensor) -> None:
+    def _add(self, name: str, tensor: TargetTensor) -> None:
         if name in self.tensors:
             raise InputError("names", f"differ in the target of {self.file.path}", f"{name} twice")
         self.tensors[name] = tensor
@@ -304,21 +293,9 @@ class Plan:
             for prefix, placement in placements_by_prefix.items():
                 full_name = join(prefix, name)
                 if name in placement.shapes and full_name not in self.held_elsewhere:
-                    self._add(full_name, self._planned(prefix, name, placement))
-
-    def _planned(self, prefix: str, name: str, placement: Placement) -> PlannedTensor:
-        """Return a tensor of the layers under a prefix of the target."""
-        group = self.layers[prefix]
-        shape, make = placement.shapes[name], _lay_out
-        if prefix in self.stacked:
-            axis = self.layout.stack_axis
-            shape, make = (*shape[:axis], len(group), *shape[axis:]), _lay_out_stack
-        return PlannedTensor(
-            shape,
-            group[0].dtype,
-            partial(make, group, name, placement),
-            partial(_sources_of, group, name, placement),
-        )
+                    is_stacked = prefix in self.stacked
+                    tensor = LayerTensor(self.layers[prefix], name, placement, is_stacked)
+                    self._add(full_name, tensor)
 
     # ---- Shared weights --------------------------------------------------------------------------
 
@@ -349,12 +326,8 @@ class Plan:
                     raise InputError(f"{weight} of {label}", rule, "a copy that differs")
                 self.held_elsewhere.add(join(label, str(self.layout.name_of(weight))))
         for holder, layer in makers.items():
-            ((weight, _),) = [item for item in layer.shared.items() if item[1] == holder]
-            make = partial(layer.read, weight)
-            sources = partial(list, [layer.sources[str(layer.layout.name_of(weight))]])
-            self._add(
-                holder, PlannedTensor(layer.placement.weights[weight], layer.dtype, make, sources)
-            )
+            (weight,) = [weight for weight, shared in layer.shared.items() if shared == holder]
+            self._add(holder, SharedTensor(layer, weight))
 
     def _read_shared(
         self, weight: str, holder: str, layer: FileLayer, makers: dict[str, FileLayer]
@@ -532,7 +505,7 @@ class Plan:
                 _layer_record(layer, label, is_layout_given=self.is_layout_given)
                 for label, layer in self.labels.items()
             ],
-            tensors={name: tensor.sources() for name, tensor in self.tensors.items()},
+            tensors={name: tensor.sources for name, tensor in self.tensors.items()},
             size=size,
             left_out=json.loads(metadata.get("dropped", "[]")),
         )
@@ -646,30 +619,3 @@ def _layer_record(layer: FileLayer, to: str, *, is_layout_given: bool) -> Planne
         if name in COUNTS or value != plain[name]:
             origins[name] = layer.hints.origin_of(name)
     return PlannedLayer(layer.label, to, layer.layout.name, layout_from, layer.spec, origins)
-
-
-def _sources_of(group: list[FileLayer], name: str, placement: Placement) -> list[str]:
-    """Return the names of the source tensors of a target tensor."""
-    parts = {*placement.holders[name].parts}
-    sources: list[str] = []
-    for layer in group:
-        holders = layer.placement.holders
-        for short, full_name in layer.sources.items():
-            if short in holders and parts & {*holders[short].parts}:
-                sources.append(full_name)
-    return sources
-
-
-def _lay_out(group: list[FileLayer], name: str, placement: Placement) -> np.ndarray:
-    """Return a tensor of the target, for one layer."""
-    return placement.lay_out(name, group[0].read_written)
-
-
-def _lay_out_stack(group: list[FileLayer], name: str, placement: Placement) -> np.ndarray:
-    """Return a tensor of the target, for all layers of a stack."""
-    shape, axis = placement.shapes[name], placement.layout.stack_axis
-    tensor = np.empty((*shape[:axis], len(group), *shape[axis:]), group[0].dtype)
-    layers = np.moveaxis(tensor, axis, 0)  # a view
-    for index, layer in enumerate(group):
-        layers[index] = placement.lay_out(name, layer.read_written)
-    return tensor
