@@ -152,7 +152,9 @@ class FileHints:
 
     def without_grid_biases(self, names: Iterable[str], layouts: Iterable[Layout]) -> FileHints:
         """Return the hints without biases on a grid, if the file has such biases."""
-        patterns = dict.fromkeys(pattern for layout in layouts for pattern in layout.unsaid)
+        patterns: dict[str, None] = {}
+        for layout in layouts:
+            patterns.update(dict.fromkeys(layout.unsaid))
         for name in names:
             if any(fnmatch.fnmatchcase(name, f"*{pattern}") for pattern in patterns):
                 break

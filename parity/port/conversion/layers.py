@@ -117,8 +117,11 @@ class FileLayer:
     @property
     def quantised(self) -> list[str]:
         """Return the quantization types of its tensors in the file."""
-        kinds = {self.file.quantised.get(name) for name in self.sources.values()}
-        return sorted(kind for kind in kinds if kind is not None)
+        kinds: set[str] = set()
+        for name in self.sources.values():
+            if name in self.file.quantised:
+                kinds.add(self.file.quantised[name])
+        return sorted(kinds)
 
     def load(self) -> tuple[Weights, AttentionSpec]:
         """Read its canonical weights, and return them with its specification."""

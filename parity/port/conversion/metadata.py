@@ -66,8 +66,11 @@ class OwnMetadata:
         names_layout = is_ours and "layout" in metadata
         if not layout and "spec" in metadata:
             layout = "canonical"  # `save_weights` writes no other, and does not name it
-        prefix = metadata.get("prefix") if is_ours else None
-        specs = _read_specs(file) if is_ours else {}
+        prefix: str | None = None
+        specs: dict[str, AttentionSpec] = {}
+        if is_ours:
+            prefix = metadata.get("prefix")
+            specs = _read_specs(file)
         if not specs:
             return cls(is_ours, names_layout, layout, prefix)
         dropped = tuple(_read_json(file, "dropped", list))

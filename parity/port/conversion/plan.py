@@ -210,7 +210,9 @@ class Plan:
             raise InputError(
                 "prefix", "be that of a whole stack if the rest is kept", prefix=groups[0].prefix
             )
-        to_write = [_to_write(layer) for group in groups for layer in group.layers]
+        to_write: list[Written] = []
+        for group in groups:
+            to_write += [_to_write(layer) for layer in group.layers]
         check_losses(to_write, self.layout, self.drop, fill_bias=fill_bias)
         for prefix, source_layers in groups:
             entry_of_stack = ENTRY.fullmatch(prefix)
@@ -419,18 +421,21 @@ class Plan:
             # Reading rejects values that are not finite, and ranks that differ.
             for name in infos:
                 np.asarray(read(name))
-        record = self._record_of_layers()
-        return replace(
-            record,
+        record = replace(
+            self._record_of_layers(),
             path=str(written_path),
             joined=norms_to_join(self.layout, self.specs, ranks or 1),
             metadata_left_out=metadata_left_out,
-            plan=self._record(metadata) if dry_run else None,
         )
+        if dry_run:
+            record = replace(record, plan=self._record(metadata))
+        return record
 
     def _metadata(self) -> dict[str, str]:
         """Return the metadata to write with the tensors, without those of the source."""
-        kept = self.rest if self.keep_rest else []
+        ignored: set[str] = set()
+        if self.keep_rest and self.rest:
+            ignored = self._ignored()
         unread = {**self.hints.own.unread, **unread_of(self.converted)}
         dropped: set[str] = set()
         if not {*CARRIED} <= {*self.layout.carries}:
@@ -439,18 +444,26 @@ class Plan:
             lost_before = lost_in(self.layout, layer.spec).keys()
             dropped |= lost_before - lost_in(self.layout, layer.to_spec).keys()
             dropped |= {*layer.dropped}
-        matches = [concrete_prefix(self.prefix or "", name) for name in kept]
-        has_others = any(match is not None and match[0] not in self.layers for match in matches)
         return metadata_of(
             self.layout,
             self.specs,
             self.prefix,
             dropped,
-            self._ignored() if kept else (),
+            ignored,
             unread,
             self.holders,
-            has_others=has_others,
+            has_others=self._has_others(),
         )
+
+    def _has_others(self) -> bool:
+        """Return whether the target has other modules with prefixes like those of the layers."""
+        if not self.keep_rest:
+            return False
+        for name in self.rest:
+            match = concrete_prefix(self.prefix or "", name)
+            if match is not None and match[0] not in self.layers:
+                return True
+        return False
 
     def _ignored(self) -> set[str]:
         """Return names (with wildcards) under layer prefixes that are weights of neither the layers
