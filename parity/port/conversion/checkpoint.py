@@ -59,7 +59,7 @@ class Checkpoint:
 
         Raises:
             OSError: if it cannot be read.
-            ValueError: if it is no such file, or a rank is missing.
+            ValueError: if it is not a file of tensors, or a rank is missing.
         """
         return cls(path, open_checkpoint(path))
 
@@ -75,7 +75,7 @@ class Checkpoint:
 
     @cached_property
     def own(self) -> OwnMetadata:
-        """Return what its metadata tell about its layers.
+        """Return its own metadata about its layers.
 
         Raises:
             ValueError: if mha-parity wrote it, and an entry is malformed.
@@ -104,8 +104,8 @@ class Checkpoint:
 
     @property
     def config_of_folder(self) -> ModelConfig | None:
-        """Return the config.json of a model folder; None for a file, whose neighbours may be of
-        another model.
+        """Return the config.json of a model folder; None for a file, next to which there may be
+        files of another model.
 
         Raises:
             OSError, ValueError: as `config`.
@@ -128,7 +128,7 @@ class Checkpoint:
         """Return everything known of its layers, apart from their tensors.
 
         `FileHints.at` has the order of precedence. A source is read only if an earlier one leaves
-        something open: a config.json next to a file of ours may be damaged.
+        a question open: a config.json next to a file of ours may be damaged.
 
         Raises:
             OSError: if the configuration cannot be read.

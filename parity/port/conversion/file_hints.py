@@ -1,11 +1,11 @@
-"""What is known of the layers of a file apart from their tensors: every source in one order.
+"""Hints about the layers of a file apart from their tensors: all sources in one order.
 
-Who knows what about a layer, earlier sources first:
+The sources, those that take precedence first:
 
 1. the caller: arguments and options;
 2. the file's own metadata, if mha-parity wrote it;
 3. the configuration of the model, a config.json or the keys of a GGUF file, only without 2;
-4. the names and shapes of tensors, for what is still open: `layouts.detection`.
+4. the names and shapes of tensors, for all other questions: `layouts.detection`.
 
 `FileHints.at` has this order for heads, RoPE and specifications, `places_of_layers` for prefixes
 and layouts. docs/reference/conversion.md shows it as a table.
@@ -114,7 +114,7 @@ class FileHints:
         missing = [
             label for label in self.own.specs_by_label if label.partition("[")[0] not in prefixes
         ]
-        # Layers are told apart by identity, because those of two parts may be equal.
+        # Layers are distinguished by identity, because those of two parts may be equal.
         model = self.model
         numbered_labels = [label for label in labels if not ENTRY.fullmatch(label)]
         read_layers = {id(model.layer_at(label)) for label in numbered_labels}

@@ -308,7 +308,7 @@ def layers_under(
         _check_values(layer)
     unread = unread_of(layers)
     if unread:
-        # Of the caller of `load` and `convert_file`, above `Checkpoint.layers`.
+        # The level is that of the caller of `load` or `convert_file`, above `Checkpoint.layers`.
         warnings.warn(_not_carried(unread, hints), IgnoredSettingsWarning, stacklevel=4)
     return layers
 

@@ -1,4 +1,4 @@
-"""What mha-parity writes about layers into the metadata of a file, and reads back from it."""
+"""Metadata about layers that mha-parity writes into a file, and reads back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ JsonValue = TypeVar("JsonValue", list, dict)
 
 @dataclass(frozen=True)
 class OwnMetadata:
-    """What the metadata of a file tell about its layers; almost nothing unless mha-parity wrote it.
+    """The metadata of a file about its layers, which are almost empty unless mha-parity wrote it.
 
     Attributes:
         is_ours: whether mha-parity wrote the file.
@@ -55,7 +55,7 @@ class OwnMetadata:
 
     @classmethod
     def read(cls, file: TensorFile) -> OwnMetadata:
-        """Read what the metadata of an open file tell about its layers.
+        """Read the metadata of an open file about its layers.
 
         Raises:
             ValueError: if mha-parity wrote the file, and an entry is malformed.

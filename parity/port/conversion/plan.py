@@ -478,7 +478,7 @@ class Plan:
         return ignored - {tensor.name for tensor in (*self.layout.tensors, *self.layout.others)}
 
     def _record_of_layers(self) -> Converted:
-        """Return the record of a conversion, as far as it does not depend on what is written."""
+        """Return the record of a conversion, without the fields about the written file."""
         kept, dropped = (self.rest, []) if self.keep_rest else ([], self.rest)
         infos = self.file.infos
         first = self.converted[0]

@@ -48,7 +48,7 @@ def all_prefixes(names: Iterable[str]) -> dict[str, None]:
     prefixes: dict[str, None] = {}
     for name in names:
         prefix = name.rpartition(".")[0]
-        # The prefixes of a prefix that is there are there, too.
+        # If a prefix was added before, so were its own prefixes.
         while prefix and prefix not in prefixes:
             prefixes[prefix] = None
             prefix = prefix.rpartition(".")[0]

@@ -133,7 +133,7 @@ def _files_by_rank(folder: Path, ranks: Ranks) -> dict[int, Path]:
 
 def _rank_files_in(folder: Path, ranks: Ranks) -> dict[int, Path]:
     """Return the rank files of a folder that is a checkpoint of several ranks, in order; none if it
-    is another one.
+    is an ordinary one.
 
     Raises:
         ValueError: if a file has almost the name of a rank's.
@@ -421,8 +421,8 @@ def _axis_of_heads(tensor: Tensor) -> int | None:
 def _division_of_embeddings(name: str, shapes: Shapes, layout: Layout, count: int) -> Division:
     """Return the division of token embeddings: along their features, or their tokens.
 
-    Older programs divide the features. Those of all ranks are then as many as the rows of the
-    output projection, which has the width of the model on each rank.
+    Older programs divide the features. All ranks together then have as many as the output
+    projection has rows, which are the width of the model on each rank.
     """
     if count == 1:
         return Division(0)

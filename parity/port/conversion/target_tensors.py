@@ -1,4 +1,4 @@
-"""The tensors of a conversion's target: how each is made when it is written, and of what."""
+"""The tensors of a conversion's target: how each is made when it is written, and its sources."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_spec_reads_the_configuration_once(model):
     assert opened[str(model / "model.safetensors")] == 0
 
 
-def test_configuration_is_read_only_if_needed(model, tmp_path):
+def test_config_is_read_only_if_needed(model, tmp_path):
     """A broken configuration next to a file of ours, whose metadata precede it, is not read."""
     convert_file(model, tmp_path / "converted.safetensors", target="mha_jax")
     (tmp_path / "config.json").write_text("{")
