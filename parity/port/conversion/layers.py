@@ -276,13 +276,14 @@ def layers_under(
             sources = _without_unused(sources, concrete, layout, hints)
             shapes = {short: file.infos[name].shape for short, name in sources.items()}
             entries, axis = _identify(shapes, concrete, layout, hints)
+        except LayoutMismatchError as error:
+            if not concrete and fitting_prefixes(file.shapes, layout):
+                raise _no_layer(LayoutMismatchError, file, prefix, layout) from None
+            if any(QUANTISED.search(name) for name in sources):
+                advice = "quantized weights are read only from GGUF"
+                error.hint = f"{error.hint}; {advice}" if error.hint else advice
+            raise error.within(concrete or str(file.path)) from None
         except InputError as error:
-            if isinstance(error, LayoutMismatchError):
-                if not concrete and any(fitting_prefixes(file.shapes, layout)):
-                    raise _no_layer(LayoutMismatchError, file, prefix, layout) from None
-                if any(QUANTISED.search(name) for name in sources):
-                    advice = "quantized weights are read only from GGUF"
-                    error.hint = f"{error.hint}; {advice}" if error.hint else advice
             raise error.within(concrete or str(file.path)) from None
         _check_dtypes(file, concrete, sources)
         if entry_of_stack is not None:
@@ -291,16 +292,16 @@ def layers_under(
             label = label_of(concrete, entry.index)
             layers.append(
                 FileLayer(
-                    file,
-                    concrete,
-                    numbers,
-                    entry.index,
-                    axis,
-                    entry.placement,
-                    entry.spec,
-                    entry.hints,
-                    sources,
-                    hints,
+                    file=file,
+                    prefix=concrete,
+                    numbers=numbers,
+                    index=entry.index,
+                    axis=axis,
+                    placement=entry.placement,
+                    spec=entry.spec,
+                    hints=entry.hints,
+                    sources=sources,
+                    file_hints=hints,
                     shared=hints.holders_at(label, layout, file.infos),
                 )
             )

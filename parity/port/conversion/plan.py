@@ -155,7 +155,7 @@ class Plan:
     """The tensors of a target, in order.
 
     Attributes:
-        file: the tensors of the source.
+        source: the tensors of the source.
         source_path: path of the source, as the caller named it.
         hints: what is known of the layers of the source.
         layout: layout of the layers in the target.
@@ -174,7 +174,7 @@ class Plan:
             has them.
     """
 
-    file: TensorCache
+    source: TensorCache
     source_path: str | os.PathLike[str]
     hints: FileHints
     layout: Layout
@@ -242,7 +242,7 @@ class Plan:
         """
         self._find_holders()
         added: set[str] = set()
-        for name in self.file.infos:
+        for name in self.source.infos:
             prefixes = self._prefixes_of.get(name, {}).keys()
             self._add_layers([prefix for prefix in prefixes if prefix not in added])
             added.update(prefixes)
@@ -250,7 +250,7 @@ class Plan:
                 continue
             self.rest.append(name)
             if self.keep_rest:
-                self._add(name, CopiedTensor(self.file, name))
+                self._add(name, CopiedTensor(self.source, name))
 
     @cached_property
     def _own(self) -> set[str]:
@@ -276,7 +276,9 @@ class Plan:
 
     def _add(self, name: str, tensor: TargetTensor) -> None:
         if name in self.tensors:
-            raise InputError("names", f"differ in the target of {self.file.path}", f"{name} twice")
+            raise InputError(
+                "names", f"differ in the target of {self.source.path}", f"{name} twice"
+            )
         self.tensors[name] = tensor
 
     def _add_layers(self, prefixes: Iterable[str]) -> None:
@@ -343,9 +345,9 @@ class Plan:
         if holder_label is not None and holder_label in self.labels:
             return self.labels[holder_label].read(weight)
         if self.keep_rest:
-            kept_name = name_in_file(holder, weight, self.layout, self.file.infos)
+            kept_name = name_in_file(holder, weight, self.layout, self.source.infos)
             if kept_name is not None:
-                return self.file.read_finite(kept_name)
+                return self.source.read_finite(kept_name)
         if holder_label is None:
             return makers.setdefault(holder, layer).read(weight)
         return None
@@ -393,7 +395,7 @@ class Plan:
         if ranks and self.layout.ranks is not None:
             path_of_file = self.layout.ranks.file
         suffix = Path(path_of_file).suffix
-        metadata, metadata_left_out = with_source(self._metadata(), self.file.file, suffix)
+        metadata, metadata_left_out = with_source(self._metadata(), self.source.file, suffix)
         infos = {name: (tensor.shape, tensor.dtype) for name, tensor in self.tensors.items()}
 
         def read(name: str) -> np.ndarray | FileTensor:
@@ -480,7 +482,7 @@ class Plan:
     def _record_of_layers(self) -> Converted:
         """Return the record of a conversion, without the fields about the written file."""
         kept, dropped = (self.rest, []) if self.keep_rest else ([], self.rest)
-        infos = self.file.infos
+        infos = self.source.infos
         first = self.converted[0]
         specs = {layer.spec for layer in self.converted}
         layer_shapes: set[tuple[int, ...]] = set()
@@ -500,12 +502,12 @@ class Plan:
             kept=kept,
             dropped=dropped,
             heads_from=first.hints.from_model,
-            left_out=list(self.file.file.ignored),
+            left_out=list(self.source.file.ignored),
             unconverted=fitting_prefixes({name: infos[name].shape for name in kept}, first.layout),
             optimizer_state=optimizer_state,
             not_carried=[key_in_words(name, value) for name, value in unread.items()],
             missing=self.hints.missing(labels, infos),
-            dequantised=[name for name in self.file.quantised if name not in dropped],
+            dequantised=[name for name in self.source.quantised if name not in dropped],
         )
 
     def _record(self, metadata: Mapping[str, str]) -> ConversionPlan:
