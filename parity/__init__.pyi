@@ -28,7 +28,11 @@ from parity.port.conversion.differences import (
     WeightsComparison as WeightsComparison,
     compare_weights as compare_weights,
 )
-from parity.port.conversion.layouts import LAYOUTS as LAYOUTS, Layout as Layout
+from parity.port.conversion.layouts import (
+    LAYOUTS as LAYOUTS,
+    Layout as Layout,
+    register_layout as register_layout,
+)
 from parity.port.conversion.not_carried import NotCarriedWarning as NotCarriedWarning
 from parity.port.conversion.verify import verify as verify
 from parity.measure.core.arrays import to_jax as to_jax, to_numpy as to_numpy, to_torch as to_torch

@@ -181,7 +181,8 @@ def convert_file(
         prefix: prefix of a layer's tensor names, without the last dot; `{i}` stands for its number.
             Default: that of the metadata, otherwise the prefixes of all attention layers of the
             model, otherwise empty.
-        to_prefix: prefix in the target; default: `prefix`.
+        to_prefix: prefix in the target; default: that of the target layout, if it has one, or
+            else `prefix`.
         keep_rest: copy all other tensors unchanged; otherwise leave them out.
         max_shard_bytes: split the target into files of about this size.
         ranks: divide the heads of the target over this number of ranks, one file per rank, as the
@@ -217,6 +218,8 @@ def convert_file(
             if UNSAID in drop
             else known
         )
+        if to_prefix is None and target_layout.prefix and len(found) == 1:
+            to_prefix = target_layout.prefix
         if to_prefix is not None and len(found) > 1:
             raise InputError(
                 "prefix", f"be one of {', '.join((of for of, _ in found))} with to_prefix", "none"

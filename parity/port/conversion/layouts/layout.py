@@ -98,7 +98,7 @@ class Tensor:
     @cached_property
     def has_projection_axis(self) -> bool:
         """Return whether the projections in it form an axis."""
-        return "p" in self.axes.split()
+        return any("p" in group for group in self.groups)
 
     @cached_property
     def is_per_head(self) -> bool:
@@ -170,6 +170,8 @@ class Layout(JsonRecord):
             show; without a specification they can be dropped.
         prefixes: prefixes of such layers in whole checkpoints; `{i}` stands for the number of a
             layer.
+        prefix: the only prefix that its layers have; a conversion uses it unless the caller passes
+            another one. Empty: layers may have any.
         needs_spec: whether shapes alone never identify such a layer, or would suggest another
             layout.
         carries: features that the module computes or a configuration specifies, although weights do
@@ -192,6 +194,7 @@ class Layout(JsonRecord):
     ignored: tuple[str, ...] = ()
     unsaid: tuple[str, ...] = ()
     prefixes: tuple[str, ...] = ()
+    prefix: str = ""
     needs_spec: bool = False
     carries: tuple[str, ...] = ()
     shares: tuple[str, ...] = ()
