@@ -26,7 +26,7 @@ from parity.port.conversion.layers import (
 )
 from parity.port.conversion.layouts import Layout, find_layout, from_canonical, to_canonical
 from parity.port.conversion.layouts.detection import LayoutMismatchError, placements
-from parity.port.conversion.layouts.layout import DROPPABLE, UNSAID, lost_in, unused_in, without
+from parity.port.conversion.layouts.layout import DROPPABLE, GRID_BIAS, lost_in, unused_in, without
 from parity.port.conversion.layouts.losses import Written, check_losses, with_all_biases
 from parity.port.conversion.metadata import file_hints, metadata_of, sources, with_source
 from parity.port.conversion.plan import Converted, Plan
@@ -215,7 +215,7 @@ def convert_file(
         found = sources(file, known, prefix, source, "source")
         known = (
             known.without_unsaid(file.infos, [layout for _, layout in found])
-            if UNSAID in drop
+            if GRID_BIAS in drop
             else known
         )
         if to_prefix is None and target_layout.prefix and len(found) == 1:

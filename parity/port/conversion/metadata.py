@@ -21,7 +21,7 @@ from parity.measure.files.tensor_file import parse_json
 from parity.measure.files.writing import COMPUTED
 from parity.port.conversion.hints import COUNTS, METADATA, HintSource, LayerHints, is_of_rope, merge
 from parity.port.conversion.layouts import LAYOUTS, Layout, find_layout, register_packages
-from parity.port.conversion.layouts.layout import DROPPABLE, UNSAID
+from parity.port.conversion.layouts.layout import DROPPABLE, GRID_BIAS
 from parity.port.conversion.model_config import ModelHints, model_hints
 from parity.port.conversion.prefixes import (
     ENTRY,
@@ -133,7 +133,7 @@ class FileHints:
 
     def without_unsaid(self, names: Iterable[str], layouts: Iterable[Layout]) -> FileHints:
         """Return the hints without biases on a grid, if the file has such biases."""
-        unsaid = dict.fromkeys(pattern for layout in layouts for pattern in layout.unsaid)
+        unsaid = dict.fromkeys(pattern for layout in layouts for pattern in layout.grid_biases)
         if not any(
             fnmatch.fnmatchcase(name, f"*{pattern}") for name in names for pattern in unsaid
         ):
@@ -141,7 +141,7 @@ class FileHints:
         return replace(
             self,
             ignored=(*self.ignored, *unsaid),
-            dropped=tuple(dict.fromkeys((*self.dropped, UNSAID))),
+            dropped=tuple(dict.fromkeys((*self.dropped, GRID_BIAS))),
         )
 
     def is_other(self, prefix: str) -> bool:

@@ -36,7 +36,7 @@ def print_layouts(layouts: Iterable[Layout], out: Console) -> None:
 
 def print_layout(layout: Layout, out: Console) -> None:
     """Print the tensors of a layout with their axes, outermost first."""
-    from parity.port.conversion.layouts.layout import CARRIED, RULES, UNSAID
+    from parity.port.conversion.layouts.layout import CARRIED, GRID_BIAS, RULES
 
     letters = {"p": "projections", "n": "heads", "h": "head_dim", "d": "input", "e": "output"}
     out.print(Text(f"{layout.about} ({layout.source})"), soft_wrap=True)
@@ -69,9 +69,10 @@ def print_layout(layout: Layout, out: Console) -> None:
         out.print(
             f"once in a file if layers share them: {', '.join(layout.shares)}", soft_wrap=True
         )
-    if layout.unsaid:
+    if layout.grid_biases:
         out.print(
-            f"not said: {', '.join(layout.unsaid)}; drop {UNSAID} leaves it out", soft_wrap=True
+            f"not said: {', '.join(layout.grid_biases)}; drop {GRID_BIAS} leaves it out",
+            soft_wrap=True,
         )
     for prefix in layout.prefixes or filter(None, [layout.prefix]):
         out.print(Text(f"prefix: {prefix}"))

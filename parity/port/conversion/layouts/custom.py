@@ -25,7 +25,14 @@ from typing import Any
 from mha_spec import InputError, InputTypeError
 from parity.measure.files.small import read_text
 from parity.measure.text import and_listed, did_you_mean
-from parity.port.conversion.layouts.layout import CARRIED, PROJECTIONS, RULES, Layout, Tensor
+from parity.port.conversion.layouts.layout import (
+    CARRIED,
+    PROJECTIONS,
+    RULES,
+    Layout,
+    Tensor,
+    parts_of,
+)
 from parity.port.conversion.layouts.tensors import EVERYTHING, NARROW, SCORES
 
 SUFFIX = ".toml"
@@ -360,8 +367,7 @@ def _needs_spec(weights: Sequence[Tensor]) -> bool:
 
 def _holds_qkv(tensors: Sequence[Tensor]) -> bool:
     """Return whether tensors hold the weights of q, k and v."""
-    held = {part for tensor in tensors for part in tensor.parts}
-    return {f"{PROJECTIONS[letter]}.weight" for letter in "qkv"} <= held
+    return {f"{PROJECTIONS[letter]}.weight" for letter in "qkv"} <= parts_of(tensors)
 
 
 def _implied_rules(layout: Layout) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from parity.port.conversion.layouts.layout import Layout, Ranks, Tensor
-from parity.port.conversion.layouts.tensors import EINSUM, ROWS, beside, packed, separate
+from parity.port.conversion.layouts.tensors import EINSUM, ROWS, optional, packed, separate
 
 _EACH_HEAD = {**EINSUM, "heads": "n d h"}
 
@@ -275,7 +275,7 @@ _MEGATRON = [
                 *(tensor for tensor in packed("", "linear_proj") if tensor.holds == "out"),
             ),
         ),
-        others=beside(
+        others=optional(
             q_norm="q_layernorm", k_norm="k_layernorm", sinks="core_attention.softmax_offset"
         ),
         grouped=True,

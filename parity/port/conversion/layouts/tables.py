@@ -10,7 +10,7 @@ from parity.port.conversion.layouts.tensors import (
     EINSUM,
     EVERYTHING,
     ROWS,
-    beside,
+    optional,
     packed,
     separate,
     with_and_without_out,
@@ -22,7 +22,7 @@ _TORCH_OUT = (
 )
 _TORCH_BIAS = Tensor("in_proj_bias", "qkv", "bias", "(n h)")
 
-_OF_JAX = beside(EVERYTHING, leaf="kernel", axes="d e")
+_OF_JAX = optional(EVERYTHING, leaf="kernel", axes="d e")
 
 
 def _of_einsum(name: str, about: str, source: str, out: str, *rules: str) -> Layout:
@@ -37,7 +37,7 @@ _TABLE = [
         "the form that conversions go through; that of mha_torch's modules",
         "parity/measure/core/weights.py",
         with_and_without_out(separate("q_proj", "k_proj", "v_proj", "out_proj")),
-        others=beside(EVERYTHING),
+        others=optional(EVERYTHING),
         carries=CARRIED,
     ),
     Layout(
@@ -93,7 +93,7 @@ _TABLE = [
         "one Linear for q, k and v",
         "mha_torch.MultiHeadAttention, fused_qkv=True",
         with_and_without_out(packed("qkv_proj", "out_proj")),
-        others=beside(EVERYTHING),
+        others=optional(EVERYTHING),
         rules=("one width",),
         carries=CARRIED,
     ),
@@ -231,7 +231,7 @@ _TABLE = [
             f"attn_q, attn_k, attn_v, attn_output, with {words}",
             "ggml-org/llama.cpp, convert_hf_to_gguf.py",
             (separate("attn_q", "attn_k", "attn_v", "attn_output"),),
-            others=beside(q_norm="attn_q_norm", k_norm="attn_k_norm") if rope == "half" else (),
+            others=optional(q_norm="attn_q_norm", k_norm="attn_k_norm") if rope == "half" else (),
             rope=rope,
             rules=("out_proj", *rules),
             ignored=("attn_norm.*", "ffn_*"),
