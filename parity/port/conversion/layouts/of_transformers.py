@@ -35,24 +35,22 @@ def _separate(
     of RoPE.
     """
     listed = ", ".join(words)
-    about = f"{listed}, and the models' other weights; {about}" if about else listed
-    return _layout(
-        name, about, file, separate(*words), **{"ignored": ("rotary_emb.inv_freq",), **options}
-    )
+    if about:
+        about = f"{listed}, and the models' other weights; {about}"
+    options = {"ignored": ("rotary_emb.inv_freq",), **options}
+    return _layout(name, about or listed, file, separate(*words), **options)
 
 
 def _of_latents(
     name: str, words: str, file: str, *forms: tuple[str, ...], **options: Any
 ) -> Layout:
     """Return a layout of latents, by its remaining projections, in each of its forms."""
+    remaining = separate("q_proj", "", "", "o_proj")
     return _layout(
         name,
         f"the projections of latents: kv_a_proj_with_mqa, kv_b_proj, o_proj, and q_a_proj, {words}",
         file,
-        *(
-            tuple(each for each in separate("q_proj", "", "", "o_proj") if each.holds in held)
-            for held in forms
-        ),
+        *[tuple(tensor for tensor in remaining if tensor.holds in form) for form in forms],
         others=optional(
             ("q_a_proj", "q_b_proj", "kv_b_proj"),
             kv_a_proj="kv_a_proj_with_mqa",
@@ -399,8 +397,11 @@ OF_TRANSFORMERS = [
         "longcat_flash",
         ("out",),
         rules=("out_proj", "factors of widths"),
-        prefixes=tuple(
-            f"{begin}layers.{{i}}.self_attn.{part}" for begin in ("model.", "") for part in (0, 1)
+        prefixes=(
+            "model.layers.{i}.self_attn.0",
+            "model.layers.{i}.self_attn.1",
+            "layers.{i}.self_attn.0",
+            "layers.{i}.self_attn.1",
         ),
     ),
 ]
