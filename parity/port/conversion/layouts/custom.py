@@ -16,6 +16,7 @@ of a table is data: no part of it is run, and names that a terminal would obey a
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -61,12 +62,18 @@ TENSOR_KEYS: dict[str, type] = {"holds": str, "axes": str, "shared": bool}
 TYPES = {str: "text", bool: "true or false", int: "an integer", list: "a list", dict: "a table"}
 """Types of values in the words of TOML."""
 
+LETTERS = "qkvg"
+"""Letters of projections that one tensor may hold."""
+
 BLOCKS = (1, 2, 4, 8)
 """Numbers of blocks that a table may have: for these, `RULES` has a rule that heads divide."""
 
+PROJECTIONS_AND_NORMS = [name for name in EVERYTHING if name not in SCORES]
+
 WHOLE_WEIGHTS = (
     *SCORES,
-    *(f"{name}.{leaf}" for name in EVERYTHING if name not in SCORES for leaf in ("weight", "bias")),
+    *(f"{name}.weight" for name in PROJECTIONS_AND_NORMS),
+    *(f"{name}.bias" for name in PROJECTIONS_AND_NORMS),
 )
 """Canonical names of weights that only some layers have, which a tensor may hold alone."""
 
@@ -160,38 +167,36 @@ def layout_from_table(table: Mapping[str, Any], where: str = "a table of a layou
 
 
 def _tensor_from_table(name: str, entry: object, where: str) -> Tensor:
+    """Return the tensor that an entry of `tensors` describes."""
     key = _tensor_key(name)
     if not isinstance(entry, Mapping):
         rule = 'be a table such as { holds = "q", axes = "(n h) d" }'
         raise InputTypeError(f"the key {key}", rule, repr(entry), where=where)
-    holds = entry.get("holds")
-    is_whole = holds in WHOLE_WEIGHTS
-    required = ("holds",) if is_whole else ("holds", "axes")
-    _check_keys(entry, TENSOR_KEYS, required, f"{key}.", where)
-    if is_whole:
+    if entry.get("holds") in WHOLE_WEIGHTS:
+        _check_keys(entry, TENSOR_KEYS, ("holds",), f"{key}.", where)
         return Tensor(name, entry["holds"], "whole", entry.get("axes", "..."))
-    is_out = holds == "out"
-    if not is_out and not _are_projections(entry["holds"]):
-        canonical = f"canonical names such as {WHOLE_WEIGHTS[0]} or q_norm.weight"
-        rule = f"be 'out', or different letters of {''.join(PROJECTIONS)[:4]}, or {canonical}"
+    _check_keys(entry, TENSOR_KEYS, ("holds", "axes"), f"{key}.", where)
+    holds, axes = entry["holds"], entry["axes"]
+    if holds != "out" and not _are_projections(holds):
+        rule = (
+            f"be 'out', or different letters of {LETTERS}, or a canonical name such as sinks or "
+            f"q_norm.weight"
+        )
+        raise InputError(f"the key {key}.holds", rule, repr(holds), where=where)
+    if "{n}" in name and (holds == "out" or len(holds) > 1):
+        rule = f"be one of {and_listed(LETTERS)}, because each head has its own tensor"
         raise InputError(f"the key {key}.holds", rule, repr(holds), where=where)
     # The axes show the kind: a bias has no axis of inputs, and that of `out` only one of outputs.
-    letter_of_weight = "h" if is_out else "d"
-    kind = "weight" if letter_of_weight in entry["axes"] else "bias"
-    _check_heads(name, entry["holds"], where)
-    return Tensor(name, entry["holds"], kind, entry["axes"], is_shared=entry.get("shared", False))
+    axis_of_weights = "d"
+    if holds == "out":
+        axis_of_weights = "h"
+    kind = "weight" if axis_of_weights in axes else "bias"
+    return Tensor(name, holds, kind, axes, is_shared=entry.get("shared", False))
 
 
 def _are_projections(holds: str) -> bool:
     """Return whether text consists of different letters of projections."""
-    return 0 < len(holds) == len({*holds}) and {*holds} <= {*"qkvg"}
-
-
-def _check_heads(name: str, holds: str, where: str) -> None:
-    """Reject a tensor for each head that holds more than one projection, or `out`."""
-    if "{n}" in name and (holds == "out" or len(holds) > 1):
-        rule = "be one of q, k, v and g, because each head has its own tensor"
-        raise InputError(f"the key {_tensor_key(name)}.holds", rule, repr(holds), where=where)
+    return 0 < len(holds) == len({*holds}) and {*holds} <= {*LETTERS}
 
 
 def _check_keys(
@@ -300,11 +305,17 @@ def _check_tensor(tensor: Tensor, layout: Layout, where: str) -> None:
         if "{i}" in tensor.name:
             hint = "{i}, the number of a layer, belongs in the key prefix"
         raise InputError(f"the key {key}", rule, where=where, hint=hint)
-    if tensor.is_whole:
-        _check_choice(f"{key}.holds", tensor.holds, WHOLE_WEIGHTS, where)
-        _check_choice(f"{key}.axes", tensor.axes, WHOLE_AXES, where)
-    else:
+    _check_choice(f"{key}.kind", tensor.kind, ("weight", "bias", "whole"), where)
+    if tensor.is_shared and {*tensor.holds} != {"k", "v"}:
+        rule = "be true only if the tensor holds kv or vk"
+        raise InputError(f"the key {key}.shared", rule, "true", where=where)
+    if not tensor.is_whole:
         _check_axes(tensor, layout, where)
+        return
+    _check_choice(f"{key}.holds", tensor.holds, WHOLE_WEIGHTS, where)
+    # Vectors of each head are stacked in the order of the heads; matrices have no such axis.
+    allowed = ("...",) if tensor.is_per_head else WHOLE_AXES
+    _check_choice(f"{key}.axes", tensor.axes, allowed, where)
 
 
 def _check_axes(tensor: Tensor, layout: Layout, where: str) -> None:
@@ -318,7 +329,7 @@ def _check_axes(tensor: Tensor, layout: Layout, where: str) -> None:
     if not AXES.fullmatch(tensor.axes):
         hint = "features of all heads on one axis are (n h)"
         raise InputError(key, rule, repr(tensor.axes), where=where, hint=hint)
-    letters = [letter for group in tensor.groups for letter in group]
+    letters = list(itertools.chain(*tensor.groups))
     if sorted(letter for letter in letters if letter != "p") != sorted(required):
         raise InputError(key, rule, repr(tensor.axes), where=where)
     for group in tensor.groups:

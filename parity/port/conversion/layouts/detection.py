@@ -104,12 +104,17 @@ def _num_present_weights(form: Iterable[Tensor], names: Collection[str]) -> int:
 
 def _largest(forms: list[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
     """Return forms without those that are part of another, such as the one without out_proj."""
-    # Two forms may hold the same weights by different tensors, so names are compared.
-    return [form for form in forms if not any(_is_part(form, other) for other in forms)]
+    return [form for form in forms if not _is_part_of_another(form, forms)]
 
 
-def _is_part(form: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
-    return {tensor.name for tensor in form} < {tensor.name for tensor in other}
+def _is_part_of_another(form: Iterable[Tensor], forms: Iterable[Iterable[Tensor]]) -> bool:
+    # A tensor is known by its name here: forms may hold one name with other axes.
+    names = {*_names(form)}
+    return any(names < {*_names(other)} for other in forms)
+
+
+def _names(form: Iterable[Tensor]) -> list[str]:
+    return [tensor.name for tensor in form]
 
 
 def _missing_heads(form: Iterable[Tensor], names: Collection[str]) -> list[str]:

@@ -96,7 +96,7 @@ def check_losses(
 def _lost_features(
     layers: Iterable[Written], target: Layout, drop: Collection[str]
 ) -> dict[str, Any]:
-    """Return the features that layers lose and nobody accepted, each with its first value."""
+    """Return the features that layers lose without consent, each with its first value."""
     features: dict[str, Any] = {}
     for layer in layers:
         for name, value in _lost(layer, target).items():
@@ -134,7 +134,7 @@ def with_all_biases(spec: AttentionSpec) -> AttentionSpec:
 def _lost(layer: Written, target: Layout) -> dict[str, Any]:
     """Return what a layout loses of a layer, by name."""
     lost = lost_in(target, layer.spec)
-    # Nobody knows what unread keys mean, so only a layout that carries everything carries them.
+    # The meaning of unread keys is unknown: only a layout that carries everything carries them.
     carries_all = {*CARRIED} <= {*target.carries}
     if layer.unread is not None and not carries_all:
         lost |= layer.unread

@@ -443,6 +443,16 @@ BAD = {
         'tensors."n".axes',
         "d e",
     ),
+    "axes of a norm of each head": (
+        with_tensor("n.{n}", holds="q_norm.weight", axes="d e"),
+        'tensors."n.{n}".axes',
+        "...",
+    ),
+    "shared queries": (
+        changed(tensors={"x": {"holds": "qkv", "axes": "(n h) d", "shared": True}, "o": OUT}),
+        'tensors."x".shared',
+        "kv or vk",
+    ),
     "no values": (changed(tensors={"q": FOUR["q"], "k": FOUR["k"]}), "tensors", "v_proj.weight"),
     "queries twice": (with_tensor("q2", **FOUR["q"]), "tensors", "q_proj.weight is in q and q2"),
     "bias of no weight": (
