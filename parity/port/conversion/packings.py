@@ -8,7 +8,7 @@ is linear in the size of the weights.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,14 +110,13 @@ def find_packing_error(one: Weights, two: Weights, spec: AttentionSpec) -> Packi
     widths = {one[name].shape[1] for name in names}
     if len(parts) < 2 or len(widths) > 1:
         return None
-    order = _order_of_rows([one[name] for name in names], [two[name] for name in names])
+    order = _order_of_rows(_joined(one, names), _joined(two, names))
     if order is None:
         return None
     biases = [f"{part}.bias" for part in parts]
-    if all(name in one for name in biases):
-        joined = np.concatenate([one[name] for name in biases])
-        if np.array_equal(joined[order], np.concatenate([two[name] for name in biases])):
-            names += biases
+    has_biases = {*biases} <= one.keys()
+    if has_biases and np.array_equal(_joined(one, biases)[order], _joined(two, biases)):
+        names += biases
     sizes = {LETTERS[part]: len(one[f"{part}.weight"]) for part in parts}
     words = f"{and_listed(parts)} together have the same rows in both files"
     misread = _misread(order, sizes, spec)
@@ -150,14 +149,18 @@ def _fix(packed: _Packing, read: _Packing, spec: AttentionSpec) -> str:
     return "; ".join(fixes)
 
 
-def _order_of_rows(one: Sequence[np.ndarray], two: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Return the order with rows_of_two[i] == rows_of_one[order[i]], of all tensors together.
+def _joined(weights: Weights, names: Iterable[str]) -> np.ndarray:
+    """Return the rows of several weights."""
+    return np.concatenate([weights[name] for name in names])
+
+
+def _order_of_rows(one: np.ndarray, two: np.ndarray) -> np.ndarray | None:
+    """Return the order with two[i] == one[order[i]], in the coarser of their dtypes.
 
     None means that there is none, or more than one because rows are equal.
     """
-    dtype = coarser(one[0].dtype, two[0].dtype)
-    before = np.concatenate([x.astype(dtype, copy=False) for x in one])
-    after = np.concatenate([x.astype(dtype, copy=False) for x in two])
+    dtype = coarser(one.dtype, two.dtype)
+    before, after = one.astype(dtype, copy=False), two.astype(dtype, copy=False)
     if before.shape != after.shape:
         return None
     for columns in (FEWEST_COLUMNS, before.shape[1]):

@@ -263,28 +263,40 @@ def _rescaled(views: Views, roles_by_name: Mapping[str, Role], spec: AttentionSp
     words: list[str] = []
     explained: set[str] = set()
     for sides in _sides(spec):
-        times = [name for name in roles_by_name if name.startswith(sides.times)]
-        over = [name for name in roles_by_name if name.startswith(sides.over)]
-        names = [*times, *over]
-        if not sides.is_free or all(agree(*views[name]) for name in names):
+        times = {name: views[name] for name in roles_by_name if name.startswith(sides.times)}
+        over = {name: views[name] for name in roles_by_name if name.startswith(sides.over)}
+        both = times | over
+        if not sides.is_free or _all_agree(both):
             continue
-        factors = _factors([views[name] for name in times], sides.tied)
-        inverses = _factors([views[name] for name in over], sides.tied)
+        factors = _factors(times, sides.tied)
+        inverses = _factors(over, sides.tied)
         # Features of zeros on one side show their factor on the other, or need none.
         factors = np.where(np.isnan(factors), 1.0 / inverses, factors)
         factors = np.where(np.isfinite(factors) & (factors != 0.0), factors, 1.0)[:, None, :, None]
-        for name in names:
-            one, other = views[name]
-            wide = one.astype(np.float64)
-            expected = wide * factors if name in times else wide / factors
-            if not agree(expected, other, coarser(one.dtype, other.dtype)):
-                return None
-        explained.update(names)
-        words.append(_describe(factors, sides, views[names[0]]))
-    others = [name for name in views if name not in explained]
-    if not words or not all(agree(*views[name]) for name in others):
+        if not _are_rescaled(times, np.multiply, factors):
+            return None
+        if not _are_rescaled(over, np.divide, factors):
+            return None
+        explained |= both.keys()
+        words.append(_describe(factors, sides, next(iter(both.values()))))
+    others = {name: pair for name, pair in views.items() if name not in explained}
+    if not words or not _all_agree(others):
         return None
     return "; ".join(words)
+
+
+def _all_agree(views: Views) -> bool:
+    """Return whether all weights agree in both files."""
+    return all(agree(one, other) for one, other in views.values())
+
+
+def _are_rescaled(views: Views, operation: np.ufunc, factors: np.ndarray) -> bool:
+    """Return whether the second file has all weights of the first, multiplied or divided."""
+    for one, other in views.values():
+        expected = operation(one.astype(np.float64), factors)
+        if not agree(expected, other, coarser(one.dtype, other.dtype)):
+            return False
+    return True
 
 
 def _describe(factors: np.ndarray, sides: _Sides, views: tuple[np.ndarray, np.ndarray]) -> str:
@@ -301,14 +313,15 @@ def _describe(factors: np.ndarray, sides: _Sides, views: tuple[np.ndarray, np.nd
     )
 
 
-def _factors(views: list[tuple[np.ndarray, np.ndarray]], tied: np.ndarray) -> np.ndarray:
+def _factors(views: Views, tied: np.ndarray) -> np.ndarray:
     """Return the factor of each feature of each group, or NaN: (K, features).
 
     It is the least-squares fit over tied features.
     """
-    shape = (views[0][0].shape[0], len(tied))
+    one, _ = next(iter(views.values()))
+    shape = (len(one), len(tied))
     products, squares = np.zeros(shape), np.zeros(shape)
-    for one, other in views:
+    for one, other in views.values():
         wide = one.astype(np.float64)
         products += np.einsum("gnfr,gnfr->gf", wide, other.astype(np.float64))
         squares += np.einsum("gnfr,gnfr->gf", wide, wide)

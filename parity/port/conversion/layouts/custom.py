@@ -70,6 +70,9 @@ BLOCKS = (1, 2, 4, 8)
 
 PROJECTIONS_AND_NORMS = [name for name in EVERYTHING if name not in SCORES]
 
+STACK_AXES = (0, 1)
+"""Axes on which layers may be stacked: a bias, of one axis, has only these two places for it."""
+
 WHOLE_WEIGHTS = (
     *SCORES,
     *(f"{name}.weight" for name in PROJECTIONS_AND_NORMS),
@@ -263,8 +266,7 @@ def check_layout(layout: Layout, where: str = "") -> None:
         raise InputError(
             "the key blocks", "be 1 if grouped is true", str(layout.blocks), where=where
         )
-    if layout.stack_axis < 0:
-        raise InputError("the key stack_axis", "be at least 0", str(layout.stack_axis), where=where)
+    _check_choice("stack_axis", layout.stack_axis, STACK_AXES, where)
     for rule in layout.rules:
         _check_choice("rules", rule, RULES, where)
     for feature in layout.carries:

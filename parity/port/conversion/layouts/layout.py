@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -487,15 +487,15 @@ def _with_carried(spec: AttentionSpec, values: Mapping[str, Any]) -> AttentionSp
 # --------------------------------------------------------------------------------------------------
 
 
-def matches(pattern: str, names: Iterable[str]) -> set[str]:
+def matches(pattern: str, names: Collection[str]) -> set[str]:
     """Return the names that a tensor's name stands for: itself, or one per head."""
     if "{n}" not in pattern:
-        return {pattern} & set(names)
+        return {pattern} if pattern in names else set()
     expression = re.compile(re.escape(pattern).replace(r"\{n\}", r"(0|[1-9]\d*)"))
     return {name for name in names if expression.fullmatch(name)}
 
 
-def names_of(present: Iterable[Tensor], names: Iterable[str]) -> list[str]:
+def names_of(present: Iterable[Tensor], names: Collection[str]) -> list[str]:
     """Return the names that belong to some tensors, in the order of the tensors."""
     own_names: list[str] = []
     for tensor in present:

@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
-from importlib import metadata
 from typing import Any
 
 from mha_spec import InputError
@@ -83,6 +82,9 @@ def load_entry_points() -> None:
     Each is anything that `register_layout` accepts, or a list of such things. One that fails is
     left out with a warning: a broken package must not prevent conversions that do not need it.
     """
+    # It imports about 40 modules, which no conversion between known layouts needs.
+    from importlib import metadata
+
     for entry_point in metadata.entry_points(group=ENTRY_POINTS):
         try:
             sources = entry_point.load()

@@ -350,6 +350,29 @@ def test_stack_becomes_numbered_layers(tmp_path):
     assert bytes_of(parity.load_tensors(tmp_path / "c.safetensors")[0]) == bytes_of(tensors)
 
 
+def test_layers_stack_on_second_axis(tmp_path):
+    """With `stack_axis`, layers are stacked on that axis, and the file converts back."""
+    table = NEBULA.replace("blk.{i}", "blk").replace("[tensors]", "stack_axis = 1\n[tensors]")
+    (tmp_path / "nebula.toml").write_text(table)
+    register_layout(tmp_path / "nebula.toml")
+    stacked = nebula_file(tmp_path / "a.safetensors", is_stacked=True)
+    tensors = {
+        f"layers.{i}.{name}": x
+        for i in range(2)
+        for name, x in random_weights(GROUPED, seed=i).items()
+        if name.endswith(".weight")
+    }
+    parity.save_tensors(tmp_path / "b.safetensors", tensors, {})
+    paths = tmp_path / "b.safetensors", tmp_path / "c.safetensors"
+    options = {"source": "canonical", "target": "nebula", "prefix": "layers.{i}", **HEADS}
+    parity.convert_file(*paths, **options)
+    written, _ = parity.load_tensors(tmp_path / "c.safetensors")
+    assert bytes_of(written) == bytes_of({k: np.moveaxis(x, 0, 1) for k, x in stacked.items()})
+    back = {"target": "canonical", "to_prefix": "layers.{i}"}
+    parity.convert_file(tmp_path / "c.safetensors", tmp_path / "d.safetensors", **back)
+    assert bytes_of(parity.load_tensors(tmp_path / "d.safetensors")[0]) == bytes_of(tensors)
+
+
 def test_file_cannot_name_a_table_to_read(tmp_path, monkeypatch):
     """A file whose metadata have the path of a table as its layout does not have it read."""
     monkeypatch.chdir(tmp_path)
@@ -393,7 +416,7 @@ BAD = {
     "blocks as bool": (changed(blocks=True), "blocks", "integer"),
     "blocks of 3": (changed(blocks=3), "blocks", "1, 2, 4, 8"),
     "blocks and groups": (changed(blocks=2, grouped=True), "blocks", "grouped"),
-    "stack axis": (changed(stack_axis=-1), "stack_axis", "at least 0"),
+    "stack axis": (changed(stack_axis=2), "stack_axis", "0, 1"),
     "rope": (changed(rope="halves"), "rope", "half, interleaved"),
     "rules": (changed(rules=["evn"]), "rules", "even"),
     "rules as text": (changed(rules="even"), "rules", "a list"),
