@@ -112,8 +112,7 @@ def _differing_lines(pair: Pair) -> Iterator[Pair]:
             yield Pair(pair.name, one, other, places={what: tuple(map(int, lines))})
 
 
-# ---- Values
-# --------------------------------------------------------------------------------------------------
+# ---- Values --------------------------------------------------------------------------------------
 
 
 def _zeros(pair: Pair, layers: Layers) -> TensorLaw | None:
@@ -236,8 +235,7 @@ def _times(one: np.ndarray, other: np.ndarray, axes: tuple[int, ...] | None) -> 
     return factors
 
 
-# ---- Places
-# --------------------------------------------------------------------------------------------------
+# ---- Places --------------------------------------------------------------------------------------
 
 
 def _in_place_of(pair: Pair, layers: Layers) -> TensorLaw | None:

@@ -183,8 +183,7 @@ def _is_order(order: np.ndarray, before: np.ndarray, after: np.ndarray) -> bool:
     return True
 
 
-# ---- Known orders
-# --------------------------------------------------------------------------------------------------
+# ---- Known orders --------------------------------------------------------------------------------
 
 
 def _misread(

@@ -47,8 +47,7 @@ def listed(order: np.ndarray) -> str:
     return shown
 
 
-# ---- Permutations
-# --------------------------------------------------------------------------------------------------
+# ---- Permutations --------------------------------------------------------------------------------
 
 Views = Mapping[str, tuple[np.ndarray, np.ndarray]]
 """Each weight of both files by its heads, as `Role.view` returns it: (K, heads, features, rest)."""
@@ -224,8 +223,7 @@ def _free_features(spec: AttentionSpec) -> dict[str, np.ndarray]:
     return {"qk": of_queries, "v": np.full(spec.value_head_dim, spec.out_proj)}
 
 
-# ---- Factors
-# --------------------------------------------------------------------------------------------------
+# ---- Factors -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,7 @@ def is_copy(one: np.ndarray, other: np.ndarray) -> bool:
         return np.array_equal(fine.astype(coarse.dtype), coarse)
 
 
-# ---- Fewer bits in the same dtype
-# ------------------------------------------------------------------------------------
+# ---- Fewer bits in the same dtype ----------------------------------------------------------------
 
 
 Lessen = Callable[[np.ndarray], np.ndarray]

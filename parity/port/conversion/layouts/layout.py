@@ -483,8 +483,7 @@ def _with_carried(spec: AttentionSpec, values: Mapping[str, Any]) -> AttentionSp
     return replace(spec, **changes)
 
 
-# ---- Names
-# --------------------------------------------------------------------------------------------------
+# ---- Names ---------------------------------------------------------------------------------------
 
 
 def matches(pattern: str, names: Collection[str]) -> set[str]:

@@ -107,8 +107,7 @@ class Placement:
         sizes["d"] = spec.d_in if is_of_queries else spec.d_kv
         return sizes
 
-    # ---- Both directions
-    # ---------------------------------------------------------------------------------------------
+    # ---- Both directions -------------------------------------------------------------------------
 
     def lay_out(self, name: str, read: Callable[[str], np.ndarray]) -> np.ndarray:
         """Make a tensor of the layout.

@@ -118,8 +118,7 @@ def _candidates(shapes: Shapes) -> list[tuple[str, Shapes]]:
     return candidates
 
 
-# ---- Roles of tensors
-# --------------------------------------------------------------------------------------------------
+# ---- Roles of tensors ----------------------------------------------------------------------------
 
 
 @dataclass
@@ -232,8 +231,7 @@ def _roles_by_shape(tensors: Shapes) -> _Roles:
     return roles
 
 
-# ---- Tables
-# --------------------------------------------------------------------------------------------------
+# ---- Tables --------------------------------------------------------------------------------------
 
 
 def _fitting_tables(prefix: str, tensors: Shapes, roles: _Roles) -> list[dict[str, Any]]:
@@ -300,8 +298,7 @@ def _fits(tensors: Shapes, roles: _Roles, layout: Layout) -> bool:
     return True
 
 
-# ---- Text
-# --------------------------------------------------------------------------------------------------
+# ---- Text ----------------------------------------------------------------------------------------
 
 
 def _comments(roles: _Roles, tables: list[dict[str, Any]]) -> Iterator[str]:
