@@ -39,7 +39,7 @@ def rng() -> np.random.Generator:
 @pytest.fixture
 def own_layouts() -> Iterator[None]:
     """Forget the layouts that a test registers: other tests read files that they would fit."""
-    from parity import LAYOUTS
+    from parity.port.conversion.layouts import LAYOUTS
 
     before = dict(LAYOUTS)
     yield

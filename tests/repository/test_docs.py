@@ -64,8 +64,7 @@ def without_errors(text):
     return re.sub(places, lambda found: re.sub(number, "#", found[0]), text, flags=re.MULTILINE)
 
 
-# ---- Pages of bugs
-# --------------------------------------------------------------------------------------------------
+# ---- Pages of bugs -------------------------------------------------------------------------------
 
 
 def test_bugs_and_pages_correspond():
@@ -164,8 +163,7 @@ def test_symptoms_lead_to_every_page():
     }
 
 
-# ---- Code and commands
-# -----------------------------------------------------------------------------------------------
+# ---- Code and commands ---------------------------------------------------------------------------
 
 STATUS = {"pytest -q --tb=short test_wrong.py": 1, "mha-parity diagnose": 1, "python demo.py": 1}
 """Exit statuses of commands on the pages that show a failure; the others have 0."""
@@ -277,8 +275,7 @@ def test_code_of_page_runs(path, importable_folder, monkeypatch, own_layouts):
         test(parity.assert_parity)
 
 
-# ---- Public names
-# --------------------------------------------------------------------------------------------------
+# ---- Public names --------------------------------------------------------------------------------
 
 PUBLIC = {
     name: set(importlib.import_module(name).__all__)
@@ -343,8 +340,7 @@ def test_a_private_import_is_found(code, found):
     assert private_imports(code) == found
 
 
-# ---- Recipes
-# --------------------------------------------------------------------------------------------------
+# ---- Recipes -------------------------------------------------------------------------------------
 
 
 def test_recipes_name_existing_places():
@@ -363,8 +359,7 @@ def test_recipes_name_existing_places():
         assert [name for name in tables if name not in source] == [], cell
 
 
-# ---- Links
-# --------------------------------------------------------------------------------------------------
+# ---- Links ---------------------------------------------------------------------------------------
 
 
 def headings_of(path):
@@ -408,8 +403,7 @@ def test_a_broken_link_is_found(tmp_path):
     assert broken_links(page) == ["c.md", "b.md#there"]
 
 
-# ---- Update
-# --------------------------------------------------------------------------------------------------
+# ---- Update --------------------------------------------------------------------------------------
 
 
 def update(names):

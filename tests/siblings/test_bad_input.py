@@ -98,8 +98,7 @@ def assert_error(sibling, function, args, keywords, refusal):
         function(*args, **keywords)
 
 
-# ---- Stages
-# --------------------------------------------------------------------------------------------------
+# ---- Stages --------------------------------------------------------------------------------------
 
 HEADS = ones(2, 2, 3, 32)
 RELATIVE = AttentionSpec(64, 2, relative_bias=RelativeBias(8, 8))
@@ -385,8 +384,7 @@ def test_stage_rejects_bad_input(sibling, name):
     assert_error(sibling, *STAGES[name])
 
 
-# ---- Attention of split heads
-# ----------------------------------------------------------------------------------------
+# ---- Attention of split heads --------------------------------------------------------------------
 
 PADDING_LENGTHS = {  # of two sequences of three keys
     "too long": (
@@ -542,8 +540,7 @@ def test_kernels_return_no_weights(sibling):
     )
 
 
-# ---- Layers
-# --------------------------------------------------------------------------------------------------
+# ---- Layers --------------------------------------------------------------------------------------
 
 SPEC = AttentionSpec(64, 2, d_in=6, d_kv=5)
 LAYERS = {
@@ -748,8 +745,7 @@ def test_self_attention_rejects_bad_input(sibling, name, is_causal):
     )
 
 
-# ---- Weights of the functional forms
-# ---------------------------------------------------------------------------------
+# ---- Weights of the functional forms -------------------------------------------------------------
 
 LAYER_SPEC = AttentionSpec(64, 2, d_in=6)
 PACKED_SPEC = AttentionSpec(64, 2, d_in=6, fused_qkv=True)
@@ -898,8 +894,7 @@ def test_function_requires_a_mapping(sibling, function, weights):
     )
 
 
-# ---- Masks
-# --------------------------------------------------------------------------------------------------
+# ---- Masks ---------------------------------------------------------------------------------------
 
 # A length of 0 is an error only in JAX and PyTorch: see jax_and_torch/test_bad_input.py.
 MASKS = {
@@ -1044,8 +1039,7 @@ def test_mask_rejects_bad_sizes(sibling, name):
     assert_error(sibling, *MASKS[name])
 
 
-# ---- Caches
-# --------------------------------------------------------------------------------------------------
+# ---- Caches --------------------------------------------------------------------------------------
 
 
 def cache(sibling):

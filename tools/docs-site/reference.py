@@ -65,8 +65,24 @@ def toctree(names: Iterable[str]) -> str:
     return "\n".join(["```{toctree}", ":hidden:", "", *names, "```"])
 
 
-# ---- Public names
-# --------------------------------------------------------------------------------------------------
+# ---- Public names --------------------------------------------------------------------------------
+
+
+RESULTS = (
+    "parity.measure.core.problem.Problem",
+    "parity.measure.core.compare.Comparison",
+    "parity.use.running.report.Report",
+    "parity.explain.diagnosis.ranks.RankDiagnosis",
+    "parity.explain.diagnosis.taps.TapVerdict",
+    "parity.explain.diagnosis.tap_pairs.TapDifference",
+    "parity.explain.identification.Identification",
+    "parity.explain.identification.layers.LiveLayer",
+    "parity.explain.conformance.answers.Conformance",
+    "parity.port.conversion.differences.WeightsComparison",
+    "parity.port.models.specs.ModelLayer",
+    "parity.port.tapping.record.Tapped",
+)
+"""Classes that public functions return. Nobody has to import them, so they have no public names."""
 
 
 def api_pages() -> dict[str, str]:
@@ -98,6 +114,9 @@ def api_page(package: str, about: str) -> str:
             if home == package or home not in PACKAGES
             else alias(home, package, name)
         )
+    if package == "parity":
+        parts += [title("Results", "-"), "Classes that these functions return."]
+        parts += [f".. autoclass:: {path}\n   :members:" for path in RESULTS]
     for name in (each for each in module.__all__ if inspect.ismodule(getattr(module, each))):
         parts += [title(f"{package}.{name}", "-"), *entries(getattr(module, name))]
     if importlib.util.find_spec(f"{package}.parallel"):
@@ -159,8 +178,7 @@ def docstring_of(module: ModuleType, name: str) -> list[str]:
     raise ValueError(f"{name} must have a docstring below it")
 
 
-# ---- Commands
-# --------------------------------------------------------------------------------------------------
+# ---- Commands ------------------------------------------------------------------------------------
 
 
 def command_pages() -> dict[str, str]:
@@ -231,8 +249,7 @@ def invocation(action: argparse.Action) -> str:
     return ", ".join(action.option_strings) + ("" if action.nargs == 0 else f" {value}")
 
 
-# ---- Tables
-# --------------------------------------------------------------------------------------------------
+# ---- Tables --------------------------------------------------------------------------------------
 
 
 BY_CONFIG = "by the configuration"
@@ -348,8 +365,7 @@ def bugs_page() -> str:
     )
 
 
-# ---- A simulated card
-# ------------------------------------------------------------------------------------------------
+# ---- A simulated card ----------------------------------------------------------------------------
 
 DTYPES = ("bfloat16", "float32")
 
@@ -418,8 +434,7 @@ def share_text(share: float | None) -> str:
     return f"{share:.2f}" if share <= 1 else f"**{share:.2f}**"
 
 
-# ---- Files for other programs
-# ----------------------------------------------------------------------------------------
+# ---- Files for other programs --------------------------------------------------------------------
 
 
 def schemas_page() -> str:
@@ -466,8 +481,7 @@ def schemas_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-# ---- Fields and their support
-# ----------------------------------------------------------------------------------------
+# ---- Fields and their support --------------------------------------------------------------------
 
 MODELS = Path(__file__).resolve().parents[2] / "docs" / "reference" / "models.md"
 MOST_MODELS = 4

@@ -46,7 +46,7 @@ def convert(
     Args:
         weights: arrays of any framework by name, in the source's layout, without any prefix: a
             torch state dict, a Flax state or nested dict, NumPy arrays.
-        source, target: names of layouts: see `parity.LAYOUTS`.
+        source, target: names of layouts: `mha-parity layouts` lists them.
         keywords: num_heads, num_kv_heads and head_dim, if the shapes are ambiguous; rope, the RoPE
             of queries and keys, which decides how some layouts pad heads. Or spec, the whole layer,
             instead of these; it is required for layers with norms, sinks, a gate or latents, which
@@ -91,8 +91,8 @@ def load(
         ValueError: as in `convert`, or if the file contains no such layer.
 
     Warns:
-        NotCarriedWarning: if the configuration specifies attention features that are not read, such
-            as scaled or partial RoPE, or soft caps, windows and scales in a GGUF file.
+        IgnoredSettingsWarning: if the configuration specifies attention features that are not read,
+            such as scaled or partial RoPE, or soft caps, windows and scales in a GGUF file.
     """
     with open_layers(path, layout, prefix=prefix, **keywords) as layers:
         if len(layers) != 1:
@@ -129,8 +129,7 @@ def save(
     write_tensors(path, infos, laid_out.__getitem__, metadata_of(target, {prefix: spec}, prefix))
 
 
-# ---- Whole checkpoints
-# -----------------------------------------------------------------------------------------------
+# ---- Whole checkpoints ---------------------------------------------------------------------------
 
 
 OPTIMIZER_STATE = (

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from parity.measure.text import and_listed, did_you_mean
-from parity.port.conversion.not_carried import NotCarriedWarning
+from parity.port.conversion.not_carried import IgnoredSettingsWarning
 from parity.use.cli import (
     bugs,
     cache_size,
@@ -209,7 +209,7 @@ def _warnings_in_a_line() -> Iterator[None]:
     def show(message: Warning | str, category: type[Warning], *_: Any) -> None:
         line = (
             f"{message}"
-            if issubclass(category, NotCarriedWarning)
+            if issubclass(category, IgnoredSettingsWarning)
             else f"{category.__name__}: {message}"
         )
         if line not in shown:
@@ -218,7 +218,7 @@ def _warnings_in_a_line() -> Iterator[None]:
 
     with warnings.catch_warnings():
         warnings.showwarning = show
-        warnings.simplefilter("always", NotCarriedWarning)
+        warnings.simplefilter("always", IgnoredSettingsWarning)
         yield
 
 

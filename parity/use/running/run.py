@@ -107,8 +107,7 @@ def run_cases(
     return replace(report, skipped=plan.skipped(joined), environment=where)
 
 
-# ---- Plan
-# --------------------------------------------------------------------------------------------------
+# ---- Plan ----------------------------------------------------------------------------------------
 
 
 class _Task(NamedTuple):
@@ -258,8 +257,7 @@ def _why_skipped(backend: str, case: Case, dtype: str, mesh: MeshPlan | None) ->
     )
 
 
-# ---- Sources: here, other processes, joined traces
-# -------------------------------------------------------------------
+# ---- Sources: here, other processes, joined traces -----------------------------------------------
 
 
 @contextmanager
@@ -334,8 +332,7 @@ def _with_numerics(where: dict[str, Any], backend: str, numerics: dict[str, Any]
     return {**where, "backends": backends}
 
 
-# ---- Judged
-# --------------------------------------------------------------------------------------------------
+# ---- Judged --------------------------------------------------------------------------------------
 
 DIAGNOSED = 5  # cases, because most failures of a run have one cause
 
@@ -378,8 +375,7 @@ def _judge_all(traces: Iterable[tuple[Trace, Reference]], on_judged: OnJudged) -
     return found
 
 
-# ---- Report
-# --------------------------------------------------------------------------------------------------
+# ---- Report --------------------------------------------------------------------------------------
 
 
 def _report_of(judged: Sequence[_Judged], joined: Iterable[Trace]) -> Report:

@@ -33,11 +33,11 @@ class Operations:
 
     Attributes:
         judged: number of operations that were compared with their golden functions.
-        not_judged: the reasons why others were not, by name.
+        not_compared: the reasons why others were not, by name.
     """
 
     judged: int = 0
-    not_judged: dict[str, str] = field(default_factory=dict)
+    not_compared: dict[str, str] = field(default_factory=dict)
 
 
 @contextmanager
@@ -94,7 +94,7 @@ class _Judge:
         if name.rpartition(".")[2] in MOVES:
             return
         if _golden(operation) is None:
-            self.found.not_judged[name] = "it has no golden function; ttnn_mock.golden takes one"
+            self.found.not_compared[name] = "it has no golden function; ttnn_mock.golden takes one"
             return
         with self._reading():
             self._given = (
@@ -116,11 +116,11 @@ class _Judge:
             )
             for tensor, value in zip(results, values, strict=True):
                 self._judge(name, tensor, value, arguments)
-        self.found.judged += name not in self.found.not_judged
+        self.found.judged += name not in self.found.not_compared
 
     def _judge(self, name: str, tensor: Any, value: Any, arguments: tuple[Any, ...]) -> None:
         if "BFLOAT8" in str(tensor.dtype) or "BFLOAT4" in str(tensor.dtype):
-            self.found.not_judged[name] = "blocks that share an exponent have no budget"
+            self.found.not_compared[name] = "blocks that share an exponent have no budget"
             return
         actual, expected = to_numpy(tensor), to_numpy(value)
         if actual.shape == expected.shape and "int" not in actual.dtype.name:

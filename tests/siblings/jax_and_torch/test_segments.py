@@ -47,8 +47,7 @@ def drawn(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-# ---- Layers
-# --------------------------------------------------------------------------------------------------
+# ---- Layers --------------------------------------------------------------------------------------
 
 
 @sample(jax=1)
@@ -137,8 +136,7 @@ def test_three_segment_id_arrays_raise(sibling):
         sibling.package.create_attention_mask(13, segment_ids=(sibling.array(PACKED),) * 3)
 
 
-# ---- Kernels
-# --------------------------------------------------------------------------------------------------
+# ---- Kernels -------------------------------------------------------------------------------------
 
 
 def problem(options):

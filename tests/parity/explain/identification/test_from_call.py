@@ -294,8 +294,7 @@ def test_segments_are_needed_for_parity():
                 parity.assert_parity(seen, problem=problem, diagnose=False)
 
 
-# ---- Towers of transformers
-# ------------------------------------------------------------------------------------------
+# ---- Towers of transformers ----------------------------------------------------------------------
 
 AUDIO = {
     "d_model": 64,
@@ -361,8 +360,7 @@ def test_vision_encoder_reports_segments(pictures):
     assert "from its call: segment_ids=cu_seqlens" in str(layer)
 
 
-# ---- Flax
-# --------------------------------------------------------------------------------------------------
+# ---- Flax ----------------------------------------------------------------------------------------
 
 
 class FlaxAttention(nnx.Module):

@@ -10,8 +10,8 @@ from helpers.refusals import refuses
 
 import parity
 from mha_spec import Gate, InputError, Norm
-from parity import LAYOUTS, AttentionSpec, Layout, random_weights, register_layout
-from parity.port.conversion.layouts import Tensor, find_layout, register_packages
+from parity import AttentionSpec, Layout, random_weights, register_layout
+from parity.port.conversion.layouts import LAYOUTS, Tensor, find_layout, register_packages
 from parity.port.conversion.layouts.custom import check_layout
 from parity.port.conversion.layouts.propose import propose_table
 from parity.port.conversion.layouts.registry import BUILT_IN, load_entry_points

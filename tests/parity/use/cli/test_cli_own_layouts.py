@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import parity
-from parity import LAYOUTS
+from parity.port.conversion.layouts import LAYOUTS
 from parity.use.cli.main import main
 
 pytestmark = pytest.mark.usefixtures("own_layouts")
