@@ -1,4 +1,10 @@
-"""Layouts of attention weights in checkpoints: the name, content and axes of each tensor."""
+"""Layouts of attention weights in checkpoints: the name, content and axes of each tensor.
+
+A `Layout` is a declaration, tensor by tensor (`layout`). This package lists many, in `tables`,
+`of_transformers` and `of_others`; users describe others in TOML files (`custom`); all are in
+`registry`. `detection` finds the form of a layout, and the layer that some shapes represent. A
+`Placement` is a layer in a layout, and converts in both directions. Begin with `layout.Tensor`.
+"""
 
 from parity.port.conversion.layouts.canonical import from_canonical, to_canonical
 from parity.port.conversion.layouts.detection import find_spec
