@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 from mha_spec.aliases import unknown_argument
 from mha_spec.errors import InputError, InputTypeError
@@ -89,8 +89,7 @@ class Axes:
         return f"({', '.join(names)})"
 
 
-@dataclass(frozen=True)
-class Compared:
+class Compared(NamedTuple):
     """The first argument of a call with an axis, or with batch axes.
 
     Attributes:
