@@ -21,6 +21,7 @@ from ttnn import Tensor
 
 from mha_spec import AttentionSpec, InputError, InputTypeError
 from mha_spec.attention import check_spec, spec_from
+from mha_spec.rules import check_kernel
 from mha_tt import stages
 from mha_tt.axes import with_one_batch_axis
 from mha_tt.checks import check_dtype, check_input_dtype, check_layer_inputs, check_tiles, checked
@@ -53,6 +54,7 @@ def attention_layer(
 ) -> tuple[Tensor, Tensor | None]:
     """Return a layer's output and attention weights (or None): check, project, attend, project."""
     spec = layer.spec
+    check_kernel(layer.kernel)
     check_layer_inputs(query, key, value, positions, spec)
     key = query if key is None else key
     value = key if value is None else value
@@ -105,11 +107,14 @@ class FunctionalLayer:
     def scores(self, bias: Float[np.ndarray | Tensor, "*#scores"] | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
         learned = {name: self.weights[name] for name in self.spec.score_shapes}
-        if self.training:
-            dropout = self.spec.dropout
-        else:
-            dropout = 0.0
-        return Scores(self.spec, bias, learned, dropout, self.dropout_keep, self.seed)
+        return Scores.of_layer(
+            self.spec,
+            bias,
+            learned,
+            training=self.training,
+            dropout_keep=self.dropout_keep,
+            seed=self.seed,
+        )
 
     @property
     def plain_weights(self) -> Mapping[str, Tensor]:
@@ -249,11 +254,9 @@ class AttentionLayer:
     def scores(self, bias: Float[np.ndarray | Tensor, "*#scores"] | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
         learned = {name: self.weights[name] for name in self.spec.score_shapes}
-        if self.training:
-            dropout = self.spec.dropout
-        else:
-            dropout = 0.0
-        return Scores(self.spec, bias, learned, dropout, seed=self._draw_seed())
+        return Scores.of_layer(
+            self.spec, bias, learned, training=self.training, seed=self._draw_seed()
+        )
 
     def drop_output(self, output: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
         """Apply output dropout, in training and at a rate above 0."""

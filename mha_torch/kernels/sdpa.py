@@ -326,8 +326,11 @@ def _attend_by_segment(
     contexts = []
     for q, k, v, lengths in zip(query, key, value, segments, strict=True):
         # Split, because the gradient of each slice would be as large as the row.
-        parts = zip(*(x[None].split(lengths, dim=2) for x in (q, k, v)), strict=True)
-        of_row = [sdpa(*part, sinks, is_causal=is_causal, **options) for part in parts]
+        queries, keys, values = (x[None].split(lengths, dim=2) for x in (q, k, v))
+        of_row = [
+            sdpa(q_part, k_part, v_part, sinks, is_causal=is_causal, **options)
+            for q_part, k_part, v_part in zip(queries, keys, values, strict=True)
+        ]
         contexts.append(concat(of_row, along_tokens=True))
     return concat(contexts)
 

@@ -139,6 +139,7 @@ EXTRA_NAMES = {
         "lies_on_mesh",  # and only on a mesh can their types contain a sharding
         *("nonfinite_tokens", "attends_to_any"),  # a Tenstorrent device has its own operations
         "linear",  # sums in float32, also with a bias
+        *("Contained.step", "Contained.find_padding"),  # methods that a kernel may have in JAX only
         "NormLayer",  # a module that holds the parameters of a norm
         "array_of",  # weights may be variables of nnx
         *WEIGHTS_OF_A_LAYER,
@@ -165,7 +166,7 @@ EXTRA_NAMES = {
         "cache_dtype",  # under autocast it differs from the weights' dtype
         *WRITTEN_OVER,
         *WEIGHTS_OF_A_LAYER,
-        "check_attention",  # of the kernel over processes
+        *("check_attention", "Contained.check"),  # of the kernel over processes
         *CACHE_PARTS["torch"],
     },
     "tt": {
@@ -186,7 +187,8 @@ EXTRA_NAMES = {
         *("HeadWeights", "weights_of_heads"),  # a weight is split once for many calls
         "project_absorbed",  # and queries are combined once
         "sinks_of_step",  # computed once for many steps
-        *("split_checked", "combine_checked", "attend_to_checked"),  # bodies of several operations, without checks
+        "MOST_ROW_NBYTES",  # of the operation that combines heads, in a core's memory
+        *("combine_checked", "attend_to_checked"),  # bodies of several operations, without checks
         "attend_to_cache",  # one new token per sequence has its own kernel
         *("LARGEST_CHUNK", "WIDE"),  # of the fused kernel, which has options for dividing its work
         *("HALF_TILE", "STEP_FEATURES"),  # limits of the step kernel: for its approximation, and for correct results

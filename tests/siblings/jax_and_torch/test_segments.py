@@ -213,7 +213,7 @@ def test_nan_stays_in_segment_in_jax_blocks():
     ids=["segments", "one segment", "a segment in two pieces", "pieces of one token"],
 )
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_torch_attends_by_segment_without_a_mask(monkeypatch, row, in_pieces, is_causal):
+def test_segments_in_torch_need_no_mask(monkeypatch, row, in_pieces, is_causal):
     """Packed segments match the plain path, with gradients and sinks, and need no mask unless one is in pieces."""
     ids = torch.tensor([[5] * 30 + [4] * 40, row])
     spec = AttentionSpec(64, 4, num_kv_heads=2, sinks=True)
@@ -240,7 +240,7 @@ def test_torch_attends_by_segment_without_a_mask(monkeypatch, row, in_pieces, is
 
 
 @pytest.mark.parametrize(("tokens", "by_segment"), [(8, True), (7, False)])
-def test_torch_attends_to_short_segments_with_a_mask(tokens, by_segment):
+def test_short_segments_share_a_mask(tokens, by_segment):
     """A call for each segment is worth it from eight tokens of a segment on."""
     ids = torch.arange(4).repeat_interleave(tokens)[None]
     segments = sdpa.known_segments(torch.zeros(1, 1, 4 * tokens, 2), Mask(segment_ids=ids))
