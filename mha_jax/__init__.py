@@ -1,8 +1,5 @@
 """Multi-head attention in JAX: masks, plain and fused attention, and a key/value cache."""
 
-# Imported first: modules imported below import modules of `parallel`, whose public names depend on
-# those imports.
-import mha_jax.parallel as parallel  # noqa: F401
 from mha_jax.cache import KVCache, append_to_cache, create_cache_mask, init_cache, kv_cache_nbytes
 from mha_jax.cache_mha import (
     MultiHeadAttentionWithCache,

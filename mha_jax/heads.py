@@ -8,7 +8,7 @@ from jaxtyping import Float
 
 from mha_jax.arrays import Array
 from mha_jax.checks import check_count
-from mha_jax.parallel.sharding import is_explicit, placed, spec_of
+from mha_jax.sharding import is_explicit, placed, spec_of
 from mha_spec import InputError
 from mha_spec.rules import check_head_groups
 

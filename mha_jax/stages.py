@@ -21,8 +21,8 @@ from mha_jax.heads import repeat_kv_heads
 from mha_jax.kernels import Kernel
 from mha_jax.masks import Mask, to_scores_rank
 from mha_jax.padding import find_padding, zero_heads_in_padding
-from mha_jax.parallel.sharding import head_sharding, reshard_like, with_auto_axes
 from mha_jax.scores import Scores
+from mha_jax.sharding import head_sharding, reshard_like, with_auto_axes
 from mha_spec import AttentionSpec, InputError
 from mha_spec.heads import BareHeads
 from mha_spec.rules import check_kernel

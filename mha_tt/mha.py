@@ -31,7 +31,6 @@ from mha_tt.features.rope import Rotation, rotation_of
 from mha_tt.kernels import Kernel, fused
 from mha_tt.masks import CausalMask, DeviceMask, Mask
 from mha_tt.padding import find_padding, finite_inputs, zero_padding
-from mha_tt.parallel.local import all_reduce
 from mha_tt.projections import project_output, project_qkv
 from mha_tt.scores import Scores
 from mha_tt.stages import drop
@@ -248,6 +247,9 @@ class AttentionLayer:
         )
         output = project(name, x)
         if name == "out_proj" and self.heads is not None:
+            # Imported only if heads are divided.
+            from mha_tt.parallel.local import all_reduce
+
             output = all_reduce(output, self.heads)
         return output
 

@@ -20,8 +20,8 @@ from mha_jax.compiled import compiled
 from mha_jax.kernels import Kernel, step_of
 from mha_jax.masks import Mask, to_scores_rank
 from mha_jax.padding import find_padding
-from mha_jax.parallel.sharding import head_sharding, is_automatic, with_auto_axes
 from mha_jax.scores import Scores
+from mha_jax.sharding import head_sharding, is_automatic, with_auto_axes
 from mha_spec.rules import check_kernel
 
 

@@ -41,7 +41,7 @@ EXTRA_FILES = {  # and folders
         "kernels/splash.py",  # and the one for TPUs
         "compiled.py",  # compiles once for callers who do not
         "parallel/heads.py",  # heads sharded over the devices of a mesh, in the framework's terms
-        "parallel/sharding.py",  # how arrays are sharded among devices, according to their types
+        "sharding.py",  # how arrays are sharded among devices, according to their types
         "parallel/tokens.py",  # tokens sharded over the devices of a mesh: heads are distributed for them,
         "parallel/ring.py",  # or keys and values circulate
     },
