@@ -212,8 +212,7 @@ def test_nan_stays_in_segment_in_jax_blocks():
     ],
     ids=["segments", "one segment", "a segment in two pieces", "pieces of one token"],
 )
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_segments_in_torch_need_no_mask(monkeypatch, row, in_pieces, is_causal):
+def test_segments_in_torch_need_no_mask(monkeypatch, row, in_pieces):
     """Packed segments match the plain path, with gradients and sinks, and need no mask unless one is in pieces."""
     ids = torch.tensor([[5] * 30 + [4] * 40, row])
     spec = AttentionSpec(64, 4, num_kv_heads=2, sinks=True)
@@ -226,7 +225,7 @@ def test_segments_in_torch_need_no_mask(monkeypatch, row, in_pieces, is_causal):
     def with_gradients(function):
         leaves = [torch.from_numpy(drawn(2, heads, 70, 16, seed=heads)).requires_grad_() for heads in (4, 2, 2)]
         sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], requires_grad=True)
-        told = {"is_causal": is_causal, "segment_ids": ids, "learned": {"sinks": sinks}}
+        told = {"is_causal": row[0] == row[-1], "segment_ids": ids, "learned": {"sinks": sinks}}
         context, _ = function(*leaves, spec, **told)
         return context, *torch.autograd.grad(context.square().sum(), [*leaves, sinks])
 
@@ -239,12 +238,12 @@ def test_segments_in_torch_need_no_mask(monkeypatch, row, in_pieces, is_causal):
     assert any(mask is not None for mask in masks) == in_pieces
 
 
-@pytest.mark.parametrize(("tokens", "by_segment"), [(8, True), (7, False)])
-def test_short_segments_share_a_mask(tokens, by_segment):
+def test_short_segments_share_a_mask():
     """A call for each segment is worth it from eight tokens of a segment on."""
-    ids = torch.arange(4).repeat_interleave(tokens)[None]
-    segments = sdpa.known_segments(torch.zeros(1, 1, 4 * tokens, 2), Mask(segment_ids=ids))
-    assert segments == ([[tokens] * 4] if by_segment else None)
+    for tokens, expected in ((8, [[8] * 4]), (7, None)):
+        ids = torch.arange(4).repeat_interleave(tokens)[None]
+        query = torch.zeros(1, 1, 4 * tokens, 2)
+        assert sdpa.known_segments(query, Mask(segment_ids=ids)) == expected
 
 
 def test_compiled_torch_layer_accepts_ids():
