@@ -13,7 +13,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mha_spec import InputError, RelativeBias
-from mha_torch.arrays import at_least_float32, values_at_hand, without_autocast
+from mha_torch.arrays import (
+    at_least_float32,
+    is_transformed,
+    values_at_hand,
+    without_autocast,
+)
 from mha_torch.features.alibi import alibi_bias
 from mha_torch.features.relative_bias import relative_position_bias
 from mha_torch.heads import repeat_kv_heads
@@ -337,11 +342,14 @@ def _attend_by_segment(
 
 def known_segments(query: Tensor, mask: Mask) -> list[list[int]] | None:
     """Return the lengths of the segments of each row, in order, on a CPU; None if the values of
-    ids are unavailable, if queries and keys have ids of their own, if a segment is in pieces, which
-    attend to each other, or if segments are short.
+    ids are unavailable, if operations are intercepted, if queries and keys have ids of their own,
+    if a segment is in pieces, which attend to each other, or if segments are short.
     """
     ids = mask.segment_ids
     if ids is None or isinstance(ids, tuple) or query.device.type != "cpu":
+        return None
+    # A tool that observes operations, as `parity.identify` does, finds the segments in a mask.
+    if is_transformed():
         return None
     rows = values_at_hand(ids)
     if rows is None or not ids.numel():
