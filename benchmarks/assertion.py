@@ -1,9 +1,12 @@
-"""Measure the cost of comparisons and diagnoses by the size of a layer, compared with the float64 reference.
+"""Measure the cost of comparisons and diagnoses by the size of a layer, compared with the float64
+reference.
 
-    python benchmarks/assertion.py [--sizes 256,1024] [--dtypes float32,bfloat16] [--repeats 3] [--json PATH]
+    python benchmarks/assertion.py [--sizes 256,1024] [--dtypes float32,bfloat16] [--repeats 3]
+    [--json PATH]
 
-A layer has d / 64 heads, a quarter as many key/value heads, and 2 d tokens. Processor seconds of one thread, the median
-of the repeats. Each step of a row runs in turn with the others, so that the load of the machine affects all of them.
+A layer has d / 64 heads, a quarter as many key/value heads, and 2 d tokens. Processor seconds of
+one thread, the median of the repeats. Each step of a row runs in turn with the others, so that the
+load of the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -24,28 +27,38 @@ import numpy as np
 
 import parity
 from mha_spec import AttentionSpec, Llama3Scaling, Rope
-from parity.core.trace import Reference
+from parity.measure.core.problem import Problem
+from parity.measure.core.trace import Reference
 
 SCALING = Llama3Scaling(8.0, 8192)
 
 
-def problem_of(size: int, dtype: str) -> parity.Problem:
+def problem_of(size: int, dtype: str) -> Problem:
     """Return the problem of a layer of a width."""
     heads = size // 64
     rope = Rope(500000.0, scaling=SCALING)
     spec = AttentionSpec(
-        size, heads, num_kv_heads=max(1, heads // 4), head_dim=64, qkv_bias=False, out_bias=False, rope=rope
+        size,
+        heads,
+        num_kv_heads=max(1, heads // 4),
+        head_dim=64,
+        qkv_bias=False,
+        out_bias=False,
+        rope=rope,
     )
-    case = parity.Case(f"d{size}", spec, "a layer by its size", batch=1, seq_len=2 * size, is_causal=True)
+    case = parity.Case(
+        f"d{size}", spec, "a layer by its size", batch=1, seq_len=2 * size, is_causal=True
+    )
     return parity.make_problem(case, dtype)
 
 
-def outputs_of(problem: parity.Problem) -> tuple[np.ndarray, np.ndarray]:
+def outputs_of(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     """Return the output of a right layer, and that of one whose RoPE is not scaled."""
     unscaled = replace(problem.spec, rope=Rope(500000.0))
     wrong = replace(problem, case=replace(problem.case, spec=unscaled))
     right, other = (
-        Reference(each, stages=frozenset({"output"})).same_precision(local=False)["output"] for each in (problem, wrong)
+        Reference(each, stages=frozenset({"output"})).same_precision(local=False)["output"]
+        for each in (problem, wrong)
     )
     return right, other
 
@@ -81,12 +94,20 @@ def measured(size: int, dtype: str, repeats: int) -> dict[str, object]:
             seconds[name].append(seconds_of(step))
     likely_bug = parity.diagnose({"output": wrong}, problem).likely_bug
     medians = {name: statistics.median(of_step) for name, of_step in seconds.items()}
-    return {"d_model": size, "tokens": 2 * size, "dtype": dtype, "likely_bug": likely_bug, "seconds": medians}
+    return {
+        "d_model": size,
+        "tokens": 2 * size,
+        "dtype": dtype,
+        "likely_bug": likely_bug,
+        "seconds": medians,
+    }
 
 
 def main() -> None:
     """Print a table of the costs, and write it as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", default="256,512,1024", help="widths of the layers")
     parser.add_argument("--dtypes", default="float32,bfloat16", help="dtypes of the layers")
     parser.add_argument("--repeats", type=int, default=3, help="repetitions of each step")
@@ -98,9 +119,13 @@ def main() -> None:
             row = measured(size, dtype, arguments.repeats)
             rows.append(row)
             reference = row["seconds"]["reference"]
-            costs = [f"{name} {value:.2f} s ({value / reference:.1f})" for name, value in row["seconds"].items()]
+            costs = [
+                f"{name} {value:.2f} s ({value / reference:.1f})"
+                for name, value in row["seconds"].items()
+            ]
             print(
-                f"d {size}, {2 * size} tokens, {dtype}: {', '.join(costs)}; {row['likely_bug'] or 'unknown'}",
+                f"d {size}, {2 * size} tokens, {dtype}: {', '.join(costs)}; "
+                f"{row['likely_bug'] or 'unknown'}",
                 flush=True,
             )
     if arguments.json is not None:

@@ -1,8 +1,10 @@
-"""Compare two runs of `mha-parity bench --json` row by row: how much faster or slower is the second?
+"""Compare two runs of `mha-parity bench --json` row by row: how much faster or slower is the
+second?
 
     python benchmarks/compare.py BEFORE.json AFTER.json [--allow 0.1] [--relative]
 
-Exit status 1 if the time or the memory of a row grew by more than --allow; 2 if a file has another format.
+Exit status 1 if the time or the memory of a row grew by more than --allow; 2 if a file has another
+format.
 """
 
 from __future__ import annotations
@@ -26,8 +28,14 @@ def read_rows(path: str) -> dict[str, dict[str, Any]]:
         ValueError: if it is not a benchmark file.
     """
     content = json.loads(Path(path).read_text("utf-8"))
-    if not isinstance(content, dict) or not SCHEMA.items() <= content.items() or "rows" not in content:
-        raise ValueError(f"{path} must be written by mha-parity bench --json, in version {SCHEMA['version']}")
+    if (
+        not isinstance(content, dict)
+        or not SCHEMA.items() <= content.items()
+        or "rows" not in content
+    ):
+        raise ValueError(
+            f"{path} must be written by mha-parity bench --json, in version {SCHEMA['version']}"
+        )
     return {" ".join(_word(row[name]) for name in KEY if row[name]): row for row in content["rows"]}
 
 
@@ -36,7 +44,9 @@ def _word(value: Any) -> str:
 
 
 def value_of(row: dict[str, Any], *, relative: bool) -> float | None:
-    """Return the compared value of a row: our time, or its share of the limit; memory if no time was measured."""
+    """Return the compared value of a row: our time, or its share of the limit; memory if no time
+    was measured.
+    """
     if row["ours_ms"] is None:
         return row["peak_bytes"]
     return row["limit_ratio"] if relative else row["ours_ms"]
@@ -66,8 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("before", metavar="BEFORE")
     parser.add_argument("after", metavar="AFTER")
-    parser.add_argument("--allow", type=float, default=0.1, metavar="SHARE", help="how much slower; 0.1 by default")
-    parser.add_argument("--relative", action="store_true", help="compare times as shares of each run's own limit")
+    parser.add_argument(
+        "--allow", type=float, default=0.1, metavar="SHARE", help="how much slower; 0.1 by default"
+    )
+    parser.add_argument(
+        "--relative", action="store_true", help="compare times as shares of each run's own limit"
+    )
     options = parser.parse_args(arguments)
     try:
         if options.allow < 0:
@@ -75,7 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         before, after = read_rows(options.before), read_rows(options.after)
         rows = compare(before, after, relative=options.relative)
         if not rows:
-            raise ValueError(f"both files must have a row in common, got {options.before} and {options.after}")
+            raise ValueError(
+                f"both files must have a row in common, got {options.before} and {options.after}"
+            )
     except (OSError, ValueError, KeyError, TypeError) as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2
@@ -84,14 +100,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, old, new, ratio in rows:
         unit = 1.0 if after[name]["ours_ms"] is not None else 1e-6
         slower = (
-            "  slower" if ratio > 1 + options.allow and unit == 1.0 else "  larger" if ratio > 1 + options.allow else ""
+            "  slower"
+            if ratio > 1 + options.allow and unit == 1.0
+            else "  larger"
+            if ratio > 1 + options.allow
+            else ""
         )
         print(f"{name:{width}} {old * unit:10.4g} {new * unit:10.4g} {ratio:15.3f}{slower}")
     for path, own, other in ((options.before, before, after), (options.after, after, before)):
         if only := sorted(own.keys() - other.keys()):
             print(f"only in {path}: {len(only)} rows, such as {only[0]}")
     worse = sum(ratio > 1 + options.allow for *_, ratio in rows)
-    print(f"{len(rows)} rows compared, {worse} worse by more than {options.allow:.0%}; times in ms, memory in MB")
+    print(
+        f"{len(rows)} rows compared, {worse} worse by more than {options.allow:.0%}; times in "
+        f"ms, memory in MB"
+    )
     return 1 if worse else 0
 
 

@@ -1,9 +1,11 @@
-"""Measure time and memory of whole-checkpoint conversions, compared with reading and writing them unchanged.
+"""Measure time and memory of whole-checkpoint conversions, compared with reading and writing them
+unchanged.
 
     python benchmarks/convert.py [--gib 1] [--only-attention] [--json PATH]
 
-A synthetic LLaMA-like checkpoint in bfloat16 is written to a temporary folder (--folder), which needs four times its
-size. Each step runs in its own process, several times, in changing order; the median counts.
+A synthetic LLaMA-like checkpoint in bfloat16 is written to a temporary folder (--folder), which
+needs four times its size. Each step runs in its own process, several times, in changing order; the
+median counts.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ WIDTH, MLP_WIDTH, VOCABULARY = 2048, 8192, 32000
 ALLOWED_BYTES = (1.5, 500 * 10**6)  # factor of the largest tensor, plus a constant
 
 
-# ---- The checkpoint --------------------------------------------------------------------------------------------------
+# ---- The checkpoint ------------------------------------------------------------------------------
 
 
 def shapes_of(num_layers: int, *, only_attention: bool) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -53,21 +55,26 @@ def shapes_of(num_layers: int, *, only_attention: bool) -> Iterator[tuple[str, t
 
 def make_checkpoint(path: Path, gib: float, *, only_attention: bool) -> None:
     """Write a checkpoint of about this size."""
-    from parity.files import write_tensors
+    from parity.measure.files import write_tensors
 
-    size = lambda n: sum(2 * rows * columns for _, (rows, columns) in shapes_of(n, only_attention=only_attention))  # noqa: E731
+    def size(num_layers: int) -> int:
+        shapes = shapes_of(num_layers, only_attention=only_attention)
+        return sum(2 * rows * columns for _, (rows, columns) in shapes)
+
     num_layers = max(1, round((gib * 2**30 - size(0)) / (size(1) - size(0))))
     shapes = dict(shapes_of(num_layers, only_attention=only_attention))
     drawn = np.random.default_rng(0).normal(size=1 << 20).astype(ml_dtypes.bfloat16)
 
     def read(name: str) -> np.ndarray:
         count = shapes[name][0] * shapes[name][1]
-        return np.resize(np.roll(drawn, zlib.crc32(name.encode()) % drawn.size), count).reshape(shapes[name])
+        return np.resize(np.roll(drawn, zlib.crc32(name.encode()) % drawn.size), count).reshape(
+            shapes[name]
+        )
 
     write_tensors(path, {name: (shape, drawn.dtype) for name, shape in shapes.items()}, read)
 
 
-# ---- Steps -----------------------------------------------------------------------------------------------------------
+# ---- Steps ---------------------------------------------------------------------------------------
 
 
 def flush(path: Path) -> None:
@@ -93,7 +100,7 @@ def byte_copy(source: Path, target: Path) -> None:
 
 def unchanged(source: Path, target: Path) -> None:
     """Use our own reading and writing, with hash and verification."""
-    from parity.files import open_tensors, write_tensors
+    from parity.measure.files import open_tensors, write_tensors
 
     with open_tensors(source) as file:
         write_tensors(target, file.infos, file.tensor)
@@ -103,9 +110,17 @@ def conversion(layout: str, told: str | None = None) -> Callable[[Path, Path], N
     """Return a conversion; without a source layout, the metadata specifies it."""
 
     def convert(source: Path, target: Path) -> None:
-        from parity.conversion.convert import convert_file
+        from parity.port.conversion.convert import convert_file
 
-        convert_file(source, target, source=told, target=layout, prefix=PREFIX, force=True, **(HEADS if told else {}))
+        convert_file(
+            source,
+            target,
+            source=told,
+            target=layout,
+            prefix=PREFIX,
+            force=True,
+            **(HEADS if told else {}),
+        )
 
     return convert
 
@@ -119,20 +134,28 @@ STEPS: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
     "to qkv_proj": ("source", conversion("qkv_proj", "transformers.LLaMA")),
     "back from qkv_proj": ("to qkv_proj", conversion("transformers.LLaMA")),
 }
-"""Steps by name: the file that each reads (the checkpoint, or another step's output), and its function."""
+"""Steps by name: the file that each reads (the checkpoint, or another step's output), and its
+function.
+"""
 YARDSTICK = "safetensors load_file, save_file"
 
 
 def run_step(name: str, source: Path, target: Path) -> dict[str, float]:
-    """Run a step in this process; return its wall and CPU seconds without imports, and its peak memory."""
+    """Run a step in this process; return its wall and CPU seconds without imports, and its peak
+    memory.
+    """
     import safetensors.torch  # noqa: F401
 
-    import parity.conversion.convert  # noqa: F401
+    import parity.port.conversion.convert  # noqa: F401
 
     begin, cpu_begin = time.perf_counter(), time.process_time()
     STEPS[name][1](source, target)
     seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
-    (peak,) = [line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line]
+    (peak,) = [
+        line.split()[1]
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if "VmHWM" in line
+    ]
     return {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_bytes": int(peak) * 1024}
 
 
@@ -146,7 +169,9 @@ def run_apart(name: str, source: Path, target: Path) -> dict[str, float]:
 
 
 def measure(source: Path, folder: Path, repeats: int) -> dict[str, list[dict[str, float]]]:
-    """Run every step `repeats` times, in changing order, because the memory location of a file affects its speed."""
+    """Run every step `repeats` times, in changing order, because the memory location of a file
+    affects its speed.
+    """
     files = {"source": source}
     for name in {reads for reads, _ in STEPS.values()} - files.keys():
         files[name] = folder / f"{name}.safetensors"
@@ -164,14 +189,20 @@ def measure(source: Path, folder: Path, repeats: int) -> dict[str, list[dict[str
     return found
 
 
-# ---- The report ------------------------------------------------------------------------------------------------------
+# ---- The report ----------------------------------------------------------------------------------
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--gib", type=float, default=1.0, help="size of the checkpoint; 1 by default")
-    parser.add_argument("--only-attention", action="store_true", help="leave out all other tensors: the hardest case")
+    parser.add_argument(
+        "--gib", type=float, default=1.0, help="size of the checkpoint; 1 by default"
+    )
+    parser.add_argument(
+        "--only-attention",
+        action="store_true",
+        help="leave out all other tensors: the hardest case",
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--folder", help="where the temporary files go")
     parser.add_argument("--json", metavar="PATH", help="also write the figures as JSON")
@@ -191,9 +222,15 @@ def main() -> None:
         for what in ("seconds", "cpu_seconds")
     )
     peaks = {name: max(run["peak_bytes"] for run in runs) for name, runs in found.items()}
-    largest = max(2 * rows * columns for _, (rows, columns) in shapes_of(1, only_attention=options.only_attention))
+    largest = max(
+        2 * rows * columns
+        for _, (rows, columns) in shapes_of(1, only_attention=options.only_attention)
+    )
     limit = ALLOWED_BYTES[0] * largest + ALLOWED_BYTES[1]
-    print(f"{nbytes / 2**30:.2f} GiB, largest tensor {largest / 1e6:.0f} MB, median of {options.repeats}")
+    print(
+        f"{nbytes / 2**30:.2f} GiB, largest tensor {largest / 1e6:.0f} MB, median of "
+        f"{options.repeats}"
+    )
     print(f"{'':36}{'s':>7}{'MB/s':>8}{'ratio':>8}{'cpu s':>8}{'ratio':>8}{'peak MB':>10}")
     for name in STEPS:
         ratio, cpu_ratio = (these[YARDSTICK] / these[name] for these in (seconds, cpu_seconds))
@@ -202,7 +239,10 @@ def main() -> None:
             f"{name:36}{seconds[name]:7.2f}{speed:8.0f}{ratio:8.2f}{cpu_seconds[name]:8.2f}{cpu_ratio:8.2f}"
             f"{peaks[name] / 1e6:10.0f}"
         )
-    print(f"ratio: to {YARDSTICK}; a conversion should have at least 0.9, and at most {limit / 1e6:.0f} MB")
+    print(
+        f"ratio: to {YARDSTICK}; a conversion should have at least 0.9, and at most "
+        f"{limit / 1e6:.0f} MB"
+    )
     if options.json:
         content = {
             "format": 1,

@@ -2,8 +2,8 @@
 
     python benchmarks/devices.py [PATTERN] [--json PATH]
 
-Programs are compiled for virtual CPU devices, but not run: XLA reports their memory, and their text shows what they
-send. benchmarks/README.md describes the file.
+Programs are compiled for virtual CPU devices, but not run: XLA reports their memory, and their text
+shows what they send. benchmarks/README.md describes the file.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import mha_jax
 from mha_jax import parallel
 from mha_spec import AttentionSpec
-from parity.sharding.hlo import collectives_in, counts_of, nbytes_of
+from parity.measure.sharding.hlo import collectives_in, counts_of, nbytes_of
 
 SPEC = AttentionSpec(512, 8)
 DEVICES = (1, 2, 4, 8)
@@ -35,7 +35,9 @@ Program = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def mesh_of(count: int) -> Mesh:
-    return jax.make_mesh((count,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:count])
+    return jax.make_mesh(
+        (count,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:count]
+    )
 
 
 def array(mesh: Mesh, shape: tuple[int, ...], *axes: str | None, dtype: Any = jnp.float32) -> Any:
@@ -58,15 +60,21 @@ def gradient_of(forward: Callable[..., Any]) -> Callable[..., Any]:
     return gradient
 
 
-def layers(mesh: Mesh, shape: tuple[int, int, int], placement: tuple[str | None, ...], **how: Any) -> list[Program]:
+def layers(
+    mesh: Mesh, shape: tuple[int, int, int], placement: tuple[str | None, ...], **how: Any
+) -> list[Program]:
     """Return a layer's forward pass, and its gradient."""
     graph, state = layer_on(mesh, **how)
     forward, x = forward_of(graph), array(mesh, shape, *placement)
     return [(forward, (state, x)), (gradient_of(forward), (state, x, x))]
 
 
-def rings(mesh: Mesh, shape: tuple[int, int, int], placement: tuple[str | None, ...]) -> list[Program]:
-    """Return the same programs with keys and values passed around a ring, although heads could be divided."""
+def rings(
+    mesh: Mesh, shape: tuple[int, int, int], placement: tuple[str | None, ...]
+) -> list[Program]:
+    """Return the same programs with keys and values passed around a ring, although heads could be
+    divided.
+    """
     graph, state = layer_on(mesh, tokens=AXIS)
 
     def forward(state: Any, x: Any) -> Any:
@@ -90,9 +98,13 @@ def cached(mesh: Mesh, tokens: int, *, heads: str | None = None, **how: str) -> 
 
 PLANS: dict[str, Callable[[Mesh], list[Program]]] = {
     "data (B 8, T 2048)": lambda mesh: layers(mesh, (8, 2048, 512), (AXIS,)),
-    "fully sharded (B 8, T 2048)": lambda mesh: layers(mesh, (8, 2048, 512), (AXIS,), features=AXIS),
+    "fully sharded (B 8, T 2048)": lambda mesh: layers(
+        mesh, (8, 2048, 512), (AXIS,), features=AXIS
+    ),
     "tensor (B 1, T 2048)": lambda mesh: layers(mesh, (1, 2048, 512), (), heads=AXIS),
-    "context, heads for tokens (B 1, T 8192)": lambda mesh: layers(mesh, (1, 8192, 512), (None, AXIS), tokens=AXIS),
+    "context, heads for tokens (B 1, T 8192)": lambda mesh: layers(
+        mesh, (1, 8192, 512), (None, AXIS), tokens=AXIS
+    ),
     "context, ring (B 1, T 8192)": lambda mesh: rings(mesh, (1, 8192, 512), (None, AXIS)),
     "step, cache by sequences": lambda mesh: cached(mesh, 1, batch=AXIS),
     "step, cache by heads": lambda mesh: cached(mesh, 1, heads=AXIS),
@@ -103,18 +115,28 @@ PLANS: dict[str, Callable[[Mesh], list[Program]]] = {
 
 
 def measured(pattern: str) -> Iterator[dict[str, Any]]:
-    """Yield the row of each matching plan and program; lists have a value for each number of devices."""
+    """Yield the row of each matching plan and program; lists have a value for each number of
+    devices.
+    """
     for plan, make in PLANS.items():
         programs = ("forward", "gradient") if len(make(mesh_of(1))) == 2 else ("forward",)
         for index, program in enumerate(programs):
             if not re.search(pattern, f"{plan}, {program}"):
                 continue
-            row = {"plan": plan, "program": program, "devices": DEVICES, "temporary_bytes": [], "input_bytes": []}
+            row = {
+                "plan": plan,
+                "program": program,
+                "devices": DEVICES,
+                "temporary_bytes": [],
+                "input_bytes": [],
+            }
             row |= {"received_bytes": [], "collectives": []}
             for count in DEVICES:
                 function, arguments = make(mesh_of(count))[index]
                 donated = (2,) if "cache" in plan else ()
-                compiled = jax.jit(function, donate_argnums=donated).lower(*arguments).compile(QUICKLY)
+                compiled = (
+                    jax.jit(function, donate_argnums=donated).lower(*arguments).compile(QUICKLY)
+                )
                 memory: Any = compiled.memory_analysis()
                 received = collectives_in(compiled.as_text())
                 row["temporary_bytes"].append(memory.temp_size_in_bytes)
@@ -126,14 +148,21 @@ def measured(pattern: str) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("pattern", nargs="?", default="", metavar="PATTERN", help="regular expression of plans")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to this file")
+    parser.add_argument(
+        "pattern", nargs="?", default="", metavar="PATTERN", help="regular expression of plans"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="PATH", help="also write the rows to this file"
+    )
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", max(DEVICES))
     rows = []
     print(f"MB of a device, on {' / '.join(map(str, DEVICES))} devices")
-    print("| plan | program | temporary | inputs | received | collectives on 8 |\n|---|---|---|---|---|---|")
+    print(
+        "| plan | program | temporary | inputs | received | collectives on 8 "
+        "|\n|---|---|---|---|---|---|"
+    )
     for row in measured(options.pattern):
         rows.append(row)
         keys = ("temporary_bytes", "input_bytes", "received_bytes")
@@ -143,7 +172,10 @@ def main() -> None:
     if options.json is not None:
         about = f"a layer of E {SPEC.d_model} and {SPEC.num_heads} heads, float32, causal"
         lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-        head = f' "format": 1,\n "about": {json.dumps(about)},\n "packages": {{"jax": "{jax.__version__}"}}'
+        head = (
+            f' "format": 1,\n "about": {json.dumps(about)},\n "packages": {{"jax": '
+            f'"{jax.__version__}"}}'
+        )
         options.json.write_text(f'{{\n{head},\n "rows": [\n{lines}\n ]\n}}\n', "utf-8")
 
 

@@ -1,9 +1,11 @@
-"""Measure a causal layer of mha_jax whose tokens are divided over 8 devices in a ring, and the layer on one device.
+"""Measure a causal layer of mha_jax whose tokens are divided over 8 devices in a ring, and the
+layer on one device.
 
     python benchmarks/ring.py --json PATH [--tokens 1024,2048,…]
 
-The devices are virtual and share this machine's cores, so the ring cannot be faster. Its memory is that of each device.
-Longer sequences are compiled, but not run. benchmarks/README.md describes the file.
+The devices are virtual and share this machine's cores, so the ring cannot be faster. Its memory is
+that of each device. Longer sequences are compiled, but not run. benchmarks/README.md describes the
+file.
 """
 
 import argparse
@@ -21,8 +23,8 @@ from devices import QUICKLY, SPEC, Program
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from parity.core.packages import installed
-from parity.reporting.schemas import headed
+from parity.measure.core.packages import installed
+from parity.use.reporting.schemas import headed
 from parity_lab.bench.jax import Side
 from parity_lab.bench.measure import LIMIT, OURS, Row, run_in_turn, times_of
 from parity_lab.bench.work import Work
@@ -43,7 +45,10 @@ def runner(program: Any, arguments: Any) -> Callable[[], Any]:
     keys = iter(jax.random.split(jax.random.key(0), 100))
 
     def fill(array: Any) -> Any:
-        draw = jax.jit(lambda key: jax.random.normal(key, array.shape, array.dtype), out_shardings=array.sharding)
+        draw = jax.jit(
+            lambda key: jax.random.normal(key, array.shape, array.dtype),
+            out_shardings=array.sharding,
+        )
         return draw(next(keys)) * 0.05
 
     filled = jax.tree.map(fill, arguments)
@@ -53,14 +58,20 @@ def runner(program: Any, arguments: Any) -> Callable[[], Any]:
 def row(tokens: int, index: int, side: Any) -> Row:
     """Measure a forward pass (index 0), or a gradient (1), which includes one."""
     shape = (1, tokens, SPEC.d_model)
-    work = Work("growth-long", "layer", 1, tokens, SPEC.num_heads, is_causal=True, backward=index == 1)
+    work = Work(
+        "growth-long", "layer", 1, tokens, SPEC.num_heads, is_causal=True, backward=index == 1
+    )
     programs = {
         OURS: devices.rings(devices.mesh_of(COUNT), shape, (None, devices.AXIS))[index],
         "one device": devices.layers(devices.mesh_of(1), shape, ())[index],
     }
     is_run = tokens <= MOST_RUN
-    made = {name: compiled(program, None if is_run else QUICKLY) for name, program in programs.items()}
-    peaks = {name: int(program.memory_analysis().temp_size_in_bytes) for name, program in made.items()}
+    made = {
+        name: compiled(program, None if is_run else QUICKLY) for name, program in programs.items()
+    }
+    peaks = {
+        name: int(program.memory_analysis().temp_size_in_bytes) for name, program in made.items()
+    }
     fields: dict[str, Any] = {}
     if is_run:
         probe = side.matmul("float32")
@@ -79,15 +90,21 @@ def row(tokens: int, index: int, side: Any) -> Row:
         axes="B S E",
         peak_bytes=peaks.pop(OURS),
         peers_peak_bytes=peaks,
-        left_out={} if is_run else {"time": f"sequences of more than {MOST_RUN} tokens are only compiled"},
+        left_out={}
+        if is_run
+        else {"time": f"sequences of more than {MOST_RUN} tokens are only compiled"},
         **fields,
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--json", type=Path, metavar="PATH", required=True, help="write the rows to this file")
-    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), metavar="A,B", help="lengths")
+    parser.add_argument(
+        "--json", type=Path, metavar="PATH", required=True, help="write the rows to this file"
+    )
+    parser.add_argument(
+        "--tokens", default=",".join(map(str, TOKENS)), metavar="A,B", help="lengths"
+    )
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", COUNT)
@@ -101,10 +118,19 @@ def main() -> None:
                 if found.ours_ms is None
                 else f"{found.ours_ms:.0f} ms, {found.peers['one device']:.0f} on one"
             )
-            peak, alone = (nbytes / 1e6 for nbytes in (found.peak_bytes or 0, found.peers_peak_bytes["one device"]))
-            print(f"{found.what}, {tokens} tokens: {ms}; {peak:.0f} MB a device, {alone:.0f} on one", flush=True)
+            peak, alone = (
+                nbytes / 1e6
+                for nbytes in (found.peak_bytes or 0, found.peers_peak_bytes["one device"])
+            )
+            print(
+                f"{found.what}, {tokens} tokens: {ms}; {peak:.0f} MB a device, {alone:.0f} on one",
+                flush=True,
+            )
     environment = {"platform": platform.platform(), "cpus": os.cpu_count(), "packages": installed()}
-    content = headed("bench", {"environment": environment, "rows": rows, "growth": [], "left_out": [], "names": {}})
+    content = headed(
+        "bench",
+        {"environment": environment, "rows": rows, "growth": [], "left_out": [], "names": {}},
+    )
     options.json.write_text(f"{json.dumps(content, indent=1)}\n", "utf-8")
 
 

@@ -2,7 +2,8 @@
 
     python benchmarks/shares.py REPORT.json
 
-REPORT.json comes from the command in that file, on a simulator. Cases that it lacks keep their share.
+REPORT.json comes from the command in that file, on a simulator. Cases that it lacks keep their
+share.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ SHARES = Path(__file__).parent / "simulated-blackhole.json"
 
 
 def shares_of(report: dict[str, Any]) -> dict[str, dict[str, float | None]]:
-    """Return the worst error / budget over all stages of each case, by dtype; None if it has no finite share.
+    """Return the worst error / budget over all stages of each case, by dtype; None if it has no
+    finite share.
 
     Raises:
         ValueError: if the run was not on a simulator.
@@ -30,7 +32,9 @@ def shares_of(report: dict[str, Any]) -> dict[str, dict[str, float | None]]:
             of_case, dtype = found.setdefault(result["case"], {}), result["dtype"]
             before, ratio = of_case.get(dtype, 0.0), result["ratio"]
             is_finite = before is not None and ratio is not None
-            of_case[dtype] = round(max(before, ratio, result["local_ratio"] or 0.0), 2) if is_finite else None
+            of_case[dtype] = (
+                round(max(before, ratio, result["local_ratio"] or 0.0), 2) if is_finite else None
+            )
     return found
 
 

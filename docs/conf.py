@@ -1,4 +1,6 @@
-"""Settings of the site, for Sphinx. `make docs` builds it from the folder that tools/docs-site/stage.py fills."""
+"""Settings of the site, for Sphinx. `make docs` builds it from the folder that
+tools/docs-site/stage.py fills.
+"""
 
 import logging
 import os
@@ -21,13 +23,21 @@ KERNELS = ROOT / "build" / "docs" / "jupyter"
 project = "mha-parity"
 author = "the authors of mha-parity"
 copyright = author
-release = version = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+release = version = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"][
+    "version"
+]
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "sphinx_design"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
 exclude_patterns = ["README.md", "parts"]
 suppress_warnings = ["misc.highlighting_failure"]  # … stands for code that is left out
 
-# ---- Pages -----------------------------------------------------------------------------------------------------------
+# ---- Pages ---------------------------------------------------------------------------------------
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
@@ -35,13 +45,17 @@ myst_heading_anchors = 4
 nb_execution_mode = "force"  # the library changes, and a cache would not notice
 nb_execution_timeout = 180  # of a cell
 nb_execution_raise_on_error = True
-nb_execution_excludepatterns = [] if (KERNELS / "kernels" / "ttnn").exists() else ["tutorials/ttnn.md"]
+nb_execution_excludepatterns = (
+    [] if (KERNELS / "kernels" / "ttnn").exists() else ["tutorials/ttnn.md"]
+)
 os.environ["JUPYTER_PATH"] = str(KERNELS)
 logging.getLogger("traitlets").setLevel(logging.WARNING)  # or each notebook is announced
 
 
 def add_download(app, doctree) -> None:
-    """Link a notebook below its title. A link in the page's text would be in the downloaded notebook also."""
+    """Link a notebook below its title. A link in the page's text would be in the downloaded
+    notebook also.
+    """
     path = Path(app.env.mystnb_config.output_folder, f"{app.env.docname}.ipynb")
     if path.exists():
         link = download_reference(reftarget=f"/{os.path.relpath(path, app.srcdir)}")
@@ -57,9 +71,11 @@ def print_seconds(app, env) -> None:
             print(f"docs: {name} ran in {found['exec_data']['runtime']:.1f} s")
 
 
-# ---- Docstrings ------------------------------------------------------------------------------------------------------
+# ---- Docstrings ----------------------------------------------------------------------------------
 
-nitpick_ignore_regex = [("py:class", ".*")]  # types of other libraries, and of modules that are not public
+nitpick_ignore_regex = [
+    ("py:class", ".*")
+]  # types of other libraries, and of modules that are not public
 default_role = "literal"  # one backtick, as in Markdown
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # docstrings have shapes and dtypes
@@ -71,7 +87,12 @@ napoleon_use_rtype = False
 def as_restructured_text(app, what, name, obj, options, lines) -> None:
     """Adapt a docstring, before napoleon reads it."""
     for i, (line, blank, code) in enumerate(zip(lines, lines[1:], lines[2:], strict=False)):
-        if line.endswith(":") and not blank and code.startswith("    ") and not line.startswith(" "):
+        if (
+            line.endswith(":")
+            and not blank
+            and code.startswith("    ")
+            and not line.startswith(" ")
+        ):
             lines[i] += ":"  # the block of code that follows is indented
     if what in {"attribute", "property", "data"}:
         lines.insert(0, "")  # or the words before a colon in the first line would be its type
@@ -84,7 +105,7 @@ def setup(app) -> None:
     app.connect("autodoc-process-docstring", as_restructured_text, priority=1)
 
 
-# ---- Appearance ------------------------------------------------------------------------------------------------------
+# ---- Appearance ----------------------------------------------------------------------------------
 
 html_theme = "furo"
 pygments_dark_style = "a11y-high-contrast-dark"  # the theme's own underlines modules like links

@@ -1,4 +1,6 @@
-"""Copies attention weights between JAX, PyTorch and TTNN, and proves that they agree or says where they do not."""
+"""Copies attention weights between JAX, PyTorch and TTNN, and proves that they agree or says where
+they do not.
+"""
 
 import ast
 import importlib
@@ -7,10 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from parity.core.libraries import LIBRARIES
+from parity.measure.core.libraries import LIBRARIES
 
-# A public name is written once, in __init__.pyi, and imported when it is first asked for: `mha-parity --help`, and
-# every pytest run where this package is installed, import `parity` and need nothing of it.
+# A public name is written once, in __init__.pyi, and imported when it is first asked for:
+# `mha-parity --help`, and every pytest run where this package is installed, import `parity` and
+# need nothing of it.
 _MODULE_OF = {
     alias.name: node.module
     for node in ast.parse(Path(__file__).with_name("__init__.pyi").read_bytes()).body
@@ -20,12 +23,14 @@ _MODULE_OF = {
 __all__ = sorted(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
 # NumPy takes no tensors of ttnn: its backend reads them, and is imported for the first one.
-LIBRARIES["ttnn"] = partial(importlib.import_module, "parity.backends.tt")
+LIBRARIES["ttnn"] = partial(importlib.import_module, "parity.measure.backends.tt")
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__]
+        )
     value = getattr(importlib.import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value

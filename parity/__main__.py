@@ -7,16 +7,20 @@ from typing import Any, NoReturn
 
 
 def main() -> int:
-    """Run the command line. Until it is imported, an interrupt ends the process at once and without a traceback."""
+    """Run the command line. Until it is imported, an interrupt ends the process at once and without
+    a traceback.
+    """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
-    from parity.cli.main import main
+    from parity.use.cli.main import main
 
     return main()
 
 
 def _end(number: int, frame: Any) -> NoReturn:
-    """End the process with the status of an interrupted command. Nothing was begun, and an import may hide errors."""
+    """End the process with the status of an interrupted command. Nothing was begun, and an import
+    may hide errors.
+    """
     try:
         os.write(2, b"mha-parity: interrupted\n")
     finally:

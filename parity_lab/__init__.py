@@ -1,1 +1,3 @@
-"""Tools for those who work on `parity`, in a clone of the repository only: benchmarks, the self-test, recordings."""
+"""Tools for those who work on `parity`, in a clone of the repository only: benchmarks, the
+self-test, recordings.
+"""

@@ -1,4 +1,6 @@
-"""Calculated costs of a layer on several devices: memory, operations and traffic of each, by the plan of division."""
+"""Calculated costs of a layer on several devices: memory, operations and traffic of each, by the
+plan of division.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,11 @@ class Sent(NamedTuple):
         """Return the bytes that leave the device with the algorithm that sends least."""
         share = (devices - 1) / devices
         per_byte = {"all-reduce": 2 * share, "all-gather": share, "reduce-scatter": devices * share}
-        return self.times * self.nbytes * (per_byte | {"all-to-all": share, "collective-permute": 1.0})[self.kind]
+        return (
+            self.times
+            * self.nbytes
+            * (per_byte | {"all-to-all": share, "collective-permute": 1.0})[self.kind]
+        )
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,8 @@ class Cost:
         weights: bytes of weights that a device keeps; gradients need as many, an optimizer more.
         forward: collectives of the forward pass.
         backward: collectives of the backward pass.
-        operations: floating-point operations of the forward pass; a multiplication and an addition count as two.
+        operations: floating-point operations of the forward pass; a multiplication and an addition
+            count as two.
     """
 
     devices: int
@@ -67,27 +74,39 @@ class Cost:
 
     @property
     def operations_per_byte(self) -> float:
-        """Operations of both passes, about three times the forward ones, per byte that leaves the device."""
+        """Operations of both passes, about three times the forward ones, per byte that leaves the
+        device.
+        """
         moved = self.moved_forward + self.moved_backward
         return 3 * self.operations / moved if moved else float("inf")
 
 
-def why_not(spec: AttentionSpec, plan: Plan, devices: int, *, batch: int, tokens: int) -> str | None:
+def why_not(
+    spec: AttentionSpec, plan: Plan, devices: int, *, batch: int, tokens: int
+) -> str | None:
     """Return why a plan does not divide a layer over this number of devices, or None if it does."""
     counts = {"data": batch, "fully sharded": batch, "tensor": spec.num_heads, "ring": tokens}
     counts["heads for tokens"] = spec.num_kv_heads
-    what = {"data": "sequences", "fully sharded": "sequences", "tensor": "query heads", "ring": "tokens"}
+    what = {
+        "data": "sequences",
+        "fully sharded": "sequences",
+        "tensor": "query heads",
+        "ring": "tokens",
+    }
     what["heads for tokens"] = "key/value heads"
     return f"{counts[plan]} {what[plan]}" if counts[plan] % devices else None
 
 
-def cost_of(spec: AttentionSpec, plan: Plan, devices: int, *, batch: int, tokens: int, itemsize: int = 2) -> Cost:
+def cost_of(
+    spec: AttentionSpec, plan: Plan, devices: int, *, batch: int, tokens: int, itemsize: int = 2
+) -> Cost:
     """Return the costs per device of a causal layer of q, k, v and out_proj.
 
     Args:
         spec: the layer, without latents and gates.
-        plan: dimension that is divided. `data`: sequences, with all weights on each device; `fully sharded`: sequences
-            and weights; `tensor`: heads; `heads for tokens` and `ring`: tokens, with all weights on each device.
+        plan: dimension that is divided. `data`: sequences, with all weights on each device; `fully
+            sharded`: sequences and weights; `tensor`: heads; `heads for tokens` and `ring`: tokens,
+            with all weights on each device.
         devices: number of devices.
         batch: number of sequences on all devices together.
         tokens: number of tokens of each sequence.
@@ -95,15 +114,23 @@ def cost_of(spec: AttentionSpec, plan: Plan, devices: int, *, batch: int, tokens
 
     Raises:
         TypeError: if spec is not an `AttentionSpec`, or a number not an integer.
-        ValueError: if the plan does not exist, a number is below 1, or the plan does not divide the layer evenly.
+        ValueError: if the plan does not exist, a number is below 1, or the plan does not divide the
+            layer evenly.
     """
     check_spec(spec)
     if plan not in PLANS:
         raise InputError("plan", f"be one of {', '.join(PLANS)}", plan=plan)
-    for name, count in {"devices": devices, "batch": batch, "tokens": tokens, "itemsize": itemsize}.items():
+    for name, count in {
+        "devices": devices,
+        "batch": batch,
+        "tokens": tokens,
+        "itemsize": itemsize,
+    }.items():
         as_count(name, count)
     if what := why_not(spec, plan, devices, batch=batch, tokens=tokens):
-        raise InputError("devices", f"divide the dimension of {plan}", f"{what} and devices={devices}")
+        raise InputError(
+            "devices", f"divide the dimension of {plan}", f"{what} and devices={devices}"
+        )
     shapes = {name: prod(shape) for name, shape in spec.weight_shapes.items()}
     of_keys = sum(count for name, count in shapes.items() if name.startswith(("k_proj", "v_proj")))
     numbers = sum(shapes.values())
@@ -112,11 +139,15 @@ def cost_of(spec: AttentionSpec, plan: Plan, devices: int, *, batch: int, tokens
     held, forward, backward = float(weights), [], []
     if devices > 1 and plan == "tensor":
         whole = of_keys if spec.num_kv_heads % devices else 0
-        held = itemsize * ((numbers - whole - _bias_of_output(shapes)) / devices + whole + _bias_of_output(shapes))
+        held = itemsize * (
+            (numbers - whole - _bias_of_output(shapes)) / devices + whole + _bias_of_output(shapes)
+        )
         output = Sent("all-reduce", batch * tokens * spec.d_model * itemsize)
         forward, backward = [output], [output]
         backward += [Sent("all-reduce", whole * itemsize)] if whole else []
-        operations += 2 * batch * tokens * whole * (devices - 1)  # each device computes all of these
+        operations += (
+            2 * batch * tokens * whole * (devices - 1)
+        )  # each device computes all of these
     elif devices > 1 and plan == "fully sharded":
         held = weights / devices
         forward = [Sent("all-gather", weights)]
@@ -135,7 +166,9 @@ def _bias_of_output(shapes: dict[str, int]) -> int:
 def _of_tokens(
     spec: AttentionSpec, plan: Plan, devices: int, tokens: int, itemsize: int
 ) -> tuple[list[Sent], list[Sent]]:
-    """Return the collectives of attention, forward and backward, for the tokens of a device in all its sequences."""
+    """Return the collectives of attention, forward and backward, for the tokens of a device in all
+    its sequences.
+    """
     head, value = spec.head_dim, spec.value_head_dim
     of_queries, of_context = (tokens * spec.num_heads * x * itemsize for x in (head, value))
     of_keys, of_values = (tokens * spec.num_kv_heads * x * itemsize for x in (head, value))
@@ -144,7 +177,12 @@ def _of_tokens(
         return exchanged, exchanged
     if plan != "ring":
         return [], []
-    halves = [Sent("collective-permute", x / 2, 2) for x in (of_queries, of_keys, of_values, of_context)]
+    halves = [
+        Sent("collective-permute", x / 2, 2) for x in (of_queries, of_keys, of_values, of_context)
+    ]
     round_trip = [Sent("collective-permute", x, devices - 1) for x in (of_keys, of_values)]
-    gathered = [Sent("collective-permute", x / itemsize * GRADIENT_BYTES, devices) for x in (of_keys, of_values)]
+    gathered = [
+        Sent("collective-permute", x / itemsize * GRADIENT_BYTES, devices)
+        for x in (of_keys, of_values)
+    ]
     return [*halves, *round_trip], [*halves, *round_trip, *gathered]

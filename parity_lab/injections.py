@@ -1,6 +1,8 @@
-"""Known bugs that are injected into the implementations, written by hand: one for each page of `parity/bugs`.
+"""Known bugs that are injected into the implementations, written by hand: one for each page of
+`parity/bugs`.
 
-They share no code with the records that inject the same bugs into the reference, so that one tests the other.
+They share no code with the records that inject the same bugs into the reference, so that one tests
+the other.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from mha_spec import InputError, LinearScaling, ProportionalScaling, Rope, YarnScaling
-from parity.backends import BACKENDS, load_backend
-from parity.backends.port import Port
-from parity.core.case import Case
-from parity.core.problem import Problem
-from parity.core.weights import Weights
-from parity.diagnosis.bugs import PRECISIONS, Bug, bugs_for
+from parity.explain.diagnosis.bugs import PRECISIONS, Bug, bugs_for
+from parity.measure.backends import BACKENDS, load_backend
+from parity.measure.backends.port import Port
+from parity.measure.core.case import Case
+from parity.measure.core.problem import Problem
+from parity.measure.core.weights import Weights
 
 Override = Callable[..., Any]
 """Replacement of a function of an implementation: `override(plan, original, *inputs)`."""
@@ -55,7 +57,7 @@ def breaking(**functions: Override) -> Injection:
     return lambda plan: plan.functions.update(functions)
 
 
-# ---- Weights ---------------------------------------------------------------------------------------------------------
+# ---- Weights -------------------------------------------------------------------------------------
 
 
 def _q_transposed(plan: Plan) -> None:
@@ -76,7 +78,9 @@ def _packed_read_as_thirds(plan: Plan) -> None:
             groups = [plan.weights[name].reshape(spec.num_kv_heads, -1, *tail) for name in names]
             packed = np.concatenate(groups, axis=1).reshape(-1, *tail)
             parts = np.split(packed, [spec.q_width, spec.q_width + spec.k_width])
-            plan.weights |= {name: np.ascontiguousarray(x) for name, x in zip(names, parts, strict=True)}
+            plan.weights |= {
+                name: np.ascontiguousarray(x) for name, x in zip(names, parts, strict=True)
+            }
 
 
 def _k_v_swapped(plan: Plan) -> None:
@@ -92,18 +96,24 @@ def _without_out_proj(_: Plan, project_with: Any, *held: Any) -> Any:
 def _with_residual(plan: Plan, project_with: Any, *held: Any) -> Any:
     def project(which: str, x: Any) -> Any:
         found = project_with(*held)(which, x)
-        return found + plan.backend.from_numpy(plan.problem.inputs["query"]) if which == "out_proj" else found
+        return (
+            found + plan.backend.from_numpy(plan.problem.inputs["query"])
+            if which == "out_proj"
+            else found
+        )
 
     return project
 
 
-# ---- Queries, keys and values ----------------------------------------------------------------------------------------
+# ---- Queries, keys and values --------------------------------------------------------------------
 
 
 def _with_spec(**changed: Any) -> Injection:
     """Queries, keys and values are projected as another specification says."""
 
-    def project_qkv(_: Plan, original: Any, project: Any, q: Any, k: Any, v: Any, spec: Any, *rest: Any) -> Any:
+    def project_qkv(
+        _: Plan, original: Any, project: Any, q: Any, k: Any, v: Any, spec: Any, *rest: Any
+    ) -> Any:
         return original(project, q, k, v, replace(spec, **changed), *rest)
 
     return breaking(project_qkv=project_qkv)
@@ -118,7 +128,14 @@ def _split_without_moving(_: Plan, __: Any, x: Any, n: int) -> Any:
 
 
 def _rotated_again(
-    plan: Plan, original: Any, project: Any, query: Any, key: Any, value: Any, spec: Any, positions: Any = None
+    plan: Plan,
+    original: Any,
+    project: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    spec: Any,
+    positions: Any = None,
 ) -> Any:
     """Rotate the keys that another layer has rotated."""
     q, k, v = original(project, query, key, value, spec, positions)
@@ -137,23 +154,29 @@ def _padded_and_combined(plan: Plan, combine_heads: Any, x: Any) -> Any:
     return combine_heads(wide)[..., : x.shape[1] * x.shape[3]]
 
 
-# ---- RoPE ------------------------------------------------------------------------------------------------------------
+# ---- RoPE ----------------------------------------------------------------------------------------
 
 
 def _at_positions(change: Callable[[Any], Any]) -> Injection:
     """Rotate by other positions."""
-    return breaking(apply_rope=lambda _, rotate, x, positions, rope: rotate(x, change(positions), rope))
+    return breaking(
+        apply_rope=lambda _, rotate, x, positions, rope: rotate(x, change(positions), rope)
+    )
 
 
 def _by_rope(change: Callable[[Rope], Rope]) -> Injection:
     """Rotate as another `Rope` says."""
-    return breaking(apply_rope=lambda _, rotate, x, positions, rope: rotate(x, positions, change(rope)))
+    return breaking(
+        apply_rope=lambda _, rotate, x, positions, rope: rotate(x, positions, change(rope))
+    )
 
 
 def _interleaved(_: Plan, rotate: Any, x: Any, positions: Any, rope: Rope) -> Any:
     size = x.shape[-1]
     rotated = list(range(size))[rope.rotated_features(size)]
-    evens_first = np.array([*range(rotated[0]), *rotated[0::2], *rotated[1::2], *range(rotated[-1] + 1, size)])
+    evens_first = np.array(
+        [*range(rotated[0]), *rotated[0::2], *rotated[1::2], *range(rotated[-1] + 1, size)]
+    )
     return rotate(x[..., evens_first], positions, rope)[..., np.argsort(evens_first)]
 
 
@@ -170,7 +193,7 @@ def _of_whole_head(rope: Rope) -> Rope:
     return replace(rope, rotary_dim=None, scaling=scaling)
 
 
-# ---- Masks -----------------------------------------------------------------------------------------------------------
+# ---- Masks ---------------------------------------------------------------------------------------
 
 
 def _distances(plan: Plan, t: int, s: int | None) -> Any:
@@ -180,17 +203,25 @@ def _distances(plan: Plan, t: int, s: int | None) -> Any:
 def _next_seen(plan: Plan) -> None:
     """Show each token the next one, in whichever function hides it."""
 
-    def attention_mask(plan: Plan, original: Any, t: int, s: int, *, is_causal: bool = False, **options: Any) -> Any:
+    def attention_mask(
+        plan: Plan, original: Any, t: int, s: int, *, is_causal: bool = False, **options: Any
+    ) -> Any:
         mask = original(t, s, **options)
-        return mask | plan.sibling.create_causal_mask(t + 1, s)[1:][None, None] if is_causal else mask
+        return (
+            mask | plan.sibling.create_causal_mask(t + 1, s)[1:][None, None] if is_causal else mask
+        )
 
-    def window_mask(plan: Plan, _: Any, t: int, s: int | None = None, *, window_size: int, **__: Any) -> Any:
+    def window_mask(
+        plan: Plan, _: Any, t: int, s: int | None = None, *, window_size: int, **__: Any
+    ) -> Any:
         distances = _distances(plan, t, s)
         return (distances < -1) | (distances >= window_size)
 
     plan.functions |= {
         "create_attention_mask": attention_mask,
-        "create_cache_mask": lambda _, f, lengths, t, s, **options: f(lengths, t + 1, s, **options)[:, :, 1:],
+        "create_cache_mask": lambda _, f, lengths, t, s, **options: f(lengths, t + 1, s, **options)[
+            :, :, 1:
+        ],
         "create_sliding_window_mask": window_mask,
     }
 
@@ -210,7 +241,7 @@ def _padding_ignored(_: Plan, create_attention_mask: Any, *inputs: Any, **option
     return create_attention_mask(*inputs, **{**options, "key_padding_lengths": None})
 
 
-# ---- Scores ----------------------------------------------------------------------------------------------------------
+# ---- Scores --------------------------------------------------------------------------------------
 
 
 def _unscaled(plan: Plan, attention_scores: Any, q: Any, *rest: Any) -> Any:
@@ -218,12 +249,21 @@ def _unscaled(plan: Plan, attention_scores: Any, q: Any, *rest: Any) -> Any:
     return attention_scores(q * (1.0 / spec.scale if spec.scale else spec.head_dim**0.5), *rest)
 
 
-def _unbiased(_: Plan, attention_scores: Any, q: Any, k: Any, bias: Any = None, *rest: Any, **options: Any) -> Any:
+def _unbiased(
+    _: Plan, attention_scores: Any, q: Any, k: Any, bias: Any = None, *rest: Any, **options: Any
+) -> Any:
     return attention_scores(q, k, None, *rest, **options)
 
 
 def _uncapped(
-    _: Plan, attention_scores: Any, q: Any, k: Any, bias: Any = None, spec: Any = None, *rest: Any, **options: Any
+    _: Plan,
+    attention_scores: Any,
+    q: Any,
+    k: Any,
+    bias: Any = None,
+    spec: Any = None,
+    *rest: Any,
+    **options: Any,
 ) -> Any:
     return attention_scores(q, k, bias, replace(spec, soft_cap=None), *rest, **options)
 
@@ -232,14 +272,20 @@ def _times_zero(_: Plan, bias: Any, *inputs: Any, **options: Any) -> Any:
     return 0.0 * bias(*inputs, **options)
 
 
-# ---- The softmax -----------------------------------------------------------------------------------------------------
+# ---- The softmax ---------------------------------------------------------------------------------
 
 
 def _of_masked(change: Callable[..., Any]) -> Injection:
-    """Make other attention weights: `change(xp, softmax, scores, mask)`, the softmax with the sinks of the call."""
+    """Make other attention weights: `change(xp, softmax, scores, mask)`, the softmax with the sinks
+    of the call.
+    """
 
-    def masked_softmax(plan: Plan, original: Any, scores: Any, mask: Any = None, *sinks: Any, **options: Any) -> Any:
-        return change(plan.xp, lambda scores, mask: original(scores, mask, *sinks, **options), scores, mask)
+    def masked_softmax(
+        plan: Plan, original: Any, scores: Any, mask: Any = None, *sinks: Any, **options: Any
+    ) -> Any:
+        return change(
+            plan.xp, lambda scores, mask: original(scores, mask, *sinks, **options), scores, mask
+        )
 
     return breaking(masked_softmax=masked_softmax)
 
@@ -256,21 +302,29 @@ def _over_queries(_: Any, softmax: Any, scores: Any, mask: Any) -> Any:
 
 def _empty_rows_nan(xp: Any, softmax: Any, scores: Any, mask: Any) -> Any:
     found = softmax(scores, mask)
-    return found if mask is None else xp.where(mask.all(-1)[..., None], xp.zeros_like(scores) + np.nan, found)
+    return (
+        found
+        if mask is None
+        else xp.where(mask.all(-1)[..., None], xp.zeros_like(scores) + np.nan, found)
+    )
 
 
 def _without_sinks(_: Plan, masked_softmax: Any, scores: Any, mask: Any = None, *__: Any) -> Any:
     return masked_softmax(scores, mask)
 
 
-# ---- Attention -------------------------------------------------------------------------------------------------------
+# ---- Attention -----------------------------------------------------------------------------------
 
 
-def _batch_as_tokens(plan: Plan, attend: Any, q: Any, k: Any, v: Any, visible: Any, *rest: Any, **options: Any) -> Any:
+def _batch_as_tokens(
+    plan: Plan, attend: Any, q: Any, k: Any, v: Any, visible: Any, *rest: Any, **options: Any
+) -> Any:
     case = plan.problem.case
     _, attn_weights = attend(q, k, v, visible, *rest, **options)
     causal = plan.sibling.create_causal_mask(case.batch, case.batch) if case.is_causal else None
-    context, _ = attend(*(x.swapaxes(0, 2) for x in (q, k, v)), replace(visible, mask=causal), *rest, **options)
+    context, _ = attend(
+        *(x.swapaxes(0, 2) for x in (q, k, v)), replace(visible, mask=causal), *rest, **options
+    )
     return context.swapaxes(0, 2), attn_weights
 
 
@@ -284,7 +338,7 @@ def _as_the_formula(plan: Plan, *_: Any) -> Any:
     return attend
 
 
-# ---- Precision -------------------------------------------------------------------------------------------------------
+# ---- Precision -----------------------------------------------------------------------------------
 
 
 def products_of(bits: int) -> Injection:
@@ -297,20 +351,26 @@ def products_of(bits: int) -> Injection:
         return xp.where(abs(x) < tiny, x, xp.round(x / step) * step)
 
     def project_with(plan: Plan, original: Any, *held: Any) -> Any:
-        return lambda which, x: original(*held)(which, cut(plan.xp, x) if which.endswith("proj") else x)
+        return lambda which, x: original(*held)(
+            which, cut(plan.xp, x) if which.endswith("proj") else x
+        )
 
     def inject(plan: Plan) -> None:
-        plan.weights |= {name: cut(np, x) for name, x in plan.weights.items() if name.endswith("proj.weight")}
+        plan.weights |= {
+            name: cut(np, x) for name, x in plan.weights.items() if name.endswith("proj.weight")
+        }
         plan.functions |= {
             "project_with": project_with,
-            "attention_scores": lambda plan, f, q, k, *rest: f(cut(plan.xp, q), cut(plan.xp, k), *rest),
+            "attention_scores": lambda plan, f, q, k, *rest: f(
+                cut(plan.xp, q), cut(plan.xp, k), *rest
+            ),
             "attention_context": lambda plan, f, *inputs: f(*(cut(plan.xp, x) for x in inputs)),
         }
 
     return inject
 
 
-# ---- All -------------------------------------------------------------------------------------------------------------
+# ---- All -----------------------------------------------------------------------------------------
 
 INJECTIONS: dict[str, Injection] = {
     "q_proj-transposed": _q_transposed,
@@ -333,7 +393,9 @@ INJECTIONS: dict[str, Injection] = {
     "shared-kv-rotated-again": breaking(project_qkv=_rotated_again),
     "kv-heads-tiled": breaking(repeat_kv_heads=_heads_tiled),
     "heads-not-moved": breaking(split_checked=_split_without_moving),
-    "mask-flipped": _of_masked(lambda xp, softmax, scores, mask: softmax(scores, None if mask is None else ~mask)),
+    "mask-flipped": _of_masked(
+        lambda xp, softmax, scores, mask: softmax(scores, None if mask is None else ~mask)
+    ),
     "mask-ignored": _of_masked(lambda xp, softmax, scores, mask: softmax(scores, None)),
     "mask-added": _of_masked(_added),
     "causal-off-by-one": _next_seen,
@@ -348,8 +410,12 @@ INJECTIONS: dict[str, Injection] = {
     "score-bias-missing": breaking(attention_scores=_unbiased),
     "batch-as-tokens": breaking(attend=_batch_as_tokens),
     "softmax-over-queries": _of_masked(_over_queries),
-    "softmax-twice": _of_masked(lambda xp, softmax, scores, mask: softmax(softmax(scores, mask), None)),
-    "dropout-factor-10": _of_masked(lambda xp, softmax, scores, mask: softmax(scores, mask) * (100.0 / 90.0)),
+    "softmax-twice": _of_masked(
+        lambda xp, softmax, scores, mask: softmax(softmax(scores, mask), None)
+    ),
+    "dropout-factor-10": _of_masked(
+        lambda xp, softmax, scores, mask: softmax(scores, mask) * (100.0 / 90.0)
+    ),
     "empty-row-nan": _of_masked(_empty_rows_nan),
     "nan-leaks": breaking(contained=_as_the_formula),
     "gate-missing": breaking(apply_gate=lambda plan, apply, context, gate: context),
@@ -357,15 +423,21 @@ INJECTIONS: dict[str, Injection] = {
     "latent-kv-factor-missing": breaking(project_latents=_kv_factor_missing),
     "residual-added": breaking(project_with=_with_residual),
     "out-proj-missing": breaking(project_with=_without_out_proj),
-    "cache-keys-as-values": breaking(append_to_cache=lambda _, append, cache, k, v, **new: append(cache, k, k, **new)),
+    "cache-keys-as-values": breaking(
+        append_to_cache=lambda _, append, cache, k, v, **new: append(cache, k, k, **new)
+    ),
     "precision-bfloat16": products_of(7),
 }
-"""By the names of `parity.diagnosis.bugs`, in the order of the pages in `parity/bugs/README.md`."""
+"""By the names of `parity.explain.diagnosis.bugs`, in the order of the pages in
+`parity/bugs/README.md`.
+"""
 
 
 @cache
 def bugs_to_inject(case: Case) -> dict[str, Bug]:
-    """Return the known bugs that can be injected into a case, by name; the more usual one of each name."""
+    """Return the known bugs that can be injected into a case, by name; the more usual one of each
+    name.
+    """
     known = (*bugs_for(case), *(() if case.is_cached else PRECISIONS.values()))
     found: dict[str, Bug] = {}
     for bug in known:

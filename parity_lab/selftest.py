@@ -1,7 +1,8 @@
-"""Test of the harness: known bugs are injected into an implementation, and each must be detected and identified.
+"""Test of the harness: known bugs are injected into an implementation, and each must be detected
+and identified.
 
-`parity_lab.injections` has one for each page of `parity/bugs`. They change the implementations' own functions, in their
-frameworks, or the weights.
+`parity_lab.injections` has one for each page of `parity/bugs`. They change the implementations' own
+functions, in their frameworks, or the weights.
 """
 
 from __future__ import annotations
@@ -33,21 +34,23 @@ from mha_spec import (
     Temperature,
     YarnScaling,
 )
-from parity.backends import BACKENDS, why_missing
-from parity.backends.record import record
-from parity.core.case import Case
-from parity.core.cases import CASES
-from parity.core.compare import first_difference
-from parity.core.problem import Problem, make_problem
-from parity.core.stages import stage_named
-from parity.core.trace import Reference, judge
-from parity.core.weights import random_weights
-from parity.diagnosis.diagnose import Diagnosis, diagnose
-from parity.reporting.console import print_table
+from parity.explain.diagnosis.diagnose import Diagnosis, diagnose
+from parity.measure.backends import BACKENDS, why_missing
+from parity.measure.backends.record import record
+from parity.measure.core.case import Case
+from parity.measure.core.cases import CASES
+from parity.measure.core.compare import first_difference
+from parity.measure.core.problem import Problem, make_problem
+from parity.measure.core.stages import stage_named
+from parity.measure.core.trace import Reference, judge
+from parity.measure.core.weights import random_weights
+from parity.use.reporting.console import print_table
 from parity_lab.injections import Injection, bug_to_inject, bugs_to_inject, plan_of
 
 SELFTESTED = [name for name, backend in BACKENDS.items() if backend.has_all_bugs]
-"""Backends that support all bugs. Only masks of mha_tt are arrays: `tests/siblings/mha_tt` injects a few bugs there."""
+"""Backends that support all bugs. Only masks of mha_tt are arrays: `tests/siblings/mha_tt` injects
+a few bugs there.
+"""
 
 HOLDERS = (
     "features.alibi",
@@ -78,7 +81,13 @@ def _rotating(rope: Rope) -> AttentionSpec:
 
 
 SELFTEST_CASES = [
-    Case("mha", AttentionSpec(32, 4), "heads with biases, and a bias on the scores", seq_len=7, bias=True),
+    Case(
+        "mha",
+        AttentionSpec(32, 4),
+        "heads with biases, and a bias on the scores",
+        seq_len=7,
+        bias=True,
+    ),
     Case(
         "gqa-rope-causal",
         AttentionSpec(48, 6, num_kv_heads=2, head_dim=8, rope=Rope(10000.0)),
@@ -103,7 +112,14 @@ SELFTEST_CASES = [
         seq_len=9,
         window_size=3,
     ),
-    Case("nan", AttentionSpec(32, 4), "a token that is NaN", seq_len=6, is_causal=True, not_finite="visible"),
+    Case(
+        "nan",
+        AttentionSpec(32, 4),
+        "a token that is NaN",
+        seq_len=6,
+        is_causal=True,
+        not_finite="visible",
+    ),
     Case(
         "cached",
         AttentionSpec(32, 4, num_kv_heads=2, head_dim=8, rope=Rope(10000.0)),
@@ -144,7 +160,9 @@ SELFTEST_CASES = [
     ),
     Case(
         "norms-of-width",
-        AttentionSpec(32, 4, qkv_bias=(True, False, True), qk_norm=Norm(over="width", eps=0.01), clip_qkv=0.5),
+        AttentionSpec(
+            32, 4, qkv_bias=(True, False, True), qk_norm=Norm(over="width", eps=0.01), clip_qkv=0.5
+        ),
         "norms over the width of all heads, of clipped projections; keys have no bias",
         seq_len=7,
         is_causal=True,
@@ -152,7 +170,12 @@ SELFTEST_CASES = [
     Case(
         "shared-kv",
         AttentionSpec(
-            *(32, 4), num_kv_heads=2, head_dim=12, shared_kv=True, qk_norm=Norm(eps=0.01), rope=Rope(10000.0)
+            *(32, 4),
+            num_kv_heads=2,
+            head_dim=12,
+            shared_kv=True,
+            qk_norm=Norm(eps=0.01),
+            rope=Rope(10000.0),
         ),
         "keys and values of another layer, which has rotated them",
         seq_len=7,
@@ -172,11 +195,20 @@ SELFTEST_CASES = [
         seq_len=9,
     ),
     Case("rope-partial", _rotating(Rope(rotary_dim=8)), "the first features of a head", seq_len=9),
-    Case("rope-proportional", _rotating(Rope(scaling=ProportionalScaling(0.5))), "half of all pairs", seq_len=9),
+    Case(
+        "rope-proportional",
+        _rotating(Rope(scaling=ProportionalScaling(0.5))),
+        "half of all pairs",
+        seq_len=9,
+    ),
     Case(
         "rope-longrope",
         _rotating(
-            Rope(scaling=LongRopeScaling(4.0, 6, (1.0, 1.1, 1.2, 1.3, 1.4, 1.5), (1.0, 1.5, 2.0, 4.0, 6.0, 9.0)))
+            Rope(
+                scaling=LongRopeScaling(
+                    4.0, 6, (1.0, 1.1, 1.2, 1.3, 1.4, 1.5), (1.0, 1.5, 2.0, 4.0, 6.0, 9.0)
+                )
+            )
         ),
         "short factors, then long ones",
         seq_len=9,
@@ -219,7 +251,15 @@ SELFTEST_CASES = [
     ),
     Case(
         "sinks",
-        AttentionSpec(32, 4, num_kv_heads=2, qkv_bias=False, out_bias=False, sinks=True, alibi=Alibi(scaled=True)),
+        AttentionSpec(
+            32,
+            4,
+            num_kv_heads=2,
+            qkv_bias=False,
+            out_bias=False,
+            sinks=True,
+            alibi=Alibi(scaled=True),
+        ),
         "a sink logit for each head; ALiBi, scaled",
         seq_len=7,
         is_causal=True,
@@ -249,7 +289,13 @@ SELFTEST_CASES = [
     ),
     Case(
         "relative-bias-cached",
-        AttentionSpec(32, 4, qkv_bias=False, out_bias=False, relative_bias=RelativeBias(6, 7, bidirectional=False)),
+        AttentionSpec(
+            32,
+            4,
+            qkv_bias=False,
+            out_bias=False,
+            relative_bias=RelativeBias(6, 7, bidirectional=False),
+        ),
         "a relative bias of earlier keys only, from a cache",
         seq_len=9,
         chunks=(4, 1, 4),
@@ -268,7 +314,9 @@ SELFTEST_CASES = [
     ),
     Case(
         "relative-products-cached",
-        AttentionSpec(32, 4, qkv_bias=False, out_bias=False, relative_products=RelativeProducts(4, 0)),
+        AttentionSpec(
+            32, 4, qkv_bias=False, out_bias=False, relative_products=RelativeProducts(4, 0)
+        ),
         "the same of queries alone, from a cache",
         seq_len=9,
         chunks=(4, 1, 4),
@@ -276,7 +324,9 @@ SELFTEST_CASES = [
     ),
     Case(
         "grid-bias",
-        AttentionSpec(32, 4, qkv_bias=False, out_bias=False, relative_bias=GridBias(2, 4, class_token=True)),
+        AttentionSpec(
+            32, 4, qkv_bias=False, out_bias=False, relative_bias=GridBias(2, 4, class_token=True)
+        ),
         "a relative bias by places on a grid",
         seq_len=9,
     ),
@@ -308,7 +358,9 @@ SELFTEST_CASES = [
         seq_len=6,
         random_mask=True,
     ),
-    Case("chunk", AttentionSpec(32, 4, chunk_size=3), "a layer of chunks", seq_len=8, is_causal=True),
+    Case(
+        "chunk", AttentionSpec(32, 4, chunk_size=3), "a layer of chunks", seq_len=8, is_causal=True
+    ),
     Case(
         "padded",
         AttentionSpec(32, 4, qkv_bias=False, out_bias=False),
@@ -318,15 +370,23 @@ SELFTEST_CASES = [
         key_padding_lengths=(5, 3, 6),
     ),
     CASES["packed-padding"],
-    Case("rope-far", _rotating(Rope()), "positions that a bfloat16 cannot count", seq_len=9, first_position=1000),
+    Case(
+        "rope-far",
+        _rotating(Rope()),
+        "positions that a bfloat16 cannot count",
+        seq_len=9,
+        first_position=1000,
+    ),
     CASES["rope-llama3"],
 ]
-"""Cases for injected bugs: three different specifications, a window, a cache, trained layers, and then single features
-with the bugs that only they allow."""
+"""Cases for injected bugs: three different specifications, a window, a cache, trained layers, and
+then single features with the bugs that only they allow.
+"""
 
 NUM_GENERAL = [case.name for case in SELFTEST_CASES].index("trained-smollm2-causal") + 1
-"""Number of cases that have every bug that applies to them; later cases have those that no earlier case has, not
-counting trained layers."""
+"""Number of cases that have every bug that applies to them; later cases have those that no earlier
+case has, not counting trained layers.
+"""
 
 
 @dataclass(frozen=True)
@@ -365,7 +425,12 @@ class Outcome:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields for JSON."""
-        return {**asdict(self), "hypothesis": self.bug, "is_caught": self.is_caught, "is_named": self.is_named}
+        return {
+            **asdict(self),
+            "hypothesis": self.bug,
+            "is_caught": self.is_caught,
+            "is_named": self.is_named,
+        }
 
 
 def selftest(
@@ -375,7 +440,8 @@ def selftest(
     seeds: Sequence[int] = (0,),
     on_bug: Callable[[str, str, str], None] = lambda bug, case, backend: None,
 ) -> Iterator[Outcome]:
-    """Inject each bug into every case of every backend, with random or trained weights, and once no bug.
+    """Inject each bug into every case of every backend, with random or trained weights, and once no
+    bug.
 
     Args:
         backends: names; default: those of jax and torch that are installed.
@@ -383,7 +449,9 @@ def selftest(
         seeds: seeds of the random weights.
         on_bug: called before each run, with the names of the bug, the case and the backend.
     """
-    for name in backends if backends is not None else [name for name in SELFTESTED if not why_missing(name)]:
+    for name in (
+        backends if backends is not None else [name for name in SELFTESTED if not why_missing(name)]
+    ):
         for case in SELFTEST_CASES if cases is None else cases:
             for seed in seeds if case.trained is None else seeds[:1]:
                 for bug in ("", *selftest_bugs(case)):
@@ -399,7 +467,12 @@ def bugs_in(case: Case) -> list[str]:
 def selftest_bugs(case: Case) -> list[str]:
     """Return the names of the bugs that the self-test injects into one of its cases."""
     place = SELFTEST_CASES.index(case)
-    before = {name for earlier in SELFTEST_CASES[:place] if earlier.trained is None for name in bugs_in(earlier)}
+    before = {
+        name
+        for earlier in SELFTEST_CASES[:place]
+        if earlier.trained is None
+        for name in bugs_in(earlier)
+    }
     return [name for name in bugs_in(case) if place < NUM_GENERAL or name not in before]
 
 
@@ -437,14 +510,18 @@ def _reference(case: Case, seed: int) -> Reference:
 
 @contextmanager
 def inject(bug: str | Injection, problem: Problem, backend: str) -> Iterator[Problem]:
-    """Inject a bug into the functions of a backend, and yield the problem, with the bug in its weights.
+    """Inject a bug into the functions of a backend, and yield the problem, with the bug in its
+    weights.
 
     Raises:
         ValueError: if there is no such bug.
     """
     plan = plan_of(bug, problem, backend)
     sibling = plan.sibling
-    holders = [sibling, *(importlib.import_module(f"{sibling.__name__}.{part}") for part in HOLDERS)]
+    holders = [
+        sibling,
+        *(importlib.import_module(f"{sibling.__name__}.{part}") for part in HOLDERS),
+    ]
     before = []
     try:
         for name, override in plan.functions.items():
@@ -467,33 +544,60 @@ def inject(bug: str | Injection, problem: Problem, backend: str) -> Iterator[Pro
 
 
 def _with_positions(rotate: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `apply_rope` of positions instead of their rotations, which implementations compute once for q and k."""
+    """Return `apply_rope` of positions instead of their rotations, which implementations compute
+    once for q and k.
+    """
     return lambda x, positions, rope: rotate(x, getattr(positions, "positions", positions), rope)
 
 
 def print_selftest(outcomes: list[Outcome], out: Console) -> None:
     """Print the outcomes: a row for each bug, undetected and unidentified ones, and a sum."""
     columns = [Column(name, overflow="fold", no_wrap=out.width >= 80) for name in ("bug", "stage")]
-    columns += [Column(name, justify="right", no_wrap=True) for name in ("injected", "detected", "named")]
+    columns += [
+        Column(name, justify="right", no_wrap=True) for name in ("injected", "detected", "named")
+    ]
     rows, styles = [], []
     kinds: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         kinds.setdefault(outcome.bug or "(none)", []).append(outcome)
     for kind, of_kind in kinds.items():
-        seen, named = (sum(getattr(outcome, what) for outcome in of_kind) for what in ("is_caught", "is_named"))
+        seen, named = (
+            sum(getattr(outcome, what) for outcome in of_kind) for what in ("is_caught", "is_named")
+        )
         styles.append("" if seen == named == len(of_kind) else "red")
-        stages = ", ".join(dict.fromkeys(outcome.stage for outcome in of_kind if outcome.stage)) or "—"
+        stages = (
+            ", ".join(dict.fromkeys(outcome.stage for outcome in of_kind if outcome.stage)) or "—"
+        )
         rows.append((kind, stages, str(len(of_kind)), str(seen), str(named)))
-    print_table(out, "Injected bugs: detected at their stage, and named by the diagnosis", columns, rows, styles)
+    print_table(
+        out,
+        "Injected bugs: detected at their stage, and named by the diagnosis",
+        columns,
+        rows,
+        styles,
+    )
     for outcome in outcomes:
         where = f"{outcome.bug or 'nothing'} in {outcome.case} on {outcome.backend}"
         if not outcome.is_caught:
             out.print(
-                Text(f"NOT DETECTED: {where}: {outcome.stage or 'all stages passed'}", style="bold red"), soft_wrap=True
+                Text(
+                    f"NOT DETECTED: {where}: {outcome.stage or 'all stages passed'}",
+                    style="bold red",
+                ),
+                soft_wrap=True,
             )
         elif not outcome.is_named:
             named = ", ".join(outcome.named) or "nothing"
-            out.print(Text(f"not named: {where}: the diagnosis names {named}", style="yellow"), soft_wrap=True)
-    seen, named = (sum(getattr(outcome, what) for outcome in outcomes) for what in ("is_caught", "is_named"))
+            out.print(
+                Text(f"not named: {where}: the diagnosis names {named}", style="yellow"),
+                soft_wrap=True,
+            )
+    seen, named = (
+        sum(getattr(outcome, what) for outcome in outcomes) for what in ("is_caught", "is_named")
+    )
     style = "bold green" if seen == len(outcomes) else "bold red"
-    out.print(Text(f"{len(outcomes)} injected, {seen} detected at their stage, {named} named", style=style))
+    out.print(
+        Text(
+            f"{len(outcomes)} injected, {seen} detected at their stage, {named} named", style=style
+        )
+    )

@@ -1,6 +1,8 @@
-"""Settings and fixtures of all tests, in every environment: threads, the selection of rows, random numbers.
+"""Settings and fixtures of all tests, in every environment: threads, the selection of rows, random
+numbers.
 
-`helpers/frameworks.py` is loaded where JAX and PyTorch are installed, and `helpers/tt/fixtures.py` where ttnn is.
+`helpers/frameworks.py` is loaded where JAX and PyTorch are installed, and `helpers/tt/fixtures.py`
+where ttnn is.
 """
 
 import os
@@ -9,7 +11,8 @@ import numpy as np
 import pytest
 from helpers import HAS_JAX
 
-# Two workers share two cores. Threads that wait for those of the other worker take three times as long.
+# Two workers share two cores. Threads that wait for those of the other worker take three times as
+# long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("NPROC", "1")  # read by XLA
@@ -18,7 +21,9 @@ pytest_plugins = ["pytester", "helpers.samples", "helpers.budget"]  # the first 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Load the frameworks where tests run: the process that only hands them to workers need not import any."""
+    """Load the frameworks where tests run: the process that only hands them to workers need not
+    import any.
+    """
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         plugin = "helpers.frameworks" if HAS_JAX else "helpers.tt.fixtures"
         config.pluginmanager.import_plugin(plugin)

@@ -1,7 +1,9 @@
-"""A pytest plugin of `tools/mutants`: records the lines that each test runs, or runs tests under each mutant.
+"""A pytest plugin of `tools/mutants`: records the lines that each test runs, or runs tests under
+each mutant.
 
-A server collects all tests once. For each request it forks; the child gives functions the code of the mutant, runs the
-tests, and answers with the first failure. Code that runs at import cannot be changed in this way, and is rejected.
+A server collects all tests once. For each request it forks; the child gives functions the code of
+the mutant, runs the tests, and answers with the first failure. Code that runs at import cannot be
+changed in this way, and is rejected.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import pytest
 
 FOLDER = os.environ["MUTANTS_FOLDER"]
 
-# ---- The map ---------------------------------------------------------------------------------------------------------
+# ---- The map -------------------------------------------------------------------------------------
 
 if "MUTANTS_MAP" in os.environ:
     import coverage
@@ -36,7 +38,8 @@ if "MUTANTS_MAP" in os.environ:
     CHILDREN = os.path.join(FOLDER, "children.ini")
     with open(CHILDREN, "w") as file:
         file.write(
-            f"[run]\ndata_file = {FOLDER}/lines-child\nsource_pkgs = {', '.join(os.environ['MUTANTS_MAP'].split())}\n"
+            f"[run]\ndata_file = {FOLDER}/lines-child\nsource_pkgs = "
+            f"{', '.join(os.environ['MUTANTS_MAP'].split())}\n"
             "context = ${MUTANTS_TEST}\nparallel = true\npatch = _exit\nsigterm = true\n"
             "disable_warnings = no-data-collected\n"
         )
@@ -54,7 +57,9 @@ if "MUTANTS_MAP" in os.environ:
         del os.environ["COVERAGE_PROCESS_START"]
         now = _processor()
         measured.switch_context("")
-        tier = next((name for name in ("thorough", "nightly") if item.get_closest_marker(name)), "short")
+        tier = next(
+            (name for name in ("thorough", "nightly") if item.get_closest_marker(name)), "short"
+        )
         row = [item.nodeid, now[0] - own, now[1] - others, tier]
         with open(os.path.join(FOLDER, f"times-{os.getpid()}"), "a") as file:
             file.write(json.dumps(row) + "\n")
@@ -64,7 +69,7 @@ if "MUTANTS_MAP" in os.environ:
         measured.save()
 
 
-# ---- The server ------------------------------------------------------------------------------------------------------
+# ---- The server ----------------------------------------------------------------------------------
 
 else:
     first_failure = ""
@@ -85,7 +90,9 @@ else:
         return True
 
     def _answer(session, items, request):
-        """Run the tests of a request in a child; return the first failure, "" if none, "no end", or the reason."""
+        """Run the tests of a request in a child; return the first failure, "" if none, "no end", or
+        the reason.
+        """
         unknown = [test for test in request["tests"] if test not in items]
         if unknown:
             return {"cannot": f"no such tests: {unknown[:3]}"}
@@ -143,8 +150,13 @@ else:
                     changed[name, one.co_firstlineno] = other
         done = 0
         for function in gc.get_objects():
-            if isinstance(function, FunctionType) and os.path.realpath(function.__code__.co_filename) == path:
-                code = changed.get((function.__code__.co_qualname, function.__code__.co_firstlineno))
+            if (
+                isinstance(function, FunctionType)
+                and os.path.realpath(function.__code__.co_filename) == path
+            ):
+                code = changed.get(
+                    (function.__code__.co_qualname, function.__code__.co_firstlineno)
+                )
                 if code is not None:
                     function.__code__ = code  # ValueError if it closes over other variables
                     done += 1
@@ -153,7 +165,9 @@ else:
 
     def _shape(code):
         """Return code without its source positions."""
-        constants = [_shape(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
+        constants = [
+            _shape(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts
+        ]
         return code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants
 
     def _outside(source):

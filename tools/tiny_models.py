@@ -1,4 +1,6 @@
-"""Tiny transformers models of any type with random weights, and inputs that fit them, for tools/coverage."""
+"""Tiny transformers models of any type with random weights, and inputs that fit them, for
+tools/coverage.
+"""
 
 import copy
 import importlib
@@ -55,7 +57,7 @@ RECIPES = (
 )
 """Recipes, the smallest first. The first one whose model runs is used."""
 
-# ---- Configurations --------------------------------------------------------------------------------------------------
+# ---- Configurations ------------------------------------------------------------------------------
 
 LEFT_OUT = re.compile(
     "transformers_version|architectures|(torch_)?dtype|stage_names|id2label|label2id|out_features"
@@ -85,7 +87,9 @@ AT_MOST = {
 """Largest values, by field name."""
 
 LAYERS = re.compile(r"(^|_)(layers?|depth|blocks)$")
-NOT_LAYERS = re.compile(r"feat_extract|cross_attn_every|n_every|upscale|residual_layers|moe_layer|mlp_only")
+NOT_LAYERS = re.compile(
+    r"feat_extract|cross_attn_every|n_every|upscale|residual_layers|moe_layer|mlp_only"
+)
 COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth")
 KV_HEADS = re.compile(r"(key_value|kv)_heads$|query_groups$|^multi_query_group_num$")
 HEADS = re.compile(r"(^|_)(heads?|nhead)$|_attention_heads_?\w*$")
@@ -115,7 +119,10 @@ KINDS = ("full_attention", "sliding_attention")
 SERIES = {"prediction_length": 24, "num_time_features": 1}
 COMPASS = {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in KINDS}}
 TALKER = {"shared_expert_intermediate_size": 64}
-HUNYUAN = {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2] * 4}}
+HUNYUAN = {
+    "head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2] * 4},
+}
 EXCEPTIONS = {
     "autoformer": SERIES,
     "informer": SERIES,
@@ -144,7 +151,12 @@ EXCEPTIONS = {
     "qwen3_omni_moe": {"talker_config": {"spatial_merge_size": 2, "text_config": TALKER}},
     "t5gemma2_encoder": {"text_config": {"dropout_rate": 0.0}},
     "t5gemma2_decoder": {"dropout_rate": 0.0},
-    "perceiver": {"d_model": 64, "d_latents": 64, "num_self_attends_per_block": 2, "num_latents": 32},
+    "perceiver": {
+        "d_model": 64,
+        "d_latents": 64,
+        "num_self_attends_per_block": 2,
+        "num_latents": 32,
+    },
 }
 """Values of fields by model type and part, if no rule finds them."""
 
@@ -156,8 +168,14 @@ def tiny_config(model_type, recipe):
 
 
 def _changed(values, changes):
-    """Return the values of a configuration with changes, those of its parts by the names of these."""
-    parts = {name: _changed(values.get(name) or {}, x) for name, x in changes.items() if name.endswith("_config")}
+    """Return the values of a configuration with changes, those of its parts by the names of
+    these.
+    """
+    parts = {
+        name: _changed(values.get(name) or {}, x)
+        for name, x in changes.items()
+        if name.endswith("_config")
+    }
     return {**values, **changes, **parts}
 
 
@@ -166,23 +184,39 @@ def _small(values, recipe):
     if values.get("model_type") in TIMM:
         values = CONFIG_MAPPING["resnet"](out_indices=[2, 3, 4]).to_dict()
     values = _given(values, recipe)
-    is_hierarchical = any(isinstance(x, list) and HIERARCHICAL.search(name) for name, x in values.items())
+    is_hierarchical = any(
+        isinstance(x, list) and HIERARCHICAL.search(name) for name, x in values.items()
+    )
     recipe = recipe._replace(width="kept") if is_hierarchical else recipe
     old = _first(values, *COUNTS, default=0)
-    kept = _kept_layers([x for x in values.values() if isinstance(x, (list, tuple)) and len(x) == old > 2], recipe)
+    kept = _kept_layers(
+        [x for x in values.values() if isinstance(x, (list, tuple)) and len(x) == old > 2], recipe
+    )
     recipe = recipe._replace(layers=len(kept)) if kept else recipe
     small = {}
     for name, x in values.items():
-        if isinstance(x, dict) and x and all(str(key).isdigit() and isinstance(y, dict) for key, y in x.items()):
+        if (
+            isinstance(x, dict)
+            and x
+            and all(str(key).isdigit() and isinstance(y, dict) for key, y in x.items())
+        ):
             layers = kept or range(recipe.layers or 10**6)
-            small[name] = {layers.index(int(key)): _small(y, recipe) for key, y in x.items() if int(key) in layers}
+            small[name] = {
+                layers.index(int(key)): _small(y, recipe)
+                for key, y in x.items()
+                if int(key) in layers
+            }
         elif isinstance(x, dict):
             is_part = "model_type" in x or name.endswith("_config")
             small[name] = _small(x, recipe) if is_part else _with_sections(x, values, recipe)
         elif isinstance(x, (list, tuple)):
             is_kept = is_hierarchical and "out" in name
             small[name] = (
-                list(x) if is_kept else [x[i] for i in kept] if kept and len(x) == old else _short(name, x, recipe)
+                list(x)
+                if is_kept
+                else [x[i] for i in kept]
+                if kept and len(x) == old
+                else _short(name, x, recipe)
             )
         elif x is None and (name != "head_dim" or recipe.derived):
             small[name] = ABSENT.get(name)
@@ -206,11 +240,17 @@ def _small(values, recipe):
 
 def _given(values, recipe):
     """Return the arguments of a configuration, without derived ones."""
-    cls = CONFIG_MAPPING[values["model_type"]] if values.get("model_type") in CONFIG_MAPPING else None
+    cls = (
+        CONFIG_MAPPING[values["model_type"]] if values.get("model_type") in CONFIG_MAPPING else None
+    )
     declared = getattr(cls, "__dataclass_fields__", {})
     values = {name: x for name, x in values.items() if not LEFT_OUT.fullmatch(name)}
     if declared:
-        values = {name: x for name, x in values.items() if name in declared or name == "model_type" or "config" in name}
+        values = {
+            name: x
+            for name, x in values.items()
+            if name in declared or name == "model_type" or "config" in name
+        }
     if recipe.derived:
         has_default = {name for name, each in declared.items() if each.default is not None}
         values = {
@@ -232,7 +272,9 @@ def _kept_layers(lists, recipe):
         return None
     kinds = [repr(kind) for kind in zip(*lists, strict=True)]
     firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)][:6]
-    return sorted({*firsts, *range(recipe.layers)}) if len(firsts) < recipe.layers else sorted(firsts)
+    return (
+        sorted({*firsts, *range(recipe.layers)}) if len(firsts) < recipe.layers else sorted(firsts)
+    )
 
 
 def _number(name, x, values, recipe):
@@ -273,7 +315,11 @@ def _short(name, x, recipe):
     if not is_places or max(x) <= count:
         return list(x)
     places = sorted({min(each, count - 1) for each in x})
-    return places if len(places) == len(x) or "out" not in name else [*range(count - len(x) + 1, count + 1)]
+    return (
+        places
+        if len(places) == len(x) or "out" not in name
+        else [*range(count - len(x) + 1, count + 1)]
+    )
 
 
 def _with_sections(values, whole, recipe):
@@ -281,20 +327,27 @@ def _with_sections(values, whole, recipe):
     if recipe.width != "fixed" or not isinstance(values, dict):
         return values
     small = {name: _with_sections(x, whole, recipe) for name, x in values.items()}
-    section = values.get("mrope_section") or ("rope_theta" in values and _own_section(whole.get("model_type")))
+    section = values.get("mrope_section") or (
+        "rope_theta" in values and _own_section(whole.get("model_type"))
+    )
     if section:
         half = int(_head_dim(whole) * _fraction(whole)) // 2
         parts = [each * half // sum(section) for each in section]
-        small["mrope_section"] = [part + (place < half - sum(parts)) for place, part in enumerate(parts)]
+        small["mrope_section"] = [
+            part + (place < half - sum(parts)) for place, part in enumerate(parts)
+        ]
     return small
 
 
 def _head_dim(values):
-    """Return the small head_dim of a part, with two pairs per axis; one independent of the width stays unchanged."""
+    """Return the small head_dim of a part, with two pairs per axis; one independent of the width
+    stays unchanged.
+    """
     if "qk_rope_head_dim" in values:
         return 16 if _sections(values) else 8
     dim, heads, hidden = (
-        _first(values, name, default=0) for name in ("head_dim", "num_attention_heads", "hidden_size")
+        _first(values, name, default=0)
+        for name in ("head_dim", "num_attention_heads", "hidden_size")
     )
     small = 32 if dim and heads and hidden and dim * heads != hidden else 16
     return max(small, int(16 / _fraction(values))) if dim and _sections(values) else small
@@ -302,13 +355,17 @@ def _head_dim(values):
 
 def _sections(values):
     """Return the sections of RoPE of a part, if it has some."""
-    return (values.get("rope_parameters") or {}).get("mrope_section") or _own_section(values.get("model_type"))
+    return (values.get("rope_parameters") or {}).get("mrope_section") or _own_section(
+        values.get("model_type")
+    )
 
 
 def _fraction(values):
     """Return the share of the features of a head that RoPE turns."""
     return (
-        (values.get("rope_parameters") or {}).get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
+        (values.get("rope_parameters") or {}).get("partial_rotary_factor")
+        or values.get("partial_rotary_factor")
+        or 1.0
     )
 
 
@@ -322,7 +379,7 @@ def _own_section(model_type):
     return found and json.loads(found[1])
 
 
-# ---- Models ----------------------------------------------------------------------------------------------------------
+# ---- Models --------------------------------------------------------------------------------------
 
 
 def classes_of(model_type):
@@ -361,7 +418,11 @@ class NoAttention(Exception):
 def attention_layers(model):
     """Return the names of the innermost attention modules with projections."""
     modules = dict(model.named_modules())
-    names = [name for name, module in modules.items() if re.search("Attention|Attn", type(module).__name__)]
+    names = [
+        name
+        for name, module in modules.items()
+        if re.search("Attention|Attn", type(module).__name__)
+    ]
     inner = [
         name
         for name in names
@@ -392,13 +453,15 @@ def build(cls, config):
         if not x.is_floating_point():
             continue
         if x.ndim <= 1:
-            parameter.data = torch.randn(x.shape) * 0.3 + (1.0 if x.numel() and x.mean() > 0.5 else 0.0)
+            parameter.data = torch.randn(x.shape) * 0.3 + (
+                1.0 if x.numel() and x.mean() > 0.5 else 0.0
+            )
         elif "att" in name.lower():
             parameter.data = torch.randn(x.shape) / math.sqrt(x[0].numel())
     return model
 
 
-# ---- Inputs ----------------------------------------------------------------------------------------------------------
+# ---- Inputs --------------------------------------------------------------------------------------
 
 
 class Call(NamedTuple):
@@ -430,7 +493,9 @@ def every_value(config, *names):
 
 
 def makers_of(model, generator):
-    """Return functions that make an input, by its name; several if its shape depends on the model."""
+    """Return functions that make an input, by its name; several if its shape depends on the
+    model.
+    """
     config, parameters = model.config, inspect.signature(model.forward).parameters
 
     def normal(*shape):
@@ -450,31 +515,64 @@ def makers_of(model, generator):
     except (AttributeError, NotImplementedError):
         words = whole("vocab_size", default=VOCABULARY)
     tokens = [integers(max(0, min(3, words - 2)), max(min(words, 200), 2), SEQUENCES, TOKENS)]
-    first = [x.shape[-1] for count in (1, 2) for x in [*model.parameters()][:4] if x.ndim == count]  # input widths
+    first = [
+        x.shape[-1] for count in (1, 2) for x in [*model.parameters()][:4] if x.ndim == count
+    ]  # input widths
 
     channels, patch = (
-        whole(*each, default=8) for each in (("num_channels", "in_channels", "in_chans"), ("patch_size",))
+        whole(*each, default=8)
+        for each in (("num_channels", "in_channels", "in_chans"), ("patch_size",))
     )
-    size, frames = find(config, "image_size", default=64), whole("num_frames", "frames_per_clip", default=4)
-    height, width = size if isinstance(size, (list, tuple)) else (size, size) if isinstance(size, int) else (64, 64)
+    size, frames = (
+        find(config, "image_size", default=64),
+        whole("num_frames", "frames_per_clip", default=4),
+    )
+    height, width = (
+        size
+        if isinstance(size, (list, tuple))
+        else (size, size)
+        if isinstance(size, int)
+        else (64, 64)
+    )
     channels = 3 if channels == 8 else channels
     image = (channels, height, width)
-    images = [image, (channels, 64, 64), (channels, 224, 224), (1, *image), (frames, *image), (1, 1, *image)]
+    images = [
+        image,
+        (channels, 64, 64),
+        (channels, 224, 224),
+        (1, *image),
+        (frames, *image),
+        (1, 1, *image),
+    ]
     images += [(channels, patch, 64 * patch)] + [(64, each) for each in first]
     pixels = [normal(SEQUENCES, *each) for each in images] + [normal(SEQUENCES * frames, *image)]
     if {"grid_thw", "image_grid_thw"} & parameters.keys():
         flat = {channels * depth * patch**2 for depth in (1, 2)} | {*first}
         count = 64 * SEQUENCES
-        pixels = [normal(count, each) for each in sorted(flat)] + [normal(1, count, channels, patch, patch)]
+        pixels = [normal(count, each) for each in sorted(flat)] + [
+            normal(1, count, channels, patch, patch)
+        ]
         pixels += [normal(count, channels, patch, patch)]
 
-    names = ("num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels", "feature_projection_input_dim")
+    names = (
+        "num_mel_bins",
+        "input_feat_per_channel",
+        "feature_size",
+        "n_mels",
+        "feature_projection_input_dim",
+    )
     mels = [
-        x for x in every_value(config, *names, "input_dim", "input_size", "hidden_size") if type(x) is int
+        x
+        for x in every_value(config, *names, "input_dim", "input_size", "hidden_size")
+        if type(x) is int
     ] + first or [80]
     length = whole("max_source_positions", default=64)
     length = 2 * length if length <= 3000 else 128
-    features = [shape for mel in mels for shape in ((mel, length), (128, mel), (mel, 128), (200, mel), (mel, 200))]
+    features = [
+        shape
+        for mel in mels
+        for shape in ((mel, length), (128, mel), (mel, 128), (200, mel), (mel, 200))
+    ]
     features += [(1, 128, mels[0]), (1, whole("spec_size", default=256), mels[0])]
     features = [normal(SEQUENCES, *each) for each in features]
     if "feature_lens" in parameters:
@@ -482,11 +580,16 @@ def makers_of(model, generator):
     sounds = [(10000,), (1, 10000), (whole("max_length", default=128), mels[0]), (128, mels[0])]
     sounds = [normal(SEQUENCES, *each) for each in sounds]
 
-    widths = every_value(config, "hidden_size", "d_model", "embed_dim", "encoder_hidden_size") or [64]
+    widths = every_value(config, "hidden_size", "d_model", "embed_dim", "encoder_hidden_size") or [
+        64
+    ]
     states = [normal(SEQUENCES, TOKENS, each) for each in [*widths, *mels] if type(each) is int]
     series = whole("num_input_channels", "input_size", default=1)
     context = whole("context_length", "prediction_length", "patch_length", default=32)
-    steps, times = context + max(find(config, "lags_sequence", default=[0])), whole("num_time_features", default=0)
+    steps, times = (
+        context + max(find(config, "lags_sequence", default=[0])),
+        whole("num_time_features", default=0),
+    )
     places = [[x, y] for x in range(8) for y in range(8)]
     return {
         "input_ids": tokens,
@@ -509,15 +612,22 @@ def makers_of(model, generator):
         "encoder_hidden_states": states,
         "t_cond": [normal(1, 1, widths[0])],
         **{key: [constant([[1, 8, 8]] * SEQUENCES)] for key in ("grid_thw", "image_grid_thw")},
-        **{key: [constant([[8, 8]] * SEQUENCES)] for key in ("target_sizes", "tgt_sizes", "spatial_shapes")},
+        **{
+            key: [constant([[8, 8]] * SEQUENCES)]
+            for key in ("target_sizes", "tgt_sizes", "spatial_shapes")
+        },
         "pixel_position_ids": [constant([places] * SEQUENCES)],
         "pixel_attention_mask": [constant(torch.ones(SEQUENCES, 64, dtype=torch.long))],
         "flattened_patches": [
-            lambda: torch.cat([torch.tensor([places] * SEQUENCES) + 1.0, normal(SEQUENCES, 64, first[0])()], -1)
+            lambda: torch.cat(
+                [torch.tensor([places] * SEQUENCES) + 1.0, normal(SEQUENCES, 64, first[0])()], -1
+            )
         ],
         "mask": [constant(torch.ones(SEQUENCES, TOKENS, dtype=torch.bool))],
         "feature_lens": [constant([200] * SEQUENCES)],
-        "input_features_mask": [constant(torch.ones(SEQUENCES, each, dtype=torch.long)) for each in (length, 128, 200)],
+        "input_features_mask": [
+            constant(torch.ones(SEQUENCES, each, dtype=torch.long)) for each in (length, 128, 200)
+        ],
     }
 
 
@@ -529,12 +639,20 @@ MODALITIES = (
 
 
 def inputs_for(model, seed, *, every=False):
-    """Yield functions that make keyword arguments for a model, the likeliest first; with `every`, all at once."""
+    """Yield functions that make keyword arguments for a model, the likeliest first; with `every`,
+    all at once.
+    """
     makers = makers_of(model, torch.Generator().manual_seed(seed))
     parameters = inspect.signature(model.forward).parameters
-    chosen = [name for name, each in parameters.items() if each.default is each.empty and each.kind not in VARIABLE]
+    chosen = [
+        name
+        for name, each in parameters.items()
+        if each.default is each.empty and each.kind not in VARIABLE
+    ]
     main = getattr(model, "main_input_name", "input_ids")
-    main = main if main in parameters else next((name for name in makers if name in parameters), main)
+    main = (
+        main if main in parameters else next((name for name in makers if name in parameters), main)
+    )
     chosen = [*dict.fromkeys([*chosen, main])]
     if getattr(model.config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
         chosen = [*dict.fromkeys([*chosen, "decoder_input_ids"])]
@@ -542,7 +660,10 @@ def inputs_for(model, seed, *, every=False):
     others = [x for x in makers if x in parameters and x not in chosen]
     sets = [chosen, full, *([*chosen, x] for x in others), *([x] for x in others)]
     if every:
-        sets = [full, *([*chosen, x] for x in ("encoder_hidden_states", "pixel_values") if x in others)]
+        sets = [
+            full,
+            *([*chosen, x] for x in ("encoder_hidden_states", "pixel_values") if x in others),
+        ]
     known = [names for names in sets if all(name in makers for name in names)]
     choices = [product(*(makers[name] for name in names)) for names in known]
     for row in zip_longest(*choices):  # the first choices before any second choice
@@ -553,13 +674,18 @@ def inputs_for(model, seed, *, every=False):
 
 def placed(inputs, config, reason):
     """Return inputs with the number of image or audio tokens that an error requires, or None."""
-    found = re.search(r"(\w+) features and \w+ tokens do not match.*?tokens:? *\d+.*?features:? *(\d+)", reason)
+    found = re.search(
+        r"(\w+) features and \w+ tokens do not match.*?tokens:? *\d+.*?features:? *(\d+)", reason
+    )
     if found is None or "input_ids" not in inputs:
         return None
     kind, count = found[1].lower(), int(found[2]) // SEQUENCES
     token = find(config, f"{kind}_token_id", f"{kind}_token_index")
     first, rest = inputs["input_ids"][:, : TOKENS // 2], inputs["input_ids"][:, TOKENS // 2 :]
-    return {**inputs, "input_ids": torch.cat([first, torch.full((SEQUENCES, count), token), rest], dim=1)}
+    return {
+        **inputs,
+        "input_ids": torch.cat([first, torch.full((SEQUENCES, count), token), rest], dim=1),
+    }
 
 
 def call_of(model, part="", *, every=False):
@@ -575,7 +701,9 @@ def call_of(model, part="", *, every=False):
             try:
                 ran = _run(model, called, inputs)
             except Exception as error:
-                reasons.append(f"{type(called).__name__}({', '.join(inputs)}): {type(error).__name__}: {error}")
+                reasons.append(
+                    f"{type(called).__name__}({', '.join(inputs)}): {type(error).__name__}: {error}"
+                )
                 inputs = placed(inputs, called.config, str(error)) if every else None
                 if inputs is None:
                     break
@@ -584,8 +712,14 @@ def call_of(model, part="", *, every=False):
             fresh = {name: make() for name, make in making.items()}
             fresh |= {"input_ids": inputs["input_ids"]} if every and "input_ids" in inputs else {}
             return Call(part, inputs, fresh, ran)
-    unknown = [name for name in inspect.signature(called.forward).parameters if name not in makers_of(called, None)]
-    raise ValueError(" | ".join(reasons) or f"{type(called).__name__}: no inputs are known for {unknown}")
+    unknown = [
+        name
+        for name in inspect.signature(called.forward).parameters
+        if name not in makers_of(called, None)
+    ]
+    raise ValueError(
+        " | ".join(reasons) or f"{type(called).__name__}: no inputs are known for {unknown}"
+    )
 
 
 def _run(model, called, inputs):
@@ -603,7 +737,9 @@ def _run(model, called, inputs):
 
 
 def more_calls(model, missing):
-    """Yield calls of parts of a model, and of all its modalities, that reach modules which have not run."""
+    """Yield calls of parts of a model, and of all its modalities, that reach modules which have not
+    run.
+    """
     missing = set(missing)
     for name, part in [*model.named_modules(), ("", model)][1:]:
         if isinstance(part, PreTrainedModel) and any(
@@ -644,7 +780,11 @@ def tiny_model(model_type):
             except Exception as error:
                 reasons.append(f"{cls.__name__}: {type(error).__name__}: {error}")
                 continue
-            first = first or (model, Call("", {}, {}, set()), f"{cls.__name__}, {recipe}, parts alone")
+            first = first or (
+                model,
+                Call("", {}, {}, set()),
+                f"{cls.__name__}, {recipe}, parts alone",
+            )
             try:
                 return model, call_of(model), f"{cls.__name__}, {recipe}"
             except ValueError as error:
@@ -653,20 +793,59 @@ def tiny_model(model_type):
         return first
     if lacking:
         raise NoAttention
-    raise ValueError(" | ".join(dict.fromkeys(each.replace("\n", " ")[:300] for each in reasons)) or "no model class")
+    raise ValueError(
+        " | ".join(dict.fromkeys(each.replace("\n", " ")[:300] for each in reasons))
+        or "no model class"
+    )
 
 
-# ---- Layers alone ----------------------------------------------------------------------------------------------------
+# ---- Layers alone --------------------------------------------------------------------------------
 
 QUERIES = (
-    *("hidden_states", "hidden_state", "queries", "query", "query_states", "query_tensor", "input_tensor", "inputs"),
-    *("input", "x", "q", "latents", "target", "current_vision_features", "vision_features", "single_states"),
+    *(
+        "hidden_states",
+        "hidden_state",
+        "queries",
+        "query",
+        "query_states",
+        "query_tensor",
+        "input_tensor",
+        "inputs",
+    ),
+    *(
+        "input",
+        "x",
+        "q",
+        "latents",
+        "target",
+        "current_vision_features",
+        "vision_features",
+        "single_states",
+    ),
 )
 """Names of the tokens that a layer makes queries of."""
 
 KEYS = (
-    *("keys", "key", "key_states", "k", "key_value_states", "encoder_hidden_states", "key_hidden_states", "context"),
-    *("kv", "memory", "values", "value", "value_states", "v", "value_hidden_states", "cross_attention_states"),
+    *(
+        "keys",
+        "key",
+        "key_states",
+        "k",
+        "key_value_states",
+        "encoder_hidden_states",
+        "key_hidden_states",
+        "context",
+    ),
+    *(
+        "kv",
+        "memory",
+        "values",
+        "value",
+        "value_states",
+        "v",
+        "value_hidden_states",
+        "cross_attention_states",
+    ),
     *("text_features", "image_features"),
 )
 """Names of the tokens from which it makes keys and values."""
@@ -679,7 +858,9 @@ AROUND = 3
 
 
 def calls_alone(model, names):
-    """Yield calls of layers alone, or of the modules right around them, that run layers with some names."""
+    """Yield calls of layers alone, or of the modules right around them, that run layers with some
+    names.
+    """
     missing = set(names)
     for name in names:
         part = name
@@ -693,14 +874,23 @@ def calls_alone(model, names):
 
 
 def _call_alone(model, part):
-    """Return a call of a module that is not a model, with inputs by the names of its parameters; None if all fail."""
+    """Return a call of a module that is not a model, with inputs by the names of its parameters;
+    None if all fail.
+    """
     called, made = model.get_submodule(part), []
     for seed in (1, 2):
-        made.append(list(islice(_inputs_alone(model, part, torch.Generator().manual_seed(seed)), TRIALS)))
+        made.append(
+            list(islice(_inputs_alone(model, part, torch.Generator().manual_seed(seed)), TRIALS))
+        )
     for first, second in zip(*made, strict=True):
         inputs = {name: make() for name, make in first.items()}
         with suppress(Exception):
-            return Call(part, inputs, {name: make() for name, make in second.items()}, _run(model, called, inputs))
+            return Call(
+                part,
+                inputs,
+                {name: make() for name, make in second.items()},
+                _run(model, called, inputs),
+            )
     return None
 
 
@@ -709,16 +899,29 @@ def _inputs_alone(model, part, generator):
     called = model.get_submodule(part)
     parameters = inspect.signature(called.forward).parameters
     makers = _makers_alone(model, part, generator)
-    needed = [name for name, each in parameters.items() if each.default is each.empty and each.kind not in VARIABLE]
-    is_cross = re.search(r"cross|encoder_attn|encoder_decoder", f"{part} {type(called).__name__}".lower())
-    more = [name for name in KEYS if name in parameters and name not in needed][:1] if is_cross else []
+    needed = [
+        name
+        for name, each in parameters.items()
+        if each.default is each.empty and each.kind not in VARIABLE
+    ]
+    is_cross = re.search(
+        r"cross|encoder_attn|encoder_decoder", f"{part} {type(called).__name__}".lower()
+    )
+    more = (
+        [name for name in KEYS if name in parameters and name not in needed][:1] if is_cross else []
+    )
     places = [name for name in PLACES if name in parameters]
     sets = [[*needed, *more, *places], [*needed, *more], [*needed, *places], needed]
     for names in dict.fromkeys(tuple(dict.fromkeys(each)) for each in sets):
         if all(name in makers for name in names):
             several = [makers[name] for name in names]
-            for place in range(max(map(len, several), default=0)):  # the same of all, such as their width
-                yield {name: each[min(place, len(each) - 1)] for name, each in zip(names, several, strict=True)}
+            for place in range(
+                max(map(len, several), default=0)
+            ):  # the same of all, such as their width
+                yield {
+                    name: each[min(place, len(each) - 1)]
+                    for name, each in zip(names, several, strict=True)
+                }
             for choice in product(*several):
                 yield dict(zip(names, choice, strict=True))
 
@@ -726,8 +929,12 @@ def _inputs_alone(model, part, generator):
 def _makers_alone(model, part, generator):
     """Return functions that make an input of a module that is not a model, by its name."""
     called = model.get_submodule(part)
-    linears = [x for x in called.modules() if getattr(getattr(x, "weight", None), "ndim", 0) in (2, 4)]
-    widths = list(dict.fromkeys(x.weight.shape[type(x).__name__ != "Conv1D"] for x in linears)) or [64]
+    linears = [
+        x for x in called.modules() if getattr(getattr(x, "weight", None), "ndim", 0) in (2, 4)
+    ]
+    widths = list(dict.fromkeys(x.weight.shape[type(x).__name__ != "Conv1D"] for x in linears)) or [
+        64
+    ]
     is_first = all(getattr(x, "batch_first", True) for x in called.modules())
 
     def normal(*shape):
@@ -742,23 +949,40 @@ def _makers_alone(model, part, generator):
     widths = widths[:3]
     queries = [tokens(width) for width in widths]
     queries += [
-        normal(SEQUENCES, width, 4, TOKENS // 4) for width in widths[:1] if any(x.weight.ndim == 4 for x in linears)
+        normal(SEQUENCES, width, 4, TOKENS // 4)
+        for width in widths[:1]
+        if any(x.weight.ndim == 4 for x in linears)
     ]
     queries += [normal(SEQUENCES, 4, TOKENS // 4, width) for width in widths[:1]]
     queries += [normal(SEQUENCES, 1, TOKENS, width) for width in widths[:1]]
     keys = [tokens(width, TOKENS - 5) for width in widths]
-    keys += [normal(SEQUENCES, 1, TOKENS - 5, width) for width in widths[:1]] * (len(queries) - len(keys))
+    keys += [normal(SEQUENCES, 1, TOKENS - 5, width) for width in widths[:1]] * (
+        len(queries) - len(keys)
+    )
     if "cu_seqlens" in inspect.signature(called.forward).parameters:
         joined = SEQUENCES * TOKENS
-        queries = [normal(*shape) for width in widths for shape in ((joined, width), (1, joined, width))]
+        queries = [
+            normal(*shape) for width in widths for shape in ((joined, width), (1, joined, width))
+        ]
     places = torch.arange(TOKENS)[None].expand(SEQUENCES, -1)
     rotary = [constant(x) for x in _angles(model, part)]
-    nothing = ("attention_bias", "attention_mask", "mask", "cache", "past_key_values", "alibi", "head_mask")
+    nothing = (
+        "attention_bias",
+        "attention_mask",
+        "mask",
+        "cache",
+        "past_key_values",
+        "alibi",
+        "head_mask",
+    )
     return {
         **dict.fromkeys(QUERIES, queries),
         **dict.fromkeys(KEYS, keys),
         **{name: [*rotary, *queries] for name in ("position_embeddings", "rotary_pos_emb")},
-        **{name: [constant(x[place]) for x in _angles(model, part)] for place, name in enumerate(("cos", "sin"))},
+        **{
+            name: [constant(x[place]) for x in _angles(model, part)]
+            for place, name in enumerate(("cos", "sin"))
+        },
         **{name: [*queries, *keys] for name in ("object_queries", "spatial_position_embeddings")},
         **{name: [constant(None)] for name in nothing},
         **{name: [constant(places)] for name in ("position_ids", "positions")},
@@ -772,13 +996,20 @@ def _makers_alone(model, part, generator):
 
 
 def _angles(model, part):
-    """Yield cosines and sines of the positions of tokens, as modules of a model that rotate return them."""
+    """Yield cosines and sines of the positions of tokens, as modules of a model that rotate return
+    them.
+    """
     rotary = {name: each for name, each in model.named_modules() if "Rotary" in type(each).__name__}
     near = sorted(rotary, key=lambda name: not f"{part}.".startswith(f"{name.rpartition('.')[0]}."))
     places, x = torch.arange(TOKENS)[None], torch.zeros(1, TOKENS, 1)
     kinds = dict.fromkeys((getattr(model.get_submodule(part), "layer_type", None), *KINDS))
     for module in (rotary[name] for name in near):
-        for given in ((x, places), *((x, places, kind) for kind in kinds), (places,), (x, places.expand(3, 1, -1))):
+        for given in (
+            (x, places),
+            *((x, places, kind) for kind in kinds),
+            (places,),
+            (x, places.expand(3, 1, -1)),
+        ):
             with suppress(Exception), torch.no_grad():
                 made = module(*given)
                 if isinstance(made, tuple) and len(made) == 2:

@@ -1,12 +1,12 @@
 """Mock boards, for any TTNN code.
 
-ttnn can open a *mock* board: every operation checks its arguments and builds its program for the real grid of cores,
-but computes nothing. `board` opens one on any machine, without a toolchain, and `shadow` adds the values. Together they
-validate a program and compute its results:
+ttnn can open a *mock* board: every operation checks its arguments and builds its program for the
+real grid of cores, but computes nothing. `board` opens one on any machine, without a toolchain, and
+`shadow` adds the values. Together they validate a program and compute its results:
 
     with ttnn_mock.board("n150") as device:
-        x = ttnn.from_torch(torch.randn(2, 40, 64), dtype=ttnn.bfloat16, layout=ttnn.TILE_LAYOUT, device=device)
-        y = ttnn.to_torch(ttnn.softmax(x, dim=-1))
+        x = ttnn.from_torch(torch.randn(2, 40, 64), dtype=ttnn.bfloat16, layout=ttnn.TILE_LAYOUT,
+        device=device) y = ttnn.to_torch(ttnn.softmax(x, dim=-1))
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import ttnn
 
 from ttnn_mock.shadows import shadow
 
-# ---- Descriptions in tt-umd's format ---------------------------------------------------------------------------------
+# ---- Descriptions in tt-umd's format -------------------------------------------------------------
 
 _BLACKHOLE = """\
 arch: {0: blackhole}
@@ -39,14 +39,28 @@ boards: [[board_id: 4476187513037, board_type: %s, chips: [0]]]
 
 
 def _t3000() -> str:
-    """Return four n300: chips 0..3 are connected to the host, 4..7 to these; two links between neighbors."""
+    """Return four n300: chips 0..3 are connected to the host, 4..7 to these; two links between
+    neighbors.
+    """
     columns = range(4)
-    pairs = [(f"chip: {c}, chan: {8 + link}", f"chip: {c + 4}, chan: {link}") for c in columns for link in (0, 1)]
+    pairs = [
+        (f"chip: {c}, chan: {8 + link}", f"chip: {c + 4}, chan: {link}")
+        for c in columns
+        for link in (0, 1)
+    ]
     for row in (0, 4):
         for chip in (row, row + 1, row + 2):
-            pairs += [(f"chip: {chip}, chan: {14 + link}", f"chip: {chip + 1}, chan: {6 + link}") for link in (0, 1)]
-    harvesting = [f"{{noc_translation: true, harvest_mask: {65 if c in columns else 5}}}" for c in range(8)]
-    boards = [f"[board_id: {72058994491072686 + c}, board_type: n300, chips: [{c}, {c + 4}]]" for c in columns]
+            pairs += [
+                (f"chip: {chip}, chan: {14 + link}", f"chip: {chip + 1}, chan: {6 + link}")
+                for link in (0, 1)
+            ]
+    harvesting = [
+        f"{{noc_translation: true, harvest_mask: {65 if c in columns else 5}}}" for c in range(8)
+    ]
+    boards = [
+        f"[board_id: {72058994491072686 + c}, board_type: n300, chips: [{c}, {c + 4}]]"
+        for c in columns
+    ]
     lines = [
         f"arch: {{{', '.join(f'{chip}: wormhole_b0' for chip in range(8))}}}",
         f"chips: {{{', '.join(f'{chip}: [{chip % 4}, {chip // 4}, 0, 0]' for chip in range(8))}}}",
@@ -82,16 +96,18 @@ boards: [[board_id: 72058994491072686, board_type: n300, chips: [0, 1]]]
     "p100": _BLACKHOLE % (3, "p100"),
     "p150": _BLACKHOLE % (0, "p150"),
 }
-"""n150 is one Wormhole, n300 a 1 x 2 mesh of them, t3000 four n300 (a 2 x 4 or 1 x 8 mesh); p100 and p150 are
-Blackholes."""
+"""n150 is one Wormhole, n300 a 1 x 2 mesh of them, t3000 four n300 (a 2 x 4 or 1 x 8 mesh); p100
+and p150 are Blackholes.
+"""
 
 MESHES = {"n300": (1, 2), "t3000": (1, 8)}
 """Mesh shapes in which `ttnn_mock.board` opens boards of several chips."""
 
-# ---- Opening ---------------------------------------------------------------------------------------------------------
+# ---- Opening -------------------------------------------------------------------------------------
 
-# Compiler that ttnn calls. Its version text is part of the cache key of kernels, so that nothing compiled here can pass
-# for a real kernel. The shell writes the file itself, which saves the process of `cp`.
+# Compiler that ttnn calls. Its version text is part of the cache key of kernels, so that nothing
+# compiled here can pass for a real kernel. The shell writes the file itself, which saves the
+# process of `cp`.
 _COMPILER = """\
 #!/bin/sh
 case "$*" in *--version*) echo "riscv-tt-elf-g++ (ttnn_mock)"; exit;; esac
@@ -110,7 +126,8 @@ def is_in_use() -> bool:
 def use(board: str) -> None:
     """Select a mock board for this process, until its end.
 
-    Writes only to `$XDG_CACHE_HOME/ttnn_mock` (`~/.cache/ttnn_mock`), not to ttnn's cache of kernels.
+    Writes only to `$XDG_CACHE_HOME/ttnn_mock` (`~/.cache/ttnn_mock`), not to ttnn's cache of
+    kernels.
 
     Args:
         board: `n150`, `n300`, `t3000`, `p100` or `p150`.
@@ -123,26 +140,39 @@ def use(board: str) -> None:
     if board not in BOARDS:
         raise ValueError(f"board must be one of {list(BOARDS)}, got {board=}")
     if _used not in (None, board):
-        raise RuntimeError(f"board must stay the same for the whole process, got {board!r} after {_used!r}")
+        raise RuntimeError(
+            f"board must stay the same for the whole process, got {board!r} after {_used!r}"
+        )
     package = Path(ttnn.__file__).parent  # pyright: ignore
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    root = cache / "ttnn_mock" / f"{zlib.crc32(str(package).encode()):08x}"  # two environments must not share one
+    root = (
+        cache / "ttnn_mock" / f"{zlib.crc32(str(package).encode()):08x}"
+    )  # two environments must not share one
     if any(character.isspace() for character in str(root)):
         raise ValueError(
-            f"the cache folder must have no blanks in its path, which ttnn's build cannot take, got {root}"
+            f"the cache folder must have no blanks in its path, which ttnn's build cannot take, "
+            f"got {root}"
         )
     binaries = root / "runtime" / "sfpi" / "compiler" / "bin"
     binaries.mkdir(parents=True, exist_ok=True)
-    for name in ("tt_metal", "ttnn", "runtime/hw"):  # without the last, each process links all kernels again
+    for name in (
+        "tt_metal",
+        "ttnn",
+        "runtime/hw",
+    ):  # without the last, each process links all kernels again
         with suppress(FileExistsError):  # by an earlier process, or another one right now
             (root / name).symlink_to(package / name)
     kernel = "".join(f"\\{byte:03o}" for byte in _kernel_elf())
     _write(binaries / "riscv-tt-elf-g++", _COMPILER.replace("KERNEL", kernel).encode(), mode=0o755)
     _write(root / f"{board}.yaml", BOARDS[board].encode())
     os.environ["TT_METAL_RUNTIME_ROOT"] = str(root)
-    os.environ["TT_METAL_CACHE"] = f"{root}/cache/"  # without the slash ttnn appends its key to the name
+    os.environ["TT_METAL_CACHE"] = (
+        f"{root}/cache/"  # without the slash ttnn appends its key to the name
+    )
     os.environ["TT_METAL_MOCK_CLUSTER_DESC_PATH"] = str(root / f"{board}.yaml")
-    os.environ.setdefault("TT_METAL_LOGS_PATH", str(root))  # otherwise "generated" appears in the working directory
+    os.environ.setdefault(
+        "TT_METAL_LOGS_PATH", str(root)
+    )  # otherwise "generated" appears in the working directory
     os.environ.setdefault("TT_METAL_LOGGER_LEVEL", "fatal")
     os.environ.setdefault("TT_METAL_DISABLE_BACKTRACE", "1")
     ttnn.begin_trace_capture = _refuse_traces  # a trace would end the process
@@ -150,7 +180,10 @@ def use(board: str) -> None:
 
 
 def _refuse_traces(*_: Any, **__: Any) -> None:
-    raise RuntimeError(f"begin_trace_capture must have a device that computes, got a mock {_used}, which has no queue")
+    raise RuntimeError(
+        f"begin_trace_capture must have a device that computes, got a mock {_used}, which has no "
+        f"queue"
+    )
 
 
 @contextmanager
@@ -159,8 +192,9 @@ def board(name: str = "n150", *, values: bool = True) -> Iterator[ttnn.MeshDevic
 
     Args:
         name: `n150`, `n300` (a mesh of 1 x 2), `t3000` (1 x 8), `p100` or `p150`.
-        values: also compute values, by golden functions, which requires torch; each chip of a mesh has its own. Without
-            values programs of any size are validated, and reading back a tensor is an error.
+        values: also compute values, by golden functions, which requires torch; each chip of a mesh
+            has its own. Without values programs of any size are validated, and reading back a
+            tensor is an error.
 
     Yields:
         Device.
@@ -174,8 +208,12 @@ def board(name: str = "n150", *, values: bool = True) -> Iterator[ttnn.MeshDevic
         if name in MESHES:
             ttnn.set_fabric_config(ttnn.FabricConfig.FABRIC_1D)  # only before a mesh is opened
             stack.callback(ttnn.set_fabric_config, ttnn.FabricConfig.DISABLED)
-            workers = ttnn.DispatchCoreConfig(ttnn.DispatchCoreType.WORKER)  # the default cores are not validated
-            device = ttnn.open_mesh_device(ttnn.MeshShape(*MESHES[name]), dispatch_core_config=workers)
+            workers = ttnn.DispatchCoreConfig(
+                ttnn.DispatchCoreType.WORKER
+            )  # the default cores are not validated
+            device = ttnn.open_mesh_device(
+                ttnn.MeshShape(*MESHES[name]), dispatch_core_config=workers
+            )
             stack.callback(ttnn.close_mesh_device, device)
         else:
             device = ttnn.open_device(device_id=0)
@@ -197,15 +235,19 @@ def _write(path: Path, content: bytes, mode: int = 0o644) -> None:
 
 
 def _kernel_elf(address: int = 0x10000) -> bytes:
-    """Return the smallest kernel that tt-metal's loader accepts: a text segment, a symbol table, a relocation section.
+    """Return the smallest kernel that tt-metal's loader accepts: a text segment, a symbol table, a
+    relocation section.
 
-    One file serves all processors of Wormhole and Blackhole; the loader checks neither the address nor the code.
+    One file serves all processors of Wormhole and Blackhole; the loader checks neither the address
+    nor the code.
     """
     names = b"\0.text\0.rela.text\0.symtab\0.strtab\0.shstrtab\0"
     text, symbols, strings = struct.pack("<I", 0x00008067), bytes(16), bytes(4)  # ret
     body = text + symbols + strings + names + bytes(-len(names) % 4)
     at, sections_at = 96, 96 + len(body)
-    header = struct.pack("<HHIIIIIHHHHHH", 2, 243, 1, address, 52, sections_at, 0, 52, 32, 1, 40, 6, 5)
+    header = struct.pack(
+        "<HHIIIIIHHHHHH", 2, 243, 1, address, 52, sections_at, 0, 52, 32, 1, 40, 6, 5
+    )
     segment = struct.pack("<8I", 1, at, address, address, len(text), len(text), 5, 16)
 
     def name(section: bytes) -> int:
@@ -220,4 +262,9 @@ def _kernel_elf(address: int = 0x10000) -> bytes:
         (name(b".shstrtab"), 3, 0, 0, at + 24, len(names), 0, 0, 1, 0),
     ]
     start = b"\x7fELF\x01\x01\x01" + bytes(9) + header + segment
-    return start + bytes(at - len(start)) + body + b"".join(struct.pack("<10I", *section) for section in sections)
+    return (
+        start
+        + bytes(at - len(start))
+        + body
+        + b"".join(struct.pack("<10I", *section) for section in sections)
+    )

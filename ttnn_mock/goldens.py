@@ -1,7 +1,7 @@
 """Golden functions of operations for which ttnn has none, or a wrong one.
 
-They accept the operations' arguments, with torch tensors instead of ttnn's, and raise errors for invalid arguments that
-the operations accept silently. `ttnn_mock` calls them.
+They accept the operations' arguments, with torch tensors instead of ttnn's, and raise errors for
+invalid arguments that the operations accept silently. `ttnn_mock` calls them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def golden(operation: str) -> Callable[[Golden], Golden]:
         operation: full name, such as `ttnn.experimental.dropout`.
 
     Returns:
-        Decorator for a function that accepts the operation's arguments, with torch tensors instead of ttnn's, and
-        returns its results.
+        Decorator for a function that accepts the operation's arguments, with torch tensors instead
+        of ttnn's, and returns its results.
     """
 
     def register(function: Golden) -> Golden:
@@ -42,7 +42,9 @@ def golden(operation: str) -> Callable[[Golden], Golden]:
 
 
 @golden("ttnn.linear")
-def _linear(a: torch.Tensor, b: torch.Tensor, *, bias: torch.Tensor | None = None, **keywords: Any) -> torch.Tensor:
+def _linear(
+    a: torch.Tensor, b: torch.Tensor, *, bias: torch.Tensor | None = None, **keywords: Any
+) -> torch.Tensor:
     """ttnn's raises for a bias of two elements, which it treats as a matrix."""
     bias = None if bias is None else bias.reshape(1, -1)
     return ttnn.get_golden_function(ttnn.linear)(a, b, bias=bias, **keywords)
@@ -54,13 +56,22 @@ def _scaled_dot_product_attention(
 ) -> torch.Tensor:
     """ttnn's is PyTorch's, whose CPU kernels return 0 for a non-finite query.
 
-    With float32 sums and exact exponentials the operation returns 0 for some rows: see `_lost_rows`.
+    With float32 sums and exact exponentials the operation returns 0 for some rows: see
+    `_lost_rows`.
     """
-    if keywords.get("sliding_window_size") and not keywords.get("is_causal", True) and key.shape[2] % TILE:
-        raise AssertionError(  # accepted by the operation, which then attends to the padding of the last tiles
-            f"keys must be whole tiles with a window that is not causal, got key.shape={tuple(key.shape)}"
+    if (
+        keywords.get("sliding_window_size")
+        and not keywords.get("is_causal", True)
+        and key.shape[2] % TILE
+    ):
+        # accepted by the operation, which then attends to the padding of the last tiles
+        raise AssertionError(
+            f"keys must be whole tiles with a window that is not causal, got "
+            f"key.shape={tuple(key.shape)}"
         )
-    context = _attend_unswallowed(ttnn.transformer.scaled_dot_product_attention, query, key, *others, **keywords)
+    context = _attend_unswallowed(
+        ttnn.transformer.scaled_dot_product_attention, query, key, *others, **keywords
+    )
     config, program_config = keywords.get("compute_kernel_config"), keywords.get("program_config")
     is_exact = program_config is not None and program_config.exp_approx_mode is False
     if is_exact and config is not None and config.fp32_dest_acc_en:
@@ -80,9 +91,9 @@ def _lost_rows(
 ) -> torch.Tensor:
     """Return the rows (B, N, T, 1) that the operation sets to 0, as measured on a simulator.
 
-    It truncates the largest score of a row to 8 bits. If it cuts off more than the largest exponent of float32, the
-    largest exponential of the row is infinite.
-    Source: docs/evidence/upstream-ttnn.md.
+    It truncates the largest score of a row to 8 bits. If it cuts off more than the largest exponent
+    of float32, the largest exponential of the row is infinite. Source:
+    docs/evidence/upstream-ttnn.md.
     """
     import torch
 
@@ -100,15 +111,22 @@ def _lost_rows(
 
 
 @golden("ttnn.transformer.scaled_dot_product_attention_decode")
-def _scaled_dot_product_attention_decode(query: torch.Tensor, *others: torch.Tensor, **keywords: Any) -> torch.Tensor:
+def _scaled_dot_product_attention_decode(
+    query: torch.Tensor, *others: torch.Tensor, **keywords: Any
+) -> torch.Tensor:
     """Golden function for one token."""
     config = keywords.get("compute_kernel_config")
     most = 128 if config is not None and config.fp32_dest_acc_en else 256
-    if query.shape[3] > most and query.shape[3] % most:  # accepted by the operation, which then returns garbage
+    if (
+        query.shape[3] > most and query.shape[3] % most
+    ):  # accepted by the operation, which then returns garbage
         raise AssertionError(
-            f"heads must have at most {most} features in a step, or a multiple of that, got {tuple(query.shape)}"
+            f"heads must have at most {most} features in a step, or a multiple of that, got "
+            f"{tuple(query.shape)}"
         )
-    return _attend_unswallowed(ttnn.transformer.scaled_dot_product_attention_decode, query, *others, **keywords)
+    return _attend_unswallowed(
+        ttnn.transformer.scaled_dot_product_attention_decode, query, *others, **keywords
+    )
 
 
 @golden("ttnn.transformer.paged_scaled_dot_product_attention_decode")
@@ -123,16 +141,25 @@ def _paged_scaled_dot_product_attention_decode(
     **keywords: Any,
 ) -> torch.Tensor:
     """Golden function over pages (pages, K, slots per page, H) of a table (B, P)."""
-    geometry = {"paged_cache_geometry": paged_cache_geometry, "cache_position_modulo": cache_position_modulo}
+    geometry = {
+        "paged_cache_geometry": paged_cache_geometry,
+        "cache_position_modulo": cache_position_modulo,
+    }
     _refuse_views("paged_scaled_dot_product_attention_decode", geometry)
     table = page_table_tensor.long()
-    if table.max() >= keys.shape[0]:  # accepted by the operation, which then reads outside the cache
-        raise AssertionError(f"a page table must contain pages below {keys.shape[0]}, got {int(table.max())}")
+    if (
+        table.max() >= keys.shape[0]
+    ):  # accepted by the operation, which then reads outside the cache
+        raise AssertionError(
+            f"a page table must contain pages below {keys.shape[0]}, got {int(table.max())}"
+        )
     in_order = (pages[table.clamp(min=0)].transpose(1, 2).flatten(2, 3) for pages in (keys, values))
     return _scaled_dot_product_attention_decode(query, *in_order, **keywords)
 
 
-def _attend_unswallowed(operation: Any, query: torch.Tensor, *others: torch.Tensor, **keywords: Any) -> torch.Tensor:
+def _attend_unswallowed(
+    operation: Any, query: torch.Tensor, *others: torch.Tensor, **keywords: Any
+) -> torch.Tensor:
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -143,13 +170,20 @@ def _attend_unswallowed(operation: Any, query: torch.Tensor, *others: torch.Tens
 
 @golden("ttnn.experimental.nlp_create_qkv_heads")
 def _nlp_create_qkv_heads(
-    packed: torch.Tensor, *, num_heads: int, num_kv_heads: int, transpose_k_heads: bool = True, **_: Any
+    packed: torch.Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    transpose_k_heads: bool = True,
+    **_: Any,
 ) -> list[torch.Tensor]:
     """(B, 1, S, (N + 2 K) H) -> (B, N, S, H) and twice (B, K, S, H)."""
     batch_size, seq_len = packed.shape[0], packed.shape[2]
     head_dim = packed.shape[3] // (num_heads + 2 * num_kv_heads)
     if head_dim % TILE:  # accepted by the operation, which then returns heads of another width
-        raise AssertionError(f"head_dim must be a multiple of {TILE} for nlp_create_qkv_heads, got {head_dim}")
+        raise AssertionError(
+            f"head_dim must be a multiple of {TILE} for nlp_create_qkv_heads, got {head_dim}"
+        )
     heads = packed.reshape(batch_size, seq_len, -1, head_dim).transpose(1, 2)
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
     return [q, k.transpose(2, 3) if transpose_k_heads else k, v]
@@ -168,7 +202,9 @@ def _nlp_create_qkv_heads_decode(
 def _nlp_concat_heads(x: torch.Tensor, **_: Any) -> torch.Tensor:
     """(B, N, T, H) -> (B, 1, T, N * H)."""
     if x.shape[3] % TILE:  # accepted by the operation, which concatenates whole tiles
-        raise AssertionError(f"head_dim must be a multiple of {TILE} for nlp_concat_heads, got {x.shape[3]}")
+        raise AssertionError(
+            f"head_dim must be a multiple of {TILE} for nlp_concat_heads, got {x.shape[3]}"
+        )
     return x.transpose(1, 2).flatten(2)[:, None]
 
 
@@ -180,11 +216,14 @@ def _nlp_concat_heads_decode(x: torch.Tensor, *, num_heads: int, **_: Any) -> to
     return combined
 
 
-# ---- Rotary position embedding: the kernels round both products to bfloat16 ------------------------------------------
+# ---- Rotary position embedding: the kernels round both products to bfloat16
+# ------------------------------------------
 
 
 @golden("ttnn.experimental.rotary_embedding_hf")
-def _rotary_embedding_hf(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **_: Any) -> torch.Tensor:
+def _rotary_embedding_hf(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **_: Any
+) -> torch.Tensor:
     """x * cos + (-second half, first half) * sin; uses the first rows of longer tables."""
     return _rotated(x, _half_a_head_away(x), cos[:, :, : x.shape[2]], sin[:, :, : x.shape[2]])
 
@@ -193,7 +232,9 @@ def _rotary_embedding_hf(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, 
 def _rotary_embedding(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, token_idx: int | None = None, **_: Any
 ) -> torch.Tensor:
-    """Like `_rotary_embedding_hf`; with `token_idx` one row for all; the result has whole tiles of rows."""
+    """Like `_rotary_embedding_hf`; with `token_idx` one row for all; the result has whole tiles of
+    rows.
+    """
     first, count = (0, x.shape[2]) if token_idx is None else (token_idx, 1)
     rows = slice(first, first + count)
     rotated = _rotated(x, _half_a_head_away(x), cos[:, :, rows], sin[:, :, rows])
@@ -214,12 +255,16 @@ def _rotary_embedding_llama(
 
 def _half_a_head_away(x: torch.Tensor) -> torch.Tensor:
     if x.shape[3] % TILE:  # accepted by the operations, which split whole tiles in halves
-        raise AssertionError(f"heads must have whole tiles of {TILE} features to be rotated, got {tuple(x.shape)}")
+        raise AssertionError(
+            f"heads must have whole tiles of {TILE} features to be rotated, got {tuple(x.shape)}"
+        )
     first, second = x.chunk(2, dim=-1)
     return _torch().cat([-second, first], dim=-1)
 
 
-def _rotated(x: torch.Tensor, swapped: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotated(
+    x: torch.Tensor, swapped: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> torch.Tensor:
     narrow = _torch().bfloat16
     return (x * cos).to(narrow).float() + (swapped * sin).to(narrow).float()
 
@@ -230,7 +275,7 @@ def _torch() -> Any:
     return torch
 
 
-# ---- Caches ----------------------------------------------------------------------------------------------------------
+# ---- Caches --------------------------------------------------------------------------------------
 
 
 @golden("ttnn.fill_cache")
@@ -240,7 +285,8 @@ def _fill_cache(
     """Write tokens (1, K, T, H) into the slots of one sequence of (B, K, S, H)."""
     if update_idx + tokens.shape[2] > cache.shape[2]:
         raise AssertionError(
-            f"fill_cache must stay within {cache.shape[2]} slots, got {tokens.shape[2]} at {update_idx}"
+            f"fill_cache must stay within {cache.shape[2]} slots, got {tokens.shape[2]} at "
+            f"{update_idx}"
         )
     cache = cache.clone()
     cache[batch_idx, :, update_idx : update_idx + tokens.shape[2]] = tokens[0]
@@ -251,9 +297,15 @@ def _fill_cache(
 def _update_cache(
     cache: torch.Tensor, tokens: torch.Tensor, update_idx: int, *, batch_offset: int = 0, **_: Any
 ) -> torch.Tensor:
-    """Write one token of each sequence, (1, K, B, H), into one slot of (B, K, S, H). ttnn's requires all sequences."""
-    if update_idx >= cache.shape[2]:  # accepted by the operation, which then writes outside the cache
-        raise AssertionError(f"update_cache must stay within {cache.shape[2]} slots, got {update_idx}")
+    """Write one token of each sequence, (1, K, B, H), into one slot of (B, K, S, H). ttnn's
+    requires all sequences.
+    """
+    if (
+        update_idx >= cache.shape[2]
+    ):  # accepted by the operation, which then writes outside the cache
+        raise AssertionError(
+            f"update_cache must stay within {cache.shape[2]} slots, got {update_idx}"
+        )
     cache = cache.clone()
     for sequence in range(min(cache.shape[0], tokens.shape[2])):
         cache[sequence, :, update_idx] = tokens[0, :, batch_offset + sequence]
@@ -270,13 +322,18 @@ def _paged_update_cache(
     page_table: torch.Tensor | None = None,
     **others: Any,
 ) -> torch.Tensor:
-    """Write one token of each sequence, (1, B, K, H), into its slot of (B, K, S, H); -1 skips a sequence.
+    """Write one token of each sequence, (1, B, K, H), into its slot of (B, K, S, H); -1 skips a
+    sequence.
 
     With a page table (B, pages) the cache is (pages, K, slots per page, H).
     """
     _refuse_views("paged_update_cache", others)
-    if cache.shape[1] > TILE:  # accepted by the operation, which reads one row of tiles per sequence
-        raise AssertionError(f"paged_update_cache must have at most {TILE} heads, got {cache.shape[1]}")
+    if (
+        cache.shape[1] > TILE
+    ):  # accepted by the operation, which reads one row of tiles per sequence
+        raise AssertionError(
+            f"paged_update_cache must have at most {TILE} heads, got {cache.shape[1]}"
+        )
     cache = cache.clone()
     slots = update_idxs if update_idxs_tensor is None else update_idxs_tensor.tolist()
     for sequence, slot in enumerate(map(int, slots)):
@@ -289,10 +346,17 @@ def _paged_update_cache(
 
 @golden("ttnn.experimental.paged_fused_update_cache")
 def _paged_fused_update_cache(
-    keys: torch.Tensor, new_keys: torch.Tensor, values: torch.Tensor, new_values: torch.Tensor, **keywords: Any
+    keys: torch.Tensor,
+    new_keys: torch.Tensor,
+    values: torch.Tensor,
+    new_values: torch.Tensor,
+    **keywords: Any,
 ) -> list[torch.Tensor]:
     """Update two caches at once."""
-    return [_paged_update_cache(keys, new_keys, **keywords), _paged_update_cache(values, new_values, **keywords)]
+    return [
+        _paged_update_cache(keys, new_keys, **keywords),
+        _paged_update_cache(values, new_values, **keywords),
+    ]
 
 
 @golden("ttnn.experimental.paged_fill_cache")
@@ -305,7 +369,9 @@ def _paged_fill_cache(
     batch_idx_tensor: torch.Tensor | None = None,
     **others: Any,
 ) -> torch.Tensor:
-    """Write tokens (B, K, T, H) into the first slots of sequences, in pages (pages, K, slots per page, H)."""
+    """Write tokens (B, K, T, H) into the first slots of sequences, in pages (pages, K, slots per
+    page, H).
+    """
     _refuse_views("paged_fill_cache", others)
     sequences = [batch_idx] if batch_idx_tensor is None else batch_idx_tensor.flatten().tolist()
     cache, page_size = cache.clone(), cache.shape[2]
@@ -321,7 +387,9 @@ def _paged_fill_cache(
 def _place(
     name: str, cache: torch.Tensor, page_table: torch.Tensor | None, sequence: int, slot: int
 ) -> tuple[int, int]:
-    """Return the page, and the slot in it, of a sequence's slot. (The operations silently write outside a cache.)"""
+    """Return the page, and the slot in it, of a sequence's slot. (The operations silently write
+    outside a cache.)
+    """
     page_size = cache.shape[2]
     num_slots = page_size if page_table is None else page_table.shape[1] * page_size
     if slot >= num_slots:
@@ -330,7 +398,9 @@ def _place(
         return sequence, slot
     page = int(page_table[sequence, slot // page_size])
     if page >= cache.shape[0]:
-        raise AssertionError(f"{name} must stay within {cache.shape[0]} pages, got {page} for sequence {sequence}")
+        raise AssertionError(
+            f"{name} must stay within {cache.shape[0]} pages, got {page} for sequence {sequence}"
+        )
     return page, slot % page_size
 
 
@@ -349,18 +419,20 @@ def _refuse_views(name: str, others: dict[str, Any]) -> None:
         raise NotImplementedError(f"{name} with {', '.join(given)} has no golden function")
 
 
-# ---- Dropout ---------------------------------------------------------------------------------------------------------
+# ---- Dropout -------------------------------------------------------------------------------------
 
 
 @golden("ttnn.experimental.dropout")
-def _dropout(x: torch.Tensor, *, probability: float, scale: float, seed: int, **_: Any) -> torch.Tensor:
+def _dropout(
+    x: torch.Tensor, *, probability: float, scale: float, seed: int, **_: Any
+) -> torch.Tensor:
     """Drop as many elements as the device, though different ones."""
     torch = _torch()
     kept = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed)) >= probability
     return x * kept * scale
 
 
-# ---- Collectives -----------------------------------------------------------------------------------------------------
+# ---- Collectives ---------------------------------------------------------------------------------
 
 
 def collective(
@@ -383,21 +455,34 @@ def collective(
     found = list(parts)
     for line in _lines_of(mesh, cluster_axis):
         for chip, part in zip(
-            line, COLLECTIVES[name]([parts[chip] for chip in line], *arguments, **keywords), strict=True
+            line,
+            COLLECTIVES[name]([parts[chip] for chip in line], *arguments, **keywords),
+            strict=True,
         ):
             found[chip] = part
     return found
 
 
 def _lines_of(mesh: tuple[int, ...], axis: int | None) -> list[list[int]]:
-    """Return the groups of chips of a collective: those along an axis, for each index of the others; or all."""
+    """Return the groups of chips of a collective: those along an axis, for each index of the
+    others; or all.
+    """
     chips = np.arange(math.prod(mesh)).reshape(mesh)
-    return [chips.ravel().tolist()] if axis is None else np.moveaxis(chips, axis, -1).reshape(-1, mesh[axis]).tolist()
+    return (
+        [chips.ravel().tolist()]
+        if axis is None
+        else np.moveaxis(chips, axis, -1).reshape(-1, mesh[axis]).tolist()
+    )
 
 
 def is_collective(name: str, golden_function: Golden) -> bool:
-    """Return whether an operation is a collective, which a golden function of one chip cannot compute."""
-    return getattr(golden_function, "__module__", "") == "ttnn.operations.ccl" or "ring_" in name.rpartition(".")[2]
+    """Return whether an operation is a collective, which a golden function of one chip cannot
+    compute.
+    """
+    return (
+        getattr(golden_function, "__module__", "") == "ttnn.operations.ccl"
+        or "ring_" in name.rpartition(".")[2]
+    )
 
 
 def _all_reduce(parts: list[torch.Tensor], **_: Any) -> list[torch.Tensor]:

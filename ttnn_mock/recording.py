@@ -1,9 +1,11 @@
-"""Recording of a program on a device that computes, and replay on a mock board that runs the same program.
+"""Recording of a program on a device that computes, and replay on a mock board that runs the same
+program.
 
-A mock board validates a program without computing, and golden functions are not the kernels. A recording therefore
-contains, in order, each upload, each operation with its arguments, and each array that was read back. A mock board of
-the same architecture and grid that runs the same operations reads back the arrays of the device. It serves any program
-whose uploads and reads pass through `ttnn_mock.hooks`:
+A mock board validates a program without computing, and golden functions are not the kernels. A
+recording therefore contains, in order, each upload, each operation with its arguments, and each
+array that was read back. A mock board of the same architecture and grid that runs the same
+operations reads back the arrays of the device. It serves any program whose uploads and reads pass
+through `ttnn_mock.hooks`:
 
     with ttnn_mock.recorded() as recording:  # on a card or a simulator
         run()
@@ -27,8 +29,9 @@ from ttnn_mock.boards import is_in_use
 from ttnn_mock.shadows import PARTS_HINT, observed, shadow
 
 SAME_SUM = 1e-6
-"""Tolerance of the sum of an upload, relative to the sum of magnitudes: tables may differ by a rounding between
-processors' cosines."""
+"""Tolerance of the sum of an upload, relative to the sum of magnitudes: tables may differ by a
+rounding between processors' cosines.
+"""
 
 
 @dataclass
@@ -63,16 +66,22 @@ class Recording:
         with np.load(path) as held:
             made_on, *lines = held["words"].tobytes().decode().split("\n")
             arrays = [held[f"array{index}"] for index in range(len(held.files) - 2)]
-            return cls(lines, [(total, size) for total, size in held["sums"].tolist()], arrays, made_on)
+            return cls(
+                lines, [(total, size) for total, size in held["sums"].tolist()], arrays, made_on
+            )
 
 
 def read_back(tensor: ttnn.Tensor) -> np.ndarray:
     """Read back a tensor from a device that computes, exactly, as float32."""
-    parts = [ttnn.to_dtype(part, ttnn.float32).to_numpy() for part in ttnn.get_device_tensors(ttnn.from_device(tensor))]
+    parts = [
+        ttnn.to_dtype(part, ttnn.float32).to_numpy()
+        for part in ttnn.get_device_tensors(ttnn.from_device(tensor))
+    ]
     for chip, part in enumerate(parts):
         if not np.array_equal(part, parts[0], equal_nan=True):
             raise ValueError(
-                f"tensor must be the same on all chips to be read as one, got another value on chip {chip} and "
+                f"tensor must be the same on all chips to be read as one, got another value on "
+                f"chip {chip} and "
                 f"shape={tuple(tensor.shape)}; {PARTS_HINT}"
             )
     return parts[0]
@@ -82,7 +91,10 @@ def _describe_config(config: ttnn.WormholeComputeKernelConfig) -> str:
     """Describe a compute-kernel configuration, such as `HiFi3, float32 sums, no approximations`."""
     fidelity = str(config.math_fidelity).rpartition(".")[2]
     sums = "float32" if config.fp32_dest_acc_en else "bfloat16"
-    return f"{fidelity}, {sums} sums, {'approximations' if config.math_approx_mode else 'no approximations'}"
+    return (
+        f"{fidelity}, {sums} sums, "
+        f"{'approximations' if config.math_approx_mode else 'no approximations'}"
+    )
 
 
 @contextmanager
@@ -126,23 +138,36 @@ class _Program:
 
     def uploaded(self, tensor: ttnn.Tensor, array: np.ndarray, pad_value: float) -> None:
         """Record an uploaded array."""
-        numbers = np.nan_to_num(np.asarray(array, np.float64).ravel(), nan=1.0, posinf=2.0, neginf=-2.0)
+        numbers = np.nan_to_num(
+            np.asarray(array, np.float64).ravel(), nan=1.0, posinf=2.0, neginf=-2.0
+        )
         weights = 1.0 + np.arange(numbers.size) % 97  # so that the sum depends on the order
         self.add_sum(float(numbers @ weights), float(np.abs(numbers) @ weights))
         self.add(f"upload {self.words(tensor)} filled with {pad_value}")
 
-    def __call__(self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
+    def __call__(
+        self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any
+    ) -> None:
         """Compute the results of an operation; ttnn calls this hook after each."""
-        given = [*map(self.words, arguments), *(f"{name}={self.words(value)}" for name, value in keywords.items())]
+        given = [
+            *map(self.words, arguments),
+            *(f"{name}={self.words(value)}" for name, value in keywords.items()),
+        ]
         made = result if isinstance(result, list | tuple) else [result]
         numbers = " ".join(f"#{self._number(x)}" for x in made if isinstance(x, ttnn.Tensor))
         self.add(" ".join([operation.python_fully_qualified_name, *given, "->", numbers]))
 
     def words(self, value: Any) -> str:
-        """Describe the arguments of an operation; tensors by number, shape and format, without their values."""
+        """Describe the arguments of an operation; tensors by number, shape and format, without
+        their values.
+        """
         if isinstance(value, ttnn.Tensor):
-            where = value.memory_config() if ttnn.is_tensor_storage_on_device(value) else "on the host"
-            return f"#{self._number(value)} {tuple(value.shape)} {value.dtype} {value.layout} {where}"
+            where = (
+                value.memory_config() if ttnn.is_tensor_storage_on_device(value) else "on the host"
+            )
+            return (
+                f"#{self._number(value)} {tuple(value.shape)} {value.dtype} {value.layout} {where}"
+            )
         if isinstance(value, ttnn.MeshDevice):
             return "device"
         if isinstance(value, list | tuple):
@@ -151,7 +176,9 @@ class _Program:
             return _describe_config(value)
         words = repr(value)
         if " object at 0x" in words:
-            raise NotImplementedError(f"{type(value).__name__} must have words of its own to be recorded, got {words}")
+            raise NotImplementedError(
+                f"{type(value).__name__} must have words of its own to be recorded, got {words}"
+            )
         return words
 
     def _number(self, tensor: ttnn.Tensor) -> int:
@@ -175,7 +202,9 @@ class _Recorder(_Program):
         super().__init__()
         self.recording, self._is_reading = Recording(), False
 
-    def __call__(self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
+    def __call__(
+        self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any
+    ) -> None:
         if not self._is_reading:  # reading runs operations on a device, but none on a mock board
             super().__call__(operation, arguments, keywords, result)
 
@@ -201,9 +230,16 @@ class Replay(_Program):
         differs: description of the first difference; empty if there is none.
     """
 
-    def __init__(self, recording: Recording, otherwise: Callable[[ttnn.Tensor], np.ndarray]) -> None:
+    def __init__(
+        self, recording: Recording, otherwise: Callable[[ttnn.Tensor], np.ndarray]
+    ) -> None:
         super().__init__()
-        self.made_on, self.differs, self._recording, self._otherwise = recording.made_on, "", recording, otherwise
+        self.made_on, self.differs, self._recording, self._otherwise = (
+            recording.made_on,
+            "",
+            recording,
+            otherwise,
+        )
         self._num_lines = self._num_sums = self._num_arrays = 0
 
     def add(self, line: str) -> None:
@@ -231,4 +267,7 @@ class Replay(_Program):
     def end(self) -> None:
         """Check that the recording ends here."""
         if not self.differs and self._num_lines < len(self._recording.lines):
-            self.differs = f"step {self._num_lines + 1} is the end and was {self._recording.lines[self._num_lines]!r}"
+            self.differs = (
+                f"step {self._num_lines + 1} is the end and was "
+                f"{self._recording.lines[self._num_lines]!r}"
+            )

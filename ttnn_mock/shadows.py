@@ -1,10 +1,11 @@
 """Values that a mock board would compute, according to golden functions.
 
-`shadow` stores the values of each tensor, computed by ttnn's golden (torch) functions. It is independent of attention
-and serves any TTNN code.
+`shadow` stores the values of each tensor, computed by ttnn's golden (torch) functions. It is
+independent of attention and serves any TTNN code.
 
-Golden functions do not model the padding of tiles, rounding inside kernels, and writes outside a tensor. The worst of
-these pitfalls are checked here (`Shadow._check_filling`) and in `ttnn_mock.goldens`.
+Golden functions do not model the padding of tiles, rounding inside kernels, and writes outside a
+tensor. The worst of these pitfalls are checked here (`Shadow._check_filling`) and in
+`ttnn_mock.goldens`.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ PARTS_HINT = "ttnn.get_device_tensors returns the part of each chip"
 class Shadow:
     """Values of tensors, computed by golden functions, and the operations that ran.
 
-    Each chip of a mesh has its own values. Golden functions compute one chip at a time, except collectives such as
-    `ttnn.all_reduce`.
+    Each chip of a mesh has its own values. Golden functions compute one chip at a time, except
+    collectives such as `ttnn.all_reduce`.
 
-    Values are stored by `tensor_id`, which is never reused, and is the same for a cache and the result of its in-place
-    update. They are kept until the block ends or `ttnn.deallocate` is called; use a block per iteration in long loops.
+    Values are stored by `tensor_id`, which is never reused, and is the same for a cache and the
+    result of its in-place update. They are kept until the block ends or `ttnn.deallocate` is
+    called; use a block per iteration in long loops.
 
     Attributes:
         operations: full names of the operations, in execution order.
@@ -55,9 +57,13 @@ class Shadow:
         """
         first, *others = self.parts(tensor)
         for chip, other in enumerate(others, 1):
-            if other is not first and not ((other == first) | (other.isnan() & first.isnan())).all():
+            if (
+                other is not first
+                and not ((other == first) | (other.isnan() & first.isnan())).all()
+            ):
                 raise ValueError(
-                    f"tensor must be the same on all chips to be read as one, got another value on chip {chip} and "
+                    f"tensor must be the same on all chips to be read as one, got another value "
+                    f"on chip {chip} and "
                     f"shape={tuple(tensor.shape)}; {PARTS_HINT}"
                 )
         return first
@@ -73,7 +79,10 @@ class Shadow:
             value = self[host] if self.has(host) else _value_of_host(host)
             self._set(tensor, [value] * _num_chips(tensor))
         if tensor.tensor_id not in self._values:
-            raise KeyError(f"tensor must have been made while the shadow is on, got one of shape {tuple(tensor.shape)}")
+            raise KeyError(
+                f"tensor must have been made while the shadow is on, got one of shape "
+                f"{tuple(tensor.shape)}"
+            )
         return self._values[tensor.tensor_id]
 
     def has(self, tensor: ttnn.Tensor) -> bool:
@@ -84,7 +93,9 @@ class Shadow:
         rounded = {id(value): _rounded(value, tensor) for value in values}  # replicated values once
         self._values[tensor.tensor_id] = [rounded[id(value)] for value in values]
 
-    def uploaded(self, tensor: ttnn.Tensor, array: np.ndarray | list[np.ndarray], pad_value: float) -> None:
+    def uploaded(
+        self, tensor: ttnn.Tensor, array: np.ndarray | list[np.ndarray], pad_value: float
+    ) -> None:
         """Record an uploaded array, or one per chip."""
         import torch
 
@@ -104,7 +115,9 @@ class Shadow:
         for part, value in zip(parts, values, strict=False):
             self._values[part.tensor_id] = [value]
 
-    def __call__(self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
+    def __call__(
+        self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any
+    ) -> None:
         """Compute the results of an operation; ttnn calls this hook after each."""
         name = operation.python_fully_qualified_name
         self.operations.append(name)
@@ -120,23 +133,37 @@ class Shadow:
             self._filling[result.tensor_id] = keywords.get("pad_value") or 0.0
             return
         if name == "ttnn.to_torch":
-            whole = _joined(self.parts(arguments[0]), result) if keywords.get("mesh_composer") else self[arguments[0]]
+            whole = (
+                _joined(self.parts(arguments[0]), result)
+                if keywords.get("mesh_composer")
+                else self[arguments[0]]
+            )
             result.copy_(whole.reshape(result.shape))
             return
         if name == "ttnn.transformer.scaled_dot_product_attention":
             self._check_filling(**keywords)
         tensors: Any = result if isinstance(result, list | tuple) else [result]
-        values = self._computed(name, operation.golden_function, arguments, keywords, _num_chips(tensors[0]))
+        values = self._computed(
+            name, operation.golden_function, arguments, keywords, _num_chips(tensors[0])
+        )
         for tensor, value in zip(tensors, values, strict=True):
             for part in value:
                 if tuple(tensor.shape) != tuple(part.shape):
-                    raise AssertionError(f"{name} gives {tuple(tensor.shape)}, its golden function {tuple(part.shape)}")
+                    raise AssertionError(
+                        f"{name} gives {tuple(tensor.shape)}, its golden function "
+                        f"{tuple(part.shape)}"
+                    )
             self._set(tensor, value)
         if name == "ttnn.fill_implicit_tile_padding":
             self._filling[tensors[0].tensor_id] = arguments[1]
 
     def _computed(
-        self, name: str, golden_function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], num_chips: int
+        self,
+        name: str,
+        golden_function: Any,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+        num_chips: int,
     ) -> list[list[torch.Tensor]]:
         """Return the results of an operation, each with its value on each chip."""
         if num_chips > 1 and name in COLLECTIVES:
@@ -146,8 +173,12 @@ class Shadow:
         function = GOLDENS.get(name, golden_function)
         if function is None or (num_chips > 1 and is_collective(name, function)):
             among = " among chips" if function is not None else ""
-            raise NotImplementedError(f"{name} has no golden function{among}; ttnn_mock.golden({name!r}) takes one")
-        known: dict[tuple[int, ...], Sequence[torch.Tensor]] = {}  # chips with equal inputs share results
+            raise NotImplementedError(
+                f"{name} has no golden function{among}; ttnn_mock.golden({name!r}) takes one"
+            )
+        known: dict[
+            tuple[int, ...], Sequence[torch.Tensor]
+        ] = {}  # chips with equal inputs share results
         each = []
         for chip in range(num_chips):
             given, named = (self._values_of(x, chip) for x in (arguments, keywords))
@@ -169,12 +200,15 @@ class Shadow:
         return parts[chip if len(parts) > 1 else 0]
 
     def _check_filling(self, *, attn_mask: ttnn.Tensor | None = None, **_: Any) -> None:
-        """Refuse a mask with wrong padding: kernels read it, unlike golden functions (tt-metal#54833)."""
+        """Refuse a mask with wrong padding: kernels read it, unlike golden functions
+        (tt-metal#54833).
+        """
         if attn_mask is not None and attn_mask.shape[3] % TILE:
             filling = self._filling.get(attn_mask.tensor_id, 0.0)
             if filling > -1e4:
                 raise AssertionError(
-                    f"the mask's last tiles must hide the keys beyond the last one, got {filling} in them "
+                    f"the mask's last tiles must hide the keys beyond the last one, got "
+                    f"{filling} in them "
                     f"and attn_mask.shape={tuple(attn_mask.shape)}"
                 )
 
@@ -204,11 +238,15 @@ def _num_chips(tensor: Any) -> int:
 
 
 def _divided(value: torch.Tensor, tensor: ttnn.Tensor) -> list[torch.Tensor]:
-    """Return each chip's part of a value that a mapper distributed over a mesh, according to the tensor."""
+    """Return each chip's part of a value that a mapper distributed over a mesh, according to the
+    tensor.
+    """
     parts = [value]
     if _num_chips(tensor) > 1:
         topology = tensor.tensor_topology()
-        for count, placement in zip(topology.distribution_shape(), topology.placements(), strict=True):
+        for count, placement in zip(
+            topology.distribution_shape(), topology.placements(), strict=True
+        ):
             if isinstance(placement, ttnn.PlacementShard):
                 parts = [piece for part in parts for piece in part.chunk(count, placement.dim)]
             else:
@@ -226,7 +264,8 @@ def _joined(parts: list[torch.Tensor], result: torch.Tensor) -> torch.Tensor:
             if whole.shape == result.shape:
                 return whole
     raise NotImplementedError(
-        f"a mesh_composer must put the parts of all chips side by side on one axis, got {tuple(result.shape)} of "
+        f"a mesh_composer must put the parts of all chips side by side on one axis, got "
+        f"{tuple(result.shape)} of "
         f"{len(parts)} parts of {tuple(parts[0].shape)}; {PARTS_HINT}"
     )
 
@@ -244,8 +283,8 @@ _active: list[Shadow] = []
 def shadow() -> Iterator[Shadow]:
     """Compute the values that a mock board does not, for a `with` block.
 
-    `ttnn.to_torch`, and a library that asks `ttnn_mock.hooks`, then return these values, so that the same code runs
-    with and without hardware. Nested blocks share values.
+    `ttnn.to_torch`, and a library that asks `ttnn_mock.hooks`, then return these values, so that
+    the same code runs with and without hardware. Nested blocks share values.
 
     Yields:
         Values, by tensor.
@@ -257,7 +296,9 @@ def shadow() -> Iterator[Shadow]:
         yield _active[-1]
         return
     if importlib.util.find_spec("torch") is None:
-        raise ModuleNotFoundError("ttnn_mock needs torch for values, ttnn's golden functions being written in it")
+        raise ModuleNotFoundError(
+            "ttnn_mock needs torch for values, ttnn's golden functions being written in it"
+        )
     state = Shadow()
     _active.append(state)
     try:
@@ -283,7 +324,9 @@ def _taking_apart(state: Shadow) -> Iterator[None]:
 
 @contextmanager
 def observed(state: Any) -> Iterator[None]:
-    """Notify a state of uploads (`uploaded`) and operations (`__call__`), and read arrays from it (`download`)."""
+    """Notify a state of uploads (`uploaded`) and operations (`__call__`), and read arrays from it
+    (`download`).
+    """
     fast = ttnn.CONFIG.enable_fast_runtime_mode
     ttnn.CONFIG.enable_fast_runtime_mode = False  # ttnn calls hooks only outside the fast mode
     observers.append(state.uploaded)
@@ -299,7 +342,9 @@ def observed(state: Any) -> Iterator[None]:
 
 @contextmanager
 def _without_graphs() -> Iterator[None]:
-    """Disable the graphs that ttnn captures for reports outside its fast mode, which take half of the time."""
+    """Disable the graphs that ttnn captures for reports outside its fast mode, which take half of
+    the time.
+    """
     begin, end = ttnn.graph.begin_graph_capture, ttnn.graph.end_graph_capture
     captured: list[bool] = []
 
@@ -311,7 +356,9 @@ def _without_graphs() -> Iterator[None]:
     def end_if_begun() -> Any:
         return end() if not captured or captured.pop() else []
 
-    with patch.multiple(ttnn.graph, begin_graph_capture=begin_if_asked, end_graph_capture=end_if_begun):
+    with patch.multiple(
+        ttnn.graph, begin_graph_capture=begin_if_asked, end_graph_capture=end_if_begun
+    ):
         yield
 
 
@@ -323,8 +370,15 @@ def _rounded(value: torch.Tensor, tensor: ttnn.Tensor) -> torch.Tensor:
         return value if tensor.dtype in _INTEGERS else value.float()
     if tensor.dtype == ttnn.bfloat16:
         return value.to(torch.bfloat16).float()
-    if tensor.dtype in (ttnn.bfloat8_b, ttnn.bfloat4_b):  # the host's conversion supports block formats
-        host = ttnn.Tensor(np.array(value.float().numpy(), order="C"), tensor.dtype, None, ttnn.TILE_LAYOUT)
-        rounded = ttnn._ttnn.operations.core.to_dtype(host, ttnn.float32).to_numpy()  # below the hooks
+    if tensor.dtype in (
+        ttnn.bfloat8_b,
+        ttnn.bfloat4_b,
+    ):  # the host's conversion supports block formats
+        host = ttnn.Tensor(
+            np.array(value.float().numpy(), order="C"), tensor.dtype, None, ttnn.TILE_LAYOUT
+        )
+        rounded = ttnn._ttnn.operations.core.to_dtype(
+            host, ttnn.float32
+        ).to_numpy()  # below the hooks
         return torch.from_numpy(np.array(rounded))
     return value.float()

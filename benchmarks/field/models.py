@@ -1,10 +1,11 @@
-"""Write small models as transformers saves them: the attention of Llama 3.2 1B and of OLMo-3 7B, with random weights.
+"""Write small models as transformers saves them: the attention of Llama 3.2 1B and of OLMo-3 7B,
+with random weights.
 
     python benchmarks/field/models.py FOLDER
 
-The width of heads, RoPE and its scaling are those of the released configurations; everything else is small, including
-OLMo's window, which 128 tokens exceed. Weights are larger than at the start of training (0.1 instead of 0.02), so that
-attention is not uniform.
+The width of heads, RoPE and its scaling are those of the released configurations; everything else
+is small, including OLMo's window, which 128 tokens exceed. Weights are larger than at the start of
+training (0.1 instead of 0.02), so that attention is not uniform.
 """
 
 import json
@@ -46,9 +47,18 @@ def main() -> None:
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": True,
     }
-    save(transformers.LlamaConfig(**llama, rope_parameters={"rope_theta": 500000.0, **LLAMA3}), folder / "llama")
-    save(transformers.LlamaConfig(**llama, rope_parameters={"rope_theta": 500000.0}), folder / "llama-unscaled")
-    save(transformers.LlamaConfig(**llama, rope_parameters={"rope_theta": 1000000.0}), folder / "llama-unscaled-1e6")
+    save(
+        transformers.LlamaConfig(**llama, rope_parameters={"rope_theta": 500000.0, **LLAMA3}),
+        folder / "llama",
+    )
+    save(
+        transformers.LlamaConfig(**llama, rope_parameters={"rope_theta": 500000.0}),
+        folder / "llama-unscaled",
+    )
+    save(
+        transformers.LlamaConfig(**llama, rope_parameters={"rope_theta": 1000000.0}),
+        folder / "llama-unscaled-1e6",
+    )
     copy_with_old_keys(folder / "llama", {"rope_theta": 500000.0, "rope_scaling": LLAMA3})
     olmo3 = transformers.Olmo3Config(
         **SMALL,

@@ -1,10 +1,12 @@
-"""Run a library's own model on a transformers folder with its own loader, and record its attention layers.
+"""Run a library's own model on a transformers folder with its own loader, and record its attention
+layers.
 
     python benchmarks/field/record.py LIBRARY FOLDER TAP.safetensors
 
-LIBRARY is transformers, tunix, keras-hub or maxtext, which must be installed. The recording is that of `parity.tap`,
-with the queries and keys that the library's own rotary function returns. `mha-parity diagnose TAP.safetensors --model
-FOLDER` checks it, in any environment. Options of MaxText, such as rope_type=default, follow TAP.safetensors.
+LIBRARY is transformers, tunix, keras-hub or maxtext, which must be installed. The recording is that
+of `parity.tap`, with the queries and keys that the library's own rotary function returns.
+`mha-parity diagnose TAP.safetensors --model FOLDER` checks it, in any environment. Options of
+MaxText, such as rope_type=default, follow TAP.safetensors.
 """
 
 import os
@@ -17,16 +19,23 @@ from typing import Any
 import numpy as np
 
 import parity
-from parity.models.config import read_config
+from parity.port.models.config import read_config
+from parity.port.tapping.record import Tapped
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (1, 128))
 SIZES = {"num_layers": "num_hidden_layers", "vocab_size": "vocab_size", "embed_dim": "hidden_size"}
-SIZES |= {"hidden_dim": "intermediate_size", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}
+SIZES |= {
+    "hidden_dim": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+}
 
 
 @contextmanager
 def rotated(owner: Any, name: str) -> Iterator[list[np.ndarray]]:
-    """Wrap the rotary function `name` of `owner`; yield its outputs q and k, (B, N, T, H), layer by layer."""
+    """Wrap the rotary function `name` of `owner`; yield its outputs q and k, (B, N, T, H), layer by
+    layer.
+    """
     original: Callable[..., Any] = getattr(owner, name)
     heads: list[np.ndarray] = []
 
@@ -42,14 +51,14 @@ def rotated(owner: Any, name: str) -> Iterator[list[np.ndarray]]:
         setattr(owner, name, original)
 
 
-def with_heads(tapped: parity.Tapped, heads: list[np.ndarray]) -> parity.Tapped:
+def with_heads(tapped: Tapped, heads: list[np.ndarray]) -> Tapped:
     """Return the recording with the queries and keys of each layer."""
     for layer, q, k in zip(tapped.layers, heads[::2], heads[1::2], strict=True):
         layer.calls[0].values.update(q=q, k=k)
     return tapped
 
 
-def record_transformers(folder: str) -> parity.Tapped:
+def record_transformers(folder: str) -> Tapped:
     """Load with `from_pretrained`."""
     import torch
     import transformers
@@ -60,7 +69,7 @@ def record_transformers(folder: str) -> parity.Tapped:
     return tapped
 
 
-def record_tunix(folder: str) -> parity.Tapped:
+def record_tunix(folder: str) -> Tapped:
     """Load with `create_model_from_safe_tensors`, with the theta of the configuration."""
     import jax.numpy as jnp
     from tunix.models.llama3 import model as llama3
@@ -82,7 +91,7 @@ def record_tunix(folder: str) -> parity.Tapped:
     return with_heads(tapped, heads)
 
 
-def record_keras_hub(folder: str) -> parity.Tapped:
+def record_keras_hub(folder: str) -> Tapped:
     """Load with `from_preset`, on torch."""
     os.environ["KERAS_BACKEND"] = "torch"
     import torch
@@ -90,14 +99,22 @@ def record_keras_hub(folder: str) -> parity.Tapped:
     from keras_hub.src.models.llama.llama_rotary_embedding import LlamaRotaryEmbedding
 
     model = Llama3Backbone.from_preset(folder, dtype="float32")
-    layers = torch.nn.ModuleList(model.get_layer(f"transformer_layer_{i}") for i in range(model.num_layers))
-    with parity.tap(layers) as tapped, rotated(LlamaRotaryEmbedding, "call") as heads, torch.no_grad():
+    layers = torch.nn.ModuleList(
+        model.get_layer(f"transformer_layer_{i}") for i in range(model.num_layers)
+    )
+    with (
+        parity.tap(layers) as tapped,
+        rotated(LlamaRotaryEmbedding, "call") as heads,
+        torch.no_grad(),
+    ):
         model({"token_ids": TOKENS, "padding_mask": np.ones_like(TOKENS)})
     return with_heads(tapped, heads)
 
 
-def record_maxtext(folder: str) -> parity.Tapped:
-    """Load with the parameter mapping of its checkpoint converter, and its OLMo-3 7B configuration, made smaller."""
+def record_maxtext(folder: str) -> Tapped:
+    """Load with the parameter mapping of its checkpoint converter, and its OLMo-3 7B configuration,
+    made smaller.
+    """
     import jax.numpy as jnp
     import maxtext
     from flax import nnx
@@ -128,7 +145,9 @@ def record_maxtext(folder: str) -> parity.Tapped:
         "hardware": "cpu",
     }
     base = str(Path(maxtext.__file__).parent / "configs" / "base.yml")
-    config = pyconfig.initialize(["", base, *(f"{key}={value}" for key, value in options.items()), *sys.argv[4:]])
+    config = pyconfig.initialize(
+        ["", base, *(f"{key}={value}" for key, value in options.items()), *sys.argv[4:]]
+    )
     model = from_config(config, rngs=nnx.Rngs(0))
     tensors, _ = parity.load_tensors(Path(folder) / "model.safetensors")
     names = param_mapping.PARAM_MAPPING[name](told, config, scan_layers=False)
@@ -136,12 +155,19 @@ def record_maxtext(folder: str) -> parity.Tapped:
     filled = []
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         key = "-".join(("params", *path))
-        filled.append((path, param.replace(jnp.asarray(hooks[key](tensors[names[key]], param.shape)))))
+        filled.append(
+            (path, param.replace(jnp.asarray(hooks[key](tensors[names[key]], param.shape))))
+        )
     nnx.update(model, nnx.from_flat_state(filled))
     x = jnp.asarray(tensors["model.embed_tokens.weight"][TOKENS])
     positions = jnp.arange(TOKENS.shape[1])[None]
-    with parity.tap(model, "Attention") as tapped, rotated(Attention, "apply_rotary_embedding") as heads:
-        for i in range(config.num_decoder_layers):  # one by one, because the model calls copies within jax.checkpoint
+    with (
+        parity.tap(model, "Attention") as tapped,
+        rotated(Attention, "apply_rotary_embedding") as heads,
+    ):
+        for i in range(
+            config.num_decoder_layers
+        ):  # one by one, because the model calls copies within jax.checkpoint
             x, _ = getattr(model.decoder, f"layers_{i}")(x, None, positions, True, "train")
     return with_heads(tapped, heads)
 

@@ -16,7 +16,9 @@ def from_torch(state: Mapping[str, np.ndarray]) -> dict[str, Array]:
 
 
 def rotary(x: Array, base: float) -> Array:
-    """Rotate the pairs of features of x, (batch, heads, tokens, features), by an angle per position."""
+    """Rotate the pairs of features of x, (batch, heads, tokens, features), by an angle per
+    position.
+    """
     seq_len, head_dim = x.shape[-2:]
     inv_freq = base ** (-np.arange(0, head_dim, 2) / head_dim)
     angles = np.arange(seq_len)[:, None] * inv_freq
@@ -32,7 +34,11 @@ def for_query_heads(x: Array, n_heads: int) -> Array:
 
 
 def stages(
-    params: Mapping[str, Array], x: Array, n_heads: int = 8, n_kv_heads: int = 2, rope_base: float = 10000.0
+    params: Mapping[str, Array],
+    x: Array,
+    n_heads: int = 8,
+    n_kv_heads: int = 2,
+    rope_base: float = 10000.0,
 ) -> dict[str, Array]:
     """Compute every stage from x, (batch, tokens, dim), to the output, by name."""
     batch, seq_len, dim = x.shape

@@ -6,7 +6,9 @@ from torch.nn import functional as F
 
 
 def rotary(x: Tensor, base: float) -> Tensor:
-    """Rotate each pair of features (i, i + half) of x, (batch, heads, tokens, features), by an angle per position."""
+    """Rotate each pair of features (i, i + half) of x, (batch, heads, tokens, features), by an
+    angle per position.
+    """
     seq_len, head_dim = x.shape[-2:]
     inv_freq = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angles = torch.arange(seq_len)[:, None] * inv_freq
@@ -18,7 +20,9 @@ def rotary(x: Tensor, base: float) -> Tensor:
 class Attention(nn.Module):
     """Causal attention over x, (batch, tokens, dim)."""
 
-    def __init__(self, dim: int = 64, n_heads: int = 8, n_kv_heads: int = 2, rope_base: float = 10000.0) -> None:
+    def __init__(
+        self, dim: int = 64, n_heads: int = 8, n_kv_heads: int = 2, rope_base: float = 10000.0
+    ) -> None:
         super().__init__()
         self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, dim // n_heads
         self.rope_base = rope_base

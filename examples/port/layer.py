@@ -15,7 +15,9 @@ torch.manual_seed(0)
 ORIGINAL = Attention()  # a real port loads its checkpoint here
 STATE = {name: tensor.numpy() for name, tensor in ORIGINAL.state_dict().items()}
 
-SPEC = parity.AttentionSpec(64, 8, num_kv_heads=2, qkv_bias=False, out_bias=False, rope=Rope(10000.0))
+SPEC = parity.AttentionSpec(
+    64, 8, num_kv_heads=2, qkv_bias=False, out_bias=False, rope=Rope(10000.0)
+)
 
 # `wqkv` and `wo` are the original's own names, in a known layout: one Linear for q, k and v.
 WEIGHTS = parity.convert(
@@ -27,7 +29,9 @@ WEIGHTS = parity.convert(
 )
 
 # Inputs are random; the float64 reference and the tolerance follow from them.
-PROBLEM = parity.make_problem(parity.Case("port", SPEC, "a port", seq_len=16, is_causal=True), "float32", WEIGHTS)
+PROBLEM = parity.make_problem(
+    parity.Case("port", SPEC, "a port", seq_len=16, is_causal=True), "float32", WEIGHTS
+)
 
 if __name__ == "__main__":
     parity.save(sys.argv[1], WEIGHTS, SPEC)

@@ -14,7 +14,9 @@ X = PROBLEM.inputs["query"]
 @torch.no_grad()
 def test_the_port_equals_the_original(assert_parity):
     in_float64 = copy.deepcopy(ORIGINAL).double()(torch.tensor(X).double())
-    assert_parity(port.attention(PARAMS, jnp.asarray(X)), in_float64, same_precision=ORIGINAL(torch.tensor(X)))
+    assert_parity(
+        port.attention(PARAMS, jnp.asarray(X)), in_float64, same_precision=ORIGINAL(torch.tensor(X))
+    )
 
 
 def test_every_stage_is_right(assert_parity):

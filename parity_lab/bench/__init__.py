@@ -1,4 +1,6 @@
-"""Speed of the implementations compared with other libraries, in turn in one process, and with the machine's limit."""
+"""Speed of the implementations compared with other libraries, in turn in one process, and with the
+machine's limit.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any, Protocol
 
 from mha_spec import InputError
-from parity.backends import why_missing
+from parity.measure.backends import why_missing
 from parity_lab.bench.measure import (
     ALLOWED,
     LIMIT,
@@ -77,7 +79,9 @@ class Bench:
 
     @property
     def left_out(self) -> dict[tuple[str, str, str], int]:
-        """Contenders that were not measured, as (framework, contender, reason), with the number of rows."""
+        """Contenders that were not measured, as (framework, contender, reason), with the number of
+        rows.
+        """
         found: dict[tuple[str, str, str], int] = {}
         for row in self.rows:
             for name, reason in row.left_out.items():
@@ -162,14 +166,25 @@ def count_rows(
 
 
 def checked(
-    groups: Sequence[str], frameworks: Sequence[str] | None, dtypes: Sequence[str] | None, device: str
+    groups: Sequence[str],
+    frameworks: Sequence[str] | None,
+    dtypes: Sequence[str] | None,
+    device: str,
 ) -> tuple[list[str], list[str], list[str]]:
-    """Return the groups, frameworks and dtypes to measure, with defaults; reject what does not exist."""
+    """Return the groups, frameworks and dtypes to measure, with defaults; reject what does not
+    exist.
+    """
     if device not in DEVICES:
         raise InputError("device", f"be one of {', '.join(DEVICES)}", device=device)
-    frameworks = [name for name in FRAMEWORKS if not why_missing(name)] if frameworks is None else frameworks
+    frameworks = (
+        [name for name in FRAMEWORKS if not why_missing(name)] if frameworks is None else frameworks
+    )
     dtypes = ["bfloat16" if device == "cuda" else "float32"] if dtypes is None else dtypes
-    given = {"groups": (groups, GROUPS), "frameworks": (frameworks, FRAMEWORKS), "dtypes": (dtypes, DTYPES)}
+    given = {
+        "groups": (groups, GROUPS),
+        "frameworks": (frameworks, FRAMEWORKS),
+        "dtypes": (dtypes, DTYPES),
+    }
     for what, (names, known) in given.items():
         if unknown := [name for name in names if name not in known]:
             raise InputError(what, f"be among {', '.join(known)}", ", ".join(unknown))
@@ -177,16 +192,22 @@ def checked(
         if reason := why_missing(name):
             raise ModuleNotFoundError(reason)
     if not frameworks:
-        raise ModuleNotFoundError(f"the benchmark needs one of {', '.join(FRAMEWORKS)}, none is installed here")
+        raise ModuleNotFoundError(
+            f"the benchmark needs one of {', '.join(FRAMEWORKS)}, none is installed here"
+        )
     if device == "cuda" and "torch" in frameworks:
         import torch
 
         if not torch.cuda.is_available():
-            raise RuntimeError(f"a GPU must exist for cuda, got torch {torch.__version__} without one")
+            raise RuntimeError(
+                f"a GPU must exist for cuda, got torch {torch.__version__} without one"
+            )
     return list(groups), list(frameworks), list(dtypes)
 
 
-def open_sides(frameworks: Sequence[str], device: str) -> tuple[dict[str, Side], dict[str, dict[str, str]]]:
+def open_sides(
+    frameworks: Sequence[str], device: str
+) -> tuple[dict[str, Side], dict[str, dict[str, str]]]:
     """Return the benchmarks of these frameworks, and the descriptions of their contenders."""
     if device == "cuda":  # otherwise JAX allocates most of the memory when it starts
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -205,16 +226,28 @@ def effort(quick: bool) -> dict[str, Any]:
 
 def environment_of(sides: Mapping[str, Side]) -> dict[str, Any]:
     """Return the environment, without the numerics lock, which is not held during measurements."""
-    from parity.backends.numerics import environment
+    from parity.measure.backends.numerics import environment
 
     found = environment(sides)
-    others = {name: metadata.version(name) for name in ("keras", "equinox", "transformers") if find_spec(name)}
-    backends = {name: {k: v for k, v in facts.items() if k != "numerics"} for name, facts in found["backends"].items()}
+    others = {
+        name: metadata.version(name)
+        for name in ("keras", "equinox", "transformers")
+        if find_spec(name)
+    }
+    backends = {
+        name: {k: v for k, v in facts.items() if k != "numerics"}
+        for name, facts in found["backends"].items()
+    }
     settings = {name: side.settings() for name, side in sides.items()}
-    return {**found, "packages": found["packages"] | others, "backends": backends, "settings": settings}
+    return {
+        **found,
+        "packages": found["packages"] | others,
+        "backends": backends,
+        "settings": settings,
+    }
 
 
-# ---- A piece of work -------------------------------------------------------------------------------------------------
+# ---- A piece of work -----------------------------------------------------------------------------
 
 
 def bench_work(
@@ -242,11 +275,17 @@ def bench_work(
     makers = {framework: side.contenders(work, inputs) for framework, side in sides.items()}
     if "torch" in makers:
         makers["torch"] |= more or {}
-    shown = {name: make for name, make in makers.get("torch", {}).items() if name == "SDPA" or name in (more or {})}
+    shown = {
+        name: make
+        for name, make in makers.get("torch", {}).items()
+        if name == "SDPA" or name in (more or {})
+    }
     if "jax" in makers:
         makers["jax"] |= {f"torch {name}": _not_counted(make) for name, make in shown.items()}
     return [
-        _bench_row(work, framework, makers[framework], _probe(work, side), budget_s, rounds, profile)
+        _bench_row(
+            work, framework, makers[framework], _probe(work, side), budget_s, rounds, profile
+        )
         for framework, side in sides.items()
     ]
 
@@ -263,7 +302,9 @@ def _probe(work: Work, side: Side) -> Probe | None:
 
 @cache
 def _reading() -> Probe:
-    """Return a probe that reads memory with all cores: the largest value of a buffer that exceeds every cache."""
+    """Return a probe that reads memory with all cores: the largest value of a buffer that exceeds
+    every cache.
+    """
     from concurrent.futures import ThreadPoolExecutor
 
     import numpy as np
@@ -288,7 +329,9 @@ def _bench_row(
         expected = ours.arrays(ours.run()) if work.is_timed else None
     except Exception as error:
         where = f"{work.what} {work.shape} in {work.dtype} on {framework}"
-        raise RuntimeError(f"mha_{framework} must run {where}, got {type(error).__name__}: {error}") from error
+        raise RuntimeError(
+            f"mha_{framework} must run {where}, got {type(error).__name__}: {error}"
+        ) from error
     contenders, left_out = {OURS: ours}, {}
     for name, make in makers.items():
         if name == OURS:
@@ -298,7 +341,9 @@ def _bench_row(
             if expected is not None and (reason := why_refused(work, expected, contender)):
                 left_out[name] = reason
                 continue
-        except Exception as error:  # not installed, or the shape or dtype is not supported: the row has the reason
+        except (
+            Exception
+        ) as error:  # not installed, or the shape or dtype is not supported: the row has the reason
             left_out[name] = f"{type(error).__name__}: {error}".splitlines()[0]
             continue
         contenders[name] = contender
@@ -316,8 +361,14 @@ def _bench_row(
             amount=work.flops or work.nbytes,
             probe=probe.amount if probe else None,
         )
-    counts = {name: contender.operations() for name, contender in contenders.items()} if profile else {}
-    peaks = {name: peak for name, contender in contenders.items() if (peak := contender.peak_bytes()) is not None}
+    counts = (
+        {name: contender.operations() for name, contender in contenders.items()} if profile else {}
+    )
+    peaks = {
+        name: peak
+        for name, contender in contenders.items()
+        if (peak := contender.peak_bytes()) is not None
+    }
     return Row(
         work.what,
         framework,

@@ -1,6 +1,8 @@
-"""Speed of the conversion of a checkpoint, compared with reading and writing it with safetensors' own functions.
+"""Speed of the conversion of a checkpoint, compared with reading and writing it with safetensors'
+own functions.
 
-Each run has its own process, as for users: in one that has used memory before, its allocator decides the ratio.
+Each run has its own process, as for users: in one that has used memory before, its allocator
+decides the ratio.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from mha_spec import AttentionSpec
-from parity.core.weights import random_weights
+from parity.measure.core.weights import random_weights
 from parity_lab.bench.imports import run_python
 from parity_lab.bench.measure import LIMIT, OURS, Row, times_of
 
@@ -21,14 +23,17 @@ PREFIX = "model.layers.{i}.self_attn"
 HEADS = f"num_heads={SPEC.num_heads}, num_kv_heads={SPEC.num_kv_heads}, head_dim={SPEC.head_dim}"
 
 STEPS = {
-    OURS: f"convert_file(*paths, source='transformers.LLaMA', target='meta.LLaMA', prefix='{PREFIX}', {HEADS})",
+    OURS: (
+        f"convert_file(*paths, source='transformers.LLaMA', target='meta.LLaMA', "
+        f"prefix='{PREFIX}', {HEADS})"
+    ),
     "load_file, save_file": "save_file(load_file(paths[0]), paths[1])",
     LIMIT: "shutil.copyfile(*paths)",
 }
 PROGRAM = """
 import os, shutil, sys, time
 from safetensors.numpy import load_file, save_file
-from parity.conversion.convert import convert_file
+from parity.port.conversion.convert import convert_file
 paths = sys.argv[1:]
 begin = time.perf_counter()
 {step}
@@ -38,7 +43,8 @@ print(time.perf_counter() - begin)
 
 
 def bench_conversion(*, num_layers: int, repeats: int) -> list[Row]:
-    """A row for attention layers in float32, from LLaMA's layout in transformers to that of Meta, on the disk.
+    """A row for attention layers in float32, from LLaMA's layout in transformers to that of Meta,
+    on the disk.
 
     Args:
         num_layers: how many, of 16 MiB each.
@@ -49,7 +55,14 @@ def bench_conversion(*, num_layers: int, repeats: int) -> list[Row]:
     weights = {name.replace("out_proj", "o_proj"): x for name, x in random_weights(SPEC, 0).items()}
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder) / "source.safetensors", Path(folder) / "target.safetensors"
-        save_file({f"{PREFIX.format(i=i)}.{name}": x for i in range(num_layers) for name, x in weights.items()}, source)
+        save_file(
+            {
+                f"{PREFIX.format(i=i)}.{name}": x
+                for i in range(num_layers)
+                for name, x in weights.items()
+            },
+            source,
+        )
         seconds: dict[str, list[float]] = {name: [] for name in STEPS}
         shuffle = random.Random(0).shuffle
         for _ in range(repeats):
@@ -62,4 +75,14 @@ def bench_conversion(*, num_layers: int, repeats: int) -> list[Row]:
         nbytes = float(source.stat().st_size)
     shape = [num_layers, 4, SPEC.d_model, SPEC.d_model]
     fields = times_of(seconds, amount=nbytes, probe=nbytes)  # the limit is a copy of the file
-    return [Row("convert", "", shape, np.dtype(np.float32).name, group="convert", axes="layers 4 E E", **fields)]
+    return [
+        Row(
+            "convert",
+            "",
+            shape,
+            np.dtype(np.float32).name,
+            group="convert",
+            axes="layers 4 E E",
+            **fields,
+        )
+    ]

@@ -26,21 +26,27 @@ print(json.dumps([between - begin, time.perf_counter() - begin]))
 def bench_imports(
     frameworks: Sequence[str], *, repeats: int, on_row: Callable[..., Any] = lambda *what: None
 ) -> list[Row]:
-    """Return a row for the import of each implementation and of its framework, and one for `mha-parity --help`.
+    """Return a row for the import of each implementation and of its framework, and one for
+    `mha-parity --help`.
 
     Args:
         frameworks: frameworks of the implementations.
         repeats: number of processes for each.
         on_row: called before each row, with its description.
     """
-    return [*(_import_row(name, repeats, on_row) for name in frameworks), _help_row(repeats, on_row)]
+    return [
+        *(_import_row(name, repeats, on_row) for name in frameworks),
+        _help_row(repeats, on_row),
+    ]
 
 
 def _import_row(name: str, repeats: int, on_row: Callable[..., Any]) -> Row:
     what = f"{IMPORTS[name]}, mha_{name}"
     on_row(what)
     program = PROGRAM.format(framework=IMPORTS[name], name=name)
-    pairs = [json.loads(run_python("-c", program)) for _ in range(repeats + 1)][1:]  # the first fills the disk cache
+    pairs = [json.loads(run_python("-c", program)) for _ in range(repeats + 1)][
+        1:
+    ]  # the first fills the disk cache
     theirs, ours = zip(*pairs, strict=True)
     extra = 1e3 * statistics.median(total - framework for framework, total in pairs)
     fields = times_of({OURS: ours, IMPORTS[name]: theirs})
@@ -49,7 +55,10 @@ def _import_row(name: str, repeats: int, on_row: Callable[..., Any]) -> Row:
 
 def _help_row(repeats: int, on_row: Callable[..., Any]) -> Row:
     on_row("mha-parity --help")
-    runs = {OURS: lambda: run_python("-m", "parity", "--help"), "python -c pass": lambda: run_python("-c", "pass")}
+    runs = {
+        OURS: lambda: run_python("-m", "parity", "--help"),
+        "python -c pass": lambda: run_python("-c", "pass"),
+    }
     seconds = run_in_turn(runs, budget_s=0.0, rounds=(repeats, repeats), warm_up=False)
     extra = 1e3 * (statistics.median(seconds[OURS]) - statistics.median(seconds["python -c pass"]))
     fields = times_of(seconds, not_counted=["python -c pass"])
@@ -58,7 +67,9 @@ def _help_row(repeats: int, on_row: Callable[..., Any]) -> Row:
 
 def run_python(*arguments: str) -> str:
     """Return the output of a new Python process."""
-    done = subprocess.run([sys.executable, "-P", *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-P", *arguments], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise RuntimeError(f"python {arguments[0]} must end well, got {done.stderr.strip()[-500:]}")
     return done.stdout

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array
 
 import mha_jax
-from parity.foreign import load_adapter, load_into
+from parity.port.foreign import load_adapter, load_into
 from parity_lab.bench.keras import keras_layer
 from parity_lab.bench.measure import OURS, Contender, Probe, large_enough
 from parity_lab.bench.operations import operations_of_program
@@ -32,8 +32,13 @@ NAMES = {
     "flax.linen": "flax.linen.MultiHeadDotProductAttention",
     "keras": "keras.layers.MultiHeadAttention on JAX",
     "equinox": "equinox.nn.MultiheadAttention under vmap",
-    "concatenation": "jax.nn by hand, keys and values concatenated to those so far, compiled for this length",
-    "static cache": "jax.nn by hand, keys and values written into donated arrays, read with key_value_seq_lengths",
+    "concatenation": (
+        "jax.nn by hand, keys and values concatenated to those so far, compiled for this length"
+    ),
+    "static cache": (
+        "jax.nn by hand, keys and values written into donated arrays, read with "
+        "key_value_seq_lengths"
+    ),
 }
 """Descriptions of the contenders, by name."""
 
@@ -62,7 +67,9 @@ class Side:
             return Probe(lambda: jax.block_until_ready(compiled(matrix, matrix)), 2.0 * size**3)
 
         if dtype not in self._probes:
-            self._probes[dtype] = large_enough(make, 1024 if jax.default_backend() == "cpu" else 8192)
+            self._probes[dtype] = large_enough(
+                make, 1024 if jax.default_backend() == "cpu" else 8192
+            )
         return self._probes[dtype]
 
     def reading(self) -> Probe | None:
@@ -72,11 +79,15 @@ class Side:
         if "reading" not in self._probes:
             values = jnp.ones(2**28)
             compiled = jax.jit(jnp.max).lower(values).compile()
-            self._probes["reading"] = Probe(lambda: jax.block_until_ready(compiled(values)), 4.0 * 2**28)
+            self._probes["reading"] = Probe(
+                lambda: jax.block_until_ready(compiled(values)), 4.0 * 2**28
+            )
         return self._probes["reading"]
 
     def contenders(self, work: Work, inputs: Inputs) -> dict[str, Callable[[], Contender]]:
-        """Return functions that prepare each contender, including ours, for a piece of work; they may raise errors."""
+        """Return functions that prepare each contender, including ours, for a piece of work; they
+        may raise errors.
+        """
         makers = {"core": _Core, "layer": _Layer, "prefill": _Prefill, "decode": _Decode}
         return makers[work.kind](work, inputs).contenders()
 
@@ -91,7 +102,8 @@ def _contender(
     restore: Callable[[np.ndarray], np.ndarray] = lambda x: x,
     **options: bool,
 ) -> Contender:
-    """Return `function(params, *inputs, *others)` compiled, with its backward pass if the work includes it.
+    """Return `function(params, *inputs, *others)` compiled, with its backward pass if the work
+    includes it.
 
     Args:
         work: the work.
@@ -104,7 +116,8 @@ def _contender(
         options: of `Contender`.
     """
 
-    # The leaves of a tree are passed: to take a module apart can take longer than a small piece of work.
+    # The leaves of a tree are passed: to take a module apart can take longer than a small piece of
+    # work.
     leaves, tree = jax.tree.flatten((params, tuple(inputs), others, cotangent))
 
     def forward(*leaves: Array) -> Any:
@@ -113,7 +126,9 @@ def _contender(
 
     def backward(*leaves: Array) -> Any:
         params, inputs, others, cotangent = jax.tree.unflatten(tree, leaves)
-        output, pull_back = jax.vjp(lambda params, inputs: function(params, *inputs, *others), params, inputs)
+        output, pull_back = jax.vjp(
+            lambda params, inputs: function(params, *inputs, *others), params, inputs
+        )
         weights, gradients = pull_back(cotangent)
         return output, jax.tree.leaves(weights), gradients
 
@@ -125,10 +140,14 @@ def _contender(
             found = (output, *gradients)
         return [restore(np.asarray(x)) for x in (found if isinstance(found, tuple) else (found,))]
 
-    return replace(_compiled(compiled, lambda: jax.block_until_ready(compiled(*leaves)), arrays), **options)
+    return replace(
+        _compiled(compiled, lambda: jax.block_until_ready(compiled(*leaves)), arrays), **options
+    )
 
 
-def _compiled(compiled: Any, run: Callable[[], Any], arrays: Callable[[Any], list[np.ndarray]]) -> Contender:
+def _compiled(
+    compiled: Any, run: Callable[[], Any], arrays: Callable[[Any], list[np.ndarray]]
+) -> Contender:
     """Return a contender that runs a compiled program."""
     analysis = compiled.memory_analysis()
     return Contender(
@@ -145,7 +164,11 @@ class _Core:
         self.arrays = inputs.arrays
 
     def contenders(self) -> dict[str, Callable[[], Contender]]:
-        options: dict[str, Any] = {"spec": self.work.spec, "kernel": mha_jax.fused.attend, **self.told()}
+        options: dict[str, Any] = {
+            "spec": self.work.spec,
+            "kernel": mha_jax.fused.attend,
+            **self.told(),
+        }
         found = {
             OURS: lambda: self.contender(_core_attention(**options)),
             "jax.nn": lambda: self.of_jax_nn(),
@@ -164,14 +187,23 @@ class _Core:
         if self.work.is_padded:
             found["key_padding_lengths"] = jnp.asarray(self.work.lengths, jnp.int32)
         if self.work.num_segments > 1:
-            ids = np.repeat(np.arange(self.work.num_segments, dtype=np.int32), self.work.segment_lengths)
-            found["segment_ids"] = jnp.broadcast_to(jnp.asarray(ids), (self.work.batch, self.work.seq_len))
+            ids = np.repeat(
+                np.arange(self.work.num_segments, dtype=np.int32), self.work.segment_lengths
+            )
+            found["segment_ids"] = jnp.broadcast_to(
+                jnp.asarray(ids), (self.work.batch, self.work.seq_len)
+            )
         return found
 
     def contender(
-        self, function: Callable[..., Any], order: Callable[[np.ndarray], np.ndarray] = lambda x: x, **options: bool
+        self,
+        function: Callable[..., Any],
+        order: Callable[[np.ndarray], np.ndarray] = lambda x: x,
+        **options: bool,
     ) -> Contender:
-        """A function of arrays (B, N, S, H), or of those in another order that is its own inverse."""
+        """A function of arrays (B, N, S, H), or of those in another order that is its own
+        inverse.
+        """
         query, key, value, cotangent = (
             jnp.asarray(order(self.arrays[name])) for name in ("query", "key", "value", "cotangent")
         )
@@ -183,7 +215,9 @@ class _Core:
             return function(query, key, value, is_causal=self.work.is_causal, **given)
 
         inputs = (query, key, value, *sinks)
-        return _contender(self.work, attend, (), inputs, cotangent=cotangent, restore=order, **options)
+        return _contender(
+            self.work, attend, (), inputs, cotangent=cotangent, restore=order, **options
+        )
 
     def plain(self) -> Contender:
         self.work.check_scores()
@@ -196,9 +230,13 @@ class _Core:
                 self.work.check_scores()
             attend = partial(attend, local_window_size=(self.work.window_size - 1, 0))
         if self.work.is_padded:
-            attend = partial(attend, key_value_seq_lengths=jnp.asarray(self.work.lengths, jnp.int32))
+            attend = partial(
+                attend, key_value_seq_lengths=jnp.asarray(self.work.lengths, jnp.int32)
+            )
         if self.work.num_segments > 1:
-            hidden = mha_jax.create_attention_mask(self.work.seq_len, segment_ids=self.told()["segment_ids"])
+            hidden = mha_jax.create_attention_mask(
+                self.work.seq_len, segment_ids=self.told()["segment_ids"]
+            )
             attend = partial(attend, mask=~hidden)
         if self.work.spec.alibi_slopes is not None:
             places = jnp.arange(self.work.seq_len, dtype=jnp.float32)
@@ -206,13 +244,19 @@ class _Core:
             bias = (slopes * (places - places[:, None])).astype(self.work.dtype)
             attend = partial(attend, bias=bias[None])
         # It takes (B, S, N, H).
-        return self.contender(partial(attend, implementation=implementation), lambda x: x.swapaxes(1, 2))
+        return self.contender(
+            partial(attend, implementation=implementation), lambda x: x.swapaxes(1, 2)
+        )
 
     def scores_by_hand(self) -> Callable[..., Array]:
-        hidden = mha_jax.create_attention_mask(self.work.seq_len, is_causal=True, window_size=self.work.window_size)
+        hidden = mha_jax.create_attention_mask(
+            self.work.seq_len, is_causal=True, window_size=self.work.window_size
+        )
         cap, scale = self.work.spec.soft_cap, self.work.spec.score_scale
 
-        def attend(query: Array, key: Array, value: Array, *, is_causal: bool, sinks: Array | None = None) -> Array:
+        def attend(
+            query: Array, key: Array, value: Array, *, is_causal: bool, sinks: Array | None = None
+        ) -> Array:
             scores = jnp.einsum("bnth,bnsh->bnts", query * scale, key)
             scores = scores if cap is None else cap * jnp.tanh(scores / cap)
             scores = jnp.where(hidden, -jnp.inf, scores)
@@ -229,7 +273,9 @@ class _Layer:
     def __init__(self, work: Work, inputs: Inputs) -> None:
         self.work, self.canonical = work, inputs.weights
         # As every JAX library holds them, (in, out): so no transposition is timed.
-        self.weights = {name: jnp.asarray(np.ascontiguousarray(x.T)) for name, x in inputs.weights.items()}
+        self.weights = {
+            name: jnp.asarray(np.ascontiguousarray(x.T)) for name, x in inputs.weights.items()
+        }
         self.arrays = {name: jnp.asarray(x) for name, x in inputs.arrays.items()}
         self.x = self.arrays["x"]
         self.lengths = jnp.asarray(work.lengths, jnp.int32) if work.is_padded else None
@@ -237,13 +283,22 @@ class _Layer:
 
     def contenders(self) -> dict[str, Callable[[], Contender]]:
         by_hand = (
-            {"softmax by hand": self.softmax_by_hand} if self.work.need_weights else {"jax.nn by hand": self.by_hand}
+            {"softmax by hand": self.softmax_by_hand}
+            if self.work.need_weights
+            else {"jax.nn by hand": self.by_hand}
         )
-        libraries = {"flax.nnx": self.nnx, "flax.linen": self.linen, "keras": self.keras, "equinox": self.equinox}
+        libraries = {
+            "flax.nnx": self.nnx,
+            "flax.linen": self.linen,
+            "keras": self.keras,
+            "equinox": self.equinox,
+        }
         return {OURS: self.ours, **({**by_hand, **libraries} if self.work.layer is None else {})}
 
     def contender(self, function: Callable[..., Any], params: Any, *others: Any) -> Contender:
-        return _contender(self.work, function, params, (self.x,), *others, cotangent=self.arrays.get("cotangent"))
+        return _contender(
+            self.work, function, params, (self.x,), *others, cotangent=self.arrays.get("cotangent")
+        )
 
     def made(self, kind: Any) -> tuple[Any, Any]:
         """Return our module with the weights of the work: its definition, and its weights."""
@@ -257,7 +312,9 @@ class _Layer:
         work = self.work
         if not (work.is_causal or work.is_padded):
             return None
-        hidden = mha_jax.create_attention_mask(work.seq_len, key_padding_lengths=self.lengths, is_causal=work.is_causal)
+        hidden = mha_jax.create_attention_mask(
+            work.seq_len, key_padding_lengths=self.lengths, is_causal=work.is_causal
+        )
         return ~jnp.broadcast_to(hidden, (work.batch, 1, work.seq_len, work.seq_len))
 
     def ours(self) -> Contender:
@@ -265,11 +322,15 @@ class _Layer:
         if work.need_weights:
             graph, params = self.made(mha_jax.MultiHeadAttention)
             mask = mha_jax.create_causal_mask(work.seq_len) if work.is_causal else None
-            return self.contender(lambda p, x, m: nnx.merge(graph, p)(x, mask=m, need_weights=True), params, mask)
+            return self.contender(
+                lambda p, x, m: nnx.merge(graph, p)(x, mask=m, need_weights=True), params, mask
+            )
         graph, params = self.made(mha_jax.MultiHeadSelfAttention)
 
         def call(params: Any, x: Array, lengths: Array | None) -> Array:
-            return nnx.merge(graph, params)(x, is_causal=work.is_causal, key_padding_lengths=lengths)
+            return nnx.merge(graph, params)(
+                x, is_causal=work.is_causal, key_padding_lengths=lengths
+            )
 
         return self.contender(call, params, self.lengths)
 
@@ -284,7 +345,9 @@ class _Layer:
     def by_hand(self) -> Contender:
         def call(weights: Any, x: Array, lengths: Array | None) -> Array:
             context = jax.nn.dot_product_attention(
-                *self.heads(weights, x), is_causal=self.work.is_causal, key_value_seq_lengths=lengths
+                *self.heads(weights, x),
+                is_causal=self.work.is_causal,
+                key_value_seq_lengths=lengths,
             )
             return self.out(weights, context)
 
@@ -293,11 +356,15 @@ class _Layer:
     def softmax_by_hand(self) -> Contender:
         def call(weights: Any, x: Array, shown: Array | None) -> tuple[Array, Array]:
             query, key, value = self.heads(weights, x)
-            scores = jnp.einsum("btnh,bsnh->bnts", query * query.dtype.type(self.work.head_dim**-0.5), key)
+            scores = jnp.einsum(
+                "btnh,bsnh->bnts", query * query.dtype.type(self.work.head_dim**-0.5), key
+            )
             if shown is not None:
                 scores = jnp.where(shown, scores, -jnp.inf)
             attn_weights = jax.nn.softmax(scores)
-            return self.out(weights, jnp.einsum("bnts,bsnh->btnh", attn_weights, value)), attn_weights
+            return self.out(
+                weights, jnp.einsum("bnts,bsnh->btnh", attn_weights, value)
+            ), attn_weights
 
         return self.contender(call, self.weights, self.shown())
 
@@ -315,7 +382,9 @@ class _Layer:
         return self.contender(call, params, self.shown(), rest)
 
     def linen(self) -> Contender:
-        module, variables = self.foreign("flax.linen.MultiHeadDotProductAttention", deterministic=True).unbind()
+        module, variables = self.foreign(
+            "flax.linen.MultiHeadDotProductAttention", deterministic=True
+        ).unbind()
 
         def call(params: Any, x: Array, shown: Array | None) -> Any:
             if not self.work.need_weights:
@@ -333,7 +402,12 @@ class _Layer:
 
         def call(params: Any, x: Array, shown: Array | None, others: Any) -> Any:
             found, _ = layer.stateless_call(
-                params, others, x, x, attention_mask=shown, return_attention_scores=self.work.need_weights
+                params,
+                others,
+                x,
+                x,
+                attention_mask=shown,
+                return_attention_scores=self.work.need_weights,
             )
             return tuple(found) if self.work.need_weights else found
 
@@ -360,7 +434,9 @@ class _Layer:
     def foreign(self, name: str, **options: Any) -> Any:
         """Return another library's layer with the weights of the work."""
         adapter = load_adapter(name)
-        return adapter.load_into(adapter.make(self.work.spec, self.work.dtype, **options), self.canonical)
+        return adapter.load_into(
+            adapter.make(self.work.spec, self.work.dtype, **options), self.canonical
+        )
 
 
 class _Prefill(_Layer):
@@ -386,7 +462,9 @@ class _Prefill(_Layer):
             query, key, value = self.heads(weights, x)
             room = ((0, 0), (0, work.capacity - work.seq_len), (0, 0), (0, 0))
             caches = [jnp.pad(each, room).swapaxes(1, 2) for each in (key, value)]
-            output = self.out(weights, jax.nn.dot_product_attention(query, key, value, is_causal=True))
+            output = self.out(
+                weights, jax.nn.dot_product_attention(query, key, value, is_causal=True)
+            )
             return output, *caches
 
         return self.contender(call, self.weights)
@@ -411,7 +489,9 @@ class _Decode(_Layer):
         held, kind = jax.tree.flatten(state)
 
         def call(leaves: list[Array], held: list[Array], x: Array) -> tuple[Array, list[Array]]:
-            output, state = step(jax.tree.unflatten(tree, leaves), jax.tree.unflatten(kind, held), x)
+            output, state = step(
+                jax.tree.unflatten(tree, leaves), jax.tree.unflatten(kind, held), x
+            )
             return output, jax.tree.leaves(state)
 
         compiled = jax.jit(call, donate_argnums=1).lower(leaves, held, self.x).compile()
@@ -439,7 +519,9 @@ class _Decode(_Layer):
     def state(self, module: Any) -> Any:
         """Return our cache with the cached keys and values."""
         if "prompt" in self.arrays:
-            return module(self.arrays["prompt"], module.init_cache(self.work.batch, self.work.capacity))[1]
+            return module(
+                self.arrays["prompt"], module.init_cache(self.work.batch, self.work.capacity)
+            )[1]
         lengths = jnp.full((self.work.batch,), self.work.seq_len, jnp.int32)
         keys, values = self.with_room()
         return mha_jax.KVCache(keys, values, lengths)
@@ -447,8 +529,15 @@ class _Decode(_Layer):
     def concatenation(self) -> Contender:
         def call(weights: Any, x: Array, keys: Array, values: Array) -> Any:
             query, key, value = self.heads(weights, x)
-            keys, values = jnp.concatenate([keys, key], axis=1), jnp.concatenate([values, value], axis=1)
-            return self.out(weights, jax.nn.dot_product_attention(query, keys, values)), keys, values
+            keys, values = (
+                jnp.concatenate([keys, key], axis=1),
+                jnp.concatenate([values, value], axis=1),
+            )
+            return (
+                self.out(weights, jax.nn.dot_product_attention(query, keys, values)),
+                keys,
+                values,
+            )
 
         cached = [self.arrays[name].swapaxes(1, 2) for name in ("keys", "values")]
         made = self.contender(call, self.weights, *cached)
@@ -461,11 +550,15 @@ class _Decode(_Layer):
             keys = jax.lax.dynamic_update_slice_in_dim(keys, key, filled, axis=1)
             values = jax.lax.dynamic_update_slice_in_dim(values, value, filled, axis=1)
             lengths = jnp.full((self.work.batch,), filled + 1)
-            context = jax.nn.dot_product_attention(query, keys, values, key_value_seq_lengths=lengths)
+            context = jax.nn.dot_product_attention(
+                query, keys, values, key_value_seq_lengths=lengths
+            )
             return self.out(weights, context), (keys, values, filled + 1)
 
         keys, values = (x.swapaxes(1, 2) for x in self.with_room())
-        return self.carried(step, self.weights, (keys, values, jnp.asarray(self.work.seq_len, jnp.int32)))
+        return self.carried(
+            step, self.weights, (keys, values, jnp.asarray(self.work.seq_len, jnp.int32))
+        )
 
     def nnx(self) -> Contender:
         work = self.work
@@ -474,7 +567,9 @@ class _Decode(_Layer):
         graph, params, cache, rest = nnx.split(module, nnx.Param, nnx.Cache, ...)
         keys, values = (x.swapaxes(1, 2) for x in self.with_room())
         filled = jnp.asarray(work.seq_len, jnp.int32)
-        nnx.replace_by_pure_dict(cache, {"cached_key": keys, "cached_value": values, "cache_index": filled})
+        nnx.replace_by_pure_dict(
+            cache, {"cached_key": keys, "cached_value": values, "cache_index": filled}
+        )
 
         def step(params: Any, cache: Any, x: Array) -> tuple[Array, Any]:
             module = nnx.merge(graph, params, cache, rest)
@@ -489,9 +584,13 @@ def _project(weights: Mapping[str, Array], name: str, x: Array) -> Array:
 
 
 def _core_attention(**options: Any) -> Callable[..., Array]:
-    """Return our attention of split heads, with sinks as an argument, as other contenders take them."""
+    """Return our attention of split heads, with sinks as an argument, as other contenders take
+    them.
+    """
 
-    def attend(query: Array, key: Array, value: Array, *, is_causal: bool, sinks: Array | None = None) -> Array:
+    def attend(
+        query: Array, key: Array, value: Array, *, is_causal: bool, sinks: Array | None = None
+    ) -> Array:
         learned = {} if sinks is None else {"sinks": sinks}
         context, _ = mha_jax.scaled_dot_product_attention(
             query, key, value, is_causal=is_causal, learned=learned, **options

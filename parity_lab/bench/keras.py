@@ -5,18 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from mha_spec import AttentionSpec
-from parity.core.weights import Weights
-from parity.foreign import load_adapter
-from parity.foreign.keras import import_keras
+from parity.measure.core.weights import Weights
+from parity.port.foreign import load_adapter
+from parity.port.foreign.keras import import_keras
 
 
 def keras_layer(framework: str, spec: AttentionSpec, dtype: str, weights: Weights) -> Any:
-    """A `keras.layers.MultiHeadAttention` with these weights; the framework that asks first is the one it runs on.
+    """A `keras.layers.MultiHeadAttention` with these weights; the framework that asks first is the
+    one it runs on.
 
     Raises:
         ImportError: if Keras is not installed, or runs on another framework.
     """
     if (backend := import_keras(framework).backend.backend()) != framework:
-        raise ImportError(f"Keras runs on one framework in a process, which is {backend} here (see KERAS_BACKEND)")
+        raise ImportError(
+            f"Keras runs on one framework in a process, which is {backend} here (see KERAS_BACKEND)"
+        )
     adapter = load_adapter("keras.layers.MultiHeadAttention")
     return adapter.load_into(adapter.make(spec, dtype), weights)

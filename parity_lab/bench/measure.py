@@ -17,9 +17,12 @@ from parity_lab.bench.operations import Operations
 
 TURN_S = 0.01  # shorter work is repeated within its turn
 MOST_REPEATS = 100
-PAUSE_S = 0.002  # between turns, because the threads of a library spin for a while before they release their cores
+# between turns, because the threads of a library spin for a while before they release their cores
+PAUSE_S = 0.002
 ALLOWED = {"float32": 1e-3, "bfloat16": 3e-2, "float16": 3e-2}
-"""Difference of two contenders, as a share of the largest value: far above rounding, far below other mathematics."""
+"""Difference of two contenders, as a share of the largest value: far above rounding, far below
+other mathematics.
+"""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,8 @@ class Contender:
 
     Attributes:
         run: do the work once, and return its results when it is done.
-        arrays: results as arrays to compare: the output, the attention weights, the gradients of the inputs.
+        arrays: results as arrays to compare: the output, the attention weights, the gradients of
+            the inputs.
         peak_bytes: memory during a run beyond inputs and results; None if unknown.
         counts: compare it with ours; others are only shown.
         carries: every run changes the state of the next one: a cache holds one token more.
@@ -57,7 +61,8 @@ class Probe:
 
 
 def large_enough(make: Callable[[int], Probe], largest: int) -> Probe:
-    """Return a probe of the smallest size that fills a turn, or of the largest, because half precision can be slow.
+    """Return a probe of the smallest size that fills a turn, or of the largest, because half
+    precision can be slow.
 
     Args:
         make: a function of the size.
@@ -84,7 +89,8 @@ class Row:
         peers: times of other libraries by name.
         best_peer: the fastest library of the same framework.
         ratio: its time / ours.
-        limit_ms: time of the same matrix products, or of reading the same bytes, at the measured speed of the machine.
+        limit_ms: time of the same matrix products, or of reading the same bytes, at the measured
+            speed of the machine.
         limit_ratio: our time / the limit.
         peak_bytes: our memory beyond inputs and results.
         group: group of the benchmark.
@@ -142,11 +148,17 @@ def times_of(
         amount: least amount of work, in the probe's unit.
         probe: amount of work of the probe.
     """
-    medians = {name: 1e3 * statistics.median(times) for name, times in seconds.items() if name != LIMIT}
+    medians = {
+        name: 1e3 * statistics.median(times) for name, times in seconds.items() if name != LIMIT
+    }
     ours = medians.pop(OURS)
     counted = {name: ms for name, ms in medians.items() if name not in not_counted}
     best = min(counted, key=counted.__getitem__, default=None)
-    limit = 1e3 * min(seconds[LIMIT]) * amount / probe if amount is not None and probe and LIMIT in seconds else None
+    limit = (
+        1e3 * min(seconds[LIMIT]) * amount / probe
+        if amount is not None and probe and LIMIT in seconds
+        else None
+    )
     return {
         "ours_ms": ours,
         "peers": medians,
@@ -176,8 +188,8 @@ def run_in_turn(
         budget_s: approximate time of all rounds, in seconds.
         rounds: least and largest number of rounds.
         most_repeats: most runs within a turn, by name; default: `MOST_REPEATS`.
-        warm_up: begin each turn with a run that is not timed, because the previous contender has left caches, threads
-            and the allocator in another state, and repeated use is measured.
+        warm_up: begin each turn with a run that is not timed, because the previous contender has
+            left caches, threads and the allocator in another state, and repeated use is measured.
         clock: function that returns the time in seconds.
     """
 
@@ -196,7 +208,8 @@ def run_in_turn(
     try:
         first = {name: turn(name, 1) for name in runs}
         repeats = {
-            name: min(most[name], max(1, math.ceil(TURN_S / max(seconds, 1e-9)))) for name, seconds in first.items()
+            name: min(most[name], max(1, math.ceil(TURN_S / max(seconds, 1e-9))))
+            for name, seconds in first.items()
         }
         a_round = sum((repeats[name] + warm_up) * seconds for name, seconds in first.items())
         count = max(rounds[0], min(rounds[1], int(budget_s / max(a_round, 1e-9))))
@@ -214,7 +227,9 @@ def run_in_turn(
 
 
 def difference(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> float:
-    """Return the largest difference of two contenders' arrays as a share of our largest value; inf if shapes differ."""
+    """Return the largest difference of two contenders' arrays as a share of our largest value; inf
+    if shapes differ.
+    """
     if [x.shape for x in ours] != [x.shape for x in theirs]:
         return math.inf
     worst = 0.0
@@ -227,7 +242,9 @@ def difference(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> floa
 
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float | None:
-    """Return the growth of a value with a size: the slope of their logarithms over the larger half; None if unknown."""
+    """Return the growth of a value with a size: the slope of their logarithms over the larger half;
+    None if unknown.
+    """
     pairs = sorted((size, value) for size, value in zip(sizes, values, strict=True) if value > 0)
     pairs = pairs[max(0, min(len(pairs) // 2, len(pairs) - 2)) :]  # at least two
     if len(pairs) < 2 or pairs[0][0] == pairs[-1][0]:
@@ -237,7 +254,9 @@ def exponent(sizes: Sequence[float], values: Sequence[float]) -> float | None:
 
 
 def growth(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the growth of time and memory with the tokens S and the batch B, by work, framework, dtype, contender."""
+    """Return the growth of time and memory with the tokens S and the batch B, by work, framework,
+    dtype, contender.
+    """
     found = []
     series: dict[tuple[str, str, str, str], list[Row]] = {}
     for row in rows:
@@ -248,15 +267,27 @@ def growth(rows: Sequence[Row]) -> list[dict[str, Any]]:
         for axis, over in enumerate(of_name[0].axes.split()):
             # Along S rows of the smallest batch, along B rows of the length with the most batches.
             others = {tuple(n for i, n in enumerate(row.shape) if i != axis) for row in of_name}
-            lines = [[row for row in of_name if tuple(np.delete(row.shape, axis)) == rest] for rest in others]
+            lines = [
+                [row for row in of_name if tuple(np.delete(row.shape, axis)) == rest]
+                for rest in others
+            ]
             line = max(lines, key=len)
             if over not in "BS" or len(line) < 2:
                 continue
             sizes = [row.shape[axis] for row in line]
             ours = name == OURS
             ms = [(row.ours_ms if ours else row.peers.get(name)) or 0.0 for row in line]
-            peak = [(row.peak_bytes if ours else row.peers_peak_bytes.get(name)) or 0.0 for row in line]
+            peak = [
+                (row.peak_bytes if ours else row.peers_peak_bytes.get(name)) or 0.0 for row in line
+            ]
             for of, values in (("time", ms), ("memory", peak)):
-                key = {"what": what, "framework": framework, "dtype": dtype, "name": name, "of": of, "over": over}
+                key = {
+                    "what": what,
+                    "framework": framework,
+                    "dtype": dtype,
+                    "name": name,
+                    "of": of,
+                    "over": over,
+                }
                 found.append({**key, "exponent": exponent(sizes, values)})
     return found

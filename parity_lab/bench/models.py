@@ -1,4 +1,6 @@
-"""Speed of the attention of a model with its own weights, compared with transformers' own modules."""
+"""Speed of the attention of a model with its own weights, compared with transformers' own
+modules.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ from typing import Any, Unpack
 import numpy as np
 
 from mha_spec import InputError
-from parity.conversion.hints import LayerKeywords
-from parity.conversion.layers import FileLayer, open_layers
-from parity.running.models import chosen_layers, number_of, skeleton_of
+from parity.port.conversion.hints import LayerKeywords
+from parity.port.conversion.layers import FileLayer, open_layers
+from parity.use.running.models import chosen_layers, number_of, skeleton_of
 from parity_lab.bench import Bench, Make, bench_work, checked, effort, environment_of, open_sides
 from parity_lab.bench.measure import Contender
 from parity_lab.bench.work import Work, draw_inputs
@@ -37,17 +39,18 @@ def bench_model(
 ) -> Bench:
     """Measure the self-attention of a model: many tokens at once, and one more token with a cache.
 
-    Layers that compute the same function of their weights are measured once, with the weights of the first. In torch
-    the module of transformers is also measured on many tokens, if that is installed, the folder has a config.json,
-    and the module computes only attention, unlike those of BERT and BLOOM, which add the residual.
+    Layers that compute the same function of their weights are measured once, with the weights of
+    the first. In torch the module of transformers is also measured on many tokens, if that is
+    installed, the folder has a config.json, and the module computes only attention, unlike those of
+    BERT and BLOOM, which add the residual.
 
     Args:
         path, layers, layout, prefix, said: arguments of `run_model`.
         frameworks, dtypes, device, quick, profile, on_row: arguments of `bench`.
 
     Raises:
-        ModuleNotFoundError, OSError, RuntimeError, ValueError: as `bench` and `run_model`, or if no layer attends to
-            its own tokens.
+        ModuleNotFoundError, OSError, RuntimeError, ValueError: as `bench` and `run_model`, or if no
+            layer attends to its own tokens.
     """
     _, frameworks, dtypes = checked((), frameworks, dtypes, device)
     sides, names = open_sides(frameworks, device)
@@ -62,8 +65,12 @@ def bench_model(
                 more: dict[str, Make] = {}
                 if "torch" in sides and work.kind == "layer":
                     x = inputs.arrays["x"]
-                    more[TRANSFORMERS] = partial(_own_module, skeleton, layer, work, sides["torch"], x)
-                rows += bench_work(work, sides, inputs=inputs, more=more, profile=profile, **effort(quick))
+                    more[TRANSFORMERS] = partial(
+                        _own_module, skeleton, layer, work, sides["torch"], x
+                    )
+                rows += bench_work(
+                    work, sides, inputs=inputs, more=more, profile=profile, **effort(quick)
+                )
     if "torch" in names:
         names["torch"] = names["torch"] | NAMES
     return Bench(rows, environment_of(sides), names)
@@ -108,8 +115,12 @@ def _works(layer: FileLayer, label: str, dtype: str, quick: bool) -> list[Work]:
     about: dict[str, Any] = {"num_heads": spec.num_heads, "head_dim": spec.head_dim, "dtype": dtype}
     about |= {"layer": spec, "label": label}
     lengths = (256,) if quick else (256, 1024)
-    found = [Work("model", "layer", 1, seq_len, is_causal=is_causal, **about) for seq_len in lengths]
-    return found + [Work("model", "decode", 1, seq_len, **about) for seq_len in lengths[-1:] if is_causal]
+    found = [
+        Work("model", "layer", 1, seq_len, is_causal=is_causal, **about) for seq_len in lengths
+    ]
+    return found + [
+        Work("model", "decode", 1, seq_len, **about) for seq_len in lengths[-1:] if is_causal
+    ]
 
 
 def _skeleton(path: str | os.PathLike[str]) -> Any:
@@ -120,7 +131,9 @@ def _skeleton(path: str | os.PathLike[str]) -> Any:
         return skeleton_of(path)
 
 
-def _own_module(skeleton: Callable[[], Any], layer: FileLayer, work: Work, side: Any, x: np.ndarray) -> Contender:
+def _own_module(
+    skeleton: Callable[[], Any], layer: FileLayer, work: Work, side: Any, x: np.ndarray
+) -> Contender:
     """Return the library's own module of a layer, called like in its model."""
     import torch
     from torch.utils._pytree import tree_map_only

@@ -1,4 +1,6 @@
-"""Operations of a run, counted: kernels by name, copies of tensors, and waits of the host for the device."""
+"""Operations of a run, counted: kernels by name, copies of tensors, and waits of the host for the
+device.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ class Operations:
     """Counts of one run.
 
     Attributes:
-        kernels: number of calls of each kernel: those of the device by torch's profiler, on a CPU the operations of
-            ATen that are implemented for it, in JAX the fusions and custom calls of the compiled program.
+        kernels: number of calls of each kernel: those of the device by torch's profiler, on a CPU
+            the operations of ATen that are implemented for it, in JAX the fusions and custom calls
+            of the compiled program.
         copies: tensors that are copied to another layout, dtype or device.
         syncs: points at which the host waits for values of the device.
     """
@@ -28,7 +31,7 @@ class Operations:
     syncs: int
 
 
-# ---- torch -----------------------------------------------------------------------------------------------------------
+# ---- torch ---------------------------------------------------------------------------------------
 
 
 class Event(NamedTuple):
@@ -40,23 +43,38 @@ class Event(NamedTuple):
 
 
 _WAITS = re.compile(r"(cuda|hip)(Stream|Device|Event)Synchronize$")
-_READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal"}
-"""Operations that return values, or a shape that depends on them: on a GPU the host waits for these."""
+_READS = {
+    "aten::_local_scalar_dense",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::_unique2",
+    "aten::equal",
+}
+"""Operations that return values, or a shape that depends on them: on a GPU the host waits for
+these.
+"""
 
 
 def operations_of_events(events: Iterable[Event]) -> Operations:
     """Return the counts of a profile, given as its outermost events.
 
-    Events of a device count as kernels if there are any, and the calls of its driver as waits. Otherwise operations of
-    ATen count as kernels if they compute and are not composed of others, and as waits if they read values.
+    Events of a device count as kernels if there are any, and the calls of its driver as waits.
+    Otherwise operations of ATen count as kernels if they compute and are not composed of others,
+    and as waits if they read values.
     """
     events = tuple(events)
     flat = [each for event in events for each in _with_descendants(event)]
     has_device = any(event.is_on_device for event in flat)
-    on_device = Counter(e.name for e in flat if e.is_on_device and not e.name.startswith(("Memcpy", "Memset")))
+    on_device = Counter(
+        e.name for e in flat if e.is_on_device and not e.name.startswith(("Memcpy", "Memset"))
+    )
     waits = sum(_WAITS.match(event.name) is not None for event in flat)
     return Operations(
-        dict(on_device if has_device else Counter(name for event in events for name in _operations(event))),
+        dict(
+            on_device
+            if has_device
+            else Counter(name for event in events for name in _operations(event))
+        ),
         copies=sum(event.name == "aten::copy_" for event in flat),
         syncs=waits if has_device else sum(map(_num_reads, events)),
     )
@@ -69,12 +87,16 @@ def _with_descendants(event: Event) -> Iterator[Event]:
 
 
 def _num_reads(event: Event) -> int:
-    """Return the number of reads of values within an event; a read that consists of others counts once."""
+    """Return the number of reads of values within an event; a read that consists of others counts
+    once.
+    """
     return 1 if event.name in _READS else sum(map(_num_reads, event.children))
 
 
 def _operations(event: Event) -> list[str]:
-    """Return the names of the outermost operations within an event that compute and are not composed of others."""
+    """Return the names of the outermost operations within an event that compute and are not
+    composed of others.
+    """
     if not event.name.startswith("aten::") or _is_composed(event.name):
         return [name for child in event.children for name in _operations(child)]
     return [event.name] if _computes(event.name) else []
@@ -85,15 +107,25 @@ def _is_composed(name: str) -> bool:
     """Return whether ATen composes an operation of others on every device."""
     from torch._C import DispatchKey
 
-    return any(each.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd) for each in _overloads(name))
+    return any(
+        each.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
+        for each in _overloads(name)
+    )
 
 
 @cache
 def _computes(name: str) -> bool:
-    """Return whether an operation of ATen computes, that is, returns neither a view nor memory without values."""
-    returns = [each.alias_info for overload in _overloads(name) for each in overload._schema.returns]
+    """Return whether an operation of ATen computes, that is, returns neither a view nor memory
+    without values.
+    """
+    returns = [
+        each.alias_info for overload in _overloads(name) for each in overload._schema.returns
+    ]
     is_view = any(alias is not None and not alias.is_write for alias in returns)
-    return not is_view and re.match(r"aten::((new_)?empty|(as_strided|set|resize)_$|_unsafe_view)", name) is None
+    return (
+        not is_view
+        and re.match(r"aten::((new_)?empty|(as_strided|set|resize)_$|_unsafe_view)", name) is None
+    )
 
 
 def _overloads(name: str) -> list[Any]:
@@ -112,7 +144,9 @@ def operations_of_torch(run: Callable[[], Any]) -> Operations:
     activities, has_device = torch.profiler.ProfilerActivity, torch.cuda.is_available()
     if has_device:  # no kernel of before is counted
         torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[activities.CPU, *([activities.CUDA] if has_device else [])]) as profile:
+    with torch.profiler.profile(
+        activities=[activities.CPU, *([activities.CUDA] if has_device else [])]
+    ) as profile:
         with torch.profiler.record_function(MARK):
             run()
         if has_device:  # after the mark, so that it is not counted
@@ -121,24 +155,36 @@ def operations_of_torch(run: Callable[[], Any]) -> Operations:
     of_host = [each for each in found if each.device_type.name == "CPU"]
     mark = next(each for each in of_host if each.name == MARK)
     begin, end = mark.time_range.start, mark.time_range.end
-    outermost = [each for each in of_host if each.cpu_parent in (None, mark)]  # gradients may run in another thread
+    outermost = [
+        each for each in of_host if each.cpu_parent in (None, mark)
+    ]  # gradients may run in another thread
 
     def event_of(each: Any) -> Event:
         return Event(each.name, children=tuple(map(event_of, each.cpu_children)))
 
     return operations_of_events(
         [
-            *(event_of(each) for each in outermost if each is not mark and begin <= each.time_range.start <= end),
+            *(
+                event_of(each)
+                for each in outermost
+                if each is not mark and begin <= each.time_range.start <= end
+            ),
             # A kernel may end after the mark, which the profiler also shows on the device.
-            *(Event(each.name, True) for each in found if each.device_type.name != "CPU" and each.name != MARK),
+            *(
+                Event(each.name, True)
+                for each in found
+                if each.device_type.name != "CPU" and each.name != MARK
+            ),
         ]
     )
 
 
-# ---- JAX -------------------------------------------------------------------------------------------------------------
+# ---- JAX -----------------------------------------------------------------------------------------
 
 _CUSTOM_CALL = re.compile(r'custom_call_target="([^"]+)"')
-_CALL = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = .*? (fusion|custom-call|copy|dot|convolution|outfeed|infeed)\(")
+_CALL = re.compile(
+    r"^\s*(?:ROOT )?%?[\w.-]+ = .*? (fusion|custom-call|copy|dot|convolution|outfeed|infeed)\("
+)
 
 
 def operations_of_program(text: str) -> Operations:

@@ -14,10 +14,10 @@ from rich.table import Column
 from rich.text import Text
 
 from mha_spec import InputError
-from parity.files.target import write_whole
-from parity.reporting.console import print_table
-from parity.reporting.plot import check_destination
-from parity.text import counted
+from parity.measure.files.target import write_whole
+from parity.measure.text import counted
+from parity.use.reporting.console import print_table
+from parity.use.reporting.plot import check_destination
 from parity_lab.bench import Bench, Row
 from parity_lab.bench.measure import OURS
 
@@ -28,24 +28,38 @@ def print_bench(found: Bench, out: Console) -> None:
     """Print a table for each framework, growth, and contenders that were left out."""
     for framework in dict.fromkeys(row.framework for row in found.rows):
         _print_rows([row for row in found.rows if row.framework == framework], framework, out)
-        _print_operations([row for row in found.rows if row.framework == framework and row.operations], framework, out)
+        _print_operations(
+            [row for row in found.rows if row.framework == framework and row.operations],
+            framework,
+            out,
+        )
     if found.growth:
         _print_growth(found.growth, out)
     for (framework, name, reason), count in found.left_out.items():
         rows = counted(count, "row")
-        out.print(Text(f"left out: {name} ({framework}, {rows}): {reason}", style="yellow"), soft_wrap=True)
+        out.print(
+            Text(f"left out: {name} ({framework}, {rows}): {reason}", style="yellow"),
+            soft_wrap=True,
+        )
 
 
 def _print_rows(rows: Sequence[Row], framework: str, out: Console) -> None:
     several = len({row.dtype for row in rows if row.dtype}) > 1
     columns = [Column("what", overflow="fold", max_width=30)]
     columns += [Column(name, no_wrap=True) for name in ("shape", *(["dtype"] if several else []))]
-    columns += [Column(name, justify="right", no_wrap=True) for name in ("ours", "ratio", "limit", "MB")]
+    columns += [
+        Column(name, justify="right", no_wrap=True) for name in ("ours", "ratio", "limit", "MB")
+    ]
     columns += [Column("libraries, best first (others)", overflow="fold")]
     cells = []
     for row in rows:
         shape = "x".join(map(str, row.shape)) or "—"
-        numbers = (_number(row.ours_ms), _number(row.ratio), _number(row.limit_ratio), _megabytes(row.peak_bytes))
+        numbers = (
+            _number(row.ours_ms),
+            _number(row.ratio),
+            _number(row.limit_ratio),
+            _megabytes(row.peak_bytes),
+        )
         cells.append([row.what, shape, *([row.dtype] if several else []), *numbers, _peers(row)])
     styles = ["" if row.ratio is None or row.ratio >= 1 else "yellow" for row in rows]
     title = f"{TITLES[framework]}: times in ms; ratio: best library / ours; limit: ours / limit"
@@ -58,7 +72,10 @@ def _peers(row: Row) -> str:
         peaks = sorted(row.peers_peak_bytes.items(), key=lambda item: item[1])
         return ", ".join(f"{name} {_megabytes(peak)} MB" for name, peak in peaks)
     times = sorted(row.peers.items(), key=lambda item: (item[0] in row.not_counted, item[1]))
-    shown = (f"({name} {_number(ms)})" if name in row.not_counted else f"{name} {_number(ms)}" for name, ms in times)
+    shown = (
+        f"({name} {_number(ms)})" if name in row.not_counted else f"{name} {_number(ms)}"
+        for name, ms in times
+    )
     extra = [] if row.extra_ms is None else [f"ours takes {_number(row.extra_ms)} more"]
     return ", ".join([*shown, *extra])
 
@@ -71,17 +88,25 @@ def _number(value: float | None) -> str:
 
 
 def _megabytes(nbytes: float | None) -> str:
-    return "—" if nbytes is None else f"{nbytes / 1e6:.1f}" if nbytes < 1e8 else f"{nbytes / 1e6:.0f}"
+    return (
+        "—" if nbytes is None else f"{nbytes / 1e6:.1f}" if nbytes < 1e8 else f"{nbytes / 1e6:.0f}"
+    )
 
 
 def _print_operations(rows: Sequence[Row], framework: str, out: Console) -> None:
-    """Print the counts of kernels, copies and waits of each contender, and its most frequent kernels."""
+    """Print the counts of kernels, copies and waits of each contender, and its most frequent
+    kernels.
+    """
     if not rows:
         return
     several = len({row.dtype for row in rows}) > 1
     columns = [Column("what", overflow="fold", max_width=26)]
-    columns += [Column(name, no_wrap=True) for name in ("shape", *(["dtype"] if several else []), "whose")]
-    columns += [Column(name, justify="right", no_wrap=True) for name in ("kernels", "copies", "waits")]
+    columns += [
+        Column(name, no_wrap=True) for name in ("shape", *(["dtype"] if several else []), "whose")
+    ]
+    columns += [
+        Column(name, justify="right", no_wrap=True) for name in ("kernels", "copies", "waits")
+    ]
     columns += [Column("most frequent kernels", overflow="fold")]
     cells = []
     for row in rows:
@@ -90,9 +115,14 @@ def _print_operations(rows: Sequence[Row], framework: str, out: Console) -> None
             kernels = sorted(counts.kernels.items(), key=lambda item: -item[1])
             shown = ", ".join(f"{count} {_short(kernel)}" for kernel, count in kernels[:3])
             numbers = (sum(counts.kernels.values()), counts.copies, counts.syncs)
-            cells.append([*(of_row if name == OURS else [""] * len(of_row)), name, *map(str, numbers), shown])
+            cells.append(
+                [*(of_row if name == OURS else [""] * len(of_row)), name, *map(str, numbers), shown]
+            )
     print_table(
-        out, f"{TITLES[framework]}: kernels, copies of tensors, waits for the device in one run", columns, cells
+        out,
+        f"{TITLES[framework]}: kernels, copies of tensors, waits for the device in one run",
+        columns,
+        cells,
     )
 
 
@@ -107,7 +137,12 @@ def _print_growth(growth: Sequence[dict[str, Any]], out: Console) -> None:
     columns += [Column(f"{of} over {over}", justify="right", no_wrap=True) for of, over in series]
     lines: dict[tuple[str, str, str, str], dict[tuple[str, str], float | None]] = {}
     for line in growth:
-        work = line["what"].removeprefix("growth-long ").removeprefix("growth ").removesuffix(" forward")
+        work = (
+            line["what"]
+            .removeprefix("growth-long ")
+            .removeprefix("growth ")
+            .removesuffix(" forward")
+        )
         of_name = lines.setdefault((work, line["framework"], line["dtype"], line["name"]), {})
         of_name[line["of"], line["over"]] = line["exponent"]
     rows = []
@@ -118,11 +153,12 @@ def _print_growth(growth: Sequence[dict[str, Any]], out: Console) -> None:
     print_table(out, title, columns, rows)
 
 
-# ---- A picture -------------------------------------------------------------------------------------------------------
+# ---- A picture -----------------------------------------------------------------------------------
 
 
 def plot_growth(found: Bench, path: str | os.PathLike[str]) -> None:
-    """Draw time and memory of the causal core over the sequence length, for all libraries; whole or not at all.
+    """Draw time and memory of the causal core over the sequence length, for all libraries; whole or
+    not at all.
 
     Args:
         found: measurements with rows of the group `growth`.
@@ -141,9 +177,13 @@ def plot_growth(found: Bench, path: str | os.PathLike[str]) -> None:
 
 
 def lines_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the milliseconds and megabytes by sequence length of each framework, dtype and contender."""
+    """Return the milliseconds and megabytes by sequence length of each framework, dtype and
+    contender.
+    """
     batch = min(row.shape[0] for row in rows)
-    others = {f"{row.framework} {name}" for row in rows for name in row.peers}  # each has a line of its own
+    others = {
+        f"{row.framework} {name}" for row in rows for name in row.peers
+    }  # each has a line of its own
     lines: dict[tuple[str, str, str], dict[str, Any]] = {}
     for row in sorted(rows, key=lambda row: row.shape[2]):
         if row.shape[0] != batch:
@@ -153,7 +193,14 @@ def lines_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
                 continue
             key = (row.framework, row.dtype, name)
             line = lines.setdefault(
-                key, {"framework": row.framework, "dtype": row.dtype, "name": name, "time": {}, "memory": {}}
+                key,
+                {
+                    "framework": row.framework,
+                    "dtype": row.dtype,
+                    "name": name,
+                    "time": {},
+                    "memory": {},
+                },
             )
             ours = name == OURS
             ms = row.ours_ms if ours else row.peers[name]
@@ -165,7 +212,9 @@ def lines_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def _draw(rows: Sequence[Row], kind: str) -> bytes:
     import matplotlib as mpl
-    from matplotlib.figure import Figure  # without pyplot nothing global changes, and no window system is needed
+    from matplotlib.figure import (
+        Figure,
+    )  # without pyplot nothing global changes, and no window system is needed
 
     several = len({row.dtype for row in rows}) > 1
     lines = lines_of(rows)
@@ -175,7 +224,9 @@ def _draw(rows: Sequence[Row], kind: str) -> bytes:
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "mha-parity"}):
         figure = Figure(figsize=(9.0, 4.2), layout="constrained")
         panels = figure.subplots(1, 2)
-        for panel, of, unit in zip(panels, ("time", "memory"), ("ms", "MB beyond inputs and results"), strict=True):
+        for panel, of, unit in zip(
+            panels, ("time", "memory"), ("ms", "MB beyond inputs and results"), strict=True
+        ):
             theirs: dict[str, int] = {}
             for line in lines:
                 framework, ours = line["framework"], line["name"] == OURS
@@ -201,7 +252,15 @@ def _draw(rows: Sequence[Row], kind: str) -> bytes:
             panel.grid(visible=True, alpha=0.3)
         panels[0].legend(fontsize=8)
         batch, num_heads, _, head_dim = rows[0].shape
-        figure.suptitle(f"Causal attention, forward: batch {batch}, {num_heads} heads of {head_dim}", fontsize=10)
+        figure.suptitle(
+            f"Causal attention, forward: batch {batch}, {num_heads} heads of {head_dim}",
+            fontsize=10,
+        )
         file = io.BytesIO()
-        figure.savefig(file, format=kind, dpi=120, metadata={"Date": None} if kind == "svg" else {"Software": None})
+        figure.savefig(
+            file,
+            format=kind,
+            dpi=120,
+            metadata={"Date": None} if kind == "svg" else {"Software": None},
+        )
     return file.getvalue()

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mha_torch
-from parity.backends.torch import from_numpy, to_numpy
-from parity.foreign import load_adapter, load_into
+from parity.measure.backends.torch import from_numpy, to_numpy
+from parity.port.foreign import load_adapter, load_into
 from parity_lab.bench.keras import keras_layer
 from parity_lab.bench.measure import OURS, Contender, Probe, large_enough
 from parity_lab.bench.operations import operations_of_torch
@@ -38,7 +38,9 @@ NAMES = {
     "torch.nn": "torch.nn.MultiheadAttention",
     "keras": "keras.layers.MultiHeadAttention on torch",
     "concatenation": "SDPA by hand, keys and values concatenated to those so far",
-    "static cache": "SDPA by hand, keys and values written into a tensor of which the filled part is read",
+    "static cache": (
+        "SDPA by hand, keys and values written into a tensor of which the filled part is read"
+    ),
     "StaticCache": "SDPA by hand with transformers' StaticCache, which is read whole under a mask",
     "DynamicCache": "SDPA by hand with transformers' DynamicCache",
 }
@@ -62,7 +64,9 @@ class Side:
             "threads": torch.get_num_threads(),
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
             "mha_fastpath": torch.backends.mha.get_fastpath_enabled(),
-            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
+            "device": torch.cuda.get_device_name(self.device)
+            if self.device.type == "cuda"
+            else "cpu",
         }
 
     def matmul(self, dtype: str) -> Probe:
@@ -86,7 +90,9 @@ class Side:
         return self._probes["reading"]
 
     def contenders(self, work: Work, inputs: Inputs) -> dict[str, Callable[[], Contender]]:
-        """Return functions that prepare each contender, including ours, for a piece of work; they may raise errors."""
+        """Return functions that prepare each contender, including ours, for a piece of work; they
+        may raise errors.
+        """
         makers = {"core": _Core, "layer": _Layer, "prefill": _Prefill, "decode": _Decode}
         return makers[work.kind](self, work, inputs).contenders()
 
@@ -104,7 +110,9 @@ class Side:
         counts: bool = True,
         carries: bool = False,
     ) -> Contender:
-        """Return a contender of a function of inputs and weights, with its backward pass if the work includes it."""
+        """Return a contender of a function of inputs and weights, with its backward pass if the
+        work includes it.
+        """
         differentiated = [inputs[name] for name in inputs if name != "cotangent"]
 
         def run() -> list[Tensor]:
@@ -117,13 +125,20 @@ class Side:
             return [output.detach(), *torch.autograd.grad(output, sources, inputs["cotangent"])]
 
         def arrays(found: list[Tensor]) -> list[np.ndarray]:
-            # The gradients of the weights come last, and each library has them in a layout of its own.
-            return [to_numpy(x) for x in found[: 1 + len(differentiated)]] if work.backward else [*map(to_numpy, found)]
+            # The gradients of the weights come last, and each library has them in a layout of its
+            # own.
+            return (
+                [to_numpy(x) for x in found[: 1 + len(differentiated)]]
+                if work.backward
+                else [*map(to_numpy, found)]
+            )
 
         done = partial(self._done, run)
         operations = partial(operations_of_torch, run)
         peak_bytes = partial(self.peak_bytes, done)
-        return Contender(done, arrays, peak_bytes, counts=counts, carries=carries, operations=operations)
+        return Contender(
+            done, arrays, peak_bytes, counts=counts, carries=carries, operations=operations
+        )
 
     def peak_bytes(self, run: Callable[[], Any]) -> int | None:
         """Return the peak of allocated bytes during a run, without its results."""
@@ -139,7 +154,9 @@ class Side:
             ) as profile:
                 found = run()
             recorded: Any = profile.profiler
-            events = [event for event in recorded.kineto_results.events() if event.name() == "[memory]"]
+            events = [
+                event for event in recorded.kineto_results.events() if event.name() == "[memory]"
+            ]
             steps = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
             peak = int(np.cumsum(steps).max(initial=0))
         return max(0, peak - sum(x.nbytes for x in found if isinstance(x, Tensor)))
@@ -154,7 +171,10 @@ class Side:
 class _Core:
     def __init__(self, side: Side, work: Work, inputs: Inputs) -> None:
         self.side, self.work = side, work
-        self.inputs = {name: side.put(x, work.backward and name != "cotangent") for name, x in inputs.arrays.items()}
+        self.inputs = {
+            name: side.put(x, work.backward and name != "cotangent")
+            for name, x in inputs.arrays.items()
+        }
 
     def contenders(self) -> dict[str, Callable[[], Contender]]:
         work, on_cuda = self.work, self.side.device.type == "cuda"
@@ -170,7 +190,11 @@ class _Core:
             others |= {"FlexAttention": lambda: self.contender(self.flex_attention())}
         if on_cuda and work.num_segments > 1:
             others |= {"varlen_attn": lambda: self.contender(self.varlen_attn())}
-        options: dict[str, Any] = {"spec": work.spec, "kernel": mha_torch.fused.attend, **self.told()}
+        options: dict[str, Any] = {
+            "spec": work.spec,
+            "kernel": mha_torch.fused.attend,
+            **self.told(),
+        }
         return {
             OURS: lambda: self.contender(_core_attention(**options)),
             **others,
@@ -195,7 +219,11 @@ class _Core:
     def shown(self) -> Tensor:
         """Return a mask (B or 1, 1, T, S), True = attend."""
         self.work.check_scores()
-        told: dict[str, Any] = {"window_size": self.work.window_size, "device": self.side.device, **self.told()}
+        told: dict[str, Any] = {
+            "window_size": self.work.window_size,
+            "device": self.side.device,
+            **self.told(),
+        }
         return ~mha_torch.create_attention_mask(self.work.seq_len, is_causal=True, **told)
 
     def masked_sdpa(self) -> Callable[..., Tensor]:
@@ -203,7 +231,9 @@ class _Core:
         if slopes is not None:
             places = torch.arange(self.work.seq_len, device=self.side.device)
             dtype = self.inputs["query"].dtype
-            lost = torch.tensor(slopes, device=self.side.device)[:, None, None] * (places[:, None] - places)
+            lost = torch.tensor(slopes, device=self.side.device)[:, None, None] * (
+                places[:, None] - places
+            )
             shown = (-lost).masked_fill(~shown, -torch.inf).to(dtype)
         return lambda *inputs, is_causal: F.scaled_dot_product_attention(*inputs, attn_mask=shown)
 
@@ -220,14 +250,18 @@ class _Core:
             return shown if ids is None else shown & (ids[batch, row] == ids[batch, place])
 
         num_masks = self.work.batch if told else None
-        blocks = create_block_mask(is_shown, num_masks, None, seq_len, seq_len, device=str(self.side.device))
+        blocks = create_block_mask(
+            is_shown, num_masks, None, seq_len, seq_len, device=str(self.side.device)
+        )
         compiled: Any = torch.compile(flex_attention)
         return lambda *inputs, is_causal: compiled(*inputs, block_mask=blocks)
 
     def varlen_attn(self) -> Callable[..., Tensor]:
         from torch.nn.attention.varlen import varlen_attn
 
-        lengths = torch.tensor([0, *self.work.segment_lengths * self.work.batch], device=self.side.device)
+        lengths = torch.tensor(
+            [0, *self.work.segment_lengths * self.work.batch], device=self.side.device
+        )
         ends, most = lengths.cumsum(0, dtype=torch.int32), max(self.work.segment_lengths)
 
         def attend(*inputs: Tensor, is_causal: bool) -> Tensor:
@@ -242,7 +276,12 @@ class _Core:
         hidden, cap, scale = ~self.shown(), self.work.spec.soft_cap, self.work.spec.score_scale
 
         def attend(
-            query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, sinks: Tensor | None = None
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            *,
+            is_causal: bool,
+            sinks: Tensor | None = None,
         ) -> Tensor:
             scores = query @ key.mT * scale
             scores = scores if cap is None else cap * torch.tanh(scores / cap)
@@ -264,14 +303,22 @@ class _Core:
 class _Layer:
     def __init__(self, side: Side, work: Work, inputs: Inputs) -> None:
         self.side, self.work, self.canonical = side, work, inputs.weights
-        self.inputs = {name: side.put(x, work.backward and name == "x") for name, x in inputs.arrays.items()}
+        self.inputs = {
+            name: side.put(x, work.backward and name == "x") for name, x in inputs.arrays.items()
+        }
         self.weights = {name: side.put(x, work.backward) for name, x in inputs.weights.items()}
         self.x = self.inputs["x"]
-        self.lengths = torch.tensor(work.lengths, dtype=torch.int32, device=side.device) if work.is_padded else None
+        self.lengths = (
+            torch.tensor(work.lengths, dtype=torch.int32, device=side.device)
+            if work.is_padded
+            else None
+        )
 
     def contenders(self) -> dict[str, Callable[[], Contender]]:
         by_hand = (
-            {"softmax by hand": self.softmax_by_hand} if self.work.need_weights else {"SDPA by hand": self.by_hand}
+            {"softmax by hand": self.softmax_by_hand}
+            if self.work.need_weights
+            else {"SDPA by hand": self.by_hand}
         )
         others = {"torch.nn": self.torch_nn, **by_hand, "keras": self.keras}
         return {OURS: self.ours, **(others if self.work.layer is None else {})}
@@ -289,14 +336,24 @@ class _Layer:
         return self.side.contender(self.work, forward, self.inputs, dict(module.named_parameters()))
 
     def masks(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the causal mask (T, S) and the padding mask (B, S), if any, True = masked; made beforehand."""
+        """Return the causal mask (T, S) and the padding mask (B, S), if any, True = masked; made
+        beforehand.
+        """
         seq_len, device = self.work.seq_len, self.side.device
-        causal = mha_torch.create_causal_mask(seq_len, device=device) if self.work.is_causal else None
-        padding = None if self.lengths is None else mha_torch.create_padding_mask(self.lengths, seq_len)[:, 0, 0]
+        causal = (
+            mha_torch.create_causal_mask(seq_len, device=device) if self.work.is_causal else None
+        )
+        padding = (
+            None
+            if self.lengths is None
+            else mha_torch.create_padding_mask(self.lengths, seq_len)[:, 0, 0]
+        )
         return causal, padding
 
     def shown(self) -> Tensor | None:
-        """Return the mask of SDPA: (B, 1, T, S) or (B, 1, 1, S), True = attend; None if `is_causal` suffices."""
+        """Return the mask of SDPA: (B, 1, T, S) or (B, 1, 1, S), True = attend; None if `is_causal`
+        suffices.
+        """
         causal, padding = self.masks()
         if padding is None:
             return None
@@ -305,14 +362,18 @@ class _Layer:
     def ours(self) -> Contender:
         if self.work.need_weights:
             module = self.made(mha_torch.MultiHeadAttention)
-            return self.of_module(partial(module, self.x, mask=self.masks()[0], need_weights=True), module)
+            return self.of_module(
+                partial(module, self.x, mask=self.masks()[0], need_weights=True), module
+            )
         module = self.made(mha_torch.MultiHeadSelfAttention)
         keywords = {"is_causal": self.work.is_causal, "key_padding_lengths": self.lengths}
         return self.of_module(partial(module, self.x, **keywords), module)
 
     def torch_nn(self) -> Contender:
         adapter = load_adapter("torch.nn.MultiheadAttention")
-        module = self.placed(adapter.load_into(adapter.make(self.work.spec, self.work.dtype), self.canonical))
+        module = self.placed(
+            adapter.load_into(adapter.make(self.work.spec, self.work.dtype), self.canonical)
+        )
         causal, padding = self.masks()
         keywords = {
             "attn_mask": causal,
@@ -340,7 +401,9 @@ class _Layer:
         is_causal = self.work.is_causal and shown is None
 
         def forward() -> Tensor:
-            context = F.scaled_dot_product_attention(*self.heads(self.x), attn_mask=shown, is_causal=is_causal)
+            context = F.scaled_dot_product_attention(
+                *self.heads(self.x), attn_mask=shown, is_causal=is_causal
+            )
             return self.out(context)
 
         return self.side.contender(self.work, forward, self.inputs, self.weights)
@@ -351,7 +414,9 @@ class _Layer:
         def forward() -> tuple[Tensor, Tensor]:
             query, key, value = self.heads(self.x)
             scores = query * self.work.head_dim**-0.5 @ key.mT
-            weights = (scores if causal is None else scores.masked_fill(causal, -torch.inf)).softmax(-1)
+            weights = (
+                scores if causal is None else scores.masked_fill(causal, -torch.inf)
+            ).softmax(-1)
             return self.out(weights @ value), weights
 
         return self.side.contender(self.work, forward, self.inputs, self.weights)
@@ -360,12 +425,16 @@ class _Layer:
         layer = keras_layer("torch", self.work.spec, self.work.dtype, self.canonical)
         shown = self.shown()
         keywords = {
-            "attention_mask": None if shown is None else shown[:, 0].expand(-1, self.work.seq_len, -1),
+            "attention_mask": None
+            if shown is None
+            else shown[:, 0].expand(-1, self.work.seq_len, -1),
             "use_causal_mask": self.work.is_causal,
             "return_attention_scores": self.work.need_weights,
         }
         weights = {variable.path: variable.value for variable in layer.trainable_variables}
-        return self.side.contender(self.work, partial(layer, self.x, self.x, **keywords), self.inputs, weights)
+        return self.side.contender(
+            self.work, partial(layer, self.x, self.x, **keywords), self.inputs, weights
+        )
 
 
 class _Prefill(_Layer):
@@ -383,7 +452,8 @@ class _Prefill(_Layer):
     def ours(self) -> Contender:
         module = self.made(mha_torch.MultiHeadAttentionWithCache)
         return self.of_module(
-            _first(lambda: module(self.x, module.init_cache(self.work.batch, self.work.capacity))), module
+            _first(lambda: module(self.x, module.init_cache(self.work.batch, self.work.capacity))),
+            module,
         )
 
     def attended(self, keep: Callable[[Tensor, Tensor], Any]) -> Contender:
@@ -408,7 +478,9 @@ class _Prefill(_Layer):
         return self.attended(lambda key, value: None)
 
     def hugging_static(self) -> Contender:
-        return self.attended(lambda key, value: _static_cache(self.work.capacity).update(key, value, 0))
+        return self.attended(
+            lambda key, value: _static_cache(self.work.capacity).update(key, value, 0)
+        )
 
     def hugging_dynamic(self) -> Contender:
         from transformers.cache_utils import DynamicCache
@@ -454,15 +526,24 @@ class _Decode(_Layer):
         """Return our cache with the cached keys and values."""
         if "prompt" in self.cached:
             with torch.inference_mode():
-                return module(self.cached["prompt"], module.init_cache(self.work.batch, self.work.capacity))[1]
-        lengths = torch.full((self.work.batch,), self.work.seq_len, dtype=torch.int32, device=self.side.device)
+                return module(
+                    self.cached["prompt"], module.init_cache(self.work.batch, self.work.capacity)
+                )[1]
+        lengths = torch.full(
+            (self.work.batch,), self.work.seq_len, dtype=torch.int32, device=self.side.device
+        )
         keys, values = self.with_room()
         return mha_torch.KVCache(keys, values, lengths)
 
     def attended(
-        self, extend: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]], *, carries: bool = False
+        self,
+        extend: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]],
+        *,
+        carries: bool = False,
     ) -> Contender:
-        """Return a step by hand, with a function that returns all keys, all values, and their mask."""
+        """Return a step by hand, with a function that returns all keys, all values, and their
+        mask.
+        """
 
         def forward() -> Tensor:
             query, key, value = self.heads(self.x)
@@ -473,7 +554,10 @@ class _Decode(_Layer):
 
     def concatenation(self) -> Contender:
         def extend(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, None]:
-            keys, values = (torch.cat(pair, dim=2) for pair in zip(self.cached.values(), (key, value), strict=True))
+            keys, values = (
+                torch.cat(pair, dim=2)
+                for pair in zip(self.cached.values(), (key, value), strict=True)
+            )
             return keys, values, None
 
         return self.attended(extend)
@@ -523,9 +607,13 @@ def _static_cache(capacity: int) -> Any:
 
 
 def _core_attention(**options: Any) -> Callable[..., Tensor]:
-    """Return our attention of split heads, with sinks as an argument, as other contenders take them."""
+    """Return our attention of split heads, with sinks as an argument, as other contenders take
+    them.
+    """
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, sinks: Tensor | None = None
+    ) -> Tensor:
         learned = {} if sinks is None else {"sinks": sinks}
         context, _ = mha_torch.scaled_dot_product_attention(
             query, key, value, is_causal=is_causal, learned=learned, **options

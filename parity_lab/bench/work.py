@@ -10,16 +10,41 @@ from typing import Any, Literal
 import numpy as np
 
 from mha_spec import Alibi, AttentionSpec, InputError
-from parity.core.weights import Weights, dtype_named, random_weights
+from parity.measure.core.weights import Weights, dtype_named, random_weights
 
-GROUPS = ("cores", "scores", "varlen", "layers", "decode", "memory", "import", "convert", "growth", "growth-long")
-NAMED = ("memory", "scores", "varlen", "growth", "growth-long")  # groups with work that others also have
+GROUPS = (
+    "cores",
+    "scores",
+    "varlen",
+    "layers",
+    "decode",
+    "memory",
+    "import",
+    "convert",
+    "growth",
+    "growth-long",
+)
+NAMED = (
+    "memory",
+    "scores",
+    "varlen",
+    "growth",
+    "growth-long",
+)  # groups with work that others also have
 DTYPES = ("float32", "bfloat16", "float16")
 
-CORES = ((2, 8, 256), (2, 12, 512), (1, 12, 1024), (1, 16, 2048), (1, 8, 4096))  # batch, heads, tokens
+CORES = (
+    (2, 8, 256),
+    (2, 12, 512),
+    (1, 12, 1024),
+    (1, 16, 2048),
+    (1, 8, 4096),
+)  # batch, heads, tokens
 LONG_CORES = ((1, 16, 8192), (1, 16, 16384))  # for a GPU
 MOST_SCORES = 2**29
-"""Elements of the scores, or of a mask for each head, that other libraries may store: 2 GiB in float32."""
+"""Elements of the scores, or of a mask for each head, that other libraries may store: 2 GiB in
+float32.
+"""
 
 
 @dataclass(frozen=True)
@@ -28,7 +53,8 @@ class Work:
 
     Attributes:
         group: the part of the benchmark that it belongs to, one of `GROUPS`.
-        kind: attention of split heads; a whole layer; a prompt into an empty cache; or one more token with a cache.
+        kind: attention of split heads; a whole layer; a prompt into an empty cache; or one more
+            token with a cache.
         batch: number of sequences, B.
         seq_len: tokens of each, S; in `decode`, tokens cached before the new one.
         num_heads, head_dim: sizes of the heads; a layer is as wide as all heads together.
@@ -38,7 +64,8 @@ class Work:
         has_sinks: each head has a sink logit.
         has_alibi: scores have ALiBi.
         is_padded: the sequences have different lengths, see `lengths`.
-        num_segments: sequences packed into each row, of different lengths; tokens attend to their own one only.
+        num_segments: sequences packed into each row, of different lengths; tokens attend to their
+            own one only.
         need_weights: the attention weights are also a result.
         backward: the gradients of all inputs and weights are also results.
         is_timed: measure the time; otherwise only the memory.
@@ -70,13 +97,26 @@ class Work:
     def what(self) -> str:
         """Description of the work; with shape, dtype and framework it identifies a row."""
         if self.kind in ("prefill", "decode"):
-            return " ".join(filter(None, (self.group if self.group in NAMED else "", self.label, self.kind)))
-        told = ["causal" * self.is_causal, "padded" * self.is_padded, "capped" * (self.soft_cap is not None)]
-        told += ["sinks" * self.has_sinks, "ALiBi" * self.has_alibi, "packed" * (self.num_segments > 1)]
+            return " ".join(
+                filter(None, (self.group if self.group in NAMED else "", self.label, self.kind))
+            )
+        told = [
+            "causal" * self.is_causal,
+            "padded" * self.is_padded,
+            "capped" * (self.soft_cap is not None),
+        ]
+        told += [
+            "sinks" * self.has_sinks,
+            "ALiBi" * self.has_alibi,
+            "packed" * (self.num_segments > 1),
+        ]
         window = "" if self.window_size is None else f"window {self.window_size}"
         hidden = "+".join(filter(None, (*told, window))) or "full"
         words = [self.group if self.group in NAMED else "", self.label, self.kind, hidden]
-        words += ["with weights" * self.need_weights, "forward+backward" if self.backward else "forward"]
+        words += [
+            "with weights" * self.need_weights,
+            "forward+backward" if self.backward else "forward",
+        ]
         return " ".join(filter(None, words))
 
     @property
@@ -86,7 +126,9 @@ class Work:
 
     @property
     def shape(self) -> list[int]:
-        """Shape of the query, key and value of a core, or of a layer's input, or of the cached tokens in `decode`."""
+        """Shape of the query, key and value of a core, or of a layer's input, or of the cached
+        tokens in `decode`.
+        """
         if self.kind == "core":
             return [self.batch, self.num_heads, self.seq_len, self.head_dim]
         return [self.batch, self.seq_len, self.d_model]
@@ -116,7 +158,10 @@ class Work:
     @property
     def lengths(self) -> list[int]:
         """Number of real tokens of each sequence; with padding it decreases in equal steps."""
-        return [max(1, self.seq_len * (self.batch - b * self.is_padded) // self.batch) for b in range(self.batch)]
+        return [
+            max(1, self.seq_len * (self.batch - b * self.is_padded) // self.batch)
+            for b in range(self.batch)
+        ]
 
     def check_scores(self) -> None:
         """Refuse work for a contender that stores its scores or a mask.
@@ -125,24 +170,35 @@ class Work:
             ValueError: if they are too many.
         """
         if (num_scores := self.batch * self.num_heads * self.seq_len**2) > MOST_SCORES:
-            raise InputError("scores", f"have at most {MOST_SCORES:.1e} elements to be stored", f"{num_scores:.1e}")
+            raise InputError(
+                "scores",
+                f"have at most {MOST_SCORES:.1e} elements to be stored",
+                f"{num_scores:.1e}",
+            )
 
     @property
     def segment_lengths(self) -> list[int]:
         """Number of tokens of each packed sequence; it decreases in equal steps."""
         parts = self.num_segments * (self.num_segments + 1) // 2
-        ends = [self.seq_len * (parts - n * (n + 1) // 2) // parts for n in range(self.num_segments, -1, -1)]
+        ends = [
+            self.seq_len * (parts - n * (n + 1) // 2) // parts
+            for n in range(self.num_segments, -1, -1)
+        ]
         return np.diff(ends).tolist()
 
     @property
     def flops(self) -> float | None:
-        """Operations of matrix products, without hidden keys; None in `decode`, because reading dominates."""
+        """Operations of matrix products, without hidden keys; None in `decode`, because reading
+        dominates.
+        """
         if self.kind == "decode":
             return None
         spec = self.spec
         width = spec.q_width + spec.context_width  # queries with keys, weights with values
         if self.num_segments > 1:
-            alone = [replace(self, seq_len=length, num_segments=1) for length in self.segment_lengths]
+            alone = [
+                replace(self, seq_len=length, num_segments=1) for length in self.segment_lengths
+            ]
             return sum(each.flops or 0.0 for each in alone)
         core = 2 * sum(map(self._num_seen, self.lengths)) * width
         layer = 0 if self.kind == "core" else 2 * self.batch * self.seq_len * self._num_weights(2)
@@ -150,15 +206,23 @@ class Work:
         return 3.5 * core + 3 * layer if self.backward else core + layer
 
     def _num_seen(self, length: int) -> float:
-        """Return the number of pairs of a query and a key that it attends to, for a sequence of this length."""
-        seen = length * (length + 1) / 2 + (self.seq_len - length) * length if self.is_causal else self.seq_len * length
+        """Return the number of pairs of a query and a key that it attends to, for a sequence of
+        this length.
+        """
+        seen = (
+            length * (length + 1) / 2 + (self.seq_len - length) * length
+            if self.is_causal
+            else self.seq_len * length
+        )
         window_size = self.spec.window_size
         width = length if window_size is None else min(window_size, length)
         return seen - (length - width) * (length - width + 1) / 2  # keys before the windows
 
     @property
     def nbytes(self) -> int | None:
-        """Bytes to read for one more token: the weights, and the filled part of the cache; None for other kinds."""
+        """Bytes to read for one more token: the weights, and the filled part of the cache; None for
+        other kinds.
+        """
         if self.kind != "decode":
             return None
         dtype = dtype_named(self.dtype)
@@ -166,8 +230,12 @@ class Work:
         return weights * dtype.itemsize + self.spec.cache_nbytes(self.batch, self.seq_len, dtype)
 
     def _num_weights(self, axes: int) -> int:
-        """Return the number of weights in arrays with this number of axes: 2 for matrices, 1 for biases."""
-        return sum(math.prod(shape) for shape in self.spec.weight_shapes.values() if len(shape) == axes)
+        """Return the number of weights in arrays with this number of axes: 2 for matrices, 1 for
+        biases.
+        """
+        return sum(
+            math.prod(shape) for shape in self.spec.weight_shapes.values() if len(shape) == axes
+        )
 
 
 @dataclass(frozen=True)
@@ -175,9 +243,9 @@ class Inputs:
     """The arrays of a piece of work, the same for every contender.
 
     Attributes:
-        arrays: for a core query, key, value (B, N, S, H) and perhaps sinks (N,); for a layer x (B, S, E); for decode
-            x (B, 1, E) and the cached keys, values (B, N, S, H) or, for a layer of a model, the prompt (B, S, E) that
-            fills its cache; and the cotangent of the output.
+        arrays: for a core query, key, value (B, N, S, H) and perhaps sinks (N,); for a layer x (B,
+            S, E); for decode x (B, 1, E) and the cached keys, values (B, N, S, H) or, for a layer
+            of a model, the prompt (B, S, E) that fills its cache; and the cotangent of the output.
         weights: canonical weights of a layer.
     """
 
@@ -186,9 +254,14 @@ class Inputs:
 
 
 def draw_inputs(work: Work, weights: Weights | None = None) -> Inputs:
-    """Return seeded inputs for a piece of work, and weights of the layer, which are drawn by default."""
+    """Return seeded inputs for a piece of work, and weights of the layer, which are drawn by
+    default.
+    """
     rng, dtype = np.random.default_rng(0), dtype_named(work.dtype)
-    heads, layer = (work.batch, work.num_heads, work.seq_len, work.head_dim), (work.batch, work.seq_len, work.d_model)
+    heads, layer = (
+        (work.batch, work.num_heads, work.seq_len, work.head_dim),
+        (work.batch, work.seq_len, work.d_model),
+    )
     shapes = {
         "core": dict.fromkeys(("query", "key", "value", "cotangent"), heads),
         "layer": dict.fromkeys(("x", "cotangent"), layer),
@@ -197,16 +270,20 @@ def draw_inputs(work: Work, weights: Weights | None = None) -> Inputs:
         | ({"keys": heads, "values": heads} if work.layer is None else {"prompt": layer}),
     }[work.kind]
     shapes |= {"sinks": (work.num_heads,)} if work.has_sinks else {}
-    arrays = {name: rng.standard_normal(shape, np.float32).astype(dtype) for name, shape in shapes.items()}
+    arrays = {
+        name: rng.standard_normal(shape, np.float32).astype(dtype) for name, shape in shapes.items()
+    }
     if weights is None:
         weights = {} if work.kind == "core" else random_weights(work.spec, 0)
     return Inputs(arrays, {name: weight.astype(dtype) for name, weight in weights.items()})
 
 
-# ---- The list --------------------------------------------------------------------------------------------------------
+# ---- The list ------------------------------------------------------------------------------------
 
 
-def plan(groups: Sequence[str], dtypes: Sequence[str], *, quick: bool = False, long: bool = False) -> list[Work]:
+def plan(
+    groups: Sequence[str], dtypes: Sequence[str], *, quick: bool = False, long: bool = False
+) -> list[Work]:
     """Return the pieces of work of these groups, in each dtype.
 
     Args:
@@ -242,10 +319,16 @@ def _core(group: str, shape: tuple[int, int, int], dtype: str, **options: Any) -
 def _cores(dtype: str, quick: bool, long: bool) -> list[Work]:
     shapes = (CORES[0], CORES[2]) if quick else (*CORES, *LONG_CORES) if long else CORES
     backward = shapes[1:] if quick else (*shapes[2:4], *shapes[5:])
-    forward = [_core("cores", shape, dtype, is_causal=is_causal) for shape in shapes for is_causal in (False, True)]
+    forward = [
+        _core("cores", shape, dtype, is_causal=is_causal)
+        for shape in shapes
+        for is_causal in (False, True)
+    ]
     both = [True] if quick else [False, True]
     return forward + [
-        _core("cores", shape, dtype, is_causal=is_causal, backward=True) for shape in backward for is_causal in both
+        _core("cores", shape, dtype, is_causal=is_causal, backward=True)
+        for shape in backward
+        for is_causal in both
     ]
 
 
@@ -273,20 +356,39 @@ def _layers(dtype: str, quick: bool, long: bool) -> list[Work]:
     for seq_len in (256,) if quick else (128, 256, 1024, 2048):
         # Padding needs a longer sequence in the batch.
         found += [
-            Work("layers", "layer", 2 if "is_padded" in options else 1, seq_len, dtype=dtype, **options)
+            Work(
+                "layers",
+                "layer",
+                2 if "is_padded" in options else 1,
+                seq_len,
+                dtype=dtype,
+                **options,
+            )
             for options in kinds
         ]
         if seq_len > 128:
             trained = [causal] if quick else [{}, causal]
-            found += [Work("layers", "layer", 1, seq_len, dtype=dtype, backward=True, **options) for options in trained]
+            found += [
+                Work("layers", "layer", 1, seq_len, dtype=dtype, backward=True, **options)
+                for options in trained
+            ]
     return found
 
 
 def _decode(dtype: str, quick: bool, long: bool) -> list[Work]:
-    prompts, cached, batches = ((256,), (1024,), (1,)) if quick else ((256, 1024, 2048), (1024, 4096), (1, 8))
+    prompts, cached, batches = (
+        ((256,), (1024,), (1,)) if quick else ((256, 1024, 2048), (1024, 4096), (1, 8))
+    )
     return [
-        *(Work("decode", "prefill", 1, seq_len, dtype=dtype, is_causal=True) for seq_len in prompts),
-        *(Work("decode", "decode", batch, seq_len, dtype=dtype) for seq_len in cached for batch in batches),
+        *(
+            Work("decode", "prefill", 1, seq_len, dtype=dtype, is_causal=True)
+            for seq_len in prompts
+        ),
+        *(
+            Work("decode", "decode", batch, seq_len, dtype=dtype)
+            for seq_len in cached
+            for batch in batches
+        ),
     ]
 
 
@@ -301,7 +403,10 @@ def _memory(dtype: str, quick: bool, long: bool) -> list[Work]:
             for backward in (False, True)
             for shape in shapes
         ),
-        *(Work("memory", "layer", 1, 2048, dtype=dtype, backward=backward, **options) for backward in (False, True)),
+        *(
+            Work("memory", "layer", 1, 2048, dtype=dtype, backward=backward, **options)
+            for backward in (False, True)
+        ),
     ]
 
 
@@ -314,5 +419,10 @@ def _growth(dtype: str, quick: bool, long: bool) -> list[Work]:
 
 def _growth_long(dtype: str, quick: bool, long: bool) -> list[Work]:
     lengths = [2**power for power in range(10, 13 if quick else 18)]  # from 1024 to 131072
-    windows = [_core("growth-long", (1, 8, length), dtype, is_causal=True, window_size=512) for length in lengths]
-    return windows + [Work("growth-long", "decode", 1, length, 8, dtype=dtype) for length in lengths]
+    windows = [
+        _core("growth-long", (1, 8, length), dtype, is_causal=True, window_size=512)
+        for length in lengths
+    ]
+    return windows + [
+        Work("growth-long", "decode", 1, length, 8, dtype=dtype) for length in lengths
+    ]

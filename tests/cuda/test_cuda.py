@@ -45,9 +45,13 @@ def problem(feature, seq_len, dtype, head_dim=SHAPE[3]):
     def draw(*shape):
         return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
 
-    query, key, value = (draw(batch_size, n, seq_len, head_dim) for n in (num_heads, num_kv_heads, num_kv_heads))
+    query, key, value = (
+        draw(batch_size, n, seq_len, head_dim) for n in (num_heads, num_kv_heads, num_kv_heads)
+    )
     told = dict(FEATURES[feature])
-    spec = AttentionSpec(num_heads * head_dim, num_heads, num_kv_heads=num_kv_heads, **told.pop("spec", {}))
+    spec = AttentionSpec(
+        num_heads * head_dim, num_heads, num_kv_heads=num_kv_heads, **told.pop("spec", {})
+    )
     if "key_padding_lengths" in told:
         lengths = [round(share * seq_len) for share in told["key_padding_lengths"]]
         told["key_padding_lengths"] = torch.tensor(lengths, device=DEVICE)
@@ -55,7 +59,9 @@ def problem(feature, seq_len, dtype, head_dim=SHAPE[3]):
         ids = torch.arange(seq_len, device=DEVICE) * told["segment_ids"] // seq_len
         told["segment_ids"] = ids.expand(batch_size, -1)
     if "mask" in told:
-        told["mask"] = (torch.rand(batch_size, 1, seq_len, seq_len, generator=generator) < told["mask"]).to(DEVICE)
+        told["mask"] = (
+            torch.rand(batch_size, 1, seq_len, seq_len, generator=generator) < told["mask"]
+        ).to(DEVICE)
     if "bias" in told:
         told["bias"] = draw(1, num_heads, seq_len, seq_len)
     if spec.sinks:
@@ -64,16 +70,22 @@ def problem(feature, seq_len, dtype, head_dim=SHAPE[3]):
 
 
 def both(heads, told, *, with_gradients=False):
-    """Return the context by the fastest kernel and by the definition in float32, with the gradients of both."""
+    """Return the context by the fastest kernel and by the definition in float32, with the gradients
+    of both.
+    """
     found = []
     for attend, dtype in (
         (fused_attention(mha_torch), heads[0].dtype),
         (plain_attention(mha_torch), torch.float32),
     ):
         leaves = [x.detach().to(dtype).requires_grad_(with_gradients) for x in heads]
-        keywords = {name: x.to(dtype) if name in ("bias", "sinks") else x for name, x in told.items()}
+        keywords = {
+            name: x.to(dtype) if name in ("bias", "sinks") else x for name, x in told.items()
+        }
         context, _ = attend(*leaves, **keywords)
-        grads = torch.autograd.grad(context.float().square().sum(), leaves) if with_gradients else ()
+        grads = (
+            torch.autograd.grad(context.float().square().sum(), leaves) if with_gradients else ()
+        )
         found.append((context, *grads))
     return found
 
@@ -86,7 +98,9 @@ def exact_products():
 
 def assert_near(found, expected, dtype):
     for ours, theirs in zip(found, expected, strict=True):
-        assert float((ours.float() - theirs.float()).norm() / theirs.float().norm()) < TOLERANCE[dtype]
+        assert (
+            float((ours.float() - theirs.float()).norm() / theirs.float().norm()) < TOLERANCE[dtype]
+        )
 
 
 @pytest.mark.parametrize("with_gradients", [False, True], ids=["forward", "gradients"])
@@ -125,7 +139,9 @@ def test_compiled_masks_hide_large_logits():
     """
     heads, told = problem("mask", SMALL, torch.bfloat16)
     heads = (heads[0] * 500, heads[1] * 500, heads[2])
-    attend = torch.compile(lambda *heads: fused_attention(mha_torch)(*heads, **told)[0], fullgraph=True)
+    attend = torch.compile(
+        lambda *heads: fused_attention(mha_torch)(*heads, **told)[0], fullgraph=True
+    )
     assert_near([attend(*heads)], [both(heads, told)[1][0]], torch.bfloat16)
 
 
@@ -170,14 +186,21 @@ def test_row_of_overflowing_scores_is_nan():
 
 def layer_of(kind, **fields):
     torch.manual_seed(0)
-    return kind(256, 4, num_kv_heads=2, rope=Rope(), device=DEVICE, dtype=torch.bfloat16, **fields).eval()
+    return kind(
+        256, 4, num_kv_heads=2, rope=Rope(), device=DEVICE, dtype=torch.bfloat16, **fields
+    ).eval()
 
 
 @pytest.mark.parametrize("told", [{}, {"is_causal": True}], ids=["full", "causal"])
 @pytest.mark.parametrize("is_contained", [False, True], ids=["default", "contained"])
 def test_layer_synchronizes_if_contained(told, is_contained):
-    """A call of a layer never synchronizes with the device; with a contained kernel, exactly once."""
-    layer, x = layer_of(mha_torch.MultiHeadAttention), torch.randn(2, 100, 256, device=DEVICE, dtype=torch.bfloat16)
+    """A call of a layer never synchronizes with the device; with a contained kernel, exactly
+    once.
+    """
+    layer, x = (
+        layer_of(mha_torch.MultiHeadAttention),
+        torch.randn(2, 100, 256, device=DEVICE, dtype=torch.bfloat16),
+    )
     layer.kernel = contained(layer.kernel) if is_contained else layer.kernel
     with torch.no_grad(), warnings.catch_warnings(record=True) as waits:
         layer(x, **told)
@@ -192,8 +215,13 @@ def test_layer_synchronizes_if_contained(told, is_contained):
 
 @pytest.mark.parametrize("told", [{}, {"is_causal": True}], ids=["full", "causal"])
 def test_layer_in_cuda_graph_keeps_nan(told):
-    """A contained layer in a CUDA graph has the same output, bit for bit, and NaN in the same places."""
-    layer, x = layer_of(mha_torch.MultiHeadAttention), torch.randn(2, 100, 256, device=DEVICE, dtype=torch.bfloat16)
+    """A contained layer in a CUDA graph has the same output, bit for bit, and NaN in the same
+    places.
+    """
+    layer, x = (
+        layer_of(mha_torch.MultiHeadAttention),
+        torch.randn(2, 100, 256, device=DEVICE, dtype=torch.bfloat16),
+    )
     layer.kernel = contained(layer.kernel)
     with torch.no_grad():
         expected = layer(x, **told)[0]
@@ -252,7 +280,9 @@ def test_steps_do_not_use_cudnn(monkeypatch):
 def test_compiled_calls_agree(feature, seq_len):
     """Compiled calls match the definition in bfloat16, for 200 and 2048 tokens."""
     heads, told = problem(feature, seq_len, torch.bfloat16)
-    attend = torch.compile(lambda *heads: fused_attention(mha_torch)(*heads, **told)[0], fullgraph=True)
+    attend = torch.compile(
+        lambda *heads: fused_attention(mha_torch)(*heads, **told)[0], fullgraph=True
+    )
     with torch.no_grad():
         assert_near([attend(*heads)], [both(heads, told)[1][0]], torch.bfloat16)
 

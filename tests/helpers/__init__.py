@@ -1,4 +1,6 @@
-"""Code and data that several tests use. `pythonpath` in pyproject.toml makes the package importable."""
+"""Code and data that several tests use. `pythonpath` in pyproject.toml makes the package
+importable.
+"""
 
 import os
 from importlib.util import find_spec

@@ -1,18 +1,22 @@
 """The budget of each test file: a row of tests/budget.json for its items, programs and processes.
 
     pytest --budget=check    a file that exceeds its row fails the run. `make test` does this.
-    pytest --budget=write    of one file alone: its row becomes lower, or higher for a reason. `make budget` does this.
+    pytest --budget=write    of one file alone: its row becomes lower, or higher for a reason. `make
+    budget` does this.
 
 None of the numbers depends on the load of the machine, or on the worker that runs a test:
 
 - Items are those that `make test` runs.
-- Programs are those that JAX asks its persistent cache for, each counted once, whether it lies there or is compiled.
-  A file that runs alone finds no programs of other files in its process, so that its row is the most it can need.
-- Processes are those that the tests start, without those that these start in turn. A fixture of a module counts once,
-  although both workers may set it up. Only the largest pool of multiprocessing counts, since the first of several tests
-  starts a pool for all of them, and which test that is depends on the worker.
+- Programs are those that JAX asks its persistent cache for, each counted once, whether it lies
+  there or is compiled. A file that runs alone finds no programs of other files in its process, so
+  that its row is the most it can need.
+- Processes are those that the tests start, without those that these start in turn. A fixture of a
+  module counts once, although both workers may set it up. Only the largest pool of multiprocessing
+  counts, since the first of several tests starts a pool for all of them, and which test that is
+  depends on the worker.
 
-Processor seconds depend on the machine. They are printed, and kept in tests/budget-seconds.json for people.
+Processor seconds depend on the machine. They are printed, and kept in tests/budget-seconds.json for
+people.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ MOST_SECONDS = 2.0
 """A test that takes more processor time says why, by @costly."""
 
 
-# ---- Counts ----------------------------------------------------------------------------------------------------------
+# ---- Counts --------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -71,7 +75,9 @@ class Cost:
         }
 
     def note_processes(self, name: str, number: int) -> None:
-        """Note those of a test or fixture. It may run again, in this worker or in another, and then counts once."""
+        """Note those of a test or fixture. It may run again, in this worker or in another, and then
+        counts once.
+        """
         if number:
             self.processes[name] = max(number, self.processes.get(name, 0))
 
@@ -128,7 +134,7 @@ class Meter:
                 self.current.note_processes("pool", self.started.count(IN_POOL))
             self.started = outside
 
-    # ---- Hooks of pytest, in each process that runs tests ------------------------------------------------------------
+    # ---- Hooks of pytest, in each process that runs tests ----------------------------------------
 
     def pytest_collection(self) -> None:
         watch_processes()
@@ -176,7 +182,9 @@ class Meter:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any, request: Any) -> Any:
-        """Count processes of a fixture that tests share on its own. The fixture of one test is part of the test."""
+        """Count processes of a fixture that tests share on its own. The fixture of one test is part
+        of the test.
+        """
         if fixturedef.scope == "function":
             return (yield)
         name = f"{fixturedef.argname}[{getattr(request, 'param_index', 0)}]"
@@ -187,9 +195,13 @@ class Meter:
         return result
 
     def uses_fixture_that_starts(self, item: Any) -> bool:
-        """Return whether a fixture of the test starts a process, even if an earlier test of this worker set it up."""
+        """Return whether a fixture of the test starts a process, even if an earlier test of this
+        worker set it up.
+        """
         fixtures = item._fixtureinfo.name2fixturedefs.values()
-        return any(fixture in self.fixtures_that_start for same_name in fixtures for fixture in same_name)
+        return any(
+            fixture in self.fixtures_that_start for same_name in fixtures for fixture in same_name
+        )
 
 
 METERS: list[Meter] = []
@@ -204,7 +216,9 @@ def processor_seconds() -> float:
 
 @functools.cache
 def watch_processes() -> None:
-    """Let the meters count processes. An audit hook sees them however they are started, and cannot be removed."""
+    """Let the meters count processes. An audit hook sees them however they are started, and cannot
+    be removed.
+    """
     # Imported here, since most tests do without.
     from multiprocessing.process import BaseProcess
 
@@ -217,8 +231,8 @@ def watch_processes() -> None:
             meter.note_process(IN_POOL)
         start(process)
 
-    # Python has no audit event for it. This leaves out what multiprocessing starts for itself, once in each worker:
-    # the server that forks, and the tracker of resources.
+    # Python has no audit event for it. This leaves out what multiprocessing starts for itself, once
+    # in each worker: the server that forks, and the tracker of resources.
     BaseProcess.start = start_and_note
 
 
@@ -226,7 +240,9 @@ PROCESS_EVENTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn",
 
 
 ASKED_ONCE = {"uname", "lscpu", "ldconfig"}
-"""Programs by which Python, NumPy and CUDA ask about the machine: once in a process, whichever test comes first."""
+"""Programs by which Python, NumPy and CUDA ask about the machine: once in a process, whichever test
+comes first.
+"""
 
 
 def _note_process(event: str, arguments: tuple[Any, ...]) -> None:
@@ -262,7 +278,7 @@ def watch_programs() -> None:
     compilation_cache.get_cache_key = get_and_note
 
 
-# ---- The rows --------------------------------------------------------------------------------------------------------
+# ---- The rows ------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -287,16 +303,22 @@ class Budget:
         return self.rows.setdefault(ENVIRONMENT, {})
 
     def problems(self, costs: dict[str, Cost], root: Path) -> list[str]:
-        """Return a line for each number that exceeds its row or bound. Files that did not run may be missing."""
+        """Return a line for each number that exceeds its row or bound. Files that did not run may
+        be missing.
+        """
         problems = []
         for file, cost in sorted(costs.items()):
             problems += unmarked(file, cost)
             problems += self.exceeded(file, cost)
         for environment, file in vanished(self.rows, root):
-            problems.append(f"{environment}: {file} has a row and does not exist: `make budget` removes it")
+            problems.append(
+                f"{environment}: {file} has a row and does not exist: `make budget` removes it"
+            )
         items = sum(row["items"] for rows in self.rows.values() for row in rows.values())
         if items > self.most_items:
-            problems.append(f"all rows together have {items} items, and most_items is {self.most_items}")
+            problems.append(
+                f"all rows together have {items} items, and most_items is {self.most_items}"
+            )
         return problems
 
     def exceeded(self, file: str, cost: Cost) -> list[str]:
@@ -311,7 +333,9 @@ class Budget:
         ]
 
     def update(self, file: str, cost: Cost, reason: str) -> None:
-        """Add the row of a file that has none, or lower it. A number becomes higher only for a reason."""
+        """Add the row of a file that has none, or lower it. A number becomes higher only for a
+        reason.
+        """
         numbers = cost.numbers()
         row = self.own_rows().setdefault(file, dict(numbers))
         is_higher = any(numbers[name] > row[name] for name in NUMBERS)
@@ -324,12 +348,20 @@ class Budget:
 
 def unmarked(file: str, cost: Cost) -> list[str]:
     """Say which tests start processes without a reason."""
-    return [f'{file}::{test} starts a process without @pytest.mark.costly("why")' for test in sorted(cost.unmarked)]
+    return [
+        f'{file}::{test} starts a process without @pytest.mark.costly("why")'
+        for test in sorted(cost.unmarked)
+    ]
 
 
 def vanished(rows: dict[str, dict[str, Any]], root: Path) -> list[tuple[str, str]]:
     """Return the environments and files of rows whose file does not exist."""
-    return [(environment, file) for environment in rows for file in rows[environment] if not (root / file).exists()]
+    return [
+        (environment, file)
+        for environment in rows
+        for file in rows[environment]
+        if not (root / file).exists()
+    ]
 
 
 def remove_vanished(rows: dict[str, dict[str, Any]], root: Path) -> None:
@@ -341,12 +373,15 @@ def text_of_rows(first: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:
     """Return JSON with a row to a line, so that a difference of two versions shows rows."""
     sections = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in first.items()]
     for environment in sorted(rows):
-        lines = [f"    {json.dumps(file)}: {json.dumps(row)}" for file, row in sorted(rows[environment].items())]
+        lines = [
+            f"    {json.dumps(file)}: {json.dumps(row)}"
+            for file, row in sorted(rows[environment].items())
+        ]
         sections.append(f"  {json.dumps(environment)}: {{\n" + ",\n".join(lines) + "\n  }")
     return "{\n" + ",\n".join(sections) + "\n}\n"
 
 
-# ---- The plugin ------------------------------------------------------------------------------------------------------
+# ---- The plugin ----------------------------------------------------------------------------------
 
 
 class Report:
@@ -367,7 +402,9 @@ class Report:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """A worker of xdist has ended. One that crashed sends nothing, but then the run fails anyway."""
+        """A worker of xdist has ended. One that crashed sends nothing, but then the run fails
+        anyway.
+        """
         counts = getattr(node, "workeroutput", {}).get("budget", {})
         for file, values in counts.items():
             self.meter.costs.setdefault(file, Cost()).add(Cost(**values))
@@ -409,7 +446,9 @@ class Report:
             terminalreporter.line(f"{costs[file].seconds:7.1f}{numbers}  {file}")
         for file, cost in costs.items():
             for test, seconds in cost.slow.items():
-                terminalreporter.line(f"{seconds:.1f} s without @costly, which says why: {file}::{test}", yellow=True)
+                terminalreporter.line(
+                    f"{seconds:.1f} s without @costly, which says why: {file}::{test}", yellow=True
+                )
         for problem in self.problems:
             terminalreporter.line(f"budget: {problem}", red=True)
 
@@ -417,17 +456,23 @@ class Report:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("budget", "what each test file may cost: tests/helpers/budget.py")
     group.addoption(
-        "--budget", choices=["check", "write"], help="compare with tests/budget.json, or write a file's row"
+        "--budget",
+        choices=["check", "write"],
+        help="compare with tests/budget.json, or write a file's row",
     )
     group.addoption("--budget-reason", default="", help="why the row becomes higher")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "costly(why): takes over two processor seconds, or starts processes")
+    config.addinivalue_line(
+        "markers", "costly(why): takes over two processor seconds, or starts processes"
+    )
     if not config.getoption("budget"):
         return
     if "SAMPLES" in os.environ or config.getoption("markexpr") != "not thorough":
-        raise pytest.UsageError("--budget needs -m 'not thorough' and no SAMPLES, as in `make test`")
+        raise pytest.UsageError(
+            "--budget needs -m 'not thorough' and no SAMPLES, as in `make test`"
+        )
     if hasattr(config, "workerinput"):
         config.pluginmanager.register(Meter())
         return

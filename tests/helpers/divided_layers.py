@@ -1,4 +1,6 @@
-"""Layers that are divided over devices: one with every part that can be divided, and one with latents."""
+"""Layers that are divided over devices: one with every part that can be divided, and one with
+latents.
+"""
 
 from mha_spec import AttentionSpec, Gate, Latent, Norm, RelativeBias, Rope
 
@@ -14,4 +16,6 @@ EVERYTHING = AttentionSpec(
     sinks=True,
     relative_bias=RelativeBias(8, 8),
 )
-LATENT = AttentionSpec(32, 8, head_dim=8, value_head_dim=6, latent=Latent(12, 4, q_rank=10), gate=Gate())
+LATENT = AttentionSpec(
+    32, 8, head_dim=8, value_head_dim=6, latent=Latent(12, 4, q_rank=10), gate=Gate()
+)

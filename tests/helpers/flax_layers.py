@@ -12,7 +12,9 @@ HIDDEN = -2.3819763e38
 
 
 def rotated(x: Any, positions: Any, theta: float, pairs: str = "half", faster: float = 1.0) -> Any:
-    """Rotate the pairs of heads (B, T, N, H) by positions (B, T), half of the pairs faster by a factor."""
+    """Rotate the pairs of heads (B, T, N, H) by positions (B, T), half of the pairs faster by a
+    factor.
+    """
     half = x.shape[-1] // 2
     frequencies = theta ** (-2.0 * jnp.arange(half) / x.shape[-1])
     frequencies = jnp.where(jnp.arange(half) < half // 2, frequencies, frequencies * faster)
@@ -22,7 +24,9 @@ def rotated(x: Any, positions: Any, theta: float, pairs: str = "half", faster: f
         first, second = jnp.split(x, 2, axis=-1)
         return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     first, second = x[..., ::2], x[..., 1::2]
-    return jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(x.shape)
+    return jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(
+        x.shape
+    )
 
 
 class Einsum(nnx.Module):
@@ -47,7 +51,9 @@ class Norm(nnx.Module):
 
 
 class EinsumAttention(nnx.Module):
-    """Attention in einsum: kernels (N, E, H), packed keys and values, norms of heads, RoPE, a soft cap and a window."""
+    """Attention in einsum: kernels (N, E, H), packed keys and values, norms of heads, RoPE, a soft
+    cap and a window.
+    """
 
     def __init__(self, rngs: nnx.Rngs, **odd: Any):
         self.q_einsum = Einsum("BTD,NDH->BTNH", (4, 32, 8), rngs)
@@ -67,9 +73,14 @@ class EinsumAttention(nnx.Module):
         k, v = odd.get("keys", lambda k: k)(k), odd.get("values", lambda v: v)(v)
         batch_size, num_tokens, num_heads, head_dim = q.shape
         q = q.reshape(batch_size, num_tokens, 2, num_heads // 2, head_dim)
-        scores = jnp.einsum("BTKGH,BSKH->BTKGS", q, k).reshape(batch_size, num_tokens, num_heads, num_tokens)
+        scores = jnp.einsum("BTKGH,BSKH->BTKGS", q, k).reshape(
+            batch_size, num_tokens, num_heads, num_tokens
+        )
         scores = odd.get("scores", lambda scores: scores)(scores)
-        distances = segment_pos[:, :, None] - odd.get("key_positions", lambda places: places)(segment_pos)[:, None, :]
+        distances = (
+            segment_pos[:, :, None]
+            - odd.get("key_positions", lambda places: places)(segment_pos)[:, None, :]
+        )
         mask = (distances >= odd.get("first", 0)) & (distances < window)
         mask = mask[:, :, None, :]
         if not odd.get("capped", True):
@@ -81,7 +92,9 @@ class EinsumAttention(nnx.Module):
         scores = odd.get("logits", lambda scores: scores)(scores)
         weights = odd.get("weights", lambda w: w)(jax.nn.softmax(scores, axis=-1))
         weights = weights.reshape(batch_size, num_tokens, 2, num_heads // 2, num_tokens)
-        context = jnp.einsum("BTKGS,BSKH->BTKGH", weights, v).reshape(batch_size, num_tokens, num_heads, head_dim)
+        context = jnp.einsum("BTKGS,BSKH->BTKGH", weights, v).reshape(
+            batch_size, num_tokens, num_heads, head_dim
+        )
         output = self.attn_vec_einsum(odd.get("context", lambda context: context)(context))
         return odd.get("output", lambda output, x: output)(output, x)
 
@@ -108,19 +121,27 @@ class LibraryAttention(nnx.Module):
 
 
 class PackedAttention(nnx.Module):
-    """One packed kernel, a bias, nnx's norm over the width, repeated heads and a handwritten softmax."""
+    """One packed kernel, a bias, nnx's norm over the width, repeated heads and a handwritten
+    softmax.
+    """
 
     def __init__(self, rngs: nnx.Rngs):
         self.qkv = nnx.Linear(32, 64, bias_init=nnx.initializers.normal(0.3), rngs=rngs)
-        self.q_norm = nnx.RMSNorm(32, epsilon=1e-5, scale_init=nnx.initializers.uniform(2.0), rngs=rngs)
-        self.k_norm = nnx.RMSNorm(16, epsilon=1e-5, scale_init=nnx.initializers.uniform(2.0), rngs=rngs)
+        self.q_norm = nnx.RMSNorm(
+            32, epsilon=1e-5, scale_init=nnx.initializers.uniform(2.0), rngs=rngs
+        )
+        self.k_norm = nnx.RMSNorm(
+            16, epsilon=1e-5, scale_init=nnx.initializers.uniform(2.0), rngs=rngs
+        )
         self.proj = nnx.Linear(32, 32, bias_init=nnx.initializers.normal(0.3), rngs=rngs)
 
     def __call__(self, x: Any, segment_pos: Any = None) -> Any:
         batch_size, num_tokens, _ = x.shape
         q, k, v = jnp.split(self.qkv(x), (32, 48), axis=-1)
         q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (y.reshape(batch_size, num_tokens, -1, 8).transpose(0, 2, 1, 3) for y in (q, k, v))
+        q, k, v = (
+            y.reshape(batch_size, num_tokens, -1, 8).transpose(0, 2, 1, 3) for y in (q, k, v)
+        )
         k, v = (jnp.repeat(y, 2, axis=1) for y in (k, v))
         scores = q @ k.swapaxes(-1, -2) / jnp.sqrt(8.0)
         scores = scores + jnp.triu(jnp.full((num_tokens, num_tokens), -1e9), 1)
@@ -169,4 +190,7 @@ class LinenBlock(linen.Module):
 def tokens_of(num_tokens: int = 16) -> dict[str, Any]:
     """Return tokens and positions."""
     tokens = jax.random.randint(jax.random.key(1), (2, num_tokens), 0, 50)
-    return {"tokens": tokens, "segment_pos": jnp.broadcast_to(jnp.arange(num_tokens), (2, num_tokens))}
+    return {
+        "tokens": tokens,
+        "segment_pos": jnp.broadcast_to(jnp.arange(num_tokens), (2, num_tokens)),
+    }

@@ -1,4 +1,6 @@
-"""JAX and PyTorch behind the interface of all implementations, and strict settings. A plugin of tests/conftest.py."""
+"""JAX and PyTorch behind the interface of all implementations, and strict settings. A plugin of
+tests/conftest.py.
+"""
 
 import functools
 import gc
@@ -12,14 +14,18 @@ from typing import Any
 from helpers import ROOT
 from helpers.siblings import EPSILON, Sibling, fixture_of
 
-# Most programs compiled here run only once. These flags make compilation five times faster and the programs slower.
-# XLA reads them at startup, and subprocesses inherit them. test_run checks trained layers compiled with the default
-# settings; `XLA_FLAGS= pytest` uses those for all tests, and `XLA_FLAGS= make parity` for all cases.
+# Most programs compiled here run only once. These flags make compilation five times faster and the
+# programs slower. XLA reads them at startup, and subprocesses inherit them. test_run checks trained
+# layers compiled with the default settings; `XLA_FLAGS= pytest` uses those for all tests, and
+# `XLA_FLAGS= make parity` for all cases.
 os.environ.setdefault(
     "XLA_FLAGS",
-    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
+    "--xla_cpu_parallel_codegen_split_count=1",
 )
-os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # no operation needs its source location
+os.environ.setdefault(
+    "JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0"
+)  # no operation needs its source location
 
 import jax
 import numpy as np
@@ -33,24 +39,26 @@ from jax._src.lib.mlir import ir
 import mha_jax
 import mha_torch
 from mha_spec import AttentionSpec
-from parity.backends import BACKENDS
-from parity.backends import jax as jax_backend
-from parity.backends import torch as torch_backend
+from parity.measure.backends import BACKENDS
+from parity.measure.backends import jax as jax_backend
+from parity.measure.backends import torch as torch_backend
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 torch.set_num_threads(1)
-# Compilation dominates the run time, and most programs have been compiled by another test: often a bug is injected into
-# one stage of a case and the other stages are unchanged. (The Makefile sets the same for subprocesses.)
+# Compilation dominates the run time, and most programs have been compiled by another test: often a
+# bug is injected into one stage of a case and the other stages are unchanged. (The Makefile sets
+# the same for subprocesses.)
 jax.config.update("jax_compilation_cache_dir", str(ROOT / "build" / "jax-cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-# JAX creates an MLIR context for each function that it lowers, which takes a fifth of the time of a small one. Here
-# they all share one, except functions lowered during the lowering of another.
+# JAX creates an MLIR context for each function that it lowers, which takes a fifth of the time of a
+# small one. Here they all share one, except functions lowered during the lowering of another.
 _shared, _make = functools.cache(mlir.make_ir_context), mlir.make_ir_context
 mlir.make_ir_context = lambda: _shared() if ir.Context.current is None else _make()
 
-# Hypothesis would parse each module of the project to draw the numbers in it. That takes seconds in each worker, and
-# what is drawn would depend on which modules other tests have imported. It keeps its own list of special numbers.
+# Hypothesis would parse each module of the project to draw the numbers in it. That takes seconds in
+# each worker, and what is drawn would depend on which modules other tests have imported. It keeps
+# its own list of special numbers.
 providers._get_local_constants = lambda: providers._local_constants
 
 # Keep long-lived framework objects out of the garbage collections that run while JAX traces.
@@ -66,7 +74,9 @@ class JaxSibling(Sibling):
     backend = jax_backend
 
     def assert_same(self, found: np.ndarray, expected: np.ndarray, path: str) -> None:
-        """Only the fused kernel is not exact: XLA compiles another program of it for another shape."""
+        """Only the fused kernel is not exact: XLA compiles another program of it for another
+        shape.
+        """
         __tracebackhide__ = True
         self.assert_close(found, expected, within=4 * EPSILON if path.endswith("fused") else 0.0)
 
@@ -75,7 +85,9 @@ class JaxSibling(Sibling):
         return {"rngs": nnx.Rngs(0)}
 
     def module(self, kind: str, spec: AttentionSpec, seed: int = 0, **options: Any) -> Any:
-        return nnx.clone(_drawn(getattr(mha_jax, kind), spec, seed, jax.config.jax_enable_x64, **options))
+        return nnx.clone(
+            _drawn(getattr(mha_jax, kind), spec, seed, jax.config.jax_enable_x64, **options)
+        )
 
     def in_dtype(self, dtype: Any) -> dict[str, Any]:
         return {"param_dtype": self.dtype(dtype)}
@@ -118,7 +130,9 @@ class TorchSibling(Sibling):
     backend = torch_backend
 
     def module(self, kind: str, spec: AttentionSpec, seed: int = 0, **options: Any) -> Any:
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a traceback for each kind of accelerator
+        torch.default_generator.manual_seed(
+            seed
+        )  # torch.manual_seed formats a traceback for each kind of accelerator
         return getattr(mha_torch, kind)(spec, **options)
 
     def weights(self, weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> Any:
@@ -152,7 +166,9 @@ MOST_MAPS = 20_000  # memory mappings; a third of the Linux limit per process
 
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Clear the JAX caches before they exceed the limit of memory mappings, which would kill the process."""
+    """Clear the JAX caches before they exceed the limit of memory mappings, which would kill the
+    process.
+    """
     _NUM_RUN[0] += 1
     if _NUM_RUN[0] % 20 == 0:
         _forget_compiled()
@@ -186,7 +202,9 @@ def importable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 @pytest.fixture
 def let_need(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Function of a backend name and a package name that makes the package the backend's only requirement."""
+    """Function of a backend name and a package name that makes the package the backend's only
+    requirement.
+    """
 
     def let_need(name: str, package: str) -> None:
         monkeypatch.setitem(BACKENDS, name, BACKENDS[name]._replace(needs=(package,)))

@@ -1,4 +1,6 @@
-"""Attention of split heads with all arrays as keywords, as tests draw, cast and differentiate them."""
+"""Attention of split heads with all arrays as keywords, as tests draw, cast and differentiate
+them.
+"""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,6 +1,7 @@
-"""Bugs injected into one attention layer of a live transformers model, in the terms of that library.
+"""Bugs injected into one attention layer of a live transformers model, in the terms of that
+library.
 
-They share no code with the records of `parity.diagnosis.bugs`, which must identify them.
+They share no code with the records of `parity.explain.diagnosis.bugs`, which must identify them.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,7 +39,7 @@ def inject(bug: Injection, model: nn.Module, module: nn.Module) -> Iterator[None
         yield
 
 
-# ---- Tools -----------------------------------------------------------------------------------------------------------
+# ---- Tools ---------------------------------------------------------------------------------------
 
 
 def set_in(owner: object, name: str, value: object, stack: ExitStack) -> None:
@@ -48,7 +49,9 @@ def set_in(owner: object, name: str, value: object, stack: ExitStack) -> None:
 
 
 def weights(**changes: Callable[[Tensor], Tensor]) -> Callable[..., None]:
-    """Transform weights in place: each keyword names a parameter, such as `q_proj` or `q_proj_bias`."""
+    """Transform weights in place: each keyword names a parameter, such as `q_proj` or
+    `q_proj_bias`.
+    """
 
     def inject(model, module, stack):
         for name, change in changes.items():
@@ -128,7 +131,9 @@ def combined(change: Callable[[Tensor], Tensor]) -> Callable[..., None]:
 
 
 def function(attend: Callable[..., Tensor]) -> Callable[..., None]:
-    """Replace the attention function by one from scores and mask to attention weights, or by one with tiled heads."""
+    """Replace the attention function by one from scores and mask to attention weights, or by one
+    with tiled heads.
+    """
 
     def inject(model, module, stack):
         import sys
@@ -174,7 +179,9 @@ def cached(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Callabl
 
 
 def seeing(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., None]:
-    """Change the mask to a function of distance (0 for the query's own position), over all tokens so far."""
+    """Change the mask to a function of distance (0 for the query's own position), over all tokens
+    so far.
+    """
 
     def another(mask, module, position_ids, hidden_states, **_):
         queries = torch.arange(mask.shape[3] - hidden_states.shape[1], mask.shape[3])
@@ -196,7 +203,7 @@ def to_meta(weight: Tensor) -> Tensor:
     return weight.unflatten(0, (-1, 2, 4)).transpose(1, 2).flatten(0, 2)
 
 
-# ---- Bugs ------------------------------------------------------------------------------------------------------------
+# ---- Bugs ----------------------------------------------------------------------------------------
 
 
 def is_square(spec: AttentionSpec) -> bool:
@@ -229,14 +236,24 @@ SEEN = ("mask", "attn_weights", "context")
 HEAD = 8
 BUGS = {
     "q transposed": Injection(("q_proj-transposed",), QK, weights(q_proj=lambda w: w.T), is_square),
-    "o transposed": Injection(("out_proj-transposed",), ("output",), weights(o_proj=lambda w: w.T), is_square),
-    "q of Meta": Injection(("rope-weights-interleaved-q",), QK, weights(q_proj=to_meta), lambda s: not has_bias(s)),
+    "o transposed": Injection(
+        ("out_proj-transposed",), ("output",), weights(o_proj=lambda w: w.T), is_square
+    ),
+    "q of Meta": Injection(
+        ("rope-weights-interleaved-q",), QK, weights(q_proj=to_meta), lambda s: not has_bias(s)
+    ),
     "qk of Meta": Injection(
-        ("rope-weights-interleaved",), QK, weights(q_proj=to_meta, k_proj=to_meta), lambda s: not has_bias(s)
+        ("rope-weights-interleaved",),
+        QK,
+        weights(q_proj=to_meta, k_proj=to_meta),
+        lambda s: not has_bias(s),
     ),
     "k and v": Injection(("k-v-swapped",), K, exchanged("k_proj", "v_proj")),
     "k heads": Injection(
-        ("k-heads-reversed", "k-heads-rolled"), K, weights(k_proj=lambda w: w.roll(HEAD, 0)), lambda s: not has_bias(s)
+        ("k-heads-reversed", "k-heads-rolled"),
+        K,
+        weights(k_proj=lambda w: w.roll(HEAD, 0)),
+        lambda s: not has_bias(s),
     ),
     "v heads": Injection(
         ("v-heads-reversed", "v-heads-rolled"),
@@ -244,9 +261,15 @@ BUGS = {
         weights(v_proj=lambda w: w.roll(HEAD, 0)),
         lambda s: not has_bias(s),
     ),
-    "q bias": Injection(("q_proj-bias-missing",), QK, weights(q_proj_bias=torch.zeros_like), has_bias),
-    "k bias": Injection(("k_proj-bias-missing",), K, weights(k_proj_bias=torch.zeros_like), has_bias),
-    "v bias": Injection(("v_proj-bias-missing",), ("v",), weights(v_proj_bias=torch.zeros_like), has_bias),
+    "q bias": Injection(
+        ("q_proj-bias-missing",), QK, weights(q_proj_bias=torch.zeros_like), has_bias
+    ),
+    "k bias": Injection(
+        ("k_proj-bias-missing",), K, weights(k_proj_bias=torch.zeros_like), has_bias
+    ),
+    "v bias": Injection(
+        ("v_proj-bias-missing",), ("v",), weights(v_proj_bias=torch.zeros_like), has_bias
+    ),
     "out bias": Injection(
         ("out_proj-bias-missing",),
         ("output",),
@@ -254,41 +277,64 @@ BUGS = {
         lambda s: "out_proj.bias" in s.weight_shapes,
     ),
     "no out_proj": Injection(("out-proj-missing",), ("output",), child("o_proj"), is_square),
-    "no norms": Injection(("qk-norm-missing",), QK, child("q_norm", "k_norm"), lambda s: bool(s.norms)),
+    "no norms": Injection(
+        ("qk-norm-missing",), QK, child("q_norm", "k_norm"), lambda s: bool(s.norms)
+    ),
     "no norm of k": Injection(("qk-norm-missing-k",), K, child("k_norm"), lambda s: bool(s.norms)),
-    "norms exchanged": Injection(("qk-norms-swapped",), QK, exchanged("q_norm", "k_norm"), lambda s: bool(s.norms)),
+    "norms exchanged": Injection(
+        ("qk-norms-swapped",), QK, exchanged("q_norm", "k_norm"), lambda s: bool(s.norms)
+    ),
     "no RoPE": Injection(
         ("rope-missing",),
         QK,
         told("position_embeddings", lambda x, **_: (torch.ones_like(x[0]), torch.zeros_like(x[1]))),
     ),
-    "RoPE reversed": Injection(("rope-reversed",), QK, told("position_embeddings", lambda x, **_: (x[0], -x[1]))),
+    "RoPE reversed": Injection(
+        ("rope-reversed",), QK, told("position_embeddings", lambda x, **_: (x[0], -x[1]))
+    ),
     "one further": Injection(("rope-off-by-one",), QK, at(lambda p: p + 1)),
     "one before": Injection(("rope-off-by-minus-one",), QK, at(lambda p: p - 1)),
     "theta": Injection(("rope-theta-1000000",), QK, at(lambda p: p, 1e6)),
     "other theta": Injection(("rope-theta-500000",), QK, at(lambda p: p, 5e5)),
     "restarted": Injection(("cache-position-restarted",), QK, at(lambda p: p - p[:, :1])),
-    "one further in steps": Injection(("cache-position-off-by-one",), QK, at(lambda p: p + (p[:, :1] > 0).to(p.dtype))),
-    "no scale": Injection(("scale-missing",), SEEN, attribute("scaling", lambda m: 1.0), has_plain_scale),
+    "one further in steps": Injection(
+        ("cache-position-off-by-one",), QK, at(lambda p: p + (p[:, :1] > 0).to(p.dtype))
+    ),
+    "no scale": Injection(
+        ("scale-missing",), SEEN, attribute("scaling", lambda m: 1.0), has_plain_scale
+    ),
     "scale twice": Injection(
         ("scale-squared",), SEEN, attribute("scaling", lambda m: 1.0 / m.head_dim), has_plain_scale
     ),
     "scale of width": Injection(
-        ("scale-by-d-model",), SEEN, attribute("scaling", lambda m: m.config.hidden_size**-0.5), has_plain_scale
+        ("scale-by-d-model",),
+        SEEN,
+        attribute("scaling", lambda m: m.config.hidden_size**-0.5),
+        has_plain_scale,
     ),
     "no cap": Injection(
-        ("soft-cap-ignored",), SEEN, attribute("attn_logit_softcapping", lambda m: None), lambda s: s.soft_cap
+        ("soft-cap-ignored",),
+        SEEN,
+        attribute("attn_logit_softcapping", lambda m: None),
+        lambda s: s.soft_cap,
     ),
     "sinks of 0": Injection(
         ("sinks-zero",),
         SEEN,
-        lambda model, module, stack: set_in(module.sinks, "data", torch.zeros_like(module.sinks.data), stack),
+        lambda model, module, stack: set_in(
+            module.sinks, "data", torch.zeros_like(module.sinks.data), stack
+        ),
         lambda s: s.sinks,
     ),
     "no sinks": Injection(
-        ("sinks-ignored",), SEEN, function(lambda scores, mask: (scores + mask).softmax(-1)), lambda s: s.sinks
+        ("sinks-ignored",),
+        SEEN,
+        function(lambda scores, mask: (scores + mask).softmax(-1)),
+        lambda s: s.sinks,
     ),
-    "tiled": Injection(("kv-heads-tiled",), SEEN, function(tiled), lambda s: is_shared(s) and is_plain(s)),
+    "tiled": Injection(
+        ("kv-heads-tiled",), SEEN, function(tiled), lambda s: is_shared(s) and is_plain(s)
+    ),
     "mask ignored": Injection(
         ("mask-ignored", "causal-ignored"),  # equivalent if nothing is padded
         SEEN,
@@ -301,17 +347,30 @@ BUGS = {
         function(lambda scores, mask: scores.softmax(-1) * (mask == 0)),
         is_plain,
     ),
-    "the next, too": Injection(("causal-off-by-one",), SEEN, seeing(lambda d, w: d >= -1), lambda s: not has_window(s)),
+    "the next, too": Injection(
+        ("causal-off-by-one",), SEEN, seeing(lambda d, w: d >= -1), lambda s: not has_window(s)
+    ),
     "window narrow": Injection(
         ("window-one-too-narrow",), SEEN, seeing(lambda d, w: (d >= 0) & (d < w - 1)), has_window
     ),
-    "window wide": Injection(("window-one-too-wide",), SEEN, seeing(lambda d, w: (d >= 0) & (d < w + 1)), has_window),
+    "window wide": Injection(
+        ("window-one-too-wide",), SEEN, seeing(lambda d, w: (d >= 0) & (d < w + 1)), has_window
+    ),
     "no window": Injection(("window-ignored",), SEEN, seeing(lambda d, w: d >= 0), has_window),
     "combined innermost": Injection(
-        ("heads-combined-innermost",), ("output",), combined(lambda x: x.transpose(2, 3)), lambda s: s.out_proj
+        ("heads-combined-innermost",),
+        ("output",),
+        combined(lambda x: x.transpose(2, 3)),
+        lambda s: s.out_proj,
     ),
-    "not moved back": Injection(("heads-not-moved-back",), ("output",), combined(lambda x: x.transpose(1, 2))),
-    "keys as values": Injection(("cache-keys-as-values",), ("cache.values",), cached(lambda k, v: (k, k))),
-    "keys rolled": Injection(("cache-keys-rolled",), ("cache.keys",), cached(lambda k, v: (k.roll(1, 2), v))),
+    "not moved back": Injection(
+        ("heads-not-moved-back",), ("output",), combined(lambda x: x.transpose(1, 2))
+    ),
+    "keys as values": Injection(
+        ("cache-keys-as-values",), ("cache.values",), cached(lambda k, v: (k, k))
+    ),
+    "keys rolled": Injection(
+        ("cache-keys-rolled",), ("cache.keys",), cached(lambda k, v: (k.roll(1, 2), v))
+    ),
     "stale slot": Injection(("cache-slot-stale",), ("cache.keys",), cached(stale)),
 }

@@ -1,4 +1,6 @@
-"""Kernels of JAX and PyTorch, called by themselves: without the checks of functions, and padding stays as it is."""
+"""Kernels of JAX and PyTorch, called by themselves: without the checks of functions, and padding
+stays as it is.
+"""
 
 from typing import Any
 

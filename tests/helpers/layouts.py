@@ -3,8 +3,8 @@
 from typing import Any
 
 from mha_spec import AttentionSpec
-from parity.conversion.layouts import Layout
-from parity.conversion.layouts.layout import RULES
+from parity.port.conversion.layouts import Layout
+from parity.port.conversion.layouts.layout import RULES
 
 
 def layout_fits(layout: Layout, spec: AttentionSpec) -> bool:

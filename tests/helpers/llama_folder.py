@@ -22,5 +22,8 @@ def make_model(folder):
     folder.mkdir()
     rng = np.random.default_rng(0)
     names = [f"model.layers.{i}.self_attn.{part}_proj.weight" for i in range(2) for part in "qkvo"]
-    save_file({name: rng.standard_normal((8, 8)).astype(np.float32) for name in names}, folder / "model.safetensors")
+    save_file(
+        {name: rng.standard_normal((8, 8)).astype(np.float32) for name in names},
+        folder / "model.safetensors",
+    )
     (folder / "config.json").write_text(json.dumps(LLAMA))

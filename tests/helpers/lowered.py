@@ -1,4 +1,6 @@
-"""Programs lowered for absent accelerators, and counts of the arrays they create and their synchronization points."""
+"""Programs lowered for absent accelerators, and counts of the arrays they create and their
+synchronization points.
+"""
 
 from contextlib import contextmanager
 from math import prod
@@ -12,7 +14,10 @@ from jax.extend.mlir import ir
 
 import mha_jax
 
-PLATFORMS = {"cuda": "gpu", "tpu": "tpu"}  # JAX's names for the platform of a program and of an array
+PLATFORMS = {
+    "cuda": "gpu",
+    "tpu": "tpu",
+}  # JAX's names for the platform of a program and of an array
 VIEWS = (  # operations that pass an array on or update part of it in place
     *("stablehlo.reshape", "stablehlo.optimization_barrier", "stablehlo.dynamic_update_slice"),
     *("func.call", "stablehlo.while", "stablehlo.case"),
@@ -27,7 +32,9 @@ class Counts(NamedTuple):
     masks: int = 0  # boolean arrays of at least that size
     float64: int = 0  # float64 arrays of any size
     callbacks: int = 0  # host callbacks and transfers
-    branches: int = 0  # control flow that depends on a device value, which a GPU first reports to the host
+    branches: int = (
+        0  # control flow that depends on a device value, which a GPU first reports to the host
+    )
 
 
 @contextmanager
@@ -50,7 +57,9 @@ def lowered(platform, function, *arrays):
 
 
 def counts(program, size):
-    """Count the arrays of at least this size that a lowered program creates, without its arguments, and its waits."""
+    """Count the arrays of at least this size that a lowered program creates, without its arguments,
+    and its waits.
+    """
     found = dict.fromkeys(Counts._fields, 0)
 
     def count(operation):
@@ -79,4 +88,8 @@ def _is_open_loop(operation):
     if operation.name != "stablehlo.while":
         return False
     condition = [each.operation.name for each in operation.regions[0].blocks[0].operations]
-    return condition != ["stablehlo.constant", "stablehlo.compare", "stablehlo.return"]  # counter < constant
+    return condition != [
+        "stablehlo.constant",
+        "stablehlo.compare",
+        "stablehlo.return",
+    ]  # counter < constant

@@ -8,20 +8,24 @@ from unittest import mock
 
 import numpy as np
 
-import parity.running.run
+import parity.use.running.run
 from parity import CASES, run_cases
-from parity.core.compare import Label, failure
-from parity.reporting.html import AttentionMaps, html_page
-from parity.running.report import Report, SkippedCase
-from parity.sharding.mesh import Collectives
+from parity.measure.core.compare import Label, failure
+from parity.measure.sharding.mesh import Collectives
+from parity.use.reporting.html import AttentionMaps, html_page
+from parity.use.running.report import Report, SkippedCase
 
 HOSTILE = "<script>alert(1)</script>\"'&\x00\x1b\ud800</td>"
 
 
-def page_of(names, backends=("torch",), dtypes=("float32",), **keywords) -> tuple[Report, AttentionMaps, bytes]:
+def page_of(
+    names, backends=("torch",), dtypes=("float32",), **keywords
+) -> tuple[Report, AttentionMaps, bytes]:
     """Return the report of a run, its attention maps and its page."""
     maps = AttentionMaps()
-    report = run_cases([CASES[name] for name in names], backends, dtypes, on_judged=maps, **keywords)
+    report = run_cases(
+        [CASES[name] for name in names], backends, dtypes, on_judged=maps, **keywords
+    )
     return report, maps, html_page(report, maps)
 
 
@@ -35,7 +39,7 @@ class Diagnosis:
 @contextmanager
 def broken_softmax() -> Iterator[None]:
     """Make torch's attention weights wrong in one sequence, head and place of the case "causal"."""
-    original = parity.running.run.record
+    original = parity.use.running.run.record
 
     def record(backend: str, reference: Any) -> Any:
         trace = original(backend, reference)
@@ -45,7 +49,7 @@ def broken_softmax() -> Iterator[None]:
             trace.accumulated["context"] += 1
         return trace
 
-    with mock.patch("parity.running.run.record", record):
+    with mock.patch("parity.use.running.run.record", record):
         yield
 
 
@@ -57,10 +61,15 @@ def hostile_report() -> Report:
     report = Report(
         [*renamed, lost],
         {"tt": HOSTILE},
-        {HOSTILE: {HOSTILE: [HOSTILE], "backends": {HOSTILE: {HOSTILE: {HOSTILE: HOSTILE}}}}, "b": 3},
+        {
+            HOSTILE: {HOSTILE: [HOSTILE], "backends": {HOSTILE: {HOSTILE: {HOSTILE: HOSTILE}}}},
+            "b": 3,
+        },
         [HOSTILE],
         [SkippedCase("textbook", "float16", HOSTILE, HOSTILE)],
         collectives=[Collectives(HOSTILE, "float32", HOSTILE, HOSTILE, {HOSTILE: 2}, {HOSTILE: 1})],
     )
-    object.__setattr__(report, "diagnoses", {(HOSTILE, "float32", f"torch ({HOSTILE})"): Diagnosis(HOSTILE)})
+    object.__setattr__(
+        report, "diagnoses", {(HOSTILE, "float32", f"torch ({HOSTILE})"): Diagnosis(HOSTILE)}
+    )
     return report

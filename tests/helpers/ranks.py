@@ -12,7 +12,9 @@ SPEC = AttentionSpec(32, 8, num_kv_heads=2, rope=Rope(), sinks=True, gate=Gate(p
 
 
 def problem_of(spec, seq_len=8, **options):
-    return parity.make_problem(Case("ranks", spec, "", is_causal=True, seq_len=seq_len, **options), "float32")
+    return parity.make_problem(
+        Case("ranks", spec, "", is_causal=True, seq_len=seq_len, **options), "float32"
+    )
 
 
 def computed(weights, spec, x, positions=None, q_norm=None):
@@ -20,7 +22,11 @@ def computed(weights, spec, x, positions=None, q_norm=None):
     weights = {name: torch.from_numpy(np.array(weight)) for name, weight in weights.items()}
     x, found = torch.from_numpy(np.array(x)), {}
     project = mha_torch.project_with(weights, spec)
-    named = project if q_norm is None else lambda name, y: q_norm[name] if name in q_norm else project(name, y)
+    named = (
+        project
+        if q_norm is None
+        else lambda name, y: q_norm[name] if name in q_norm else project(name, y)
+    )
     q, k, v = mha_torch.project_qkv(named, x, x, x, spec, positions)
     found |= {"q": q, "k": k, "v": v}
     found["scores"] = mha_torch.attention_scores(q, k, None, spec)
@@ -49,7 +55,9 @@ def cut(problem, *names):
 
     def inject(rank, own, spec):
         return {
-            name: problem.weights[name][: len(weight)] if name.partition(".")[0] in names else weight
+            name: problem.weights[name][: len(weight)]
+            if name.partition(".")[0] in names
+            else weight
             for name, weight in own.items()
         }, spec
 

@@ -50,15 +50,22 @@ class Refuses:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> bool:
         if error is None:
             pytest.fail(f"{self.argument} was not refused")
         if not isinstance(error, InputError):
             return False
-        assert isinstance(error, InputTypeError) == (self.kind is TypeError), f"{type(error).__name__}: {error}"
+        assert isinstance(error, InputTypeError) == (self.kind is TypeError), (
+            f"{type(error).__name__}: {error}"
+        )
         self.check(error)
-        self.value = error.with_traceback(None)  # its frames would keep tensors alive as long as the table
+        self.value = error.with_traceback(
+            None
+        )  # its frames would keep tensors alive as long as the table
         return True
 
     def check(self, refusal: InputError) -> None:
@@ -70,9 +77,9 @@ class Refuses:
         assert re.fullmatch(self._pattern(), refusal.argument), str(refusal)
         assert self.where in refusal.where, str(refusal)
         assert self.hint in refusal.hint, str(refusal)
-        assert not self.remedy or any(self.remedy.items() <= each.items() for each in _each(refusal.remedy)), str(
-            refusal
-        )
+        assert not self.remedy or any(
+            self.remedy.items() <= each.items() for each in _each(refusal.remedy)
+        ), str(refusal)
         if isinstance(self.got, str):
             shown = refusal.got if isinstance(refusal.got, str) else str(refusal.got)
             assert self.got in shown, str(refusal)
@@ -118,7 +125,13 @@ def refuses(
 
 
 def refuses_type(
-    argument: str, got: dict[str, Any] | str = "", /, *, where: str = "", hint: str = "", **values: Any
+    argument: str,
+    got: dict[str, Any] | str = "",
+    /,
+    *,
+    where: str = "",
+    hint: str = "",
+    **values: Any,
 ) -> Refuses:
     """Check that a block raises a `InputError` of the type of an argument."""
     return Refuses(TypeError, argument, values or got, where, hint=hint)
@@ -129,7 +142,9 @@ def _are_listed(settings: Mapping[str, Any], text: str) -> bool:
     stands for any value.
     """
     shown = (
-        f"{re.escape(name)}[= ]" if value is ... else rf"{re.escape(_setting(name, value))}(?![^\s,])"
+        f"{re.escape(name)}[= ]"
+        if value is ...
+        else rf"{re.escape(_setting(name, value))}(?![^\s,])"
         for name, value in settings.items()
     )
     return all(re.search(rf"(?<!\S){each}", text) for each in shown)

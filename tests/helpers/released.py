@@ -18,15 +18,33 @@ from helpers.frameworks import SIBLINGS, Sibling
 from mha_spec import AttentionSpec, Rope
 from parity import load_into
 
-NEAR = 3e-6  # of the largest number: norms, softmax and RoPE of these layers are float32, also in a float64 layer
+# of the largest number: norms, softmax and RoPE of these layers are float32, also in a float64
+# layer
+NEAR = 3e-6
 
-SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
-plain_spec = partial(AttentionSpec, 32, 4, num_kv_heads=2, qkv_bias=False, out_bias=False, rope=Rope())
+SIZES = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+}
+plain_spec = partial(
+    AttentionSpec, 32, 4, num_kv_heads=2, qkv_bias=False, out_bias=False, rope=Rope()
+)
 """Specification shared by most layers of these sizes; each test adds the feature it covers."""
 
-NAMES = {"o_proj": "out_proj", "dense": "out_proj", "q_layernorm": "q_norm", "k_layernorm": "k_norm"}
+NAMES = {
+    "o_proj": "out_proj",
+    "dense": "out_proj",
+    "q_layernorm": "q_norm",
+    "k_layernorm": "k_norm",
+}
 NAMES |= {"query_layernorm": "q_norm", "key_layernorm": "k_norm"}
-NAMES |= {"q_a_layernorm": "q_a_norm", "kv_a_layernorm": "kv_a_norm", "kv_a_proj_with_mqa": "kv_a_proj"}
+NAMES |= {
+    "q_a_layernorm": "q_a_norm",
+    "kv_a_layernorm": "kv_a_norm",
+    "kv_a_proj_with_mqa": "kv_a_proj",
+}
 
 Weights = Mapping[str, Tensor]
 
@@ -39,7 +57,8 @@ class Released:
         module: the layer.
         spec: our specification of it.
         rotary: returns cosines and sines for the module, from its input and the token positions.
-        sees: returns True if a query attends to a key, from (batch, head, query index, key index) as in transformers.
+        sees: returns True if a query attends to a key, from (batch, head, query index, key index)
+            as in transformers.
         repacked: maps its parameters, already renamed to ours, to our weights.
         keywords: additional arguments of its call.
     """
@@ -59,16 +78,26 @@ class Released:
             for parameter in self.module.parameters():
                 values = torch.randn(parameter.shape, generator=generator)
                 is_matrix = parameter.ndim == 2 and min(parameter.shape) > 8
-                parameter.copy_(values * 0.3 if is_matrix else values.sign() * (0.4 + 0.4 * values.abs()))
+                parameter.copy_(
+                    values * 0.3 if is_matrix else values.sign() * (0.4 + 0.4 * values.abs())
+                )
 
     def __call__(self, x: Tensor, past: int = 0, **keywords: Any) -> Tensor:
-        """Return the output for tokens that follow `past` others in a cache, which is passed by keyword."""
+        """Return the output for tokens that follow `past` others in a cache, which is passed by
+        keyword.
+        """
         places = torch.arange(past + x.shape[1])
         visible = self.sees(0, 0, places[past:, None], places)
-        mask = torch.zeros(visible.shape, dtype=x.dtype).masked_fill(~visible, torch.finfo(x.dtype).min)[None, None]
+        mask = torch.zeros(visible.shape, dtype=x.dtype).masked_fill(
+            ~visible, torch.finfo(x.dtype).min
+        )[None, None]
         if self.rotary is not None:
-            keywords["position_embeddings"] = self.rotary(x, positions_of(self.spec, x.shape[1], past))
-        return self.module(hidden_states=x, attention_mask=mask, **keywords, **self.keywords or {})[0]
+            keywords["position_embeddings"] = self.rotary(
+                x, positions_of(self.spec, x.shape[1], past)
+            )
+        return self.module(hidden_states=x, attention_mask=mask, **keywords, **self.keywords or {})[
+            0
+        ]
 
     def weights(self) -> Weights:
         """Return our weights as a function of its parameters."""
@@ -79,7 +108,10 @@ class Released:
                 name = name.replace(theirs, ours)
             kind, _, leaf = name.rpartition(".")
             if kind == "query_key_value":  # q, k and v of each head in turn
-                parts = [part.flatten(0, 1) for part in parameter.unflatten(0, (-1, 3, self.spec.head_dim)).unbind(1)]
+                parts = [
+                    part.flatten(0, 1)
+                    for part in parameter.unflatten(0, (-1, 3, self.spec.head_dim)).unbind(1)
+                ]
             elif kind == "qkv_proj":
                 parts = parameter.split(widths)
             else:
@@ -117,10 +149,17 @@ def made(
         getattr(modeling, f"{prefix}Text{each}", None) or getattr(modeling, f"{prefix}{each}")
         for each in (kind, "Config", "RotaryEmbedding")
     )
-    parameters = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0, **(rope or {})}
+    parameters = {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 1.0,
+        **(rope or {}),
+    }
     of_rope = {"rope_parameters": {layer_type: parameters} if layer_type else parameters}
     of_layer = {"layer_types": [layer_type]} if layer_type else {}
-    config = configuration(**SIZES | of_rope | of_layer | dict(options or {}), attn_implementation="eager")
+    config = configuration(
+        **SIZES | of_rope | of_layer | dict(options or {}), attn_implementation="eager"
+    )
     embedding, of_type = rotary(config), {"layer_type": layer_type} if layer_type else {}
     module = attention(config, layer_idx=0)
     given: dict[str, Any] = {"rotary": lambda x, positions: embedding(x, positions, **of_type)}
@@ -135,23 +174,31 @@ def positions_of(spec: AttentionSpec, length: int, past: int = 0) -> Tensor:
     return torch.stack([tokens // 6, tokens // 6 + tokens % 6 // 3, tokens // 6 + tokens % 3])
 
 
-def check_equal(released: Released, *, length: int = 11, is_causal: bool = True, in_steps: bool = True) -> None:
-    """Check that our layer matches the released one on both paths, in cached steps and in its gradients.
+def check_equal(
+    released: Released, *, length: int = 11, is_causal: bool = True, in_steps: bool = True
+) -> None:
+    """Check that our layer matches the released one on both paths, in cached steps and in its
+    gradients.
 
     Args:
         released: the layer.
         length: sequence length.
         is_causal: True if no token attends to a later one.
-        in_steps: True if cached steps match the whole sequence, which fails if frequencies depend on the length.
+        in_steps: True if cached steps match the whole sequence, which fails if frequencies depend
+            on the length.
     """
-    x = torch.randn(2, length, released.spec.d_in, generator=torch.Generator().manual_seed(1)).double()
+    x = torch.randn(
+        2, length, released.spec.d_in, generator=torch.Generator().manual_seed(1)
+    ).double()
     with torch.no_grad():
         expected = released(x).numpy()
     for sibling in SIBLINGS.values():
         _check_output(sibling, released, x.float().numpy(), expected, is_causal)
         if is_causal and in_steps:
             _check_steps(sibling, released, x.float().numpy(), expected)
-    _check_gradients(released, x, is_causal)  # every case shows that the implementations agree on gradients
+    _check_gradients(
+        released, x, is_causal
+    )  # every case shows that the implementations agree on gradients
 
 
 def check_near(found: np.ndarray, expected: np.ndarray, what: str, allowed: float = NEAR) -> None:
@@ -172,20 +219,29 @@ def _axes(released: Released, length: int) -> np.ndarray | None:
     return positions.int().numpy() if positions.ndim == 3 else None
 
 
-def _check_output(sibling: Sibling, released: Released, x: np.ndarray, expected: np.ndarray, is_causal: bool) -> None:
+def _check_output(
+    sibling: Sibling, released: Released, x: np.ndarray, expected: np.ndarray, is_causal: bool
+) -> None:
     module, axes = _filled(sibling, "MultiHeadAttention", released), _axes(released, x.shape[1])
     given = {} if axes is None else {"positions": sibling.array(axes)}
     for need_weights in (False, True):
-        output, _ = module(sibling.array(x), is_causal=is_causal, need_weights=need_weights, **given)
+        output, _ = module(
+            sibling.array(x), is_causal=is_causal, need_weights=need_weights, **given
+        )
         what = f"the output of {sibling.name} with need_weights={need_weights}"
         check_near(sibling.numpy(output), expected, what, 2 * NEAR)
 
 
 def _check_steps(sibling: Sibling, released: Released, x: np.ndarray, expected: np.ndarray) -> None:
-    """Check a prompt followed by single tokens; with latents, using a cache of keys and values and one of latents."""
+    """Check a prompt followed by single tokens; with latents, using a cache of keys and values and
+    one of latents.
+    """
     batch_size, length, _ = x.shape
     axes = _axes(released, length)
-    kinds = ("MultiHeadAttentionWithCache", *("MultiHeadLatentAttention",) * (released.spec.latent is not None))
+    kinds = (
+        "MultiHeadAttentionWithCache",
+        *("MultiHeadLatentAttention",) * (released.spec.latent is not None),
+    )
     for kind in kinds:
         module = _filled(sibling, kind, released)
         cache, outputs = module.init_cache(batch_size, length), []
@@ -193,14 +249,23 @@ def _check_steps(sibling: Sibling, released: Released, x: np.ndarray, expected: 
             given = {} if axes is None else {"positions": sibling.array(axes[..., begin:end])}
             output, cache = module(sibling.array(x[:, begin:end]), cache, **given)
             outputs.append(sibling.numpy(output))
-        check_near(np.concatenate(outputs, axis=1), expected, f"the output of {sibling.name}'s {kind}", 2 * NEAR)
+        check_near(
+            np.concatenate(outputs, axis=1),
+            expected,
+            f"the output of {sibling.name}'s {kind}",
+            2 * NEAR,
+        )
 
 
 def _check_gradients(released: Released, x: Tensor, is_causal: bool) -> None:
-    """Check gradients in float64, of the input and of each parameter of the released layer, on both paths."""
+    """Check gradients in float64, of the input and of each parameter of the released layer, on both
+    paths.
+    """
     leaves = {"x": x.clone().requires_grad_(), **dict(released.module.named_parameters())}
     expected = released(leaves["x"])
-    cotangent = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2), dtype=x.dtype)
+    cotangent = torch.randn(
+        expected.shape, generator=torch.Generator().manual_seed(2), dtype=x.dtype
+    )
     wanted = torch.autograd.grad(expected, [*leaves.values()], cotangent)
     largest = max(grad.abs().max().item() for grad in wanted)
     axes = _axes(released, x.shape[1])

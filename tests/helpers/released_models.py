@@ -1,7 +1,8 @@
-"""Whole models of transformers, tiny and with random weights, and our layers compared with their attention layers.
+"""Whole models of transformers, tiny and with random weights, and our layers compared with their
+attention layers.
 
-The specification of a layer, its causality and the place and layout of its weights in a checkpoint are all read from
-the configuration. Nothing is downloaded.
+The specification of a layer, its causality and the place and layout of its weights in a checkpoint
+are all read from the configuration. Nothing is downloaded.
 """
 
 import importlib
@@ -18,9 +19,15 @@ from torch import Tensor, nn
 import mha_torch
 from helpers.released import check_near
 from mha_spec import AttentionSpec
-from parity import ModelLayer, load_into, specs_of
+from parity import load_into, specs_of
+from parity.port.models.specs import ModelLayer
 
-SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 24}
+SMALL = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "intermediate_size": 24,
+}
 SMALL |= {"vocab_size": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -30,16 +37,21 @@ class Model:
 
     Attributes:
         family: its `model_type`.
-        options: options of its configuration in addition to `SMALL`; `LEFT_OUT` removes an option of `SMALL`.
-        inputs: kind of its inputs: `tokens`, `masked` tokens if the model is not causal without a mask, `pairs` of
-            tokens for encoder and decoder, `pixels`, `patches`, `wave`, `waves` for both, `mel`, `mel alone` for an
-            encoder, `masked mel alone` for an encoder that requires a mask, `frames`, `bins`, `states` or `places`.
-        module: path of its attention modules in memory, by the part of the model, if it differs from the checkpoint.
-        output: submodule of its attention modules that has the output of attention, if they do not have it.
-        input: submodule of its attention modules that has the input of attention, if they do not have it.
+        options: options of its configuration in addition to `SMALL`; `LEFT_OUT` removes an option
+            of `SMALL`.
+        inputs: kind of its inputs: `tokens`, `masked` tokens if the model is not causal without a
+            mask, `pairs` of tokens for encoder and decoder, `pixels`, `patches`, `wave`, `waves`
+            for both, `mel`, `mel alone` for an encoder, `masked mel alone` for an encoder that
+            requires a mask, `frames`, `bins`, `states` or `places`.
+        module: path of its attention modules in memory, by the part of the model, if it differs
+            from the checkpoint.
+        output: submodule of its attention modules that has the output of attention, if they do not
+            have it.
+        input: submodule of its attention modules that has the input of attention, if they do not
+            have it.
         attention: its attention function.
-        class_name: its class in transformers, after the name of its folder if it is not public, such as
-            `altclip.AltRobertaModel`.
+        class_name: its class in transformers, after the name of its folder if it is not public,
+            such as `altclip.AltRobertaModel`.
         dtype: dtype of its weights.
     """
 
@@ -55,13 +67,21 @@ class Model:
 
     def config(self) -> Any:
         """Return its configuration."""
-        options = {name: value for name, value in {**SMALL, **self.options}.items() if value is not LEFT_OUT}
+        options = {
+            name: value
+            for name, value in {**SMALL, **self.options}.items()
+            if value is not LEFT_OUT
+        }
         return transformers.AutoConfig.for_model(self.family, **options)
 
     def made(self, config: Any) -> Any:
         """Return the model of a configuration."""
         folder, _, name = self.class_name.rpartition(".")
-        module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}") if folder else transformers
+        module = (
+            importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+            if folder
+            else transformers
+        )
         kind = getattr(module, name)
         return kind.from_config(config) if name == "AutoModel" else kind(config)
 
@@ -74,7 +94,9 @@ LEFT_OUT = object()
 """Value that removes an option of `SMALL`."""
 
 
-def check_model(model: Model, folder: Path, read: Callable[[Any], list[ModelLayer]] = specs_of) -> None:
+def check_model(
+    model: Model, folder: Path, read: Callable[[Any], list[ModelLayer]] = specs_of
+) -> None:
     """Check that our layers, with specifications and weights from the checkpoint, match the
     released ones.
     """
@@ -96,7 +118,9 @@ def check_model(model: Model, folder: Path, read: Callable[[Any], list[ModelLaye
         given = canonical(layer.layout, found, layer.spec)
         received = None if layer.kv_source is None else made[layer.part, layer.kv_source]
         what = f"layer {index} of {model.family}, {layer.part} {layer.kind}"
-        made[layer.part, layer.index] = _check(layer, given, *seen[index], received=received, what=what)
+        made[layer.part, layer.index] = _check(
+            layer, given, *seen[index], received=received, what=what
+        )
     assert len(beginnings) == 1, beginnings
 
 
@@ -109,13 +133,17 @@ def draw(module: nn.Module) -> None:
                 continue
             values = torch.randn(parameter.shape, generator=generator)
             is_matrix = parameter.ndim >= 2 and min(parameter.shape) > 8
-            parameter.copy_(values * 0.3 if is_matrix else values.sign() * (0.4 + 0.4 * values.abs()))
+            parameter.copy_(
+                values * 0.3 if is_matrix else values.sign() * (0.4 + 0.4 * values.abs())
+            )
 
 
 def run_released(
     released: nn.Module, model: Model, layers: list[ModelLayer]
 ) -> list[tuple[Tensor, Tensor | None, Tensor]]:
-    """Return the inputs, the inputs of keys and values, and the outputs of all attention modules."""
+    """Return the inputs, the inputs of keys and values, and the outputs of all attention
+    modules.
+    """
     modules = dict(released.named_modules())
     held: list[dict[str, Any]] = [{} for _ in layers]
     taken = []
@@ -124,16 +152,23 @@ def run_released(
         names = [name for name in modules if name == path or name.endswith(f".{path}")]
         assert len(names) == 1, f"{path} is the path of {names}"
         name = names[0]
-        first, last = (modules[f"{name}.{each}".rstrip(".")] for each in (model.input, model.output))
+        first, last = (
+            modules[f"{name}.{each}".rstrip(".")] for each in (model.input, model.output)
+        )
         taken.append(first.register_forward_pre_hook(_keep_input(into), with_kwargs=True))
         taken.append(last.register_forward_hook(_keep_output(into)))
     with torch.no_grad():
         released(**_inputs(released, model))
     for each in taken:
         each.remove()
-    is_shared = len({layer.path for layer in layers}) < len(layers)  # one module, called once for each layer
+    is_shared = len({layer.path for layer in layers}) < len(
+        layers
+    )  # one module, called once for each layer
     calls = [layer.index if is_shared else 0 for layer in layers]
-    return [(each["x"][call], each["kv"][call], each["output"][call]) for each, call in zip(held, calls, strict=True)]
+    return [
+        (each["x"][call], each["kv"][call], each["output"][call])
+        for each, call in zip(held, calls, strict=True)
+    ]
 
 
 def _keep_input(into: dict[str, Any]) -> Any:
@@ -149,7 +184,9 @@ def _keep_input(into: dict[str, Any]) -> Any:
 def _keep_output(into: dict[str, Any]) -> Any:
     def keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         first, *others = output if isinstance(output, tuple | list) else (output,)
-        biases = [each for each in others if isinstance(each, nn.Parameter)]  # GPT-NeoX-Japanese adds its bias outside
+        biases = [
+            each for each in others if isinstance(each, nn.Parameter)
+        ]  # GPT-NeoX-Japanese adds its bias outside
         into.setdefault("output", []).append(sum(biases, start=first))
 
     return keep
@@ -163,7 +200,9 @@ def _inputs(released: nn.Module, model: Model) -> dict[str, Tensor]:
         return torch.randint(3, 40, (2, length), generator=generator)
 
     def values(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(next(released.parameters()).dtype)
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(
+            next(released.parameters()).dtype
+        )
 
     if model.inputs == "pairs":
         return {"input_ids": tokens(11), "decoder_input_ids": tokens(7)}
@@ -172,7 +211,11 @@ def _inputs(released: nn.Module, model: Model) -> dict[str, Tensor]:
     if model.inputs == "patches":  # 2 x 3 of them
         shapes = torch.tensor([[2, 3], [2, 3]])
         patches = values(2, 6, 3 * config.patch_size**2)
-        return {"pixel_values": patches, "pixel_attention_mask": torch.ones(2, 6), "spatial_shapes": shapes}
+        return {
+            "pixel_values": patches,
+            "pixel_attention_mask": torch.ones(2, 6),
+            "spatial_shapes": shapes,
+        }
     if model.inputs == "states":
         return {"hidden_states": values(2, 11, config.hidden_size)}
     if model.inputs == "masked":
@@ -188,12 +231,18 @@ def _inputs(released: nn.Module, model: Model) -> dict[str, Tensor]:
         mask = {"input_features_mask": torch.ones(2, mel.shape[-1], dtype=torch.long)}
         return {"input_features": mel, **(mask if "masked" in model.inputs else {})}
     if model.inputs == "frames":
-        return {"input_features": values(2, 24, config.input_feat_per_channel), "decoder_input_ids": tokens(7)}
+        return {
+            "input_features": values(2, 24, config.input_feat_per_channel),
+            "decoder_input_ids": tokens(7),
+        }
     if model.inputs == "mel":
         mel = values(2, config.num_mel_bins, 2 * config.max_source_positions)
         return {"input_features": mel, "decoder_input_ids": tokens(7)}
     if model.inputs == "places":  # on three axes
-        return {"inputs_embeds": values(2, 11, config.hidden_size), "position_ids": AXES.expand(-1, 2, -1)}
+        return {
+            "inputs_embeds": values(2, 11, config.hidden_size),
+            "position_ids": AXES.expand(-1, 2, -1),
+        }
     return {"input_ids": tokens(11)}
 
 
@@ -210,19 +259,28 @@ def _of_layer(tensors: Mapping[str, Tensor], layer: ModelLayer) -> tuple[str, di
     return next(iter(found.items()))
 
 
-def _of_others(layer: ModelLayer, layers: list[ModelLayer], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _of_others(
+    layer: ModelLayer, layers: list[ModelLayer], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Return the relative bias, which T5 keeps in the first layer of a stack, and MPNet and BEiT
     outside all layers.
     """
     if layer.spec is None or layer.spec.relative_bias is None:
         return {}
-    names = ("relative_attention_bias.weight", "relative_position_bias.relative_position_bias_table")
+    names = (
+        "relative_attention_bias.weight",
+        "relative_position_bias.relative_position_bias_table",
+    )
     first = next(each for each in layers if (each.part, each.kind) == (layer.part, layer.kind))
     own, shared = (
         [tensor for name, tensor in _of_layer(tensors, each)[1].items() if name.endswith(names)]
         for each in (layer, first)
     )
-    common = [t for name, t in tensors.items() if name.endswith(tuple(f"encoder.{name}" for name in names))]
+    common = [
+        t
+        for name, t in tensors.items()
+        if name.endswith(tuple(f"encoder.{name}" for name in names))
+    ]
     return {"relative_bias": [*own, *shared, *common][0]}
 
 
@@ -240,18 +298,26 @@ def _check(
     assert layer.spec is not None
     assert (kv is not None) == (layer.kind == "cross_attention"), what
     ours = mha_torch.MultiHeadAttention(layer.spec, dtype=torch.float64).eval()
-    load_into(ours, {name: weight.detach().double().numpy() for name, weight in weights.items()}, layer.spec)
-    given = {} if layer.spec.rope is None or layer.spec.rope.sections is None else {"positions": AXES}
+    load_into(
+        ours,
+        {name: weight.detach().double().numpy() for name, weight in weights.items()},
+        layer.spec,
+    )
+    given = (
+        {} if layer.spec.rope is None or layer.spec.rope.sections is None else {"positions": AXES}
+    )
     of_keys = (None if kv is None else kv.double(),) if received is None else received
     with torch.no_grad():
         found, _ = ours(x.double(), *of_keys, is_causal=layer.is_causal, **given)
         key, value = received or (x.double() if kv is None else kv.double(),) * 2
-        _, k, v = mha_torch.project_qkv(ours.project, x.double(), key, value, layer.spec, given.get("positions"))
+        _, k, v = mha_torch.project_qkv(
+            ours.project, x.double(), key, value, layer.spec, given.get("positions")
+        )
     check_near(found.numpy(), output.reshape(found.shape).numpy(), what)
     return k, v
 
 
-# ---- Weights ---------------------------------------------------------------------------------------------------------
+# ---- Weights -------------------------------------------------------------------------------------
 
 SEPARATE = {
     "canonical": ("q_proj", "k_proj", "v_proj", "out_proj"),
@@ -264,7 +330,9 @@ SEPARATE = {
     "transformers.T5": ("q", "k", "v", "o"),
     "transformers.Phi": ("q_proj", "k_proj", "v_proj", "dense"),
     "transformers.StableLM": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    **dict.fromkeys(("transformers.Flint", "transformers.MiMo-V2"), ("q_proj", "k_proj", "v_proj", "o_proj")),
+    **dict.fromkeys(
+        ("transformers.Flint", "transformers.MiMo-V2"), ("q_proj", "k_proj", "v_proj", "o_proj")
+    ),
     "transformers.Qwen3-Next": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "transformers.BitNet": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "transformers.Kosmos-2": ("q_proj", "k_proj", "v_proj", "out_proj"),
@@ -272,7 +340,9 @@ SEPARATE = {
     "transformers.HunYuan": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "transformers.Gemma4": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "transformers.ModernBERT-decoder": ("q_proj", "k_proj", "v_proj", "Wo"),
-    **dict.fromkeys(("transformers.DeepSeek", "transformers.LongCat"), ("q_proj", "", "", "o_proj")),
+    **dict.fromkeys(
+        ("transformers.DeepSeek", "transformers.LongCat"), ("q_proj", "", "", "o_proj")
+    ),
 }
 """Names of the projections in a layout."""
 
@@ -287,14 +357,25 @@ PACKED = {
     "transformers.GPTBigCode": ("c_attn", "c_proj", "groups"),
     "transformers.CodeGen": ("qkv_proj", "out_proj", "four"),
 }
-"""Names of the projections in a layout with one for queries, keys and values, and its packing: rows or columns of each
-in turn; groups of queries, key and value of each key head; queries, values and keys of a fourth of all heads."""
+"""Names of the projections in a layout with one for queries, keys and values, and its packing: rows
+or columns of each in turn; groups of queries, key and value of each key head; queries, values and
+keys of a fourth of all heads.
+"""
 
 
 BESIDE = {"q_norm": "q_norm", "k_norm": "k_norm", "q_layernorm": "q_norm", "k_layernorm": "k_norm"}
-BESIDE |= {"query_layernorm": "q_norm", "key_layernorm": "k_norm", "relative_bias": "relative_bias", "sinks": "sinks"}
+BESIDE |= {
+    "query_layernorm": "q_norm",
+    "key_layernorm": "k_norm",
+    "relative_bias": "relative_bias",
+    "sinks": "sinks",
+}
 BESIDE |= {"attn_sub_norm": "context_norm", "inner_attn_ln": "context_norm"}
-BESIDE |= {"q_a_layernorm": "q_a_norm", "kv_a_layernorm": "kv_a_norm", "kv_a_proj_with_mqa": "kv_a_proj"}
+BESIDE |= {
+    "q_a_layernorm": "q_a_norm",
+    "kv_a_layernorm": "kv_a_norm",
+    "kv_a_proj_with_mqa": "kv_a_proj",
+}
 BESIDE |= {"softmax_offset": "sinks", "attention_sink_bias": "sinks", "dense_bias": "out_proj.bias"}
 BESIDE |= {name: name for name in ("q_a_proj", "q_b_proj", "kv_b_proj", "gate_proj")}
 """Names of other parameters, the same in all layouts that have them."""
@@ -304,11 +385,16 @@ def canonical(layout: str, tensors: Mapping[str, Tensor], spec: AttentionSpec) -
     """Return the canonical weights of a layer from its tensors in a layout."""
     names = dict(BESIDE)
     if layout in SEPARATE:
-        names |= dict(zip(SEPARATE[layout], ("q_proj", "k_proj", "v_proj", "out_proj"), strict=True))
+        names |= dict(
+            zip(SEPARATE[layout], ("q_proj", "k_proj", "v_proj", "out_proj"), strict=True)
+        )
     else:
         qkv, out, packing = PACKED[layout]
         names |= {out: "out_proj", **{f"{each}_proj": f"{each}_proj" for each in "qkv"}}
-        tensors = {name: each.T if packing == "columns" and each.ndim == 2 else each for name, each in tensors.items()}
+        tensors = {
+            name: each.T if packing == "columns" and each.ndim == 2 else each
+            for name, each in tensors.items()
+        }
         tensors = _unpacked(tensors, qkv, packing, spec)
     found = {}
     for name, tensor in tensors.items():
@@ -326,7 +412,9 @@ def _gates(found: Mapping[str, Tensor], spec: AttentionSpec) -> dict[str, Tensor
     parts = {}
     for leaf in ("weight", "bias"):
         if f"q_proj.{leaf}" in found:
-            q, gate = found[f"q_proj.{leaf}"].unflatten(0, (spec.num_heads, 2, spec.head_dim)).unbind(1)
+            q, gate = (
+                found[f"q_proj.{leaf}"].unflatten(0, (spec.num_heads, 2, spec.head_dim)).unbind(1)
+            )
             parts |= {f"q_proj.{leaf}": q.flatten(0, 1), f"gate_proj.{leaf}": gate.flatten(0, 1)}
     return parts
 
@@ -334,7 +422,9 @@ def _gates(found: Mapping[str, Tensor], spec: AttentionSpec) -> dict[str, Tensor
 def _keys_as_values(found: Mapping[str, Tensor], spec: AttentionSpec) -> dict[str, Tensor]:
     """Return values of Gemma 4, which are projected as keys without another projection."""
     names = ("weight", "bias")
-    held = {f"v_proj.{leaf}": found[f"k_proj.{leaf}"] for leaf in names if f"k_proj.{leaf}" in found}
+    held = {
+        f"v_proj.{leaf}": found[f"k_proj.{leaf}"] for leaf in names if f"k_proj.{leaf}" in found
+    }
     return {} if "v_proj.weight" in found else held
 
 
@@ -342,7 +432,9 @@ OWN = {"transformers.Qwen3-Next": _gates, "transformers.Gemma4": _keys_as_values
 """Conversions of some layouts in addition to names and packing."""
 
 
-def _unpacked(tensors: Mapping[str, Tensor], qkv: str, packing: str, spec: AttentionSpec) -> dict[str, Tensor]:
+def _unpacked(
+    tensors: Mapping[str, Tensor], qkv: str, packing: str, spec: AttentionSpec
+) -> dict[str, Tensor]:
     """Return the same tensors with three projections instead of one."""
     found = dict(tensors)
     for leaf in ("weight", "bias"):

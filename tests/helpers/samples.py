@@ -1,12 +1,14 @@
-"""Which rows of a test run when: its `@sample` in `make test`, twice as many rows in CI, and all of them each night.
+"""Which rows of a test run when: its `@sample` in `make test`, twice as many rows in CI, and all of
+them each night.
 
 A test without `@sample` runs in full. The rows outside a sample are in two groups:
 
-- `SAMPLES=thorough` makes as many as the sample has, with the most values and pairs of values that it lacks. They are
-  marked `thorough`, and `make test-thorough` runs them;
+- `SAMPLES=thorough` makes as many as the sample has, with the most values and pairs of values that
+  it lacks. They are marked `thorough`, and `make test-thorough` runs them;
 - `SAMPLES=all` makes all. The rest is marked `nightly`, and `make nightly` runs it.
 
-A row that is named on the command line, `test_x.py::test_y[row]`, exists and is marked as with `SAMPLES=all`.
+A row that is named on the command line, `test_x.py::test_y[row]`, exists and is marked as with
+`SAMPLES=all`.
 """
 
 from __future__ import annotations
@@ -41,13 +43,14 @@ def sample(
     """Mark a test with the rows that `make test` runs.
 
         @sample(name=["OLMo 2"])            # rows with this value of the parameter
-        @sample(where=lambda case, name: (case, name) in FIRST)     # rows that a function of its parameters accepts
-        @sample(jax=1)                      # one row in JAX, which compiles a program for each row; all in torch
-        @sample(12, jax=2)                  # twelve rows, two of them in JAX
+        @sample(where=lambda case, name: (case, name) in FIRST)     # rows that a function of its
+        parameters accepts @sample(jax=1)                      # one row in JAX, which compiles a
+        program for each row; all in torch @sample(12, jax=2)                  # twelve rows, two of
+        them in JAX
 
-    A number of rows covers as many pairs of values as it can. The choice depends on the seed and the ids of the rows:
-    not on their order, the order of decorators or the name of the test. With `jax`, rows in JAX and others are counted
-    apart, also those that `make test-thorough` adds.
+    A number of rows covers as many pairs of values as it can. The choice depends on the seed and
+    the ids of the rows: not on their order, the order of decorators or the name of the test. With
+    `jax`, rows in JAX and others are counted apart, also those that `make test-thorough` adds.
     """
     return pytest.mark.sample(number, jax=jax, where=where, seed=seed, values=values)
 
@@ -132,7 +135,8 @@ def sampled_rows(rows: list[Row], mark: pytest.Mark) -> list[Row]:
         rows = [row for row in rows if where(**{name: row.parameters[name] for name in of_where})]
 
     if jax is not None and not HAS_JAX:
-        # The sample is that of the other environment: here are the rows of ttnn, of which there may be fewer.
+        # The sample is that of the other environment: here are the rows of ttnn, of which there may
+        # be fewer.
         jax = None
         number = None if number is None or number >= len(rows) else number
     if jax is not None:
@@ -178,13 +182,15 @@ def is_named(collector: pytest.Collector, name: str) -> bool:
     return False
 
 
-# ---- The plugin ------------------------------------------------------------------------------------------------------
+# ---- The plugin ----------------------------------------------------------------------------------
 
 COUNT = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "sample: the rows that `make test` runs, see tests/helpers/samples.py")
+    config.addinivalue_line(
+        "markers", "sample: the rows that `make test` runs, see tests/helpers/samples.py"
+    )
     config.stash[COUNT] = 0
     value = os.environ.get("SAMPLES")
     if value not in (None, THOROUGH, EVERY_ROW):
@@ -201,7 +207,9 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> Any:
-    """Leave out the rows of a test that SAMPLES does not ask for, and mark those outside of its sample."""
+    """Leave out the rows of a test that SAMPLES does not ask for, and mark those outside of its
+    sample.
+    """
     items = yield
     marks = list(items[0].iter_markers("sample")) if isinstance(items, list) and items else []
     if not marks:

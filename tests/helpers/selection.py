@@ -5,18 +5,22 @@ from inspect import isfunction
 from types import CodeType
 from typing import Any
 
-from parity.models.families import FAMILIES
-from parity.models.rules import Stack
+from parity.port.models.families import FAMILIES
+from parity.port.models.rules import Stack
 
 
-def one_a_code(values: Iterable[Any], functions_of: Callable[[Any], Mapping[str, Callable[..., Any]]]) -> list[Any]:
+def one_a_code(
+    values: Iterable[Any], functions_of: Callable[[Any], Mapping[str, Callable[..., Any]]]
+) -> list[Any]:
     """Return the first of all values whose functions, by name, share their code and differ in
     numbers or projections.
     """
     first: dict[Hashable, Any] = {}
     for value in values:
         functions = functions_of(value)
-        first.setdefault((frozenset(functions), frozenset().union(*map(_codes_of, functions.values()))), value)
+        first.setdefault(
+            (frozenset(functions), frozenset().union(*map(_codes_of, functions.values()))), value
+        )
     return [*first.values()]
 
 
@@ -28,7 +32,9 @@ def _codes_of(function: Callable[..., Any]) -> set[CodeType]:
 
 def rules_signature(stack: Stack) -> Hashable:
     """Return the layout of a stack of layers, and its fields with the kinds of their rules."""
-    return stack_signature(stack), frozenset((name, _kind(rule)) for name, rule in stack.fields.items())
+    return stack_signature(stack), frozenset(
+        (name, _kind(rule)) for name, rule in stack.fields.items()
+    )
 
 
 def stack_signature(stack: Stack) -> Hashable:
@@ -38,7 +44,9 @@ def stack_signature(stack: Stack) -> Hashable:
     return stack.layout, bool(stack.shared), stack.keys_are_values, stack.part
 
 
-def first_families(families: Iterable[str], by: Callable[[Stack], Hashable] = rules_signature) -> set[str]:
+def first_families(
+    families: Iterable[str], by: Callable[[Stack], Hashable] = rules_signature
+) -> set[str]:
     """Return the first family for each signature of its stacks."""
     first: dict[Hashable, str] = {}
     for family in families:

@@ -20,14 +20,17 @@ def shows(lines, printed):
     or part of one.
     """
     expected = without_numbers("\n".join(lines))
-    pattern = "\n".join(".*" if line == "…" else re.escape(line).replace("…", ".*") for line in expected)
+    pattern = "\n".join(
+        ".*" if line == "…" else re.escape(line).replace("…", ".*") for line in expected
+    )
     return re.fullmatch(pattern, "\n".join(without_numbers(printed)), re.DOTALL)
 
 
 def updated(block, printed):
     """Return a block with the current output of its commands.
 
-    If it shows only the end, after `…`, the new output begins at the line with the same label as its first line.
+    If it shows only the end, after `…`, the new output begins at the line with the same label as
+    its first line.
     """
     commands, shown = commands_of(block)
     lines = printed.splitlines()

@@ -1,8 +1,10 @@
-"""The implementations behind one interface in NumPy arrays, so that a test of their contract is written once.
+"""The implementations behind one interface in NumPy arrays, so that a test of their contract is
+written once.
 
-JAX and PyTorch are tested in `.venv`, ttnn in `.venv-tt`. This module imports none of them: `helpers/frameworks.py` has
-the adapters of the first two and `helpers/tt/sibling.py` that of the third. The plugin of each environment defines the
-fixture `sibling`, one implementation after the other.
+JAX and PyTorch are tested in `.venv`, ttnn in `.venv-tt`. This module imports none of them:
+`helpers/frameworks.py` has the adapters of the first two and `helpers/tt/sibling.py` that of the
+third. The plugin of each environment defines the fixture `sibling`, one implementation after the
+other.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class Sibling(ABC):
     Attributes:
         name: `jax`, `torch` or `tt`.
         package: `mha_jax`, `mha_torch` or `mha_tt`.
-        backend: its module of `parity.backends`.
+        backend: its module of `parity.measure.backends`.
         kernel_dtype: the widest NumPy dtype of the fused kernel; all other functions take float32.
         other_dtype: a floating dtype that does not go with `kernel_dtype`.
         rounding: the error of a device in numbers of order 1, beyond that of float32 arithmetic.
@@ -67,10 +69,11 @@ class Sibling(ABC):
         """Return the largest number that a masked key or value may be on a path."""
         return 1e30
 
-    # ---- Arrays ------------------------------------------------------------------------------------------------------
+    # ---- Arrays ----------------------------------------------------------------------------------
 
     def array(self, x: Any) -> Any:
-        """Return tokens, heads or scores as the framework holds them, with the same values and dtype.
+        """Return tokens, heads or scores as the framework holds them, with the same values and
+        dtype.
 
         Lists become int32 or boolean arrays.
         """
@@ -80,7 +83,9 @@ class Sibling(ABC):
         return self.backend.from_numpy(x)
 
     def option(self, x: Any) -> Any:
-        """Return a mask, a bias, positions or lengths as the framework takes them. Other values stay as they are."""
+        """Return a mask, a bias, positions or lengths as the framework takes them. Other values
+        stay as they are.
+        """
         return self.array(x) if isinstance(x, np.ndarray) else x
 
     def numpy(self, x: Any) -> np.ndarray:
@@ -104,11 +109,13 @@ class Sibling(ABC):
         __tracebackhide__ = True
         assert np.array_equal(found, expected)
 
-    # ---- Modules and weights -----------------------------------------------------------------------------------------
+    # ---- Modules and weights ---------------------------------------------------------------------
 
     @abstractmethod
     def module(self, kind: str, spec: AttentionSpec, seed: int = 0, **options: Any) -> Any:
-        """Return a module of the class named `kind` in float32, with weights drawn from the seed."""
+        """Return a module of the class named `kind` in float32, with weights drawn from the
+        seed.
+        """
 
     def in_dtype(self, dtype: Any) -> dict[str, Any]:
         """Return the keyword with which a module has weights of a NumPy dtype."""
@@ -140,7 +147,9 @@ class Sibling(ABC):
         seed: int = 0,
         dtype: Any = np.float32,
     ) -> Any:
-        """Return a module with weights by canonical name, in training; default: the random weights of its spec."""
+        """Return a module with weights by canonical name, in training; default: the random weights
+        of its spec.
+        """
         if weights is None:
             weights = {name: x.astype(dtype) for name, x in parity.random_weights(spec).items()}
         (dtype,) = {x.dtype for x in weights.values()}
@@ -160,11 +169,15 @@ class Sibling(ABC):
         return shape
 
     def container(self, tensors: Mapping[str, Any]) -> Any:
-        """Return tensors of those shapes, by canonical name, in the container that the functions accept; unchecked."""
+        """Return tensors of those shapes, by canonical name, in the container that the functions
+        accept; unchecked.
+        """
         return dict(tensors)
 
     def stage_weight(self, name: str, x: np.ndarray) -> Any:
-        """Return sinks, a table of positions or a parameter of a norm as the functions of split heads take them."""
+        """Return sinks, a table of positions or a parameter of a norm as the functions of split
+        heads take them.
+        """
         return self.array(x)
 
     def seeded(self, function: str, seed: int = 0) -> dict[str, Any]:
@@ -175,7 +188,7 @@ class Sibling(ABC):
         """Return a context in which tokens are decoded."""
         return nullcontext()
 
-    # ---- Calls -------------------------------------------------------------------------------------------------------
+    # ---- Calls -----------------------------------------------------------------------------------
 
     def call(self, module: Any, *inputs: Any, **options: Any) -> Any:
         """Call a module as one program, where the framework compiles programs."""
@@ -206,7 +219,9 @@ class Sibling(ABC):
         output = self.without_padding(self.numpy(output), spec)
         return output, None if attn_weights is None else self.numpy(attn_weights)
 
-    def attended(self, path: str, spec: AttentionSpec, arrays: Mapping[str, np.ndarray], **options: Any) -> np.ndarray:
+    def attended(
+        self, path: str, spec: AttentionSpec, arrays: Mapping[str, np.ndarray], **options: Any
+    ) -> np.ndarray:
         """Return the output of `attend` only."""
         return self.attend(path, spec, arrays, **options)[0]
 
@@ -225,7 +240,9 @@ class Sibling(ABC):
 
 
 def contents_of(sibling: Sibling, cache: Any) -> list[np.ndarray]:
-    """Return copies of keys, values and lengths of a cache: some implementations update their own in place."""
+    """Return copies of keys, values and lengths of a cache: some implementations update their own
+    in place.
+    """
     return [np.array(sibling.numpy(x)) for x in (cache.keys, cache.values, cache.lengths)]
 
 

@@ -1,4 +1,6 @@
-"""Small models of transformers with random weights, their inputs, and changes of their attention function."""
+"""Small models of transformers with random weights, their inputs, and changes of their attention
+function.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,18 @@ SMALL = {
     "patch_size": 8,
 }
 WITHOUT_RULES = [
-    *("nomic_bert", "distilbert", "bert", "roberta", "vit", "deit", "dinov2", "beit", "ijepa", "yolos"),
+    *(
+        "nomic_bert",
+        "distilbert",
+        "bert",
+        "roberta",
+        "vit",
+        "deit",
+        "dinov2",
+        "beit",
+        "ijepa",
+        "yolos",
+    ),
     *("mpnet", "layoutlm", "roformer"),
 ]
 """Families whose live modules have no rules, or rules about a larger module."""
@@ -57,13 +70,21 @@ def small_model(family: str, **options: Any) -> Any:
         given["num_attention_heads"] = 4
     if isinstance(getattr(config, "image_size", None), (list, tuple)):
         given["image_size"] = [32, 32]
-    known = {name: value for name, value in config.to_dict().items() if name not in ("layer_types", "model_type")}
+    known = {
+        name: value
+        for name, value in config.to_dict().items()
+        if name not in ("layer_types", "model_type")
+    }
     others = ("transformers_version", "out_features", "out_indices", "stage_names")
     known = {name: value for name, value in known.items() if name.lstrip("_") not in others}
-    model = AutoModel.from_config(type(config)(**{**known, **given, **options}), attn_implementation="eager").eval()
+    model = AutoModel.from_config(
+        type(config)(**{**known, **given, **options}), attn_implementation="eager"
+    ).eval()
     for parameter in model.parameters():
         if parameter.ndim == 1:  # so that weights of norms and biases have an effect
-            parameter.data = torch.randn(parameter.shape) * 0.3 + (1.0 if parameter.data.mean() > 0.5 else 0.0)
+            parameter.data = torch.randn(parameter.shape) * 0.3 + (
+                1.0 if parameter.data.mean() > 0.5 else 0.0
+            )
     return model
 
 
@@ -81,7 +102,9 @@ def in_attention(change: Any) -> Any:
         module = importlib.import_module(type(model).__module__)
         original = module.eager_attention_forward
 
-        def odd(layer: nn.Module, q: Any, k: Any, v: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
+        def odd(
+            layer: nn.Module, q: Any, k: Any, v: Any, mask: Any, *args: Any, **kwargs: Any
+        ) -> Any:
             return change(lambda *heads: original(layer, *heads, *args, **kwargs), q, k, v, mask)
 
         monkeypatch.setattr(module, "eager_attention_forward", odd)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from parity.files import open_tensors, write_tensors
+from parity.measure.files import open_tensors, write_tensors
 
 
 def read_tensors(path: Path) -> dict[str, np.ndarray]:
@@ -20,9 +20,16 @@ def read_metadata(path: Path) -> dict[str, str]:
         return dict(file.metadata)
 
 
-def write_tensor_file(path: Path, tensors: Mapping[str, np.ndarray], metadata: dict[str, str] | None = None) -> Path:
+def write_tensor_file(
+    path: Path, tensors: Mapping[str, np.ndarray], metadata: dict[str, str] | None = None
+) -> Path:
     """Write tensors to a file, and return its path."""
-    write_tensors(path, {name: (x.shape, x.dtype) for name, x in tensors.items()}, tensors.__getitem__, metadata)
+    write_tensors(
+        path,
+        {name: (x.shape, x.dtype) for name, x in tensors.items()},
+        tensors.__getitem__,
+        metadata,
+    )
     return path
 
 

@@ -11,7 +11,12 @@ from mha_spec import Rope
 
 GRID = torch.tensor([[1, 4, 6]])
 """One image with 4 rows and 6 columns of patches."""
-SIZES = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 32, "num_hidden_layers": 1}
+SIZES = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+}
 DEPTH = {"hidden_size": 64, "num_heads": 4, "depth": 1}
 OWN = Rope(sections=(4, 4), section_frequencies="own")
 TOWERS = {
@@ -23,7 +28,13 @@ TOWERS = {
     ),
     "qwen2_5_vl": (
         *("Qwen2_5_VLVisionConfig", "Qwen2_5_VisionTransformerPretrainedModel"),
-        {**DEPTH, "intermediate_size": 32, "patch_size": 4, "out_hidden_size": 64, "fullatt_block_indexes": []},
+        {
+            **DEPTH,
+            "intermediate_size": 32,
+            "patch_size": 4,
+            "out_hidden_size": 64,
+            "fullatt_block_indexes": [],
+        },
         {"hidden_states": (24, 96), "grid_thw": GRID},
         OWN,
     ),
@@ -35,7 +46,13 @@ TOWERS = {
     ),
     "llama4": (
         *("Llama4VisionConfig", "Llama4VisionModel"),
-        {**SIZES, "intermediate_size": 256, "image_size": 32, "patch_size": 8, "projector_input_dim": 64}
+        {
+            **SIZES,
+            "intermediate_size": 256,
+            "image_size": 32,
+            "patch_size": 8,
+            "projector_input_dim": 64,
+        }
         | {"projector_output_dim": 64, "vision_output_dim": 64},
         {"pixel_values": (2, 3, 32, 32)},
         OWN.replace(pairs="interleaved"),
@@ -69,11 +86,19 @@ TOWERS = {
 OTHERS = {
     "gemma4": (
         *("Gemma4VisionConfig", "Gemma4VisionModel"),
-        {**SIZES, "num_key_value_heads": 4, "head_dim": 16, "patch_size": 4, "position_embedding_size": 32}
+        {
+            **SIZES,
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+            "patch_size": 4,
+            "position_embedding_size": 32,
+        }
         | {"pooling_kernel_size": 1},
         {
             "pixel_values": (2, 24, 48),
-            "pixel_position_ids": torch.stack([torch.arange(24) % 6, torch.arange(24) // 6], -1)[None].repeat(2, 1, 1),
+            "pixel_position_ids": torch.stack([torch.arange(24) % 6, torch.arange(24) // 6], -1)[
+                None
+            ].repeat(2, 1, 1),
         },
         "no pairs that turn",
     ),
@@ -85,8 +110,19 @@ OTHERS = {
     ),
     "vjepa2": (
         *("VJEPA2Config", "VJEPA2Model"),
-        {"hidden_size": 96, "num_attention_heads": 4, "num_hidden_layers": 1, "crop_size": 32, "patch_size": 8}
-        | {"frames_per_clip": 4, "pred_hidden_size": 96, "pred_num_attention_heads": 4, "pred_num_hidden_layers": 1},
+        {
+            "hidden_size": 96,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 1,
+            "crop_size": 32,
+            "patch_size": 8,
+        }
+        | {
+            "frames_per_clip": 4,
+            "pred_hidden_size": 96,
+            "pred_num_attention_heads": 4,
+            "pred_num_hidden_layers": 1,
+        },
         {"pixel_values_videos": (2, 4, 3, 32, 32)},
         "no pairs that turn",
     ),
@@ -99,7 +135,8 @@ def small_tower(name: str, **options: Any) -> tuple[Any, dict[str, torch.Tensor]
     config, model, known, inputs, _ = {**TOWERS, **OTHERS}[name]
     torch.manual_seed(0)
     of_config, of_model = (
-        importlib.import_module(f"transformers.models.{name}.{kind}_{name}") for kind in ("configuration", "modeling")
+        importlib.import_module(f"transformers.models.{name}.{kind}_{name}")
+        for kind in ("configuration", "modeling")
     )
     config = getattr(of_config, config)(**known, **options)
     config._attn_implementation = "eager"

@@ -11,29 +11,43 @@ import numpy as np
 
 import parity
 from mha_spec import AttentionSpec, DynamicScaling, Latent, LongRopeScaling, Norm, Rope, Temperature
-from parity.conversion.layouts import LAYOUTS, from_canonical
-from parity.core.arrays import to_numpy
-from parity.core.cases import CASES
-from parity.core.problem import Problem, make_problem
+from parity.measure.core.arrays import to_numpy
+from parity.measure.core.cases import CASES
+from parity.measure.core.problem import Problem, make_problem
+from parity.port.conversion.layouts import LAYOUTS, from_canonical
 
 
 def cases_of_norms() -> Iterator[parity.Case]:
-    """Yield a case for each kind of norm, with that norm at queries and keys, at values and at the context."""
+    """Yield a case for each kind of norm, with that norm at queries and keys, at values and at the
+    context.
+    """
     for kind in ("rms", "layer"):
-        for weight, bias in ((None, False), ("w", False), ("w", True), ("1+w", False), ("1+w", True)):
+        for weight, bias in (
+            (None, False),
+            ("w", False),
+            ("w", True),
+            ("1+w", False),
+            ("1+w", True),
+        ):
             for over in ("head", "width"):
                 # Norms of heads with weights alternate between shared by all heads and per head.
                 per_head = over == "head" and weight is not None and bias == (weight == "w")
                 norm = Norm(kind, over, weight, per_head, bias, eps=0.01)
                 of_context = norm.replace(over="width", per_head=False)
-                spec = AttentionSpec(32, 4, num_kv_heads=2, qk_norm=norm, v_norm=norm, context_norm=of_context)
+                spec = AttentionSpec(
+                    32, 4, num_kv_heads=2, qk_norm=norm, v_norm=norm, context_norm=of_context
+                )
                 words = [kind, over, weight or "none", *["bias"] * bias]
-                yield parity.Case("-".join(("norms", *words)), spec, "three norms", seq_len=5, is_causal=True)
+                yield parity.Case(
+                    "-".join(("norms", *words)), spec, "three norms", seq_len=5, is_causal=True
+                )
 
 
 def cases_of_parts() -> Iterator[parity.Case]:
     """Yield cases of other parts."""
-    yield parity.Case("dropout", AttentionSpec(32, 4, dropout=0.5), "dropout, in evaluation", seq_len=5)
+    yield parity.Case(
+        "dropout", AttentionSpec(32, 4, dropout=0.5), "dropout, in evaluation", seq_len=5
+    )
     for name, spec in LENGTH_DEPENDENT.items():
         yield parity.Case(
             f"ragged-positions-{name}",
@@ -49,10 +63,15 @@ def cases_of_parts() -> Iterator[parity.Case]:
 
 LENGTH_DEPENDENT = {
     "dynamic": AttentionSpec(32, 4, rope=Rope(scaling=DynamicScaling(4.0, 6))),
-    "longrope": AttentionSpec(32, 4, rope=Rope(scaling=LongRopeScaling(4.0, 6, (1.0, 1.1, 1.3, 1.6), (1, 2, 8, 30)))),
+    "longrope": AttentionSpec(
+        32, 4, rope=Rope(scaling=LongRopeScaling(4.0, 6, (1.0, 1.1, 1.3, 1.6), (1, 2, 8, 30)))
+    ),
     "sections": AttentionSpec(32, 4, rope=Rope(sections=(2, 1, 1), scaling=DynamicScaling(4.0, 6))),
     "latent": AttentionSpec(
-        32, 4, latent=Latent(16, 4), rope=Rope(rotary_dim=4, rotated="last", scaling=DynamicScaling(4.0, 6))
+        32,
+        4,
+        latent=Latent(16, 4),
+        rope=Rope(rotary_dim=4, rotated="last", scaling=DynamicScaling(4.0, 6)),
     ),
     "temperature": AttentionSpec(32, 4, rope=Rope(), temperature=Temperature(4, 0.5)),
 }
@@ -62,7 +81,9 @@ LENGTH_DEPENDENT = {
 NOT_FINITE = frozenset(name for name, case in CASES.items() if case.not_finite is not None)
 """Cases with NaN in the inputs, which plain code does not contain."""
 
-STATIC_OF_ANOTHER = replace(CASES["decode-shared-kv"], name="decode-shared-kv-static", new_lengths=())
+STATIC_OF_ANOTHER = replace(
+    CASES["decode-shared-kv"], name="decode-shared-kv-static", new_lengths=()
+)
 
 MORE = {case.name: case for case in (*cases_of_norms(), *cases_of_parts(), STATIC_OF_ANOTHER)}
 """Cases for parts of the templates that no case of the run covers."""
@@ -105,7 +126,9 @@ def mask_of(sibling: Any, problem: Problem) -> np.ndarray:
         hides["segment_ids"] = parity.to_torch(hides["segment_ids"])
     mask = to_numpy(sibling.create_attention_mask(*lengths, **hides))
     if case.window_size is not None:
-        mask = mask | to_numpy(sibling.create_sliding_window_mask(*lengths, window_size=case.window_size))
+        mask = mask | to_numpy(
+            sibling.create_sliding_window_mask(*lengths, window_size=case.window_size)
+        )
     return mask | problem.inputs["mask"] if "mask" in problem.inputs else mask
 
 
@@ -144,7 +167,11 @@ class Writing:
         cache = None if shares else self.empty_cache(module, layer, problem)
         for step in range(len(case.chunks)):
             given = {"x": self.array(layer, problem.step_input(step))}
-            given |= {"other_cache": self._other_cache(module, layer, problem, step)} if shares else {"cache": cache}
+            given |= (
+                {"other_cache": self._other_cache(module, layer, problem, step)}
+                if shares
+                else {"cache": cache}
+            )
             if case.new_lengths:
                 given["new_lengths"] = self.beside(np.array(case.added(step)))
             if case.has_positions:
@@ -154,7 +181,9 @@ class Writing:
         return found
 
     def _other_cache(self, module: Any, layer: Any, problem: Problem, last: int) -> Any:
-        """Return the cache of another layer, which has appended the tokens of all steps up to the last."""
+        """Return the cache of another layer, which has appended the tokens of all steps up to the
+        last.
+        """
         case, lengths, slots = problem.case, np.zeros(problem.case.batch, int), {}
         for step in range(last + 1):
             for name in ("k", "v"):
@@ -162,7 +191,9 @@ class Writing:
                 batch_size, num_heads, _, width = heads.shape
                 empty = np.zeros((batch_size, num_heads, case.capacity, width), heads.dtype)
                 for row, (length, added) in enumerate(zip(lengths, case.added(step), strict=True)):
-                    slots.setdefault(name, empty)[row, :, length : length + added] = heads[row, :, :added]
+                    slots.setdefault(name, empty)[row, :, length : length + added] = heads[
+                        row, :, :added
+                    ]
             lengths += case.added(step)
         is_static = module.Cache._fields[-1] == "length"
         last_field = int(lengths[0]) if is_static else self.beside(lengths)
@@ -170,7 +201,12 @@ class Writing:
 
     def _arguments(self, layer: Any, problem: Problem) -> dict[str, Any]:
         case, call = problem.case, call_of(problem.case)
-        names = {"query": "query" if call["is_cross"] else "x", "key": "key", "k": "other_k", "v": "other_v"}
+        names = {
+            "query": "query" if call["is_cross"] else "x",
+            "key": "key",
+            "k": "other_k",
+            "v": "other_v",
+        }
         inputs = {name: x for name, x in problem.inputs.items() if name in names}
         given = {names[name]: self.array(layer, x) for name, x in inputs.items()}
         if call["has_mask"]:
@@ -193,7 +229,9 @@ def nested(weights: dict[str, np.ndarray], spec: AttentionSpec) -> dict[str, Any
     import jax.numpy as jnp  # not in .venv-tt
 
     params: dict[str, Any] = {}
-    for name, array in from_canonical(weights, spec.replace(fused_qkv=False), LAYOUTS["mha_jax"]).items():
+    for name, array in from_canonical(
+        weights, spec.replace(fused_qkv=False), LAYOUTS["mha_jax"]
+    ).items():
         part, _, leaf = name.partition(".")
         if leaf:
             params.setdefault(part, {})[leaf] = jnp.asarray(array)

@@ -22,12 +22,12 @@ from helpers import ROOT
 from helpers.refusals import refuses
 from helpers.samples import sample
 
-import parity.backends
+import parity.measure.backends
 import parity_lab.bench
 from mha_spec import AttentionSpec
-from parity.cli.main import main
-from parity.reporting.console import console
-from parity.reporting.json import write_json
+from parity.use.cli.main import main
+from parity.use.reporting.console import console
+from parity.use.reporting.json import write_json
 from parity_lab.bench import Bench, Row, Work, bench, bench_work, plan
 from parity_lab.bench.measure import (
     LIMIT,
@@ -45,7 +45,18 @@ from parity_lab.bench.models import bench_model
 from parity_lab.bench.operations import Operations
 from parity_lab.bench.report import lines_of, plot_growth, print_bench
 
-KEYS = ["what", "framework", "shape", "dtype", "ours_ms", "peers", "best_peer", "ratio", "limit_ms", "limit_ratio"]
+KEYS = [
+    "what",
+    "framework",
+    "shape",
+    "dtype",
+    "ours_ms",
+    "peers",
+    "best_peer",
+    "ratio",
+    "limit_ms",
+    "limit_ratio",
+]
 TINY = {"num_heads": 2, "head_dim": 8}
 HEAD = {"schema": "mha-parity/bench", "version": 1}
 ONCE = {"budget_s": 0.0, "rounds": (1, 1)}
@@ -117,21 +128,35 @@ def growing(of, shape, ms, peak, **options):
 
 
 GROWING = [
-    growing(of, [b, 8, s, 64], b * s**2 * 1e-3, b * s * 100, peers={peer: b * s**2 * 2e-3}, peers_peak_bytes={peer: s})
+    growing(
+        of,
+        [b, 8, s, 64],
+        b * s**2 * 1e-3,
+        b * s * 100,
+        peers={peer: b * s**2 * 2e-3},
+        peers_peak_bytes={peer: s},
+    )
     for of, peer in (("jax", "jax.nn"), ("torch", "SDPA"))
     for b, s in [(1, 128), (1, 256), (1, 512), (1, 1024), (2, 256), (4, 256)]
 ]
 
 
-# ---- Values from times -----------------------------------------------------------------------------------------------
+# ---- Values from times ---------------------------------------------------------------------------
 
 
 def test_row_has_medians_and_ratios():
     """A row has the medians of its times, the fastest library that counts, and the ratios to
     it and to the limit.
     """
-    seconds = {OURS: [0.002, 0.001, 0.009], "a": [0.004, 0.005, 0.006], "b": [0.003, 0.003, 0.1], "c": [0.001] * 3}
-    found = times_of({**seconds, LIMIT: [0.010, 0.005, 0.008]}, not_counted=["c"], amount=100.0, probe=1000.0)
+    seconds = {
+        OURS: [0.002, 0.001, 0.009],
+        "a": [0.004, 0.005, 0.006],
+        "b": [0.003, 0.003, 0.1],
+        "c": [0.001] * 3,
+    }
+    found = times_of(
+        {**seconds, LIMIT: [0.010, 0.005, 0.008]}, not_counted=["c"], amount=100.0, probe=1000.0
+    )
     assert found == {
         "ours_ms": 2.0,
         "peers": {"a": 5.0, "b": 3.0, "c": 1.0},
@@ -160,25 +185,33 @@ def test_contenders_run_in_turn():
     """
     now, ran = itertools.count(), []  # every run takes one second
     runs = {name: lambda name=name: ran.append(name) for name in "abc"}
-    found = run_in_turn(runs, budget_s=21.0, rounds=(2, 20), warm_up=False, clock=lambda: float(next(now)))
+    found = run_in_turn(
+        runs, budget_s=21.0, rounds=(2, 20), warm_up=False, clock=lambda: float(next(now))
+    )
     assert {name: len(times) for name, times in found.items()} == dict.fromkeys("abc", 7)
     assert all(seconds == 1.0 for times in found.values() for seconds in times)
     assert all(sorted(ran[i : i + 3]) == ["a", "b", "c"] for i in range(0, len(ran), 3))
-    assert len({tuple(ran[i : i + 3]) for i in range(3, len(ran), 3)}) > 1  # the order of rounds varies
+    assert (
+        len({tuple(ran[i : i + 3]) for i in range(3, len(ran), 3)}) > 1
+    )  # the order of rounds varies
 
 
 @pytest.mark.parametrize(("budget", "count"), [(0.0, 2), (1e9, 4)])
 def test_rounds_stay_within_bounds(budget, count):
     """With rounds=(2, 4), there are 2 rounds for no budget and 4 for a large one."""
     now = itertools.count()
-    found = run_in_turn({"a": lambda: None}, budget_s=budget, rounds=(2, 4), clock=lambda: float(next(now)))
+    found = run_in_turn(
+        {"a": lambda: None}, budget_s=budget, rounds=(2, 4), clock=lambda: float(next(now))
+    )
     assert len(found["a"]) == count
 
 
 def test_warm_up_counts_in_budget():
     """With the warm-up, runs of one second are timed 10 times in a budget of 20 seconds."""
     now = itertools.count()
-    found = run_in_turn({"a": lambda: None}, budget_s=20.0, rounds=(2, 20), clock=lambda: float(next(now)))
+    found = run_in_turn(
+        {"a": lambda: None}, budget_s=20.0, rounds=(2, 20), clock=lambda: float(next(now))
+    )
     assert len(found["a"]) == 10
 
 
@@ -190,7 +223,12 @@ def test_short_runs_are_repeated(warm_up):
     now, ran = itertools.count(), []
     runs = {name: lambda name=name: ran.append(name) for name in "ab"}
     found = run_in_turn(
-        runs, budget_s=0, rounds=(1, 1), most_repeats={"b": 2}, warm_up=warm_up, clock=lambda: next(now) * 0.002
+        runs,
+        budget_s=0,
+        rounds=(1, 1),
+        most_repeats={"b": 2},
+        warm_up=warm_up,
+        clock=lambda: next(now) * 0.002,
     )
     assert (ran.count("a"), ran.count("b")) == (1 + 5 + 2 * warm_up, 1 + 2 + 2 * warm_up)
     assert found["a"] == [pytest.approx(0.002 / 5)]
@@ -232,7 +270,10 @@ def test_growth_is_fitted_by_axis():
     """Growth has exponents of time and memory, by tokens and by sequences, for each framework
     and contender.
     """
-    found = {(line["framework"], line["name"], line["of"], line["over"]): line["exponent"] for line in growth(GROWING)}
+    found = {
+        (line["framework"], line["name"], line["of"], line["over"]): line["exponent"]
+        for line in growth(GROWING)
+    }
     assert len(found) == 2 * 2 * 2 * 2
     for framework, peer in (("jax", "jax.nn"), ("torch", "SDPA")):
         assert found[framework, OURS, "time", "S"] == pytest.approx(2.0)
@@ -245,20 +286,32 @@ def test_growth_is_fitted_by_axis():
 def test_growth_is_fitted_by_kind_of_work():
     """Two kinds of work have separate exponents of growth."""
     steps = [
-        Row("growth-long decode", "jax", [1, s, 64], "float32", s * 1e-3, group="growth-long", axes="B S E")
+        Row(
+            "growth-long decode",
+            "jax",
+            [1, s, 64],
+            "float32",
+            s * 1e-3,
+            group="growth-long",
+            axes="B S E",
+        )
         for s in (1024, 2048, 4096)
     ]
     found = {
-        line["what"]: (line["over"], line["exponent"]) for line in growth([*GROWING, *steps]) if line["of"] == "time"
+        line["what"]: (line["over"], line["exponent"])
+        for line in growth([*GROWING, *steps])
+        if line["of"] == "time"
     }
     assert found["growth-long decode"] == ("S", pytest.approx(1.0))
     assert found.keys() == {"growth core causal forward", "growth-long decode"}
 
 
-# ---- Measurements ----------------------------------------------------------------------------------------------------
+# ---- Measurements --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"quick": True}, {"long": True}], ids=["all", "quick", "long"])
+@pytest.mark.parametrize(
+    "options", [{}, {"quick": True}, {"long": True}], ids=["all", "quick", "long"]
+)
 def test_plan_covers_every_group_once(options):
     """The plan, also the quick and the long one, has work of every group except import and
     convert, and none twice.
@@ -275,20 +328,30 @@ def test_plan_covers_expected_work():
     works = plan(parity_lab.bench.GROUPS, ["float32"])
     whats = {work.what for work in works}
     hidden = {"full", "causal", "padded", "causal+padded"}
-    assert whats >= {f"layer {which} forward" for which in hidden} | {"layer causal with weights forward"}
-    assert whats >= {f"{kind} causal forward+backward" for kind in ("core", "layer", "memory core", "memory layer")}
+    assert whats >= {f"layer {which} forward" for which in hidden} | {
+        "layer causal with weights forward"
+    }
+    assert whats >= {
+        f"{kind} causal forward+backward"
+        for kind in ("core", "layer", "memory core", "memory layer")
+    }
     assert {tuple(work.shape[:2]) for work in works if work.what == "decode"} == {
         (1, 1024),
         (1, 4096),
         (8, 1024),
         (8, 4096),
     }
-    assert [max(work.seq_len for work in plan(["growth"], ["float32"], **o)) for o in ({}, {"long": True})] == [
+    assert [
+        max(work.seq_len for work in plan(["growth"], ["float32"], **o))
+        for o in ({}, {"long": True})
+    ] == [
         4096,
         16384,
     ]
     long = {(work.what, work.seq_len) for work in plan(["growth-long"], ["float32"])}
-    assert {(f"growth-long {what}", 131072) for what in ("core causal+window 512 forward", "decode")} <= long
+    assert {
+        (f"growth-long {what}", 131072) for what in ("core causal+window 512 forward", "decode")
+    } <= long
 
 
 @pytest.mark.parametrize("framework", ["jax", "torch"])
@@ -302,7 +365,10 @@ def test_oversized_scores_are_left_out(framework, monkeypatch):
     assert row.ours_ms is not None
     assert row.peers == {}
     assert len(row.left_out) == 2
-    assert all("InputError: scores" in reason or "ValueError: scores" in reason for reason in row.left_out.values())
+    assert all(
+        "InputError: scores" in reason or "ValueError: scores" in reason
+        for reason in row.left_out.values()
+    )
 
 
 def test_limit_counts_visible_scores():
@@ -314,7 +380,10 @@ def test_limit_counts_visible_scores():
     assert replace(core, is_causal=True).flops == core.flops * (1 + 2 + 3 + 4) / 16
     assert replace(core, is_padded=True).lengths == [4, 2]
     assert replace(core, is_padded=True).flops == core.flops * (16 + 8) / 32
-    assert replace(core, is_padded=True, is_causal=True).flops == core.flops * (10 + 1 + 2 + 2 + 2) / 32
+    assert (
+        replace(core, is_padded=True, is_causal=True).flops
+        == core.flops * (10 + 1 + 2 + 2 + 2) / 32
+    )
     assert replace(core, backward=True).flops == core.flops * (2 + 5) / 2
     packed = replace(core, num_segments=2, seq_len=6)
     assert packed.segment_lengths == [4, 2]
@@ -332,7 +401,14 @@ def test_different_result_is_not_timed():
     the reason.
     """
     wrong = ready(np.ones(3) * 1.1)
-    side = Side(**{OURS: np.ones(3), "right": np.ones(3), "wrong": wrong, "absent": ImportError("not installed")})
+    side = Side(
+        **{
+            OURS: np.ones(3),
+            "right": np.ones(3),
+            "wrong": wrong,
+            "absent": ImportError("not installed"),
+        }
+    )
     (row,) = bench_work(Work("cores", "core", 1, 2, **TINY), {"jax": side}, **ONCE)
     assert list(row.peers) == ["right"]
     assert row.left_out["wrong"].startswith("its result differs by 1.0e-01")
@@ -345,7 +421,11 @@ def test_other_framework_does_not_count():
     """
     sides = {"jax": Side(**{OURS: 1.0, "jax.nn": 1.0}), "torch": Side(**{OURS: 1.0, "SDPA": 1.0})}
     row, other = bench_work(Work("cores", "core", 1, 2, **TINY), sides, **ONCE)
-    assert (list(row.peers), row.not_counted, row.best_peer) == (["jax.nn", "torch SDPA"], ["torch SDPA"], "jax.nn")
+    assert (list(row.peers), row.not_counted, row.best_peer) == (
+        ["jax.nn", "torch SDPA"],
+        ["torch SDPA"],
+        "jax.nn",
+    )
     assert (list(other.peers), other.not_counted) == (["SDPA"], [])
 
 
@@ -354,7 +434,9 @@ def test_failure_of_own_code_is_an_error():
     cause.
     """
     with pytest.raises(RuntimeError, match=r"core full forward \[1, 2, 2, 8\] .*TypeError: no"):
-        bench_work(Work("cores", "core", 1, 2, **TINY), {"jax": Side(**{OURS: TypeError("no")})}, **ONCE)
+        bench_work(
+            Work("cores", "core", 1, 2, **TINY), {"jax": Side(**{OURS: TypeError("no")})}, **ONCE
+        )
 
 
 def test_memory_is_measured_without_a_run():
@@ -368,10 +450,15 @@ def test_memory_is_measured_without_a_run():
     ours, peer = (Contender(never, lambda found: [], lambda peak=peak: peak) for peak in (100, 400))
     work = Work("memory", "core", 1, 2, **TINY, is_timed=False)
     (row,) = bench_work(work, {"jax": Side(**{OURS: ours, "peer": peer})}, **ONCE)
-    assert (row.peak_bytes, row.peers_peak_bytes, row.ours_ms, row.ratio) == (100, {"peer": 400}, None, None)
+    assert (row.peak_bytes, row.peers_peak_bytes, row.ours_ms, row.ratio) == (
+        100,
+        {"peer": 400},
+        None,
+        None,
+    )
 
 
-# ---- All contenders --------------------------------------------------------------------------------------------------
+# ---- All contenders ------------------------------------------------------------------------------
 
 WORKS = [
     Work("cores", "core", 2, 9, **TINY, is_causal=True, backward=True),
@@ -404,7 +491,9 @@ EXPECTED = {
 
 
 @sample(work=FIRST)
-@pytest.mark.parametrize("work", WORKS, ids=lambda work: f"{work.what} {work.dtype}".replace(" ", "-"))
+@pytest.mark.parametrize(
+    "work", WORKS, ids=lambda work: f"{work.what} {work.dtype}".replace(" ", "-")
+)
 def test_contenders_compute_the_same(sides, as_users_have_it, work):
     """All expected contenders are timed with the same result, apart from Keras on one
     framework and Equinox if weights are needed.
@@ -414,12 +503,19 @@ def test_contenders_compute_the_same(sides, as_users_have_it, work):
     for row in rows:
         expected = EXPECTED[row.framework][work.kind]
         if work.group == "varlen":
-            expected = {name.replace("SDPA", "masked SDPA") for name in expected if name != "torch SDPA"}
+            expected = {
+                name.replace("SDPA", "masked SDPA") for name in expected if name != "torch SDPA"
+            }
         if work.need_weights:  # other versions by hand
-            expected = {name.replace("SDPA by", "softmax by").replace("jax.nn by", "softmax by") for name in expected}
+            expected = {
+                name.replace("SDPA by", "softmax by").replace("jax.nn by", "softmax by")
+                for name in expected
+            }
         assert {*row.peers, *row.left_out} == expected
         # Keras runs on one of the frameworks; Equinox does not return its attention weights.
-        assert set(row.left_out) <= {"keras"} | ({"equinox"} if work.need_weights else set()), row.left_out
+        assert set(row.left_out) <= {"keras"} | ({"equinox"} if work.need_weights else set()), (
+            row.left_out
+        )
         assert row.best_peer in row.peers
         assert row.limit_ms > 0
         assert isinstance(row.peak_bytes, int)
@@ -427,7 +523,9 @@ def test_contenders_compute_the_same(sides, as_users_have_it, work):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("options", [{"window_size": 5}, {"is_padded": True}, {"num_segments": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"window_size": 5}, {"is_padded": True}, {"num_segments": 3}], ids=str
+)
 def test_flex_attention_matches_mask(monkeypatch, options):
     """FlexAttention with a window, padding or packed sequences returns the result of SDPA
     with a mask.
@@ -439,11 +537,15 @@ def test_flex_attention_matches_mask(monkeypatch, options):
 
     # FlexAttention itself also compiles, with options.
     compiled = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **options: compiled(f, **options) if options else f)
+    monkeypatch.setattr(
+        torch, "compile", lambda f, **options: compiled(f, **options) if options else f
+    )
     work = Work("varlen", "core", 2, 40, 2, 16, is_causal=True, **options)
     core = _Core(TorchSide(), work, parity_lab.bench.draw_inputs(work))
     heads = [core.inputs[name] for name in ("query", "key", "value")]
-    found, expected = (attend(*heads, is_causal=True) for attend in (core.flex_attention(), core.masked_sdpa()))
+    found, expected = (
+        attend(*heads, is_causal=True) for attend in (core.flex_attention(), core.masked_sdpa())
+    )
     torch.testing.assert_close(found, expected)
 
 
@@ -492,12 +594,16 @@ def test_imports_and_conversion_have_rows():
     (conversion,) = bench_conversion(num_layers=1, repeats=1)
     assert (module.what, module.best_peer) == ("import torch, mha_torch", "import torch")
     assert module.extra_ms == pytest.approx(module.ours_ms - module.peers["import torch"])
-    assert (help_.what, help_.best_peer, list(help_.peers)) == ("mha-parity --help", None, ["python -c pass"])
+    assert (help_.what, help_.best_peer, list(help_.peers)) == (
+        "mha-parity --help",
+        None,
+        ["python -c pass"],
+    )
     assert (conversion.what, conversion.best_peer) == ("convert", "load_file, save_file")
     assert conversion.limit_ratio > 0
 
 
-# ---- The command -----------------------------------------------------------------------------------------------------
+# ---- The command ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -510,7 +616,9 @@ def tiny_plan(monkeypatch):
         Work("memory", "core", 1, 8, **options, is_timed=False),
     ]
     monkeypatch.setattr(
-        parity_lab.bench, "plan", lambda groups, *a, **o: [work for work in works if work.group in groups]
+        parity_lab.bench,
+        "plan",
+        lambda groups, *a, **o: [work for work in works if work.group in groups],
     )
     return works
 
@@ -529,7 +637,14 @@ def test_bench_writes_table_json_and_plot(tiny_plan, as_users_have_it, tmp_path,
     assert "Growth: the exponent" in out
     content = json.loads(json_path.read_text())
     assert content["schema"] == "mha-parity/bench"
-    assert set(content["environment"]) >= {"python", "platform", "cpus", "packages", "backends", "settings"}
+    assert set(content["environment"]) >= {
+        "python",
+        "platform",
+        "cpus",
+        "packages",
+        "backends",
+        "settings",
+    }
     assert len(content["rows"]) == 2 * len(tiny_plan)
     for row in content["rows"]:
         assert set(row) == {field.name for field in fields(Row)} > {*KEYS, "peak_bytes"}
@@ -539,7 +654,9 @@ def test_bench_writes_table_json_and_plot(tiny_plan, as_users_have_it, tmp_path,
         assert isinstance(row["ours_ms"], float) != (row["group"] == "memory")
         assert all(isinstance(ms, float) for ms in row["peers"].values())
     assert {line["over"] for line in content["growth"]} == {"S"}
-    words = [text.text for text in ElementTree.parse(plot_path).iter("{http://www.w3.org/2000/svg}text")]
+    words = [
+        text.text for text in ElementTree.parse(plot_path).iter("{http://www.w3.org/2000/svg}text")
+    ]
     assert {"mha_jax", "mha_torch", "jax: jax.nn", "torch: SDPA", "sequence length"} <= set(words)
 
 
@@ -574,7 +691,12 @@ def test_model_layers_are_measured(gemma_folder, as_users_have_it, tmp_path, cap
     assert main(["bench", "--model", str(gemma_folder), "--quick", "--json", str(path)]) == 0
     content = json.loads(path.read_text())
     of_torch = [row for row in content["rows"] if row["framework"] == "torch"]
-    whats = ["layers 0, 2 layer causal forward", "layers 0, 2 decode", "layer 1 layer causal forward", "layer 1 decode"]
+    whats = [
+        "layers 0, 2 layer causal forward",
+        "layers 0, 2 decode",
+        "layer 1 layer causal forward",
+        "layer 1 decode",
+    ]
     assert [row["what"] for row in of_torch] == whats
     assert [row["shape"] for row in of_torch] == [[1, 256, 32]] * 4
     assert [list(row["peers"]) for row in of_torch] == [
@@ -585,7 +707,9 @@ def test_model_layers_are_measured(gemma_folder, as_users_have_it, tmp_path, cap
     ]  # transformers is not left out
     of_jax = [row for row in content["rows"] if row["framework"] == "jax"]
     assert [row["what"] for row in of_jax] == whats
-    assert all(row["best_peer"] is None for row in of_jax)  # another framework's contender does not count
+    assert all(
+        row["best_peer"] is None for row in of_jax
+    )  # another framework's contender does not count
     assert content["left_out"] == []
     assert "transformers" in content["names"]["torch"]
 
@@ -639,12 +763,16 @@ def test_missing_framework_is_left_out(monkeypatch, capsys):
     """A framework that is not installed is left out by default; if requested, the status is
     2, and the error has the reason.
     """
-    why = parity.backends.why_missing
+    why = parity.measure.backends.why_missing
     missing = "torch needs torch, not installed here"
-    monkeypatch.setattr(parity_lab.bench, "why_missing", lambda name: missing if name == "torch" else why(name))
+    monkeypatch.setattr(
+        parity_lab.bench, "why_missing", lambda name: missing if name == "torch" else why(name)
+    )
     assert main(["bench", "--backends", "torch"]) == 2
     assert missing in capsys.readouterr().err
-    assert parity_lab.bench.count_rows(["import"]) == 1 + 1  # one for JAX and one for the command itself
+    assert (
+        parity_lab.bench.count_rows(["import"]) == 1 + 1
+    )  # one for JAX and one for the command itself
 
 
 def test_missing_device_is_rejected(monkeypatch, capsys):
@@ -657,26 +785,57 @@ def test_missing_device_is_rejected(monkeypatch, capsys):
 @pytest.mark.costly("modules that a new process imports")
 def test_bench_help_imports_no_framework():
     """`bench --help` imports neither JAX, PyTorch, NumPy nor Rich."""
-    program = "import sys; from parity.cli.main import main\ntry: main(['bench', '--help'])\nexcept SystemExit: pass\n"
+    program = (
+        "import sys; from parity.use.cli.main import main\ntry: main(['bench', "
+        "'--help'])\nexcept SystemExit: pass\n"
+    )
     program += "assert not {'jax', 'torch', 'numpy', 'rich'} & set(sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "--quick" in done.stdout
 
 
-# ---- Output ----------------------------------------------------------------------------------------------------------
+# ---- Output --------------------------------------------------------------------------------------
 
 
 def test_piped_bench_output_is_plain(capsys):
     """In a pipe, the tables have plain lines of at most 100 columns, with contenders that
     were left out and the reason.
     """
-    slow = {"left_out": {"keras": "ImportError: no"}, "ratio": 0.5, "best_peer": "a peer of a long name"}
+    slow = {
+        "left_out": {"keras": "ImportError: no"},
+        "ratio": 0.5,
+        "best_peer": "a peer of a long name",
+    }
     rows = [
-        Row("layer full forward", "jax", [1, 256, 1024], "float32", 2.0, {"a peer of a long name": 1.0}, **slow),
+        Row(
+            "layer full forward",
+            "jax",
+            [1, 256, 1024],
+            "float32",
+            2.0,
+            {"a peer of a long name": 1.0},
+            **slow,
+        ),
         replace(GROWING[0], left_out={"keras": "ImportError: no"}),
-        Row("import torch, mha_torch", "torch", [], "", 900.0, {"import torch": 890.0}, extra_ms=10.0),
-        Row("memory core causal forward", "torch", [1, 8, 64, 64], "float32", peers_peak_bytes={"SDPA": 2_000_000}),
+        Row(
+            "import torch, mha_torch",
+            "torch",
+            [],
+            "",
+            900.0,
+            {"import torch": 890.0},
+            extra_ms=10.0,
+        ),
+        Row(
+            "memory core causal forward",
+            "torch",
+            [1, 8, 64, 64],
+            "float32",
+            peers_peak_bytes={"SDPA": 2_000_000},
+        ),
     ]
     print_bench(Bench(rows, {}), console())
     lines = capsys.readouterr().out.splitlines()
@@ -696,7 +855,9 @@ def test_kernel_names_have_no_templates(capsys):
     counts = {OURS: Operations(kernels, 3, 4), "SDPA": Operations({"aten::mul": 1}, 0, 0)}
     print_bench(Bench([timed(1.0, operations=counts)], {}), console())
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [OURS, "3", "3", "4", "2", "flash_fwd_kernel,", "1", "add"] in [line[-8:] for line in lines]
+    assert [OURS, "3", "3", "4", "2", "flash_fwd_kernel,", "1", "add"] in [
+        line[-8:] for line in lines
+    ]
     assert ["SDPA", "1", "0", "0", "1", "mul"] in lines
 
 
@@ -711,7 +872,10 @@ def test_plot_lines_use_smallest_batch():
 def test_plot_draws_no_contender_twice():
     """A contender of the other framework is not drawn if the other framework draws it itself."""
     name, shape, size = "torch SDPA", [1, 8, 128, 64], 128
-    rows = [growing("jax", shape, 1.0, size, peers={name: 2.0}, peers_peak_bytes={name: size}), *GROWING]
+    rows = [
+        growing("jax", shape, 1.0, size, peers={name: 2.0}, peers_peak_bytes={name: size}),
+        *GROWING,
+    ]
     assert name not in {line["name"] for line in lines_of(rows)}
     assert name in {line["name"] for line in lines_of(rows[:1])}
 
@@ -727,7 +891,7 @@ def test_plot_without_rows_writes_nothing(tmp_path):
     assert os.listdir(tmp_path) == ["a.png"]
 
 
-# ---- Two files -------------------------------------------------------------------------------------------------------
+# ---- Two files -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -757,7 +921,18 @@ def test_compare_reports_slower_rows(compare, tmp_path, capsys):
     assert compare.main([before, after]) == 1
     out = capsys.readouterr().out
     first = next(line for line in out.splitlines() if line.startswith("core"))
-    assert first.split() == ["core", "full", "forward", "jax", "1x2x3x4", "float32", "1", "1.2", "1.200", "slower"]
+    assert first.split() == [
+        "core",
+        "full",
+        "forward",
+        "jax",
+        "1x2x3x4",
+        "float32",
+        "1",
+        "1.2",
+        "1.200",
+        "slower",
+    ]
     assert f"only in {before}: 1 rows, such as gone" in out
     assert "2 rows compared, 1 worse" in out
     assert compare.main([before, after, "--allow", "0.3"]) == 0
@@ -782,7 +957,13 @@ def test_compare_uses_memory_without_time(compare, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", '{"schema": "mha-parity/bench", "version": 2, "rows": []}', json.dumps({**HEAD, "rows": []}), None],
+    [
+        "",
+        "[]",
+        '{"schema": "mha-parity/bench", "version": 2, "rows": []}',
+        json.dumps({**HEAD, "rows": []}),
+        None,
+    ],
 )
 def test_compare_rejects_invalid_files(compare, tmp_path, capsys, content):
     """A file that is missing, has other content, another version or no rows exits with status

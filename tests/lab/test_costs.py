@@ -4,7 +4,7 @@ import pytest
 from helpers.refusals import refuses
 
 from mha_spec import AttentionSpec
-from parity.sharding.hlo import Collective, collectives_in, counts_of, nbytes_of
+from parity.measure.sharding.hlo import Collective, collectives_in, counts_of, nbytes_of
 from parity_lab.costs import PLANS, cost_of
 
 LLAMA_70B = AttentionSpec(8192, 64, num_kv_heads=8, qkv_bias=False, out_bias=False)
@@ -17,9 +17,17 @@ def test_weights_per_device_match_plan():
     whole = 2 * (2 * 8192 * 8192 + 2 * 8192 * 1024)  # bfloat16
     costs = {plan: cost_of(LLAMA_70B, plan, 8, batch=64, tokens=8192) for plan in PLANS}
     held = {plan: cost.weights / whole for plan, cost in costs.items()}
-    assert held == {"data": 1, "fully sharded": 1 / 8, "tensor": 1 / 8, "heads for tokens": 1, "ring": 1}
+    assert held == {
+        "data": 1,
+        "fully sharded": 1 / 8,
+        "tensor": 1 / 8,
+        "heads for tokens": 1,
+        "ring": 1,
+    }
     of_64 = cost_of(LLAMA_70B, "tensor", 64, batch=64, tokens=8192)
-    assert of_64.weights == 2 * (2 * 8192 * 8192 / 64 + 2 * 8192 * 1024)  # keys and values are whole
+    assert of_64.weights == 2 * (
+        2 * 8192 * 8192 / 64 + 2 * 8192 * 1024
+    )  # keys and values are whole
     assert [sent.kind for sent in of_64.backward] == ["all-reduce", "all-reduce"]
 
 
@@ -35,7 +43,9 @@ def test_one_device_sends_nothing():
 
 def test_ring_sends_more_than_heads_plan():
     """On 8 devices, a ring sends more than twice as many bytes as heads for tokens."""
-    ring, heads = (cost_of(LLAMA_70B, plan, 8, batch=1, tokens=131072) for plan in ("ring", "heads for tokens"))
+    ring, heads = (
+        cost_of(LLAMA_70B, plan, 8, batch=1, tokens=131072) for plan in ("ring", "heads for tokens")
+    )
     assert ring.moved_forward > 2 * heads.moved_forward
 
 
@@ -57,7 +67,7 @@ def test_indivisible_plan_has_no_cost(plan, devices, refusal):
         cost_of(LLAMA_70B, plan, devices, batch=64, tokens=8192)
 
 
-# ---- Compiled programs -----------------------------------------------------------------------------------------------
+# ---- Compiled programs ---------------------------------------------------------------------------
 
 PROGRAM = """HloModule m
 
@@ -85,7 +95,10 @@ def test_collectives_in_loops_are_counted():
     computations that never run do not count.
     """
     found = collectives_in(PROGRAM)
-    permute, sums = Collective("collective-permute", False, 16, 7), Collective("all-reduce", False, 32, 1)
+    permute, sums = (
+        Collective("collective-permute", False, 16, 7),
+        Collective("all-reduce", False, 32, 1),
+    )
     assert found == [Collective("all-reduce", True, 6, 1), sums, permute]
     assert counts_of(found) == {"all-reduce": 1, "all-reduce of flags": 1, "collective-permute": 7}
     assert nbytes_of(found) == 6 + 32 + 7 * 16

@@ -13,7 +13,7 @@ from helpers import ROOT
 from helpers.heads import fused_attention
 
 import mha_torch
-from parity.cli.main import make_parser
+from parity.use.cli.main import make_parser
 from parity_lab.bench.operations import (
     MARK,
     Event,
@@ -40,7 +40,12 @@ ON_A_CPU = {
     "branch": (lambda: 1 if X[0, 0] else 2, {"aten::_local_scalar_dense": 1}, 0, 1),
     "nonzero": (X.nonzero, {"aten::nonzero": 1}, 0, 1),
     "select": (lambda: X.masked_select(MASK), {"aten::masked_select": 1}, 1, 1),
-    "equal": (lambda: torch.equal(X, WEIGHT.sum(0).expand(4, 5)), {"aten::sum": 1, "aten::equal": 1}, 0, 1),
+    "equal": (
+        lambda: torch.equal(X, WEIGHT.sum(0).expand(4, 5)),
+        {"aten::sum": 1, "aten::equal": 1},
+        0,
+        1,
+    ),
 }
 
 
@@ -54,7 +59,12 @@ def test_operations_of_torch_are_counted(run, kernels, copies, syncs):
 def test_operations_of_gradients_are_counted():
     """The profile of a gradient has both matrix products, forward and backward."""
     x = X.clone().requires_grad_()
-    assert operations_of_torch(lambda: torch.autograd.grad((x @ WEIGHT.mT).sum(), x)).kernels["aten::mm"] == 2
+    assert (
+        operations_of_torch(lambda: torch.autograd.grad((x @ WEIGHT.mT).sum(), x)).kernels[
+            "aten::mm"
+        ]
+        == 2
+    )
 
 
 def test_fused_attention_is_one_kernel():
@@ -75,7 +85,8 @@ FLASH = "void pytorch_flash::flash_fwd_kernel<Traits<64>>(Params)"
 ON_A_GPU = {
     "attention": (
         of_gpu(
-            Event("aten::scaled_dot_product_attention", children=(Event("cudaLaunchKernel"),)), kernels=[FLASH, FLASH]
+            Event("aten::scaled_dot_product_attention", children=(Event("cudaLaunchKernel"),)),
+            kernels=[FLASH, FLASH],
         ),
         ({FLASH: 2}, 0, 0),
     ),
@@ -96,7 +107,10 @@ ON_A_GPU = {
     ),
     "contiguous": (
         of_gpu(
-            Event("aten::clone", children=(Event("aten::copy_", children=(Event("cudaLaunchKernel"),)),)),
+            Event(
+                "aten::clone",
+                children=(Event("aten::copy_", children=(Event("cudaLaunchKernel"),)),),
+            ),
             kernels=["elementwise_kernel", "Memset (Device)"],
         ),
         ({"elementwise_kernel": 1}, 1, 0),
@@ -124,7 +138,7 @@ def test_profile_has_only_events_of_run():
     assert operations_of_torch(run).kernels == {"aten::sum": 1}
 
 
-# ---- JAX -------------------------------------------------------------------------------------------------------------
+# ---- JAX -----------------------------------------------------------------------------------------
 
 
 def program(function, *arrays):
@@ -164,7 +178,7 @@ ENTRY %main (a: bf16[1,2,8,64]) -> bf16[1,2,8,64] {
     assert operations_of_program(text) == expected
 
 
-# ---- The command -----------------------------------------------------------------------------------------------------
+# ---- The command ---------------------------------------------------------------------------------
 
 
 @pytest.mark.costly("make prints the recipe")
@@ -172,11 +186,14 @@ def test_gpu_benchmark_runs_its_cases_first():
     """`make bench-gpu` runs `run` before `bench`, both with --device cuda. Without a GPU,
     `run` fails (test_run tests its error), and `set -e` ends the rest.
     """
-    shown = subprocess.run(["make", "--dry-run", "bench-gpu"], cwd=ROOT, capture_output=True, text=True, check=True)
+    shown = subprocess.run(
+        ["make", "--dry-run", "bench-gpu"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     recipe = shown.stdout.replace("\\\n", " ")
     assert "set -e;" in recipe
     commands = [line.split() for line in re.findall(r"-m parity ([^;\n]+)", recipe)]
     options = [
-        make_parser().parse_args(["torch" if word == "$backends" else word for word in each]) for each in commands
+        make_parser().parse_args(["torch" if word == "$backends" else word for word in each])
+        for each in commands
     ]
     assert [(each.command, each.device) for each in options] == [("run", "cuda"), ("bench", "cuda")]

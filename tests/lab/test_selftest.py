@@ -11,11 +11,11 @@ from helpers.samples import sample
 
 import mha_torch
 from parity import CASES, make_problem, random_weights
-from parity.backends import driver, load_backend
-from parity.cli.main import main
-from parity.core.stages import run_steps, stage_named
-from parity.diagnosis.bugs import page_by_bug, ranks, wrong_layer
-from parity.diagnosis.replay import Replay
+from parity.explain.diagnosis.bugs import page_by_bug, ranks, wrong_layer
+from parity.explain.diagnosis.replay import Replay
+from parity.measure.backends import driver, load_backend
+from parity.measure.core.stages import run_steps, stage_named
+from parity.use.cli.main import main
 from parity_lab.injections import INJECTIONS, bug_to_inject, plan_of
 from parity_lab.selftest import SELFTEST_CASES, Outcome, inject, run_with_bug, selftest_bugs
 
@@ -29,12 +29,16 @@ EVERY = [(case, name) for case in CASE_OF for name in ("", *selftest_bugs(CASE_O
 
 def lies_in_weights(case, name):
     """Return whether a bug is injected into the weights alone."""
-    return bool(name) and not plan_of(name, make_problem(CASE_OF[case], "float32"), "torch").functions
+    return (
+        bool(name) and not plan_of(name, make_problem(CASE_OF[case], "float32"), "torch").functions
+    )
 
 
 def once(pairs, *richest):
     """Keep each bug in one case, of the richest if possible, and no bug in every case."""
-    richest_first = sorted(pairs, key=lambda pair: richest.index(pair[0]) if pair[0] in richest else len(richest))
+    richest_first = sorted(
+        pairs, key=lambda pair: richest.index(pair[0]) if pair[0] in richest else len(richest)
+    )
     kept = {name: (case, name) for case, name in reversed(richest_first) if name}
     return [(case, name) for case, name in pairs if not name or kept[name] == (case, name)]
 
@@ -42,25 +46,59 @@ def once(pairs, *richest):
 # On torch, each bug is injected in its richest case, lost precision in trained (wide) layers.
 # `mha-parity selftest` injects them in all of their cases.
 RICH = "gqa-rope-causal"
-IN_TORCH = [pair for pair in EVERY if pair in {*once(EVERY, RICH), *((case, PRODUCTS) for case in TRAINED)}]
+IN_TORCH = [
+    pair for pair in EVERY if pair in {*once(EVERY, RICH), *((case, PRODUCTS) for case in TRAINED)}
+]
 # JAX compiles a function again for each bug in it: most bugs are therefore compared with those
 # in the reference, and few are diagnosed. Bugs in the weights alone are tested on torch only,
 # because NumPy changes the weights before either framework receives them.
-IN_JAX = [pair for pair in once(EVERY, RICH) if pair[1] not in ("", PRODUCTS) and not lies_in_weights(*pair)]
+IN_JAX = [
+    pair
+    for pair in once(EVERY, RICH)
+    if pair[1] not in ("", PRODUCTS) and not lies_in_weights(*pair)
+]
 WHOLE_IN_JAX = [(RICH, name) for name in ("", "kv-heads-tiled", "causal-off-by-one")]
-WHOLE_IN_JAX += [pair for pair in IN_JAX if pair[1] in ("nan-leaks", "batch-as-tokens")]  # only in its paths
+WHOLE_IN_JAX += [
+    pair for pair in IN_JAX if pair[1] in ("nan-leaks", "batch-as-tokens")
+]  # only in its paths
 INJECTED = [("torch", *pair) for pair in IN_TORCH] + [("jax", *pair) for pair in WHOLE_IN_JAX]
 # A bug replaces a function of torch, or weights: these are one for each function. test_diagnose
 # covers every bug in the reference, and test_precision covers lost precision, whose search takes
 # half a minute here.
 A_FUNCTION_EACH = (
-    *("q_proj-transposed", "qk-norm-missing", "latent-kv-factor-missing", "heads-not-moved", "rope-interleaved"),
-    *("kv-heads-tiled", "cache-keys-as-values", "scale-missing", "alibi-missing", "relative-bias-ignored"),
-    *("relative-products-ignored", "temperature-ignored", "soft-cap-ignored", "causal-off-by-one", "padding-ignored"),
+    *(
+        "q_proj-transposed",
+        "qk-norm-missing",
+        "latent-kv-factor-missing",
+        "heads-not-moved",
+        "rope-interleaved",
+    ),
+    *(
+        "kv-heads-tiled",
+        "cache-keys-as-values",
+        "scale-missing",
+        "alibi-missing",
+        "relative-bias-ignored",
+    ),
+    *(
+        "relative-products-ignored",
+        "temperature-ignored",
+        "soft-cap-ignored",
+        "causal-off-by-one",
+        "padding-ignored",
+    ),
     *("mask-flipped", "nan-leaks", "value-padding-combined", "gate-missing", "residual-added"),
 )
-FIRST = {each for each in INJECTED if each[0] == "torch" and each[2] in A_FUNCTION_EACH and each[1] not in TRAINED}
-FIRST |= {("torch", RICH, ""), ("jax", RICH, "kv-heads-tiled"), ("torch", "trained-anarcii-causal", "batch-as-tokens")}
+FIRST = {
+    each
+    for each in INJECTED
+    if each[0] == "torch" and each[2] in A_FUNCTION_EACH and each[1] not in TRAINED
+}
+FIRST |= {
+    ("torch", RICH, ""),
+    ("jax", RICH, "kv-heads-tiled"),
+    ("torch", "trained-anarcii-causal", "batch-as-tokens"),
+}
 PRECISIONS_CONFUSED = {
     # Scores of trained layers are so large that coarse and finer products are confused.
     ("trained-smollm2-causal", "precision-bfloat16"),
@@ -74,7 +112,9 @@ def test_injected_bug_is_detected_and_named(backend, case, name):
     kind; without a bug, nothing is detected.
     """
     outcome = run_with_bug(name, CASE_OF[case], backend)
-    assert outcome.is_caught, f"seen at {outcome.stage or 'no stage'}, and not at one of {outcome.expected}"
+    assert outcome.is_caught, (
+        f"seen at {outcome.stage or 'no stage'}, and not at one of {outcome.expected}"
+    )
     if (case, name) in PRECISIONS_CONFUSED:
         assert outcome.kind == "precision"
     else:
@@ -137,7 +177,10 @@ def in_reference_with(made, problem):
 
 
 def functions_replaced(injected):
-    plans = [plan_of(name, make_problem(CASE_OF[case], "float32"), backend) for backend, case, name in injected]
+    plans = [
+        plan_of(name, make_problem(CASE_OF[case], "float32"), backend)
+        for backend, case, name in injected
+    ]
     return {function for plan in plans for function in plan.functions}
 
 
@@ -161,8 +204,12 @@ def test_surviving_bug_is_not_caught():
     """An outcome is not caught without a stage, at a wrong stage or after a false alarm, and
     not named by another bug.
     """
-    assert not Outcome("scale-missing", "mha", "torch", 0, ("scores",), "", (), (), "none").is_caught
-    assert not Outcome("scale-missing", "mha", "torch", 0, ("scores",), "output", (), (), "unknown").is_caught
+    assert not Outcome(
+        "scale-missing", "mha", "torch", 0, ("scores",), "", (), (), "none"
+    ).is_caught
+    assert not Outcome(
+        "scale-missing", "mha", "torch", 0, ("scores",), "output", (), (), "unknown"
+    ).is_caught
     assert not Outcome("", "mha", "torch", 0, (), "scores", (), (), "unknown").is_caught
     assert not Outcome(
         "scale-missing", "mha", "torch", 0, ("scores",), "scores", ("scale-twice",), (), "structure"
@@ -206,9 +253,14 @@ def test_selftest_prints_and_writes_results(capsys, tmp_path):
 
 def test_selftest_fails_if_bug_survives(capsys, monkeypatch):
     """If a bug has no effect, `selftest` exits with status 1 and prints it as not detected."""
-    monkeypatch.setattr("parity_lab.selftest.inject", lambda name, problem, backend: nullcontext(problem))
+    monkeypatch.setattr(
+        "parity_lab.selftest.inject", lambda name, problem, backend: nullcontext(problem)
+    )
     assert main(["selftest", "--backends", "torch", "--cases", "window"]) == 1
-    assert "NOT DETECTED: q_proj-transposed in window on torch: all stages passed" in capsys.readouterr().out
+    assert (
+        "NOT DETECTED: q_proj-transposed in window on torch: all stages passed"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
-"""Ports of tests/wild: all are audited by plain arithmetic; right ones are diagnosed, and some of the wrong ones.
+"""Ports of tests/wild: all are audited by plain arithmetic; right ones are diagnosed, and some of
+the wrong ones.
 
-tests/parity/diagnosis/test_wild.py has twenty of them in `make test`.
+tests/parity/explain/diagnosis/test_wild.py has twenty of them in `make test`.
 """
 
 import json
@@ -20,7 +21,7 @@ from wild.rates import Job, first_said, is_caught, is_clean, is_placed, jobs, ju
 from wild.records import STYLES, Right, half, port_of
 from wild.sets import BUGS, CASES, RIGHTS
 
-from parity.diagnosis.bugs import bugs_for, page_by_bug
+from parity.explain.diagnosis.bugs import bugs_for, page_by_bug
 
 SOME = slice(None, None, 24)
 """One in 24 wrong ports of each set; `tools/diagnosis-rates` diagnoses all."""
@@ -28,7 +29,9 @@ SOME = slice(None, None, 24)
 
 @pytest.fixture(scope="module", params=STYLES)
 def style(request):
-    """Return each style; its tests run one after the other, because results of one are kept for the next."""
+    """Return each style; its tests run one after the other, because results of one are kept for the
+    next.
+    """
     return request.param
 
 
@@ -55,7 +58,11 @@ def test_bugs_are_where_records_say(style):
         assert is_right(Right(style, bug.case, 0, bug.dtype, How(), "plain")), bug.case
         found = measured(bug)
         said = (bug.stage, dict(bug.limited), bug.in_output)
-        shown = (found.stage, {axis: found.limited.get(axis) for axis in bug.limited}, found.in_output)
+        shown = (
+            found.stage,
+            {axis: found.limited.get(axis) for axis in bug.limited},
+            found.in_output,
+        )
         if said != shown:
             differ[bug.id] = (said, shown)
     assert not differ
@@ -65,7 +72,11 @@ def test_right_ports_raise_no_alarm(style):
     """No right port of a style, `known` or `apart`, raises an alarm. Each is shown to be right
     first; for the half `apart` only the number is reported.
     """
-    asked = [job for job in jobs(["known", "apart"], [style]) if job.id in RIGHTS and job.record.how.mode != "compile"]
+    asked = [
+        job
+        for job in jobs(["known", "apart"], [style])
+        if job.id in RIGHTS and job.record.how.mode != "compile"
+    ]
     verdicts = list(map(judge, asked))
     alarms = [verdict for verdict in verdicts if not is_clean(verdict)]
     assert [verdict["id"] for verdict in alarms if verdict["half"] == "known"] == []
@@ -79,7 +90,10 @@ def test_bugs_are_caught_and_mostly_placed(which):
     """
     of_stages = [job for job in jobs([which]) if job.id in BUGS and not job.output_only]
     verdicts = list(map(judge, of_stages[SOME]))
-    missed, placed = [verdict for verdict in verdicts if not is_caught(verdict)], sum(map(is_placed, verdicts))
+    missed, placed = (
+        [verdict for verdict in verdicts if not is_caught(verdict)],
+        sum(map(is_placed, verdicts)),
+    )
     assert [verdict["id"] for verdict in missed if which == "known"] == []
     assert len(missed) == 0
     assert placed >= 0.9 * len(verdicts)
@@ -107,7 +121,9 @@ def test_wrong_output_is_not_right(monkeypatch):
     right = RIGHTS["nanogpt/gpt-0/float32/eager-wide-inf/plain"]
     assert is_right(right)
     noted = right.recorded()
-    monkeypatch.setattr(Right, "recorded", lambda _: noted | {"output": noted["output"] * np.float32(1.01)})
+    monkeypatch.setattr(
+        Right, "recorded", lambda _: noted | {"output": noted["output"] * np.float32(1.01)}
+    )
     assert not is_right(right)
 
 
@@ -132,7 +148,9 @@ def test_every_bug_has_its_accepted_names():
 def named(which, *explanations):
     """Classify the names of a verdict, each with the bugs from which it cannot be distinguished."""
     said = {"explanations": [{"bugs": names, "others": others} for names, others in explanations]}
-    return judged_names({"id": which, "names": [name for names, _ in explanations for name in names], "said": said})
+    return judged_names(
+        {"id": which, "names": [name for names, _ in explanations for name in names], "said": said}
+    )
 
 
 def test_names_of_verdict_are_classified():
@@ -144,7 +162,9 @@ def test_names_of_verdict_are_classified():
     assert named("nanogpt-no-scale", (["scale-squared"], [])) == "wrong"
     assert named("nanogpt-no-scale", (["scale-squared"], [squared])) == "wrong"
     assert named("nanogpt-no-scale", (["scale-squared"], [scale])) == "one of several"
-    assert named("nanogpt-no-scale", (["scale-squared"], [scale]), (["mask-ignored"], [])) == "wrong"
+    assert (
+        named("nanogpt-no-scale", (["scale-squared"], [scale]), (["mask-ignored"], [])) == "wrong"
+    )
     assert named("nanogpt-head-3-louder", (["scale-missing"], [scale])) == "wrong"
     assert named("a bug of tomorrow", (["scale-missing"], [])) == "to be judged"
 
@@ -155,7 +175,9 @@ def test_pairs_of_names_are_classified():
     """
     which = "nanogpt-strict-causal"
     abouts = {each.name: each.about for each in bugs_for(BUGS[which].problem.case)}
-    strict, empty, scale = (abouts[name] for name in ("causal-excludes-self", "empty-row-nan", "scale-missing"))
+    strict, empty, scale = (
+        abouts[name] for name in ("causal-excludes-self", "empty-row-nan", "scale-missing")
+    )
     assert named(which, (["empty-row-nan"], []), (["causal-excludes-self"], [])) == "right"
     assert named(which, (["scale-missing"], [f"{empty} and {strict}"])) == "one of several"
     assert named(which, (["scale-missing"], [f"{empty} and {scale}"])) == "wrong"
@@ -175,7 +197,13 @@ def test_tool_prints_rates_and_verdicts(tmp_path):
     """
     only = ["nanogpt-no-scale", "nanogpt/gpt-0/float32/eager-wide-inf/plain"]
     given = [word for each in only for word in ("--only", each)]
-    command = [sys.executable, ROOT / "tools" / "diagnosis-rates", *given, "--json", tmp_path / "verdicts.json"]
+    command = [
+        sys.executable,
+        ROOT / "tools" / "diagnosis-rates",
+        *given,
+        "--json",
+        tmp_path / "verdicts.json",
+    ]
     run = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(os.environ))
     assert run.returncode == 0, run.stderr
     assert "bugs by style" in run.stdout

@@ -1,15 +1,16 @@
 """Known answers of `conformance` about other libraries, in the versions of constraints.txt.
 
-A release of one of them may fail these tests and no others: update the table, and `docs/evidence` if it has the answer.
+A release of one of them may fail these tests and no others: update the table, and `docs/evidence`
+if it has the answer.
 """
 
 import tempfile
 
 import pytest
 
-from parity.conformance.examine import examine
-from parity.conformance.peers import peer
-from parity.conformance.subjects import DTYPES
+from parity.explain.conformance.examine import examine
+from parity.explain.conformance.peers import peer
+from parity.explain.conformance.subjects import DTYPES
 
 with pytest.MonkeyPatch.context() as _environment, tempfile.TemporaryDirectory() as _home:
     _environment.setenv("KERAS_BACKEND", "torch")
@@ -21,7 +22,8 @@ FACTS = {
     "torch.nn.MultiheadAttention": {
         "mask": "True hides; floats added",
         "causal": "refused without a mask",
-        # is_causal alone raises an error on the slow path; the fast one raises none and hides nothing
+        # is_causal alone raises an error on the slow path; the fast one raises none and hides
+        # nothing
         "future token": "hidden in train or with grad, otherwise leaks",
         "empty row": "NaN with weights, zeros in train or with grad, otherwise NaN",
         "its gradient": "finite without weights, otherwise NaN even if the loss ignores it",
@@ -55,10 +57,15 @@ FACTS = {
         "causal": "top-left",
         # keras#23038 is closed in 3.15.1: the flag holds with scores and with dropout
         "future token": "hidden",
-        "empty row": "zeros with weights or with dropout, as if unmasked in float16, otherwise mean(V)",
+        "empty row": (
+            "zeros with weights or with dropout, as if unmasked in float16, otherwise mean(V)"
+        ),
         "float16 overflow": "NaN with weights or with dropout, otherwise finite",
         "dropout": "train only",
-        "NaN seen": "seen with weights or with dropout, otherwise swallowed (no mask, flag); seen of 600 tokens",
+        "NaN seen": (
+            "seen with weights or with dropout, otherwise swallowed (no mask, flag); seen of 600 "
+            "tokens"
+        ),
     },
     "flax.nnx.MultiHeadAttention": {
         "causal": "top-left",
@@ -88,7 +95,13 @@ FACTS = {
     },
 }
 BROKEN = {
-    "torch.nn.MultiheadAttention": {"empty row", "its gradient", "float16 overflow", "future token", "NaN seen"},
+    "torch.nn.MultiheadAttention": {
+        "empty row",
+        "its gradient",
+        "float16 overflow",
+        "future token",
+        "NaN seen",
+    },
     "F.scaled_dot_product_attention": {"NaN seen"},
     "keras.layers.MultiHeadAttention": {"empty row", "float16 overflow", "NaN seen"},
     "flax.nnx.MultiHeadAttention": {"float16 overflow", "cache"},
@@ -102,7 +115,8 @@ def test_known_facts_are_found(name):
     """Answers about a library, its broken guarantees and the
     form of their examples are the known ones.
     """
-    # JAX compiles everything again for each dtype: only one of its functions is examined in bfloat16.
+    # JAX compiles everything again for each dtype: only one of its functions is examined in
+    # bfloat16.
     is_of_jax = peer(name).framework == "jax" and name != "jax.nn.dot_product_attention"
     found = examine(peer(name), FACTS[name], ("float32", "float16") if is_of_jax else DTYPES)
     assert {answer.question: answer.words for answer in found.answers} == FACTS[name]

@@ -19,7 +19,9 @@ def row(items=1, programs=0, processes=0):
 
 def budget_of(most_items=100, **files):
     """Return a budget of this environment, with rows of files of these names."""
-    return Budget(most_items, {budget.ENVIRONMENT: {f"tests/{name}.py": row for name, row in files.items()}})
+    return Budget(
+        most_items, {budget.ENVIRONMENT: {f"tests/{name}.py": row for name, row in files.items()}}
+    )
 
 
 @pytest.fixture
@@ -30,7 +32,7 @@ def root(tmp_path):
     return tmp_path
 
 
-# ---- Rows ------------------------------------------------------------------------------------------------------------
+# ---- Rows ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -107,14 +109,19 @@ def test_the_text_of_rows():
     rows = budget_of(test_b=row(), test_a=row(2) | {"raised": 'for "this"'})
     assert Budget.parse(rows.text()) == rows
     lines = rows.text().splitlines()
-    assert [line.split('"')[1] for line in lines if ".py" in line] == ["tests/test_a.py", "tests/test_b.py"]
+    assert [line.split('"')[1] for line in lines if ".py" in line] == [
+        "tests/test_a.py",
+        "tests/test_b.py",
+    ]
 
 
-# ---- Counts ----------------------------------------------------------------------------------------------------------
+# ---- Counts --------------------------------------------------------------------------------------
 
 
 def test_workers_share_a_file():
-    """A program that both need, or a fixture that both set up, is one; their tests are not the same."""
+    """A program that both need, or a fixture that both set up, is one; their tests are not the
+    same.
+    """
     cost = Cost(5, {"a", "b"}, {"fixture[0]": 2, "test_a": 1}, {"test_a"}, 1.0, {"test_b": 3.0})
     cost.add(Cost(5, {"b", "c"}, {"fixture[0]": 2, "test_c": 1}, {"test_c"}, 2.0, {}))
     assert cost.numbers() == row(5, 3, 4)
@@ -195,12 +202,16 @@ def test_a_fixture_that_is_set_up_twice():
     """The fixture's processes count once, for itself instead of for the test that uses it first."""
     meter, cost = Meter(), Cost()
     for test in ("test_a", "test_b"):
-        with meter.charging(cost), meter.counting_processes(test), meter.counting_processes("fixture"):
+        with (
+            meter.charging(cost),
+            meter.counting_processes(test),
+            meter.counting_processes("fixture"),
+        ):
             meter.note_process(budget.ALONE)
     assert cost.processes == {"fixture": 1}
 
 
-# ---- Runs ------------------------------------------------------------------------------------------------------------
+# ---- Runs ----------------------------------------------------------------------------------------
 
 CONFTEST = """
 pytest_plugins = ["helpers.budget"]
@@ -234,7 +245,9 @@ ENOUGH = row(4, 1, 2)
 def suite(pytester, monkeypatch):
     """A folder with one file of tests, and its row."""
     monkeypatch.delenv("SAMPLES", raising=False)
-    pytester.makeini("[pytest]\nmarkers =\n    thorough: all the rest\naddopts = -m 'not thorough' -p no:logging")
+    pytester.makeini(
+        "[pytest]\nmarkers =\n    thorough: all the rest\naddopts = -m 'not thorough' -p no:logging"
+    )
     pytester.makeconftest(CONFTEST)
     pytester.mkdir("tests")
     (pytester.path / FILE).write_text(TESTS.replace("COSTLY", COSTLY))
@@ -289,7 +302,9 @@ def test_workers_send_their_counts(suite):
     result = suite.runpytest("--budget=check", "-n", "2", "--dist", "load")
     result.assert_outcomes(passed=4)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    result.stdout.fnmatch_lines([f"* 4 * 5 * 0  {FILE}", f"budget: *{FILE} exceeds its row, programs 5 > 1: *"])
+    result.stdout.fnmatch_lines(
+        [f"* 4 * 5 * 0  {FILE}", f"budget: *{FILE} exceeds its row, programs 5 > 1: *"]
+    )
 
 
 @pytest.mark.costly("a test and a fixture in it start processes")
@@ -298,11 +313,16 @@ def test_a_process_needs_a_mark(suite):
     (suite.path / FILE).write_text(TESTS.replace("COSTLY", ""))
     result = suite.runpytest("--budget=check")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    lines = [f"budget: {FILE}::{test} starts a process without *" for test in ("test_fixture", "test_its_process")]
+    lines = [
+        f"budget: {FILE}::{test} starts a process without *"
+        for test in ("test_fixture", "test_its_process")
+    ]
     result.stdout.fnmatch_lines(lines)
 
 
-@pytest.mark.parametrize("mark", ["costly", "costly()", 'costly(why="slow")', 'costly("slow", "very")'])
+@pytest.mark.parametrize(
+    "mark", ["costly", "costly()", 'costly(why="slow")', 'costly("slow", "very")']
+)
 def test_a_mark_says_why(suite, mark):
     (suite.path / FILE).write_text(f"import pytest\n\n@pytest.mark.{mark}\ndef test_x(): pass")
     result = suite.runpytest()
@@ -322,7 +342,9 @@ def test_a_slow_test_is_printed(suite, monkeypatch):
 def test_writing_asks_for_a_reason(suite):
     """Without one, the run fails and the number stays; with one, it becomes higher."""
     (suite.path / FILE).write_text("def test_x(): pass\ndef test_y(): pass")
-    (suite.path / "tests" / "budget.json").write_text(budget_of(test_it=row(1, 1), test_gone=row()).text())
+    (suite.path / "tests" / "budget.json").write_text(
+        budget_of(test_it=row(1, 1), test_gone=row()).text()
+    )
     result = suite.runpytest("--budget=write")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines([f"budget: *{FILE} exceeds its row, items 2 > 1: *"])
@@ -355,11 +377,15 @@ def test_one_file_is_written(suite, options, message):
     result.stderr.fnmatch_lines([f"*{message}"])
 
 
-@pytest.mark.parametrize(("samples", "options"), [("all", []), (None, ["-m", ""])], ids=["samples", "thorough"])
+@pytest.mark.parametrize(
+    ("samples", "options"), [("all", []), (None, ["-m", ""])], ids=["samples", "thorough"]
+)
 def test_other_runs_have_no_budget(suite, monkeypatch, samples, options):
     """The rows are those of `make test`."""
     if samples is not None:
         monkeypatch.setenv("SAMPLES", samples)
     result = suite.runpytest("--budget=check", *options)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["*--budget needs -m 'not thorough' and no SAMPLES, as in `make test`"])
+    result.stderr.fnmatch_lines(
+        ["*--budget needs -m 'not thorough' and no SAMPLES, as in `make test`"]
+    )

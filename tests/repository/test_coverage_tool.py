@@ -29,7 +29,11 @@ def test_sweep_records_layers_and_resumes(tool, tmp_path, capsys):
     command = [sys.executable, TOOL, "--jobs", "1", "--types", "llama,t5,resnet", "--json", file]
     first = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     rows = {row["type"]: row for row in map(json.loads, file.read_text().splitlines())}
-    assert {name: len(row["layers"]) for name, row in rows.items()} == {"llama": 2, "t5": 6, "resnet": 0}
+    assert {name: len(row["layers"]) for name, row in rows.items()} == {
+        "llama": 2,
+        "t5": 6,
+        "resnet": 0,
+    }
     for layer in rows["llama"]["layers"]:
         assert layer["rules"]["verdict"] == layer["identified"]["verdict"] == "right"
     names = {layer["name"]: layer for layer in rows["t5"]["layers"]}
@@ -53,8 +57,14 @@ def test_different_layer_is_wrong(tool):
     assert spec.rope is not None
     for other in (spec.replace(scale=0.3), spec.replace(rope=spec.rope.replace(theta=20000.0))):
         assert tool["verdict"](seen, name, other, weights, (True,))["verdict"] == "wrong"
-    assert tool["verdict"](seen, name, spec, weights, (False,))["verdict"] == "right"  # with the mask that it received
-    swapped = {**weights, "k_proj.weight": weights["v_proj.weight"], "v_proj.weight": weights["k_proj.weight"]}
+    assert (
+        tool["verdict"](seen, name, spec, weights, (False,))["verdict"] == "right"
+    )  # with the mask that it received
+    swapped = {
+        **weights,
+        "k_proj.weight": weights["v_proj.weight"],
+        "v_proj.weight": weights["k_proj.weight"],
+    }
     assert tool["verdict"](seen, name, spec, swapped, (True,))["verdict"] == "wrong"
 
 

@@ -1,7 +1,7 @@
 """Tests of the documentation: code, shown output, pages of bugs and links.
 
-If the printed text of a page changed, `PYTHONPATH=tests python tests/repository/test_docs.py` updates the pages of
-bugs, and the same command with `README.md` the sessions of that page.
+If the printed text of a page changed, `PYTHONPATH=tests python tests/repository/test_docs.py`
+updates the pages of bugs, and the same command with `README.md` the sessions of that page.
 """
 
 import ast
@@ -22,8 +22,8 @@ from helpers.shell import environment, run
 from helpers.shown import commands_of, shows, updated
 
 import parity
-from parity.core.stages import STAGES
-from parity.diagnosis.bugs import FIDELITIES, PRECISIONS, bugs_for, page_by_bug, ranks
+from parity.explain.diagnosis.bugs import FIDELITIES, PRECISIONS, bugs_for, page_by_bug, ranks
+from parity.measure.core.stages import STAGES
 from parity_lab.selftest import SELFTEST_CASES
 
 BUGS = ROOT / "parity" / "bugs"
@@ -44,7 +44,9 @@ def bugs_by_page():
 
 def sections_of(page):
     """Return the sections of a page by title, in order; the title of the beginning is ""."""
-    parts = re.split(r"^## (.+)$", (BUGS / f"{page}.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    parts = re.split(
+        r"^## (.+)$", (BUGS / f"{page}.md").read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
     return {"": parts[0]} | dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
@@ -62,7 +64,7 @@ def without_errors(text):
     return re.sub(places, lambda found: re.sub(number, "#", found[0]), text, flags=re.MULTILINE)
 
 
-# ---- Pages of bugs ---------------------------------------------------------------------------------------------------
+# ---- Pages of bugs -------------------------------------------------------------------------------
 
 
 def test_bugs_and_pages_correspond():
@@ -86,7 +88,7 @@ def test_bug_page_has_all_sections():
 def reproduce(page):
     """Run the reproduction of a page and return its output."""
     code = block_of(sections_of(page)["Reproduction"], "python")
-    assert "parity.diagnosis.bugs" not in code  # the tool would otherwise get its own bugs
+    assert "parity.explain.diagnosis.bugs" not in code  # the tool would otherwise get its own bugs
     printed = io.StringIO()
     with redirect_stdout(printed):
         exec(compile(code, f"{page}.md", "exec"), {"__name__": page})
@@ -109,15 +111,21 @@ def test_reproduction_prints_shown_output(page):
 def test_page_by_bug_has_every_bug():
     """`page_by_bug` leads from every known bug to its page."""
     by_page = bugs_by_page()
-    assert {name: page for page, names in by_page.items() for name in names}.items() <= page_by_bug().items()
+    assert {
+        name: page for page, names in by_page.items() for name in names
+    }.items() <= page_by_bug().items()
 
 
 def test_list_of_bugs_is_complete():
     """The list of bugs has one row per page, with all bugs of that page."""
     index = (BUGS / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| \[([\w-]+)\]\(([\w-]+)\.md\) \|.*\| (.+?) \|$", index, flags=re.MULTILINE)
+    rows = re.findall(
+        r"^\| \[([\w-]+)\]\(([\w-]+)\.md\) \|.*\| (.+?) \|$", index, flags=re.MULTILINE
+    )
     assert all(title == target for title, target, _ in rows)
-    assert {title: set(re.findall(r"`([\w-]+)`", names)) for title, _, names in rows} == bugs_by_page()
+    assert {
+        title: set(re.findall(r"`([\w-]+)`", names)) for title, _, names in rows
+    } == bugs_by_page()
     assert len(rows) == len(PAGES)
 
 
@@ -135,16 +143,27 @@ def test_readme_is_short():
 def test_symptoms_lead_to_every_page():
     """Every symptom leads to a page of bugs, every page is linked, and the commands exist."""
     symptoms = (ROOT / "docs" / "reference" / "symptoms.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (?!-|symptom )(.+?) \| (.+?) \| (.+?) \|$", symptoms, flags=re.MULTILINE)
-    linked = [re.findall(r"\]\(\.\./\.\./parity/bugs/([\w-]+)\.md\)", pages) for _, pages, _ in rows]
+    rows = re.findall(
+        r"^\| (?!-|symptom )(.+?) \| (.+?) \| (.+?) \|$", symptoms, flags=re.MULTILINE
+    )
+    linked = [
+        re.findall(r"\]\(\.\./\.\./parity/bugs/([\w-]+)\.md\)", pages) for _, pages, _ in rows
+    ]
     assert len(rows) > 20
     assert all(linked)
     assert {page for pages in linked for page in pages} == {*PAGES}
-    commands = {name for *_, shown in rows for name in re.findall(r"`([a-z]+)\b", shown)} - {"q", "k", "v", *STAGES}
-    assert commands - {"generate", "parity"} <= {page.stem for page in (ROOT / "parity" / "cli").glob("*.py")}
+    commands = {name for *_, shown in rows for name in re.findall(r"`([a-z]+)\b", shown)} - {
+        "q",
+        "k",
+        "v",
+        *STAGES,
+    }
+    assert commands - {"generate", "parity"} <= {
+        page.stem for page in (ROOT / "parity" / "use" / "cli").glob("*.py")
+    }
 
 
-# ---- Code and commands -----------------------------------------------------------------------------------------------
+# ---- Code and commands ---------------------------------------------------------------------------
 
 STATUS = {"pytest -q --tb=short test_wrong.py": 1, "mha-parity diagnose": 1, "python demo.py": 1}
 """Exit statuses of commands on the pages that show a failure; the others have 0."""
@@ -190,7 +209,9 @@ def pages_with(is_wanted):
     return [path for path in LINKED if any(is_wanted(*block) for block in blocks_of(path))]
 
 
-RUN = [path for path in pages_with(is_run) if path.parent != BUGS]  # `reproduce` runs the pages of bugs
+RUN = [
+    path for path in pages_with(is_run) if path.parent != BUGS
+]  # `reproduce` runs the pages of bugs
 LANGUAGES = {"python", "text", "yaml", ""}
 """Languages of blocks. The build of the site runs directives, such as {code-cell}."""
 
@@ -244,15 +265,19 @@ def test_code_of_page_runs(path, importable_folder, monkeypatch):
         elif os.name == "posix":
             printed = run_session(block, importable_folder)
             assert shows(commands_of(block)[1], printed), (
-                f"run `PYTHONPATH=tests python tests/repository/test_docs.py {path.name}` to update it:\n{printed}"
+                f"run `PYTHONPATH=tests python tests/repository/test_docs.py {path.name}` to "
+                f"update it:\n{printed}"
             )
     for test in [value for name, value in names.items() if name.startswith("test_")]:
         test(parity.assert_parity)
 
 
-# ---- Public names ----------------------------------------------------------------------------------------------------
+# ---- Public names --------------------------------------------------------------------------------
 
-PUBLIC = {name: set(importlib.import_module(name).__all__) for name in ("mha_spec", "mha_jax", "mha_torch", "parity")}
+PUBLIC = {
+    name: set(importlib.import_module(name).__all__)
+    for name in ("mha_spec", "mha_jax", "mha_torch", "parity")
+}
 PUBLIC["mha_torch"] |= {"parallel"}  # imported by itself, since it imports torch.distributed
 PUBLIC["mha_jax"] |= {"parallel"}  # and this, since it is for several devices
 PUBLIC["mha_torch"] |= {"plain"}  # the tutorial, whose names are also those of the large layers
@@ -264,7 +289,9 @@ def is_whole(language, block):
 
 
 def private_imports(code):
-    """Private names that code imports from our packages: modules in them, and names that they do not list."""
+    """Private names that code imports from our packages: modules in them, and names that they do
+    not list.
+    """
     found = []
     for node in ast.walk(ast.parse(code)):
         modules = []
@@ -273,8 +300,14 @@ def private_imports(code):
         if isinstance(node, ast.ImportFrom):
             modules = [node.module]
             names = [alias.name for alias in node.names]
-            found += [name for name in names if node.module in PUBLIC and name not in PUBLIC[node.module]]
-        ours = [module for module in modules if module.partition(".")[0] in (*PUBLIC, "mha_tt", "ttnn_mock")]
+            found += [
+                name for name in names if node.module in PUBLIC and name not in PUBLIC[node.module]
+            ]
+        ours = [
+            module
+            for module in modules
+            if module.partition(".")[0] in (*PUBLIC, "mha_tt", "ttnn_mock")
+        ]
         found += [module for module in ours if "." in module]
     return found
 
@@ -294,7 +327,7 @@ def test_pages_import_public_names_only():
 @pytest.mark.parametrize(
     ("code", "found"),
     [
-        ("import parity.core", ["parity.core"]),
+        ("import parity.measure.core", ["parity.measure.core"]),
         ("import ttnn_mock.boards", ["ttnn_mock.boards"]),
         ("from parity import diagnose, no_such", ["no_such"]),
         ("import parity, os.path", []),
@@ -304,7 +337,7 @@ def test_a_private_import_is_found(code, found):
     assert private_imports(code) == found
 
 
-# ---- Recipes ---------------------------------------------------------------------------------------------------------
+# ---- Recipes -------------------------------------------------------------------------------------
 
 
 def test_recipes_name_existing_places():
@@ -315,18 +348,22 @@ def test_recipes_name_existing_places():
     for cell, what in rows:
         places = [ROOT / name for name in re.findall(r"`([\w./-]+)`", cell) if "xyz" not in name]
         assert [str(path) for path in places if not path.exists()] == []
-        files = [file for path in places for file in ([path] if path.is_file() else path.rglob("*.py"))]
+        files = [
+            file for path in places for file in ([path] if path.is_file() else path.rglob("*.py"))
+        ]
         source = "".join(file.read_text("utf-8") for file in files)
         tables = re.findall(r"`([A-Z_]{3,})`", what) if files else []
         assert [name for name in tables if name not in source] == [], cell
 
 
-# ---- Links -----------------------------------------------------------------------------------------------------------
+# ---- Links ---------------------------------------------------------------------------------------
 
 
 def headings_of(path):
     """Return the anchors of a page, as GitHub makes them from its headings."""
-    titles = re.findall(r"^#+ (.+)$", without_code(path.read_text(encoding="utf-8")), flags=re.MULTILINE)
+    titles = re.findall(
+        r"^#+ (.+)$", without_code(path.read_text(encoding="utf-8")), flags=re.MULTILINE
+    )
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
@@ -357,20 +394,28 @@ def test_a_broken_link_is_found(tmp_path):
     """Both to a missing file and to a missing heading; links to the web are not followed."""
     (tmp_path / "b.md").write_text("# Here it is\n", "utf-8")
     page = tmp_path / "a.md"
-    page.write_text("[1](b.md) [2](b.md#here-it-is) [3](https://x.y) [4](c.md) [5](b.md#there)\n", "utf-8")
+    page.write_text(
+        "[1](b.md) [2](b.md#here-it-is) [3](https://x.y) [4](c.md) [5](b.md#there)\n", "utf-8"
+    )
     assert broken_links(page) == ["c.md", "b.md#there"]
 
 
-# ---- Update ----------------------------------------------------------------------------------------------------------
+# ---- Update --------------------------------------------------------------------------------------
 
 
 def update(names):
     """Write the output of reproductions and sessions into pages, by default those of bugs."""
     for page in PAGES if not names else [name for name in names if name in PAGES]:
-        path, shown = BUGS / f"{page}.md", block_of(sections_of(page)["How the tool shows it"], "text")
+        path, shown = (
+            BUGS / f"{page}.md",
+            block_of(sections_of(page)["How the tool shows it"], "text"),
+        )
         printed = reproduce(page)
         if without_errors(printed) != without_errors(shown):
-            path.write_text(path.read_text("utf-8").replace(f"```text\n{shown}```", f"```text\n{printed}```"), "utf-8")
+            path.write_text(
+                path.read_text("utf-8").replace(f"```text\n{shown}```", f"```text\n{printed}```"),
+                "utf-8",
+            )
             print(path.name)
     for path in [path for path in LINKED if path.name in names]:
         with tempfile.TemporaryDirectory() as folder, chdir(folder):

@@ -1,4 +1,6 @@
-"""Tests of the documentation site: links, generated pages and pictures, and the commands of its CI recipe."""
+"""Tests of the documentation site: links, generated pages and pictures, and the commands of its CI
+recipe.
+"""
 
 import fnmatch
 import json
@@ -21,8 +23,9 @@ from packaging.utils import canonicalize_name
 from wild.sets import BUGS, RIGHTS
 
 import parity
-from parity.cli.main import make_parser
-from parity.mutating.bugs import names as bugs_to_inject
+from parity.explain.mutating.bugs import names as bugs_to_inject
+from parity.port.conversion.layouts import LAYOUTS
+from parity.use.cli.main import make_parser
 from parity_lab.injections import INJECTIONS
 from parity_lab.selftest import SELFTEST_CASES, SELFTESTED, selftest_bugs
 
@@ -36,7 +39,7 @@ def tools(monkeypatch):
     monkeypatch.syspath_prepend(str(TOOLS))
 
 
-# ---- Pages -----------------------------------------------------------------------------------------------------------
+# ---- Pages ---------------------------------------------------------------------------------------
 
 
 def test_site_links_lead_to_existing_pages(tmp_path):
@@ -55,9 +58,17 @@ def test_site_links_lead_to_existing_pages(tmp_path):
     assert len(pages) > 80
     broken = []
     for page in pages:
-        for link in re.findall(r"\]\(([^()\s#]+)[^()\s]*\)", stage.FENCE.sub("", page.read_text("utf-8"))):
-            target = (page.parent / link).resolve().relative_to(tmp_path) if ":" not in link else None
-            is_generated = target is None or target.parts[0] == "reference" or target == Path("evidence/benchmarks.md")
+        for link in re.findall(
+            r"\]\(([^()\s#]+)[^()\s]*\)", stage.FENCE.sub("", page.read_text("utf-8"))
+        ):
+            target = (
+                (page.parent / link).resolve().relative_to(tmp_path) if ":" not in link else None
+            )
+            is_generated = (
+                target is None
+                or target.parts[0] == "reference"
+                or target == Path("evidence/benchmarks.md")
+            )
             if not is_generated and not (tmp_path / target).exists():
                 broken.append(f"{page.relative_to(tmp_path)}: {link}")
     assert broken == []
@@ -82,7 +93,8 @@ def test_links_in_code_blocks_stay_unchanged(tmp_path):
         site.copy(page)
     with copied.open(encoding="utf-8") as file:
         assert file.read() == (
-            "[a](../contributing/guide.md#tests) [b](../reference/commands.md#completion) [c](../source/Makefile.md)\n"
+            "[a](../contributing/guide.md#tests) [b](../reference/commands.md#completion) "
+            "[c](../source/Makefile.md)\n"
             "```\n[d](../CONTRIBUTING.md)\n```\n"
         )
     assert site.viewed == {ROOT / "Makefile"}
@@ -92,11 +104,11 @@ def test_generated_pages_list_every_entry():
     """Generated pages list every command, case, family, layout, bug and key of a schema."""
     import reference
 
-    from parity.cli.main import COMMANDS
-    from parity.diagnosis.bugs import bug_by_name
-    from parity.models.families import FAMILIES
-    from parity.models.families.not_covered import NOT_COVERED
-    from parity.reporting.schemas import SCHEMAS
+    from parity.explain.diagnosis.bugs import bug_by_name
+    from parity.port.models.families import FAMILIES
+    from parity.port.models.families.not_covered import NOT_COVERED
+    from parity.use.cli.main import COMMANDS
+    from parity.use.reporting.schemas import SCHEMAS
 
     commands = reference.command_pages()
     assert commands.keys() == {f"reference/cli/{name}" for name in ("index", *COMMANDS)}
@@ -104,7 +116,7 @@ def test_generated_pages_list_every_entry():
     for page, names in {
         reference.cases_page(): parity.CASES,
         reference.families_page(): FAMILIES | NOT_COVERED,
-        reference.layouts_page(): parity.LAYOUTS,
+        reference.layouts_page(): LAYOUTS,
         reference.bugs_page(): bug_by_name(),
         reference.schemas_page(): {key for schema in SCHEMAS.values() for key in schema.keys},
     }.items():
@@ -118,7 +130,11 @@ def test_simulator_page_lists_every_case():
     import reference
 
     page = reference.simulated_tables()
-    assert [name for name, case in parity.CASES.items() if case.dtype != "float16" and f"`{name}`" not in page] == []
+    assert [
+        name
+        for name, case in parity.CASES.items()
+        if case.dtype != "float16" and f"`{name}`" not in page
+    ] == []
     assert "| `nan-visible-decode` | **beyond** |" in page
 
 
@@ -129,15 +145,31 @@ def test_shares_come_from_a_simulator_report(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import shares
 
-    result = {"case": "full", "dtype": "float32", "stage": "q", "status": "passed", "ratio": 0.1, "local_ratio": None}
-    results = [result, {**result, "stage": "k", "local_ratio": 0.304}, {**result, "dtype": "bfloat16", "ratio": None}]
+    result = {
+        "case": "full",
+        "dtype": "float32",
+        "stage": "q",
+        "status": "passed",
+        "ratio": 0.1,
+        "local_ratio": None,
+    }
+    results = [
+        result,
+        {**result, "stage": "k", "local_ratio": 0.304},
+        {**result, "dtype": "bfloat16", "ratio": None},
+    ]
     report = {"environment": {"backends": {"tt": {"device": "simulator (x)"}}}, "results": results}
     (tmp_path / "report.json").write_text(json.dumps(report), "utf-8")
-    (tmp_path / "shares.json").write_text(json.dumps({"cases": {"causal": {"float32": 0.2}}}), "utf-8")
+    (tmp_path / "shares.json").write_text(
+        json.dumps({"cases": {"causal": {"float32": 0.2}}}), "utf-8"
+    )
     monkeypatch.setattr(shares, "SHARES", tmp_path / "shares.json")
     shares.main(str(tmp_path / "report.json"))
     written = json.loads((tmp_path / "shares.json").read_text("utf-8"))
-    assert written["cases"] == {"causal": {"float32": 0.2}, "full": {"float32": 0.3, "bfloat16": None}}
+    assert written["cases"] == {
+        "causal": {"float32": 0.2},
+        "full": {"float32": 0.3, "bfloat16": None},
+    }
     report["environment"]["backends"]["tt"]["device"] = "mock p150"
     with pytest.raises(ValueError, match="a simulator, got mock p150"):
         shares.shares_of(report)
@@ -157,7 +189,11 @@ def test_version_is_the_same_everywhere():
         for name in ("mha_spec", "mha_jax", "mha_torch", "mha_tt", "ttnn_mock", "parity")
         for path in (ROOT / name).rglob("*.py")
     ]
-    assert [path.name for path in code if re.search(r"^__version__", path.read_text("utf-8"), re.MULTILINE)] == []
+    assert [
+        path.name
+        for path in code
+        if re.search(r"^__version__", path.read_text("utf-8"), re.MULTILINE)
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -177,7 +213,9 @@ def test_pinned_versions_meet_requirements(file, extras):
     wanted = [each for each in map(Requirement, texts) if each.name != PROJECT["name"]]
     assert len(wanted) > 10
     assert [
-        str(each) for each in wanted if pinned.get(canonicalize_name(each.name), "none") not in each.specifier
+        str(each)
+        for each in wanted
+        if pinned.get(canonicalize_name(each.name), "none") not in each.specifier
     ] == []
 
 
@@ -185,10 +223,18 @@ def test_pinned_versions_meet_requirements(file, extras):
 def test_release_requires_tag_of_its_version():
     """The check of a release passes for a tag of this version and fails for v9.9.9."""
     release = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text("utf-8"))
-    (check,) = [command for command in commands_of(release["jobs"]["publish"]) if "GITHUB_REF_NAME" in command]
+    (check,) = [
+        command
+        for command in commands_of(release["jobs"]["publish"])
+        if "GITHUB_REF_NAME" in command
+    ]
     for tag, status in {f"v{PROJECT['version']}": 0, "v9.9.9": 1}.items():
         ran = subprocess.run(
-            check, shell=True, cwd=ROOT, env={**os.environ, "GITHUB_REF_NAME": tag}, capture_output=True
+            check,
+            shell=True,
+            cwd=ROOT,
+            env={**os.environ, "GITHUB_REF_NAME": tag},
+            capture_output=True,
         )
         assert ran.returncode == status
 
@@ -203,8 +249,12 @@ def test_spec_fields_have_recorded_support():
     names = [field.name for field in fields(parity.AttentionSpec)]
     assert {feature.name for feature in support.FEATURES} == {*names}
     for name in support.FRAMEWORKS:
-        assert support.recorded(name).keys() == {feature.key for feature in (*support.FEATURES, *support.ARGUMENTS)}
-    rows = re.findall(r"^\| `(\w+)` \| .+ \| (.+) \| .+ \|$", reference.attention_spec_page(), re.MULTILINE)
+        assert support.recorded(name).keys() == {
+            feature.key for feature in (*support.FEATURES, *support.ARGUMENTS)
+        }
+    rows = re.findall(
+        r"^\| `(\w+)` \| .+ \| (.+) \| .+ \|$", reference.attention_spec_page(), re.MULTILINE
+    )
     assert [name for name, _ in rows] == names
     assert all(len(meaning) > 10 for _, meaning in rows)
     assert "gpt_oss" in reference.models_by_field()["sinks"]
@@ -237,7 +287,10 @@ def test_measured_support_matches_known(name):
 
     features = {feature.key: feature for feature in (*support.FEATURES, *support.ARGUMENTS)}
     with support.FRAMEWORKS[name]() as framework:
-        found = {key: support.answers(framework, features[key]) for key in dict.fromkeys(key for key, _ in KNOWN[name])}
+        found = {
+            key: support.answers(framework, features[key])
+            for key in dict.fromkeys(key for key, _ in KNOWN[name])
+        }
     for (key, path), answer in KNOWN[name].items():
         told = found[key][path]
         assert ("rejected" if told.startswith(f"{key} ") else told) == answer
@@ -265,8 +318,12 @@ def test_rejections_have_reasons_in_matrix():
     import support
 
     answers = support.recorded("tt")
-    page = reference.support_page({"jax": answers, "tt": answers | {"rope": {**answers["rope"], "heads": "reason"}}})
-    rows = dict(re.findall(r"^\| (`.+?) \| (.+) \|$", page.partition("## Kernels")[0], re.MULTILINE))
+    page = reference.support_page(
+        {"jax": answers, "tt": answers | {"rope": {**answers["rope"], "heads": "reason"}}}
+    )
+    rows = dict(
+        re.findall(r"^\| (`.+?) \| (.+) \|$", page.partition("## Kernels")[0], re.MULTILINE)
+    )
     assert rows["`gate`"].split(" | ") == ["all", "all", "all", "all", "—"]
     assert re.fullmatch(r"all \| all \| all \| JAX \[\^\d+\] \| —", rows["`rope`"])
     assert re.fullmatch(r"all \| all \| all \| — \[\^\d+\] \| —", rows["`alibi`"])
@@ -283,8 +340,8 @@ def test_conventions_table_is_complete():
     """
     import parts
 
-    from parity.conformance.peers import PEERS
-    from parity.conformance.questions import QUESTIONS
+    from parity.explain.conformance.peers import PEERS
+    from parity.explain.conformance.questions import QUESTIONS
 
     subjects = {each["name"]: each["answers"] for each in parts.measured("conformance")["subjects"]}
     assert subjects.keys() == PEERS.keys()
@@ -292,7 +349,10 @@ def test_conventions_table_is_complete():
     shown = parts.conventions()
     assert shown.count("<tr>") == 1 + len(QUESTIONS)
     statuses = [
-        answers[name][0] for name in QUESTIONS for library, answers in subjects.items() if "mha_" not in library
+        answers[name][0]
+        for name in QUESTIONS
+        for library, answers in subjects.items()
+        if "mha_" not in library
     ]
     broken = sum(status in ("broken", "differs") for status in statuses)
     assert broken > 10
@@ -308,9 +368,16 @@ def test_shared_answer_names_differing_class():
     def subject(name, status, words):
         return {"name": f"mha_torch.{name}", "answers": {"causal": [status, words]}}
 
-    found = [subject("A", "ok", "top-left"), subject("B", "note", "either"), subject("C", "ok", "top-left")]
+    found = [
+        subject("A", "ok", "top-left"),
+        subject("B", "note", "either"),
+        subject("C", "ok", "top-left"),
+    ]
     assert parts.shared_answer(found, "causal") == ("note", "top-left; B: either")
-    assert parts.shared_answer([*found[:1], subject("D", "absent", "—")], "causal") == ("ok", "top-left")
+    assert parts.shared_answer([*found[:1], subject("D", "absent", "—")], "causal") == (
+        "ok",
+        "top-left",
+    )
     assert parts.shared_answer([subject("D", "absent", "—")], "causal") == ("absent", "—")
 
 
@@ -328,7 +395,9 @@ def test_injected_bugs_match_self_test():
     assert all(count == detected for count, detected, _ in counts.values())
     # In the cached case on JAX each has a second finding, `scale`, in a path of the module.
     two_findings = {"kv-heads-tiled", "scale-missing"}
-    assert {name for name, (count, _, identified) in counts.items() if identified < count} == two_findings
+    assert {
+        name for name, (count, _, identified) in counts.items() if identified < count
+    } == two_findings
     shown = parts.injected_bugs()
     assert [page for page in parts.known_by_page() if f"[{page}](" not in shown] == []
     assert [name for name in INJECTIONS if f"`{name}`" not in shown] == []
@@ -359,7 +428,10 @@ def test_results_are_reduced_to_page_data():
     ]
     assert measure.of_selftest({"outcomes": outcomes}) == {"bugs": {"": [1, 1, 1], "a": [2, 2, 1]}}
     answers = [{"question": "mask", "status": "ok", "words": "True hides", "by_path": {}}]
-    subjects = [{"name": "x", "missing": "", "answers": answers}, {"name": "y", "missing": "no y", "answers": []}]
+    subjects = [
+        {"name": "x", "missing": "", "answers": answers},
+        {"name": "y", "missing": "no y", "answers": []},
+    ]
     kept = {"subjects": [{"name": "x", "answers": {"mask": ["ok", "True hides"]}}]}
     assert measure.of_conformance({"subjects": subjects}) == kept
 
@@ -389,7 +461,12 @@ def test_github_files_use_existing_targets():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
     found = [yaml.safe_load(path.read_text("utf-8")) for path in (ROOT / ".github").rglob("*.yml")]
     assert len(found) > 5
-    commands = [command for each in found for job in each.get("jobs", {}).values() for command in commands_of(job)]
+    commands = [
+        command
+        for each in found
+        for job in each.get("jobs", {}).values()
+        for command in commands_of(job)
+    ]
     made = {command.removeprefix("make ") for command in commands if command.startswith("make ")}
     assert made
     assert made <= targets
@@ -400,7 +477,9 @@ def test_nightly_tests_have_make_target():
     """The nightly tests, whose folder pytest skips by default, have a target of the Makefile
     and a scheduled workflow.
     """
-    options = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["pytest"]["ini_options"]
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["pytest"][
+        "ini_options"
+    ]
     makefile = (ROOT / "Makefile").read_text("utf-8")
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "nightly.yml").read_text("utf-8"))
     assert "nightly" in options["norecursedirs"]
@@ -408,15 +487,20 @@ def test_nightly_tests_have_make_target():
     left_out = [path for path in folders if path.name in options["norecursedirs"]]
     assert sorted(left_out) == [ROOT / "tests" / "cuda", ROOT / "tests" / "nightly"]
     assert list((ROOT / "tests" / "nightly").glob("test_*.py"))
-    recipe = re.search(r"^nightly: export SAMPLES := all\nnightly: .*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    recipe = re.search(
+        r"^nightly: export SAMPLES := all\nnightly: .*\n((?:\t.*\n)+)", makefile, re.MULTILINE
+    )
     first, *others = recipe[1].splitlines()
     assert first.startswith("\t$(BIN)/pytest tests/nightly ")
-    assert ["/pytest -m nightly " in command for command in others] == [True, True]  # one for each environment
+    assert ["/pytest -m nightly " in command for command in others] == [
+        True,
+        True,
+    ]  # one for each environment
     assert commands_of(workflow["jobs"]["run"]) == ["make nightly"]
     assert "schedule" in workflow[True]  # YAML 1.1 reads `on` as a boolean
 
 
-# ---- Appearance ------------------------------------------------------------------------------------------------------
+# ---- Appearance ----------------------------------------------------------------------------------
 
 BACKGROUNDS = {"light": "#f2f2f2", "dark": "#2b2b2b"}  # of code
 
@@ -424,7 +508,9 @@ BACKGROUNDS = {"light": "#f2f2f2", "dark": "#2b2b2b"}  # of code
 def luminance(color):
     """Return the relative luminance of a color, as in WCAG 2."""
     parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    linear = [
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    ]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
@@ -439,17 +525,20 @@ def test_terminal_colors_are_readable():
     """
     text = (ROOT / "docs" / "_static" / "site.css").read_text("utf-8")
     light, dark, chosen = (
-        re.findall(r"--ansi-(\w+): (#\w{6})", block) for block in re.split(r"\n(?=@media|body\[)", text)
+        re.findall(r"--ansi-(\w+): (#\w{6})", block)
+        for block in re.split(r"\n(?=@media|body\[)", text)
     )
     assert len(light) == len(dark) == 8
     assert dark == chosen
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
     for theme, colors in {"light": light, "dark": dark}.items():
-        assert {name: color for name, color in colors if contrast(color, BACKGROUNDS[theme]) < 4.5} == {}
+        assert {
+            name: color for name, color in colors if contrast(color, BACKGROUNDS[theme]) < 4.5
+        } == {}
     assert all(f'[class*="-{name}"] {{ color: var(--ansi-{name}); }}' in text for name, _ in light)
 
 
-# ---- Pictures --------------------------------------------------------------------------------------------------------
+# ---- Pictures ------------------------------------------------------------------------------------
 
 
 def test_redrawn_pictures_are_byte_identical():
@@ -458,7 +547,12 @@ def test_redrawn_pictures_are_byte_identical():
     """
     import pictures
 
-    for draw in (pictures.rope_pairs, pictures.divided_heads, pictures.simulated_blackhole, pictures.funnel):
+    for draw in (
+        pictures.rope_pairs,
+        pictures.divided_heads,
+        pictures.simulated_blackhole,
+        pictures.funnel,
+    ):
         first, second = draw().image("svg"), draw().image("svg")
         assert first == second
         assert first.startswith(b"<?xml")
@@ -487,13 +581,25 @@ def test_only_bugs_are_drawn_above_budget():
     assert all(error > budget for budget, error in bugs)
 
 
-# ---- Measurements ----------------------------------------------------------------------------------------------------
+# ---- Measurements --------------------------------------------------------------------------------
 
 
 def row_of(tokens, ours_ms, **fields):
     """Return a benchmark row for one sequence of the attention core."""
-    row = {"what": "growth core", "framework": "jax", "shape": [1, 2, tokens, 8], "dtype": "float32", "group": "growth"}
-    row |= {"axes": "B N S H", "ours_ms": ours_ms, "peers": {"jax.nn": 2.0}, "ratio": 2.0, "limit_ratio": 1.5}
+    row = {
+        "what": "growth core",
+        "framework": "jax",
+        "shape": [1, 2, tokens, 8],
+        "dtype": "float32",
+        "group": "growth",
+    }
+    row |= {
+        "axes": "B N S H",
+        "ours_ms": ours_ms,
+        "peers": {"jax.nn": 2.0},
+        "ratio": 2.0,
+        "limit_ratio": 1.5,
+    }
     return row | {"peak_bytes": 1000 * tokens, **fields}
 
 
@@ -512,7 +618,10 @@ def results(monkeypatch, tmp_path):
 
 
 def file_of(*rows):
-    return {"environment": {"platform": "Linux", "packages": {"jax": "1", "torch": None}}, "rows": rows}
+    return {
+        "environment": {"platform": "Linux", "packages": {"jax": "1", "torch": None}},
+        "rows": rows,
+    }
 
 
 def test_later_file_replaces_rows(results):
@@ -525,7 +634,10 @@ def test_later_file_replaces_rows(results):
     results("results/a-2026-01-01.json", file_of(row_of(128, 1.0), row_of(256, 2.0)))
     results("results/b-2026-01-03.json", file_of(row_of(128, 9.0)))
     results("results/devices.json", {})
-    assert [(row["shape"][2], row["ours_ms"]) for row in measurements.rows_of("a")] == [(128, 3.0), (256, 2.0)]
+    assert [(row["shape"][2], row["ours_ms"]) for row in measurements.rows_of("a")] == [
+        (128, 3.0),
+        (256, 2.0),
+    ]
     assert [(each.machine, each.date[-2:]) for each in measurements.measured()] == [
         ("a", "01"),
         ("a", "02"),
@@ -540,11 +652,27 @@ def test_targets_are_met_by_their_worst_row(results):
     import measurements
 
     results(
-        "results/a-2026-01-01.json", file_of(row_of(128, 1.0, ratio=1.2), row_of(256, 1.0, ratio=0.9, what="other"))
+        "results/a-2026-01-01.json",
+        file_of(row_of(128, 1.0, ratio=1.2), row_of(256, 1.0, ratio=0.9, what="other")),
     )
-    target = {"about": "x", "machine": "a", "rows": {"shape": "1x2x*"}, "value": "ratio", "cause": "y"}
-    half = {"about": "x", "machine": "a", "rows": {"what": "growth *"}, "peer": "jax.nn", "cause": "y"}
-    results("targets.json", [{**target, "at_least": 1}, {**target, "at_most": 1.2}, {**half, "at_least": 2}])
+    target = {
+        "about": "x",
+        "machine": "a",
+        "rows": {"shape": "1x2x*"},
+        "value": "ratio",
+        "cause": "y",
+    }
+    half = {
+        "about": "x",
+        "machine": "a",
+        "rows": {"what": "growth *"},
+        "peer": "jax.nn",
+        "cause": "y",
+    }
+    results(
+        "targets.json",
+        [{**target, "at_least": 1}, {**target, "at_most": 1.2}, {**half, "at_least": 2}],
+    )
     found = [row[1:] for row in measurements.targets()]
     assert found[0] == ("≥ 1", "0.90 to 1.20", "**no**", "y")
     assert found[1] == ("≤ 1.2", "0.90 to 1.20", "yes", "")
@@ -560,7 +688,10 @@ def test_growth_is_plotted_by_tokens():
     """
     import plots
 
-    steps = [row_of(tokens, 1.0, what="growth step", axes="B S E", shape=[1, tokens, 16]) for tokens in (1024, 131072)]
+    steps = [
+        row_of(tokens, 1.0, what="growth step", axes="B S E", shape=[1, tokens, 16])
+        for tokens in (1024, 131072)
+    ]
     rings = [row_of(tokens, None, what="growth ring", peers={}) for tokens in (1024, 4096)]
     figure = plots.growth([*steps, *rings])
     assert len(figure.axes) == 4
@@ -610,7 +741,7 @@ def test_each_search_rule_leaves_fewer_bugs():
     assert (numbers[-1], found) == (1, "scale-missing")
 
 
-# ---- The CI recipe ---------------------------------------------------------------------------------------------------
+# ---- The CI recipe -------------------------------------------------------------------------------
 
 
 def commands_of(job):
@@ -628,7 +759,10 @@ def test_ci_recipe_commands_parse(ci_page, pytestconfig):
     of the plugin run them.
     """
     files = re.findall(r"^```python\n# (\S+)\n", ci_page, re.MULTILINE)
-    github, gitlab = (yaml.safe_load(text) for text in re.findall(r"^```yaml\n(.*?)^```$", ci_page, re.M | re.DOTALL))
+    github, gitlab = (
+        yaml.safe_load(text)
+        for text in re.findall(r"^```yaml\n(.*?)^```$", ci_page, re.M | re.DOTALL)
+    )
     programs = Counter()
     for command in [*commands_of(github["jobs"]["tests"]), *commands_of(gitlab["attention"])]:
         program, *words = shlex.split(command, comments=True)
@@ -637,7 +771,9 @@ def test_ci_recipe_commands_parse(ci_page, pytestconfig):
             options = make_parser().parse_args(words)
             if options.command == "mutate":
                 assert options.subject == "attention:attend"
-                assert [glob for glob in options.only if not fnmatch.filter(bugs_to_inject(), glob)] == []
+                assert [
+                    glob for glob in options.only if not fnmatch.filter(bugs_to_inject(), glob)
+                ] == []
                 program, *words = options.tests
         if program == "pytest":
             assert words[-1] in files
@@ -650,7 +786,9 @@ def test_ci_recipe_commands_parse(ci_page, pytestconfig):
 def test_ci_recipe_test_passes(ci_page, importable_folder):
     """The test in the recipe passes with the files on its page."""
     for code in re.findall(r"^```python\n(.*?)^```$", ci_page, re.MULTILINE | re.DOTALL):
-        (importable_folder / code.split()[1]).write_text(code, "utf-8")  # the first line names the file
+        (importable_folder / code.split()[1]).write_text(
+            code, "utf-8"
+        )  # the first line names the file
     names = runpy.run_path(str(importable_folder / "test_attention.py"))
     names["test_the_layer"](parity.assert_parity)
 
@@ -663,11 +801,15 @@ def test_checkpoint_commands_run(tmp_path):
     spec = parity.AttentionSpec(128, 32, qkv_bias=False, out_bias=False)
     tensors = {}
     for i in range(2):
-        layer = parity.convert(parity.random_weights(spec), source="canonical", target="transformers.LLaMA", spec=spec)
+        layer = parity.convert(
+            parity.random_weights(spec), source="canonical", target="transformers.LLaMA", spec=spec
+        )
         tensors |= {f"model.layers.{i}.self_attn.{name}": array for name, array in layer.items()}
     parity.save_tensors(tmp_path / "model.safetensors", tensors, {})
     page = (ROOT / "docs" / "how-to" / "ci.md").read_text("utf-8")
     (block,) = re.findall(r"^```\n(LAYER=.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    status, printed, errors = run(block.replace("\n", " && ").removesuffix(" && "), tmp_path, environment())
+    status, printed, errors = run(
+        block.replace("\n", " && ").removesuffix(" && "), tmp_path, environment()
+    )
     assert status == 0, errors
     assert "2 the same, bit for bit" in printed

@@ -20,7 +20,9 @@ PAGE = (
 )  # `tests/siblings/mha_tt` covers the rest
 BLOCKS = re.findall(r"^```\n(\$ .*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 STATUS = {"python": 0, "mha-parity": 1, "diff": 1, "pytest -q test_port.py": 0, "pytest": 1}
-"""Exit status of the last command of a block; it is 1 if bugs or a difference are found or the draft's tests fail."""
+"""Exit status of the last command of a block; it is 1 if bugs or a difference are found or the
+draft's tests fail.
+"""
 
 HUNT = "python find_bugs.py"
 BUGS = ("rope-interleaved", "kv-heads-tiled", "out_proj-transposed")
@@ -30,13 +32,19 @@ def sessions():
     """Yield the commands of each block of the page and the output it shows."""
     for block in BLOCKS:
         commands, shown = commands_of(block)
-        marks = [pytest.mark.thorough] if commands[-1].startswith("pytest") else []  # test_pytest_plugin also runs them
+        marks = (
+            [pytest.mark.thorough] if commands[-1].startswith("pytest") else []
+        )  # test_pytest_plugin also runs them
         yield pytest.param(commands, shown, id=commands[-1], marks=marks)
 
 
 def copy_port(folder):
-    """Copy examples/port and return a function that runs a command there, with warnings as errors."""
-    folder = shutil.copytree(EXAMPLES / "port", folder / "port", ignore=shutil.ignore_patterns("__pycache__"))
+    """Copy examples/port and return a function that runs a command there, with warnings as
+    errors.
+    """
+    folder = shutil.copytree(
+        EXAMPLES / "port", folder / "port", ignore=shutil.ignore_patterns("__pycache__")
+    )
     env = environment(f"{PYTEST_OPTIONS} -W error") | {"PYTHONWARNINGS": "error"}
 
     def port(command):
@@ -62,7 +70,8 @@ def test_page_shows_actual_command_output(port, commands, shown):
     assert not any(status for status, _ in results[:-1])
     printed = "".join(printed for _, printed in results)
     assert shows(shown, printed), (
-        f"run `PYTHONPATH=tests python {Path(__file__).relative_to(ROOT)}` to update the page:\n{printed}"
+        f"run `PYTHONPATH=tests python {Path(__file__).relative_to(ROOT)}` to update the "
+        f"page:\n{printed}"
     )
 
 
@@ -76,7 +85,11 @@ def test_three_bugs_are_named_and_fixed():
     """`find_bugs.py` names the three bugs of the draft; each fix leaves the remaining ones,
     and the last one leaves none.
     """
-    (shown,) = [shown for commands, shown in (session.values for session in sessions()) if commands == [HUNT]]
+    (shown,) = [
+        shown
+        for commands, shown in (session.values for session in sessions())
+        if commands == [HUNT]
+    ]
     story = [part.splitlines() for part in re.split(r"\n\n(?===)", "\n".join(shown))]
     before, *mended = story
     clean = "nothing differs by more than rounding"

@@ -1,6 +1,7 @@
 """Tests of the code base: import cycles, class names, private names, and prose in tests.
 
-Who may import whom is in pyproject.toml, for `lint-imports`; how large functions and signatures may grow, for ruff.
+Who may import whom is in pyproject.toml, for `lint-imports`; how large functions and signatures may
+grow, for ruff.
 """
 
 import ast
@@ -25,7 +26,9 @@ def test_modules_have_no_import_cycle(graph):
     """The imports of the more than 300 modules have no cycle, however long."""
     assert len(graph.modules) > 300
     try:
-        TopologicalSorter({name: graph.find_modules_directly_imported_by(name) for name in graph.modules}).prepare()
+        TopologicalSorter(
+            {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+        ).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
 
@@ -53,7 +56,7 @@ def test_class_names_of_parity_are_unique():
     assert shared == {}
 
 
-# ---- Private names ---------------------------------------------------------------------------------------------------
+# ---- Private names -------------------------------------------------------------------------------
 
 
 def private_names(source: str) -> Iterator[str]:
@@ -61,11 +64,21 @@ def private_names(source: str) -> Iterator[str]:
     nodes, bound = [*ast.walk(ast.parse(source))], {}
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in PACKAGES:
-            bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            bound |= {
+                alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names
+            }
         elif isinstance(node, ast.Import):
-            bound |= {alias.asname or alias.name: alias.name for alias in node.names if alias.name.startswith(PACKAGES)}
+            bound |= {
+                alias.asname or alias.name: alias.name
+                for alias in node.names
+                if alias.name.startswith(PACKAGES)
+            }
     for node in nodes:
-        if isinstance(node, ast.Attribute) and is_private(node.attr) and ast.unparse(node.value) in bound:
+        if (
+            isinstance(node, ast.Attribute)
+            and is_private(node.attr)
+            and ast.unparse(node.value) in bound
+        ):
             yield f"{bound[ast.unparse(node.value)]}.{node.attr}"
     yield from (name for name in bound.values() if is_private(name.rpartition(".")[2]))
 
@@ -78,7 +91,10 @@ def test_private_names_are_not_imported():
     """No module uses private names of another module of this project."""
     paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     assert len(paths) > 300
-    found = {str(path.relative_to(ROOT)): [*private_names(path.read_text(encoding="utf-8"))] for path in paths}
+    found = {
+        str(path.relative_to(ROOT)): [*private_names(path.read_text(encoding="utf-8"))]
+        for path in paths
+    }
     assert {path: names for path, names in found.items() if names} == {}
 
 
@@ -102,7 +118,7 @@ def test_foreign_private_names_are_found(source, found):
     assert list(private_names(source)) == found
 
 
-# ---- Prose in tests --------------------------------------------------------------------------------------------------
+# ---- Prose in tests ------------------------------------------------------------------------------
 
 EXCEPT = {"refusals.py", "test_refusal.py", "test_refusals.py", "test_house.py", "test_words.py"}
 """Files that print refusals, or rules."""
@@ -114,7 +130,9 @@ def sentences(source: str) -> list[str]:
         return []
     nodes = list(ast.walk(ast.parse(source)))
     docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-    constants = (node for node in nodes if isinstance(node, ast.Constant) and id(node) not in docstrings)
+    constants = (
+        node for node in nodes if isinstance(node, ast.Constant) and id(node) not in docstrings
+    )
     strings = (node.value for node in constants if isinstance(node.value, str))
     return [text for text in strings if re.search(r"\bmust\b", text)]
 
@@ -125,7 +143,9 @@ def test_no_test_has_words_of_a_refusal():
     """
     paths = [path for path in (ROOT / "tests").rglob("*.py") if path.name not in EXCEPT]
     assert len(paths) > 100
-    found = [(str(path.relative_to(ROOT)), sentences(path.read_text(encoding="utf-8"))) for path in paths]
+    found = [
+        (str(path.relative_to(ROOT)), sentences(path.read_text(encoding="utf-8"))) for path in paths
+    ]
     assert [(path, strings) for path, strings in found if strings] == []
 
 

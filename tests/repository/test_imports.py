@@ -100,7 +100,7 @@ def test_mha_tt_names_pythons_with_ttnn():
 
 
 @pytest.mark.costly("modules that a new process imports")
-@pytest.mark.parametrize("module", ["parity", "parity.cli.main"])
+@pytest.mark.parametrize("module", ["parity", "parity.use.cli.main"])
 def test_parity_imports_no_framework(module):
     """Importing parity or its command line imports no framework, nor mha_jax, mha_torch, mha_tt
     or ttnn_mock.
@@ -111,7 +111,7 @@ def test_parity_imports_no_framework(module):
 
 
 @pytest.mark.costly("modules that a new process imports")
-@pytest.mark.parametrize("module", ["parity", "parity.cli.main"])
+@pytest.mark.parametrize("module", ["parity", "parity.use.cli.main"])
 def test_parity_imports_without_frameworks(module):
     """parity and its command line can be imported if no framework is installed."""
     result = run(BLOCKER.format(blocked=FRAMEWORKS), f"import {module}")
@@ -121,23 +121,32 @@ def test_parity_imports_without_frameworks(module):
 @pytest.mark.costly("modules that a new process imports")
 @pytest.mark.parametrize("module", ["compare", "trace", "problem"])
 def test_comparing_does_not_import_cases(module):
-    """Importing compare, trace or problem of parity.core does not import the cases."""
-    result = run(f"import sys, parity.core.{module}", "assert 'parity.core.cases' not in sys.modules")
+    """Importing compare, trace or problem of parity.measure.core does not import the cases."""
+    result = run(
+        f"import sys, parity.measure.core.{module}",
+        "assert 'parity.measure.core.cases' not in sys.modules",
+    )
     assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("package", ["mha_jax", "mha_torch", "mha_tt"])
 def test_siblings_import_parallel_lazily(package):
-    """No module outside of `parallel` imports it or torch.distributed at import time: who divides no layer needs
-    neither.
+    """No module outside of `parallel` imports it or torch.distributed at import time: who divides
+    no layer needs neither.
     """
     folder = ROOT / package
     found = []
     for path in sorted({*folder.rglob("*.py")} - {*(folder / "parallel").rglob("*.py")}):
         for node in ast.parse(path.read_text()).body:  # statements at import time
-            names = [alias.name for alias in getattr(node, "names", [])] if isinstance(node, ast.Import) else []
+            names = (
+                [alias.name for alias in getattr(node, "names", [])]
+                if isinstance(node, ast.Import)
+                else []
+            )
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             found += [
-                (path.name, name) for name in names if name.startswith(("torch.distributed", f"{package}.parallel"))
+                (path.name, name)
+                for name in names
+                if name.startswith(("torch.distributed", f"{package}.parallel"))
             ]
     assert found == []

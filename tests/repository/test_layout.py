@@ -24,7 +24,11 @@ def modules() -> list[Path]:
 
 
 def folders_in(path: Path) -> set[str]:
-    return {folder.name for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("__")}
+    return {
+        folder.name
+        for folder in path.iterdir()
+        if folder.is_dir() and not folder.name.startswith("__")
+    }
 
 
 def test_folders_mirror_parity():
@@ -109,7 +113,9 @@ def test_repeated_helpers_are_found():
 def test_names_of_tests_are_short():
     """The names of test functions have 20 to 40 characters; their docstrings have the claim."""
     paths = [path for path in modules() if path.name.startswith("test_")]
-    names = [function.name for path in paths for function in ast.walk(parse(path)) if is_test(function)]
+    names = [
+        function.name for path in paths for function in ast.walk(parse(path)) if is_test(function)
+    ]
     assert len(names) > 2000
     assert [name for name in names if not 20 <= len(name) <= 40] == []
 

@@ -21,7 +21,9 @@ def test_refusal_with_expected_fields_passes(expected):
     """
     for _ in range(2):
         with expected:
-            raise InputError("num_heads", "be odd", {"num_heads": 4, "k.dtype": "int8"}, where="layer 1")
+            raise InputError(
+                "num_heads", "be odd", {"num_heads": 4, "k.dtype": "int8"}, where="layer 1"
+            )
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,8 @@ def test_missing_refusal_fails():
 
 
 PRINTED = (
-    "mha-parity: layer 1: --heads must be odd, got --heads 4, --to 'a b' and n=[1, 2]; --devices 8 or --fill helps"
+    "mha-parity: layer 1: --heads must be odd, got --heads 4, --to 'a b' and n=[1, 2]; --devices "
+    "8 or --fill helps"
 )
 
 
@@ -107,7 +110,8 @@ def test_text_without_refusal_has_none():
 
 
 @pytest.mark.parametrize(
-    "expected", [refuses("n", remedy={"m": 2}), refuses("n", remedy={"k": 1}), refuses("n", hint="k")]
+    "expected",
+    [refuses("n", remedy={"m": 2}), refuses("n", remedy={"k": 1}), refuses("n", hint="k")],
 )
 def test_refusal_with_other_advice_fails(expected):
     """An expected refusal fails if the remedy or the hint differs."""

@@ -1,4 +1,6 @@
-"""`@sample`: which rows of a test exist, and that each row belongs to one tier with `SAMPLES=all`."""
+"""`@sample`: which rows of a test exist, and that each row belongs to one tier with
+`SAMPLES=all`.
+"""
 
 import sys
 
@@ -19,7 +21,9 @@ def sibling(request):
 def suite(pytester, monkeypatch):
     """A folder with tests of one file; its rows are those that a run collects."""
     monkeypatch.delenv("SAMPLES", raising=False)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # files of the same second and size would share it
+    monkeypatch.setattr(
+        sys, "dont_write_bytecode", True
+    )  # files of the same second and size would share it
     pytester.makeini("[pytest]\nmarkers =\n    thorough: more\n    nightly: all the rest")
     pytester.makeconftest(CONFTEST)
     return pytester
@@ -27,7 +31,10 @@ def suite(pytester, monkeypatch):
 
 def rows_of(suite, source, *arguments, mark="thorough"):
     """Return the rows of the tests, and those with the mark."""
-    source = f"import pytest\nfrom helpers.samples import sample\nparametrize = pytest.mark.parametrize\n{source}"
+    source = (
+        f"import pytest\nfrom helpers.samples import sample\nparametrize = "
+        f"pytest.mark.parametrize\n{source}"
+    )
     suite.makepyfile(test_it=source)
     items, _ = suite.inline_genitems(*arguments)
     rows = [item.name for item in items]
@@ -47,14 +54,18 @@ def test_values_restrict_rows(suite):
     backends.
     """
     rows, _ = rows_of(suite, PRODUCT.format(sample='letter=["b"], number=[1, 3]'))
-    assert sorted(rows) == [f"test_product[{name}-{n}-b]" for name in ("jax", "torch") for n in (1, 3)]
+    assert sorted(rows) == [
+        f"test_product[{name}-{n}-b]" for name in ("jax", "torch") for n in (1, 3)
+    ]
 
 
 def test_function_restricts_rows(suite):
     """With `where=`, the test has only rows for which the function returns True, for both
     backends.
     """
-    rows, _ = rows_of(suite, PRODUCT.format(sample="where=lambda number, letter: letter * number == 'cc'"))
+    rows, _ = rows_of(
+        suite, PRODUCT.format(sample="where=lambda number, letter: letter * number == 'cc'")
+    )
     assert sorted(rows) == ["test_product[jax-2-c]", "test_product[torch-2-c]"]
 
 
@@ -83,7 +94,9 @@ def test_nine_rows_cover_all_pairs(suite):
 def test_three_rows_cover_every_value(suite):
     """Three rows have every value of every parameter."""
     rows, _ = rows_of(suite, PRODUCT.format(sample="3"))
-    assert all(value in "".join(rows) for value in ("jax", "torch", "1", "2", "3", "-a", "-b", "-c"))
+    assert all(
+        value in "".join(rows) for value in ("jax", "torch", "1", "2", "3", "-a", "-b", "-c")
+    )
 
 
 VALUES = {"letter": list("abcd"), "number": [1, 2, 3, 4]}
@@ -91,7 +104,9 @@ REVERSED = {name: values[::-1] for name, values in VALUES.items()}
 
 
 def four_rows(suite, test, names, values):
-    """Return the four rows of a test with this name, whose decorators are in this order, as sets of values."""
+    """Return the four rows of a test with this name, whose decorators are in this order, as sets of
+    values.
+    """
     decorators = "\n".join(f"@parametrize({name!r}, {values[name]})" for name in names)
     rows, _ = rows_of(suite, f"@sample(4)\n{decorators}\ndef {test}(letter, number): pass")
     assert len(rows) == 4
@@ -111,16 +126,22 @@ def test_choice_does_not_depend_on_order(suite, test, names, values):
     """The choice depends neither on the test's name nor on the order of its decorators or
     values.
     """
-    assert four_rows(suite, test, names, values) == four_rows(suite, "test_it", ["letter", "number"], VALUES)
+    assert four_rows(suite, test, names, values) == four_rows(
+        suite, "test_it", ["letter", "number"], VALUES
+    )
 
 
 def test_seed_changes_the_choice(suite):
     """Four seeds choose four different sets of rows."""
-    seeds = {tuple(rows_of(suite, PRODUCT.format(sample=f"4, seed={seed}"))[0]) for seed in range(4)}
+    seeds = {
+        tuple(rows_of(suite, PRODUCT.format(sample=f"4, seed={seed}"))[0]) for seed in range(4)
+    }
     assert len(seeds) == 4
 
 
-@pytest.mark.parametrize("sampled", ["4", "9", 'letter=["b"]', "jax=1", "5, jax=0", 'letter=["b"], jax=1'])
+@pytest.mark.parametrize(
+    "sampled", ["4", "9", 'letter=["b"]', "jax=1", "5, jax=0", 'letter=["b"], jax=1']
+)
 def test_each_row_belongs_to_one_tier(suite, monkeypatch, sampled):
     """The thorough ones are those that SAMPLES=thorough adds, and the nightly ones all others."""
     source = PRODUCT.format(sample=sampled)
@@ -148,7 +169,9 @@ def test_each_row_belongs_to_one_tier(suite, monkeypatch, sampled):
     ],
 )
 def test_thorough_rows_are_as_many_again(suite, monkeypatch, sampled, in_jax, in_torch):
-    """Both numbers are those of both tiers; rows in JAX are counted apart where the sample does that."""
+    """Both numbers are those of both tiers; rows in JAX are counted apart where the sample does
+    that.
+    """
     monkeypatch.setenv("SAMPLES", "thorough")
     rows, _ = rows_of(suite, PRODUCT.format(sample=sampled))
     assert sum("jax" in row for row in rows) == in_jax
@@ -187,7 +210,10 @@ def test_a_row_that_is_named_keeps_its_tier(suite, monkeypatch):
     monkeypatch.setenv("SAMPLES", "all")
     nightly = rows_of(suite, source, mark="nightly")[1]
     monkeypatch.delenv("SAMPLES")
-    assert rows_of(suite, source, f"test_it.py::{nightly[0]}", mark="nightly") == ([nightly[0]], [nightly[0]])
+    assert rows_of(suite, source, f"test_it.py::{nightly[0]}", mark="nightly") == (
+        [nightly[0]],
+        [nightly[0]],
+    )
 
 
 @pytest.mark.parametrize(
@@ -205,7 +231,10 @@ def test_impossible_sample_is_an_error(suite, sampled, problem):
     """A sample with an unknown parameter or value, or without effect, is an error: a renamed
     value would leave rows out.
     """
-    source = f"import pytest\nfrom helpers.samples import sample\nparametrize = pytest.mark.parametrize\n{PRODUCT}"
+    source = (
+        f"import pytest\nfrom helpers.samples import sample\nparametrize = "
+        f"pytest.mark.parametrize\n{PRODUCT}"
+    )
     suite.makepyfile(test_it=source.format(sample=sampled))
     result = suite.runpytest()
     assert result.ret == pytest.ExitCode.INTERRUPTED

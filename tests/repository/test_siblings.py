@@ -1,4 +1,5 @@
-"""Tests that the implementations agree: in files, names, order, parameters and summaries, in each framework's terms.
+"""Tests that the implementations agree: in files, names, order, parameters and summaries, in each
+framework's terms.
 
 They are compared as source code, because no environment has all three frameworks.
 """
@@ -18,13 +19,16 @@ import mha_torch
 NAMES = ["jax", "torch", "tt"]
 PACKAGES = {"jax": mha_jax, "torch": mha_torch}  # installed in one environment
 
-# ---- Differences between the implementations: the complete list ------------------------------------------------------
+# ---- Differences between the implementations: the complete list
+# ------------------------------------------------------
 
 FRAMEWORK = {"jax": {"jax", "flax"}, "torch": {"torch"}, "tt": {"ttnn", "ttnn_mock"}}
 """`lint-imports` limits ttnn_mock to one import."""
 
 OTHER_IMPORTS = {
-    ("tt", "plain.py"): {"torch"},  # the tutorial uploads tensors of torch, as ttnn's own documentation does
+    ("tt", "plain.py"): {
+        "torch"
+    },  # the tutorial uploads tensors of torch, as ttnn's own documentation does
 }
 
 WORDS = {
@@ -36,17 +40,20 @@ WORDS = {
 EXTRA_FILES = {  # and folders
     "jax": {
         "kernels/cpu/",  # fused CPU kernels, which the other frameworks provide
-        "kernels/plain_sdpa.py",  # the framework's function in a few lines; ttnn's has a device's limits
+        # the framework's function in a few lines; ttnn's has a device's limits
+        "kernels/plain_sdpa.py",
         "kernels/library.py",  # the framework's own kernel, for other devices,
         "kernels/splash.py",  # and the one for TPUs
         "compiled.py",  # compiles once for callers who do not
         "parallel/heads.py",  # heads sharded over the devices of a mesh, in the framework's terms
         "sharding.py",  # how arrays are sharded among devices, according to their types
-        "parallel/tokens.py",  # tokens sharded over the devices of a mesh: heads are distributed for them,
+        # tokens sharded over the devices of a mesh: heads are distributed for them,
+        "parallel/tokens.py",
         "parallel/ring.py",  # or keys and values circulate
     },
     "torch": {
-        "kernels/plain_sdpa.py",  # the framework's function in a few lines; ttnn's has a device's limits
+        # the framework's function in a few lines; ttnn's has a device's limits
+        "kernels/plain_sdpa.py",
         "kernels/flex.py",  # a second kernel of the framework's own, for CUDA
         "kernels/sdpa.py",  # the first one, with the cheapest form of a mask,
         "kernels/windows.py",  # and a few queries at a time within windows
@@ -83,7 +90,8 @@ EXTRA_PARAMETERS = {
         "rng",  # of NumPy: draws weights and seeds,
         "seed",  # because the device draws from a seed
         "slots",  # of `apply_norm`, and
-        "head_dim",  # of `apply_rope`: heads are padded to whole tiles, so their shape does not determine it
+        # of `apply_rope`: heads are padded to whole tiles, so their shape does not determine it
+        "head_dim",
         *("page_size", "page_table"),  # of a paged cache and its kernel
     },
 }
@@ -103,20 +111,28 @@ OTHER_DEFAULTS = {  # accepted by the fused kernels; the others have float32
 }
 
 OTHER_AXES = {
-    "kv_rank N*(H+Hv)": "N*(H+Hv) kv_rank",  # torch keeps weights as (out, in), the others as (in, out)
+    # torch keeps weights as (out, in), the others as (in, out)
+    "kv_rank N*(H+Hv)": "N*(H+Hv) kv_rank",
     "1 N 1 1": " N",  # on a Tenstorrent device sinks have the axes of scores
 }
 
-CACHE_PARTS = {  # arguments from a cache, whose lengths are known elsewhere: on the host, in a graph, or not
+# arguments from a cache, whose lengths are known elsewhere: on the host, in a graph, or not
+CACHE_PARTS = {
     "jax": {"append_checked", "num_added", "token_positions", "has_room"},
     "torch": {"append_checked", "has_room", "Mask.block", "Scores.block", "block_of"},
     "tt": {"append_checked", "num_added", "write_rows", "Scores.block", "block_of"},
 }
 
 WEIGHTS_OF_A_LAYER = {  # declared for type checkers; a device has them in one mapping
-    *(f"AttentionLayer.{name}_proj" for name in ("q", "k", "v", "qkv", "q_a", "q_b", "kv_a", "kv_b", "gate", "out")),
+    *(
+        f"AttentionLayer.{name}_proj"
+        for name in ("q", "k", "v", "qkv", "q_a", "q_b", "kv_a", "kv_b", "gate", "out")
+    ),
     *(f"AttentionLayer.{name}_norm" for name in ("q", "k", "v", "q_a", "kv_a", "context")),
-    *(f"AttentionLayer.{name}" for name in ("sinks", "relative_bias", "relative_keys", "relative_queries")),
+    *(
+        f"AttentionLayer.{name}"
+        for name in ("sinks", "relative_bias", "relative_keys", "relative_queries")
+    ),
 }
 
 WRITTEN_OVER = {  # a step writes into the cache that it receives; arrays of JAX never change
@@ -126,7 +142,8 @@ WRITTEN_OVER = {  # a step writes into the cache that it receives; arrays of JAX
 EXTRA_NAMES = {
     "jax": {
         "to_scores_rank",  # strict rank promotion is kept, so ranks are aligned by hand
-        "Projection",  # nnx.Linear rounds to the narrow dtype before it adds the bias, torch's after
+        # nnx.Linear rounds to the narrow dtype before it adds the bias, torch's after
+        "Projection",
         "FusedAttention",  # the default kernel with custom block sizes
         "attend_without_weights",  # compiled by itself, an unused result would be stored
         "AttentionLayer.dropout_rng",  # torch draws from a global generator instead
@@ -146,7 +163,8 @@ EXTRA_NAMES = {
         *CACHE_PARTS["jax"],
     },
     "torch": {
-        "AttentionLayer.reset_parameters",  # torch's hook to redraw the weights; nnx builds a new module
+        # torch's hook to redraw the weights; nnx builds a new module
+        "AttentionLayer.reset_parameters",
         "AttentionLayer.extra_repr",  # torch's hook into its own `__repr__`, which documents it
         "NormLayer",  # a module that holds the parameters of a norm
         *("values_of", "values_at_hand", "is_graph"),  # known or not by more than a type
@@ -156,7 +174,10 @@ EXTRA_NAMES = {
         *("nonfinite_tokens", "attends_to_any"),  # and a Tenstorrent device has its own operations
         "without_autocast",  # which would sum in half precision
         "is_autocast_on",  # and narrowed or not by more than their own dtype
-        *("Rotation", "rotation_of"),  # JAX's compiler shares the common computations of queries and keys
+        *(
+            "Rotation",
+            "rotation_of",
+        ),  # JAX's compiler shares the common computations of queries and keys
         *("is_distributed", "replicate_like"),  # a tensor may be a DTensor,
         "needs_gradient",  # or require a gradient
         "apply_norm_by_mean",  # over all processes
@@ -180,7 +201,8 @@ EXTRA_NAMES = {
         "zero_masked_rows",  # kernels return the mean of the values for a row without keys
         "bias_on_device",
         "CausalMask",
-        "Rotation",  # rotations are computed on the host, in float64, and uploaded once for many calls
+        # rotations are computed on the host, in float64, and uploaded once for many calls
+        "Rotation",
         "rotation_of",
         "positions_and_rotation",  # for all projections in a call,
         *("rotated_head", "cos_and_sin"),  # or as a table that the device indexes
@@ -191,7 +213,10 @@ EXTRA_NAMES = {
         *("combine_checked", "attend_to_checked"),  # bodies of several operations, without checks
         "attend_to_cache",  # one new token per sequence has its own kernel
         *("LARGEST_CHUNK", "WIDE"),  # of the fused kernel, which has options for dividing its work
-        *("HALF_TILE", "STEP_FEATURES"),  # limits of the step kernel: for its approximation, and for correct results
+        *(
+            "HALF_TILE",
+            "STEP_FEATURES",
+        ),  # limits of the step kernel: for its approximation, and for correct results
         *("FusedAttention", "attend"),  # a kernel is built for an arithmetic of the device,
         *("supports", "step_supports"),  # and the framework's do not support every call
         "may_zero_rows",  # True if the prompt kernel does so, at logits of tens of thousands
@@ -201,25 +226,34 @@ EXTRA_NAMES = {
         "AttentionLayer.eval",
         "check_on_device",  # several operations crash on a tensor on the host,
         "check_tiles",  # or need whole tiles,
-        "check_input_dtype",  # distinguishes the dtype of inputs from that of weights, which differ here,
+        # distinguishes the dtype of inputs from that of weights, which differ here,
+        "check_input_dtype",
         "check_dtype",  # only three dtypes are supported,
         "check_head_dim",  # padding of heads counts as features,
         *("check_heads_of_spec", "check_latent_heads"),  # in queries as in latents, in parts,
         "check_pair_order",  # whose order depends on the layer,
         "check_finite",  # weights are read before they are uploaded,
-        "check_cache_holds",  # writing into a cache precedes any other sign that it belongs to another layer,
+        # writing into a cache precedes any other sign that it belongs to another layer,
+        "check_cache_holds",
         "check_cached_step",  # and one new token per sequence has its own kernel
         "Cache.places",  # counted on the device
         *WRITTEN_OVER,
         *("Cache.pages", "Cache.page_table", "Cache.is_within"),  # a cache may be paged
         "PagedKVCache",
-        *("KVCache.capacity", "LatentCache.capacity"),  # the slots are padded: their shape does not determine it
-        "AttentionLayer.check_input",  # an input has the dtype of the module; dropout is drawn in bfloat16 only,
+        *(
+            "KVCache.capacity",
+            "LatentCache.capacity",
+        ),  # the slots are padded: their shape does not determine it
+        # an input has the dtype of the module; dropout is drawn in bfloat16 only,
+        "AttentionLayer.check_input",
         "drop",  # for both attention weights and outputs,
         *("Scores.seed", "FunctionalLayer.seed"),  # from a seed
         "FunctionalLayer.compute_kernel_config",  # the arithmetic of the device is chosen per layer
         "FunctionalLayer.prepared",  # steps keep their results,
-        *("AttentionLayer.plain_weights", "FunctionalLayer.plain_weights"),  # such as the unmodified weights
+        *(
+            "AttentionLayer.plain_weights",
+            "FunctionalLayer.plain_weights",
+        ),  # such as the unmodified weights
         "upload_weights",  # weights are padded during upload
         "download_weights",
         *CACHE_PARTS["tt"],
@@ -229,15 +263,24 @@ EXTRA_NAMES = {
 OTHERWISE = {
     ("jax", "attend"),  # of `fused`, a kernel with the default block sizes
     ("jax", "Mask.check"),  # arrays are whole sequences on one mesh
-    ("tt", "Cache.capacity"),  # the slots are padded to whole tiles, so their shape does not determine it
-    *(("tt", "Mask.check"), ("tt", "Scores.check")),  # a mask is on the host, and a bias is converted
+    (
+        "tt",
+        "Cache.capacity",
+    ),  # the slots are padded to whole tiles, so their shape does not determine it
+    *(
+        ("tt", "Mask.check"),
+        ("tt", "Scores.check"),
+    ),  # a mask is on the host, and a bias is converted
     ("tt", "Mask.to_bool"),  # returns a mask with its forms on the device
 }
 
 OTHER_SUMMARIES = {
     ("tt", "contained"),  # has no gradients
     ("tt", "AttentionLayer.project"),  # has no modules to replace
-    *(("jax", "check_features"), ("tt", "check_features")),  # features are never distributed over processes
+    *(
+        ("jax", "check_features"),
+        ("tt", "check_features"),
+    ),  # features are never distributed over processes
     *(("tt", "zero_where"), ("tt", "nan_where")),  # there are no gradients,
     ("tt", "zero_heads_in_padding"),  # and lengths are always known
 }
@@ -245,7 +288,7 @@ OTHER_SUMMARIES = {
 CALL = {"__call__": "call", "forward": "call"}
 
 
-# ---- Reading the source code -----------------------------------------------------------------------------------------
+# ---- Reading the source code ---------------------------------------------------------------------
 
 
 def folder(name):
@@ -255,7 +298,11 @@ def folder(name):
 @cache
 def paths_of(name):
     """Return the paths of an implementation's files, including those in folders, relative to it."""
-    paths = [path for path in sorted(folder(name).rglob("*")) if path.is_file() and path.parent.name != "__pycache__"]
+    paths = [
+        path
+        for path in sorted(folder(name).rglob("*"))
+        if path.is_file() and path.parent.name != "__pycache__"
+    ]
     return {path.relative_to(folder(name)).as_posix(): path for path in paths}
 
 
@@ -269,8 +316,12 @@ def files_of(name):
 
 
 def is_shared(name, file):
-    """Return True if the others must also have the file, unlike listed files and the `__init__.py` of a folder."""
-    return not file.endswith("/__init__.py") and not any(_is_in(file, extra) for extra in EXTRA_FILES[name])
+    """Return True if the others must also have the file, unlike listed files and the `__init__.py`
+    of a folder.
+    """
+    return not file.endswith("/__init__.py") and not any(
+        _is_in(file, extra) for extra in EXTRA_FILES[name]
+    )
 
 
 def _is_in(file, place):
@@ -301,7 +352,8 @@ def targets(node):
 
 @cache
 def definitions(name, file):
-    """Return the public functions, classes, constants, methods and fields of a file by name, in order.
+    """Return the public functions, classes, constants, methods and fields of a file by name, in
+    order.
 
     Both `forward` and `__call__` are named `call`.
     """
@@ -309,17 +361,27 @@ def definitions(name, file):
     for node in parse(name, file).body:
         found |= {public: node for public in targets(node) if is_public(public)}
         for member in node.body if isinstance(node, ast.ClassDef) and is_public(node.name) else []:
-            found |= {f"{node.name}.{CALL.get(own, own)}": member for own in targets(member) if is_public(own)}
+            found |= {
+                f"{node.name}.{CALL.get(own, own)}": member
+                for own in targets(member)
+                if is_public(own)
+            }
     return found
 
 
 def functions(name, file):
-    return {public: node for public, node in definitions(name, file).items() if isinstance(node, ast.FunctionDef)}
+    return {
+        public: node
+        for public, node in definitions(name, file).items()
+        if isinstance(node, ast.FunctionDef)
+    }
 
 
 def is_extra(name, public):
     """Return True if a name, its class or its file is in the list."""
-    own = EXTRA_NAMES[name].union(*(definitions(name, file) for file in files_of(name) if not is_shared(name, file)))
+    own = EXTRA_NAMES[name].union(
+        *(definitions(name, file) for file in files_of(name) if not is_shared(name, file))
+    )
     return not own.isdisjoint({public, public.partition(".")[0]})
 
 
@@ -332,14 +394,25 @@ def constructor(name, kind):
 
 
 def parameters(name, public, function):
-    """Return the common parameters in order, each as (kind, name, default, axes of its annotation)."""
+    """Return the common parameters in order, each as (kind, name, default, axes of its
+    annotation).
+    """
     arguments = function.args
     positional, keyword = [*arguments.posonlyargs, *arguments.args], arguments.kwonlyargs
-    defaults = [None] * (len(positional) - len(arguments.defaults)) + arguments.defaults + arguments.kw_defaults
+    defaults = (
+        [None] * (len(positional) - len(arguments.defaults))
+        + arguments.defaults
+        + arguments.kw_defaults
+    )
     kinds = ["positional"] * len(positional) + ["keyword"] * len(keyword)
     extra = EXTRA_PARAMETERS[name] - COMMON_PARAMETERS.get(public, set())
     return [
-        (kind, argument.arg, default and in_neutral_words(name, ast.unparse(default)), axes(argument.annotation))
+        (
+            kind,
+            argument.arg,
+            default and in_neutral_words(name, ast.unparse(default)),
+            axes(argument.annotation),
+        )
         for kind, argument, default in zip(kinds, [*positional, *keyword], defaults, strict=True)
         if argument.arg not in extra
     ]
@@ -347,8 +420,15 @@ def parameters(name, public, function):
 
 def with_other_defaults(name, public, expected):
     """Return parameters with the implementation's own defaults."""
-    others = {argument: default for (*where, argument), default in OTHER_DEFAULTS.items() if where == [name, public]}
-    return [(kind, argument, others.get(argument, default), axes) for kind, argument, default, axes in expected]
+    others = {
+        argument: default
+        for (*where, argument), default in OTHER_DEFAULTS.items()
+        if where == [name, public]
+    }
+    return [
+        (kind, argument, others.get(argument, default), axes)
+        for kind, argument, default, axes in expected
+    ]
 
 
 def axes(annotation):
@@ -387,7 +467,9 @@ OTHERS = [name for name in NAMES if name != "torch"]  # the others are compared 
 
 
 def shared_definitions(name, file):
-    """Return torch's functions and classes in a file that the implementation must also have, by name."""
+    """Return torch's functions and classes in a file that the implementation must also have, by
+    name.
+    """
     shared = {}
     for public, node in definitions("torch", file).items():
         is_definition = isinstance(node, ast.FunctionDef | ast.ClassDef)
@@ -417,7 +499,7 @@ def test_the_lists_of_files_are_long():
     assert all(len(shared_functions(name, "mha.py")) >= 5 for name in OTHERS)
 
 
-# ---- Files and names -------------------------------------------------------------------------------------------------
+# ---- Files and names -----------------------------------------------------------------------------
 
 
 @every_other
@@ -425,9 +507,16 @@ def test_implementations_have_same_files(name):
     """The packages have the files of mha_torch, apart from listed extra files, all of which
     exist.
     """
-    shared = {sibling: {file for file in paths_of(sibling) if is_shared(sibling, file)} for sibling in NAMES}
+    shared = {
+        sibling: {file for file in paths_of(sibling) if is_shared(sibling, file)}
+        for sibling in NAMES
+    }
     assert shared[name] == shared["torch"]
-    assert [extra for extra in EXTRA_FILES[name] if not any(_is_in(file, extra) for file in paths_of(name))] == []
+    assert [
+        extra
+        for extra in EXTRA_FILES[name]
+        if not any(_is_in(file, extra) for file in paths_of(name))
+    ] == []
 
 
 @every_other
@@ -440,10 +529,16 @@ def test_packages_have_same_public_names(name):
 
 def shared_public_names(name):
     """Return the public names of a package that the others must also have."""
-    own_files = {Path(file).stem for file in [*EXTRA_FILES[name], *files_of(name)] if not is_shared(name, file)}
+    own_files = {
+        Path(file).stem
+        for file in [*EXTRA_FILES[name], *files_of(name)]
+        if not is_shared(name, file)
+    }
     shared = []
     for public in all_of(name):
-        is_type_of_kernels = public == "Kernel"  # in the `__init__.py` of a folder, which others need not have
+        is_type_of_kernels = (
+            public == "Kernel"
+        )  # in the `__init__.py` of a folder, which others need not have
         if is_type_of_kernels or not (public in own_files or is_extra(name, public)):
             shared.append(public)
     return shared
@@ -462,7 +557,9 @@ def test_public_names_are_defined_in_modules(name):
             place = "/".join(node.module.split(".")[1:])
             inside = folder(name) / place
             if inside.is_dir():
-                there = {path.stem for path in inside.iterdir()} | set(definitions(name, f"{place}/__init__.py"))
+                there = {path.stem for path in inside.iterdir()} | set(
+                    definitions(name, f"{place}/__init__.py")
+                )
             else:
                 there = set(definitions(name, f"{place}.py"))
             assert not [alias.name for alias in node.names if alias.name not in there]
@@ -476,7 +573,9 @@ def test_definitions_have_same_order(name):
     """
     for file in FILES:
         found = [public for public in definitions(name, file) if not is_extra(name, public)]
-        expected = [public for public in definitions("torch", file) if not is_extra("torch", public)]
+        expected = [
+            public for public in definitions("torch", file) if not is_extra("torch", public)
+        ]
         assert found == expected, file
 
 
@@ -495,7 +594,7 @@ def test_listed_names_exist(name):
     assert EXTRA_PARAMETERS[name] <= arguments
 
 
-# ---- Parameters ------------------------------------------------------------------------------------------------------
+# ---- Parameters ----------------------------------------------------------------------------------
 
 
 @every_other
@@ -507,7 +606,9 @@ def test_parameters_are_the_same(name):
     for file in FILES:
         for public, node in shared_functions(name, file).items():
             found[file, public] = parameters(name, public, functions(name, file)[public])
-            expected[file, public] = with_other_defaults(name, public, parameters("torch", public, node))
+            expected[file, public] = with_other_defaults(
+                name, public, parameters("torch", public, node)
+            )
     assert found == expected
 
 
@@ -522,7 +623,7 @@ def test_results_have_same_axes(name):
     assert found == expected
 
 
-# ---- Docstrings ------------------------------------------------------------------------------------------------------
+# ---- Docstrings ----------------------------------------------------------------------------------
 
 
 @every_other
@@ -554,18 +655,22 @@ def test_public_definitions_have_docstrings(name):
         for file in files_of(name)
         for public, node in definitions(name, file).items()
         if isinstance(node, ast.FunctionDef | ast.ClassDef)
-        and not public.endswith(("__init__", "extra_repr"))  # the class documents its constructor, and torch the hook
+        and not public.endswith(
+            ("__init__", "extra_repr")
+        )  # the class documents its constructor, and torch the hook
         and not ast.get_docstring(node)
     ]
     assert not bare
 
 
-# ---- Imports ---------------------------------------------------------------------------------------------------------
+# ---- Imports -------------------------------------------------------------------------------------
 
 
 @every_sibling
 def test_package_imports_only_its_framework(name):
-    """A file imports only its framework, NumPy, jaxtyping, mha_spec and its own package, apart from listed imports."""
+    """A file imports only its framework, NumPy, jaxtyping, mha_spec and its own package, apart from
+    listed imports.
+    """
     allowed = FRAMEWORK[name] | {f"mha_{name}", "mha_spec", "numpy", "jaxtyping"}
     for file in files_of(name):
         assert imports(parse(name, file)) <= allowed | OTHER_IMPORTS.get((name, file), set()), file

@@ -64,12 +64,16 @@ def test_unknown_library_name_is_rejected(capsys, tool, tmp_path):
     (tmp_path / "libttsim.so").write_bytes(ELF)
     message = refused(capsys, tool, tmp_path / "libttsim.so")
     assert refuses("the simulator", "libttsim.so'").is_printed_in(message)
-    assert [name for name in ("libttsim_bh.so", "libttsim_wh.so", "wolfpine") if name not in message] == []
+    assert [
+        name for name in ("libttsim_bh.so", "libttsim_wh.so", "wolfpine") if name not in message
+    ] == []
 
 
 def test_missing_library_is_rejected(capsys, tool, tmp_path):
     """A library that does not exist exits with status 2 and an error with its name."""
-    assert refuses("the simulator", "libttsim_wh.so'").is_printed_in(refused(capsys, tool, tmp_path / "libttsim_wh.so"))
+    assert refuses("the simulator", "libttsim_wh.so'").is_printed_in(
+        refused(capsys, tool, tmp_path / "libttsim_wh.so")
+    )
 
 
 def test_non_elf_library_is_rejected(capsys, tool, library):
@@ -91,7 +95,9 @@ def test_mismatched_options_are_rejected(capsys, tool, library):
     the option.
     """
     assert refuses("--arch", "wh").is_printed_in(refused(capsys, tool, library, "--arch", "wh"))
-    assert refuses("--sha256", "wolfpine").is_printed_in(refused(capsys, tool, "wolfpine", "--sha256", "0" * 64))
+    assert refuses("--sha256", "wolfpine").is_printed_in(
+        refused(capsys, tool, "wolfpine", "--sha256", "0" * 64)
+    )
 
 
 @pytest.mark.costly("the tool asks the interpreter")
@@ -116,16 +122,25 @@ def test_library_is_set_up_with_environment(capsys, tool, library, python, tmp_p
     folder = tmp_path / "a folder"
     (folder / "sfpi").mkdir(parents=True)  # the compiler was set up before
     sha256 = hashlib.sha256(ELF).hexdigest()
-    assert tool.main([str(library), "--folder", str(folder), "--python", str(python), "--sha256", sha256]) == 0
+    assert (
+        tool.main(
+            [str(library), "--folder", str(folder), "--python", str(python), "--sha256", sha256]
+        )
+        == 0
+    )
     printed = capsys.readouterr()
-    shell = subprocess.run(["sh", "-c", f"{printed.out}env"], capture_output=True, text=True, check=True, env={})
+    shell = subprocess.run(
+        ["sh", "-c", f"{printed.out}env"], capture_output=True, text=True, check=True, env={}
+    )
     environment = dict(line.split("=", 1) for line in shell.stdout.splitlines())
     placed = Path(environment["TT_METAL_SIMULATOR"])
     assert placed == folder / arch / library.name
     assert placed.read_bytes() == ELF
     assert (placed.parent / "soc_descriptor.yaml").read_text().startswith(arch)
     root = Path(environment["TT_METAL_RUNTIME_ROOT"])
-    assert all((root / link).is_dir() for link in ("tt_metal", "ttnn", "runtime/hw", "runtime/sfpi"))
+    assert all(
+        (root / link).is_dir() for link in ("tt_metal", "ttnn", "runtime/hw", "runtime/sfpi")
+    )
     assert environment["TT_METAL_CACHE"] == f"{folder}/kernels/{arch}/"
     assert f"sha256 {sha256}, as given" in printed.err
 
@@ -148,7 +163,9 @@ def archive(**files):
 
 
 def compressed(content):
-    return subprocess.run(["zstd", "--quiet", "--stdout"], input=content, capture_output=True, check=True).stdout
+    return subprocess.run(
+        ["zstd", "--quiet", "--stdout"], input=content, capture_output=True, check=True
+    ).stdout
 
 
 @pytest.mark.costly("zstd is a program")
@@ -179,7 +196,12 @@ def test_division_follows_risc_v(tool):
     namespace = {}
     exec(f"class Divider:{tool.DIVISION}", namespace)
     divided = namespace["Divider"]._divided
-    assert [divided(*pair) for pair in ((7, 2), (-7, 2), (7, -2), (-7, -2))] == [(3, 1), (-3, -1), (-3, 1), (3, -1)]
+    assert [divided(*pair) for pair in ((7, 2), (-7, 2), (7, -2), (-7, -2))] == [
+        (3, 1),
+        (-3, -1),
+        (-3, 1),
+        (3, -1),
+    ]
     assert divided(5, 0) == (-1, 5)
     assert divided(2**62 + 1, 1) == (2**62 + 1, 0)  # exact, unlike a float
 
@@ -196,5 +218,11 @@ def test_unknown_division_code_raises(tool):
 @pytest.mark.costly("the tool runs without the project")
 def test_help_names_trusted_sources():
     """The help names the two sources that are trusted, the missing license and the SHA-256."""
-    shown = subprocess.run([sys.executable, TOOL, "--help"], capture_output=True, text=True, check=True).stdout
-    assert [word for word in ("jax-tt-plugin", "wolfpine", "neither a license", "sha256") if word not in shown] == []
+    shown = subprocess.run(
+        [sys.executable, TOOL, "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    assert [
+        word
+        for word in ("jax-tt-plugin", "wolfpine", "neither a license", "sha256")
+        if word not in shown
+    ] == []

@@ -16,7 +16,8 @@ from helpers import ROOT
 FIND = ROOT / "tools" / "find-python312"
 
 needs_linux = pytest.mark.skipif(
-    (platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="ttnn has wheels for x86-64 Linux only"
+    (platform.system(), platform.machine()) != ("Linux", "x86_64"),
+    reason="ttnn has wheels for x86-64 Linux only",
 )
 
 
@@ -30,7 +31,11 @@ def put_python(path, says="cpython 3 12 ok", status=0):
 
 def find(path, home):
     result = subprocess.run(
-        [FIND], capture_output=True, text=True, check=True, env={"PATH": f"{path}:{os.defpath}", "HOME": str(home)}
+        [FIND],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PATH": f"{path}:{os.defpath}", "HOME": str(home)},
     )
     return result.stdout.strip()
 
@@ -64,7 +69,7 @@ def test_broken_shim_does_not_hide_python(tmp_path):
     assert find(f"{tmp_path / 'shims'}:{tmp_path / 'bin'}", tmp_path) == str(python)
 
 
-# ---- fuzz-cli --------------------------------------------------------------------------------------------------------
+# ---- fuzz-cli ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +117,7 @@ def crash_as_70(arguments):
 )
 def test_fuzzing_finds_every_harm(fuzz, tmp_path, monkeypatch, fault, finding):
     """Control characters, 200,000 characters of output, and exit status 70 are found as harm."""
-    monkeypatch.setattr("parity.cli.main.main", fault)
+    monkeypatch.setattr("parity.use.cli.main.main", fault)
     monkeypatch.setattr(fuzz, "good_files", lambda folder: {})
     monkeypatch.setattr(fuzz, "hostile", lambda draw, good: ({}, ["inspect", "a.npz"]))
     (told, *_) = fuzz.fuzz_hostile(tmp_path, 1, seed=0)
@@ -121,7 +126,10 @@ def test_fuzzing_finds_every_harm(fuzz, tmp_path, monkeypatch, fault, finding):
 
 def test_excess_time_and_memory_are_harm(fuzz):
     """11 seconds and 600 MiB are found as harm; 9 seconds and 500 MiB are not."""
-    assert list(fuzz.harm(["inspect"], 0, "", "", 11.0, 600 << 20)) == ["11 seconds", "600 MiB more memory"]
+    assert list(fuzz.harm(["inspect"], 0, "", "", 11.0, 600 << 20)) == [
+        "11 seconds",
+        "600 MiB more memory",
+    ]
     assert list(fuzz.harm(["inspect"], 0, "", "", 9.0, 500 << 20)) == []
 
 
@@ -168,20 +176,28 @@ def test_fuzzing_finds_every_fault(fuzz, tmp_path, monkeypatch, fault, finding):
     """A lost or changed file, a partial report, a file left, a traceback, a wrong exit status
     and a hang are found, with the command.
     """
-    monkeypatch.setattr("parity.cli.main.main", fault)
+    monkeypatch.setattr("parity.use.cli.main.main", fault)
     monkeypatch.setattr(fuzz.call, "__defaults__", (1,))
     monkeypatch.setattr(fuzz, "draw", lambda rng: (["inspect", "a.npz"], []))
     (told, *_) = [told for told in fuzz.fuzz_commands(tmp_path, 1, seed=0) if finding in told]
     assert told.startswith("0: mha-parity 'inspect' 'a.npz'")
 
 
-# ---- check-html ------------------------------------------------------------------------------------------------------
+# ---- check-html ----------------------------------------------------------------------------------
 
-CLEAN = {"requests": [], "errors": [], "violations": [], "views": [{"view": "400-dark", "overflow": 0}], "status": 0}
+CLEAN = {
+    "requests": [],
+    "errors": [],
+    "violations": [],
+    "views": [{"view": "400-dark", "overflow": 0}],
+    "status": 0,
+}
 FAULTS = {
     "requests": ["http://127.0.0.1:9/x.png"],
     "errors": ["Error: oops"],
-    "violations": [{"id": name, "view": "400-dark", "first": "<p>"} for name in ("image-alt", "color-contrast")],
+    "violations": [
+        {"id": name, "view": "400-dark", "first": "<p>"} for name in ("image-alt", "color-contrast")
+    ],
     "views": [{"view": "400-dark", "overflow": 1}],
     "status": 1,
 }
@@ -203,16 +219,26 @@ def check_html(monkeypatch):
 @pytest.fixture
 def browser(check_html, monkeypatch, tmp_path):
     """Replace Node.js: return the output of `npm`, and of `node` for each page, to be changed."""
-    says = {"npm": (0, ""), "failed.html": CLEAN, "hostile.html": CLEAN, "control.html": FAULTS, "index.html": CLEAN}
+    says = {
+        "npm": (0, ""),
+        "failed.html": CLEAN,
+        "hostile.html": CLEAN,
+        "control.html": FAULTS,
+        "index.html": CLEAN,
+    }
     monkeypatch.setattr(check_html, "SITE", tmp_path)
     monkeypatch.setattr(check_html, "PAGES", ("index",))
 
     def run(tool, arguments, folder):
         if tool == "npm":
             return subprocess.CompletedProcess(arguments, says["npm"][0], "", says["npm"][1])
-        found = [says[page.rpartition("/")[2]] for page in arguments[1:]]  # pages of the site have addresses
+        found = [
+            says[page.rpartition("/")[2]] for page in arguments[1:]
+        ]  # pages of the site have addresses
         if None in found:
-            return subprocess.CompletedProcess(arguments, 3, "", "Chromium does not start here: why\n")
+            return subprocess.CompletedProcess(
+                arguments, 3, "", "Chromium does not start here: why\n"
+            )
         return subprocess.CompletedProcess(arguments, 0, "\n".join(map(json.dumps, found)), "")
 
     monkeypatch.setattr(check_html, "run", run)
@@ -247,7 +273,9 @@ def test_missing_site_is_reported(check_html, browser, tmp_path, capsys, monkeyp
     """If the site is not built, the check exits with status 0 and a line about how to build it."""
     monkeypatch.setattr(check_html, "SITE", tmp_path / "none")
     assert check_html.main(tmp_path) == 0
-    assert capsys.readouterr().out.startswith("check-html: LEFT OUT, the site: `make docs` builds it")
+    assert capsys.readouterr().out.startswith(
+        "check-html: LEFT OUT, the site: `make docs` builds it"
+    )
 
 
 def test_every_page_is_opened_on_request(check_html, browser, tmp_path, capsys):
@@ -283,7 +311,7 @@ def test_missing_browser_is_reported(check_html, browser, tmp_path, capsys, what
     assert capsys.readouterr().out == f"check-html: LEFT OUT, {why}\n"
 
 
-# ---- mutants ---------------------------------------------------------------------------------------------------------
+# ---- mutants -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -336,7 +364,15 @@ def test_mutants_depend_only_on_seed(mutants, monkeypatch):
     draws others; the counts add up to at least 200.
     """
     assert sum(mutants.COUNTS.values()) >= 200
-    assert mutants.COUNTS.keys() == {"mha_spec", "mha_jax", "mha_torch", "mha_tt", "ttnn_mock", "parity", "parity_lab"}
+    assert mutants.COUNTS.keys() == {
+        "mha_spec",
+        "mha_jax",
+        "mha_torch",
+        "mha_tt",
+        "ttnn_mock",
+        "parity",
+        "parity_lab",
+    }
     monkeypatch.setattr(mutants, "COUNTS", {"mha_spec": 25})
     assert mutants.drawn(0) == mutants.drawn(0) != mutants.drawn(1)
     assert {each.package for each in mutants.drawn(0)} == {"mha_spec"}
@@ -363,7 +399,9 @@ def server(mutants, tmp_path, monkeypatch):
     )
     (tmp_path / "test_m.py").write_text(TESTED)
     monkeypatch.setattr(mutants, "BUILD", tmp_path)
-    suite = mutants.Suite("main", (sys.executable, "-m", "pytest", "--rootdir", str(tmp_path)), (str(tmp_path),), ())
+    suite = mutants.Suite(
+        "main", (sys.executable, "-m", "pytest", "--rootdir", str(tmp_path)), (str(tmp_path),), ()
+    )
     process = mutants.Server(suite, tmp_path)
     source = (tmp_path / "m.py").read_text()
 

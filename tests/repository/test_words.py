@@ -44,15 +44,22 @@ IDIOMS = {
         "'because' or 'since'",
     ),
     ", too": (r", too(?=[.,;:)]|$)", "'also' before the verb, or nothing"),
-    "in place of": (r"\bin (?:place of|(?:its|their) (?:place|stead))\b", "'instead of', 'instead'"),
-    "and not": (rf"\band not (?:by|of|in|on|from|to|for|as|at|{NOUN})\b", "'instead of', or ', not'"),
+    "in place of": (
+        r"\bin (?:place of|(?:its|their) (?:place|stead))\b",
+        "'instead of', 'instead'",
+    ),
+    "and not": (
+        rf"\band not (?:by|of|in|on|from|to|for|as|at|{NOUN})\b",
+        "'instead of', or ', not'",
+    ),
     "beside": (r"\bbeside\b", "'next to', 'in addition to', 'compared with'"),
     "refused": (
         r"\b(?:(?:is|are|be|been|was|were) refused|refused by name|refuses?|refusing)\b",
         "'raises an error', 'rejects', 'is not supported'",
     ),
     "told": (
-        r"\b(?:(?:is|are|be|been|was|were|unless|if|when|as) (?:told|said)|told (?:by|apart|otherwise))\b",
+        r"\b(?:(?:is|are|be|been|was|were|unless|if|when|as) (?:told|said)|told "
+        r"(?:by|apart|otherwise))\b",
         "'specified', 'reported', 'distinguished', 'by default'",
     ),
     "asked": (
@@ -61,7 +68,8 @@ IDIOMS = {
     ),
     "judged": (r"\b(?:judges?|judged|judging)\b", "'compares', 'checks'"),
     "sees": (
-        r"\b(?:quer(?:y|ies)|rows?|tokens?|heads?|layers?|kernels?|tools?|functions?) (?:sees?|knows?|saw|knew)\b",
+        r"\b(?:quer(?:y|ies)|rows?|tokens?|heads?|layers?|kernels?|tools?|functions?) "
+        r"(?:sees?|knows?|saw|knew)\b",
         "queries 'attend to' keys, tools 'detect', functions 'support'",
     ),
     "gives": (
@@ -89,12 +97,18 @@ IDIOMS = {
         r"\b(?:mended|anew|there and back|be had|put back|at hand)\b",
         "'fixed', 'regenerated', 'round trip', 'available', 'restored'",
     ),
-    "so many": (r"\b(?:so many|of equally many|each its own)\b", "'that many', 'the same number of', 'one per'"),
+    "so many": (
+        r"\b(?:so many|of equally many|each its own)\b",
+        "'that many', 'the same number of', 'one per'",
+    ),
     "is no": (
         r"(?<![Tt]here )\bis (?:none|another one|no (?!longer|more|different|need))\b",
         "'is not a', 'does not exist', 'differs'",
     ),
-    "looked for": (r"\b(?:is|are|was|were) looked for\b", "'searches for', 'tries', with a subject"),
+    "looked for": (
+        r"\b(?:is|are|was|were) looked for\b",
+        "'searches for', 'tries', with a subject",
+    ),
     "must": (
         r"\bmust be (?:of|that of|those of|told)\b|\bmust (?:come with|name)\b",
         "'must be one of', 'requires', 'must be a path to'",
@@ -122,7 +136,9 @@ LEXEME = re.compile(
 
 
 def prose(page: str) -> str:
-    """Return the paragraphs of a page, one per line, without code blocks, inline code and link targets."""
+    """Return the paragraphs of a page, one per line, without code blocks, inline code and link
+    targets.
+    """
     page = re.sub(r"^ *```.*?^ *```$", "", page, flags=re.MULTILINE | re.DOTALL)
     page = re.sub(r"`[^`\n]*`", "``", re.sub(r"\]\([^)\s]*\)", "]", page))
     return re.sub(r"(?<=\S)[ \t]*\n[ \t]*(?=[^\s|#>*-])", " ", page)
@@ -134,7 +150,9 @@ def lexemes(source: str) -> dict[str, str]:
     for found in LEXEME.finditer(source):
         text = found[0].strip().strip("\"'# \t")
         if found.lastgroup != "string":
-            texts["docstrings"].append(re.sub(r"^ +[*\w]+(, [*\w]+)*: ", "    ", text, flags=re.MULTILINE))  # names
+            texts["docstrings"].append(
+                re.sub(r"^ +[*\w]+(, [*\w]+)*: ", "    ", text, flags=re.MULTILINE)
+            )  # names
             continue
         text = re.sub(r"\{[^{}]*\}", "{}", text)  # values of f-strings
         if len(text.split()) > 2:
@@ -143,13 +161,20 @@ def lexemes(source: str) -> dict[str, str]:
 
 
 def texts() -> dict[str, str]:
-    """Return the prose of each page, and the docstrings, comments and messages of each module, by path."""
-    pages = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md")]
+    """Return the prose of each page, and the docstrings, comments and messages of each module, by
+    path.
+    """
+    pages = [
+        ROOT / name
+        for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md")
+    ]
     pages += [*(ROOT / "docs").rglob("*.md"), *(ROOT / "parity" / "bugs").glob("*.md")]
     found = {path: prose(path.read_text("utf-8")) for path in pages if path.name not in GENERATED}
     modules = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     programs = [
-        path for path in (ROOT / "tools").iterdir() if path.is_file() and not path.suffix and path.name not in RECORDED
+        path
+        for path in (ROOT / "tools").iterdir()
+        if path.is_file() and not path.suffix and path.name not in RECORDED
     ]
     for path in (*modules, *programs, ROOT / "Makefile", ROOT / ".ci" / "run"):
         found[path] = "\n\n".join(lexemes(path.read_text("utf-8")).values())
@@ -159,7 +184,8 @@ def texts() -> dict[str, str]:
 def idioms_in(texts_by_path: dict[str, str]) -> list[str]:
     """Return a line for each idiom, with its place and its replacement."""
     return [
-        f"{path}: …{' '.join(text[max(0, hit.start() - 40) : hit.end() + 30].split())}…: write {IDIOMS[name][1]}"
+        f"{path}: …{' '.join(text[max(0, hit.start() - 40) : hit.end() + 30].split())}…: write "
+        f"{IDIOMS[name][1]}"
         for path, text in texts_by_path.items()
         for name, pattern in PATTERNS.items()
         for hit in pattern.finditer(text)
@@ -175,7 +201,12 @@ def test_prose_has_no_idioms():
 def test_prose_of_tests_has_no_idioms():
     """Docstrings and comments of tests contain none of the idioms; their strings may."""
     paths = (ROOT / "tests").rglob("*.py")
-    hits = idioms_in({str(path.relative_to(ROOT)): lexemes(path.read_text("utf-8"))["docstrings"] for path in paths})
+    hits = idioms_in(
+        {
+            str(path.relative_to(ROOT)): lexemes(path.read_text("utf-8"))["docstrings"]
+            for path in paths
+        }
+    )
     assert not hits, "\n".join(hits)
 
 

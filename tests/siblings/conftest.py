@@ -1,4 +1,5 @@
-"""Leaves out folders of frameworks that are not installed: .venv has JAX and PyTorch, .venv-tt has ttnn.
+"""Leaves out folders of frameworks that are not installed: .venv has JAX and PyTorch, .venv-tt has
+ttnn.
 
 The modules of this folder are for every implementation and run in both environments.
 """

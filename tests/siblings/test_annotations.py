@@ -1,7 +1,8 @@
-"""Annotations are checks: each public function rejects arrays of another type, rank, kind or size than it says.
+"""Annotations are checks: each public function rejects arrays of another type, rank, kind or size
+than it says.
 
-The refusals are generated from the annotations. Arguments are checked before a call, so that one bad argument, or two
-that do not fit each other, suffice to make one.
+The refusals are generated from the annotations. Arguments are checked before a call, so that one
+bad argument, or two that do not fit each other, suffice to make one.
 """
 
 import inspect
@@ -88,17 +89,23 @@ def public_calls(package):
 
 
 def array_arguments(package):
-    """Return the arguments of public calls whose annotation has one form of an array, for each type of one."""
+    """Return the arguments of public calls whose annotation has one form of an array, for each type
+    of one.
+    """
     arguments = []
     for function, call in public_calls(package).items():
         for name, parameter in inspect.signature(call, eval_str=True).parameters.items():
             options = get_args(parameter.annotation) or (parameter.annotation,)
             arrays = [option for option in options if hasattr(option, "dim_str")]
-            others = [option for option in options if option not in arrays and option is not type(None)]
+            others = [
+                option for option in options if option not in arrays and option is not type(None)
+            ]
             is_required = parameter.default is parameter.empty and type(None) not in options
             if len({array.dim_str for array in arrays}) == 1:
                 for array in arrays:
-                    arguments.append(ArrayArgument(call, function, name, array, bool(others), is_required))
+                    arguments.append(
+                        ArrayArgument(call, function, name, array, bool(others), is_required)
+                    )
     return arguments
 
 
@@ -117,8 +124,8 @@ def test_public_calls_are_checked(sibling):
 
 
 def test_other_types_raise(sibling):
-    """An argument that is not an array of the framework raises an error, unless it may be something else. So does
-    None for an argument without a default.
+    """An argument that is not an array of the framework raises an error, unless it may be something
+    else. So does None for an argument without a default.
     """
     for argument in array_arguments(sibling.package):
         others = [] if argument.accepts_others else ["text"]
@@ -131,7 +138,9 @@ def test_other_types_raise(sibling):
 
 
 def test_other_ranks_raise(sibling):
-    """An array with an axis too few, or too many unless any number of batch axes may be there, raises an error."""
+    """An array with an axis too few, or too many unless any number of batch axes may be there,
+    raises an error.
+    """
     for argument in array_arguments(sibling.package):
         ranks = [argument.shape()[1:]] if argument.axes else []
         if not argument.has_batch_axes:
@@ -143,7 +152,9 @@ def test_other_ranks_raise(sibling):
 
 
 def test_other_kinds_raise(sibling):
-    """An array of another kind of dtype raises an error: integers for floating point, floats for integers and masks."""
+    """An array of another kind of dtype raises an error: integers for floating point, floats for
+    integers and masks.
+    """
     for argument in array_arguments(sibling.package):
         wrong_kind = np.int32 if argument.kind is np.float32 else np.float32
         x = argument.of_shape(sibling, argument.shape() or (3, 5), wrong_kind)
@@ -179,16 +190,25 @@ def test_different_sizes_of_an_axis_raise(sibling):
 
 
 def test_flags_must_be_booleans(sibling):
-    """An argument that is True or False raises an error for anything else, whatever its truth value."""
+    """An argument that is True or False raises an error for anything else, whatever its truth
+    value.
+    """
     flags = []
-    checked_calls = {name: call for name, call in public_calls(sibling.package).items() if hasattr(call, "is_checked")}
+    checked_calls = {
+        name: call
+        for name, call in public_calls(sibling.package).items()
+        if hasattr(call, "is_checked")
+    }
     for function, call in checked_calls.items():
         for name, parameter in inspect.signature(call, eval_str=True).parameters.items():
             if bool in (get_args(parameter.annotation) or (parameter.annotation,)):
                 argument = ArrayArgument(call, function, name, None, False, False)
                 flags.append(str(argument))
                 for wrong in (1, "no", np.ones(3)):
-                    assert (str(argument), refusal_of(argument, **{name: wrong}).argument) == (str(argument), name)
+                    assert (str(argument), refusal_of(argument, **{name: wrong}).argument) == (
+                        str(argument),
+                        name,
+                    )
     assert {"MultiHeadAttention(is_causal)", "multi_head_attention(training)"} <= {*flags}
 
 
@@ -224,7 +244,9 @@ def test_attention_weights_are_checked_once(sibling, monkeypatch):
 
 
 def test_public_functions_are_pickled(sibling):
-    """Public functions and layers with contained kernels can be pickled, as for processes that are started."""
+    """Public functions and layers with contained kernels can be pickled, as for processes that are
+    started.
+    """
     for name, call in public_calls(sibling.package).items():
         if inspect.isfunction(getattr(sibling.package, name)):
             assert pickle.loads(pickle.dumps(call)) is call

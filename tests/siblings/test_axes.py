@@ -1,4 +1,6 @@
-"""Inputs with any number of batch axes match a single batch axis bit for bit, in every implementation."""
+"""Inputs with any number of batch axes match a single batch axis bit for bit, in every
+implementation.
+"""
 
 import math
 
@@ -25,7 +27,12 @@ def assert_same(sibling, x, options, of_one, axes):
     results = []
     for tokens, given in ((x, options), (x.reshape(-1, *x.shape[-2:]), {**options, **of_one})):
         given = {name: sibling.option(option) for name, option in given.items()}
-        results.append([sibling.numpy(part) for part in layer(sibling.array(tokens), **given, need_weights=True)])
+        results.append(
+            [
+                sibling.numpy(part)
+                for part in layer(sibling.array(tokens), **given, need_weights=True)
+            ]
+        )
     for found, expected in zip(*results, strict=True):
         assert found.shape == (*axes, *expected.shape[1:])
         assert np.array_equal(found.reshape(expected.shape), expected)

@@ -1,4 +1,5 @@
-"""Bad input raises an error before any work, in every function of every implementation, with values by name.
+"""Bad input raises an error before any work, in every function of every implementation, with values
+by name.
 
 Heads are 32 wide, a whole tile of ttnn, so that shapes are the same everywhere.
 """
@@ -16,7 +17,9 @@ from mha_spec import Alibi, AttentionSpec, GridBias, RelativeBias, RelativeProdu
 
 @dataclass(frozen=True)
 class Ones:
-    """A tensor of ones, made for an implementation in its usual dtype, another floating dtype or integers."""
+    """A tensor of ones, made for an implementation in its usual dtype, another floating dtype or
+    integers.
+    """
 
     shape: tuple[int, ...]
     kind: str = "usual"
@@ -57,7 +60,8 @@ def lengths(*values):
 def of_layer(spec):
     """The weights of a layer, made for an implementation."""
     return lambda sibling: sibling.weights(
-        {name: x.astype(sibling.kernel_dtype) for name, x in parity.random_weights(spec).items()}, spec
+        {name: x.astype(sibling.kernel_dtype) for name, x in parity.random_weights(spec).items()},
+        spec,
     )
 
 
@@ -68,11 +72,15 @@ def usual(sibling, kind, spec):
 
 
 def converted(sibling, x):
-    """Return an argument for the implementation: tensors, weights by name, options, and results of functions."""
+    """Return an argument for the implementation: tensors, weights by name, options, and results of
+    functions.
+    """
     if isinstance(x, Ones):
         return x.of(sibling)
     if isinstance(x, dict):
-        return sibling.container({name: tensor.as_weight(sibling, name) for name, tensor in x.items()})
+        return sibling.container(
+            {name: tensor.as_weight(sibling, name) for name, tensor in x.items()}
+        )
     if callable(x):
         return x(sibling)
     return sibling.option(x)
@@ -90,7 +98,7 @@ def assert_error(sibling, function, args, keywords, refusal):
         function(*args, **keywords)
 
 
-# ---- Stages ----------------------------------------------------------------------------------------------------------
+# ---- Stages --------------------------------------------------------------------------------------
 
 HEADS = ones(2, 2, 3, 32)
 RELATIVE = AttentionSpec(64, 2, relative_bias=RelativeBias(8, 8))
@@ -99,7 +107,9 @@ SLOPES = AttentionSpec(128, 4, alibi=Alibi())
 
 
 def table(name, *shape, dtype=None):
-    """Return sinks, or a table of positions, as the stages accept it, in the usual dtype or another."""
+    """Return sinks, or a table of positions, as the stages accept it, in the usual dtype or
+    another.
+    """
     return lambda sibling: sibling.stage_weight(name, np.ones(shape, dtype or sibling.kernel_dtype))
 
 
@@ -119,18 +129,63 @@ def fused_kernel(sibling):
 
 STAGES = {
     "split_heads rank": ("split_heads", (ones(3, 64), 2), {}, refuses("x", {"x.shape": (3, 64)})),
-    "split_heads integers": ("split_heads", (integers(2, 3, 64), 2), {}, refuses_type("x…", {"x.dtype": ...})),
+    "split_heads integers": (
+        "split_heads",
+        (integers(2, 3, 64), 2),
+        {},
+        refuses_type("x…", {"x.dtype": ...}),
+    ),
     "split_heads list": ("split_heads", ([[[1.0, 2.0]]], 2), {}, refuses_type("x", "list")),
-    "split_heads width": ("split_heads", (ones(2, 3, 64), 3), {}, refuses("the width", width=64, num_heads=3)),
+    "split_heads width": (
+        "split_heads",
+        (ones(2, 3, 64), 3),
+        {},
+        refuses("the width", width=64, num_heads=3),
+    ),
     "split_heads 0": ("split_heads", (ones(2, 3, 64), 0), {}, refuses("num_heads", num_heads=0)),
-    "split_heads float": ("split_heads", (ones(2, 3, 64), 2.0), {}, refuses_type("num_heads", num_heads=2.0)),
-    "combine_heads rank": ("combine_heads", (ones(2, 3, 64),), {}, refuses("x", {"x.shape": (2, 3, 64)})),
-    "combine_heads integers": ("combine_heads", (integers(2, 2, 3, 32),), {}, refuses_type("x…", {"x.dtype": ...})),
-    "repeat_kv_heads rank": ("repeat_kv_heads", (ones(2, 3, 4), 2), {}, refuses("x", {"x.shape": (2, 3, 4)})),
-    "repeat_kv_heads groups": ("repeat_kv_heads", (HEADS, 3), {}, refuses("num_heads", num_heads=3, num_kv_heads=2)),
+    "split_heads float": (
+        "split_heads",
+        (ones(2, 3, 64), 2.0),
+        {},
+        refuses_type("num_heads", num_heads=2.0),
+    ),
+    "combine_heads rank": (
+        "combine_heads",
+        (ones(2, 3, 64),),
+        {},
+        refuses("x", {"x.shape": (2, 3, 64)}),
+    ),
+    "combine_heads integers": (
+        "combine_heads",
+        (integers(2, 2, 3, 32),),
+        {},
+        refuses_type("x…", {"x.dtype": ...}),
+    ),
+    "repeat_kv_heads rank": (
+        "repeat_kv_heads",
+        (ones(2, 3, 4), 2),
+        {},
+        refuses("x", {"x.shape": (2, 3, 4)}),
+    ),
+    "repeat_kv_heads groups": (
+        "repeat_kv_heads",
+        (HEADS, 3),
+        {},
+        refuses("num_heads", num_heads=3, num_kv_heads=2),
+    ),
     "repeat_kv_heads 0": ("repeat_kv_heads", (HEADS, 0), {}, refuses("num_heads", num_heads=0)),
-    "scores query rank": ("attention_scores", (ones(2, 3, 4), HEADS), {}, refuses("query", {"query.shape": (2, 3, 4)})),
-    "scores key rank": ("attention_scores", (HEADS, ones(2, 3, 4)), {}, refuses("key", {"key.shape": (2, 3, 4)})),
+    "scores query rank": (
+        "attention_scores",
+        (ones(2, 3, 4), HEADS),
+        {},
+        refuses("query", {"query.shape": (2, 3, 4)}),
+    ),
+    "scores key rank": (
+        "attention_scores",
+        (HEADS, ones(2, 3, 4)),
+        {},
+        refuses("key", {"key.shape": (2, 3, 4)}),
+    ),
     "scores integers": (
         "attention_scores",
         (integers(2, 2, 3, 32), HEADS),
@@ -155,7 +210,12 @@ STAGES = {
         {},
         refuses("num_heads", num_heads=3, num_kv_heads=2),
     ),
-    "scores bias": ("attention_scores", (HEADS, HEADS, floats(5)), {}, refuses("bias", {"bias.shape": (5,)})),
+    "scores bias": (
+        "attention_scores",
+        (HEADS, HEADS, floats(5)),
+        {},
+        refuses("bias", {"bias.shape": (5,)}),
+    ),
     "softmax sinks": (
         "masked_softmax",
         (HEADS, None, HEADS),
@@ -240,15 +300,30 @@ STAGES = {
         {},
         refuses("query", {"query.shape": (2, 4, 3, 64)}),
     ),
-    "softmax rank": ("masked_softmax", (ones(3, 4),), {}, refuses("scores", {"scores.shape": (3, 4)})),
+    "softmax rank": (
+        "masked_softmax",
+        (ones(3, 4),),
+        {},
+        refuses("scores", {"scores.shape": (3, 4)}),
+    ),
     "softmax integers": (
         "masked_softmax",
         (integers(2, 2, 3, 32),),
         {},
         refuses_type("scores…", {"scores.dtype": ...}),
     ),
-    "softmax float mask": ("masked_softmax", (HEADS, floats(3, 32)), {}, refuses_type("mask", {"mask.dtype": ...})),
-    "softmax mask": ("masked_softmax", (HEADS, booleans(5)), {}, refuses("mask", {"mask.shape": (5,)})),
+    "softmax float mask": (
+        "masked_softmax",
+        (HEADS, floats(3, 32)),
+        {},
+        refuses_type("mask", {"mask.dtype": ...}),
+    ),
+    "softmax mask": (
+        "masked_softmax",
+        (HEADS, booleans(5)),
+        {},
+        refuses("mask", {"mask.shape": (5,)}),
+    ),
     "context rank": (
         "attention_context",
         (ones(2, 3, 3), HEADS),
@@ -275,8 +350,18 @@ STAGES = {
     ),
     "dropout rate 1": ("apply_dropout", (HEADS, 1.0), {}, refuses("dropout", dropout=1.0)),
     "dropout rate negative": ("apply_dropout", (HEADS, -0.5), {}, refuses("dropout", dropout=-0.5)),
-    "dropout float keep": ("apply_dropout", (HEADS, 0.5, floats(3, 32)), {}, refuses_type("keep", {"keep.dtype": ...})),
-    "dropout keep": ("apply_dropout", (HEADS, 0.5, booleans(5)), {}, refuses("keep", {"keep.shape": (5,)})),
+    "dropout float keep": (
+        "apply_dropout",
+        (HEADS, 0.5, floats(3, 32)),
+        {},
+        refuses_type("keep", {"keep.dtype": ...}),
+    ),
+    "dropout keep": (
+        "apply_dropout",
+        (HEADS, 0.5, booleans(5)),
+        {},
+        refuses("keep", {"keep.shape": (5,)}),
+    ),
     "dropout rate text": (
         "apply_dropout",
         (HEADS, "0.5"),
@@ -299,14 +384,17 @@ def test_stage_rejects_bad_input(sibling, name):
     assert_error(sibling, *STAGES[name])
 
 
-# ---- Attention of split heads ----------------------------------------------------------------------------------------
+# ---- Attention of split heads --------------------------------------------------------------------
 
 PADDING_LENGTHS = {  # of two sequences of three keys
     "too long": (
         {"key_padding_lengths": [3, 4]},
         refuses("key_padding_lengths", key_padding_lengths=[3, 4]),
     ),
-    "negative": ({"key_padding_lengths": [-1, 3]}, refuses("key_padding_lengths", key_padding_lengths=[-1, 3])),
+    "negative": (
+        {"key_padding_lengths": [-1, 3]},
+        refuses("key_padding_lengths", key_padding_lengths=[-1, 3]),
+    ),
     "array too long": (
         {"key_padding_lengths": lengths(3, 4)},
         refuses("key_padding_lengths", key_padding_lengths=[3, 4]),
@@ -341,16 +429,31 @@ DOT_PRODUCTS = {
     "query rank": ({"query": ones(2, 3, 4)}, refuses("query", {"query.shape": (2, 3, 4)})),
     "key rank": ({"key": ones(2, 3, 4)}, refuses("key", {"key.shape": (2, 3, 4)})),
     "value rank": ({"value": ones(3, 4)}, refuses("value", {"value.shape": (3, 4)})),
-    "integer query": ({"query": integers(2, 2, 3, 32)}, refuses_type("query…", {"query.dtype": ...})),
-    "integer value": ({"value": integers(2, 2, 3, 32)}, refuses_type("value…", {"value.dtype": ...})),
+    "integer query": (
+        {"query": integers(2, 2, 3, 32)},
+        refuses_type("query…", {"query.dtype": ...}),
+    ),
+    "integer value": (
+        {"value": integers(2, 2, 3, 32)},
+        refuses_type("value…", {"value.dtype": ...}),
+    ),
     "key list": ({"key": [[[[1.0]]]]}, refuses_type("key", "list")),
-    "key dtype": ({"key": others(2, 2, 3, 32)}, refuses_type("key", {"key.dtype": ..., "query.dtype": ...})),
-    "value dtype": ({"value": others(2, 2, 3, 32)}, refuses_type("value", {"value.dtype": ..., "query.dtype": ...})),
+    "key dtype": (
+        {"key": others(2, 2, 3, 32)},
+        refuses_type("key", {"key.dtype": ..., "query.dtype": ...}),
+    ),
+    "value dtype": (
+        {"value": others(2, 2, 3, 32)},
+        refuses_type("value", {"value.dtype": ..., "query.dtype": ...}),
+    ),
     "value shape": (
         {"value": ones(2, 2, 5, 32)},
         refuses("value", {"value.shape": (2, 2, 5, 32), "key.shape": (2, 2, 3, 32)}),
     ),
-    "batch": ({"query": ones(3, 2, 3, 32)}, refuses("key", {"key.shape": (2, 2, 3, 32), "query.shape": (3, 2, 3, 32)})),
+    "batch": (
+        {"query": ones(3, 2, 3, 32)},
+        refuses("key", {"key.shape": (2, 2, 3, 32), "query.shape": (3, 2, 3, 32)}),
+    ),
     "batch of 1": (
         {"query": ones(1, 2, 3, 32)},
         refuses("key", {"key.shape": (2, 2, 3, 32), "query.shape": (1, 2, 3, 32)}),
@@ -360,7 +463,10 @@ DOT_PRODUCTS = {
         refuses("key", {"key.shape": (2, 2, 3, 32), "query.shape": (2, 2, 3, 64)}),
     ),
     "groups": ({"query": ones(2, 3, 3, 32)}, refuses("num_heads", num_heads=3, num_kv_heads=2)),
-    "float mask": ({"mask": floats(3, 3)}, refuses_type("mask", {"mask.dtype": ...}, hint="mask == 0")),
+    "float mask": (
+        {"mask": floats(3, 3)},
+        refuses_type("mask", {"mask.dtype": ...}, hint="mask == 0"),
+    ),
     "integer mask": (
         {"mask": np.ones((3, 3), np.int32)},
         refuses_type("mask", {"mask.dtype": ...}, hint="mask == 0"),
@@ -368,11 +474,20 @@ DOT_PRODUCTS = {
     "mask list": ({"mask": [[True]]}, refuses_type("mask", "list")),
     "mask keys": ({"mask": booleans(3, 4)}, refuses("mask", {"mask.shape": (3, 4)})),
     "mask of a batch": ({"mask": booleans(3, 3, 3)}, refuses("mask", {"mask.shape": (3, 3, 3)})),
-    "mask that stretches": ({"mask": booleans(4, 1, 3, 3)}, refuses("mask", {"mask.shape": (4, 1, 3, 3)})),
-    "mask of 5 axes": ({"mask": booleans(1, 1, 1, 3, 3)}, refuses("mask", {"mask.shape": (1, 1, 1, 3, 3)})),
+    "mask that stretches": (
+        {"mask": booleans(4, 1, 3, 3)},
+        refuses("mask", {"mask.shape": (4, 1, 3, 3)}),
+    ),
+    "mask of 5 axes": (
+        {"mask": booleans(1, 1, 1, 3, 3)},
+        refuses("mask", {"mask.shape": (1, 1, 1, 3, 3)}),
+    ),
     "boolean bias": ({"bias": booleans(3, 3)}, refuses_type("bias", {"bias.dtype": ...})),
     "bias keys": ({"bias": floats(3, 4)}, refuses("bias", {"bias.shape": (3, 4)})),
-    "bias of 5 axes": ({"bias": floats(1, 1, 1, 3, 3)}, refuses("bias", {"bias.shape": (1, 1, 1, 3, 3)})),
+    "bias of 5 axes": (
+        {"bias": floats(1, 1, 1, 3, 3)},
+        refuses("bias", {"bias.shape": (1, 1, 1, 3, 3)}),
+    ),
     "dropout 1": ({"dropout": 1.0}, refuses("dropout", dropout=1.0)),
     "dropout negative": ({"dropout": -0.5}, refuses("dropout", dropout=-0.5)),
     "dropout text": ({"dropout": "0.5"}, refuses_type("dropout", dropout="0.5")),
@@ -397,7 +512,13 @@ SPLIT = {"query": HEADS, "key": HEADS, "value": HEADS}
 def test_dot_products_reject_bad_input(sibling, name, kernel):
     """Attention of split heads raises an error for bad input, with and without a kernel."""
     keywords, refusal = DOT_PRODUCTS[name]
-    assert_error(sibling, "scaled_dot_product_attention", (), {**SPLIT, "kernel": kernel, **keywords}, refusal)
+    assert_error(
+        sibling,
+        "scaled_dot_product_attention",
+        (),
+        {**SPLIT, "kernel": kernel, **keywords},
+        refusal,
+    )
 
 
 @pytest.mark.parametrize("name", KEEPS)
@@ -410,13 +531,23 @@ def test_dot_products_reject_bad_keeps(sibling, name):
 def test_kernels_return_no_weights(sibling):
     """Attention of split heads raises an error if a kernel must return attention weights."""
     keywords = {**SPLIT, "kernel": fused_kernel, "need_weights": True}
-    assert_error(sibling, "scaled_dot_product_attention", (), keywords, refuses("need_weights", need_weights=True))
+    assert_error(
+        sibling,
+        "scaled_dot_product_attention",
+        (),
+        keywords,
+        refuses("need_weights", need_weights=True),
+    )
 
 
 def test_kernels_are_functions(sibling):
-    """A kernel that cannot be called raises an error wherever one is accepted, when the layer is called."""
+    """A kernel that cannot be called raises an error wherever one is accepted, when the layer is
+    called.
+    """
     spec, refusal = AttentionSpec(64, 2), lambda: refuses_type("kernel", "str")
-    assert_error(sibling, "scaled_dot_product_attention", (), {**SPLIT, "kernel": "flash"}, refusal())
+    assert_error(
+        sibling, "scaled_dot_product_attention", (), {**SPLIT, "kernel": "flash"}, refusal()
+    )
     assert_error(sibling, "contained", ("flash",), {}, refusal())
     call = {"x": ones(2, 3, 64), "weights": of_layer(spec), "spec": spec, "kernel": "flash"}
     cached = {**call, "cache": lambda sibling: sibling.init_cache(2, 2, 32, 32)}
@@ -431,7 +562,7 @@ def test_kernels_are_functions(sibling):
             module(ones(2, 3, 64).of(sibling), *caches)
 
 
-# ---- Layers ----------------------------------------------------------------------------------------------------------
+# ---- Layers --------------------------------------------------------------------------------------
 
 SPEC = AttentionSpec(64, 2, d_in=6, d_kv=5)
 LAYERS = {
@@ -443,24 +574,48 @@ LAYERS = {
     "key rank": ({"key": ones(4, 5)}, refuses("key", {"key.shape": (4, 5)})),
     "integer key": ({"key": integers(2, 4, 5)}, refuses_type("key…", {"key.dtype": ...})),
     "key width": ({"key": ones(2, 4, 6)}, refuses("key", {"key.shape": (2, 4, 6)})),
-    "key dtype": ({"key": others(2, 4, 5)}, refuses_type("key", {"key.dtype": ..., "query.dtype": ...})),
-    "key batch": ({"key": ones(3, 4, 5)}, refuses("key", {"key.shape": (3, 4, 5), "query.shape": ...})),
-    "key batch of 1": ({"key": ones(1, 4, 5)}, refuses("key", {"key.shape": (1, 4, 5), "query.shape": ...})),
-    "value without key": ({"key": None, "value": ones(2, 4, 5)}, refuses("value", "key=None and a value")),
+    "key dtype": (
+        {"key": others(2, 4, 5)},
+        refuses_type("key", {"key.dtype": ..., "query.dtype": ...}),
+    ),
+    "key batch": (
+        {"key": ones(3, 4, 5)},
+        refuses("key", {"key.shape": (3, 4, 5), "query.shape": ...}),
+    ),
+    "key batch of 1": (
+        {"key": ones(1, 4, 5)},
+        refuses("key", {"key.shape": (1, 4, 5), "query.shape": ...}),
+    ),
+    "value without key": (
+        {"key": None, "value": ones(2, 4, 5)},
+        refuses("value", "key=None and a value"),
+    ),
     "value rank": ({"value": ones(4, 5)}, refuses("value", {"value.shape": (4, 5)})),
     "key of four axes": ({"key": ones(2, 3, 4, 5)}, refuses("key", {"key.shape": (2, 3, 4, 5)})),
     "value width": ({"value": ones(2, 4, 6)}, refuses("value", {"value.shape": (2, 4, 6)})),
-    "value length": ({"value": ones(2, 3, 5)}, refuses("value", {"value.shape": (2, 3, 5), "key.shape": (2, 4, 5)})),
-    "value batch": ({"value": ones(1, 4, 5)}, refuses("value", {"value.shape": (1, 4, 5), "query.shape": ...})),
+    "value length": (
+        {"value": ones(2, 3, 5)},
+        refuses("value", {"value.shape": (2, 3, 5), "key.shape": (2, 4, 5)}),
+    ),
+    "value batch": (
+        {"value": ones(1, 4, 5)},
+        refuses("value", {"value.shape": (1, 4, 5), "query.shape": ...}),
+    ),
     "float mask": ({"mask": floats(3, 4)}, refuses_type("mask", {"mask.dtype": ...})),
-    "mask that stretches": ({"mask": booleans(4, 1, 3, 32)}, refuses("mask", {"mask.shape": (4, 1, 3, 32)})),
+    "mask that stretches": (
+        {"mask": booleans(4, 1, 3, 32)},
+        refuses("mask", {"mask.shape": (4, 1, 3, 32)}),
+    ),
     "mask of S, T": ({"mask": booleans(4, 3)}, refuses("mask", {"mask.shape": (4, 3)})),
     "bias keys": ({"bias": floats(3, 3)}, refuses("bias", {"bias.shape": (3, 3)})),
     "too few positions without RoPE": (
         {"positions": lengths(0, 1)[None]},
         refuses("positions", {"positions.shape": (1, 2)}),
     ),
-    "lengths too long": ({"key_padding_lengths": [3, 5]}, refuses("key_padding_lengths", key_padding_lengths=[3, 5])),
+    "lengths too long": (
+        {"key_padding_lengths": [3, 5]},
+        refuses("key_padding_lengths", key_padding_lengths=[3, 5]),
+    ),
     "lengths too few": (
         {"key_padding_lengths": [3]},
         refuses("key_padding_lengths", {"key_padding_lengths.shape": (1,)}),
@@ -473,8 +628,14 @@ LAYERS = {
 ROPE_SPEC = AttentionSpec(64, 2, rope=Rope(100.0))
 ROPE_LAYERS = {
     "key": ({"key": ones(2, 3, 64)}, refuses("key", "a key and rope=Rope(theta=100.0)")),
-    "float positions": ({"positions": floats(1, 3)}, refuses_type("positions", {"positions.dtype": ...})),
-    "flat positions": ({"positions": lengths(0, 1, 2)}, refuses("positions", {"positions.shape": (3,)})),
+    "float positions": (
+        {"positions": floats(1, 3)},
+        refuses_type("positions", {"positions.dtype": ...}),
+    ),
+    "flat positions": (
+        {"positions": lengths(0, 1, 2)},
+        refuses("positions", {"positions.shape": (3,)}),
+    ),
     "too few positions": (
         {"positions": lengths(0, 1)[None]},
         refuses("positions", {"positions.shape": (1, 2)}),
@@ -533,20 +694,33 @@ ADVICE = {
         {"query": others(3, 4, 6), "key": others(3, 5, 5)},
         refuses_type("…", hint="dtype"),
     ),
-    "torch's mask": ({"attn_mask": booleans(4, 5)}, refuses_type("attn_mask", hint="True means masked")),
-    "torch's padding": ({"key_padding_mask": booleans(3, 5)}, refuses_type("key_padding_mask", hint="[:, None, None]")),
+    "torch's mask": (
+        {"attn_mask": booleans(4, 5)},
+        refuses_type("attn_mask", hint="True means masked"),
+    ),
+    "torch's padding": (
+        {"key_padding_mask": booleans(3, 5)},
+        refuses_type("key_padding_mask", hint="[:, None, None]"),
+    ),
     "flax's dropout": ({"deterministic": True}, refuses_type("deterministic", hint="eval()")),
     "torch's scale": ({"scale": 1.0}, refuses_type("scale", hint="a field of the module")),
     "another name": ({"causal": True}, refuses_type("causal", hint="is_causal")),
-    "a near miss": ({"key_padding_length": [5]}, refuses_type("key_padding_length", hint="key_padding_lengths")),
+    "a near miss": (
+        {"key_padding_length": [5]},
+        refuses_type("key_padding_length", hint="key_padding_lengths"),
+    ),
 }
 
 
 def test_errors_of_a_call_say_what_to_pass(sibling):
-    """Arguments of other libraries, and masks of other axes, raise errors that name the argument to use."""
+    """Arguments of other libraries, and masks of other axes, raise errors that name the argument to
+    use.
+    """
     module = usual(sibling, "MultiHeadAttention", SPEC)
     for keywords, refusal in ADVICE.values():
-        assert_error(sibling, module, (), {"query": ones(3, 4, 6), "key": ones(3, 5, 5), **keywords}, refusal)
+        assert_error(
+            sibling, module, (), {"query": ones(3, 4, 6), "key": ones(3, 5, 5), **keywords}, refusal
+        )
     output, _ = module(ones(3, 4, 6).of(sibling), ones(3, 5, 5).of(sibling), is_causal=np.True_)
     assert output.shape[1] == 4
 
@@ -588,14 +762,18 @@ def test_self_attention_rejects_bad_input(sibling, name, is_causal):
     """Self-attention raises an error for bad input, causal or not."""
     keywords, refusal = SELF_ATTENTIONS[name]
     module = usual(sibling, "MultiHeadSelfAttention", AttentionSpec(64, 2))
-    assert_error(sibling, module, (), {"x": ones(2, 3, 64), **keywords, "is_causal": is_causal}, refusal)
+    assert_error(
+        sibling, module, (), {"x": ones(2, 3, 64), **keywords, "is_causal": is_causal}, refusal
+    )
 
 
-# ---- Weights of the functional forms ---------------------------------------------------------------------------------
+# ---- Weights of the functional forms -------------------------------------------------------------
 
 LAYER_SPEC = AttentionSpec(64, 2, d_in=6)
 PACKED_SPEC = AttentionSpec(64, 2, d_in=6, fused_qkv=True)
-WEIGHTS = {f"{name}_proj.weight": ones(64, 6) for name in "qkv"} | {f"{name}_proj.bias": ones(64) for name in "qkv"}
+WEIGHTS = {f"{name}_proj.weight": ones(64, 6) for name in "qkv"} | {
+    f"{name}_proj.bias": ones(64) for name in "qkv"
+}
 WEIGHTS |= {"out_proj.weight": ones(64, 64), "out_proj.bias": ones(64)}
 PACKED = {"qkv_proj.weight": ones(192, 6), "qkv_proj.bias": ones(192)}
 
@@ -606,10 +784,22 @@ def without(*names):
 
 BAD_WEIGHTS = {
     "nothing": ({}, refuses("weights", missing=..., unexpected=[])),
-    "no q_proj": (without("q_proj.weight", "q_proj.bias"), refuses("weights", missing=..., unexpected=[])),
-    "bias without weight": (without("v_proj.weight"), refuses("weights", missing=..., unexpected=[])),
-    "out_proj bias alone": (without("out_proj.weight"), refuses("weights", missing=..., unexpected=[])),
-    "other name": ({**WEIGHTS, "o_proj.weight": ones(64, 64)}, refuses("weights", missing=[], unexpected=...)),
+    "no q_proj": (
+        without("q_proj.weight", "q_proj.bias"),
+        refuses("weights", missing=..., unexpected=[]),
+    ),
+    "bias without weight": (
+        without("v_proj.weight"),
+        refuses("weights", missing=..., unexpected=[]),
+    ),
+    "out_proj bias alone": (
+        without("out_proj.weight"),
+        refuses("weights", missing=..., unexpected=[]),
+    ),
+    "other name": (
+        {**WEIGHTS, "o_proj.weight": ones(64, 64)},
+        refuses("weights", missing=[], unexpected=...),
+    ),
     "packed and separate": ({**WEIGHTS, **PACKED}, refuses("weights", missing=[], unexpected=...)),
     "packed": (PACKED, refuses("weights", missing=..., unexpected=...)),
     "no bias": (without("k_proj.bias"), refuses("weights", missing=["k_proj.bias"], unexpected=[])),
@@ -646,10 +836,14 @@ every_function = pytest.mark.parametrize("function", FUNCTIONS)
 @every_function
 @pytest.mark.parametrize("name", BAD_WEIGHTS)
 def test_function_rejects_bad_weights(sibling, name, function):
-    """Weights that lack one, have another or have another shape raise an error in every function."""
+    """Weights that lack one, have another or have another shape raise an error in every
+    function.
+    """
     weights, refusal = BAD_WEIGHTS[name]
     function, keywords = FUNCTIONS[function]
-    assert_error(sibling, function, (), {**keywords, "weights": weights, "spec": LAYER_SPEC}, refusal)
+    assert_error(
+        sibling, function, (), {**keywords, "weights": weights, "spec": LAYER_SPEC}, refusal
+    )
 
 
 PACKED |= {"out_proj.weight": ones(64, 64), "out_proj.bias": ones(64)}
@@ -669,7 +863,9 @@ def test_function_rejects_packed_weights(sibling, name, function):
     """Packed weights of another layer raise an error in every function."""
     weights, refusal = BAD_PACKED[name]
     function, keywords = FUNCTIONS[function]
-    assert_error(sibling, function, (), {**keywords, "weights": weights, "spec": PACKED_SPEC}, refusal)
+    assert_error(
+        sibling, function, (), {**keywords, "weights": weights, "spec": PACKED_SPEC}, refusal
+    )
 
 
 @every_function
@@ -679,10 +875,15 @@ def test_function_rejects_packed_weights(sibling, name, function):
         (2, refuses_type("spec", spec=2)),
         (AttentionSpec(96, 3, d_in=6), refuses("q_proj.…")),
         (AttentionSpec(64, 2, num_kv_heads=1, d_in=6), refuses("k_proj.…")),
-        (AttentionSpec(64, 2, d_in=6, out_proj=False), refuses("weights", missing=[], unexpected=...)),
+        (
+            AttentionSpec(64, 2, d_in=6, out_proj=False),
+            refuses("weights", missing=[], unexpected=...),
+        ),
         (
             AttentionSpec(64, 2, d_in=6, qkv_bias=False),
-            refuses("weights", missing=[], unexpected=["k_proj.bias", "q_proj.bias", "v_proj.bias"]),
+            refuses(
+                "weights", missing=[], unexpected=["k_proj.bias", "q_proj.bias", "v_proj.bias"]
+            ),
         ),
     ],
     ids=["number", "heads", "groups", "no out_proj", "no bias"],
@@ -706,27 +907,78 @@ def test_cached_function_has_one_width(sibling):
 def test_function_requires_a_mapping(sibling, function, weights):
     """Weights other than a mapping raise an error in every function."""
     function, keywords = FUNCTIONS[function]
-    assert_error(sibling, function, (), {**keywords, "weights": weights, "spec": LAYER_SPEC}, refuses_type("weights"))
+    assert_error(
+        sibling,
+        function,
+        (),
+        {**keywords, "weights": weights, "spec": LAYER_SPEC},
+        refuses_type("weights"),
+    )
 
 
-# ---- Masks -----------------------------------------------------------------------------------------------------------
+# ---- Masks ---------------------------------------------------------------------------------------
 
 # A length of 0 is an error only in JAX and PyTorch: see jax_and_torch/test_bad_input.py.
 MASKS = {
     "causal keys negative": ("create_causal_mask", (2, -1), {}, refuses("seq_len_k", seq_len_k=-1)),
-    "padding keys negative": ("create_padding_mask", ([0], -1), {}, refuses("seq_len_k", seq_len_k=-1)),
+    "padding keys negative": (
+        "create_padding_mask",
+        ([0], -1),
+        {},
+        refuses("seq_len_k", seq_len_k=-1),
+    ),
     "attention negative": ("create_attention_mask", (-1,), {}, refuses("seq_len_q", seq_len_q=-1)),
-    "slots negative queries": ("create_cache_mask", (lengths(1), -1, 4), {}, refuses("seq_len_q", seq_len_q=-1)),
+    "slots negative queries": (
+        "create_cache_mask",
+        (lengths(1), -1, 4),
+        {},
+        refuses("seq_len_q", seq_len_q=-1),
+    ),
     "causal negative": ("create_causal_mask", (-1,), {}, refuses("seq_len_q", seq_len_q=-1)),
     "causal float": ("create_causal_mask", (2.0,), {}, refuses_type("seq_len_q", seq_len_q=2.0)),
-    "causal boolean": ("create_causal_mask", (True,), {}, refuses_type("seq_len_q", seq_len_q=True)),
-    "padding too long": ("create_padding_mask", ([1, 4], 3), {}, refuses("lengths", lengths=[1, 4])),
+    "causal boolean": (
+        "create_causal_mask",
+        (True,),
+        {},
+        refuses_type("seq_len_q", seq_len_q=True),
+    ),
+    "padding too long": (
+        "create_padding_mask",
+        ([1, 4], 3),
+        {},
+        refuses("lengths", lengths=[1, 4]),
+    ),
     "padding negative": ("create_padding_mask", ([-1], 3), {}, refuses("lengths", lengths=[-1])),
-    "padding array": ("create_padding_mask", (lengths(1, 4), 3), {}, refuses("lengths", lengths=[1, 4])),
-    "padding floats": ("create_padding_mask", ([1.0], 3), {}, refuses_type("lengths", {"lengths.dtype": ...})),
-    "padding mask": ("create_padding_mask", ([True, False], 2), {}, refuses_type("lengths", {"lengths.dtype": ...})),
-    "padding number": ("create_padding_mask", (2, 3), {}, refuses("lengths", {"lengths.shape": ()})),
-    "padding 2 axes": ("create_padding_mask", ([[1, 2]], 3), {}, refuses("lengths", {"lengths.shape": (1, 2)})),
+    "padding array": (
+        "create_padding_mask",
+        (lengths(1, 4), 3),
+        {},
+        refuses("lengths", lengths=[1, 4]),
+    ),
+    "padding floats": (
+        "create_padding_mask",
+        ([1.0], 3),
+        {},
+        refuses_type("lengths", {"lengths.dtype": ...}),
+    ),
+    "padding mask": (
+        "create_padding_mask",
+        ([True, False], 2),
+        {},
+        refuses_type("lengths", {"lengths.dtype": ...}),
+    ),
+    "padding number": (
+        "create_padding_mask",
+        (2, 3),
+        {},
+        refuses("lengths", {"lengths.shape": ()}),
+    ),
+    "padding 2 axes": (
+        "create_padding_mask",
+        ([[1, 2]], 3),
+        {},
+        refuses("lengths", {"lengths.shape": (1, 2)}),
+    ),
     "attention keys": ("create_attention_mask", (2, -1), {}, refuses("seq_len_k", seq_len_k=-1)),
     "attention too long": (
         "create_attention_mask",
@@ -746,20 +998,60 @@ MASKS = {
         {},
         refuses("seq_len_k", seq_len_k=4, cache_len=1, seq_len_q=2),
     ),
-    "cached negative": ("create_causal_mask_with_cache", (3, 2, -1), {}, refuses("cache_len", cache_len=-1)),
-    "cached less": ("create_causal_mask_with_cache", (-1, 1, 2), {}, refuses("seq_len_q", seq_len_q=-1)),
-    "cached float": ("create_causal_mask_with_cache", (1, 2, 1.0), {}, refuses_type("cache_len", cache_len=1.0)),
-    "window 0": ("create_sliding_window_mask", (3,), {"window_size": 0}, refuses("window_size", window_size=0)),
+    "cached negative": (
+        "create_causal_mask_with_cache",
+        (3, 2, -1),
+        {},
+        refuses("cache_len", cache_len=-1),
+    ),
+    "cached less": (
+        "create_causal_mask_with_cache",
+        (-1, 1, 2),
+        {},
+        refuses("seq_len_q", seq_len_q=-1),
+    ),
+    "cached float": (
+        "create_causal_mask_with_cache",
+        (1, 2, 1.0),
+        {},
+        refuses_type("cache_len", cache_len=1.0),
+    ),
+    "window 0": (
+        "create_sliding_window_mask",
+        (3,),
+        {"window_size": 0},
+        refuses("window_size", window_size=0),
+    ),
     "window float": (
         "create_sliding_window_mask",
         (3,),
         {"window_size": 1.5},
         refuses_type("window_size", window_size=1.5),
     ),
-    "slots too long": ("create_cache_mask", (lengths(5), 1, 4), {}, refuses("lengths", lengths=[5])),
-    "slots negative": ("create_cache_mask", (lengths(-1), 1, 4), {}, refuses("lengths", lengths=[-1])),
-    "slots floats": ("create_cache_mask", (floats(1), 1, 4), {}, refuses_type("lengths", {"lengths.dtype": ...})),
-    "slots capacity": ("create_cache_mask", (lengths(0), 1, 0), {}, refuses("capacity", capacity=0)),
+    "slots too long": (
+        "create_cache_mask",
+        (lengths(5), 1, 4),
+        {},
+        refuses("lengths", lengths=[5]),
+    ),
+    "slots negative": (
+        "create_cache_mask",
+        (lengths(-1), 1, 4),
+        {},
+        refuses("lengths", lengths=[-1]),
+    ),
+    "slots floats": (
+        "create_cache_mask",
+        (floats(1), 1, 4),
+        {},
+        refuses_type("lengths", {"lengths.dtype": ...}),
+    ),
+    "slots capacity": (
+        "create_cache_mask",
+        (lengths(0), 1, 0),
+        {},
+        refuses("capacity", capacity=0),
+    ),
 }
 
 
@@ -769,7 +1061,7 @@ def test_mask_rejects_bad_sizes(sibling, name):
     assert_error(sibling, *MASKS[name])
 
 
-# ---- Caches ----------------------------------------------------------------------------------------------------------
+# ---- Caches --------------------------------------------------------------------------------------
 
 
 def cache(sibling):
@@ -797,7 +1089,11 @@ REFUSED_SIZES = [(0, ValueError), (-1, ValueError), (1.0, TypeError), (True, Typ
 def test_cache_rejects_bad_sizes(sibling, size, value, error):
     """A cache raises an error for a size that is not a positive integer."""
     assert_error(
-        sibling, "init_cache", (), {**SIZES, size: value, **sibling.on_device}, refuses(size, {size: value}).of(error)
+        sibling,
+        "init_cache",
+        (),
+        {**SIZES, size: value, **sibling.on_device},
+        refuses(size, {size: value}).of(error),
     )
 
 
@@ -807,12 +1103,17 @@ def test_cache_nbytes_rejects_bad_sizes(sibling, size, value, error):
     """The number of bytes of a cache raises an error for a size that is not a positive integer."""
     dtype = sibling.dtype(sibling.kernel_dtype)
     assert_error(
-        sibling, "kv_cache_nbytes", (), {**NBYTES, size: value, "dtype": dtype}, refuses(size, {size: value}).of(error)
+        sibling,
+        "kv_cache_nbytes",
+        (),
+        {**NBYTES, size: value, "dtype": dtype},
+        refuses(size, {size: value}).of(error),
     )
 
 
 @pytest.mark.parametrize(
-    ("rule", "args"), [(refuses("batch_size", batch_size=-1), (-1, 4)), (refuses("capacity", capacity=0), (2, 0))]
+    ("rule", "args"),
+    [(refuses("batch_size", batch_size=-1), (-1, 4)), (refuses("capacity", capacity=0), (2, 0))],
 )
 def test_module_rejects_a_bad_cache_size(sibling, rule, args):
     """A module raises an error for a cache of a bad size."""
@@ -830,9 +1131,18 @@ def test_cache_rejects_integers(sibling):
 
 
 APPENDS = {
-    "no cache": ({"cache": None}, refuses_type("cache", "NoneType", hint="init_cache(batch_size, capacity)")),
-    "tuple": ({"cache": (1, 2)}, refuses_type("cache", "tuple", hint="init_cache(batch_size, capacity)")),
-    "new_lengths 2 axes": ({"new_lengths": [[1, 2]]}, refuses("new_lengths", {"new_lengths.shape": (1, 2)})),
+    "no cache": (
+        {"cache": None},
+        refuses_type("cache", "NoneType", hint="init_cache(batch_size, capacity)"),
+    ),
+    "tuple": (
+        {"cache": (1, 2)},
+        refuses_type("cache", "tuple", hint="init_cache(batch_size, capacity)"),
+    ),
+    "new_lengths 2 axes": (
+        {"new_lengths": [[1, 2]]},
+        refuses("new_lengths", {"new_lengths.shape": (1, 2)}),
+    ),
     "key rank": ({"key": ones(2, 3, 4)}, refuses("key", {"key.shape": (2, 3, 4)})),
     "integer key": ({"key": integers(2, 2, 3, 32)}, refuses_type("key…", {"key.dtype": ...})),
     "key heads": (
@@ -855,16 +1165,28 @@ APPENDS = {
         {"value": ones(2, 2, 2, 32)},
         refuses("value", {"value.shape": (2, 2, 2, 32), "key.shape": (2, 2, 3, 32)}),
     ),
-    "value dtype": ({"value": others(2, 2, 3, 32)}, refuses_type("value", {"value.dtype": ..., "key.dtype": ...})),
+    "value dtype": (
+        {"value": others(2, 2, 3, 32)},
+        refuses_type("value", {"value.dtype": ..., "key.dtype": ...}),
+    ),
     "too many tokens": (
         {"key": ones(2, 2, 33, 32), "value": ones(2, 2, 33, 32)},
         refuses("lengths + new tokens", lengths=[0, 0], new_lengths=...),
     ),
     "new_lengths too long": ({"new_lengths": [3, 4]}, refuses("new_lengths", new_lengths=[3, 4])),
     "new_lengths negative": ({"new_lengths": [-1, 1]}, refuses("new_lengths", new_lengths=[-1, 1])),
-    "new_lengths array": ({"new_lengths": lengths(3, 4)}, refuses("new_lengths", new_lengths=[3, 4])),
-    "new_lengths too few": ({"new_lengths": [3]}, refuses("new_lengths", {"new_lengths.shape": (1,)})),
-    "new_lengths floats": ({"new_lengths": [1.0, 2.0]}, refuses_type("new_lengths", {"new_lengths.dtype": ...})),
+    "new_lengths array": (
+        {"new_lengths": lengths(3, 4)},
+        refuses("new_lengths", new_lengths=[3, 4]),
+    ),
+    "new_lengths too few": (
+        {"new_lengths": [3]},
+        refuses("new_lengths", {"new_lengths.shape": (1,)}),
+    ),
+    "new_lengths floats": (
+        {"new_lengths": [1.0, 2.0]},
+        refuses_type("new_lengths", {"new_lengths.dtype": ...}),
+    ),
     "new_lengths booleans": (
         {"new_lengths": [True, False]},
         refuses_type("new_lengths", {"new_lengths.dtype": ...}),
@@ -897,7 +1219,10 @@ CACHED = {
         {"x": ones(2, 33, 64)},
         refuses("lengths + new tokens", lengths=[0, 0], new_lengths=...),
     ),
-    "no cache": ({"cache": None}, refuses_type("cache", "NoneType", hint="init_cache(batch_size, capacity)")),
+    "no cache": (
+        {"cache": None},
+        refuses_type("cache", "NoneType", hint="init_cache(batch_size, capacity)"),
+    ),
     "cache heads": (
         {"cache": lambda sibling: sibling.init_cache(2, 1, 32, 32)},
         refuses("cache.keys", "(2, 1, 32, 32)"),
@@ -912,8 +1237,14 @@ CACHED = {
     ),
     "new_lengths too long": ({"new_lengths": [4, 1]}, refuses("new_lengths", new_lengths=[4, 1])),
     "new_lengths negative": ({"new_lengths": [-1, 1]}, refuses("new_lengths", new_lengths=[-1, 1])),
-    "new_lengths too few": ({"new_lengths": [1]}, refuses("new_lengths", {"new_lengths.shape": (1,)})),
-    "new_lengths floats": ({"new_lengths": [1.0, 2.0]}, refuses_type("new_lengths", {"new_lengths.dtype": ...})),
+    "new_lengths too few": (
+        {"new_lengths": [1]},
+        refuses("new_lengths", {"new_lengths.shape": (1,)}),
+    ),
+    "new_lengths floats": (
+        {"new_lengths": [1.0, 2.0]},
+        refuses_type("new_lengths", {"new_lengths.dtype": ...}),
+    ),
 }
 
 
@@ -922,7 +1253,13 @@ def test_cached_function_rejects_bad_input(sibling, name):
     """The function with a cache raises an error for bad input."""
     keywords, refusal = CACHED[name]
     weights = of_layer(AttentionSpec(64, 2))
-    keywords = {"x": ones(2, 3, 64), "cache": cache, **keywords, "weights": weights, "spec": AttentionSpec(64, 2)}
+    keywords = {
+        "x": ones(2, 3, 64),
+        "cache": cache,
+        **keywords,
+        "weights": weights,
+        "spec": AttentionSpec(64, 2),
+    }
     assert_error(sibling, "multi_head_attention_with_cache", (), keywords, refusal)
 
 

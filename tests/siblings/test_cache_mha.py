@@ -1,4 +1,6 @@
-"""The key/value cache in every implementation: tokens in any chunks give the results of one causal pass."""
+"""The key/value cache in every implementation: tokens in any chunks give the results of one causal
+pass.
+"""
 
 import ml_dtypes
 import numpy as np
@@ -9,13 +11,17 @@ from helpers.siblings import DTYPES, contents_of
 
 from mha_spec import AttentionSpec, Latent, Rope
 
-NUM_TOKENS = 6  # and slots: few and always the same shapes, because JAX compiles each operation per shape
+NUM_TOKENS = (
+    6  # and slots: few and always the same shapes, because JAX compiles each operation per shape
+)
 CHUNKS = [4, 1, 1]
 SPECS = {
     "mha": AttentionSpec(24, 4),
     "gqa-rope": AttentionSpec(24, 4, num_kv_heads=2, rope=Rope(10000.0)),
     "mqa-no-out-proj": AttentionSpec(24, 4, num_kv_heads=1, qkv_bias=False, out_proj=False),
-    "fused-qkv-head-dim": AttentionSpec(24, 4, num_kv_heads=2, head_dim=10, fused_qkv=True, rope=Rope(500.0)),
+    "fused-qkv-head-dim": AttentionSpec(
+        24, 4, num_kv_heads=2, head_dim=10, fused_qkv=True, rope=Rope(500.0)
+    ),
 }
 GQA_ROPE = SPECS["gqa-rope"]
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -32,7 +38,11 @@ def _decoding(sibling):
 
 def random_tokens(num_tokens=NUM_TOKENS, dtype=np.float32, seed=1):
     """The first tokens of three sequences."""
-    return np.random.default_rng(seed).standard_normal((3, NUM_TOKENS + 1, 24))[:, :num_tokens].astype(dtype)
+    return (
+        np.random.default_rng(seed)
+        .standard_normal((3, NUM_TOKENS + 1, 24))[:, :num_tokens]
+        .astype(dtype)
+    )
 
 
 def cached_layer(sibling, spec=GQA_ROPE, dtype=np.float32):
@@ -47,7 +57,9 @@ def evaluated(module):
 def one_pass(sibling, spec, x):
     """The output of one causal pass over all tokens, without a cache."""
     module = evaluated(sibling.filled("MultiHeadSelfAttention", spec, dtype=x.dtype))
-    return sibling.without_padding(sibling.numpy(sibling.call(module, sibling.array(x), is_causal=True)), spec)
+    return sibling.without_padding(
+        sibling.numpy(sibling.call(module, sibling.array(x), is_causal=True)), spec
+    )
 
 
 def feed(sibling, module, x, chunks, capacity=NUM_TOKENS):
@@ -67,11 +79,13 @@ def filled_cache(sibling, module, lengths, dtype=np.float32, capacity=NUM_TOKENS
 
 
 def units(dtype, number=4):
-    """As many units of rounding of numbers of order 1: with their shapes, products add in another order."""
+    """As many units of rounding of numbers of order 1: with their shapes, products add in another
+    order.
+    """
     return number * float(ml_dtypes.finfo(dtype).eps)
 
 
-# ---- One pass --------------------------------------------------------------------------------------------------------
+# ---- One pass ------------------------------------------------------------------------------------
 
 
 @sample(12, jax=1)
@@ -97,7 +111,7 @@ def test_batch_is_its_sequences(sibling, dtype):
     sibling.assert_close(together, alone, within=units(dtype) * float(np.abs(alone).max()))
 
 
-# ---- Contents of the cache -------------------------------------------------------------------------------------------
+# ---- Contents of the cache -----------------------------------------------------------------------
 
 
 def test_lengths_count_real_tokens(sibling):
@@ -127,7 +141,11 @@ def test_new_lengths_may_be_an_array(sibling, dtype):
 def test_slots_beyond_the_length_are_zero(sibling, part):
     """Slots that hold no real token are zero, also after padding was passed."""
     module = cached_layer(sibling)
-    _, cache = module(sibling.array(random_tokens(2)), filled_cache(sibling, module, [2, 4, 0]), new_lengths=[2, 0, 1])
+    _, cache = module(
+        sibling.array(random_tokens(2)),
+        filled_cache(sibling, module, [2, 4, 0]),
+        new_lengths=[2, 0, 1],
+    )
     slots = np.moveaxis(sibling.numpy(getattr(cache, part)), 1, 2)  # (B, S, K, H)
     is_beyond = np.arange(slots.shape[1]) >= np.array([4, 4, 1])[:, None]
     assert not slots[is_beyond].any()
@@ -140,7 +158,9 @@ def test_slots_beyond_the_length_are_zero(sibling, part):
 def test_padding_gives_zero(sibling, dtype, new_lengths):
     """The output of a padding token is zero, and that of a real token is not."""
     module, x = cached_layer(sibling, dtype=dtype), sibling.array(random_tokens(4, dtype))
-    output, _ = module(x, filled_cache(sibling, module, [2, 0, 4], dtype, capacity=8), new_lengths=new_lengths)
+    output, _ = module(
+        x, filled_cache(sibling, module, [2, 0, 4], dtype, capacity=8), new_lengths=new_lengths
+    )
     is_padding = np.arange(4) >= np.array(new_lengths)[:, None]
     assert not sibling.numpy(output)[is_padding].any()
     assert (sibling.numpy(output)[~is_padding] != 0.0).all()
@@ -168,7 +188,7 @@ def test_cache_nbytes_of_a_large_model(sibling, num_kv_heads, gib):
     assert sibling.package.kv_cache_nbytes(1, num_kv_heads, 8192, 128, **options) == gib * 2**30
 
 
-# ---- Values without effect -------------------------------------------------------------------------------------------
+# ---- Values without effect -----------------------------------------------------------------------
 
 
 @sample(jax=1)
@@ -198,7 +218,7 @@ def test_padding_tokens_change_nothing(sibling, dtype, value):
     assert [np.array_equal(*pair) for pair in zip(*results, strict=True)] == [True] * 4
 
 
-# ---- Capacity --------------------------------------------------------------------------------------------------------
+# ---- Capacity ------------------------------------------------------------------------------------
 
 OVERFLOWS = {
     "prefill": ([0, 0, 0], 7, None),
@@ -223,24 +243,32 @@ def test_overflow_leaves_the_cache(sibling, dtype, name):
     x = sibling.array(random_tokens(num_new, dtype))
     with refuses("lengths + new tokens", lengths=filled, new_lengths=...):
         module(x, cache, new_lengths=new_lengths)
-    assert [np.array_equal(*pair) for pair in zip(contents_of(sibling, cache), before, strict=True)] == [True] * 3
+    assert [
+        np.array_equal(*pair) for pair in zip(contents_of(sibling, cache), before, strict=True)
+    ] == [True] * 3
 
 
-# ---- Copies, and caches that a step has written over -----------------------------------------------------------------
+# ---- Copies, and caches that a step has written over ---------------------------------------------
 
-LATENT = AttentionSpec(24, 2, head_dim=12, latent=Latent(32, 4), rope=Rope(rotary_dim=4, rotated="last"))
+LATENT = AttentionSpec(
+    24, 2, head_dim=12, latent=Latent(32, 4), rope=Rope(rotary_dim=4, rotated="last")
+)
 KINDS = {"MultiHeadAttentionWithCache": GQA_ROPE, "MultiHeadLatentAttention": LATENT}
 
 
 def begun(sibling, kind):
     """Return a module, a cache of four tokens, and the next token."""
     module = evaluated(sibling.filled(kind, KINDS[kind]))
-    _, cache = sibling.call(module, sibling.array(random_tokens(4)), module.init_cache(3, NUM_TOKENS))
+    _, cache = sibling.call(
+        module, sibling.array(random_tokens(4)), module.init_cache(3, NUM_TOKENS)
+    )
     return module, cache, sibling.array(random_tokens(1, seed=2))
 
 
 def test_copied_cache_goes_back(sibling):
-    """A copy of a cache is not changed by steps from the cache, and continues as the cache would have."""
+    """A copy of a cache is not changed by steps from the cache, and continues as the cache would
+    have.
+    """
     for kind in KINDS:
         module, cache, token = begun(sibling, kind)
         copied, again = cache.copy(), cache.copy()
@@ -254,12 +282,16 @@ def test_copied_cache_goes_back(sibling):
 
 
 def test_written_cache_is_not_used_again(sibling):
-    """A cache whose storage a step has written into raises an error at its next use. Arrays of JAX never change."""
+    """A cache whose storage a step has written into raises an error at its next use. Arrays of JAX
+    never change.
+    """
     for kind in KINDS:
         module, cache, token = begun(sibling, kind)
         _, after = sibling.call(module, token, cache)
         uses = {
-            "step": lambda module=module, token=token, cache=cache: sibling.call(module, token, cache),
+            "step": lambda module=module, token=token, cache=cache: sibling.call(
+                module, token, cache
+            ),
             "copy": cache.copy,
             "reorder": lambda cache=cache: cache.reorder([2, 1, 0]),
             "repeat": lambda cache=cache: cache.repeat(2),
@@ -276,7 +308,9 @@ def test_written_cache_is_not_used_again(sibling):
 
 
 def test_appending_writes_over_a_cache(sibling):
-    """Appending also writes over a cache; a step that ends with an error in the kernel can be repeated."""
+    """Appending also writes over a cache; a step that ends with an error in the kernel can be
+    repeated.
+    """
     if sibling.name == "jax":
         return
     cache = sibling.init_cache(1, 2, NUM_TOKENS, 32)

@@ -14,7 +14,12 @@ TABLES = {
     "padding-empty": ("create_padding_mask", ([0, 2], 2), {}, [[[[1, 1]]], [[[0, 0]]]]),
     "padding-1": ("create_padding_mask", ([1], 1), {}, [[[[0]]]]),
     "attention-nothing": ("create_attention_mask", (2, 3), {}, [[[[0, 0, 0], [0, 0, 0]]]]),
-    "attention-causal": ("create_attention_mask", (2, 3), {"is_causal": True}, [[[[0, 1, 1], [0, 0, 1]]]]),
+    "attention-causal": (
+        "create_attention_mask",
+        (2, 3),
+        {"is_causal": True},
+        [[[[0, 1, 1], [0, 0, 1]]]],
+    ),
     "attention-padding": (
         "create_attention_mask",
         (2,),
@@ -40,29 +45,67 @@ TABLES = {
     "attention-segments-2x3": (
         "create_attention_mask",
         (2, 3),
-        {"segment_ids": (np.array([[1, 2]], np.int32), np.array([[2, 1, 1]], np.int32)), "is_causal": True},
+        {
+            "segment_ids": (np.array([[1, 2]], np.int32), np.array([[2, 1, 1]], np.int32)),
+            "is_causal": True,
+        },
         [[[[1, 1, 1], [0, 1, 1]]]],
     ),
-    "cached-prefill": ("create_causal_mask_with_cache", (3, 3, 0), {}, [[0, 1, 1], [0, 0, 1], [0, 0, 0]]),
+    "cached-prefill": (
+        "create_causal_mask_with_cache",
+        (3, 3, 0),
+        {},
+        [[0, 1, 1], [0, 0, 1], [0, 0, 0]],
+    ),
     "cached-step": ("create_causal_mask_with_cache", (1, 4, 3), {}, [[0, 0, 0, 0]]),
-    "cached-chunk": ("create_causal_mask_with_cache", (2, 5, 3), {}, [[0, 0, 0, 0, 1], [0, 0, 0, 0, 0]]),
-    "window-1": ("create_sliding_window_mask", (3,), {"window_size": 1}, [[0, 1, 1], [1, 0, 1], [1, 1, 0]]),
+    "cached-chunk": (
+        "create_causal_mask_with_cache",
+        (2, 5, 3),
+        {},
+        [[0, 0, 0, 0, 1], [0, 0, 0, 0, 0]],
+    ),
+    "window-1": (
+        "create_sliding_window_mask",
+        (3,),
+        {"window_size": 1},
+        [[0, 1, 1], [1, 0, 1], [1, 1, 0]],
+    ),
     "window-2": (
         "create_sliding_window_mask",
         (4,),
         {"window_size": 2},
         [[0, 1, 1, 1], [0, 0, 1, 1], [1, 0, 0, 1], [1, 1, 0, 0]],
     ),
-    "window-2x4": ("create_sliding_window_mask", (2, 4), {"window_size": 2}, [[0, 1, 1, 1], [0, 0, 1, 1]]),
+    "window-2x4": (
+        "create_sliding_window_mask",
+        (2, 4),
+        {"window_size": 2},
+        [[0, 1, 1, 1], [0, 0, 1, 1]],
+    ),
     "window-past-the-keys": (
         "create_sliding_window_mask",
         (4, 2),
         {"window_size": 2},
         [[0, 1], [0, 0], [1, 0], [1, 1]],
     ),
-    "window-3-of-3": ("create_sliding_window_mask", (3,), {"window_size": 3}, [[0, 1, 1], [0, 0, 1], [0, 0, 0]]),
-    "window-9-of-3": ("create_sliding_window_mask", (3,), {"window_size": 9}, [[0, 1, 1], [0, 0, 1], [0, 0, 0]]),
-    "slots-one-token": ("create_cache_mask", (np.array([1, 0], np.int32), 1, 3), {}, [[[[0, 0, 1]]], [[[0, 1, 1]]]]),
+    "window-3-of-3": (
+        "create_sliding_window_mask",
+        (3,),
+        {"window_size": 3},
+        [[0, 1, 1], [0, 0, 1], [0, 0, 0]],
+    ),
+    "window-9-of-3": (
+        "create_sliding_window_mask",
+        (3,),
+        {"window_size": 9},
+        [[0, 1, 1], [0, 0, 1], [0, 0, 0]],
+    ),
+    "slots-one-token": (
+        "create_cache_mask",
+        (np.array([1, 0], np.int32), 1, 3),
+        {},
+        [[[[0, 0, 1]]], [[[0, 1, 1]]]],
+    ),
     "slots-prefill": (
         "create_cache_mask",
         (np.array([0], np.int32), 3, 4),
@@ -76,7 +119,12 @@ TABLES = {
         [[[[0, 0, 0, 1], [0, 0, 0, 0]]], [[[0, 1, 1, 1], [0, 0, 1, 1]]]],
     ),
     "slots-full": ("create_cache_mask", (np.array([3], np.int32), 1, 4), {}, [[[[0, 0, 0, 0]]]]),
-    "slots-past-the-end": ("create_cache_mask", (np.array([3], np.int32), 2, 4), {}, [[[[0, 0, 0, 0], [0, 0, 0, 0]]]]),
+    "slots-past-the-end": (
+        "create_cache_mask",
+        (np.array([3], np.int32), 2, 4),
+        {},
+        [[[[0, 0, 0, 0], [0, 0, 0, 0]]]],
+    ),
 }
 
 LENGTHS = {
@@ -118,7 +166,9 @@ def test_padding_mask_takes_lengths(sibling, kind):
 @pytest.mark.parametrize("kind", LENGTHS)
 def test_attention_mask_takes_lengths(sibling, kind):
     """An attention mask accepts lengths of any integer type."""
-    mask = sibling.package.create_attention_mask(1, 3, key_padding_lengths=option(sibling, LENGTHS[kind]))
+    mask = sibling.package.create_attention_mask(
+        1, 3, key_padding_lengths=option(sibling, LENGTHS[kind])
+    )
     assert sibling.numpy(mask)[:, 0, 0].tolist() == [[False, False, True], [True, True, True]]
 
 
@@ -134,4 +184,6 @@ def test_cached_mask_is_the_last_rows(sibling, cache_len):
     """The mask of new tokens over a cache is the last rows of the causal mask."""
     num_tokens = cache_len + 3
     cached = sibling.numpy(sibling.package.create_causal_mask_with_cache(3, num_tokens, cache_len))
-    assert np.array_equal(cached, sibling.numpy(sibling.package.create_causal_mask(num_tokens))[cache_len:])
+    assert np.array_equal(
+        cached, sibling.numpy(sibling.package.create_causal_mask(num_tokens))[cache_len:]
+    )

@@ -1,7 +1,9 @@
-"""Multi-head attention in every implementation: on paper, by its properties, and through every way in.
+"""Multi-head attention in every implementation: on paper, by its properties, and through every way
+in.
 
-A layer is reached by four paths: the function or the module, with attention weights (the plain path) or without them
-(the fused one). A claim about every path is tested on all four, in the widest dtype that the path takes.
+A layer is reached by four paths: the function or the module, with attention weights (the plain
+path) or without them (the fused one). A claim about every path is tested on all four, in the widest
+dtype that the path takes.
 """
 
 import inspect
@@ -18,7 +20,7 @@ from helpers.textbook import TEXTBOOK_OUTPUT
 
 import parity
 from mha_spec import AttentionSpec, Latent, Norm, Rope
-from parity.core.problem import TEXTBOOK_INPUT, TEXTBOOK_WEIGHTS
+from parity.measure.core.problem import TEXTBOOK_INPUT, TEXTBOOK_WEIGHTS
 
 SPEC = AttentionSpec(8, 2)
 BARE = AttentionSpec(8, 2, out_proj=False)  # the context is the output
@@ -53,7 +55,10 @@ EMPTY = (0, slice(None), 1)  # the empty row: of weights (B, N, T, S) and contex
 def problem(spec, dtype):
     """Weights by canonical name, two sequences of three queries, and four keys each."""
     rng = np.random.default_rng(1)
-    inputs = {"query": rng.standard_normal((2, 3, spec.d_in)), "key": rng.standard_normal((2, 4, spec.d_kv))}
+    inputs = {
+        "query": rng.standard_normal((2, 3, spec.d_in)),
+        "key": rng.standard_normal((2, 4, spec.d_kv)),
+    }
     return {name: x.astype(dtype) for name, x in {**parity.random_weights(spec), **inputs}.items()}
 
 
@@ -66,7 +71,7 @@ def full(shape, value=1.0):
     return np.full(shape, value, np.float32)
 
 
-# ---- On paper --------------------------------------------------------------------------------------------------------
+# ---- On paper ------------------------------------------------------------------------------------
 
 
 def test_heads_are_neighboring_features(sibling):
@@ -105,11 +110,15 @@ def test_soft_cap_comes_before_the_bias(sibling):
 
 
 def test_alibi_is_slope_times_distance(sibling):
-    """ALiBi subtracts the slope of a head times the distance from its scores, counted from an offset if given."""
+    """ALiBi subtracts the slope of a head times the distance from its scores, counted from an
+    offset if given.
+    """
     zeros, spec = sibling.array(full((1, 2, 2, 4), 0.0)), AttentionSpec(8, 2, alibi=parity.Alibi())
     scores = sibling.package.attention_scores
     slopes = np.array([2.0**-4, 2.0**-8])[:, None, None]
-    assert sibling.numpy(scores(zeros, zeros, None, spec))[0] == pytest.approx(-slopes * np.array([[0, 1], [1, 0]]))
+    assert sibling.numpy(scores(zeros, zeros, None, spec))[0] == pytest.approx(
+        -slopes * np.array([[0, 1], [1, 0]])
+    )
     offset = sibling.option(np.array([3], np.int32))
     later = sibling.numpy(scores(zeros, zeros, None, spec, offset))[0]
     assert later == pytest.approx(-slopes * np.array([[3, 2], [4, 3]]))
@@ -121,12 +130,14 @@ def test_relative_bias_is_a_row_of_a_table(sibling, dtype):
     """A relative bias is the row of the table that belongs to the bucket of a distance."""
     zeros, record = sibling.array(np.zeros((2, 2, 2, 4), dtype)), parity.RelativeBias(4, 3)
     scores, spec = sibling.package.attention_scores, AttentionSpec(8, 2, relative_bias=record)
-    table = np.arange(8, dtype=dtype).reshape(4, 2)  # of the buckets 0; 1 and more before; none; 1 and more after
+    table = np.arange(8, dtype=dtype).reshape(
+        4, 2
+    )  # of the buckets 0; 1 and more before; none; 1 and more after
     rows = sibling.stage_weight("relative_bias", table)
     expected = table[[[0, 3], [1, 0]]].transpose(2, 0, 1)
-    assert sibling.numpy(scores(zeros, zeros, None, spec, None, {"relative_bias": rows})) == pytest.approx(
-        np.stack([expected] * 2)
-    )
+    assert sibling.numpy(
+        scores(zeros, zeros, None, spec, None, {"relative_bias": rows})
+    ) == pytest.approx(np.stack([expected] * 2))
     offsets = sibling.option(np.array([1, 0], np.int32))
     later = sibling.numpy(scores(zeros, zeros, None, spec, offsets, {"relative_bias": rows}))
     assert later == pytest.approx(np.stack([table[[[1, 0], [1, 1]]].transpose(2, 0, 1), expected]))
@@ -140,20 +151,25 @@ def test_grid_bias_is_a_row_of_a_table(sibling):
     table = np.arange(12, dtype=np.float32).reshape(6, 2)
     rows = sibling.stage_weight("relative_bias", table)
     expected = table[[[5, 3], [4, 1]]].transpose(2, 0, 1)
-    assert sibling.numpy(scores(zeros, zeros, None, spec, None, {"relative_bias": rows})) == pytest.approx(
-        np.stack([expected] * 2)
-    )
+    assert sibling.numpy(
+        scores(zeros, zeros, None, spec, None, {"relative_bias": rows})
+    ) == pytest.approx(np.stack([expected] * 2))
     offsets = sibling.option(np.array([1, 0], np.int32))
     later = sibling.numpy(scores(zeros, zeros, None, spec, offsets, {"relative_bias": rows}))
     assert later == pytest.approx(np.stack([table[[[4, 1], [4, 2]]].transpose(2, 0, 1), expected]))
 
 
 def test_relative_products_use_a_distance(sibling):
-    """Relative products add the products of queries and keys with the vectors of their distance, and are scaled."""
+    """Relative products add the products of queries and keys with the vectors of their distance,
+    and are scaled.
+    """
     record = parity.RelativeProducts(1, 2, of_keys=True, per_head=True)
     spec = AttentionSpec(8, 2, num_kv_heads=1, scale=0.5, relative_products=record)
     rng = np.random.default_rng(0)
-    q, k = rng.normal(size=(2, 2, 2, 4)).astype(np.float32), rng.normal(size=(2, 1, 4, 4)).astype(np.float32)
+    q, k = (
+        rng.normal(size=(2, 2, 2, 4)).astype(np.float32),
+        rng.normal(size=(2, 1, 4, 4)).astype(np.float32),
+    )
     of_queries, of_keys = rng.normal(size=(2, 4, 2, 4)).astype(np.float32)
     tables = {"relative_keys": of_queries, "relative_queries": of_keys}
     for offsets in (None, np.array([0, 3], np.int32)):
@@ -161,17 +177,29 @@ def test_relative_products_use_a_distance(sibling):
         for b, n, t, s in np.ndindex(expected.shape):
             offset = 0 if offsets is None else offsets[b]
             bucket = min(max(s - t - offset, -1), 2) + 1
-            products = q[b, n, t] @ (k[b, 0, s] + of_queries[bucket, n]) + k[b, 0, s] @ of_keys[bucket, n]
+            products = (
+                q[b, n, t] @ (k[b, 0, s] + of_queries[bucket, n]) + k[b, 0, s] @ of_keys[bucket, n]
+            )
             expected[b, n, t, s] = 0.5 * products
         vectors = {name: sibling.stage_weight(name, table) for name, table in tables.items()}
-        arguments = (sibling.array(q), sibling.array(k), None, spec, sibling.option(offsets), vectors)
+        arguments = (
+            sibling.array(q),
+            sibling.array(k),
+            None,
+            spec,
+            sibling.option(offsets),
+            vectors,
+        )
         found = sibling.package.attention_scores(*arguments)
         assert sibling.numpy(found) == pytest.approx(expected, abs=1e-5)
 
 
 def test_sinks_take_weight_and_give_none(sibling):
     """A sink takes weight from the keys of its head, whose weights then sum to less than one."""
-    scores, sinks = np.array([[[[0.0, 1.0]], [[2.0, 3.0]]]], np.float32), np.array([2.0, -1.0], np.float32)
+    scores, sinks = (
+        np.array([[[[0.0, 1.0]], [[2.0, 3.0]]]], np.float32),
+        np.array([2.0, -1.0], np.float32),
+    )
     hidden = sibling.option(np.array([[[[False, True]]], [[[True, True]]]]))
     softmax, sinks = sibling.package.masked_softmax, sibling.stage_weight("sinks", sinks)
     found = sibling.numpy(softmax(sibling.array(np.repeat(scores, 2, 0)), hidden, sinks))
@@ -180,7 +208,9 @@ def test_sinks_take_weight_and_give_none(sibling):
     assert not found[0, ..., 1].any()
     assert not found[1].any()  # in a row without a key, the sink has all weight
     seen = sibling.numpy(softmax(sibling.array(scores), None, sinks)).sum(axis=-1)[0, 0]
-    sibling.assert_close(seen, np.array([(1 + math.e) / (1 + math.e + math.e**2)]), within=8 * EPSILON)
+    sibling.assert_close(
+        seen, np.array([(1 + math.e) / (1 + math.e + math.e**2)]), within=8 * EPSILON
+    )
 
 
 def test_softmax_of_two_keys_is_one_and_e(sibling):
@@ -204,7 +234,9 @@ def test_two_keys_weigh_one_and_e(sibling, form):
 def test_visible_keys_share_all_weight(sibling):
     """A masked key has a weight of 0, and the others share its weight."""
     mask = sibling.option(np.array([[False, True, False]]))
-    weights = sibling.numpy(sibling.package.masked_softmax(sibling.array(full((1, 1, 1, 3), 0.0)), mask))[0, 0, 0]
+    weights = sibling.numpy(
+        sibling.package.masked_softmax(sibling.array(full((1, 1, 1, 3), 0.0)), mask)
+    )[0, 0, 0]
     assert weights[1] == 0.0
     sibling.assert_close(weights, np.array([0.5, 0.0, 0.5]), within=0.0)
 
@@ -224,14 +256,17 @@ def test_bias_multiplies_by_its_exponential(sibling, form):
 def test_temperature_grows_with_the_length(sibling):
     """A temperature grows by the logarithm of the lengths passed.
 
-    With a scale of 1 / ln 2 and first position 1 it is 1 at positions 0 to 2, 2 at 3 to 6, 1 + log2(3) at 7, 3 at 11.
+    With a scale of 1 / ln 2 and first position 1 it is 1 at positions 0 to 2, 2 at 3 to 6, 1 +
+    log2(3) at 7, 3 at 11.
     """
     x = sibling.array(full((2, 1, 4, 32)))
     positions = sibling.option(np.array([[0, 2, 3, 6], [7, 10, 11, 14]], np.int32))
     temperature = parity.Temperature(4, 1.0 / math.log(2.0), first_position=1)
     found = sibling.numpy(sibling.package.apply_temperature(x, positions, temperature))
     expected = np.array([[1.0, 1.0, 2.0, 2.0], [1.0 + math.log2(3.0)] * 2 + [3.0] * 2])
-    sibling.assert_close(found, np.broadcast_to(expected[:, None, :, None], found.shape), within=8 * EPSILON)
+    sibling.assert_close(
+        found, np.broadcast_to(expected[:, None, :, None], found.shape), within=8 * EPSILON
+    )
 
 
 def test_temperature_takes_positions(sibling, rng):
@@ -253,7 +288,7 @@ def test_temperature_takes_positions(sibling, rng):
         sibling.package.apply_temperature(heads, sibling.option(np.zeros((1, 5), np.int32)), 4)
 
 
-# ---- A published example ---------------------------------------------------------------------------------------------
+# ---- A published example -------------------------------------------------------------------------
 
 TEXTBOOK = {name: np.array(rows, np.float32) for name, rows in TEXTBOOK_WEIGHTS.items()}
 TOKENS = np.array([TEXTBOOK_INPUT] * 2, np.float32)
@@ -270,7 +305,9 @@ def causal(sibling, size):
 @every_path
 def test_textbook_example_is_reproduced(sibling, path):
     """The output printed in a book, to its four decimals in float32."""
-    arrays = {name: x.astype(sibling.dtype_of(path)) for name, x in {**TEXTBOOK, "query": TOKENS}.items()}
+    arrays = {
+        name: x.astype(sibling.dtype_of(path)) for name, x in {**TEXTBOOK, "query": TOKENS}.items()
+    }
     output = sibling.attended(path, TEXTBOOK_SPEC, arrays, mask=causal(sibling, 6))
     if sibling.dtype_of(path) is np.float32:
         assert np.abs(output - PRINTED).max() <= FOUR_DECIMALS + sibling.rounding
@@ -300,7 +337,7 @@ def test_textbook_example_is_self_attention(sibling):
     assert np.abs(output - PRINTED).max() <= FOUR_DECIMALS + sibling.rounding
 
 
-# ---- Attention weights -----------------------------------------------------------------------------------------------
+# ---- Attention weights ---------------------------------------------------------------------------
 
 
 @sample(jax=1)
@@ -312,9 +349,13 @@ def test_attention_weights_sum_to_one(sibling, path, dtype):
     assert attn_weights is not None
     expected = np.ones((2, 2, 3))
     expected[EMPTY] = 0.0
-    # Each weight is rounded to the dtype once, by half an epsilon of itself; the softmax adds float32's rounding.
+    # Each weight is rounded to the dtype once, by half an epsilon of itself; the softmax adds
+    # float32's rounding.
     tolerance = float(ml_dtypes.finfo(dtype).eps) / 2 + 4 * EPSILON
-    assert np.abs(attn_weights.astype(np.float64).sum(axis=-1) - expected).max() <= tolerance + sibling.rounding
+    assert (
+        np.abs(attn_weights.astype(np.float64).sum(axis=-1) - expected).max()
+        <= tolerance + sibling.rounding
+    )
 
 
 @sample(jax=1)
@@ -340,8 +381,13 @@ def test_weights_are_given_when_needed(sibling, path):
 def test_module_is_the_function(sibling, form, spec):
     """A module has the output of the function with its weights, for every kind of layer."""
     arrays = problem_of(sibling, form, spec)
-    function, module = (sibling.attended(f"{kind}-{form}", spec, arrays, mask=MASK) for kind in ("function", "module"))
-    sibling.assert_close(module, function, within=24 * EPSILON)  # sums of up to 24 products of order 1
+    function, module = (
+        sibling.attended(f"{kind}-{form}", spec, arrays, mask=MASK)
+        for kind in ("function", "module")
+    )
+    sibling.assert_close(
+        module, function, within=24 * EPSILON
+    )  # sums of up to 24 products of order 1
 
 
 @sample(jax=1)
@@ -349,7 +395,9 @@ def test_module_is_the_function(sibling, form, spec):
 def test_plain_and_fused_paths_agree(sibling, spec):
     """The fused path has the output of the plain one, in the dtype of the kernel."""
     arrays = problem_of(sibling, "fused", spec)
-    plain, fused = (sibling.attended(f"function-{form}", spec, arrays, mask=MASK) for form in ("plain", "fused"))
+    plain, fused = (
+        sibling.attended(f"function-{form}", spec, arrays, mask=MASK) for form in ("plain", "fused")
+    )
     sibling.assert_close(fused, plain, within=24 * EPSILON)  # as above
 
 
@@ -358,7 +406,11 @@ def test_plain_and_fused_paths_agree(sibling, spec):
 def test_output_has_the_width_of_a_layer(sibling, spec):
     """The output is as wide as the model, or as all heads without an output projection."""
     width = spec.d_model if spec.out_proj else spec.num_heads * spec.head_dim
-    assert sibling.attended("module-fused", spec, problem_of(sibling, "fused", spec)).shape == (2, 3, width)
+    assert sibling.attended("module-fused", spec, problem_of(sibling, "fused", spec)).shape == (
+        2,
+        3,
+        width,
+    )
 
 
 @pytest.mark.board
@@ -370,7 +422,7 @@ def test_output_has_the_dtype_of_the_input(sibling, path, dtype):
     assert sibling.attended(path, SPEC, problem(SPEC, dtype)).dtype == dtype
 
 
-# ---- Rows without a key ----------------------------------------------------------------------------------------------
+# ---- Rows without a key --------------------------------------------------------------------------
 
 
 @sample(jax=1)
@@ -389,7 +441,9 @@ def test_empty_row_gives_zero(sibling, path, dtype):
 def test_empty_row_gives_the_output_bias(sibling, path, dtype):
     """After an output projection, the output of an empty row is the bias of the projection."""
     arrays = problem(SPEC, dtype)
-    assert np.array_equal(sibling.attended(path, SPEC, arrays, mask=MASK)[0, 1], arrays["out_proj.bias"])
+    assert np.array_equal(
+        sibling.attended(path, SPEC, arrays, mask=MASK)[0, 1], arrays["out_proj.bias"]
+    )
 
 
 @sample(jax=1)
@@ -418,17 +472,21 @@ def test_bias_and_mask_empty_a_row_together(sibling, path):
 @sample(jax=1)
 @every_path
 def test_lowest_bias_is_not_a_mask(sibling, path):
-    """A row that attends to a single key has its value, even if its bias is the lowest finite number."""
+    """A row that attends to a single key has its value, even if its bias is the lowest finite
+    number.
+    """
     # Additive masks of other libraries hold finfo.min.
     bias = np.zeros((3, 4), np.float32)
     bias[0, 0] = np.finfo(np.float32).min
     only_key_0 = np.array([[False, True, True, True]])
     arrays = problem_of(sibling, path, BARE)
     biased = sibling.attended(path, BARE, arrays, mask=only_key_0, bias=bias)
-    sibling.assert_close(biased, sibling.attended(path, BARE, arrays, mask=only_key_0), within=EPSILON)
+    sibling.assert_close(
+        biased, sibling.attended(path, BARE, arrays, mask=only_key_0), within=EPSILON
+    )
 
 
-# ---- Masked tokens ---------------------------------------------------------------------------------------------------
+# ---- Masked tokens -------------------------------------------------------------------------------
 
 
 @sample(12, jax=1)
@@ -450,7 +508,9 @@ def test_masked_token_may_be_anything(sibling, path, side, sign):
 @pytest.mark.parametrize("side", ["key", "value"])
 @every_path
 def test_visible_token_changes_the_output(sibling, path, side):
-    """Changing a key or value changes the output of the queries that attend to it: the control of the test above."""
+    """Changing a key or value changes the output of the queries that attend to it: the control of
+    the test above.
+    """
     arrays = problem_of(sibling, path, SPEC)
     arrays["value"] = arrays["key"]
     changed = arrays[side].copy()
@@ -468,11 +528,15 @@ def test_order_of_the_keys_is_rounding(sibling, form):
     before = sibling.attended(f"module-{form}", SPEC, arrays, mask=MASK)
     permuted = {**arrays, "key": arrays["key"][:, order]}
     after = sibling.attended(f"module-{form}", SPEC, permuted, mask=MASK[..., order])
-    sibling.assert_close(after, before, within=8 * EPSILON)  # sums of 4 numbers of order 1 in another order
+    sibling.assert_close(
+        after, before, within=8 * EPSILON
+    )  # sums of 4 numbers of order 1 in another order
 
 
 @sample(12, jax=1)
-@pytest.mark.parametrize("shape", [(4,), (3, 1), (3, 4), (2, 1, 4), (2, 1, 1, 4), (1, 2, 3, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(4,), (3, 1), (3, 4), (2, 1, 4), (2, 1, 1, 4), (1, 2, 3, 1)], ids=str
+)
 @every_path
 def test_mask_broadcasts_to_the_scores(sibling, path, shape):
     """A mask may have any shape that broadcasts to the scores."""
@@ -483,7 +547,9 @@ def test_mask_broadcasts_to_the_scores(sibling, path, shape):
 
 
 @sample(12, jax=1)
-@pytest.mark.parametrize("shape", [(4,), (3, 1), (3, 4), (2, 1, 4), (2, 1, 1, 4), (1, 2, 3, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(4,), (3, 1), (3, 4), (2, 1, 4), (2, 1, 1, 4), (1, 2, 3, 1)], ids=str
+)
 @every_path
 def test_bias_broadcasts_to_the_scores(sibling, path, shape):
     """A bias may have any shape that broadcasts to the scores."""
@@ -504,7 +570,7 @@ def test_sequences_do_not_see_each_other(sibling, path):
     assert np.array_equal(before[0], after[0])
 
 
-# ---- Causal masks and padding ----------------------------------------------------------------------------------------
+# ---- Causal masks and padding --------------------------------------------------------------------
 
 HIDING = {
     "causal": {"is_causal": True},
@@ -518,7 +584,9 @@ every_hiding = pytest.mark.parametrize("hiding", HIDING.values(), ids=HIDING)
 @every_hiding
 @every_path
 def test_layer_builds_the_mask(sibling, path, hiding):
-    """A layer that builds a causal or padding mask has the output of that mask, in addition to another."""
+    """A layer that builds a causal or padding mask has the output of that mask, in addition to
+    another.
+    """
     hidden = sibling.numpy(sibling.package.create_attention_mask(3, 4, **hiding)) | MASK[:1]
     arrays = problem_of(sibling, path, SPEC)
     output, attn_weights = sibling.attend(path, SPEC, arrays, mask=MASK[:1], **hiding)
@@ -537,7 +605,9 @@ def test_self_attention_hides_the_future(sibling, rng, padding):
     changed = x.copy()
     changed[:, 3:] += 1.0
     options = {"is_causal": True, "key_padding_lengths": padding}
-    before, after = (sibling.numpy(module(sibling.array(tokens), **options)) for tokens in (x, changed))
+    before, after = (
+        sibling.numpy(module(sibling.array(tokens), **options)) for tokens in (x, changed)
+    )
     assert np.array_equal(before[:, :3], after[:, :3])
     assert (before[:, 3:] != after[:, 3:]).any(axis=2).all()
 
@@ -574,9 +644,14 @@ def test_self_attention_is_attention(sibling, rng, hiding):
         assert (sibling.numpy(self_attention(x, **without, **hiding)) != found).any()
 
 
-# ---- No tokens at all ------------------------------------------------------------------------------------------------
+# ---- No tokens at all ----------------------------------------------------------------------------
 
-NOTHING = {"no-queries": (2, 0, 4), "no-keys": (2, 3, 0), "neither": (2, 0, 0), "no-sequences": (0, 3, 4)}
+NOTHING = {
+    "no-queries": (2, 0, 4),
+    "no-keys": (2, 3, 0),
+    "neither": (2, 0, 0),
+    "no-sequences": (0, 3, 4),
+}
 
 
 @sample(12, jax=1)
@@ -586,14 +661,21 @@ NOTHING = {"no-queries": (2, 0, 4), "no-keys": (2, 3, 0), "neither": (2, 0, 0), 
 @pytest.mark.parametrize("is_masked", [False, True], ids=["visible", "masked"])
 @pytest.mark.parametrize("path", ["module-plain", "module-fused"])
 def test_nothing_gives_nothing(sibling, path, sizes, is_causal, is_padded, is_masked):
-    """Without queries the output has no rows; without keys its rows are the bias of the output projection."""
+    """Without queries the output has no rows; without keys its rows are the bias of the output
+    projection.
+    """
     batch_size, num_queries, num_keys = sizes
     spec, dtype = AttentionSpec(24, 4, num_kv_heads=2), sibling.dtype_of(path)
     weights = {name: x.astype(dtype) for name, x in parity.random_weights(spec).items()}
     query, key = (np.ones((batch_size, count, 24), dtype) for count in (num_queries, num_keys))
-    options = {"is_causal": is_causal, "key_padding_lengths": [num_keys] * batch_size if is_padded else None}
+    options = {
+        "is_causal": is_causal,
+        "key_padding_lengths": [num_keys] * batch_size if is_padded else None,
+    }
     options["mask"] = np.zeros((1, 1), bool) if is_masked else None
-    output, attn_weights = sibling.attend(path, spec, {**weights, "query": query, "key": key}, **options)
+    output, attn_weights = sibling.attend(
+        path, spec, {**weights, "query": query, "key": key}, **options
+    )
     assert output.shape == (batch_size, num_queries, 24)
     if num_keys == 0:
         assert (output == weights["out_proj.bias"]).all()
@@ -601,13 +683,15 @@ def test_nothing_gives_nothing(sibling, path, sizes, is_causal, is_padded, is_ma
         assert attn_weights.shape == (batch_size, 4, num_queries, num_keys)
 
 
-# ---- Shared keys -----------------------------------------------------------------------------------------------------
+# ---- Shared keys ---------------------------------------------------------------------------------
 
 SOURCE = AttentionSpec(24, 6, num_kv_heads=2, qk_norm=Norm(), rope=Rope(500.0), window_size=3)
 
 
 def sharing(sibling, dtype):
-    """A layer, its input, a layer of the same weights that shares its keys and values, and these keys and values."""
+    """A layer, its input, a layer of the same weights that shares its keys and values, and these
+    keys and values.
+    """
     weights = {name: x.astype(dtype) for name, x in parity.random_weights(SOURCE).items()}
     source = sibling.filled("MultiHeadAttention", SOURCE, weights)
     own = {name: x for name, x in weights.items() if name[:2] not in ("k_", "v_")}
@@ -619,7 +703,9 @@ def sharing(sibling, dtype):
 @sample(jax=1)
 @both_forms
 def test_shared_keys_are_taken_as_they_are(sibling, form):
-    """A layer that shares the keys and values of another, its weights and its input gives its output."""
+    """A layer that shares the keys and values of another, its weights and its input gives its
+    output.
+    """
     source, x, shared, (k, v) = sharing(sibling, sibling.dtype_of(form))
     options = {"is_causal": True, "need_weights": form == "plain"}
     expected, expected_weights = source(x, **options)
@@ -646,9 +732,14 @@ def test_shared_keys_must_fit(sibling):
         sibling.module("MultiHeadSelfAttention", shared.spec)(x)
 
 
-# ---- Modules ---------------------------------------------------------------------------------------------------------
+# ---- Modules -------------------------------------------------------------------------------------
 
-KINDS = ("MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache", "MultiHeadLatentAttention")
+KINDS = (
+    "MultiHeadAttention",
+    "MultiHeadSelfAttention",
+    "MultiHeadAttentionWithCache",
+    "MultiHeadLatentAttention",
+)
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -656,7 +747,11 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 @every_kind
 def test_module_takes_the_fields_of_its_spec(sibling, kind):
     """A module accepts a spec, or the fields of one."""
-    features = {"latent": Latent(6, 2)} if kind == "MultiHeadLatentAttention" else {"num_kv_heads": 2, "rope": Rope()}
+    features = (
+        {"latent": Latent(6, 2)}
+        if kind == "MultiHeadLatentAttention"
+        else {"num_kv_heads": 2, "rope": Rope()}
+    )
     spec = AttentionSpec(16, 4, qkv_bias=False, **features)
     others = {"qkv_bias": False, **features}
     for module in (
@@ -664,7 +759,9 @@ def test_module_takes_the_fields_of_its_spec(sibling, kind):
         sibling.made(kind, spec=spec),
         sibling.made(kind, 16, 4, **others),
         sibling.made(kind, np.int64(16), num_heads=4, **others),
-        sibling.made(kind, d_model=16, num_heads=4, **others, **sibling.in_dtype(DTYPES["bfloat16"])),
+        sibling.made(
+            kind, d_model=16, num_heads=4, **others, **sibling.in_dtype(DTYPES["bfloat16"])
+        ),
     ):
         assert module.spec == spec
 
@@ -684,7 +781,11 @@ REFUSED = {
     "no width": ((), {"num_heads": 2}, refuses_type("spec", spec=None)),
     "nothing": ((), {}, refuses_type("spec", spec=None)),
     "d_model twice": ((8, 2), {"d_model": 8}, pytest.raises(TypeError, match="'d_model'")),
-    "fields that do not fit": ((8, 2), {"num_kv_heads": 3}, refuses("num_heads", num_heads=2, num_kv_heads=3)),
+    "fields that do not fit": (
+        (8, 2),
+        {"num_kv_heads": 3},
+        refuses("num_heads", num_heads=2, num_kv_heads=3),
+    ),
 }
 
 
@@ -700,7 +801,9 @@ def test_module_rejects_other_fields(sibling, kind, name):
 @sample(jax=1)
 @every_kind
 def test_module_keywords_are_no_fields(sibling, kind):
-    """No keyword of a module has the name of a field of its spec, except `num_heads`, which it passes on."""
+    """No keyword of a module has the name of a field of its spec, except `num_heads`, which it
+    passes on.
+    """
     keywords = inspect.signature(getattr(sibling.package, kind).__init__).parameters.keys()
     assert keywords & {field.name for field in fields(AttentionSpec)} == {"num_heads"}
 
@@ -714,7 +817,8 @@ def test_weights_start_xavier_uniform(sibling, fused_qkv):
     for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
         weight = weights[f"{name}.weight"]
         bound = math.sqrt(6 / sum(weight.shape))
-        # The largest of more than 1000 uniform numbers lies within 1% of the bound, but for a chance of 4e-5.
+        # The largest of more than 1000 uniform numbers lies within 1% of the bound, but for a
+        # chance of 4e-5.
         assert 0.99 * bound < np.abs(weight).max() <= bound, name
     assert not np.array_equal(weights["k_proj.weight"], weights["v_proj.weight"])
     assert [name for name, x in weights.items() if name.endswith("bias") and x.any()] == []
@@ -722,7 +826,10 @@ def test_weights_start_xavier_uniform(sibling, fused_qkv):
 
 def test_weights_depend_on_the_seed(sibling):
     """The same seed draws the same weights, another seed draws others."""
-    drawn = (parity.weights_of(sibling.module("MultiHeadAttention", SPEC, seed=seed)) for seed in (0, 0, 1))
+    drawn = (
+        parity.weights_of(sibling.module("MultiHeadAttention", SPEC, seed=seed))
+        for seed in (0, 0, 1)
+    )
     first, again, other = (weights["q_proj.weight"] for weights in drawn)
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other)
@@ -733,20 +840,24 @@ def test_weights_depend_on_the_seed(sibling):
 @every_path
 def test_positions_without_use_are_ignored(sibling, path, has_key):
     """A layer accepts positions even if nothing depends on them."""
-    arrays = {name: x for name, x in problem_of(sibling, path, SPEC).items() if has_key or name != "key"}
+    arrays = {
+        name: x for name, x in problem_of(sibling, path, SPEC).items() if has_key or name != "key"
+    }
     expected = sibling.attended(path, SPEC, arrays)
     found = sibling.attended(path, SPEC, arrays, positions=np.array([[7, 3, 5]], np.int32))
     assert np.array_equal(found, expected)
 
 
-# ---- Dropout ---------------------------------------------------------------------------------------------------------
+# ---- Dropout -------------------------------------------------------------------------------------
 
 RATES = {"weights": {"dropout": 0.5}, "outputs": {"output_dropout": 0.5}}
 every_rate = pytest.mark.parametrize("rates", RATES.values(), ids=RATES)
 
 
 def dropped(sibling, rates, seed=0, calls=1, **options):
-    """Return the outputs of successive calls of a module in training, with dropout at these rates."""
+    """Return the outputs of successive calls of a module in training, with dropout at these
+    rates.
+    """
     dtype = sibling.kernel_dtype
     module = sibling.filled("MultiHeadAttention", SPEC.replace(**rates), seed=seed, dtype=dtype)
     query = sibling.array(problem(SPEC, dtype)["query"])
@@ -757,7 +868,9 @@ def dropped(sibling, rates, seed=0, calls=1, **options):
 @every_rate
 @pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "plain"])
 def test_dropout_depends_on_the_seed(sibling, need_weights, rates):
-    """Training drops something: the same for the same seed, other numbers for another seed or in the next call."""
+    """Training drops something: the same for the same seed, other numbers for another seed or in
+    the next call.
+    """
     options = {"need_weights": need_weights}
     first, second = dropped(sibling, rates, calls=2, **options)
     assert not np.array_equal(first, second)
@@ -780,7 +893,9 @@ def test_attention_weights_precede_dropout(sibling):
     dtype = sibling.kernel_dtype
     query = sibling.array(problem(SPEC, dtype)["query"])
     found, expected = (
-        sibling.filled("MultiHeadAttention", SPEC.replace(dropout=rate), dtype=dtype)(query, need_weights=True)[1]
+        sibling.filled("MultiHeadAttention", SPEC.replace(dropout=rate), dtype=dtype)(
+            query, need_weights=True
+        )[1]
         for rate in (0.5, 0.0)
     )
     assert np.array_equal(sibling.numpy(found), sibling.numpy(expected))

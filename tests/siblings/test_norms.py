@@ -12,10 +12,18 @@ HEADS = (1, 2, 3, 32)
 W, B = np.ones(32, np.float32), np.zeros(32, np.float32)
 SPECS = {
     "head": AttentionSpec(16, 4, num_kv_heads=2, rope=Rope(), qk_norm=Norm(), v_norm=Norm("layer")),
-    "width": AttentionSpec(16, 4, num_kv_heads=2, fused_qkv=True, qk_norm=Norm(over="width", weight="1+w")),
-    "per head": AttentionSpec(16, 4, rope=Rope(), qk_norm=Norm("layer", per_head=True, bias=True, after_rope=True)),
+    "width": AttentionSpec(
+        16, 4, num_kv_heads=2, fused_qkv=True, qk_norm=Norm(over="width", weight="1+w")
+    ),
+    "per head": AttentionSpec(
+        16, 4, rope=Rope(), qk_norm=Norm("layer", per_head=True, bias=True, after_rope=True)
+    ),
     "both": AttentionSpec(
-        24, 2, fused_qkv=True, qk_norm=Norm(over="width"), v_norm=Norm("layer", per_head=True, bias=True, weight="1+w")
+        24,
+        2,
+        fused_qkv=True,
+        qk_norm=Norm(over="width"),
+        v_norm=Norm("layer", per_head=True, bias=True, weight="1+w"),
     ),
 }
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))

@@ -1,4 +1,6 @@
-"""The tutorial, `plain.py` of every implementation: its masks on paper, and its layers against the large ones."""
+"""The tutorial, `plain.py` of every implementation: its masks on paper, and its layers against the
+large ones.
+"""
 
 import ast
 import sys
@@ -9,8 +11,8 @@ from helpers import ROOT
 from helpers.textbook import TEXTBOOK_OUTPUT
 
 from mha_spec import AttentionSpec
-from parity.core.case import Case
-from parity.core.problem import TEXTBOOK_INPUT, TEXTBOOK_WEIGHTS, make_problem
+from parity.measure.core.case import Case
+from parity.measure.core.problem import TEXTBOOK_INPUT, TEXTBOOK_WEIGHTS, make_problem
 
 SPEC = AttentionSpec(8, 2)
 SELF = make_problem(Case("self", SPEC, "", seq_len=4), "float32")
@@ -48,25 +50,30 @@ def attended(sibling, layer, *inputs, **options):
     return [sibling.numpy(x) for x in results]
 
 
-# ---- Masks -----------------------------------------------------------------------------------------------------------
+# ---- Masks ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "arguments", "keywords", "expected"), TABLES.values(), ids=TABLES)
 def test_tutorial_masks_hide_keys(sibling, name, arguments, keywords, expected):
-    """A mask of the tutorial is boolean and equals its table; test_masks.py has tables of the large functions."""
+    """A mask of the tutorial is boolean and equals its table; test_masks.py has tables of the large
+    functions.
+    """
     mask = sibling.numpy(getattr(sibling.package.plain, name)(*arguments, **keywords))
     assert mask.dtype == bool
     assert np.array_equal(mask, np.array(expected, bool))
 
 
-# ---- Layers ----------------------------------------------------------------------------------------------------------
+# ---- Layers --------------------------------------------------------------------------------------
 
 
 def test_tutorial_equals_large_layer(sibling):
-    """With the same weights and a mask, the tutorial's layer for two inputs returns the output and the attention
-    weights of the large one.
+    """With the same weights and a mask, the tutorial's layer for two inputs returns the output and
+    the attention weights of the large one.
     """
-    layer, large = sibling.backend.tutorial(CROSS), sibling.filled("MultiHeadAttention", SPEC, CROSS.weights)
+    layer, large = (
+        sibling.backend.tutorial(CROSS),
+        sibling.filled("MultiHeadAttention", SPEC, CROSS.weights),
+    )
     inputs = [CROSS.inputs[name] for name in ("query", "key")]
     output, attn_weights = attended(sibling, layer, *inputs, mask=MASK, need_weights=True)
     expected, expected_weights = attended(sibling, large, *inputs, mask=MASK, need_weights=True)
@@ -77,36 +84,53 @@ def test_tutorial_equals_large_layer(sibling):
 
 def test_tutorial_attends_to_itself(sibling):
     """The tutorial's layer for one input returns the output of the large one."""
-    layer, large = sibling.backend.tutorial(SELF), sibling.filled("MultiHeadSelfAttention", SPEC, SELF.weights)
+    layer, large = (
+        sibling.backend.tutorial(SELF),
+        sibling.filled("MultiHeadSelfAttention", SPEC, SELF.weights),
+    )
     x = sibling.array(SELF.inputs["query"])
     output, expected = (sibling.numpy(sibling.call(each, x)) for each in (layer, large))
     sibling.assert_close(output, expected, within=1e-6)
 
 
 def test_tutorial_rows_without_keys_are_zero(sibling):
-    """In a row in which all keys are masked, the core returns an output and attention weights of exactly 0."""
+    """In a row in which all keys are masked, the core returns an output and attention weights of
+    exactly 0.
+    """
     query, key = (sibling.array(CROSS.inputs[name]) for name in ("query", "key"))
     core = sibling.package.plain.multi_head_attention_core
     output, attn_weights = map(sibling.numpy, core(query, key, key, 2, sibling.option(MASK)))
     is_empty = MASK.all(axis=-1)
     assert np.array_equal(np.all(output == 0.0, axis=-1), is_empty[:, 0])
-    assert np.array_equal(np.all(attn_weights == 0.0, axis=-1), np.broadcast_to(is_empty, (2, 2, 3)))
+    assert np.array_equal(
+        np.all(attn_weights == 0.0, axis=-1), np.broadcast_to(is_empty, (2, 2, 3))
+    )
 
 
 def test_tutorial_core_is_textbook_example(sibling):
-    """The core computes the output printed in a book, to its four decimals, from projected inputs."""
+    """The core computes the output printed in a book, to its four decimals, from projected
+    inputs.
+    """
     tokens = np.array([TEXTBOOK_INPUT], np.float32)
     weights = [np.array(TEXTBOOK_WEIGHTS[f"{name}_proj.weight"], np.float32) for name in "qkv"]
     q, k, v = (sibling.array(tokens @ weight.T) for weight in weights)
     plain = sibling.package.plain
     output, _ = plain.multi_head_attention_core(q, k, v, 2, plain.create_causal_mask(6))
     half_of_last_digit = 0.5e-4 + 1e-6  # and float32's own rounding
-    assert np.abs(sibling.numpy(output) - TEXTBOOK_OUTPUT).max() <= half_of_last_digit + sibling.rounding
+    assert (
+        np.abs(sibling.numpy(output) - TEXTBOOK_OUTPUT).max()
+        <= half_of_last_digit + sibling.rounding
+    )
 
 
 def test_tutorial_cache_equals_one_pass(sibling):
-    """A prompt, a token and a chunk through a cache give the outputs and the heads of one causal pass."""
-    layer, large = sibling.backend.tutorial(CACHED), sibling.filled("MultiHeadSelfAttention", SPEC, CACHED.weights)
+    """A prompt, a token and a chunk through a cache give the outputs and the heads of one causal
+    pass.
+    """
+    layer, large = (
+        sibling.backend.tutorial(CACHED),
+        sibling.filled("MultiHeadSelfAttention", SPEC, CACHED.weights),
+    )
     x = CACHED.inputs["query"]
     outputs, cache_k, cache_v = [], None, None
     for chunk in np.split(x, [4, 5], axis=1):
@@ -115,8 +139,12 @@ def test_tutorial_cache_equals_one_pass(sibling):
     expected = sibling.numpy(sibling.call(large, sibling.array(x), is_causal=True))
     sibling.assert_close(np.concatenate(outputs, axis=1), expected, within=1e-6)
     for name, cache in (("k", cache_k), ("v", cache_v)):
-        projected = x @ CACHED.weights[f"{name}_proj.weight"].T + CACHED.weights[f"{name}_proj.bias"]
-        sibling.assert_close(sibling.numpy(cache), projected.reshape(2, 8, 2, 4).swapaxes(1, 2), within=1e-6)
+        projected = (
+            x @ CACHED.weights[f"{name}_proj.weight"].T + CACHED.weights[f"{name}_proj.bias"]
+        )
+        sibling.assert_close(
+            sibling.numpy(cache), projected.reshape(2, 8, 2, 4).swapaxes(1, 2), within=1e-6
+        )
 
 
 def test_tutorial_drops_in_training_only(sibling):
@@ -136,7 +164,7 @@ def test_tutorial_head_count_is_checked(sibling):
         sibling.package.plain.MultiHeadAttention(8, 3, **sibling.required)
 
 
-# ---- The text --------------------------------------------------------------------------------------------------------
+# ---- The text ------------------------------------------------------------------------------------
 
 FRAMEWORKS = {"jax": {"jax", "flax"}, "torch": {"torch"}, "tt": {"ttnn"}}
 

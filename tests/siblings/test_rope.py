@@ -23,11 +23,15 @@ def test_two_features_rotate_by_position(sibling, position):
     x, cos, sin = np.array([[[[3.0, 4.0]]]], np.float32), math.cos(position), math.sin(position)
     expected = np.array([3 * cos - 4 * sin, 4 * cos + 3 * sin])
     # Each cosine, product and sum is rounded once; the numbers are at most 5.
-    sibling.assert_close(rotated(sibling, x, [[position]])[0, 0, 0], expected, within=5 * 3 * EPSILON)
+    sibling.assert_close(
+        rotated(sibling, x, [[position]])[0, 0, 0], expected, within=5 * 3 * EPSILON
+    )
 
 
 @sample(jax=1)
-@pytest.mark.parametrize(("feature", "partner", "sign"), [(0, 2, 1), (1, 3, 1), (2, 0, -1), (3, 1, -1)])
+@pytest.mark.parametrize(
+    ("feature", "partner", "sign"), [(0, 2, 1), (1, 3, 1), (2, 0, -1), (3, 1, -1)]
+)
 def test_pairs_are_half_a_head_apart(sibling, feature, partner, sign):
     """A feature rotates with the one half a head away, at the frequency of their pair."""
     x, expected = np.zeros((1, 1, 1, 4), np.float32), np.zeros(4)
@@ -79,7 +83,9 @@ def test_layer_rotates_no_values(sibling, rng):
     q, k, v = (sibling.array(x) for x in rng.standard_normal((3, 1, 3, 128)).astype(np.float32))
 
     def projected(rope):
-        heads = sibling.package.project_qkv(lambda _, x: x, q, k, v, AttentionSpec(128, 2, rope=rope))
+        heads = sibling.package.project_qkv(
+            lambda _, x: x, q, k, v, AttentionSpec(128, 2, rope=rope)
+        )
         return [sibling.numpy(x) for x in heads]
 
     pairs = zip(projected(None), projected(Rope(100.0)), strict=True)

@@ -8,7 +8,17 @@ from mha_spec import AttentionSpec, InputTypeError
 from mha_spec.aliases import OF_CALLS, OF_MODULES, unknown_argument
 
 FIELDS = [field.name for field in fields(AttentionSpec)]
-CALL = ["query", "key", "value", "mask", "is_causal", "key_padding_lengths", "segment_ids", "bias", "need_weights"]
+CALL = [
+    "query",
+    "key",
+    "value",
+    "mask",
+    "is_causal",
+    "key_padding_lengths",
+    "segment_ids",
+    "bias",
+    "need_weights",
+]
 CALL += ["positions", "capacity"]
 
 OF_A_MODULE = {
@@ -45,7 +55,9 @@ OF_A_CALL = {
 }
 
 
-@pytest.mark.parametrize(("known", "expected"), [(FIELDS, OF_A_MODULE), (CALL, OF_A_CALL)], ids=["module", "call"])
+@pytest.mark.parametrize(
+    ("known", "expected"), [(FIELDS, OF_A_MODULE), (CALL, OF_A_CALL)], ids=["module", "call"]
+)
 def test_unknown_argument_names_ours(known, expected):
     """An argument of another library, or a near miss, leads to the argument of this one."""
     for name, advice in expected.items():
@@ -67,5 +79,7 @@ def test_table_names_real_arguments():
     for table, known in ((OF_MODULES, FIELDS), (OF_CALLS, CALL)):
         for name, alias in table.items():
             assert set(alias.ours) <= set(known), name
-            assert name not in known or name == "need_weights", name  # which self-attention does not have
+            assert name not in known or name == "need_weights", (
+                name
+            )  # which self-attention does not have
             assert alias.ours or alias.note, name

@@ -1,4 +1,6 @@
-"""Refusals: records with a message, which keep their fields in other processes and on the command line."""
+"""Refusals: records with a message, which keep their fields in other processes and on the command
+line.
+"""
 
 import pickle
 
@@ -14,7 +16,10 @@ def test_message_has_argument_and_values():
     its rule and the values that were passed.
     """
     refusal = InputError("num_heads", "be a multiple of num_kv_heads", num_heads=4, num_kv_heads=3)
-    assert str(refusal) == "num_heads must be a multiple of num_kv_heads, got num_heads=4 and num_kv_heads=3"
+    assert (
+        str(refusal)
+        == "num_heads must be a multiple of num_kv_heads, got num_heads=4 and num_kv_heads=3"
+    )
     assert (refusal.argument, refusal.rule) == ("num_heads", "be a multiple of num_kv_heads")
     assert refusal.got == {"num_heads": 4, "num_kv_heads": 3}
 
@@ -29,9 +34,14 @@ def test_message_has_argument_and_values():
             InputError("a", "be b", {"a.dtype": np.dtype("int8")}, c=None, d=0),
             "a must be b, got a.dtype=int8, c=None and d=0",
         ),
-        (InputError("a", "be b", remedy={"drop": True}, hint="helps"), "a must be b; drop=True helps"),
         (
-            InputError("a", "be b", remedy=[{"c": 1, "d": 2}, {"c": 2}, {"c": 3}, {"c": 4}], hint="fits"),
+            InputError("a", "be b", remedy={"drop": True}, hint="helps"),
+            "a must be b; drop=True helps",
+        ),
+        (
+            InputError(
+                "a", "be b", remedy=[{"c": 1, "d": 2}, {"c": 2}, {"c": 3}, {"c": 4}], hint="fits"
+            ),
             "a must be b; c=1 with d=2 or c=2 or c=3 (or 1 more) fits",
         ),
         (InputError("a", "be b", where="w").within("v"), "v: w: a must be b"),
@@ -53,7 +63,9 @@ def test_each_part_has_its_place(refusal, text):
 
 
 def test_wrong_type_is_also_a_type_error():
-    """`InputTypeError` is a `InputError` and a `TypeError`; a `InputError` is a `ValueError` only."""
+    """`InputTypeError` is a `InputError` and a `TypeError`; a `InputError` is a `ValueError`
+    only.
+    """
     assert issubclass(InputTypeError, InputError)
     assert issubclass(InputTypeError, TypeError)
     assert issubclass(InputError, ValueError)
@@ -69,9 +81,14 @@ def test_flags_replace_names_in_each_field():
     def rename(name: str, value: object) -> tuple[str, object]:
         return ("--rest", "drop") if name == "keep_rest" else (flags.get(name, name), value)
 
-    refusal = InputTypeError("prefix", "match", prefix="a b", n=3, d=4, remedy={"fill_bias": True, "keep_rest": False})
+    refusal = InputTypeError(
+        "prefix", "match", prefix="a b", n=3, d=4, remedy={"fill_bias": True, "keep_rest": False}
+    )
     shown = refusal.renamed(rename)
-    assert str(shown) == "--prefix must match, got --prefix 'a b', --n 3 and d=4; --fill-bias with --rest drop"
+    assert (
+        str(shown)
+        == "--prefix must match, got --prefix 'a b', --n 3 and d=4; --fill-bias with --rest drop"
+    )
     assert type(shown) is InputTypeError
     assert refusal.argument == "prefix"
     assert "prefix" in refusal.got
@@ -83,9 +100,15 @@ def test_long_part_loses_its_middle(field):
     the message has at most MAX_LENGTH characters.
     """
     long = "<" + "x" * 300_000 + ">"
-    parts = {"argument": "the argument", "rule": "be short", "where": "place", "hint": "advice"} | {field: long}
-    got = {"got": {"value": parts.get("got", 7)}, "text": parts.get("text", "")}["text" if field == "text" else "got"]
-    text = str(InputError(parts["argument"], parts["rule"], got, where=parts["where"], hint=parts["hint"]))
+    parts = {"argument": "the argument", "rule": "be short", "where": "place", "hint": "advice"} | {
+        field: long
+    }
+    got = {"got": {"value": parts.get("got", 7)}, "text": parts.get("text", "")}[
+        "text" if field == "text" else "got"
+    ]
+    text = str(
+        InputError(parts["argument"], parts["rule"], got, where=parts["where"], hint=parts["hint"])
+    )
     assert len(text) <= MAX_LENGTH
     assert "<x" in text
     assert "x>" in text

@@ -31,20 +31,27 @@ from mha_spec import (
     YarnScaling,
 )
 from mha_spec.features.scaling import SCALINGS
-from parity import CASES, AttentionSpec, pretrained, random_case
-from parity.cli.run import MOST_RANDOM
-from parity.core import reference
-from parity.core.case import Case
-from parity.core.cases import case_named
-from parity.core.problem import make_problem
-from parity.core.stages import STAGES, Stage, run_steps, stage_named
-from parity.core.weights import load_tensors, weight_shapes
+from parity import CASES, AttentionSpec
+from parity.measure import pretrained
+from parity.measure.core import reference
+from parity.measure.core.case import Case
+from parity.measure.core.cases import case_named, random_case
+from parity.measure.core.problem import make_problem
+from parity.measure.core.stages import STAGES, Stage, run_steps, stage_named
+from parity.measure.core.weights import load_tensors, weight_shapes
+from parity.use.cli.run import MOST_RANDOM
 
 
 def test_spec_derives_omitted_sizes():
     """Omitted sizes are derived from `d_model` and `num_heads`; values are as wide as heads."""
     spec = AttentionSpec(32, 4)
-    assert (spec.num_kv_heads, spec.head_dim, spec.d_in, spec.d_kv, spec.value_head_dim) == (4, 8, 32, 32, 8)
+    assert (spec.num_kv_heads, spec.head_dim, spec.d_in, spec.d_kv, spec.value_head_dim) == (
+        4,
+        8,
+        32,
+        32,
+        8,
+    )
     assert AttentionSpec(32, 4, head_dim=12).value_head_dim == 12
 
 
@@ -55,11 +62,18 @@ def test_key_width_defaults_to_query_width():
 
 def test_spec_stores_plain_numbers():
     """NumPy numbers are stored as Python's: specifications and their JSON are equal."""
-    numbers = {"window_size": np.int64(4), "scale": np.float32(0.5), "rope": Rope(sections=np.array([2, 1, 1]))}
+    numbers = {
+        "window_size": np.int64(4),
+        "scale": np.float32(0.5),
+        "rope": Rope(sections=np.array([2, 1, 1])),
+    }
     spec = AttentionSpec(np.int64(32), 4, sinks=np.bool_(True), **numbers)
     same = AttentionSpec(32, 4, window_size=4, scale=0.5, rope=Rope(sections=(2, 1, 1)), sinks=True)
     assert (spec, spec.to_json()) == (same, same.to_json())
-    assert AttentionSpec(32, 4, chunk_size=np.int32(3)).to_json() == AttentionSpec(32, 4, chunk_size=3).to_json()
+    assert (
+        AttentionSpec(32, 4, chunk_size=np.int32(3)).to_json()
+        == AttentionSpec(32, 4, chunk_size=3).to_json()
+    )
 
 
 def test_replace_rederives_omitted_sizes():
@@ -90,7 +104,9 @@ def test_replace_keeps_given_fields():
     """`replace` keeps fields that were given, and derives those set to None again."""
     sizes = {"num_kv_heads": 2, "head_dim": 32, "d_in": 256, "d_kv": 128, "value_head_dim": 16}
     spec = AttentionSpec(512, 8, **sizes, dropout=0.1, gate=Gate())
-    assert spec.replace(d_model=1024, num_heads=16) == AttentionSpec(1024, 16, **sizes, dropout=0.1, gate=Gate())
+    assert spec.replace(d_model=1024, num_heads=16) == AttentionSpec(
+        1024, 16, **sizes, dropout=0.1, gate=Gate()
+    )
     assert spec.replace(gate=None, dropout=0.0) == AttentionSpec(512, 8, **sizes)
     assert spec.replace(**dict.fromkeys(sizes)) == AttentionSpec(512, 8, dropout=0.1, gate=Gate())
 
@@ -102,7 +118,9 @@ COPIES = {
     "deepcopy": copy.deepcopy,
     "replace": lambda spec: spec.replace(),
     "dataclasses.replace": replace,
-    "all sizes given": lambda spec: AttentionSpec(512, 8, num_kv_heads=8, head_dim=64, d_in=512, d_kv=512),
+    "all sizes given": lambda spec: AttentionSpec(
+        512, 8, num_kv_heads=8, head_dim=64, d_in=512, d_kv=512
+    ),
 }
 
 
@@ -158,13 +176,20 @@ def test_repr_round_trips():
     ("record", "text"),
     [
         (AttentionSpec(512, 8), "AttentionSpec(512, 8)"),
-        (AttentionSpec(512, 8, num_kv_heads=8, head_dim=64, value_head_dim=64, d_kv=512), "AttentionSpec(512, 8)"),
+        (
+            AttentionSpec(512, 8, num_kv_heads=8, head_dim=64, value_head_dim=64, d_kv=512),
+            "AttentionSpec(512, 8)",
+        ),
         (AttentionSpec(500, 8, head_dim=62), "AttentionSpec(500, 8, head_dim=62)"),
         (
             AttentionSpec(512, 8, num_kv_heads=2, rope=Rope(), qkv_bias=False, dropout=0.5),
-            "AttentionSpec(512, 8, num_kv_heads=2, qkv_bias=False, rope=Rope(theta=10000.0), dropout=0.5)",
+            "AttentionSpec(512, 8, num_kv_heads=2, qkv_bias=False, rope=Rope(theta=10000.0), "
+            "dropout=0.5)",
         ),
-        (AttentionSpec(512, 8, d_in=256, qk_norm=Norm()), "AttentionSpec(512, 8, d_in=256, qk_norm=Norm())"),
+        (
+            AttentionSpec(512, 8, d_in=256, qk_norm=Norm()),
+            "AttentionSpec(512, 8, d_in=256, qk_norm=Norm())",
+        ),
         (AttentionSpec(512, 8, d_in=256, d_kv=512), "AttentionSpec(512, 8, d_in=256, d_kv=512)"),
         (Norm("layer", weight=None), "Norm(kind='layer', weight=None)"),
         (Latent(12, 8), "Latent(kv_rank=12, rope_dim=8)"),
@@ -174,7 +199,10 @@ def test_repr_round_trips():
         (GridBias(7, 4, class_token=True), "GridBias(7, 4, class_token=True)"),
         (RelativeProducts(64, 8, of_keys=True), "RelativeProducts(64, 8, of_keys=True)"),
         (Temperature(8192), "Temperature(length=8192)"),
-        (YarnScaling(4, 32, truncate=False), "YarnScaling(factor=4.0, original_length=32, truncate=False)"),
+        (
+            YarnScaling(4, 32, truncate=False),
+            "YarnScaling(factor=4.0, original_length=32, truncate=False)",
+        ),
     ],
     ids=str,
 )
@@ -193,10 +221,24 @@ def test_value_head_dim_sets_value_widths():
     values, context, output, gate, norm and cache.
     """
     spec = AttentionSpec(32, 4, num_kv_heads=2, value_head_dim=12, v_norm=Norm(), gate=Gate())
-    assert (spec.q_width, spec.k_width, spec.v_width, spec.context_width, spec.output_width) == (32, 16, 24, 48, 32)
+    assert (spec.q_width, spec.k_width, spec.v_width, spec.context_width, spec.output_width) == (
+        32,
+        16,
+        24,
+        48,
+        32,
+    )
     assert weight_shapes(spec) | {"v_norm.weight": (12,)} == weight_shapes(spec)
-    shapes = {name: weight_shapes(spec)[f"{name}_proj.weight"] for name in ("q", "k", "v", "out", "gate")}
-    assert shapes == {"q": (32, 32), "k": (16, 32), "v": (24, 32), "out": (32, 48), "gate": (48, 32)}
+    shapes = {
+        name: weight_shapes(spec)[f"{name}_proj.weight"] for name in ("q", "k", "v", "out", "gate")
+    }
+    assert shapes == {
+        "q": (32, 32),
+        "k": (16, 32),
+        "v": (24, 32),
+        "out": (32, 48),
+        "gate": (48, 32),
+    }
     assert replace(spec, fused_qkv=True).stored_shapes["qkv_proj.weight"] == (72, 32)
     assert replace(spec, out_proj=False).output_width == 48
     assert spec.cache_nbytes(2, 5, np.dtype(np.float32)) == 2 * 5 * (16 + 24) * 4
@@ -222,7 +264,10 @@ LATENT = {"d_model": 8, "num_heads": 2, "latent": Latent(6, 2)}
             refuses("num_heads", num_heads=4, num_kv_heads=3),
         ),
         ({"d_model": 8, "num_heads": 4, "head_dim": -1}, refuses("head_dim", head_dim=-1)),
-        ({"d_model": 8, "num_heads": 4, "value_head_dim": 0}, refuses("value_head_dim", value_head_dim=0)),
+        (
+            {"d_model": 8, "num_heads": 4, "value_head_dim": 0},
+            refuses("value_head_dim", value_head_dim=0),
+        ),
         (
             {"d_model": 8, "num_heads": 4, "value_head_dim": 2.0},
             refuses_type("value_head_dim", value_head_dim=2.0),
@@ -250,15 +295,32 @@ LATENT = {"d_model": 8, "num_heads": 2, "latent": Latent(6, 2)}
         ({"d_model": 8, "num_heads": 2, "qkv_bias": "no"}, refuses_type("qkv_bias", qkv_bias="no")),
         ({"d_model": 8, "num_heads": 2, "out_bias": 1}, refuses_type("out_bias", out_bias=1)),
         ({"d_model": 8, "num_heads": 2, "out_proj": None}, refuses_type("out_proj", out_proj=None)),
-        ({"d_model": 8, "num_heads": 2, "fused_qkv": "x"}, refuses_type("fused_qkv", fused_qkv="x")),
-        ({"d_model": 8, "num_heads": 2, "d_kv": 4, "rope": Rope()}, refuses("d_kv", d_kv=4, d_in=8)),
+        (
+            {"d_model": 8, "num_heads": 2, "fused_qkv": "x"},
+            refuses_type("fused_qkv", fused_qkv="x"),
+        ),
+        (
+            {"d_model": 8, "num_heads": 2, "d_kv": 4, "rope": Rope()},
+            refuses("d_kv", d_kv=4, d_in=8),
+        ),
         ({"d_model": 8, "num_heads": 2, "dropout": 1.0}, refuses("dropout", dropout=1.0)),
-        ({"d_model": 8, "num_heads": 2, "d_kv": 4, "fused_qkv": True}, refuses("d_kv", d_kv=4, d_in=8)),
+        (
+            {"d_model": 8, "num_heads": 2, "d_kv": 4, "fused_qkv": True},
+            refuses("d_kv", d_kv=4, d_in=8),
+        ),
         ({"d_model": 8, "num_heads": 2, "qk_norm": "rms"}, refuses_type("qk_norm", qk_norm="rms")),
         ({"d_model": 8, "num_heads": 2, "gate": True}, refuses_type("gate", gate=True)),
-        ({"d_model": 8, "num_heads": 2, "temperature": 8192}, refuses_type("temperature", temperature=8192)),
         (
-            {"d_model": 8, "num_heads": 1, "temperature": Temperature(4), "rope": Rope(sections=(2, 1, 1))},
+            {"d_model": 8, "num_heads": 2, "temperature": 8192},
+            refuses_type("temperature", temperature=8192),
+        ),
+        (
+            {
+                "d_model": 8,
+                "num_heads": 1,
+                "temperature": Temperature(4),
+                "rope": Rope(sections=(2, 1, 1)),
+            },
             refuses("temperature", temperature=..., sections=(2, 1, 1)),
         ),
         (LATENT | {"latent": 16}, refuses_type("latent", latent=16)),
@@ -272,21 +334,33 @@ LATENT = {"d_model": 8, "num_heads": 2, "latent": Latent(6, 2)}
         (LATENT | {"v_norm": Norm()}, refuses("v_norm", v_norm=..., latent=...)),
         (LATENT | {"clip_qkv": 1.0}, refuses("clip_qkv", clip_qkv=1.0, latent=...)),
         (LATENT | {"head_dim": 2}, refuses("rope_dim", rope_dim=2, head_dim=2)),
-        (LATENT | {"qkv_bias": (True, True, False)}, refuses("qkv_bias", qkv_bias=(True, True, False))),
+        (
+            LATENT | {"qkv_bias": (True, True, False)},
+            refuses("qkv_bias", qkv_bias=(True, True, False)),
+        ),
         (LATENT | {"rope": Rope()}, refuses("rope", rope=..., latent=...)),
         (LATENT | {"rope": Rope(rotary_dim=2)}, refuses("rope", rope=..., latent=...)),
         (SHARED | {"d_kv": 4}, refuses("d_kv", d_kv=4)),
         (SHARED | {"fused_qkv": True}, refuses("fused_qkv", fused_qkv=True)),
         (SHARED | {"v_norm": Norm()}, refuses("v_norm", v_norm=...)),
-        (SHARED | {"qkv_bias": (True, False, True)}, refuses("qkv_bias", qkv_bias=(True, False, True))),
+        (
+            SHARED | {"qkv_bias": (True, False, True)},
+            refuses("qkv_bias", qkv_bias=(True, False, True)),
+        ),
         (LATENT | {"shared_kv": True}, refuses("latent", latent=...)),
         (SHARED | {"shared_kv": 1}, refuses_type("shared_kv", shared_kv=1)),
-        ({"d_model": 8, "num_heads": 2, "context_norm": Norm()}, refuses("context_norm", context_norm=...)),
+        (
+            {"d_model": 8, "num_heads": 2, "context_norm": Norm()},
+            refuses("context_norm", context_norm=...),
+        ),
         (
             {"d_model": 8, "num_heads": 2, "context_norm": Norm(over="width"), "gate": Gate()},
             refuses("gate", gate=..., context_norm=...),
         ),
-        (LATENT | {"context_norm": Norm(over="width")}, refuses("context_norm", context_norm=..., latent=...)),
+        (
+            LATENT | {"context_norm": Norm(over="width")},
+            refuses("context_norm", context_norm=..., latent=...),
+        ),
         ({"d_model": 8, "num_heads": 2, "alibi": True}, refuses_type("alibi", alibi=True)),
         (
             {"d_model": 8, "num_heads": 2, "relative_bias": 32},
@@ -305,7 +379,12 @@ LATENT = {"d_model": 8, "num_heads": 2, "latent": Latent(6, 2)}
             refuses_type("relative_products", relative_products=...),
         ),
         (
-            {"d_model": 8, "num_heads": 2, "relative_products": RelativeProducts(2, 2), "soft_cap": 2.0},
+            {
+                "d_model": 8,
+                "num_heads": 2,
+                "relative_products": RelativeProducts(2, 2),
+                "soft_cap": 2.0,
+            },
             refuses("soft_cap", soft_cap=2.0),
         ),
         (
@@ -314,7 +393,10 @@ LATENT = {"d_model": 8, "num_heads": 2, "latent": Latent(6, 2)}
         ),
         ({"d_model": 8, "num_heads": 2, "sinks": 1}, refuses_type("sinks", sinks=1)),
         ({"d_model": 8, "num_heads": 2, "clip_qkv": 0.0}, refuses("clip_qkv", clip_qkv=0.0)),
-        ({"d_model": 8, "num_heads": 2, "clip_qkv": math.nan}, refuses("clip_qkv", clip_qkv=math.nan)),
+        (
+            {"d_model": 8, "num_heads": 2, "clip_qkv": math.nan},
+            refuses("clip_qkv", clip_qkv=math.nan),
+        ),
         ({"d_model": 8, "num_heads": 2, "clip_qkv": True}, refuses_type("clip_qkv", clip_qkv=True)),
         ({"d_model": 8, "num_heads": 2, "v_norm": True}, refuses_type("v_norm", v_norm=True)),
         (
@@ -346,7 +428,10 @@ def test_invalid_spec_raises(keywords, refusal):
         ({"bias": True, "weight": None}, refuses("bias", bias=True, weight=None)),
         ({"per_head": True, "weight": None}, refuses("per_head", per_head=True, weight=None)),
         ({"per_head": True, "over": "width"}, refuses("per_head", per_head=True, over="width")),
-        ({"after_rope": True, "over": "width"}, refuses("after_rope", after_rope=True, over="width")),
+        (
+            {"after_rope": True, "over": "width"},
+            refuses("after_rope", after_rope=True, over="width"),
+        ),
     ],
 )
 def test_invalid_norm_raises(keywords, refusal):
@@ -402,7 +487,10 @@ def test_gate_adds_a_projection():
     spec = AttentionSpec(8, 2, num_kv_heads=1, d_in=6, gate=Gate(bias=True))
     assert weight_shapes(spec)["gate_proj.weight"] == (8, 6)
     assert weight_shapes(spec)["gate_proj.bias"] == (8,)
-    assert weight_shapes(AttentionSpec(8, 2, gate=Gate(per_head=True)))["gate_proj.weight"] == (2, 8)
+    assert weight_shapes(AttentionSpec(8, 2, gate=Gate(per_head=True)))["gate_proj.weight"] == (
+        2,
+        8,
+    )
     assert AttentionSpec.from_json(spec.to_json()) == spec
     with refuses_type("per_head", per_head=1):
         Gate(per_head=1)
@@ -427,7 +515,11 @@ def test_latents_have_projections_and_norms():
         qkv_bias=(True, False, False),
         out_bias=False,
         latent=Latent(7, 2, q_rank=9, eps=1e-5, q_factor=1.5, kv_factor=2),
-        rope=Rope(rotary_dim=2, rotated="last", scaling=YarnScaling(4.0, 64, mscale=1.0, mscale_all_dim=0.5)),
+        rope=Rope(
+            rotary_dim=2,
+            rotated="last",
+            scaling=YarnScaling(4.0, 64, mscale=1.0, mscale_all_dim=0.5),
+        ),
     )
     assert spec.weight_shapes == {
         "q_a_proj.weight": (9, 16),
@@ -465,7 +557,9 @@ def test_absorbed_is_attention_over_latents():
     """The absorbed specification is one key/value head over the
     latents; without latents it raises an error.
     """
-    spec = AttentionSpec(16, 2, head_dim=6, value_head_dim=5, latent=Latent(7, 2), sinks=True, window_size=4)
+    spec = AttentionSpec(
+        16, 2, head_dim=6, value_head_dim=5, latent=Latent(7, 2), sinks=True, window_size=4
+    )
     widths = {"num_kv_heads": 1, "head_dim": 9, "value_head_dim": 7}
     assert spec.absorbed == replace(spec, latent=None, scale=spec.score_scale, **widths)
     with refuses("spec", spec=...):
@@ -476,7 +570,9 @@ def test_latents_are_absorbed_if_cheaper():
     """DeepSeek's latents are absorbed for at most 170 tokens,
     or for 2048 with 32768 keys, but not 4096.
     """
-    deepseek = AttentionSpec(7168, 128, head_dim=192, value_head_dim=128, latent=Latent(512, 64, q_rank=1536))
+    deepseek = AttentionSpec(
+        7168, 128, head_dim=192, value_head_dim=128, latent=Latent(512, 64, q_rank=1536)
+    )
     assert deepseek.absorbs(1)
     assert deepseek.absorbs(170)
     assert not deepseek.absorbs(171)
@@ -514,7 +610,9 @@ def test_invalid_alibi_raises(keywords, refusal):
 
 def test_relative_bias_per_bucket_and_head():
     """A relative bias adds one number per bucket and query head, and survives JSON."""
-    spec = AttentionSpec(8, 4, num_kv_heads=2, sinks=True, relative_bias=RelativeBias(6, 5, bidirectional=False))
+    spec = AttentionSpec(
+        8, 4, num_kv_heads=2, sinks=True, relative_bias=RelativeBias(6, 5, bidirectional=False)
+    )
     assert list(spec.parameters.items()) == [("sinks", (4,)), ("relative_bias", (6, 4))]
     assert AttentionSpec.from_json(spec.to_json()) == spec
     assert hash(AttentionSpec.from_json(spec.to_json())) == hash(spec)
@@ -532,7 +630,12 @@ def test_grid_bias_has_one_number_per_offset():
     assert AttentionSpec.from_json(spec.to_json()) == spec
     assert GridBias(1, 3).buckets().tolist() == [[2, 1, 0], [3, 2, 1], [4, 3, 2]]
     assert GridBias(3, 1).buckets().tolist() == GridBias(1, 3).buckets().tolist()
-    assert GridBias(2, 2).buckets().tolist() == [[4, 3, 1, 0], [5, 4, 2, 1], [7, 6, 4, 3], [8, 7, 5, 4]]
+    assert GridBias(2, 2).buckets().tolist() == [
+        [4, 3, 1, 0],
+        [5, 4, 2, 1],
+        [7, 6, 4, 3],
+        [8, 7, 5, 4],
+    ]
     assert GridBias(1, 2, class_token=True).buckets().tolist() == [[5, 3, 3], [4, 1, 0], [4, 2, 1]]
 
 
@@ -559,7 +662,9 @@ def test_relative_products_per_bucket():
     assert AttentionSpec.from_json(spec.to_json()) == spec
     assert spec.has_distance_bias
     record = RelativeProducts(2, 1, of_queries=False, of_keys=True, per_head=True)
-    assert AttentionSpec(8, 4, relative_products=record).parameters == {"relative_queries": (4, 4, 2)}
+    assert AttentionSpec(8, 4, relative_products=record).parameters == {
+        "relative_queries": (4, 4, 2)
+    }
     assert RelativeProducts(2, 1).buckets().tolist() == [0, 1, 2, 3, 3]
     assert RelativeProducts(0, 2).buckets().tolist() == [0, 0, 0, 1, 2]
 
@@ -632,8 +737,16 @@ def test_invalid_relative_bias_raises(keywords, refusal):
 
 
 def test_boolean_instead_of_a_record_raises():
-    """True where a record belongs raises an error with the call that makes one; False, that it is None."""
-    calls = {"rope": "Rope()", "qk_norm": "Norm()", "v_norm": "Norm()", "context_norm": "Norm()", "gate": "Gate()"}
+    """True where a record belongs raises an error with the call that makes one; False, that it is
+    None.
+    """
+    calls = {
+        "rope": "Rope()",
+        "qk_norm": "Norm()",
+        "v_norm": "Norm()",
+        "context_norm": "Norm()",
+        "gate": "Gate()",
+    }
     calls |= {
         "alibi": "Alibi()",
         "relative_bias": "GridBias(height=…, width=…)",
@@ -663,7 +776,9 @@ def test_equal_qkv_biases_are_stored_as_one():
 
 def test_spec_with_norms_survives_json():
     """A specification with norms survives JSON with its hash."""
-    spec = AttentionSpec(48, 6, rope=Rope(), qk_norm=Norm(weight="1+w", after_rope=True), v_norm=Norm(weight=None))
+    spec = AttentionSpec(
+        48, 6, rope=Rope(), qk_norm=Norm(weight="1+w", after_rope=True), v_norm=Norm(weight=None)
+    )
     assert AttentionSpec.from_json(spec.to_json()) == spec
     assert hash(AttentionSpec.from_json(spec.to_json())) == hash(spec)
 
@@ -676,11 +791,17 @@ def test_spec_survives_json():
 
 def test_spec_of_numpy_scalars_survives_json():
     """A specification of NumPy scalars has values of plain types, and survives JSON."""
-    numbers = {"rope": Rope(np.float32(1e4)), "dropout": np.float64(0.5), "output_dropout": np.int64(0)}
+    numbers = {
+        "rope": Rope(np.float32(1e4)),
+        "dropout": np.float64(0.5),
+        "output_dropout": np.int64(0),
+    }
     spec = AttentionSpec(np.int64(8), np.int32(2), qkv_bias=np.False_, out_proj=np.True_, **numbers)
     assert spec == AttentionSpec(8, 2, qkv_bias=False, rope=Rope(1e4), dropout=0.5)
     assert AttentionSpec.from_json(spec.to_json()) == spec
-    assert all(type(value) in (int, bool, float, Rope, type(None)) for value in spec.values().values())
+    assert all(
+        type(value) in (int, bool, float, Rope, type(None)) for value in spec.values().values()
+    )
     assert type(spec.rope.theta) is float
 
 
@@ -702,9 +823,15 @@ def test_spec_is_hashable_and_equal_by_value():
     [
         ("[]", refuses("a specification", "'[]'")),
         ('{"d_model": 8}', refuses("a specification", missing=["num_heads"])),
-        ('{"d_model": 8, "num_heads": 2, "colour": 1}', refuses("a specification", unexpected=["colour"])),
+        (
+            '{"d_model": 8, "num_heads": 2, "colour": 1}',
+            refuses("a specification", unexpected=["colour"]),
+        ),
         ("null", refuses("a specification", "'null'")),
-        ('{"d_model": 8, "num_heads": 2, "rope": {"base": 1}}', refuses("rope", unexpected=["base"])),
+        (
+            '{"d_model": 8, "num_heads": 2, "rope": {"base": 1}}',
+            refuses("rope", unexpected=["base"]),
+        ),
     ],
 )
 def test_json_of_invalid_spec_raises(text, refusal):
@@ -726,7 +853,11 @@ ROPES = [
     Rope(scaling=LinearScaling(4)),
     Rope(scaling=DynamicScaling(4.0, 8), rotary_dim=4, rotated="last", pairs="interleaved"),
     Rope(scaling=Llama3Scaling(8.0, 8192, 1.0, 4.0)),
-    Rope(scaling=YarnScaling(4.0, 32, 16.0, 2.0, truncate=False, mscale=1, mscale_all_dim=np.float32(0.5))),
+    Rope(
+        scaling=YarnScaling(
+            4.0, 32, 16.0, 2.0, truncate=False, mscale=1, mscale_all_dim=np.float32(0.5)
+        )
+    ),
     Rope(scaling=LONGROPE, rotary_dim=np.int64(4)),
     Rope(scaling=ProportionalScaling(0.25, 2.0)),
     Rope(sections=[2, 1, 1], section_order="interleaved"),
@@ -749,7 +880,9 @@ def test_rope_repr_shows_theta_and_fields():
     """The repr of RoPE shows its base and fields that differ from their defaults."""
     assert repr(Rope(500)) == "Rope(theta=500.0)"
     rope = Rope(scaling=LinearScaling(8.0), rotary_dim=4, pairs="interleaved")
-    assert repr(rope) == "Rope(theta=10000.0, scaling=LinearScaling(factor=8.0), rotary_dim=4, pairs='interleaved')"
+    assert repr(rope) == (
+        "Rope(theta=10000.0, scaling=LinearScaling(factor=8.0), rotary_dim=4, pairs='interleaved')"
+    )
 
 
 def test_every_kind_of_scaling_survives_json():
@@ -770,7 +903,9 @@ def test_every_kind_of_scaling_survives_json():
 def test_json_of_invalid_scaling_raises(scaling, refusal):
     """JSON of a scaling with an unknown or missing kind, or with wrong keys, raises an error."""
     with refusal:
-        AttentionSpec.from_json(f'{{"d_model": 8, "num_heads": 2, "rope": {{"theta": 1e4, "scaling": {scaling}}}}}')
+        AttentionSpec.from_json(
+            f'{{"d_model": 8, "num_heads": 2, "rope": {{"theta": 1e4, "scaling": {scaling}}}}}'
+        )
 
 
 @pytest.mark.parametrize(
@@ -782,9 +917,15 @@ def test_json_of_invalid_scaling_raises(scaling, refusal):
         (lambda: Rope(rotated="middle"), refuses("rotated", rotated="middle")),
         (lambda: Rope(pairs="odd"), refuses("pairs", pairs="odd")),
         (lambda: Rope(section_order="x"), refuses("section_order", section_order="x")),
-        (lambda: Rope(section_frequencies="x"), refuses("section_frequencies", section_frequencies="x")),
+        (
+            lambda: Rope(section_frequencies="x"),
+            refuses("section_frequencies", section_frequencies="x"),
+        ),
         (lambda: Rope(section_frequencies="own"), refuses("sections", sections=None)),
-        (lambda: Rope(sections=(3, 1), section_frequencies="strided"), refuses("sections", sections=(3, 1))),
+        (
+            lambda: Rope(sections=(3, 1), section_frequencies="strided"),
+            refuses("sections", sections=(3, 1)),
+        ),
         (
             lambda: Rope(scaling=LinearScaling(4.0), sections=(2, 2), section_frequencies="own"),
             refuses("scaling", scaling=LinearScaling(4.0)),
@@ -805,7 +946,10 @@ def test_json_of_invalid_scaling_raises(scaling, refusal):
             lambda: Llama3Scaling(8.0, 64, 4.0, 4.0),
             refuses("high_freq_factor", high_freq_factor=4.0, low_freq_factor=4.0),
         ),
-        (lambda: YarnScaling(4.0, 64, 1.0, 1.0), refuses("beta_fast", beta_fast=1.0, beta_slow=1.0)),
+        (
+            lambda: YarnScaling(4.0, 64, 1.0, 1.0),
+            refuses("beta_fast", beta_fast=1.0, beta_slow=1.0),
+        ),
         (
             lambda: YarnScaling(4.0, 64, mscale=1.0),
             refuses("mscale and mscale_all_dim", mscale=1.0, mscale_all_dim=None),
@@ -816,9 +960,18 @@ def test_json_of_invalid_scaling_raises(scaling, refusal):
         ),
         (lambda: YarnScaling(4.0, 64, truncate=1), refuses_type("truncate", truncate=1)),
         (lambda: LongRopeScaling(4.0, 8, (1.0,), (1.0, 2.0)), refuses("short_factors", "1 and 2")),
-        (lambda: LongRopeScaling(4.0, 8, 1.0, (1.0,)), refuses_type("short_factors", short_factors=1.0)),
-        (lambda: LongRopeScaling(4.0, 8, (-1.0,), (1.0,)), refuses("short_factors", short_factors=-1.0)),
-        (lambda: LongRopeScaling(4.0, 1, (1.0,), (1.0,)), refuses("original_length", original_length=1)),
+        (
+            lambda: LongRopeScaling(4.0, 8, 1.0, (1.0,)),
+            refuses_type("short_factors", short_factors=1.0),
+        ),
+        (
+            lambda: LongRopeScaling(4.0, 8, (-1.0,), (1.0,)),
+            refuses("short_factors", short_factors=-1.0),
+        ),
+        (
+            lambda: LongRopeScaling(4.0, 1, (1.0,), (1.0,)),
+            refuses("original_length", original_length=1),
+        ),
         (lambda: ProportionalScaling(1.5), refuses("fraction", fraction=1.5)),
     ],
 )
@@ -857,11 +1010,19 @@ MAKES = {
     "llama3 factor": lambda x, theta: {"rope": Rope(theta, scaling=Llama3Scaling(x, 64))},
     "yarn": lambda x, y, theta: {"rope": Rope(theta, scaling=YarnScaling(4.0, 64, x, y))},
     "yarn slow": lambda x: {"rope": Rope(scaling=YarnScaling(4.0, 64, beta_slow=x))},
-    "yarn fast": lambda x, truncate: {"rope": Rope(scaling=YarnScaling(4.0, 64, x, truncate=truncate > 1.0))},
+    "yarn fast": lambda x, truncate: {
+        "rope": Rope(scaling=YarnScaling(4.0, 64, x, truncate=truncate > 1.0))
+    },
     "yarn factor": lambda x, y: {"rope": Rope(scaling=YarnScaling(x, 64, attention_factor=y))},
-    "yarn mscale": lambda x, y: {"rope": Rope(scaling=YarnScaling(4.0, 64, mscale=x, mscale_all_dim=y))},
-    "longrope": lambda x, y, theta: {"rope": Rope(theta, scaling=LongRopeScaling(4.0, 8, (1.0, x), (1.0, y)))},
-    "longrope factor": lambda x, y: {"rope": Rope(scaling=LongRopeScaling(x, 8, (1.0,) * 2, (1.0,) * 2, y))},
+    "yarn mscale": lambda x, y: {
+        "rope": Rope(scaling=YarnScaling(4.0, 64, mscale=x, mscale_all_dim=y))
+    },
+    "longrope": lambda x, y, theta: {
+        "rope": Rope(theta, scaling=LongRopeScaling(4.0, 8, (1.0, x), (1.0, y)))
+    },
+    "longrope factor": lambda x, y: {
+        "rope": Rope(scaling=LongRopeScaling(x, 8, (1.0,) * 2, (1.0,) * 2, y))
+    },
     "proportional": lambda x, y: {"rope": Rope(scaling=ProportionalScaling(x, y))},
     "alibi": lambda x: {"alibi": Alibi(x), "scale": x},
     "norm": lambda x: {"qk_norm": Norm(eps=x)},
@@ -904,7 +1065,9 @@ def test_rough_numbers_raise_or_are_computed(name):
         accepted.append(fields)
         if spec.rope is not None:  # warnings of overflow would be errors here
             lengths = (0, 9, 2**31)
-            assert all(np.isfinite(spec.rope.frequencies(4, length)).all() for length in lengths), spec
+            assert all(np.isfinite(spec.rope.frequencies(4, length)).all() for length in lengths), (
+                spec
+            )
             assert np.isfinite(np.float32(spec.rope.attention_factor)), spec
         assert math.isfinite(np.float32(spec.score_scale)), spec
     assert num_refused >= len(ROUGH) // 2
@@ -965,11 +1128,21 @@ def test_random_cases_draw_every_feature():
     """The first six random cases, which are among the cases,
     stay plain; later ones vary every feature.
     """
-    features = {field.name for field in fields(AttentionSpec)} - {"d_model", "dropout", "output_dropout"}
-    plain, drawn = ([random_case(seed).spec for seed in seeds] for seeds in (range(6), range(6, 80)))
-    assert {name for name in features if len({getattr(spec, name) for spec in drawn}) > 1} == features
+    features = {field.name for field in fields(AttentionSpec)} - {
+        "d_model",
+        "dropout",
+        "output_dropout",
+    }
+    plain, drawn = (
+        [random_case(seed).spec for seed in seeds] for seeds in (range(6), range(6, 80))
+    )
+    assert {
+        name for name in features if len({getattr(spec, name) for spec in drawn}) > 1
+    } == features
     assert {spec.value_head_dim == spec.head_dim for spec in plain} == {True}
-    assert {(spec.qk_norm, spec.gate, spec.temperature, spec.window_size) for spec in plain} == {(None,) * 4}
+    assert {(spec.qk_norm, spec.gate, spec.temperature, spec.window_size) for spec in plain} == {
+        (None,) * 4
+    }
 
 
 def test_case_is_found_by_name():
@@ -996,9 +1169,18 @@ def test_cases_cover_all_attention_features():
         "empty row": any(0 in (case.key_padding_lengths or ()) for case in cases),
         "cross": any(case.spec.d_kv != case.spec.d_in for case in cases),
         "grouped": any(1 < case.spec.num_kv_heads < case.spec.num_heads for case in cases),
-        "single key/value head": any(case.spec.num_kv_heads == 1 < case.spec.num_heads for case in cases),
+        "single key/value head": any(
+            case.spec.num_kv_heads == 1 < case.spec.num_heads for case in cases
+        ),
         "groups that differ from heads": any(
-            len({case.spec.num_heads, case.spec.num_kv_heads, case.spec.num_heads // case.spec.num_kv_heads}) == 3
+            len(
+                {
+                    case.spec.num_heads,
+                    case.spec.num_kv_heads,
+                    case.spec.num_heads // case.spec.num_kv_heads,
+                }
+            )
+            == 3
             for case in cases
         ),
         "free head_dim": any(case.spec.q_width != case.spec.d_model for case in cases),
@@ -1016,22 +1198,38 @@ def test_cases_cover_all_attention_features():
                 for case in cases
                 for norm in case.spec.norms.values()
             )
-            for kind, over, weight in (("rms", "head", "w"), ("rms", "head", "1+w"), ("rms", "width", "w"))
+            for kind, over, weight in (
+                ("rms", "head", "w"),
+                ("rms", "head", "1+w"),
+                ("rms", "width", "w"),
+            )
         },
-        "norm without a weight": any(norm.weight is None for case in cases for norm in case.spec.norms.values()),
-        "layer norm for each head": any(
-            norm.kind == "layer" and norm.per_head for case in cases for norm in case.spec.norms.values()
+        "norm without a weight": any(
+            norm.weight is None for case in cases for norm in case.spec.norms.values()
         ),
-        "norm after RoPE": any(norm.after_rope for case in cases for norm in case.spec.norms.values()),
+        "layer norm for each head": any(
+            norm.kind == "layer" and norm.per_head
+            for case in cases
+            for norm in case.spec.norms.values()
+        ),
+        "norm after RoPE": any(
+            norm.after_rope for case in cases for norm in case.spec.norms.values()
+        ),
         "biases of some": any(isinstance(case.spec.qkv_bias, tuple) for case in cases),
         "gate": any(case.spec.gate and not case.spec.gate.per_head for case in cases),
         "gate of each head": any(case.spec.gate and case.spec.gate.per_head for case in cases),
         "gate with a cache": any(case.spec.gate for case in cases if case.is_cached),
-        "temperature without RoPE": any(case.spec.temperature and not case.spec.rope for case in cases),
+        "temperature without RoPE": any(
+            case.spec.temperature and not case.spec.rope for case in cases
+        ),
         "temperature after RoPE": any(case.spec.temperature and case.spec.rope for case in cases),
         "temperature with a cache": any(case.spec.temperature for case in cases if case.is_cached),
-        "latents": any(case.spec.latent and case.spec.latent.q_rank for case in cases if not case.is_cached),
-        "latents of keys and values alone": any(case.spec.latent and not case.spec.latent.q_rank for case in cases),
+        "latents": any(
+            case.spec.latent and case.spec.latent.q_rank for case in cases if not case.is_cached
+        ),
+        "latents of keys and values alone": any(
+            case.spec.latent and not case.spec.latent.q_rank for case in cases
+        ),
         "latents with a cache": any(case.spec.latent for case in cases if case.is_cached),
         "latents without RoPE": any(case.spec.latent and not case.spec.rope for case in cases),
         "clipped": any(case.spec.clip_qkv for case in cases if not case.is_cached),
@@ -1041,25 +1239,33 @@ def test_cases_cover_all_attention_features():
         "ALiBi with a cache": any(case.spec.alibi for case in cases if case.is_cached),
         **{
             f"{kind.__name__}, {'with' if cached else 'without'} a cache": any(
-                isinstance(case.spec.relative_bias, kind) and case.is_cached == cached for case in cases
+                isinstance(case.spec.relative_bias, kind) and case.is_cached == cached
+                for case in cases
             )
             for kind in (RelativeBias, GridBias)
             for cached in (False, True)
         },
         **{
             f"relative products of {side}, {'with' if cached else 'without'} a cache": any(
-                getattr(case.spec.relative_products, side, False) and case.is_cached == cached for case in cases
+                getattr(case.spec.relative_products, side, False) and case.is_cached == cached
+                for case in cases
             )
             for side in ("of_queries", "of_keys")
             for cached in (False, True)
         },
-        "steps of the logarithm": any(getattr(case.spec.relative_products, "num_exact", None) for case in cases),
+        "steps of the logarithm": any(
+            getattr(case.spec.relative_products, "num_exact", None) for case in cases
+        ),
         "sinks with a cache": any(case.spec.sinks for case in cases if case.is_cached),
         "norm of values": any(case.spec.v_norm for case in cases),
         "shared keys and values": any(case.spec.shared_kv for case in cases if not case.is_cached),
-        "shared keys and values with a cache": any(case.spec.shared_kv for case in cases if case.is_cached),
+        "shared keys and values with a cache": any(
+            case.spec.shared_kv for case in cases if case.is_cached
+        ),
         "norm of the context": any(case.spec.context_norm for case in cases if not case.is_cached),
-        "norm of the context with a cache": any(case.spec.context_norm for case in cases if case.is_cached),
+        "norm of the context with a cache": any(
+            case.spec.context_norm for case in cases if case.is_cached
+        ),
         "norm with a cache": any(case.spec.norms for case in cases if case.is_cached),
         **{
             f"{kind} NaN, {'with' if cached else 'without'} a cache": any(
@@ -1076,10 +1282,15 @@ def test_cases_cover_all_attention_features():
                 "the last features": lambda rope: rope.rotated == "last",
                 "neighbours": lambda rope: rope.pairs == "interleaved",
                 "sections": lambda rope: rope.sections and rope.section_order == "contiguous",
-                "interleaved sections": lambda rope: rope.sections and rope.section_order == "interleaved",
+                "interleaved sections": lambda rope: (
+                    rope.sections and rope.section_order == "interleaved"
+                ),
                 "a series for each axis": lambda rope: rope.section_frequencies == "own",
                 "a series that is strided": lambda rope: rope.section_frequencies == "strided",
-                **{kind: lambda rope, kind=kind: rope.scaling and rope.scaling.kind == kind for kind in SCALINGS},
+                **{
+                    kind: lambda rope, kind=kind: rope.scaling and rope.scaling.kind == kind
+                    for kind in SCALINGS
+                },
             }.items()
         },
         "scaled RoPE and a cache": {
@@ -1087,7 +1298,9 @@ def test_cases_cover_all_attention_features():
         }
         >= {"dynamic", "longrope", "yarn"},
         "positions far out": any(case.first_position > 40000 for case in cases),
-        "positions across the original length": any(case.first_position and case.is_cached for case in cases),
+        "positions across the original length": any(
+            case.first_position and case.is_cached for case in cases
+        ),
         "trained": sum(case.trained is not None for case in cases) >= 5,
     }
     assert [name for name, is_covered in covered.items() if not is_covered] == []
@@ -1126,14 +1339,27 @@ def test_stage_name_determines_kind_and_axes():
     assert stage_named("step12.cache.keys").axes == STAGES["cache.keys"]
     assert stage_named("fused.grad.q_proj.weight").axes == ("out", "in")
     assert stage_named("grad.q_proj.bias").axes == ("out",)
-    assert stage_named("fused.grad.query").axes == stage_named("blocks.grad.query").axes == ("B", "T", "d_in")
+    assert (
+        stage_named("fused.grad.query").axes
+        == stage_named("blocks.grad.query").axes
+        == ("B", "T", "d_in")
+    )
 
 
 def test_stage_name_includes_its_path():
     """The name of a stage includes its path, which is empty for stages without one."""
-    assert stage_named("blocks.grad.q_proj.weight").path == stage_named("step3.blocks.output").path == "blocks"
+    assert (
+        stage_named("blocks.grad.q_proj.weight").path
+        == stage_named("step3.blocks.output").path
+        == "blocks"
+    )
     assert stage_named("step3.module.cache.keys").path == "module"
-    assert stage_named("cache.keys").path == stage_named("grad.query").path == stage_named("step3.scores").path == ""
+    assert (
+        stage_named("cache.keys").path
+        == stage_named("grad.query").path
+        == stage_named("step3.scores").path
+        == ""
+    )
 
 
 def test_weight_shapes_are_in_torch_order():
@@ -1155,3 +1381,12 @@ def test_cache_of_80_layers_is_20_gib():
     """A cache of 8192 tokens in float16, with 64 heads of 128 and 80 layers, has 20 GiB."""
     spec = AttentionSpec(64 * 128, 64)
     assert spec.cache_nbytes(1, 8192, np.dtype(np.float16), num_layers=80) == 20 * 2**30
+
+
+def test_frequencies_are_powers_of_theta():
+    """For a theta of 1000 and 6 features, the frequencies are 1, 0.1 and 0.01."""
+    # theta ** (-2 i / H) for i = 0, 1, 2 and H = 6: 1, 1000 ** (-1/3), 1000 ** (-2/3). In float32,
+    # rounding affects the exponents (multiplied by ln(1000) < 7), the powers and their reciprocals.
+    assert Rope(1000.0).frequencies(6) == pytest.approx(
+        [1.0, 0.1, 0.01], rel=4.5 * float(np.finfo(np.float32).eps)
+    )

@@ -1,4 +1,6 @@
-"""Our golden functions for operations of other people's models: checked with the formulas, and their traps."""
+"""Our golden functions for operations of other people's models: checked with the formulas, and
+their traps.
+"""
 
 import numpy as np
 import pytest
@@ -17,8 +19,12 @@ NEIGHBOURS = np.kron(np.eye(16), [[0, 1], [-1, 0]])  # (a, b) -> (-b, a)
 
 def tables(num_tokens, head_dim, *, neighbours=False):
     """Return cos and sin of positions 0, 1, …, (1, 1, T, H)."""
-    angles = np.arange(num_tokens)[:, None] * 10000.0 ** (-np.arange(head_dim // 2) / (head_dim // 2))
-    angles = np.repeat(angles, 2, axis=1) if neighbours else np.concatenate([angles, angles], axis=1)
+    angles = np.arange(num_tokens)[:, None] * 10000.0 ** (
+        -np.arange(head_dim // 2) / (head_dim // 2)
+    )
+    angles = (
+        np.repeat(angles, 2, axis=1) if neighbours else np.concatenate([angles, angles], axis=1)
+    )
     return np.cos(angles)[None, None], np.sin(angles)[None, None]
 
 
@@ -33,11 +39,13 @@ def in_rows(device, x):
     return upload_rows(np.array(x), device=device, dtype=ttnn.int32)
 
 
-# ---- Rotary position embedding ---------------------------------------------------------------------------------------
+# ---- Rotary position embedding -------------------------------------------------------------------
 
 
 def close(found, expected):
-    """Return whether results are close: tables, two products and their sum are each rounded by up to 2^-9."""
+    """Return whether results are close: tables, two products and their sum are each rounded by up
+    to 2^-9.
+    """
     return np.abs(found - expected).max() <= 2**-7 * np.abs(expected).max()
 
 
@@ -49,9 +57,13 @@ def test_half_split_pairs_are_rotated(device, rng, kernel, seq_len):
     """
     x = rounded(rng.standard_normal((2, 3, seq_len, 64)), ttnn.bfloat16)
     cos, sin = (mha_tt.upload(table, device=device) for table in tables(96, 64))
-    found = mha_tt.download(getattr(EXPERIMENTAL, kernel)(mha_tt.upload(x, device=device), cos, sin))
+    found = mha_tt.download(
+        getattr(EXPERIMENTAL, kernel)(mha_tt.upload(x, device=device), cos, sin)
+    )
     assert close(found[:, :, :seq_len], rotate(x, np.arange(seq_len)[None], 10000.0))
-    assert found.shape[2] == (seq_len if kernel == "rotary_embedding_hf" else -(-seq_len // 32) * 32)
+    assert found.shape[2] == (
+        seq_len if kernel == "rotary_embedding_hf" else -(-seq_len // 32) * 32
+    )
     assert not found[:, :, seq_len:].any()
 
 
@@ -59,7 +71,9 @@ def test_one_row_rotates_all_tokens(device, rng):
     """With a token index, all tokens are rotated by that row of the tables."""
     x = rounded(rng.standard_normal((1, 2, 32, 64)), ttnn.bfloat16)
     cos, sin = (mha_tt.upload(table, device=device) for table in tables(96, 64))
-    found = mha_tt.download(EXPERIMENTAL.rotary_embedding(mha_tt.upload(x, device=device), cos, sin, 41))
+    found = mha_tt.download(
+        EXPERIMENTAL.rotary_embedding(mha_tt.upload(x, device=device), cos, sin, 41)
+    )
     assert close(found, rotate(x, np.full((1, 32), 41), 10000.0))
 
 
@@ -69,7 +83,9 @@ def test_interleaved_pairs_are_rotated(device, rng):
     cos, sin = (mha_tt.upload(table, device=device) for table in tables(96, 64, neighbours=True))
     trans_mat = mha_tt.upload(NEIGHBOURS[None, None], device=device)
     heads = mha_tt.upload(x, device=device)
-    found = mha_tt.download(EXPERIMENTAL.rotary_embedding_llama(heads, cos, sin, trans_mat, is_decode_mode=False))
+    found = mha_tt.download(
+        EXPERIMENTAL.rotary_embedding_llama(heads, cos, sin, trans_mat, is_decode_mode=False)
+    )
     halves = np.concatenate([x[..., 0::2], x[..., 1::2]], axis=3)
     expected = rotate(halves, np.arange(40)[None], 10000.0)
     assert close(np.concatenate([found[..., 0::2], found[..., 1::2]], axis=3), expected)
@@ -80,7 +96,9 @@ def test_steps_are_rotated_by_their_own_rows(device, rng, kernel):
     """In a step, the heads of each sequence are rotated by the row of its position."""
     positions, is_llama = [5, 0, 77], kernel == "rotary_embedding_llama"
     x = rounded(rng.standard_normal((1, 3, 8, 64)), ttnn.bfloat16)
-    cos, sin = (table[:, :, positions].swapaxes(1, 2) for table in tables(96, 64, neighbours=is_llama))
+    cos, sin = (
+        table[:, :, positions].swapaxes(1, 2) for table in tables(96, 64, neighbours=is_llama)
+    )
     arguments = [on_cores(device, part) for part in (x, cos, sin)]
     if is_llama:
         of_each = mha_tt.upload(np.tile(NEIGHBOURS, (3, 1))[None, None], device=device)
@@ -99,7 +117,7 @@ def test_halves_within_a_tile_raise(device, kernel):
         getattr(EXPERIMENTAL, kernel)(x, table, table)
 
 
-# ---- Heads -----------------------------------------------------------------------------------------------------------
+# ---- Heads ---------------------------------------------------------------------------------------
 
 
 def test_nlp_concat_heads_joins_heads(device, rng):
@@ -131,14 +149,21 @@ def test_nlp_create_qkv_heads_decode_splits(device, rng):
     x = rounded(rng.standard_normal((1, 1, 3, 8 * 64)), ttnn.bfloat16)
     narrow = ttnn.create_sharded_memory_config(
         (32, 64),
-        core_grid=ttnn.num_cores_to_corerangeset(8, device.compute_with_storage_grid_size(), row_wise=True),
+        core_grid=ttnn.num_cores_to_corerangeset(
+            8, device.compute_with_storage_grid_size(), row_wise=True
+        ),
         strategy=ttnn.ShardStrategy.WIDTH,
         use_height_and_width_as_shard_shape=True,
     )
     packed = mha_tt.upload(x, device=device)
     split = EXPERIMENTAL.nlp_create_qkv_heads_decode
     together = split(packed, num_heads=4, num_kv_heads=2)
-    apart = split(ttnn.to_memory_config(packed, narrow), num_heads=4, num_kv_heads=2, overlap_qk_coregrid=False)
+    apart = split(
+        ttnn.to_memory_config(packed, narrow),
+        num_heads=4,
+        num_kv_heads=2,
+        overlap_qk_coregrid=False,
+    )
     parts = np.split(x.reshape(1, 3, 8, 64), [4, 6], axis=2)
     for found, expected in zip((*together, *apart), parts * 2, strict=True):
         assert np.array_equal(mha_tt.download(found), expected)
@@ -146,7 +171,7 @@ def test_nlp_create_qkv_heads_decode_splits(device, rng):
     assert grids[0] == grids[2] != grids[1]
 
 
-# ---- Paged caches ----------------------------------------------------------------------------------------------------
+# ---- Paged caches --------------------------------------------------------------------------------
 
 PAGES = np.array([[3, 0, 4], [1, 5, 2]])  # of two sequences, pages of 32 slots
 
@@ -171,12 +196,16 @@ def test_paged_caches_match_slots(device, rng):
             EXPERIMENTAL.paged_fill_cache(cache, prompt, table, batch_idx=sequence)
         token = np.stack([x[sequence, :, slot] for sequence, slot in enumerate(positions)])[None]
         slots = in_rows(device, positions)
-        EXPERIMENTAL.paged_update_cache(cache, on_cores(device, token), update_idxs_tensor=slots, page_table=table)
+        EXPERIMENTAL.paged_update_cache(
+            cache, on_cores(device, token), update_idxs_tensor=slots, page_table=table
+        )
         is_filled = np.arange(96)[:, None] <= np.array(positions)[:, None, None, None]
         assert np.array_equal(mha_tt.download(cache), paged(np.where(is_filled, x, 0.0)))
     q = mha_tt.upload(rng.standard_normal((1, 2, 32, 64)), device=device)
     last = in_rows(device, positions)
-    in_pages = ttnn.transformer.paged_scaled_dot_product_attention_decode(q, *caches, table, cur_pos_tensor=last)
+    in_pages = ttnn.transformer.paged_scaled_dot_product_attention_decode(
+        q, *caches, table, cur_pos_tensor=last
+    )
     slots = (mha_tt.upload(x, device=device) for x in (keys, values))
     in_slots = ttnn.transformer.scaled_dot_product_attention_decode(q, *slots, cur_pos_tensor=last)
     assert np.abs(mha_tt.download(in_pages) - mha_tt.download(in_slots)).max() <= 2**-8
@@ -203,7 +232,9 @@ def test_fused_update_writes_two_caches(device, rng, table):
         )
         for y, x in enumerate((keys, values))
     ]
-    shape, first, second = ((2, 2, 64, 64), (0, 33), (1, 2)) if table is None else ((4, 2, 32, 64), (0, 1), (1, 2))
+    shape, first, second = (
+        ((2, 2, 64, 64), (0, 33), (1, 2)) if table is None else ((4, 2, 32, 64), (0, 1), (1, 2))
+    )
     caches = [mha_tt.upload(np.zeros(shape), device=device) for _ in "kv"]
     where = {"update_idxs_tensor": in_rows(device, [33, 2])} | (
         {} if table is None else {"page_table": in_rows(device, table)}
@@ -227,7 +258,9 @@ def test_write_outside_paged_cache_raises(device, slot, pages, message):
     cache = mha_tt.upload(np.zeros((6, 2, 32, 64)), device=device)
     token, slots = on_cores(device, np.ones((1, 2, 2, 64))), in_rows(device, [-1, slot])
     with pytest.raises(AssertionError, match=message):
-        EXPERIMENTAL.paged_update_cache(cache, token, update_idxs_tensor=slots, page_table=in_rows(device, pages))
+        EXPERIMENTAL.paged_update_cache(
+            cache, token, update_idxs_tensor=slots, page_table=in_rows(device, pages)
+        )
 
 
 def test_index_of_minus_one_is_not_written(device):
@@ -241,9 +274,13 @@ def test_index_of_minus_one_is_not_written(device):
 
 def test_cache_position_modulo_has_no_golden(device):
     """paged_update_cache with cache_position_modulo raises NotImplementedError."""
-    cache, token = mha_tt.upload(np.zeros((6, 2, 32, 64)), device=device), on_cores(device, np.ones((1, 2, 2, 64)))
+    cache, token = (
+        mha_tt.upload(np.zeros((6, 2, 32, 64)), device=device),
+        on_cores(device, np.ones((1, 2, 2, 64))),
+    )
     with pytest.raises(
-        NotImplementedError, match="paged_update_cache with cache_position_modulo has no golden function"
+        NotImplementedError,
+        match="paged_update_cache with cache_position_modulo has no golden function",
     ):
         EXPERIMENTAL.paged_update_cache(
             cache,

@@ -1,4 +1,6 @@
-"""Mock boards: the files they leave behind, the values they compute, and the ttnn errors they detect."""
+"""Mock boards: the files they leave behind, the values they compute, and the ttnn errors they
+detect.
+"""
 
 import os
 import subprocess
@@ -21,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("only_mock")
 
 USED = os.environ.get("MHA_TT_MOCK", "p150")
 
-# ---- Boards ----------------------------------------------------------------------------------------------------------
+# ---- Boards --------------------------------------------------------------------------------------
 
 BOARDS = {
     # name: (architecture, grid of cores, chips)
@@ -69,7 +71,9 @@ DECODE = """
 
 def files_below(folder):
     """Return the folders and files in a folder, down to two levels."""
-    return sorted(str(path.relative_to(folder)) for path in [*folder.glob("*"), *folder.glob("*/*")])
+    return sorted(
+        str(path.relative_to(folder)) for path in [*folder.glob("*"), *folder.glob("*/*")]
+    )
 
 
 def test_all_mock_boards_are_tested():
@@ -84,8 +88,12 @@ def test_every_board_opens_and_multiplies(run_python, tmp_path):
     multiplies; only a cache folder remains.
     """
     result = run_python(USE)
-    expected = [(f"{architecture} {grid} {chips}", "True") for architecture, grid, chips in BOARDS.values()]
-    assert result.stdout.splitlines() == [line for board in expected for line in 2 * board], result.stderr
+    expected = [
+        (f"{architecture} {grid} {chips}", "True") for architecture, grid, chips in BOARDS.values()
+    ]
+    assert result.stdout.splitlines() == [line for board in expected for line in 2 * board], (
+        result.stderr
+    )
     assert files_below(tmp_path / "home") == [".cache", ".cache/ttnn_mock"]
     assert files_below(tmp_path / "work") == []
 
@@ -119,7 +127,7 @@ def test_same_board_can_be_used_again(opened_device):
     assert dict(os.environ) == before
 
 
-# ---- Files left behind -----------------------------------------------------------------------------------------------
+# ---- Files left behind ---------------------------------------------------------------------------
 
 
 @pytest.mark.costly("four processes with one home")
@@ -134,7 +142,10 @@ def test_four_processes_can_start_at_once(run_python, tmp_path):
         shapes, refusal = result.stdout.splitlines()
         assert shapes == "(2, 1, 32) [6, 6]"
         assert "a mock one" in refusal
-    assert files_below(tmp_path / "home") == [".cache", ".cache/ttnn_mock"]  # and no .cache/tt-metal-cache
+    assert files_below(tmp_path / "home") == [
+        ".cache",
+        ".cache/ttnn_mock",
+    ]  # and no .cache/tt-metal-cache
     assert files_below(tmp_path / "work") == []
 
 
@@ -150,8 +161,11 @@ def test_files_are_in_xdg_cache_home(run_python, tmp_path):
 @pytest.mark.costly("the compiler is a program")
 def test_compiler_version_identifies_mock(opened_device):
     """The compiler reports the version of a mock compiler."""
-    # Its version is part of the key of ttnn's cache. With a real version, cards would load the mock's kernels.
-    compiler = os.path.join(os.environ["TT_METAL_RUNTIME_ROOT"], "runtime/sfpi/compiler/bin/riscv-tt-elf-g++")
+    # Its version is part of the key of ttnn's cache. With a real version, cards would load the
+    # mock's kernels.
+    compiler = os.path.join(
+        os.environ["TT_METAL_RUNTIME_ROOT"], "runtime/sfpi/compiler/bin/riscv-tt-elf-g++"
+    )
     result = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
     assert result.stdout == "riscv-tt-elf-g++ (ttnn_mock)\n"
 
@@ -163,7 +177,7 @@ def test_kernel_cache_is_separate_from_cards(opened_device):
     assert folder.endswith("/")  # otherwise ttnn appends its key to the folder's name
 
 
-# ---- Values ----------------------------------------------------------------------------------------------------------
+# ---- Values --------------------------------------------------------------------------------------
 
 
 def test_code_of_torch_and_ttnn_gets_values(device):
@@ -186,7 +200,9 @@ def test_values_are_rounded_to_blocks(device, rng):
     """A value cast to bfloat8_b is rounded to blocks with shared exponents."""
     x = rng.standard_normal((5, 40)).astype(np.float32)
     narrow = ttnn.typecast(mha_tt.upload(x, device=device, dtype=ttnn.bfloat16), ttnn.bfloat8_b)
-    assert np.array_equal(mha_tt.download(narrow), rounded(rounded(x, ttnn.bfloat16), ttnn.bfloat8_b))
+    assert np.array_equal(
+        mha_tt.download(narrow), rounded(rounded(x, ttnn.bfloat16), ttnn.bfloat8_b)
+    )
 
 
 @pytest.mark.board
@@ -212,7 +228,9 @@ def test_shadow_looks_up_value_by_tensor(opened_device):
 
 
 def test_nested_shadow_is_the_outer_one(opened_device):
-    """A shadow inside another one is the same object, and values remain after the inner one ends."""
+    """A shadow inside another one is the same object, and values remain after the inner one
+    ends.
+    """
     with ttnn_mock.shadow() as outer:
         x = mha_tt.upload(np.array([[1.0, 2.0]]), device=opened_device)
         with ttnn_mock.shadow() as inner:
@@ -292,7 +310,7 @@ def test_shadow_restores_ttnn_on_exit(opened_device):
         mha_tt.download(x)
 
 
-# ---- Golden functions ------------------------------------------------------------------------------------------------
+# ---- Golden functions ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -305,7 +323,9 @@ def own_goldens():
 def test_operation_without_golden_raises(device):
     """An operation without a golden function raises an error that mentions ttnn_mock.golden."""
     x = mha_tt.upload(np.ones((1, 2, 32, 64)), device=device)
-    with pytest.raises(NotImplementedError, match=r"rotate_half has no golden function; ttnn_mock\.golden\("):
+    with pytest.raises(
+        NotImplementedError, match=r"rotate_half has no golden function; ttnn_mock\.golden\("
+    ):
         ttnn.experimental.rotate_half(x)
 
 
@@ -319,13 +339,18 @@ def test_golden_function_can_be_registered(device, own_goldens, rng):
 
     x = rounded(rng.standard_normal((1, 2, 32, 64)), ttnn.bfloat16)
     rotated = ttnn.experimental.rotate_half(mha_tt.upload(x, device=device))
-    assert np.array_equal(mha_tt.download(rotated), np.concatenate([-x[..., 32:], x[..., :32]], axis=3))
+    assert np.array_equal(
+        mha_tt.download(rotated), np.concatenate([-x[..., 32:], x[..., :32]], axis=3)
+    )
 
 
 def test_registered_golden_takes_precedence(device, own_goldens):
     """A registered golden function is used instead of ttnn's own."""
     ttnn_mock.golden("ttnn.relu")(lambda x, **_: x + 41.0)
-    assert mha_tt.download(ttnn.relu(mha_tt.upload(np.ones((2, 3)), device=device))).tolist() == [[42.0] * 3] * 2
+    assert (
+        mha_tt.download(ttnn.relu(mha_tt.upload(np.ones((2, 3)), device=device))).tolist()
+        == [[42.0] * 3] * 2
+    )
 
 
 def test_golden_of_wrong_shape_raises(device, own_goldens):
@@ -333,14 +358,18 @@ def test_golden_of_wrong_shape_raises(device, own_goldens):
     error.
     """
     ttnn_mock.golden("ttnn.relu")(lambda x, **_: x[:1])
-    with pytest.raises(AssertionError, match=r"ttnn\.relu gives \(2, 3\), its golden function \(1, 3\)"):
+    with pytest.raises(
+        AssertionError, match=r"ttnn\.relu gives \(2, 3\), its golden function \(1, 3\)"
+    ):
         ttnn.relu(mha_tt.upload(np.ones((2, 3)), device=device))
 
 
 def test_linear_accepts_bias_of_two(device):
     """ttnn.linear adds a bias of two features to two output features."""
     # ttnn's golden function treats a bias of two elements as a matrix.
-    x, weight, bias = (mha_tt.upload(np.ones(shape), device=device) for shape in ((3, 4), (4, 2), (1, 2)))
+    x, weight, bias = (
+        mha_tt.upload(np.ones(shape), device=device) for shape in ((3, 4), (4, 2), (1, 2))
+    )
     assert mha_tt.download(ttnn.linear(x, weight, bias=bias)).tolist() == [[5.0] * 2] * 3
 
 
@@ -364,7 +393,10 @@ def test_nlp_create_qkv_heads_splits_heads(device, rng, num_kv_heads):
     """nlp_create_qkv_heads splits heads of whole tiles into queries, keys and values."""
     x = rounded(rng.standard_normal((2, 1, 5, (2 + 2 * num_kv_heads) * 32)), ttnn.bfloat16)
     heads, keys, values = ttnn.experimental.nlp_create_qkv_heads(
-        mha_tt.upload(x, device=device), num_heads=2, num_kv_heads=num_kv_heads, transpose_k_heads=False
+        mha_tt.upload(x, device=device),
+        num_heads=2,
+        num_kv_heads=num_kv_heads,
+        transpose_k_heads=False,
     )
     expected = x.reshape(2, 5, -1, 32).swapaxes(1, 2)
     assert np.array_equal(mha_tt.download(heads), expected[:, :2])
@@ -373,14 +405,19 @@ def test_nlp_create_qkv_heads_splits_heads(device, rng, num_kv_heads):
         assert np.array_equal(mha_tt.download(values), expected[:, 3:])
 
 
-# ---- Traps: calls that ttnn accepts silently and computes wrong ------------------------------------------------------
+# ---- Traps: calls that ttnn accepts silently and computes wrong
+# ------------------------------------------------------
 
 SHOWN = np.zeros((1, 1, 40, 40))
 
 
 def mask_of_torch(device, **options):
     return ttnn.from_torch(
-        torch.from_numpy(SHOWN), dtype=ttnn.bfloat16, layout=ttnn.TILE_LAYOUT, device=device, **options
+        torch.from_numpy(SHOWN),
+        dtype=ttnn.bfloat16,
+        layout=ttnn.TILE_LAYOUT,
+        device=device,
+        **options,
     )
 
 
@@ -393,7 +430,9 @@ FILLED_WITH_ZERO = {
 FILLED = {
     "uploaded": lambda device: mha_tt.upload(SHOWN, device=device, pad_value=-1e9),
     "from torch": lambda device: mask_of_torch(device, pad_value=-1e9),
-    "filled": lambda device: ttnn.fill_implicit_tile_padding(mha_tt.upload(SHOWN, device=device), -1e9),
+    "filled": lambda device: ttnn.fill_implicit_tile_padding(
+        mha_tt.upload(SHOWN, device=device), -1e9
+    ),
 }
 
 
@@ -412,7 +451,9 @@ def test_mask_padding_of_zero_raises(device, name):
 
 def attend_within(window_size, seq_len, device, **told):
     x = mha_tt.upload(np.ones((1, 1, seq_len, 32)), device=device)
-    return ttnn.transformer.scaled_dot_product_attention(x, x, x, sliding_window_size=window_size, **told)
+    return ttnn.transformer.scaled_dot_product_attention(
+        x, x, x, sliding_window_size=window_size, **told
+    )
 
 
 @pytest.mark.board
@@ -437,7 +478,10 @@ def test_step_with_miscomputed_width_raises(device, width, sums, is_caught):
     """A step with a head width that its kernel computes wrongly raises an error, and all other
     widths run.
     """
-    query, slots = (mha_tt.upload(np.ones(shape), device=device) for shape in ((1, 1, 2, width), (1, 1, 32, width)))
+    query, slots = (
+        mha_tt.upload(np.ones(shape), device=device)
+        for shape in ((1, 1, 2, width), (1, 1, 32, width))
+    )
     config = ttnn.init_device_compute_kernel_config(
         device.arch(), math_fidelity=ttnn.MathFidelity.HiFi4, fp32_dest_acc_en=sums
     )
@@ -457,15 +501,21 @@ def test_masked_padding_is_accepted(device, name):
 @pytest.mark.board
 def test_mask_of_whole_tiles_is_accepted(device):
     """A mask of 64 x 64 needs no padding value."""
-    x, mask = (mha_tt.upload(np.ones(shape), device=device) for shape in ((1, 1, 64, 32), (1, 1, 64, 64)))
-    context = ttnn.transformer.scaled_dot_product_attention(x, x, x, attn_mask=mask, is_causal=False)
+    x, mask = (
+        mha_tt.upload(np.ones(shape), device=device) for shape in ((1, 1, 64, 32), (1, 1, 64, 64))
+    )
+    context = ttnn.transformer.scaled_dot_product_attention(
+        x, x, x, attn_mask=mask, is_causal=False
+    )
     assert mha_tt.download(context).max() == 1.0
 
 
 @pytest.mark.board
 def test_rows_of_more_than_32_heads_raise(device):
     """Writing rows of 33 heads, more than the operation reads, raises an error."""
-    cache, new = (mha_tt.upload(np.ones(shape), device=device) for shape in ((2, 33, 32, 32), (1, 2, 33, 32)))
+    cache, new = (
+        mha_tt.upload(np.ones(shape), device=device) for shape in ((2, 33, 32, 32), (1, 2, 33, 32))
+    )
     held = mha_tt.KVCache(cache, cache, np.zeros(2, np.int32), 32)
     with pytest.raises(AssertionError, match=r"paged_update_cache .* got 33"):
         write_rows(held, [new, new], np.array([0, 0]))
@@ -484,7 +534,9 @@ def test_row_beyond_cache_raises(device, slots):
 @pytest.mark.board
 def test_update_cache_beyond_capacity_raises(device):
     """ttnn.update_cache at slot 32 of a cache of 32 slots raises an error."""
-    cache, new = (mha_tt.upload(np.ones(shape), device=device) for shape in ((2, 1, 32, 32), (1, 1, 2, 32)))
+    cache, new = (
+        mha_tt.upload(np.ones(shape), device=device) for shape in ((2, 1, 32, 32), (1, 1, 2, 32))
+    )
     with pytest.raises(AssertionError, match=r"update_cache .* got 32"):
         ttnn.update_cache(cache, new, 32)
 
@@ -493,7 +545,9 @@ def test_update_cache_beyond_capacity_raises(device):
 def test_fill_cache_beyond_capacity_raises(device):
     """ttnn.fill_cache with a tile that reaches beyond the 40 slots of a cache raises an error."""
     # The tile exists, but its last 24 rows are beyond the 40 slots.
-    cache, new = (mha_tt.upload(np.ones(shape), device=device) for shape in ((2, 1, 40, 32), (1, 1, 32, 32)))
+    cache, new = (
+        mha_tt.upload(np.ones(shape), device=device) for shape in ((2, 1, 40, 32), (1, 1, 32, 32))
+    )
     with pytest.raises(AssertionError, match=r"fill_cache .* got 32 at 32"):
         ttnn.fill_cache(cache, new, 0, update_idx=32)
 
@@ -503,4 +557,6 @@ def test_heads_narrower_than_a_tile_raise(device):
     """nlp_create_qkv_heads with heads of 16 features, which ttnn would widen, raises an error."""
     x = mha_tt.upload(np.ones((1, 1, 5, 64)), device=device)
     with pytest.raises(AssertionError, match=r"head_dim .*nlp_create_qkv_heads, got 16"):
-        ttnn.experimental.nlp_create_qkv_heads(x, num_heads=4, num_kv_heads=0, transpose_k_heads=False)
+        ttnn.experimental.nlp_create_qkv_heads(
+            x, num_heads=4, num_kv_heads=0, transpose_k_heads=False
+        )

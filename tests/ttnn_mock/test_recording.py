@@ -1,4 +1,6 @@
-"""Recordings of programs from a computing device: making, saving and replaying them, and keeping them current."""
+"""Recordings of programs from a computing device: making, saving and replaying them, and keeping
+them current.
+"""
 
 import re
 from dataclasses import replace
@@ -12,7 +14,9 @@ import mha_tt
 import ttnn_mock
 from ttnn_mock import Recording, recording
 
-pytestmark = pytest.mark.skipif(not IS_MOCK, reason="recordings are given back on a mock board only")
+pytestmark = pytest.mark.skipif(
+    not IS_MOCK, reason="recordings are given back on a mock board only"
+)
 
 X = np.arange(64.0).reshape(1, 64)
 
@@ -58,7 +62,10 @@ def test_upload_within_rounding_is_unchanged(device, kept):
 
 
 OTHERS = {
-    "another number": ({"factor": 3.0}, "step 3 is 'ttnn.multiply .* 3.0 -> #2' and was 'ttnn.multiply .* 2.0 -> #2'"),
+    "another number": (
+        {"factor": 3.0},
+        "step 3 is 'ttnn.multiply .* 3.0 -> #2' and was 'ttnn.multiply .* 2.0 -> #2'",
+    ),
     "another shape": (
         {"x": X.reshape(2, 32)},
         r"step 1 is 'ttnn.to_device #0 \(2, 32\) .* was 'ttnn.to_device #0 \(1, 64\)",

@@ -6,7 +6,7 @@ values if only keys are tiled. A name that differs from the edit only where the 
 name describes the edit itself. A bug without a name in the catalog has none here: then any name is wrong.
 """
 
-from parity.diagnosis.bugs import page_by_bug
+from parity.explain.diagnosis.bugs import page_by_bug
 
 
 def of_both(name: str) -> str:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parity.core.compare import unit_of_rounding
-from parity.core.problem import Problem
-from parity.core.stages import STAGES, stage_named
-from parity.core.trace import Reference
+from parity.measure.core.compare import unit_of_rounding
+from parity.measure.core.problem import Problem
+from parity.measure.core.stages import STAGES, stage_named
+from parity.measure.core.trace import Reference
 from wild.recordings import RECORDINGS
 from wild.records import Bug, Recorded, Right
 

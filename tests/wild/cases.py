@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import cache
 
 from mha_spec import Alibi, AttentionSpec, LinearScaling, Llama3Scaling, Norm, Rope
-from parity.core.case import Case
-from parity.core.problem import Problem, make_problem
+from parity.measure.core.case import Case
+from parity.measure.core.problem import Problem, make_problem
 
 LLAMA = AttentionSpec(32, 4, num_kv_heads=2, qkv_bias=False, out_bias=False, rope=Rope())
 META = replace(LLAMA, rope=Rope(pairs="interleaved"))

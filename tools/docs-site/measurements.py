@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from reference import table
 
 from mha_spec import AttentionSpec
-from parity.text import counted
+from parity.measure.text import counted
 from parity_lab.costs import PLANS, Cost, cost_of, why_not
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -47,7 +47,9 @@ def measured() -> list[Measured]:
 def rows_of(machine: str) -> list[Row]:
     """The latest measurement of each row on a machine."""
     rows = [row for each in measured() if each.machine == machine for row in each.content["rows"]]
-    return list({(row["framework"], row["what"], *row["shape"], row["dtype"]): row for row in rows}.values())
+    return list(
+        {(row["framework"], row["what"], *row["shape"], row["dtype"]): row for row in rows}.values()
+    )
 
 
 def suite_of(row: Row) -> str:
@@ -74,7 +76,7 @@ def divided() -> dict[str, Any]:
     return json.loads((FOLDER / "results" / "devices.json").read_text("utf-8"))
 
 
-# ---- Targets ---------------------------------------------------------------------------------------------------------
+# ---- Targets -------------------------------------------------------------------------------------
 
 
 def targets() -> Iterator[tuple[str, str, str, str, str]]:
@@ -92,7 +94,9 @@ def targets() -> Iterator[tuple[str, str, str, str, str]]:
 
 
 def values_of(target: dict[str, Any]) -> Iterator[float]:
-    """The values that a target compares: a field of its rows, a time of another library or of another row by ours."""
+    """The values that a target compares: a field of its rows, a time of another library or of
+    another row by ours.
+    """
     rows = rows_of(target["machine"])
     for row in rows:
         named = {**row, "shape": "x".join(map(str, row["shape"]))}
@@ -116,11 +120,13 @@ def targets_table() -> str:
     return table(("target", "bound", "measured", "met", "reason"), targets()) + "\n"
 
 
-# ---- Tables ----------------------------------------------------------------------------------------------------------
+# ---- Tables --------------------------------------------------------------------------------------
 
 
 def pages() -> dict[str, str]:
-    """The text of the page, and of the table that another page includes, by their names in the site."""
+    """The text of the page, and of the table that another page includes, by their names in the
+    site.
+    """
     return {"evidence/benchmarks": page(), "evidence/targets.inc": targets_table()}
 
 
@@ -128,18 +134,28 @@ def page() -> str:
     """All figures, in collapsed tables."""
     parts = [
         "# Benchmarks",
-        "All measurements. [Performance](performance.md) has plots, and explains the columns. Times are in ms. "
+        "All measurements. [Performance](performance.md) has plots, and explains the columns. "
+        "Times are in ms. "
         "Memory is beyond inputs and results, in MB.",
     ]
     for machine in dict.fromkeys(each.machine for each in measured()):
         rows = rows_of(machine)
-        names = [name for name, found in (("ratios", ratios_of(rows)), ("growth", grown(rows))) if found]
+        names = [
+            name for name, found in (("ratios", ratios_of(rows)), ("growth", grown(rows))) if found
+        ]
         parts += [f"## {MACHINES.get(machine, machine)}"]
-        parts += [f"```{{image}} ../pictures/{name}-{machine}.svg\n:alt: {name}\n```" for name in names]
+        parts += [
+            f"```{{image}} ../pictures/{name}-{machine}.svg\n:alt: {name}\n```" for name in names
+        ]
         for each in reversed(measured()):
             parts += file_parts(each) if each.machine == machine else []
-    parts += ["## Divided layers", f"{divided()['about'].capitalize()}, on virtual devices of a CPU, in MB per device."]
-    parts.append(dropdown("Memory and traffic on 1, 2, 4 and 8 devices", devices_table(divided()["rows"])))
+    parts += [
+        "## Divided layers",
+        f"{divided()['about'].capitalize()}, on virtual devices of a CPU, in MB per device.",
+    ]
+    parts.append(
+        dropdown("Memory and traffic on 1, 2, 4 and 8 devices", devices_table(divided()["rows"]))
+    )
     parts += ["## Cost model", COST_ABOUT, dropdown("Traffic by plan", costs_table())]
     return "\n\n".join(parts) + "\n"
 
@@ -147,8 +163,14 @@ def page() -> str:
 def file_parts(measured: Measured) -> list[str]:
     """The section of a file."""
     content, environment = measured.content, measured.content["environment"]
-    packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items() if version)
-    parts = [f"### {measured.date}", f"{environment['platform']}; {packages}.", *filter(None, [content.get("note")])]
+    packages = ", ".join(
+        f"{name} {version}" for name, version in environment["packages"].items() if version
+    )
+    parts = [
+        f"### {measured.date}",
+        f"{environment['platform']}; {packages}.",
+        *filter(None, [content.get("note")]),
+    ]
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in content["rows"]:
         groups.setdefault((suite_of(row), row["framework"]), []).append(row)
@@ -185,7 +207,11 @@ def rows_table(rows: list[Row]) -> str:
         work = row["what"] if row["dtype"] in ("float32", "") else f"{row['what']}, {row['dtype']}"
         cells.append(
             (
-                *(work, " × ".join(map(str, row["shape"])), number(row["ours_ms"] or row.get("extra_ms"))),
+                *(
+                    work,
+                    " × ".join(map(str, row["shape"])),
+                    number(row["ours_ms"] or row.get("extra_ms")),
+                ),
                 ", ".join(f"{number(ms)} {name}" for name, ms in peers),
                 *(number(row["ratio"]), number(row["limit_ratio"]), megabytes(row["peak_bytes"])),
                 ", ".join(f"{megabytes(nbytes)} {name}" for name, nbytes in peaks),
@@ -200,10 +226,19 @@ def growth_table(growth: list[dict[str, Any]]) -> str:
     columns = list(dict.fromkeys((line["of"], line["over"]) for line in growth))
     lines: dict[tuple[str, str, str], dict[tuple[str, str], str]] = {}
     for line in growth:
-        exponents = lines.setdefault((line["what"], FRAMEWORKS[line["framework"]], line["name"]), {})
-        exponents[line["of"], line["over"]] = "" if line["exponent"] is None else f"{line['exponent']:.2f}"
-    rows = [(*key, *(exponents.get(each, "") for each in columns)) for key, exponents in lines.items()]
-    return table(("work", "framework", "implementation", *(f"{of} over {over}" for of, over in columns)), rows)
+        exponents = lines.setdefault(
+            (line["what"], FRAMEWORKS[line["framework"]], line["name"]), {}
+        )
+        exponents[line["of"], line["over"]] = (
+            "" if line["exponent"] is None else f"{line['exponent']:.2f}"
+        )
+    rows = [
+        (*key, *(exponents.get(each, "") for each in columns)) for key, exponents in lines.items()
+    ]
+    return table(
+        ("work", "framework", "implementation", *(f"{of} over {over}" for of, over in columns)),
+        rows,
+    )
 
 
 def devices_table(rows: list[dict[str, Any]]) -> str:
@@ -217,17 +252,20 @@ def devices_table(rows: list[dict[str, Any]]) -> str:
         )
         for row in rows
     ]
-    return table(("plan", "program", "temporary", "inputs", "received", "collectives on 8 devices"), cells)
+    return table(
+        ("plan", "program", "temporary", "inputs", "received", "collectives on 8 devices"), cells
+    )
 
 
-# ---- Cost model ------------------------------------------------------------------------------------------------------
+# ---- Cost model ----------------------------------------------------------------------------------
 
 LARGE = AttentionSpec(8192, 64, num_kv_heads=8, qkv_bias=False, out_bias=False)
 """A layer of a model of 70 billion parameters."""
 
 WORK = {"512 sequences of 8192 tokens": (512, 8192), "1 sequence of 131,072 tokens": (1, 131072)}
 COST_ABOUT = (
-    "A layer of a model of 70 billion parameters (E 8192, N 64, K 8, H 128) in bfloat16, forward and backward, per "
+    "A layer of a model of 70 billion parameters (E 8192, N 64, K 8, H 128) in bfloat16, forward "
+    "and backward, per "
     "device, as `parity_lab.costs` computes it."
 )
 
@@ -242,7 +280,15 @@ def costs(batch: int, tokens: int, counts: Iterable[int]) -> Iterator[tuple[str,
 
 def costs_table() -> str:
     """Traffic of each plan."""
-    head = ("work", "plan", "devices", "weights, MB", "sent forward, GB", "sent backward, GB", "operations per byte")
+    head = (
+        "work",
+        "plan",
+        "devices",
+        "weights, MB",
+        "sent forward, GB",
+        "sent backward, GB",
+        "operations per byte",
+    )
     return table(head, cost_rows())
 
 
@@ -251,4 +297,11 @@ def cost_rows() -> Iterable[tuple[object, ...]]:
     for work, (batch, tokens) in WORK.items():
         for plan, devices, cost in costs(batch, tokens, (8, 64, 512)):
             moved = (f"{nbytes / 1e9:.3g}" for nbytes in (cost.moved_forward, cost.moved_backward))
-            yield work, plan, devices, megabytes(cost.weights), *moved, f"{cost.operations_per_byte:,.0f}"
+            yield (
+                work,
+                plan,
+                devices,
+                megabytes(cost.weights),
+                *moved,
+                f"{cost.operations_per_byte:,.0f}",
+            )

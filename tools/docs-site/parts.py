@@ -1,4 +1,5 @@
-"""Generated parts of pages, which the pages include: tables from the code and from docs/data, and a terminal.
+"""Generated parts of pages, which the pages include: tables from the code and from docs/data, and a
+terminal.
 
 `measure.py` writes docs/data.
 """
@@ -15,8 +16,8 @@ from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 
 import parity
-from parity.diagnosis.bugs import FIDELITIES, PRECISIONS, bugs_for
-from parity.reporting.diagnosis import print_diagnosis
+from parity.explain.diagnosis.bugs import FIDELITIES, PRECISIONS, bugs_for
+from parity.use.reporting.diagnosis import print_diagnosis
 from parity_lab.injections import INJECTIONS
 from parity_lab.selftest import SELFTEST_CASES
 
@@ -44,7 +45,7 @@ def source(found: dict) -> str:
     return f"Measured by `{found['command']}`{f' with {packages}' * bool(packages)}."
 
 
-# ---- Conformance -----------------------------------------------------------------------------------------------------
+# ---- Conformance ---------------------------------------------------------------------------------
 
 MARKS = {"broken": "✗", "differs": "✗", "note": "•", "absent": "–"}
 """Marks of answers, because color alone is not enough."""
@@ -53,23 +54,31 @@ OURS = "mha_torch, mha_jax"
 
 
 def conventions() -> str:
-    """The answers of every library, a row for each check; the classes of this project share a column."""
-    from parity.conformance.questions import QUESTIONS
+    """The answers of every library, a row for each check; the classes of this project share a
+    column.
+    """
+    from parity.explain.conformance.questions import QUESTIONS
 
     found = measured("conformance")
     others = [each for each in found["subjects"] if not each["name"].startswith("mha_")]
     ours = [each for each in found["subjects"] if each["name"].startswith("mha_")]
     names = [each["name"] for each in others] + [OURS]
-    head = "".join(f'<th scope="col"><code>{html.escape(name).replace(".", ".<wbr>")}</code></th>' for name in names)
+    head = "".join(
+        f'<th scope="col"><code>{html.escape(name).replace(".", ".<wbr>")}</code></th>'
+        for name in names
+    )
     rows = []
     for name, question in QUESTIONS.items():
         answers = [each["answers"][name] for each in others] + [shared_answer(ours, name)]
         cells = "".join(cell(*answer) for answer in answers)
-        rows.append(f'<tr><th scope="row" title="{html.escape(question.asks)}">{name}</th>{cells}</tr>')
+        rows.append(
+            f'<tr><th scope="row" title="{html.escape(question.asks)}">{name}</th>{cells}</tr>'
+        )
     checks = table(("check", "question"), ((name, each.asks) for name, each in QUESTIONS.items()))
     body = "\n".join(rows)
     return (
-        f'<div class="table-wrapper conventions" tabindex="0" role="region" aria-label="Conventions">\n<table>\n'
+        f'<div class="table-wrapper conventions" tabindex="0" role="region" '
+        f'aria-label="Conventions">\n<table>\n'
         f"<thead><tr><th>check</th>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>\n</div>\n\n"
         f"{source(found)}\n\n{checks}\n"
     )
@@ -83,7 +92,9 @@ def cell(status: str, words: str) -> str:
 
 
 def shared_answer(subjects: list[dict], question: str) -> tuple[str, str]:
-    """The answer of most subjects that support it, and each other one with the classes that answer so."""
+    """The answer of most subjects that support it, and each other one with the classes that answer
+    so.
+    """
     given = [(each["name"].partition(".")[2], *each["answers"][question]) for each in subjects]
     asked = [each for each in given if each[1] != "absent"] or given
     (usual, _), *rest = Counter(words for _, _, words in asked).most_common()
@@ -92,12 +103,17 @@ def shared_answer(subjects: list[dict], question: str) -> tuple[str, str]:
         classes = dict.fromkeys(name for name, _, other in asked if other == words)
         texts.append(f"{', '.join(classes)}: {words}")
     worst = next(
-        (status for status in ("broken", "differs", "note") if status in {each[1] for each in asked}), asked[0][1]
+        (
+            status
+            for status in ("broken", "differs", "note")
+            if status in {each[1] for each in asked}
+        ),
+        asked[0][1],
     )
     return worst, "; ".join(texts)
 
 
-# ---- Diagnosis -------------------------------------------------------------------------------------------------------
+# ---- Diagnosis -----------------------------------------------------------------------------------
 
 DARK = TerminalTheme(
     background=(13, 17, 23),
@@ -116,7 +132,10 @@ def terminal() -> str:
     console = Console(record=True, force_terminal=True, width=100, file=io.StringIO())
     print_diagnosis(parity.diagnose(observed, problem), console, is_right=False)
     shown = console.export_html(theme=DARK, inline_styles=True, code_format="{code}").rstrip()
-    return f'<pre class="terminal" tabindex="0" role="region" aria-label="A diagnosis in the terminal">{shown}</pre>\n'
+    return (
+        f'<pre class="terminal" tabindex="0" role="region" aria-label="A diagnosis in the '
+        f'terminal">{shown}</pre>\n'
+    )
 
 
 def known_by_page() -> dict[str, set[str]]:
@@ -129,7 +148,9 @@ def known_by_page() -> dict[str, set[str]]:
 
 
 def injected_bugs() -> str:
-    """The bugs that the self-test injects, a row for each class, and how often they were detected and identified."""
+    """The bugs that the self-test injects, a row for each class, and how often they were detected
+    and identified.
+    """
     found = measured("selftest")
     counts = found["bugs"]
     rows = [("(no bug injected)", "", "", *counts[""])]
@@ -137,7 +158,12 @@ def injected_bugs() -> str:
         for name in sorted(names & {*INJECTIONS}):
             rows.append((f"[{page}](../bugs/{page}.md)", len(names), f"`{name}`", *counts[name]))
     rows.append(
-        ("all", sum(map(len, known_by_page().values())), len(INJECTIONS), *map(sum, zip(*counts.values(), strict=True)))
+        (
+            "all",
+            sum(map(len, known_by_page().values())),
+            len(INJECTIONS),
+            *map(sum, zip(*counts.values(), strict=True)),
+        )
     )
     heads = ("class", "known bugs", "injected bug", "runs", "detected", "identified")
     return f"{source(found)}\n\n{table(heads, rows)}\n"
@@ -165,7 +191,9 @@ def diagnosis_rates() -> str:
     """The rates on independent code, a column for each half."""
     found = measured("diagnosis-rates")
     halves = found["halves"]
-    rows = [(words, *(rate(halves[half], name) for half in halves)) for words, name in RATES.items()]
+    rows = [
+        (words, *(rate(halves[half], name) for half in halves)) for words, name in RATES.items()
+    ]
     return f"{source(found)}\n\n{table(('', *(f'`{half}`' for half in halves)), rows)}\n"
 
 

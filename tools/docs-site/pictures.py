@@ -5,17 +5,28 @@ import plots
 from reference import simulated
 
 import parity
-from parity.core.compare import Label, compare
-from parity.core.problem import Problem
-from parity.core.trace import Reference
-from parity.diagnosis.bugs import bugs_for, page_by_bug, wrong_layer
-from parity.diagnosis.replay import Replay
-from parity.reporting.figure import NotebookFigure
-from parity.sharding.shard import ShardPlan, shard
+from parity.explain.diagnosis.bugs import bugs_for, page_by_bug, wrong_layer
+from parity.explain.diagnosis.replay import Replay
+from parity.measure.core.compare import Label, compare
+from parity.measure.core.problem import Problem
+from parity.measure.core.trace import Reference
+from parity.measure.sharding.shard import ShardPlan, shard
+from parity.use.reporting.figure import NotebookFigure
 
 RIGHT, WRONG, GRAY = "#1a7f37", "#c62828", "#6e7781"
 CASES = (
-    *("full", "causal", "gqa-causal", "padding", "cross", "window", "rope-gqa", "qk-norm", "alibi", "gate"),
+    *(
+        "full",
+        "causal",
+        "gqa-causal",
+        "padding",
+        "cross",
+        "window",
+        "rope-gqa",
+        "qk-norm",
+        "alibi",
+        "gate",
+    ),
     "trained-anarcii-cross",
 )
 """Cases without a cache, the last of them a trained layer."""
@@ -36,11 +47,13 @@ def pictures() -> dict[str, bytes]:
     return {f"{name}.svg": figure.image("svg") for name, figure in drawn.items()}
 
 
-# ---- Tolerances ------------------------------------------------------------------------------------------------------
+# ---- Tolerances ----------------------------------------------------------------------------------
 
 
 def errors_of_bugs(name: str) -> list[tuple[float, float]]:
-    """Tolerance and error of the output of a case in float32, with each known bug that changes the function."""
+    """Tolerance and error of the output of a case in float32, with each known bug that changes the
+    function.
+    """
     problem = parity.make_problem(name, "float32")
     reference = Reference(problem)
     expected = reference.expected(local=False)["output"]
@@ -48,9 +61,14 @@ def errors_of_bugs(name: str) -> list[tuple[float, float]]:
     found = []
     for bug in bugs_for(problem.case):
         exact = wrong_layer(problem, "float64", [bug]).forward()["output"]
-        if np.isfinite(exact).all() and np.abs(exact - expected).max() > 1e-12 * np.abs(expected).max():
+        if (
+            np.isfinite(exact).all()
+            and np.abs(exact - expected).max() > 1e-12 * np.abs(expected).max()
+        ):
             actual = wrong_layer(problem, "float32", [bug]).forward()["output"]
-            comparison = compare(actual, expected, same, Label(name, "reference", "float32", "output"))
+            comparison = compare(
+                actual, expected, same, Label(name, "reference", "float32", "output")
+            )
             found.append((comparison.budget, comparison.error))
     return found
 
@@ -80,15 +98,19 @@ def error_and_budget() -> NotebookFigure:
         linewidths=1,
         label=f"{len(wrong)} known bugs, injected",
     )
-    axes.scatter(*zip(*right, strict=True), s=30, color=RIGHT, label=f"mha_torch, {len(right)} cases")
+    axes.scatter(
+        *zip(*right, strict=True), s=30, color=RIGHT, label=f"mha_torch, {len(right)} cases"
+    )
     axes.annotate("tolerance of mha-parity", (1.2e-5, 4e-6))
     axes.annotate("atol=1e-5", (1.3e-8, 1.3e-5), color=GRAY)
-    axes.set(xscale="log", yscale="log", xlabel="tolerance", ylabel="error of the output", xlim=limits)
+    axes.set(
+        xscale="log", yscale="log", xlabel="tolerance", ylabel="error of the output", xlim=limits
+    )
     axes.legend(loc="lower right")
     return figure
 
 
-# ---- Search for a bug ------------------------------------------------------------------------------------------------
+# ---- Search for a bug ----------------------------------------------------------------------------
 
 STAGES = ("mask", "q", "k", "v", "scores", "attn_weights", "context", "output")
 
@@ -109,7 +131,9 @@ def funnel_counts(bug: str) -> tuple[dict[str, int], str]:
     right = [stage for stage in replay.stages if stage not in wrong]
     stage = wrong[0]
     expected = replay.stage(stage, ())
-    changing = [bug for bug in replay.known if not np.array_equal(expected, replay.stage(stage, (bug,)))]
+    changing = [
+        bug for bug in replay.known if not np.array_equal(expected, replay.stage(stage, (bug,)))
+    ]
     fitting = [bug for bug in changing if replay.judgement(stage, (bug,)).ratio <= 1.0]
     left = [bug for bug in fitting if not replay.wrong(right, (bug,))]
     counts = {
@@ -139,7 +163,7 @@ def funnel() -> NotebookFigure:
     return figure
 
 
-# ---- RoPE ------------------------------------------------------------------------------------------------------------
+# ---- RoPE ----------------------------------------------------------------------------------------
 
 COLORS = ("#1f6feb", "#bf8700", "#8250df", "#1a7f37")
 PAIRS = {
@@ -155,7 +179,11 @@ def rope_pairs() -> NotebookFigure:
         for color, pair in zip(COLORS, pairs, strict=True):
             center, radius = sum(pair) / 2, (pair[1] - pair[0]) / 2
             angles = np.linspace(0, np.pi, 40)
-            axes.plot(center + radius * np.cos(angles), 0.45 + 0.55 * radius**0.5 * np.sin(angles), color=color)
+            axes.plot(
+                center + radius * np.cos(angles),
+                0.45 + 0.55 * radius**0.5 * np.sin(angles),
+                color=color,
+            )
             axes.scatter(pair, (0, 0), s=330, color=color)
         for feature in range(8):
             axes.annotate(str(feature), (feature, 0), ha="center", va="center", color="white")
@@ -165,21 +193,29 @@ def rope_pairs() -> NotebookFigure:
 
 
 def rope_error() -> NotebookFigure:
-    """The score of two tokens by their distance, rotated in either convention, for weights that expect half-split."""
+    """The score of two tokens by their distance, rotated in either convention, for weights that
+    expect half-split.
+    """
     rng = np.random.default_rng(0)
     query, key = rng.standard_normal((2, 64, 8))
     distances = range(17)
     figure = NotebookFigure(figsize=(7, 2.6), layout="constrained")
     axes = figure.add_subplot()
-    half, interleaved = ([scores(query, key, pairs, distance) for distance in distances] for pairs in PAIRS.values())
+    half, interleaved = (
+        [scores(query, key, pairs, distance) for distance in distances] for pairs in PAIRS.values()
+    )
     pairs = zip(half, interleaved, strict=True)
     differences = np.array([np.sqrt(((a - b) ** 2).mean() / (a**2).mean()) for a, b in pairs])
     axes.bar(distances, 100 * differences, color=WRONG)
-    axes.set(xlabel="distance of query and key, tokens", ylabel="error of scores, %", xticks=distances)
+    axes.set(
+        xlabel="distance of query and key, tokens", ylabel="error of scores, %", xticks=distances
+    )
     return figure
 
 
-def scores(query: np.ndarray, key: np.ndarray, pairs: list[tuple[int, int]], distance: int) -> np.ndarray:
+def scores(
+    query: np.ndarray, key: np.ndarray, pairs: list[tuple[int, int]], distance: int
+) -> np.ndarray:
     """Dot products of queries and keys whose positions differ by a distance, (64,)."""
     rotated = query.copy()
     for i, (first, second) in enumerate(pairs):
@@ -190,17 +226,28 @@ def scores(query: np.ndarray, key: np.ndarray, pairs: list[tuple[int, int]], dis
     return (rotated * key).sum(-1)
 
 
-# ---- Several devices -------------------------------------------------------------------------------------------------
+# ---- Several devices -----------------------------------------------------------------------------
 
 
-def held_heads(num_ranks: int, num_heads: int = 8, num_kv_heads: int = 2) -> list[tuple[set[int], set[int]]]:
+def held_heads(
+    num_ranks: int, num_heads: int = 8, num_kv_heads: int = 2
+) -> list[tuple[set[int], set[int]]]:
     """The query heads and the key/value heads whose weights each rank holds."""
-    spec = parity.AttentionSpec(num_heads, num_heads, num_kv_heads=num_kv_heads, qkv_bias=False, out_bias=False)
-    weights = {name: np.ones(shape, np.float32) for name, shape in parity.weight_shapes(spec).items()}
+    spec = parity.AttentionSpec(
+        num_heads, num_heads, num_kv_heads=num_kv_heads, qkv_bias=False, out_bias=False
+    )
+    weights = {
+        name: np.ones(shape, np.float32) for name, shape in parity.weight_shapes(spec).items()
+    }
     for name in ("q_proj.weight", "k_proj.weight"):
-        weights[name] *= np.arange(weights[name].shape[0], dtype=np.float32)[:, None]  # each row is its head's number
+        weights[name] *= np.arange(weights[name].shape[0], dtype=np.float32)[
+            :, None
+        ]  # each row is its head's number
     held = [shard(weights, spec, ShardPlan(tensor=num_ranks), rank)[0] for rank in range(num_ranks)]
-    return [({*each["q_proj.weight"][:, 0].astype(int)}, {*each["k_proj.weight"][:, 0].astype(int)}) for each in held]
+    return [
+        ({*each["q_proj.weight"][:, 0].astype(int)}, {*each["k_proj.weight"][:, 0].astype(int)})
+        for each in held
+    ]
 
 
 def divided_heads() -> NotebookFigure:
@@ -208,12 +255,25 @@ def divided_heads() -> NotebookFigure:
     figure = NotebookFigure(figsize=(7, 2.9), layout="constrained")
     for axes, num_ranks in zip(figure.subplots(1, 2), (2, 4), strict=True):
         for rank, (queries, keys) in enumerate(held_heads(num_ranks)):
-            for place, head in [*((head, head) for head in queries), *((9 + head, head) for head in keys)]:
+            for place, head in [
+                *((head, head) for head in queries),
+                *((9 + head, head) for head in keys),
+            ]:
                 kv_head = head // 4 if place < 8 else head
                 axes.add_patch(patch(place, -rank, COLORS[kv_head]))
-                axes.annotate(str(head), (place + 0.45, 0.4 - rank), ha="center", va="center", color="white")
-        axes.set(title=f"{num_ranks} ranks", xlim=(-0.2, 11.2), ylim=(0.8 - num_ranks, 1.1), xticks=[4, 10])
-        axes.set(xticklabels=["query heads", "key/value heads"], yticks=[0.4 - rank for rank in range(num_ranks)])
+                axes.annotate(
+                    str(head), (place + 0.45, 0.4 - rank), ha="center", va="center", color="white"
+                )
+        axes.set(
+            title=f"{num_ranks} ranks",
+            xlim=(-0.2, 11.2),
+            ylim=(0.8 - num_ranks, 1.1),
+            xticks=[4, 10],
+        )
+        axes.set(
+            xticklabels=["query heads", "key/value heads"],
+            yticks=[0.4 - rank for rank in range(num_ranks)],
+        )
         axes.set_yticklabels([f"rank {rank}" for rank in range(num_ranks)])
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
@@ -227,7 +287,7 @@ def patch(x: float, y: float, color: str):
     return Rectangle((x, y), 0.9, 0.8, color=color)
 
 
-# ---- A simulated card ------------------------------------------------------------------------------------------------
+# ---- A simulated card ----------------------------------------------------------------------------
 
 NOT_FINITE = 1.15
 """Place of a case without a finite share."""
@@ -253,7 +313,7 @@ def simulated_blackhole() -> NotebookFigure:
     return figure
 
 
-# ---- Tools -----------------------------------------------------------------------------------------------------------
+# ---- Tools ---------------------------------------------------------------------------------------
 
 
 TOOLS = {
@@ -263,7 +323,10 @@ TOOLS = {
         "would your tests notice a bug?": "mutate",
         "what does it do with masks and NaN?": "conformance",
     },
-    "a model that runs": {"which layer is wrong?": "parity.tap", "what does a layer compute?": "parity.identify"},
+    "a model that runs": {
+        "which layer is wrong?": "parity.tap",
+        "what does a layer compute?": "parity.identify",
+    },
     "a model folder": {
         "what does each layer compute?": "spec",
         "do JAX, PyTorch and TTNN agree?": "run --model",

@@ -1,4 +1,6 @@
-"""Plots of measurements: ratios to other libraries, growth with the tokens, divided layers and the cost model."""
+"""Plots of measurements: ratios to other libraries, growth with the tokens, divided layers and the
+cost model.
+"""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -6,9 +8,20 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from measurements import FRAMEWORKS, MACHINES, WORK, Row, costs, divided, grown, measured, ratios_of, rows_of
+from measurements import (
+    FRAMEWORKS,
+    MACHINES,
+    WORK,
+    Row,
+    costs,
+    divided,
+    grown,
+    measured,
+    ratios_of,
+    rows_of,
+)
 
-from parity.reporting.figure import NotebookFigure
+from parity.use.reporting.figure import NotebookFigure
 from parity_lab.costs import PLANS
 
 COLORS = {"jax": "#1f6feb", "torch": "#bf5b04"}
@@ -36,7 +49,7 @@ def plots() -> dict[str, NotebookFigure]:
     return drawn
 
 
-# ---- Ratios ----------------------------------------------------------------------------------------------------------
+# ---- Ratios --------------------------------------------------------------------------------------
 
 
 def ratios(rows: Sequence[Row], title: str) -> NotebookFigure:
@@ -45,34 +58,54 @@ def ratios(rows: Sequence[Row], title: str) -> NotebookFigure:
     figure = NotebookFigure(figsize=(7.5, 0.9 + 0.42 * len(found)), layout="constrained")
     axes = figure.add_subplot()
     for place, ((framework, _), values) in enumerate(found.items()):
-        axes.scatter(values, [place] * len(values), s=36, color=COLORS[framework], alpha=0.45, linewidths=0)
-        axes.plot([median(values)] * 2, [place - 0.28, place + 0.28], color=COLORS[framework], linewidth=2)
+        axes.scatter(
+            values, [place] * len(values), s=36, color=COLORS[framework], alpha=0.45, linewidths=0
+        )
+        axes.plot(
+            [median(values)] * 2, [place - 0.28, place + 0.28], color=COLORS[framework], linewidth=2
+        )
         for value, align in {max(values): "left", min(values): "right"}.items():
             x, color = value * (0.95 if align == "right" else 1.05), COLORS[framework]
-            axes.text(x, place, f"{value:.2f}", ha=align, va="center", fontsize=8, color=color, bbox=BLANK)
+            axes.text(
+                x, place, f"{value:.2f}", ha=align, va="center", fontsize=8, color=color, bbox=BLANK
+            )
     axes.axvline(1, color=GRAY, linestyle="--", linewidth=1)
     every = [value for values in found.values() for value in values]
-    ticks = [tick for tick in (0.125, 0.25, 0.5, 1, 2, 4, 8, 16) if min(every) / 2 < tick < max(every) * 1.6]
+    ticks = [
+        tick
+        for tick in (0.125, 0.25, 0.5, 1, 2, 4, 8, 16)
+        if min(every) / 2 < tick < max(every) * 1.6
+    ]
     axes.set(xscale="log", xlim=(min(every) / 1.3, max(every) * 1.3), ylim=(len(found) - 0.4, -0.6))
     axes.set_xticks(ticks, labels=[f"{tick:g}×" for tick in ticks])
     axes.minorticks_off()
-    axes.set_yticks(range(len(found)), labels=[f"{FRAMEWORKS[framework]} {suite}" for framework, suite in found])
-    axes.set(xlabel="time of the fastest other library / ours (right of 1: ours is faster)", title=title)
+    axes.set_yticks(
+        range(len(found)), labels=[f"{FRAMEWORKS[framework]} {suite}" for framework, suite in found]
+    )
+    axes.set(
+        xlabel="time of the fastest other library / ours (right of 1: ours is faster)", title=title
+    )
     return figure
 
 
-# ---- Growth ----------------------------------------------------------------------------------------------------------
+# ---- Growth --------------------------------------------------------------------------------------
 
 
 def growth(rows: Sequence[Row]) -> NotebookFigure:
-    """Time and memory over the tokens, with a row of panels for each kind of work and its smallest batch."""
+    """Time and memory over the tokens, with a row of panels for each kind of work and its smallest
+    batch.
+    """
     works = list(dict.fromkeys(row["what"] for row in rows))
     figure = NotebookFigure(figsize=(9, 3.6 * len(works)), layout="constrained")
     for panels, work in zip(figure.subplots(len(works), 2, squeeze=False), works, strict=True):
         of_work = [row for row in rows if row["what"] == work]
         least = min(size(row, "B") for row in of_work)
-        of_work = sorted((row for row in of_work if size(row, "B") == least), key=lambda row: size(row, "S"))
-        for panel, of, unit in zip(panels, ("time", "memory"), ("ms", "MB beyond inputs and results"), strict=True):
+        of_work = sorted(
+            (row for row in of_work if size(row, "B") == least), key=lambda row: size(row, "S")
+        )
+        for panel, of, unit in zip(
+            panels, ("time", "memory"), ("ms", "MB beyond inputs and results"), strict=True
+        ):
             draw_lines(panel, lines_of(of_work, of), "tokens", f"{of}, {unit}")
             panel.set_title(work.removeprefix("growth ").removeprefix("growth-long "), fontsize=10)
     return figure
@@ -95,7 +128,12 @@ def lines_of(rows: Sequence[Row], of: str) -> list[Line]:
     return [
         (
             f"mha_{framework}" if name == OURS else f"{name} ({FRAMEWORKS[framework]})",
-            *(GRAY if name == LIMIT else COLORS[framework], [*points], [*points.values()], name == OURS),
+            *(
+                GRAY if name == LIMIT else COLORS[framework],
+                [*points],
+                [*points.values()],
+                name == OURS,
+            ),
         )
         for (framework, name), points in found.items()
     ]
@@ -108,14 +146,18 @@ def memory_of(row: Row) -> tuple[float | None, dict[str, float]]:
     return None if own is None else own / 1e6, others
 
 
-# ---- Several devices -------------------------------------------------------------------------------------------------
+# ---- Several devices -----------------------------------------------------------------------------
 
 
 def devices() -> NotebookFigure:
-    """Temporary memory and received bytes of a device, by plan: gradients of a layer, and calls with a cache."""
+    """Temporary memory and received bytes of a device, by plan: gradients of a layer, and calls
+    with a cache.
+    """
     groups = {
         "forward and backward": [row for row in divided()["rows"] if row["program"] == "gradient"],
-        "with a cache of 8 sequences, 4096 slots": [row for row in divided()["rows"] if "cache" in row["plan"]],
+        "with a cache of 8 sequences, 4096 slots": [
+            row for row in divided()["rows"] if "cache" in row["plan"]
+        ],
     }
     figure = NotebookFigure(figsize=(9, 6.4), layout="constrained")
     for panels, (title, rows) in zip(figure.subplots(2, 2), groups.items(), strict=True):
@@ -125,15 +167,21 @@ def devices() -> NotebookFigure:
                 pairs = zip(row["devices"], row[f"{what}_bytes"], strict=True)
                 points = {count: nbytes / 1e6 for count, nbytes in pairs if nbytes and count > 1}
                 lines.append((row["plan"], color, [*points], [*points.values()], True))
-            draw_lines(panel, [line for line in lines if line[2]], "devices", f"{what}, MB per device")
+            draw_lines(
+                panel, [line for line in lines if line[2]], "devices", f"{what}, MB per device"
+            )
             panel.set_title(title, fontsize=10)
     return figure
 
 
 def cost_model() -> NotebookFigure:
-    """Operations per byte sent, by plan and number of devices, with the requirements of fast links and of a network."""
+    """Operations per byte sent, by plan and number of devices, with the requirements of fast links
+    and of a network.
+    """
     figure = NotebookFigure(figsize=(9, 3.8), layout="constrained")
-    for panel, (title, (batch, tokens)) in zip(figure.subplots(1, 2, sharey=True), WORK.items(), strict=True):
+    for panel, (title, (batch, tokens)) in zip(
+        figure.subplots(1, 2, sharey=True), WORK.items(), strict=True
+    ):
         plans: dict[str, dict[int, float]] = {plan: {} for plan in PLANS}
         for plan, count, cost in costs(batch, tokens, [2**power for power in range(1, 10)]):
             plans[plan][count] = cost.operations_per_byte
@@ -147,17 +195,25 @@ def cost_model() -> NotebookFigure:
             panel.axhline(needed, color=GRAY, linestyle="--", linewidth=1)
             at = (0.99, needed)
             panel.annotate(
-                what, at, xycoords=("axes fraction", "data"), fontsize=8, color=GRAY, ha="right", va="bottom"
+                what,
+                at,
+                xycoords=("axes fraction", "data"),
+                fontsize=8,
+                color=GRAY,
+                ha="right",
+                va="bottom",
             )
         panel.set_title(title, fontsize=10)
     return figure
 
 
-# ---- Lines -----------------------------------------------------------------------------------------------------------
+# ---- Lines ---------------------------------------------------------------------------------------
 
 
 def draw_lines(panel: Any, lines: Sequence[Line], x_label: str, y_label: str) -> None:
-    """Draw lines on logarithmic axes, each with its label at its end; leave the panel empty without lines."""
+    """Draw lines on logarithmic axes, each with its label at its end; leave the panel empty without
+    lines.
+    """
     if not lines:
         panel.set_axis_off()
         return
@@ -166,18 +222,24 @@ def draw_lines(panel: Any, lines: Sequence[Line], x_label: str, y_label: str) ->
         style = {"linewidth": 2.2} if is_ours else {"linewidth": 1.2, "linestyle": "--"}
         panel.plot(x, y, color=color, marker="o", markersize=3, **style)
     ticks = sorted({value for line in lines for value in line[2]})
-    panel.set_xticks(ticks, labels=[f"{tick:g}" if tick < 1024 else f"{tick / 1024:g}k" for tick in ticks])
+    panel.set_xticks(
+        ticks, labels=[f"{tick:g}" if tick < 1024 else f"{tick / 1024:g}k" for tick in ticks]
+    )
     panel.xaxis.minorticks_off()
     panel.grid(visible=True, alpha=0.3)
     panel.spines[["top", "right"]].set_visible(False)
-    panel.set_xlim(ticks[0] / 1.1, ticks[-1] * (ticks[-1] / ticks[0]) ** 0.55)  # with room for the labels
+    panel.set_xlim(
+        ticks[0] / 1.1, ticks[-1] * (ticks[-1] / ticks[0]) ** 0.55
+    )  # with room for the labels
     panel.margins(y=0.12)
     low, high = np.log(panel.get_ylim())
     for end in {line[2][-1] for line in lines}:
         ending = [line for line in lines if line[2][-1] == end]
         places = apart([np.log(line[3][-1]) for line in ending], (high - low) * 0.065)
         for (label, color, *_), place in zip(ending, places, strict=True):
-            panel.text(end * 1.08, np.exp(place), label, va="center", fontsize=8, color=color, bbox=BLANK)
+            panel.text(
+                end * 1.08, np.exp(place), label, va="center", fontsize=8, color=color, bbox=BLANK
+            )
 
 
 def apart(values: Sequence[float], gap: float) -> list[float]:

@@ -1,4 +1,6 @@
-"""The generated pages of the reference: public names, commands, families, layouts, cases, bugs, fields and support."""
+"""The generated pages of the reference: public names, commands, families, layouts, cases, bugs,
+fields and support.
+"""
 
 import argparse
 import importlib
@@ -50,8 +52,12 @@ def endings() -> dict[str, str]:
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> str:
     """A table of Markdown."""
-    lines = [" | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in row) for row in rows]
-    return "\n".join(f"| {line} |" for line in (" | ".join(head), " | ".join("---" for _ in head), *lines))
+    lines = [
+        " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in row) for row in rows
+    ]
+    return "\n".join(
+        f"| {line} |" for line in (" | ".join(head), " | ".join("---" for _ in head), *lines)
+    )
 
 
 def toctree(names: Iterable[str]) -> str:
@@ -59,7 +65,24 @@ def toctree(names: Iterable[str]) -> str:
     return "\n".join(["```{toctree}", ":hidden:", "", *names, "```"])
 
 
-# ---- Public names ----------------------------------------------------------------------------------------------------
+# ---- Public names --------------------------------------------------------------------------------
+
+
+RESULTS = (
+    "parity.measure.core.problem.Problem",
+    "parity.measure.core.compare.Comparison",
+    "parity.use.running.report.Report",
+    "parity.explain.diagnosis.ranks.RankDiagnosis",
+    "parity.explain.diagnosis.taps.TapVerdict",
+    "parity.explain.diagnosis.tap_pairs.TapDifference",
+    "parity.explain.identification.Identification",
+    "parity.explain.identification.layers.LiveLayer",
+    "parity.explain.conformance.answers.Conformance",
+    "parity.port.conversion.differences.WeightsComparison",
+    "parity.port.models.specs.ModelLayer",
+    "parity.port.tapping.record.Tapped",
+)
+"""Classes that public functions return. Nobody has to import them, so they have no public names."""
 
 
 def api_pages() -> dict[str, str]:
@@ -68,7 +91,10 @@ def api_pages() -> dict[str, str]:
         "# Public names",
         "Whatever is not listed here may change from one version to the next.",
         "`mha_torch`, `mha_jax` and `mha_tt` have the same names, with the same meaning.",
-        table(("package", "content"), ((f"[`{name}`]({name}.rst)", about) for name, about in PACKAGES.items())),
+        table(
+            ("package", "content"),
+            ((f"[`{name}`]({name}.rst)", about) for name, about in PACKAGES.items()),
+        ),
         toctree(PACKAGES),
     ]
     return {
@@ -83,18 +109,30 @@ def api_page(package: str, about: str) -> str:
     parts = [title(package, "="), about]
     for name in (each for each in module.__all__ if not inspect.ismodule(getattr(module, each))):
         home = getattr(getattr(module, name), "__module__", package).partition(".")[0]
-        parts.append(entry(module, name) if home == package or home not in PACKAGES else alias(home, package, name))
+        parts.append(
+            entry(module, name)
+            if home == package or home not in PACKAGES
+            else alias(home, package, name)
+        )
+    if package == "parity":
+        parts += [title("Results", "-"), "Classes that these functions return."]
+        parts += [f".. autoclass:: {path}\n   :members:" for path in RESULTS]
     for name in (each for each in module.__all__ if inspect.ismodule(getattr(module, each))):
         parts += [title(f"{package}.{name}", "-"), *entries(getattr(module, name))]
     if importlib.util.find_spec(f"{package}.parallel"):
-        parts += [title(f"{package}.parallel", "-"), *entries(importlib.import_module(f"{package}.parallel"))]
+        parts += [
+            title(f"{package}.parallel", "-"),
+            *entries(importlib.import_module(f"{package}.parallel")),
+        ]
     return "\n\n".join(parts) + "\n"
 
 
 def entries(module: ModuleType) -> Iterator[str]:
     """The docstring of a module, and its public functions and classes."""
     yield f".. automodule:: {module.__name__}\n   :no-members:"
-    for name in getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")]):
+    for name in getattr(
+        module, "__all__", [name for name in vars(module) if not name.startswith("_")]
+    ):
         value = getattr(module, name)
         if getattr(value, "__module__", "").startswith(module.__name__) and callable(value):
             yield entry(module, name)
@@ -122,13 +160,15 @@ def alias(home: str, package: str, name: str) -> str:
 
 
 def docstring_of(module: ModuleType, name: str) -> list[str]:
-    """The text below the definition of a table, in the first module of the package that defines it."""
+    """The text below the definition of a table, in the first module of the package that defines
+    it.
+    """
     from sphinx.pycode import ModuleAnalyzer
 
     for path in (
-        "parity.core.cases",
-        "parity.core.stages",
-        "parity.conversion.layouts.tables",
+        "parity.measure.core.cases",
+        "parity.measure.core.stages",
+        "parity.port.conversion.layouts.tables",
         "ttnn_mock.boards",
         module.__name__,
     ):
@@ -138,14 +178,18 @@ def docstring_of(module: ModuleType, name: str) -> list[str]:
     raise ValueError(f"{name} must have a docstring below it")
 
 
-# ---- Commands --------------------------------------------------------------------------------------------------------
+# ---- Commands ------------------------------------------------------------------------------------
 
 
 def command_pages() -> dict[str, str]:
     """A page for each command, and their list."""
-    from parity.cli.main import COMMANDS, GROUPS, make_parser
+    from parity.use.cli.main import COMMANDS, GROUPS, make_parser
 
-    (commands,) = (action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    (commands,) = (
+        action
+        for action in make_parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
     rows, names = [], []
     for group, members in GROUPS.items():
         rows.append((f"**{group.capitalize()}**", ""))
@@ -156,7 +200,10 @@ def command_pages() -> dict[str, str]:
     index = ["# Commands", table(("command", "result"), rows), more, toctree(names)]
     return {
         "reference/cli/index": "\n\n".join(index) + "\n",
-        **{f"reference/cli/{name}": command_page(name, COMMANDS[name].PAGE, commands.choices[name]) for name in names},
+        **{
+            f"reference/cli/{name}": command_page(name, COMMANDS[name].PAGE, commands.choices[name])
+            for name in names
+        },
     }
 
 
@@ -164,29 +211,45 @@ def command_page(name: str, page, parser: argparse.ArgumentParser) -> str:
     """The page of a command: what its `--help` prints."""
     first, *rest = parser.format_usage().removeprefix("usage: ").splitlines()
     usage = "\n".join([first, *(f"    {line.strip()}" for line in rest)])
-    parts = [f"# {name}", page.about, f"```text\n{usage.rstrip()}\n```", f"Example:\n\n```text\n{page.example}\n```"]
+    parts = [
+        f"# {name}",
+        page.about,
+        f"```text\n{usage.rstrip()}\n```",
+        f"Example:\n\n```text\n{page.example}\n```",
+    ]
     if page.forms:
-        parts += ["## Forms", table(("arguments", "meaning"), ((f"`{form}`", meaning) for form, meaning in page.forms))]
-    for group in sorted(parser._action_groups, key=lambda group: group.title == "options"):  # which all commands have
+        parts += [
+            "## Forms",
+            table(
+                ("arguments", "meaning"), ((f"`{form}`", meaning) for form, meaning in page.forms)
+            ),
+        ]
+    for group in sorted(
+        parser._action_groups, key=lambda group: group.title == "options"
+    ):  # which all commands have
         shown = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
         if shown and group.title:
             rows = [(f"`{invocation(action)}`", action.help or "") for action in shown]
             parts += [f"## {group.title.capitalize()}", table(("option", "meaning"), rows)]
     wrong = f"\n- 1: {page.wrong}" if page.wrong else ""
-    parts.append(f"## Exit status\n\n- 0: {page.well}{wrong}\n- 2: bad usage, or something is missing")
+    parts.append(
+        f"## Exit status\n\n- 0: {page.well}{wrong}\n- 2: bad usage, or something is missing"
+    )
     return "\n\n".join(parts) + "\n"
 
 
 def invocation(action: argparse.Action) -> str:
     """An option as it is typed."""
-    value = action.metavar or ("{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.dest)
+    value = action.metavar or (
+        "{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.dest
+    )
     value = " ".join(value) if isinstance(value, tuple) else value
     if not action.option_strings:
         return str(value)
     return ", ".join(action.option_strings) + ("" if action.nargs == 0 else f" {value}")
 
 
-# ---- Tables ----------------------------------------------------------------------------------------------------------
+# ---- Tables --------------------------------------------------------------------------------------
 
 
 BY_CONFIG = "by the configuration"
@@ -194,13 +257,17 @@ BY_CONFIG = "by the configuration"
 
 def families_page() -> str:
     """Every `model_type` of transformers: its stacks of layers, or why it is not read."""
-    from parity.models.families import FAMILIES
-    from parity.models.families.not_covered import NOT_COVERED
+    from parity.port.models.families import FAMILIES
+    from parity.port.models.families.not_covered import NOT_COVERED
 
     rows = []
     for name, family in sorted(FAMILIES.items()):
         for stack in family.stacks:
-            causal = {True: "yes", False: "no"}[stack.is_causal] if isinstance(stack.is_causal, bool) else BY_CONFIG
+            causal = (
+                {True: "yes", False: "no"}[stack.is_causal]
+                if isinstance(stack.is_causal, bool)
+                else BY_CONFIG
+            )
             path = f"`{stack.path}`" if isinstance(stack.path, str) else BY_CONFIG
             layout = f"`{stack.layout}`" if isinstance(stack.layout, str) else BY_CONFIG
             rows.append((f"`{name}`", stack.part, causal, path, layout))
@@ -208,8 +275,10 @@ def families_page() -> str:
     return "\n\n".join(
         [
             "# Families of models",
-            f"`mha-parity spec` and `parity.specs_of` read {len(FAMILIES)} families, by the `model_type` of a "
-            "config.json. [Read a model's configuration](../how-to/configurations.md) explains how.",
+            f"`mha-parity spec` and `parity.specs_of` read {len(FAMILIES)} families, by the "
+            f"`model_type` of a "
+            "config.json. [Read a model's configuration](../how-to/configurations.md) explains "
+            "how.",
             table(("family", "part", "causal", "path of a layer", "layout"), rows),
             "## Families that are not read",
             table(("family", "its attention"), others) + "\n",
@@ -219,45 +288,64 @@ def families_page() -> str:
 
 def layouts_page() -> str:
     """Every layout and its tensors."""
-    from parity.conversion.layouts import LAYOUTS
+    from parity.port.conversion.layouts import LAYOUTS
 
     rows = [(f"[`{name}`](#{anchor(name)})", layout.about) for name, layout in LAYOUTS.items()]
     parts = [
         "# Layouts of weights",
-        "A layout describes the names, axes and packing of one layer's tensors in a checkpoint. Axes are outermost "
+        "A layout describes the names, axes and packing of one layer's tensors in a checkpoint. "
+        "Axes are outermost "
         "first: n heads, h features of a head, d input width, e output width.",
         table(("layout", "tensors and libraries"), rows),
     ]
     for name, layout in LAYOUTS.items():
         tensors = dict.fromkeys(tensor for form in layout.forms for tensor in form)
         tensors |= dict.fromkeys(layout.others)
-        rows = [(f"`{each.name}`", f"`{each.holds}`", each.kind, f"`{each.axes}`") for each in tensors]
-        parts += [f"## {name}", f"{layout.about}.", table(("tensor", "holds", "kind", "axes"), rows)]
+        rows = [
+            (f"`{each.name}`", f"`{each.holds}`", each.kind, f"`{each.axes}`") for each in tensors
+        ]
+        parts += [
+            f"## {name}",
+            f"{layout.about}.",
+            table(("tensor", "holds", "kind", "axes"), rows),
+        ]
     return "\n\n".join(parts) + "\n"
 
 
 def anchor(heading: str) -> str:
     """The anchor of a heading."""
-    return "".join(letter for letter in heading.lower() if letter.isalnum() or letter in "-_ ").replace(" ", "-")
+    return "".join(
+        letter for letter in heading.lower() if letter.isalnum() or letter in "-_ "
+    ).replace(" ", "-")
 
 
 def cases_page() -> str:
     """Every test case."""
-    from parity.core.cases import CASES
-    from parity.reporting.cases import covers
+    from parity.measure.core.cases import CASES
+    from parity.use.reporting.cases import covers
 
     rows = [(f"`{name}`", case.about, covers(case)) for name, case in CASES.items()]
-    about = f"`mha-parity run --cases all` runs these {len(CASES)} cases; without `--cases` it runs each feature once."
-    return "\n\n".join(["# Test cases", about, table(("case", "feature that fails with it", "covers"), rows)]) + "\n"
+    about = (
+        f"`mha-parity run --cases all` runs these {len(CASES)} cases; without `--cases` it runs "
+        f"each feature once."
+    )
+    return (
+        "\n\n".join(
+            ["# Test cases", about, table(("case", "feature that fails with it", "covers"), rows)]
+        )
+        + "\n"
+    )
 
 
 def bugs_page() -> str:
     """Every known bug, by its page."""
-    from parity.diagnosis.bugs import bug_by_name
+    from parity.explain.diagnosis.bugs import bug_by_name
 
     by_page = {}
     for name, bug in bug_by_name().items():
-        by_page.setdefault(bug.page, []).append((f"`{name}`", ", ".join(f"`{stage}`" for stage in bug.stages), bug))
+        by_page.setdefault(bug.page, []).append(
+            (f"`{name}`", ", ".join(f"`{stage}`" for stage in bug.stages), bug)
+        )
     rows = [
         (f"[{page}](../bugs/{page}.md)", name, stages, bug.about, bug.fix)
         for page, bugs in by_page.items()
@@ -266,14 +354,18 @@ def bugs_page() -> str:
     return "\n\n".join(
         [
             "# Diagnosis table",
-            f"`mha-parity diagnose` can inject {len(rows)} bugs into the reference. A result that the reference with a "
+            f"`mha-parity diagnose` can inject {len(rows)} bugs into the reference. A result "
+            f"that the reference with a "
             "bug reproduces is explained by that bug. The stage is the first one that can differ.",
-            table(("class", "bug", "first stage", "the result matches the reference if", "fix"), rows) + "\n",
+            table(
+                ("class", "bug", "first stage", "the result matches the reference if", "fix"), rows
+            )
+            + "\n",
         ]
     )
 
 
-# ---- A simulated card ------------------------------------------------------------------------------------------------
+# ---- A simulated card ----------------------------------------------------------------------------
 
 DTYPES = ("bfloat16", "float32")
 
@@ -285,8 +377,10 @@ def simulated() -> dict[str, Any]:
 
 
 def simulated_tables() -> str:
-    """Shares of the budget in a simulator: of every case, of other shapes, and of other settings."""
-    from parity.core.cases import CASES
+    """Shares of the budget in a simulator: of every case, of other shapes, and of other
+    settings.
+    """
+    from parity.measure.core.cases import CASES
 
     shown = simulated()
 
@@ -296,7 +390,9 @@ def simulated_tables() -> str:
     cases = [(f"`{name}`", *cells(shares)) for name, shares in shown["cases"].items()]
     possible = [name for name, case in CASES.items() if case.dtype != "float16"]
     not_run = [f"`{name}`" for name in possible if name not in shown["cases"]]
-    shapes = [(each["shape"], *cells(each["prompt"]), *cells(each["steps"])) for each in shown["shapes"]]
+    shapes = [
+        (each["shape"], *cells(each["prompt"]), *cells(each["steps"])) for each in shown["shapes"]
+    ]
     settings = [
         (
             f"`{each['case']}`",
@@ -312,13 +408,19 @@ def simulated_tables() -> str:
             f":::{{dropdown}} {len(cases)} cases",
             table(("case", *DTYPES), cases),
             ":::",
-            *([f"These {len(not_run)} cases have not run in the simulator: {', '.join(not_run)}."] if not_run else []),
+            *(
+                [f"These {len(not_run)} cases have not run in the simulator: {', '.join(not_run)}."]
+                if not_run
+                else []
+            ),
             "## Other shapes",
             "Shapes that no case has: a prompt, and a prompt with two steps.",
             table(("shape", *DTYPES, *(f"steps, {dtype}" for dtype in DTYPES)), shapes),
             "## Lower fidelities",
-            "Whole layers with other settings and float32 sums: relative L2 error of the output, its share of the "
-            "budget of `accurate_config`, and of the setting's own. LoFi has no budget. For `decode`, a prompt and "
+            "Whole layers with other settings and float32 sums: relative L2 error of the output, "
+            "its share of the "
+            "budget of `accurate_config`, and of the setting's own. LoFi has no budget. For "
+            "`decode`, a prompt and "
             "three steps, these are the worst outputs.",
             table(("case", "setting", "relative L2", "share", "share of its own"), settings) + "\n",
         ]
@@ -332,31 +434,38 @@ def share_text(share: float | None) -> str:
     return f"{share:.2f}" if share <= 1 else f"**{share:.2f}**"
 
 
-# ---- Files for other programs ----------------------------------------------------------------------------------------
+# ---- Files for other programs --------------------------------------------------------------------
 
 
 def schemas_page() -> str:
     """The keys of JSON, of the metadata of files, and the elements of JUnit XML."""
-    from parity.core.weights import FORMAT
-    from parity.reporting.schemas import FILES, JUNIT, SCHEMAS
+    from parity.measure.core.weights import FORMAT
+    from parity.use.reporting.schemas import FILES, JUNIT, SCHEMAS
 
     parts = [
         "# Schemas",
         "## JSON of a command",
-        "`--json PATH` writes one object. `schema` and `version` are its first keys. The version increases if a key "
-        "appears, disappears or changes its meaning, so check both before you read the rest. Infinity and NaN are "
+        "`--json PATH` writes one object. `schema` and `version` are its first keys. The version "
+        "increases if a key "
+        "appears, disappears or changes its meaning, so check both before you read the rest. "
+        "Infinity and NaN are "
         "null. `pytest --parity-report PATH.json` writes the schema of `run`.",
-        f'```json\n{{"schema": "mha-parity/run", "version": {SCHEMAS["run"].version}, "environment": {{…}}, …}}\n```',
+        f'```json\n{{"schema": "mha-parity/run", "version": {SCHEMAS["run"].version}, '
+        f'"environment": {{…}}, …}}\n```',
     ]
     for command, schema in SCHEMAS.items():
         parts.append(f"### {command}\n\n`mha-parity/{command}`, version {schema.version}")
         for form, keys in schema.forms.items():
             parts += [f"With {form}:"] if form else []
-            parts.append(table(("key", "value"), ((f"`{name}`", about) for name, about in keys.items())))
+            parts.append(
+                table(("key", "value"), ((f"`{name}`", about) for name, about in keys.items()))
+            )
     parts += [
         "## Metadata of files",
-        "mha-parity's own files are safetensors files with text in their metadata. Readers reject another `format` "
-        f"than {FORMAT}. Converted checkpoints have the names of their layout, and `mha_parity` is their format.",
+        "mha-parity's own files are safetensors files with text in their metadata. Readers "
+        "reject another `format` "
+        f"than {FORMAT}. Converted checkpoints have the names of their layout, and `mha_parity` "
+        f"is their format.",
     ]
     for kind, keys in FILES.items():
         rows = ((f"`{name}`", about) for name, about in keys.items())
@@ -364,14 +473,15 @@ def schemas_page() -> str:
     rows = ((f"`{tag}`", ", ".join(f"`{name}`" for name in names)) for tag, names in JUNIT.items())
     parts += [
         "## JUnit XML",
-        "`--junit PATH` and `pytest --parity-report PATH.xml` write a suite for each backend and dtype, with a test "
+        "`--junit PATH` and `pytest --parity-report PATH.xml` write a suite for each backend and "
+        "dtype, with a test "
         "for each case.",
         table(("element", "attributes"), rows),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-# ---- Fields and their support ----------------------------------------------------------------------------------------
+# ---- Fields and their support --------------------------------------------------------------------
 
 MODELS = Path(__file__).resolve().parents[2] / "docs" / "reference" / "models.md"
 MOST_MODELS = 4
@@ -380,11 +490,16 @@ MOST_MODELS = 4
 def attention_spec_page() -> str:
     """Every field of `AttentionSpec` and its parts: default and meaning; and models with it."""
     spec, models = mha_spec.AttentionSpec, models_by_field()
-    told = [(*row, ", ".join(models.get(row[0].strip("`"), [])[:MOST_MODELS]) or "—") for row in rows_of(spec)]
+    told = [
+        (*row, ", ".join(models.get(row[0].strip("`"), [])[:MOST_MODELS]) or "—")
+        for row in rows_of(spec)
+    ]
     parts = [
         "# Fields of `AttentionSpec`",
-        "[Formula and shapes](../explanation/attention.md) has the letters, the [support matrix](support-matrix.md) "
-        f"frameworks and paths. At most {MOST_MODELS} models of transformers are named; [all](models.md).",
+        "[Formula and shapes](../explanation/attention.md) has the letters, the [support "
+        "matrix](support-matrix.md) "
+        f"frameworks and paths. At most {MOST_MODELS} models of transformers are named; "
+        f"[all](models.md).",
         table(("field", "default", "meaning", "models"), told),
     ]
     for name in mha_spec.__all__:
@@ -404,20 +519,28 @@ def rows_of(record: Any) -> Iterator[tuple[str, str, str]]:
     meanings = meanings_of(record)
     for field in (each for each in fields(record) if each.init):
         default = "—" if field.default is MISSING else f"`{field.default!r}`"
-        yield f"`{field.name}`", "derived" if field.name in DERIVED else default, meanings[field.name]
+        yield (
+            f"`{field.name}`",
+            "derived" if field.name in DERIVED else default,
+            meanings[field.name],
+        )
 
 
 def meanings_of(record: Any) -> dict[str, str]:
     """The lines about each attribute in the docstring of a class."""
     _, _, text = (inspect.getdoc(record) or "").partition("Attributes:\n")
-    entries = re.findall(r"^    ([\w, ]+): (.*(?:\n {8}.*)*)", text.partition("\n\n")[0], re.MULTILINE)
+    entries = re.findall(
+        r"^    ([\w, ]+): (.*(?:\n {8}.*)*)", text.partition("\n\n")[0], re.MULTILINE
+    )
     return {name: " ".join(words.split()) for names, words in entries for name in names.split(", ")}
 
 
 def models_by_field() -> dict[str, list[str]]:
     """The transformers models of models.md with each field, each model once."""
     found: dict[str, list[str]] = {}
-    rows = re.findall(r"^\| .+? \| `(\w+)`, .+? \| `(.*)` \|$", MODELS.read_text("utf-8"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| .+? \| `(\w+)`, .+? \| `(.*)` \|$", MODELS.read_text("utf-8"), re.MULTILINE
+    )
     for family, shown in rows:
         text = shown
         while (outer := re.sub(r"\([^()]*\)", "", text)) != text:  # without the fields of parts
@@ -451,7 +574,10 @@ def support_page(found: dict[str, dict[str, dict[str, str]]]) -> str:
 
     def rows(features: list[Feature]) -> Iterator[tuple[str, ...]]:
         for feature in features:
-            by_path = ({name: answers[feature.key][path] for name, answers in found.items()} for path in PATHS)
+            by_path = (
+                {name: answers[feature.key][path] for name, answers in found.items()}
+                for path in PATHS
+            )
             yield feature.title, *(cell(answers, notes) for answers in by_path)
 
     def kernels() -> Iterator[tuple[str, ...]]:
@@ -460,16 +586,25 @@ def support_page(found: dict[str, dict[str, dict[str, str]]]) -> str:
             if "plain" in chosen:
                 yield feature.title, *chosen
 
-    columns = [(answers, name) for answers in found.values() for name in answers[FEATURES[0].key] if name not in PATHS]
+    columns = [
+        (answers, name)
+        for answers in found.values()
+        for name in answers[FEATURES[0].key]
+        if name not in PATHS
+    ]
     parts = ["# Support matrix", ABOUT]
     parts += ["## Fields of `AttentionSpec`", table(("feature", *COLUMNS), rows(FEATURES))]
     parts += ["## Arguments and dtypes", table(("argument", *COLUMNS), rows(ARGUMENTS))]
     parts += ["## Kernels", KERNELS, table(("feature", *(name for _, name in columns)), kernels())]
-    return "\n\n".join([*parts, *(f"[^{number}]: {note}." for note, number in notes.items())]) + "\n"
+    return (
+        "\n\n".join([*parts, *(f"[^{number}]: {note}." for note, number in notes.items())]) + "\n"
+    )
 
 
 def cell(answers: Mapping[str, str], notes: dict[str, int]) -> str:
-    """The frameworks that support a feature on a path, and the numbers of the notes about others."""
+    """The frameworks that support a feature on a path, and the numbers of the notes about
+    others.
+    """
     supported = [NAMES[name] for name, answer in answers.items() if answer == YES]
     refused: dict[str, list[str]] = {}
     for name, answer in answers.items():

@@ -1,10 +1,12 @@
-"""Fills a folder with the pages of the site, from which Sphinx builds it: what `make docs` runs first.
+"""Fills a folder with the pages of the site, from which Sphinx builds it: what `make docs` runs
+first.
 
     python tools/docs-site/stage.py FOLDER [PYTHON_TT]
 
-The folder holds the pages of docs/, copies of pages that lie elsewhere in the repository, the generated reference,
-parts and pictures, and a page for each file of the source that a page links to. Links between them are adapted.
-PYTHON_TT is the Python that runs the notebook about TTNN. Without it that notebook has no results, and says so.
+The folder holds the pages of docs/, copies of pages that lie elsewhere in the repository, the
+generated reference, parts and pictures, and a page for each file of the source that a page links
+to. Links between them are adapted. PYTHON_TT is the Python that runs the notebook about TTNN.
+Without it that notebook has no results, and says so.
 """
 
 import json
@@ -25,7 +27,7 @@ ELSEWHERE = {
     "README.md": "README",
     "examples/README.md": "how-to/port",
     "benchmarks/README.md": "evidence/measure",
-    "parity/pretrained/PROVENANCE.md": "evidence/trained-layers",
+    "parity/measure/pretrained/PROVENANCE.md": "evidence/trained-layers",
     "tests/wild/README.md": "evidence/ports",
 }
 """Pages of the repository outside of docs/, and their names in the site."""
@@ -70,7 +72,9 @@ class Site:
         self.viewed: set[Path] = set()
 
     def write(self, name: str, text: str) -> None:
-        """Write a page, or a part that a page includes; a name without a suffix is a page of Markdown."""
+        """Write a page, or a part that a page includes; a name without a suffix is a page of
+        Markdown.
+        """
         path = self.folder / (name if name.endswith((".rst", ".inc")) else f"{name}.md")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, "utf-8")
@@ -108,10 +112,15 @@ class Site:
             language = LANGUAGES.get(path.suffix, "text")
             self.write(name, f"{head}`````{language}\n{path.read_text('utf-8').rstrip()}\n`````\n")
             return
-        files = sorted(each for each in path.iterdir() if each.suffix in {".py", ".txt", ".md", ".json"})
+        files = sorted(
+            each for each in path.iterdir() if each.suffix in {".py", ".txt", ".md", ".json"}
+        )
         for each in files:
             self.view(each)
-        links = [f"- [{each.name}]({os.path.relpath(view_of(each), Path(name).parent)}.md)" for each in files]
+        links = [
+            f"- [{each.name}]({os.path.relpath(view_of(each), Path(name).parent)}.md)"
+            for each in files
+        ]
         self.write(name, head + "\n".join(links) + "\n")
 
 
@@ -123,12 +132,25 @@ def view_of(path: Path) -> str:
 def write_kernel(folder: Path, name: str, python: Path) -> None:
     """Write a kernel of notebooks next to the pages.
 
-    Without these settings, pages and the output of the build would have logs or not, depending on when they arrive.
+    Without these settings, pages and the output of the build would have logs or not, depending on
+    when they arrive.
     """
     kernel = folder.with_name("jupyter") / "kernels" / name / "kernel.json"
     kernel.parent.mkdir(parents=True, exist_ok=True)
-    command = [str(python.absolute()), "-m", "ipykernel_launcher", "--log-level=ERROR", "-f", "{connection_file}"]
-    content = {"argv": command, "display_name": name, "language": "python", "env": {"TT_METAL_LOGGER_LEVEL": "off"}}
+    command = [
+        str(python.absolute()),
+        "-m",
+        "ipykernel_launcher",
+        "--log-level=ERROR",
+        "-f",
+        "{connection_file}",
+    ]
+    content = {
+        "argv": command,
+        "display_name": name,
+        "language": "python",
+        "env": {"TT_METAL_LOGGER_LEVEL": "off"},
+    }
     kernel.write_text(json.dumps(content), "utf-8")
 
 
@@ -152,7 +174,9 @@ def main(folder: Path, python_tt: Path | None = None) -> None:
         if str(source.relative_to(ROOT)) not in REPLACED:
             site.copy(source)
     bugs = folder / "bugs" / "index.md"
-    bugs.write_text(f"{bugs.read_text('utf-8')}\n```{{toctree}}\n:hidden:\n:glob:\n\n*\n```\n", "utf-8")
+    bugs.write_text(
+        f"{bugs.read_text('utf-8')}\n```{{toctree}}\n:hidden:\n:glob:\n\n*\n```\n", "utf-8"
+    )
     for picture in [*DOCS.rglob("*.png"), *DOCS.rglob("*.svg")]:
         copied = folder / picture.relative_to(DOCS)
         copied.parent.mkdir(parents=True, exist_ok=True)
@@ -161,9 +185,14 @@ def main(folder: Path, python_tt: Path | None = None) -> None:
     if python_tt is not None and can_run_tt(python_tt):
         write_kernel(folder, "ttnn", python_tt)
     else:
-        print("docs: LEFT OUT, the results of the notebook about TTNN: no environment with ttnn and ipykernel")
+        print(
+            "docs: LEFT OUT, the results of the notebook about TTNN: no environment with ttnn "
+            "and ipykernel"
+        )
         copied = folder / OF_TT.relative_to(DOCS)
-        head, title, rest = re.split(r"^(# .*\n)", copied.read_text("utf-8"), maxsplit=1, flags=re.MULTILINE)
+        head, title, rest = re.split(
+            r"^(# .*\n)", copied.read_text("utf-8"), maxsplit=1, flags=re.MULTILINE
+        )
         copied.write_text(f"{head}{title}{NOT_EXECUTED}{rest}", "utf-8")
     for path in sorted(site.viewed):
         site.view(path)

@@ -3,8 +3,8 @@
     for name in jax torch; do .venv/bin/python tools/docs-site/support.py $name; done
     .venv-tt/bin/python tools/docs-site/support.py tt
 
-records the answers of each framework in support-<name>.json, from which the site is built. Tests compare the files with
-the answers of today's layers.
+records the answers of each framework in support-<name>.json, from which the site is built. Tests
+compare the files with the answers of today's layers.
 """
 
 import json
@@ -42,7 +42,9 @@ from mha_spec.aliases import UNKNOWN_ARGUMENT  # noqa: E402
 HERE = Path(__file__).parent
 B, T = 2, 128
 SPEC = AttentionSpec(128, 4, qkv_bias=False)
-"""The layer that has none of the features: heads of one TTNN tile, and tokens of one block of a TPU."""
+"""The layer that has none of the features: heads of one TTNN tile, and tokens of one block of a
+TPU.
+"""
 
 
 class Feature(NamedTuple):
@@ -94,15 +96,30 @@ FEATURES = [
     *_of("out_bias", ("False", False)),
     *_of("out_proj", ("False", False)),
     *_of("fused_qkv", ("", True)),
-    Feature("shared_kv", "", {"shared_kv": True}, lambda t, s: dict.fromkeys(("key", "value"), np.ones((B, 4, s, 32)))),
-    Feature("latent", "", {"latent": LATENT, "rope": LATENT_ROPE, "head_dim": 64, "value_head_dim": 32}),
-    *_of("qk_norm", ("of heads", Norm()), ("`per_head`", Norm(per_head=True)), ("of the width", Norm(over="width"))),
+    Feature(
+        "shared_kv",
+        "",
+        {"shared_kv": True},
+        lambda t, s: dict.fromkeys(("key", "value"), np.ones((B, 4, s, 32))),
+    ),
+    Feature(
+        "latent", "", {"latent": LATENT, "rope": LATENT_ROPE, "head_dim": 64, "value_head_dim": 32}
+    ),
+    *_of(
+        "qk_norm",
+        ("of heads", Norm()),
+        ("`per_head`", Norm(per_head=True)),
+        ("of the width", Norm(over="width")),
+    ),
     *_of("v_norm", ("", Norm())),
     *_of("clip_qkv", ("", 8.0)),
     *_of("context_norm", ("", Norm(over="width"))),
     *_of("gate", ("", Gate())),
     *_of("rope", ("", Rope()), ("sections", Rope(sections=(4, 6, 6)))),
-    *_of("rope", ("by the length of a call", Rope(scaling=DynamicScaling(factor=2.0, original_length=64)))),
+    *_of(
+        "rope",
+        ("by the length of a call", Rope(scaling=DynamicScaling(factor=2.0, original_length=64))),
+    ),
     *_of("scale", ("", 0.5)),
     *_of("temperature", ("", Temperature(64, scale=0.1))),
     *_of("soft_cap", ("", 50.0)),
@@ -120,13 +137,26 @@ FEATURES = [
 ARGUMENTS = [
     Feature("key", "cross-attention", {}, lambda t, s: {"key": np.ones((B, s, 128))}),
     Feature("is_causal", "", {}, lambda t, s: {"is_causal": True}),
-    Feature("key_padding_lengths", "", {}, lambda t, s: {"key_padding_lengths": np.array([100, 128], np.int32)}),
+    Feature(
+        "key_padding_lengths",
+        "",
+        {},
+        lambda t, s: {"key_padding_lengths": np.array([100, 128], np.int32)},
+    ),
     Feature("segment_ids", "", {}, lambda t, s: {"segment_ids": np.ones((B, t), np.int32)}),
     Feature("mask", "", {}, lambda t, s: {"mask": np.eye(t, s, dtype=bool)}),
     Feature("bias", "", {}, lambda t, s: {"bias": np.ones((t, s))}),
-    Feature("positions", "", {"rope": Rope()}, lambda t, s: {"positions": np.arange(t, dtype=np.int32)[None]}),
+    Feature(
+        "positions",
+        "",
+        {"rope": Rope()},
+        lambda t, s: {"positions": np.arange(t, dtype=np.int32)[None]},
+    ),
     Feature("new_lengths", "", {}, lambda t, s: {"new_lengths": np.array([0, 1], np.int32)}),
-    *(Feature("dtype", dtype, dtype=dtype) for dtype in ("float64", "float32", "float16", "bfloat16")),
+    *(
+        Feature("dtype", dtype, dtype=dtype)
+        for dtype in ("float64", "float32", "float16", "bfloat16")
+    ),
 ]
 """Arguments of a call, and dtypes of a layer."""
 
@@ -143,7 +173,8 @@ def support(name: str) -> dict[str, dict[str, str]]:
         name: `jax`, `torch` or `tt`.
 
     Returns:
-        For each feature the answer by path: `YES`, `NO_ARGUMENT` if calls have no such argument, or the rule that it
+        For each feature the answer by path: `YES`, `NO_ARGUMENT` if calls have no such argument, or
+            the rule that it
         breaks; and by kernel: `kernel`, or `plain` if the fast path falls back on the definition.
     """
     with FRAMEWORKS[name]() as framework:
@@ -171,7 +202,7 @@ def answers(framework: "Framework", feature: Feature) -> dict[str, str]:
     return found
 
 
-# ---- Frameworks ------------------------------------------------------------------------------------------------------
+# ---- Frameworks ----------------------------------------------------------------------------------
 
 
 class Framework:
@@ -228,7 +259,9 @@ class Framework:
 
     def weights(self, spec: AttentionSpec, feature: Feature) -> None:
         """Ask for attention weights."""
-        self.attend(self.layer("MultiHeadAttention", spec, feature), spec, feature, need_weights=True)
+        self.attend(
+            self.layer("MultiHeadAttention", spec, feature), spec, feature, need_weights=True
+        )
 
     def output(self, spec: AttentionSpec, feature: Feature) -> None:
         """Ask for the output alone."""
@@ -255,7 +288,9 @@ class Framework:
     axis: Any = "x"
     local_tokens = T
 
-    def attend(self, layer: Any, spec: AttentionSpec, feature: Feature, seq_len: int = T, **options: Any) -> None:
+    def attend(
+        self, layer: Any, spec: AttentionSpec, feature: Feature, seq_len: int = T, **options: Any
+    ) -> None:
         """Call a layer without a cache."""
         x = self.array(np.ones((B, seq_len, spec.d_in)), feature)
         layer(x, **self.arguments(feature, seq_len, seq_len), **options)
@@ -263,17 +298,25 @@ class Framework:
     def append(self, spec: AttentionSpec, feature: Feature, seq_len: int) -> None:
         """Call a layer with a cache; that of another layer holds the tokens already."""
         x = self.array(np.ones((B, seq_len, spec.d_in)), feature)
-        layer = self.layer("MultiHeadLatentAttention" if spec.latent else "MultiHeadAttentionWithCache", spec, feature)
+        layer = self.layer(
+            "MultiHeadLatentAttention" if spec.latent else "MultiHeadAttentionWithCache",
+            spec,
+            feature,
+        )
         cache, arguments = layer.init_cache(B, 2 * T), self.arguments(feature, seq_len, 2 * T)
         if spec.shared_kv:
-            source = self.layer("MultiHeadAttentionWithCache", spec.replace(shared_kv=False), feature)
+            source = self.layer(
+                "MultiHeadAttentionWithCache", spec.replace(shared_kv=False), feature
+            )
             (_, cache), arguments = source(x, cache), {}
         layer(x, cache, **arguments)
 
     def arguments(self, feature: Feature, seq_len_q: int, seq_len_k: int) -> dict[str, Any]:
         """The arguments of a call, without its first tokens."""
         given = feature.call(seq_len_q, seq_len_k).items()
-        return {name: self.array(x, feature) if isinstance(x, np.ndarray) else x for name, x in given}
+        return {
+            name: self.array(x, feature) if isinstance(x, np.ndarray) else x for name, x in given
+        }
 
     @contextmanager
     def plain_calls(self) -> Iterator[list[str]]:
@@ -313,7 +356,9 @@ class Jax(Framework):
     def on(self, platform: str) -> Iterator[None]:
         """Choose kernels as on another platform, without calling them."""
         with ExitStack() as stack:
-            stack.enter_context(patch("mha_jax.kernels.fused.platform_of", lambda *arrays: platform))
+            stack.enter_context(
+                patch("mha_jax.kernels.fused.platform_of", lambda *arrays: platform)
+            )
             for kernel in ("library", "splash"):
                 stack.enter_context(patch(f"mha_jax.kernels.{kernel}.attend", context_like))
             yield
@@ -355,7 +400,9 @@ class Jax(Framework):
 
 
 class Torch(Framework):
-    """PyTorch on a CPU, as one of two processes; the other one is not there, and messages to it are lost."""
+    """PyTorch on a CPU, as one of two processes; the other one is not there, and messages to it are
+    lost.
+    """
 
     plain = "mha_torch.kernels.fused.stages.attend"
     local_tokens = T // 2
@@ -364,7 +411,10 @@ class Torch(Framework):
         import mha_torch
 
         self.package = mha_torch
-        self.kernels = {"PyTorch": ("output", nullcontext), "PyTorch, large, CUDA": ("output", self.on_cuda)}
+        self.kernels = {
+            "PyTorch": ("output", nullcontext),
+            "PyTorch, large, CUDA": ("output", self.on_cuda),
+        }
         self.kernels["PyTorch, step"] = ("step", nullcontext)
 
     def __enter__(self) -> Framework:
@@ -447,7 +497,11 @@ class Tt(Framework):
         return layer.train(feature.is_training)
 
     def array(self, x: np.ndarray, feature: Feature) -> Any:
-        return self.package.upload(x, device=self.device, dtype=self.dtype(feature)) if x.dtype == float else x
+        return (
+            self.package.upload(x, device=self.device, dtype=self.dtype(feature))
+            if x.dtype == float
+            else x
+        )
 
     def divided(self, layer: Any, **axes: Any) -> Any:
         from mha_tt import parallel

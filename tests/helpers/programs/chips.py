@@ -1,7 +1,8 @@
-"""A program: layers whose heads are divided over the chips of a mock board, each with its own values.
+"""A program: layers whose heads are divided over the chips of a mock board, each with its own
+values.
 
-It prints the results that test_parallel.py checks, as JSON. It runs in its own process, because a process can use only
-one board.
+It prints the results that test_parallel.py checks, as JSON. It runs in its own process, because a
+process can use only one board.
 """
 
 import json
@@ -19,25 +20,35 @@ from mha_spec import Alibi, AttentionSpec, Norm, Rope
 from mha_tt import parallel
 from mha_tt.device import upload_parts
 from mha_tt.parallel import local
-from parity.backends import tt as backend
-from parity.backends import tt_mesh
-from parity.core.cases import CASES
-from parity.core.weights import random_weights
-from parity.running.run import run_cases
-from parity.sharding.mesh import MeshPlan
+from parity.measure.backends import tt as backend
+from parity.measure.backends import tt_mesh
+from parity.measure.core.cases import CASES
+from parity.measure.core.weights import random_weights
+from parity.measure.sharding.mesh import MeshPlan
+from parity.use.running.run import run_cases
 
 JUDGED = {
     "n300": {
         ((1, 2), 1): {
             "bfloat16": [
-                *("mqa", "value-head-dim-fused-qkv", "latent-window", "relative-bias-padded", "norm-per-head", "gate"),
+                *(
+                    "mqa",
+                    "value-head-dim-fused-qkv",
+                    "latent-window",
+                    "relative-bias-padded",
+                    "norm-per-head",
+                    "gate",
+                ),
                 *("no-out-proj", "decode-sinks", "decode-latent-yarn", "ragged"),
             ],
             "float32": ["gqa-causal", "bias-causal", "padding", "decode-gqa-rope"],
         },
     },
     "t3000": {
-        ((1, 8), 1): {"bfloat16": ["fused-qkv-gqa", "nan-visible-decode"], "float32": ["gqa-causal"]},
+        ((1, 8), 1): {
+            "bfloat16": ["fused-qkv-gqa", "nan-visible-decode"],
+            "float32": ["gqa-causal"],
+        },
         ((2, 4), 1): {"bfloat16": ["gate-per-head"]},
         ((2, 4), 0): {"bfloat16": ["latent-yarn"]},
     },
@@ -58,12 +69,16 @@ def judged(plan, names, dtype="float32"):
     collectives.
     """
     report = run_cases([CASES[name] for name in names], ["tt"], [dtype], mesh=plan)
-    failed = {f"{each.case} {each.dtype} {each.stage}": each.reason for each in report.comparisons if not each.passed}
+    failed = {
+        f"{each.case} {each.dtype} {each.stage}": each.reason
+        for each in report.comparisons
+        if not each.passed
+    }
     sent = [(each.case, each.program, each.counted, each.ideal) for each in report.collectives]
     return len(report.comparisons), failed, sent
 
 
-# ---- Controls --------------------------------------------------------------------------------------------------------
+# ---- Controls ------------------------------------------------------------------------------------
 
 
 def reversed_keys(spec, size, chip, right=local.local_heads):
@@ -83,7 +98,11 @@ def without_sum(x, axis):
 
 def twice(x, axis, right=local.all_reduce):
     """Return the sum, computed once more than necessary."""
-    return x if axis is None else right(ttnn.multiply(right(x, axis), 1 / x.device().shape[axis]), axis)
+    return (
+        x
+        if axis is None
+        else right(ttnn.multiply(right(x, axis), 1 / x.device().shape[axis]), axis)
+    )
 
 
 CONTROLS = {
@@ -106,7 +125,7 @@ def controls(plan):
     return found
 
 
-# ---- Behavior of ttnn on a mesh --------------------------------------------------------------------------------------
+# ---- Behavior of ttnn on a mesh ------------------------------------------------------------------
 
 
 def as_ttnn_says(mesh):
@@ -124,7 +143,10 @@ def as_ttnn_says(mesh):
         "one of them": bool((ttnn.to_torch(ttnn.get_device_tensors(x)[1]) == each[1]).all()),
     }
     for name in ("all_reduce", "all_gather", "reduce_scatter", "mesh_partition"):
-        is_divided, dims = name in ("reduce_scatter", "mesh_partition"), () if name == "all_reduce" else (3,)
+        is_divided, dims = (
+            name in ("reduce_scatter", "mesh_partition"),
+            () if name == "all_reduce" else (3,),
+        )
         for axis in (axis for axis in (0, 1) if shape[axis] > 1):
             parts = mha_tt.download_parts(getattr(ttnn, name)(x, *dims, cluster_axis=axis))
             golden = ttnn.get_golden_function(getattr(ttnn, name))
@@ -134,8 +156,12 @@ def as_ttnn_says(mesh):
             }
             expected = golden([part[None] for part in each], *dims, cluster_axis=axis, **of_mesh)
             lines = [[parts[chip] for chip in line] for line in local.lines_of(shape, axis)]
-            whole = np.concatenate([np.concatenate(line, 3) if is_divided else line[0] for line in lines])
-            are_alike = is_divided or all(np.array_equal(line[0], part) for line in lines for part in line)
+            whole = np.concatenate(
+                [np.concatenate(line, 3) if is_divided else line[0] for line in lines]
+            )
+            are_alike = is_divided or all(
+                np.array_equal(line[0], part) for line in lines for part in line
+            )
             found[f"{name} along {axis}"] = are_alike and np.array_equal(whole, expected)
     return found
 
@@ -175,7 +201,9 @@ def by_rows(mesh):
 
 
 def refused(mesh):
-    """Return the errors of layers that cannot be divided, and of operations without known values."""
+    """Return the errors of layers that cannot be divided, and of operations without known
+    values.
+    """
 
     def said_by(spec=None, heads=1, on=mesh, twice=False, layer=None):
         spec = AttentionSpec(64, 8) if spec is None else spec
@@ -184,7 +212,11 @@ def refused(mesh):
         if twice:
             parallel.shard(layer, on, heads=heads)
         said = told(lambda: parallel.shard(layer, on, heads=heads))
-        return said if twice or before == (layer.weights, layer.spec, layer.heads) else "it was changed"
+        return (
+            said
+            if twice or before == (layer.weights, layer.spec, layer.heads)
+            else "it was changed"
+        )
 
     def in_training():
         spec = AttentionSpec(64, 8, dropout=0.5)
@@ -192,7 +224,9 @@ def refused(mesh):
         return layer(x)
 
     def with_bias_of_all_heads():
-        layer = parallel.shard(mha_tt.MultiHeadAttention(AttentionSpec(64, 8), device=mesh), mesh, heads=1)
+        layer = parallel.shard(
+            mha_tt.MultiHeadAttention(AttentionSpec(64, 8), device=mesh), mesh, heads=1
+        )
         return layer(x, bias=np.zeros((1, 8, 5, 5), np.float32))
 
     x = mha_tt.upload(np.ones((1, 5, 64)), device=mesh)
@@ -213,14 +247,19 @@ def refused(mesh):
 
 def carried(mesh):
     """Return whether weights are read from a divided layer, and loaded into it, bit for bit."""
-    spec = AttentionSpec(64, 8, num_kv_heads=2, rope=Rope(), qk_norm=Norm(per_head=True), fused_qkv=True, sinks=True)
+    spec = AttentionSpec(
+        64, 8, num_kv_heads=2, rope=Rope(), qk_norm=Norm(per_head=True), fused_qkv=True, sinks=True
+    )
     weights = random_weights(spec)
     layer = mha_tt.MultiHeadSelfAttention(spec, device=mesh, dtype=ttnn.float32)
     parallel.shard(backend.load_into(layer, weights), mesh, heads=1)
     out = backend.weights_of(layer)
     other = mha_tt.MultiHeadSelfAttention(spec, device=mesh, dtype=ttnn.float32)
     again = backend.weights_of(backend.load_into(parallel.shard(other, mesh, heads=1), out))
-    return [all(np.array_equal(held[name], weight) for name, weight in weights.items()) for held in (out, again)]
+    return [
+        all(np.array_equal(held[name], weight) for name, weight in weights.items())
+        for held in (out, again)
+    ]
 
 
 if __name__ == "__main__":
@@ -230,12 +269,19 @@ if __name__ == "__main__":
     for (shape, axis), names_of in JUDGED[board].items():
         with mha_tt.open_mesh(shape) as mesh, ttnn_mock.shadow():
             with on(mesh, axis) as plan:
-                of_mesh = {f"{shape} {axis} {dtype}": judged(plan, names, dtype) for dtype, names in names_of.items()}
+                of_mesh = {
+                    f"{shape} {axis} {dtype}": judged(plan, names, dtype)
+                    for dtype, names in names_of.items()
+                }
                 found["judged"] |= of_mesh
                 if board == "n300":
                     found["controls"] = controls(plan)
             if axis == 1:
                 found[f"{shape} as ttnn says"] = as_ttnn_says(mesh)
             if board == "n300":
-                found |= {"by rows": by_rows(mesh), "refused": refused(mesh), "carried": carried(mesh)}
+                found |= {
+                    "by rows": by_rows(mesh),
+                    "refused": refused(mesh),
+                    "carried": carried(mesh),
+                }
     print(json.dumps(found))

@@ -35,15 +35,23 @@ SEED = 5
 WIDE = Norm("layer", over="width", bias=True)
 SPECS = {
     "textbook": AttentionSpec(32, 8),
-    "grouped": AttentionSpec(32, 8, num_kv_heads=4, head_dim=8, rope=Rope(), qkv_bias=False, out_bias=False),
+    "grouped": AttentionSpec(
+        32, 8, num_kv_heads=4, head_dim=8, rope=Rope(), qkv_bias=False, out_bias=False
+    ),
     "shared-keys": AttentionSpec(32, 8, num_kv_heads=2, rope=Rope(), qk_norm=Norm(), v_norm=Norm()),
     "one-key": AttentionSpec(32, 8, num_kv_heads=1, head_dim=8),
     "parts-of-groups": AttentionSpec(48, 12, num_kv_heads=3, sinks=True),
     "everything": EVERYTHING,
     "alibi": AttentionSpec(48, 12, num_kv_heads=4, alibi=Alibi(scaled=True)),
-    "width": AttentionSpec(32, 8, num_kv_heads=4, head_dim=6, rope=Rope(), qk_norm=Norm(over="width", weight="1+w")),
-    "width-shared-keys": AttentionSpec(32, 8, num_kv_heads=2, qk_norm=WIDE, v_norm=Norm(over="width", weight=None)),
-    "width-parts-of-groups": AttentionSpec(48, 12, num_kv_heads=3, clip_qkv=1.5, qk_norm=WIDE, v_norm=WIDE),
+    "width": AttentionSpec(
+        32, 8, num_kv_heads=4, head_dim=6, rope=Rope(), qk_norm=Norm(over="width", weight="1+w")
+    ),
+    "width-shared-keys": AttentionSpec(
+        32, 8, num_kv_heads=2, qk_norm=WIDE, v_norm=Norm(over="width", weight=None)
+    ),
+    "width-parts-of-groups": AttentionSpec(
+        48, 12, num_kv_heads=3, clip_qkv=1.5, qk_norm=WIDE, v_norm=WIDE
+    ),
     "capped": AttentionSpec(32, 8, soft_cap=2.0, window_size=3, clip_qkv=1.5),
     "no-out-proj": AttentionSpec(32, 8, num_kv_heads=4, out_proj=False),
     "latent": LATENT,
@@ -59,7 +67,9 @@ DIVIDED = {
 RINGS = rings.RINGS | {name: SPECS[name] for name in ("everything", "latent-rope")}
 """Layers whose tokens are divided."""
 
-FULLY_SHARDED = {name: SPECS[name] for name in ("shared-keys", "everything", "latent", "width-shared-keys")}
+FULLY_SHARDED = {
+    name: SPECS[name] for name in ("shared-keys", "everything", "latent", "width-shared-keys")
+}
 FULLY_SHARDED["fused"] = AttentionSpec(32, 8, num_kv_heads=2, fused_qkv=True)
 
 
@@ -105,34 +115,53 @@ def trained(layer, here=None, dtype=torch.float32, **options):
     here, spec = here or Here(), layer.full_spec
     x = random(BATCH, SEQ_LEN, spec.d_in, dtype=dtype).requires_grad_()
     bias = random(1, spec.num_heads, SEQ_LEN, SEQ_LEN, dtype=dtype, seed=2)
-    options = {"is_causal": True, "key_padding_lengths": LENGTHS, "bias": here.of_heads(bias, 1), **options}
+    options = {
+        "is_causal": True,
+        "key_padding_lengths": LENGTHS,
+        "bias": here.of_heads(bias, 1),
+        **options,
+    }
     output, attn_weights = layer(x, **options)
     cotangent = random(BATCH, SEQ_LEN, spec.output_width, dtype=dtype, seed=3)
     if not spec.out_proj:
         cotangent = here.of_heads(cotangent, -1)
     (output * cotangent).sum().backward()
     output = output.detach().clone()  # waits for pending communication
-    found = {"output": output if spec.out_proj else here.whole(output, -1), "grad_x": x.grad.clone()}
+    found = {
+        "output": output if spec.out_proj else here.whole(output, -1),
+        "grad_x": x.grad.clone(),
+    }
     if attn_weights is not None:
         found["attn_weights"] = here.whole(attn_weights.detach(), 1)
-    return found | {f"grad_{name}": here.whole(held.grad, 0) for name, held in layer.named_parameters()}
+    return found | {
+        f"grad_{name}": here.whole(held.grad, 0) for name, held in layer.named_parameters()
+    }
 
 
 @torch.no_grad()
 def decoded(layer, here=None, dtype=torch.float32, cache=None):
-    """Return the outputs of a ragged prompt and a few steps, and the shapes of the process's cache."""
+    """Return the outputs of a ragged prompt and a few steps, and the shapes of the process's
+    cache.
+    """
     here, spec, found = here or Here(), layer.full_spec, {}
     x = random(BATCH, SEQ_LEN + STEPS, spec.d_in, dtype=dtype)
     cache = layer.init_cache(BATCH, CAPACITY) if cache is None else cache
     found["prompt"], cache = layer(x[:, :SEQ_LEN], cache, new_lengths=LENGTHS)
     for step in range(STEPS):
         found[f"step_{step}"], cache = layer(x[:, SEQ_LEN + step, None], cache)
-    found = {name: output.clone() if spec.out_proj else here.whole(output, -1) for name, output in found.items()}
+    found = {
+        name: output.clone() if spec.out_proj else here.whole(output, -1)
+        for name, output in found.items()
+    }
     return found, {name: tuple(x.shape) for name, x in cache.slots.items()}
 
 
 def cached_kind(spec):
-    return mha_torch.MultiHeadAttentionWithCache if spec.latent is None else mha_torch.MultiHeadLatentAttention
+    return (
+        mha_torch.MultiHeadAttentionWithCache
+        if spec.latent is None
+        else mha_torch.MultiHeadLatentAttention
+    )
 
 
 def usual_plan(spec, **options):
@@ -141,7 +170,7 @@ def usual_plan(spec, **options):
     return found | ({"out_proj": RowwiseParallel()} if spec.out_proj else {})
 
 
-# ---- Results ---------------------------------------------------------------------------------------------------------
+# ---- Results -------------------------------------------------------------------------------------
 
 
 def by_shard(here):
@@ -150,7 +179,10 @@ def by_shard(here):
     for name in DIVIDED[here.size]:
         spec = SPECS[name]
         layer = parallel.shard(make(mha_torch.MultiHeadAttention, spec), here.mesh, heads="heads")
-        found[name] = trained(layer, here), {name: tuple(x.to_local().shape) for name, x in layer.named_parameters()}
+        found[name] = (
+            trained(layer, here),
+            {name: tuple(x.to_local().shape) for name, x in layer.named_parameters()},
+        )
         layer = parallel.shard(make(cached_kind(spec), spec), here.mesh, heads="heads")
         found[f"{name}/decoded"] = decoded(layer, here)
     layer = parallel.shard(make(mha_torch.MultiHeadAttention, EVERYTHING), here.mesh, heads="heads")
@@ -162,7 +194,9 @@ def moved(here):
     found = {}
 
     def counts_of(mode):
-        return {str(name).rpartition(".")[2]: count for name, count in mode.get_comm_counts().items()}
+        return {
+            str(name).rpartition(".")[2]: count for name, count in mode.get_comm_counts().items()
+        }
 
     def counted(name, layer, x=None):
         x = random(BATCH, 8, 32).requires_grad_() if x is None else x
@@ -174,18 +208,30 @@ def moved(here):
         found[name] = counts_of(forward), counts_of(backward)
 
     for name in ("textbook", "grouped", "everything", "latent", "no-out-proj", "width"):
-        counted(name, parallel.shard(make(mha_torch.MultiHeadAttention, SPECS[name]), here.mesh, heads="heads"))
+        counted(
+            name,
+            parallel.shard(
+                make(mha_torch.MultiHeadAttention, SPECS[name]), here.mesh, heads="heads"
+            ),
+        )
     spec = SPECS["textbook"]
     # As for a layer in a model: by default, FSDP keeps the weights of the outermost module.
-    layer = fully_shard(make(mha_torch.MultiHeadAttention, spec), mesh=here.mesh, reshard_after_forward=True)
+    layer = fully_shard(
+        make(mha_torch.MultiHeadAttention, spec), mesh=here.mesh, reshard_after_forward=True
+    )
     counted("fully sharded", layer)
     layer = make(mha_torch.MultiHeadAttention, spec)
     counted("data parallel", DistributedDataParallel(layer, process_group=here.mesh.get_group()))
     layer = make(mha_torch.MultiHeadAttention, spec)
-    plan = {**parallel.plan(layer), "out_proj": RowwiseParallel(output_layouts=Shard(1), use_local_output=False)}
+    plan = {
+        **parallel.plan(layer),
+        "out_proj": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
     x = distribute_tensor(random(BATCH, 8, spec.d_in), here.mesh, [Shard(1)]).requires_grad_()
     counted("tokens divided outside", parallelize_module(layer, here.mesh, plan), x=x)
-    layer = parallel.shard(make(mha_torch.MultiHeadAttentionWithCache, spec), here.mesh, heads="heads")
+    layer = parallel.shard(
+        make(mha_torch.MultiHeadAttentionWithCache, spec), here.mesh, heads="heads"
+    )
     cache = layer.init_cache(BATCH, CAPACITY)
     with torch.no_grad(), CommDebugMode() as mode:
         layer(random(BATCH, 1, spec.d_in), cache)[0].clone()
@@ -202,13 +248,28 @@ def given(layer, place=lambda x: x, dtype=torch.float32):
     `place`.
     """
     mask = random(BATCH, 8, SEQ_LEN, SEQ_LEN, seed=1) > 1
-    inputs = {"x": random(BATCH, SEQ_LEN, 32, dtype=dtype), "bias": random(8, SEQ_LEN, SEQ_LEN, seed=2, dtype=dtype)}
+    inputs = {
+        "x": random(BATCH, SEQ_LEN, 32, dtype=dtype),
+        "bias": random(8, SEQ_LEN, SEQ_LEN, seed=2, dtype=dtype),
+    }
     leaves = {name: place(x).requires_grad_() for name, x in inputs.items()}
     lengths = place(torch.tensor(LENGTHS))
-    output = layer(leaves["x"], bias=leaves["bias"], mask=place(mask), key_padding_lengths=lengths, is_causal=True)
+    output = layer(
+        leaves["x"],
+        bias=leaves["bias"],
+        mask=place(mask),
+        key_padding_lengths=lengths,
+        is_causal=True,
+    )
     output.square().sum().backward()
-    grads = {name: x.grad.full_tensor() if hasattr(x.grad, "full_tensor") else x.grad for name, x in leaves.items()}
-    return {"output": output.detach().clone(), **{f"grad_{name}": grad.clone() for name, grad in grads.items()}}
+    grads = {
+        name: x.grad.full_tensor() if hasattr(x.grad, "full_tensor") else x.grad
+        for name, x in leaves.items()
+    }
+    return {
+        "output": output.detach().clone(),
+        **{f"grad_{name}": grad.clone() for name, grad in grads.items()},
+    }
 
 
 def rows_not_finite(layer, heads=slice(None)):
@@ -246,7 +307,9 @@ def beside(here):
     found["not finite"] = [torch.empty_like(own) for _ in range(here.size)]
     dist.all_gather(found["not finite"], own, group=here.mesh.get_group())
     found["padded"] = padded(layer)
-    normed = parallel.shard(make(mha_torch.MultiHeadSelfAttention, NORMED), here.mesh, heads="heads")
+    normed = parallel.shard(
+        make(mha_torch.MultiHeadSelfAttention, NORMED), here.mesh, heads="heads"
+    )
     x = random(BATCH, SEQ_LEN, 32)
     for name, each in {"compiled": layer, "compiled norms": normed}.items():
         found[name] = []
@@ -268,7 +331,9 @@ def refused(here):
     x = random(BATCH, SEQ_LEN, 32)
 
     def divided(name):
-        return parallel.shard(make(mha_torch.MultiHeadAttention, SPECS[name]), here.mesh, heads="heads")
+        return parallel.shard(
+            make(mha_torch.MultiHeadAttention, SPECS[name]), here.mesh, heads="heads"
+        )
 
     def said_by(spec, plan=None, **options):
         layer = make(mha_torch.MultiHeadAttention, spec)
@@ -284,7 +349,9 @@ def refused(here):
         return lambda spec: {key: style for key, style in usual_plan(spec).items() if key != name}
 
     def of_latents(_):
-        return {name: ColwiseParallel() for name in ("q_proj", "kv_b_proj")} | {"out_proj": RowwiseParallel()}
+        return {name: ColwiseParallel() for name in ("q_proj", "kv_b_proj")} | {
+            "out_proj": RowwiseParallel()
+        }
 
     return {
         "uneven": said_by(AttentionSpec(32, 9, head_dim=4)),
@@ -294,13 +361,19 @@ def refused(here):
             AttentionSpec(32, 8, num_kv_heads=1, qk_norm=Norm(per_head=True))
         ),
         "outputs dropped": said_by(AttentionSpec(32, 8, output_dropout=0.1)),
-        "divided already": error_of(lambda: parallel.shard(divided("textbook"), here.mesh, heads="heads")),
+        "divided already": error_of(
+            lambda: parallel.shard(divided("textbook"), here.mesh, heads="heads")
+        ),
         "no such dimension": error_of(
-            lambda: parallel.shard(make(mha_torch.MultiHeadAttention, SPECS["textbook"]), here.mesh, heads="tensor")
+            lambda: parallel.shard(
+                make(mha_torch.MultiHeadAttention, SPECS["textbook"]), here.mesh, heads="tensor"
+            )
         ),
         "no layer of ours": error_of(lambda: parallel.plan(nn.Linear(2, 2))),
         "by hand": said_by(SPECS["grouped"], usual_plan),
-        "by hand, distributed": said_by(SPECS["grouped"], partial(usual_plan, use_local_output=False)),
+        "by hand, distributed": said_by(
+            SPECS["grouped"], partial(usual_plan, use_local_output=False)
+        ),
         "by hand, some projections": said_by(SPECS["grouped"], one_left_out("q_proj")),
         "by hand, whole output": said_by(
             SPECS["textbook"],
@@ -320,7 +393,8 @@ def refused(here):
             },
         ),
         "by hand, gate": said_by(
-            AttentionSpec(32, 8, gate=Gate()), lambda _: {"gate_proj": ColwiseParallel(), "out_proj": RowwiseParallel()}
+            AttentionSpec(32, 8, gate=Gate()),
+            lambda _: {"gate_proj": ColwiseParallel(), "out_proj": RowwiseParallel()},
         ),
         "by hand, latent": said_by(replace(LATENT, latent=Latent(12, 4), gate=None), of_latents),
         "its own style last": error_of(
@@ -331,12 +405,18 @@ def refused(here):
             )
         ),
         "distributed, to a function": error_of(
-            lambda: mha_torch.multi_head_attention(x, dict(divided("textbook").named_parameters()), SPECS["textbook"])
+            lambda: mha_torch.multi_head_attention(
+                x, dict(divided("textbook").named_parameters()), SPECS["textbook"]
+            )
         ),
-        "bias of all heads": error_of(lambda: divided("textbook")(x, bias=random(1, 8, SEQ_LEN, SEQ_LEN))),
+        "bias of all heads": error_of(
+            lambda: divided("textbook")(x, bias=random(1, 8, SEQ_LEN, SEQ_LEN))
+        ),
         "cache of all heads": error_of(
             lambda: parallel.shard(
-                make(mha_torch.MultiHeadAttentionWithCache, SPECS["grouped"]), here.mesh, heads="heads"
+                make(mha_torch.MultiHeadAttentionWithCache, SPECS["grouped"]),
+                here.mesh,
+                heads="heads",
             )(x, mha_torch.init_cache(BATCH, 4, CAPACITY, 8))
         ),
     }
@@ -398,8 +478,13 @@ def stepped(here):
     trained(layer, here)
     norm = nn.utils.clip_grad_norm_(layer.parameters(), 0.5)
     optimizer.step()
-    weights = {name: (here or Here()).whole(held.detach(), 0) for name, held in layer.named_parameters()}
-    return {"norm": (norm.full_tensor() if here is not None else norm).reshape(1).clone(), **weights}
+    weights = {
+        name: (here or Here()).whole(held.detach(), 0) for name, held in layer.named_parameters()
+    }
+    return {
+        "norm": (norm.full_tensor() if here is not None else norm).reshape(1).clone(),
+        **weights,
+    }
 
 
 def ringed(mesh):
@@ -416,7 +501,9 @@ def ringed(mesh):
 
 def run(rank, size, folder):
     """Run one process; the first one writes the results."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size
+    )
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "heads"))
     row = init_device_mesh("cpu", (4,), mesh_dim_names=("heads",))
     of_row, two = Here(row, size, rank), grid["heads"]
@@ -435,8 +522,11 @@ def run(rank, size, folder):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    # The processes are forks of this one, because imports take longest, including those of the first call.
+    # The processes are forks of this one, because imports take longest, including those of the
+    # first call.
     layer = make(mha_torch.MultiHeadSelfAttention, GIVEN)
     torch.compile(layer, backend="eager")(random(BATCH, SEQ_LEN, 32))
     parity.weights_of(layer)
-    torch.multiprocessing.start_processes(run, (PROCESSES, sys.argv[1]), PROCESSES, start_method="fork")
+    torch.multiprocessing.start_processes(
+        run, (PROCESSES, sys.argv[1]), PROCESSES, start_method="fork"
+    )

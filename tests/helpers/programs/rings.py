@@ -23,11 +23,20 @@ WINDOW = AttentionSpec(32, 8, num_kv_heads=4, window_size=3, rope=Rope(), sinks=
 def inputs(spec, seq_len, dtype):
     generator = torch.Generator().manual_seed(7)
     x = torch.randn((BATCH, seq_len, spec.d_in), generator=generator)
-    return x.to(dtype), torch.randn((BATCH, seq_len, spec.output_width), generator=generator).to(dtype)
+    return x.to(dtype), torch.randn((BATCH, seq_len, spec.output_width), generator=generator).to(
+        dtype
+    )
 
 
 def trained(
-    layer, part=lambda x: x, whole=lambda x: x, *, seq_len=SEQ_LEN, dtype=torch.float32, summed=None, **options
+    layer,
+    part=lambda x: x,
+    whole=lambda x: x,
+    *,
+    seq_len=SEQ_LEN,
+    dtype=torch.float32,
+    summed=None,
+    **options,
 ):
     """Return the output and all gradients of whole sequences."""
     x, cotangent = (part(each) for each in inputs(layer.full_spec, seq_len, dtype))
@@ -67,7 +76,13 @@ def calls(specs):
         return found
     found |= {f"{name}/both ways": (specs[name], SEQ_LEN, {}) for name in BOTH_WAYS}
     # Parts with odd lengths stay in order.
-    return found | {"grouped/odd": (specs["grouped"], 12, {"is_causal": True, "key_padding_lengths": [12, 7, 1]})}
+    return found | {
+        "grouped/odd": (
+            specs["grouped"],
+            12,
+            {"is_causal": True, "key_padding_lengths": [12, 7, 1]},
+        )
+    }
 
 
 def local_positions(tokens, seq_len, device):
@@ -83,7 +98,9 @@ def left_in_zigzag(tokens, tensors, *, back=False, right=ring._to_zigzag):
 def average(context, logs, own, own_logs):
     """Join contexts of parts as if their sums were equal."""
     is_first = torch.isneginf(logs)
-    joined = torch.where(is_first, own, torch.where(torch.isneginf(own_logs), context, (context + own) / 2))
+    joined = torch.where(
+        is_first, own, torch.where(torch.isneginf(own_logs), context, (context + own) / 2)
+    )
     return joined, torch.logaddexp(logs, own_logs)
 
 
@@ -123,10 +140,15 @@ def of_tokens(mesh, make, specs):
         return torch.cat(parts, 1)
 
     def computed(spec, **options):
-        layer = parallel.shard(make(mha_torch.MultiHeadSelfAttention, spec), mesh, tokens=mesh.mesh_dim_names[0])
+        layer = parallel.shard(
+            make(mha_torch.MultiHeadSelfAttention, spec), mesh, tokens=mesh.mesh_dim_names[0]
+        )
         return trained(layer, part, whole, summed=group, **options)
 
-    return {name: computed(spec, seq_len=seq_len, **options) for name, (spec, seq_len, options) in calls(specs).items()}
+    return {
+        name: computed(spec, seq_len=seq_len, **options)
+        for name, (spec, seq_len, options) in calls(specs).items()
+    }
 
 
 def counted(mesh, make):
@@ -166,7 +188,9 @@ def with_heads(grid, make, spec):
         dist.all_gather(parts, x.contiguous(), group=group)
         return torch.cat(parts, 1)
 
-    layer = parallel.shard(make(mha_torch.MultiHeadSelfAttention, spec), grid, heads="heads", tokens="data")
+    layer = parallel.shard(
+        make(mha_torch.MultiHeadSelfAttention, spec), grid, heads="heads", tokens="data"
+    )
     return trained(layer, lambda x: x.chunk(2, 1)[rank].clone(), whole, summed=group, **CAUSAL)
 
 
@@ -189,7 +213,7 @@ def not_finite(mesh, make):
     return torch.cat(marks, 1).tolist(), are_finite
 
 
-# ---- torch's own ring ------------------------------------------------------------------------------------------------
+# ---- torch's own ring ----------------------------------------------------------------------------
 
 
 @contextmanager
@@ -237,7 +261,9 @@ def kernel_of_cpu():
         )
         return wrapped(arguments[0].device_mesh, *found)
 
-    with mock.patch.object(attention, "custom_ops", attention.custom_ops | {forward: go, backward: back}):
+    with mock.patch.object(
+        attention, "custom_ops", attention.custom_ops | {forward: go, backward: back}
+    ):
         yield
 
 
@@ -251,10 +277,19 @@ def by_torch(mesh, make):
     positions, refused, found = torch.arange(SEQ_LEN)[None].clone(), {}, {}
     options = {
         "positions": {"is_causal": True},
-        "key_padding_lengths": {"positions": positions, "key_padding_lengths": CAUSAL["key_padding_lengths"]},
-        "mask": {"positions": positions, "mask": torch.zeros(1, 1, SEQ_LEN, SEQ_LEN, dtype=torch.bool)},
+        "key_padding_lengths": {
+            "positions": positions,
+            "key_padding_lengths": CAUSAL["key_padding_lengths"],
+        },
+        "mask": {
+            "positions": positions,
+            "mask": torch.zeros(1, 1, SEQ_LEN, SEQ_LEN, dtype=torch.bool),
+        },
     }
-    with kernel_of_cpu(), context_parallel(mesh, buffers=[x, cotangent, positions], buffer_seq_dims=[1, 1, 1]):
+    with (
+        kernel_of_cpu(),
+        context_parallel(mesh, buffers=[x, cotangent, positions], buffer_seq_dims=[1, 1, 1]),
+    ):
         own = x.detach().clone().requires_grad_()
         output = layer(own, is_causal=True, positions=positions)
         (output * cotangent).sum().backward()
@@ -287,12 +322,18 @@ def refused(mesh, make):
     def made(spec=RINGS["textbook"], kind=mha_torch.MultiHeadAttention):
         return parallel.shard(make(kind, spec), mesh, tokens=name)
 
-    hidden = torch.zeros(1, 1, 2 * mesh.size(), 2 * mesh.size(), dtype=torch.bool)  # for the whole sequence
+    hidden = torch.zeros(
+        1, 1, 2 * mesh.size(), 2 * mesh.size(), dtype=torch.bool
+    )  # for the whole sequence
     return {
         "no such dimension": error_of(
-            lambda: parallel.shard(make(mha_torch.MultiHeadAttention, WINDOW), mesh, tokens="sequence")
+            lambda: parallel.shard(
+                make(mha_torch.MultiHeadAttention, WINDOW), mesh, tokens="sequence"
+            )
         ),
-        "neither": error_of(lambda: parallel.shard(make(mha_torch.MultiHeadAttention, WINDOW), mesh)),
+        "neither": error_of(
+            lambda: parallel.shard(make(mha_torch.MultiHeadAttention, WINDOW), mesh)
+        ),
         "no layer": error_of(lambda: parallel.shard(torch.nn.Linear(2, 2), mesh, tokens=name)),
         "cache": error_of(lambda: made(kind=mha_torch.MultiHeadAttentionWithCache)),
         "shared_kv": error_of(lambda: made(AttentionSpec(32, 8, shared_kv=True))),
@@ -302,10 +343,14 @@ def refused(mesh, make):
         "dropout": error_of(lambda: made(AttentionSpec(32, 8, dropout=0.5))(x)),
         "uneven": error_of(lambda: made()(x[:, : 1 + (mesh.get_local_rank() == 0)])),
         "uneven, lengths": error_of(  # lengths that fit only the first part
-            lambda: made()(x[:, : 1 + (mesh.get_local_rank() == 0)], key_padding_lengths=[mesh.size() + 1])
+            lambda: made()(
+                x[:, : 1 + (mesh.get_local_rank() == 0)], key_padding_lengths=[mesh.size() + 1]
+            )
         ),
         "lengths": error_of(lambda: made()(x, key_padding_lengths=[2 * mesh.size() + 1])),
         "lengths of heads": error_of(
-            lambda: parallel.ring_attention(*(x[:, None],) * 3, mesh.get_group(), key_padding_lengths=[-1])
+            lambda: parallel.ring_attention(
+                *(x[:, None],) * 3, mesh.get_group(), key_padding_lengths=[-1]
+            )
         ),
     }

@@ -1,7 +1,8 @@
-"""A program: layers of mha_jax on a mesh of eight virtual devices, with automatic and with explicit axes.
+"""A program: layers of mha_jax on a mesh of eight virtual devices, with automatic and with explicit
+axes.
 
-It prints its results for test_sharded.py of mha_jax as JSON. It runs in its own process, because the number of JAX's
-devices is fixed when it starts.
+It prints its results for test_sharded.py of mha_jax as JSON. It runs in its own process, because
+the number of JAX's devices is fixed when it starts.
 """
 
 import json
@@ -11,7 +12,9 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+)
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
@@ -25,9 +28,9 @@ import parity
 from mha_jax import parallel
 from mha_jax.kernels.fused import FusedAttention
 from mha_spec import Alibi, AttentionSpec, Gate, Latent, Norm, Rope
-from parity.core.cases import CASES
-from parity.running.run import run_cases
-from parity.sharding.mesh import MeshPlan
+from parity.measure.core.cases import CASES
+from parity.measure.sharding.mesh import MeshPlan
+from parity.use.running.run import run_cases
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -43,7 +46,9 @@ JUDGED = {"automatic": [varied("relative-bias-padded", {"out_proj": False})]}
 # With explicit axes, each operation must declare the type of its result.
 JUDGED["explicit"] = [
     CASES["latent-window"],
-    varied("nan-hidden-norm", {"gate": Gate(), "value_head_dim": 8}, random_mask=True, not_finite=None),
+    varied(
+        "nan-hidden-norm", {"gate": Gate(), "value_head_dim": 8}, random_mask=True, not_finite=None
+    ),
     *(CASES[name] for name in ("decode-sinks", "decode-latent-yarn")),
 ]
 """Cases that two devices divide by heads, and two by sequences."""
@@ -52,32 +57,40 @@ JUDGED["explicit"] = [
 def mesh_of(kind, **axes):
     count = int(np.prod([*axes.values()]))
     types = (KINDS[kind],) * len(axes)
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types, devices=jax.devices()[:count])
+    return jax.make_mesh(
+        tuple(axes.values()), tuple(axes), axis_types=types, devices=jax.devices()[:count]
+    )
 
 
 def on(mesh, *axes):
     return NamedSharding(mesh, PartitionSpec(*axes))
 
 
-# ---- Stages of cases, compared within the budget ---------------------------------------------------------------------
+# ---- Stages of cases, compared within the budget -------------------------------------------------
 
 
 def judged(kind):
-    """Return the number of compared stages of each case in `mha-parity run --mesh`, and the errors."""
-    report = run_cases(JUDGED[kind], ["jax"], with_gradients=True, mesh=MeshPlan(data=2, tensor=2, axes=kind))
+    """Return the number of compared stages of each case in `mha-parity run --mesh`, and the
+    errors.
+    """
+    report = run_cases(
+        JUDGED[kind], ["jax"], with_gradients=True, mesh=MeshPlan(data=2, tensor=2, axes=kind)
+    )
     wrong = [f"{each.case} {each.stage}: {each.reason}" for each in report.failed]
     wrong += [f"{each.case} {each.program}: {each.counted}" for each in report.needless]
     return [Counter(each.case for each in report.comparisons), wrong]
 
 
-# ---- Communication of compiled programs ------------------------------------------------------------------------------
+# ---- Communication of compiled programs ----------------------------------------------------------
 
 SMALL_BLOCKS = FusedAttention(few_scores=0, queries=8, keys=8, last_keys=4)
 
 GROUPED = AttentionSpec(64, 8, num_kv_heads=4, rope=Rope(10000.0), qk_norm=Norm())
 LAYERS = {
     "grouped": replace(GROUPED, window_size=9, alibi=Alibi(), sinks=True, gate=Gate(per_head=True)),
-    "latent": AttentionSpec(64, 8, head_dim=24, latent=Latent(16, 8), rope=Rope(10000.0, rotary_dim=8, rotated="last")),
+    "latent": AttentionSpec(
+        64, 8, head_dim=24, latent=Latent(16, 8), rope=Rope(10000.0, rotary_dim=8, rotated="last")
+    ),
 }
 
 
@@ -86,7 +99,9 @@ def collectives(function, *arguments):
     loops.
     """
     text = jax.jit(function).lower(*arguments).compile().as_text()
-    names = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
+    names = (
+        "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
+    )
     found = re.compile(rf"= \(?(\w+)\[.* ({names})(?:-start)?\(")
     of_entry = found.findall(text[text.index("\nENTRY ") :])
     counts = Counter(f"{name} {dtype}" for dtype, name in of_entry)
@@ -106,10 +121,15 @@ def divided(spec, mesh, kind=mha_jax.MultiHeadSelfAttention):
 
 
 def programs():
-    """Return the collectives of each program, with heads over four devices or sequences over eight."""
+    """Return the collectives of each program, with heads over four devices or sequences over
+    eight.
+    """
     found = {}
     for name, spec in LAYERS.items():
-        for axis, mesh in (("heads", mesh_of("automatic", heads=4)), ("data", mesh_of("automatic", data=8))):
+        for axis, mesh in (
+            ("heads", mesh_of("automatic", heads=4)),
+            ("data", mesh_of("automatic", data=8)),
+        ):
             of_inputs = on(mesh, "data" if axis == "data" else None)
 
             def array(*shape, dtype=jnp.float32, placement=of_inputs):
@@ -127,15 +147,23 @@ def programs():
 
             x, lengths = array(8, 32, 64), array(8, dtype=jnp.int32)
             is_first = name == "grouped"
-            if axis == "heads" or not is_first:  # with sequences, the gradient also shows that the output needs nothing
+            if (
+                axis == "heads" or not is_first
+            ):  # with sequences, the gradient also shows that the output needs nothing
                 found[f"{axis} forward {name}"] = collectives(forward, state, x, lengths)
             if is_first:
-                found[f"{axis} gradient {name}"] = collectives(jax.grad(loss, argnums=(0, 1)), state, x, lengths)
+                found[f"{axis} gradient {name}"] = collectives(
+                    jax.grad(loss, argnums=(0, 1)), state, x, lengths
+                )
             if spec.latent is not None:
                 continue
             graph, state = nnx.split(divided(spec, mesh, mha_jax.MultiHeadAttentionWithCache))
-            cache = jax.eval_shape(partial(mha_jax.init_cache, 8, spec.num_kv_heads, 40, spec.head_dim))
-            cache = parallel.shard_cache(cache, mesh, **{"batch" if axis == "data" else "heads": axis})
+            cache = jax.eval_shape(
+                partial(mha_jax.init_cache, 8, spec.num_kv_heads, 40, spec.head_dim)
+            )
+            cache = parallel.shard_cache(
+                cache, mesh, **{"batch" if axis == "data" else "heads": axis}
+            )
 
             def step(state, x, cache, lengths, graph=graph):
                 module = nnx.merge(graph, state)
@@ -143,11 +171,13 @@ def programs():
                 return module(x, cache, new_lengths=lengths)
 
             for title, tokens in (("prompt", 16), ("step", 1)):
-                found[f"{axis} {title} {name}"] = collectives(step, state, array(8, tokens, 64), cache, lengths)
+                found[f"{axis} {title} {name}"] = collectives(
+                    step, state, array(8, tokens, 64), cache, lengths
+                )
     return found
 
 
-# ---- Long generation, and division by users --------------------------------------------------------------------------
+# ---- Long generation, and division by users ------------------------------------------------------
 
 
 def generated():
@@ -162,15 +192,21 @@ def generated():
     def outputs(dtype, place=lambda module, cache: (module, cache), place_input=jnp.asarray):
         with jax.enable_x64(dtype == np.float64):
             module = nnx.clone(drawn)
-            nnx.update(module, jax.tree.map(lambda x: x.astype(dtype), nnx.state(module, nnx.Param)))
+            nnx.update(
+                module, jax.tree.map(lambda x: x.astype(dtype), nnx.state(module, nnx.Param))
+            )
             module.kernel = SMALL_BLOCKS
             module, cache = place(module, module.init_cache(4, 48))
             graph, state = nnx.split(module)
-            step = jax.jit(lambda state, x, cache, new: nnx.merge(graph, state)(x, cache, new_lengths=new))
+            step = jax.jit(
+                lambda state, x, cache, new: nnx.merge(graph, state)(x, cache, new_lengths=new)
+            )
             found, begin = {}, 0
             for index, new in enumerate(lengths):
                 end = begin + (16 if index == 0 else 1)
-                output, cache = step(state, place_input(x[:, begin:end].astype(dtype)), cache, place_input(new))
+                output, cache = step(
+                    state, place_input(x[:, begin:end].astype(dtype)), cache, place_input(new)
+                )
                 found[f"step{index}"], begin = np.asarray(output), end
             return found | {"keys": np.asarray(cache.keys), "values": np.asarray(cache.values)}
 
@@ -200,15 +236,21 @@ def mapped():
     weights = nnx.to_pure_dict(nnx.state(layer, nnx.Param))
 
     def attend(x, weights, bias):
-        output, _ = mha_jax.multi_head_attention(x, weights, own, is_causal=True, kernel=SMALL_BLOCKS)
+        output, _ = mha_jax.multi_head_attention(
+            x, weights, own, is_causal=True, kernel=SMALL_BLOCKS
+        )
         return jax.lax.psum(output, "heads") + bias[None, None]
 
     bias = weights["out_proj"].pop("bias")
     del specs["out_proj"]["bias"]
     in_specs = (PartitionSpec("data"), specs, PartitionSpec())
-    function = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec("data")))
+    function = jax.jit(
+        jax.shard_map(attend, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec("data"))
+    )
     arguments = jax.device_put(x, on(mesh, "data")), weights, bias
-    return float(jnp.abs(np.asarray(function(*arguments)) - expected).max()), collectives(function, *arguments)
+    return float(jnp.abs(np.asarray(function(*arguments)) - expected).max()), collectives(
+        function, *arguments
+    )
 
 
 if __name__ == "__main__":

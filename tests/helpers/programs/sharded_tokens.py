@@ -1,7 +1,7 @@
 """A program: attention of mha_jax with tokens, or slots of a cache, divided over virtual devices.
 
-It prints its results for test_sharded_tokens.py of mha_jax as JSON. It runs in its own process, because the number of
-JAX's devices is fixed when it starts.
+It prints its results for test_sharded_tokens.py of mha_jax as JSON. It runs in its own process,
+because the number of JAX's devices is fixed when it starts.
 """
 
 import json
@@ -24,9 +24,9 @@ from mha_jax import parallel
 from mha_jax.kernels.fused import FusedAttention
 from mha_jax.parallel import ContextParallel
 from mha_spec import Alibi, AttentionSpec, Norm, RelativeBias, Rope
-from parity.backends.jax import QUICKLY
-from parity.sharding.hlo import collectives_in, counts_of
-from parity.sharding.mesh import MeshPlan
+from parity.measure.backends.jax import QUICKLY
+from parity.measure.sharding.hlo import collectives_in, counts_of
+from parity.measure.sharding.mesh import MeshPlan
 from parity_lab.costs import cost_of
 
 KINDS = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -36,7 +36,10 @@ SMALL_BLOCKS = FusedAttention(few_scores=0, queries=8, keys=8, last_keys=4)
 def mesh_of(kind, **axes):
     shape = tuple(axes.values())
     return jax.make_mesh(
-        shape, tuple(axes), axis_types=(KINDS[kind],) * len(axes), devices=jax.devices()[: math.prod(shape)]
+        shape,
+        tuple(axes),
+        axis_types=(KINDS[kind],) * len(axes),
+        devices=jax.devices()[: math.prod(shape)],
     )
 
 
@@ -45,7 +48,9 @@ def using(mesh):
 
 
 def on(mesh, *axes):
-    return NamedSharding(mesh, PartitionSpec(*(axis if axis in mesh.axis_names else None for axis in axes)))
+    return NamedSharding(
+        mesh, PartitionSpec(*(axis if axis in mesh.axis_names else None for axis in axes))
+    )
 
 
 def compiled(function, *arguments):
@@ -65,7 +70,7 @@ def told(actual, expected, same):
     return None
 
 
-# ---- Attention of heads, and its gradients ---------------------------------------------------------------------------
+# ---- Attention of heads, and its gradients -------------------------------------------------------
 
 
 def heads(num_heads, num_kv_heads, **fields):
@@ -76,7 +81,11 @@ ATTENTION = {
     # name: kind of axes, mesh, layer, options
     "heads for tokens": ("automatic", {"sequence": 8}, heads(8, 8), {"is_causal": True}),
     "heads for tokens, all that hides": (
-        *("explicit", {"data": 2, "tensor": 2, "sequence": 2}, heads(8, 4, sinks=True, window_size=9)),
+        *(
+            "explicit",
+            {"data": 2, "tensor": 2, "sequence": 2},
+            heads(8, 4, sinks=True, window_size=9),
+        ),
         {"mask": (2, 8, 32, 32), "bias": (2, 8, 32, 32), "key_padding_lengths": [32, 9]},
     ),
     "ring, causal": (
@@ -94,18 +103,28 @@ ATTENTION = {
     ),
     "ring, window, both ways": ("automatic", {"sequence": 8}, heads(2, 1, window_size=5), {}),
     "ring, chunks": ("explicit", {"sequence": 4}, heads(2, 1, chunk_size=8), {"is_causal": True}),
-    "ring, mask and bias": ("explicit", {"sequence": 4}, heads(2, 1), {"mask": (2, 1, 32, 32), "bias": (1, 2, 32, 32)}),
+    "ring, mask and bias": (
+        "explicit",
+        {"sequence": 4},
+        heads(2, 1),
+        {"mask": (2, 1, 32, 32), "bias": (1, 2, 32, 32)},
+    ),
 }
 
 
 def attended(name):
-    """Return the error of output and gradients, the collectives forward and with gradients, and the error of a bug.
+    """Return the error of output and gradients, the collectives forward and with gradients, and the
+    error of a bug.
 
     The bug exchanges the keys of two devices, and must be detected.
     """
     kind, shape, spec, options = ATTENTION[name]
     rng, mesh = np.random.default_rng(0), mesh_of(kind, **shape)
-    drawn = {"q": (2, spec.num_heads, 32, 8), "k": (2, spec.num_kv_heads, 32, 8), "v": (2, spec.num_kv_heads, 32, 8)}
+    drawn = {
+        "q": (2, spec.num_heads, 32, 8),
+        "k": (2, spec.num_kv_heads, 32, 8),
+        "v": (2, spec.num_kv_heads, 32, 8),
+    }
     drawn |= {"sinks": (spec.num_heads,)} if spec.sinks else {}
     drawn |= {"relative_bias": (8, spec.num_heads)} if spec.relative_bias else {}
     drawn |= {"bias": options["bias"]} if "bias" in options else {}
@@ -122,29 +141,42 @@ def attended(name):
 
     def everything(kernel, arrays, cotangent):
         output, pull_back = jax.vjp(partial(forward, kernel), arrays)
-        return {"output": output, **{f"grad.{key}": x for key, x in pull_back(cotangent)[0].items()}}
+        return {
+            "output": output,
+            **{f"grad.{key}": x for key, x in pull_back(cotangent)[0].items()},
+        }
 
     def undivided(dtype):
         with jax.enable_x64(dtype == np.float64):
-            given = {key: jnp.asarray(x.astype(dtype)) for key, x in (arrays | {"cotangent": cotangent}).items()}
+            given = {
+                key: jnp.asarray(x.astype(dtype))
+                for key, x in (arrays | {"cotangent": cotangent}).items()
+            }
             program = jax.jit(partial(everything, replace(SMALL_BLOCKS, few_scores=2**20)))
             found = program({key: given[key] for key in arrays}, given["cotangent"])
             return {key: np.asarray(x) for key, x in found.items()}
 
     def place(key, x):
-        of_heads = "tensor" if key in "qc" or spec.num_kv_heads % shape.get("tensor", 1) == 0 else None
+        of_heads = (
+            "tensor" if key in "qc" or spec.num_kv_heads % shape.get("tensor", 1) == 0 else None
+        )
         x = jnp.asarray(x.astype(np.float32))
-        return jax.device_put(x, on(mesh, "data", of_heads, "sequence") if key in "qkvc" else on(mesh))
+        return jax.device_put(
+            x, on(mesh, "data", of_heads, "sequence") if key in "qkvc" else on(mesh)
+        )
 
     kernel = ContextParallel("sequence", SMALL_BLOCKS) if kind == "automatic" else SMALL_BLOCKS
     with using(mesh):
         placed, given = {key: place(key, x) for key, x in arrays.items()}, place("c", cotangent)
         if "mask" in fixed:
             fixed["mask"] = jax.device_put(fixed["mask"], on(mesh))
-        rolled = jax.device_put(jnp.roll(arrays["k"].astype(np.float32), 8, axis=2), placed["k"].sharding)
+        rolled = jax.device_put(
+            jnp.roll(arrays["k"].astype(np.float32), 8, axis=2), placed["k"].sharding
+        )
         program = compiled(partial(everything, kernel), placed, given)
         found, swapped = (
-            {key: np.asarray(x) for key, x in program({**placed, "k": k}, given).items()} for k in (placed["k"], rolled)
+            {key: np.asarray(x) for key, x in program({**placed, "k": k}, given).items()}
+            for k in (placed["k"], rolled)
         )
         sent = sent_by(compiled(partial(forward, kernel), placed)), sent_by(program)
     fixed.update({"mask": jnp.asarray(np.asarray(fixed["mask"]))} if "mask" in fixed else {})
@@ -152,7 +184,7 @@ def attended(name):
     return [told(found, *right), *sent, told(swapped, *right)]
 
 
-# ---- Layers ----------------------------------------------------------------------------------------------------------
+# ---- Layers --------------------------------------------------------------------------------------
 
 
 def judged():
@@ -161,7 +193,10 @@ def judged():
     """
     found = {}
     width = parity.CASES["norm-width"]
-    width = replace(width, spec=replace(width.spec, fused_qkv=False, v_norm=Norm("layer", over="width", bias=True)))
+    width = replace(
+        width,
+        spec=replace(width.spec, fused_qkv=False, v_norm=Norm("layer", over="width", bias=True)),
+    )
     for plan, case in (
         (MeshPlan(tensor=2, sequence=3), width),
         (MeshPlan(data=2, sequence=3, axes="explicit"), parity.CASES["norm-width"]),
@@ -186,7 +221,9 @@ def generated(kind):
     def outputs(dtype, place=None, place_input=jnp.asarray):
         with jax.enable_x64(dtype == np.float64):
             module = nnx.clone(drawn)
-            nnx.update(module, jax.tree.map(lambda x: x.astype(dtype), nnx.state(module, nnx.Param)))
+            nnx.update(
+                module, jax.tree.map(lambda x: x.astype(dtype), nnx.state(module, nnx.Param))
+            )
             module.kernel, cache = SMALL_BLOCKS, module.init_cache(4, 64)
             if place is not None:
                 module, cache = place(module, cache)
@@ -219,8 +256,9 @@ def generated(kind):
 
 
 def mapped():
-    """Return the largest difference of a ring in the user's own `shard_map`, with NaN in the padding of
-    a sequence that ends within the tokens of a device, and in the queries of an empty one.
+    """Return the largest difference of a ring in the user's own `shard_map`, with NaN in the
+    padding of a sequence that ends within the tokens of a device, and in the queries of an empty
+    one.
     """
     mesh, spec = mesh_of("explicit", sequence=4), heads(4, 1)
     q, k, v = (jax.random.normal(jax.random.key(i), (3, n, 32, 8)) for i, n in enumerate((4, 1, 1)))
@@ -235,7 +273,9 @@ def mapped():
         kernel = ContextParallel("sequence", SMALL_BLOCKS)
         return attend(q, k, v, key_padding_lengths=lengths, kernel=kernel)[0]
 
-    mapped = jax.jit(jax.shard_map(own, mesh=mesh, in_specs=(*(spread,) * 3, PartitionSpec()), out_specs=spread))
+    mapped = jax.jit(
+        jax.shard_map(own, mesh=mesh, in_specs=(*(spread,) * 3, PartitionSpec()), out_specs=spread)
+    )
     placed = [jax.device_put(x, NamedSharding(mesh, spread)) for x in (q, k, v)]
     lengths = jax.device_put(lengths, on(mesh))
     return float(jnp.abs(np.asarray(mapped(*placed, lengths)) - expected).max())
@@ -247,7 +287,10 @@ def padded(kind):
     """
     mesh, lengths = mesh_of(kind, sequence=4), [19, 32]
     layer = mha_jax.MultiHeadSelfAttention(heads(4, 1), rngs=nnx.Rngs(0))
-    x, is_real = jax.random.normal(jax.random.key(9), (2, 32, 32)), np.arange(32)[None] < np.array(lengths)[:, None]
+    x, is_real = (
+        jax.random.normal(jax.random.key(9), (2, 32, 32)),
+        np.arange(32)[None] < np.array(lengths)[:, None],
+    )
 
     def gradients(layer, x, is_real):
         graph, state = nnx.split(layer)
@@ -256,21 +299,29 @@ def padded(kind):
             output = nnx.merge(graph, state)(x, key_padding_lengths=lengths, is_causal=True)
             return jnp.where(is_real[..., None], output**2, 0.0).sum()
 
-        return [np.asarray(grad) for grad in jax.tree.leaves(jax.jit(jax.grad(loss, (0, 1)))(state, x, is_real))]
+        return [
+            np.asarray(grad)
+            for grad in jax.tree.leaves(jax.jit(jax.grad(loss, (0, 1)))(state, x, is_real))
+        ]
 
     layer.kernel = SMALL_BLOCKS
     expected = gradients(layer, x, is_real)
     with using(mesh):
         parallel.shard(layer, mesh, tokens="sequence")
-        placed = [jax.device_put(each, on(mesh, None, "sequence")) for each in (x.at[0, 19:].set(jnp.nan), is_real)]
+        placed = [
+            jax.device_put(each, on(mesh, None, "sequence"))
+            for each in (x.at[0, 19:].set(jnp.nan), is_real)
+        ]
         found = gradients(layer, *placed)
     if not all(np.isfinite(grad).all() for grad in found):
         return math.inf
-    differences = [np.abs(ours - theirs).max() for ours, theirs in zip(found, expected, strict=True)]
+    differences = [
+        np.abs(ours - theirs).max() for ours, theirs in zip(found, expected, strict=True)
+    ]
     return float(max(differences) / max(np.abs(grad).max() for grad in expected))
 
 
-# ---- Costs -----------------------------------------------------------------------------------------------------------
+# ---- Costs ---------------------------------------------------------------------------------------
 
 
 def grown():
@@ -293,10 +344,16 @@ def grown():
                 layer = nnx.merge(graph, state)
                 blocks = FusedAttention(few_scores=0)
                 is_divided = isinstance(layer.kernel, ContextParallel)
-                layer.kernel = replace(layer.kernel, kernel=blocks, passes_keys=passes) if is_divided else blocks
+                layer.kernel = (
+                    replace(layer.kernel, kernel=blocks, passes_keys=passes)
+                    if is_divided
+                    else blocks
+                )
                 return layer(x, is_causal=True)
 
-            x = jax.ShapeDtypeStruct((batch, length, 256), jnp.float32, sharding=on(mesh, *placement))
+            x = jax.ShapeDtypeStruct(
+                (batch, length, 256), jnp.float32, sharding=on(mesh, *placement)
+            )
             program = compiled(forward, state, x)
             sent = [each for each in collectives_in(program.as_text()) if not each.is_of_flags]
             expected = cost_of(spec, name, count, batch=batch, tokens=length, itemsize=4).forward
@@ -321,7 +378,9 @@ def refused():
         ("undivided", x, "sequence"),
     ):
         try:
-            fused_attention(mha_jax)(array, array, array, kernel=ContextParallel(axis, SMALL_BLOCKS))
+            fused_attention(mha_jax)(
+                array, array, array, kernel=ContextParallel(axis, SMALL_BLOCKS)
+            )
         except ValueError as error:
             found[name] = str(error)
     return found
@@ -337,7 +396,11 @@ if __name__ == "__main__":
         "attended": {name: attended(name) for name in ATTENTION if not wanted or name in wanted},
     }
     if not wanted:
-        found |= {"judged": judged(), "generated": {kind: generated(kind) for kind in KINDS}, "mapped": mapped()}
+        found |= {
+            "judged": judged(),
+            "generated": {kind: generated(kind) for kind in KINDS},
+            "mapped": mapped(),
+        }
         found |= {"padded": {kind: padded(kind) for kind in KINDS}}
         found |= {"grown": grown(), "refused": refused()}
     print(json.dumps(found))

@@ -38,7 +38,9 @@ def added(hidden: Tensor, x: Tensor) -> Tensor:
 
 
 def bloom() -> Released:
-    config = transformers.BloomConfig(hidden_size=48, n_head=6, hidden_dropout=0.0, attention_dropout=0.0)
+    config = transformers.BloomConfig(
+        hidden_size=48, n_head=6, hidden_dropout=0.0, attention_dropout=0.0
+    )
 
     def call(module: Any, x: Tensor, hidden: Tensor) -> Tensor:
         alibi = modeling_bloom.build_alibi_tensor(torch.ones(x.shape[:2]), 6, x.dtype)
@@ -58,10 +60,16 @@ def mpt() -> Released:
 
     def repacked(parameters: dict[str, Tensor]) -> Weights:
         parts = parameters.pop("Wqkv.weight").chunk(3)
-        return parameters | {f"{each}_proj.weight": part for each, part in zip("qkv", parts, strict=True)}
+        return parameters | {
+            f"{each}_proj.weight": part for each, part in zip("qkv", parts, strict=True)
+        }
 
-    spec = AttentionSpec(48, 6, qkv_bias=False, out_bias=False, clip_qkv=1.5, alibi=Alibi(max_bias=4.0))
-    return Biased(modeling_mpt.MptAttention(config, layer_idx=0), spec, repacked=repacked, call=call)
+    spec = AttentionSpec(
+        48, 6, qkv_bias=False, out_bias=False, clip_qkv=1.5, alibi=Alibi(max_bias=4.0)
+    )
+    return Biased(
+        modeling_mpt.MptAttention(config, layer_idx=0), spec, repacked=repacked, call=call
+    )
 
 
 def falcon() -> Released:
@@ -87,7 +95,9 @@ def falcon() -> Released:
 
 
 def t5(is_decoder: bool) -> Released:
-    """Return a layer with another inner width, whose farthest keys are beyond the largest distance."""
+    """Return a layer with another inner width, whose farthest keys are beyond the largest
+    distance.
+    """
     config = transformers.T5Config(
         d_model=32,
         d_kv=12,
@@ -107,10 +117,15 @@ def t5(is_decoder: bool) -> Released:
         return found | {"relative_bias": parameters["relative_attention_bias.weight"]}
 
     relative_bias = RelativeBias(8, 8, bidirectional=not is_decoder)
-    spec = AttentionSpec(32, 4, head_dim=12, qkv_bias=False, out_bias=False, scale=1.0, relative_bias=relative_bias)
+    spec = AttentionSpec(
+        32, 4, head_dim=12, qkv_bias=False, out_bias=False, scale=1.0, relative_bias=relative_bias
+    )
     module = modeling_t5.T5Attention(config, has_relative_attention_bias=True, layer_idx=0)
     return Biased(module, spec, repacked=repacked, call=call)
 
 
 LAYERS = {"BLOOM": bloom, "MPT": mpt, "Falcon": falcon}
-LAYERS |= {"T5, encoder": partial(t5, is_decoder=False), "T5, decoder": partial(t5, is_decoder=True)}
+LAYERS |= {
+    "T5, encoder": partial(t5, is_decoder=False),
+    "T5, decoder": partial(t5, is_decoder=True),
+}

@@ -10,11 +10,22 @@ from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearAtten
 from helpers.released import Released, made
 from mha_spec import AttentionSpec, Latent, Rope, Temperature, YarnScaling
 
-SIZES = {"num_key_value_heads": 4, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
+SIZES = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
 WITH_QUERIES, WITHOUT = {**SIZES, "q_lora_rank": 24}, {**SIZES, "q_lora_rank": None}
 LATENT = Latent(20, 8, q_rank=24)
 YARN = YarnScaling(4.0, 64, mscale=1.0, mscale_all_dim=0.8)
-STRETCHED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0}
+STRETCHED = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+}
 STRETCHED |= {"beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.8}
 rope = partial(Rope, rotary_dim=8, rotated="last")
 neighbours = partial(rope, pairs="interleaved")
@@ -39,7 +50,11 @@ LAYERS = {
         options=WITH_QUERIES,
     ),
     "DeepSeek-V2-Lite": partial(
-        made, "deepseek_v2", "DeepseekV2", spec(latent=Latent(20, 8), rope=neighbours()), options=WITHOUT
+        made,
+        "deepseek_v2",
+        "DeepseekV2",
+        spec(latent=Latent(20, 8), rope=neighbours()),
+        options=WITHOUT,
     ),
     "DeepSeek-V3": partial(
         made,
@@ -68,11 +83,16 @@ LAYERS = {
         made,
         "longcat_flash",
         "LongcatFlash",
-        spec(latent=replace(LATENT, q_factor=(32 / 24) ** 0.5, kv_factor=(32 / 20) ** 0.5), rope=neighbours()),
+        spec(
+            latent=replace(LATENT, q_factor=(32 / 24) ** 0.5, kv_factor=(32 / 20) ** 0.5),
+            rope=neighbours(),
+        ),
         options={**WITH_QUERIES, "head_dim": 8},
         kind="MLA",
     ),
-    "MiniCPM3": partial(made, "minicpm3", "MiniCPM3", spec(latent=LATENT, rope=rope()), options=WITH_QUERIES),
+    "MiniCPM3": partial(
+        made, "minicpm3", "MiniCPM3", spec(latent=LATENT, rope=rope()), options=WITH_QUERIES
+    ),
     "Mistral 4": partial(
         made,
         "mistral4",
@@ -82,5 +102,7 @@ LAYERS = {
         options={**WITH_QUERIES, "head_dim": 8},
         keywords={"position_ids": torch.arange(11)[None]},
     ),
-    "Youtu": partial(made, "youtu", "Youtu", spec(latent=LATENT, rope=neighbours()), options=WITH_QUERIES),
+    "Youtu": partial(
+        made, "youtu", "Youtu", spec(latent=LATENT, rope=neighbours()), options=WITH_QUERIES
+    ),
 }

@@ -27,13 +27,19 @@ def stacked(weights):
     return found
 
 
-V_NORMED = plain_spec(head_dim=16, scale=1.0, qk_norm=Norm(eps=0.01), v_norm=Norm(weight=None, eps=0.01))
+V_NORMED = plain_spec(
+    head_dim=16, scale=1.0, qk_norm=Norm(eps=0.01), v_norm=Norm(weight=None, eps=0.01)
+)
 PER_HEAD = Norm("layer", per_head=True, eps=0.01)
 WITH_BIAS = partial(AttentionSpec, 32, 4, rope=Rope(), qk_norm=Norm("layer", bias=True, eps=0.01))
 LAYERS = {
     "Qwen3": partial(made, "qwen3", "Qwen3", normed(), options=WIDE),
-    "OLMo 2": partial(made, "olmo2", "Olmo2", plain_spec(qk_norm=Norm(over="width", eps=0.01)), options=RMS),
-    "HunYuan": partial(made, "hunyuan_v1_dense", "HunYuanDenseV1", normed(after_rope=True), options=WIDE),
+    "OLMo 2": partial(
+        made, "olmo2", "Olmo2", plain_spec(qk_norm=Norm(over="width", eps=0.01)), options=RMS
+    ),
+    "HunYuan": partial(
+        made, "hunyuan_v1_dense", "HunYuanDenseV1", normed(after_rope=True), options=WIDE
+    ),
     "Phi": partial(made, "phi", "Phi", WITH_BIAS(num_kv_heads=2), options=LAYER),
     "Gemma 3": partial(
         made,
@@ -43,7 +49,9 @@ LAYERS = {
         layer_type="sliding_attention",
         options={**WIDE, "query_pre_attn_scalar": 4},
     ),
-    "Gemma 3n": partial(made, "gemma3n", "Gemma3n", V_NORMED, layer_type="sliding_attention", options=SHARED),
+    "Gemma 3n": partial(
+        made, "gemma3n", "Gemma3n", V_NORMED, layer_type="sliding_attention", options=SHARED
+    ),
     "Gemma 4": partial(
         made,
         "gemma4",
@@ -57,7 +65,11 @@ LAYERS = {
         made,
         "llama4",
         "Llama4",
-        plain_spec(head_dim=16, rope=Rope(pairs="interleaved"), qk_norm=Norm(weight=None, after_rope=True, eps=0.01)),
+        plain_spec(
+            head_dim=16,
+            rope=Rope(pairs="interleaved"),
+            qk_norm=Norm(weight=None, after_rope=True, eps=0.01),
+        ),
         options=WIDE,
     ),
     "Command R+": partial(
@@ -67,6 +79,8 @@ LAYERS = {
         plain_spec(rope=Rope(pairs="interleaved"), qk_norm=PER_HEAD),
         options={"use_qk_norm": True, "layer_norm_eps": 0.01},
     ),
-    "StableLM": partial(made, "stablelm", "StableLm", plain_spec(qk_norm=PER_HEAD), options=LAYER, repacked=stacked),
+    "StableLM": partial(
+        made, "stablelm", "StableLm", plain_spec(qk_norm=PER_HEAD), options=LAYER, repacked=stacked
+    ),
     "Persimmon": partial(made, "persimmon", "Persimmon", WITH_BIAS(), options=LAYER),
 }

@@ -1,4 +1,6 @@
-"""Clipped projections, some biases, gates and values of another width, as in released modules of transformers."""
+"""Clipped projections, some biases, gates and values of another width, as in released modules of
+transformers.
+"""
 
 from functools import partial
 
@@ -16,19 +18,26 @@ def whisper(family, prefix, spec, *, is_decoder, **others):
     """Return a layer with other names in its configuration."""
     config = WhisperConfig(d_model=32)
     config._attn_implementation = "eager"
-    return Released(WhisperAttention(32, 4, is_decoder=is_decoder, layer_idx=0, config=config), spec, **others)
+    return Released(
+        WhisperAttention(32, 4, is_decoder=is_decoder, layer_idx=0, config=config), spec, **others
+    )
 
 
 def unpacked(weights):
     """Return the queries and the gate, which Qwen3-Next packs head by head."""
     queries, gate = weights["q_proj.weight"].reshape(4, 2, 16, 32).unbind(1)
-    return weights | {"q_proj.weight": queries.flatten(0, 1), "gate_proj.weight": gate.flatten(0, 1)}
+    return weights | {
+        "q_proj.weight": queries.flatten(0, 1),
+        "gate_proj.weight": gate.flatten(0, 1),
+    }
 
 
 def afmoe(layer_type):
     rope = Rope() if layer_type == "sliding_attention" else None  # other layers do not rotate
     options = {**GATED, "layer_types": [layer_type], "sliding_window": 64}
-    return partial(made, "afmoe", "Afmoe", NORMED_AND_GATED(qk_norm=Norm(eps=0.01), rope=rope), options=options)
+    return partial(
+        made, "afmoe", "Afmoe", NORMED_AND_GATED(qk_norm=Norm(eps=0.01), rope=rope), options=options
+    )
 
 
 def mimo(features):

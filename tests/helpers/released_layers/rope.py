@@ -28,9 +28,13 @@ def rotated(rope, **others):
 
 LAYERS = {
     "Llama": partial(llama, rotated(Rope(5e5)), {"rope_theta": 5e5}),
-    "Llama, linear": partial(llama, rotated(Rope(scaling=LinearScaling(4.0))), {"rope_type": "linear", "factor": 4.0}),
+    "Llama, linear": partial(
+        llama, rotated(Rope(scaling=LinearScaling(4.0))), {"rope_type": "linear", "factor": 4.0}
+    ),
     "Llama, dynamic": partial(
-        llama, rotated(Rope(scaling=DynamicScaling(4.0, 8))), {"rope_type": "dynamic", "factor": 4.0}
+        llama,
+        rotated(Rope(scaling=DynamicScaling(4.0, 8))),
+        {"rope_type": "dynamic", "factor": 4.0},
     ),
     "Llama 3": partial(
         llama,
@@ -79,7 +83,12 @@ LAYERS = {
     "Phi-4-mini": partial(
         phi3,
         rotated(Rope(scaling=LongRopeScaling(4.0, 8, (1.0, 1.5), (1.0, 5.0)), rotary_dim=4)),
-        {**LONGROPE, "partial_rotary_factor": 0.5, "short_factor": [1.0, 1.5], "long_factor": [1.0, 5.0]},
+        {
+            **LONGROPE,
+            "partial_rotary_factor": 0.5,
+            "short_factor": [1.0, 1.5],
+            "long_factor": [1.0, 5.0],
+        },
     ),
     "Qwen2-VL": partial(
         made,
@@ -101,7 +110,10 @@ LAYERS = {
         "gpt_oss",
         "GptOss",
         rotated(
-            Rope(150000.0, scaling=YarnScaling(32.0, 64, truncate=False)), qkv_bias=True, out_bias=True, sinks=True
+            Rope(150000.0, scaling=YarnScaling(32.0, 64, truncate=False)),
+            qkv_bias=True,
+            out_bias=True,
+            sinks=True,
         ),
         {
             "rope_type": "yarn",
@@ -118,10 +130,20 @@ LAYERS = {
         made,
         "gemma4",
         "Gemma4",
-        rotated(Rope(1e6, scaling=ProportionalScaling(0.25)), scale=1.0, v_norm=Norm(weight=None), **NORMS),
+        rotated(
+            Rope(1e6, scaling=ProportionalScaling(0.25)),
+            scale=1.0,
+            v_norm=Norm(weight=None),
+            **NORMS,
+        ),
         {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
         layer_type="full_attention",
-        options={"head_dim": 16, "global_head_dim": 16, "num_global_key_value_heads": 2, "num_kv_shared_layers": 0},
+        options={
+            "head_dim": 16,
+            "global_head_dim": 16,
+            "num_global_key_value_heads": 2,
+            "num_kv_shared_layers": 0,
+        },
         keywords={"shared_kv_states": {}},
     ),
 }

@@ -1,15 +1,25 @@
-"""Operations of released models between projections and softmax, such as soft caps, windows and temperatures."""
+"""Operations of released models between projections and softmax, such as soft caps, windows and
+temperatures.
+"""
 
 from functools import partial
 
 import torch
-from transformers.masking_utils import chunked_causal_mask_function, sliding_window_causal_mask_function
+from transformers.masking_utils import (
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
 
 from helpers.released import made, plain_spec
 from mha_spec import Temperature
 
 CAPPED = {"attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 3, "head_dim": 8}
-UNROTATED = {"use_qk_norm": False, "no_rope_layers": [0], "attn_temperature_tuning": False, "head_dim": 8}
+UNROTATED = {
+    "use_qk_norm": False,
+    "no_rope_layers": [0],
+    "attn_temperature_tuning": False,
+    "head_dim": 8,
+}
 NO_PADDING = torch.zeros(1, dtype=torch.int64)
 gemma2 = partial(made, "gemma2", "Gemma2")
 LAYERS = {

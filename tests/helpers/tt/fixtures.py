@@ -22,7 +22,7 @@ import ttnn
 import mha_tt
 import ttnn_mock
 from helpers.siblings import fixture_of
-from parity.backends import tt as backend
+from parity.measure.backends import tt as backend
 from ttnn_mock import hooks
 
 from . import MOCK_BOARD
@@ -36,7 +36,8 @@ gc.freeze()
 gc.set_threshold(50_000, 20, 50)
 # At exit they are garbage; otherwise nanobind reports remaining ttnn objects as leaks.
 atexit.register(gc.unfreeze)
-# Tests are garbage as well, but pytest's module loader outlives the interpreter and holds them in its configuration.
+# Tests are garbage as well, but pytest's module loader outlives the interpreter and holds them in
+# its configuration.
 atexit.register(vars(__loader__).pop, "config", None)
 
 
@@ -122,13 +123,20 @@ def host_tensors(device: ttnn.MeshDevice, monkeypatch: pytest.MonkeyPatch) -> li
 
 @pytest.fixture
 def run_python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Return a function that runs a program in an empty folder, with an empty home and no device."""
+    """Return a function that runs a program in an empty folder, with an empty home and no
+    device.
+    """
     for folder in ("home", "work"):
         (tmp_path / folder).mkdir()
     names = ("PATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     kept = {name: os.environ[name] for name in names if name in os.environ}
     root = Path(mha_tt.__file__).parents[1]
-    surroundings = {**kept, "HOME": str(tmp_path / "home"), "PYTHONPATH": str(root), "LOGURU_LEVEL": "WARNING"}
+    surroundings = {
+        **kept,
+        "HOME": str(tmp_path / "home"),
+        "PYTHONPATH": str(root),
+        "LOGURU_LEVEL": "WARNING",
+    }
 
     def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -13,22 +13,25 @@ IS_MOCK = mha_tt.target() in (None, "mock")
 """True if the tests run on a mock board, as without a device."""
 
 TOLERANCES = {
-    # Golden functions compute in float32, and their results are rounded. The largest errors measured in all tests are
-    # 4.2e-7, 8.2e-3 and 1.6e-2.
+    # Golden functions compute in float32, and their results are rounded. The largest errors
+    # measured in all tests are 4.2e-7, 8.2e-3 and 1.6e-2.
     "mock": {ttnn.float32: 1e-6, ttnn.bfloat16: 2e-2, ttnn.bfloat8_b: 4e-2},
-    # The matrix engine truncates float32 to 11 bits, exponentials and reciprocals are approximations, and thresholds of
-    # ttnn's own tests of attention are between 1e-2 and 5e-2. To be measured on a card.
+    # The matrix engine truncates float32 to 11 bits, exponentials and reciprocals are
+    # approximations, and thresholds of ttnn's own tests of attention are between 1e-2 and 5e-2. To
+    # be measured on a card.
     "device": {ttnn.float32: 1e-2, ttnn.bfloat16: 5e-2, ttnn.bfloat8_b: 1e-1},
 }["mock" if IS_MOCK else "device"]
 """Largest allowed error by dtype, relative to the largest element."""
 
-both_dtypes = pytest.mark.parametrize("dtype", [ttnn.float32, ttnn.bfloat16], ids=["float32", "bfloat16"])
+both_dtypes = pytest.mark.parametrize(
+    "dtype", [ttnn.float32, ttnn.bfloat16], ids=["float32", "bfloat16"]
+)
 every_dtype = pytest.mark.parametrize(
     "dtype", [ttnn.float32, ttnn.bfloat16, ttnn.bfloat8_b], ids=["float32", "bfloat16", "bfloat8_b"]
 )
 
 
-# ---- Attention -------------------------------------------------------------------------------------------------------
+# ---- Attention -----------------------------------------------------------------------------------
 
 
 def attend(
@@ -74,14 +77,20 @@ def project(weights: dict[str, np.ndarray], name: str, x: np.ndarray) -> np.ndar
 
 
 def project_heads(
-    spec: parity.AttentionSpec, weights: dict[str, np.ndarray], name: str, x: np.ndarray, positions: Any = None
+    spec: parity.AttentionSpec,
+    weights: dict[str, np.ndarray],
+    name: str,
+    x: np.ndarray,
+    positions: Any = None,
 ) -> np.ndarray:
     """Return queries, keys or values (B, heads, T, H), after RoPE."""
     heads = project(weights, f"{name}_proj", x)
     heads = heads.reshape(*x.shape[:2], -1, spec.head_dim).swapaxes(1, 2)
     if spec.rope is None or name == "v":
         return heads
-    return rotate(heads, np.arange(x.shape[1])[None] if positions is None else positions, spec.rope.theta)
+    return rotate(
+        heads, np.arange(x.shape[1])[None] if positions is None else positions, spec.rope.theta
+    )
 
 
 def latent_heads(
@@ -94,7 +103,11 @@ def latent_heads(
     assert latent is not None
 
     def normed(name: str, x: np.ndarray) -> np.ndarray:
-        return x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + latent.eps) * weights[f"{name}.weight"]
+        return (
+            x
+            / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + latent.eps)
+            * weights[f"{name}.weight"]
+        )
 
     def split(x: np.ndarray, num_heads: int) -> np.ndarray:
         return x.reshape(*x.shape[:2], num_heads, -1).swapaxes(1, 2)
@@ -102,16 +115,28 @@ def latent_heads(
     def turned(x: np.ndarray) -> np.ndarray:
         if spec.rope is None:
             return x
-        pairs = np.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1) if spec.rope.pairs == "interleaved" else x
-        return rotate(pairs, np.arange(x.shape[2])[None] if positions is None else positions, spec.rope.theta)
+        pairs = (
+            np.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
+            if spec.rope.pairs == "interleaved"
+            else x
+        )
+        return rotate(
+            pairs, np.arange(x.shape[2])[None] if positions is None else positions, spec.rope.theta
+        )
 
     if latent.q_rank is None:
         q = project(weights, "q_proj", x)
     else:
-        q = project(weights, "q_b_proj", latent.q_factor * normed("q_a_norm", project(weights, "q_a_proj", x)))
+        q = project(
+            weights,
+            "q_b_proj",
+            latent.q_factor * normed("q_a_norm", project(weights, "q_a_proj", x)),
+        )
     q, own_features = split(q, num_heads), spec.head_dim - latent.rope_dim
     compressed, shared = np.split(project(weights, "kv_a_proj", x), [latent.kv_rank], axis=2)
-    kv = split(project(weights, "kv_b_proj", latent.kv_factor * normed("kv_a_norm", compressed)), num_heads)
+    kv = split(
+        project(weights, "kv_b_proj", latent.kv_factor * normed("kv_a_norm", compressed)), num_heads
+    )
     shared = np.repeat(turned(split(shared, 1)), num_heads, axis=1)
     q = np.concatenate([q[..., :own_features], turned(q[..., own_features:])], axis=-1)
     return q, np.concatenate([kv[..., :own_features], shared], axis=-1), kv[..., own_features:]
@@ -140,7 +165,7 @@ def layer(
     return project(weights, "out_proj", combined) if spec.out_proj else combined, attn_weights
 
 
-# ---- Between NumPy and the device ------------------------------------------------------------------------------------
+# ---- Between NumPy and the device ----------------------------------------------------------------
 
 
 def rounded(x: np.ndarray, dtype: ttnn.DataType) -> np.ndarray:
@@ -156,7 +181,9 @@ def rounded_weights(spec: parity.AttentionSpec, dtype: ttnn.DataType) -> dict[st
 
 def full_pass(spec: parity.AttentionSpec, dtype: ttnn.DataType, x: np.ndarray) -> np.ndarray:
     """Return the output of one causal pass over all tokens, without a cache, in float64."""
-    return layer(spec, rounded_weights(spec, dtype), x, mask=mha_tt.create_causal_mask(x.shape[1]))[0]
+    return layer(spec, rounded_weights(spec, dtype), x, mask=mha_tt.create_causal_mask(x.shape[1]))[
+        0
+    ]
 
 
 def module_of(
@@ -178,7 +205,9 @@ def without_padding(output: np.ndarray, spec: parity.AttentionSpec) -> np.ndarra
     if spec.out_proj:
         return output
     slots = mha_tt.head_slots(spec.head_dim, rope=spec.rope)
-    return output.reshape(*output.shape[:2], spec.num_heads, -1)[..., slots].reshape(*output.shape[:2], -1)
+    return output.reshape(*output.shape[:2], spec.num_heads, -1)[..., slots].reshape(
+        *output.shape[:2], -1
+    )
 
 
 def assert_close(actual: np.ndarray, expected: np.ndarray, dtype: ttnn.DataType) -> None:

@@ -14,13 +14,15 @@ import mha_tt
 import ttnn_mock
 from helpers.siblings import Sibling
 from mha_spec import AttentionSpec
-from parity.backends import tt as backend
+from parity.measure.backends import tt as backend
 
 from .formulas import IS_MOCK, TOLERANCES, without_padding
 
 UNSUPPORTED = {
     "float16": "ttnn has no such dtype; `upload` rounds arrays of it to a dtype of ttnn",
-    "float32 in the kernel": "ttnn's attention takes bfloat16 and bfloat8_b; layers in float32 take the plain path",
+    "float32 in the kernel": (
+        "ttnn's attention takes bfloat16 and bfloat8_b; layers in float32 take the plain path"
+    ),
     "dropout in float32": "ttnn draws random numbers in bfloat16",
     "gradients": "ttnn has no automatic differentiation",
 }
@@ -28,7 +30,9 @@ UNSUPPORTED = {
 
 
 class TtSibling(Sibling):
-    """`mha_tt`, on the device that is open or on a mock board with the values of golden functions."""
+    """`mha_tt`, on the device that is open or on a mock board with the values of golden
+    functions.
+    """
 
     name = "tt"
     package = mha_tt
@@ -54,17 +58,23 @@ class TtSibling(Sibling):
         """In the kernel a mask is -1e9 added to a score, which must be far below that in size."""
         return 1e4 if path.endswith("fused") else 1e18
 
-    # ---- Arrays ------------------------------------------------------------------------------------------------------
+    # ---- Arrays ----------------------------------------------------------------------------------
 
     def array(self, x: Any) -> Any:
         x = np.asarray(x)
         if x.dtype.kind == "i" or not x.ndim:  # bad input everywhere
-            wide, dtype = (np.int32, ttnn.int32) if x.dtype.kind == "i" else (np.float32, ttnn.float32)
-            return ttnn.to_device(ttnn.Tensor(x.astype(wide), dtype, None, ttnn.TILE_LAYOUT), self.device)
+            wide, dtype = (
+                (np.int32, ttnn.int32) if x.dtype.kind == "i" else (np.float32, ttnn.float32)
+            )
+            return ttnn.to_device(
+                ttnn.Tensor(x.astype(wide), dtype, None, ttnn.TILE_LAYOUT), self.device
+            )
         return backend.from_numpy(x)
 
     def option(self, x: Any) -> Any:
-        """Masks, positions and lengths stay on the host, where they decide over programs; a bias may."""
+        """Masks, positions and lengths stay on the host, where they decide over programs; a bias
+        may.
+        """
         return x
 
     def numpy(self, x: Any) -> np.ndarray:
@@ -74,7 +84,9 @@ class TtSibling(Sibling):
         return backend.DTYPES[np.dtype(dtype).name]
 
     def assert_close(self, found: np.ndarray, expected: Any, within: float) -> None:
-        """Compare with the tolerance of the dtype relative to the largest element: see `TOLERANCES`."""
+        """Compare with the tolerance of the dtype relative to the largest element: see
+        `TOLERANCES`.
+        """
         __tracebackhide__ = True
         expected = np.asarray(expected).astype(np.float64)
         assert found.shape == expected.shape
@@ -82,7 +94,7 @@ class TtSibling(Sibling):
         allowed = TOLERANCES[backend.DTYPES[found.dtype.name]] * largest
         assert error <= allowed, f"the largest error is {error:.1e}, of {allowed:.1e}"
 
-    # ---- Modules and weights -----------------------------------------------------------------------------------------
+    # ---- Modules and weights ---------------------------------------------------------------------
 
     def module(self, kind: str, spec: AttentionSpec, seed: int = 0, **options: Any) -> Any:
         options = {"dtype": ttnn.float32, "rng": np.random.default_rng(seed), **options}
@@ -104,7 +116,9 @@ class TtSibling(Sibling):
         return (1, *shape) if name.endswith("bias") else shape[::-1]
 
     def stage_weight(self, name: str, x: np.ndarray) -> Any:
-        """With the axes of split heads, (1, N, 1, ·) or (1, N, ·, H) for vectors; those of a norm are a row."""
+        """With the axes of split heads, (1, N, 1, ·) or (1, N, ·, H) for vectors; those of a norm
+        are a row.
+        """
         if name == "norm":
             return self.array(x[None])
         if x.ndim == 2 and name != "relative_bias":
@@ -118,7 +132,7 @@ class TtSibling(Sibling):
     def seeded(self, function: str, seed: int = 0) -> dict[str, Any]:
         return {"seed": seed}
 
-    # ---- Calls -------------------------------------------------------------------------------------------------------
+    # ---- Calls -----------------------------------------------------------------------------------
 
     def attend_heads(
         self, form: str, query: np.ndarray, key: np.ndarray, value: np.ndarray, **options: Any

@@ -35,11 +35,16 @@ def merged(x, axes, num_kept):
 def results(sibling, function, x, options):
     """Return the output, the attention weights and the gradient of x."""
     options = {
-        name: sibling.array(given) if isinstance(given, np.ndarray) else given for name, given in options.items()
+        name: sibling.array(given) if isinstance(given, np.ndarray) else given
+        for name, given in options.items()
     }
-    cotangent = np.cos(np.arange(x.size, dtype=np.float32)).reshape(x.shape)  # the output has the shape of x
+    cotangent = np.cos(np.arange(x.size, dtype=np.float32)).reshape(
+        x.shape
+    )  # the output has the shape of x
     if sibling.name == "jax":
-        output, pull_back, attn_weights = jax.vjp(lambda x: function(x, **options), jnp.asarray(x), has_aux=True)
+        output, pull_back, attn_weights = jax.vjp(
+            lambda x: function(x, **options), jnp.asarray(x), has_aux=True
+        )
         (gradient,) = pull_back(jnp.asarray(cotangent))
     else:
         x = sibling.array(x).requires_grad_()
@@ -49,13 +54,19 @@ def results(sibling, function, x, options):
         attn_weights = None if attn_weights is None else attn_weights.detach()
     return {
         name: sibling.numpy(found)
-        for name, found in {"output": output, "attn_weights": attn_weights, "gradient": gradient}.items()
+        for name, found in {
+            "output": output,
+            "attn_weights": attn_weights,
+            "gradient": gradient,
+        }.items()
         if found is not None
     }
 
 
 def assert_gives_the_bits_of_one_axis(sibling, function, x, options, of_one):
-    """Compare a call with a call on one merged batch axis, where `of_one` replaces the options that differ."""
+    """Compare a call with a call on one merged batch axis, where `of_one` replaces the options that
+    differ.
+    """
     axes = x.shape[:-2]
     found = results(sibling, function, x, options)
     expected = results(sibling, function, merged(x, axes, 2), options | of_one)
@@ -67,7 +78,9 @@ def assert_gives_the_bits_of_one_axis(sibling, function, x, options, of_one):
 
 @sample(jax=1)
 @pytest.mark.parametrize("need_weights", [False, True])
-@pytest.mark.parametrize("shape", [(T, T), (2, T, T), (3, 1, T, T), (2, 1, 1, T, T), (2, 3, 2, T, T)])
+@pytest.mark.parametrize(
+    "shape", [(T, T), (2, T, T), (3, 1, T, T), (2, 1, 1, T, T), (2, 3, 2, T, T)]
+)
 def test_several_batch_axes_match_one(sibling, shape, need_weights):
     """Self-attention with two batch axes matches one merged axis bit for bit in output, attention
     weights and gradient; a mask and a bias have 2 to 5 axes.
@@ -76,8 +89,13 @@ def test_several_batch_axes_match_one(sibling, shape, need_weights):
     lengths = np.array([[5, 0, 2], [4, 1, 5]], np.int32)
     positions = np.arange(3 * 3 * T, dtype=np.int32).reshape(3, 1, 3, T)
     options = {"mask": mask, "bias": bias, "key_padding_lengths": lengths, "positions": positions}
-    of_one = {"key_padding_lengths": lengths.reshape(-1), "positions": np.tile(positions[:, 0], (1, 2, 1))}
-    of_one |= {"mask": merged(mask, AXES, 3), "bias": merged(bias, AXES, 3)} if len(shape) > 3 else {}
+    of_one = {
+        "key_padding_lengths": lengths.reshape(-1),
+        "positions": np.tile(positions[:, 0], (1, 2, 1)),
+    }
+    of_one |= (
+        {"mask": merged(mask, AXES, 3), "bias": merged(bias, AXES, 3)} if len(shape) > 3 else {}
+    )
     options["need_weights"] = need_weights
     assert_gives_the_bits_of_one_axis(sibling, layer, numbers(*AXES, T, 8), options, of_one)
 
@@ -90,7 +108,12 @@ def test_no_batch_axis_matches_one(sibling, need_weights):
     """
     layer = sibling.module("MultiHeadAttention", AttentionSpec(8, 2, rope=Rope()))
     positions = np.arange(2, 2 + T, dtype=np.int32)
-    options = {"mask": hides(2, T, T), "key_padding_lengths": 4, "positions": positions, "need_weights": need_weights}
+    options = {
+        "mask": hides(2, T, T),
+        "key_padding_lengths": 4,
+        "positions": positions,
+        "need_weights": need_weights,
+    }
     of_one = {"key_padding_lengths": [4], "positions": positions[None]}
     assert_gives_the_bits_of_one_axis(sibling, layer, numbers(T, 8), options, of_one)
 
@@ -121,7 +144,9 @@ def test_self_attention_accepts_batch_axes(sibling):
         found = layer(sibling.array(x), is_causal=True, key_padding_lengths=lengths.tolist())
         of_one = {"is_causal": True, "key_padding_lengths": lengths.reshape(-1).tolist()}
         expected = layer(sibling.array(x.reshape(-1, T, 8)), **of_one)
-        np.testing.assert_array_equal(sibling.numpy(found), sibling.numpy(expected).reshape(x.shape))
+        np.testing.assert_array_equal(
+            sibling.numpy(found), sibling.numpy(expected).reshape(x.shape)
+        )
 
 
 @pytest.mark.parametrize(
@@ -153,7 +178,10 @@ def test_ambiguous_section_positions_raise(sibling):
     """
     layer = sibling.module("MultiHeadSelfAttention", SPEC)
     with refuses("positions", {"positions.ndim": 3}):
-        layer(sibling.array(numbers(3, 2, T, 8)), positions=sibling.array(np.zeros((3, 1, T), np.int32)))
+        layer(
+            sibling.array(numbers(3, 2, T, 8)),
+            positions=sibling.array(np.zeros((3, 1, T), np.int32)),
+        )
 
 
 def test_segments_accept_batch_axes(sibling):
@@ -161,7 +189,9 @@ def test_segments_accept_batch_axes(sibling):
     layer, x = sibling.module("MultiHeadSelfAttention", AttentionSpec(8, 2)), numbers(*AXES, T, 8)
     ids = np.arange(2 * 3 * T, dtype=np.int32).reshape(*AXES, T) // 3
     found = layer(sibling.array(x), segment_ids=sibling.array(ids))
-    expected = layer(sibling.array(x.reshape(6, T, 8)), segment_ids=sibling.array(ids.reshape(6, T)))
+    expected = layer(
+        sibling.array(x.reshape(6, T, 8)), segment_ids=sibling.array(ids.reshape(6, T))
+    )
     np.testing.assert_array_equal(sibling.numpy(found).reshape(6, T, 8), sibling.numpy(expected))
 
 
@@ -173,4 +203,6 @@ def test_compiled_layer_accepts_batch_sizes():
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
     for size in (2, 4):
         x = torch.ones(size, 3, T, 8)
-        torch.testing.assert_close(compiled(x, key_padding_lengths=[[1, 2, 3]] * size)[0], layer(x)[0])
+        torch.testing.assert_close(
+            compiled(x, key_padding_lengths=[[1, 2, 3]] * size)[0], layer(x)[0]
+        )

@@ -1,4 +1,6 @@
-"""Invalid input raises an error with the argument's name and the rule, before any work, in every function."""
+"""Invalid input raises an error with the argument's name and the rule, before any work, in every
+function.
+"""
 
 import math
 
@@ -34,7 +36,9 @@ def lengths(*values):
 
 
 def converted(sibling, x):
-    """Return arrays of the framework, weights of it for a dict by canonical name, and the result of a function."""
+    """Return arrays of the framework, weights of it for a dict by canonical name, and the result of
+    a function.
+    """
     if isinstance(x, np.ndarray):
         return sibling.array(x)
     if callable(x):
@@ -46,7 +50,9 @@ def converted(sibling, x):
     tree = {}
     for name, array in x.items():
         projection, leaf = name.split(".")
-        tree.setdefault(projection, {})["kernel" if leaf == "weight" else "bias"] = sibling.array(array.T)
+        tree.setdefault(projection, {})["kernel" if leaf == "weight" else "bias"] = sibling.array(
+            array.T
+        )
     return tree
 
 
@@ -60,7 +66,7 @@ def refused(sibling, function, args, keywords, refusal):
         function(*args, **keywords)
 
 
-# ---- Configurations --------------------------------------------------------------------------------------------------
+# ---- Configurations ------------------------------------------------------------------------------
 
 CONFIGS = {
     "d_model 0": ({"d_model": 0}, refuses("d_model", d_model=0)),
@@ -183,15 +189,19 @@ def test_module_requires_a_spec(sibling, kind, spec):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.bool_, np.complex64], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize(
+    "dtype", [np.int8, np.int32, np.bool_, np.complex64], ids=lambda dtype: dtype.__name__
+)
 def test_module_requires_float_weights(sibling, kind, dtype):
     """A module raises an error for a dtype of integers, booleans or complex numbers."""
     keyword = {"jax": "param_dtype", "torch": "dtype"}[sibling.name]
     with refuses_type(keyword, {keyword: ...}):
-        sibling.module(kind, AttentionSpec(8, 2), **{keyword: sibling.array(np.zeros(1, dtype)).dtype})
+        sibling.module(
+            kind, AttentionSpec(8, 2), **{keyword: sibling.array(np.zeros(1, dtype)).dtype}
+        )
 
 
-# ---- Input that is invalid only in JAX and PyTorch -------------------------------------------------------------------
+# ---- Input that is invalid only in JAX and PyTorch -----------------------------------------------
 
 SPEC = AttentionSpec(8, 2)
 HEADS = {name: ones(2, 2, 3, 4) for name in ("query", "key", "value")}
@@ -222,7 +232,9 @@ MIXED_LAYERS = {
 @every_need
 @pytest.mark.parametrize("name", MIXED_LAYERS)
 def test_function_requires_one_dtype(sibling, name, need_weights):
-    """Inputs or a bias in another dtype than the weights raise an error in the function of a layer."""
+    """Inputs or a bias in another dtype than the weights raise an error in the function of a
+    layer.
+    """
     keywords, refusal = MIXED_LAYERS[name]
     options = {"weights": parity.random_weights(CROSS), "spec": CROSS, "need_weights": need_weights}
     refused(sibling, "multi_head_attention", (), {**INPUTS, **keywords, **options}, refusal)
@@ -245,7 +257,10 @@ def half_cache(sibling):
 
 MIXED_CACHES = {
     "tokens": ({"x": halves(2, 3, 8)}, refuses_type("the input of q_proj", {"x.dtype": ...})),
-    "cache": ({"cache": half_cache}, refuses_type("cache.keys", {"cache.keys.dtype": ..., "key.dtype": ...})),
+    "cache": (
+        {"cache": half_cache},
+        refuses_type("cache.keys", {"cache.keys.dtype": ..., "key.dtype": ...}),
+    ),
 }
 
 
@@ -253,7 +268,13 @@ MIXED_CACHES = {
 def test_cached_function_requires_one_dtype(sibling, name):
     """Tokens or a cache in another dtype than the weights raise an error in the function."""
     keywords, refusal = MIXED_CACHES[name]
-    refused(sibling, "multi_head_attention_with_cache", (), {**TOKENS, "cache": cache, **keywords}, refusal)
+    refused(
+        sibling,
+        "multi_head_attention_with_cache",
+        (),
+        {**TOKENS, "cache": cache, **keywords},
+        refusal,
+    )
 
 
 @pytest.mark.parametrize("name", MIXED_CACHES)
@@ -261,7 +282,10 @@ def test_cached_module_requires_one_dtype(sibling, name):
     """Tokens or a cache in another dtype than the weights raise an error in a module."""
     keywords, refusal = MIXED_CACHES[name]
     module = sibling.module("MultiHeadAttentionWithCache", SPEC)
-    keywords = {name: converted(sibling, x) for name, x in {"x": ones(2, 3, 8), "cache": cache, **keywords}.items()}
+    keywords = {
+        name: converted(sibling, x)
+        for name, x in {"x": ones(2, 3, 8), "cache": cache, **keywords}.items()
+    }
     with refusal:
         module(**keywords)
 
@@ -273,7 +297,13 @@ def cache(sibling):
 
 def test_boolean_cache_raises(sibling):
     """A cache of booleans raises an error."""
-    keywords = {"batch_size": 2, "num_kv_heads": 2, "capacity": 4, "head_dim": 4, "dtype": sibling.dtype(np.bool_)}
+    keywords = {
+        "batch_size": 2,
+        "num_kv_heads": 2,
+        "capacity": 4,
+        "head_dim": 4,
+        "dtype": sibling.dtype(np.bool_),
+    }
     refused(sibling, "init_cache", (), keywords, refuses_type("dtype", dtype=...))
 
 
@@ -308,7 +338,12 @@ EMPTY_MASKS = {
     "padding": ("create_padding_mask", ([0], 0), {}, refuses("seq_len_k", seq_len_k=0)),
     "attention": ("create_attention_mask", (0,), {}, refuses("seq_len_q", seq_len_q=0)),
     "cached": ("create_causal_mask_with_cache", (0, 2, 2), {}, refuses("seq_len_q", seq_len_q=0)),
-    "window": ("create_sliding_window_mask", (0,), {"window_size": 1}, refuses("seq_len_q", seq_len_q=0)),
+    "window": (
+        "create_sliding_window_mask",
+        (0,),
+        {"window_size": 1},
+        refuses("seq_len_q", seq_len_q=0),
+    ),
     "slots": ("create_cache_mask", (lengths(1), 0, 4), {}, refuses("seq_len_q", seq_len_q=0)),
 }
 
@@ -330,14 +365,24 @@ def test_indivisible_width_raises(sibling):
 @pytest.mark.parametrize("name", ["query", "key", "value", "mask", "bias"])
 def test_torch_module_rejects_numpy(sibling, name):
     """A module in PyTorch raises an error for a NumPy array as any one of its inputs."""
-    inputs = {"query": ones(2, 3, 8), "key": ones(2, 3, 8), "value": ones(2, 3, 8), "mask": booleans(3, 3)}
-    given = {**{other: sibling.array(x) for other, x in inputs.items()}, name: inputs.get(name, ones(3, 3))}
+    inputs = {
+        "query": ones(2, 3, 8),
+        "key": ones(2, 3, 8),
+        "value": ones(2, 3, 8),
+        "mask": booleans(3, 3),
+    }
+    given = {
+        **{other: sibling.array(x) for other, x in inputs.items()},
+        name: inputs.get(name, ones(3, 3)),
+    }
     with refuses_type(name, "ndarray"):
         sibling.module("MultiHeadAttention", AttentionSpec(8, 2))(**given)
 
 
 def test_jax_module_names_missing_streams():
-    """In JAX, random streams without the one that a layer draws from raise an error that names it."""
+    """In JAX, random streams without the one that a layer draws from raise an error that names
+    it.
+    """
     from flax import nnx
 
     import mha_jax
@@ -364,7 +409,7 @@ def test_weights_of_other_framework_raise(sibling, function):
         getattr(sibling.package, function)(**keywords, weights=weights, spec=LAYER_SPEC)
 
 
-# ---- Mapped weights --------------------------------------------------------------------------------------------------
+# ---- Mapped weights ------------------------------------------------------------------------------
 
 
 def test_torch_vmap_over_weights():
@@ -375,9 +420,12 @@ def test_torch_vmap_over_weights():
 
     spec = parity.AttentionSpec(8, 2)
     weights = {
-        name: torch.from_numpy(w)[None].repeat(2, *[1] * w.ndim) for name, w in parity.random_weights(spec).items()
+        name: torch.from_numpy(w)[None].repeat(2, *[1] * w.ndim)
+        for name, w in parity.random_weights(spec).items()
     }
     x = torch.ones(1, 3, 8)
-    outputs = torch.func.vmap(lambda w: mha_torch.multi_head_attention(x, w, spec, need_weights=True)[0])(weights)
+    outputs = torch.func.vmap(
+        lambda w: mha_torch.multi_head_attention(x, w, spec, need_weights=True)[0]
+    )(weights)
     assert outputs.shape == (2, 1, 3, 8)
     torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=0)

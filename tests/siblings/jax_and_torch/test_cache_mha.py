@@ -19,36 +19,48 @@ import mha_jax
 import parity
 from mha_spec import Rope
 
-NUM_TOKENS = 6  # and slots; few and always the same shapes, because JAX compiles each operation per shape
+NUM_TOKENS = (
+    6  # and slots; few and always the same shapes, because JAX compiles each operation per shape
+)
 CHUNKS = [4, 1, 1]
 
 SPECS = {
     "mha": parity.AttentionSpec(24, 4),
     "gqa-rope": parity.AttentionSpec(24, 4, num_kv_heads=2, rope=Rope(10000.0)),
     "mqa-no-out-proj": parity.AttentionSpec(24, 4, num_kv_heads=1, qkv_bias=False, out_proj=False),
-    "fused-qkv-head-dim": parity.AttentionSpec(24, 4, num_kv_heads=2, head_dim=10, fused_qkv=True, rope=Rope(500.0)),
+    "fused-qkv-head-dim": parity.AttentionSpec(
+        24, 4, num_kv_heads=2, head_dim=10, fused_qkv=True, rope=Rope(500.0)
+    ),
 }
 GQA_ROPE = SPECS["gqa-rope"]
 
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 only_jax = pytest.mark.parametrize("sibling", ["jax"], indirect=True)
 only_torch = pytest.mark.parametrize("sibling", ["torch"], indirect=True)
-# The same examples in each run: JAX compiles a program for each shape, and tests/budget.json limits their number.
+# The same examples in each run: JAX compiles a program for each shape, and tests/budget.json limits
+# their number.
 drawn = settings(
-    deadline=None, max_examples=20, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=20,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 
 @pytest.fixture(autouse=True)
 def _without_gradients():
-    """Disable gradients, as users do when decoding in torch, which then updates the cache in place."""
+    """Disable gradients, as users do when decoding in torch, which then updates the cache in
+    place.
+    """
     with torch.no_grad():
         yield
 
 
 @functools.cache
 def layer(sibling, kind, spec, dtype=np.float32):
-    """Return a module of that class and dtype; equal specs have equal weights. Tests share it unchanged."""
+    """Return a module of that class and dtype; equal specs have equal weights. Tests share it
+    unchanged.
+    """
     keyword = {"jax": "param_dtype", "torch": "dtype"}[sibling.name]
     module = sibling.module(kind, spec, **{keyword: sibling.array(np.zeros(1, dtype)).dtype})
     weights = {name: weight.astype(dtype) for name, weight in parity.random_weights(spec).items()}
@@ -62,12 +74,20 @@ def cached_layer(sibling, spec, dtype=np.float32):
 
 def framework_weights(sibling, module):
     """Return the weights in the container that functions accept."""
-    return module.state_dict() if sibling.name == "torch" else nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    return (
+        module.state_dict()
+        if sibling.name == "torch"
+        else nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    )
 
 
 def random_tokens(spec, num_tokens=NUM_TOKENS, dtype=np.float32, seed=1):
     """Return the first `num_tokens` tokens of three sequences."""
-    return np.random.default_rng(seed).standard_normal((3, NUM_TOKENS + 1, spec.d_in))[:, :num_tokens].astype(dtype)
+    return (
+        np.random.default_rng(seed)
+        .standard_normal((3, NUM_TOKENS + 1, spec.d_in))[:, :num_tokens]
+        .astype(dtype)
+    )
 
 
 def call(module, *inputs, **options):
@@ -78,7 +98,9 @@ jitted_call = jax.jit(call, static_argnames="is_causal")
 
 
 def called(sibling):
-    """Return a function that calls a module: in JAX under jit, as users decode, and faster to compile."""
+    """Return a function that calls a module: in JAX under jit, as users decode, and faster to
+    compile.
+    """
     return jitted_call if sibling.name == "jax" else call
 
 
@@ -99,14 +121,18 @@ def feed(sibling, module, x, chunks, capacity=NUM_TOKENS):
 
 
 def feed_ragged(sibling, module, x, steps):
-    """Feed at most 2 tokens a step, and return their outputs, at their places in x, and numbers of tokens fed."""
+    """Feed at most 2 tokens a step, and return their outputs, at their places in x, and numbers of
+    tokens fed.
+    """
     cache = module.init_cache(len(x), x.shape[1])
     outputs, num_fed = np.zeros_like(x), np.zeros(len(x), int)
     for new_lengths in steps:
         is_new = np.arange(2) < np.array(new_lengths)[:, None]
         rows, columns = np.nonzero(is_new)
         places = rows, num_fed[rows] + columns
-        new_tokens = np.full_like(x[:, :2], 1e3)  # padding that would change the output if it were read
+        new_tokens = np.full_like(
+            x[:, :2], 1e3
+        )  # padding that would change the output if it were read
         new_tokens[is_new] = x[places]
         output, cache = module(sibling.array(new_tokens), cache, new_lengths=list(new_lengths))
         outputs[places] = sibling.numpy(output)[is_new]
@@ -121,26 +147,39 @@ def filled_cache(sibling, module, lengths, capacity=NUM_TOKENS):
     return called(sibling)(module, sibling.array(x), cache, new_lengths=sibling.array(lengths))[1]
 
 
-SHARED = parity.AttentionSpec(24, 4, num_kv_heads=2, qk_norm=parity.Norm(), rope=Rope(500.0), window_size=3)
+SHARED = parity.AttentionSpec(
+    24, 4, num_kv_heads=2, qk_norm=parity.Norm(), rope=Rope(500.0), window_size=3
+)
 
 
 def sharing(sibling, source):
     """Return a cached layer with the same weights that shares the keys and values of a source."""
-    weights = {name: array for name, array in parity.weights_of(source).items() if name[:2] not in ("k_", "v_")}
+    weights = {
+        name: array
+        for name, array in parity.weights_of(source).items()
+        if name[:2] not in ("k_", "v_")
+    }
     shared = sibling.module("MultiHeadAttentionWithCache", source.spec.replace(shared_kv=True))
     return parity.load_into(shared, weights, shared.spec)
 
 
 @sample(jax=1)
-@pytest.mark.parametrize("steps", [[None] * 3, [[4, 2, 0], [1, 1, 1], [0, 1, 1]]], ids=["even", "ragged"])
+@pytest.mark.parametrize(
+    "steps", [[None] * 3, [[4, 2, 0], [1, 1, 1], [0, 1, 1]]], ids=["even", "ragged"]
+)
 def test_shared_layer_reads_source_cache(sibling, steps):
     """A layer that shares keys and values, with the weights of the source and its cache after
     appending, returns the output of the source and leaves the cache as it is, bit for bit.
     """
     source = cached_layer(sibling, SHARED)
     shared, cache = sharing(sibling, source), source.init_cache(3, NUM_TOKENS)
-    for x, new_lengths in zip(np.split(random_tokens(SHARED), np.cumsum(CHUNKS)[:-1], axis=1), steps, strict=True):
-        tokens, told = sibling.array(x), {} if new_lengths is None else {"new_lengths": sibling.array(new_lengths)}
+    for x, new_lengths in zip(
+        np.split(random_tokens(SHARED), np.cumsum(CHUNKS)[:-1], axis=1), steps, strict=True
+    ):
+        tokens, told = (
+            sibling.array(x),
+            {} if new_lengths is None else {"new_lengths": sibling.array(new_lengths)},
+        )
         expected, cache = called(sibling)(source, tokens, cache, **told)
         before = contents_of(sibling, cache)
         found, after = called(sibling)(shared, tokens, cache, **told)
@@ -149,8 +188,8 @@ def test_shared_layer_reads_source_cache(sibling, steps):
 
 
 def test_shared_layer_rejects_stale_cache(sibling):
-    """A layer that shares keys and values raises an error for a cache without the new tokens, and for
-    one with another number of heads.
+    """A layer that shares keys and values raises an error for a cache without the new tokens, and
+    for one with another number of heads.
     """
     source = cached_layer(sibling, SHARED)
     shared, x = sharing(sibling, source), sibling.array(random_tokens(SHARED, 2))
@@ -175,7 +214,9 @@ def test_shared_layer_stale_cache_under_jit(sibling):
 
 
 def projected(x, weights, name, spec, theta=None):
-    """Return keys or values (B, K, T, H) by the formulas in float64, with RoPE as a rotation of complex numbers."""
+    """Return keys or values (B, K, T, H) by the formulas in float64, with RoPE as a rotation of
+    complex numbers.
+    """
     y = x @ weights[f"{name}.weight"].T.astype(np.float64) + weights.get(f"{name}.bias", 0.0)
     y = y.reshape(*x.shape[:2], spec.num_kv_heads, spec.head_dim).swapaxes(1, 2)
     if theta is None:
@@ -189,16 +230,23 @@ def projected(x, weights, name, spec, theta=None):
 def assert_same_up_to_rounding(actual, expected):
     """Compare up to the order of sums.
 
-    Matrix products differ in shape, so kernels add in different orders. Over every test here and all dtypes, the
-    measured difference is at most 2.0 units of rounding (`eps` times the largest element); 4 are allowed.
+    Matrix products differ in shape, so kernels add in different orders. Over every test here and
+    all dtypes, the measured difference is at most 2.0 units of rounding (`eps` times the largest
+    element); 4 are allowed.
     """
     __tracebackhide__ = True
     assert actual.shape == expected.shape
-    actual, expected, eps = actual.astype(np.float64), expected.astype(np.float64), ml_dtypes.finfo(actual.dtype).eps
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=4 * float(eps) * np.abs(expected).max())
+    actual, expected, eps = (
+        actual.astype(np.float64),
+        expected.astype(np.float64),
+        ml_dtypes.finfo(actual.dtype).eps,
+    )
+    np.testing.assert_allclose(
+        actual, expected, rtol=0, atol=4 * float(eps) * np.abs(expected).max()
+    )
 
 
-# ---- Chunks and ragged batches ---------------------------------------------------------------------------------------
+# ---- Chunks and ragged batches -------------------------------------------------------------------
 
 
 @sample(jax=0)
@@ -254,10 +302,12 @@ def test_half_precision_cache_dtype(sibling, dtype):
     """In half precision, outputs, keys and values have the dtype of the weights and tokens."""
     x = random_tokens(GQA_ROPE, dtype=dtype)
     output, cache = feed(sibling, cached_layer(sibling, GQA_ROPE, dtype), x, CHUNKS)
-    assert {output.dtype, sibling.numpy(cache.keys).dtype, sibling.numpy(cache.values).dtype} == {np.dtype(dtype)}
+    assert {output.dtype, sibling.numpy(cache.keys).dtype, sibling.numpy(cache.values).dtype} == {
+        np.dtype(dtype)
+    }
 
 
-# ---- The function ----------------------------------------------------------------------------------------------------
+# ---- The function --------------------------------------------------------------------------------
 
 
 @sample(jax=0)
@@ -274,11 +324,13 @@ def test_function_matches_module(sibling, spec):
         new_lengths=[4, 0, 3],
     )
     new_lengths = sibling.array([4, 0, 3])
-    expected, _ = called(sibling)(module, x, module.init_cache(3, NUM_TOKENS), new_lengths=new_lengths)
+    expected, _ = called(sibling)(
+        module, x, module.init_cache(3, NUM_TOKENS), new_lengths=new_lengths
+    )
     assert_same_up_to_rounding(sibling.numpy(output), sibling.numpy(expected))
 
 
-# ---- Contents of the cache -------------------------------------------------------------------------------------------
+# ---- Contents of the cache -----------------------------------------------------------------------
 
 
 @sample(jax=1)
@@ -287,7 +339,9 @@ def test_cache_holds_the_projected_keys(sibling, spec):
     """The keys of a cache are the projected keys, rotated if the layer has RoPE."""
     x = random_tokens(spec)
     _, cache = feed(sibling, cached_layer(sibling, spec), x, CHUNKS)
-    expected = projected(x, parity.random_weights(spec), "k_proj", spec, spec.rope and spec.rope.theta)
+    expected = projected(
+        x, parity.random_weights(spec), "k_proj", spec, spec.rope and spec.rope.theta
+    )
     assert_same_up_to_rounding(sibling.numpy(cache.keys), expected)
 
 
@@ -297,7 +351,9 @@ def test_cache_holds_the_projected_values(sibling, spec):
     """The values of a cache are the projected values."""
     x = random_tokens(spec)
     _, cache = feed(sibling, cached_layer(sibling, spec), x, CHUNKS)
-    assert_same_up_to_rounding(sibling.numpy(cache.values), projected(x, parity.random_weights(spec), "v_proj", spec))
+    assert_same_up_to_rounding(
+        sibling.numpy(cache.values), projected(x, parity.random_weights(spec), "v_proj", spec)
+    )
 
 
 @sample(jax=1)
@@ -308,7 +364,7 @@ def test_no_cached_token_is_zero(sibling, part):
     assert np.abs(sibling.numpy(getattr(cache, part))).max(axis=-1).min() > 0
 
 
-# ---- Unfilled slots --------------------------------------------------------------------------------------------------
+# ---- Unfilled slots ------------------------------------------------------------------------------
 
 # With the largest of these, a dot product of a query and a key is still finite in float32.
 junk = pytest.mark.parametrize("value", [1.0, -65504.0, 1e30])
@@ -332,11 +388,14 @@ def test_stale_slots_change_nothing(sibling, value, num_new):
     np.testing.assert_array_equal(sibling.numpy(output), sibling.numpy(expected))
 
 
-# ---- Masks, biases and positions in addition to the causality of the cache -------------------------------------------
+# ---- Masks, biases and positions in addition to the causality of the cache
+# -------------------------------------------
 
 
 def window_mask(num_tokens, capacity, window_size):
-    """Return a mask (T, S) that hides slots before the window of a token; the cache itself hides later ones."""
+    """Return a mask (T, S) that hides slots before the window of a token; the cache itself hides
+    later ones.
+    """
     return np.arange(num_tokens)[:, None] - np.arange(capacity) >= window_size
 
 
@@ -347,7 +406,9 @@ def feed_with(sibling, module, x, chunks, capacity=NUM_TOKENS, **options):
     for chunk in chunks:
         end = begin + chunk
         cut = {
-            name: sibling.array(array[:, begin:end] if name == "positions" else array[..., begin:end, :])
+            name: sibling.array(
+                array[:, begin:end] if name == "positions" else array[..., begin:end, :]
+            )
             for name, array in options.items()
         }
         output, cache = module(sibling.array(x[:, begin:end]), cache, **cut)
@@ -376,7 +437,9 @@ def test_window_mask_with_cache(sibling, chunks):
     mask = window_mask(NUM_TOKENS, NUM_TOKENS, window_size=3)
     output, _ = feed_with(sibling, cached_layer(sibling, GQA_ROPE), x, chunks, mask=mask)
     assert_same_up_to_rounding(output, one_pass(sibling, GQA_ROPE, x, mask=mask))
-    assert np.abs(output - full_pass(sibling, GQA_ROPE, x)).max() > 1e-3  # the window hides something
+    assert (
+        np.abs(output - full_pass(sibling, GQA_ROPE, x)).max() > 1e-3
+    )  # the window hides something
 
 
 @sample(jax=1)
@@ -408,7 +471,9 @@ def test_left_padding_changes_only_rounding(sibling, chunks):
         np.arange(NUM_TOKENS) < num_padding[:, None, None, None], (3, 1, NUM_TOKENS, NUM_TOKENS)
     ).copy()
     positions = np.maximum(np.arange(NUM_TOKENS) - num_padding[:, None], 0).astype(np.int32)
-    output, _ = feed_with(sibling, cached_layer(sibling, GQA_ROPE), x, chunks, mask=mask, positions=positions)
+    output, _ = feed_with(
+        sibling, cached_layer(sibling, GQA_ROPE), x, chunks, mask=mask, positions=positions
+    )
     alone = full_pass(sibling, GQA_ROPE, tokens)
     for row, count in enumerate(num_padding):
         assert_same_up_to_rounding(output[row, count:], alone[row, : NUM_TOKENS - count])
@@ -422,12 +487,17 @@ def test_mask_may_cover_unfilled_slots(sibling):
     mask[1, ..., 0] = True
     module = cached_layer(sibling, GQA_ROPE)
     output, _ = module(sibling.array(x), module.init_cache(3, 9), mask=sibling.array(mask))
-    assert_same_up_to_rounding(sibling.numpy(output), one_pass(sibling, GQA_ROPE, x, mask=mask[..., :2]))
+    assert_same_up_to_rounding(
+        sibling.numpy(output), one_pass(sibling, GQA_ROPE, x, mask=mask[..., :2])
+    )
 
 
 REFUSED_OPTIONS = {
     "mask-keys": ({"mask": np.zeros((2, 5), bool)}, refuses("mask", {"mask.shape": (2, 5)})),
-    "float-mask": ({"mask": np.zeros((2, 6), np.float32)}, refuses_type("mask", {"mask.dtype": ...})),
+    "float-mask": (
+        {"mask": np.zeros((2, 6), np.float32)},
+        refuses_type("mask", {"mask.dtype": ...}),
+    ),
     "bias-keys": ({"bias": np.zeros((2, 5), np.float32)}, refuses("bias", {"bias.shape": (2, 5)})),
     "bias-dtype": (
         {"bias": np.zeros((2, 6), np.float16)},
@@ -462,7 +532,10 @@ def test_positions_without_rope_are_ignored(sibling):
     wrong shape raise an error.
     """
     module = cached_layer(sibling, SPECS["mha"])
-    x, positions = random_tokens(SPECS["mha"], num_tokens=2), sibling.array(np.full((1, 2), 7, np.int32))
+    x, positions = (
+        random_tokens(SPECS["mha"], num_tokens=2),
+        sibling.array(np.full((1, 2), 7, np.int32)),
+    )
     caches = [module.init_cache(3, NUM_TOKENS) for _ in range(3)]
     outputs = [
         sibling.numpy(module(sibling.array(x), cache, positions=each)[0])
@@ -473,7 +546,7 @@ def test_positions_without_rope_are_ignored(sibling):
         module(sibling.array(x[:, :1]), caches[2], positions=positions)
 
 
-# ---- Empty inputs ----------------------------------------------------------------------------------------------------
+# ---- Empty inputs --------------------------------------------------------------------------------
 
 
 @sample(jax=1)
@@ -486,7 +559,9 @@ def test_no_new_tokens_leave_cache_unchanged(sibling, held, new_lengths):
     module = cached_layer(sibling, GQA_ROPE)
     cache = filled_cache(sibling, module, held)
     before = contents_of(sibling, cache)
-    output, cache = module(sibling.array(random_tokens(GQA_ROPE, num_tokens=0)), cache, new_lengths=new_lengths)
+    output, cache = module(
+        sibling.array(random_tokens(GQA_ROPE, num_tokens=0)), cache, new_lengths=new_lengths
+    )
     assert output.shape == (3, 0, 24)
     for now, then in zip(contents_of(sibling, cache), before, strict=True):
         np.testing.assert_array_equal(now, then, strict=True)
@@ -502,7 +577,7 @@ def test_cache_accepts_an_empty_batch(sibling, new_lengths):
     assert (output.shape, cache.lengths.shape) == ((0, NUM_TOKENS, 24), (0,))
 
 
-# ---- Caches made from caches -----------------------------------------------------------------------------------------
+# ---- Caches made from caches ---------------------------------------------------------------------
 
 
 def held_by(sibling, cache):
@@ -523,11 +598,16 @@ def assert_holds(sibling, cache, expected):
 
 
 def assert_goes_on_as_its_sequences(sibling, cache, sequences):
-    """Check that another token of each sequence has the output of one causal pass over the sequence alone."""
+    """Check that another token of each sequence has the output of one causal pass over the sequence
+    alone.
+    """
     module = cached_layer(sibling, GQA_ROPE)
     x = random_tokens(GQA_ROPE, num_tokens=1)[:1].repeat(len(sequences), axis=0)
     output, _ = module(sibling.array(x), cache)
-    whole = [full_pass(sibling, GQA_ROPE, np.concatenate([tokens[None], x[:1]], axis=1))[0, -1] for tokens in sequences]
+    whole = [
+        full_pass(sibling, GQA_ROPE, np.concatenate([tokens[None], x[:1]], axis=1))[0, -1]
+        for tokens in sequences
+    ]
     assert_same_up_to_rounding(sibling.numpy(output)[:, 0], np.stack(whole))
 
 
@@ -564,7 +644,9 @@ def test_derived_cache_continues_sequences(sibling, name):
     assert made.capacity == (9 if name == "grow" else NUM_TOKENS)
     assert_holds(sibling, made, [expected[index] for index in order])
     assert_goes_on_as_its_sequences(sibling, made, [tokens[index] for index in order])
-    for now, then in zip(contents_of(sibling, cache), before, strict=True):  # the new cache has its own storage
+    for now, then in zip(
+        contents_of(sibling, cache), before, strict=True
+    ):  # the new cache has its own storage
         np.testing.assert_array_equal(now, then, strict=True)
 
 
@@ -578,12 +660,18 @@ def test_cropped_cache_continues_sequences(sibling, lengths, kind):
     cache, tokens = cache_and_tokens(sibling)
     expected, before = held_by(sibling, cache), contents_of(sibling, cache)
     kept = [lengths] * 3 if isinstance(lengths, int) else lengths
-    made = cache.crop(lengths if kind == "list" or isinstance(lengths, int) else sibling.array(lengths))
+    made = cache.crop(
+        lengths if kind == "list" or isinstance(lengths, int) else sibling.array(lengths)
+    )
     assert made.capacity == NUM_TOKENS
     assert sibling.numpy(made.lengths).dtype == np.int32
-    first = [tuple(x[:, :length] for x in held) for held, length in zip(expected, kept, strict=True)]
+    first = [
+        tuple(x[:, :length] for x in held) for held, length in zip(expected, kept, strict=True)
+    ]
     assert_holds(sibling, made, first)
-    assert_goes_on_as_its_sequences(sibling, made, [each[:length] for each, length in zip(tokens, kept, strict=True)])
+    assert_goes_on_as_its_sequences(
+        sibling, made, [each[:length] for each, length in zip(tokens, kept, strict=True)]
+    )
     for now, then in zip(contents_of(sibling, cache), before, strict=True):
         np.testing.assert_array_equal(now, then, strict=True)
 
@@ -591,8 +679,14 @@ def test_cropped_cache_continues_sequences(sibling, lengths, kind):
 REFUSED_MAKING = {
     "index": (lambda cache: cache.reorder([0, 3]), refuses("indices", indices=[0, 3])),
     "negative-index": (lambda cache: cache.reorder([-1]), refuses("indices", indices=[-1])),
-    "float-index": (lambda cache: cache.reorder([0.0]), refuses_type("indices", {"indices.dtype": ...})),
-    "index-of-2-axes": (lambda cache: cache.reorder([[0]]), refuses("indices", {"indices.shape": (1, 1)})),
+    "float-index": (
+        lambda cache: cache.reorder([0.0]),
+        refuses_type("indices", {"indices.dtype": ...}),
+    ),
+    "index-of-2-axes": (
+        lambda cache: cache.reorder([[0]]),
+        refuses("indices", {"indices.shape": (1, 1)}),
+    ),
     "no-repeats": (lambda cache: cache.repeat(0), refuses("repeats", repeats=0)),
     "half-a-repeat": (lambda cache: cache.repeat(1.5), refuses_type("repeats", repeats=1.5)),
     "fewer-slots": (lambda cache: cache.grow(5), refuses("capacity", capacity=5)),
@@ -601,10 +695,16 @@ REFUSED_MAKING = {
         lambda cache: cache.crop([2, 4, 1]),
         refuses("lengths", "lengths=[2, 4, 1] and [2, 4, 0]"),
     ),
-    "longer-than-one": (lambda cache: cache.crop(1), refuses("lengths", "lengths=[1, 1, 1] and [2, 4, 0]")),
+    "longer-than-one": (
+        lambda cache: cache.crop(1),
+        refuses("lengths", "lengths=[1, 1, 1] and [2, 4, 0]"),
+    ),
     "negative-length": (lambda cache: cache.crop(-1), refuses("lengths", lengths=[-1, -1, -1])),
     "too-few-lengths": (lambda cache: cache.crop([1]), refuses("lengths", {"lengths.shape": (1,)})),
-    "float-lengths": (lambda cache: cache.crop([1.0, 1.0, 0.0]), refuses_type("lengths", {"lengths.dtype": ...})),
+    "float-lengths": (
+        lambda cache: cache.crop([1.0, 1.0, 0.0]),
+        refuses_type("lengths", {"lengths.dtype": ...}),
+    ),
 }
 
 
@@ -618,7 +718,7 @@ def test_invalid_cache_operations_raise(sibling, name):
         make(cache_and_tokens(sibling)[0])
 
 
-# ---- Capacity --------------------------------------------------------------------------------------------------------
+# ---- Capacity ------------------------------------------------------------------------------------
 
 
 def test_padding_may_exceed_capacity(sibling):
@@ -627,8 +727,12 @@ def test_padding_may_exceed_capacity(sibling):
     """
     module = cached_layer(sibling, GQA_ROPE)
     x = sibling.array(random_tokens(GQA_ROPE, num_tokens=4))
-    output, cache = module(x, filled_cache(sibling, module, [5, 2, 6], capacity=6), new_lengths=[1, 4, 0])
-    expected, _ = module(x, filled_cache(sibling, module, [5, 2, 6], capacity=10), new_lengths=[1, 4, 0])
+    output, cache = module(
+        x, filled_cache(sibling, module, [5, 2, 6], capacity=6), new_lengths=[1, 4, 0]
+    )
+    expected, _ = module(
+        x, filled_cache(sibling, module, [5, 2, 6], capacity=10), new_lengths=[1, 4, 0]
+    )
     assert sibling.numpy(cache.lengths).tolist() == [6, 6, 6]
     assert_same_up_to_rounding(sibling.numpy(output), sibling.numpy(expected))
 
@@ -661,18 +765,24 @@ def test_append_of_wrong_dtype_raises(sibling, part):
     """
     cache = sibling.package.init_cache(1, 1, 4, 2)
     x = np.ones((1, 1, 3, 2), np.float32)
-    arrays = {"key": sibling.array(x), "value": sibling.array(x), part: sibling.array(x.astype(np.float16))}
+    arrays = {
+        "key": sibling.array(x),
+        "value": sibling.array(x),
+        part: sibling.array(x.astype(np.float16)),
+    }
     with refuses_type("cache.keys" if part == "key" else "value"):
         sibling.package.append_to_cache(cache, **arrays)
     np.testing.assert_array_equal(sibling.numpy(cache.keys), 0)
 
 
-# ---- jit -------------------------------------------------------------------------------------------------------------
+# ---- jit -----------------------------------------------------------------------------------------
 
 
 def decode_step(params, x, cache, new_lengths=None):
     """Call the function for one step of `GQA_ROPE`."""
-    return mha_jax.multi_head_attention_with_cache(x, params, GQA_ROPE, cache, new_lengths=new_lengths)
+    return mha_jax.multi_head_attention_with_cache(
+        x, params, GQA_ROPE, cache, new_lengths=new_lengths
+    )
 
 
 jitted_step = jax.jit(decode_step)
@@ -736,7 +846,9 @@ def test_jitted_overflow_keeps_old_tokens(sibling):
     _, appended = jitted_step(framework_weights(sibling, module), x, cache)
     assert appended.lengths.tolist() == [6, 3, 5]
     np.testing.assert_array_equal(appended.keys[jnp.array([0, 2])], cache.keys[jnp.array([0, 2])])
-    np.testing.assert_array_equal(appended.values[jnp.array([0, 2])], cache.values[jnp.array([0, 2])])
+    np.testing.assert_array_equal(
+        appended.values[jnp.array([0, 2])], cache.values[jnp.array([0, 2])]
+    )
 
 
 @only_jax
@@ -762,7 +874,9 @@ def test_jitted_invalid_new_lengths(sibling, new_lengths):
     module = cached_layer(sibling, GQA_ROPE)
     x = jnp.asarray(random_tokens(GQA_ROPE, num_tokens=2))
     cache = filled_cache(sibling, module, [2, 2, 2])
-    output, appended = jitted_step(framework_weights(sibling, module), x, cache, jnp.array(new_lengths, jnp.int32))
+    output, appended = jitted_step(
+        framework_weights(sibling, module), x, cache, jnp.array(new_lengths, jnp.int32)
+    )
     assert np.isnan(output).all(axis=(1, 2)).tolist() == [True, False, False]
     assert appended.lengths.tolist() == [2, 3, 2]
 
@@ -784,8 +898,12 @@ def test_cache_can_be_donated(sibling):
     """
     module = cached_layer(sibling, GQA_ROPE)
     x, cache = jnp.asarray(random_tokens(GQA_ROPE, num_tokens=2)), module.init_cache(3, NUM_TOKENS)
-    _, appended = jax.jit(decode_step, donate_argnums=2)(framework_weights(sibling, module), x, cache)
-    assert [leaf.is_deleted() for leaf in jax.tree.leaves((cache, appended))] == [True] * 3 + [False] * 3
+    _, appended = jax.jit(decode_step, donate_argnums=2)(
+        framework_weights(sibling, module), x, cache
+    )
+    assert [leaf.is_deleted() for leaf in jax.tree.leaves((cache, appended))] == [True] * 3 + [
+        False
+    ] * 3
 
 
 @only_jax
@@ -807,20 +925,30 @@ def test_vmapped_step_matches_batched_step(sibling):
     """`jax.vmap` of a step over sequences gives the output of one step of the batch."""
     module = cached_layer(sibling, GQA_ROPE)
     params = framework_weights(sibling, module)
-    inputs = jnp.asarray(random_tokens(GQA_ROPE, num_tokens=2)), filled_cache(sibling, module, [4, 1, 0])
+    inputs = (
+        jnp.asarray(random_tokens(GQA_ROPE, num_tokens=2)),
+        filled_cache(sibling, module, [4, 1, 0]),
+    )
     each_a_batch = jax.tree.map(lambda array: array[:, None], inputs)
     output, _ = jax.jit(jax.vmap(decode_step, in_axes=(None, 0, 0)))(params, *each_a_batch)
-    assert_same_up_to_rounding(np.asarray(output)[:, 0], np.asarray(jitted_step(params, *inputs)[0]))
+    assert_same_up_to_rounding(
+        np.asarray(output)[:, 0], np.asarray(jitted_step(params, *inputs)[0])
+    )
 
 
-# ---- Gradients and storage -------------------------------------------------------------------------------------------
+# ---- Gradients and storage -----------------------------------------------------------------------
 
 
 def assert_same_gradients(actual, expected):
-    """Compare all gradients together, because that of `k_proj.bias` is 0 by the formula: nothing but rounding."""
+    """Compare all gradients together, because that of `k_proj.bias` is 0 by the formula: nothing
+    but rounding.
+    """
     __tracebackhide__ = True
     assert actual.keys() == expected.keys()
-    flat = [np.concatenate([gradients[name].ravel() for name in expected]) for gradients in (actual, expected)]
+    flat = [
+        np.concatenate([gradients[name].ravel() for name in expected])
+        for gradients in (actual, expected)
+    ]
     assert_same_up_to_rounding(*flat)
 
 
@@ -836,7 +964,9 @@ def torch_gradients(sibling, module, loss, x):
 @only_torch
 @every_spec
 def test_torch_gradients_through_cache(sibling, spec):
-    """In PyTorch, gradients of input and weights through two cached chunks are those of one pass."""
+    """In PyTorch, gradients of input and weights through two cached chunks are those of one
+    pass.
+    """
 
     def cached_loss(module, x):
         first, cache = module(x[:, :4], module.init_cache(3, NUM_TOKENS))
@@ -849,7 +979,9 @@ def test_torch_gradients_through_cache(sibling, spec):
         lambda module, x: module(x, is_causal=True).square().sum(),
         x,
     )
-    assert_same_gradients(torch_gradients(sibling, cached_layer(sibling, spec), cached_loss, x), expected)
+    assert_same_gradients(
+        torch_gradients(sibling, cached_layer(sibling, spec), cached_loss, x), expected
+    )
 
 
 def jax_gradients(module, loss, x):
@@ -859,7 +991,9 @@ def jax_gradients(module, loss, x):
 
 
 @only_jax
-@pytest.mark.parametrize("name", ["mha", "fused-qkv-head-dim"])  # all specs would take 4 s more to compile
+@pytest.mark.parametrize(
+    "name", ["mha", "fused-qkv-head-dim"]
+)  # all specs would take 4 s more to compile
 def test_jax_gradients_through_cache(sibling, name):
     """In JAX, gradients of input and weights through two cached chunks are those of one pass."""
 
@@ -883,7 +1017,10 @@ def test_torch_decoding_updates_in_place(sibling):
     module = cached_layer(sibling, GQA_ROPE)
     cache = module.init_cache(3, NUM_TOKENS)
     _, appended = module(sibling.array(random_tokens(GQA_ROPE)), cache)
-    assert (appended.keys.data_ptr(), appended.values.data_ptr()) == (cache.keys.data_ptr(), cache.values.data_ptr())
+    assert (appended.keys.data_ptr(), appended.values.data_ptr()) == (
+        cache.keys.data_ptr(),
+        cache.values.data_ptr(),
+    )
 
 
 @only_torch
@@ -905,7 +1042,7 @@ def test_torch_decoding_in_inference_mode(sibling):
     assert_same_up_to_rounding(output, full_pass(sibling, GQA_ROPE, x))
 
 
-# ---- Creating and measuring caches -----------------------------------------------------------------------------------
+# ---- Creating and measuring caches ---------------------------------------------------------------
 
 every_dtype = pytest.mark.parametrize(
     "dtype", [np.float32, ml_dtypes.bfloat16, np.float16], ids=["float32", "bfloat16", "float16"]
@@ -936,7 +1073,9 @@ def test_module_cache_uses_weight_dtype(sibling, dtype):
     """
     cache = cached_layer(sibling, GQA_ROPE, dtype).init_cache(3, 5)
     assert cache.capacity == 5
-    np.testing.assert_array_equal(sibling.numpy(cache.keys), np.zeros((3, 2, 5, 6), dtype), strict=True)
+    np.testing.assert_array_equal(
+        sibling.numpy(cache.keys), np.zeros((3, 2, 5, 6), dtype), strict=True
+    )
 
 
 @sample(jax=1)
@@ -950,7 +1089,9 @@ def test_module_cache_accepts_dtype(sibling, dtype):
 NAMES_OF_SIZES = ("batch_size", "num_kv_heads", "capacity", "head_dim")
 
 
-@pytest.mark.parametrize("sizes", [(-1, 1, 1, 1), (1, -1, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(-1, 1, 1, 1), (1, -1, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)], ids=str
+)
 def test_invalid_cache_sizes_raise(sibling, sizes):
     """A negative batch size or number of heads, or a capacity or head
     width of 0, raises an error.

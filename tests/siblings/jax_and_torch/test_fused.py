@@ -1,7 +1,8 @@
-"""The fast paths: options instead of masks, skipped keys, blocks and library kernels change results only by rounding.
+"""The fast paths: options instead of masks, skipped keys, blocks and library kernels change results
+only by rounding.
 
-Results are compared with the plain path of torch in float64. The tolerance is the error of the same path in the tested
-dtype, times the factor of `parity.core.compare`.
+Results are compared with the plain path of torch in float64. The tolerance is the error of the same
+path in the tested dtype, times the factor of `parity.measure.core.compare`.
 """
 
 import functools
@@ -31,8 +32,8 @@ from mha_jax.parallel import ContextParallel
 from mha_jax.scores import Scores
 from mha_spec import Alibi, AttentionSpec, RelativeBias, Rope
 from mha_spec.heads import BareHeads
-from parity.backends import jax as jax_backend
-from parity.backends import torch as torch_backend
+from parity.measure.backends import jax as jax_backend
+from parity.measure.backends import torch as torch_backend
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 HALVES = {name: dtype for name, dtype in DTYPES.items() if name != "float32"}
@@ -42,13 +43,17 @@ LENGTHS = (0, 17, 41)
 both_forms = pytest.mark.parametrize("form", ["plain", "fused"])
 
 
-SMALL_BLOCKS = FusedAttention(few_scores=0, queries=16, keys=16, last_keys=4)  # every shape is computed in blocks
+SMALL_BLOCKS = FusedAttention(
+    few_scores=0, queries=16, keys=16, last_keys=4
+)  # every shape is computed in blocks
 
 
 @pytest.fixture
 def off_the_cpu(monkeypatch):
     """Make JAX use the path for accelerators."""
-    monkeypatch.setattr(mha_jax.fused, "platform_of", lambda *arrays: "metal")  # a platform without its own kernel
+    monkeypatch.setattr(
+        mha_jax.fused, "platform_of", lambda *arrays: "metal"
+    )  # a platform without its own kernel
     with jax.numpy_dtype_promotion("standard"):  # the gradient of JAX's own function mixes dtypes
         yield
 
@@ -57,11 +62,19 @@ QUICKLY = {"xla_backend_optimization_level": 0}  # most programs here run only o
 
 
 def problem(
-    heads=(2, 2), lengths=(NUM_QUERIES, NUM_KEYS), *, mask=None, bias=None, padding=None, minus=None, dtype=np.float32
+    heads=(2, 2),
+    lengths=(NUM_QUERIES, NUM_KEYS),
+    *,
+    mask=None,
+    bias=None,
+    padding=None,
+    minus=None,
+    dtype=np.float32,
 ):
     """Return split heads and a cotangent, and optionally a mask, a bias and padding lengths.
 
-    A mask is an array or a shape, a bias is a shape. `minus` replaces the bias where another random mask is True.
+    A mask is an array or a shape, a bias is a shape. `minus` replaces the bias where another random
+    mask is True.
     """
     rng = np.random.default_rng(5)
     (num_heads, num_kv_heads), (num_queries, num_keys) = heads, lengths
@@ -98,7 +111,9 @@ def blocks_hidden():
 
 
 def rows_hidden():
-    """Hide all keys from rows 3 and 20, and key 0 from all; row 0 of a causal call then has no key."""
+    """Hide all keys from rows 3 and 20, and key 0 from all; row 0 of a causal call then has no
+    key.
+    """
     mask = np.zeros((NUM_QUERIES, NUM_KEYS), bool)
     mask[[3, 20]] = True
     mask[:, 0] = True
@@ -118,7 +133,9 @@ def is_hidden(arrays, is_causal=False):
 
 
 def results(package, function, arrays, **options):
-    """Return the context and the gradients of floating-point inputs as NumPy arrays; JAX runs under jit."""
+    """Return the context and the gradients of floating-point inputs as NumPy arrays; JAX runs under
+    jit.
+    """
     if package is mha_jax:
         return numpy_of(jitted_with_gradients(function, **options)(as_jax(arrays)))
     arrays = {name: torch_backend.from_numpy(x) for name, x in arrays.items()}
@@ -148,7 +165,10 @@ def with_gradients(function, arrays, **options):
     hidden = {name: x for name, x in arrays.items() if name not in leaves}
     cotangent = leaves.pop("cotangent")
     context, pull_back = jax.vjp(lambda leaves: function(**leaves, **hidden, **options)[0], leaves)
-    return {"context": context, **{f"grad.{name}": x for name, x in pull_back(cotangent)[0].items()}}
+    return {
+        "context": context,
+        **{f"grad.{name}": x for name, x in pull_back(cotangent)[0].items()},
+    }
 
 
 def yardstick(arrays, **options):
@@ -185,7 +205,10 @@ PROBLEMS = {
     "padding-causal-mask": ({"padding": LENGTHS, "mask": (1, 2, NUM_QUERIES, NUM_KEYS)}, True),
     "odd-heads": ({"heads": (3, 3)}, True),
     "gqa": ({"heads": (4, 2)}, True),
-    "gqa-mask-padding": ({"heads": (6, 3), "mask": (BATCH, 6, NUM_QUERIES, 1), "padding": LENGTHS}, True),
+    "gqa-mask-padding": (
+        {"heads": (6, 3), "mask": (BATCH, 6, NUM_QUERIES, 1), "padding": LENGTHS},
+        True,
+    ),
     "mqa": ({"heads": (3, 1), "mask": (1, 3, 1, NUM_KEYS)}, False),
     "bias-of-keys": ({"bias": (NUM_KEYS,)}, False),
     "bias-t-1": ({"bias": (NUM_QUERIES, 1), "padding": LENGTHS}, True),
@@ -193,7 +216,10 @@ PROBLEMS = {
     "bias-b-1-t-s": ({"bias": (BATCH, 1, NUM_QUERIES, NUM_KEYS)}, True),
     "bias-gqa": ({"bias": (1, 4, NUM_QUERIES, NUM_KEYS), "heads": (4, 2)}, True),
     "bias-infinite": ({"bias": (BATCH, 2, NUM_QUERIES, NUM_KEYS), "minus": -np.inf}, True),
-    "bias-infinite-rows": ({"bias": (1, 2, NUM_QUERIES, 1), "minus": -np.inf, "heads": (2, 1)}, False),
+    "bias-infinite-rows": (
+        {"bias": (1, 2, NUM_QUERIES, 1), "minus": -np.inf, "heads": (2, 1)},
+        False,
+    ),
     "bias-lowest": ({"bias": (NUM_QUERIES, NUM_KEYS), "minus": np.finfo(np.float32).min}, True),
 }
 # Problems whose keys JAX processes at once if one block holds all of them.
@@ -207,7 +233,13 @@ IN_HALF_PRECISION = {  # one dtype for each, because both are widened alike
 }
 
 IN_MAKE_TEST = [
-    *("queries-beyond-keys", "mask-of-blocks", "mask-of-rows-causal", "everything-hidden", "padding-causal-mask"),
+    *(
+        "queries-beyond-keys",
+        "mask-of-blocks",
+        "mask-of-rows-causal",
+        "everything-hidden",
+        "padding-causal-mask",
+    ),
     *("gqa-mask-padding", "bias-gqa", "bias-infinite-rows"),
 ]
 """Problems that combine all ways to hide keys, to share heads and to broadcast."""
@@ -232,25 +264,35 @@ def single_key():
 
 
 def assert_single_key_is_seen(found, arrays):
-    """Check that the context is the value, and that gradients of scores, differences of equal sums, are near 0."""
-    np.testing.assert_array_equal(found["context"], np.broadcast_to(arrays["value"], found["context"].shape))
+    """Check that the context is the value, and that gradients of scores, differences of equal sums,
+    are near 0.
+    """
+    np.testing.assert_array_equal(
+        found["context"], np.broadcast_to(arrays["value"], found["context"].shape)
+    )
     sizes = {name: float(np.abs(x).max()) for name, x in arrays.items()}
-    rounding = HEAD_DIM * np.finfo(np.float32).eps * sizes["cotangent"] * sizes["value"] * HEAD_DIM**-0.5
+    rounding = (
+        HEAD_DIM * np.finfo(np.float32).eps * sizes["cotangent"] * sizes["value"] * HEAD_DIM**-0.5
+    )
     assert np.abs(found["grad.query"]).max() <= rounding * sizes["key"]
     assert np.abs(found["grad.key"]).max() <= rounding * sizes["query"] * NUM_QUERIES
 
 
-# ---- is_causal and lengths instead of masks --------------------------------------------------------------------------
+# ---- is_causal and lengths instead of masks ------------------------------------------------------
 
 
 @sample(jax=1)
 @both_forms
 @pytest.mark.parametrize("lengths", [(5, 5), (5, 7), (7, 5)], ids=["square", "wide", "tall"])
 @pytest.mark.parametrize(
-    ("padding", "is_causal"), [(None, True), ((0, 2, 5), False), ((5, 0, 3), True)], ids=["causal", "padding", "both"]
+    ("padding", "is_causal"),
+    [(None, True), ((0, 2, 5), False), ((5, 0, 3), True)],
+    ids=["causal", "padding", "both"],
 )
 def test_causal_and_lengths_match_mask(sibling, form, lengths, padding, is_causal):
-    """is_causal and padding lengths match the plain path with the equivalent mask, with gradients."""
+    """is_causal and padding lengths match the plain path with the equivalent mask, with
+    gradients.
+    """
     function = attention_in(form, sibling.package)
     told = problem(lengths=lengths, padding=padding)
     masked = problem(lengths=lengths, mask=is_hidden(told, is_causal))
@@ -261,29 +303,39 @@ def test_causal_and_lengths_match_mask(sibling, form, lengths, padding, is_causa
 @sample(jax=1)
 @both_forms
 def test_causal_and_lengths_join_a_mask(sibling, form):
-    """is_causal and padding lengths together with a mask match the plain path with one joint mask."""
+    """is_causal and padding lengths together with a mask match the plain path with one joint
+    mask.
+    """
     function = attention_in(form, sibling.package)
     told = problem(lengths=(5, 7), padding=(0, 2, 7), mask=(5, 7))
     masked = problem(lengths=(5, 7), mask=is_hidden(told, is_causal=True))
-    parity.assert_parity(results(sibling.package, function, told, is_causal=True), **yardstick(masked))
+    parity.assert_parity(
+        results(sibling.package, function, told, is_causal=True), **yardstick(masked)
+    )
 
 
 @sample(jax=1)
 @both_forms
 @pytest.mark.parametrize(
-    "kind", [list, tuple, lambda lengths: np.array(lengths, np.int64)], ids=["list", "tuple", "array"]
+    "kind",
+    [list, tuple, lambda lengths: np.array(lengths, np.int64)],
+    ids=["list", "tuple", "array"],
 )
 def test_lengths_of_any_kind_are_accepted(sibling, form, kind):
     """Padding lengths in a list, a tuple or an array give the same results."""
     function = attention_in(form, sibling.package)
     arrays = problem(lengths=(5, 7))
     lengths = kind([0, 2, 7])
-    lengths = torch.from_numpy(lengths) if isinstance(lengths, np.ndarray) and sibling.package is mha_torch else lengths
+    lengths = (
+        torch.from_numpy(lengths)
+        if isinstance(lengths, np.ndarray) and sibling.package is mha_torch
+        else lengths
+    )
     found = results(sibling.package, function, arrays, key_padding_lengths=lengths)
     parity.assert_parity(found, **yardstick(problem(lengths=(5, 7), padding=(0, 2, 7))))
 
 
-# ---- Windows and chunks: a few queries at once -----------------------------------------------------------------------
+# ---- Windows and chunks: a few queries at once ---------------------------------------------------
 
 SPANS = {
     "window": ({"window_size": 20}, {}, True),
@@ -326,7 +378,10 @@ def test_torch_window_parts_match_plain_path(is_causal, window_size):
     """Windows in torch without gradients, whose equal parts are computed together, match the plain
     path.
     """
-    spec, arrays = parity.AttentionSpec(4 * HEAD_DIM, 4, window_size=window_size), problem(lengths=(290, 290))
+    spec, arrays = (
+        parity.AttentionSpec(4 * HEAD_DIM, 4, window_size=window_size),
+        problem(lengths=(290, 290)),
+    )
     arrays = [torch.from_numpy(arrays[name]) for name in ("query", "key", "value")]
     arrays[0] = torch.cat([arrays[0], arrays[0] + 1.0], dim=1)  # two query heads for each key head
     found, expected = (
@@ -346,7 +401,7 @@ def test_window_of_no_sequences_is_empty(sibling, keywords):
     assert context.shape == (0, 2, 290, 8)
 
 
-# ---- JAX: block by block ---------------------------------------------------------------------------------------------
+# ---- JAX: block by block -------------------------------------------------------------------------
 
 jax_fused = fused_attention(mha_jax)
 jax_blocks = functools.partial(jax_fused, kernel=SMALL_BLOCKS)
@@ -375,7 +430,9 @@ PARTS = {
 
 @sample(9)
 @pytest.mark.parametrize("few_scores", [50_000, 2_000], ids=["one-kernel", "several-kernels"])
-@pytest.mark.parametrize("span", [{"window_size": 20}, {"chunk_size": 64}], ids=["window", "chunks"])
+@pytest.mark.parametrize(
+    "span", [{"window_size": 20}, {"chunk_size": 64}], ids=["window", "chunks"]
+)
 @pytest.mark.parametrize("name", PARTS)
 def test_jax_window_parts_match_plain_path(name, span, few_scores):
     """In JAX, gradients of windows and chunks in parts match the plain path, as do, in contained
@@ -385,7 +442,9 @@ def test_jax_window_parts_match_plain_path(name, span, few_scores):
     rng, options = np.random.default_rng(0), dict(PARTS[name])
     alibi = {"alibi": Alibi()} if name == "alibi" else {}
     spec = parity.AttentionSpec(32, 4, num_kv_heads=2, sinks=name == "sinks", **alibi, **span)
-    query, key, value = (jnp.asarray(rng.standard_normal((2, n, 290, 8)), jnp.float32) for n in (4, 2, 2))
+    query, key, value = (
+        jnp.asarray(rng.standard_normal((2, n, 290, 8)), jnp.float32) for n in (4, 2, 2)
+    )
     if "mask" in options:
         options["mask"] = jnp.asarray(rng.random(options["mask"]) < 0.3)
     for each in {"bias", "sinks"} & options.keys():
@@ -397,13 +456,20 @@ def test_jax_window_parts_match_plain_path(name, span, few_scores):
         return attend(*arrays, spec, **options)[0]
 
     for gradient, expected in zip(
-        *(jax.grad(lambda *x, of=of: attended(of, *x).sum(), (0, 1, 2))(query, key, value) for of in (attend, plain)),
+        *(
+            jax.grad(lambda *x, of=of: attended(of, *x).sum(), (0, 1, 2))(query, key, value)
+            for of in (attend, plain)
+        ),
         strict=True,
     ):
         np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-5)
     # The product of the first two overflows in float32, and the others are not finite.
     query, key = query.at[0, 1, 7].set(3e30), key.at[0, 0, 20].set(1e25)
-    query, key, value = query.at[1, 2, 5].set(jnp.nan), key.at[0, 1, 200].set(jnp.inf), value.at[1, 0, 80].set(jnp.nan)
+    query, key, value = (
+        query.at[1, 2, 5].set(jnp.nan),
+        key.at[0, 1, 200].set(jnp.inf),
+        value.at[1, 0, 80].set(jnp.nan),
+    )
     attend, plain = (functools.partial(jax_fused, kernel=contained(kernel)) for kernel in kernels)
     found, expected = (attended(of, query, key, value) for of in (attend, plain))
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-6)
@@ -426,9 +492,19 @@ def test_cached_scores_are_one_kernel(group):
     assert 2 * rows * 8 in sizes  # one returns the context
 
 
-# Masks and biases of other axes differ only in broadcasting, which "mask-1-n-t-1", "bias-t-1" and "bias-gqa" test.
+# Masks and biases of other axes differ only in broadcasting, which "mask-1-n-t-1", "bias-t-1" and
+# "bias-gqa" test.
 BLOCKS_LIKE_OTHERS = {
-    *("causal-square", "whole-blocks", "mask-t-s", "mask-b-1-1-s", "bias-of-keys", "bias-n-1-1", "bias-b-1-t-s", "gqa"),
+    *(
+        "causal-square",
+        "whole-blocks",
+        "mask-t-s",
+        "mask-b-1-1-s",
+        "bias-of-keys",
+        "bias-n-1-1",
+        "bias-b-1-t-s",
+        "gqa",
+    ),
 }
 assert PROBLEMS.keys() > BLOCKS_LIKE_OTHERS
 
@@ -441,7 +517,9 @@ def test_blocks_match_plain_path(name):
     parity.assert_parity(in_blocks(arrays, **options), **yardstick(arrays, **options))
 
 
-DIVIDED = replace(SMALL_BLOCKS, last_keys=SMALL_BLOCKS.last_keys + 1)  # so that no earlier trace is reused
+DIVIDED = replace(
+    SMALL_BLOCKS, last_keys=SMALL_BLOCKS.last_keys + 1
+)  # so that no earlier trace is reused
 
 
 @pytest.mark.parametrize("name", ["gqa-mask-padding", "bias-infinite-rows"])
@@ -463,7 +541,9 @@ def test_divided_step_matches_plain_path(monkeypatch):
     monkeypatch.setattr(mha_jax.kernels.cpu.blockwise, "is_automatic", lambda x: True)
     arrays = cache_problem((6, 2), LAST_POSITIONS["ragged"])
     attend = functools.partial(attend_to_cache, kernel=DIVIDED)
-    parity.assert_parity(numpy_of(jitted_with_gradients(attend)(as_jax(arrays))), **yardstick(arrays))
+    parity.assert_parity(
+        numpy_of(jitted_with_gradients(attend)(as_jax(arrays))), **yardstick(arrays)
+    )
 
 
 def test_tokens_over_unknown_axis_raise():
@@ -500,7 +580,9 @@ def test_block_of_one_key_returns_its_value():
 @sample(name=["queries-beyond-keys"])
 @pytest.mark.parametrize("name", ["causal-square", "queries-beyond-keys", "bias-b-1-t-s"])
 def test_blocks_narrower_than_queries_match(name):
-    """Context and gradients of blocks with 16 queries and 6 keys match the plain path in float64."""
+    """Context and gradients of blocks with 16 queries and 6 keys match the plain path in
+    float64.
+    """
     arrays, options = named(name)
     fused = functools.partial(jax_blocks, kernel=replace(SMALL_BLOCKS, keys=6))
     parity.assert_parity(results(mha_jax, fused, arrays, **options), **yardstick(arrays, **options))
@@ -509,7 +591,9 @@ def test_blocks_narrower_than_queries_match(name):
 @sample(name=["bias-infinite"])
 @pytest.mark.parametrize("name", ["padding-causal-mask", "bias-infinite"])
 def test_blocks_support_float64(name):
-    """Context and gradients of blocks in float64 match the plain path within the error of float64."""
+    """Context and gradients of blocks in float64 match the plain path within the error of
+    float64.
+    """
     arrays, options = named(name, np.float64)
     expected = yardstick(arrays, **options)["expected"]
     with jax.enable_x64(True):
@@ -580,7 +664,11 @@ def test_blocks_can_be_rematerialized():
     parity.assert_parity(results(mha_jax, function, arrays), **yardstick(arrays, **options))
 
 
-@sample(where=lambda num_tokens, is_causal, share: (num_tokens, is_causal, share) in [(2048, True, 1 / 4)])
+@sample(
+    where=lambda num_tokens, is_causal, share: (
+        (num_tokens, is_causal, share) in [(2048, True, 1 / 4)]
+    )
+)
 @pytest.mark.parametrize(
     ("num_tokens", "is_causal", "share"),
     [(2048, True, 1 / 4), (8192, False, 1 / 50)],
@@ -591,7 +679,11 @@ def test_scores_are_not_stored_at_once(num_tokens, is_causal, share):
     """
     shape = jax.ShapeDtypeStruct((1, 8, num_tokens, 16), jnp.float32)
     arrays = dict.fromkeys(("query", "key", "value", "cotangent"), shape)
-    compiled = jax.jit(functools.partial(with_gradients, jax_fused, is_causal=is_causal)).lower(arrays).compile()
+    compiled = (
+        jax.jit(functools.partial(with_gradients, jax_fused, is_causal=is_causal))
+        .lower(arrays)
+        .compile()
+    )
     assert 0 < compiled.memory_analysis().temp_size_in_bytes < share * 8 * num_tokens**2 * 4
 
 
@@ -607,12 +699,19 @@ CASES_IN_BLOCKS = [
 def layer_with_gradients(problem):
     """Return output and gradients of the layer of a case, in blocks of three, as its stages."""
     case, spec = problem.case, problem.spec
-    inputs = as_jax({name: x for name, x in problem.inputs.items() if name in ("query", "key", "bias")})
+    inputs = as_jax(
+        {name: x for name, x in problem.inputs.items() if name in ("query", "key", "bias")}
+    )
     mask = mha_jax.create_attention_mask(
-        case.seq_len, case.key_len, is_causal=case.is_causal, key_padding_lengths=case.key_padding_lengths
+        case.seq_len,
+        case.key_len,
+        is_causal=case.is_causal,
+        key_padding_lengths=case.key_padding_lengths,
     )
     if case.window_size is not None:
-        mask |= mha_jax.create_sliding_window_mask(case.seq_len, case.key_len, window_size=case.window_size)[None, None]
+        mask |= mha_jax.create_sliding_window_mask(
+            case.seq_len, case.key_len, window_size=case.window_size
+        )[None, None]
     if "mask" in problem.inputs:
         mask |= problem.inputs["mask"]
     layer = mha_jax.MultiHeadAttention(spec, param_dtype=jnp.dtype(problem.dtype), rngs=nnx.Rngs(0))
@@ -644,7 +743,7 @@ def test_layer_in_blocks_matches_reference(name, dtype):
     parity.assert_parity(found, problem=problem)
 
 
-# ---- Hidden tokens have no effect ------------------------------------------------------------------------------------
+# ---- Hidden tokens have no effect ----------------------------------------------------------------
 
 
 def window_of_the_last(num_tokens):
@@ -656,10 +755,22 @@ def window_of_the_last(num_tokens):
 
 # Blocks without visible keys. The last block begins early, because it is as long as the others.
 SKIPPED = {
-    "mask": ({"lengths": (48, 48), "mask": window_of_the_last(48)}, False, [(slice(None), slice(0, 16))]),
-    "padding": ({"padding": (16, 20, 5)}, False, [(0, slice(16, 41)), (2, slice(16, 41)), (1, slice(32, 41))]),
+    "mask": (
+        {"lengths": (48, 48), "mask": window_of_the_last(48)},
+        False,
+        [(slice(None), slice(0, 16))],
+    ),
+    "padding": (
+        {"padding": (16, 20, 5)},
+        False,
+        [(0, slice(16, 41)), (2, slice(16, 41)), (1, slice(32, 41))],
+    ),
     "causal": ({"lengths": (29, 64)}, True, [(slice(None), slice(32, 64))]),
-    "padding-causal": ({"padding": (0, 7, 41)}, True, [(0, slice(0, 41)), (1, slice(16, 41)), (2, slice(32, 41))]),
+    "padding-causal": (
+        {"padding": (0, 7, 41)},
+        True,
+        [(0, slice(0, 41)), (1, slice(16, 41)), (2, slice(32, 41))],
+    ),
 }
 
 
@@ -668,7 +779,9 @@ def test_hidden_blocks_are_not_read(name):
     """Blocks without visible keys may be NaN: results have the bits of zeros instead."""
     keywords, is_causal, places = SKIPPED[name]
     arrays = problem(**keywords)
-    emptied, spoilt = ({**arrays, **{side: arrays[side].copy() for side in ("key", "value")}} for _ in range(2))
+    emptied, spoilt = (
+        {**arrays, **{side: arrays[side].copy() for side in ("key", "value")}} for _ in range(2)
+    )
     for batch, keys in places:
         for side in ("key", "value"):
             emptied[side][batch, :, keys], spoilt[side][batch, :, keys] = 0.0, np.nan
@@ -720,7 +833,9 @@ def test_hidden_tokens_do_nothing_in_torch(name, side, value):
     keywords, is_causal = UNSEEN[name]
     arrays = problem(**keywords)
     changed = changed_where_unseen(arrays, side, value, is_causal=is_causal)
-    expected, found = (results(mha_torch, torch_fused, each, is_causal=is_causal) for each in (arrays, changed))
+    expected, found = (
+        results(mha_torch, torch_fused, each, is_causal=is_causal) for each in (arrays, changed)
+    )
     np.testing.assert_array_equal(found["context"], expected["context"])
 
 
@@ -730,11 +845,13 @@ def test_torch_does_not_read_padding(is_causal):
     arrays = problem(padding=(1, 17, 41))
     spoilt = changed_where_unseen(arrays, "value", np.nan)
     spoilt = changed_where_unseen(spoilt, "key", np.nan)
-    expected, found = (results(mha_torch, torch_fused, each, is_causal=is_causal) for each in (arrays, spoilt))
+    expected, found = (
+        results(mha_torch, torch_fused, each, is_causal=is_causal) for each in (arrays, spoilt)
+    )
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-# ---- JAX: one token over a cache -------------------------------------------------------------------------------------
+# ---- JAX: one token over a cache -----------------------------------------------------------------
 
 CAPACITY = 43  # neither a multiple of large blocks nor of small ones
 LAST_POSITIONS = {
@@ -746,14 +863,20 @@ LAST_POSITIONS = {
 
 
 def cache_problem(heads, last_positions, dtype=np.float32):
-    """Return one token per sequence, its cache, and the lengths that hide slots beyond a position."""
+    """Return one token per sequence, its cache, and the lengths that hide slots beyond a
+    position.
+    """
     return problem(heads, (1, CAPACITY), padding=np.array(last_positions) + 1, dtype=dtype)
 
 
 def attend_to_cache(query, key, value, key_padding_lengths, kernel=SMALL_BLOCKS):
     """Run a step of the fused kernel, with the signature that `results` expects."""
     return kernel.step(
-        query, key, value, Mask(is_causal=True, q_offset=key_padding_lengths - 1), Scores(BareHeads(query.shape[3]))
+        query,
+        key,
+        value,
+        Mask(is_causal=True, q_offset=key_padding_lengths - 1),
+        Scores(BareHeads(query.shape[3])),
     ), None
 
 
@@ -822,7 +945,9 @@ def test_step_near_block_size_matches(capacity):
 def test_last_cache_blocks_fit_other_blocks():
     """Blocks of 8 keys, smaller than the default last blocks of a cache, match the plain path."""
     arrays = problem((4, 2), (1, 12), padding=(2, 5, 12))
-    attend = functools.partial(attend_to_cache, kernel=FusedAttention(few_scores=0, queries=8, keys=8))
+    attend = functools.partial(
+        attend_to_cache, kernel=FusedAttention(few_scores=0, queries=8, keys=8)
+    )
     parity.assert_parity(results(mha_jax, attend, arrays), **yardstick(arrays))
 
 
@@ -842,7 +967,8 @@ def test_slots_beyond_last_block_are_unread(heads):
         spoilt[side][:, :, 20:] = np.nan  # the longest sequence ends in the block of slots 16 to 19
     function = jax.jit(lambda arrays: attend_to_cache(**arrays)[0], compiler_options=QUICKLY)
     expected, found = (
-        function({name: x for name, x in as_jax(each).items() if name != "cotangent"}) for each in (arrays, spoilt)
+        function({name: x for name, x in as_jax(each).items() if name != "cotangent"})
+        for each in (arrays, spoilt)
     )
     np.testing.assert_array_equal(found, expected)
 
@@ -861,7 +987,10 @@ def test_step_with_relative_bias_matches():
     """
     arrays = as_jax(cache_problem((4, 2), LAST_POSITIONS["ragged"]))
     cotangent, last_positions = arrays.pop("cotangent"), arrays.pop("key_padding_lengths") - 1
-    record, table = RelativeBias(8, 20, bidirectional=False), np.linspace(-1.0, 1.0, 32, dtype=np.float32).reshape(8, 4)
+    record, table = (
+        RelativeBias(8, 20, bidirectional=False),
+        np.linspace(-1.0, 1.0, 32, dtype=np.float32).reshape(8, 4),
+    )
     head_dim = arrays["query"].shape[3]
     spec = AttentionSpec(4 * head_dim, 4, num_kv_heads=2, relative_bias=record, window_size=30)
     visible = Mask(is_causal=True, span=spec.span, q_offset=last_positions)
@@ -872,18 +1001,25 @@ def test_step_with_relative_bias_matches():
         )[0]
 
     def fused(query, key, value, relative_bias):
-        return SMALL_BLOCKS.step(query, key, value, visible, Scores(spec, learned={"relative_bias": relative_bias}))
+        return SMALL_BLOCKS.step(
+            query, key, value, visible, Scores(spec, learned={"relative_bias": relative_bias})
+        )
 
     inputs = (*(arrays[side] for side in ("query", "key", "value")), jax.numpy.asarray(table))
     expected, found = (
-        jax.jit(lambda *inputs, attend=attend: [attend(*inputs), *jax.vjp(attend, *inputs)[1](cotangent)])(*inputs)
+        jax.jit(
+            lambda *inputs, attend=attend: [
+                attend(*inputs),
+                *jax.vjp(attend, *inputs)[1](cotangent),
+            ]
+        )(*inputs)
         for attend in (plain, fused)
     )
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)  # a few roundings of float32
 
 
-# ---- Decoding --------------------------------------------------------------------------------------------------------
+# ---- Decoding ------------------------------------------------------------------------------------
 
 SPEC = parity.AttentionSpec(16, 4, num_kv_heads=2, head_dim=32, rope=Rope(10000.0))
 
@@ -892,7 +1028,9 @@ SPEC = parity.AttentionSpec(16, 4, num_kv_heads=2, head_dim=32, rope=Rope(10000.
 def layer(package, kind):
     """Return a module with the random weights of its spec, shared by tests."""
     options = {"rngs": nnx.Rngs(0)} if package is mha_jax else {}
-    return parity.load_into(getattr(package, kind)(SPEC, **options), parity.random_weights(SPEC), SPEC)
+    return parity.load_into(
+        getattr(package, kind)(SPEC, **options), parity.random_weights(SPEC), SPEC
+    )
 
 
 @functools.cache
@@ -907,7 +1045,9 @@ def decoder(package):
 
 @functools.cache
 def tokens(num_tokens, batch=2):
-    return np.random.default_rng(3).standard_normal((batch, num_tokens, SPEC.d_in)).astype(np.float32)
+    return (
+        np.random.default_rng(3).standard_normal((batch, num_tokens, SPEC.d_in)).astype(np.float32)
+    )
 
 
 @functools.cache
@@ -916,7 +1056,9 @@ def one_pass(num_tokens, dtype=torch.float32):
     module, x = layer(mha_torch, "MultiHeadSelfAttention"), torch.from_numpy(tokens(num_tokens))
     weights = {name: weight.to(dtype) for name, weight in module.state_dict().items()}
     mask = mha_torch.create_causal_mask(num_tokens)
-    return mha_torch.multi_head_attention(x.to(dtype), weights, SPEC, mask=mask, need_weights=True)[0]
+    return mha_torch.multi_head_attention(x.to(dtype), weights, SPEC, mask=mask, need_weights=True)[
+        0
+    ]
 
 
 def expected_of(num_tokens, part=slice(None)):
@@ -965,7 +1107,9 @@ def test_jax_step_needs_little_memory(jax_step, batch):
     """A step in JAX needs temporary memory below a quarter of its cached keys."""
     module = layer(mha_jax, "MultiHeadAttentionWithCache")
     cache = module.init_cache(batch, 16 * mha_jax.fused.attend.keys)
-    analysis = jax_step.lower(module, jnp.asarray(tokens(1, batch)), cache).compile().memory_analysis()
+    analysis = (
+        jax_step.lower(module, jnp.asarray(tokens(1, batch)), cache).compile().memory_analysis()
+    )
     assert 0 < analysis.temp_size_in_bytes < cache.keys.nbytes / 4
 
 
@@ -973,13 +1117,17 @@ def filled(package, counts, num_tokens, capacity):
     """Return a module and a cache that holds `counts` tokens of each sequence."""
     module, x = decoder(package), tokens(num_tokens)
     cache = module.init_cache(len(counts), capacity)
-    return module, fed(package, module, x[:, : max(counts)], cache, counts)[1] if max(counts) else cache
+    return module, fed(package, module, x[:, : max(counts)], cache, counts)[1] if max(
+        counts
+    ) else cache
 
 
 def fed(package, module, x, cache, new_lengths=None):
     """Return the output of a module and its cache; JAX runs compiled."""
     if package is mha_jax:
-        return jitted(module, x, cache, None if new_lengths is None else np.array(new_lengths, np.int32))
+        return jitted(
+            module, x, cache, None if new_lengths is None else np.array(new_lengths, np.int32)
+        )
     with torch.no_grad():
         return module(torch.from_numpy(x), cache, new_lengths=new_lengths)
 
@@ -1018,14 +1166,19 @@ def test_padded_chunk_matches_full_pass(sibling, counts):
     assert not np.asarray(output[0, 1:]).any()
 
 
-TORCH_STEPS = {"prompt": [9], "prompt-and-steps": [5, 1, 1, 1, 1], "steps": [1, 1, 1], "chunks": [4, 3, 2]}
+TORCH_STEPS = {
+    "prompt": [9],
+    "prompt-and-steps": [5, 1, 1, 1, 1],
+    "steps": [1, 1, 1],
+    "chunks": [4, 3, 2],
+}
 
 
 @pytest.mark.parametrize("cuts", TORCH_STEPS.values(), ids=TORCH_STEPS)
 @torch.inference_mode()
 def test_torch_chunks_match_full_pass(cuts):
-    """In torch, outputs of chunks and steps match one pass, and they leave the keys and values of one
-    chunk in the cache, within rounding.
+    """In torch, outputs of chunks and steps match one pass, and they leave the keys and values of
+    one chunk in the cache, within rounding.
     """
     num_tokens, module = sum(cuts), layer(mha_torch, "MultiHeadAttentionWithCache")
     x, cache, outputs = torch.from_numpy(tokens(num_tokens)), module.init_cache(2, 12), []
@@ -1046,12 +1199,18 @@ def test_torch_step_updates_cache_in_place(counts):
     """A step in torch returns keys and values in the same storage."""
     module, cache = filled(mha_torch, counts, 40, 43)
     _, after = module(torch.from_numpy(tokens(1)), cache)
-    assert [x.data_ptr() for x in (after.keys, after.values)] == [x.data_ptr() for x in (cache.keys, cache.values)]
+    assert [x.data_ptr() for x in (after.keys, after.values)] == [
+        x.data_ptr() for x in (cache.keys, cache.values)
+    ]
 
 
 def allocations(run):
-    """Return the sizes in bytes of all allocations during a call, including those inside kernels."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    """Return the sizes in bytes of all allocations during a call, including those inside
+    kernels.
+    """
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         run()
     events = profile.profiler.kineto_results.events()
     return [event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0]
@@ -1116,11 +1275,13 @@ def test_torch_compiled_layer_matches():
     lengths = torch.tensor([4, 9])
     torch.compiler.reset()
     compiled = torch.compile(module, fullgraph=True, backend="eager")
-    found, expected = (each(x, is_causal=True, key_padding_lengths=lengths) for each in (compiled, module))
+    found, expected = (
+        each(x, is_causal=True, key_padding_lengths=lengths) for each in (compiled, module)
+    )
     parity.assert_parity(found, expected)
 
 
-# ---- torch: the cheapest form of a mask ------------------------------------------------------------------------------
+# ---- torch: the cheapest form of a mask ----------------------------------------------------------
 
 torch_fused = fused_attention(mha_torch)
 
@@ -1130,7 +1291,9 @@ torch_fused = fused_attention(mha_torch)
 def test_torch_kernel_matches_plain_path(name):
     """Context and gradients of the fused path of torch match the plain path in float64."""
     arrays, options = named(name)
-    parity.assert_parity(results(mha_torch, torch_fused, arrays, **options), **yardstick(arrays, **options))
+    parity.assert_parity(
+        results(mha_torch, torch_fused, arrays, **options), **yardstick(arrays, **options)
+    )
 
 
 def test_torch_one_key_returns_its_value():
@@ -1147,7 +1310,9 @@ def test_torch_half_precision_matches(name, dtype):
     float64.
     """
     arrays, options = named(name, dtype)
-    parity.assert_parity(results(mha_torch, torch_fused, arrays, **options), **yardstick(arrays, **options))
+    parity.assert_parity(
+        results(mha_torch, torch_fused, arrays, **options), **yardstick(arrays, **options)
+    )
 
 
 PADDING = {"some": (1, 17, 41), "none": (41, 41, 41), "all": (0, 0, 0), "one-empty": (41, 0, 5)}
@@ -1202,7 +1367,9 @@ def kernel_calls(monkeypatch):
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("padding", [None, (1, 17, 41)], ids=["whole", "padded"])
 def test_torch_kernel_gets_no_mask(kernel_calls, padding, is_causal):
-    """The kernel gets is_causal and no mask: once for all sequences, or once for each padded one."""
+    """The kernel gets is_causal and no mask: once for all sequences, or once for each padded
+    one.
+    """
     results(mha_torch, torch_fused, problem(padding=padding), is_causal=is_causal)
     calls = [(call["attn_mask"], call["is_causal"]) for call in kernel_calls]
     assert calls == [(None, is_causal)] * (1 if padding is None else BATCH)
@@ -1224,7 +1391,9 @@ def no_masks(monkeypatch):
 @pytest.mark.parametrize("padding", [None, [4, 9]], ids=["whole", "padded"])
 @torch.no_grad()
 def test_torch_causal_layer_builds_no_mask(padding):
-    """Causal self-attention, with or without padding, does not call the functions that build masks."""
+    """Causal self-attention, with or without padding, does not call the functions that build
+    masks.
+    """
     module = layer(mha_torch, "MultiHeadSelfAttention")
     module(torch.from_numpy(tokens(9)), is_causal=True, key_padding_lengths=padding)
 
@@ -1238,7 +1407,7 @@ def test_torch_empty_sequence_builds_mask():  # the control of the test above
         module(torch.from_numpy(tokens(9)), is_causal=True, key_padding_lengths=[0, 9])
 
 
-# ---- JAX: off the CPU ------------------------------------------------------------------------------------------------
+# ---- JAX: off the CPU ----------------------------------------------------------------------------
 
 OFF_THE_CPU = [
     "full",
@@ -1273,7 +1442,9 @@ OFF_THE_CPU = [
 def test_library_matches_plain_path(name):
     """Context and gradients of JAX's own function match the plain path in float64."""
     arrays, options = named(name)
-    parity.assert_parity(results(mha_jax, jax_fused, arrays, **options), **yardstick(arrays, **options))
+    parity.assert_parity(
+        results(mha_jax, jax_fused, arrays, **options), **yardstick(arrays, **options)
+    )
 
 
 @pytest.mark.usefixtures("off_the_cpu")
@@ -1281,7 +1452,9 @@ def test_library_matches_plain_path(name):
 def test_library_matches_in_bfloat16(name):  # float16 has no gradient on a CPU
     """Context and gradients of JAX's own function in bfloat16 match the plain path in float64."""
     arrays, options = named(name, ml_dtypes.bfloat16)
-    parity.assert_parity(results(mha_jax, jax_fused, arrays, **options), **yardstick(arrays, **options))
+    parity.assert_parity(
+        results(mha_jax, jax_fused, arrays, **options), **yardstick(arrays, **options)
+    )
 
 
 @pytest.mark.usefixtures("off_the_cpu")
@@ -1299,7 +1472,9 @@ def test_library_accepts_other_value_width(features, rng):
     """JAX's own function with narrower or wider values than keys matches the plain path within
     1e-6.
     """
-    q, k, v = (jax.numpy.asarray(rng.standard_normal((2, n, 5, 8)), jax.numpy.float32) for n in (4, 2, 2))
+    q, k, v = (
+        jax.numpy.asarray(rng.standard_normal((2, n, 5, 8)), jax.numpy.float32) for n in (4, 2, 2)
+    )
     v = jax.numpy.concatenate([v, v], axis=3)[..., :features]
     found, _ = jax_fused(q, k, v, is_causal=True)
     expected, _ = plain_attention(mha_jax)(q, k, v, is_causal=True)
@@ -1309,7 +1484,9 @@ def test_library_accepts_other_value_width(features, rng):
 
 @pytest.fixture
 def library_calls(monkeypatch):
-    """Return a list to which keywords of JAX's own function are appended; it always runs its portable form."""
+    """Return a list to which keywords of JAX's own function are appended; it always runs its
+    portable form.
+    """
     calls, library = [], jax.nn.dot_product_attention
 
     def note(*arrays, **keywords):
@@ -1332,12 +1509,16 @@ def library_calls(monkeypatch):
     ],
     ids=["float16", "bfloat16", "float32", "odd-width", "too-wide", "tpu"],
 )
-def test_cudnn_is_used_where_supported(monkeypatch, library_calls, platform, dtype, head_dim, expected):
+def test_cudnn_is_used_where_supported(
+    monkeypatch, library_calls, platform, dtype, head_dim, expected
+):
     """cuDNN is used for half precision and supported widths on GPUs, and XLA otherwise."""
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     x = jax.ShapeDtypeStruct((1, 2, 4, head_dim), dtype)
     jax.eval_shape(lambda x: jax_fused(x, x, x, is_causal=True)[0], x)
-    assert [(call["implementation"], call["is_causal"]) for call in library_calls] == [(expected, True)]
+    assert [(call["implementation"], call["is_causal"]) for call in library_calls] == [
+        (expected, True)
+    ]
 
 
 def test_cpu_arrays_use_cpu_kernels(monkeypatch, library_calls):
@@ -1401,7 +1582,8 @@ def test_library_window_matches_mask(off_the_cpu, library_calls, name):
 
 
 NUM_TOLD = {"square": (48, 48), "wide": (40, 48), "tall": (48, 40)}
-TOLD = {  # sizes, span, is_causal, lengths, and the options that the library gets; None if it gets a mask
+# sizes, span, is_causal, lengths, and the options that the library gets; None if it gets a mask
+TOLD = {
     "nothing": ("wide", {}, False, False, {}),
     "causal-wide": ("wide", {}, True, False, {}),
     "causal-tall": ("tall", {}, True, False, {}),
@@ -1435,7 +1617,9 @@ def test_library_gets_options_where_possible(monkeypatch, platform, name):
     def function(query, key, lengths):
         return jax_fused(query, key, key, spec, is_causal=is_causal, key_padding_lengths=lengths)[0]
 
-    made = str(jax.make_jaxpr(function)(query, key, jnp.array([0, 30], jnp.int32) if has_lengths else None))
+    made = str(
+        jax.make_jaxpr(function)(query, key, jnp.array([0, 30], jnp.int32) if has_lengths else None)
+    )
     [(mask_and_bias, told)] = calls
     if platform == "tpu" and "window_size" in span:  # XLA takes any window
         window = {"local_window_size": (7, 0 if is_causal else 7)}
@@ -1455,8 +1639,12 @@ def test_library_gets_options_where_possible(monkeypatch, platform, name):
 
 @sample(12)
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("hidden", [{}, {"key_padding_lengths": [150, 290]}], ids=["alone", "padding"])
-@pytest.mark.parametrize("span", [{}, {"window_size": 40}, {"chunk_size": 100}], ids=["all", "window", "chunk"])
+@pytest.mark.parametrize(
+    "hidden", [{}, {"key_padding_lengths": [150, 290]}], ids=["alone", "padding"]
+)
+@pytest.mark.parametrize(
+    "span", [{}, {"window_size": 40}, {"chunk_size": 100}], ids=["all", "window", "chunk"]
+)
 @pytest.mark.parametrize("added", ["alibi", "relative_bias"])
 def test_distance_biases_match_plain_path(added, span, is_causal, hidden):
     """ALiBi and relative biases of 290 queries with sinks match the plain path in torch, with
@@ -1464,15 +1652,25 @@ def test_distance_biases_match_plain_path(added, span, is_causal, hidden):
     tests above.
     """
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, 2, 290, 8, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(3))
-    leaves, sinks = {"query": q, "key": k, "value": v}, torch.tensor([0.5, -1.0], dtype=torch.float64)
+    q, k, v = (
+        torch.randn(2, 2, 290, 8, dtype=torch.float64, generator=generator).requires_grad_()
+        for _ in range(3)
+    )
+    leaves, sinks = (
+        {"query": q, "key": k, "value": v},
+        torch.tensor([0.5, -1.0], dtype=torch.float64),
+    )
     if added == "relative_bias":
         leaves[added] = torch.randn(8, 2, dtype=torch.float64, generator=generator).requires_grad_()
-    spec = AttentionSpec(16, 2, **{added: Alibi() if added == "alibi" else RelativeBias(8, 200)}, sinks=True, **span)
+    spec = AttentionSpec(
+        16, 2, **{added: Alibi() if added == "alibi" else RelativeBias(8, 200)}, sinks=True, **span
+    )
     contexts = [
         attend(spec=spec, is_causal=is_causal, sinks=sinks, **leaves, **hidden)[0]
         for attend in (plain_attention(mha_torch), torch_fused)
     ]
-    expected, found = ([x, *torch.autograd.grad(x.square().sum(), [*leaves.values()])] for x in contexts)
+    expected, found = (
+        [x, *torch.autograd.grad(x.square().sum(), [*leaves.values()])] for x in contexts
+    )
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)

@@ -1,4 +1,6 @@
-"""Multi-head latent attention: its two forms, its cache and its errors; other files test released layers."""
+"""Multi-head latent attention: its two forms, its cache and its errors; other files test released
+layers.
+"""
 
 from dataclasses import replace
 
@@ -14,7 +16,7 @@ from helpers.samples import sample
 import mha_torch
 import parity
 from mha_spec import AttentionSpec, Latent, Rope
-from parity.core.weights import random_weights
+from parity.measure.core.weights import random_weights
 
 SPEC = AttentionSpec(
     *(32, 4),
@@ -29,7 +31,9 @@ X = np.random.default_rng(4).standard_normal((2, 13, 32)).astype(np.float32)
 
 
 def module(sibling, spec=SPEC):
-    return parity.load_into(sibling.module("MultiHeadLatentAttention", spec), random_weights(spec, 3), spec)
+    return parity.load_into(
+        sibling.module("MultiHeadLatentAttention", spec), random_weights(spec, 3), spec
+    )
 
 
 def expected(sibling, **keywords):
@@ -64,7 +68,10 @@ def test_latent_factors_equal_scaled_norms(sibling, absorb):
     """
     spec = replace(SPEC, latent=replace(SPEC.latent, q_factor=1.75, kv_factor=2.5))
     held = sibling.backend.to_params if sibling.name == "jax" else sibling.backend.to_state_dict
-    folded = {name: WEIGHTS[name] * factor for name, factor in (("q_a_norm.weight", 1.75), ("kv_a_norm.weight", 2.5))}
+    folded = {
+        name: WEIGHTS[name] * factor
+        for name, factor in (("q_a_norm.weight", 1.75), ("kv_a_norm.weight", 2.5))
+    }
     found = []
     for weights, each in ((WEIGHTS, spec), (WEIGHTS | folded, SPEC), (WEIGHTS, SPEC)):
         cache, outputs = sibling.package.init_latent_cache(2, 13, 32, 8), []
@@ -74,7 +81,10 @@ def test_latent_factors_equal_scaled_norms(sibling, absorb):
             )
             outputs.append(sibling.numpy(output))
         whole = parity.load_into(sibling.module("MultiHeadSelfAttention", each), weights, each)
-        found += [np.concatenate(outputs, axis=1), sibling.numpy(whole(sibling.array(X), is_causal=True))]
+        found += [
+            np.concatenate(outputs, axis=1),
+            sibling.numpy(whole(sibling.array(X), is_causal=True)),
+        ]
     with_factors, _, *others = found
     assert all(near(other, with_factors) for other in found[1:4])
     assert not any(near(other, with_factors, 0.1) for other in others[2:])
@@ -88,7 +98,11 @@ def test_module_uses_the_cheaper_form(sibling, monkeypatch):
     package, taken = sibling.package, []
     for name in ("absorb_keys", "expand_latents"):
         original = getattr(package, name)
-        counted = lambda *inputs, name=name, original=original: taken.append(name) or original(*inputs)  # noqa: E731
+
+        def counted(*inputs, name=name, original=original):
+            taken.append(name)
+            return original(*inputs)
+
         monkeypatch.setattr(f"{package.__name__}.cache_mha.{name}", counted)
     layer = module(sibling)
     cache = layer.init_cache(2, 13)
@@ -130,14 +144,22 @@ def test_cache_can_be_changed(sibling):
     layer = module(sibling)
     _, cache = layer(sibling.array(X[:, :5]), layer.init_cache(2, 6))
     latents = sibling.numpy(cache.latents)
-    reordered, repeated, grown, cropped = cache.reorder([1, 0]), cache.repeat(2), cache.grow(9), cache.crop([2, 5])
+    reordered, repeated, grown, cropped = (
+        cache.reorder([1, 0]),
+        cache.repeat(2),
+        cache.grow(9),
+        cache.crop([2, 5]),
+    )
     assert (sibling.numpy(reordered.latents) == latents[[1, 0]]).all()
     assert (sibling.numpy(repeated.latents) == latents[[0, 0, 1, 1]]).all()
     assert (sibling.numpy(grown.latents)[:, :, :6] == latents).all()
     assert grown.capacity == 9
     assert sibling.numpy(cropped.lengths).tolist() == [2, 5]
     assert not sibling.numpy(cropped.latents)[0, 0, 2:].any()
-    assert all(isinstance(each, sibling.package.LatentCache) for each in (reordered, repeated, grown, cropped))
+    assert all(
+        isinstance(each, sibling.package.LatentCache)
+        for each in (reordered, repeated, grown, cropped)
+    )
 
 
 @sample(jax=0)
@@ -148,7 +170,9 @@ def test_mask_and_bias_apply_to_latents(sibling):
     bias = np.random.default_rng(5).standard_normal((1, 4, 1, 14)).astype(np.float32)
     layer = module(sibling)
     _, cache = layer(sibling.array(X[:, :12]), layer.init_cache(2, 14))
-    output, _ = layer(sibling.array(X[:, 12:]), cache, mask=sibling.array(mask), bias=sibling.array(bias))
+    output, _ = layer(
+        sibling.array(X[:, 12:]), cache, mask=sibling.array(mask), bias=sibling.array(bias)
+    )
     of_last = {"mask": sibling.array(mask[..., :13]), "bias": sibling.array(bias[..., :13])}
     assert near(sibling.numpy(output), expected(sibling, **of_last)[:, 12:])
 
@@ -171,7 +195,8 @@ def test_missing_norm_is_detected(sibling):
         ),
         "cache of keys": (
             lambda sibling, layer: layer(
-                sibling.array(X), sibling.module("MultiHeadAttentionWithCache", SPEC).init_cache(2, 4)
+                sibling.array(X),
+                sibling.module("MultiHeadAttentionWithCache", SPEC).init_cache(2, 4),
             ),
             refuses_type("cache", "KVCache"),
         ),
@@ -182,7 +207,9 @@ def test_missing_norm_is_detected(sibling):
             refuses_type("cache", "LatentCache"),
         ),
         "cache of another layer": (
-            lambda sibling, layer: layer(sibling.array(X), sibling.package.init_latent_cache(2, 20, 16, 8)),
+            lambda sibling, layer: layer(
+                sibling.array(X), sibling.package.init_latent_cache(2, 20, 16, 8)
+            ),
             refuses("cache.latents", {"cache.latents.shape": (2, 1, 20, 24)}),
         ),
         "no array": (
@@ -198,13 +225,15 @@ def test_missing_norm_is_detected(sibling):
             refuses("lengths + new tokens", lengths=[0, 0], new_lengths=...),
         ),
         "a key": (
-            lambda sibling, _: sibling.module("MultiHeadAttention", AttentionSpec(32, 4, latent=Latent(8, 4)))(
-                sibling.array(X), sibling.array(X)
-            ),
+            lambda sibling, _: sibling.module(
+                "MultiHeadAttention", AttentionSpec(32, 4, latent=Latent(8, 4))
+            )(sibling.array(X), sibling.array(X)),
             refuses("key"),
         ),
         "widths of latents": (
-            lambda sibling, layer: sibling.package.expand_latents(layer.project, sibling.array(X[:, None]), SPEC),
+            lambda sibling, layer: sibling.package.expand_latents(
+                layer.project, sibling.array(X[:, None]), SPEC
+            ),
             refuses("latents", {"latents.shape": (2, 1, 13, 32)}),
         ),
         "size of a cache": (
@@ -224,7 +253,10 @@ def test_invalid_latent_inputs_raise(sibling, call, refusal):
 @sample(jax=0)
 def test_empty_inputs_yield_empty_outputs(sibling):
     """Inputs without tokens or sequences give outputs of their shape and unchanged lengths."""
-    layer, whole = module(sibling), parity.load_into(sibling.module("MultiHeadSelfAttention", SPEC), WEIGHTS, SPEC)
+    layer, whole = (
+        module(sibling),
+        parity.load_into(sibling.module("MultiHeadSelfAttention", SPEC), WEIGHTS, SPEC),
+    )
     for x in (X[:, :0], X[:0]):
         assert whole(sibling.array(x), is_causal=True).shape == x.shape
         output, cache = layer(sibling.array(x), layer.init_cache(len(x), 4))
@@ -243,18 +275,22 @@ def test_nan_padding_reaches_no_gradient(sibling, absorb):
 
     def loss(weights):
         given = {"new_lengths": sibling.array([3, 3]), "absorb": absorb}
-        output, _ = sibling.package.multi_head_latent_attention(sibling.array(x), weights, SPEC, cache, **given)
+        output, _ = sibling.package.multi_head_latent_attention(
+            sibling.array(x), weights, SPEC, cache, **given
+        )
         return (output**2).sum()
 
     if sibling.name == "jax":
         grads = jax.tree.leaves(jax.grad(loss)(weights))
     else:
-        grads = torch.autograd.grad(loss({name: w.requires_grad_() for name, w in weights.items()}), weights.values())
+        grads = torch.autograd.grad(
+            loss({name: w.requires_grad_() for name, w in weights.items()}), weights.values()
+        )
     assert all(np.isfinite(sibling.numpy(grad)).all() for grad in grads)
     assert all(sibling.numpy(grad).any() for grad in grads)
 
 
-# ---- Features of one framework ---------------------------------------------------------------------------------------
+# ---- Features of one framework -------------------------------------------------------------------
 
 
 class Wrapped(torch.nn.Module):
@@ -357,6 +393,8 @@ def test_yarn_factor_is_kept_in_diagnosis():
     spec = problem.spec
     wrong = replace(spec, scale=spec.rope.scaling.score_factor * spec.value_head_dim**-0.5)
     weights = {name: torch.from_numpy(weight) for name, weight in problem.weights.items()}
-    output, _ = mha_torch.multi_head_attention(torch.from_numpy(problem.inputs["query"]), weights, wrong)
+    output, _ = mha_torch.multi_head_attention(
+        torch.from_numpy(problem.inputs["query"]), weights, wrong
+    )
     (found,) = parity.diagnose({"output": output.numpy()}, problem).explanations
     assert found.bugs == ("scale-by-value-head-dim",)

@@ -13,7 +13,10 @@ import mha_torch
 
 # `sibling` has no state, so all examples may share one. Compilation makes the first examples slow.
 definition = settings(
-    max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 SIZES = st.integers(1, 5)
 
@@ -31,7 +34,9 @@ def test_causal_mask_accepts_numpy_integers(sibling, size):
 def test_causal_mask_hides_the_future(sibling, num_queries, num_keys):
     """A causal mask hides key s from query t if s > t."""
     t, s = np.ogrid[:num_queries, :num_keys]
-    assert np.array_equal(sibling.numpy(sibling.package.create_causal_mask(num_queries, num_keys)), s > t)
+    assert np.array_equal(
+        sibling.numpy(sibling.package.create_causal_mask(num_queries, num_keys)), s > t
+    )
 
 
 @definition
@@ -53,7 +58,9 @@ def test_attention_mask_is_causal_and_padded(sibling, data, num_queries, num_key
     lengths = data.draw(st.lists(st.integers(0, num_keys), min_size=1, max_size=3))
     b, _, t, s = np.ogrid[: len(lengths), :1, :num_queries, :num_keys]
 
-    mask = sibling.package.create_attention_mask(num_queries, num_keys, is_causal=True, key_padding_lengths=lengths)
+    mask = sibling.package.create_attention_mask(
+        num_queries, num_keys, is_causal=True, key_padding_lengths=lengths
+    )
 
     assert np.array_equal(sibling.numpy(mask), (s > t) | (s >= np.array(lengths)[b]))
 
@@ -75,7 +82,9 @@ def test_window_mask_shows_only_recent_keys(sibling, num_queries, num_keys, wind
     """A window mask hides all keys of a query but the last `window_size` up to its own."""
     t, s = np.ogrid[:num_queries, :num_keys]
 
-    mask = sibling.package.create_sliding_window_mask(num_queries, num_keys, window_size=window_size)
+    mask = sibling.package.create_sliding_window_mask(
+        num_queries, num_keys, window_size=window_size
+    )
 
     assert np.array_equal(sibling.numpy(mask), (s > t) | (s <= t - window_size))
 
@@ -88,7 +97,11 @@ def test_padding_mask_traces_lengths():
 
 def test_attention_mask_traces_lengths():
     """In JAX, `create_attention_mask` accepts traced lengths."""
-    masked = jax.jit(lambda lengths: mha_jax.create_attention_mask(3, is_causal=True, key_padding_lengths=lengths))
+    masked = jax.jit(
+        lambda lengths: mha_jax.create_attention_mask(
+            3, is_causal=True, key_padding_lengths=lengths
+        )
+    )
     assert np.array_equal(
         masked(np.array([1, 3], np.int32)),
         mha_jax.create_attention_mask(3, is_causal=True, key_padding_lengths=[1, 3]),

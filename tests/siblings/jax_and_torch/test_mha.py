@@ -1,7 +1,9 @@
-"""Multi-head attention in JAX and PyTorch: gradients, half precision, and features that only they have.
+"""Multi-head attention in JAX and PyTorch: gradients, half precision, and features that only they
+have.
 
-A layer is reached by four paths: the function or the module, with attention weights (the plain path) or without them
-(the fused one). Properties that must hold on every path are tested on all four.
+A layer is reached by four paths: the function or the module, with attention weights (the plain
+path) or without them (the fused one). Properties that must hold on every path are tested on all
+four.
 """
 
 import copy
@@ -46,10 +48,13 @@ SPECS = {
     "out-bias-only": parity.AttentionSpec(8, 2, qkv_bias=False),
 }
 every_path = pytest.mark.parametrize("path", PATHS)
-every_path_and_dtype = pytest.mark.parametrize(  # in half precision, modules take the same steps as functions
+# in half precision, modules take the same steps as functions
+every_path_and_dtype = pytest.mark.parametrize(
     ("path", "dtype"),
-    [(path, np.float32) for path in PATHS] + [(path, dtype) for path in PATHS[:2] for dtype in HALVES.values()],
-    ids=[f"{path}-float32" for path in PATHS] + [f"{path}-{name}" for path in PATHS[:2] for name in HALVES],
+    [(path, np.float32) for path in PATHS]
+    + [(path, dtype) for path in PATHS[:2] for dtype in HALVES.values()],
+    ids=[f"{path}-float32" for path in PATHS]
+    + [f"{path}-{name}" for path in PATHS[:2] for name in HALVES],
 )
 every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
 only_jax = pytest.mark.parametrize("sibling", ["jax"], indirect=True)
@@ -69,7 +74,10 @@ MASK = np.array(
 def problem(spec, dtype: Any = np.float32):
     """Return weights by canonical name, and two sequences of three queries and four keys each."""
     rng = np.random.default_rng(1)
-    inputs = {"query": rng.standard_normal((2, 3, spec.d_in)), "key": rng.standard_normal((2, 4, spec.d_kv))}
+    inputs = {
+        "query": rng.standard_normal((2, 3, spec.d_in)),
+        "key": rng.standard_normal((2, 4, spec.d_kv)),
+    }
     return {name: x.astype(dtype) for name, x in {**parity.random_weights(spec), **inputs}.items()}
 
 
@@ -83,7 +91,9 @@ def parameter_tree(weights):
 
 
 def attend(sibling, path, spec, arrays, **options):
-    """Return output and attention weights of a layer on one of the paths, from the framework's arrays."""
+    """Return output and attention weights of a layer on one of the paths, from the framework's
+    arrays.
+    """
     weights = {name: x for name, x in arrays.items() if "." in name}
     weights = parameter_tree(weights) if sibling.name == "jax" else weights
     inputs = {name: x for name, x in arrays.items() if "." not in name}
@@ -100,15 +110,20 @@ def attend(sibling, path, spec, arrays, **options):
 
 def attended(sibling, path, spec, arrays, **options):
     """Call `attend` on NumPy arrays, and return only the output, as a NumPy array."""
-    arrays, options = ({name: sibling.array(x) for name, x in named.items()} for named in (arrays, options))
+    arrays, options = (
+        {name: sibling.array(x) for name, x in named.items()} for named in (arrays, options)
+    )
     return sibling.numpy(attend(sibling, path, spec, arrays, **options)[0])
 
 
 def gradients(sibling, function, arrays):
-    """Return the gradients, by name, of the sum of the function's output with respect to NumPy arrays."""
+    """Return the gradients, by name, of the sum of the function's output with respect to NumPy
+    arrays.
+    """
     arrays = {name: sibling.array(x) for name, x in arrays.items()}
     if sibling.name == "jax":
-        # One program, because an eager gradient compiles dozens of small ones that no other test needs.
+        # One program, because an eager gradient compiles dozens of small ones that no other test
+        # needs.
         found = jax.jit(jax.grad(lambda arrays: function(arrays).astype(jnp.float32).sum()))(arrays)
     else:
         leaves = {name: x.requires_grad_() for name, x in arrays.items()}
@@ -118,9 +133,13 @@ def gradients(sibling, function, arrays):
 
 
 def dot_product_attention(sibling, form, query, key, value, **options):
-    """Return only the context of `scaled_dot_product_attention`, plain or fused, from NumPy to NumPy."""
+    """Return only the context of `scaled_dot_product_attention`, plain or fused, from NumPy to
+    NumPy.
+    """
     arrays = (sibling.array(np.asarray(x)) for x in (query, key, value))
-    options = {name: sibling.array(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    options = {
+        name: sibling.array(x) if isinstance(x, np.ndarray) else x for name, x in options.items()
+    }
     return sibling.numpy(attention_in(form, sibling.package)(*arrays, **options)[0])
 
 
@@ -136,7 +155,7 @@ def num_parameters(sibling, module):
     return sum(parameter.size for parameter in jax.tree.leaves(nnx.state(module, nnx.Param)))
 
 
-# ---- Queries without a key -------------------------------------------------------------------------------------------
+# ---- Queries without a key -----------------------------------------------------------------------
 
 
 @sample(jax=1)
@@ -144,8 +163,16 @@ def num_parameters(sibling, module):
 def test_empty_row_gradients_are_finite(sibling, path, dtype):
     """All gradients of weights and inputs are finite if one query may attend to no key."""
     mask = sibling.array(MASK)
-    found = gradients(sibling, lambda arrays: attend(sibling, path, SPEC, arrays, mask=mask)[0], problem(SPEC, dtype))
-    assert [name for name, gradient in found.items() if not np.isfinite(gradient.astype(np.float32)).all()] == []
+    found = gradients(
+        sibling,
+        lambda arrays: attend(sibling, path, SPEC, arrays, mask=mask)[0],
+        problem(SPEC, dtype),
+    )
+    assert [
+        name
+        for name, gradient in found.items()
+        if not np.isfinite(gradient.astype(np.float32)).all()
+    ] == []
 
 
 @sample(jax=1)
@@ -155,7 +182,9 @@ def test_fully_masked_gradients_are_finite(sibling, path):
     every key from every query.
     """
     mask = sibling.array(np.ones((3, 4), bool))
-    found = gradients(sibling, lambda arrays: attend(sibling, path, SPEC, arrays, mask=mask)[0], problem(SPEC))
+    found = gradients(
+        sibling, lambda arrays: attend(sibling, path, SPEC, arrays, mask=mask)[0], problem(SPEC)
+    )
     assert [name for name, gradient in found.items() if not np.isfinite(gradient).all()] == []
 
 
@@ -164,7 +193,9 @@ def test_fully_masked_gradients_are_finite(sibling, path):
 def test_empty_row_query_gradient_is_zero(sibling, path):
     """The gradient of a query that may attend to no key is 0."""
     mask = sibling.array(MASK)
-    found = gradients(sibling, lambda arrays: attend(sibling, path, SPEC, arrays, mask=mask)[0], problem(SPEC))
+    found = gradients(
+        sibling, lambda arrays: attend(sibling, path, SPEC, arrays, mask=mask)[0], problem(SPEC)
+    )
     assert not found["query"][0, 1].any()
 
 
@@ -174,7 +205,11 @@ def test_infinite_bias_gradients_are_finite(sibling, path, dtype):
     """All gradients, also that of the bias, are finite if the biases of one query are all -inf."""
     arrays = {**problem(SPEC, dtype), "bias": np.where(MASK, -np.inf, 0.5).astype(dtype)}
     found = gradients(sibling, lambda arrays: attend(sibling, path, SPEC, arrays)[0], arrays)
-    assert [name for name, gradient in found.items() if not np.isfinite(gradient.astype(np.float32)).all()] == []
+    assert [
+        name
+        for name, gradient in found.items()
+        if not np.isfinite(gradient.astype(np.float32)).all()
+    ] == []
 
 
 @sample(jax=1)
@@ -211,7 +246,7 @@ def test_empty_row_is_zero_in_every_mode(sibling, need_weights, training, mode):
     assert not output[0, 1].any()
 
 
-# ---- Masked tokens change nothing ------------------------------------------------------------------------------------
+# ---- Masked tokens change nothing ----------------------------------------------------------------
 
 
 @sample(jax=1)
@@ -257,7 +292,9 @@ def test_masked_token_gradients_are_finite(sibling, path, side):
     arrays[side][:, 3] = 1e30
     mask = sibling.array(MASK)
 
-    found = gradients(sibling, lambda arrays: attend(sibling, path, SPEC, arrays, mask=mask)[0], arrays)
+    found = gradients(
+        sibling, lambda arrays: attend(sibling, path, SPEC, arrays, mask=mask)[0], arrays
+    )
 
     assert [name for name, gradient in found.items() if not np.isfinite(gradient).all()] == []
 
@@ -315,12 +352,19 @@ def test_self_attention_default_is_unmasked(sibling, rng):
     """
     x = sibling.array(rng.standard_normal((2, 6, 8)).astype(np.float32))
     output = filled(sibling, "MultiHeadSelfAttention", SPEC)(x)
-    assert np.array_equal(sibling.numpy(output), sibling.numpy(filled(sibling, "MultiHeadAttention", SPEC)(x)[0]))
+    assert np.array_equal(
+        sibling.numpy(output), sibling.numpy(filled(sibling, "MultiHeadAttention", SPEC)(x)[0])
+    )
 
 
-# ---- Empty inputs ----------------------------------------------------------------------------------------------------
+# ---- Empty inputs --------------------------------------------------------------------------------
 
-NOTHING = {"no-queries": (2, 0, 4), "no-keys": (2, 3, 0), "neither": (2, 0, 0), "no-sequences": (0, 3, 4)}
+NOTHING = {
+    "no-queries": (2, 0, 4),
+    "no-keys": (2, 3, 0),
+    "neither": (2, 0, 0),
+    "no-sequences": (0, 3, 4),
+}
 
 
 @sample(12, jax=1)
@@ -344,7 +388,9 @@ def test_empty_heads_give_zero_context(sibling, form, sizes, is_causal, padding,
 
 
 @sample(jax=1)
-@pytest.mark.parametrize(("batch_size", "num_tokens"), [(2, 0), (0, 3), (0, 0)], ids=["tokens", "sequences", "both"])
+@pytest.mark.parametrize(
+    ("batch_size", "num_tokens"), [(2, 0), (0, 3), (0, 0)], ids=["tokens", "sequences", "both"]
+)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("padding", [False, True], ids=["whole", "padded"])
 def test_modules_accept_empty_inputs(sibling, batch_size, num_tokens, is_causal, padding):
@@ -353,13 +399,18 @@ def test_modules_accept_empty_inputs(sibling, batch_size, num_tokens, is_causal,
     """
     spec = parity.AttentionSpec(8, 2, rope=Rope(100.0))
     x = sibling.array(np.zeros((batch_size, num_tokens, 8), np.float32))
-    hiding = {"is_causal": is_causal, "key_padding_lengths": [num_tokens] * batch_size if padding else None}
+    hiding = {
+        "is_causal": is_causal,
+        "key_padding_lengths": [num_tokens] * batch_size if padding else None,
+    }
     assert filled(sibling, "MultiHeadSelfAttention", spec)(x, **hiding).shape == x.shape
-    output, attn_weights = filled(sibling, "MultiHeadAttention", spec)(x, **hiding, need_weights=True)
+    output, attn_weights = filled(sibling, "MultiHeadAttention", spec)(
+        x, **hiding, need_weights=True
+    )
     assert (output.shape, attn_weights.shape) == (x.shape, (batch_size, 2, num_tokens, num_tokens))
 
 
-# ---- Heads -----------------------------------------------------------------------------------------------------------
+# ---- Heads ---------------------------------------------------------------------------------------
 
 
 def with_heads_permuted(weights, order, head_dim):
@@ -393,38 +444,56 @@ def test_head_order_of_attention_weights(sibling, path):
     _, before = attend(sibling, path, spec, {name: sibling.array(x) for name, x in arrays.items()})
     _, after = attend(sibling, path, spec, {name: sibling.array(x) for name, x in permuted.items()})
 
-    # A projection sums 12 products of order 1, in an order that depends on the head; the softmax passes that on.
+    # A projection sums 12 products of order 1, in an order that depends on the head; the softmax
+    # passes that on.
     difference = sibling.numpy(after) - sibling.numpy(before)[:, [2, 0, 1]]
     assert np.abs(difference).max() <= 12 * EPSILON
 
 
 def test_key_permutation_changes_rounding(sibling, rng):
     """Permuting keys, values and mask together changes the context by at most 8 epsilons."""
-    query, key, value = (rng.standard_normal((2, 2, length, 4)).astype(np.float32) for length in (3, 4, 4))
+    query, key, value = (
+        rng.standard_normal((2, 2, length, 4)).astype(np.float32) for length in (3, 4, 4)
+    )
     order = [3, 1, 0, 2]
 
     before = dot_product_attention(sibling, "fused", query, key, value, mask=MASK)
-    after = dot_product_attention(sibling, "fused", query, key[:, :, order], value[:, :, order], mask=MASK[..., order])
+    after = dot_product_attention(
+        sibling, "fused", query, key[:, :, order], value[:, :, order], mask=MASK[..., order]
+    )
 
-    assert np.abs(before - after).max() <= 8 * EPSILON  # sums of 4 numbers of order 1 in another order
+    assert (
+        np.abs(before - after).max() <= 8 * EPSILON
+    )  # sums of 4 numbers of order 1 in another order
 
 
 @sample(jax=1)
 @pytest.mark.parametrize(
     ("num_kv_heads", "expected"),
-    [(6, [0, 1, 2, 3, 4, 5]), (3, [0, 0, 1, 1, 2, 2]), (2, [0, 0, 0, 1, 1, 1]), (1, [0, 0, 0, 0, 0, 0])],
+    [
+        (6, [0, 1, 2, 3, 4, 5]),
+        (3, [0, 0, 1, 1, 2, 2]),
+        (2, [0, 0, 0, 1, 1, 1]),
+        (1, [0, 0, 0, 0, 0, 0]),
+    ],
 )
 @both_forms
 def test_grouped_heads_use_their_value_head(sibling, rng, form, num_kv_heads, expected):
     """With 6 query heads and 6, 3, 2 or 1 key/value heads, each query head uses
     the value head of its group.
     """
-    query, key = (rng.standard_normal((1, heads, 3, 4)).astype(np.float32) for heads in (6, num_kv_heads))
-    value = np.broadcast_to(np.arange(num_kv_heads, dtype=np.float32)[None, :, None, None], key.shape)
+    query, key = (
+        rng.standard_normal((1, heads, 3, 4)).astype(np.float32) for heads in (6, num_kv_heads)
+    )
+    value = np.broadcast_to(
+        np.arange(num_kv_heads, dtype=np.float32)[None, :, None, None], key.shape
+    )
 
     context = dot_product_attention(sibling, form, query, key, value)
 
-    assert context[0, :, 0, 0] == pytest.approx(expected, abs=5 * 4 * EPSILON)  # weights that sum to 1, times at most 5
+    assert context[0, :, 0, 0] == pytest.approx(
+        expected, abs=5 * 4 * EPSILON
+    )  # weights that sum to 1, times at most 5
 
 
 @sample(jax=1)
@@ -454,14 +523,18 @@ def test_grouped_layer_repeats_key_heads(sibling, path, spec):
     group = spec.num_heads // spec.num_kv_heads
     full = dict(arrays)
     full |= {
-        name: x.reshape(spec.num_kv_heads, spec.head_dim, -1).repeat(group, axis=0).reshape(-1, *x.shape[1:])
+        name: x.reshape(spec.num_kv_heads, spec.head_dim, -1)
+        .repeat(group, axis=0)
+        .reshape(-1, *x.shape[1:])
         for name, x in arrays.items()
         if name[:2] in ("k_", "v_")
     }
 
     grouped = attended(sibling, path, spec, arrays, mask=MASK)
 
-    ungrouped = attended(sibling, path, parity.AttentionSpec(spec.d_model, spec.num_heads), full, mask=MASK)
+    ungrouped = attended(
+        sibling, path, parity.AttentionSpec(spec.d_model, spec.num_heads), full, mask=MASK
+    )
     # Projections of another width may sum their d_model products of order 1 in another order.
     assert np.abs(grouped - ungrouped).max() <= spec.d_model * EPSILON
 
@@ -486,12 +559,14 @@ def test_parameter_count_matches_formula(sibling, spec, expected):
     assert num_parameters(sibling, sibling.module("MultiHeadAttention", spec)) == expected
 
 
-# ---- One projection for query, key and value -------------------------------------------------------------------------
+# ---- One projection for query, key and value -----------------------------------------------------
 
 
 @sample(jax=1)
 @pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
-@pytest.mark.parametrize("spec", [SPECS["plain"], SPECS["gqa"], SPECS["no-biases"]], ids=["plain", "gqa", "no-biases"])
+@pytest.mark.parametrize(
+    "spec", [SPECS["plain"], SPECS["gqa"], SPECS["no-biases"]], ids=["plain", "gqa", "no-biases"]
+)
 def test_fused_qkv_matches_three_projections(sibling, spec, cross):
     """One fused projection with the same weights matches three projections, in
     self- and cross-attention.
@@ -515,15 +590,22 @@ def test_scale_replaces_the_default_scale(sibling, need_weights):
     """
     arrays = problem(SPEC)
     query, key = sibling.array(arrays["query"]), sibling.array(arrays["key"])
-    weights = {name: 2.0 * x if name.startswith("q_proj") else x for name, x in parity.random_weights(SPEC).items()}
+    weights = {
+        name: 2.0 * x if name.startswith("q_proj") else x
+        for name, x in parity.random_weights(SPEC).items()
+    }
     doubled = sibling.module("MultiHeadAttention", replace(SPEC, scale=2.0 * SPEC.score_scale))
     parity.load_into(doubled, parity.random_weights(SPEC), doubled.spec)
     usual = parity.load_into(sibling.module("MultiHeadAttention", SPEC), weights, SPEC)
 
-    found, expected = (module(query, key, need_weights=need_weights)[0] for module in (doubled, usual))
+    found, expected = (
+        module(query, key, need_weights=need_weights)[0] for module in (doubled, usual)
+    )
 
     assert np.array_equal(sibling.numpy(found), sibling.numpy(expected))
-    plain = parity.load_into(sibling.module("MultiHeadAttention", SPEC), parity.random_weights(SPEC), SPEC)
+    plain = parity.load_into(
+        sibling.module("MultiHeadAttention", SPEC), parity.random_weights(SPEC), SPEC
+    )
     assert not np.array_equal(sibling.numpy(found), sibling.numpy(plain(query, key)[0]))
 
 
@@ -537,10 +619,14 @@ def test_projections_are_clipped(sibling, fused_qkv):
     x = sibling.array(problem(SPEC)["query"])
     held = parity.random_weights(spec)
     weights = (
-        sibling.backend.to_params(held, spec) if sibling.name == "jax" else sibling.backend.to_state_dict(held, spec)
+        sibling.backend.to_params(held, spec)
+        if sibling.name == "jax"
+        else sibling.backend.to_state_dict(held, spec)
     )
     project = sibling.package.project_with(weights, spec)
-    clipped = [sibling.numpy(heads) for heads in sibling.package.project_qkv(project, x, x, x, spec)]
+    clipped = [
+        sibling.numpy(heads) for heads in sibling.package.project_qkv(project, x, x, x, spec)
+    ]
     plain = sibling.package.project_qkv(project, x, x, x, replace(spec, clip_qkv=None))
     for found, heads in zip(clipped, plain, strict=True):
         assert np.array_equal(found, np.clip(sibling.numpy(heads), -0.25, 0.25))
@@ -549,14 +635,18 @@ def test_projections_are_clipped(sibling, fused_qkv):
 
 
 @sample(jax=1)
-@pytest.mark.parametrize("hidden", [{}, {"is_causal": True}, {"key_padding_lengths": [2, 5]}], ids=str)
+@pytest.mark.parametrize(
+    "hidden", [{}, {"is_causal": True}, {"key_padding_lengths": [2, 5]}], ids=str
+)
 @both_forms
 def test_value_features_are_independent(sibling, form, hidden, rng):
     """The context of concatenated value features matches the concatenated contexts of values that
     are as wide as keys and narrower.
     """
     attend = attention_in(form, sibling.package)
-    q, k, v = (sibling.array(rng.standard_normal((2, n, 5, 4)).astype(np.float32)) for n in (4, 2, 2))
+    q, k, v = (
+        sibling.array(rng.standard_normal((2, n, 5, 4)).astype(np.float32)) for n in (4, 2, 2)
+    )
     wide = sibling.array(rng.standard_normal((2, 2, 5, 3)).astype(np.float32))
     both = sibling.array(np.concatenate([sibling.numpy(v), sibling.numpy(wide)], axis=3))
 
@@ -578,7 +668,8 @@ def test_gate_multiplies_by_its_sigmoid(sibling):
     of_heads = np.tile(logits, (1, 2, 1))  # (B, T, N)
 
     features, heads = (
-        sibling.numpy(sibling.package.apply_gate(context, sibling.array(gate))) for gate in (of_features, of_heads)
+        sibling.numpy(sibling.package.apply_gate(context, sibling.array(gate)))
+        for gate in (of_features, of_heads)
     )
 
     expected = np.arange(8).reshape(1, 2, 2, 2) + 1
@@ -599,12 +690,20 @@ def test_context_norm_divides_by_its_rms(sibling):
     assert np.abs(found - expected).max() <= 8 * EPSILON * np.abs(expected).max()
 
 
-SOURCE = parity.AttentionSpec(24, 6, num_kv_heads=2, qk_norm=parity.Norm(), rope=Rope(500.0), window_size=3)
+SOURCE = parity.AttentionSpec(
+    24, 6, num_kv_heads=2, qk_norm=parity.Norm(), rope=Rope(500.0), window_size=3
+)
 
 
 def sharing(sibling, source, x):
-    """Return a layer with the same weights that shares keys and values, and the keys and values of the source."""
-    weights = {name: array for name, array in parity.weights_of(source).items() if name[:2] not in ("k_", "v_")}
+    """Return a layer with the same weights that shares keys and values, and the keys and values of
+    the source.
+    """
+    weights = {
+        name: array
+        for name, array in parity.weights_of(source).items()
+        if name[:2] not in ("k_", "v_")
+    }
     spec = source.spec.replace(shared_kv=True)
     shared = parity.load_into(sibling.module("MultiHeadAttention", spec), weights, spec)
     return shared, sibling.package.project_qkv(source.project, x, x, x, source.spec)[1:]
@@ -626,7 +725,9 @@ def test_shared_keys_accept_batch_axes(sibling):
 
 def test_gate_of_wrong_shape_raises(sibling):
     """A gate of three heads for a context of two heads raises an error."""
-    context, gate = (sibling.array(np.ones(shape, np.float32)) for shape in ((1, 2, 3, 4), (1, 3, 4)))
+    context, gate = (
+        sibling.array(np.ones(shape, np.float32)) for shape in ((1, 2, 3, 4), (1, 3, 4))
+    )
     with refuses("gate", {"gate.shape": (1, 3, 4)}):
         sibling.package.apply_gate(context, gate)
 
@@ -636,13 +737,17 @@ def test_fused_qkv_accepts_separate_value(sibling, rng):
     matches three projections.
     """
     arrays = problem(SPEC)
-    inputs = [sibling.array(x) for x in (arrays["query"], arrays["key"], arrays["key"] + np.float32(0.5))]
+    inputs = [
+        sibling.array(x) for x in (arrays["query"], arrays["key"], arrays["key"] + np.float32(0.5))
+    ]
     packed = parity.AttentionSpec(8, 2, fused_qkv=True)
 
     separate, _ = filled(sibling, "MultiHeadAttention", SPEC)(*inputs)
     together, _ = filled(sibling, "MultiHeadAttention", packed)(*inputs)
 
-    assert np.abs(sibling.numpy(separate) - sibling.numpy(together)).max() <= 8 * EPSILON  # as above
+    assert (
+        np.abs(sibling.numpy(separate) - sibling.numpy(together)).max() <= 8 * EPSILON
+    )  # as above
 
 
 def test_function_accepts_fused_qkv_weights(sibling):
@@ -651,12 +756,18 @@ def test_function_accepts_fused_qkv_weights(sibling):
     """
     packed = parity.AttentionSpec(24, 6, num_kv_heads=2, fused_qkv=True)
     module = filled(sibling, "MultiHeadAttention", packed)
-    weights = module.state_dict() if sibling.name == "torch" else nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    weights = (
+        module.state_dict()
+        if sibling.name == "torch"
+        else nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    )
     query = sibling.array(problem(packed)["query"])
 
     output, _ = sibling.package.multi_head_attention(query, weights, packed)
 
-    assert np.abs(sibling.numpy(output) - sibling.numpy(module(query)[0])).max() <= 24 * EPSILON  # as above
+    assert (
+        np.abs(sibling.numpy(output) - sibling.numpy(module(query)[0])).max() <= 24 * EPSILON
+    )  # as above
 
 
 def test_value_defaults_to_the_key(sibling):
@@ -678,7 +789,7 @@ def test_key_defaults_to_the_query(sibling):
     )
 
 
-# ---- Large numbers and long sequences in half precision --------------------------------------------------------------
+# ---- Large numbers and long sequences in half precision ------------------------------------------
 
 
 @sample(jax=1)
@@ -702,7 +813,11 @@ def test_gradients_of_large_float16_logits(sibling, form):
     attend = attention_in(form, sibling.package)
     arrays = {name: np.full((1, 1, 3, 8), 200.0, np.float16) for name in ("query", "key", "value")}
     found = gradients(sibling, lambda arrays: attend(**arrays)[0], arrays)
-    assert [name for name, gradient in found.items() if not np.isfinite(gradient.astype(np.float32)).all()] == []
+    assert [
+        name
+        for name, gradient in found.items()
+        if not np.isfinite(gradient.astype(np.float32)).all()
+    ] == []
 
 
 @sample(jax=0)
@@ -723,7 +838,7 @@ def test_long_float16_sequence(sibling, form, masked):
     assert np.abs(context - np.float16(3.0)).max() <= 3.0 * np.finfo(np.float16).eps
 
 
-# ---- Dropout ---------------------------------------------------------------------------------------------------------
+# ---- Dropout -------------------------------------------------------------------------------------
 
 DROPPING = parity.AttentionSpec(8, 2, dropout=0.5)
 
@@ -735,7 +850,9 @@ def test_dropout_mask_applies_at_rate_zero(sibling):
     zeros, value = np.zeros((1, 1, 1, 1), np.float32), np.array([[[[3.0], [7.0]]]], np.float32)
     keep = np.array([[[[False, True]]]])
 
-    context = dot_product_attention(sibling, "plain", zeros, np.zeros_like(value), value, dropout_keep=keep)
+    context = dot_product_attention(
+        sibling, "plain", zeros, np.zeros_like(value), value, dropout_keep=keep
+    )
 
     assert context.item() == 3.5
 
@@ -747,7 +864,12 @@ def test_layer_accepts_dropout_mask(sibling):
     keep[0, 1, 2] = False  # all keys of one query, in the second head
 
     output, _ = attend(
-        sibling, "function-plain", replace(BARE, dropout=0.5), arrays, training=True, dropout_keep=sibling.array(keep)
+        sibling,
+        "function-plain",
+        replace(BARE, dropout=0.5),
+        arrays,
+        training=True,
+        dropout_keep=sibling.array(keep),
     )
 
     dropped = sibling.numpy(output).reshape(2, 3, 2, 4) == 0.0
@@ -782,7 +904,11 @@ def test_dropout_preserves_expected_context(sibling, form):
     five standard deviations.
     """
     shape = (1, 4, 64, 16)
-    query, key, value = np.zeros(shape, np.float32), np.zeros(shape, np.float32), np.ones(shape, np.float32)
+    query, key, value = (
+        np.zeros(shape, np.float32),
+        np.zeros(shape, np.float32),
+        np.ones(shape, np.float32),
+    )
     seeded = {"dropout_rng": jax.random.key(0)} if sibling.name == "jax" else {}
     torch.manual_seed(0)
 
@@ -810,7 +936,7 @@ def test_output_dropout_drops_some_outputs(sibling):
     assert 0 < dropped.sum() < dropped.size
 
 
-# ---- Memory layouts --------------------------------------------------------------------------------------------------
+# ---- Memory layouts ------------------------------------------------------------------------------
 
 
 def reversed_in_memory(x):
@@ -844,11 +970,13 @@ def test_torch_accepts_strided_tensors(form):
     assert (context - expected).abs().max() <= 4 * EPSILON  # 4 terms in another order
 
 
-# ---- Configuration ---------------------------------------------------------------------------------------------------
+# ---- Configuration -------------------------------------------------------------------------------
 
 
 @sample(jax=1)
-@pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
+@pytest.mark.parametrize(
+    "kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"]
+)
 def test_repr_shows_the_configuration(sibling, kind):
     """The `repr` of a module begins with its class and contains its
     specification without default fields.
@@ -857,12 +985,14 @@ def test_repr_shows_the_configuration(sibling, kind):
         16, 4, num_kv_heads=2, head_dim=6, d_in=5, qkv_bias=False, rope=Rope(500.0), dropout=0.1
     )
     text = repr(sibling.module(kind, spec))
-    shown = "num_kv_heads=2, head_dim=6, d_in=5, qkv_bias=False, rope=Rope(theta=500.0), dropout=0.1"
+    shown = (
+        "num_kv_heads=2, head_dim=6, d_in=5, qkv_bias=False, rope=Rope(theta=500.0), dropout=0.1"
+    )
     assert text.startswith(kind)
     assert f"AttentionSpec(16, 4, {shown})" in text
 
 
-# ---- Gradients -------------------------------------------------------------------------------------------------------
+# ---- Gradients -----------------------------------------------------------------------------------
 
 
 GROUPED_CROSS = parity.AttentionSpec(8, 4, num_kv_heads=2, head_dim=3, d_in=5, d_kv=7)
@@ -881,16 +1011,22 @@ def test_jax_gradients_match_differences():
     1e-8, with a bias and a mask.
     """
     arrays = {
-        name: jnp.asarray(x) for name, x in {**problem(GROUPED_CROSS, np.float64), "bias": np.ones((3, 4))}.items()
+        name: jnp.asarray(x)
+        for name, x in {**problem(GROUPED_CROSS, np.float64), "bias": np.ones((3, 4))}.items()
     }
 
     def output(arrays):
         weights = parameter_tree({name: x for name, x in arrays.items() if "." in name})
         options = {"bias": arrays["bias"], "mask": jnp.asarray(MASK)}
-        return mha_jax.multi_head_attention(arrays["query"], weights, GROUPED_CROSS, arrays["key"], **options)[0]
+        return mha_jax.multi_head_attention(
+            arrays["query"], weights, GROUPED_CROSS, arrays["key"], **options
+        )[0]
 
-    # Central differences of step 1e-5 are off by about step**2 and by epsilon / step: 1e-10 and 2e-11.
-    jax.test_util.check_grads(jax.jit(output), (arrays,), order=1, modes=["rev"], eps=1e-5, atol=1e-8, rtol=1e-8)
+    # Central differences of step 1e-5 are off by about step**2 and by epsilon / step: 1e-10 and
+    # 2e-11.
+    jax.test_util.check_grads(
+        jax.jit(output), (arrays,), order=1, modes=["rev"], eps=1e-5, atol=1e-8, rtol=1e-8
+    )
 
 
 @pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "plain"])
@@ -899,7 +1035,8 @@ def test_torch_gradients_match_differences(need_weights):
     fused, with a bias and a mask.
     """
     arrays = {
-        name: torch.from_numpy(x) for name, x in {**problem(GROUPED_CROSS, np.float64), "bias": np.ones((3, 4))}.items()
+        name: torch.from_numpy(x)
+        for name, x in {**problem(GROUPED_CROSS, np.float64), "bias": np.ones((3, 4))}.items()
     }
 
     def output(*leaves):
@@ -907,14 +1044,16 @@ def test_torch_gradients_match_differences(need_weights):
         weights = {name: x for name, x in named.items() if "." in name}
         options = {"bias": named["bias"], "mask": torch.from_numpy(MASK)}
         options["need_weights"] = need_weights
-        return mha_torch.multi_head_attention(named["query"], weights, GROUPED_CROSS, named["key"], **options)[0]
+        return mha_torch.multi_head_attention(
+            named["query"], weights, GROUPED_CROSS, named["key"], **options
+        )[0]
 
     # The step and the tolerance of JAX's test above.
     leaves = [x.requires_grad_() for x in arrays.values()]
     assert torch.autograd.gradcheck(output, leaves, eps=1e-5, atol=1e-8, rtol=1e-8, fast_mode=True)
 
 
-# ---- JAX: functions first --------------------------------------------------------------------------------------------
+# ---- JAX: functions first ------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -987,7 +1126,9 @@ def test_jax_module_under_nnx_jit(sibling, spec):
 
     output = nnx.jit(lambda module, query: module(query)[0])(jitted, query)
 
-    assert np.abs(output - eager(query)[0]).max() <= 2 * 8 * EPSILON  # as above, and doubled by the dropout
+    assert (
+        np.abs(output - eager(query)[0]).max() <= 2 * 8 * EPSILON
+    )  # as above, and doubled by the dropout
 
 
 @only_jax
@@ -1021,7 +1162,9 @@ def test_jax_module_parameter_tree(sibling, spec):
     }
 
 
-@pytest.mark.parametrize("as_function_takes_them", [nnx.to_pure_dict, lambda state: state], ids=["dict", "state"])
+@pytest.mark.parametrize(
+    "as_function_takes_them", [nnx.to_pure_dict, lambda state: state], ids=["dict", "state"]
+)
 @only_jax
 def test_jax_function_accepts_module_state(sibling, as_function_takes_them):
     """The function accepts the parameters of a module as a dict and as an nnx
@@ -1030,13 +1173,19 @@ def test_jax_function_accepts_module_state(sibling, as_function_takes_them):
     module = filled(sibling, "MultiHeadAttention", SPEC)
     query = jnp.asarray(problem(SPEC)["query"])
 
-    output, _ = mha_jax.multi_head_attention(query, as_function_takes_them(nnx.state(module, nnx.Param)), SPEC)
+    output, _ = mha_jax.multi_head_attention(
+        query, as_function_takes_them(nnx.state(module, nnx.Param)), SPEC
+    )
 
-    assert np.abs(output - module(query)[0]).max() <= 8 * EPSILON  # sums of 8 products, maybe in another order
+    assert (
+        np.abs(output - module(query)[0]).max() <= 8 * EPSILON
+    )  # sums of 8 products, maybe in another order
 
 
 def test_jax_function_accepts_linen_params():
-    """The function accepts parameters of `flax.linen.Dense`, and matches these layers around attention."""
+    """The function accepts parameters of `flax.linen.Dense`, and matches these layers around
+    attention.
+    """
     query = jnp.asarray(problem(SPEC)["query"])
     dense = flax.linen.Dense(8)
     names = ("q_proj", "k_proj", "v_proj", "out_proj")
@@ -1049,10 +1198,12 @@ def test_jax_function_accepts_linen_params():
 
     q, k, v = (mha_jax.split_heads(project(name, query), 2) for name in names[:3])
     context, _ = mha_jax.scaled_dot_product_attention(q, k, v)
-    assert np.abs(output - project("out_proj", mha_jax.combine_heads(context))).max() <= 8 * EPSILON  # as above
+    assert (
+        np.abs(output - project("out_proj", mha_jax.combine_heads(context))).max() <= 8 * EPSILON
+    )  # as above
 
 
-# ---- torch: a module like any other ----------------------------------------------------------------------------------
+# ---- torch: a module like any other --------------------------------------------------------------
 
 
 @only_torch
@@ -1075,7 +1226,11 @@ def test_torch_state_dict_holds_the_weights(sibling):
     """The arrays of a state dict equal those of `parity.weights_of`, bit for bit."""
     module = filled(sibling, "MultiHeadAttention", SPEC)
     weights = parity.weights_of(module)
-    assert [name for name, x in module.state_dict().items() if not np.array_equal(x.numpy(), weights[name])] == []
+    assert [
+        name
+        for name, x in module.state_dict().items()
+        if not np.array_equal(x.numpy(), weights[name])
+    ] == []
 
 
 @pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "out_proj"])
@@ -1116,7 +1271,10 @@ def test_torch_module_compiles_to_one_graph(sibling, need_weights):
     """
     module = filled(sibling, "MultiHeadAttention", SPEC)
     compiled = torch.compile(module, fullgraph=True, backend="eager")
-    query, key, mask = *(torch.from_numpy(problem(SPEC)[name]) for name in ("query", "key")), torch.from_numpy(MASK)
+    query, key, mask = (
+        *(torch.from_numpy(problem(SPEC)[name]) for name in ("query", "key")),
+        torch.from_numpy(MASK),
+    )
 
     output, _ = compiled(query, key, mask=mask, need_weights=need_weights)
 
@@ -1151,5 +1309,6 @@ def test_torch_module_runs_under_autocast(sibling, option, need_weights):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output, _ = module(query, **{option: options[option]}, need_weights=need_weights)
 
-    # bfloat16 rounds input, weights, projections, context and output, each to half an epsilon of numbers of order 1.
+    # bfloat16 rounds input, weights, projections, context and output, each to half an epsilon of
+    # numbers of order 1.
     assert (output - module(query)[0]).abs().max() <= 5 * torch.finfo(torch.bfloat16).eps

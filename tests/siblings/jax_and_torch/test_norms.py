@@ -19,8 +19,12 @@ W, B = np.array([2.0, 0.5]), np.array([1.0, -1.0])
 
 SPECS = {
     "head": AttentionSpec(16, 4, num_kv_heads=2, rope=Rope(), qk_norm=Norm(), v_norm=Norm("layer")),
-    "width": AttentionSpec(16, 4, num_kv_heads=2, fused_qkv=True, qk_norm=Norm(over="width", weight="1+w")),
-    "per head": AttentionSpec(16, 4, rope=Rope(), qk_norm=Norm("layer", per_head=True, bias=True, after_rope=True)),
+    "width": AttentionSpec(
+        16, 4, num_kv_heads=2, fused_qkv=True, qk_norm=Norm(over="width", weight="1+w")
+    ),
+    "per head": AttentionSpec(
+        16, 4, rope=Rope(), qk_norm=Norm("layer", per_head=True, bias=True, after_rope=True)
+    ),
 }
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
 
@@ -30,7 +34,7 @@ def normed(sibling, x, norm, *parameters, dtype=np.float32):
     return sibling.numpy(sibling.package.apply_norm(sibling.array(x.astype(dtype)), norm, *arrays))
 
 
-# ---- On paper --------------------------------------------------------------------------------------------------------
+# ---- On paper ------------------------------------------------------------------------------------
 
 
 @sample(jax=1)
@@ -75,27 +79,36 @@ def test_half_precision_norm_rounds_once(sibling, rng):
     """
     x, weight = (rng.standard_normal(shape).astype(np.float16) for shape in ((1, 2, 64, 32), (32,)))
     wide = x.astype(np.float64)
-    exact = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + 1e-6) * weight.astype(np.float64)
+    exact = (
+        wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + 1e-6) * weight.astype(np.float64)
+    )
     found = normed(sibling, x, Norm(), weight, dtype=np.float16)
     assert found.dtype == np.float16
     nearest = exact.astype(np.float16)
-    assert np.abs(found.astype(np.float64) - nearest).max() <= np.spacing(np.abs(nearest).max()).astype(np.float64) / 2
+    assert (
+        np.abs(found.astype(np.float64) - nearest).max()
+        <= np.spacing(np.abs(nearest).max()).astype(np.float64) / 2
+    )
     assert (found == nearest).mean() > 0.999
 
 
 def test_norm_of_integers_raises(sibling):
     """`apply_norm` raises an error for integers."""
     with refuses_type("x", {"x.dtype": ...}):
-        sibling.package.apply_norm(sibling.array(np.ones((1, 1, 1, 2), np.int32)), Norm(weight=None))
+        sibling.package.apply_norm(
+            sibling.array(np.ones((1, 1, 1, 2), np.int32)), Norm(weight=None)
+        )
 
 
-# ---- In layers -------------------------------------------------------------------------------------------------------
+# ---- In layers -----------------------------------------------------------------------------------
 
 
 def test_random_norm_weights_are_not_trivial():
     """The factors of random norm weights are at least 0.5 and differ from 1 by at least 0.2."""
     for weight, offset in (("w", 0.0), ("1+w", 1.0)):
-        drawn = parity.random_weights(AttentionSpec(64, 2, qk_norm=Norm(weight=weight)))["q_norm.weight"]
+        drawn = parity.random_weights(AttentionSpec(64, 2, qk_norm=Norm(weight=weight)))[
+            "q_norm.weight"
+        ]
         assert ((np.abs(drawn + offset - 1.0) >= 0.2) & (drawn + offset >= 0.5)).all()
 
 
@@ -108,7 +121,9 @@ def test_norms_change_the_output(sibling, spec, rng):
     bare = replace(spec, qk_norm=None, v_norm=None)
     left = {name: w for name, w in weights.items() if name not in spec.parameters}
     outputs = [
-        sibling.numpy(parity.load_into(sibling.module("MultiHeadAttention", each), held, each)(x)[0])
+        sibling.numpy(
+            parity.load_into(sibling.module("MultiHeadAttention", each), held, each)(x)[0]
+        )
         for each, held in ((spec, weights), (bare, left))
     ]
     assert np.abs(outputs[0] - outputs[1]).max() > 0.01
@@ -125,14 +140,18 @@ def test_norms_with_cache_match_one_pass(sibling, spec, rng):
     plain = parity.load_into(sibling.module("MultiHeadAttention", spec), weights, spec)
     expected = sibling.numpy(plain(sibling.array(x), is_causal=True)[0])
     module = parity.load_into(sibling.module("MultiHeadAttentionWithCache", spec), weights, spec)
-    output, cache = module(sibling.array(x[:, :3]), module.init_cache(3, 6), new_lengths=sibling.array(lengths))
+    output, cache = module(
+        sibling.array(x[:, :3]), module.init_cache(3, 6), new_lengths=sibling.array(lengths)
+    )
     found = [sibling.numpy(output)[b, : lengths[b]] for b in range(3)]
     for step in range(3):
         tokens = np.stack([x[b, [lengths[b] + step]] for b in range(3)])
         output, cache = module(sibling.array(tokens), cache)
         found = [np.concatenate([found[b], sibling.numpy(output)[b]]) for b in range(3)]
     for b, rows in enumerate(found):
-        assert np.abs(rows - expected[b, : len(rows)]).max() <= 16 * EPSILON * np.abs(expected).max()
+        assert (
+            np.abs(rows - expected[b, : len(rows)]).max() <= 16 * EPSILON * np.abs(expected).max()
+        )
 
 
 def test_missing_norm_weight_raises(sibling, rng):
@@ -141,6 +160,10 @@ def test_missing_norm_weight_raises(sibling, rng):
     x = sibling.array(rng.standard_normal((1, 3, 16)).astype(np.float32))
     weights = sibling.backend
     held = {name: w for name, w in parity.random_weights(spec).items() if name != "k_norm.weight"}
-    container = weights.to_params(held, spec) if sibling.name == "jax" else weights.to_state_dict(held, spec)
+    container = (
+        weights.to_params(held, spec)
+        if sibling.name == "jax"
+        else weights.to_state_dict(held, spec)
+    )
     with refuses("weights", missing=["k_norm.weight"], unexpected=[]):
         sibling.package.multi_head_attention(x, container, spec)

@@ -53,7 +53,10 @@ KINDS = {
     "causal": {"is_causal": True},
     "causal-mask": {"mask": causal()},
     "padding": {"key_padding_lengths": np.array([NAN_VALUE, 0, NUM_KEYS], np.int32)},
-    "padding-causal": {"key_padding_lengths": np.array([NAN_VALUE, 5, NUM_KEYS], np.int32), "is_causal": True},
+    "padding-causal": {
+        "key_padding_lengths": np.array([NAN_VALUE, 5, NUM_KEYS], np.int32),
+        "is_causal": True,
+    },
     "whole-keys": {"mask": whole_keys()},
     "any-mask": {"mask": random_mask()},
     "bias": {"bias": np.where(random_mask()[:1], -np.inf, 0.5).astype(np.float32)},
@@ -72,21 +75,33 @@ def hidden_by(mask=False, bias=0.0, is_causal=False, key_padding_lengths=None):
 def heads(dtype="float32"):
     """Return split heads, with query heads in groups of two."""
     rng = np.random.default_rng(0)
-    shapes = {"query": (3, 4, NUM_QUERIES, 8), "key": (3, 2, NUM_KEYS, 8), "value": (3, 2, NUM_KEYS, 8)}
-    return {name: rng.standard_normal(shape).astype(jnp.dtype(dtype)) for name, shape in shapes.items()}
+    shapes = {
+        "query": (3, 4, NUM_QUERIES, 8),
+        "key": (3, 2, NUM_KEYS, 8),
+        "value": (3, 2, NUM_KEYS, 8),
+    }
+    return {
+        name: rng.standard_normal(shape).astype(jnp.dtype(dtype)) for name, shape in shapes.items()
+    }
 
 
 def spoilt_heads(bad, dtype="float32"):
-    """Return the same heads with a bad feature in a key of one head, a value of another and two queries of a third."""
+    """Return the same heads with a bad feature in a key of one head, a value of another and two
+    queries of a third.
+    """
     arrays = {name: x.copy() for name, x in heads(dtype).items()}
-    arrays["key"][0, 1, NAN_KEY, 3] = np.nan  # an infinite key may have a score of -inf, and thus a weight of 0
+    arrays["key"][0, 1, NAN_KEY, 3] = (
+        np.nan
+    )  # an infinite key may have a score of -inf, and thus a weight of 0
     arrays["value"][1, 0, NAN_VALUE, 5] = bad
     arrays["query"][2, 3, [2, EMPTY_ROWS[0]], 1] = bad
     return arrays
 
 
 def sees_bad(hidden):
-    """Return the rows (B, N, T) that have a bad query or attend to a bad key or value, by the definitions."""
+    """Return the rows (B, N, T) that have a bad query or attend to a bad key or value, by the
+    definitions.
+    """
     bad_keys = np.zeros((3, 4, 1, NUM_KEYS), bool)
     bad_keys[0, 2:, :, NAN_KEY] = bad_keys[1, :2, :, NAN_VALUE] = True
     found = (~hidden & bad_keys).any(axis=-1)
@@ -98,7 +113,9 @@ both_bad = pytest.mark.parametrize("bad", [np.nan, np.inf], ids=["nan", "inf"])
 
 
 def results_of(sibling, function, arrays, cotangent):
-    """Return the result of a function of arrays, and the gradient of sum(result * cotangent) by array."""
+    """Return the result of a function of arrays, and the gradient of sum(result * cotangent) by
+    array.
+    """
     if sibling.name == "jax":
 
         @jax.jit
@@ -114,14 +131,16 @@ def results_of(sibling, function, arrays, cotangent):
     return result.detach().numpy(), {name: x.numpy() for name, x in zip(leaves, found, strict=True)}
 
 
-# ---- Padding ---------------------------------------------------------------------------------------------------------
+# ---- Padding -------------------------------------------------------------------------------------
 
 PATHS = {"jax": ["plain", "weights", "fused", "blocks"], "torch": ["plain", "weights", "fused"]}
 
 
 @sample(jax=3)
 @pytest.mark.parametrize(
-    ("sibling", "path"), [(name, path) for name, paths in PATHS.items() for path in paths], indirect=["sibling"]
+    ("sibling", "path"),
+    [(name, path) for name, paths in PATHS.items() for path in paths],
+    indirect=["sibling"],
 )
 @both_bad
 @pytest.mark.parametrize("kind", ["padding", "padding-causal"])
@@ -142,7 +161,9 @@ def test_bad_padding_of_heads_reaches_no_row(sibling, path, kind, bad):
     cotangent = np.random.default_rng(3).standard_normal(shape).astype(np.float32)
     results = []
     for padding in (0.0, bad):
-        arrays = {name: x.copy() for name, x in heads().items() if name != "value" or path != "weights"}
+        arrays = {
+            name: x.copy() for name, x in heads().items() if name != "value" or path != "weights"
+        }
         for side in arrays.keys() - {"query"}:
             arrays[side].swapaxes(1, 2)[is_padding] = padding
         given = {} if path != "weights" else {"value": sibling.array(heads()["value"])}
@@ -170,7 +191,9 @@ LAYERS = {
 
 
 def parameters(sibling, weights):
-    """Return weights by canonical name in the container of a function, so that their gradients can be taken."""
+    """Return weights by canonical name in the container of a function, so that their gradients can
+    be taken.
+    """
     if sibling.name == "torch":
         return weights
     tree = {}
@@ -196,12 +219,19 @@ def test_bad_padding_reaches_no_real_token(sibling, layer, bad, need_weights):
 
     def function(x, **weights):
         options = {"key_padding_lengths": sibling.array(lengths), "need_weights": need_weights}
-        return sibling.package.multi_head_attention(x, parameters(sibling, weights), spec, **options)[0]
+        return sibling.package.multi_head_attention(
+            x, parameters(sibling, weights), spec, **options
+        )[0]
 
-    cotangent = np.random.default_rng(3).standard_normal((3, 9, 16)).astype(np.float32) * is_real[..., None]
+    cotangent = (
+        np.random.default_rng(3).standard_normal((3, 9, 16)).astype(np.float32) * is_real[..., None]
+    )
     (expected, expected_gradients), (found, gradients) = (
         results_of(
-            sibling, function, {"x": np.where(is_real[..., None], x, padding).astype(np.float32)} | weights, cotangent
+            sibling,
+            function,
+            {"x": np.where(is_real[..., None], x, padding).astype(np.float32)} | weights,
+            cotangent,
         )
         for padding in (0.0, bad)
     )
@@ -218,7 +248,10 @@ def test_bad_padding_reaches_no_real_token(sibling, layer, bad, need_weights):
 def test_finite_padding_keeps_its_outputs(sibling, need_weights):
     """Outputs at finite padding are those of its own queries over the real keys, as with a mask."""
     spec, lengths = AttentionSpec(16, 4), [3, 9]
-    module, x = sibling.module("MultiHeadAttention", spec), sibling.array(np.concatenate([tokens(9)] * 2))
+    module, x = (
+        sibling.module("MultiHeadAttention", spec),
+        sibling.array(np.concatenate([tokens(9)] * 2)),
+    )
     hidden = sibling.package.create_padding_mask(sibling.array(lengths), 9)
     found, _ = module(x, key_padding_lengths=lengths, need_weights=need_weights)
     expected, _ = module(x, mask=hidden, need_weights=need_weights)
@@ -234,7 +267,9 @@ def test_nan_of_a_separate_query_stays(sibling):
     module = sibling.module("MultiHeadAttention", AttentionSpec(16, 4))
     query, key, value = np.concatenate([tokens(9)] * 3).reshape(3, 1, 9, 16)
     query[0, 7, 2], key[0, 3:], value[0, 3:] = np.nan, np.nan, np.inf
-    output, _ = module(*map(sibling.array, (query, key, value)), key_padding_lengths=[3], need_weights=True)
+    output, _ = module(
+        *map(sibling.array, (query, key, value)), key_padding_lengths=[3], need_weights=True
+    )
     assert np.flatnonzero(np.isnan(sibling.numpy(output)[0]).any(axis=1)).tolist() == [7]
 
 
@@ -255,8 +290,8 @@ def test_padding_keeps_one_projection(sibling):
 
 
 def test_bad_padding_of_shared_keys(sibling):
-    """With the keys and values of another layer, NaN in their padding reaches neither an output nor the
-    gradient of the input.
+    """With the keys and values of another layer, NaN in their padding reaches neither an output nor
+    the gradient of the input.
     """
     spec = AttentionSpec(16, 4, shared_kv=True)
     module, rng = sibling.module("MultiHeadAttention", spec), np.random.default_rng(0)
@@ -283,14 +318,19 @@ def test_bad_padding_leaves_cache_unchanged(sibling, capacity, bad):
     """NaN or infinity in the padding of a prompt changes no bit of its output, of the
     next step, or of the cache, which is finite.
     """
-    module, x = sibling.module("MultiHeadAttentionWithCache", AttentionSpec(16, 4, rope=Rope(100.0))), tokens(9)
+    module, x = (
+        sibling.module("MultiHeadAttentionWithCache", AttentionSpec(16, 4, rope=Rope(100.0))),
+        tokens(9),
+    )
     x = np.concatenate([x, x])
     spoilt = x.copy()
     spoilt[0, 3:] = bad
     lengths, found = [3, 9], []
     for prompt in (x, spoilt):
         output, cache = module(
-            sibling.array(prompt), module.init_cache(2, capacity), new_lengths=sibling.array(lengths)
+            sibling.array(prompt),
+            module.init_cache(2, capacity),
+            new_lengths=sibling.array(lengths),
         )
         step, cache = module(sibling.array(x[:, :1]), cache)
         found.append([sibling.numpy(part) for part in (output, step, cache.keys, cache.values)])
@@ -326,10 +366,14 @@ def test_bad_prompt_padding_keeps_gradients(sibling):
 
 def test_full_lengths_are_no_padding(sibling):
     """Lengths that are known to be full leave nothing to fill; unknown ones may."""
-    find = {"jax": mha_jax.padding.find_padding, "torch": mha_torch.padding.find_padding}[sibling.name]
+    find = {"jax": mha_jax.padding.find_padding, "torch": mha_torch.padding.find_padding}[
+        sibling.name
+    ]
     place = () if sibling.name == "jax" else (torch.device("cpu"),)
     for lengths in ([5, 5], np.array([5, 5]), sibling.array([5, 5])):
-        mask, is_padding = find(sibling.package.masks.Mask(key_padding_lengths=lengths), 2, 5, *place)
+        mask, is_padding = find(
+            sibling.package.masks.Mask(key_padding_lengths=lengths), 2, 5, *place
+        )
         assert is_padding is None
         assert mask.key_padding_lengths == [5, 5]  # as numbers
     _, is_padding = find(sibling.package.masks.Mask(key_padding_lengths=[5, 3]), 2, 5, *place)
@@ -337,7 +381,7 @@ def test_full_lengths_are_no_padding(sibling):
     assert find(sibling.package.masks.Mask(), 2, 5, *place)[1] is None
 
 
-# ---- Contained kernels -----------------------------------------------------------------------------------------------
+# ---- Contained kernels ---------------------------------------------------------------------------
 
 KERNELS = {"jax": ["fused", "blocks"], "torch": ["fused"]}
 every_kernel = pytest.mark.parametrize(
@@ -385,7 +429,10 @@ def test_non_finite_values_stay_in_rows(attend_contained, kind, bad):
     and rows without a key are 0.
     """
     hidden, keywords = hidden_by(**KINDS[kind]), KINDS[kind]
-    expected, found = attend_contained(**heads(), **keywords), attend_contained(**spoilt_heads(bad), **keywords)
+    expected, found = (
+        attend_contained(**heads(), **keywords),
+        attend_contained(**spoilt_heads(bad), **keywords),
+    )
     assert np.isfinite(expected).all()
     assert_rows(found, expected, sees_bad(hidden))
     assert not found[hidden.all(axis=-1)].any()
@@ -465,7 +512,9 @@ def test_hidden_nan_keys_keep_gradients(sibling, kernel, kind):
     hides = {name: sibling.option(x) for name, x in KINDS[kind].items()}
     function = functools.partial(attend_with, contained_kernel(sibling, kernel), **hides)
     cotangent = np.random.default_rng(3).standard_normal(heads()["query"].shape).astype(np.float32)
-    (_, expected), (_, found) = (results_of(sibling, function, each, cotangent) for each in (emptied, spoilt))
+    (_, expected), (_, found) = (
+        results_of(sibling, function, each, cotangent) for each in (emptied, spoilt)
+    )
     for name, gradient in found.items():
         np.testing.assert_array_equal(gradient, expected[name])
         assert np.isfinite(gradient).all()
@@ -479,7 +528,9 @@ def test_library_path_keeps_nan_in_its_rows(monkeypatch, span):
     only rows that attend to it, and changes no gradient of a sequence without such rows;
     rows without a key are 0.
     """
-    monkeypatch.setattr(mha_jax.fused, "platform_of", lambda *arrays: "metal")  # has no kernel of its own
+    monkeypatch.setattr(
+        mha_jax.fused, "platform_of", lambda *arrays: "metal"
+    )  # has no kernel of its own
     hides = {**KINDS["padding"], "is_causal": True}
     hidden, spec = hidden_by(**hides), AttentionSpec(32, 4, num_kv_heads=2, **span)
     if span:
@@ -489,7 +540,9 @@ def test_library_path_keeps_nan_in_its_rows(monkeypatch, span):
     @jax.jit
     def attend(arrays):
         function = fused_attention(mha_jax)
-        context, pull_back = jax.vjp(lambda arrays: function(**arrays, spec=spec, kernel=kernel, **hides)[0], arrays)
+        context, pull_back = jax.vjp(
+            lambda arrays: function(**arrays, spec=spec, kernel=kernel, **hides)[0], arrays
+        )
         return context, pull_back(jnp.ones_like(context))[0]
 
     expected, expected_gradients = jax.tree.map(np.asarray, attend(heads()))
@@ -528,7 +581,7 @@ def test_sinks_and_non_finite_inputs(sibling):
         assert np.flatnonzero(is_nan[1]).tolist() == [3]
 
 
-# ---- Layers with a contained kernel ----------------------------------------------------------------------------------
+# ---- Layers with a contained kernel --------------------------------------------------------------
 
 LONG = 1200  # more scores than one kernel computes at once
 HIDES = {
@@ -566,8 +619,12 @@ def test_nan_weights_make_output_nan(sibling, hides, seq_len):
     """A contained module whose query projection is NaN has an output of NaN, with
     any mask, lengths or bias.
     """
-    module = contained_module(sibling, "MultiHeadSelfAttention", AttentionSpec(16, 4, out_bias=False))
-    output = with_nan_weights(module)(sibling.array(tokens(seq_len)), **HIDES[hides](sibling, seq_len))
+    module = contained_module(
+        sibling, "MultiHeadSelfAttention", AttentionSpec(16, 4, out_bias=False)
+    )
+    output = with_nan_weights(module)(
+        sibling.array(tokens(seq_len)), **HIDES[hides](sibling, seq_len)
+    )
     assert np.isnan(sibling.numpy(output)).all()
 
 
@@ -577,7 +634,9 @@ def test_nan_weights_with_cache_give_nan(sibling, name):
     """With a cache, a NaN query, key or value projection makes the outputs of a
     prompt and of a step NaN.
     """
-    module = contained_module(sibling, "MultiHeadAttentionWithCache", AttentionSpec(16, 4, out_bias=False))
+    module = contained_module(
+        sibling, "MultiHeadAttentionWithCache", AttentionSpec(16, 4, out_bias=False)
+    )
     module = with_nan_weights(module, name)
     output, cache = module(sibling.array(tokens(LONG)), module.init_cache(1, LONG + 8))
     assert np.isnan(sibling.numpy(output)).all()
@@ -591,7 +650,10 @@ def test_nan_token_affects_only_later_tokens(sibling, seq_len):
     """In contained causal self-attention, a NaN in token 40 makes the outputs from there on NaN and
     changes no earlier one, bit for bit.
     """
-    module, x = contained_module(sibling, "MultiHeadSelfAttention", AttentionSpec(16, 4)), tokens(seq_len)
+    module, x = (
+        contained_module(sibling, "MultiHeadSelfAttention", AttentionSpec(16, 4)),
+        tokens(seq_len),
+    )
     expected = sibling.numpy(module(sibling.array(x), is_causal=True))
     x[:, 40, 2] = np.nan
     found = sibling.numpy(module(sibling.array(x), is_causal=True))
@@ -609,7 +671,9 @@ def test_nan_in_unfilled_slots_has_no_effect(sibling, capacity, new):
     module = contained_module(sibling, "MultiHeadAttentionWithCache", AttentionSpec(16, 4))
     x, found = np.concatenate([tokens(9)] * 2), []
     for bad in (0.0, np.nan):
-        _, cache = module(sibling.array(x), module.init_cache(2, capacity), new_lengths=sibling.array([4, 9]))
+        _, cache = module(
+            sibling.array(x), module.init_cache(2, capacity), new_lengths=sibling.array([4, 9])
+        )
         keys, values = (sibling.numpy(part).copy() for part in (cache.keys, cache.values))
         for part in (keys, values):
             part[0, :, 4 + new :] = part[1, :, 9 + new :] = bad
@@ -644,7 +708,11 @@ def test_nan_token_in_cache(sibling):
     NaN and changes no earlier one, bit for bit.
     """
     layer = sibling.module("MultiHeadSelfAttention", AttentionSpec(16, 4))
-    weights = layer.state_dict() if sibling.name == "torch" else nnx.to_pure_dict(nnx.state(layer, nnx.Param))
+    weights = (
+        layer.state_dict()
+        if sibling.name == "torch"
+        else nnx.to_pure_dict(nnx.state(layer, nnx.Param))
+    )
     x = tokens(8)
     spoilt = x.copy()
     spoilt[:, 5, 1] = np.nan
@@ -653,7 +721,11 @@ def test_nan_token_in_cache(sibling):
         parts, cache = [], sibling.package.init_cache(len(prompt), 4, 8, 4)
         for begin, end in ((0, 6), (6, 8)):
             output, cache = sibling.package.multi_head_attention_with_cache(
-                sibling.array(prompt[:, begin:end]), weights, layer.spec, cache, kernel=contained_kernel(sibling)
+                sibling.array(prompt[:, begin:end]),
+                weights,
+                layer.spec,
+                cache,
+                kernel=contained_kernel(sibling),
             )
             parts.append(sibling.numpy(output.detach() if sibling.name == "torch" else output))
         found.append(np.concatenate(parts, axis=1))
@@ -661,7 +733,7 @@ def test_nan_token_in_cache(sibling):
     assert np.isnan(found[1][:, 5:]).all()
 
 
-# ---- PyTorch ---------------------------------------------------------------------------------------------------------
+# ---- PyTorch -------------------------------------------------------------------------------------
 
 
 def test_torch_overflowing_scores_give_nan():
@@ -673,7 +745,9 @@ def test_torch_overflowing_scores_give_nan():
     value = torch.ones(1, 1, 3, 16)
     kernel, spec = contained["torch"](mha_torch.fused.attend), AttentionSpec(16, 1, scale=1.0)
     for needs_gradient in (False, True):
-        context = attend_with(kernel, query.clone().requires_grad_(needs_gradient), key, value, spec)
+        context = attend_with(
+            kernel, query.clone().requires_grad_(needs_gradient), key, value, spec
+        )
         assert context.isnan().all()
 
 
@@ -681,7 +755,11 @@ def test_torch_infinite_key_makes_rows_nan():
     """In a contained kernel of PyTorch, an infinite key with a score of -inf makes the rows that
     attend to it NaN, with and without gradients.
     """
-    query, key, value = torch.full((1, 1, 4, 8), -1.0), torch.ones(1, 1, 4, 8), torch.ones(1, 1, 4, 8)
+    query, key, value = (
+        torch.full((1, 1, 4, 8), -1.0),
+        torch.ones(1, 1, 4, 8),
+        torch.ones(1, 1, 4, 8),
+    )
     key[0, 0, 1, 3] = torch.inf  # a score of -inf
     kernel = contained["torch"](mha_torch.fused.attend)
     for x in (query, query.clone().requires_grad_()):
@@ -702,7 +780,9 @@ def test_torch_nan_token_with_dropout():
     x = torch.randn(1, 2, 4, 8)
     x[0, 0, 2] = torch.nan
     with torch.no_grad():
-        contained["torch"](kernel)(x, x, x, mha_torch.masks.Mask(), mha_torch.scores.Scores(BareHeads(8), dropout=0.5))
+        contained["torch"](kernel)(
+            x, x, x, mha_torch.masks.Mask(), mha_torch.scores.Scores(BareHeads(8), dropout=0.5)
+        )
     assert len(calls) == 1
 
 
@@ -757,7 +837,10 @@ def test_torch_cuda_graph_reads_no_values(monkeypatch, looks, is_contained):
     """While a CUDA graph is captured (simulated), neither a call nor its gradient reads a value;
     the output is unchanged and the gradient of the input is finite.
     """
-    layer, x = mha_torch.MultiHeadSelfAttention(AttentionSpec(16, 2, window_size=2)), torch.randn(2, 5, 16)
+    layer, x = (
+        mha_torch.MultiHeadSelfAttention(AttentionSpec(16, 2, window_size=2)),
+        torch.randn(2, 5, 16),
+    )
     x[0, 3, 0] = torch.nan  # padding
     if is_contained:
         layer.kernel = contained["torch"](mha_torch.fused.attend)

@@ -12,7 +12,9 @@ import parity
 from mha_spec import AttentionSpec, Latent, Rope
 
 SPEC = AttentionSpec(16, 4, num_kv_heads=2, window_size=2, soft_cap=5.0, sinks=True)
-LATENT = AttentionSpec(16, 4, head_dim=8, latent=Latent(8, 4), rope=Rope(rotary_dim=4, rotated="last"))
+LATENT = AttentionSpec(
+    16, 4, head_dim=8, latent=Latent(8, 4), rope=Rope(rotary_dim=4, rotated="last")
+)
 
 
 class Noting:
@@ -47,7 +49,11 @@ def test_layer_passes_arguments_to_kernel(sibling):
     np.testing.assert_allclose(sibling.numpy(found), sibling.numpy(expected), rtol=1e-5, atol=1e-6)
     ((query, key, value, mask, scores),) = kernel.calls
     assert attn_weights is None
-    assert [tuple(x.shape) for x in (query, key, value)] == [(2, 4, 5, 4), (2, 2, 5, 4), (2, 2, 5, 4)]
+    assert [tuple(x.shape) for x in (query, key, value)] == [
+        (2, 4, 5, 4),
+        (2, 2, 5, 4),
+        (2, 2, 5, 4),
+    ]
     assert (mask.is_causal, mask.span, mask.mask) == (True, SPEC.span, None)
     assert scores.spec == SPEC
     assert scores.bias is bias
@@ -56,13 +62,18 @@ def test_layer_passes_arguments_to_kernel(sibling):
 @pytest.mark.parametrize(
     "hides", [{}, {"is_causal": True}, {"is_causal": True, "key_padding_lengths": [0, 3]}], ids=str
 )
-@pytest.mark.parametrize("spec", [AttentionSpec(16, 4, num_kv_heads=2, window_size=2), SPEC], ids=["plain", "capped"])
+@pytest.mark.parametrize(
+    "spec", [AttentionSpec(16, 4, num_kv_heads=2, window_size=2), SPEC], ids=["plain", "capped"]
+)
 def test_plain_sdpa_matches_default_kernel(sibling, spec, hides):
-    """A layer with the plain kernel of its framework has the outputs of the default kernel, also for scores that the
-    framework's function does not support.
+    """A layer with the plain kernel of its framework has the outputs of the default kernel, also
+    for scores that the framework's function does not support.
     """
     layer, x = filled(sibling, "MultiHeadAttention", spec), tokens(sibling)
-    hides = {name: sibling.array(np.array(x, np.int32)) if isinstance(x, list) else x for name, x in hides.items()}
+    hides = {
+        name: sibling.array(np.array(x, np.int32)) if isinstance(x, list) else x
+        for name, x in hides.items()
+    }
     expected, _ = layer(x, **hides)
     layer.kernel = sibling.package.plain_sdpa
     found, _ = layer(x, **hides)
@@ -115,7 +126,9 @@ def test_single_token_uses_kernel_step():
 
 
 class Optional(Noting):
-    """A kernel with the optional methods of the protocol, which records them; those of JAX and torch together."""
+    """A kernel with the optional methods of the protocol, which records them; those of JAX and
+    torch together.
+    """
 
     def step(self, *arguments):
         self.calls.append("step")
@@ -130,7 +143,9 @@ class Optional(Noting):
 
 
 def test_contained_kernel_keeps_methods(sibling):
-    """A contained kernel finds padding, steps and checks as its kernel does; other kernels have the default."""
+    """A contained kernel finds padding, steps and checks as its kernel does; other kernels have the
+    default.
+    """
     layer, x = filled(sibling, "MultiHeadAttentionWithCache", SPEC), tokens(sibling, 1)
     cross = filled(sibling, "MultiHeadAttention", SPEC)
     kernel = Optional(sibling)
@@ -155,7 +170,9 @@ def test_functions_accept_a_kernel(sibling):
     weights = sibling.weights_of(layer)
     kernel = Noting(sibling)
     found, _ = sibling.package.multi_head_attention(x, weights, SPEC, kernel=kernel)
-    np.testing.assert_allclose(sibling.numpy(found), sibling.numpy(layer(x)[0]), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        sibling.numpy(found), sibling.numpy(layer(x)[0]), rtol=1e-5, atol=1e-6
+    )
     assert len(kernel.calls) == 1
 
 
@@ -165,9 +182,18 @@ def test_kernel_receives_only_valid_input(sibling, wrong):
     layer = filled(sibling, "MultiHeadAttention", SPEC)
     layer.kernel = kernel = Noting(sibling)
     options, refusal = {
-        "mask": ({"mask": sibling.array(np.ones((3, 3), bool))}, refuses("mask", {"mask.shape": (3, 3)})),
-        "bias": ({"bias": sibling.array(np.ones((3, 3), np.float32))}, refuses("bias", {"bias.shape": (3, 3)})),
-        "lengths": ({"key_padding_lengths": [6, 1]}, refuses("key_padding_lengths", key_padding_lengths=[6, 1])),
+        "mask": (
+            {"mask": sibling.array(np.ones((3, 3), bool))},
+            refuses("mask", {"mask.shape": (3, 3)}),
+        ),
+        "bias": (
+            {"bias": sibling.array(np.ones((3, 3), np.float32))},
+            refuses("bias", {"bias.shape": (3, 3)}),
+        ),
+        "lengths": (
+            {"key_padding_lengths": [6, 1]},
+            refuses("key_padding_lengths", key_padding_lengths=[6, 1]),
+        ),
     }[wrong]
     with refusal:
         layer(tokens(sibling), **options)

@@ -1,4 +1,6 @@
-"""Packed sequences: in every kernel, tokens attend only to their own segment, as if each sequence were alone."""
+"""Packed sequences: in every kernel, tokens attend only to their own segment, as if each sequence
+were alone.
+"""
 
 import jax
 import numpy as np
@@ -22,12 +24,16 @@ from mha_torch.scores import Scores
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # read by flex_attention
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor that is not a leaf"
+    ),  # read by flex_attention
 ]
 
 BLOCKS = FusedAttention(few_scores=0, queries=16, keys=16)
 PACKED = np.array([[0] * 4 + [1] * 7 + [2] * 2, [5] * 6 + [-3] * 7], np.int32)
-IDS = np.random.default_rng(1).permuted(np.sort(np.random.default_rng(0).integers(0, 4, (2, 70)), axis=1), axis=1)
+IDS = np.random.default_rng(1).permuted(
+    np.sort(np.random.default_rng(0).integers(0, 4, (2, 70)), axis=1), axis=1
+)
 IDS[0].sort()
 IDS = IDS.astype(np.int32)
 HIDING = {
@@ -41,7 +47,7 @@ def drawn(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-# ---- Layers ----------------------------------------------------------------------------------------------------------
+# ---- Layers --------------------------------------------------------------------------------------
 
 
 @sample(jax=1)
@@ -70,7 +76,11 @@ def test_nan_stays_in_its_segment(sibling):
 
 def test_cross_attention_accepts_id_pairs(sibling):
     """With ids of queries and of keys, each query attends exactly to the keys with its id."""
-    layer, x, memory = sibling.module("MultiHeadAttention", AttentionSpec(16, 4)), drawn(1, 3, 16), drawn(1, 5, 16)
+    layer, x, memory = (
+        sibling.module("MultiHeadAttention", AttentionSpec(16, 4)),
+        drawn(1, 3, 16),
+        drawn(1, 5, 16),
+    )
     pair = tuple(map(sibling.array, ([[0, 1, 2]], [[1, 1, 0, 0, 0]])))
     _, weights = layer(sibling.array(x), sibling.array(memory), segment_ids=pair, need_weights=True)
     seen = np.array([[0, 0, 1, 1, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]], bool)
@@ -87,17 +97,31 @@ def test_segment_mask_matches_table(sibling):
 @pytest.mark.parametrize(
     ("ids", "refusal"),
     {
-        "floats": (np.zeros((2, 13), np.float32), refuses_type("segment_ids", {"segment_ids.dtype": ...})),
-        "booleans": (np.zeros((2, 13), bool), refuses_type("segment_ids", {"segment_ids.dtype": ...})),
+        "floats": (
+            np.zeros((2, 13), np.float32),
+            refuses_type("segment_ids", {"segment_ids.dtype": ...}),
+        ),
+        "booleans": (
+            np.zeros((2, 13), bool),
+            refuses_type("segment_ids", {"segment_ids.dtype": ...}),
+        ),
         "short": (PACKED[:, 1:], refuses("segment_ids", {"segment_ids.shape": (2, 12)})),
         "one row": (PACKED[:1], refuses("segment_ids", {"segment_ids.shape": (1, 13)})),
         "a number": (np.array(3), refuses("segment_ids", {"segment_ids.shape": ()})),
-        "a pair of others": ((PACKED, PACKED[:, 1:]), refuses("segment_ids", {"segment_ids.shape": (2, 12)})),
+        "a pair of others": (
+            (PACKED, PACKED[:, 1:]),
+            refuses("segment_ids", {"segment_ids.shape": (2, 12)}),
+        ),
     }.values(),
 )
 def test_invalid_segment_ids_raise(sibling, ids, refusal):
-    """Ids of a wrong dtype, length, batch or rank raise an error in layers and functions of masks."""
-    layer, x = sibling.module("MultiHeadSelfAttention", AttentionSpec(16, 4)), sibling.array(drawn(2, 13, 16))
+    """Ids of a wrong dtype, length, batch or rank raise an error in layers and functions of
+    masks.
+    """
+    layer, x = (
+        sibling.module("MultiHeadSelfAttention", AttentionSpec(16, 4)),
+        sibling.array(drawn(2, 13, 16)),
+    )
     ids = tuple(map(sibling.array, ids)) if isinstance(ids, tuple) else sibling.array(ids)
     with refusal:
         layer(x, segment_ids=ids)
@@ -112,14 +136,17 @@ def test_three_segment_id_arrays_raise(sibling):
         sibling.package.create_attention_mask(13, segment_ids=(sibling.array(PACKED),) * 3)
 
 
-# ---- Kernels ---------------------------------------------------------------------------------------------------------
+# ---- Kernels -------------------------------------------------------------------------------------
 
 
 def problem(options):
     """Return split heads, the ids, spec and options of a call, and the equivalent mask."""
     keys = options.get("seq_len_k", 70)
     pair = (IDS, IDS[:, :keys])
-    arrays = [drawn(2, heads, count, 16, seed=heads + count) for heads, count in ((4, 70), (2, keys), (2, keys))]
+    arrays = [
+        drawn(2, heads, count, 16, seed=heads + count)
+        for heads, count in ((4, 70), (2, keys), (2, keys))
+    ]
     spec = AttentionSpec(64, 4, num_kv_heads=2, window_size=options.get("window_size"))
     told = {name: x for name, x in options.items() if name in ("is_causal", "key_padding_lengths")}
     t, s = np.arange(70)[:, None], np.arange(keys)
@@ -154,19 +181,25 @@ def test_jax_blocks_match_segment_mask(hiding):
 
 @pytest.fixture(params=["sdpa", "flex"])
 def of_torch(request, monkeypatch):
-    """Return the fused function of torch, with the kernel for a CPU or the one for CUDA in small blocks."""
+    """Return the fused function of torch, with the kernel for a CPU or the one for CUDA in small
+    blocks.
+    """
     if request.param == "flex":
         monkeypatch.setattr(flex, "_runs_here", lambda query, value: True)
         monkeypatch.setattr(flex, "MANY_SCORES", 0)
         monkeypatch.setattr(flex, "_kernel", lambda: library.flex_attention)
         monkeypatch.setattr(flex, "_BLOCK_SIZE", 16)
-        monkeypatch.setattr(library, "_validate_device", lambda *heads: None)  # it rejects gradients on a CPU
+        monkeypatch.setattr(
+            library, "_validate_device", lambda *heads: None
+        )  # it rejects gradients on a CPU
     return fused_attention(mha_torch)
 
 
 @pytest.mark.parametrize("hiding", HIDING)
 def test_torch_kernels_match_segment_mask(of_torch, hiding):
-    """Context and gradients of both kernels of torch match the plain path with the equivalent mask."""
+    """Context and gradients of both kernels of torch match the plain path with the equivalent
+    mask.
+    """
     arrays, pair, spec, told, hidden = problem(HIDING[hiding])
 
     def with_gradients(function, **options):
@@ -213,7 +246,9 @@ def test_nan_stays_in_segment_in_jax_blocks():
     ids=["segments", "one segment", "a segment in two pieces", "pieces of one token"],
 )
 def test_segments_in_torch_need_no_mask(monkeypatch, row, in_pieces):
-    """Packed segments match the plain path, with gradients and sinks, and need no mask unless one is in pieces."""
+    """Packed segments match the plain path, with gradients and sinks, and need no mask unless one
+    is in pieces.
+    """
     ids = torch.tensor([[5] * 30 + [4] * 40, row])
     spec = AttentionSpec(64, 4, num_kv_heads=2, sinks=True)
     masks, attend = [], sdpa.sdpa
@@ -223,7 +258,10 @@ def test_segments_in_torch_need_no_mask(monkeypatch, row, in_pieces):
         return attend(*arrays, attn_mask=attn_mask, **options)
 
     def with_gradients(function):
-        leaves = [torch.from_numpy(drawn(2, heads, 70, 16, seed=heads)).requires_grad_() for heads in (4, 2, 2)]
+        leaves = [
+            torch.from_numpy(drawn(2, heads, 70, 16, seed=heads)).requires_grad_()
+            for heads in (4, 2, 2)
+        ]
         sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], requires_grad=True)
         told = {"is_causal": row[0] == row[-1], "segment_ids": ids, "learned": {"sinks": sinks}}
         context, _ = function(*leaves, spec, **told)
@@ -259,4 +297,6 @@ def test_compiled_torch_layer_accepts_ids():
 def test_ring_rejects_segments():
     """A ring raises an error for segments."""
     with refuses("segment_ids"):
-        check_ring_supports(Mask(is_causal=True, segment_ids=torch.from_numpy(PACKED)), Scores(BareHeads(4)))
+        check_ring_supports(
+            Mask(is_causal=True, segment_ids=torch.from_numpy(PACKED)), Scores(BareHeads(4))
+        )

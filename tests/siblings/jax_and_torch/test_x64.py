@@ -1,6 +1,7 @@
 """JAX with 64-bit integers and floats: every kernel of mha_jax supports them, forward and backward.
 
-In this mode Python integers have 64 bits, while positions and lengths have 32; JAX compares the widths during tracing.
+In this mode Python integers have 64 bits, while positions and lengths have 32; JAX compares the
+widths during tracing.
 """
 
 import functools
@@ -31,7 +32,8 @@ SEGMENTS = np.arange(300, dtype=np.int32)[None].repeat(2, axis=0) // 70
 LENGTHS = {"key_padding_lengths": np.array([300, 7], np.int32)}
 CAUSAL = {"is_causal": True}
 
-# Fields of the layer and options that hide keys, with more queries than in one window and more than eight blocks.
+# Fields of the layer and options that hide keys, with more queries than in one window and more than
+# eight blocks.
 CALLS = {
     "nothing": ({}, {}),
     "causal": ({}, CAUSAL),
@@ -56,11 +58,20 @@ KERNELS = {
 
 OFTEN = {
     "default": CALLS.keys(),
-    "blocks": {"causal", "lengths", "segments", "window-both-ways", "chunks-alibi", "relative-products"},
+    "blocks": {
+        "causal",
+        "lengths",
+        "segments",
+        "window-both-ways",
+        "chunks-alibi",
+        "relative-products",
+    },
     "library": {"lengths", "window-mask", "chunks"},
     "blocks at once": {"segments", "window", "relative-bias"},
 }
-"""Calls in float64: all for the default kernel, and those that each other kernel has code for; in float32, all."""
+"""Calls in float64: all for the default kernel, and those that each other kernel has code for; in
+float32, all.
+"""
 
 both_dtypes = pytest.mark.parametrize("dtype", [np.float64, np.float32])
 
@@ -103,7 +114,9 @@ def of_call(name, kernel):
 
 
 def traced_dtypes(function, *arguments):
-    """Return the dtypes of the floating-point results of a function, which is traced, not computed."""
+    """Return the dtypes of the floating-point results of a function, which is traced, not
+    computed.
+    """
     results = jax.tree.leaves(jax.eval_shape(function, *arguments))
     return {x.dtype for x in results if jnp.issubdtype(x.dtype, jnp.floating)}
 
@@ -120,7 +133,9 @@ def test_kernels_accept_wide_integers(monkeypatch, dtype, kernel):
     for name in OFTEN[kernel] if dtype == np.float64 else CALLS:
         spec, attend = of_call(name, attention)
         arrays = jax.tree.map(jnp.asarray, arrays_of(spec, dtype))
-        with jax.numpy_dtype_promotion("standard" if kernel == "library" else "strict"):  # as JAX's own function needs
+        with jax.numpy_dtype_promotion(
+            "standard" if kernel == "library" else "strict"
+        ):  # as JAX's own function needs
             dtypes = traced_dtypes(functools.partial(with_gradients, attend), arrays)
         assert dtypes == {np.dtype(dtype)}, name
 
@@ -134,10 +149,14 @@ def test_window_matches_torch_in_64_bit_mode(dtype):
     found = jax.jit(functools.partial(with_gradients, attend))(jax.tree.map(jnp.asarray, arrays))
 
     def computed_by_torch(dtype):
-        leaves = {name: torch.from_numpy(x.astype(dtype)).requires_grad_() for name, x in arrays.items()}
+        leaves = {
+            name: torch.from_numpy(x.astype(dtype)).requires_grad_() for name, x in arrays.items()
+        }
         context, _ = plain_attention(mha_torch)(**leaves, spec=spec, is_causal=True)
         gradients = torch.autograd.grad(context, list(leaves.values()), context)
-        return {"context": context} | {f"grad.{name}": x for name, x in zip(leaves, gradients, strict=True)}
+        return {"context": context} | {
+            f"grad.{name}": x for name, x in zip(leaves, gradients, strict=True)
+        }
 
     expected, same = computed_by_torch(np.float64), computed_by_torch(dtype)
     if dtype == np.float64:
@@ -146,7 +165,7 @@ def test_window_matches_torch_in_64_bit_mode(dtype):
         parity.assert_parity(found, expected, same_precision=same)
 
 
-# ---- Caches ----------------------------------------------------------------------------------------------------------
+# ---- Caches --------------------------------------------------------------------------------------
 
 ROPE = Rope(100.0, rotary_dim=8, rotated="last")
 LATENT = AttentionSpec(32, 4, head_dim=16, value_head_dim=8, latent=Latent(32, 8), rope=ROPE)
@@ -161,7 +180,9 @@ CACHED = {
 @both_dtypes
 @pytest.mark.parametrize("name", CACHED)
 def test_caches_accept_wide_integers(dtype, name):
-    """Prompts and steps over caches can be traced in 64-bit mode, and keep the dtype of the layer."""
+    """Prompts and steps over caches can be traced in 64-bit mode, and keep the dtype of the
+    layer.
+    """
     kind, spec = CACHED[name]
     module = getattr(mha_jax, kind)(spec, param_dtype=dtype, rngs=nnx.Rngs(0))
     module.kernel = BLOCKS
@@ -190,13 +211,17 @@ def test_step_kernel_accepts_wide_integers(dtype, platform, window_size):
 
     def attend(query, key, value):
         scores = Scores(spec)
-        return (blockwise.attend_to_cache(query, key, value, mask, scores, sizes=BLOCKS, platform=platform),)
+        return (
+            blockwise.attend_to_cache(
+                query, key, value, mask, scores, sizes=BLOCKS, platform=platform
+            ),
+        )
 
     arrays = {"query": query, "key": cached, "value": cached}
     assert traced_dtypes(functools.partial(with_gradients, attend), arrays) == {np.dtype(dtype)}
 
 
-# ---- Divided tokens --------------------------------------------------------------------------------------------------
+# ---- Divided tokens ------------------------------------------------------------------------------
 
 
 @sample(dtype=[np.float64])
@@ -205,7 +230,9 @@ def test_step_kernel_accepts_wide_integers(dtype, platform, window_size):
     ("passes_keys", "name"),
     [
         *((True, name) for name in ("causal", "lengths", "window", "window-mask", "chunks")),
-        *((False, name) for name in ("lengths", "window-mask")),  # heads are exchanged, and the kernel is the usual one
+        *(
+            (False, name) for name in ("lengths", "window-mask")
+        ),  # heads are exchanged, and the kernel is the usual one
     ],
 )
 def test_divided_tokens_accept_wide_integers(monkeypatch, dtype, passes_keys, name):
@@ -220,7 +247,9 @@ def test_divided_tokens_accept_wide_integers(monkeypatch, dtype, passes_keys, na
         for key, x in arrays_of(spec, dtype).items()
     }
     rings = []
-    monkeypatch.setattr(tokens, "attend_to_visitors", lambda *args: rings.append(1) or attend_to_visitors(*args))
+    monkeypatch.setattr(
+        tokens, "attend_to_visitors", lambda *args: rings.append(1) or attend_to_visitors(*args)
+    )
     with jax.sharding.use_abstract_mesh(mesh):
         assert traced_dtypes(functools.partial(with_gradients, attend), arrays) == {np.dtype(dtype)}
     assert bool(rings) == passes_keys

@@ -1,4 +1,5 @@
-"""JAX on accelerators: calls are lowered for CUDA and TPUs, and their programs are inspected; their blocks run here.
+"""JAX on accelerators: calls are lowered for CUDA and TPUs, and their programs are inspected; their
+blocks run here.
 
 Programs are inspected before XLA fuses operations, so a count of 0 holds whatever XLA does.
 """
@@ -39,7 +40,8 @@ CAUSAL, SPAN = {"is_causal": True}, 256
 LENGTHS = {"key_padding_lengths": ((BATCH,), jnp.int32)}
 OWN = {"mask": ((SEQ_LEN, SEQ_LEN), bool)}
 
-# Fields of a layer, keywords of a call, and shapes and dtypes of other arguments; None for the dtype of queries.
+# Fields of a layer, keywords of a call, and shapes and dtypes of other arguments; None for the
+# dtype of queries.
 CALLS = {
     "nothing": ({}, {}, {}),
     "causal": ({}, CAUSAL, {}),
@@ -57,12 +59,19 @@ CALLS = {
     "mask-causal-lengths": ({}, CAUSAL, {**OWN, **LENGTHS}),
     "mask-of-keys": ({}, {}, {"mask": ((BATCH, 1, 1, SEQ_LEN), bool)}),
     "bias": ({}, {}, {"bias": ((SEQ_LEN, SEQ_LEN), None)}),
-    "relative-bias": ({"relative_bias": RelativeBias(32, 128)}, CAUSAL, {"relative_bias": ((32, NUM_HEADS), None)}),
+    "relative-bias": (
+        {"relative_bias": RelativeBias(32, 128)},
+        CAUSAL,
+        {"relative_bias": ((32, NUM_HEADS), None)},
+    ),
 }
 LEARNED = ("sinks", "relative_bias")
 ROWS = [(call, dtype, platform) for call in CALLS for dtype in DTYPES for platform in PLATFORMS]
 QUICK = [
-    *[(call, "float32", "cuda") for call in ("causal-lengths", "window-lengths", "sinks", "mask-causal-lengths")],
+    *[
+        (call, "float32", "cuda")
+        for call in ("causal-lengths", "window-lengths", "sinks", "mask-causal-lengths")
+    ],
     *[(call, "bfloat16", "cuda") for call in ("causal-lengths", "soft-cap", "mask")],
     *[(call, "bfloat16", "tpu") for call in ("chunks", "alibi")],
 ]
@@ -83,10 +92,14 @@ EXCEPTIONS = {
 
 
 def function_and_arrays(call, dtype, *, kernel=mha_jax.fused.attend):
-    """Return attention as a function of split heads and other arrays, and the shapes of all arrays."""
+    """Return attention as a function of split heads and other arrays, and the shapes of all
+    arrays.
+    """
     fields, keywords, others = CALLS[call]
     heads = {"query": NUM_HEADS, "key": NUM_KV_HEADS, "value": NUM_KV_HEADS}
-    arrays = {name: shaped((BATCH, count, SEQ_LEN, HEAD_DIM), dtype) for name, count in heads.items()}
+    arrays = {
+        name: shaped((BATCH, count, SEQ_LEN, HEAD_DIM), dtype) for name, count in heads.items()
+    }
     arrays |= {name: shaped(shape, kind or dtype) for name, (shape, kind) in others.items()}
 
     def attend(arrays):
@@ -122,7 +135,8 @@ def test_no_call_stores_all_token_pairs(call, dtype, platform):
     attend, arrays = function_and_arrays(call, DTYPES[dtype])
     _, *expected = EXCEPTIONS.get((call, dtype, platform), ("", Counts(), Counts()))
     programs = [
-        lowered(platform, function, arrays) for function in (attend, with_gradients(attend, (*TOKENS, *LEARNED)))
+        lowered(platform, function, arrays)
+        for function in (attend, with_gradients(attend, (*TOKENS, *LEARNED)))
     ]
     assert [counts(program, PAIRS) for program in programs] == expected
 
@@ -161,13 +175,15 @@ def test_only_bias_gradient_has_all_pairs(platform):
     assert found == Counts(arrays=1)
 
 
-# ---- Controls of the counts ------------------------------------------------------------------------------------------
+# ---- Controls of the counts ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_plain_path_stores_scores_and_mask(platform):
     """Control: the plain path makes more than 3 arrays of all scores and more than 2 masks."""
-    attend, arrays = function_and_arrays("causal-lengths", jnp.float32, kernel=stages.attend_without_weights)
+    attend, arrays = function_and_arrays(
+        "causal-lengths", jnp.float32, kernel=stages.attend_without_weights
+    )
     found = counts(lowered(platform, attend, arrays), BATCH * NUM_HEADS * PAIRS)
     assert found.arrays > 3
     assert counts(lowered(platform, attend, arrays), PAIRS).masks > 2
@@ -223,7 +239,9 @@ def test_waits_for_values_are_counted(function, expected):
     """Control: callbacks, prints, conditions and loops of unknown length are counted; a loop of 10
     steps is not.
     """
-    program = jax.jit(function).lower(shaped((4,), jnp.float32))  # for a CPU: only there JAX lowers callbacks
+    program = jax.jit(function).lower(
+        shaped((4,), jnp.float32)
+    )  # for a CPU: only there JAX lowers callbacks
     assert counts(program, 5) == expected
 
 
@@ -234,18 +252,22 @@ def test_float64_arrays_are_counted():
     assert counts(program, 5).float64 > 0
 
 
-# ---- Layers and caches -----------------------------------------------------------------------------------------------
+# ---- Layers and caches ---------------------------------------------------------------------------
 
 
 def module(kind, dtype, **fields):
     """Return the graph and the arrays of a layer."""
-    return nnx.split(kind(of_layer(rope=Rope(), **fields), param_dtype=DTYPES[dtype], rngs=nnx.Rngs(0)))
+    return nnx.split(
+        kind(of_layer(rope=Rope(), **fields), param_dtype=DTYPES[dtype], rngs=nnx.Rngs(0))
+    )
 
 
 LAYERS = [(dtype, platform) for dtype in DTYPES for platform in PLATFORMS]
 
 
-@sample(where=lambda dtype, platform: (dtype, platform) in [("float32", "cuda"), ("bfloat16", "tpu")])
+@sample(
+    where=lambda dtype, platform: (dtype, platform) in [("float32", "cuda"), ("bfloat16", "tpu")]
+)
 @pytest.mark.parametrize(("dtype", "platform"), LAYERS)
 @pytest.mark.parametrize("is_training", [False, True], ids=["forward", "forward-backward"])
 def test_layer_stores_no_token_pairs(dtype, platform, is_training):
@@ -264,8 +286,15 @@ def test_layer_stores_no_token_pairs(dtype, platform, is_training):
     assert counts(lowered(platform, function, arrays), PAIRS) == Counts()
 
 
-FIELDS = {"causal": {}, "window": {"window_size": SPAN}, "soft-cap": {"soft_cap": 30.0}, "alibi": {"alibi": Alibi()}}
-STEPS = [(fields, dtype, platform) for fields in FIELDS for dtype in DTYPES for platform in PLATFORMS]
+FIELDS = {
+    "causal": {},
+    "window": {"window_size": SPAN},
+    "soft-cap": {"soft_cap": 30.0},
+    "alibi": {"alibi": Alibi()},
+}
+STEPS = [
+    (fields, dtype, platform) for fields in FIELDS for dtype in DTYPES for platform in PLATFORMS
+]
 
 
 def cached(fields, dtype, platform, seq_len):
@@ -273,17 +302,27 @@ def cached(fields, dtype, platform, seq_len):
     graph, state = module(mha_jax.MultiHeadAttentionWithCache, dtype, **FIELDS[fields])
     cache = jax.eval_shape(lambda: nnx.merge(graph, state).init_cache(BATCH, SEQ_LEN))
     x = shaped((BATCH, seq_len, NUM_HEADS * HEAD_DIM), DTYPES[dtype])
-    return lowered(platform, lambda state, x, cache: nnx.merge(graph, state)(x, cache), state, x, cache)
+    return lowered(
+        platform, lambda state, x, cache: nnx.merge(graph, state)(x, cache), state, x, cache
+    )
 
 
-@sample(where=lambda fields, dtype, platform: (fields, dtype, platform) in [("causal", "bfloat16", "cuda")])
+@sample(
+    where=lambda fields, dtype, platform: (
+        (fields, dtype, platform) in [("causal", "bfloat16", "cuda")]
+    )
+)
 @pytest.mark.parametrize(("fields", "dtype", "platform"), STEPS)
 def test_prompt_stores_no_pairs_of_slots(fields, dtype, platform):
     """A prompt over a cache makes no array of all pairs of tokens and slots."""
     assert counts(cached(fields, dtype, platform, SEQ_LEN), PAIRS) == Counts()
 
 
-@sample(where=lambda fields, dtype, platform: (fields, dtype, platform) in [("causal", "bfloat16", "cuda")])
+@sample(
+    where=lambda fields, dtype, platform: (
+        (fields, dtype, platform) in [("causal", "bfloat16", "cuda")]
+    )
+)
 @pytest.mark.parametrize(("fields", "dtype", "platform"), STEPS)
 def test_step_stores_nothing_beyond_cache(fields, dtype, platform):
     """A step of one token makes no array larger than the keys of its cache, so it copies neither
@@ -293,11 +332,16 @@ def test_step_stores_nothing_beyond_cache(fields, dtype, platform):
     assert counts(cached(fields, dtype, platform, 1), larger) == Counts()
 
 
-# ---- Blocks of an accelerator match the plain path -------------------------------------------------------------------
+# ---- Blocks of an accelerator match the plain path -----------------------------------------------
 
 SMALL = FusedAttention(few_scores=0, most_scores=0, queries=24, keys=24)
 QUICKLY = {"xla_backend_optimization_level": 0}  # programs here run only once
-SHAPES = {"query": (3, 4, 41, 8), "key": (3, 2, 50, 8), "value": (3, 2, 50, 8), "cotangent": (3, 4, 41, 8)}
+SHAPES = {
+    "query": (3, 4, 41, 8),
+    "key": (3, 2, 50, 8),
+    "value": (3, 2, 50, 8),
+    "cotangent": (3, 4, 41, 8),
+}
 PADDING = np.array([0, 17, 50])
 
 
@@ -323,14 +367,30 @@ FEATURES = {
         {},
     ),
     "mask": ({"scale": 0.3}, {**CAUSAL, "mask": rng().random((41, 50)) < 0.7}, {}),
-    "mask-window": ({"window_size": 60}, {**CAUSAL, "mask": rng().random((3, 4, 41, 50)) < 0.3}, {}),
-    "mask-of-keys": ({}, {"mask": rng().random((3, 1, 1, 50)) < 0.3, "key_padding_lengths": PADDING}, {}),
+    "mask-window": (
+        {"window_size": 60},
+        {**CAUSAL, "mask": rng().random((3, 4, 41, 50)) < 0.3},
+        {},
+    ),
+    "mask-of-keys": (
+        {},
+        {"mask": rng().random((3, 1, 1, 50)) < 0.3, "key_padding_lengths": PADDING},
+        {},
+    ),
     "bias": ({}, CAUSAL, {"bias": (41, 50)}),
-    "bias-of-heads": ({"sinks": True}, {"key_padding_lengths": PADDING}, {"bias": (1, 4, 1, 50), "sinks": (4,)}),
+    "bias-of-heads": (
+        {"sinks": True},
+        {"key_padding_lengths": PADDING},
+        {"bias": (1, 4, 1, 50), "sinks": (4,)},
+    ),
     "relative-bias": ({"relative_bias": RelativeBias(32, 128)}, {}, {"relative_bias": (32, 4)}),
 }
 LONG = {  # more queries than a window processes at once
-    "window-lengths": ({"window_size": 20}, {**CAUSAL, "key_padding_lengths": np.array([0, 17, 300])}, {}),
+    "window-lengths": (
+        {"window_size": 20},
+        {**CAUSAL, "key_padding_lengths": np.array([0, 17, 300])},
+        {},
+    ),
     "window-both-ways-alibi": ({"window_size": 150, "alibi": Alibi()}, {}, {}),
     "chunks-sinks": ({"chunk_size": 100, "sinks": True}, CAUSAL, {"sinks": (4,)}),
     "window-bias": (
@@ -359,13 +419,17 @@ def results(kernel, mask, spec, arrays):
     return {name: np.asarray(x) for name, x in run(arrays).items()}
 
 
-def assert_blocks_give_what_the_plain_path_gives(fields, masks, others, shapes, dtype, platform, kernel=None):
+def assert_blocks_give_what_the_plain_path_gives(
+    fields, masks, others, shapes, dtype, platform, kernel=None
+):
     draws = np.random.default_rng(5)
     arrays = {name: draws.standard_normal(shape) for name, shape in {**shapes, **others}.items()}
     if "bias" in arrays:
         arrays["bias"][..., 3::7] = -np.inf
     spec = AttentionSpec(32, 4, num_kv_heads=2, **fields)
-    mask = Mask(**{name: x if x is True else jax.tree.map(jnp.asarray, x) for name, x in masks.items()})
+    mask = Mask(
+        **{name: x if x is True else jax.tree.map(jnp.asarray, x) for name, x in masks.items()}
+    )
     arrays = {name: jnp.asarray(x, DTYPES[dtype]) for name, x in arrays.items()}
     plain = stages.attend_without_weights
     with on(platform):
@@ -379,7 +443,9 @@ def assert_blocks_give_what_the_plain_path_gives(fields, masks, others, shapes, 
     parity.assert_parity(found, expected, same_precision=same)
 
 
-@sample(name=["lengths-soft-cap", "alibi-offset", "sinks-segments", "chunks-offset"], platform=["cuda"])
+@sample(
+    name=["lengths-soft-cap", "alibi-offset", "sinks-segments", "chunks-offset"], platform=["cuda"]
+)
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_blocks_match_plain_path(name, platform):
@@ -425,8 +491,13 @@ def test_step_over_cache_matches_plain_path(name):
     fields, others = STEPPED[name]
     # The gradient of a single key is a difference of two equal sums; test_fused checks its bound.
     masks = {**CAUSAL, "q_offset": np.array([7, 30, 49])}
-    shapes = {name: (*shape[:2], min(shape[2], 50 if shape[1] == 2 else 1), shape[3]) for name, shape in SHAPES.items()}
-    assert_blocks_give_what_the_plain_path_gives(fields, masks, others, shapes, "float32", "cuda", SMALL.step)
+    shapes = {
+        name: (*shape[:2], min(shape[2], 50 if shape[1] == 2 else 1), shape[3])
+        for name, shape in SHAPES.items()
+    }
+    assert_blocks_give_what_the_plain_path_gives(
+        fields, masks, others, shapes, "float32", "cuda", SMALL.step
+    )
 
 
 def test_non_finite_tokens_match_plain_path():
@@ -437,7 +508,11 @@ def test_non_finite_tokens_match_plain_path():
         spec, draws = AttentionSpec(32, 4, num_kv_heads=2, **fields), np.random.default_rng(0)
         q, k, v = (draws.standard_normal((2, n, seq_len, 8)).astype(np.float32) for n in (4, 2, 2))
         k[0, 0, 5], v[1, 1, 30], q[0, 3, 7] = np.nan, np.inf, np.nan
-        mask = Mask(is_causal=True, key_padding_lengths=jnp.array([0, seq_len - 3])).within(spec).as_arrays()
+        mask = (
+            Mask(is_causal=True, key_padding_lengths=jnp.array([0, seq_len - 3]))
+            .within(spec)
+            .as_arrays()
+        )
         with on("cuda"):
             found = jax.jit(partial(contained(SMALL), mask=mask, scores=Scores(spec)))(q, k, v)
         expected = contained(stages.attend_without_weights)(q, k, v, mask, Scores(spec))

@@ -1,4 +1,6 @@
-"""mha_jax compiles once per shape without `jit`, and no check requires the value of a traced array."""
+"""mha_jax compiles once per shape without `jit`, and no check requires the value of a traced
+array.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +32,9 @@ def compilations():
 
 
 def tokens(seq_len, batch_size=1):
-    return jnp.asarray(np.random.default_rng(0).standard_normal((batch_size, seq_len, 32)), jnp.float32)
+    return jnp.asarray(
+        np.random.default_rng(0).standard_normal((batch_size, seq_len, 32)), jnp.float32
+    )
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +46,9 @@ def layer():
 def test_decoding_compiles_only_once(compilations, capacity):
     """After the first step, 32 steps of decoding compile nothing."""
     decoder, x = (
-        mha_jax.MultiHeadAttentionWithCache(AttentionSpec(32, 4, rope=Rope(100.0)), rngs=nnx.Rngs(0)),
+        mha_jax.MultiHeadAttentionWithCache(
+            AttentionSpec(32, 4, rope=Rope(100.0)), rngs=nnx.Rngs(0)
+        ),
         tokens(1),
     )
     cache = decoder.init_cache(1, capacity)
@@ -62,7 +68,9 @@ CALLS = {
     "mask": lambda layer, x: layer(x, mask=mha_jax.create_sliding_window_mask(LONG, window_size=9)),
     "bias": lambda layer, x: layer(x, bias=jnp.zeros((1, LONG))),
     "gradient": lambda layer, x: jax.grad(lambda x: layer(x, is_causal=True).sum())(x),
-    "gradient-of-weights": lambda layer, x: nnx.grad(lambda layer: layer(x, is_causal=True).sum())(layer),
+    "gradient-of-weights": lambda layer, x: nnx.grad(lambda layer: layer(x, is_causal=True).sum())(
+        layer
+    ),
     "map": lambda layer, x: jax.vmap(lambda x: layer(x[None], is_causal=True))(x),
 }
 
@@ -78,14 +86,18 @@ def test_second_call_compiles_nothing(compilations, layer, call):
     assert compilations == []
 
 
-def test_other_block_size_recompiles(compilations, layer):  # shows that the tests above detect compilations
+def test_other_block_size_recompiles(
+    compilations, layer
+):  # shows that the tests above detect compilations
     """Control: another block size is compiled again, and matches within 1e-5."""
     x = tokens(LONG)
     expected = layer(x, is_causal=True)
     other = nnx.clone(layer)
     other.kernel = FusedAttention(keys=64)
     compilations.clear()
-    np.testing.assert_allclose(other(x, is_causal=True), expected, atol=1e-5)  # different summation order
+    np.testing.assert_allclose(
+        other(x, is_causal=True), expected, atol=1e-5
+    )  # different summation order
     assert compilations
 
 
@@ -95,18 +107,22 @@ def test_traced_call_is_one_program(layer):
     assert "_attend" not in jaxpr
 
 
-# ---- Concrete weights with traced inputs -----------------------------------------------------------------------------
+# ---- Concrete weights with traced inputs ---------------------------------------------------------
 
 TRANSFORMED = {
     "jit": lambda function, x: jax.jit(function)(x),
     "eval_shape": lambda function, x: jax.eval_shape(function, x),
     "vmap": lambda function, x: jax.vmap(lambda x: function(x[None])[0])(x),
-    "scan": lambda function, x: jax.lax.scan(lambda carry, x: (carry, function(x[None])[0]), 0, x)[1],
+    "scan": lambda function, x: jax.lax.scan(lambda carry, x: (carry, function(x[None])[0]), 0, x)[
+        1
+    ],
     "grad": lambda function, x: jax.grad(lambda x: function(x).sum())(x),
     "jit-grad": lambda function, x: jax.jit(jax.grad(lambda x: function(x).sum()))(x),
 }
 every_transformation = pytest.mark.parametrize("transform", TRANSFORMED.values(), ids=TRANSFORMED)
-every_kind_of_weights = pytest.mark.parametrize("kind", [jnp.asarray, np.asarray], ids=["jax", "numpy"])
+every_kind_of_weights = pytest.mark.parametrize(
+    "kind", [jnp.asarray, np.asarray], ids=["jax", "numpy"]
+)
 
 
 def weights_of(layer, kind):
@@ -126,7 +142,9 @@ def test_weights_can_be_closed_over(layer, transform, kind):
 
 
 @every_kind_of_weights
-@pytest.mark.parametrize("transform", [TRANSFORMED["jit"], TRANSFORMED["eval_shape"]], ids=["jit", "eval_shape"])
+@pytest.mark.parametrize(
+    "transform", [TRANSFORMED["jit"], TRANSFORMED["eval_shape"]], ids=["jit", "eval_shape"]
+)
 def test_cached_call_can_close_over_weights(layer, transform, kind):
     """Compiled functions with a cache accept weights as constants."""
     weights, x = weights_of(layer, kind), tokens(5, batch_size=3)
@@ -153,7 +171,7 @@ def test_concrete_new_lengths_checked_in_jit():
         step(tokens(5), decoder.init_cache(1, 4))
 
 
-# ---- NumPy and memory ------------------------------------------------------------------------------------------------
+# ---- NumPy and memory ----------------------------------------------------------------------------
 
 
 def test_arguments_can_be_numpy_arrays(layer):
@@ -172,7 +190,9 @@ def test_random_keys_are_no_lengths():
 def test_cache_can_be_numpy_arrays():
     """A step over a cache of NumPy arrays gives the same bits, and a cache of JAX arrays."""
     decoder, x = (
-        mha_jax.MultiHeadAttentionWithCache(AttentionSpec(32, 4, rope=Rope(100.0)), rngs=nnx.Rngs(0)),
+        mha_jax.MultiHeadAttentionWithCache(
+            AttentionSpec(32, 4, rope=Rope(100.0)), rngs=nnx.Rngs(0)
+        ),
         tokens(3),
     )
     _, cache = decoder(x, decoder.init_cache(1, 8))
@@ -186,7 +206,9 @@ def test_cache_can_be_numpy_arrays():
 MASKS = {
     "causal": mha_jax.create_causal_mask,
     "window": lambda size: mha_jax.create_sliding_window_mask(size, window_size=7),
-    "attention": lambda size: mha_jax.create_attention_mask(size, is_causal=True, key_padding_lengths=[size - 1]),
+    "attention": lambda size: mha_jax.create_attention_mask(
+        size, is_causal=True, key_padding_lengths=[size - 1]
+    ),
     "cached": lambda size: mha_jax.create_causal_mask_with_cache(size, size, 0),
 }
 

@@ -1,4 +1,6 @@
-"""The dtype of computation in JAX, if it differs from that of weights: the same bits as weights cast beforehand."""
+"""The dtype of computation in JAX, if it differs from that of weights: the same bits as weights
+cast beforehand.
+"""
 
 from types import MappingProxyType
 
@@ -17,7 +19,11 @@ DTYPE = jnp.bfloat16
 SPECS = {
     "biases-gqa-sinks": AttentionSpec(16, 4, num_kv_heads=2, sinks=True, rope=Rope()),
     "norms-gate-table": AttentionSpec(
-        16, 2, qk_norm=Norm("rms"), gate=Gate(), relative_bias=RelativeBias(num_buckets=8, max_distance=16)
+        16,
+        2,
+        qk_norm=Norm("rms"),
+        gate=Gate(),
+        relative_bias=RelativeBias(num_buckets=8, max_distance=16),
     ),
 }
 LATENTS = AttentionSpec(
@@ -27,11 +33,14 @@ each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 
 
 def layers(kind, spec):
-    """Return a float32 layer that computes in bfloat16, a layer with cast weights, and the weights of both."""
+    """Return a float32 layer that computes in bfloat16, a layer with cast weights, and the weights
+    of both.
+    """
     layer = kind(spec, dtype=DTYPE, rngs=nnx.Rngs(0))
     rng = np.random.default_rng(1)
     weights = jax.tree.map(
-        lambda x: jnp.asarray(rng.standard_normal(x.shape), jnp.float32), nnx.to_pure_dict(nnx.state(layer, nnx.Param))
+        lambda x: jnp.asarray(rng.standard_normal(x.shape), jnp.float32),
+        nnx.to_pure_dict(nnx.state(layer, nnx.Param)),
     )
     by_hand = kind(spec, param_dtype=DTYPE, rngs=nnx.Rngs(0))
     narrow = cast(weights)
@@ -69,8 +78,12 @@ def test_compute_dtype_equals_cast_weights(spec, need_weights):
     expected = by_hand(cast(x), bias=cast(bias), **options)
     assert expected[0].dtype == DTYPE
     assert_same(layer(x, bias=bias, **options), expected)
-    assert_same(mha_jax.multi_head_attention(x, weights, spec, bias=bias, dtype=DTYPE, **options), expected)
-    assert_same(mha_jax.multi_head_attention(cast(x), narrow, spec, bias=cast(bias), **options), expected)
+    assert_same(
+        mha_jax.multi_head_attention(x, weights, spec, bias=bias, dtype=DTYPE, **options), expected
+    )
+    assert_same(
+        mha_jax.multi_head_attention(cast(x), narrow, spec, bias=cast(bias), **options), expected
+    )
 
 
 @each_spec
@@ -79,7 +92,9 @@ def test_gradients_have_dtype_of_weights(spec):
     _, _, weights, narrow = layers(mha_jax.MultiHeadAttention, spec)
 
     def loss(weights, x, dtype):
-        return mha_jax.multi_head_attention(x, weights, spec, dtype=dtype)[0].astype(jnp.float32).sum()
+        return (
+            mha_jax.multi_head_attention(x, weights, spec, dtype=dtype)[0].astype(jnp.float32).sum()
+        )
 
     found = jax.grad(loss)(weights, tokens(), DTYPE)
     expected = jax.grad(loss)(narrow, cast(tokens()), None)
@@ -110,7 +125,9 @@ def test_latents_have_compute_dtype(absorb, monkeypatch):
     x, caches = tokens(), [held.init_cache(2, 8) for held in (layer, by_hand, layer)]
     expected = by_hand(cast(x), caches[1])
     assert_same(layer(x, caches[0]), expected)
-    assert_same(mha_jax.multi_head_latent_attention(x, weights, LATENTS, caches[2], dtype=DTYPE), expected)
+    assert_same(
+        mha_jax.multi_head_latent_attention(x, weights, LATENTS, caches[2], dtype=DTYPE), expected
+    )
 
 
 def test_replaced_projection_is_used():
@@ -152,6 +169,8 @@ def test_weights_can_be_any_mapping():
     layer = mha_jax.MultiHeadAttention(16, 2, rngs=nnx.Rngs(0))
     weights = nnx.to_pure_dict(nnx.state(layer, nnx.Param))
     expected, _ = mha_jax.multi_head_attention(tokens(), weights, layer.spec, dtype=DTYPE)
-    read_only = MappingProxyType({name: MappingProxyType(leaves) for name, leaves in weights.items()})
+    read_only = MappingProxyType(
+        {name: MappingProxyType(leaves) for name, leaves in weights.items()}
+    )
     found, _ = mha_jax.multi_head_attention(tokens(), read_only, layer.spec, dtype=DTYPE)
     assert_same(found, expected)

@@ -1,4 +1,6 @@
-"""Tokens of mha_jax divided over devices, for `make test`; test_sharded_tokens has more layers and meshes."""
+"""Tokens of mha_jax divided over devices, for `make test`; test_sharded_tokens has more layers and
+meshes.
+"""
 
 import jax
 import jax.numpy as jnp

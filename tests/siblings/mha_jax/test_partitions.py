@@ -23,7 +23,10 @@ def partitions(spec, size=4):
     """Return how weights are divided according to their metadata, without undivided ones."""
     layer = parallel.shard(abstract(spec), mesh_of(size), heads="heads")
     found = nnx.to_flat_state(nnx.get_partition_spec(nnx.state(layer, nnx.Param)))
-    placed = {path: x.get_value().sharding.spec for path, x in nnx.to_flat_state(nnx.state(layer, nnx.Param))}
+    placed = {
+        path: x.get_value().sharding.spec
+        for path, x in nnx.to_flat_state(nnx.state(layer, nnx.Param))
+    }
     found = {path: x.get_value() for path, x in found}
     assert found == placed
     return {".".join(path): tuple(partition) for path, partition in found.items() if any(partition)}
@@ -31,7 +34,12 @@ def partitions(spec, size=4):
 
 COLUMNS, HEADS, ROWS = (None, "heads"), ("heads",), ("heads", None)
 
-TEXTBOOK = {"q_proj.kernel": COLUMNS, "q_proj.bias": HEADS, "k_proj.kernel": COLUMNS, "k_proj.bias": HEADS}
+TEXTBOOK = {
+    "q_proj.kernel": COLUMNS,
+    "q_proj.bias": HEADS,
+    "k_proj.kernel": COLUMNS,
+    "k_proj.bias": HEADS,
+}
 TEXTBOOK |= {"v_proj.kernel": COLUMNS, "v_proj.bias": HEADS, "out_proj.kernel": ROWS}
 OF_KEYS = {"k_proj.kernel", "k_proj.bias", "v_proj.kernel", "v_proj.bias"}
 
@@ -77,7 +85,12 @@ def test_latent_layer_divides_only_heads():
     """
     rope = Rope(10000.0, rotary_dim=8, rotated="last")
     spec = AttentionSpec(64, 8, head_dim=24, latent=Latent(16, 8, q_rank=32), rope=rope, sinks=True)
-    divided = {"q_b_proj.kernel": COLUMNS, "kv_b_proj.kernel": COLUMNS, "out_proj.kernel": ROWS, "sinks": HEADS}
+    divided = {
+        "q_b_proj.kernel": COLUMNS,
+        "kv_b_proj.kernel": COLUMNS,
+        "out_proj.kernel": ROWS,
+        "sinks": HEADS,
+    }
     assert partitions(spec) == divided
 
 
@@ -89,7 +102,11 @@ def test_cache_is_divided_by_batch_and_heads():
         cache = parallel.shard_cache(cache, mesh_of(4), **axes)
         return [tuple(x.sharding.spec) for x in (cache.keys, cache.values, cache.lengths)]
 
-    assert placed(8, batch="data", heads="heads") == [("data", "heads"), ("data", "heads"), ("data",)]
+    assert placed(8, batch="data", heads="heads") == [
+        ("data", "heads"),
+        ("data", "heads"),
+        ("data",),
+    ]
     assert placed(2, batch="data", heads="heads") == [("data", None), ("data", None), ("data",)]
     assert placed(8, heads="heads") == [(None, "heads"), (None, "heads"), (None,)]
 
@@ -106,19 +123,30 @@ def test_kernels_can_be_divided_by_features():
     """With `features`, the axis of each kernel that heads do not divide is divided; without axes
     all are whole.
     """
-    layer = parallel.shard(abstract(AttentionSpec(64, 8, num_kv_heads=2)), mesh_of(4), heads="heads", features="data")
-    kernels = {name: tuple(getattr(layer, f"{name}_proj").kernel.get_metadata("out_sharding")) for name in "qkv"}
+    layer = parallel.shard(
+        abstract(AttentionSpec(64, 8, num_kv_heads=2)), mesh_of(4), heads="heads", features="data"
+    )
+    kernels = {
+        name: tuple(getattr(layer, f"{name}_proj").kernel.get_metadata("out_sharding"))
+        for name in "qkv"
+    }
     assert kernels == {"q": ("data", "heads"), "k": ("data", None), "v": ("data", None)}
     assert tuple(layer.out_proj.kernel.get_metadata("out_sharding")) == ("heads", "data")
     whole = parallel.shard(abstract(AttentionSpec(64, 8)), mesh_of(4))
-    assert not any(x.get_metadata("out_sharding") != (None, None) for x in (whole.q_proj.kernel, whole.out_proj.kernel))
+    assert not any(
+        x.get_metadata("out_sharding") != (None, None)
+        for x in (whole.q_proj.kernel, whole.out_proj.kernel)
+    )
 
 
 def test_token_axis_is_kept_if_types_omit_it():
     """The kernel keeps the mesh axis of tokens if axes are automatic, and not if array types
     contain it.
     """
-    for kind, kept in ((jax.sharding.AxisType.Auto, "data"), (jax.sharding.AxisType.Explicit, None)):
+    for kind, kept in (
+        (jax.sharding.AxisType.Auto, "data"),
+        (jax.sharding.AxisType.Explicit, None),
+    ):
         mesh = jax.sharding.AbstractMesh((2, 4), ("data", "heads"), axis_types=(kind,) * 2)
         layer = parallel.shard(abstract(AttentionSpec(64, 8)), mesh, heads="heads", tokens="data")
         assert getattr(layer.kernel, "axis", None) == kept
@@ -127,7 +155,9 @@ def test_token_axis_is_kept_if_types_omit_it():
 def test_loading_weights_keeps_placement():
     """After load_into, a divided layer has the new weights in its former placement."""
     mesh = jax.make_mesh((1,), ("heads",))
-    layer, other = (mha_jax.MultiHeadAttention(AttentionSpec(64, 8), rngs=nnx.Rngs(seed)) for seed in (0, 1))
+    layer, other = (
+        mha_jax.MultiHeadAttention(AttentionSpec(64, 8), rngs=nnx.Rngs(seed)) for seed in (0, 1)
+    )
     parallel.shard(layer, mesh, heads="heads")
     weights = parity.weights_of(other)
     parity.load_into(layer, weights, parity.spec_of(other))
@@ -137,7 +167,7 @@ def test_loading_weights_keeps_placement():
     assert all((parity.weights_of(layer)[name] == weight).all() for name, weight in weights.items())
 
 
-# ---- Errors ----------------------------------------------------------------------------------------------------------
+# ---- Errors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -155,7 +185,10 @@ def test_unsupported_divisions_raise(spec, size, refusal):
     layer = abstract(spec)
     with refusal:
         parallel.shard(layer, mesh_of(size), heads="heads")
-    assert not any(x.get_metadata("out_sharding", None) for x in jax.tree.leaves(nnx.state(layer), is_leaf=is_held))
+    assert not any(
+        x.get_metadata("out_sharding", None)
+        for x in jax.tree.leaves(nnx.state(layer), is_leaf=is_held)
+    )
 
 
 def is_held(x):

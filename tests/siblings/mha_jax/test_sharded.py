@@ -1,4 +1,6 @@
-"""Layers of mha_jax on eight virtual devices: results are compared as usual, and communication is counted."""
+"""Layers of mha_jax on eight virtual devices: results are compared as usual, and communication is
+counted.
+"""
 
 import re
 
@@ -17,7 +19,7 @@ def found():
     return found_by("sharded")
 
 
-# ---- Results ---------------------------------------------------------------------------------------------------------
+# ---- Results -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -44,11 +46,14 @@ def test_custom_shard_map_matches(found):
     assert collectives == {**A_SUM, "in loops": 0}
 
 
-# ---- Communication; the cases above count it for explicit axes -------------------------------------------------------
+# ---- Communication; the cases above count it for explicit axes
+# -------------------------------------------------------
 
 
 def of(found, pattern):
-    programs = {name: counts for name, counts in found["programs"].items() if re.fullmatch(pattern, name)}
+    programs = {
+        name: counts for name, counts in found["programs"].items() if re.fullmatch(pattern, name)
+    }
     assert programs
     return programs
 

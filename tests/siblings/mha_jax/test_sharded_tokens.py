@@ -16,10 +16,14 @@ SENT = {  # forward; with gradients: keys and values move n - 1 times, and halve
     "ring, chunks": ({}, {}),
     "ring, mask and bias": ({"collective-permute": 6}, {"collective-permute": 20, "all-gather": 1}),
 }
-"""Upper bounds, because XLA drops unused transfers. Biases and their gradients are replicated on each device."""
+"""Upper bounds, because XLA drops unused transfers. Biases and their gradients are replicated on
+each device.
+"""
 
 SUMS = {"all-reduce", "all-reduce of flags"}
-"""Gradients of replicated arrays (sinks and biases), and checks of the contents of mask and bias."""
+"""Gradients of replicated arrays (sinks and biases), and checks of the contents of mask and
+bias.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +32,7 @@ def found():
     return found_by("sharded_tokens")
 
 
-# ---- Results ---------------------------------------------------------------------------------------------------------
+# ---- Results -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SENT)
@@ -73,7 +77,7 @@ def test_nan_padding_of_divided_tokens(found, kind):
     assert found["padded"][kind] < 1e-5
 
 
-# ---- Communication and memory ----------------------------------------------------------------------------------------
+# ---- Communication and memory --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SENT)
@@ -103,7 +107,7 @@ def test_temporary_memory_shrinks(found, name):
     assert eight <= two / 4 * 1.24
 
 
-# ---- Errors ----------------------------------------------------------------------------------------------------------
+# ---- Errors --------------------------------------------------------------------------------------
 
 
 def test_unshardable_tokens_raise_by_name(found):

@@ -29,15 +29,27 @@ CASES = {  # number of queries, number of keys, mask options, layer fields
     "nothing": (128, 128, {}, {}),
     "more-queries": (300, 140, {"is_causal": True}, {"num_kv_heads": 2}),
     "more-keys": (140, 400, {"is_causal": True}, {"value_head_dim": 24}),
-    "window-padding": (300, 140, {"is_causal": True, **LENGTHS}, {"num_kv_heads": 2, "window_size": 30}),
+    "window-padding": (
+        300,
+        140,
+        {"is_causal": True, **LENGTHS},
+        {"num_kv_heads": 2, "window_size": 30},
+    ),
     "both-ways-padding": (160, 300, LENGTHS, {"window_size": 30, "scale": 0.3}),
-    "chunks-sinks": (260, 260, {"is_causal": True, **LENGTHS}, {"num_kv_heads": 2, "chunk_size": 30, "sinks": True}),
+    "chunks-sinks": (
+        260,
+        260,
+        {"is_causal": True, **LENGTHS},
+        {"num_kv_heads": 2, "chunk_size": 30, "sinks": True},
+    ),
 }
 QUICK = ("causal-padding", "window-soft-cap")
 
 
 def problem(name, dtype=np.float32):
-    """Return the mask, the specification and the arrays (heads, sinks and a cotangent) of a case."""
+    """Return the mask, the specification and the arrays (heads, sinks and a cotangent) of a
+    case.
+    """
     num_queries, num_keys, hides, fields = CASES[name]
     spec = AttentionSpec(NUM_HEADS * HEAD_DIM, NUM_HEADS, **fields)
     rng = np.random.default_rng(7)
@@ -48,7 +60,9 @@ def problem(name, dtype=np.float32):
         "cotangent": (2, NUM_HEADS, num_queries, spec.value_head_dim),
     }
     shapes |= {"sinks": (NUM_HEADS,)} if spec.sinks else {}
-    arrays = {name: jnp.asarray(rng.standard_normal(shape), dtype) for name, shape in shapes.items()}
+    arrays = {
+        name: jnp.asarray(rng.standard_normal(shape), dtype) for name, shape in shapes.items()
+    }
     return Mask(**hides).within(spec).as_arrays(), spec, arrays
 
 
@@ -78,7 +92,9 @@ def test_context_and_gradients_match(name):
     found = results(interpreted, mask, spec, arrays)
     expected = results(stages.attend_without_weights, mask, spec, arrays)
     for key, x in expected.items():  # each sums a few hundred numbers in a different order
-        np.testing.assert_allclose(found[key], x, rtol=0, atol=16 * EPS * float(abs(x).max()), err_msg=key)
+        np.testing.assert_allclose(
+            found[key], x, rtol=0, atol=16 * EPS * float(abs(x).max()), err_msg=key
+        )
     hidden = mask.to_bool(*CASES[name][:2])
     if hidden is not None:
         is_empty = np.broadcast_to(hidden.all(axis=-1), found["query"].shape[:3])
@@ -109,7 +125,9 @@ def test_nan_reaches_only_attending_rows():
     kernel = contained(interpreted)
     expected = results(kernel, mask, spec, arrays)
     spoilt = dict(arrays)
-    spoilt["key"] = arrays["key"].at[1, 0, 40].set(np.nan).at[1, 1, 60].set(np.nan)  # the second is padding
+    spoilt["key"] = (
+        arrays["key"].at[1, 0, 40].set(np.nan).at[1, 1, 60].set(np.nan)
+    )  # the second is padding
     spoilt["value"] = arrays["value"].at[0].set(np.nan)  # a sequence of padding only
     found = results(kernel, mask, spec, spoilt)
     is_nan = np.isnan(found["context"]).any(axis=-1)
@@ -123,7 +141,7 @@ def test_nan_reaches_only_attending_rows():
         np.testing.assert_array_equal(found[name][1, heads], expected[name][1, heads], err_msg=name)
 
 
-# ---- Kernel selection ------------------------------------------------------------------------------------------------
+# ---- Kernel selection ----------------------------------------------------------------------------
 
 
 @pytest.fixture

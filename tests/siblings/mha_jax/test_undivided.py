@@ -1,4 +1,6 @@
-"""Undivided layers of mha_jax: their programs contain no mesh, even if the process has created one before."""
+"""Undivided layers of mha_jax: their programs contain no mesh, even if the process has created one
+before.
+"""
 
 import re
 
@@ -10,7 +12,15 @@ pytestmark = [pytest.mark.thorough, pytest.mark.costly("a process in which JAX h
 
 OF_MESHES = (
     *("sharding_constraint", "reshard", "shard_map", "mesh_cast", "pvary", "pcast", "axis_index"),
-    *("psum", "all_gather", "all_to_all", "ppermute", "pbroadcast", "reduce_scatter", "psum_scatter"),
+    *(
+        "psum",
+        "all_gather",
+        "all_to_all",
+        "ppermute",
+        "pbroadcast",
+        "reduce_scatter",
+        "psum_scatter",
+    ),
 )
 """Names of JAX operations on a mesh."""
 
@@ -20,7 +30,8 @@ def signs_of_a_mesh(jaxpr, lowered):
     operations = {name for name in OF_MESHES if re.search(rf"\b{name}(_p|_invariant)?\b", jaxpr)}
     placements = re.findall(r"sharding=(?!None\b)\S+", jaxpr)
     of_xla = re.findall(
-        r"sdy\.\w+|mhlo\.sharding|stablehlo\.(?:all_|collective_|reduce_scatter|partition_id)\w*", lowered
+        r"sdy\.\w+|mhlo\.sharding|stablehlo\.(?:all_|collective_|reduce_scatter|partition_id)\w*",
+        lowered,
     )
     return operations | {*placements} | {*of_xla}
 
@@ -34,13 +45,19 @@ def found():
 def test_undivided_layer_has_no_mesh(found):
     """Programs of nine undivided layers contain no operation or placement of a mesh."""
     assert len(found["before"]) == 9
-    assert {name: signs for name, program in found["before"].items() if (signs := signs_of_a_mesh(*program))} == {}
+    assert {
+        name: signs
+        for name, program in found["before"].items()
+        if (signs := signs_of_a_mesh(*program))
+    } == {}
 
 
 def test_program_ignores_earlier_divisions(found):
     """Programs of undivided layers are the same after the process has divided other layers."""
     assert found["after"].keys() == found["before"].keys()
-    assert [name for name, program in found["after"].items() if program != found["before"][name]] == []
+    assert [
+        name for name, program in found["after"].items() if program != found["before"][name]
+    ] == []
 
 
 def test_divided_layer_has_mesh_operations(found):  # the control of the tests above

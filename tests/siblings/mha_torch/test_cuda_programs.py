@@ -1,7 +1,9 @@
-"""Programs of mha_torch for CUDA, inspected without a device: the operations of a call on tensors without values.
+"""Programs of mha_torch for CUDA, inspected without a device: the operations of a call on tensors
+without values.
 
-Kernels are replaced by functions that note their arguments. Everything around them runs on the meta device, where no
-value can be read: a program that tries ends in an error. The one function that reads values is noted instead.
+Kernels are replaced by functions that note their arguments. Everything around them runs on the meta
+device, where no value can be read: a program that tries ends in an error. The one function that
+reads values is noted instead.
 """
 
 import math
@@ -21,7 +23,10 @@ import mha_torch
 from mha_spec import Alibi, AttentionSpec, Rope
 from mha_torch.kernels import flex
 
-SMALL, LARGE = 512, 4096  # tokens: below and above the number of scores from which FlexAttention is used
+SMALL, LARGE = (
+    512,
+    4096,
+)  # tokens: below and above the number of scores from which FlexAttention is used
 BATCH, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 2, 8, 2, 64
 
 
@@ -32,7 +37,9 @@ class OnCuda(Tensor):
 
 
 class Program(TorchDispatchMode):
-    """Counts of tensors a program makes: with at least T x S elements in the last two axes, and in float64."""
+    """Counts of tensors a program makes: with at least T x S elements in the last two axes, and in
+    float64.
+    """
 
     def __init__(self, num_scores):
         super().__init__()
@@ -40,10 +47,14 @@ class Program(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         outputs = function(*args, **(kwargs or {}))
-        if not any(each.alias_info is not None for each in function._schema.returns):  # views make no tensors
+        if not any(
+            each.alias_info is not None for each in function._schema.returns
+        ):  # views make no tensors
             for x in torch.utils._pytree.tree_leaves(outputs):
                 if isinstance(x, Tensor):
-                    self.found["square"] += x.ndim >= 2 and math.prod(x.shape[-2:]) >= self.num_scores
+                    self.found["square"] += (
+                        x.ndim >= 2 and math.prod(x.shape[-2:]) >= self.num_scores
+                    )
                     self.found["float64"] += x.dtype == torch.float64
         return outputs
 
@@ -54,7 +65,9 @@ def kernel_of(found, name):
     def kernel(query, key, value, *others, attn_mask=None, **keywords):
         found[name] += 1
         found["mask"] += attn_mask is not None
-        context = query.new_empty(*query.shape[:3], value.shape[3]) + (query.sum() + key.sum() + value.sum())
+        context = query.new_empty(*query.shape[:3], value.shape[3]) + (
+            query.sum() + key.sum() + value.sum()
+        )
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
         return context if name == "SDPA" else (context, SimpleNamespace(lse=lse))
 
@@ -63,7 +76,9 @@ def kernel_of(found, name):
 
 def modules_with(name):
     return [
-        module for path, module in [*sys.modules.items()] if path.startswith("mha_torch.") and hasattr(module, name)
+        module
+        for path, module in [*sys.modules.items()]
+        if path.startswith("mha_torch.") and hasattr(module, name)
     ]
 
 
@@ -83,12 +98,18 @@ def count(monkeypatch):
             found["sync"] += 1
             return torch.ones(x.shape).tolist()
 
-        replaced = {"values_of": values_of, "is_transformed": lambda: False, "is_graph": lambda: no_values}
+        replaced = {
+            "values_of": values_of,
+            "is_transformed": lambda: False,
+            "is_graph": lambda: no_values,
+        }
         with monkeypatch.context() as patch:
             for name, function in replaced.items():
                 for module in modules_with(name):
                     patch.setattr(module, name, function)
-            patch.setattr(torch.compiler, "_is_compiling_flag", is_compiled)  # Dynamo replaces the function itself
+            patch.setattr(
+                torch.compiler, "_is_compiling_flag", is_compiled
+            )  # Dynamo replaces the function itself
             patch.setattr(F, "scaled_dot_product_attention", kernel_of(found, "SDPA"))
             patch.setattr(flex, "_CAN_COMPILE", True)
             patch.setattr(flex, "_kernel", lambda: kernel_of(found, "FlexAttention"))
@@ -155,7 +176,9 @@ def test_large_calls_store_no_mask_or_scores(count, name, is_graph, backward):
     value, not even lengths.
     """
     (spec, arrays, keywords), kernel = WITHOUT_MASK[name]
-    found = count(attention(LARGE, spec, arrays, backward=backward, **keywords), LARGE**2, is_graph=is_graph)
+    found = count(
+        attention(LARGE, spec, arrays, backward=backward, **keywords), LARGE**2, is_graph=is_graph
+    )
     assert found == {kernel: 1}
 
 
@@ -166,7 +189,8 @@ def test_small_calls_without_mask_use_sdpa(count, name):
     assert count(attention(SMALL, spec, arrays, **keywords), SMALL**2) == {"SDPA": 1}
 
 
-# Calls that make masks or scores, with the reason and all counts; `square` is the number of tensors of T x S.
+# Calls that make masks or scores, with the reason and all counts; `square` is the number of tensors
+# of T x S.
 SMALLER = "the dispatch of FlexAttention takes longer than a mask of few scores"
 COMPILED = "PyTorch computes FlexAttention wrong in a graph that also makes its blocks"
 WITH_MASK = {
@@ -178,8 +202,20 @@ WITH_MASK = {
         {"SDPA": 1, "mask": 1, "square": 3},
     ),
     "window": (SMALLER, SMALL, (WINDOW, (), CAUSAL), {}, {"SDPA": 1, "mask": 1, "square": 4}),
-    "segments": (SMALLER, SMALL, ({}, ("segment_ids",), CAUSAL), {}, {"SDPA": 1, "mask": 1, "square": 5}),
-    "alibi": (SMALLER, SMALL, ({"alibi": Alibi()}, (), CAUSAL), {}, {"SDPA": 4, "mask": 4}),  # by 128 queries
+    "segments": (
+        SMALLER,
+        SMALL,
+        ({}, ("segment_ids",), CAUSAL),
+        {},
+        {"SDPA": 1, "mask": 1, "square": 5},
+    ),
+    "alibi": (
+        SMALLER,
+        SMALL,
+        ({"alibi": Alibi()}, (), CAUSAL),
+        {},
+        {"SDPA": 4, "mask": 4},
+    ),  # by 128 queries
     "soft-cap": (
         SMALLER + "; it uses the plain path",
         SMALL,
@@ -215,7 +251,13 @@ WITH_MASK = {
         {"is_compiled": True},
         {"SDPA": 1, "mask": 1, "square": 3},
     ),
-    "compiled-window": (COMPILED, LARGE, (WINDOW, (), CAUSAL), {"is_compiled": True}, {"SDPA": 10, "mask": 10}),
+    "compiled-window": (
+        COMPILED,
+        LARGE,
+        (WINDOW, (), CAUSAL),
+        {"is_compiled": True},
+        {"SDPA": 10, "mask": 10},
+    ),
     "compiled-soft-cap": (
         COMPILED + "; it uses the plain path",
         LARGE,
@@ -230,16 +272,20 @@ WITH_MASK = {
 def test_calls_with_masks_match_the_list(count, name):
     """Calls that make masks or scores are exactly those listed, with the listed counts."""
     reason, seq_len, (spec, arrays, keywords), mode, expected = WITH_MASK[name]
-    assert count(attention(seq_len, spec, arrays, **keywords), seq_len**2, **mode) == expected, reason
+    assert count(attention(seq_len, spec, arrays, **keywords), seq_len**2, **mode) == expected, (
+        reason
+    )
 
 
-# ---- Layers ----------------------------------------------------------------------------------------------------------
+# ---- Layers --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("span", [{}, WINDOW], ids=["causal", "window"])
 def test_layer_stores_no_mask(count, span, is_graph):
-    """A causal layer, with or without a window, runs one kernel without a mask and reads no value."""
+    """A causal layer, with or without a window, runs one kernel without a mask and reads no
+    value.
+    """
     layer = mha_torch.MultiHeadSelfAttention(
         NUM_HEADS * HEAD_DIM, NUM_HEADS, rope=Rope(), device="meta", dtype=torch.bfloat16, **span
     )
@@ -249,14 +295,16 @@ def test_layer_stores_no_mask(count, span, is_graph):
     assert found == {"FlexAttention" if span else "SDPA": 1}
 
 
-# ---- Controls of the counts ------------------------------------------------------------------------------------------
+# ---- Controls of the counts ----------------------------------------------------------------------
 
 
 def test_masks_scores_float64_are_counted(count):
     """Control: products, masks and float64 are counted, and views are not."""
     x = on_cuda(SMALL, HEAD_DIM)
     assert count(lambda: x @ x.mT, SMALL**2) == {"square": 1}
-    assert count(lambda: torch.ones(SMALL, SMALL, dtype=torch.bool, device="meta").tril(), SMALL**2) == {"square": 2}
+    assert count(
+        lambda: torch.ones(SMALL, SMALL, dtype=torch.bool, device="meta").tril(), SMALL**2
+    ) == {"square": 2}
     assert count(lambda: (x @ x.mT).mT[None], SMALL**2) == {"square": 1}  # views are not counted
     assert count(lambda: x.double(), SMALL**2) == {"float64": 1}
     assert count(lambda: x.sum(0), SMALL**2) == {}
@@ -272,4 +320,7 @@ def test_reading_values_raises(count, read):
 def test_mask_of_kernel_is_counted(count):
     """Control: a mask given to SDPA is counted."""
     x, mask = on_cuda(1, 2, SMALL, HEAD_DIM), on_cuda(SMALL, SMALL, dtype=torch.bool)
-    assert count(lambda: F.scaled_dot_product_attention(x, x, x, attn_mask=mask), SMALL**2) == {"SDPA": 1, "mask": 1}
+    assert count(lambda: F.scaled_dot_product_attention(x, x, x, attn_mask=mask), SMALL**2) == {
+        "SDPA": 1,
+        "mask": 1,
+    }

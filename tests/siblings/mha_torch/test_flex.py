@@ -1,4 +1,6 @@
-"""FlexAttention in torch: the function of the plain path, run on a CPU without the compiler that CUDA needs."""
+"""FlexAttention in torch: the function of the plain path, run on a CPU without the compiler that
+CUDA needs.
+"""
 
 import itertools
 import math
@@ -20,7 +22,9 @@ from mha_torch.masks import Mask
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # read by flex_attention
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor that is not a leaf"
+    ),  # read by flex_attention
 ]
 
 BATCH, HEADS, WIDTH = 3, (4, 2), 16
@@ -43,11 +47,15 @@ COMBINATIONS = [*((name,) for name in FEATURES), *TOGETHER]
 
 @pytest.fixture
 def on_a_cpu(monkeypatch):
-    """Make the module support the calls it supports on CUDA, with the library's uncompiled function as its kernel."""
+    """Make the module support the calls it supports on CUDA, with the library's uncompiled function
+    as its kernel.
+    """
     monkeypatch.setattr(flex, "_runs_here", lambda query, value: True)
     monkeypatch.setattr(flex, "MANY_SCORES", 0)
     monkeypatch.setattr(flex, "_kernel", lambda: library.flex_attention)
-    monkeypatch.setattr(library, "_validate_device", lambda *heads: None)  # it rejects gradients on a CPU
+    monkeypatch.setattr(
+        library, "_validate_device", lambda *heads: None
+    )  # it rejects gradients on a CPU
     torch.compiler.reset()
 
 
@@ -59,12 +67,17 @@ def problem(features, lengths=(29, 41), dtype=torch.float64):
         "key": (num_kv_heads, lengths[1], WIDTH),
         "value": (num_kv_heads, lengths[1], WIDTH + 2),
     }
-    leaves = {name: torch.randn(BATCH, *shape, dtype=dtype, generator=generator) for name, shape in shapes.items()}
+    leaves = {
+        name: torch.randn(BATCH, *shape, dtype=dtype, generator=generator)
+        for name, shape in shapes.items()
+    }
     if "sinks" in features:
         leaves["sinks"] = torch.tensor([0.5, -1.0, 0.0, 2.0], dtype=dtype)
     options = {name: value for feature in features for name, value in FEATURES[feature].items()}
     spec = AttentionSpec(num_heads * WIDTH, num_heads, num_kv_heads=num_kv_heads, **options)
-    hides = {"key_padding_lengths": torch.tensor([0, 5, lengths[1]])} if "lengths" in features else {}
+    hides = (
+        {"key_padding_lengths": torch.tensor([0, 5, lengths[1]])} if "lengths" in features else {}
+    )
     return leaves, {"spec": spec, **hides}
 
 
@@ -75,7 +88,9 @@ def with_gradients(function, leaves, options):
 
 
 def contained_attention(query, key, value, **options):
-    return attend_with(contained["torch"](mha_torch.fused.attend), query, key, value, **options), None
+    return attend_with(
+        contained["torch"](mha_torch.fused.attend), query, key, value, **options
+    ), None
 
 
 @pytest.fixture
@@ -96,12 +111,18 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("features", COMBINATIONS, ids="-".join)
 def test_flex_matches_plain_path(calls, features, is_causal):
-    """Context and gradients of every feature, alone and combined, match the plain path in float64."""
-    lengths = (41, 29) if "window" in features else (29, 41)  # some rows are beyond the window of every key
+    """Context and gradients of every feature, alone and combined, match the plain path in
+    float64.
+    """
+    lengths = (
+        (41, 29) if "window" in features else (29, 41)
+    )  # some rows are beyond the window of every key
     leaves, options = problem(features, lengths)
     found = with_gradients(fused_attention(mha_torch), leaves, {**options, "is_causal": is_causal})
     assert len(calls) == 1
-    expected = with_gradients(plain_attention(mha_torch), leaves, {**options, "is_causal": is_causal})
+    expected = with_gradients(
+        plain_attention(mha_torch), leaves, {**options, "is_causal": is_causal}
+    )
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
@@ -114,7 +135,8 @@ def test_bfloat16_error_is_near_plain_path():
     expected, _ = plain_attention(mha_torch)(**leaves, **options)
     leaves = {name: x if name == "sinks" else x.bfloat16() for name, x in leaves.items()}
     found, plain = (
-        attend(**leaves, **options)[0] for attend in (fused_attention(mha_torch), plain_attention(mha_torch))
+        attend(**leaves, **options)[0]
+        for attend in (fused_attention(mha_torch), plain_attention(mha_torch))
     )
     assert found.dtype == torch.bfloat16
     errors = [(x.double() - expected).norm() for x in (found, plain)]
@@ -129,7 +151,9 @@ def test_nan_stays_in_attending_rows(features):
     """
     leaves, options = problem(features, (41, 41), torch.float32)
     options["is_causal"] = True
-    leaves["key"][2, 0, 9, 3] = leaves["value"][1, :, 4, 0] = leaves["query"][:, 1, 3, 2] = torch.nan
+    leaves["key"][2, 0, 9, 3] = leaves["value"][1, :, 4, 0] = leaves["query"][:, 1, 3, 2] = (
+        torch.nan
+    )
     leaves["key"][0] = leaves["value"][1, :, 5:] = torch.inf  # hidden
     found, *gradients = with_gradients(contained_attention, leaves, options)
     plain = contained["torch"](lambda *arguments: stages.attend(*arguments)[0])
@@ -159,7 +183,8 @@ SPANS = [{}, {"window_size": 130}, {"window_size": 300}, {"chunk_size": 200}, {"
 @pytest.mark.parametrize("lengths", [(300, 517), (517, 300), (256, 256)], ids=str)
 @pytest.mark.parametrize("span", SPANS, ids=str)
 def test_blocks_match_visible_keys(lengths, span):
-    """On CUDA, blocks without visible keys are never read, and nothing is hidden in fully visible ones.
+    """On CUDA, blocks without visible keys are never read, and nothing is hidden in fully visible
+    ones.
 
     The block masks of all spans, lengths and paddings agree with the table of hidden keys.
     """
@@ -169,7 +194,9 @@ def test_blocks_match_visible_keys(lengths, span):
         visible = Mask(None, is_causal, padding, span=span_of_spec)
         hidden = visible.implicit_bool(num_queries, num_keys).expand(BATCH, 1, -1, -1).numpy()
         more = [(0, 0), (0, 0), (0, -num_queries % 128), (0, -num_keys % 128)]
-        padded = np.pad(hidden, more, constant_values=True).reshape(BATCH, -(-num_queries // 128), 128, -1, 128)
+        padded = np.pad(hidden, more, constant_values=True).reshape(
+            BATCH, -(-num_queries // 128), 128, -1, 128
+        )
         first, stop = flex._key_ranges(visible, BATCH, num_queries, num_keys, torch.device("cpu"))
         block_mask = flex._block_mask(first, stop, num_keys, has_gradient=True)
         found = [np.zeros((BATCH, *padded.shape[1::2]), bool) for _ in range(2)]
@@ -192,7 +219,9 @@ def test_blocks_match_visible_keys(lengths, span):
 def test_blocks_out_of_reach_are_skipped():
     """With a window and lengths, only blocks within reach are computed."""
     visible = Mask(None, True, [1024, 100], span=AttentionSpec(16, 1, window_size=128).span)
-    partial, full = flex._visible_blocks(*flex._key_ranges(visible, 2, 1024, 1024, torch.device("cpu")), 1024)
+    partial, full = flex._visible_blocks(
+        *flex._key_ranges(visible, 2, 1024, 1024, torch.device("cpu")), 1024
+    )
     assert not full.any()
     assert partial[0, 0].sum(dim=1).tolist() == [1] + [2] * 7
     assert partial[1, 0].sum(dim=1).tolist() == [1, 1] + [0] * 6
@@ -214,7 +243,11 @@ def test_flex_replaces_only_masked_sdpa(monkeypatch):
         assert takes(features)
     assert not takes(())
     assert not takes((), is_causal=True)
-    refused = [{"mask": torch.zeros(5, 5, dtype=torch.bool)}, {"bias": torch.zeros(5, 5)}, {"dropout": 0.5}]
+    refused = [
+        {"mask": torch.zeros(5, 5, dtype=torch.bool)},
+        {"bias": torch.zeros(5, 5)},
+        {"dropout": 0.5},
+    ]
     for options, features in itertools.product(refused, [("soft_cap",), ("lengths",)]):
         assert not takes(features, **options)
     monkeypatch.setattr(flex, "MANY_SCORES", 3 * 4 * 5 * 5 + 1)
@@ -300,7 +333,9 @@ class OnCuda(torch.Tensor):
 
 @pytest.fixture
 def cudnn(monkeypatch):
-    """Return a list of whether cuDNN is enabled in each call of SDPA; biases must have the dtype of queries."""
+    """Return a list of whether cuDNN is enabled in each call of SDPA; biases must have the dtype of
+    queries.
+    """
     found, kernel = [], torch.nn.functional.scaled_dot_product_attention
 
     def note(query, *others, attn_mask=None, **options):

@@ -1,4 +1,6 @@
-"""Cases on a mesh of torch processes, as in `run --mesh`: stages are gathered, and communication is counted."""
+"""Cases on a mesh of torch processes, as in `run --mesh`: stages are gathered, and communication is
+counted.
+"""
 
 from dataclasses import replace
 
@@ -10,18 +12,25 @@ from mha_spec import AttentionSpec, Norm, Rope
 from mha_torch.masks import Mask
 from mha_torch.parallel.ring import check_ring_supports
 from mha_torch.scores import Scores
-from parity import CASES, random_case, run_cases
-from parity.backends import torch_mesh
-from parity.sharding.mesh import MeshPlan
+from parity import CASES, run_cases
+from parity.measure.backends import torch_mesh
+from parity.measure.core.cases import random_case
+from parity.measure.sharding.mesh import MeshPlan
 
 HEADS = [  # features of heads, whole outputs, caches; WIDTHS has projections
     *(CASES[name] for name in ("norm-per-head", "decode-sinks", "decode-latent")),
-    *(CASES[name] for name in ("relative-products", "relative-products-of-keys")),  # shared by heads, and per head
+    *(
+        CASES[name] for name in ("relative-products", "relative-products-of-keys")
+    ),  # shared by heads, and per head
     replace(CASES["alibi"], spec=replace(CASES["alibi"].spec, out_proj=False)),
-    random_case(35),  # relative biases; 12 query heads and 3 key/value heads, one of which two processes share
+    random_case(
+        35
+    ),  # relative biases; 12 query heads and 3 key/value heads, one of which two processes share
 ]
 WIDTHS = {  # norms over the width of all heads
-    name: replace(CASES[name], name=f"width/{name}", spec=replace(CASES[name].spec, **norms, fused_qkv=False))
+    name: replace(
+        CASES[name], name=f"width/{name}", spec=replace(CASES[name].spec, **norms, fused_qkv=False)
+    )
     for name, norms in {
         "gqa-causal": {"v_norm": Norm("layer", over="width", bias=True)},
         "mqa": {"qk_norm": Norm("layer", over="width")},
@@ -81,7 +90,9 @@ def test_indivisible_cases_are_skipped():
     assert torch_mesh.why_skipped(CASES["gqa"], "float32", plan) is None
     masks = "masks and biases would have to circulate with the keys"
     assert torch_mesh.why_skipped(CASES["bias"], "float32", MeshPlan(sequence=1)) is None
-    told = {torch_mesh.why_skipped(case, "float32", MeshPlan(sequence=2)) for case in CASES.values()}
+    told = {
+        torch_mesh.why_skipped(case, "float32", MeshPlan(sequence=2)) for case in CASES.values()
+    }
     assert masks in told
 
 

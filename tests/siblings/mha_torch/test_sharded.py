@@ -1,4 +1,5 @@
-"""Heads, tokens and weights divided over processes: results match one process, with minimal communication.
+"""Heads, tokens and weights divided over processes: results match one process, with minimal
+communication.
 
 The processes start once and compute all results: see processes.py.
 """
@@ -38,7 +39,9 @@ SIZES = [2, 4]
 ONE = {"all_reduce": 1}
 
 every_size = pytest.mark.parametrize("size", SIZES)
-every_layer = pytest.mark.parametrize(("size", "name"), [(size, name) for size in SIZES for name in DIVIDED[size]])
+every_layer = pytest.mark.parametrize(
+    ("size", "name"), [(size, name) for size in SIZES for name in DIVIDED[size]]
+)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +67,7 @@ def outputs_of(layer, **options):
     return decoded(layer, **options)[0]
 
 
-# ---- parallel.shard --------------------------------------------------------------------------------------------------
+# ---- parallel.shard ------------------------------------------------------------------------------
 
 
 @every_layer
@@ -99,11 +102,16 @@ def test_process_holds_only_its_part(found, size, name):
     are whole.
     """
     spec = SPECS[name]
-    weights = {key: weight.numpy() for key, weight in make(mha_torch.MultiHeadAttention, spec).state_dict().items()}
+    weights = {
+        key: weight.numpy()
+        for key, weight in make(mha_torch.MultiHeadAttention, spec).state_dict().items()
+    }
     expected, own = parity.shard(weights, spec, ShardPlan(size), 0, alone=False)
     expected = {key: weight.shape for key, weight in expected.items()}
     if spec.num_kv_heads % size:  # these are whole, so that they can be trained
-        of_width = tuple(name for name, norm in spec.norms.items() if norm.over == "width" and name != "q_norm")
+        of_width = tuple(
+            name for name, norm in spec.norms.items() if norm.over == "width" and name != "q_norm"
+        )
         whole = [key for key in weights if key.startswith(("k_proj", "v_proj", *of_width))]
         expected |= {key: weights[key].shape for key in whole}
     assert found[size]["shard"][name][1] == expected
@@ -128,16 +136,20 @@ def test_divided_weights_round_trip(found):
         assert all(torch.equal(weight, carried[name]) for name, weight in right.items())
 
 
-# ---- Masks and non-finite values -------------------------------------------------------------------------------------
+# ---- Masks and non-finite values -----------------------------------------------------------------
 
 
 def test_masks_may_be_distributed_as_tokens(found):
     """Masks, biases and lengths distributed like the tokens match one process."""
-    assert_as_one(found["beside"]["given"], mha_torch.MultiHeadSelfAttention, processes.GIVEN, processes.given)
+    assert_as_one(
+        found["beside"]["given"], mha_torch.MultiHeadSelfAttention, processes.GIVEN, processes.given
+    )
 
 
 def test_non_finite_head_spoils_every_rank(found):
-    """With a contained kernel, rows that one head makes non-finite are non-finite on every process."""
+    """With a contained kernel, rows that one head makes non-finite are non-finite on every
+    process.
+    """
     rows = processes.rows_not_finite(make(mha_torch.MultiHeadSelfAttention, processes.GIVEN)).int()
     assert rows.tolist() == [0, 0, 1, 1, 1, 1]
     assert all(torch.equal(own, rows) for own in found["beside"]["not finite"])
@@ -157,7 +169,7 @@ def test_divided_layers_can_be_compiled(found, name):
     parity.assert_parity(computed, expected)
 
 
-# ---- Communication ---------------------------------------------------------------------------------------------------
+# ---- Communication -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -168,9 +180,17 @@ def test_divided_layers_can_be_compiled(found, name):
         ("everything", ONE, ONE),
         ("latent", ONE, ONE),
         ("no-out-proj", {}, ONE),
-        ("width", {"all_reduce": 3}, {"all_reduce": 3}),  # for queries and keys, one number for each token
+        (
+            "width",
+            {"all_reduce": 3},
+            {"all_reduce": 3},
+        ),  # for queries and keys, one number for each token
         ("a step", ONE, {}),
-        ("fully sharded", {"_allgather_base_": 1}, {"_allgather_base_": 1, "_reduce_scatter_base_": 1}),
+        (
+            "fully sharded",
+            {"_allgather_base_": 1},
+            {"_allgather_base_": 1, "_reduce_scatter_base_": 1},
+        ),
         ("data parallel", {}, {"allreduce_": 1}),
         (
             "tokens divided outside",
@@ -184,7 +204,7 @@ def test_collectives_are_minimal(found, name, forward, backward):
     assert found["moved"][name] == (forward, backward)
 
 
-# ---- Errors ----------------------------------------------------------------------------------------------------------
+# ---- Errors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -219,11 +239,13 @@ def test_unsupported_divisions_raise(found, name, refusal):
     assert kind == refusal.kind.__name__
 
 
-# ---- Tokens ----------------------------------------------------------------------------------------------------------
+# ---- Tokens --------------------------------------------------------------------------------------
 
 
 def assert_as_whole(found, spec, seq_len, options):
-    """Check that results of processes for their tokens match those of one process for all tokens."""
+    """Check that results of processes for their tokens match those of one process for all
+    tokens.
+    """
 
     def compute(layer, dtype=torch.float32):
         return rings.trained(layer, seq_len=seq_len, dtype=dtype, **options)
@@ -269,7 +291,9 @@ def test_ring_passes_and_multiplies_minimum(found, size, name, passed, scores):
 
 @every_size
 def test_non_finite_token_spoils_its_rows(found, size):
-    """A NaN token spoils the rows that attend to it; one of padding spoils no row and no gradient."""
+    """A NaN token spoils the rows that attend to it; one of padding spoils no row and no
+    gradient.
+    """
     marks, are_finite = found[size]["ring"]["not finite"]
     seen, hidden, clean = marks
     assert seen == [0] * 10 + [1] * 6
@@ -322,11 +346,15 @@ def test_context_parallel_needs_positions(found, size):
     assert refuses("key_padding_lengths").is_printed_in(said["key_padding_lengths"])
 
 
-# ---- Fully sharded ---------------------------------------------------------------------------------------------------
+# ---- Fully sharded -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "name", [*FULLY_SHARDED, *(f"{name}/grid" for name, spec in FULLY_SHARDED.items() if not spec.fused_qkv)]
+    "name",
+    [
+        *FULLY_SHARDED,
+        *(f"{name}/grid" for name, spec in FULLY_SHARDED.items() if not spec.fused_qkv),
+    ],
 )
 def test_meta_weights_match_one_process(found, name):
     """Fully sharded weights on the meta device are drawn as in one process, and outputs and

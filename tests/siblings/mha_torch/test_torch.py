@@ -1,4 +1,6 @@
-"""Features of torch alone: graphs, fake tensors, transforms, devices and storage, with correct values and errors."""
+"""Features of torch alone: graphs, fake tensors, transforms, devices and storage, with correct
+values and errors.
+"""
 
 import copy
 import functools
@@ -44,7 +46,8 @@ FORMS = {
 }
 KINDS = ("MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache")
 both_forms = pytest.mark.parametrize("form", FORMS)
-# torch warns that its tracer, which its forward mode also uses, is old, and that a kernel is mapped in a loop.
+# torch warns that its tracer, which its forward mode also uses, is old, and that a kernel is mapped
+# in a loop.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
@@ -53,14 +56,16 @@ pytestmark = [
 
 def module(kind, *, seed=0, device=None, dtype=None, **fields):
     torch.manual_seed(seed)
-    return getattr(mha_torch, kind)(AttentionSpec(16, 4, num_kv_heads=2, **fields), device=device, dtype=dtype)
+    return getattr(mha_torch, kind)(
+        AttentionSpec(16, 4, num_kv_heads=2, **fields), device=device, dtype=dtype
+    )
 
 
 def tokens(*shape, seed=1):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-# ---- Known and unknown values ----------------------------------------------------------------------------------------
+# ---- Known and unknown values --------------------------------------------------------------------
 
 
 def test_values_of_tensors_are_known():
@@ -78,7 +83,9 @@ def fake_tensor(shape_env=None):
 UNKNOWN = {
     "meta": lambda: torch.ones(3, device="meta"),
     "fake": fake_tensor,
-    "fake-with-symbols": lambda: fake_tensor(ShapeEnv(allow_dynamic_output_shape_ops=True, allow_scalar_outputs=True)),
+    "fake-with-symbols": lambda: fake_tensor(
+        ShapeEnv(allow_dynamic_output_shape_ops=True, allow_scalar_outputs=True)
+    ),
 }
 
 
@@ -104,7 +111,9 @@ def test_values_under_transforms_are_unknown(transform):
 
 
 def cached_call(layer, lengths):
-    cache = mha_torch.KVCache(torch.zeros(2, 2, 6, 4), torch.zeros(2, 2, 6, 4), torch.zeros(2, dtype=torch.int32))
+    cache = mha_torch.KVCache(
+        torch.zeros(2, 2, 6, 4), torch.zeros(2, 2, 6, 4), torch.zeros(2, dtype=torch.int32)
+    )
     return layer(torch.ones(2, 3, 16), cache, new_lengths=lengths)[0]
 
 
@@ -116,14 +125,19 @@ CALLS = {
     "weights-and-mask": (
         "MultiHeadAttention",
         lambda layer, lengths: layer(
-            torch.ones(2, 3, 16), mask=torch.ones(3, 3).triu(1).bool(), key_padding_lengths=lengths, need_weights=True
+            torch.ones(2, 3, 16),
+            mask=torch.ones(3, 3).triu(1).bool(),
+            key_padding_lengths=lengths,
+            need_weights=True,
         )[0],
     ),
     "cache": ("MultiHeadAttentionWithCache", cached_call),
 }
 
 
-@pytest.mark.parametrize("lengths", [lambda: [1, 3], lambda: torch.tensor([1, 3])], ids=["list", "tensor"])
+@pytest.mark.parametrize(
+    "lengths", [lambda: [1, 3], lambda: torch.tensor([1, 3])], ids=["list", "tensor"]
+)
 @pytest.mark.parametrize("name", CALLS)
 def test_fake_tensors_have_output_shape(name, lengths):
     """Layers run on fake tensors, with lengths in a list or a tensor, and give the shape of the
@@ -144,35 +158,48 @@ def test_meta_tensors_have_output_shape(name):
 
 def test_vmap_over_lengths_matches_loop():
     """vmap over inputs and lengths matches a loop."""
-    layer, x, lengths = module("MultiHeadSelfAttention"), tokens(3, 2, 5, 16), torch.tensor([[5, 2], [0, 1], [3, 3]])
+    layer, x, lengths = (
+        module("MultiHeadSelfAttention"),
+        tokens(3, 2, 5, 16),
+        torch.tensor([[5, 2], [0, 1], [3, 3]]),
+    )
     mapped = torch.func.vmap(lambda x, lengths: layer(x, key_padding_lengths=lengths))(x, lengths)
-    each = torch.stack([layer(*pair[:1], key_padding_lengths=pair[1]) for pair in zip(x, lengths, strict=True)])
+    each = torch.stack(
+        [layer(*pair[:1], key_padding_lengths=pair[1]) for pair in zip(x, lengths, strict=True)]
+    )
     torch.testing.assert_close(mapped, each)
 
 
-@pytest.mark.parametrize("new_lengths", [None, torch.tensor([[1, 2], [0, 2], [2, 2]])], ids=["all", "ragged"])
+@pytest.mark.parametrize(
+    "new_lengths", [None, torch.tensor([[1, 2], [0, 2], [2, 2]])], ids=["all", "ragged"]
+)
 @torch.no_grad()
 def test_vmap_over_cached_step_matches_batch(new_lengths):
     """vmap over tokens, caches and new lengths matches one batch, in outputs and caches."""
     layer, x = module("MultiHeadAttentionWithCache", rope=Rope(100.0)), tokens(3, 2, 2, 16)
-    _, cache = layer(tokens(6, 3, 16, seed=2), layer.init_cache(6, 6), new_lengths=[0, 1, 2, 3, 3, 1])
+    _, cache = layer(
+        tokens(6, 3, 16, seed=2), layer.init_cache(6, 6), new_lengths=[0, 1, 2, 3, 3, 1]
+    )
     mapped_cache = pytree.tree_map(lambda held: held.unflatten(0, (3, 2)), cache)
     dims = (0, 0, None if new_lengths is None else 0)
-    mapped, after = torch.func.vmap(lambda x, cache, new: layer(x, cache, new_lengths=new), in_dims=dims)(
-        x, mapped_cache, new_lengths
-    )
+    mapped, after = torch.func.vmap(
+        lambda x, cache, new: layer(x, cache, new_lengths=new), in_dims=dims
+    )(x, mapped_cache, new_lengths)
     flat = None if new_lengths is None else new_lengths.flatten()
     expected, expected_after = layer(x.flatten(0, 1), copy.deepcopy(cache), new_lengths=flat)
     torch.testing.assert_close(mapped.flatten(0, 1), expected)
-    for found, held in zip(pytree.tree_leaves(after), pytree.tree_leaves(expected_after), strict=True):
+    for found, held in zip(
+        pytree.tree_leaves(after), pytree.tree_leaves(expected_after), strict=True
+    ):
         torch.testing.assert_close(found.flatten(0, 1), held)
 
 
 @pytest.mark.parametrize("new_lengths", [None, [1, 0, 3]], ids=["all", "ragged"])
 @torch.no_grad()
 def test_unknown_lengths_write_in_place(monkeypatch, new_lengths):
-    """If lengths are not available, as on an accelerator, steps write into the storage of the cache, with the
-    outputs and contents of known lengths; the last step, without enough free slots, returns NaN and changes nothing.
+    """If lengths are not available, as on an accelerator, steps write into the storage of the
+    cache, with the outputs and contents of known lengths; the last step, without enough free slots,
+    returns NaN and changes nothing.
     """
     layer, x = module("MultiHeadAttentionWithCache", rope=Rope(100.0)), tokens(3, 3, 16)
     _, cache = layer(tokens(3, 2, 16, seed=2), layer.init_cache(3, 6), new_lengths=[0, 1, 2])
@@ -195,7 +222,9 @@ def test_unknown_lengths_write_in_place(monkeypatch, new_lengths):
 
 @torch.no_grad()
 def test_lengths_may_be_copied_back():
-    """A cache whose lengths are set to those of the step's cache is not written over: captured graphs use one cache."""
+    """A cache whose lengths are set to those of the step's cache is not written over: captured
+    graphs use one cache.
+    """
     layer, x = module("MultiHeadAttentionWithCache"), tokens(2, 4, 16)
     expected, _ = layer(x, layer.init_cache(2, 8))
     cache, outputs = layer.init_cache(2, 8), []
@@ -208,7 +237,9 @@ def test_lengths_may_be_copied_back():
 
 @pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
 def test_steps_keep_what_gradients_need(without_gradients):
-    """A step without gradients writes into a copy of a cache whose gradient is still to be computed."""
+    """A step without gradients writes into a copy of a cache whose gradient is still to be
+    computed.
+    """
     layer, x = module("MultiHeadAttentionWithCache"), tokens(2, 3, 16).requires_grad_()
     output, cache = layer(x, layer.init_cache(2, 8))
     with without_gradients():
@@ -219,7 +250,9 @@ def test_steps_keep_what_gradients_need(without_gradients):
 
 @torch.no_grad()
 def test_transforms_leave_an_outer_cache():
-    """Under vmap, jvp and with fake tensors, a cache from outside is not written into, and can be used again."""
+    """Under vmap, jvp and with fake tensors, a cache from outside is not written into, and can be
+    used again.
+    """
     layer, x = module("MultiHeadAttentionWithCache"), tokens(2, 3, 16)
     cache = layer.init_cache(1, 8)
     mapped = torch.func.vmap(lambda x: layer(x, cache)[0])(x[:, None])
@@ -234,7 +267,9 @@ def test_transforms_leave_an_outer_cache():
 
 @torch.no_grad()
 def test_steps_without_writes_are_repeated(monkeypatch):
-    """A step of no tokens, and one that raised an error in its last projection, leave the cache unchanged."""
+    """A step of no tokens, and one that raised an error in its last projection, leave the cache
+    unchanged.
+    """
     layer, x = module("MultiHeadAttentionWithCache"), tokens(2, 3, 16)
     cache = layer.init_cache(2, 8)
     layer(x[:, :0], cache)
@@ -254,7 +289,9 @@ def test_steps_without_writes_are_repeated(monkeypatch):
 def test_compiled_heads_may_be_symbolic():
     """One compiled function accepts another number of heads, which makes it a symbolic size."""
     torch.compiler.reset()
-    attend = functools.partial(mha_torch.scaled_dot_product_attention, kernel=mha_torch.fused.attend)
+    attend = functools.partial(
+        mha_torch.scaled_dot_product_attention, kernel=mha_torch.fused.attend
+    )
     compiled = torch.compile(attend, fullgraph=True, backend="eager")
     for num_heads in (2, 4, 6):
         heads = [tokens(1, num_heads, 3, 8), tokens(1, 2, 3, 8), tokens(1, 2, 3, 8)]
@@ -318,9 +355,13 @@ def test_length_tensors_share_compiled_graph():
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the default backend calls a compiler of C++")
+@pytest.mark.skipif(
+    shutil.which("g++") is None, reason="the default backend calls a compiler of C++"
+)
 def test_inductor_compiles_sinks_and_mask():
-    """Softmax with sinks and a mask, compiled by the default backend, matches the uncompiled one."""
+    """Softmax with sinks and a mask, compiled by the default backend, matches the uncompiled
+    one.
+    """
 
     def weights_of(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
         places = torch.arange(scores.shape[-1])
@@ -328,19 +369,37 @@ def test_inductor_compiles_sinks_and_mask():
 
     torch.compiler.reset()
     inputs = tokens(2, 4, 9, 9), tokens(4)
-    torch.testing.assert_close(torch.compile(weights_of, fullgraph=True)(*inputs), weights_of(*inputs))
+    torch.testing.assert_close(
+        torch.compile(weights_of, fullgraph=True)(*inputs), weights_of(*inputs)
+    )
 
 
 FEATURES = {
-    "partial": {"rope": Rope(100.0, rotary_dim=2, rotated="last"), "qk_norm": Norm(after_rope=True)},
+    "partial": {
+        "rope": Rope(100.0, rotary_dim=2, rotated="last"),
+        "qk_norm": Norm(after_rope=True),
+    },
     "sections": {"rope": Rope(100.0, sections=(2, 1, 1)), "head_dim": 8},
-    "interleaved-sections": {"rope": Rope(100.0, sections=(2, 1, 1), section_order="interleaved"), "head_dim": 8},
-    "own-sections": {"rope": Rope(100.0, sections=(2, 2), section_frequencies="own"), "head_dim": 8},
+    "interleaved-sections": {
+        "rope": Rope(100.0, sections=(2, 1, 1), section_order="interleaved"),
+        "head_dim": 8,
+    },
+    "own-sections": {
+        "rope": Rope(100.0, sections=(2, 2), section_frequencies="own"),
+        "head_dim": 8,
+    },
     "dynamic": {"rope": Rope(100.0, scaling=DynamicScaling(2.0, 4)), "sinks": True},
     "longrope": {"rope": Rope(100.0, scaling=LongRopeScaling(2.0, 4, (1.0, 2.0), (3.0, 4.0)))},
-    "proportional": {"rope": Rope(100.0, scaling=ProportionalScaling(0.5), pairs="interleaved"), "window_size": 2},
+    "proportional": {
+        "rope": Rope(100.0, scaling=ProportionalScaling(0.5), pairs="interleaved"),
+        "window_size": 2,
+    },
     "alibi": {"alibi": Alibi(scaled=True), "soft_cap": 2.0, "temperature": Temperature(2)},
-    "relative-bias": {"relative_bias": RelativeBias(8, 9), "chunk_size": 3, "gate": Gate(per_head=True)},
+    "relative-bias": {
+        "relative_bias": RelativeBias(8, 9),
+        "chunk_size": 3,
+        "gate": Gate(per_head=True),
+    },
     "latent": {
         "num_kv_heads": 4,
         "latent": Latent(5, 2, 3),
@@ -359,16 +418,27 @@ def test_every_feature_is_one_compiled_graph(name):
     x = tokens(2, 6, 16).double()
     torch.compiler.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(x, is_causal=True), layer(x, is_causal=True), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        compiled(x, is_causal=True), layer(x, is_causal=True), rtol=1e-12, atol=1e-12
+    )
 
 
-# ---- Contained kernels -----------------------------------------------------------------------------------------------
+# ---- Contained kernels ---------------------------------------------------------------------------
 
 CONTAINED = {
     "plain": contained["torch"](lambda *arguments: stages.attend(*arguments)[0]),
     "fused": contained["torch"](mha_torch.fused.attend),
 }
-HIDING = ("nothing", "causal", "padding", "padding-causal", "mask", "mask-of-keys", "bias", "everything")
+HIDING = (
+    "nothing",
+    "causal",
+    "padding",
+    "padding-causal",
+    "mask",
+    "mask-of-keys",
+    "bias",
+    "everything",
+)
 
 
 def drawn_problem(seed, hiding):
@@ -377,9 +447,14 @@ def drawn_problem(seed, hiding):
     num_kv_heads, batch_size = rng.choice([1, 2]), rng.choice([1, 3])
     num_heads = num_kv_heads * rng.choice([1, 2])
     num_queries, num_keys = rng.choice([1, 2, 5, 17, 40]), rng.choice([1, 3, 16, 19, 41, 530])
-    head_dim, dtype = rng.choice([4, 64]), rng.choice([torch.float32, torch.bfloat16, torch.float16, torch.float64])
+    head_dim, dtype = (
+        rng.choice([4, 64]),
+        rng.choice([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+    )
     shapes = [(num_heads, num_queries), (num_kv_heads, num_keys), (num_kv_heads, num_keys)]
-    arrays = [torch.randn(batch_size, *shape, head_dim, generator=draw).to(dtype) for shape in shapes]
+    arrays = [
+        torch.randn(batch_size, *shape, head_dim, generator=draw).to(dtype) for shape in shapes
+    ]
     hidden = torch.zeros(batch_size, num_heads, num_queries, num_keys, dtype=torch.bool)
     options = {}
     if hiding in ("causal", "padding-causal", "everything"):
@@ -387,9 +462,14 @@ def drawn_problem(seed, hiding):
         hidden |= torch.arange(num_keys) > torch.arange(num_queries)[:, None]
     if hiding in ("padding", "padding-causal", "everything"):
         options["key_padding_lengths"] = [rng.randint(0, num_keys) for _ in range(batch_size)]
-        hidden |= torch.arange(num_keys) >= torch.tensor(options["key_padding_lengths"])[:, None, None, None]
+        hidden |= (
+            torch.arange(num_keys)
+            >= torch.tensor(options["key_padding_lengths"])[:, None, None, None]
+        )
     if hiding in ("mask", "everything"):
-        shape = rng.choice([(num_queries, num_keys), tuple(hidden.shape), (1, num_heads, num_queries, 1)])
+        shape = rng.choice(
+            [(num_queries, num_keys), tuple(hidden.shape), (1, num_heads, num_queries, 1)]
+        )
         options["mask"] = torch.rand(shape, generator=draw) < 0.5
     if hiding == "mask-of-keys":
         options["mask"] = torch.rand(batch_size, 1, 1, num_keys, generator=draw) < 0.5
@@ -403,20 +483,30 @@ def drawn_problem(seed, hiding):
 
 
 def spoil_some(arrays, hidden, seed, value):
-    """Return copies with a value in some tokens or one of their features, and the rows that depend on it, (B, N, T)."""
+    """Return copies with a value in some tokens or one of their features, and the rows that depend
+    on it, (B, N, T).
+    """
     rng, draw = random.Random(seed), torch.Generator().manual_seed(seed)
     share, one_feature = rng.choice([0.02, 0.3, 1.0]), rng.random() < 0.5
-    wrong = [(torch.rand(x.shape[:3], generator=draw) < share) & (rng.random() < 0.5) for x in arrays]
+    wrong = [
+        (torch.rand(x.shape[:3], generator=draw) < share) & (rng.random() < 0.5) for x in arrays
+    ]
     arrays = [x.clone() for x in arrays]
     for x, where in zip(arrays, wrong, strict=True):
-        x[where] = torch.where(torch.arange(x.shape[3]) == 0, value, x[where]) if one_feature else value
-    wrong_keys = (wrong[1] | wrong[2]).repeat_interleave(hidden.shape[1] // wrong[1].shape[1], dim=1)
+        x[where] = (
+            torch.where(torch.arange(x.shape[3]) == 0, value, x[where]) if one_feature else value
+        )
+    wrong_keys = (wrong[1] | wrong[2]).repeat_interleave(
+        hidden.shape[1] // wrong[1].shape[1], dim=1
+    )
     rows = (wrong[0] | (wrong_keys[:, :, None] & ~hidden).any(dim=-1)) & ~hidden.all(dim=-1)
     return arrays, rows
 
 
 def assert_spoilt(found, expected, rows):
-    """Check that exactly these rows are non-finite, and that all others equal the expected ones bit for bit."""
+    """Check that exactly these rows are non-finite, and that all others equal the expected ones bit
+    for bit.
+    """
     __tracebackhide__ = True
     assert torch.equal(~found.isfinite().all(dim=-1), rows)
     assert torch.equal(found[~rows], expected[~rows])
@@ -460,7 +550,9 @@ def test_hidden_nan_reaches_no_gradient(form, hiding):
     """Hidden NaN changes no bit of the context or of any gradient."""
     for seed in range(10):
         arrays, options, hidden = drawn_problem(seed, hiding)
-        unseen = hidden.all(dim=2).unflatten(1, (arrays[1].shape[1], -1)).all(dim=2)[..., None]  # (B, K, S, 1)
+        unseen = (
+            hidden.all(dim=2).unflatten(1, (arrays[1].shape[1], -1)).all(dim=2)[..., None]
+        )  # (B, K, S, 1)
         empty = hidden.all(dim=-1)[..., None]
         places = (empty, unseen, unseen)
         spoilt = [x.masked_fill(where, math.nan) for x, where in zip(arrays, places, strict=True)]
@@ -491,7 +583,11 @@ def test_visible_nan_reaches_gradients(form):
 @both_forms
 def test_row_of_overflowed_scores_is_nan(form):
     """A row whose scores all overflow to -inf is NaN instead of 0, and other rows are not."""
-    q, k, v = torch.full((1, 1, 2, 4), 1e30), torch.full((1, 1, 3, 4), -1e30), torch.ones(1, 1, 3, 4)
+    q, k, v = (
+        torch.full((1, 1, 2, 4), 1e30),
+        torch.full((1, 1, 3, 4), -1e30),
+        torch.ones(1, 1, 3, 4),
+    )
     q[:, :, 0] = 0.0
     context = attend_with(CONTAINED[form], q, k, v)
     assert context.isnan().all(dim=-1).tolist() == [[[False, True]]]
@@ -517,7 +613,9 @@ def compiled(function):
 
 def mapped(function):
     def call(*arrays, **options):
-        return torch.func.vmap(lambda *arrays: function(*arrays, **options))(*(x[None] for x in arrays))[0]
+        return torch.func.vmap(lambda *arrays: function(*arrays, **options))(
+            *(x[None] for x in arrays)
+        )[0]
 
     return call
 
@@ -567,7 +665,13 @@ def test_nan_padding_in_cache_has_no_effect():
         x[0, 2:] = value
         output, cache = layer(x, layer.init_cache(2, 6), new_lengths=[2, 4])
         step, _ = layer(tokens(2, 1, 16, seed=2), cache)
-        results.append((output, step, *torch.autograd.grad((output.sum() + step.sum()), list(layer.parameters()))))
+        results.append(
+            (
+                output,
+                step,
+                *torch.autograd.grad((output.sum() + step.sum()), list(layer.parameters())),
+            )
+        )
     for expected, found in zip(*results, strict=True):
         assert torch.equal(found, expected)
 
@@ -580,7 +684,9 @@ def test_nan_in_free_slots_has_no_effect(counts):
     layer.kernel = CONTAINED["fused"]
     _, cache = layer(tokens(2, 3, 16), layer.init_cache(2, 6), new_lengths=counts)
     free = torch.arange(6) >= cache.lengths[:, None]
-    keys, values = (x.masked_fill(free[:, None, :, None], math.nan) for x in (cache.keys, cache.values))
+    keys, values = (
+        x.masked_fill(free[:, None, :, None], math.nan) for x in (cache.keys, cache.values)
+    )
     spoilt = mha_torch.KVCache(keys, values, cache.lengths)
     x = tokens(2, 1, 16, seed=2)
     for call in (layer, compiled(layer)):
@@ -588,7 +694,7 @@ def test_nan_in_free_slots_has_no_effect(counts):
         assert torch.equal(call(x, copy.deepcopy(spoilt))[0], expected)
 
 
-# ---- Derivatives -----------------------------------------------------------------------------------------------------
+# ---- Derivatives ---------------------------------------------------------------------------------
 
 
 def layers_of(form):
@@ -599,22 +705,30 @@ def layers_of(form):
 def test_fused_path_supports_forward_mode():
     """The forward-mode derivative of the fused path matches the plain path."""
     x, tangent = tokens(1, 4, 16).double(), tokens(1, 4, 16, seed=2).double()
-    found, expected = (torch.func.jvp(layers_of(form), (x,), (tangent,))[1] for form in ("fused", "plain"))
+    found, expected = (
+        torch.func.jvp(layers_of(form), (x,), (tangent,))[1] for form in ("fused", "plain")
+    )
     torch.testing.assert_close(found, expected)
     assert found.abs().max() > 0
 
 
 def test_fused_path_supports_jacfwd():
-    """The forward-mode Jacobian of the fused path matches the reverse-mode one of the plain path."""
+    """The forward-mode Jacobian of the fused path matches the reverse-mode one of the plain
+    path.
+    """
     x = tokens(1, 3, 16).double()
-    torch.testing.assert_close(torch.func.jacfwd(layers_of("fused"))(x), torch.func.jacrev(layers_of("plain"))(x))
+    torch.testing.assert_close(
+        torch.func.jacfwd(layers_of("fused"))(x), torch.func.jacrev(layers_of("plain"))(x)
+    )
 
 
 def test_fused_path_supports_hessian():
     """The Hessian of the fused path matches the plain path."""
     x = tokens(1, 2, 16).double()
     layers = [layers_of(form) for form in ("fused", "plain")]
-    found, expected = (torch.func.hessian(lambda x, layer=layer: layer(x).square().sum())(x) for layer in layers)
+    found, expected = (
+        torch.func.hessian(lambda x, layer=layer: layer(x).square().sum())(x) for layer in layers
+    )
     torch.testing.assert_close(found, expected)
 
 
@@ -626,12 +740,16 @@ def test_plain_path_supports_double_backward():  # see the docstring of the fuse
     assert penalty.abs().max() > 0
 
 
-# ---- Caches as data, and their storage -------------------------------------------------------------------------------
+# ---- Caches as data, and their storage -----------------------------------------------------------
 
 
 def filled_cache(layer, counts=(2, 2, 2), capacity=6):
     with torch.no_grad():
-        return layer(tokens(len(counts), 4, 16), layer.init_cache(len(counts), capacity), new_lengths=list(counts))[1]
+        return layer(
+            tokens(len(counts), 4, 16),
+            layer.init_cache(len(counts), capacity),
+            new_lengths=list(counts),
+        )[1]
 
 
 @pytest.mark.parametrize("new_lengths", [None, [1, 1, 1]], ids=["all", "ragged"])
@@ -644,7 +762,9 @@ def test_expanded_cache_is_copied(counts, new_lengths):
     layer, x = module("MultiHeadAttentionWithCache"), tokens(3, 1, 16, seed=5)
     cache = filled_cache(layer, counts)
     beams = mha_torch.KVCache(
-        cache.keys.expand(3, -1, -1, -1), cache.values.expand(3, -1, -1, -1), cache.lengths.repeat(3)
+        cache.keys.expand(3, -1, -1, -1),
+        cache.values.expand(3, -1, -1, -1),
+        cache.lengths.repeat(3),
     )
     before = copy.deepcopy(cache)
     expected, _ = layer(x, cache.repeat(3), new_lengths=new_lengths)
@@ -656,7 +776,9 @@ def test_expanded_cache_is_copied(counts, new_lengths):
 @torch.no_grad()
 def test_cache_with_shared_heads_is_copied():
     """Appending to a cache whose heads share storage stores different keys for all heads."""
-    cache = mha_torch.KVCache(*(torch.zeros(1, 1, 4, 2).expand(1, 3, 4, 2) for _ in range(2)), torch.zeros(1).int())
+    cache = mha_torch.KVCache(
+        *(torch.zeros(1, 1, 4, 2).expand(1, 3, 4, 2) for _ in range(2)), torch.zeros(1).int()
+    )
     key = tokens(1, 3, 2, 2)
     assert torch.equal(mha_torch.append_to_cache(cache, key, key).keys[:, :, :2], key)
 
@@ -683,9 +805,14 @@ def test_cache_is_pytree_of_three_tensors():
 
 
 def test_mark_of_a_cache_is_not_its_value():
-    """A step without gradients marks the cache that it wrote over, besides its value; a graph marks nothing."""
+    """A step without gradients marks the cache that it wrote over, besides its value; a graph marks
+    nothing.
+    """
     layer, x = module("MultiHeadAttentionWithCache").eval(), tokens(3, 1, 16, seed=5)
-    caches = {mode: layer.init_cache(3, 6) for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode)}
+    caches = {
+        mode: layer.init_cache(3, 6)
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode)
+    }
     for mode, cache in caches.items():
         with mode():
             layer(x, cache)
@@ -696,7 +823,12 @@ def test_mark_of_a_cache_is_not_its_value():
     stored = io.BytesIO()
     torch.save(cache, stored)
     stored.seek(0)
-    copies = [copy.copy(cache), copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), torch.load(stored)]
+    copies = [
+        copy.copy(cache),
+        copy.deepcopy(cache),
+        pickle.loads(pickle.dumps(cache)),
+        torch.load(stored),
+    ]
     copies.append(pytree.tree_unflatten(leaves, structure))
     for copied in copies:
         assert torch.equal(copied.keys, cache.keys)
@@ -763,7 +895,7 @@ def test_module_cache_dtype_under_autocast(dtype):
     assert cache.lengths.tolist() == [3, 3]
 
 
-# ---- Devices ---------------------------------------------------------------------------------------------------------
+# ---- Devices -------------------------------------------------------------------------------------
 
 
 def on_meta(x):
@@ -801,14 +933,20 @@ def test_cache_on_other_device_raises():
         layer(torch.ones(1, 3, 16), cache)
 
 
-# ---- Memory of masks -------------------------------------------------------------------------------------------------
+# ---- Memory of masks -----------------------------------------------------------------------------
 
 
 def peak_nbytes(make):
     """Return the peak allocation while something is created, and its size."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         made = make()
-    events = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event.nbytes()
+        for event in profile.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    ]
     return max(itertools.accumulate(events)), made.nbytes
 
 
@@ -817,8 +955,12 @@ MASKS = {
     "padding": lambda: mha_torch.create_padding_mask(list(range(0, 1024, 2)), 1024),
     "attention": lambda: mha_torch.create_attention_mask(1024),
     "attention-causal": lambda: mha_torch.create_attention_mask(1024, is_causal=True),
-    "attention-padding": lambda: mha_torch.create_attention_mask(1024, key_padding_lengths=[5, 1024]),
-    "attention-both": lambda: mha_torch.create_attention_mask(1024, is_causal=True, key_padding_lengths=[700]),
+    "attention-padding": lambda: mha_torch.create_attention_mask(
+        1024, key_padding_lengths=[5, 1024]
+    ),
+    "attention-both": lambda: mha_torch.create_attention_mask(
+        1024, is_causal=True, key_padding_lengths=[700]
+    ),
     "with-cache": lambda: mha_torch.create_causal_mask_with_cache(512, 1024, 512),
     "window": lambda: mha_torch.create_sliding_window_mask(1024, window_size=100),
     "cache": lambda: mha_torch.create_cache_mask([5, 100], 512, 1024),

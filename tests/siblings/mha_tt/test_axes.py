@@ -13,7 +13,9 @@ AXES, T = (2, 3), 5
 
 
 def attended(device, x, **options):
-    module = module_of("MultiHeadAttention", SPEC, device, ttnn.bfloat16, rounded_weights(SPEC, ttnn.bfloat16))
+    module = module_of(
+        "MultiHeadAttention", SPEC, device, ttnn.bfloat16, rounded_weights(SPEC, ttnn.bfloat16)
+    )
     found = module(mha_tt.upload(x, device=device), **options)
     return [mha_tt.download(x) for x in found if x is not None]
 
@@ -25,9 +27,21 @@ def assert_same(found, expected, axes):
 
 def test_masks_on_device_broadcast(device, rng):
     """Masks and biases on the device broadcast over two batch axes, bit for bit."""
-    x, mask, bias = rng.standard_normal((*AXES, T, 8)), rng.random((3, 2, T, T)) > 0.5, rng.random((*AXES, 1, T, T))
-    found = attended(device, x, mask=mha_tt.DeviceMask(mask, device=device), bias=mha_tt.upload(bias, device=device))
-    of_one = {"mask": np.tile(mask, (2, 1, 1, 1)), "bias": mha_tt.upload(bias.reshape(6, 1, T, T), device=device)}
+    x, mask, bias = (
+        rng.standard_normal((*AXES, T, 8)),
+        rng.random((3, 2, T, T)) > 0.5,
+        rng.random((*AXES, 1, T, T)),
+    )
+    found = attended(
+        device,
+        x,
+        mask=mha_tt.DeviceMask(mask, device=device),
+        bias=mha_tt.upload(bias, device=device),
+    )
+    of_one = {
+        "mask": np.tile(mask, (2, 1, 1, 1)),
+        "bias": mha_tt.upload(bias.reshape(6, 1, T, T), device=device),
+    }
     assert_same(found, attended(device, x.reshape(6, T, 8), **of_one), AXES)
 
 

@@ -1,4 +1,5 @@
-"""Invalid input raises an error in every public function before any work, with the argument's name and the rule.
+"""Invalid input raises an error in every public function before any work, with the argument's name
+and the rule.
 
 ttnn itself crashes the process for some of it. test_rope.py checks the errors of RoPE.
 """
@@ -20,7 +21,9 @@ from mha_spec import Latent
 
 SPEC = parity.AttentionSpec(8, 2)
 ROPE_SPEC = parity.AttentionSpec(8, 2, rope=parity.Rope(100.0))
-LATENT_SPEC = parity.AttentionSpec(8, 2, head_dim=6, latent=Latent(5, 2))  # (32 + 64) wide; heads 32 + 64, 32
+LATENT_SPEC = parity.AttentionSpec(
+    8, 2, head_dim=6, latent=Latent(5, 2)
+)  # (32 + 64) wide; heads 32 + 64, 32
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ def refused(device, function, keywords, refusal):
         function(**keywords)
 
 
-# ---- Operands that are not tensors on the device ---------------------------------------------------------------------
+# ---- Operands that are not tensors on the device -------------------------------------------------
 
 # Other types, ranks and kinds are tested in `test_annotations.py`.
 KERNELS = {"": None, " with a kernel": lambda device: mha_tt.fused.attend}
@@ -99,8 +102,14 @@ CALLS = {
         {"query": ones(2, 2, 3, 32), "key": ones(2, 2, 4, 32), "bias": ones(1, 1, 3, 4)},
     ),
     "masked_softmax": ("masked_softmax", {"scores": ones(2, 2, 3, 4)}),
-    "attention_context": ("attention_context", {"attn_weights": ones(2, 2, 3, 4), "value": ones(2, 2, 4, 32)}),
-    "apply_rope": ("apply_rope", {"x": ones(2, 2, 3, 64), "positions": lengths(0, 1, 2)[None], "rope": parity.Rope()}),
+    "attention_context": (
+        "attention_context",
+        {"attn_weights": ones(2, 2, 3, 4), "value": ones(2, 2, 4, 32)},
+    ),
+    "apply_rope": (
+        "apply_rope",
+        {"x": ones(2, 2, 3, 64), "positions": lengths(0, 1, 2)[None], "rope": parity.Rope()},
+    ),
     **{
         f"scaled_dot_product_attention{suffix}": (
             "scaled_dot_product_attention",
@@ -146,15 +155,31 @@ CALLS = {
         "append_to_latent_cache",
         {"cache": latent_cache(2, 4, 5, 2), "latents": ones(2, 1, 3, 96)},
     ),
-    "absorb_keys": ("absorb_keys", {"q": ones(2, 2, 3, 96), "kv_b": ones(32, 128), "spec": LATENT_SPEC}),
-    "absorb_values": ("absorb_values", {"context": ones(2, 2, 3, 32), "kv_b": ones(32, 128), "spec": LATENT_SPEC}),
+    "absorb_keys": (
+        "absorb_keys",
+        {"q": ones(2, 2, 3, 96), "kv_b": ones(32, 128), "spec": LATENT_SPEC},
+    ),
+    "absorb_values": (
+        "absorb_values",
+        {"context": ones(2, 2, 3, 32), "kv_b": ones(32, 128), "spec": LATENT_SPEC},
+    ),
     "multi_head_latent_attention": (
         "multi_head_latent_attention",
-        {"x": ones(2, 3, 8), "cache": latent_cache(2, 4, 5, 2), "weights": weights(LATENT_SPEC), "spec": LATENT_SPEC},
+        {
+            "x": ones(2, 3, 8),
+            "cache": latent_cache(2, 4, 5, 2),
+            "weights": weights(LATENT_SPEC),
+            "spec": LATENT_SPEC,
+        },
     ),
     "MultiHeadAttention": (
         module("MultiHeadAttention", SPEC),
-        {"query": ones(2, 3, 8), "key": ones(2, 4, 8), "value": ones(2, 4, 8), "bias": ones(1, 1, 3, 4)},
+        {
+            "query": ones(2, 3, 8),
+            "key": ones(2, 4, 8),
+            "value": ones(2, 4, 8),
+            "bias": ones(1, 1, 3, 4),
+        },
     ),
     "MultiHeadSelfAttention": (module("MultiHeadSelfAttention", SPEC), {"x": ones(2, 3, 8)}),
     "MultiHeadAttentionWithCache": (
@@ -167,19 +192,31 @@ CALLS = {
     ),
 }
 OPERANDS = [
-    (call, name) for call, (_, keywords) in CALLS.items() for name, x in keywords.items() if isinstance(x, Tensor)
+    (call, name)
+    for call, (_, keywords) in CALLS.items()
+    for name, x in keywords.items()
+    if isinstance(x, Tensor)
 ]
 NOT_TENSORS = {
     # name: (replacement of a tensor of that shape, its error by argument name)
-    "list": (lambda shape, device: np.ones(shape).tolist(), lambda name: refuses_type(name, "list")),
-    "array": (lambda shape, device: np.ones(shape, np.float32), lambda name: refuses_type(name, "ndarray")),
+    "list": (
+        lambda shape, device: np.ones(shape).tolist(),
+        lambda name: refuses_type(name, "list"),
+    ),
+    "array": (
+        lambda shape, device: np.ones(shape, np.float32),
+        lambda name: refuses_type(name, "ndarray"),
+    ),
     "host": (
-        lambda shape, device: ttnn.Tensor(np.ones(shape, np.float32), ttnn.bfloat16, None, ttnn.TILE_LAYOUT),
+        lambda shape, device: ttnn.Tensor(
+            np.ones(shape, np.float32), ttnn.bfloat16, None, ttnn.TILE_LAYOUT
+        ),
         lambda name: refuses_type(name, {f"{name}.storage_type()": ...}),
     ),
     "rows": (
         lambda shape, device: ttnn.to_device(
-            ttnn.Tensor(np.ones(shape, np.float32), ttnn.bfloat16, None, ttnn.ROW_MAJOR_LAYOUT), device
+            ttnn.Tensor(np.ones(shape, np.float32), ttnn.bfloat16, None, ttnn.ROW_MAJOR_LAYOUT),
+            device,
         ),
         lambda name: refuses_type(name, {f"{name}.layout": ...}),
     ),
@@ -205,7 +242,9 @@ def test_valid_calls_are_accepted(device, call):  # the control of all tests in 
 
 
 BAD_OPERANDS = [
-    (call, name, kind) for call, name in OPERANDS for kind in (NOT_TENSORS if call == STEP_CALL else IN_TILES)
+    (call, name, kind)
+    for call, name in OPERANDS
+    for kind in (NOT_TENSORS if call == STEP_CALL else IN_TILES)
 ]
 
 
@@ -224,14 +263,16 @@ def test_non_device_tensors_raise(device, call, name, kind):
 @pytest.mark.parametrize("axes", ["fewer", "more", "one"])
 @pytest.mark.parametrize("name", ["query", "keys", "values"])
 def test_wrong_rank_in_a_step_raises(device, name, axes):
-    """A tensor of a step with one axis more, one fewer or only one raises an error with its shape."""
+    """A tensor of a step with one axis more, one fewer or only one raises an error with its
+    shape.
+    """
     function, keywords = CALLS[STEP_CALL]
     shape = keywords[name].shape
     bad = {"fewer": shape[1:], "more": (1, *shape), "one": (8,)}[axes]
     refused(device, function, {**keywords, name: ones(*bad)}, refuses(name, {f"{name}.shape": bad}))
 
 
-# ---- Arrays ----------------------------------------------------------------------------------------------------------
+# ---- Arrays --------------------------------------------------------------------------------------
 
 ARRAYS = {
     "integers": (np.ones(3, np.int32), {}, refuses_type("array", dtype=...)),
@@ -263,7 +304,7 @@ def test_invalid_download_raises(device, kind):
         mha_tt.download(make((3, 5), device))
 
 
-# ---- Weights ---------------------------------------------------------------------------------------------------------
+# ---- Weights -------------------------------------------------------------------------------------
 
 LAYER_SPEC = parity.AttentionSpec(8, 2, d_in=6)
 WEIGHTS = parity.random_weights(LAYER_SPEC)
@@ -304,7 +345,9 @@ def test_invalid_weights_in_upload_raise(device, name):
     """
     keywords, refusal = UPLOADS[name]
     with refusal:
-        mha_tt.upload_weights(**{"weights": WEIGHTS, "spec": LAYER_SPEC, "device": device, **keywords})
+        mha_tt.upload_weights(
+            **{"weights": WEIGHTS, "spec": LAYER_SPEC, "device": device, **keywords}
+        )
 
 
 OTHER_SPECS = {
@@ -322,7 +365,8 @@ OTHER_SPECS = {
         parity.AttentionSpec(8, 2, head_dim=33, d_in=6),
         refuses("q_proj.weight", {"q_proj.weight.shape": (6, 64)}),
     ),
-    # With RoPE, each half of a head begins at a tile, so a head of 4 features takes 64 slots instead of 32.
+    # With RoPE, each half of a head begins at a tile, so a head of 4 features takes 64 slots
+    # instead of 32.
     "rope": (
         parity.AttentionSpec(8, 2, d_in=6, rope=parity.Rope()),
         refuses("q_proj.weight", {"q_proj.weight.shape": (6, 64)}),
@@ -357,7 +401,10 @@ def test_download_with_other_spec_raises(device, name):
         ({"q_proj.weight": np.ones((6, 8))}, refuses("weights", "'q_proj.weight': (6, 8)")),
         ({"o_proj.weight": np.ones((8, 8))}, refuses("weights", "'o_proj.weight': (8, 8)")),
         ({"q_proj.bias": np.ones(7)}, refuses("weights", "'q_proj.bias': (7,)")),
-        ({"k_proj.weight": np.full((8, 6), math.nan)}, refuses("weights", "NaN or infinities in ['k_proj.weight']")),
+        (
+            {"k_proj.weight": np.full((8, 6), math.nan)},
+            refuses("weights", "NaN or infinities in ['k_proj.weight']"),
+        ),
     ],
     ids=["transposed", "other name", "bias", "NaN"],
 )
@@ -379,12 +426,17 @@ def test_missing_weight_raises(device, missing):
         layer.load_weights({name: weight for name, weight in WEIGHTS.items() if name != missing})
 
 
-HELD = {f"{name}_proj.weight": ones(6, 64) for name in "qkv"} | {f"{name}_proj.bias": ones(1, 64) for name in "qkv"}
+HELD = {f"{name}_proj.weight": ones(6, 64) for name in "qkv"} | {
+    f"{name}_proj.bias": ones(1, 64) for name in "qkv"
+}
 HELD |= {"out_proj.weight": ones(64, 8), "out_proj.bias": ones(1, 8)}
 
 
 BAD_WEIGHTS = {
-    "array": ({**HELD, "q_proj.weight": np.ones((6, 64))}, refuses_type("q_proj.weight", "ndarray")),
+    "array": (
+        {**HELD, "q_proj.weight": np.ones((6, 64))},
+        refuses_type("q_proj.weight", "ndarray"),
+    ),
     "wider": (
         {**HELD, "k_proj.weight": wide(6, 64)},
         refuses_type("k_proj.weight", "DataType.FLOAT32 and DataType.BFLOAT16"),
@@ -406,7 +458,9 @@ every_function = pytest.mark.parametrize("function", FUNCTIONS)
 @every_function
 @pytest.mark.parametrize("name", BAD_WEIGHTS)
 def test_function_rejects_other_weights(device, name, function):
-    """An array among the weights, or a weight of another dtype, raises an error in every function."""
+    """An array among the weights, or a weight of another dtype, raises an error in every
+    function.
+    """
     held, refusal = BAD_WEIGHTS[name]
     function, keywords = FUNCTIONS[function]
     refused(device, function, {**keywords, "weights": held, "spec": LAYER_SPEC}, refusal)
@@ -415,13 +469,15 @@ def test_function_rejects_other_weights(device, name, function):
 @every_function
 @pytest.mark.parametrize("name", ["head_dim", "rope", "packed"])
 def test_function_rejects_tiles_of_others(device, name, function):
-    """A spec raises an error in every function if its heads take other tiles than the weights have."""
+    """A spec raises an error in every function if its heads take other tiles than the weights
+    have.
+    """
     spec, refusal = OTHER_SPECS[name]
     function, keywords = FUNCTIONS[function]
     refused(device, function, {**keywords, "weights": HELD, "spec": spec}, refusal)
 
 
-# ---- Configurations --------------------------------------------------------------------------------------------------
+# ---- Configurations ------------------------------------------------------------------------------
 
 # Invalid specifications are tested in `jax_and_torch/test_bad_input.py`.
 CONFIGS = {
@@ -433,7 +489,9 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
+@pytest.mark.parametrize(
+    "kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"]
+)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_invalid_module_configuration_raises(device, kind, name):
     """Specs other than an AttentionSpec and unsupported dtypes raise an error in modules."""
@@ -442,7 +500,7 @@ def test_invalid_module_configuration_raises(device, kind, name):
         getattr(mha_tt, kind)(**{"spec": SPEC, "device": device, **keywords})
 
 
-# ---- Stages ----------------------------------------------------------------------------------------------------------
+# ---- Stages --------------------------------------------------------------------------------------
 
 HEADS = ones(2, 2, 3, 32)
 RELATIVE = parity.AttentionSpec(8, 2, relative_bias=parity.RelativeBias(8, 8))
@@ -455,7 +513,12 @@ STAGES = {
     ),
     "scores relative bias heads": (
         "attention_scores",
-        {"query": HEADS, "key": HEADS, "spec": RELATIVE, "learned": {"relative_bias": ones(1, 8, 1, 2)}},
+        {
+            "query": HEADS,
+            "key": HEADS,
+            "spec": RELATIVE,
+            "learned": {"relative_bias": ones(1, 8, 1, 2)},
+        },
         refuses("relative_bias", {"relative_bias.shape": (1, 8, 1, 2)}),
     ),
     "scores learned": (
@@ -475,7 +538,10 @@ STAGES = {
     ),
     "norm of rows": (
         "apply_norm",
-        {"x": lambda device: NOT_TENSORS["rows"][0]((2, 2, 3, 32), device), "norm": parity.Norm(weight=None)},
+        {
+            "x": lambda device: NOT_TENSORS["rows"][0]((2, 2, 3, 32), device),
+            "norm": parity.Norm(weight=None),
+        },
         refuses_type("x", {"x.layout": ...}),
     ),
     "dropout of float32": (
@@ -498,23 +564,31 @@ def test_stage_rejects_what_tiles_lack(device, name):
 
 
 def test_scores_need_no_sinks(device):
-    """Scores are those before the softmax, which has the sinks: a spec with sinks needs none in `learned`."""
+    """Scores are those before the softmax, which has the sinks: a spec with sinks needs none in
+    `learned`.
+    """
     query = HEADS(device)
     scores = mha_tt.attention_scores(query, query, spec=parity.AttentionSpec(64, 2, sinks=True))
     assert tuple(scores.shape) == (2, 2, 3, 3)
 
 
-# ---- Attention of split heads ----------------------------------------------------------------------------------------
+# ---- Attention of split heads --------------------------------------------------------------------
 
 DOT_PRODUCTS = {
-    "head_dim beyond": ({"spec": parity.AttentionSpec(66, 2)}, refuses("query", {"query.shape": (2, 2, 3, 32)})),
+    "head_dim beyond": (
+        {"spec": parity.AttentionSpec(66, 2)},
+        refuses("query", {"query.shape": (2, 2, 3, 32)}),
+    ),
     "mask tensor": ({"mask": ones(3, 3)}, refuses_type("mask", "Tensor")),
     "DeviceMask keys": (
         {"mask": lambda device: mha_tt.DeviceMask(booleans(3, 4), device=device)},
         refuses("mask", {"mask.shape": (1, 1, 3, 4)}),
     ),
     "bias on the device": ({"bias": ones(3, 4)}, refuses("bias", {"bias.shape": (3, 4)})),
-    "wider bias": ({"bias": wide(3, 3)}, refuses_type("bias", {"bias.dtype": ..., "query.dtype": ...})),
+    "wider bias": (
+        {"bias": wide(3, 3)},
+        refuses_type("bias", {"bias.dtype": ..., "query.dtype": ...}),
+    ),
     "bias of blocks": (
         {"bias": Tensor((3, 3), ttnn.bfloat8_b)},
         refuses_type("bias", {"bias.dtype": ..., "query.dtype": ...}),
@@ -526,15 +600,28 @@ SPLIT = {"query": HEADS, "key": HEADS, "value": HEADS}
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=["plain", "fused"])
 @pytest.mark.parametrize("name", DOT_PRODUCTS)
 def test_dot_products_reject_bad_tiles(device, name, kernel):
-    """Attention of split heads raises an error for masks, biases and widths of tiles that do not fit."""
+    """Attention of split heads raises an error for masks, biases and widths of tiles that do not
+    fit.
+    """
     keywords, refusal = DOT_PRODUCTS[name]
-    refused(device, "scaled_dot_product_attention", {**SPLIT, "kernel": kernel, **keywords}, refusal)
+    refused(
+        device, "scaled_dot_product_attention", {**SPLIT, "kernel": kernel, **keywords}, refusal
+    )
 
 
 def test_kernels_have_their_own_arithmetic(device):
     """Attention of split heads raises an error for an arithmetic in addition to a kernel."""
-    keywords = {**SPLIT, "kernel": KERNELS[" with a kernel"], "compute_kernel_config": mha_tt.fast_config}
-    refused(device, "scaled_dot_product_attention", keywords, refuses("compute_kernel_config", "a configuration"))
+    keywords = {
+        **SPLIT,
+        "kernel": KERNELS[" with a kernel"],
+        "compute_kernel_config": mha_tt.fast_config,
+    }
+    refused(
+        device,
+        "scaled_dot_product_attention",
+        keywords,
+        refuses("compute_kernel_config", "a configuration"),
+    )
 
 
 STEP = {
@@ -552,9 +639,15 @@ STEPS = {
         {"query": ones(1, 2, 2, 160)},
         refuses("heads", {"query.shape": (1, 2, 2, 160)}),
     ),
-    "head_dim": ({"spec": parity.AttentionSpec(80, 2)}, refuses("query", {"query.shape": (1, 2, 2, 32)})),
+    "head_dim": (
+        {"spec": parity.AttentionSpec(80, 2)},
+        refuses("query", {"query.shape": (1, 2, 2, 32)}),
+    ),
     "soft cap": ({"spec": parity.AttentionSpec(64, 2, soft_cap=1.0)}, refuses("spec", spec=...)),
-    "alibi": ({"spec": parity.AttentionSpec(64, 2, alibi=parity.Alibi())}, refuses("spec", spec=...)),
+    "alibi": (
+        {"spec": parity.AttentionSpec(64, 2, alibi=parity.Alibi())},
+        refuses("spec", spec=...),
+    ),
     "batch": (
         {"query": ones(1, 3, 2, 32)},
         refuses("query", {"query.shape": (1, 3, 2, 32), "keys.shape": (2, 2, 32, 32)}),
@@ -568,8 +661,14 @@ STEPS = {
         {"keys": ones(2, 2, 40, 32), "values": ones(2, 2, 40, 32)},
         refuses("keys", {"keys.shape": (2, 2, 40, 32)}),
     ),
-    "too few positions": ({"last_positions": lengths(3)}, refuses("last_positions", {"last_positions.shape": (1,)})),
-    "position beyond": ({"last_positions": lengths(3, 32)}, refuses("last_positions", last_positions=[3, 32])),
+    "too few positions": (
+        {"last_positions": lengths(3)},
+        refuses("last_positions", {"last_positions.shape": (1,)}),
+    ),
+    "position beyond": (
+        {"last_positions": lengths(3, 32)},
+        refuses("last_positions", last_positions=[3, 32]),
+    ),
     "float positions": (
         {"last_positions": np.array([3.0, 4.0])},
         refuses_type("last_positions", {"last_positions.dtype": ...}),
@@ -593,11 +692,13 @@ def test_invalid_step_arguments_raise(device, name):
     refused(device, "fused.attend_to_cache", {**STEP, **keywords}, refusal)
 
 
-# ---- Layers ----------------------------------------------------------------------------------------------------------
+# ---- Layers --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rates", [{"dropout": 0.5}, {"output_dropout": 0.5}], ids=str)
-@pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
+@pytest.mark.parametrize(
+    "kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"]
+)
 def test_float32_training_raises_before_work(device, calls, kind, rates):
     """Dropout in float32 raises an error before any operation runs."""
     layer = getattr(mha_tt, kind)(replace(SPEC, **rates), device=device, dtype=ttnn.float32)
@@ -617,7 +718,9 @@ OTHER_DTYPES = {
 
 
 @pytest.mark.parametrize("name", OTHER_DTYPES)
-@pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
+@pytest.mark.parametrize(
+    "kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"]
+)
 def test_input_of_other_dtype_raises(device, kind, name):
     """An input in another dtype than the module's raises an error."""
     dtype, other = OTHER_DTYPES[name]
@@ -631,10 +734,19 @@ def test_input_of_other_dtype_raises(device, kind, name):
 BAD_CALLS = {
     "width": ({"query": ones(2, 3, 7)}, refuses("query", {"query.shape": (2, 3, 7)})),
     "mask": ({"mask": booleans(3, 4)}, refuses("mask", {"mask.shape": (3, 4)})),
-    "segments": ({"segment_ids": np.zeros((2, 4), int)}, refuses("segment_ids", {"segment_ids.shape": (2, 4)})),
+    "segments": (
+        {"segment_ids": np.zeros((2, 4), int)},
+        refuses("segment_ids", {"segment_ids.shape": (2, 4)}),
+    ),
     "bias": ({"bias": ones(3, 4)}, refuses("bias", {"bias.shape": (3, 4)})),
-    "wider bias": ({"bias": wide(3, 3)}, refuses_type("bias", {"bias.dtype": ..., "query.dtype": ...})),
-    "lengths": ({"key_padding_lengths": [3, 4]}, refuses("key_padding_lengths", key_padding_lengths=[3, 4])),
+    "wider bias": (
+        {"bias": wide(3, 3)},
+        refuses_type("bias", {"bias.dtype": ..., "query.dtype": ...}),
+    ),
+    "lengths": (
+        {"key_padding_lengths": [3, 4]},
+        refuses("key_padding_lengths", key_padding_lengths=[3, 4]),
+    ),
 }
 
 
@@ -676,7 +788,12 @@ SHARED_SPEC = parity.AttentionSpec(8, 2, shared_kv=True)
 @pytest.mark.parametrize("name", ["key", "value"])
 def test_shared_kv_has_dtype_of_query(device, name):
     """Keys or values of another layer in float32 raise an error for bfloat16 queries."""
-    keywords = {"query": ones(2, 3, 8), "key": ones(2, 2, 4, 32), "value": ones(2, 2, 4, 32), name: wide(2, 2, 4, 32)}
+    keywords = {
+        "query": ones(2, 3, 8),
+        "key": ones(2, 2, 4, 32),
+        "value": ones(2, 2, 4, 32),
+        name: wide(2, 2, 4, 32),
+    }
     refusal = refuses_type(name, {f"{name}.dtype": ..., "query.dtype": ...})
     refused(device, module("MultiHeadAttention", SHARED_SPEC), keywords, refusal)
 
@@ -697,7 +814,7 @@ def test_input_of_projection_names_it(device):
         project("k_proj", ones(2, 3, 7)(device))
 
 
-# ---- Masks -----------------------------------------------------------------------------------------------------------
+# ---- Masks ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -723,7 +840,12 @@ EMPTY_MASKS = {
     "padding": ("create_padding_mask", ([0], 0), {}, refuses("seq_len_k", seq_len_k=0)),
     "attention": ("create_attention_mask", (0,), {}, refuses("seq_len_q", seq_len_q=0)),
     "cached": ("create_causal_mask_with_cache", (0, 2, 2), {}, refuses("seq_len_q", seq_len_q=0)),
-    "window": ("create_sliding_window_mask", (0,), {"window_size": 1}, refuses("seq_len_q", seq_len_q=0)),
+    "window": (
+        "create_sliding_window_mask",
+        (0,),
+        {"window_size": 1},
+        refuses("seq_len_q", seq_len_q=0),
+    ),
     "slots": ("create_cache_mask", (lengths(1), 0, 4), {}, refuses("seq_len_q", seq_len_q=0)),
 }
 
@@ -743,7 +865,7 @@ def test_device_mask_of_device_mask_raises(device):
         mha_tt.DeviceMask(mask, device=device)
 
 
-# ---- Caches ----------------------------------------------------------------------------------------------------------
+# ---- Caches --------------------------------------------------------------------------------------
 
 SIZES = {"batch_size": 2, "num_kv_heads": 2, "capacity": 4, "head_dim": 4}
 NBYTES = {"batch_size": 1, "num_kv_heads": 2, "capacity": 3, "head_dim": 4, "num_layers": 5}
@@ -797,8 +919,14 @@ CACHED = {
         refuses("lengths + new tokens", lengths=[0, 0], new_lengths=[5, 5]),
     ),
     "no cache": ({"cache": None}, refuses_type("cache", "NoneType")),
-    "cache heads": ({"cache": cache(2, 1, 4, 4)}, refuses("cache.keys", "cache.keys.shape=(2, 1, 32, 32)")),
-    "cache head_dim": ({"cache": cache(2, 2, 4, 40)}, refuses("cache.keys", "cache.keys.shape=(2, 2, 32, 64)")),
+    "cache heads": (
+        {"cache": cache(2, 1, 4, 4)},
+        refuses("cache.keys", "cache.keys.shape=(2, 1, 32, 32)"),
+    ),
+    "cache head_dim": (
+        {"cache": cache(2, 2, 4, 40)},
+        refuses("cache.keys", "cache.keys.shape=(2, 2, 32, 64)"),
+    ),
     "cache dtype": (
         {"cache": cache(2, 2, 4, 4, dtype=ttnn.float32)},
         refuses_type("x", {"x.dtype": ..., "dtype": ...}),
@@ -836,7 +964,7 @@ def test_module_step_rejects_bad_input(device, name):
     refused(device, module("MultiHeadAttentionWithCache", SPEC), keywords, refusal)
 
 
-# ---- Latents ---------------------------------------------------------------------------------------------------------
+# ---- Latents -------------------------------------------------------------------------------------
 
 LATENTS = {
     "keys and values": ({"cache": cache(2, 2, 4, 4)}, refuses_type("cache", "KVCache")),
@@ -864,7 +992,12 @@ BESIDE_LATENTS = {
     # name: (function, keywords, error)
     "spec without latents": (
         "multi_head_latent_attention",
-        {"x": ones(2, 3, 8), "cache": latent_cache(2, 4, 5, 2), "weights": weights(SPEC), "spec": SPEC},
+        {
+            "x": ones(2, 3, 8),
+            "cache": latent_cache(2, 4, 5, 2),
+            "weights": weights(SPEC),
+            "spec": SPEC,
+        },
         refuses("spec", spec=...),
     ),
     "latents for keys and values": (
@@ -913,7 +1046,11 @@ BESIDE_LATENTS = {
 def test_invalid_latent_arguments_raise(device, is_module, name):
     """Caches, inputs, masks and positions that do not fit raise an error in latent attention."""
     keywords, refusal = LATENTS[name]
-    function = module("MultiHeadLatentAttention", LATENT_SPEC) if is_module else "multi_head_latent_attention"
+    function = (
+        module("MultiHeadLatentAttention", LATENT_SPEC)
+        if is_module
+        else "multi_head_latent_attention"
+    )
     options = {} if is_module else {"weights": weights(LATENT_SPEC), "spec": LATENT_SPEC}
     keywords = {"x": ones(2, 3, 8), "cache": latent_cache(2, 4, 5, 2), **keywords, **options}
     refused(device, function, keywords, refusal)
@@ -928,7 +1065,7 @@ def test_invalid_latent_helpers_raise(device, name):
     refused(device, function, keywords, refusal)
 
 
-# ---- Before any work -------------------------------------------------------------------------------------------------
+# ---- Before any work -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["too many tokens", "no cache", "new_lengths too long", "batch"])

@@ -1,4 +1,6 @@
-"""Users' own TTNN code: its tensors are compared and diagnosed directly, with the arithmetic of their device."""
+"""Users' own TTNN code: its tensors are compared and diagnosed directly, with the arithmetic of
+their device.
+"""
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from helpers.tt.formulas import IS_MOCK
 
 import mha_tt
 import parity
-from parity.core.arrays import arithmetic_of
+from parity.measure.core.arrays import arithmetic_of
 
 PROBLEM = parity.make_problem(parity.CASES["causal"], "bfloat16")
 
@@ -28,7 +30,9 @@ PLACES = {
     "in rows": lambda x, device: tensor(x, layout=ttnn.ROW_MAJOR_LAYOUT),
     "downloaded": lambda x, device: ttnn.from_device(tensor(x, device)),
     "in blocks": lambda x, device: tensor(x, device, ttnn.bfloat8_b),
-    "of NumPy, without a shadow": lambda x, device: ttnn.Tensor(x, ttnn.bfloat16, None, ttnn.ROW_MAJOR_LAYOUT),
+    "of NumPy, without a shadow": lambda x, device: ttnn.Tensor(
+        x, ttnn.bfloat16, None, ttnn.ROW_MAJOR_LAYOUT
+    ),
 }
 
 
@@ -51,7 +55,9 @@ def test_tensors_are_compared_anywhere(device, x, place):
 @pytest.mark.parametrize("dtype", [ttnn.int32, ttnn.uint32], ids=["int32", "uint32"])
 def test_integers_stay_integers(device, dtype):
     """int32 and uint32 tensors are read with their dtype and values."""
-    found = parity.to_numpy(tensor(np.arange(6, dtype=np.int32), device, dtype, ttnn.ROW_MAJOR_LAYOUT))
+    found = parity.to_numpy(
+        tensor(np.arange(6, dtype=np.int32), device, dtype, ttnn.ROW_MAJOR_LAYOUT)
+    )
     assert found.dtype.name == str(dtype).rpartition(".")[2].lower()
     assert found.tolist() == [0, 1, 2, 3, 4, 5]
 
@@ -66,20 +72,33 @@ def test_arithmetic_follows_target_of_tensor(device, x, monkeypatch):
     have "ieee".
     """
     found = tensor(x, device)
-    assert arithmetic_of(found) == arithmetic_of({"q": x, "output": found}) == ("ieee" if IS_MOCK else "tensix")
-    for target, arithmetic in ((None, "ieee"), ("mock", "ieee"), ("simulator", "tensix"), ("silicon", "tensix")):
+    assert (
+        arithmetic_of(found)
+        == arithmetic_of({"q": x, "output": found})
+        == ("ieee" if IS_MOCK else "tensix")
+    )
+    for target, arithmetic in (
+        (None, "ieee"),
+        ("mock", "ieee"),
+        ("simulator", "tensix"),
+        ("silicon", "tensix"),
+    ):
         monkeypatch.setattr(mha_tt, "target", lambda target=target: target)
         assert arithmetic_of(found) == arithmetic
         assert arithmetic_of(x) == "ieee"
 
 
 def test_tf32_error_passes_only_on_cards(device, monkeypatch):
-    """Float32 values cut to TF32 are within the budget of a card, and outside that of a mock board."""
-    from parity.core.trace import Reference
+    """Float32 values cut to TF32 are within the budget of a card, and outside that of a mock
+    board.
+    """
+    from parity.measure.core.trace import Reference
 
     problem = parity.make_problem(parity.CASES["causal"], "float32")
     output = Reference(problem).same_precision(local=False)["output"]
-    cut = tensor((output.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32), device, ttnn.float32)
+    cut = tensor(
+        (output.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32), device, ttnn.float32
+    )
     monkeypatch.setattr(mha_tt, "target", lambda: "mock")
     with pytest.raises(AssertionError, match="actual differs from the reference"):
         parity.assert_parity(cut, problem=problem, diagnose=False)
@@ -91,7 +110,10 @@ def test_tf32_error_passes_only_on_cards(device, monkeypatch):
 
 def test_bug_in_tensors_fails_at_its_stage(device):
     """Rolled key heads in ttnn tensors fail at stage k and are diagnosed as wrong."""
-    stages = {name: tensor(np.asarray(x, np.float32), device) for name, x in reference_stages("q", "k").items()}
+    stages = {
+        name: tensor(np.asarray(x, np.float32), device)
+        for name, x in reference_stages("q", "k").items()
+    }
     assert not parity.diagnose(stages, PROBLEM).is_wrong
     stages["k"] = ttnn.concat([stages["k"][:, 1:], stages["k"][:, :1]], dim=1)
     assert parity.diagnose(stages, PROBLEM).is_wrong
@@ -100,7 +122,7 @@ def test_bug_in_tensors_fails_at_its_stage(device):
 
 
 def reference_stages(*names):
-    from parity.core.trace import Reference
+    from parity.measure.core.trace import Reference
 
     stages = Reference(PROBLEM).same_precision(local=False)
     return {name: stages[name] for name in names}

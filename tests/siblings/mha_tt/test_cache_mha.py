@@ -1,4 +1,5 @@
-"""Tests of the key/value cache: tokens in chunks of any size give the results of one full causal pass.
+"""Tests of the key/value cache: tokens in chunks of any size give the results of one full causal
+pass.
 
 The device writes whole tiles of 32 slots or single slots, so the boundaries of chunks matter.
 """
@@ -33,7 +34,9 @@ SPECS = {
     "fused-qkv-head-dim": parity.AttentionSpec(
         24, 4, num_kv_heads=2, head_dim=10, fused_qkv=True, rope=parity.Rope(500.0)
     ),
-    "head-dim-48": parity.AttentionSpec(24, 2, head_dim=48, rope=parity.Rope(500.0), out_proj=False),
+    "head-dim-48": parity.AttentionSpec(
+        24, 2, head_dim=48, rope=parity.Rope(500.0), out_proj=False
+    ),
 }
 GQA_ROPE = SPECS["gqa-rope"]
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -41,7 +44,9 @@ every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 
 def random_tokens(num_tokens, dtype=ttnn.bfloat16, batch=3, seed=1, width=24):
     """Return the first `num_tokens` tokens of random sequences."""
-    return rounded(np.random.default_rng(seed).standard_normal((batch, 80, width))[:, :num_tokens], dtype)
+    return rounded(
+        np.random.default_rng(seed).standard_normal((batch, 80, width))[:, :num_tokens], dtype
+    )
 
 
 def cached_layer(spec, device, dtype=ttnn.bfloat16, **options):
@@ -53,7 +58,9 @@ def feed(module, x, chunks, capacity, cache=None):
     cache = module.init_cache(len(x), capacity) if cache is None else cache
     outputs = []
     for chunk in np.split(x, np.cumsum(chunks)[:-1], axis=1):
-        output, cache = module(mha_tt.upload(chunk, device=module.device, dtype=module.dtype), cache)
+        output, cache = module(
+            mha_tt.upload(chunk, device=module.device, dtype=module.dtype), cache
+        )
         outputs.append(mha_tt.download(output))
     return np.concatenate(outputs, axis=1), cache
 
@@ -62,7 +69,9 @@ def filled_cache(module, lengths, capacity):
     """Return a cache that holds the first few random tokens of each sequence."""
     x = random_tokens(max(*lengths, 1), module.dtype, len(lengths), seed=2)
     cache = module.init_cache(len(lengths), capacity)
-    return module(mha_tt.upload(x, device=module.device, dtype=module.dtype), cache, new_lengths=lengths)[1]
+    return module(
+        mha_tt.upload(x, device=module.device, dtype=module.dtype), cache, new_lengths=lengths
+    )[1]
 
 
 def contents(cache):
@@ -72,20 +81,29 @@ def contents(cache):
 
 def sharing(source):
     """Return a cached layer with the source's weights that shares its keys and values."""
-    weights = {name: x for name, x in parity.weights_of(source).items() if name[:2] not in ("k_", "v_")}
+    weights = {
+        name: x for name, x in parity.weights_of(source).items() if name[:2] not in ("k_", "v_")
+    }
     spec = source.spec.replace(shared_kv=True)
     return module_of("MultiHeadAttentionWithCache", spec, source.device, source.dtype, weights)
 
 
 @pytest.mark.parametrize("window_size", [None, 3])
-@pytest.mark.parametrize("steps", [[None] * 3, [[4, 2, 0], [1, 1, 1], [0, 1, 1]]], ids=["even", "ragged"])
+@pytest.mark.parametrize(
+    "steps", [[None] * 3, [[4, 2, 0], [1, 1, 1], [0, 1, 1]]], ids=["even", "ragged"]
+)
 @pytest.mark.parametrize("page_size", [None, 32])
 def test_shared_keys_use_source_cache(device, window_size, steps, page_size):
     """A layer with shared keys attends to the source layer's cache, returns the same cache object
     and does not modify it; outputs match the source's.
     """
     spec = parity.AttentionSpec(
-        24, 4, num_kv_heads=2, qk_norm=parity.Norm(), rope=parity.Rope(500.0), window_size=window_size
+        24,
+        4,
+        num_kv_heads=2,
+        qk_norm=parity.Norm(),
+        rope=parity.Rope(500.0),
+        window_size=window_size,
     )
     source, x = cached_layer(spec, device), random_tokens(6)
     shared, cache = sharing(source), source.init_cache(3, 6, page_size=page_size)
@@ -121,7 +139,7 @@ def assert_holds(slots, part, spec, dtype, x):
     assert_close(held, expected.swapaxes(1, 2).reshape(held.shape), dtype)
 
 
-# ---- Chunking --------------------------------------------------------------------------------------------------------
+# ---- Chunking ------------------------------------------------------------------------------------
 
 
 @pytest.mark.board
@@ -140,7 +158,9 @@ def test_chunk_and_tokens_match_full_pass(device, spec, dtype):
 
 # Each sequence is written separately, so length and batch size do not interact.
 @both_dtypes
-@pytest.mark.parametrize(("seq_len", "batch"), [(2, 5), (31, 1), (32, 2), (33, 1), (64, 2), (70, 5)])
+@pytest.mark.parametrize(
+    ("seq_len", "batch"), [(2, 5), (31, 1), (32, 2), (33, 1), (64, 2), (70, 5)]
+)
 def test_prompt_and_token_match_full_pass(device, seq_len, batch, dtype):
     """A prompt of 2 to 70 tokens and one more token match one full pass, for batches of 1 to 5."""
     x = random_tokens(seq_len + 1, dtype, batch)
@@ -163,11 +183,15 @@ CHUNKS = {
 }
 
 
-# One dtype covers all chunk boundaries; float32 has its own attention path and covers one chunking of each kind.
+# One dtype covers all chunk boundaries; float32 has its own attention path and covers one chunking
+# of each kind.
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, ttnn.bfloat16) for name in CHUNKS]
-    + [(name, ttnn.float32) for name in ("past-two-tiles", "one-short", "tile-by-tile", "a-token-first")],
+    + [
+        (name, ttnn.float32)
+        for name in ("past-two-tiles", "one-short", "tile-by-tile", "a-token-first")
+    ],
 )
 def test_any_chunking_matches_full_pass(device, name, dtype):
     """Chunks that end within, at or beyond tiles match one full pass; the cache contains the
@@ -196,19 +220,25 @@ RAGGED = {
 @both_dtypes
 @pytest.mark.parametrize("name", RAGGED)
 def test_ragged_batch_matches_full_passes(device, name, dtype):
-    """Each sequence of a ragged batch matches a full pass; large values in padding have no effect."""
+    """Each sequence of a ragged batch matches a full pass; large values in padding have no
+    effect.
+    """
     steps, x = np.array(RAGGED[name]), random_tokens(80, dtype)
     module = cached_layer(GQA_ROPE, device, dtype)
     cache = module.init_cache(3, 80)
     output, num_fed = np.zeros(x.shape), np.zeros(3, int)
     for new_lengths in steps:
-        new_tokens = rounded(np.full((3, new_lengths.max(), 24), 1e3), dtype)  # would change the output if attended to
+        new_tokens = rounded(
+            np.full((3, new_lengths.max(), 24), 1e3), dtype
+        )  # would change the output if attended to
         is_new = np.arange(new_lengths.max()) < new_lengths[:, None]
         rows, columns = np.nonzero(is_new)
         places = rows, num_fed[rows] + columns
         new_tokens[is_new] = x[places]
         stepped, cache = module(
-            mha_tt.upload(new_tokens, device=device, dtype=dtype), cache, new_lengths=new_lengths.tolist()
+            mha_tt.upload(new_tokens, device=device, dtype=dtype),
+            cache,
+            new_lengths=new_lengths.tolist(),
         )
         output[places] = mha_tt.download(stepped)[is_new]
         num_fed += new_lengths
@@ -238,27 +268,36 @@ def test_batch_of_33_matches_full_pass(device):
 def test_bfloat8_b_cache_matches_full_pass(device):
     """Decoding in bfloat8_b matches one full pass within the tolerance of that dtype."""
     module, x = cached_layer(GQA_ROPE, device, ttnn.bfloat8_b), random_tokens(40, ttnn.bfloat8_b)
-    weights = {name: weight.astype(np.float32) for name, weight in parity.weights_of(module).items()}
+    weights = {
+        name: weight.astype(np.float32) for name, weight in parity.weights_of(module).items()
+    }
     output, _ = feed(module, x, [5, 33, 1, 1], 40)
-    assert_close(output, layer(GQA_ROPE, weights, x, mask=mha_tt.create_causal_mask(40))[0], ttnn.bfloat8_b)
+    assert_close(
+        output, layer(GQA_ROPE, weights, x, mask=mha_tt.create_causal_mask(40))[0], ttnn.bfloat8_b
+    )
 
 
 def test_dropout_is_active_in_training(device):
     """In training mode, dropout of attention weights changes the output of every token."""
     spec, x = parity.AttentionSpec(24, 4, dropout=0.5), random_tokens(6)
-    dropped, _ = feed(cached_layer(spec, device, rng=np.random.default_rng(0)).train(), x, [4, 1, 1], 6)
+    dropped, _ = feed(
+        cached_layer(spec, device, rng=np.random.default_rng(0)).train(), x, [4, 1, 1], 6
+    )
     whole, _ = feed(cached_layer(spec, device), x, [4, 1, 1], 6)
     assert (dropped != whole).any(axis=2).all()
 
 
-# ---- The function ----------------------------------------------------------------------------------------------------
+# ---- The function --------------------------------------------------------------------------------
 
 
 @both_dtypes
 @every_spec
 def test_function_matches_module(device, spec, dtype):
     """The function returns the bits of the module for a ragged batch."""
-    module, x = cached_layer(spec, device, dtype), mha_tt.upload(random_tokens(4, dtype), device=device, dtype=dtype)
+    module, x = (
+        cached_layer(spec, device, dtype),
+        mha_tt.upload(random_tokens(4, dtype), device=device, dtype=dtype),
+    )
     output, _ = mha_tt.multi_head_attention_with_cache(
         x, module.weights, spec, module.init_cache(3, 6), new_lengths=[4, 0, 3]
     )
@@ -266,7 +305,7 @@ def test_function_matches_module(device, spec, dtype):
     assert np.array_equal(mha_tt.download(output), mha_tt.download(expected))
 
 
-# ---- Custom masks, biases and positions ------------------------------------------------------------------------------
+# ---- Custom masks, biases and positions ----------------------------------------------------------
 
 
 @both_dtypes
@@ -290,10 +329,14 @@ def test_window_over_cache_matches_full_pass(device, chunks, dtype):
 @pytest.mark.parametrize("value", [1.0, np.nan])
 @pytest.mark.parametrize("chunks", [[4, 2, 1], [5, 1, 1]], ids=str)
 def test_left_padding_matches_sequence_alone(device, chunks, value, dtype):
-    """Sequences with left padding, hidden by a mask, match each sequence alone at every position; with
-    a contained kernel, padding may be NaN.
+    """Sequences with left padding, hidden by a mask, match each sequence alone at every position;
+    with a contained kernel, padding may be NaN.
     """
-    module, x, paddings = cached_layer(GQA_ROPE, device, dtype), random_tokens(7, dtype), np.array([0, 2, 3])
+    module, x, paddings = (
+        cached_layer(GQA_ROPE, device, dtype),
+        random_tokens(7, dtype),
+        np.array([0, 2, 3]),
+    )
     hidden = (np.arange(8) < paddings[:, None])[:, None, None]  # (B, 1, 1, S)
     spoilt = np.where((np.arange(7) < paddings[:, None])[..., None], value, x)
     if np.isnan(value):
@@ -320,7 +363,9 @@ def test_bias_over_cache_matches_full_pass(device, capacity, on_device, dtype):
     spec = SPECS["mha"]
     module, x = cached_layer(spec, device, dtype), random_tokens(7, dtype)
     distance = np.arange(capacity) - np.arange(7)[:, None]
-    bias = rounded(0.25 * 2.0 ** -np.arange(4)[:, None, None] * distance, dtype)  # as ALiBi, (N, T, S)
+    bias = rounded(
+        0.25 * 2.0 ** -np.arange(4)[:, None, None] * distance, dtype
+    )  # as ALiBi, (N, T, S)
     cache, outputs, begin = module.init_cache(3, capacity), [], 0
     for count in (4, 2, 1):
         rows = bias[:, begin : begin + count]
@@ -349,7 +394,9 @@ def test_function_options_match_module(device, num_new, dtype):
     }
     cache = filled_cache(module, [2, 4, 3], 8)
     expected, _ = module(x, cache.grow(8), **options)
-    output, _ = mha_tt.multi_head_attention_with_cache(x, module.weights, GQA_ROPE, cache.grow(8), **options)
+    output, _ = mha_tt.multi_head_attention_with_cache(
+        x, module.weights, GQA_ROPE, cache.grow(8), **options
+    )
     plain, _ = module(x, cache.grow(8))
     assert np.array_equal(mha_tt.download(output), mha_tt.download(expected))
     assert not np.array_equal(mha_tt.download(output), mha_tt.download(plain))
@@ -362,19 +409,23 @@ def test_fully_masked_row_is_output_bias(device, dtype):
     mask = np.array([True, False, False])[:, None, None, None]
     for num_new in (1, 2):
         output, _ = module(
-            mha_tt.upload(x[:, :num_new], device=device, dtype=dtype), module.init_cache(3, 4), mask=mask
+            mha_tt.upload(x[:, :num_new], device=device, dtype=dtype),
+            module.init_cache(3, 4),
+            mask=mask,
         )
         bias = mha_tt.download(module.weights["out_proj.bias"])[0]
         assert np.array_equal(mha_tt.download(output)[0], np.broadcast_to(bias, (num_new, 24)))
 
 
-# ---- Copies of a cache -----------------------------------------------------------------------------------------------
+# ---- Copies of a cache ---------------------------------------------------------------------------
 
 
 def in_every_dtype(name, values):
     """Parametrize over all values in bfloat16, and over the first one in the other dtypes."""
     first = [(values[0], ttnn.float32), (values[0], ttnn.bfloat8_b)]
-    return pytest.mark.parametrize((name, "dtype"), [*((value, ttnn.bfloat16) for value in values), *first], ids=str)
+    return pytest.mark.parametrize(
+        (name, "dtype"), [*((value, ttnn.bfloat16) for value in values), *first], ids=str
+    )
 
 
 def is_own(cache, other):
@@ -395,7 +446,9 @@ def test_reordered_cache_holds_given_order(device, indices, dtype):
     reordered = cache.reorder(indices)
     found = contents(reordered)
     indices = np.asarray(indices, int)
-    for array, expected in zip(found, (keys[indices], values[indices], lengths[indices]), strict=True):
+    for array, expected in zip(
+        found, (keys[indices], values[indices], lengths[indices]), strict=True
+    ):
         np.testing.assert_array_equal(array, expected, strict=True)
     assert (reordered.capacity, reordered.keys.dtype) == (40, dtype)
     assert is_own(reordered, cache)
@@ -406,7 +459,9 @@ def test_cache_copies_share_no_storage(device):
     cache = filled_cache(cached_layer(GQA_ROPE, device), [3], 8)
     for other in (cache.reorder([0]), cache.repeat(1), cache.grow(8), cache.crop(3)):
         assert is_own(other, cache)
-        assert [np.array_equal(*pair) for pair in zip(contents(other), contents(cache), strict=True)] == [True] * 3
+        assert [
+            np.array_equal(*pair) for pair in zip(contents(other), contents(cache), strict=True)
+        ] == [True] * 3
 
 
 @pytest.mark.board
@@ -423,7 +478,9 @@ def test_beams_match_single_sequences(device, dtype):
     output, beams = module(token, beams)
     for beam in (0, 2, 4):
         alone = cache.reorder([beam // 3])
-        expected, _ = module(mha_tt.upload(x[beam : beam + 1, :1], device=device, dtype=dtype), alone)
+        expected, _ = module(
+            mha_tt.upload(x[beam : beam + 1, :1], device=device, dtype=dtype), alone
+        )
         assert_close(mha_tt.download(output)[beam : beam + 1], mha_tt.download(expected), dtype)
     assert cache.lengths.tolist() == [3, 5]
 
@@ -438,7 +495,11 @@ def test_grown_cache_keeps_tokens(device, capacity, dtype):
     cache = filled_cache(module, [2, 6, 0], 6)
     grown = cache.grow(capacity)
     keys, values, lengths = contents(grown)
-    assert (grown.capacity, keys.shape[2], grown.keys.dtype) == (capacity, -(-capacity // 32) * 32, dtype)
+    assert (grown.capacity, keys.shape[2], grown.keys.dtype) == (
+        capacity,
+        -(-capacity // 32) * 32,
+        dtype,
+    )
     for found, held in ((keys, cache.keys), (values, cache.values)):
         assert np.array_equal(found[:, :, :32], mha_tt.download(held))
         assert not found[:, :, 32:].any()
@@ -453,13 +514,19 @@ def test_grown_cache_keeps_tokens(device, capacity, dtype):
 @in_every_dtype("lengths", [[0, 5, 0], 0, 2, np.int64(1), [2, 33, 0], np.array([1, 32, 0])])
 def test_cropped_cache_keeps_first_tokens(device, lengths, dtype):
     """A cropped cache is a copy with the first tokens of each sequence and zeros behind them."""
-    cache = filled_cache(cached_layer(GQA_ROPE, device, dtype), [2, 33, 2 if np.ndim(lengths) == 0 else 0], 40)
+    cache = filled_cache(
+        cached_layer(GQA_ROPE, device, dtype), [2, 33, 2 if np.ndim(lengths) == 0 else 0], 40
+    )
     keys, values, _ = contents(cache)
     cropped = cache.crop(lengths)
     is_kept = (np.arange(64) < np.broadcast_to(lengths, 3)[:, None])[:, None, :, None]
     for found, held in ((cropped.keys, keys), (cropped.values, values)):
-        np.testing.assert_array_equal(mha_tt.download(found), np.where(is_kept, held, 0.0), strict=True)
-    np.testing.assert_array_equal(cropped.lengths, np.broadcast_to(lengths, 3).astype(np.int32), strict=True)
+        np.testing.assert_array_equal(
+            mha_tt.download(found), np.where(is_kept, held, 0.0), strict=True
+        )
+    np.testing.assert_array_equal(
+        cropped.lengths, np.broadcast_to(lengths, 3).astype(np.int32), strict=True
+    )
     assert (cropped.capacity, cropped.keys.dtype) == (40, dtype)
     assert is_own(cropped, cache)
 
@@ -473,7 +540,7 @@ def test_decoding_continues_after_cropping(device, dtype):
     assert_close(output, full_pass(GQA_ROPE, dtype, x)[:, 4:], dtype)
 
 
-# ---- Contents of the cache -------------------------------------------------------------------------------------------
+# ---- Contents of the cache -----------------------------------------------------------------------
 
 
 @pytest.mark.board
@@ -490,7 +557,9 @@ def test_cache_holds_projected_tokens(device, spec, dtype):
 @pytest.mark.board
 @every_dtype
 def test_slots_beyond_tiles_stay_zero(device, dtype):
-    """Slots that hold no real token are zero, also in the next tile and where padding was written."""
+    """Slots that hold no real token are zero, also in the next tile and where padding was
+    written.
+    """
     module = cached_layer(GQA_ROPE, device, dtype)
     lengths, x = [2, 33, 0], mha_tt.upload(random_tokens(7, dtype), device=device, dtype=dtype)
     _, cache = module(x, filled_cache(module, lengths, 40), new_lengths=[7, 0, 5])
@@ -522,15 +591,15 @@ def test_cache_is_updated_in_place(device):
     )
 
 
-# ---- Values without effect -------------------------------------------------------------------------------------------
+# ---- Values without effect -----------------------------------------------------------------------
 
 
 @both_dtypes
 @pytest.mark.parametrize("value", [-1e30, np.nan, np.inf])
 @pytest.mark.parametrize("num_new", [1, 2])
 def test_stale_slots_have_no_effect(device, num_new, value, dtype):
-    """Large values in free slots change no bit of the output. NaN and infinity change none of a step
-    by the kernel of steps, or with a contained kernel.
+    """Large values in free slots change no bit of the output. NaN and infinity change none of a
+    step by the kernel of steps, or with a contained kernel.
     """
     module = cached_layer(GQA_ROPE, device, dtype)
     has_step_kernel = num_new == 1 and dtype == ttnn.bfloat16
@@ -538,13 +607,16 @@ def test_stale_slots_have_no_effect(device, num_new, value, dtype):
         module.kernel = contained(module.kernel)
     x = mha_tt.upload(random_tokens(num_new, dtype), device=device, dtype=dtype)
     if dtype == ttnn.bfloat16 and num_new > 1 and np.isfinite(value):
-        value = min(abs(value), 1e4)  # a mask adds -1e9 to a score, which must be far smaller in magnitude
+        value = min(
+            abs(value), 1e4
+        )  # a mask adds -1e9 to a score, which must be far smaller in magnitude
     cache = filled_cache(module, [2, 4, 0], 6)
     keys, values, lengths = contents(cache)
     expected, _ = module(x, cache)
     is_stale = np.arange(32)[:, None] >= lengths[:, None, None, None]
     keys, values = (
-        mha_tt.upload(np.where(is_stale, value, slots), device=device, dtype=dtype) for slots in (keys, values)
+        mha_tt.upload(np.where(is_stale, value, slots), device=device, dtype=dtype)
+        for slots in (keys, values)
     )
     output, _ = module(x, mha_tt.KVCache(keys, values, lengths, 6))
     assert np.array_equal(mha_tt.download(output), mha_tt.download(expected))
@@ -565,7 +637,7 @@ def test_idle_sequence_token_has_no_effect(device, value, dtype):
     assert [np.array_equal(*pair) for pair in zip(*results, strict=True)] == [True] * 4
 
 
-# ---- Caches in other dtypes ------------------------------------------------------------------------------------------
+# ---- Caches in other dtypes ----------------------------------------------------------------------
 
 
 @pytest.mark.board
@@ -590,7 +662,9 @@ def test_bfloat8_b_cache_matches_formula(device, num_new):
     output, cache = module(mha_tt.upload(x[:, 40:], device=device), cache)
     keys, values = (slots[:, :, : 40 + num_new, :6] for slots in contents(cache)[:2])
     query = project_heads(spec, weights, "q", x[:, 40:])
-    context, _ = attend(query, keys, values, mask=mha_tt.create_causal_mask_with_cache(num_new, 40 + num_new, 40))
+    context, _ = attend(
+        query, keys, values, mask=mha_tt.create_causal_mask_with_cache(num_new, 40 + num_new, 40)
+    )
     combined = context.swapaxes(1, 2).reshape(3, num_new, 24)
     expected = combined @ weights["out_proj.weight"].T + weights["out_proj.bias"]
     assert_close(mha_tt.download(output), expected, ttnn.bfloat16)
@@ -604,7 +678,9 @@ def test_cache_has_module_dtype_by_default(device, dtype):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "cache_dtype"), [(ttnn.bfloat16, ttnn.float32), (ttnn.float32, ttnn.bfloat16)], ids=["wider", "narrower"]
+    ("dtype", "cache_dtype"),
+    [(ttnn.bfloat16, ttnn.float32), (ttnn.float32, ttnn.bfloat16)],
+    ids=["wider", "narrower"],
 )
 @pytest.mark.parametrize("seq_len", [1, 3])
 def test_mixing_dtypes_with_cache_raises(device, seq_len, dtype, cache_dtype):
@@ -615,7 +691,7 @@ def test_mixing_dtypes_with_cache_raises(device, seq_len, dtype, cache_dtype):
         module(x, module.init_cache(3, 6, cache_dtype))
 
 
-# ---- Capacity --------------------------------------------------------------------------------------------------------
+# ---- Capacity ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_new", [1, 2])
@@ -626,7 +702,9 @@ def test_append_overflow_changes_nothing(device, num_new):
     new = mha_tt.upload(np.ones((3, 2, num_new, 64)), device=device)
     with refuses("lengths + new tokens", lengths=[6, 5, 2], new_lengths=...):
         mha_tt.append_to_cache(cache, new, new)
-    assert [np.array_equal(*pair) for pair in zip(contents(cache), before, strict=True)] == [True] * 3
+    assert [np.array_equal(*pair) for pair in zip(contents(cache), before, strict=True)] == [
+        True
+    ] * 3
 
 
 @pytest.mark.board
@@ -647,7 +725,9 @@ def test_mask_width_is_the_capacity(device, dtype):
     module, mask = cached_layer(GQA_ROPE, device, dtype), np.arange(6) == 1
     x = mha_tt.upload(random_tokens(9, dtype), device=device, dtype=dtype)
     output, cache = module(x, module.init_cache(3, 6, dtype), new_lengths=[1, 6, 4], mask=mask)
-    expected, _ = module(x, module.init_cache(3, 9, dtype), new_lengths=[1, 6, 4], mask=np.arange(9) == 1)
+    expected, _ = module(
+        x, module.init_cache(3, 9, dtype), new_lengths=[1, 6, 4], mask=np.arange(9) == 1
+    )
     assert cache.lengths.tolist() == [1, 6, 4]
     assert_close(mha_tt.download(output), mha_tt.download(expected), dtype)
 
@@ -680,11 +760,12 @@ def test_prompt_above_core_count_is_cached(device):
     assert (mha_tt.download(cache.keys)[:, :, :2] == 1.0).all()
 
 
-# ---- Transfers between host and device -------------------------------------------------------------------------------
+# ---- Transfers between host and device -----------------------------------------------------------
 
 STEPS = {
-    # name: (layer, shapes uploaded by a step of some of 3 sequences: sequence selection, RoPE rotations, slots to
-    # write, last visible slots); a step of all sequences uploads nothing (test_step)
+    # name: (layer, shapes uploaded by a step of some of 3 sequences: sequence selection, RoPE
+    # rotations, slots to write, last visible slots); a step of all sequences uploads nothing
+    # (test_step)
     "mha": (SPECS["mha"], [(3, 1, 1), (3,), (3,)]),
     "gqa-rope": (GQA_ROPE, [(3, 1, 1)] + [(1, 1, 3, 64)] * 2 + [(3,), (3,)]),
 }
@@ -704,7 +785,9 @@ def test_partial_step_uploads_only_positions(device, uploads, calls, monkeypatch
         patch.setattr(devices, "readers", [lambda tensor: pytest.fail("a tensor was read back")])
         module(x, cache, new_lengths=[1, 0, 1])
     assert [array.shape for array in uploads] == expected
-    assert {"ttnn.from_device", "ttnn.to_torch", "ttnn.to_dtype"} & {call.name for call in calls} == set()
+    assert {"ttnn.from_device", "ttnn.to_torch", "ttnn.to_dtype"} & {
+        call.name for call in calls
+    } == set()
 
 
 def test_step_uses_only_the_step_kernel(device, calls):
@@ -719,28 +802,35 @@ def test_step_uses_only_the_step_kernel(device, calls):
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "taken"), [(1, 1, 17), (4, 2, 20), (6, 6, 18), (16, 4, 32), (17, 1, 17)], ids=str
+    ("num_heads", "num_kv_heads", "taken"),
+    [(1, 1, 17), (4, 2, 20), (6, 6, 18), (16, 4, 32), (17, 1, 17)],
+    ids=str,
 )
 def test_few_heads_are_repeated_in_a_step(device, rng, calls, num_heads, num_kv_heads, taken):
-    """A step of up to 16 heads repeats them to 17 or more, which would be 2% off on a card otherwise.
+    """A step of up to 16 heads repeats them to 17 or more, which would be 2% off on a card
+    otherwise.
 
     The output matches the formula, so each head attends to its own keys however it is repeated.
     """
     last_positions = np.array([5, 63])
     query = rounded(rng.standard_normal((1, 2, num_heads, 32)), ttnn.bfloat16)
-    keys, values = (rounded(rng.standard_normal((2, num_kv_heads, 64, 32)), ttnn.bfloat16) for _ in "kv")
+    keys, values = (
+        rounded(rng.standard_normal((2, num_kv_heads, 64, 32)), ttnn.bfloat16) for _ in "kv"
+    )
     q, k, v = (mha_tt.upload(x, device=device) for x in (query, keys, values))
     found = mha_tt.download(mha_tt.fused.attend_to_cache(q, k, v, last_positions))
     name = "ttnn.transformer.scaled_dot_product_attention_decode"
     assert [call.arguments[0].shape[2] for call in calls if call.name == name] == [taken]
-    keys, values = (np.repeat(x, num_heads // num_kv_heads, axis=1).astype(np.float64) for x in (keys, values))
+    keys, values = (
+        np.repeat(x, num_heads // num_kv_heads, axis=1).astype(np.float64) for x in (keys, values)
+    )
     scores = np.einsum("bnh,bnsh->bns", query[0], keys) / np.sqrt(32)
     shown = np.exp(np.where(np.arange(64) <= last_positions[:, None, None], scores, -np.inf))
     expected = np.einsum("bns,bnsh->bnh", shown / shown.sum(-1, keepdims=True), values)
     assert_close(found, expected[None], ttnn.bfloat16)
 
 
-# ---- Creating and measuring caches -----------------------------------------------------------------------------------
+# ---- Creating and measuring caches ---------------------------------------------------------------
 
 
 @every_dtype
@@ -749,16 +839,22 @@ def test_new_cache_is_zero_in_whole_tiles(device, dtype):
     cache = mha_tt.init_cache(2, 3, 40, 12, dtype, device=device)
     assert (cache.keys.dtype, cache.values.dtype, cache.capacity) == (dtype, dtype, 40)
     for slots in (cache.keys, cache.values):
-        np.testing.assert_array_equal(mha_tt.download(slots), np.zeros((2, 3, 64, 32), np.float32), strict=True)
+        np.testing.assert_array_equal(
+            mha_tt.download(slots), np.zeros((2, 3, 64, 32), np.float32), strict=True
+        )
     np.testing.assert_array_equal(cache.lengths, np.zeros(2, np.int32), strict=True)
 
 
 @every_dtype
-@pytest.mark.parametrize("sizes", [(2, 3, 40, 12), (1, 1, 1, 1), (2, 1, 64, 96), (1, 2, 33, 80)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(2, 3, 40, 12), (1, 1, 1, 1), (2, 1, 64, 96), (1, 2, 33, 80)], ids=str
+)
 def test_cache_size_matches_allocation(device, sizes, dtype):
     """kv_cache_nbytes equals the size of the allocated buffers in every dtype."""
     cache = mha_tt.init_cache(*sizes, dtype, device=device)
-    held = sum(slots.buffer_num_pages() * slots.buffer_page_size() for slots in (cache.keys, cache.values))
+    held = sum(
+        slots.buffer_num_pages() * slots.buffer_page_size() for slots in (cache.keys, cache.values)
+    )
     assert mha_tt.kv_cache_nbytes(*sizes, dtype=dtype) == held
 
 
@@ -767,12 +863,16 @@ def test_cache_supports_other_value_width(device, dtype):
     """Keys of two tiles and values of one, fed in chunks, without tokens and in steps, match one
     call.
     """
-    spec = parity.AttentionSpec(24, 2, head_dim=12, value_head_dim=20, rope=parity.Rope(), fused_qkv=True)
+    spec = parity.AttentionSpec(
+        24, 2, head_dim=12, value_head_dim=20, rope=parity.Rope(), fused_qkv=True
+    )
     module = mha_tt.MultiHeadAttentionWithCache(spec, device=device, dtype=dtype)
     cache = module.init_cache(2, 40)
     assert (tuple(cache.keys.shape), tuple(cache.values.shape)) == ((2, 2, 64, 64), (2, 2, 64, 32))
     sizes = {"head_dim": 64, "value_head_dim": 32, "dtype": dtype}
-    held = sum(slots.buffer_num_pages() * slots.buffer_page_size() for slots in (cache.keys, cache.values))
+    held = sum(
+        slots.buffer_num_pages() * slots.buffer_page_size() for slots in (cache.keys, cache.values)
+    )
     assert mha_tt.kv_cache_nbytes(2, 2, 40, **sizes) == held
     x = np.random.default_rng(0).standard_normal((2, 5, 24))
     whole, _ = module(mha_tt.upload(x, device=device, dtype=dtype), cache)
@@ -783,12 +883,14 @@ def test_cache_supports_other_value_width(device, dtype):
     assert_close(np.concatenate(steps, axis=1), mha_tt.download(whole), dtype)
 
 
-# ---- Errors that the device does not report --------------------------------------------------------------------------
+# ---- Errors that the device does not report ------------------------------------------------------
 
 
 def test_too_many_kv_heads_raise(device):
     """A cache of 33 key heads, more than the device can write, raises an error."""
-    module = mha_tt.MultiHeadAttentionWithCache(parity.AttentionSpec(66, 33, head_dim=32), device=device)
+    module = mha_tt.MultiHeadAttentionWithCache(
+        parity.AttentionSpec(66, 33, head_dim=32), device=device
+    )
     with refuses("num_kv_heads", num_kv_heads=33):
         module.init_cache(1, 4)
 
@@ -805,7 +907,9 @@ def test_non_finite_padding_has_no_effect(device, dtype, value):
     outputs = []
     for tokens in (x, poisoned):
         output, cache = module(
-            mha_tt.upload(tokens, device=device, dtype=dtype), module.init_cache(2, 40), new_lengths=lengths
+            mha_tt.upload(tokens, device=device, dtype=dtype),
+            module.init_cache(2, 40),
+            new_lengths=lengths,
         )
         outputs.append([mha_tt.download(tensor) for tensor in (output, cache.keys, cache.values)])
     assert all(np.array_equal(*arrays) for arrays in zip(*outputs, strict=True))
@@ -814,19 +918,23 @@ def test_non_finite_padding_has_no_effect(device, dtype, value):
 @pytest.mark.parametrize("rates", [{"dropout": 0.5}, {"output_dropout": 0.5}], ids=str)
 def test_float32_dropout_changes_no_cache(device, rates):
     """Dropout in float32 raises an error and leaves the keys unchanged."""
-    module = mha_tt.MultiHeadAttentionWithCache(parity.AttentionSpec(24, 4, **rates), dtype=ttnn.float32, device=device)
+    module = mha_tt.MultiHeadAttentionWithCache(
+        parity.AttentionSpec(24, 4, **rates), dtype=ttnn.float32, device=device
+    )
     cache = module.init_cache(1, 4)
     with refuses_type("the module", dtype=...):
         module(mha_tt.upload(np.ones((1, 1, 24)), device=device, dtype=ttnn.float32), cache)
     assert not mha_tt.download(cache.keys).any()
 
 
-# ---- Empty inputs ----------------------------------------------------------------------------------------------------
+# ---- Empty inputs --------------------------------------------------------------------------------
 
 
 @both_dtypes
 @pytest.mark.parametrize(
-    "spec", [SPECS["mqa-no-out-proj"], SPECS["fused-qkv-head-dim"]], ids=["no-out-proj", "fused-qkv"]
+    "spec",
+    [SPECS["mqa-no-out-proj"], SPECS["fused-qkv-head-dim"]],
+    ids=["no-out-proj", "fused-qkv"],
 )
 @pytest.mark.parametrize(("filled", "new_lengths"), [(0, None), (3, None), (3, [0, 0])], ids=str)
 def test_empty_chunk_leaves_cache_unchanged(device, new_lengths, filled, spec, dtype):
@@ -837,7 +945,9 @@ def test_empty_chunk_leaves_cache_unchanged(device, new_lengths, filled, spec, d
     x = mha_tt.upload(np.ones((2, 0, 24)), device=device, dtype=dtype)
     output, cache = module(x, cache, new_lengths=new_lengths)
     assert tuple(output.shape)[:2] == (2, 0)
-    assert [np.array_equal(*pair) for pair in zip(contents(cache), before, strict=True)] == [True] * 3
+    assert [np.array_equal(*pair) for pair in zip(contents(cache), before, strict=True)] == [
+        True
+    ] * 3
 
 
 @both_dtypes

@@ -1,4 +1,6 @@
-"""The device: the target that is found, its arithmetic, and the arrays and weights uploaded to it."""
+"""The device: the target that is found, its arithmetic, and the arrays and weights uploaded to
+it.
+"""
 
 import re
 from dataclasses import replace
@@ -18,10 +20,10 @@ from mha_tt import device as devices
 from mha_tt.device import with_bfloat16_sums
 from mha_tt.kernels.fused import may_zero_rows
 from mha_tt.layout import round_up
-from parity.conversion.layouts.canonical import from_canonical, to_canonical
-from parity.conversion.layouts.tables import LAYOUTS
+from parity.port.conversion.layouts.canonical import from_canonical, to_canonical
+from parity.port.conversion.layouts.tables import LAYOUTS
 
-# ---- Target ----------------------------------------------------------------------------------------------------------
+# ---- Target --------------------------------------------------------------------------------------
 
 MOCK, SIMULATOR = "TT_METAL_MOCK_CLUSTER_DESC_PATH", "TT_METAL_SIMULATOR"
 CARDS = ["/dev/tenstorrent/0", "/dev/tenstorrent/1"]
@@ -29,7 +31,12 @@ TARGETS = {
     # name: (environment, cards, target, words in its description)
     "nothing": ({}, [], None, ["/dev/tenstorrent", SIMULATOR, "mock"]),
     "mock": ({MOCK: "/a/p150.yaml"}, [], "mock", ["mock p150", "computes nothing"]),
-    "simulator": ({SIMULATOR: "/sim/libttsim_wh.so"}, [], "simulator", ["simulator", "/sim/libttsim_wh.so"]),
+    "simulator": (
+        {SIMULATOR: "/sim/libttsim_wh.so"},
+        [],
+        "simulator",
+        ["simulator", "/sim/libttsim_wh.so"],
+    ),
     "card": ({}, CARDS, "silicon", ["silicon", *CARDS]),
     "mock before simulator": ({MOCK: "/a/n150.yaml", SIMULATOR: "/sim"}, [], "mock", ["mock n150"]),
     "mock before card": ({MOCK: "/a/n150.yaml"}, CARDS, "mock", ["mock n150"]),
@@ -40,7 +47,9 @@ TARGETS = {
 
 @pytest.fixture
 def surroundings(monkeypatch):
-    """Return a function that replaces the real environment variables and cards by the given ones."""
+    """Return a function that replaces the real environment variables and cards by the given
+    ones.
+    """
 
     def put(environment, cards):
         for name in (MOCK, SIMULATOR):
@@ -54,7 +63,9 @@ def surroundings(monkeypatch):
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_target_from_environment_and_cards(surroundings, name):
-    """target() names what ttnn would open: a mock board before a simulator before a card, or None."""
+    """target() names what ttnn would open: a mock board before a simulator before a card, or
+    None.
+    """
     environment, cards, expected, _ = TARGETS[name]
     surroundings(environment, cards)
     assert mha_tt.target() == expected
@@ -62,7 +73,9 @@ def test_target_from_environment_and_cards(surroundings, name):
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_target_description_names_its_source(surroundings, name):
-    """describe_target() names the board, simulator or cards found, or the three places it searched."""
+    """describe_target() names the board, simulator or cards found, or the three places it
+    searched.
+    """
     environment, cards, _, words = TARGETS[name]
     surroundings(environment, cards)
     described = mha_tt.describe_target()
@@ -94,7 +107,11 @@ def test_missing_device_raises_with_options(only_mock, run_python):
     """Without a device, open_device raises an error that names all three places it searched."""
     result = run_python(OPEN.format(before="", number=""))
     assert refuses("a device").is_printed_in(result.stdout)
-    assert [word for word in ("/dev/tenstorrent", SIMULATOR, "ttnn_mock.board()") if word not in result.stdout] == []
+    assert [
+        word
+        for word in ("/dev/tenstorrent", SIMULATOR, "ttnn_mock.board()")
+        if word not in result.stdout
+    ] == []
 
 
 @pytest.mark.costly("a process has one board for good")
@@ -129,7 +146,10 @@ def test_incomplete_simulator_raises(only_mock, run_python, tmp_path, name):
     files, words = LACKING[name]
     for file in files:
         (tmp_path / file).touch()
-    environment = {SIMULATOR: str(tmp_path / "libttsim_bh.so"), "TT_METAL_RUNTIME_ROOT": str(tmp_path)}
+    environment = {
+        SIMULATOR: str(tmp_path / "libttsim_bh.so"),
+        "TT_METAL_RUNTIME_ROOT": str(tmp_path),
+    }
     (said,) = run_python(OPEN.format(before="", number=""), **environment).stdout.splitlines()
     assert re.search(f"{words}.*; tools/tt-simulator sets it up", said)
 
@@ -143,13 +163,19 @@ def test_missing_card_error_names_its_number(only_mock, run_python):
     assert "mock n150" in said
 
 
-# ---- Arithmetic ------------------------------------------------------------------------------------------------------
+# ---- Arithmetic ----------------------------------------------------------------------------------
 
 ACCURATE = {
-    "wormhole": (ttnn.Arch.WORMHOLE_B0, "HiFi3, float32 sums, no approximations"),  # for tt-metal#38306
+    "wormhole": (
+        ttnn.Arch.WORMHOLE_B0,
+        "HiFi3, float32 sums, no approximations",
+    ),  # for tt-metal#38306
     "blackhole": (ttnn.Arch.BLACKHOLE, "HiFi4, float32 sums, no approximations"),
 }
-WHOLE = {"accurate": (mha_tt.accurate_config, False), "fast": (mha_tt.fast_config, True)}  # and whether it approximates
+WHOLE = {
+    "accurate": (mha_tt.accurate_config, False),
+    "fast": (mha_tt.fast_config, True),
+}  # and whether it approximates
 
 
 @pytest.mark.parametrize("name", ACCURATE)
@@ -158,7 +184,10 @@ def test_accurate_config_per_architecture(name):
     approximations.
     """
     architecture, words = ACCURATE[name]
-    assert mha_tt.describe_config(mha_tt.accurate_config(SimpleNamespace(arch=lambda: architecture))) == words
+    assert (
+        mha_tt.describe_config(mha_tt.accurate_config(SimpleNamespace(arch=lambda: architecture)))
+        == words
+    )
 
 
 @pytest.mark.parametrize("name", ACCURATE)
@@ -173,7 +202,9 @@ def test_fast_config_trades_accuracy(name):
 def test_module_repr_shows_its_arithmetic(device, name):
     """The repr of a module describes the compute_kernel_config that it was created with."""
     config = WHOLE[name][0](device)
-    module = mha_tt.MultiHeadAttention(parity.AttentionSpec(8, 2), device=device, compute_kernel_config=config)
+    module = mha_tt.MultiHeadAttention(
+        parity.AttentionSpec(8, 2), device=device, compute_kernel_config=config
+    )
     assert f"compute_kernel_config=({mha_tt.describe_config(config)})" in repr(module)
 
 
@@ -186,13 +217,19 @@ def test_module_is_accurate_by_default(device):
 
 def forward(device, dtype, need_weights, config):
     spec = parity.AttentionSpec(32, 4, num_kv_heads=2)
-    module = mha_tt.MultiHeadAttention(spec, device=device, dtype=dtype, compute_kernel_config=config)
-    module(mha_tt.upload(np.ones((2, 5, 32)), device=device, dtype=dtype), need_weights=need_weights)
+    module = mha_tt.MultiHeadAttention(
+        spec, device=device, dtype=dtype, compute_kernel_config=config
+    )
+    module(
+        mha_tt.upload(np.ones((2, 5, 32)), device=device, dtype=dtype), need_weights=need_weights
+    )
 
 
 def decode(device, dtype, config):
     spec = parity.AttentionSpec(32, 4)
-    module = mha_tt.MultiHeadAttentionWithCache(spec, device=device, dtype=dtype, compute_kernel_config=config)
+    module = mha_tt.MultiHeadAttentionWithCache(
+        spec, device=device, dtype=dtype, compute_kernel_config=config
+    )
     cache = module.init_cache(2, 40)
     for seq_len in (5, 3, 1):
         x = mha_tt.upload(np.ones((2, seq_len, 32)), device=device, dtype=dtype)
@@ -203,14 +240,20 @@ BARE = parity.AttentionSpec(32, 4, qkv_bias=False, out_proj=False)
 
 
 def forward_by_function(device, dtype, need_weights, config):
-    weights = {name: np.ones((32, 32)) for name in ("q_proj.weight", "k_proj.weight", "v_proj.weight")}
+    weights = {
+        name: np.ones((32, 32)) for name in ("q_proj.weight", "k_proj.weight", "v_proj.weight")
+    }
     weights = mha_tt.upload_weights(weights, BARE, device=device, dtype=dtype)
     x = mha_tt.upload(np.ones((2, 5, 32)), device=device, dtype=dtype)
-    mha_tt.multi_head_attention(x, weights, BARE, need_weights=need_weights, compute_kernel_config=config)
+    mha_tt.multi_head_attention(
+        x, weights, BARE, need_weights=need_weights, compute_kernel_config=config
+    )
 
 
 def decode_by_function(device, dtype, config):
-    weights = {name: np.ones((32, 32)) for name in ("q_proj.weight", "k_proj.weight", "v_proj.weight")}
+    weights = {
+        name: np.ones((32, 32)) for name in ("q_proj.weight", "k_proj.weight", "v_proj.weight")
+    }
     weights = mha_tt.upload_weights(weights, BARE, device=device, dtype=dtype)
     cache = mha_tt.init_cache(2, 4, 40, 32, dtype=dtype, device=device)
     for seq_len in (5, 3, 1):
@@ -228,10 +271,22 @@ RUNS = {
     "fused": (lambda device, config: forward(device, ttnn.bfloat16, False, config), FUSED),
     "bfloat8_b": (lambda device, config: forward(device, ttnn.bfloat8_b, False, config), FUSED),
     "decode-float32": (lambda device, config: decode(device, ttnn.float32, config), PLAIN),
-    "decode": (lambda device, config: decode(device, ttnn.bfloat16, config), FUSED | {f"{ATTENTION}_decode"}),
-    "function-plain": (lambda device, config: forward_by_function(device, ttnn.bfloat16, True, config), PLAIN),
-    "function-fused": (lambda device, config: forward_by_function(device, ttnn.bfloat16, False, config), FUSED),
-    "function-decode-float32": (lambda device, config: decode_by_function(device, ttnn.float32, config), PLAIN),
+    "decode": (
+        lambda device, config: decode(device, ttnn.bfloat16, config),
+        FUSED | {f"{ATTENTION}_decode"},
+    ),
+    "function-plain": (
+        lambda device, config: forward_by_function(device, ttnn.bfloat16, True, config),
+        PLAIN,
+    ),
+    "function-fused": (
+        lambda device, config: forward_by_function(device, ttnn.bfloat16, False, config),
+        FUSED,
+    ),
+    "function-decode-float32": (
+        lambda device, config: decode_by_function(device, ttnn.float32, config),
+        PLAIN,
+    ),
     "function-decode": (
         lambda device, config: decode_by_function(device, ttnn.bfloat16, config),
         FUSED | {f"{ATTENTION}_decode"},
@@ -241,7 +296,9 @@ COMPUTING = {"ttnn.linear", f"{ATTENTION}_decode", *PLAIN, *FUSED}
 
 
 def looks_for_lost_rows(call, config):
-    """Return whether a call is the second run of the prompt kernel, which loses no row as the first may."""
+    """Return whether a call is the second run of the prompt kernel, which loses no row as the first
+    may.
+    """
     without = settings(with_bfloat16_sums(config, call.arguments[0].device()))
     is_kernel = may_zero_rows(config) and call.name == ATTENTION
     return is_kernel and settings(call.keywords["compute_kernel_config"]) == without
@@ -266,8 +323,12 @@ def test_summing_operations_use_given_config(device, calls, name, arithmetic):
     assert {call.name for call in computing} == attending | {"ttnn.linear"}
     config = config or mha_tt.accurate_config(device)
     asked = [call for call in computing if not looks_for_lost_rows(call, config)]
-    assert {settings(call.keywords["compute_kernel_config"]) for call in asked} == {settings(config)}
-    assert len(computing) - len(asked) == may_zero_rows(config) * sum(call.name == ATTENTION for call in asked)
+    assert {settings(call.keywords["compute_kernel_config"]) for call in asked} == {
+        settings(config)
+    }
+    assert len(computing) - len(asked) == may_zero_rows(config) * sum(
+        call.name == ATTENTION for call in asked
+    )
 
 
 @pytest.mark.board
@@ -279,7 +340,9 @@ def test_only_fast_config_approximates_exp(device, calls, name, arithmetic):
     """
     make_config, approximate = WHOLE[arithmetic]
     RUNS[name][0](device, make_config(device))
-    programs = [call.keywords["program_config"] for call in calls if call.name.startswith(ATTENTION)]
+    programs = [
+        call.keywords["program_config"] for call in calls if call.name.startswith(ATTENTION)
+    ]
     assert {program.exp_approx_mode for program in programs} == {approximate}
 
 
@@ -288,10 +351,12 @@ def test_only_fast_config_approximates_exp(device, calls, name, arithmetic):
 def test_softmax_subtracts_largest_score(device, calls, name):
     """Every softmax of the plain path runs with numeric_stable=True."""
     RUNS[name][0](device, None)
-    assert {call.keywords["numeric_stable"] for call in calls if call.name == "ttnn.softmax"} == {True}
+    assert {call.keywords["numeric_stable"] for call in calls if call.name == "ttnn.softmax"} == {
+        True
+    }
 
 
-# ---- Arrays ----------------------------------------------------------------------------------------------------------
+# ---- Arrays --------------------------------------------------------------------------------------
 
 SHAPES = [(1,), (5,), (33,), (3, 5), (32, 32), (33, 65), (2, 3, 5), (1, 1, 1, 1), (2, 3, 40, 12)]
 ARRAYS = {
@@ -320,7 +385,9 @@ ARRAYS["read-only"] = read_only
 def test_upload_and_download_keep_every_bit(device, rng, shape, dtype):
     """Values that the dtype represents survive upload and download bit for bit, for every shape."""
     x = rounded(rng.standard_normal(shape), dtype)
-    np.testing.assert_array_equal(mha_tt.download(mha_tt.upload(x, device=device, dtype=dtype)), x, strict=True)
+    np.testing.assert_array_equal(
+        mha_tt.download(mha_tt.upload(x, device=device, dtype=dtype)), x, strict=True
+    )
 
 
 @sample(12)
@@ -333,7 +400,9 @@ def test_tiles_hold_array_and_pad_value(device, host_tensors, rng, shape, dtype)
     (tensor,) = host_tensors
     held = tensor.to_torch_with_padded_shape().float().numpy()
     expected = np.full(held.shape, 64.0, np.float32)
-    expected[(0,) * (held.ndim - x.ndim) + tuple(slice(size) for size in shape)] = x  # one axis lies in the first row
+    expected[(0,) * (held.ndim - x.ndim) + tuple(slice(size) for size in shape)] = (
+        x  # one axis lies in the first row
+    )
     assert (tuple(tensor.shape), held.shape[-1] % 32) == (shape, 0)
     np.testing.assert_array_equal(held, expected)
 
@@ -370,7 +439,9 @@ def test_bfloat8_b_error_is_bounded_by_block(device, rng):
     """bfloat8_b is off by at most 2^-7 of the largest of 16 neighboring values in a row."""
     x = rng.standard_normal((5, 40)).astype(np.float32)
     held = mha_tt.download(mha_tt.upload(x, device=device, dtype=ttnn.bfloat8_b))
-    largest = np.abs(np.pad(x, ((0, 0), (0, 8))).reshape(5, 3, 16)).max(axis=2).repeat(16, axis=1)[:, :40]
+    largest = (
+        np.abs(np.pad(x, ((0, 0), (0, 8))).reshape(5, 3, 16)).max(axis=2).repeat(16, axis=1)[:, :40]
+    )
     assert (np.abs(held - x) <= 2.0**-7 * largest).all()
 
 
@@ -392,7 +463,10 @@ def test_download_returns_a_copy(device):
 @every_dtype
 def test_download_returns_float32(device, dtype):
     """Download returns float32 for tensors of every dtype."""
-    assert mha_tt.download(mha_tt.upload(np.ones((3, 5)), device=device, dtype=dtype)).dtype == np.float32
+    assert (
+        mha_tt.download(mha_tt.upload(np.ones((3, 5)), device=device, dtype=dtype)).dtype
+        == np.float32
+    )
 
 
 def test_download_without_values_raises(only_mock, opened_device):
@@ -405,12 +479,20 @@ def test_download_without_values_raises(only_mock, opened_device):
 def test_integer_layouts_of_rows_and_indices(device):
     """upload_integers makes an int32 tensor in rows, or with is_index a uint32 tensor in tiles."""
     tensor = devices.upload_integers([3, -1], device=device)
-    assert (tensor.dtype, tensor.layout, tuple(tensor.shape)) == (ttnn.int32, ttnn.ROW_MAJOR_LAYOUT, (2,))
+    assert (tensor.dtype, tensor.layout, tuple(tensor.shape)) == (
+        ttnn.int32,
+        ttnn.ROW_MAJOR_LAYOUT,
+        (2,),
+    )
     tensor = devices.upload_integers([[3, 1]], device=device, is_index=True)
-    assert (tensor.dtype, tensor.layout, tuple(tensor.shape)) == (ttnn.uint32, ttnn.TILE_LAYOUT, (1, 2))
+    assert (tensor.dtype, tensor.layout, tuple(tensor.shape)) == (
+        ttnn.uint32,
+        ttnn.TILE_LAYOUT,
+        (1, 2),
+    )
 
 
-# ---- Weights ---------------------------------------------------------------------------------------------------------
+# ---- Weights -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("count", "expected"), [(0, 0), (1, 32), (32, 32), (33, 64), (64, 64)])
@@ -421,11 +503,23 @@ def test_round_up_returns_whole_tiles(count, expected):
 
 @pytest.mark.parametrize(
     ("head_dim", "plain", "rope"),
-    [(1, 32, 64), (2, 32, 64), (32, 32, 64), (48, 64, 64), (64, 64, 64), (66, 96, 128), (80, 96, 128), (128, 128, 128)],
+    [
+        (1, 32, 64),
+        (2, 32, 64),
+        (32, 32, 64),
+        (48, 64, 64),
+        (64, 64, 64),
+        (66, 96, 128),
+        (80, 96, 128),
+        (128, 128, 128),
+    ],
 )
 def test_padded_head_dim_is_whole_tiles(head_dim, plain, rope):
     """padded_head_dim is a multiple of 32, and of 64 with RoPE: each half fills whole tiles."""
-    assert (mha_tt.padded_head_dim(head_dim), mha_tt.padded_head_dim(head_dim, rope=True)) == (plain, rope)
+    assert (mha_tt.padded_head_dim(head_dim), mha_tt.padded_head_dim(head_dim, rope=True)) == (
+        plain,
+        rope,
+    )
 
 
 @pytest.mark.parametrize(
@@ -442,7 +536,9 @@ def test_padded_head_dim_is_whole_tiles(head_dim, plain, rope):
     ],
 )
 def test_head_slots_locate_features(head_dim, rope, expected):
-    """head_slots lists the slot of each feature: half-split, interleaved or partly rotated heads."""
+    """head_slots lists the slot of each feature: half-split, interleaved or partly rotated
+    heads.
+    """
     assert mha_tt.head_slots(head_dim, rope=rope).tolist() == expected
 
 
@@ -462,10 +558,18 @@ SPECS = {
     f"{num_heads}x{num_kv_heads}x{head_dim}": parity.AttentionSpec(
         10, num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, d_in=7
     )
-    for num_heads, num_kv_heads, head_dim in [(4, 4, 2), (4, 2, 12), (2, 1, 16), (6, 2, 48), (2, 2, 64)]
+    for num_heads, num_kv_heads, head_dim in [
+        (4, 4, 2),
+        (4, 2, 12),
+        (2, 1, 16),
+        (6, 2, 48),
+        (2, 2, 64),
+    ]
 }
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-with_and_without_rope = pytest.mark.parametrize("rope", [None, parity.Rope()], ids=["no-rope", "rope"])
+with_and_without_rope = pytest.mark.parametrize(
+    "rope", [None, parity.Rope()], ids=["no-rope", "rope"]
+)
 
 
 @sample(12)
@@ -491,13 +595,20 @@ def test_sinks_and_relative_bias_round_trip(device):
     spec = replace(SPECS["4x2x12"], sinks=True, relative_bias=parity.RelativeBias(8, 8))
     weights = rounded_weights(spec, ttnn.bfloat16)
     held = mha_tt.upload_weights(weights, spec, device=device, dtype=ttnn.bfloat8_b)
-    assert (held["relative_bias"].dtype, tuple(held["relative_bias"].shape)) == (ttnn.bfloat16, (1, 4, 1, 8))
+    assert (held["relative_bias"].dtype, tuple(held["relative_bias"].shape)) == (
+        ttnn.bfloat16,
+        (1, 4, 1, 8),
+    )
     downloaded = mha_tt.download_weights(held, spec)
-    assert all(np.array_equal(downloaded[name], weights[name]) for name in ("sinks", "relative_bias"))
+    assert all(
+        np.array_equal(downloaded[name], weights[name]) for name in ("sinks", "relative_bias")
+    )
 
 
 def padded(weights, heads, head_dim, slots, width):
-    """(heads * H, …) with zeros between the features of each head, written one feature at a time."""
+    """(heads * H, …) with zeros between the features of each head, written one feature at a
+    time.
+    """
     rows = np.zeros((heads * width, *weights.shape[1:]), np.float32)
     for head in range(heads):
         for feature, slot in enumerate(slots):
@@ -510,7 +621,9 @@ def padded(weights, heads, head_dim, slots, width):
 def test_heads_are_padded_with_zeros(device, spec, rope):
     """Each feature of a head lies at its slot of head_slots, and all other slots are 0."""
     weights = parity.random_weights(spec)
-    held = mha_tt.upload_weights(weights, replace(spec, rope=rope), device=device, dtype=ttnn.float32)
+    held = mha_tt.upload_weights(
+        weights, replace(spec, rope=rope), device=device, dtype=ttnn.float32
+    )
     heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads, "v_proj": spec.num_kv_heads}
     layout = (
         spec.head_dim,
@@ -525,7 +638,9 @@ def test_heads_are_padded_with_zeros(device, spec, rope):
     assert {name: tuple(tensor.shape) for name, tensor in held.items()} == {
         name: weight.shape for name, weight in expected.items()
     }
-    assert [name for name in expected if not np.array_equal(mha_tt.download(held[name]), expected[name])] == []
+    assert [
+        name for name in expected if not np.array_equal(mha_tt.download(held[name]), expected[name])
+    ] == []
 
 
 def test_packed_weights_are_q_then_k_then_v(device):
@@ -533,19 +648,26 @@ def test_packed_weights_are_q_then_k_then_v(device):
     spec = SPECS["6x2x48"]
     weights = parity.random_weights(spec)
     apart, together = (
-        mha_tt.upload_weights(weights, replace(spec, fused_qkv=fused_qkv), device=device, dtype=ttnn.float32)
+        mha_tt.upload_weights(
+            weights, replace(spec, fused_qkv=fused_qkv), device=device, dtype=ttnn.float32
+        )
         for fused_qkv in (False, True)
     )
-    expected = np.concatenate([mha_tt.download(apart[f"{part}_proj.weight"]) for part in "qkv"], axis=1)
+    expected = np.concatenate(
+        [mha_tt.download(apart[f"{part}_proj.weight"]) for part in "qkv"], axis=1
+    )
     assert np.array_equal(mha_tt.download(together["qkv_proj.weight"]), expected)
 
 
 def test_biases_of_bfloat8_b_are_bfloat16(device):
     """With bfloat8_b weights, all biases are uploaded in bfloat16."""
     spec = SPECS["2x1x16"]
-    held = mha_tt.upload_weights(parity.random_weights(spec), spec, device=device, dtype=ttnn.bfloat8_b)
+    held = mha_tt.upload_weights(
+        parity.random_weights(spec), spec, device=device, dtype=ttnn.bfloat8_b
+    )
     dtypes = {
-        kind: {held[f"{part}_proj.{kind}"].dtype for part in ("q", "k", "v", "out")} for kind in ("weight", "bias")
+        kind: {held[f"{part}_proj.{kind}"].dtype for part in ("q", "k", "v", "out")}
+        for kind in ("weight", "bias")
     }
     assert dtypes == {"weight": {ttnn.bfloat8_b}, "bias": {ttnn.bfloat16}}
 
@@ -565,7 +687,9 @@ def test_weights_of_module_match_loaded_ones(device, spec, dtype):
     """parity.weights_of returns the weights that a module was loaded with."""
     weights = rounded_weights(spec, dtype)
     read = parity.weights_of(module_of("MultiHeadAttention", spec, device, dtype, weights))
-    assert [name for name in weights if not np.array_equal(read[name].astype(np.float32), weights[name])] == []
+    assert [
+        name for name in weights if not np.array_equal(read[name].astype(np.float32), weights[name])
+    ] == []
 
 
 LAYERS = {
@@ -575,7 +699,9 @@ LAYERS = {
     "rope": parity.AttentionSpec(10, 4, num_kv_heads=2, head_dim=12, rope=parity.Rope(500.0)),
     "rope-odd-half": parity.AttentionSpec(10, 2, head_dim=66, rope=parity.Rope(500.0)),
     "no-qkv-bias": parity.AttentionSpec(10, 2, head_dim=8, qkv_bias=False),
-    "no-biases": parity.AttentionSpec(10, 2, head_dim=8, qkv_bias=False, out_bias=False, rope=parity.Rope(500.0)),
+    "no-biases": parity.AttentionSpec(
+        10, 2, head_dim=8, qkv_bias=False, out_bias=False, rope=parity.Rope(500.0)
+    ),
     "no-out-proj": parity.AttentionSpec(10, 2, head_dim=8, out_proj=False),
 }
 
@@ -594,9 +720,15 @@ def test_ttnn_layout_matches_uploads(device, spec):
 
     for held in (module.weights, by_function):
         downloaded = {name: mha_tt.download(tensor) for name, tensor in held.items()}
-        assert {name: x.shape for name, x in downloaded.items()} == {name: x.shape for name, x in laid_out.items()}
-        assert [name for name in laid_out if not np.array_equal(downloaded[name], laid_out[name])] == []
-        sizes = {name: getattr(spec, name) for name in ("num_heads", "num_kv_heads", "head_dim", "rope")}
+        assert {name: x.shape for name, x in downloaded.items()} == {
+            name: x.shape for name, x in laid_out.items()
+        }
+        assert [
+            name for name in laid_out if not np.array_equal(downloaded[name], laid_out[name])
+        ] == []
+        sizes = {
+            name: getattr(spec, name) for name in ("num_heads", "num_kv_heads", "head_dim", "rope")
+        }
         read, _ = to_canonical(downloaded, LAYOUTS["ttnn"], **sizes)
         assert [name for name in weights if not np.array_equal(read[name], weights[name])] == []
 

@@ -1,4 +1,6 @@
-"""Code blocks of mha_tt and ttnn_mock in the documentation run; tests/repository/test_docs.py runs the others."""
+"""Code blocks of mha_tt and ttnn_mock in the documentation run; tests/repository/test_docs.py runs
+the others.
+"""
 
 import os
 import re
@@ -11,7 +13,9 @@ from helpers import ROOT
 BLOCKS = {
     f"{path.relative_to(ROOT)}-{number}": block
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-    for number, block in enumerate(re.findall(r"^```python\n(.*?)^```$", path.read_text("utf-8"), re.M | re.S))
+    for number, block in enumerate(
+        re.findall(r"^```python\n(.*?)^```$", path.read_text("utf-8"), re.M | re.S)
+    )
     if "mha_tt" in block or "ttnn_mock" in block
 }
 FORKS = """

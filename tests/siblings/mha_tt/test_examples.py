@@ -1,4 +1,6 @@
-"""The ttnn example: its page shows the output of its commands; its tests pass, and fail for the draft."""
+"""The ttnn example: its page shows the output of its commands; its tests pass, and fail for the
+draft.
+"""
 
 import re
 import runpy
@@ -10,11 +12,14 @@ from helpers import ROOT
 
 import mha_tt
 import parity
-from parity.cli.main import main
+from parity.use.cli.main import main
 
 FOLDER = ROOT / "examples" / "ttnn"
 PAGE = (FOLDER.parent / "README.md").read_text("utf-8").partition("\n## Bring up")[2]
-SESSIONS = [block.splitlines() for block in re.findall(r"^```\n(\$ .*?)^```$", PAGE, re.DOTALL | re.MULTILINE)]
+SESSIONS = [
+    block.splitlines()
+    for block in re.findall(r"^```\n(\$ .*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+]
 
 
 @pytest.fixture
@@ -43,7 +48,9 @@ def test_page_shows_output_of_commands(capsys, monkeypatch):
     """The output of each command in examples/README.md matches the page, except for numbers."""
     assert len(SESSIONS) == 2
     for session in SESSIONS:
-        commands = [shlex.split(line.removeprefix("$ ")) for line in session if line.startswith("$ ")]
+        commands = [
+            shlex.split(line.removeprefix("$ ")) for line in session if line.startswith("$ ")
+        ]
         for program, *arguments in commands:
             if program == "python":
                 monkeypatch.setattr("sys.argv", arguments)
@@ -74,6 +81,8 @@ def test_pcc_hardly_detects_the_bug(tests, device):
     import attention_tt
 
     x = mha_tt.upload(tests.X, device=device)
-    right, wrong = (tests.made(module, x).prefill(x) for module in (tests.attention_tt_fixed, attention_tt))
+    right, wrong = (
+        tests.made(module, x).prefill(x) for module in (tests.attention_tt_fixed, attention_tt)
+    )
     with pytest.raises(AssertionError, match=r"^PCC 0\.97\d+ and wrong"):
         parity.assert_with_pcc(right, wrong, 0.9)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from helpers import ROOT
 
-# Make importlib treat these packages as missing. (ttnn looks for torch through importlib and imports it if found.)
+# Make importlib treat these packages as missing. (ttnn looks for torch through importlib and
+# imports it if found.)
 WITHOUT_THE_OTHERS = """
 import sys
 
@@ -38,12 +39,18 @@ with ttnn_mock.board() as device:
 
 
 def run(folder, *pieces):
-    """Run the pieces as one program in a fresh interpreter, with an empty working folder and its own cache folder."""
+    """Run the pieces as one program in a fresh interpreter, with an empty working folder and its
+    own cache folder.
+    """
     (folder / "work").mkdir()
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TT_METAL_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("TT_METAL_")
+    }
     environment |= {"XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
     program = [sys.executable, "-c", "\n".join(pieces)]
-    return subprocess.run(program, capture_output=True, text=True, check=False, cwd=folder / "work", env=environment)
+    return subprocess.run(
+        program, capture_output=True, text=True, check=False, cwd=folder / "work", env=environment
+    )
 
 
 @pytest.mark.costly("modules that a new process imports")
@@ -55,7 +62,8 @@ def test_mha_tt_needs_no_other_framework(tmp_path):
 
 @pytest.mark.costly("what a process prints as it ends")
 @pytest.mark.thorough
-def test_test_process_reports_no_leaks():  # nanobind reports ttnn objects that outlive the interpreter
+# nanobind reports ttnn objects that outlive the interpreter
+def test_test_process_reports_no_leaks():
     """A pytest process prints no message of nanobind about leaked ttnn objects."""
     here = Path(__file__).parent
     test = here / "test_norms.py::test_new_norms_are_exact_in_each_dtype"

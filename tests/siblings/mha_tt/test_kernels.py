@@ -1,4 +1,6 @@
-"""Basic kernels on the available device; `make sim SIMULATOR=wolfpine` runs them in a minute or two each."""
+"""Basic kernels on the available device; `make sim SIMULATOR=wolfpine` runs them in a minute or two
+each.
+"""
 
 import numpy as np
 import pytest
@@ -37,7 +39,9 @@ def test_addition_matches_numpy(device, x, y):
 
 
 def test_matmul_matches_numpy(device, x, y):
-    """ttnn.matmul with accurate arithmetic equals NumPy's product within the tolerance of bfloat16."""
+    """ttnn.matmul with accurate arithmetic equals NumPy's product within the tolerance of
+    bfloat16.
+    """
     config = {"compute_kernel_config": accurate_config(device)}
     assert_close(run(device, ttnn.matmul, x, y.T, **config), x @ y.T, ttnn.bfloat16)
 

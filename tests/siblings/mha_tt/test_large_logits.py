@@ -1,6 +1,7 @@
 """Very large logits: the prompt kernel loses rows with float32 sums, but the fused path loses none.
 
-On a mock board, the golden function loses the same rows as a simulator (docs/evidence/upstream-ttnn.md).
+On a mock board, the golden function loses the same rows as a simulator
+(docs/evidence/upstream-ttnn.md).
 """
 
 import numpy as np
@@ -54,8 +55,15 @@ def kernel(device, inputs, config, **options):
         k_chunk_size=64,
         exp_approx_mode=config.math_approx_mode,
     )
-    options = {"is_causal": True, "program_config": program_config, "compute_kernel_config": config, **options}
-    return mha_tt.download(ttnn.transformer.scaled_dot_product_attention(*uploaded(device, inputs), **options))
+    options = {
+        "is_causal": True,
+        "program_config": program_config,
+        "compute_kernel_config": config,
+        **options,
+    }
+    return mha_tt.download(
+        ttnn.transformer.scaled_dot_product_attention(*uploaded(device, inputs), **options)
+    )
 
 
 def lost(context):
@@ -85,7 +93,8 @@ def test_fused_path_loses_no_rows(device, gain, options, mask, bias):
     expected, _ = attend(*inputs.values(), mask=mask, bias=bias)
     context = mha_tt.download(context)
     assert lost(context) == 0
-    # 8-bit scores cannot distinguish keys with close scores, which changes the output of about one row in a hundred.
+    # 8-bit scores cannot distinguish keys with close scores, which changes the output of about one
+    # row in a hundred.
     wrong = np.linalg.norm(context - expected, axis=3) > 0.05 * np.linalg.norm(expected, axis=3)
     assert wrong.mean() <= (0.0 if gain == 1.0 else 0.03)
 
@@ -105,17 +114,23 @@ def test_hidden_key_does_not_affect_output(device):
     inputs = heads(1.0)
     huge = {**inputs, "key": inputs["key"].copy()}
     huge["key"][:, :, -1] = 1e4
-    before, after = (fused_attention(mha_tt)(*uploaded(device, x), is_causal=True)[0] for x in (inputs, huge))
+    before, after = (
+        fused_attention(mha_tt)(*uploaded(device, x), is_causal=True)[0] for x in (inputs, huge)
+    )
     assert np.array_equal(mha_tt.download(before)[:, :, :-1], mha_tt.download(after)[:, :, :-1])
 
 
-@pytest.mark.parametrize(("config_of", "times"), [(accurate_config, 2), (fast_config, 1)], ids=["accurate", "fast"])
+@pytest.mark.parametrize(
+    ("config_of", "times"), [(accurate_config, 2), (fast_config, 1)], ids=["accurate", "fast"]
+)
 def test_kernel_reruns_if_rows_may_be_lost(device, calls, config_of, times):
     """The kernel runs twice with accurate arithmetic, with the same options but bfloat16 sums, and
     once with fast arithmetic.
     """
     tensors = uploaded(device, heads(1.0))
-    fused_attention(mha_tt)(*tensors, is_causal=True, kernel=mha_tt.fused.FusedAttention(config_of(device)))
+    fused_attention(mha_tt)(
+        *tensors, is_causal=True, kernel=mha_tt.fused.FusedAttention(config_of(device))
+    )
     found = [dict(call.keywords) for call in calls if call.name == KERNEL]
     sums = [keywords.pop("compute_kernel_config").fp32_dest_acc_en for keywords in found]
     assert sums == [True, False][-times:]

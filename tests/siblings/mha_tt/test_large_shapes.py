@@ -1,4 +1,5 @@
-"""Tests that programs with the shapes of large models fit into the memory of a core and of the board.
+"""Tests that programs with the shapes of large models fit into the memory of a core and of the
+board.
 
 A mock board validates them without computing, so only shapes are compared here; a card runs them.
 """
@@ -16,9 +17,13 @@ from mha_spec import Latent
 
 pytestmark = [pytest.mark.board, pytest.mark.thorough]
 
-LLAMA = parity.AttentionSpec(4096, 32, num_kv_heads=8, rope=parity.Rope(500000.0), qkv_bias=False, out_bias=False)
+LLAMA = parity.AttentionSpec(
+    4096, 32, num_kv_heads=8, rope=parity.Rope(500000.0), qkv_bias=False, out_bias=False
+)
 
-cache_dtypes = pytest.mark.parametrize("dtype", [ttnn.bfloat16, ttnn.bfloat8_b], ids=["bfloat16", "bfloat8_b"])
+cache_dtypes = pytest.mark.parametrize(
+    "dtype", [ttnn.bfloat16, ttnn.bfloat8_b], ids=["bfloat16", "bfloat8_b"]
+)
 
 
 def zeros(device, *shape, dtype=ttnn.bfloat16):
@@ -38,7 +43,9 @@ def llama(opened_device):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_fused_attention_fits_8192_tokens(opened_device, head_dim, dtype):
     """Fused attention of 32 heads over 8192 tokens fits for head widths of 64 to 256."""
-    query, key, value = (zeros(opened_device, 1, heads, 8192, head_dim, dtype=dtype) for heads in (32, 8, 8))
+    query, key, value = (
+        zeros(opened_device, 1, heads, 8192, head_dim, dtype=dtype) for heads in (32, 8, 8)
+    )
     context, _ = fused_attention(mha_tt)(query, key, value, is_causal=True)
     assert tuple(context.shape) == (1, 32, 8192, head_dim)
 
@@ -86,10 +93,14 @@ def test_layer_decodes_64_steps(opened_device, llama):
 
 @pytest.fixture(scope="module")
 def deepseek(opened_device):
-    """A layer with the heads of DeepSeek-V3: its queries over latents, 576 wide, do not all fit on a core at once."""
+    """A layer with the heads of DeepSeek-V3: its queries over latents, 576 wide, do not all fit on
+    a core at once.
+    """
     latent = Latent(512, 64, q_rank=64)
     rope = parity.Rope(rotary_dim=64, rotated="last", pairs="interleaved")
-    spec = parity.AttentionSpec(64, 128, head_dim=192, value_head_dim=128, qkv_bias=False, latent=latent, rope=rope)
+    spec = parity.AttentionSpec(
+        64, 128, head_dim=192, value_head_dim=128, qkv_bias=False, latent=latent, rope=rope
+    )
     return mha_tt.MultiHeadLatentAttention(spec, device=opened_device)
 
 
@@ -109,7 +120,9 @@ def test_128_heads_attend_to_4096_latents(opened_device, deepseek, batch, seq_le
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(64, 128), (128, 128), (64, 256)])
 def test_many_wide_heads_split_and_combine(opened_device, num_heads, head_dim, dtype):
     """64 or 128 heads of up to 256 features are split and combined."""
-    heads = mha_tt.split_heads(zeros(opened_device, 1, 40, num_heads * head_dim, dtype=dtype), num_heads)
+    heads = mha_tt.split_heads(
+        zeros(opened_device, 1, 40, num_heads * head_dim, dtype=dtype), num_heads
+    )
     assert tuple(heads.shape) == (1, num_heads, 40, head_dim)
     assert tuple(mha_tt.combine_heads(heads).shape) == (1, 40, num_heads * head_dim)
 
@@ -117,6 +130,13 @@ def test_many_wide_heads_split_and_combine(opened_device, num_heads, head_dim, d
 @pytest.mark.parametrize("dtype", [ttnn.float32, ttnn.bfloat16], ids=["float32", "bfloat16"])
 def test_plain_attention_fits_4096_tokens(opened_device, dtype):
     """Plain attention of 32 heads over 4096 tokens fits, and returns its weights."""
-    query, key, value = (zeros(opened_device, 1, heads, 4096, 128, dtype=dtype) for heads in (32, 8, 8))
-    context, attn_weights = mha_tt.scaled_dot_product_attention(query, key, value, is_causal=True, need_weights=True)
-    assert (tuple(context.shape), tuple(attn_weights.shape)) == ((1, 32, 4096, 128), (1, 32, 4096, 4096))
+    query, key, value = (
+        zeros(opened_device, 1, heads, 4096, 128, dtype=dtype) for heads in (32, 8, 8)
+    )
+    context, attn_weights = mha_tt.scaled_dot_product_attention(
+        query, key, value, is_causal=True, need_weights=True
+    )
+    assert (tuple(context.shape), tuple(attn_weights.shape)) == (
+        (1, 32, 4096, 128),
+        (1, 32, 4096, 4096),
+    )

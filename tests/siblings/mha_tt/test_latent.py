@@ -1,4 +1,6 @@
-"""Latent attention over expanded keys and values, or over the latents themselves, matches the formulas."""
+"""Latent attention over expanded keys and values, or over the latents themselves, matches the
+formulas.
+"""
 
 import numpy as np
 import pytest
@@ -55,10 +57,14 @@ def latent_layer(spec, device, dtype, **options):
 
 
 def feed(step, x, chunks, cache, dtype):
-    """Return the outputs of all tokens, fed in chunks of these sizes to `step(x, cache)`, and the cache."""
+    """Return the outputs of all tokens, fed in chunks of these sizes to `step(x, cache)`, and the
+    cache.
+    """
     outputs = []
     for chunk in np.split(x, np.cumsum(chunks)[:-1], axis=1):
-        output, cache = step(mha_tt.upload(chunk, device=cache.latents.device(), dtype=dtype), cache)
+        output, cache = step(
+            mha_tt.upload(chunk, device=cache.latents.device(), dtype=dtype), cache
+        )
         outputs.append(mha_tt.download(output))
     return np.concatenate(outputs, axis=1), cache
 
@@ -67,12 +73,14 @@ def by_function(module, absorb):
     """Return a step that calls the function with the weights of a module."""
 
     def step(x, cache):
-        return mha_tt.multi_head_latent_attention(x, module.weights, module.spec, cache, absorb=absorb)
+        return mha_tt.multi_head_latent_attention(
+            x, module.weights, module.spec, cache, absorb=absorb
+        )
 
     return step
 
 
-# ---- Weights ---------------------------------------------------------------------------------------------------------
+# ---- Weights -------------------------------------------------------------------------------------
 
 
 @pytest.mark.board
@@ -84,7 +92,9 @@ def test_latent_weights_round_trip(device, spec, dtype):
     """
     weights = rounded_weights(spec, ttnn.bfloat16 if dtype == ttnn.bfloat8_b else dtype)
     held = mha_tt.upload_weights(weights, spec, device=device, dtype=dtype)
-    again = mha_tt.upload_weights(mha_tt.download_weights(held, spec), spec, device=device, dtype=dtype)
+    again = mha_tt.upload_weights(
+        mha_tt.download_weights(held, spec), spec, device=device, dtype=dtype
+    )
     for name, weight in weights.items():
         assert np.array_equal(mha_tt.download(again[name]), mha_tt.download(held[name]))
         if dtype != ttnn.bfloat8_b:  # which rounds
@@ -93,15 +103,18 @@ def test_latent_weights_round_trip(device, spec, dtype):
 
 def test_blocks_of_a_head_begin_at_tiles():
     """Each block of a head begins at a tile, and its rotated pairs are a tile apart."""
-    # A head's own 38 features take 64 slots; 3 shared pairs begin there, their second features one tile later.
+    # A head's own 38 features take 64 slots; 3 shared pairs begin there, their second features one
+    # tile later.
     assert slots_of("q_b_proj", TWO_LATENTS).tolist() == [*range(38), 64, 65, 66, 96, 97, 98]
     assert slots_of("kv_a_proj", TWO_LATENTS).tolist() == [*range(70), 96, 97, 98, 128, 129, 130]
     assert slots_of("kv_b_proj", TWO_LATENTS).tolist() == [*range(38), *range(64, 104)]
-    features = {name: padded_features(name, TWO_LATENTS) for name in ("q_b_proj", "kv_a_proj", "v_proj")}
+    features = {
+        name: padded_features(name, TWO_LATENTS) for name in ("q_b_proj", "kv_a_proj", "v_proj")
+    }
     assert features == {"q_b_proj": 128, "kv_a_proj": 160, "v_proj": 64}
 
 
-# ---- Without a cache -------------------------------------------------------------------------------------------------
+# ---- Without a cache -----------------------------------------------------------------------------
 
 
 @pytest.mark.board
@@ -113,7 +126,11 @@ def test_layer_matches_formulas(device, need_weights, spec, dtype):
     x, weights = random_tokens(35, dtype), rounded_weights(spec, dtype)
     held = mha_tt.upload_weights(weights, spec, device=device, dtype=dtype)
     output, attn_weights = mha_tt.multi_head_attention(
-        mha_tt.upload(x, device=device, dtype=dtype), held, spec, is_causal=True, need_weights=need_weights
+        mha_tt.upload(x, device=device, dtype=dtype),
+        held,
+        spec,
+        is_causal=True,
+        need_weights=need_weights,
     )
     expected, expected_weights = layer(spec, weights, x, mask=mha_tt.create_causal_mask(35))
     assert_close(mha_tt.download(output), expected, dtype)
@@ -124,11 +141,16 @@ def test_layer_matches_formulas(device, need_weights, spec, dtype):
 @both_dtypes
 def test_module_uploads_its_rotations_once(device, uploads, dtype):
     """A second call of a module uploads nothing, and matches the formulas."""
-    module, x = module_of("MultiHeadSelfAttention", TWO_LATENTS, device, dtype), random_tokens(9, dtype)
+    module, x = (
+        module_of("MultiHeadSelfAttention", TWO_LATENTS, device, dtype),
+        random_tokens(9, dtype),
+    )
     on_device = mha_tt.upload(x, device=device, dtype=dtype)
     module(on_device, is_causal=True)
     uploads.clear()
-    assert_close(mha_tt.download(module(on_device, is_causal=True)), full_pass(TWO_LATENTS, dtype, x), dtype)
+    assert_close(
+        mha_tt.download(module(on_device, is_causal=True)), full_pass(TWO_LATENTS, dtype, x), dtype
+    )
     assert uploads == []
 
 
@@ -143,7 +165,7 @@ def test_layer_accepts_empty_input(device, dtype):
         assert tuple(module(x, module.init_cache(shape[0], 8))[0].shape) == shape
 
 
-# ---- With a cache ----------------------------------------------------------------------------------------------------
+# ---- With a cache --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -159,7 +181,8 @@ def test_latent_chunks_equal_one_pass(device, chunks, dtype):
 
 
 @pytest.mark.parametrize(
-    ("spec", "dtype"), [*((spec, ttnn.bfloat16) for spec in SPECS.values()), (TWO_LATENTS, ttnn.float32)]
+    ("spec", "dtype"),
+    [*((spec, ttnn.bfloat16) for spec in SPECS.values()), (TWO_LATENTS, ttnn.float32)],
 )
 @either_way
 def test_both_latent_forms_match_full_pass(device, absorb, spec, dtype):
@@ -172,7 +195,10 @@ def test_both_latent_forms_match_full_pass(device, absorb, spec, dtype):
 @both_dtypes
 def test_kv_cache_matches_full_pass(device, dtype):
     """A layer over latents with a cache of keys and values matches one full pass."""
-    module, x = module_of("MultiHeadAttentionWithCache", TWO_LATENTS, device, dtype), random_tokens(9, dtype)
+    module, x = (
+        module_of("MultiHeadAttentionWithCache", TWO_LATENTS, device, dtype),
+        random_tokens(9, dtype),
+    )
     cache, outputs = module.init_cache(3, 12), []
     for chunk in np.split(x, [6, 7], axis=1):
         output, cache = module(mha_tt.upload(chunk, device=device, dtype=dtype), cache)
@@ -182,7 +208,9 @@ def test_kv_cache_matches_full_pass(device, dtype):
 
 @pytest.mark.board
 @both_dtypes
-@pytest.mark.parametrize("steps", [[(3, 6, 1), (1, 0, 1), (0, 2, 3)], [(31, 32, 33), (1, 1, 0)]], ids=str)
+@pytest.mark.parametrize(
+    "steps", [[(3, 6, 1), (1, 0, 1), (0, 2, 3)], [(31, 32, 33), (1, 1, 0)]], ids=str
+)
 def test_ragged_latents_equal_each_alone(device, steps, dtype):
     x, module = random_tokens(40, dtype), latent_layer(TWO_LATENTS, device, dtype)
     cache, output, num_fed = module.init_cache(3, 40), np.zeros(x.shape), np.zeros(3, int)
@@ -192,7 +220,9 @@ def test_ragged_latents_equal_each_alone(device, steps, dtype):
         rows, columns = np.nonzero(is_new)
         places = rows, num_fed[rows] + columns
         new_tokens[is_new] = x[places]
-        stepped, cache = module(mha_tt.upload(new_tokens, device=device, dtype=dtype), cache, new_lengths=new_lengths)
+        stepped, cache = module(
+            mha_tt.upload(new_tokens, device=device, dtype=dtype), cache, new_lengths=new_lengths
+        )
         stepped = mha_tt.download(stepped)
         output[places] = stepped[is_new]
         assert not stepped[~is_new].any()
@@ -244,7 +274,9 @@ def test_changed_cache_decodes_correctly(device, dtype):
     output, _ = module(mha_tt.upload(x[[2, 2, 0, 0], 6:], device=device, dtype=dtype), changed)
     for row, (sequence, length) in enumerate([(2, 5), (2, 5), (0, 4), (0, 4)]):
         fed = np.concatenate([x[sequence, :length], x[sequence, 6:]])[None]
-        assert_close(mha_tt.download(output)[row, -1], full_pass(TWO_LATENTS, dtype, fed)[0, -1], dtype)
+        assert_close(
+            mha_tt.download(output)[row, -1], full_pass(TWO_LATENTS, dtype, fed)[0, -1], dtype
+        )
 
 
 @pytest.mark.board
@@ -252,13 +284,20 @@ def test_step_over_latents_uses_step_kernel(device, calls):
     """A step of 40 heads runs the kernel for one token over 32 heads and the last 8 tripled, and
     matches one full pass.
     """
-    # More heads than fit on a core, each as wide as a latent: 40 run as 32, and the last 8 three times each.
-    spec = parity.AttentionSpec(24, 40, head_dim=12, value_head_dim=8, latent=Latent(310, 4), qkv_bias=False)
+    # More heads than fit on a core, each as wide as a latent: 40 run as 32, and the last 8 three
+    # times each.
+    spec = parity.AttentionSpec(
+        24, 40, head_dim=12, value_head_dim=8, latent=Latent(310, 4), qkv_bias=False
+    )
     module, x = latent_layer(spec, device, ttnn.bfloat16), random_tokens(7, ttnn.bfloat16, batch=2)
     _, cache = feed(module, x[:, :6], [6], module.init_cache(2, 40), ttnn.bfloat16)
     calls.clear()
     output, _ = feed(module, x[:, 6:], [1], cache, ttnn.bfloat16)
-    taken = [call for call in calls if call.name == "ttnn.transformer.scaled_dot_product_attention_decode"]
+    taken = [
+        call
+        for call in calls
+        if call.name == "ttnn.transformer.scaled_dot_product_attention_decode"
+    ]
     assert [call.arguments[0].shape[2] for call in taken] == [32, 24]
     assert all(call.arguments[1] is call.arguments[2] is cache.latents for call in taken)
     assert_close(output, full_pass(spec, ttnn.bfloat16, x)[:, 6:], ttnn.bfloat16)
@@ -270,7 +309,9 @@ def test_bad_step_width_uses_prompt_kernel(device, calls):
     match one full pass.
     """
     rope = parity.Rope(500.0, rotary_dim=64, rotated="last")
-    spec = parity.AttentionSpec(24, 20, head_dim=72, value_head_dim=8, latent=Latent(512, 64), rope=rope)
+    spec = parity.AttentionSpec(
+        24, 20, head_dim=72, value_head_dim=8, latent=Latent(512, 64), rope=rope
+    )
     x = random_tokens(6, ttnn.bfloat16)
     module = latent_layer(spec, device, ttnn.bfloat16)
     outputs, _ = feed(module, x, (4, 1, 1), module.init_cache(3, 8), ttnn.bfloat16)

@@ -27,10 +27,12 @@ def with_padding(tensor):
     return tensor.to_torch_with_padded_shape().float().numpy()
 
 
-# ---- On the host -----------------------------------------------------------------------------------------------------
+# ---- On the host ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ids", [np.zeros((1, 3), np.float32), np.zeros((1, 2), int), [[0, 0, 0]], (), np.array(3)])
+@pytest.mark.parametrize(
+    "ids", [np.zeros((1, 3), np.float32), np.zeros((1, 2), int), [[0, 0, 0]], (), np.array(3)]
+)
 def test_invalid_segment_ids_raise(ids):
     """Segments of floats, a wrong length, a list, an empty tuple or a scalar raise ValueError."""
     with pytest.raises(ValueError) as caught:  # noqa: PT011
@@ -38,7 +40,7 @@ def test_invalid_segment_ids_raise(ids):
     assert caught.value.argument == "segment_ids"
 
 
-# ---- Recognizing causal masks ----------------------------------------------------------------------------------------
+# ---- Recognizing causal masks --------------------------------------------------------------------
 
 CAUSAL = {
     "1": mha_tt.create_causal_mask(1),
@@ -68,28 +70,36 @@ def test_device_mask_recognizes_causal_mask(device, name):
 
 @pytest.mark.parametrize("name", NOT_CAUSAL)
 def test_other_masks_are_not_causal(device, name):
-    """Masks that differ from the causal mask in any element or shape are not recognized as causal."""
+    """Masks that differ from the causal mask in any element or shape are not recognized as
+    causal.
+    """
     assert not mha_tt.DeviceMask(NOT_CAUSAL[name], device=device).is_causal
 
 
-# ---- On the device ---------------------------------------------------------------------------------------------------
+# ---- On the device -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("attend", [plain_attention(mha_tt), fused_attention(mha_tt)])
 @pytest.mark.parametrize("told", [{}, {"is_causal": True}], ids=str)
 def test_segments_match_equivalent_mask(device, attend, told):
     """Attention with segments equals attention with their mask bit for bit."""
-    rng, ids = np.random.default_rng(0), np.array([[0] * 9 + [1] * 24 + [2] * 7, [4] * 30 + [3] * 10])
+    rng, ids = (
+        np.random.default_rng(0),
+        np.array([[0] * 9 + [1] * 24 + [2] * 7, [4] * 30 + [3] * 10]),
+    )
     arrays = [rng.standard_normal((2, 2, 40, 32)).astype(np.float32) for _ in range(3)]
     tensors = [mha_tt.upload(x, device=device, dtype=ttnn.bfloat16) for x in arrays]
     mask = mha_tt.create_attention_mask(40, segment_ids=ids, **told)
     found, expected = (
-        mha_tt.download(attend(*tensors, **hides)[0]) for hides in ({**told, "segment_ids": ids}, {"mask": mask})
+        mha_tt.download(attend(*tensors, **hides)[0])
+        for hides in ({**told, "segment_ids": ids}, {"mask": mask})
     )
     np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize(("shape", "expected"), [((4,), (1, 1, 1, 4)), ((3, 4), (1, 1, 3, 4)), ((2, 1, 3, 4),) * 2])
+@pytest.mark.parametrize(
+    ("shape", "expected"), [((4,), (1, 1, 1, 4)), ((3, 4), (1, 1, 3, 4)), ((2, 1, 3, 4),) * 2]
+)
 def test_device_mask_has_four_axes(device, shape, expected):
     """The shape of a device mask is extended to four axes."""
     assert mha_tt.DeviceMask(np.zeros(shape, bool), device=device).shape == expected
@@ -132,11 +142,15 @@ def test_additive_form_spares_empty_rows(device):
     assert additive[~shown].max() <= 0.99 * MASKED
 
 
-@pytest.mark.parametrize("shape", [(4,), (1, 4), (3, 1), (3, 4), (2, 1, 1, 4), (1, 2, 3, 4)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(4,), (1, 4), (3, 1), (3, 4), (2, 1, 1, 4), (1, 2, 3, 4)], ids=str
+)
 def test_additive_form_is_broadcast(device, shape):
     """The additive form has all queries and keys, even if the mask broadcasts over them."""
     mask = mha_tt.DeviceMask(np.arange(np.prod(shape)).reshape(shape) % 3 == 1, device=device)
-    expected = np.broadcast_to(mask.mask & ~mask.mask.all(axis=-1, keepdims=True), (*mask.shape[:2], 3, 4))
+    expected = np.broadcast_to(
+        mask.mask & ~mask.mask.all(axis=-1, keepdims=True), (*mask.shape[:2], 3, 4)
+    )
     np.testing.assert_array_equal(mha_tt.download(mask.additive(3, 4)) < 0.0, expected, strict=True)
 
 
@@ -215,14 +229,16 @@ def test_on_device_returns_none_for_none(device):
     assert on_device(None, device) is None
 
 
-# ---- The lazy causal mask --------------------------------------------------------------------------------------------
+# ---- The lazy causal mask ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seq_len", [1, 5, 33])
 def test_lazy_causal_mask_matches_its_table(device, seq_len):
     """The additive form of a lazy causal mask equals that of its table."""
     table = mha_tt.DeviceMask(mha_tt.create_causal_mask(seq_len), device=device)
-    late, expected = (mask.additive(seq_len, seq_len) for mask in (CausalMask(seq_len, device=device), table))
+    late, expected = (
+        mask.additive(seq_len, seq_len) for mask in (CausalMask(seq_len, device=device), table)
+    )
     assert np.array_equal(mha_tt.download(late), mha_tt.download(expected))
 
 
@@ -245,7 +261,7 @@ def test_lazy_causal_mask_rejects_bad_length(device, seq_len, error):
         CausalMask(seq_len, device=device)
 
 
-# ---- Biases ----------------------------------------------------------------------------------------------------------
+# ---- Biases --------------------------------------------------------------------------------------
 
 BIAS = np.array([[0.5, -np.inf], [1e-3, float(np.finfo(np.float32).min)]], np.float32)
 
@@ -274,16 +290,24 @@ def test_infinite_bias_joins_the_mask(device, on):
 def test_call_joins_infinite_bias_once(device, monkeypatch, need_weights):
     """A call with a mask and an infinite bias creates one device mask."""
     made, init = [], mha_tt.DeviceMask.__init__
-    monkeypatch.setattr(mha_tt.DeviceMask, "__init__", lambda mask, *of, **more: made.append(init(mask, *of, **more)))
+    monkeypatch.setattr(
+        mha_tt.DeviceMask,
+        "__init__",
+        lambda mask, *of, **more: made.append(init(mask, *of, **more)),
+    )
     heads = [mha_tt.upload(np.ones((1, 1, 2, 32)), device=device) for _ in range(3)]
     attend = plain_attention(mha_tt) if need_weights else fused_attention(mha_tt)
-    attend(*heads, mask=np.array([[True, False], [False, False]]), bias=BIAS, need_weights=need_weights)
+    attend(
+        *heads, mask=np.array([[True, False], [False, False]]), bias=BIAS, need_weights=need_weights
+    )
     assert len(made) == 1
 
 
 @pytest.mark.parametrize("on", ["host", "device"])
 def test_device_bias_is_above_masked_value(device, on):
-    """A bias on the device is clipped from below, so that a masked key weighs less than any other."""
+    """A bias on the device is clipped from below, so that a masked key weighs less than any
+    other.
+    """
     bias = mha_tt.upload(BIAS, device=device, dtype=ttnn.float32) if on == "device" else BIAS
     held = mha_tt.download(bias_on_device(bias, device, ttnn.float32))
     np.testing.assert_array_equal(held, np.maximum(BIAS, np.float32(LOWEST_BIAS))[None, None])
@@ -297,13 +321,15 @@ def test_device_bias_has_requested_dtype(device, on, dtype):
     assert bias_on_device(bias, device, dtype).dtype == dtype
 
 
-# ---- Memory ----------------------------------------------------------------------------------------------------------
+# ---- Memory --------------------------------------------------------------------------------------
 
 LARGE = {
     "causal": lambda: mha_tt.create_causal_mask(2048),
     "padding": lambda: mha_tt.create_padding_mask([5] * 64, 65536),
     "attention": lambda: mha_tt.create_attention_mask(2048, is_causal=True),
-    "attention of lengths": lambda: mha_tt.create_attention_mask(1024, is_causal=True, key_padding_lengths=[5, 7, 9]),
+    "attention of lengths": lambda: mha_tt.create_attention_mask(
+        1024, is_causal=True, key_padding_lengths=[5, 7, 9]
+    ),
     "attention of nothing": lambda: mha_tt.create_attention_mask(2048),
     "with cache": lambda: mha_tt.create_causal_mask_with_cache(1024, 2048, 1024),
     "window": lambda: mha_tt.create_sliding_window_mask(2048, window_size=100),

@@ -1,8 +1,8 @@
 """Multi-head attention on the device: against float64, in its dtypes, and through every way in.
 
-A layer is reached by four paths: the function or the module, with attention weights (the plain path) or without them
-(the fused one, except in float32, which the kernel does not support). Properties that must hold on every path are
-tested on all four.
+A layer is reached by four paths: the function or the module, with attention weights (the plain
+path) or without them (the fused one, except in float32, which the kernel does not support).
+Properties that must hold on every path are tested on all four.
 """
 
 import math
@@ -88,17 +88,26 @@ def attended(path, spec, device, dtype, inputs, *, weights=None, **options):
         output, attn_weights = module(**inputs, **options)
     else:
         query = inputs.pop("query")
-        output, attn_weights = mha_tt.multi_head_attention(query, module.weights, spec, **inputs, **options)
+        output, attn_weights = mha_tt.multi_head_attention(
+            query, module.weights, spec, **inputs, **options
+        )
     output = without_padding(mha_tt.download(output), spec)
     return output, None if attn_weights is None else mha_tt.download(attn_weights)
 
 
 def split_attended(form, device, dtype, query, key, value, **options):
     """Return the context of split heads, padded to whole tiles on the device, as a NumPy array."""
-    head_dim, attention = query.shape[3], plain_attention(mha_tt) if form == "plain" else fused_attention(mha_tt)
-    spec = parity.AttentionSpec(query.shape[1] * head_dim, query.shape[1], num_kv_heads=key.shape[1])
+    head_dim, attention = (
+        query.shape[3],
+        plain_attention(mha_tt) if form == "plain" else fused_attention(mha_tt),
+    )
+    spec = parity.AttentionSpec(
+        query.shape[1] * head_dim, query.shape[1], num_kv_heads=key.shape[1]
+    )
     width = [(0, 0)] * 3 + [(0, mha_tt.padded_head_dim(head_dim) - head_dim)]
-    arrays = (mha_tt.upload(np.pad(x, width), device=device, dtype=dtype) for x in (query, key, value))
+    arrays = (
+        mha_tt.upload(np.pad(x, width), device=device, dtype=dtype) for x in (query, key, value)
+    )
     context, _ = attention(*arrays, spec, **options)
     return mha_tt.download(context)[..., :head_dim]
 
@@ -108,7 +117,7 @@ def dtype_of(form):
     return ttnn.float32 if form == "plain" else ttnn.bfloat16
 
 
-# ---- By hand ---------------------------------------------------------------------------------------------------------
+# ---- By hand -------------------------------------------------------------------------------------
 
 
 @both_dtypes
@@ -135,7 +144,9 @@ def test_combine_heads_inverts_split_heads(device, rng, head_dim, dtype):
 def test_repeated_key_heads_follow_groups(device, rng, num_kv_heads, dtype):
     """repeat_kv_heads gives each query head the key head of its group."""
     x = draw(rng, dtype, 2, num_kv_heads, 5, 32)
-    repeated = mha_tt.download(mha_tt.repeat_kv_heads(mha_tt.upload(x, device=device, dtype=dtype), 6))
+    repeated = mha_tt.download(
+        mha_tt.repeat_kv_heads(mha_tt.upload(x, device=device, dtype=dtype), 6)
+    )
     assert np.array_equal(repeated, x[:, np.arange(6) // (6 // num_kv_heads)])
 
 
@@ -144,7 +155,12 @@ def test_padding_scales_no_scores(device):
     ones = np.zeros((1, 1, 1, 32))
     ones[..., :4] = 1.0
     ones = mha_tt.upload(ones, device=device, dtype=ttnn.float32)
-    assert mha_tt.download(mha_tt.attention_scores(ones, ones, None, parity.AttentionSpec(4, 1))).item() == 2.0
+    assert (
+        mha_tt.download(
+            mha_tt.attention_scores(ones, ones, None, parity.AttentionSpec(4, 1))
+        ).item()
+        == 2.0
+    )
 
 
 @both_dtypes
@@ -164,7 +180,9 @@ def test_temperature_counts_with_rope(device, dtype):
     """With RoPE and a temperature, both count positions from zero."""
     spec = parity.AttentionSpec(8, 2, rope=parity.Rope(), temperature=parity.Temperature(4))
     module = mha_tt.MultiHeadAttention(spec, device=device, dtype=dtype)
-    tokens = mha_tt.upload(np.random.default_rng(0).standard_normal((1, 5, 8)), device=device, dtype=dtype)
+    tokens = mha_tt.upload(
+        np.random.default_rng(0).standard_normal((1, 5, 8)), device=device, dtype=dtype
+    )
     counted, expected = module(tokens)[0], module(tokens, positions=np.arange(5)[None])[0]
     assert np.array_equal(mha_tt.download(counted), mha_tt.download(expected))
 
@@ -176,7 +194,7 @@ def test_attention_scores_are_float32(device, dtype):
     assert mha_tt.attention_scores(ones, ones).dtype == ttnn.float32
 
 
-# ---- Compared with float64 -------------------------------------------------------------------------------------------
+# ---- Compared with float64 -----------------------------------------------------------------------
 
 
 @sample(12)
@@ -191,8 +209,12 @@ def test_self_attention_matches_formula(device, rng, spec, form, dtype):
     weights, x = rounded_weights(spec, dtype), draw(rng, dtype, 2, 5, spec.d_in)
     mask = rng.random((2, 1, 5, 5)) < 0.4
     mask[0, :, 3] = True
-    output, attn_weights = attended(f"module-{form}", spec, device, dtype, {"query": x}, weights=weights, mask=mask)
-    of_function, _ = attended(f"function-{form}", spec, device, dtype, {"query": x}, weights=weights, mask=mask)
+    output, attn_weights = attended(
+        f"module-{form}", spec, device, dtype, {"query": x}, weights=weights, mask=mask
+    )
+    of_function, _ = attended(
+        f"function-{form}", spec, device, dtype, {"query": x}, weights=weights, mask=mask
+    )
     expected, expected_weights = layer(spec, weights, x, mask=mask)
     assert np.array_equal(output, of_function)
     assert_close(output, expected, dtype)
@@ -256,7 +278,8 @@ def test_any_length_and_mask_match_formula(device, rng, seq_len_q, seq_len_k, ma
     """Lengths within, at and beyond tiles match the formula under every kind of mask."""
     dtype = dtype_of(form)
     query, key, value = (
-        draw(rng, dtype, 2, heads, length, 8) for heads, length in ((4, seq_len_q), (2, seq_len_k), (2, seq_len_k))
+        draw(rng, dtype, 2, heads, length, 8)
+        for heads, length in ((4, seq_len_q), (2, seq_len_k), (2, seq_len_k))
     )
     mask = MASKS[mask](rng, seq_len_q, seq_len_k)
     context = split_attended(form, device, dtype, query, key, value, mask=mask)
@@ -280,8 +303,12 @@ TOLD = {
 @pytest.mark.parametrize("masked", [False, True], ids=["alone", "beside-a-mask"])
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "beside-a-bias"])
 @pytest.mark.parametrize("told", TOLD.values(), ids=TOLD)
-@pytest.mark.parametrize(("seq_len_q", "seq_len_k"), [(5, 5), (7, 5), (5, 40)], ids=["square", "tall", "wide"])
-def test_causal_and_lengths_match_formula(device, rng, seq_len_q, seq_len_k, told, biased, masked, form):
+@pytest.mark.parametrize(
+    ("seq_len_q", "seq_len_k"), [(5, 5), (7, 5), (5, 40)], ids=["square", "tall", "wide"]
+)
+def test_causal_and_lengths_match_formula(
+    device, rng, seq_len_q, seq_len_k, told, biased, masked, form
+):
     """is_causal and padding lengths, alone or with a mask or a bias, match the formula with the
     equivalent mask.
     """
@@ -291,7 +318,9 @@ def test_causal_and_lengths_match_formula(device, rng, seq_len_q, seq_len_k, tol
     bias = draw(rng, dtype, seq_len_q, seq_len_k) if biased else None
     mask = rng.random((4, seq_len_q, seq_len_k)) < 0.3 if masked else None
     context = split_attended(form, device, dtype, query, key, value, mask=mask, bias=bias, **told)
-    hidden = mha_tt.create_attention_mask(seq_len_q, seq_len_k, **told) | (False if mask is None else mask)
+    hidden = mha_tt.create_attention_mask(seq_len_q, seq_len_k, **told) | (
+        False if mask is None else mask
+    )
     expected, _ = attend(query, key, value, mask=hidden, bias=0.0 if bias is None else bias)
     # Relative to the largest value, because a mask that hides everything makes the context 0.
     assert np.abs(context - expected).max() <= TOLERANCES[dtype] * np.abs(value).max()
@@ -333,7 +362,7 @@ def test_bfloat8_b_output_is_bfloat8_b(device, path):
     assert output.dtype == dtype
 
 
-# ---- Causal modules --------------------------------------------------------------------------------------------------
+# ---- Causal modules ------------------------------------------------------------------------------
 
 SELF = {
     "full": {},
@@ -382,7 +411,7 @@ def test_later_tiles_change_no_earlier_ones(device, rng, dtype):
     assert (after[:, 33:] != before[:, 33:]).any(axis=2).all()
 
 
-# ---- Rows without a key ----------------------------------------------------------------------------------------------
+# ---- Rows without a key --------------------------------------------------------------------------
 
 
 @both_dtypes
@@ -402,7 +431,9 @@ def test_device_mask_and_bias_empty_a_row(device, path, dtype):
 @both_dtypes
 @every_path
 @pytest.mark.parametrize(
-    "mask", [np.ones((1, 1), bool), np.ones((3, 1), bool), np.ones((2, 1, 1, 4), bool)], ids=np.shape
+    "mask",
+    [np.ones((1, 1), bool), np.ones((3, 1), bool), np.ones((2, 1, 1, 4), bool)],
+    ids=np.shape,
 )
 def test_broadcast_mask_can_empty_all_rows(device, mask, path, dtype):
     """A mask of True that broadcasts over keys, queries or heads makes every row exactly 0."""
@@ -414,8 +445,11 @@ def test_broadcast_mask_can_empty_all_rows(device, mask, path, dtype):
 @every_path
 @pytest.mark.parametrize("of", [np.float32, np.float64], ids=["of-float32", "of-float64"])
 def test_lowest_bias_outweighs_a_mask(device, of, path, dtype):
-    """Two keys with the lowest finite bias share the weight of a row whose other keys are masked."""
-    # All keys of the first query have the lowest finite bias; two are masked, and the other two share the weight.
+    """Two keys with the lowest finite bias share the weight of a row whose other keys are
+    masked.
+    """
+    # All keys of the first query have the lowest finite bias; two are masked, and the other two
+    # share the weight.
     inputs, weights = crossed(dtype), rounded_weights(BARE, dtype)
     bias = np.zeros((3, 4), of)
     bias[0] = np.finfo(of).min
@@ -426,7 +460,7 @@ def test_lowest_bias_outweighs_a_mask(device, of, path, dtype):
     assert_close(output[:, 0], value[:, 2:].mean(axis=1), dtype)
 
 
-# ---- Biases ----------------------------------------------------------------------------------------------------------
+# ---- Biases --------------------------------------------------------------------------------------
 
 BIASES = {
     "(S,)": (4,),
@@ -442,7 +476,8 @@ BIASES = {
 }
 
 
-# The place of a bias, a mask next to it and its dtype are combined; its shape is combined only with a mask.
+# The place of a bias, a mask next to it and its dtype are combined; its shape is combined only with
+# a mask.
 @sample(12)
 @both_dtypes
 @both_forms
@@ -458,10 +493,16 @@ def test_bias_of_any_shape_matches_formula(device, rng, axes, masked, on, form, 
     """A bias of any broadcastable shape, on the host or the device, with or without a mask, matches
     the formula.
     """
-    bias, inputs, weights = draw(rng, dtype, *BIASES[axes]), crossed(dtype), rounded_weights(BARE, dtype)
+    bias, inputs, weights = (
+        draw(rng, dtype, *BIASES[axes]),
+        crossed(dtype),
+        rounded_weights(BARE, dtype),
+    )
     options = {"mask": MASK} if masked else {}
     given = mha_tt.upload(bias, device=device, dtype=dtype) if on == "device" else bias
-    output, _ = attended(f"module-{form}", BARE, device, dtype, inputs, weights=weights, bias=given, **options)
+    output, _ = attended(
+        f"module-{form}", BARE, device, dtype, inputs, weights=weights, bias=given, **options
+    )
     assert_close(output, layer(BARE, weights, **inputs, bias=bias, **options)[0], dtype)
 
 
@@ -482,7 +523,9 @@ def test_infinite_bias_on_device_hides_keys(device, form):
     bias = np.array([[0.0, -np.inf, 0.5, -np.inf]], np.float32)
     inputs, weights = crossed(ttnn.bfloat16), rounded_weights(BARE, ttnn.bfloat16)
     given = mha_tt.upload(bias, device=device)
-    output, _ = attended(f"module-{form}", BARE, device, ttnn.bfloat16, inputs, weights=weights, bias=given)
+    output, _ = attended(
+        f"module-{form}", BARE, device, ttnn.bfloat16, inputs, weights=weights, bias=given
+    )
     assert_close(output, layer(BARE, weights, **inputs, bias=bias)[0], ttnn.bfloat16)
 
 
@@ -491,11 +534,13 @@ def test_causal_mask_and_bias_match_formula(device, rng):
     # Without a bias, the kernel gets a flag instead of the causal mask.
     query, key, value = (draw(rng, ttnn.bfloat16, 1, 2, 40, 8) for _ in range(3))
     bias, mask = draw(rng, ttnn.bfloat16, 40, 40), mha_tt.create_causal_mask(40)
-    context = split_attended("fused", device, ttnn.bfloat16, query, key, value, bias=bias, mask=mask)
+    context = split_attended(
+        "fused", device, ttnn.bfloat16, query, key, value, bias=bias, mask=mask
+    )
     assert_close(context, attend(query, key, value, bias=bias, mask=mask)[0], ttnn.bfloat16)
 
 
-# ---- Masks and keys on the device ------------------------------------------------------------------------------------
+# ---- Masks and keys on the device ----------------------------------------------------------------
 
 
 @both_dtypes
@@ -508,7 +553,7 @@ def test_mask_on_device_equals_mask_on_host(device, form, dtype):
     assert np.array_equal(on_device, on_host)
 
 
-# ---- bfloat8_b -------------------------------------------------------------------------------------------------------
+# ---- bfloat8_b -----------------------------------------------------------------------------------
 
 NARROW = {name: SPECS[name] for name in ("mha", "gqa-rope", "fused-qkv", "fused-qkv-rope-bare")}
 narrow_specs = pytest.mark.parametrize("spec", NARROW.values(), ids=NARROW)
@@ -522,7 +567,9 @@ def test_bfloat8_b_weights_equal_bfloat16(device, rng, spec, form):
     narrow = module_of("MultiHeadAttention", spec, device, weight_dtype=ttnn.bfloat8_b)
     wide = module_of("MultiHeadAttention", spec, device, weights=parity.weights_of(narrow))
     x = mha_tt.upload(rng.standard_normal((2, 5, spec.d_in)), device=device)
-    outputs = [mha_tt.download(module(x, need_weights=form == "plain")[0]) for module in (narrow, wide)]
+    outputs = [
+        mha_tt.download(module(x, need_weights=form == "plain")[0]) for module in (narrow, wide)
+    ]
     assert np.array_equal(*outputs)
 
 
@@ -539,20 +586,33 @@ def test_bfloat8_b_rounds_given_weights(device):  # the control of the test abov
 def test_bfloat8_b_inputs_match_formula(device, rng, spec, form):
     """Layers with inputs in bfloat8_b match the formula within the tolerance of that dtype."""
     module = module_of("MultiHeadAttention", spec, device, ttnn.bfloat8_b)
-    weights = {name: weight.astype(np.float32) for name, weight in parity.weights_of(module).items()}
-    x, mask = draw(rng, ttnn.bfloat8_b, 2, 5, spec.d_in), mha_tt.create_attention_mask(5, key_padding_lengths=[3, 0])
-    output, _ = module(mha_tt.upload(x, device=device, dtype=ttnn.bfloat8_b), mask=mask, need_weights=form == "plain")
+    weights = {
+        name: weight.astype(np.float32) for name, weight in parity.weights_of(module).items()
+    }
+    x, mask = (
+        draw(rng, ttnn.bfloat8_b, 2, 5, spec.d_in),
+        mha_tt.create_attention_mask(5, key_padding_lengths=[3, 0]),
+    )
+    output, _ = module(
+        mha_tt.upload(x, device=device, dtype=ttnn.bfloat8_b),
+        mask=mask,
+        need_weights=form == "plain",
+    )
     output = without_padding(mha_tt.download(output), spec)
     assert_close(output, layer(spec, weights, x, mask=mask)[0], ttnn.bfloat8_b)
 
 
-# ---- Dropout ---------------------------------------------------------------------------------------------------------
+# ---- Dropout -------------------------------------------------------------------------------------
 
 
 def dropping(device, dtype=ttnn.bfloat16, seed=0, **rates):
-    """Return a module in training mode with the random weights of `SPEC` and dropout from the seed."""
+    """Return a module in training mode with the random weights of `SPEC` and dropout from the
+    seed.
+    """
     spec = replace(SPEC, **rates)
-    module = mha_tt.MultiHeadAttention(spec, device=device, dtype=dtype, rng=np.random.default_rng(seed))
+    module = mha_tt.MultiHeadAttention(
+        spec, device=device, dtype=dtype, rng=np.random.default_rng(seed)
+    )
     module.load_weights(parity.random_weights(SPEC))
     return module
 
@@ -593,7 +653,9 @@ def test_output_dropout_rate_is_correct(device, rng):
 def test_training_can_be_switched_on_again(device, rng):
     """After eval() and train(), dropout gives the bits of a new layer."""
     module, x = dropping(device, dropout=0.5), rng.standard_normal((2, 5, 8))
-    assert np.array_equal(output_of(module.eval().train(), x), output_of(dropping(device, dropout=0.5), x))
+    assert np.array_equal(
+        output_of(module.eval().train(), x), output_of(dropping(device, dropout=0.5), x)
+    )
 
 
 @pytest.mark.parametrize("rates", [{"dropout": 0.5}, {"output_dropout": 0.5}], ids=str)
@@ -608,7 +670,10 @@ def test_function_drops_by_its_seed(device, rng, rates):
     """A function in training drops the same for the same seed, and other numbers for another."""
     x, spec = mha_tt.upload(rng.standard_normal((2, 5, 8)), device=device), replace(SPEC, **rates)
     weights = mha_tt.upload_weights(parity.random_weights(SPEC), SPEC, device=device)
-    outputs = (mha_tt.multi_head_attention(x, weights, spec, training=True, seed=seed)[0] for seed in (3, 3, 4))
+    outputs = (
+        mha_tt.multi_head_attention(x, weights, spec, training=True, seed=seed)[0]
+        for seed in (3, 3, 4)
+    )
     first, again, other = (mha_tt.download(output) for output in outputs)
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other)
@@ -623,14 +688,16 @@ def test_given_dropout_matches_formula(device, rng, shape, path, dtype):
     spec, keep = replace(SPEC, dropout=0.25), rng.random(shape) < 0.7
     inputs, weights = crossed(dtype), rounded_weights(spec, dtype)
     options = {"training": True, "dropout_keep": keep}
-    output, attn_weights = attended(path, spec, device, dtype, inputs, weights=weights, mask=MASK, **options)
+    output, attn_weights = attended(
+        path, spec, device, dtype, inputs, weights=weights, mask=MASK, **options
+    )
     expected, expected_weights = layer(spec, weights, **inputs, mask=MASK, kept=keep / 0.75)
     assert_close(output, expected, dtype)
     if attn_weights is not None:
         assert_close(attn_weights, expected_weights, dtype)
 
 
-# ---- Between the host and the device ---------------------------------------------------------------------------------
+# ---- Between the host and the device -------------------------------------------------------------
 
 READS = {"ttnn.from_device", "ttnn.to_torch", "ttnn.to_dtype"}
 
@@ -686,7 +753,9 @@ def test_fused_path_uploads_no_causal_mask(device, calls, uploads):
     x = mha_tt.upload(np.ones((2, 40, 8)), device=device)
     uploads.clear()
     module(x, mask=mha_tt.create_causal_mask(40))
-    call, _ = (call for call in calls if call.name == "ttnn.transformer.scaled_dot_product_attention")
+    call, _ = (
+        call for call in calls if call.name == "ttnn.transformer.scaled_dot_product_attention"
+    )
     assert (call.keywords["is_causal"], call.keywords["attn_mask"], uploads) == (True, None, [])
 
 
@@ -705,13 +774,15 @@ def test_inputs_are_not_modified(device, rng):
     assert np.array_equal(mha_tt.download(tensor), x)
 
 
-# ---- Modules ---------------------------------------------------------------------------------------------------------
+# ---- Modules -------------------------------------------------------------------------------------
 
 
 def test_module_repr_shows_its_dtypes(device):
     """The repr of a module begins with its spec, dtype and weight_dtype."""
     shown = repr(mha_tt.MultiHeadAttention(SPEC, device=device, weight_dtype=ttnn.bfloat8_b))
-    assert shown.startswith("MultiHeadAttention(AttentionSpec(8, 2), dtype=bfloat16, weight_dtype=bfloat8_b, ")
+    assert shown.startswith(
+        "MultiHeadAttention(AttentionSpec(8, 2), dtype=bfloat16, weight_dtype=bfloat8_b, "
+    )
 
 
 @both_forms
@@ -726,11 +797,13 @@ def test_loaded_weights_apply_to_next_call(device, rng, form):
     assert_close(output_of(module, x, need_weights=form == "plain"), expected, ttnn.float32)
 
 
-# ---- Wide heads and positions ----------------------------------------------------------------------------------------
+# ---- Wide heads and positions --------------------------------------------------------------------
 
 
 @pytest.mark.board
-@pytest.mark.parametrize(("dtype", "heads"), [(ttnn.float32, 64), (ttnn.bfloat16, 96)], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "heads"), [(ttnn.float32, 64), (ttnn.bfloat16, 96)], ids=["float32", "bfloat16"]
+)
 def test_wide_heads_are_combined_exactly(device, dtype, heads):
     """64 float32 or 96 bfloat16 heads of 128 features are combined to the exact values."""
     x = np.random.default_rng(0).integers(-9, 9, (1, heads, 3, 128))
@@ -740,7 +813,12 @@ def test_wide_heads_are_combined_exactly(device, dtype, heads):
 
 @pytest.mark.parametrize(
     ("positions", "error"),
-    [([[5]], ValueError), ([5, 6, 7], ValueError), ([[0, 1, 2]] * 3, ValueError), ([[0.0, 1.0, 2.0]], TypeError)],
+    [
+        ([[5]], ValueError),
+        ([5, 6, 7], ValueError),
+        ([[0, 1, 2]] * 3, ValueError),
+        ([[0.0, 1.0, 2.0]], TypeError),
+    ],
     ids=["one", "rank 1", "batch", "float"],
 )
 def test_invalid_projected_positions_raise(device, positions, error):
@@ -767,7 +845,9 @@ def test_rotations_of_wrong_positions_raise(device):
 def test_rotation_without_use_is_ignored(device, path, has_key):
     """A layer takes a rotation on the device even if nothing depends on positions."""
     inputs = {name: x for name, x in crossed(ttnn.bfloat16).items() if has_key or name != "key"}
-    rotation = mha_tt.Rotation(np.array([[7, 3, 5]]), parity.Rope(), head_dim=4, padded=64, device=device)
+    rotation = mha_tt.Rotation(
+        np.array([[7, 3, 5]]), parity.Rope(), head_dim=4, padded=64, device=device
+    )
     expected, _ = attended(path, SPEC, device, ttnn.bfloat16, inputs)
     found, _ = attended(path, SPEC, device, ttnn.bfloat16, inputs, positions=rotation)
     assert np.array_equal(found, expected)
@@ -787,11 +867,13 @@ def test_lazy_causal_mask_equals_table(device, seq_len):
     assert np.array_equal(mha_tt.download(late.hidden), mha_tt.download(early.hidden))
 
 
-# ---- Empty inputs ----------------------------------------------------------------------------------------------------
+# ---- Empty inputs --------------------------------------------------------------------------------
 
 
 @both_dtypes
-@pytest.mark.parametrize("spec", [{}, {"fused_qkv": True}, {"rope": parity.Rope(100.0)}, {"out_proj": False}], ids=str)
+@pytest.mark.parametrize(
+    "spec", [{}, {"fused_qkv": True}, {"rope": parity.Rope(100.0)}, {"out_proj": False}], ids=str
+)
 @pytest.mark.parametrize("shape", [(2, 0, 24), (0, 3, 24)])
 def test_self_attention_accepts_empty_input(device, shape, spec, dtype):
     """Self-attention without tokens or sequences has an output of the same size."""

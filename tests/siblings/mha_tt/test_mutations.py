@@ -1,8 +1,9 @@
-"""Control: `parity` detects code that is deliberately broken in `mha_tt`, at the stage where it is broken.
+"""Control: `parity` detects code that is deliberately broken in `mha_tt`, at the stage where it is
+broken.
 
-A mutation wraps a function of `mha_tt` or ttnn, or is a known bug, injected as in `mha_jax` and `mha_torch`. Mutations
-run in bfloat16, because no call in float32 uses the fused path. If the padding of a head is not 0, or a call is one of
-the traps of `ttnn_mock`, the case fails as a whole.
+A mutation wraps a function of `mha_tt` or ttnn, or is a known bug, injected as in `mha_jax` and
+`mha_torch`. Mutations run in bfloat16, because no call in float32 uses the fused path. If the
+padding of a head is not 0, or a call is one of the traps of `ttnn_mock`, the case fails as a whole.
 """
 
 import inspect
@@ -74,8 +75,8 @@ class Mutation:
         stage: the stage that must be reported as the first difference.
         broken: the override, or the name of a known bug.
         holders: modules or classes that hold the overridden function, and its name there.
-        dtype: dtype in which the case must fail: bfloat16, which has the wider budget and both paths, unless only
-            float32 is broken.
+        dtype: dtype in which the case must fail: bfloat16, which has the wider budget and both
+            paths, unless only float32 is broken.
     """
 
     case: str
@@ -85,22 +86,43 @@ class Mutation:
     dtype: str = "bfloat16"
 
 
-def one(case: str, stage: str, function: Callable[..., Any], broken: Override, dtype: str = "bfloat16") -> Mutation:
-    """Return a mutation of a function in all modules that hold it, and of its checked form in the package."""
+def one(
+    case: str, stage: str, function: Callable[..., Any], broken: Override, dtype: str = "bfloat16"
+) -> Mutation:
+    """Return a mutation of a function in all modules that hold it, and of its checked form in the
+    package.
+    """
     name = function.__name__
-    modules = (caches, cache_mha, device, fused, heads, latent, layout, masks, mha, norms, projections, stages)
+    modules = (
+        caches,
+        cache_mha,
+        device,
+        fused,
+        heads,
+        latent,
+        layout,
+        masks,
+        mha,
+        norms,
+        projections,
+        stages,
+    )
     modules += (functional, mask_arrays, step, temperature, weights, mha_tt)
     body = inspect.unwrap(function)
-    holders = tuple((module, name) for module in modules if inspect.unwrap(vars(module).get(name)) is body)
+    holders = tuple(
+        (module, name) for module in modules if inspect.unwrap(vars(module).get(name)) is body
+    )
     return Mutation(case, stage, broken, holders, dtype)
 
 
-def at(case: str, stage: str, holder: Any, name: str, broken: Override, dtype: str = "bfloat16") -> Mutation:
+def at(
+    case: str, stage: str, holder: Any, name: str, broken: Override, dtype: str = "bfloat16"
+) -> Mutation:
     """Return a mutation of a function in one place."""
     return Mutation(case, stage, broken, ((holder, name),), dtype)
 
 
-# ---- Overrides of more than a line -----------------------------------------------------------------------------------
+# ---- Overrides of more than a line ---------------------------------------------------------------
 
 
 def without_spec(original, kernel, q, k, v, visible, scores):
@@ -115,7 +137,9 @@ def step_without_spec(original, q, keys, values, last_positions, spec=None, **op
 
 def without_bias(name: str, stage: str) -> Mutation:
     def project_with(original, held, spec, **options):
-        return original({key: x for key, x in held.items() if key != f"{name}.bias"}, spec, **options)
+        return original(
+            {key: x for key, x in held.items() if key != f"{name}.bias"}, spec, **options
+        )
 
     return one("causal", stage, weights.project_with, project_with)
 
@@ -126,7 +150,10 @@ def padded_with_ones(pad_heads, rows, part, spec):
 
 
 def padded_at_the_beginning(pad_heads, rows, part, spec):
-    padded, width = pad_heads(rows, part, spec), padded_head_dim(spec.head_dim, rope=spec.rope is not None)
+    padded, width = (
+        pad_heads(rows, part, spec),
+        padded_head_dim(spec.head_dim, rope=spec.rope is not None),
+    )
     by_head = padded.reshape(-1, width, *rows.shape[1:])
     return np.roll(by_head, width - spec.head_dim, axis=1).reshape(padded.shape)
 
@@ -158,7 +185,9 @@ def of_first_only(function):
 
 
 def of_interleaved_pairs(rotate, rotation, x):
-    """Rotate features reordered so that half-split pairs are interleaved, and restore their order."""
+    """Rotate features reordered so that half-split pairs are interleaved, and restore their
+    order.
+    """
     size, padded = CASES["rope"].spec.head_dim, x.shape[3]
     slots, order = head_slots(size, rope=Rope()), np.zeros((1, 1, padded, padded))
     order[..., slots[[*range(0, size, 2), *range(1, size, 2)]], slots] = 1
@@ -168,7 +197,9 @@ def of_interleaved_pairs(rotate, rotation, x):
 
 def first_half_only(init, rotation, *inputs, padded, device, **options):
     init(rotation, *inputs, padded=padded, device=device, **options)
-    is_first = upload((np.arange(padded) < padded // 2)[None, None, None], device=device, dtype=ttnn.float32)
+    is_first = upload(
+        (np.arange(padded) < padded // 2)[None, None, None], device=device, dtype=ttnn.float32
+    )
     object.__setattr__(rotation, "sin", ttnn.multiply(rotation.sin, is_first))
 
 
@@ -184,11 +215,15 @@ def steps_one_late(cached_layer, layer, x, cache, *rest, **options):
 def padding_of_ones(cached_layer, layer, x, *rest, new_lengths, **options):
     output, cache = cached_layer(layer, x, *rest, new_lengths=new_lengths, **options)
     is_real = np.arange(x.shape[1]) < np.asarray(new_lengths)[:, None]
-    return ttnn.where(upload(is_real[:, :, None], device=x.device(), dtype=output.dtype), output, 1.0), cache
+    return ttnn.where(
+        upload(is_real[:, :, None], device=x.device(), dtype=output.dtype), output, 1.0
+    ), cache
 
 
 def refilled(tokens: Callable[[Any, int, int], Any]) -> Override:
-    """Return an override that rewrites tiles of new tokens: `tokens(x, first, last)` for x[:, :, first:last]."""
+    """Return an override that rewrites tiles of new tokens: `tokens(x, first, last)` for x[:, :,
+    first:last].
+    """
 
     def append_checked(original, cache, new, added):
         before, after = cache.lengths, original(cache, new, added)
@@ -220,7 +255,9 @@ def integers(x: np.ndarray | ttnn.Tensor) -> np.ndarray:
 
 
 def written_to(change: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Override:
-    """Return an override that writes rows to other slots, `change(slots, lengths)`, if it writes them at all."""
+    """Return an override that writes rows to other slots, `change(slots, lengths)`, if it writes
+    them at all.
+    """
 
     def write_rows(original, cache, new, slots):
         slots = integers(slots)
@@ -250,20 +287,33 @@ MUTATIONS = {
         "full",
         "scores",
         stages.attention_scores,
-        lambda f, q, k, bias, spec, *rest, **o: f(q, k, bias, replace(spec, head_dim=1), *rest, **o),
+        lambda f, q, k, bias, spec, *rest, **o: f(
+            q, k, bias, replace(spec, head_dim=1), *rest, **o
+        ),
     ),
-    "scale of the padded head, fused": at("full", "fused.output", fused.FusedAttention, "__call__", without_spec),
-    "scale of the padded head, step": one("decode", "step1.module.output", fused.attend_to_checked, step_without_spec),
+    "scale of the padded head, fused": at(
+        "full", "fused.output", fused.FusedAttention, "__call__", without_spec
+    ),
+    "scale of the padded head, step": one(
+        "decode", "step1.module.output", fused.attend_to_checked, step_without_spec
+    ),
     # ---- Projections and heads
     "no bias of q": without_bias("q_proj", "q"),
     "no bias of k": without_bias("k_proj", "k"),
     "no bias of v": without_bias("v_proj", "v"),
     "no bias of the output": without_bias("out_proj", "output"),
     "heads padded with ones": one("causal", "run", layout.pad_heads, padded_with_ones),
-    "heads padded at their beginning": one("causal", "run", layout.pad_heads, padded_at_the_beginning),
-    "output projection of the heads in another order": one("causal", "output", weights.upload_weights, out_proj_rolled),
+    "heads padded at their beginning": one(
+        "causal", "run", layout.pad_heads, padded_at_the_beginning
+    ),
+    "output projection of the heads in another order": one(
+        "causal", "output", weights.upload_weights, out_proj_rolled
+    ),
     "heads combined in another order": one(
-        "causal", "output", heads.combine_heads, lambda f, x: f(ttnn.concat([x[:, 1:], x[:, :1]], dim=1))
+        "causal",
+        "output",
+        heads.combine_heads,
+        lambda f, x: f(ttnn.concat([x[:, 1:], x[:, :1]], dim=1)),
     ),
     "packed keys and values exchanged": one(
         "fused-qkv", "k", projections._unpack_qkv, lambda f, *x: (lambda q, k, v: (q, v, k))(*f(*x))
@@ -274,7 +324,9 @@ MUTATIONS = {
         "padding",
         "attn_weights",
         stages.masked_softmax,
-        lambda f, scores, mask=None, *sinks, **o: f(scores, None if mask is None else ~on_host(mask), *sinks, **o),
+        lambda f, scores, mask=None, *sinks, **o: f(
+            scores, None if mask is None else ~on_host(mask), *sinks, **o
+        ),
     ),
     "mask shows what it hides, fused": at(
         "padding",
@@ -304,7 +356,9 @@ MUTATIONS = {
     "empty rows are not emptied": at(
         "causal-padding-empty", "attn_weights", stages, "zero_masked_rows", lambda f, x, mask: x
     ),
-    "rows that the kernel loses": at("large-logits", "fused.output", fused, "may_zero_rows", lambda f, config: False),
+    "rows that the kernel loses": at(
+        "large-logits", "fused.output", fused, "may_zero_rows", lambda f, config: False
+    ),
     "empty rows are not emptied, fused": at(
         "causal-padding-empty", "fused.output", fused, "zero_masked_rows", lambda f, x, mask: x
     ),
@@ -314,13 +368,24 @@ MUTATIONS = {
     ),
     # ---- RoPE
     "RoPE rotates the other way": at(
-        "rope", "q", rope.Rotation, "__init__", lambda f, self, positions, *x, **o: f(self, -positions, *x, **o)
+        "rope",
+        "q",
+        rope.Rotation,
+        "__init__",
+        lambda f, self, positions, *x, **o: f(self, -positions, *x, **o),
     ),
     "RoPE one position late": at(
-        "rope", "q", rope.Rotation, "__init__", lambda f, self, positions, *x, **o: f(self, positions + 1, *x, **o)
+        "rope",
+        "q",
+        rope.Rotation,
+        "__init__",
+        lambda f, self, positions, *x, **o: f(self, positions + 1, *x, **o),
     ),
     "norm of keys missing": one(
-        "norm-after-rope", "k", norms.apply_norm, of_first_only(lambda f, x, *inputs, **o: f(x, *inputs, **o))
+        "norm-after-rope",
+        "k",
+        norms.apply_norm,
+        of_first_only(lambda f, x, *inputs, **o: f(x, *inputs, **o)),
     ),
     "features that pad a head are counted": one(
         "qk-norm", "q", norms.apply_norm, lambda f, *inputs, slots, **o: f(*inputs, slots=None, **o)
@@ -341,20 +406,32 @@ MUTATIONS = {
     ),
     # ---- Features of current layers
     "temperature one position late": one(
-        "temperature", "q", temperature.apply_temperature, lambda f, x, positions, *rest: f(x, positions + 1, *rest)
+        "temperature",
+        "q",
+        temperature.apply_temperature,
+        lambda f, x, positions, *rest: f(x, positions + 1, *rest),
     ),
     "features that pad a value are counted": one(
-        "value-head-dim", "v", norms.apply_norm, lambda f, *inputs, slots, **o: f(*inputs, slots=None, **o)
+        "value-head-dim",
+        "v",
+        norms.apply_norm,
+        lambda f, *inputs, slots, **o: f(*inputs, slots=None, **o),
     ),
     "ALiBi from the next key": at(
-        "alibi", "scores", stages, "alibi_bias", lambda f, slopes, t, s, _, **o: f(slopes, t, s, np.array([1]), **o)
+        "alibi",
+        "scores",
+        stages,
+        "alibi_bias",
+        lambda f, slopes, t, s, _, **o: f(slopes, t, s, np.array([1]), **o),
     ),
     "relative bias of heads in another order": at(
         "relative-bias",
         "scores",
         stages,
         "relative_position_bias",
-        lambda f, table, *rest, **o: f(ttnn.concat([table[:, 1:], table[:, :1]], dim=1), *rest, **o),
+        lambda f, table, *rest, **o: f(
+            ttnn.concat([table[:, 1:], table[:, :1]], dim=1), *rest, **o
+        ),
     ),
     "vectors of the next distance": at(
         "relative-products",
@@ -369,9 +446,13 @@ MUTATIONS = {
         "latent",
         "latents",
         latent.project_latents,
-        lambda f, project, *rest: f(lambda name, x: x if name == "kv_a_norm" else project(name, x), *rest),
+        lambda f, project, *rest: f(
+            lambda name, x: x if name == "kv_a_norm" else project(name, x), *rest
+        ),
     ),
-    "latents without their factor": Mutation("latent-factors", "latents", "latent-kv-factor-missing"),
+    "latents without their factor": Mutation(
+        "latent-factors", "latents", "latent-kv-factor-missing"
+    ),
     "queries' latents without their factor": one(
         "latent-factors",
         "q",
@@ -401,13 +482,22 @@ MUTATIONS = {
         lambda f, *x, **o: f(*x, **o) | np.roll(f(*x, **o), -1, axis=-1),
     ),
     "step sees the next slot": one(
-        "decode", "step1.module.output", fused.attend_to_checked, seeing_up_to(lambda last: last + 1)
+        "decode",
+        "step1.module.output",
+        fused.attend_to_checked,
+        seeing_up_to(lambda last: last + 1),
     ),
     "step does not see its own slot": one(
-        "decode", "step1.module.output", fused.attend_to_checked, seeing_up_to(lambda last: last - 1)
+        "decode",
+        "step1.module.output",
+        fused.attend_to_checked,
+        seeing_up_to(lambda last: last - 1),
     ),
     "step of one sequence sees what another does": one(
-        "ragged", "step1.module.output", fused.attend_to_checked, seeing_up_to(lambda last: 0 * last + last.max())
+        "ragged",
+        "step1.module.output",
+        fused.attend_to_checked,
+        seeing_up_to(lambda last: 0 * last + last.max()),
     ),
     "table of RoPE one position late": at(
         "decode-gqa-rope",
@@ -416,9 +506,14 @@ MUTATIONS = {
         "cos_and_sin",
         lambda f, positions, *x, **o: f(positions + 1, *x, **o),
     ),
-    "keys in the cache of values, tiles": Mutation("decode", "step0.cache.values", "cache-keys-as-values"),
+    "keys in the cache of values, tiles": Mutation(
+        "decode", "step0.cache.values", "cache-keys-as-values"
+    ),
     "keys in the cache of values, rows": one(
-        "decode", "step1.cache.values", caches.write_rows, lambda f, cache, new, slots: f(cache, [new[0]] * 2, slots)
+        "decode",
+        "step1.cache.values",
+        caches.write_rows,
+        lambda f, cache, new, slots: f(cache, [new[0]] * 2, slots),
     ),
     "keys in the cache of values, plain step": one(
         "decode",
@@ -447,9 +542,14 @@ MUTATIONS = {
         caches.write_rows,
         written_to(lambda slots, lengths: slots + 1),
     ),
-    "rows up to the next tile skipped": one("tiles", "step1.cache.keys", caches.write_rows, lambda f, *inputs: None),
+    "rows up to the next tile skipped": one(
+        "tiles", "step1.cache.keys", caches.write_rows, lambda f, *inputs: None
+    ),
     "rows up to the next tile written again in tiles": one(
-        "tiles", "step1.cache.keys", caches.append_checked, refilled(lambda x, first, last: x[:, :, : last - first])
+        "tiles",
+        "step1.cache.keys",
+        caches.append_checked,
+        refilled(lambda x, first, last: x[:, :, : last - first]),
     ),
     "tiles one tile late": at(
         "tiles",
@@ -459,7 +559,11 @@ MUTATIONS = {
         lambda f, *x, update_idx: f(*x, update_idx=update_idx + TILE),
     ),
     "tiles at the beginning of the cache": at(
-        "tiles", "step1.cache.keys", ttnn, "fill_cache", lambda f, *x, update_idx: f(*x, update_idx=0)
+        "tiles",
+        "step1.cache.keys",
+        ttnn,
+        "fill_cache",
+        lambda f, *x, update_idx: f(*x, update_idx=0),
     ),
     "tiles of another sequence": at(
         "ragged-tiles",
@@ -481,12 +585,20 @@ MUTATIONS = {
         attending_to(lambda slots, before: slots >= round_up(int(before.max()))),
     ),
     "padding cached": one(
-        "ragged", "step0.cache.keys", caches.num_added, lambda f, cache, seq_len, _: f(cache, seq_len, None)
+        "ragged",
+        "step0.cache.keys",
+        caches.num_added,
+        lambda f, cache, seq_len, _: f(cache, seq_len, None),
     ),
     "padding cached, tiles": one(
-        "ragged-tiles", "step0.cache.keys", caches.append_checked, refilled(lambda x, first, last: x[:, :, first:])
+        "ragged-tiles",
+        "step0.cache.keys",
+        caches.append_checked,
+        refilled(lambda x, first, last: x[:, :, first:]),
     ),
-    "output of padding is not zero": one("ragged", "step0.module.output", cache_mha.cached_layer, padding_of_ones),
+    "output of padding is not zero": one(
+        "ragged", "step0.module.output", cache_mha.cached_layer, padding_of_ones
+    ),
     "every sequence as long as the longest": one(
         "ragged",
         "step1.cache.keys",
@@ -499,14 +611,16 @@ MUTATIONS = {
 @pytest.fixture(autouse=True)
 def undiagnosed(monkeypatch):
     """Skip the search for a cause: it takes longer than the case, and has its own tests."""
-    monkeypatch.setattr("parity.running.run.DIAGNOSED", 0)
+    monkeypatch.setattr("parity.use.running.run.DIAGNOSED", 0)
 
 
 def override(monkeypatch: pytest.MonkeyPatch, mutation: Mutation) -> None:
     """Replace the held functions by the override of a mutation."""
     broken, original = mutation.broken, getattr(*mutation.holders[0])
 
-    def replacement(*inputs: Any, **options: Any) -> Any:  # a function, so that a class makes a method of it
+    def replacement(
+        *inputs: Any, **options: Any
+    ) -> Any:  # a function, so that a class makes a method of it
         return broken(original, *inputs, **options)
 
     for holder, name in mutation.holders:
@@ -518,7 +632,9 @@ def first_difference(case: str, dtype: str) -> Any:
     return next(iter(run_cases([EVERY_CASE[case]], ["tt"], [dtype]).first_differences()), None)
 
 
-@pytest.mark.parametrize("case", [case.name for case in MORE_CASES])  # those of CASES pass in test_parity
+@pytest.mark.parametrize(
+    "case", [case.name for case in MORE_CASES]
+)  # those of CASES pass in test_parity
 def test_additional_cases_pass_unmutated(opened_device, case):
     """Additional cases pass in bfloat16 as long as no mutation is active."""
     assert first_difference(case, "bfloat16") is None

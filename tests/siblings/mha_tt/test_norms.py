@@ -33,11 +33,19 @@ def exact(x, norm, weight=None, bias=None):
     ids=str,
 )
 def test_padding_of_heads_is_not_normalized(device, rng, norm, rope):
-    """The norm of a padded head matches the formula over its features, and its padding remains 0."""
+    """The norm of a padded head matches the formula over its features, and its padding remains
+    0.
+    """
     heads, size = 3, 12
-    slots, padded = mha_tt.head_slots(size, rope=rope), mha_tt.padded_head_dim(size, rope=rope is not None)
+    slots, padded = (
+        mha_tt.head_slots(size, rope=rope),
+        mha_tt.padded_head_dim(size, rope=rope is not None),
+    )
     x = rng.standard_normal((2, heads, 5, size)).astype(np.float32) + 1
-    held = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in norm.shapes(heads, size).items()}
+    held = {
+        name: rng.standard_normal(shape).astype(np.float32)
+        for name, shape in norm.shapes(heads, size).items()
+    }
 
     def uploaded(array):
         wide = np.zeros((*array.shape[:-1], padded), np.float32)
@@ -47,7 +55,9 @@ def test_padding_of_heads_is_not_normalized(device, rng, norm, rope):
 
     parameters = {name: uploaded(array) for name, array in held.items()}
     found = mha_tt.download(mha_tt.apply_norm(uploaded(x), norm, **parameters, slots=slots))
-    expected = exact(x, norm, *(array[:, None] if array.ndim == 2 else array for array in held.values()))
+    expected = exact(
+        x, norm, *(array[:, None] if array.ndim == 2 else array for array in held.values())
+    )
     assert_close(found[..., slots], expected, ttnn.float32)
     assert not np.delete(found, slots, axis=-1).any()
 
@@ -58,7 +68,9 @@ def test_norm_of_empty_tensor_is_empty(device):
     assert tuple(mha_tt.apply_norm(empty, Norm(weight=None)).shape) == (0, 2, 3, 32)
 
 
-@pytest.mark.parametrize("dtype", [ttnn.float32, ttnn.bfloat16, ttnn.bfloat8_b], ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize(
+    "dtype", [ttnn.float32, ttnn.bfloat16, ttnn.bfloat8_b], ids=lambda dtype: dtype.name
+)
 def test_new_norms_are_exact_in_each_dtype(device, dtype):
     """The norms of a new layer hold exactly one and zero, in every dtype."""
     norm = Norm("layer", bias=True, per_head=True, weight="1+w")
@@ -67,4 +79,6 @@ def test_new_norms_are_exact_in_each_dtype(device, dtype):
     held = mha_tt.download_weights(layer.weights, spec)
     assert held["q_norm.weight"].shape == (2, 12)
     for name in spec.parameters:
-        assert np.array_equal(held[name], np.full_like(held[name], 1.0 if name == "v_norm.weight" else 0.0))
+        assert np.array_equal(
+            held[name], np.full_like(held[name], 1.0 if name == "v_norm.weight" else 0.0)
+        )

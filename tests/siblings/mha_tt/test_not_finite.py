@@ -1,6 +1,8 @@
-"""NaN and infinity in padding reach no real token; in a contained kernel, only the rows that attend to them.
+"""NaN and infinity in padding reach no real token; in a contained kernel, only the rows that attend
+to them.
 
-These tests need a mock board, whose golden functions follow IEEE 754; cards differ (`docs/reference/ttnn.md`).
+These tests need a mock board, whose golden functions follow IEEE 754; cards differ
+(`docs/reference/ttnn.md`).
 """
 
 import numpy as np
@@ -18,7 +20,7 @@ from mha_tt.kernels import fused
 from mha_tt.kernels.nonfinite import contained
 from mha_tt.masks import Mask
 from mha_tt.scores import Scores
-from parity.backends import tt as backend
+from parity.measure.backends import tt as backend
 
 B, N, K, T, H = 2, 4, 2, 40, 32
 TOKEN = 5  # of the first sequence, non-finite in the first key/value head
@@ -29,7 +31,9 @@ PATHS = {
 }
 every_path = pytest.mark.parametrize(("attend", "dtype"), PATHS.values(), ids=PATHS)
 # The default kernel calls the plain path in float32.
-every_kernel = pytest.mark.parametrize("dtype", [ttnn.float32, ttnn.bfloat16], ids=["plain", "fused"])
+every_kernel = pytest.mark.parametrize(
+    "dtype", [ttnn.float32, ttnn.bfloat16], ids=["plain", "fused"]
+)
 
 CAUSAL = mha_tt.create_causal_mask(T)
 WINDOW = mha_tt.create_sliding_window_mask(T, window_size=3)
@@ -62,7 +66,9 @@ every_option = pytest.mark.parametrize(("options", "mask"), OPTIONS.values(), id
 
 
 def heads(dtype, seed):
-    return rounded(np.random.default_rng(seed).standard_normal((B, N if seed == 0 else K, T, H)), dtype)
+    return rounded(
+        np.random.default_rng(seed).standard_normal((B, N if seed == 0 else K, T, H)), dtype
+    )
 
 
 def run(device, attend, dtype, inputs, **options):
@@ -70,7 +76,7 @@ def run(device, attend, dtype, inputs, **options):
     return mha_tt.download(context)
 
 
-# ---- Padding ---------------------------------------------------------------------------------------------------------
+# ---- Padding -------------------------------------------------------------------------------------
 
 LENGTHS = [4, 6]
 IS_REAL = np.arange(6) < np.array(LENGTHS)[:, None]
@@ -79,7 +85,11 @@ SPECS = {
     "rope": AttentionSpec(24, 4, num_kv_heads=2, rope=Rope(100.0)),
     "gate": AttentionSpec(24, 4, fused_qkv=True, value_head_dim=40, gate=Gate()),
     "latent": AttentionSpec(
-        24, 4, rope=Rope(100.0, rotary_dim=8, rotated="last"), head_dim=24, latent=Latent(kv_rank=12, rope_dim=8)
+        24,
+        4,
+        rope=Rope(100.0, rotary_dim=8, rotated="last"),
+        head_dim=24,
+        latent=Latent(kv_rank=12, rope_dim=8),
     ),
 }
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -100,13 +110,17 @@ def apply(module, x, **options):
 @sample(8)
 @both_dtypes
 @every_spec
-@pytest.mark.parametrize("value", [np.nan, -np.inf, 3e38])  # the last one overflows in the projections
+@pytest.mark.parametrize(
+    "value", [np.nan, -np.inf, 3e38]
+)  # the last one overflows in the projections
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"need_weights": True}], ids=str)
 def test_non_finite_padding_has_no_effect(device, options, value, spec, dtype):
     """NaN, infinity or a large number in padding changes no bit of a real token."""
     module = module_of("MultiHeadAttention", spec, device, dtype)
     spoilt = tokens(dtype, 4, value, features=slice(None))
-    clean, output = (apply(module, x, key_padding_lengths=LENGTHS, **options) for x in (tokens(dtype), spoilt))
+    clean, output = (
+        apply(module, x, key_padding_lengths=LENGTHS, **options) for x in (tokens(dtype), spoilt)
+    )
     assert np.isfinite(clean).all()
     assert np.array_equal(output[IS_REAL], clean[IS_REAL])
 
@@ -118,14 +132,18 @@ def test_non_finite_padding_has_no_effect(device, options, value, spec, dtype):
 def test_padded_token_keeps_finite_features(device, value, spec, dtype):
     """In padding a NaN or infinite feature counts as 0, and all other features as they are."""
     module = module_of("MultiHeadSelfAttention", spec, device, dtype)
-    expected, output = (apply(module, tokens(dtype, 4, each), key_padding_lengths=LENGTHS) for each in (0.0, value))
+    expected, output = (
+        apply(module, tokens(dtype, 4, each), key_padding_lengths=LENGTHS) for each in (0.0, value)
+    )
     assert np.array_equal(output, expected)
 
 
 @both_dtypes
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_nan_of_real_token_is_not_padding(device, value, dtype):
-    """With lengths, a NaN or infinite real token still makes every output of its sequence not finite."""
+    """With lengths, a NaN or infinite real token still makes every output of its sequence not
+    finite.
+    """
     module = module_of("MultiHeadSelfAttention", SPECS["rope"], device, dtype)
     output = apply(module, tokens(dtype, 3, value), key_padding_lengths=LENGTHS)
     assert (~np.isfinite(output)).any(axis=-1).tolist() == [[True] * 6, [False] * 6]
@@ -135,7 +153,9 @@ def test_nan_of_real_token_is_not_padding(device, value, dtype):
 @both_dtypes
 @every_spec
 def test_finite_padding_keeps_every_output(device, spec, dtype):
-    """With finite inputs, lengths and their mask give the same output at every position, bit for bit."""
+    """With finite inputs, lengths and their mask give the same output at every position, bit for
+    bit.
+    """
     module = module_of("MultiHeadSelfAttention", spec, device, dtype)
     output = apply(module, tokens(dtype), key_padding_lengths=LENGTHS)
     expected = apply(module, tokens(dtype), mask=mha_tt.create_padding_mask(LENGTHS, 6))
@@ -145,7 +165,9 @@ def test_finite_padding_keeps_every_output(device, spec, dtype):
 @both_dtypes
 @pytest.mark.parametrize("spoilt", ["key", "value"])
 def test_padding_of_other_keys_has_no_effect(device, spoilt, dtype):
-    """NaN in padding of separate keys or values changes no bit of any output, with as many queries."""
+    """NaN in padding of separate keys or values changes no bit of any output, with as many
+    queries.
+    """
     module = module_of("MultiHeadAttention", AttentionSpec(24, 4), device, dtype)
     hides = {"mask": mha_tt.create_padding_mask(LENGTHS, 6)}, {"key_padding_lengths": LENGTHS}
     outputs = []
@@ -161,13 +183,17 @@ def test_padding_of_other_keys_has_no_effect(device, spoilt, dtype):
 @both_dtypes
 def test_padding_of_shared_kv_has_no_effect(device, dtype):
     """NaN in padding of the keys and values of another layer changes no bit of any output."""
-    module = module_of("MultiHeadAttention", AttentionSpec(24, 4, head_dim=32, shared_kv=True), device, dtype)
+    module = module_of(
+        "MultiHeadAttention", AttentionSpec(24, 4, head_dim=32, shared_kv=True), device, dtype
+    )
     shared = np.random.default_rng(2).standard_normal((2, 4, 6, 32))
     outputs = []
     for value in (0.0, np.inf):
         shared[0, :, 4:] = value
         key, values = (mha_tt.upload(shared, device=device, dtype=dtype) for _ in range(2))
-        outputs.append(apply(module, tokens(dtype), key=key, value=values, key_padding_lengths=LENGTHS))
+        outputs.append(
+            apply(module, tokens(dtype), key=key, value=values, key_padding_lengths=LENGTHS)
+        )
     assert np.isfinite(outputs[0]).all()
     assert np.array_equal(*outputs)
 
@@ -177,7 +203,9 @@ def test_padding_of_shared_kv_has_no_effect(device, dtype):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_padding_of_heads_has_no_effect(device, value, is_causal, attend, dtype):
-    """NaN or infinity in padding of split heads changes no bit of the context; rows without a key are 0."""
+    """NaN or infinity in padding of split heads changes no bit of the context; rows without a key
+    are 0.
+    """
     inputs = [heads(dtype, seed) for seed in range(3)]
     options = {"key_padding_lengths": [0, 30], "is_causal": is_causal}
     clean = run(device, attend, dtype, inputs, **options)
@@ -193,7 +221,9 @@ def test_nan_weights_yield_nan_outputs(device, dtype):
     """NaN in the projection of queries makes every output NaN."""
     module = module_of("MultiHeadSelfAttention", SPECS["rope"], device, dtype)
     name = "q_proj.weight"
-    module.weights[name] = mha_tt.upload(np.full(tuple(module.weights[name].shape), np.nan), device=device, dtype=dtype)
+    module.weights[name] = mha_tt.upload(
+        np.full(tuple(module.weights[name].shape), np.nan), device=device, dtype=dtype
+    )
     for options in ({}, {"is_causal": True}, {"key_padding_lengths": [4, 6]}):
         assert np.isnan(apply(module, tokens(dtype), **options)).all()
 
@@ -202,13 +232,17 @@ def test_softmax_of_infinite_scores_is_nan(device):
     """A row whose visible scores are all -inf is NaN; in another row, a score of -inf and a masked
     key have weight 0.
     """
-    scores = mha_tt.upload(np.array([[[[-np.inf, -np.inf, 1.0], [-np.inf, 0.0, 1.0]]]]), device=device)
-    attn_weights = mha_tt.download(mha_tt.masked_softmax(scores, np.array([False, False, True])))[0, 0]
+    scores = mha_tt.upload(
+        np.array([[[[-np.inf, -np.inf, 1.0], [-np.inf, 0.0, 1.0]]]]), device=device
+    )
+    attn_weights = mha_tt.download(mha_tt.masked_softmax(scores, np.array([False, False, True])))[
+        0, 0
+    ]
     assert np.isnan(attn_weights[0]).all()
     assert attn_weights[1].tolist() == [0.0, 1.0, 0.0]
 
 
-# ---- Contained kernels -----------------------------------------------------------------------------------------------
+# ---- Contained kernels ---------------------------------------------------------------------------
 
 
 def run_kernel(device, kernel, dtype, inputs, *, bias=None, **hides):
@@ -227,7 +261,8 @@ def test_contained_equals_kernel_if_finite(device, options, mask, dtype):
     """With finite inputs a contained kernel returns the context of the kernel, bit for bit."""
     inputs = [heads(dtype, seed) for seed in range(3)]
     context, expected = (
-        run_kernel(device, kernel, dtype, inputs, **options) for kernel in (contained(fused.attend), fused.attend)
+        run_kernel(device, kernel, dtype, inputs, **options)
+        for kernel in (contained(fused.attend), fused.attend)
     )
     assert np.isfinite(context).all()
     assert np.array_equal(context, expected)
@@ -284,12 +319,19 @@ def test_contained_kernel_takes_no_tokens(device, seq_len_q, seq_len_k, dtype):
 
 
 def test_contained_kernel_keeps_offset(device):
-    """A contained kernel adds biases by distance from the positions of queries after cached keys."""
+    """A contained kernel adds biases by distance from the positions of queries after cached
+    keys.
+    """
     query, key, value = (heads(ttnn.float32, seed) for seed in range(3))
     spec = AttentionSpec(N * H, N, num_kv_heads=K, alibi=Alibi())
     told = Mask(is_causal=True, q_offset=np.array([T - 2, T - 3])), Scores(spec)
-    tensors = [mha_tt.upload(x, device=device, dtype=ttnn.float32) for x in (query[:, :, :2], key, value)]
-    context, expected = (mha_tt.download(kernel(*tensors, *told)) for kernel in (contained(fused.attend), fused.attend))
+    tensors = [
+        mha_tt.upload(x, device=device, dtype=ttnn.float32) for x in (query[:, :, :2], key, value)
+    ]
+    context, expected = (
+        mha_tt.download(kernel(*tensors, *told))
+        for kernel in (contained(fused.attend), fused.attend)
+    )
     assert np.array_equal(context, expected)
 
 
@@ -307,7 +349,9 @@ def test_causal_nan_spoils_only_later_tokens(device, value, dtype):
     later ones, and no bit of earlier ones.
     """
     module = contained_module("MultiHeadAttention", device, dtype)
-    clean, output = (apply(module, x, is_causal=True) for x in (tokens(dtype), tokens(dtype, 3, value)))
+    clean, output = (
+        apply(module, x, is_causal=True) for x in (tokens(dtype), tokens(dtype, 3, value))
+    )
     is_spoilt = np.zeros((2, 6), bool)
     is_spoilt[0, 3:] = True
     assert np.array_equal((~np.isfinite(output)).all(axis=-1), is_spoilt)
@@ -315,10 +359,12 @@ def test_causal_nan_spoils_only_later_tokens(device, value, dtype):
 
 
 @both_dtypes
-@pytest.mark.parametrize("chunks", [[2, 4], [3, 1, 1, 1]], ids=str)  # as part of a chunk, or as a step before others
+@pytest.mark.parametrize(
+    "chunks", [[2, 4], [3, 1, 1, 1]], ids=str
+)  # as part of a chunk, or as a step before others
 def test_cached_nan_spoils_only_later_tokens(device, chunks, dtype):
-    """With a contained kernel, a NaN token in a cache spoils its own output and all later ones, and no
-    bit of others.
+    """With a contained kernel, a NaN token in a cache spoils its own output and all later ones, and
+    no bit of others.
     """
     module = contained_module("MultiHeadAttentionWithCache", device, dtype)
     outputs = []
@@ -335,7 +381,7 @@ def test_cached_nan_spoils_only_later_tokens(device, chunks, dtype):
     assert np.array_equal(outputs[1][~is_spoilt], outputs[0][~is_spoilt])
 
 
-# ---- Costs -----------------------------------------------------------------------------------------------------------
+# ---- Costs ---------------------------------------------------------------------------------------
 
 LOOKS = {"ttnn.isfinite", "ttnn.cumsum"}
 
@@ -364,7 +410,9 @@ def test_layer_searches_each_input_once(device, calls, num_others, num_looks):
     assert [call.name for call in calls].count("ttnn.isfinite") == num_looks
 
 
-@pytest.mark.parametrize("options", [{}, {"key_padding_lengths": [T, T]}, {"mask": np.zeros((T, T), bool)}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"key_padding_lengths": [T, T]}, {"mask": np.zeros((T, T), bool)}], ids=str
+)
 def test_unmasked_call_skips_nan_search(device, calls, options):
     """If no key is hidden, a contained kernel does not search for non-finite values."""
     inputs = [heads(ttnn.bfloat16, seed) for seed in range(3)]
@@ -386,7 +434,10 @@ def test_step_skips_nan_search(device, calls):
 @pytest.mark.parametrize("is_contained", [False, True])
 def test_padding_is_cut_without_nan_search(device, calls, is_contained, lengths):
     """Padding of split heads is set to 0 without a search for non-finite values."""
-    inputs, options = [heads(ttnn.bfloat16, seed) for seed in range(3)], {"key_padding_lengths": lengths}
+    inputs, options = (
+        [heads(ttnn.bfloat16, seed) for seed in range(3)],
+        {"key_padding_lengths": lengths},
+    )
     if is_contained:
         run_contained(device, ttnn.bfloat16, inputs, **options)
     else:
@@ -398,12 +449,13 @@ def test_padding_is_cut_without_nan_search(device, calls, is_contained, lengths)
     )  # one of them is for rows that the kernel loses
 
 
-# ---- Reading heads back ----------------------------------------------------------------------------------------------
+# ---- Reading heads back --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lost", [np.nan, np.inf])
 def test_padding_of_finite_heads_must_be_0(lost):
-    """Reading heads raises an error for non-zero padding, except in tokens that are NaN or infinite.
+    """Reading heads raises an error for non-zero padding, except in tokens that are NaN or
+    infinite.
 
     Kernels may turn a NaN token, and the padding of its heads, into infinity.
     """

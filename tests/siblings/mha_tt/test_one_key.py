@@ -1,4 +1,5 @@
-"""One key, one query, or one of each: rows without a key are 0 on every path, whatever hides their keys.
+"""One key, one query, or one of each: rows without a key are 0 on every path, whatever hides their
+keys.
 
 Tiles have 32 rows and columns, so all other elements of a matrix with one element are padding.
 """
@@ -27,7 +28,9 @@ OF_SOME_HEADS = np.array([False, True, True, False]).reshape(1, 4, 1, 1)
 
 
 def hidings(num_queries, num_keys):
-    """Return all ways of hiding keys: fields of the layer, keywords of a call, and the hidden keys."""
+    """Return all ways of hiding keys: fields of the layer, keywords of a call, and the hidden
+    keys.
+    """
     queries, keys = np.arange(num_queries)[:, None], np.arange(num_keys)
     segments = np.zeros((BATCH, num_queries), int), np.array([[0], [1]]).repeat(num_keys, axis=1)
     bias = np.where(OF_SECOND, -np.inf, 0.5) + np.zeros((num_queries, num_keys))
@@ -42,7 +45,11 @@ def hidings(num_queries, num_keys):
         "segments": ({}, {"segment_ids": segments}, OF_SECOND),
         "bias": ({}, {"bias": bias.astype(np.float32)}, OF_SECOND),
         "window": ({"window_size": 1}, {}, queries != keys),
-        "causal window": ({"window_size": 2}, {"is_causal": True}, (keys > queries) | (queries - keys >= 2)),
+        "causal window": (
+            {"window_size": 2},
+            {"is_causal": True},
+            (keys > queries) | (queries - keys >= 2),
+        ),
         "chunks": ({"chunk_size": 2}, lengths, OF_SECOND | (queries // 2 != keys // 2)),
         "soft cap": ({"soft_cap": 50.0}, lengths, OF_SECOND),
         "alibi": ({"alibi": Alibi()}, lengths, OF_SECOND),
@@ -66,8 +73,13 @@ def test_one_key_or_query_matches_formula(device, path, size):
     """
     (attention, dtype), (num_queries, num_keys) = PATHS[path], SIZES[size]
     rng = np.random.default_rng(2)
-    shapes = [(BATCH, NUM_HEADS, num_queries, HEAD_DIM), *[(BATCH, NUM_KV_HEADS, num_keys, HEAD_DIM)] * 2]
-    heads = [rounded(0.3 * rng.standard_normal(shape), dtype) for shape in shapes]  # small scores: the cap is linear
+    shapes = [
+        (BATCH, NUM_HEADS, num_queries, HEAD_DIM),
+        *[(BATCH, NUM_KV_HEADS, num_keys, HEAD_DIM)] * 2,
+    ]
+    heads = [
+        rounded(0.3 * rng.standard_normal(shape), dtype) for shape in shapes
+    ]  # small scores: the cap is linear
     uploaded = [mha_tt.upload(x, device=device, dtype=dtype) for x in heads]
     for name, (fields, keywords, hidden) in hidings(num_queries, num_keys).items():
         spec = AttentionSpec(NUM_HEADS * HEAD_DIM, NUM_HEADS, num_kv_heads=NUM_KV_HEADS, **fields)
@@ -84,11 +96,16 @@ def test_one_key_or_query_matches_formula(device, path, size):
             assert_close(mha_tt.download(attn_weights), expected_weights, tolerance)
 
 
-# ---- Layers and caches -----------------------------------------------------------------------------------------------
+# ---- Layers and caches ---------------------------------------------------------------------------
 
 PLAIN = AttentionSpec(64, 2)
 LATENT = AttentionSpec(
-    64, 2, head_dim=64, value_head_dim=32, latent=Latent(32, 32), rope=Rope(rotary_dim=32, rotated="last")
+    64,
+    2,
+    head_dim=64,
+    value_head_dim=32,
+    latent=Latent(32, 32),
+    rope=Rope(rotary_dim=32, rotated="last"),
 )
 
 
@@ -100,7 +117,8 @@ def test_layer_without_keys_matches_formula(device, kind, dtype, need_weights):
     weights = rounded_weights(PLAIN, dtype)
     module = module_of(kind, PLAIN, device, dtype, weights)
     x, memory = (
-        rounded(np.random.default_rng(i).standard_normal((2, length, 64)), dtype) for i, length in [(0, 3), (1, 1)]
+        rounded(np.random.default_rng(i).standard_normal((2, length, 64)), dtype)
+        for i, length in [(0, 3), (1, 1)]
     )
     inputs = (x, memory) if kind == "MultiHeadAttention" else (memory,)
     uploaded = [mha_tt.upload(each, device=device, dtype=dtype) for each in inputs]
@@ -130,7 +148,9 @@ def test_hidden_first_token_matches_formula(device, kind, spec, dtype, hides):
         "bias": {"bias": np.where(OF_SECOND, -np.inf, 0.0).astype(np.float32)},
         "ragged": {"new_lengths": [1, 0]},
     }[hides]
-    output, _ = module(mha_tt.upload(x, device=device, dtype=dtype), module.init_cache(2, 32), **options)
+    output, _ = module(
+        mha_tt.upload(x, device=device, dtype=dtype), module.init_cache(2, 32), **options
+    )
     expected, _ = layer(spec, weights, x, mask=OF_SECOND)
     if hides == "ragged":
         expected[1] = 0.0  # it has no token

@@ -1,4 +1,6 @@
-"""Operations compared with their golden functions one by one; on a mock board, wrong values are injected."""
+"""Operations compared with their golden functions one by one; on a mock board, wrong values are
+injected.
+"""
 
 import re
 from pathlib import Path
@@ -25,7 +27,9 @@ def layer(device):
     def run():
         cache = module.init_cache(2, 40)
         for count in (36, 1, 1):
-            x = mha_tt.upload(np.random.default_rng(count).standard_normal((2, count, 64)), device=device)
+            x = mha_tt.upload(
+                np.random.default_rng(count).standard_normal((2, count, 64)), device=device
+            )
             _, cache = module(x, cache)
 
     return run
@@ -39,7 +43,9 @@ def broken(monkeypatch, name, change):
         original(self, operation, arguments, keywords, result)
         if operation.python_fully_qualified_name == name:
             for tensor in result if isinstance(result, list | tuple) else [result]:
-                self._values[tensor.tensor_id] = [change(part.clone()) for part in self.parts(tensor)]
+                self._values[tensor.tensor_id] = [
+                    change(part.clone()) for part in self.parts(tensor)
+                ]
 
     monkeypatch.setattr(Shadow, "__call__", call)
 
@@ -51,7 +57,7 @@ def test_correct_program_passes(layer):
     with parity.assert_operations() as operations:
         layer()
     assert operations.judged > 60
-    assert not operations.not_judged
+    assert not operations.not_compared
 
 
 @pytest.mark.parametrize(
@@ -64,7 +70,9 @@ def test_correct_program_passes(layer):
     ],
 )
 def test_first_wrong_operation_is_located(monkeypatch, layer, name, change):
-    """The first operation that differs is reported with its number, name, shapes and source line."""
+    """The first operation that differs is reported with its number, name, shapes and source
+    line.
+    """
     broken(monkeypatch, name, change)
     place = rf"operation \d+, {re.escape(name)} of \(.*\), .*mha_tt.*\.py:\d+:"
     with pytest.raises(AssertionError, match=place), parity.assert_operations():
@@ -81,7 +89,9 @@ def test_reported_place_is_line_of_program(monkeypatch, device):
 
     with pytest.raises(AssertionError) as raised, parity.assert_operations():
         program()
-    line, text = re.match(r"operation 2, ttnn.softmax of \(1, 1, 32, 32\), .*:(\d+):\n(.*)", str(raised.value)).groups()
+    line, text = re.match(
+        r"operation 2, ttnn.softmax of \(1, 1, 32, 32\), .*:(\d+):\n(.*)", str(raised.value)
+    ).groups()
     assert "# this one" in Path(__file__).read_text("utf-8").splitlines()[int(line) - 1]
     assert "softmax: actual differs from expected (bfloat16)" in text
 
@@ -103,12 +113,14 @@ def test_unchecked_operations_are_reported(monkeypatch, device):
     x = mha_tt.upload(np.ones((1, 1, 32, 32)), device=device)
     with parity.assert_operations() as operations:
         ttnn.typecast(x, ttnn.bfloat8_b)
-    assert operations.not_judged == {"ttnn.typecast": "blocks that share an exponent have no budget"}
+    assert operations.not_compared == {
+        "ttnn.typecast": "blocks that share an exponent have no budget"
+    }
     assert operations.judged == 0
-    monkeypatch.setattr("parity.testing.operations._golden", lambda operation: None)
+    monkeypatch.setattr("parity.use.testing.operations._golden", lambda operation: None)
     with parity.assert_operations() as operations:
         ttnn.add(x, x)
-    assert "it has no golden function" in operations.not_judged["ttnn.add"]
+    assert "it has no golden function" in operations.not_compared["ttnn.add"]
     assert operations.judged == 0
 
 

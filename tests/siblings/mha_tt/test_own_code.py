@@ -10,9 +10,9 @@ from helpers.refusals import refuses
 from helpers.tt.formulas import IS_MOCK
 
 import parity
-from parity.backends import tt
-from parity.cli.main import main
-from parity.conformance.examine import examine
+from parity.explain.conformance.examine import examine
+from parity.measure.backends import tt
+from parity.use.cli.main import main
 
 SPEC = parity.AttentionSpec(128, 4, num_kv_heads=2, rope=parity.Rope(10000.0))
 
@@ -87,7 +87,7 @@ def words(function, *questions, **declared):
     return [found[question].words for question in questions]
 
 
-# ---- Conventions -----------------------------------------------------------------------------------------------------
+# ---- Conventions ---------------------------------------------------------------------------------
 
 
 @pytest.mark.board
@@ -163,7 +163,9 @@ def test_unsupported_dtypes_raise(capsys):
 
     found = examine(own_tt.attention, ["attends"], ["bfloat16", "float32"], framework="ttnn")
     assert found["attends"].words == "to all tokens"
-    assert main(["conformance", "own_tt:attention", "--framework", "ttnn", "--dtypes", "float16"]) == 2
+    assert (
+        main(["conformance", "own_tt:attention", "--framework", "ttnn", "--dtypes", "float16"]) == 2
+    )
     assert refuses("a dtype", "float16").is_printed_in(capsys.readouterr().err)
 
 
@@ -184,7 +186,7 @@ def test_missing_operation_raises_its_error():
         examine(own_tt.not_there, ["scale"], framework="ttnn")
 
 
-# ---- Diagnosis -------------------------------------------------------------------------------------------------------
+# ---- Diagnosis -----------------------------------------------------------------------------------
 
 PORT = """
 import numpy as np
@@ -245,7 +247,14 @@ def diagnosed(own, capsys):
     def diagnosed(fault):
         name = f"port_{fault.replace('-', '_')}"
         (own / f"{name}.py").write_text(PORT.format(fault=fault))
-        arguments = ["diagnose", f"{name}:port", "--framework", "ttnn", "--weights", "layer.safetensors"]
+        arguments = [
+            "diagnose",
+            f"{name}:port",
+            "--framework",
+            "ttnn",
+            "--weights",
+            "layer.safetensors",
+        ]
         return main(arguments), capsys.readouterr()
 
     return diagnosed
@@ -272,8 +281,10 @@ def test_diagnosis_uses_arithmetic_of_device(diagnosed, monkeypatch):
     """`diagnose` uses the arithmetic "tensix" on a card and "ieee" on a mock board."""
     given = []
     monkeypatch.setattr(
-        "parity.diagnosis.diagnose.diagnose",
-        lambda observed, problem, *, arithmetic, **_: given.append(arithmetic) or parity.Diagnosis("none"),
+        "parity.explain.diagnosis.diagnose.diagnose",
+        lambda observed, problem, *, arithmetic, **_: (
+            given.append(arithmetic) or parity.Diagnosis("none")
+        ),
     )
     lock = tt.lock
 
@@ -293,5 +304,8 @@ def test_function_without_tensor_raises(own, diagnosed, capsys):
     """`diagnose` of a function that returns None exits with 2 and names the type."""
     diagnosed("none")
     (own / "giver.py").write_text("def nothing(x):\n    return None\n")
-    assert main(["diagnose", "giver:nothing", "--framework", "ttnn", "--weights", "layer.safetensors"]) == 2
+    assert (
+        main(["diagnose", "giver:nothing", "--framework", "ttnn", "--weights", "layer.safetensors"])
+        == 2
+    )
     assert refuses("the function", "NoneType").is_printed_in(capsys.readouterr().err)

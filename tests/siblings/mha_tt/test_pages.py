@@ -27,7 +27,11 @@ CAPACITY = 120
 def made(device, spec, dtype=None, page_size=32):
     """Return a module, an empty cache without pages, and one with pages."""
     module = module_of("MultiHeadAttentionWithCache", spec, device)
-    return module, module.init_cache(3, CAPACITY, dtype), module.init_cache(3, CAPACITY, dtype, page_size=page_size)
+    return (
+        module,
+        module.init_cache(3, CAPACITY, dtype),
+        module.init_cache(3, CAPACITY, dtype, page_size=page_size),
+    )
 
 
 def tokens(device, count, seed=0):
@@ -36,10 +40,14 @@ def tokens(device, count, seed=0):
 
 
 def run(module, cache, between=lambda cache: cache, **options):
-    """Return the outputs and the cache of a prompt, a chunk that begins and ends within pages, and steps."""
+    """Return the outputs and the cache of a prompt, a chunk that begins and ends within pages, and
+    steps.
+    """
     device, outputs = module.device, []
     for count, new_lengths in ((40, [40, 3, 17]), (50, None), (1, None), (1, [1, 0, 1]), (1, None)):
-        output, cache = module(tokens(device, count, len(outputs)), between(cache), new_lengths=new_lengths, **options)
+        output, cache = module(
+            tokens(device, count, len(outputs)), between(cache), new_lengths=new_lengths, **options
+        )
         outputs.append(mha_tt.download(output))
     return outputs, cache
 
@@ -50,9 +58,13 @@ def in_slots(cache):
 
 
 @pytest.mark.board
-@pytest.mark.parametrize(("name", "page_size"), [*((name, 32) for name in LAYERS), ("many heads", 64)])
+@pytest.mark.parametrize(
+    ("name", "page_size"), [*((name, 32) for name in LAYERS), ("many heads", 64)]
+)
 def test_pages_match_slots(device, name, page_size):
-    """Outputs, lengths and contents of a cache in pages equal those of one in slots, bit for bit."""
+    """Outputs, lengths and contents of a cache in pages equal those of one in slots, bit for
+    bit.
+    """
     module, slots, pages = made(device, LAYERS[name], page_size=page_size)
     expected, slots = run(module, slots)
     found, pages = run(module, pages)
@@ -72,7 +84,9 @@ def test_mask_over_pages_is_indexed_by_slot(device):
     """A mask applies to the slots of a cache in pages, wherever the pages are."""
     mask = np.random.default_rng(1).random((1, 1, 1, CAPACITY)) < 0.3
     module, slots, pages = made(device, LAYERS["many heads"])
-    assert all(map(np.array_equal, run(module, pages, mask=mask)[0], run(module, slots, mask=mask)[0]))
+    assert all(
+        map(np.array_equal, run(module, pages, mask=mask)[0], run(module, slots, mask=mask)[0])
+    )
 
 
 def test_pages_match_reference(device):
@@ -92,7 +106,9 @@ def test_pages_match_reference(device):
 @pytest.mark.board
 @pytest.mark.parametrize("name", ["no RoPE", "many heads"])
 def test_step_over_pages_costs_no_more(device, calls, uploads, monkeypatch, name):
-    """A step over pages runs the same operations as one over slots, and uploads or reads nothing."""
+    """A step over pages runs the same operations as one over slots, and uploads or reads
+    nothing.
+    """
     module, *caches = made(device, LAYERS[name])
     token, names = tokens(device, 1), []
     for cache in caches:
@@ -100,7 +116,9 @@ def test_step_over_pages_costs_no_more(device, calls, uploads, monkeypatch, name
         calls.clear()
         uploads.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(devices, "readers", [lambda tensor: pytest.fail("a tensor was read back")])
+            patch.setattr(
+                devices, "readers", [lambda tensor: pytest.fail("a tensor was read back")]
+            )
             module(token, cache)
         names.append([call.name.replace("paged_scaled", "scaled") for call in calls])
         assert not uploads
@@ -117,7 +135,9 @@ BETWEEN = {
 
 @pytest.mark.parametrize("name", BETWEEN)
 def test_changed_pages_match_changed_slots(device, name):
-    """After reordering, cropping, growing or repeating once, a cache in pages equals one in slots."""
+    """After reordering, cropping, growing or repeating once, a cache in pages equals one in
+    slots.
+    """
     module, slots, pages = made(device, LAYERS["many heads"])
     expected, slots = run(module, slots, BETWEEN[name])
     found, pages = run(module, pages, BETWEEN[name])
@@ -149,7 +169,9 @@ def test_swapped_pages_change_outputs(device):
 
 
 def test_copied_pages_have_their_own_storage(device):
-    """A copy of a cache in pages keeps its contents during steps from the cache, and continues like it."""
+    """A copy of a cache in pages keeps its contents during steps from the cache, and continues like
+    it.
+    """
     module, _, pages = made(device, LAYERS["many heads"])
     _, cache = module(tokens(device, 40), pages)
     copied, other, token = cache.copy(), cache.copy(), tokens(device, 1)

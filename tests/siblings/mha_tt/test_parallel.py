@@ -1,4 +1,5 @@
-"""Heads divided over the chips of mock boards: they match the undivided layer, and injected bugs are detected.
+"""Heads divided over the chips of mock boards: they match the undivided layer, and injected bugs
+are detected.
 
 helpers/programs/chips.py computes the results, in one process for each board.
 """
@@ -15,7 +16,10 @@ from helpers.programs.chips import JUDGED
 from helpers.refusals import refuses, refuses_type
 from helpers.samples import sample
 
-pytestmark = [pytest.mark.usefixtures("only_mock"), pytest.mark.costly("a process has one board for good")]
+pytestmark = [
+    pytest.mark.usefixtures("only_mock"),
+    pytest.mark.costly("a process has one board for good"),
+]
 
 every_board = pytest.mark.parametrize("board", JUDGED)
 
@@ -32,9 +36,15 @@ def found(tmp_path_factory):
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
                 program = [sys.executable, "-m", "helpers.programs.chips", board]
-                kept = {name: value for name, value in os.environ.items() if not name.startswith("TT_METAL")}
+                kept = {
+                    name: value
+                    for name, value in os.environ.items()
+                    if not name.startswith("TT_METAL")
+                }
                 kept["PYTHONPATH"] = PYTHONPATH
-                result = subprocess.run(program, env=kept, cwd=ROOT, capture_output=True, text=True, timeout=600)
+                result = subprocess.run(
+                    program, env=kept, cwd=ROOT, capture_output=True, text=True, timeout=600
+                )
                 assert result.returncode == 0, result.stderr
                 path.write_text(result.stdout)
         return json.loads(path.read_text())
@@ -60,7 +70,10 @@ def test_chips_send_exactly_one_sum(found, board):
     sent = [each for _, _, of_cases in found(board)["judged"].values() for each in of_cases]
     assert {program for _, program, *_ in sent} > {"fused.forward", "step"}
     assert all(counted == ideal for *_, counted, ideal in sent)
-    assert all(counted == ({} if case == "no-out-proj" else {"all-reduce": 1}) for case, _, counted, _ in sent)
+    assert all(
+        counted == ({} if case == "no-out-proj" else {"all-reduce": 1})
+        for case, _, counted, _ in sent
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,7 +84,9 @@ def test_chips_send_exactly_one_sum(found, board):
         ("the bias of out_proj on every chip", "output", ""),
     ],
 )
-def test_wrong_division_fails_at_its_stage(found, bug, first, reason):  # the control of the tests above
+def test_wrong_division_fails_at_its_stage(
+    found, bug, first, reason
+):  # the control of the tests above
     """Control: each injected bug of dividing heads fails first at its stage."""
     failed = found("n300")["controls"][bug]
     stage, told = next(iter(failed.items()))
@@ -135,5 +150,9 @@ def test_unsupported_divisions_raise_by_name(found, name, refusal):
 
 
 def test_unknown_mesh_operation_raises(found):
-    """ttnn.all_broadcast, which has no values on a mesh, raises NotImplementedError with its name."""
-    assert found("n300")["refused"]["broadcast"].startswith("NotImplementedError: ttnn.all_broadcast ")
+    """ttnn.all_broadcast, which has no values on a mesh, raises NotImplementedError with its
+    name.
+    """
+    assert found("n300")["refused"]["broadcast"].startswith(
+        "NotImplementedError: ttnn.all_broadcast "
+    )

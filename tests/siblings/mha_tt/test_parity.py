@@ -1,4 +1,6 @@
-"""Every case of `parity` passes: each stage, and the modules as users call them, within the case's own noise."""
+"""Every case of `parity` passes: each stage, and the modules as users call them, within the case's
+own noise.
+"""
 
 from dataclasses import replace
 from itertools import cycle
@@ -10,12 +12,15 @@ from helpers.tt import MOCK_BOARD, RECORDED_BOARD
 from helpers.tt.formulas import IS_MOCK
 
 from mha_spec import AttentionSpec, Rope
-from parity import CASES, Case, random_case, run_cases
-from parity.backends import tt as backend
+from parity import CASES, Case, run_cases
+from parity.measure.backends import tt as backend
+from parity.measure.core.cases import random_case
 
 DTYPES = ("float32", "bfloat16")
 MORE_SEEDS = range(6, 18)  # the first six are among the cases
-RUNS = [(case, dtype) for case in CASES.values() for dtype in ((case.dtype,) if case.dtype else DTYPES)]
+RUNS = [
+    (case, dtype) for case in CASES.values() for dtype in ((case.dtype,) if case.dtype else DTYPES)
+]
 SKIPPED = [(case, dtype) for case, dtype in RUNS if backend.why_skipped(case, dtype)]
 RUN = [run for run in RUNS if run not in SKIPPED] + [
     (random_case(seed), dtype) for seed in MORE_SEEDS for dtype in DTYPES
@@ -26,9 +31,11 @@ RECORDED = {path.stem for path in backend.RECORDINGS.rglob("*.npz")}
 
 
 def params():
-    """Return the cases, each in one dtype on each mock board: golden functions do not depend on boards.
+    """Return the cases, each in one dtype on each mock board: golden functions do not depend on
+    boards.
 
-    `make test` runs the cases in bfloat16 that have no recordings; with the recordings, every case runs.
+    `make test` runs the cases in bfloat16 that have no recordings; with the recordings, every case
+    runs.
     """
     if not IS_MOCK:
         return [pytest.param(case, dtype, id=f"{case.name}-{dtype}") for case, dtype in RUN]
@@ -63,7 +70,9 @@ ROPE = Rope(10000.0)
 
 def cached(prompt, spec, **sizes):
     """Return a case of a prompt and two steps."""
-    return Case("", spec, "", seq_len=prompt + 2, chunks=(prompt, 1, 1), capacity=prompt + 30, **sizes)
+    return Case(
+        "", spec, "", seq_len=prompt + 2, chunks=(prompt, 1, 1), capacity=prompt + 30, **sizes
+    )
 
 
 SHAPES = {
@@ -79,7 +88,11 @@ SHAPES["1024-cached"] = cached(1024, AttentionSpec(128, 2, rope=ROPE), batch=1)
 
 
 # Each size runs in one dtype without a cache, and in the other one with a cache.
-@sample(where=lambda name, dtype: (name, dtype) in [("heads-of-48", "float32"), ("heads-of-96-cached", "bfloat16")])
+@sample(
+    where=lambda name, dtype: (
+        (name, dtype) in [("heads-of-48", "float32"), ("heads-of-96-cached", "bfloat16")]
+    )
+)
 @pytest.mark.parametrize(("name", "dtype"), list(zip(SHAPES, cycle(DTYPES), strict=False)))
 def test_uncommon_shapes_pass(opened_device, name, dtype):
     """Batches of 32, other head widths and 1024 tokens, with and without caches, are within

@@ -1,6 +1,7 @@
 """Cases with recordings of a computing board replay them, and each recording is current.
 
-Other boards have nothing to replay: conftest.py collects these tests only on the board of the recordings.
+Other boards have nothing to replay: conftest.py collects these tests only on the board of the
+recordings.
 """
 
 import re
@@ -9,12 +10,12 @@ import pytest
 from helpers.tt.formulas import IS_MOCK
 
 from parity import random_weights
-from parity.backends import tt
-from parity.backends.record import record
-from parity.core.cases import CASES
-from parity.core.problem import make_problem
-from parity.core.trace import Reference, judge
-from parity.running.run import run_cases
+from parity.measure.backends import tt
+from parity.measure.backends.record import record
+from parity.measure.core.cases import CASES
+from parity.measure.core.problem import make_problem
+from parity.measure.core.trace import Reference, judge
+from parity.use.running.run import run_cases
 
 pytestmark = [
     pytest.mark.board,
@@ -50,4 +51,7 @@ def test_run_reports_source_of_its_values():
     assert told.startswith(f"{values} a recording made on a simulated Blackhole")
     report = run_cases([case], ["tt"], weights=weights)
     assert report.warnings[0] == f"{values} golden functions"
-    assert re.match(r"tt ran another program .* full in float32: step \d+ uploads other numbers", report.warnings[1])
+    assert re.match(
+        r"tt ran another program .* full in float32: step \d+ uploads other numbers",
+        report.warnings[1],
+    )

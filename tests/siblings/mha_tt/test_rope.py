@@ -12,7 +12,7 @@ from helpers.tt.formulas import TOLERANCES, assert_close, both_dtypes, rotate, r
 import mha_tt
 import parity
 from mha_spec import DynamicScaling, ProportionalScaling, YarnScaling
-from parity.core.reference.rope import amplitude, axes, frequencies, pairs
+from parity.measure.core.reference.rope import amplitude, axes, frequencies, pairs
 
 
 def rotated(device, x, positions, theta=10000.0, *, dtype=ttnn.float32, **options):
@@ -28,19 +28,10 @@ def padded_heads(x):
     return padded
 
 
-# ---- By hand ---------------------------------------------------------------------------------------------------------
+# ---- By hand -------------------------------------------------------------------------------------
 
 
-def test_frequencies_are_powers_of_theta():
-    """Frequencies of 6 features are 1, theta^(-1/3) and theta^(-2/3)."""
-    # theta ** (-2 i / H) for i = 0, 1, 2 and H = 6: 1, 1000 ** (-1/3), 1000 ** (-2/3).
-    found = parity.Rope(1000.0).frequencies(6)
-    assert found.dtype == np.float32
-    # Each step is rounded: the exponent, the power, 1 / power.
-    assert found == pytest.approx([1.0, 0.1, 0.01], rel=2e-7)
-
-
-# ---- Compared with float64 -------------------------------------------------------------------------------------------
+# ---- Compared with float64 -----------------------------------------------------------------------
 
 
 @both_dtypes
@@ -48,15 +39,20 @@ def test_frequencies_are_powers_of_theta():
 def test_rotation_matches_float64(device, rng, head_dim, dtype):
     """Rotated heads of 2 to 80 features match the formula in float64."""
     x, positions = rounded(rng.standard_normal((2, 3, 5, head_dim)), dtype), np.arange(5)[None]
-    assert_close(rotated(device, x, positions, 500.0, dtype=dtype), rotate(x, positions, 500.0), dtype)
+    assert_close(
+        rotated(device, x, positions, 500.0, dtype=dtype), rotate(x, positions, 500.0), dtype
+    )
 
 
 @pytest.mark.parametrize("position", [63, 5000, 131071, 2**24 + 1])
 def test_far_positions_are_accurate(device, rng, position):
     """Rotations of positions up to 2^24 + 1 are within the usual tolerance."""
-    # Angles are computed in float64: in float32, those of the last position would be off by whole radians.
+    # Angles are computed in float64: in float32, those of the last position would be off by whole
+    # radians.
     x = rng.standard_normal((1, 2, 1, 8)).astype(np.float32)
-    assert_close(rotated(device, x, [[position]], 500000.0), rotate(x, [[position]], 500000.0), ttnn.float32)
+    assert_close(
+        rotated(device, x, [[position]], 500000.0), rotate(x, [[position]], 500000.0), ttnn.float32
+    )
 
 
 @pytest.mark.parametrize("position", [1, 1000, 131071])
@@ -78,12 +74,16 @@ def test_rows_of_positions_are_the_formula(device, rng, dtype):
 def test_one_row_of_positions_is_broadcast(device, rng):
     """One row of positions is used for all sequences of a batch."""
     x = rng.standard_normal((2, 2, 3, 4)).astype(np.float32)
-    assert np.array_equal(rotated(device, x, [[4, 5, 6]]), rotated(device, x, [[4, 5, 6], [4, 5, 6]]))
+    assert np.array_equal(
+        rotated(device, x, [[4, 5, 6]]), rotated(device, x, [[4, 5, 6], [4, 5, 6]])
+    )
 
 
 @pytest.mark.parametrize("shift", [1, 64, 5000])
 def test_scores_depend_only_on_distance(device, rng, shift):
-    """Shifting the positions of a query and a key by the same number does not change their product."""
+    """Shifting the positions of a query and a key by the same number does not change their
+    product.
+    """
     query, key = rng.standard_normal((2, 1, 1, 1, 8)).astype(np.float32)
     near = rotated(device, query, [[5]]) * rotated(device, key, [[2]])
     far = rotated(device, query, [[5 + shift]]) * rotated(device, key, [[2 + shift]])
@@ -103,10 +103,12 @@ def test_bfloat16_features_are_rounded_once(device, rng):
     # At position 5001 an angle in bfloat16 would be off by 16 radians.
     x = rounded(rng.standard_normal((1, 2, 1, 8)), ttnn.bfloat16)
     wide = rotated(device, x, [[5001]])
-    assert np.array_equal(rotated(device, x, [[5001]], dtype=ttnn.bfloat16), rounded(wide, ttnn.bfloat16))
+    assert np.array_equal(
+        rotated(device, x, [[5001]], dtype=ttnn.bfloat16), rounded(wide, ttnn.bfloat16)
+    )
 
 
-# ---- In padded heads -------------------------------------------------------------------------------------------------
+# ---- In padded heads -----------------------------------------------------------------------------
 
 
 @both_dtypes
@@ -127,7 +129,7 @@ def test_padding_of_heads_stays_zero_in_rope(device, rng, head_dim):
     assert not np.delete(padded, mha_tt.head_slots(head_dim, rope=parity.Rope()), axis=-1).any()
 
 
-# ---- Kinds -----------------------------------------------------------------------------------------------------------
+# ---- Kinds ---------------------------------------------------------------------------------------
 
 KINDS = {
     "neighbours": parity.Rope(pairs="interleaved"),
@@ -137,8 +139,12 @@ KINDS = {
     "proportional": parity.Rope(scaling=ProportionalScaling(0.5)),
     "by length": parity.Rope(scaling=DynamicScaling(4.0, 6)),
     "sections": parity.Rope(100.0, sections=(3, 2, 1), section_order="interleaved"),
-    "sections of their own": parity.Rope(100.0, sections=(2, 2, 2), section_frequencies="own", pairs="interleaved"),
-    "sections that are strided": parity.Rope(100.0, sections=(2, 2, 2), section_frequencies="strided"),
+    "sections of their own": parity.Rope(
+        100.0, sections=(2, 2, 2), section_frequencies="own", pairs="interleaved"
+    ),
+    "sections that are strided": parity.Rope(
+        100.0, sections=(2, 2, 2), section_frequencies="strided"
+    ),
 }
 
 
@@ -150,7 +156,9 @@ def rotated_on_paper(x, positions, rope):
     for b in range(x.shape[0]):
         row = b % positions.shape[1]
         angular = frequencies(rope, x.shape[3], int(lengths[row]))
-        for pair, (i, j, axis) in enumerate(zip(firsts, seconds, axes(rope, x.shape[3]), strict=True)):
+        for pair, (i, j, axis) in enumerate(
+            zip(firsts, seconds, axes(rope, x.shape[3]), strict=True)
+        ):
             angles = positions[axis % len(positions), row] * angular[pair]
             cos, sin = amplitude(rope) * np.cos(angles), amplitude(rope) * np.sin(angles)
             found[b, :, :, i] = x[b, :, :, i] * cos - x[b, :, :, j] * sin
@@ -186,7 +194,9 @@ def test_bare_heads_with_other_pairs_raise(device, kind):
 
 
 def test_positions_on_axes_need_sections(device):
-    """Positions on three axes without sections, and on two axes for three sections, raise an error."""
+    """Positions on three axes without sections, and on two axes for three sections, raise an
+    error.
+    """
     x = mha_tt.upload(np.ones((1, 1, 3, 12)), device=device)
     with refuses("positions", {"positions.shape": (3, 1, 3)}):
         mha_tt.apply_rope(x, np.zeros((3, 1, 3), np.int32), parity.Rope())
@@ -194,7 +204,7 @@ def test_positions_on_axes_need_sections(device):
         mha_tt.apply_rope(x, np.zeros((2, 1, 3), np.int32), KINDS["sections"])
 
 
-# ---- In a layer ------------------------------------------------------------------------------------------------------
+# ---- In a layer ----------------------------------------------------------------------------------
 
 
 SPEC = parity.AttentionSpec(8, 2, rope=parity.Rope(100.0))
@@ -202,7 +212,9 @@ SPEC = parity.AttentionSpec(8, 2, rope=parity.Rope(100.0))
 
 def layer_output(device, x, **options):
     """Return the output of a layer with RoPE, always with the same weights."""
-    module = mha_tt.MultiHeadAttention(SPEC, device=device, dtype=ttnn.float32, rng=np.random.default_rng(0))
+    module = mha_tt.MultiHeadAttention(
+        SPEC, device=device, dtype=ttnn.float32, rng=np.random.default_rng(0)
+    )
     output, _ = module(mha_tt.upload(x, device=device, dtype=ttnn.float32), **options)
     return mha_tt.download(output)
 
@@ -218,13 +230,15 @@ def test_layer_adapts_rotations_to_length(device, rng):
     """A layer called with 3 and then 5 tokens returns the bits of a new layer."""
     # A layer keeps the rotations of the last length.
     x = rng.standard_normal((2, 5, 8)).astype(np.float32)
-    module = mha_tt.MultiHeadAttention(SPEC, device=device, dtype=ttnn.float32, rng=np.random.default_rng(0))
+    module = mha_tt.MultiHeadAttention(
+        SPEC, device=device, dtype=ttnn.float32, rng=np.random.default_rng(0)
+    )
     module(mha_tt.upload(x[:, :3], device=device, dtype=ttnn.float32))
     output, _ = module(mha_tt.upload(x, device=device, dtype=ttnn.float32))
     assert np.array_equal(mha_tt.download(output), layer_output(device, x))
 
 
-# ---- Errors ----------------------------------------------------------------------------------------------------------
+# ---- Errors --------------------------------------------------------------------------------------
 
 REFUSALS = {
     "odd head": ((1, 1, 1, 3), [[0]], 1e4, refuses("head_dim", head_dim=3)),
@@ -233,11 +247,31 @@ REFUSALS = {
     "theta NaN": ((1, 1, 1, 4), [[0]], math.nan, refuses("theta", theta=math.nan)),
     "theta text": ((1, 1, 1, 4), [[0]], "1e4", refuses_type("theta", theta="1e4")),
     "three axes": ((1, 1, 4), [[0]], 1e4, refuses("x", {"x.shape": (1, 1, 4)})),
-    "float positions": ((1, 1, 1, 4), [[0.0]], 1e4, refuses_type("positions", {"positions.dtype": ...})),
-    "boolean positions": ((1, 1, 1, 4), [[True]], 1e4, refuses_type("positions", {"positions.dtype": ...})),
+    "float positions": (
+        (1, 1, 1, 4),
+        [[0.0]],
+        1e4,
+        refuses_type("positions", {"positions.dtype": ...}),
+    ),
+    "boolean positions": (
+        (1, 1, 1, 4),
+        [[True]],
+        1e4,
+        refuses_type("positions", {"positions.dtype": ...}),
+    ),
     "flat positions": ((1, 1, 1, 4), [0], 1e4, refuses("positions", {"positions.shape": (1,)})),
-    "too many positions": ((1, 1, 1, 4), [[0, 1]], 1e4, refuses("positions", {"positions.shape": (1, 2)})),
-    "another batch": ((3, 1, 1, 4), [[0], [1]], 1e4, refuses("positions", {"positions.shape": (2, 1)})),
+    "too many positions": (
+        (1, 1, 1, 4),
+        [[0, 1]],
+        1e4,
+        refuses("positions", {"positions.shape": (1, 2)}),
+    ),
+    "another batch": (
+        (3, 1, 1, 4),
+        [[0], [1]],
+        1e4,
+        refuses("positions", {"positions.shape": (2, 1)}),
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""`mha-parity run --mesh` on mock boards of several chips, and its errors; test_parallel.py checks the results."""
+"""`mha-parity run --mesh` on mock boards of several chips, and its errors; test_parallel.py checks
+the results.
+"""
 
 import json
 import os
@@ -12,10 +14,10 @@ from helpers.refusals import refuses
 
 from mha_spec import AttentionSpec, Norm
 from parity import CASES
-from parity.backends import tt_mesh
-from parity.cli.main import main
-from parity.running.traces import load_trace
-from parity.sharding.mesh import MeshPlan, collectives_of
+from parity.measure.backends import tt_mesh
+from parity.measure.sharding.mesh import MeshPlan, collectives_of
+from parity.use.cli.main import main
+from parity.use.running.traces import load_trace
 
 pytestmark = pytest.mark.usefixtures("only_mock")
 
@@ -23,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("only_mock")
 RUNS = """
 import os, sys
 import torch, ttnn
-from parity.cli.main import main
+from parity.use.cli.main import main
 
 run = ["run", "--backends", "tt", "--cases", "*qa-causal"]
 for more in ([], sys.argv[1:]):  # each a fork, for a process opens chips or a mesh of them, and imports take longest
@@ -72,8 +74,13 @@ def test_indivisible_cases_are_skipped():
     width = replace(CASES["gqa"], spec=AttentionSpec(32, 8, qk_norm=Norm(over="width")))
     assert refuses("q_norm").is_printed_in(tt_mesh.why_skipped(width, "float32", plan))
     assert refuses("alibi").is_printed_in(tt_mesh.why_skipped(CASES["alibi"], "float32", plan))
-    assert tt_mesh.why_skipped(CASES["gqa"], "float32", MeshPlan(tensor=3)) == "tensor=3 does not divide 8 query heads"
-    assert tt_mesh.why_skipped(CASES["random-mask"], "float32", plan).startswith("a mask per head would differ")
+    assert (
+        tt_mesh.why_skipped(CASES["gqa"], "float32", MeshPlan(tensor=3))
+        == "tensor=3 does not divide 8 query heads"
+    )
+    assert tt_mesh.why_skipped(CASES["random-mask"], "float32", plan).startswith(
+        "a mask per head would differ"
+    )
     assert tt_mesh.why_skipped(CASES["fused-qkv"], "float32", plan) is None
 
 

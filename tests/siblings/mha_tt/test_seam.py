@@ -1,4 +1,5 @@
-"""The kernel of a layer: a custom kernel replaces it in all calls without attention weights, with its own arithmetic.
+"""The kernel of a layer: a custom kernel replaces it in all calls without attention weights, with
+its own arithmetic.
 
 The default kernel passes what it does not support on to the plain path.
 """
@@ -20,9 +21,15 @@ from mha_tt.scores import Scores
 
 SPEC = parity.AttentionSpec(64, 4, num_kv_heads=2, sinks=True)
 LATENT = parity.AttentionSpec(
-    64, 4, head_dim=48, rope=parity.Rope(rotary_dim=16, rotated="last"), latent=parity.Latent(32, rope_dim=16)
+    64,
+    4,
+    head_dim=48,
+    rope=parity.Rope(rotary_dim=16, rotated="last"),
+    latent=parity.Latent(32, rope_dim=16),
 )
-KERNEL, KERNEL_OF_STEP = (f"ttnn.transformer.scaled_dot_product_attention{suffix}" for suffix in ("", "_decode"))
+KERNEL, KERNEL_OF_STEP = (
+    f"ttnn.transformer.scaled_dot_product_attention{suffix}" for suffix in ("", "_decode")
+)
 
 
 def tokens(seq_len, seed=1):
@@ -64,7 +71,9 @@ def by_function(function, *cache):
         weights = mha_tt.upload_weights(parity.random_weights(spec), spec, device=device)
         held = [make(device) for make in cache]
         options = {} if kernel is None else {"kernel": kernel}
-        return [function(mha_tt.upload(tokens(5), device=device), weights, spec, *held, **options)[0]]
+        return [
+            function(mha_tt.upload(tokens(5), device=device), weights, spec, *held, **options)[0]
+        ]
 
     return run
 
@@ -75,15 +84,19 @@ WAYS = {
     "latents": in_chunks("MultiHeadLatentAttention", LATENT),
     "function": by_function(mha_tt.multi_head_attention),
     "function of a cache": by_function(
-        mha_tt.multi_head_attention_with_cache, lambda device: mha_tt.init_cache(2, 2, 40, 32, device=device)
+        mha_tt.multi_head_attention_with_cache,
+        lambda device: mha_tt.init_cache(2, 2, 40, 32, device=device),
     ),
     "function of latents": by_function(
-        mha_tt.multi_head_latent_attention, lambda device: mha_tt.init_latent_cache(2, 40, 32, 16, device=device)
+        mha_tt.multi_head_latent_attention,
+        lambda device: mha_tt.init_latent_cache(2, 40, 32, 16, device=device),
     ),
 }
 
 
-@pytest.mark.parametrize("way", list(WAYS))  # a mark would keep its arguments alive after ttnn exits
+@pytest.mark.parametrize(
+    "way", list(WAYS)
+)  # a mark would keep its arguments alive after ttnn exits
 def test_custom_kernel_replaces_default(device, calls, way):
     """A custom kernel is called once per output in every layer and function, instead of ttnn's
     kernels, and outputs match the default's.
@@ -119,11 +132,19 @@ def test_kernel_has_its_own_arithmetic(device, calls):
     fast, accurate = mha_tt.fast_config(device), mha_tt.accurate_config(device)
     WAYS["cache"](device, fused.FusedAttention(fast))
     found = {
-        name: {mha_tt.describe_config(call.keywords["compute_kernel_config"]) for call in calls if call.name == name}
+        name: {
+            mha_tt.describe_config(call.keywords["compute_kernel_config"])
+            for call in calls
+            if call.name == name
+        }
         for name in (KERNEL, KERNEL_OF_STEP, "ttnn.linear")
     }
     told = {mha_tt.describe_config(fast)}
-    assert found == {KERNEL: told, KERNEL_OF_STEP: told, "ttnn.linear": {mha_tt.describe_config(accurate)}}
+    assert found == {
+        KERNEL: told,
+        KERNEL_OF_STEP: told,
+        "ttnn.linear": {mha_tt.describe_config(accurate)},
+    }
 
 
 UNSUPPORTED = {
@@ -134,7 +155,12 @@ UNSUPPORTED = {
     "soft cap": (ttnn.bfloat16, 32, 32, {"spec": parity.AttentionSpec(128, 4, soft_cap=5.0)}),
     "ALiBi": (ttnn.bfloat16, 32, 32, {"spec": parity.AttentionSpec(128, 4, alibi=parity.Alibi())}),
     "dropout": (ttnn.bfloat16, 32, 32, {"dropout": 0.5, "seed": 3}),
-    "a given dropout": (ttnn.bfloat16, 32, 32, {"dropout": 0.5, "dropout_keep": np.arange(7) % 2 == 0}),
+    "a given dropout": (
+        ttnn.bfloat16,
+        32,
+        32,
+        {"dropout": 0.5, "dropout_keep": np.arange(7) % 2 == 0},
+    ),
 }
 
 
@@ -143,8 +169,13 @@ def test_unsupported_calls_use_plain_path(device, calls, rng, name):
     """Calls that the default kernel does not support return the bits of the plain path."""
     dtype, *features, changes = UNSUPPORTED[name]
     shapes = [(2, 4, 5, features[0]), (2, 2, 7, features[0]), (2, 2, 7, features[1])]
-    q, k, v = (mha_tt.upload(rng.standard_normal(shape), device=device, dtype=dtype) for shape in shapes)
-    visible, scores = Mask(key_padding_lengths=[4, 7]), replace(Scores(BareHeads(features[0])), **changes)
+    q, k, v = (
+        mha_tt.upload(rng.standard_normal(shape), device=device, dtype=dtype) for shape in shapes
+    )
+    visible, scores = (
+        Mask(key_padding_lengths=[4, 7]),
+        replace(Scores(BareHeads(features[0])), **changes),
+    )
     found = mha_tt.download(fused.attend(q, k, v, visible, scores))
     assert KERNEL not in {call.name for call in calls}
     assert np.array_equal(found, mha_tt.download(stages.attend(q, k, v, visible, scores)[0]))

@@ -1,6 +1,8 @@
-"""Steps: the cost of one token per sequence, and the correctness of places that the device counts by itself.
+"""Steps: the cost of one token per sequence, and the correctness of places that the device counts
+by itself.
 
-test_cache_mha and test_latent also check the results of steps: token by token, they equal one full pass.
+test_cache_mha and test_latent also check the results of steps: token by token, they equal one full
+pass.
 """
 
 import os
@@ -26,19 +28,33 @@ LAYERS = {
     "few heads": parity.AttentionSpec(64, 4, num_kv_heads=2, rope=ROPE),
     "many heads": parity.AttentionSpec(64, 32, num_kv_heads=8, rope=ROPE),
     "packed": parity.AttentionSpec(64, 32, num_kv_heads=8, rope=ROPE, fused_qkv=True),
-    "heads of their own keys": parity.AttentionSpec(64, 32, head_dim=2, rope=ROPE),  # too many for an n150's cores
+    "heads of their own keys": parity.AttentionSpec(
+        64, 32, head_dim=2, rope=ROPE
+    ),  # too many for an n150's cores
     "some biases": parity.AttentionSpec(64, 4, rope=ROPE, qkv_bias=(True, False, True)),
-    "more than a tile of heads": parity.AttentionSpec(64, 40, num_kv_heads=8, head_dim=2, rope=ROPE),
-    "padded heads": parity.AttentionSpec(60, 3, head_dim=20, rope=parity.Rope(rotary_dim=12, pairs="interleaved")),
+    "more than a tile of heads": parity.AttentionSpec(
+        64, 40, num_kv_heads=8, head_dim=2, rope=ROPE
+    ),
+    "padded heads": parity.AttentionSpec(
+        60, 3, head_dim=20, rope=parity.Rope(rotary_dim=12, pairs="interleaved")
+    ),
     "wide heads": parity.AttentionSpec(64, 2, head_dim=256, rope=ROPE),
     "wider heads": parity.AttentionSpec(64, 1, head_dim=512, rope=ROPE),
-    "sinks, no output projection": parity.AttentionSpec(64, 4, rope=ROPE, sinks=True, out_proj=False),
+    "sinks, no output projection": parity.AttentionSpec(
+        64, 4, rope=ROPE, sinks=True, out_proj=False
+    ),
     "clipped": parity.AttentionSpec(64, 4, clip_qkv=0.5),
     "norms": parity.AttentionSpec(64, 4, rope=ROPE, qk_norm=parity.Norm()),
     "gate": parity.AttentionSpec(64, 4, rope=ROPE, gate=parity.Gate()),
-    "frequencies by length": parity.AttentionSpec(64, 4, rope=parity.Rope(scaling=DynamicScaling(4.0, 6))),
+    "frequencies by length": parity.AttentionSpec(
+        64, 4, rope=parity.Rope(scaling=DynamicScaling(4.0, 6))
+    ),
     "latents": parity.AttentionSpec(
-        64, 4, head_dim=48, rope=parity.Rope(rotary_dim=16, rotated="last"), latent=parity.Latent(32, rope_dim=16)
+        64,
+        4,
+        head_dim=48,
+        rope=parity.Rope(rotary_dim=16, rotated="last"),
+        latent=parity.Latent(32, rope_dim=16),
     ),
 }
 OTHERWISE = {  # steps that need another kernel, or factors computed on the host
@@ -50,7 +66,8 @@ OTHERWISE = {  # steps that need another kernel, or factors computed on the host
 HOST = {"ttnn.to_device", "ttnn.from_device", "ttnn.to_torch", "ttnn.to_dtype"}
 
 COSTS = {
-    # layer, whether fast: operations of a step; in comments, the earlier costs with places uploaded in each step
+    # layer, whether fast: operations of a step; in comments, the earlier costs with places uploaded
+    # in each step
     ("no RoPE", False): 10,  # 24, and 2 uploads
     ("no RoPE", True): 8,  # 24, and 2 uploads
     ("few heads", False): 16,  # 40, and 4 uploads
@@ -72,7 +89,9 @@ def made(device, spec, *, fast=False, seed=0, batch_size=3):
     kind = "MultiHeadLatentAttention" if spec.latent else "MultiHeadAttentionWithCache"
     config = mha_tt.fast_config(device) if fast else None
     module = module_of(kind, spec, device, ttnn.bfloat16, compute_kernel_config=config)
-    return module, rounded(np.random.default_rng(seed).standard_normal((batch_size, 7, spec.d_model)), ttnn.bfloat16)
+    return module, rounded(
+        np.random.default_rng(seed).standard_normal((batch_size, 7, spec.d_model)), ttnn.bfloat16
+    )
 
 
 def begun(module, x, lengths=(3, 1, 2)):
@@ -82,10 +101,14 @@ def begun(module, x, lengths=(3, 1, 2)):
 
 
 def steps(module, x, cache, between=lambda cache: cache, **options):
-    """Return the outputs of three steps, with `between` called on the cache before each, and the final cache."""
+    """Return the outputs of three steps, with `between` called on the cache before each, and the
+    final cache.
+    """
     outputs = []
     for token in (4, 5, 6):
-        output, cache = module(mha_tt.upload(x[:, token : token + 1], device=module.device), between(cache), **options)
+        output, cache = module(
+            mha_tt.upload(x[:, token : token + 1], device=module.device), between(cache), **options
+        )
         outputs.append(mha_tt.download(output))
     return np.concatenate(outputs, axis=1), cache
 
@@ -94,7 +117,7 @@ def contents(cache):
     return [mha_tt.download(x) for x in cache.slots.values()]
 
 
-# ---- Cost of a step --------------------------------------------------------------------------------------------------
+# ---- Cost of a step ------------------------------------------------------------------------------
 
 
 @pytest.mark.board
@@ -179,19 +202,25 @@ def test_step_memory_does_not_grow(device):
     taken = []
     for _ in range(4):
         output, cache = module(token, cache)
-        buffers = (ttnn.get_memory_view(device, kind) for kind in (ttnn.BufferType.L1, ttnn.BufferType.DRAM))
+        buffers = (
+            ttnn.get_memory_view(device, kind)
+            for kind in (ttnn.BufferType.L1, ttnn.BufferType.DRAM)
+        )
         taken.append([buffer.total_bytes_allocated_per_bank for buffer in buffers])
         del output
     assert taken[1] == taken[2] == taken[3]
     assert taken[1][0] == 0
 
 
-# ---- Places counted on the device are the places of the cache --------------------------------------------------------
+# ---- Places counted on the device are the places of the cache
+# --------------------------------------------------------
 
 
 @sample(12)
 @pytest.mark.board
-@pytest.mark.parametrize(("name", "fast"), [*((name, False) for name in LAYERS), ("few heads", True), ("packed", True)])
+@pytest.mark.parametrize(
+    ("name", "fast"), [*((name, False) for name in LAYERS), ("few heads", True), ("packed", True)]
+)
 def test_counted_places_equal_uploaded_ones(device, name, fast):
     """Places counted on the device give bit-identical steps to uploaded ones, close to those of the
     prompt kernel.
@@ -220,7 +249,9 @@ def test_unsupported_step_uploads_places(device, uploads, name):
 
 
 def test_step_from_a_copy_is_the_same(device):
-    """A step from a copy of a cache gives bit-identical outputs and caches, and leaves the cache unchanged."""
+    """A step from a copy of a cache gives bit-identical outputs and caches, and leaves the cache
+    unchanged.
+    """
     module, x = made(device, LAYERS["few heads"])
     _, cache = module(mha_tt.upload(x[:, :1], device=device), begun(module, x))
     token = mha_tt.upload(x[:, 1:2], device=device)
@@ -235,12 +266,16 @@ BETWEEN = {
     "grown": lambda module, cache: cache.grow(cache.capacity + 32),
     "of other lengths": lambda module, cache: replace(cache, lengths=cache.lengths - 1),
     "in another layer": lambda module, cache: replace(cache, keys=ttnn.clone(cache.keys)),
-    "after a chunk": lambda module, cache: module(mha_tt.upload(np.ones((3, 2, 64)), device=module.device), cache)[1],
+    "after a chunk": lambda module, cache: module(
+        mha_tt.upload(np.ones((3, 2, 64)), device=module.device), cache
+    )[1],
     "after a step of some": lambda module, cache: module(
         mha_tt.upload(np.ones((3, 1, 64)), device=module.device), cache, new_lengths=[1, 0, 1]
     )[1],
     "after a step elsewhere": lambda module, cache: module(
-        mha_tt.upload(np.ones((3, 1, 64)), device=module.device), cache, positions=np.array([[7], [0], [30]])
+        mha_tt.upload(np.ones((3, 1, 64)), device=module.device),
+        cache,
+        positions=np.array([[7], [0], [30]]),
     )[1],
 }
 
@@ -250,7 +285,9 @@ def test_places_follow_changes_of_cache(device, name):
     """A step after a change of the cache equals one whose places are uploaded."""
     module, x = made(device, LAYERS["few heads"])
     found, after = steps(module, x, begun(module, x), lambda cache: BETWEEN[name](module, cache))
-    expected, cache = steps(module, x, begun(module, x), lambda cache: replace(BETWEEN[name](module, cache)))
+    expected, cache = steps(
+        module, x, begun(module, x), lambda cache: replace(BETWEEN[name](module, cache))
+    )
     assert np.array_equal(found, expected)
     assert after.lengths.tolist() == cache.lengths.tolist()
 
@@ -353,7 +390,9 @@ def test_places_that_stand_still_are_wrong(device, monkeypatch):
 @pytest.mark.parametrize("is_row_each", [True, False], ids=["by a matrix", "side by side"])
 @pytest.mark.parametrize("position", [1, 4097])
 def test_rotary_table_terms_match_rotation(device, position, is_row_each):
-    """The table of RoPE, in two terms, is within 2^-16 of the rotation, where bfloat16 keeps 2^-9."""
+    """The table of RoPE, in two terms, is within 2^-16 of the rotation, where bfloat16 keeps
+    2^-9.
+    """
     table = RotaryTable(parity.AttentionSpec(128, 2, rope=ROPE), position + 1, device=device)
     row = devices.upload_rows(np.array([[position]]), device=device, dtype=ttnn.uint32)
     rotation = table.rotation(row, is_row_each=is_row_each)
@@ -366,7 +405,7 @@ def test_rotary_table_terms_match_rotation(device, position, is_row_each):
     assert np.abs(found - expected).max() <= 2**-16
 
 
-# ---- Traces ----------------------------------------------------------------------------------------------------------
+# ---- Traces --------------------------------------------------------------------------------------
 
 REPLAYED = """
 import numpy as np, ttnn
@@ -408,8 +447,14 @@ if not IS_MOCK:  # a mock board has no traces, so no run in CI would have this t
     @pytest.mark.costly("a device that replays")
     def test_replayed_trace_equals_steps():
         """Replaying the trace of one step 8 times equals 8 steps, bit for bit."""
-        surroundings = {name: value for name, value in os.environ.items() if name != "TT_METAL_SLOW_DISPATCH_MODE"}
-        result = subprocess.run([sys.executable, "-c", REPLAYED], env=surroundings, capture_output=True, text=True)
+        surroundings = {
+            name: value
+            for name, value in os.environ.items()
+            if name != "TT_METAL_SLOW_DISPATCH_MODE"
+        }
+        result = subprocess.run(
+            [sys.executable, "-c", REPLAYED], env=surroundings, capture_output=True, text=True
+        )
         assert "replayed 8" in result.stdout, result.stderr
 
 

@@ -1,4 +1,6 @@
-"""Features that `mha_tt` lacks: each raises the error that its documentation promises, before any work."""
+"""Features that `mha_tt` lacks: each raises the error that its documentation promises, before any
+work.
+"""
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from helpers.tt.sibling import UNSUPPORTED
 
 import mha_tt
 from mha_spec import AttentionSpec
-from parity.backends import tt as backend
+from parity.measure.backends import tt as backend
 
 
 def float16(device):
@@ -18,14 +20,18 @@ def float16(device):
 
 
 def float32_in_the_kernel(device):
-    query, slots = (mha_tt.upload(np.ones((1, 1, n, 32)), device=device, dtype=ttnn.float32) for n in (2, 32))
+    query, slots = (
+        mha_tt.upload(np.ones((1, 1, n, 32)), device=device, dtype=ttnn.float32) for n in (2, 32)
+    )
     with refuses_type("query", "query.dtype=float32"):
         mha_tt.fused.attend_to_cache(query, slots, slots, np.array([3]))
 
 
 def dropout_in_float32(device):
     x = mha_tt.upload(np.ones((2, 3, 8)), device=device, dtype=ttnn.float32)
-    module = mha_tt.MultiHeadAttention(AttentionSpec(8, 2, dropout=0.5), device=device, dtype=ttnn.float32)
+    module = mha_tt.MultiHeadAttention(
+        AttentionSpec(8, 2, dropout=0.5), device=device, dtype=ttnn.float32
+    )
     with refuses_type("the module", dtype=...):
         module(x)
 
@@ -35,7 +41,8 @@ def gradients(device):
 
 
 ERRORS = {
-    each.__name__.replace("_", " "): each for each in (float16, float32_in_the_kernel, dropout_in_float32, gradients)
+    each.__name__.replace("_", " "): each
+    for each in (float16, float32_in_the_kernel, dropout_in_float32, gradients)
 }
 
 

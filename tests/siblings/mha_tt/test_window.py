@@ -1,10 +1,20 @@
-"""Tests of sliding windows, which the prompt kernel applies itself: no mask is uploaded for them."""
+"""Tests of sliding windows, which the prompt kernel applies itself: no mask is uploaded for
+them.
+"""
 
 import numpy as np
 import pytest
 import ttnn
 from helpers.heads import fused_attention, plain_attention
-from helpers.tt.formulas import assert_close, attend, both_dtypes, layer, module_of, rounded, rounded_weights
+from helpers.tt.formulas import (
+    assert_close,
+    attend,
+    both_dtypes,
+    layer,
+    module_of,
+    rounded,
+    rounded_weights,
+)
 
 import mha_tt
 import parity
@@ -24,26 +34,35 @@ def spec_of(window_size, **fields):
 
 
 def split_heads(seq_len, rng, num_kv_heads=2, dtype=ttnn.bfloat16):
-    return [rounded(rng.standard_normal((2, n, seq_len, 32)), dtype) for n in (4, num_kv_heads, num_kv_heads)]
+    return [
+        rounded(rng.standard_normal((2, n, seq_len, 32)), dtype)
+        for n in (4, num_kv_heads, num_kv_heads)
+    ]
 
 
-# ---- Recognizing window masks ----------------------------------------------------------------------------------------
+# ---- Recognizing window masks --------------------------------------------------------------------
 
 NOT_OF_A_WINDOW = {
     "both-ways": mha_tt.create_attention_mask(5, window_size=3),
     "more-keys": mha_tt.create_sliding_window_mask(5, 6, window_size=3),
     "fewer-keys": mha_tt.create_sliding_window_mask(6, 5, window_size=3),
     "chunks": mha_tt.create_attention_mask(5, is_causal=True, chunk_size=2),
-    "padding-too": mha_tt.create_attention_mask(5, is_causal=True, window_size=3, key_padding_lengths=[4]),
-    "one-more": mha_tt.create_sliding_window_mask(5, window_size=3) | (np.arange(25).reshape(5, 5) == 12),
-    "one-less": mha_tt.create_sliding_window_mask(5, window_size=3) & (np.arange(25).reshape(5, 5) != 15),
+    "padding-too": mha_tt.create_attention_mask(
+        5, is_causal=True, window_size=3, key_padding_lengths=[4]
+    ),
+    "one-more": mha_tt.create_sliding_window_mask(5, window_size=3)
+    | (np.arange(25).reshape(5, 5) == 12),
+    "one-less": mha_tt.create_sliding_window_mask(5, window_size=3)
+    & (np.arange(25).reshape(5, 5) != 15),
     "of-each-head": np.stack([mha_tt.create_sliding_window_mask(5, window_size=3)] * 2)[None],
 }
 
 
 @pytest.mark.parametrize("window_size", [1, 2, 4])
 def test_device_mask_recognizes_window(device, window_size):
-    """A mask that hides future keys and those beyond a window is recognized with its window size."""
+    """A mask that hides future keys and those beyond a window is recognized with its window
+    size.
+    """
     for mask in (
         mha_tt.create_sliding_window_mask(5, window_size=window_size),
         mha_tt.create_attention_mask(5, is_causal=True, window_size=window_size),
@@ -62,10 +81,21 @@ def test_other_masks_are_not_windows(device, name):
 @pytest.mark.parametrize("window_size", [1, 4, 32, 33])
 def test_lazy_window_mask_matches_its_table(device, window_size):
     """A window mask that is computed when needed equals its table in every form."""
-    table = mha_tt.DeviceMask(mha_tt.create_sliding_window_mask(40, window_size=window_size), device=device)
+    table = mha_tt.DeviceMask(
+        mha_tt.create_sliding_window_mask(40, window_size=window_size), device=device
+    )
     late = CausalMask(40, window_size, device=device)
-    assert (late.shape, late.window_size, late.keep, late.real_keys) == (table.shape, window_size, None, None)
-    for form in (lambda mask: mask.hidden, lambda mask: mask.additive(40, 40), lambda mask: mask.shown(40, 40)):
+    assert (late.shape, late.window_size, late.keep, late.real_keys) == (
+        table.shape,
+        window_size,
+        None,
+        None,
+    )
+    for form in (
+        lambda mask: mask.hidden,
+        lambda mask: mask.additive(40, 40),
+        lambda mask: mask.shown(40, 40),
+    ):
         assert np.array_equal(*(mha_tt.download(form(mask)) for mask in (late, table)))
 
 
@@ -96,7 +126,9 @@ JOINED = {
 }
 
 
-@pytest.mark.parametrize("name", list(JOINED))  # a mark would keep its arguments alive after ttnn exits
+@pytest.mark.parametrize(
+    "name", list(JOINED)
+)  # a mark would keep its arguments alive after ttnn exits
 def test_kernel_applies_only_a_pure_window(device, name):
     """The kernel applies the window only of causal self-attention without other masks; all masks
     are correct.
@@ -108,12 +140,19 @@ def test_kernel_applies_only_a_pure_window(device, name):
     assert np.array_equal(joined.mask, hidden)
 
 
-# ---- The prompt kernel -----------------------------------------------------------------------------------------------
+# ---- The prompt kernel ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("seq_len", "window_size"),
-    [*((160, size) for size in (1, 2, 16, 31, 32, 33, 64, 100)), (100, 1), (100, 33), (100, 64), (64, 32), (64, 33)],
+    [
+        *((160, size) for size in (1, 2, 16, 31, 32, 33, 64, 100)),
+        (100, 1),
+        (100, 33),
+        (100, 64),
+        (64, 32),
+        (64, 33),
+    ],
 )
 def test_window_needs_no_mask_upload(device, calls, uploads, rng, seq_len, window_size):
     """The prompt kernel gets the window instead of a mask, nothing is uploaded, and the output
@@ -126,7 +165,9 @@ def test_window_needs_no_mask_upload(device, calls, uploads, rng, seq_len, windo
     call, _ = (call for call in calls if call.name == KERNEL)  # twice: see test_large_logits.py
     told = [call.keywords[name] for name in ("is_causal", "sliding_window_size", "attn_mask")]
     assert (told, uploads) == ([True, window_size if window_size < seq_len else None, None], [])
-    expected, _ = attend(*arrays, mask=mha_tt.create_sliding_window_mask(seq_len, window_size=window_size))
+    expected, _ = attend(
+        *arrays, mask=mha_tt.create_sliding_window_mask(seq_len, window_size=window_size)
+    )
     assert_close(mha_tt.download(context), expected, ttnn.bfloat16)
 
 
@@ -134,17 +175,24 @@ def test_window_needs_no_mask_upload(device, calls, uploads, rng, seq_len, windo
 def test_window_and_sinks_match_plain_path(device, calls, rng):
     """With sinks, the prompt kernel applies the window, and the output matches the plain path."""
     heads = [mha_tt.upload(x, device=device) for x in split_heads(100, rng)]
-    sinks = mha_tt.upload(np.array([1.0, -2.0, 3.0, 0.0]).reshape(1, 4, 1, 1), device=device, dtype=ttnn.float32)
+    sinks = mha_tt.upload(
+        np.array([1.0, -2.0, 3.0, 0.0]).reshape(1, 4, 1, 1), device=device, dtype=ttnn.float32
+    )
     told = {"is_causal": True, "sinks": sinks}
     context, _ = fused_attention(mha_tt)(*heads, spec_of(33, sinks=True), **told)
     expected, _ = plain_attention(mha_tt)(*heads, spec_of(33, sinks=True), **told)
-    assert [call.keywords["sliding_window_size"] for call in calls if call.name == KERNEL] == [33, 33]
+    assert [call.keywords["sliding_window_size"] for call in calls if call.name == KERNEL] == [
+        33,
+        33,
+    ]
     assert_close(mha_tt.download(context), mha_tt.download(expected), ttnn.bfloat16)
 
 
 @pytest.mark.board
 @pytest.mark.parametrize(
-    "options", [{"bias": np.ones((1, 100), np.float32)}, {"key_padding_lengths": [100, 90]}], ids=["bias", "lengths"]
+    "options",
+    [{"bias": np.ones((1, 100), np.float32)}, {"key_padding_lengths": [100, 90]}],
+    ids=["bias", "lengths"],
 )
 def test_window_with_other_masks_uses_mask(device, calls, rng, options):
     """With padding lengths or a bias, a window is applied as a mask, and the output matches the
@@ -165,12 +213,16 @@ def test_window_with_other_masks_uses_mask(device, calls, rng, options):
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_layer_with_window_matches_formula(device, dtype, need_weights):
     """Layers and the function with a window match the formula, and each other bit for bit."""
-    module = module_of("MultiHeadSelfAttention" if not need_weights else "MultiHeadAttention", SPEC, device, dtype)
+    module = module_of(
+        "MultiHeadSelfAttention" if not need_weights else "MultiHeadAttention", SPEC, device, dtype
+    )
     x = rounded(np.random.default_rng(1).standard_normal((2, 40, 24)), dtype)
     told = {"need_weights": True} if need_weights else {}
     on_device = mha_tt.upload(x, device=device, dtype=dtype)
     found = module(on_device, is_causal=True, **told)
-    of_function, _ = mha_tt.multi_head_attention(on_device, module.weights, SPEC, is_causal=True, **told)
+    of_function, _ = mha_tt.multi_head_attention(
+        on_device, module.weights, SPEC, is_causal=True, **told
+    )
     mask = mha_tt.create_sliding_window_mask(40, window_size=3)
     expected, _ = layer(SPEC, rounded_weights(SPEC, dtype), x, mask=mask)
     found = mha_tt.download(found[0] if need_weights else found)
@@ -225,14 +277,14 @@ def test_narrower_of_two_windows_applies(device, window_size, expected):
     assert (within is mask) == (expected == 3)
 
 
-# ---- Non-finite values -----------------------------------------------------------------------------------------------
+# ---- Non-finite values ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["key", "value"])
 @pytest.mark.parametrize("window_size", [1, 3, 32, 33])
 def test_nan_affects_only_windows_with_it(device, calls, uploads, rng, window_size, name):
-    """In a contained kernel, NaN in a key or value reaches exactly the queries whose window contains
-    it; other outputs keep their bits.
+    """In a contained kernel, NaN in a key or value reaches exactly the queries whose window
+    contains it; other outputs keep their bits.
     """
     arrays = split_heads(100, rng)
     clean = [mha_tt.upload(x, device=device) for x in arrays]
@@ -242,9 +294,13 @@ def test_nan_affects_only_windows_with_it(device, calls, uploads, rng, window_si
     uploads.clear()
     spec = spec_of(window_size)
     told = Mask(is_causal=True, span=spec.span), Scores(spec)
-    expected, context = (mha_tt.download(contained(fused.attend)(*heads, *told)) for heads in (clean, dirty))
+    expected, context = (
+        mha_tt.download(contained(fused.attend)(*heads, *told)) for heads in (clean, dirty)
+    )
     assert uploads == []
-    sees = ~mha_tt.create_sliding_window_mask(100, window_size=window_size)[:, [5, 6, 40]].all(axis=1)
+    sees = ~mha_tt.create_sliding_window_mask(100, window_size=window_size)[:, [5, 6, 40]].all(
+        axis=1
+    )
     is_spoilt = np.zeros((2, 4, 100), bool)
     is_spoilt[0, :2] = sees
     assert np.array_equal(np.isnan(context).any(axis=-1), is_spoilt)
@@ -253,8 +309,8 @@ def test_nan_affects_only_windows_with_it(device, calls, uploads, rng, window_si
 
 @both_dtypes
 def test_nan_leaves_with_the_window(device, dtype):
-    """With a contained kernel, a NaN token spoils steps until it leaves the window; all other outputs
-    keep their bits.
+    """With a contained kernel, a NaN token spoils steps until it leaves the window; all other
+    outputs keep their bits.
     """
     module = module_of("MultiHeadAttentionWithCache", SPEC, device, dtype)
     module.kernel = contained(module.kernel)
@@ -271,7 +327,7 @@ def test_nan_leaves_with_the_window(device, dtype):
     assert np.array_equal(outputs[1][~is_spoilt], outputs[0][~is_spoilt])
 
 
-# ---- The step kernel -------------------------------------------------------------------------------------------------
+# ---- The step kernel -----------------------------------------------------------------------------
 
 
 @pytest.mark.board
@@ -290,17 +346,29 @@ def test_step_with_sinks_uses_step_kernel(device, calls, num_heads):
 
 
 @pytest.mark.board
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "width"), [(4, 2, 32), (40, 8, 64), (40, 1, 384)], ids=str)
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "width"), [(4, 2, 32), (40, 8, 64), (40, 1, 384)], ids=str
+)
 def test_step_sinks_match_plain_path(device, rng, num_heads, num_kv_heads, width):
     """A step over a cache with sinks matches the plain path, for few and many heads."""
     last_positions = np.array([5, 63])
     query = rounded(rng.standard_normal((1, 2, num_heads, width)), ttnn.bfloat16)
-    keys, values = (rounded(rng.standard_normal((2, num_kv_heads, 64, width)), ttnn.bfloat16) for _ in "kv")
+    keys, values = (
+        rounded(rng.standard_normal((2, num_kv_heads, 64, width)), ttnn.bfloat16) for _ in "kv"
+    )
     sinks = mha_tt.upload(rng.standard_normal((1, num_heads, 1, 1)), device=device)
     q, k, v = (mha_tt.upload(x, device=device) for x in (query, keys, values))
-    spec = parity.AttentionSpec(num_heads * width, num_heads, num_kv_heads=num_kv_heads, head_dim=width, sinks=True)
+    spec = parity.AttentionSpec(
+        num_heads * width, num_heads, num_kv_heads=num_kv_heads, head_dim=width, sinks=True
+    )
     found = mha_tt.fused.attend_to_cache(q, k, v, last_positions, spec, learned={"sinks": sinks})
-    prompts = (mha_tt.upload(query.swapaxes(0, 1).swapaxes(1, 2), device=device), k, v)  # (B, N, 1, H)
-    expected, _ = plain_attention(mha_tt)(*prompts, spec, key_padding_lengths=last_positions + 1, sinks=sinks)
+    prompts = (
+        mha_tt.upload(query.swapaxes(0, 1).swapaxes(1, 2), device=device),
+        k,
+        v,
+    )  # (B, N, 1, H)
+    expected, _ = plain_attention(mha_tt)(
+        *prompts, spec, key_padding_lengths=last_positions + 1, sinks=sinks
+    )
     expected = mha_tt.download(expected).swapaxes(1, 2).swapaxes(0, 1)
     assert_close(mha_tt.download(found), expected, ttnn.bfloat16)

@@ -14,10 +14,10 @@ import mha_tt
 import parity
 import ttnn_mock
 from mha_spec import AttentionSpec
-from parity.backends import tt
-from parity.core.cases import CASES
-from parity.core.problem import Problem
-from parity.writing import source_of
+from parity.explain.writing import source_of
+from parity.measure.backends import tt
+from parity.measure.core.cases import CASES
+from parity.measure.core.problem import Problem
 
 FLOAT16 = {name for name, case in CASES.items() if case.dtype == "float16"}
 """Cases in a dtype that ttnn does not have."""
@@ -50,7 +50,9 @@ def test_written_layers_match_reference(name):
 def test_written_layer_computes_in_bfloat16():
     """A written layer computes in bfloat16 by default, within its tolerance."""
     spec = AttentionSpec(64, 4, num_kv_heads=2)
-    problem = parity.make_problem(parity.Case("bf16", spec, "narrow", seq_len=9, is_causal=True), "bfloat16")
+    problem = parity.make_problem(
+        parity.Case("bf16", spec, "narrow", seq_len=9, is_causal=True), "bfloat16"
+    )
     module = module_of(source_of(spec, "ttnn"))
     with ttnn_mock.shadow():
         layer = module.Attention(problem.weights, tt.open_device())

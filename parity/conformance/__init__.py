@@ -1,1 +1,0 @@
-"""Check the conventions of an attention implementation by calling it."""

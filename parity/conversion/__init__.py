@@ -1,1 +1,0 @@
-"""Convert attention weights between checkpoint layouts."""

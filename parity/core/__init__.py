@@ -1,1 +1,0 @@
-"""Core of a run: cases and stages, weights, the reference, comparison, traces."""

@@ -1,1 +1,0 @@
-"""The diagnosis of differences between two implementations: the known bugs, and the search for them."""

@@ -1,0 +1,207 @@
+"""Functions of weights and inputs, `attention(params, x)`: detect them, and call them with a user's
+weights.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from mha_spec import InputError, InputTypeError
+from parity.explain.conformance.signatures import (
+    Parameters,
+    library_of,
+    parameters_of,
+    required,
+    role_names,
+)
+from parity.explain.conformance.subjects import BATCH, HEAD_DIM, NUM_HEADS
+from parity.measure.core.user_code import user_code
+
+
+@dataclass(frozen=True)
+class WithParams:
+    """A function of weights and inputs, bound to its weights.
+
+    Attributes:
+        func: function of the weights and inputs.
+        params: the weights, a mapping or another tree of arrays.
+        name: the parameter that receives them.
+        signature: signature of `func`.
+    """
+
+    func: Callable[..., Any]
+    params: Any
+    name: str
+    signature: inspect.Signature
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        others = [
+            parameter for name, parameter in self.signature.parameters.items() if name != self.name
+        ]
+        return self.signature.replace(parameters=others)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        if self.name == next(iter(self.signature.parameters)):
+            return self.func(self.params, *args, **named)
+        return self.func(*args, **{self.name: self.params}, **named)
+
+    def in_dtype(self, dtype: str, framework: str) -> WithParams:
+        """Return a copy with floating-point weights in a dtype of a framework."""
+        params = self.params
+        if framework == "jax":
+            import jax
+
+            params = jax.tree.map(lambda leaf: cast_in_jax(leaf, dtype), params)
+        elif framework == "torch":
+            import torch
+
+            def convert(_: Any, leaf: Any) -> Any:
+                leaf = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
+                is_floating = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+                return leaf.detach().to(getattr(torch, dtype)) if is_floating else leaf
+
+            params = with_leaves(params, convert)
+        return replace(self, params=params)
+
+
+def cast_in_jax(leaf: Any, dtype: str) -> Any:
+    """Cast a leaf of a JAX tree to a dtype if it is an array of floating-point numbers."""
+    import jax.numpy as jnp
+
+    is_floating = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+    return jnp.asarray(leaf, dtype) if is_floating else leaf
+
+
+def with_params(target: Any, params: Any, name: str) -> WithParams:
+    """Bind a function of weights and inputs to its weights.
+
+    Args:
+        target: the function, or a flax.linen module or its `apply`.
+        params: its weights; for flax.linen with or without `{"params": …}`.
+        name: name of the function, for messages.
+
+    Raises:
+        ValueError: if `params` contains no arrays, or no parameter accepts weights.
+        TypeError: if the target is a module that holds its weights, or a class.
+    """
+    if not any(True for _ in arrays_in(params)):
+        raise InputError("params", "be a mapping or another tree of arrays", type(params).__name__)
+    if module := linen_module(target):
+
+        def apply(variables: Any, *args: Any, **named: Any) -> Any:
+            import jax
+
+            return module.apply(variables, *args, rngs={"dropout": jax.random.key(0)}, **named)
+
+        is_whole = isinstance(params, Mapping) and "params" in params
+        signature = inspect.signature(type(module).__call__)
+        return WithParams(apply, params if is_whole else {"params": params}, "self", signature)
+    if inspect.isclass(target):
+        raise InputTypeError(
+            "params", "belong to a function that accepts them", f"the class {name}"
+        )
+    parameters = parameters_of(target)
+    if parameters is None:
+        raise InputError("params", "belong to a function with inspectable parameters", name)
+    if len(required(parameters)) < 2:
+        raise InputError(
+            "params",
+            "belong to a function of weights and inputs",
+            f"{name}({', '.join(parameters)})",
+        )
+    found = weights_parameter(target, parameters) or next(iter(parameters))
+    return WithParams(target, params, found, inspect.Signature(list(parameters.values())))
+
+
+def linen_module(target: Any) -> Any:
+    """Return the flax.linen module that a target is, or whose `apply` it is; None if there is
+    none.
+    """
+    if inspect.ismethod(target) and target.__name__ == "apply":
+        target = target.__self__
+    return target if library_of(target) == "linen" and not inspect.isclass(target) else None
+
+
+def weights_parameter(function: Any, parameters: Parameters) -> str:
+    """Return the name of the parameter for the weights; empty if there is none.
+
+    It is recognized by its name, or because the function looks up a key in it.
+    """
+    if linen_module(function):
+        return next(iter(parameters))
+    roles, names = role_names(parameters), required(parameters)
+    if found := roles.get("weights"):
+        return found
+    if len(names) < 2 or inspect.isclass(function):
+        return ""
+    unknown = [name for name in names if name not in roles.values()]
+    return next((name for name in unknown if _looks_up_a_name(function, names, name)), "")
+
+
+def check_has_weights(target: Any, name: str, why: str = "") -> None:
+    """Reject a function that must be called with its weights.
+
+    Raises:
+        ValueError: if the function has a required parameter for its weights.
+    """
+    parameters = parameters_of(target) or {}
+    if (found := weights_parameter(target, parameters)) and found in required(parameters):
+        rule = f"be passed: {name} receives its weights as {found}"
+        raise InputError("params", rule, why, remedy={"params": "pkg.module:NAME"})
+
+
+def _looks_up_a_name(function: Callable[..., Any], names: Sequence[str], name: str) -> bool:
+    """Return whether a call with an empty mapping fails because a key is missing in it."""
+    x = np.zeros((BATCH, NUM_HEADS, NUM_HEADS * HEAD_DIM), np.float32)
+    try:
+        with user_code(function):
+            function(*({} if each == name else x for each in names))
+    except KeyError as error:
+        return isinstance(next(iter(error.args), None), str)
+    except Exception:  # such inputs may raise anything
+        return False
+    return False
+
+
+def leaves_in(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield the leaves of nested mappings, lists and tuples, each with its path."""
+    if isinstance(tree, Mapping | list | tuple) and not hasattr(tree, "shape"):
+        for name, each in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+            yield from leaves_in(each, (*path, name))
+    else:
+        yield path, tree
+
+
+def arrays_in(tree: Any) -> Iterator[Any]:
+    """Yield the arrays in nested mappings, lists and tuples or, if JAX is loaded, in any JAX
+    tree.
+    """
+    for _, leaf in leaves_in(tree):
+        if hasattr(leaf, "shape"):
+            yield leaf
+        elif "jax" in sys.modules:
+            yield from (
+                each for each in sys.modules["jax"].tree.leaves(leaf) if hasattr(each, "shape")
+            )
+
+
+def with_leaves(
+    tree: Any, change: Callable[[tuple[Any, ...], Any], Any], path: tuple[Any, ...] = ()
+) -> Any:
+    """Return a copy of nested mappings, lists and tuples with leaves `change(path, leaf)`."""
+    if isinstance(tree, Mapping):
+        inner = {name: with_leaves(each, change, (*path, name)) for name, each in tree.items()}
+        with suppress(TypeError):  # the constructor of an npz file or a defaultdict differs
+            return type(tree)(inner)  # type: ignore[call-arg]
+        return inner
+    if type(tree) in (list, tuple):
+        return type(tree)(with_leaves(each, change, (*path, i)) for i, each in enumerate(tree))
+    return change(path, tree)

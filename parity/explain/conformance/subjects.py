@@ -1,0 +1,135 @@
+"""Subjects: an attention of any library behind a common call, and the paths on which it can be
+called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+DTYPES = ("float32", "bfloat16", "float16")
+AXES = ("BNTH", "BTNH", "BTE")
+FRAMEWORKS = ("torch", "jax", "ttnn")
+TTNN_DTYPES = ("bfloat16", "float32")
+DROPOUT = 0.5
+BATCH, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 2, 4, 2, 8  # default sizes of a subject
+TTNN_HEAD_DIM = 32  # its kernels accept only whole tiles
+SEED = 0
+TOKENS, FEW_TOKENS = 5, 3
+
+Call = Callable[..., tuple[Any, Any]]
+"""`(query, key, value, *, mask, is_causal, need_weights, padding) -> (output, attention weights or
+None)`, in the framework's arrays. Arguments that are None or False are not requested. The mask is
+(1, 1, T, S), with the subject's own polarity, which the caller does not know. For ttnn, which has
+no booleans, it is a NumPy array on the host.
+"""
+
+Inputs = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""query, key and value. Equal inputs are one array for the subject too, because self-attention has
+fast paths.
+"""
+
+
+@dataclass(frozen=True)
+class Path:
+    """A way to call a subject: it should change only rounding, but makes libraries run different
+    code.
+    """
+
+    dtype: str = "float32"
+    need_weights: bool = False
+    train: bool = False
+    grad: bool = False
+    dropout: float = 0.0
+
+    def __str__(self) -> str:
+        words = [
+            self.dtype,
+            "train" if self.train else "eval",
+            "with grad" if self.grad else "no grad",
+        ]
+        words.append("with weights" if self.need_weights else "without weights")
+        return ", ".join(words + ([f"dropout {self.dropout}"] if self.dropout else []))
+
+    @property
+    def drops(self) -> bool:
+        """Return whether attention weights are dropped, so that outputs are random."""
+        return self.train and self.dropout > 0.0
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An attention function or layer, with its known and claimed properties.
+
+    Attributes:
+        name: name for reports.
+        framework: `torch`, `jax` or `ttnn`, whose arrays it accepts.
+        axes: axes of its inputs: split heads, `BNTH` or `BTNH`, or inputs of a layer, `BTE`.
+        make: returns the callable for a path; if weights are settable, it also accepts a spec and
+            canonical weights.
+        version: version of its library.
+        takes: supported arguments: `mask`, `is_causal`, `need_weights`, `train` (a mode apart from
+            dropout), `dropout`, `key` (keys that differ from the queries), `value` (values that
+            differ from the keys).
+        padding: form of padding: a boolean `mask` (B, S), or `lengths` (B,).
+        width: width of a layer's inputs, E.
+        num_heads: number of query heads, N; None if unknown.
+        head_dim: features of split heads, H.
+        has_settable_weights: whether `make` accepts a spec and weights.
+        has_groups: whether a layer supports fewer key/value heads in its spec; for split heads this
+            is tested.
+        decode: `(x, capacity, is_causal) -> output`, one token at a time through its cache.
+        mask_true, causal, num_kv_heads: its claims: True in a mask `hides` or `shows`; causal
+            alignment `top-left` or `bottom-right`; support for fewer key/value than query heads.
+        documented: by question, the warning in its documentation that covers its behavior.
+        promises: questions for which a `note` is a broken promise, because it promises more than
+            usual.
+    """
+
+    name: str
+    framework: str
+    axes: str
+    make: Callable[..., Call]
+    version: str = ""
+    takes: frozenset[str] = frozenset()
+    padding: str | None = None
+    width: int = NUM_HEADS * HEAD_DIM
+    num_heads: int | None = NUM_HEADS
+    head_dim: int = HEAD_DIM
+    has_settable_weights: bool = False
+    has_groups: bool = False
+    decode: Callable[[np.ndarray, int, bool], np.ndarray] | None = None
+    mask_true: str | None = None
+    causal: str | None = None
+    num_kv_heads: int | None = None
+    documented: Mapping[str, str] = field(default_factory=dict)
+    promises: frozenset[str] = frozenset()
+
+    @property
+    def is_layer(self) -> bool:
+        """Return whether it projects, so that its inputs have no heads."""
+        return self.axes == "BTE"
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Return the default dtypes: for ttnn, the one that its fused kernels support."""
+        return TTNN_DTYPES[:1] if self.framework == "ttnn" else DTYPES
+
+    def paths(self, dtypes: Sequence[str]) -> Iterator[Path]:
+        """Yield every path; dropout only in the first dtype, and no gradients for ttnn, which has
+        none.
+        """
+        grads = (False,) if self.framework == "ttnn" else (False, True)
+        for dtype in dtypes:
+            modes = [(False, 0.0)]
+            if "train" in self.takes:
+                modes.append((True, 0.0))
+            if "dropout" in self.takes and dtype == dtypes[0]:
+                modes += [(False, DROPOUT), (True, DROPOUT)]
+            for need_weights in (False, True) if "need_weights" in self.takes else (False,):
+                for train, dropout in modes:
+                    for grad in grads:
+                        yield Path(dtype, need_weights, train, grad, dropout)

@@ -1,0 +1,166 @@
+"""The known bugs of attention layers: one record each, by family.
+
+`parity.diagnose` searches for the bugs that, injected into the reference, reproduce an
+implementation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache, partial
+
+import numpy as np
+
+from parity.explain.diagnosis.bugs import (
+    batches,
+    caches,
+    distances,
+    gates,
+    heads,
+    latents,
+    masks,
+    norms,
+    precision,
+    ranks,
+    rope,
+    rope_kinds,
+    scores,
+    sharing,
+    softmax,
+    temperature,
+    weights,
+)
+from parity.explain.diagnosis.bugs.heads import permuted_heads
+from parity.explain.diagnosis.bugs.precision import FIDELITIES, PRECISIONS, low_products
+from parity.explain.diagnosis.bugs.record import Bug, Change, Override
+from parity.measure.core.cases import CASES, Case
+from parity.measure.core.problem import Problem
+from parity.measure.core.reference import Arithmetic, Layer
+from parity.measure.core.weights import dtype_named
+
+__all__ = [
+    "FIDELITIES",
+    "PRECISIONS",
+    "Bug",
+    "Override",
+    "bug_by_name",
+    "bugs_for",
+    "low_products",
+    "page_by_bug",
+    "permuted_heads",
+    "wrong_layer",
+]
+
+GROUPS = (
+    scores.not_finite,
+    weights.transposed,
+    weights.swapped,
+    rope_kinds.scaled,
+    rope.turned_otherwise,
+    rope.other_theta,
+    rope_kinds.partly,
+    rope_kinds.on_several_axes,
+    rope_kinds.neighbours,
+    rope.turned_alone,
+    weights.fused_qkv,
+    latents.latents,
+    norms.norms,
+    weights.not_clipped,
+    temperature.temperature,
+    gates.gates,
+    sharing.shared,
+    heads.shared,
+    heads.split_or_combined,
+    heads.padded,
+    heads.reordered,
+    masks.used_or_made,
+    masks.causal,
+    masks.padding,
+    masks.window,
+    masks.reach,
+    scores.scale,
+    scores.soft_cap,
+    scores.bias,
+    distances.alibi,
+    distances.relative_bias,
+    distances.relative_products,
+    softmax.sinks,
+    softmax.softmax_axis,
+    softmax.after_softmax,
+    softmax.mask_as_number,
+    softmax.other_functions,
+    softmax.dropout,
+    batches.batches,
+    weights.no_out_proj,
+    weights.residual,
+    weights.out_columns,
+    weights.missing_biases,
+    caches.caches,
+    softmax.empty_rows,
+    precision.rounded_parts,
+)
+
+
+WITHOUT_LATENTS = frozenset(
+    {
+        *(weights.transposed, weights.swapped, weights.fused_qkv, weights.missing_biases),
+        *(rope_kinds.partly, heads.reordered),
+    }
+)
+"""Groups of bugs in q_proj, k_proj and v_proj."""
+
+WITHOUT_KEYS = frozenset({weights.swapped, weights.fused_qkv})
+"""Groups that read k_proj or v_proj."""
+
+OF_OWN_KEYS = re.compile("[kv]_proj-.*|.*-[qkv]|qkv-bias-missing|rope-on-values")
+"""Names in groups for keys or values that a layer makes itself, or for queries alone."""
+
+
+def bugs_for(case: Case) -> list[Bug]:
+    """Return every bug that a case could have, usual ones first."""
+    spec = case.spec
+    left_out = (
+        WITHOUT_KEYS if spec.shared_kv else frozenset() if spec.latent is None else WITHOUT_LATENTS
+    )
+    found = [bug for group in GROUPS if group not in left_out for bug in group(case)]
+    return [each for each in found if not (spec.shared_kv and OF_OWN_KEYS.fullmatch(each.name))]
+
+
+@cache
+def bug_by_name() -> dict[str, Bug]:
+    """Return every bug that a layer could have, by name, as in the first case that could have
+    it.
+    """
+    in_any_order = (heads.permuted(name, np.arange(0)) for name in "qkv")
+    cases = (
+        *CASES.values(),
+        replace(CASES["padding"], batch=3, key_padding_lengths=(2, 1, 3)),
+    )  # one in the middle
+    found = [bug for case in cases for bug in bugs_for(case)]
+    found += [*PRECISIONS.values(), *FIDELITIES.values(), *in_any_order]
+    return {bug.name: bug for bug in reversed(found)}
+
+
+def page_by_bug() -> dict[str, str]:
+    """Return the page of every known bug, by its name."""
+    pages = {name: bug.page for name, bug in bug_by_name().items()}
+    return pages | dict.fromkeys(ranks.NAMES, ranks.PAGE)
+
+
+def wrong_layer(
+    problem: Problem,
+    dtype: str,
+    bugs: Sequence[Change],
+    arithmetic: str = "ieee",
+    asked: str = "qkv",
+) -> Layer:
+    """Return the reference with bugs injected, the first of them outermost, in a dtype and an
+    arithmetic.
+    """
+    layer = Layer(problem, Arithmetic(dtype_named(dtype), arithmetic), asked)
+    for bug in reversed(bugs):
+        for method, override in bug.in_reference.items():
+            layer.override(**{method: partial(override, layer, getattr(layer, method))})
+    return layer

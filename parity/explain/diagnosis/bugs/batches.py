@@ -1,0 +1,90 @@
+"""Bugs in the batch axis: attention across sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from parity.explain.diagnosis.bugs.families import SEQUENCES
+from parity.explain.diagnosis.bugs.record import Bug, Override
+from parity.measure.core.case import Case
+from parity.measure.core.reference import Layer
+from parity.measure.core.stages import Values
+
+
+def batches(case: Case) -> Iterator[Bug]:
+    """Compute the context of the wrong tokens; weights of the expected shape are right."""
+    spec = case.spec
+    bug = SEQUENCES.seen_in("context", "module.output")
+    is_by_place = spec.has_distance_bias or spec.window_size or spec.chunk_size or case.window_size
+    if case.is_cached or case.not_finite or case.bias or case.random_mask or is_by_place:
+        return
+    is_square = case.key_len == case.seq_len
+    if is_square and case.key_padding_lengths is None and spec.rope is None and case.seq_len > 1:
+        yield bug(
+            "batch-as-tokens",
+            "batch and tokens are exchanged: each token attends to the tokens at its position in "
+            "the other sequences",
+            {"context": _exchanged(case)},
+        )
+    if case.batch > 1 and (is_square or not case.is_causal):
+        yield bug(
+            "sequences-flattened",
+            "the sequences of a batch are joined: tokens attend to other sequences",
+            {"context": _flattened(case)},
+        )
+
+
+def _attending(
+    entered: Callable[[Layer, np.ndarray], np.ndarray],
+    left: Callable[[np.ndarray, tuple[int, ...]], np.ndarray],
+    mask: Callable[[Layer], np.ndarray],
+) -> Override:
+    """Attend in other axes: `entered` moves heads into them, `left` moves the context back."""
+
+    def context(layer: Layer, _: Override, values: Values) -> dict[str, np.ndarray]:
+        found = {name: entered(layer, values[name]) for name in "qkv"}
+        found |= layer.scores(found)
+        found["mask"] = np.zeros(found["scores"].shape, bool) | mask(layer)
+        found |= layer.attn_weights(found)
+        return {"context": left(layer.weighed(found)["context"], values["q"].shape)}
+
+    return context
+
+
+def _exchanged(case: Case) -> Override:
+    def entered(layer: Layer, x: np.ndarray) -> np.ndarray:
+        """Return the attending tokens as sequences."""
+        rows = slice(None) if layer.problem.sample is None else layer.problem.sample.rows
+        return (x[:, :, rows] if x.shape[2] == layer.problem.case.seq_len else x).swapaxes(0, 2)
+
+    def mask(layer: Layer) -> np.ndarray:
+        b = np.arange(case.batch)
+        return layer.is_later(b[:, None], b) if case.is_causal else np.zeros(1, bool)
+
+    return _attending(entered, lambda x, _: x.swapaxes(0, 2), mask)
+
+
+def _flattened(case: Case) -> Override:
+    count, lengths = case.batch * case.key_len, case.key_padding_lengths
+
+    def in_a_row(_: Layer, x: np.ndarray) -> np.ndarray:
+        return x.transpose(1, 0, 2, 3).reshape(1, x.shape[1], -1, x.shape[3])
+
+    def in_sequences(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        return x.reshape(shape[1], shape[0], shape[2], -1).transpose(1, 0, 2, 3)
+
+    def mask(layer: Layer) -> np.ndarray:
+        places, hidden = np.arange(count), np.zeros((1, count), bool)
+        if lengths is not None:
+            hidden = layer.is_padding(places % case.key_len, np.repeat(lengths, case.key_len))[None]
+        sample = layer.problem.sample
+        rows = (
+            places
+            if sample is None
+            else (np.arange(case.batch)[:, None] * case.seq_len + sample.rows).ravel()
+        )
+        return hidden | layer.is_later(rows[:, None], places) if case.is_causal else hidden
+
+    return _attending(in_a_row, in_sequences, mask)

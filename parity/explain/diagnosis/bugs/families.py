@@ -1,0 +1,185 @@
+"""Families of bugs: a page of parity/bugs and a fix, for known bugs and for fitted patterns."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+from mha_spec import AttentionSpec
+from parity.explain.diagnosis.bugs.record import Bug
+
+
+@dataclass(frozen=True)
+class BugFamily:
+    """Bugs that differ only in a number, an order or a weight.
+
+    Attributes:
+        page: their page in parity/bugs. It is also the name of a fitted pattern.
+        fix: an instruction, with places for `spec`, which is right, `root`, sqrt(head_dim), and
+            RoPE's `scaling`; empty if the numbers of a pattern do not tell what to change.
+        about: a description, with places for `found` and `right`, if known bugs and patterns share
+            it.
+    """
+
+    page: str
+    fix: str
+    about: str = ""
+
+    def fix_for(self, spec: AttentionSpec) -> str:
+        """Return the fix for a layer."""
+        scaling = "none" if spec.rope is None or spec.rope.scaling is None else spec.rope.scaling
+        return self.fix.format(spec=spec, root=math.sqrt(spec.head_dim), scaling=scaling)
+
+    def seen_in(self, *stages: str) -> partial[Bug]:
+        """Return a `Bug` of this family that lacks its name, description and overrides."""
+        return partial(Bug, fix=self.fix, page=self.page, stages=stages)
+
+
+# ---- Weights and inputs --------------------------------------------------------------------------
+
+TRANSPOSED = BugFamily(
+    "transposed-kernel",
+    "canonical kernels are (out, in), those of Flax and GPT-2's Conv1D (in, out)",
+)
+SWAPPED = BugFamily(
+    "swapped-projections",
+    "use each projection's own weight; check the order of a packed projection",
+)
+INPUTS = BugFamily("swapped-projections", "project q from the query, and k and v from the key")
+BIAS = BugFamily("missing-bias", "add the bias of each projection once, its own")
+QK_NORM = BugFamily(
+    "qk-norm", "normalize with the layer's own norms, weights and eps, at the specified place"
+)
+SEQUENCES = BugFamily(
+    "batch-axis", "attend within each sequence: heads are (B, N, T, H), batch first"
+)
+LATENTS = BugFamily("latents", "use the latents' own norms and projections")
+GATE = BugFamily("gate", "multiply the context by sigmoid(gate_proj(query)), before out_proj")
+
+SHARED_KV = BugFamily(
+    "shared-kv", "use the keys and values of the other layer as they enter its attention"
+)
+
+# ---- Heads ---------------------------------------------------------------------------------------
+
+HEAD_ORDER = BugFamily(
+    "head-order",
+    "split into (B, T, N, H), move N before T, and keep the heads in the weights' order",
+)
+GROUPED = BugFamily(
+    "grouped-heads", "use key/value head n // (N // K) for query head n: repeat, not tile"
+)
+
+# ---- RoPE ----------------------------------------------------------------------------------------
+
+THETA = BugFamily(
+    "rope-theta",
+    "set RoPE's theta to {spec.rope.theta:g}",
+    "RoPE's theta is {found} instead of {right}",
+)
+EXPONENTS = BugFamily(
+    "rope-theta",
+    "use the exponent 2 i / R for pair i of R features, with theta = {spec.rope.theta:g}",
+)
+FREQUENCIES = BugFamily("rope-theta", "")
+SCALING = BugFamily("rope-scaling", "scale RoPE's frequencies as specified: {scaling}")
+ROTARY_DIM = BugFamily(
+    "rope-partial",
+    "rotate rotary_dim features of each head, with frequencies for these features alone",
+)
+AMPLITUDE = BugFamily(
+    "rope-attention-factor", "multiply cosines and sines by {spec.rope.attention_factor:g}, once"
+)
+PAIRS = BugFamily("rope-pairs", "order the rows of q_proj and k_proj as the rotated pairs")
+POSITIONS = BugFamily(
+    "rope-positions",
+    "start at position 0; the position of a new token is the number of cached tokens",
+)
+MISSING_ROPE = BugFamily("rope-positions", "rotate both queries and keys by their positions")
+REVERSED_ROPE = BugFamily("rope-positions", "rotate (x, y) to (x cos - y sin, y cos + x sin)")
+CACHE_POSITIONS = BugFamily(
+    "cache-positions", "a new token's position is the number of tokens cached before it"
+)
+CACHE_SLOTS = BugFamily("cache-slots", "write new token i into slot length + i")
+
+# ---- Masks ---------------------------------------------------------------------------------------
+
+CAUSAL = BugFamily(
+    "causal-alignment", "hide every key whose position is greater than the query's: s > t"
+)
+POLARITY = BugFamily("mask-polarity", "let True hide, and hide a key that any of the masks hides")
+PADDING = BugFamily("padding", "hide the keys from each sequence's own length: s >= length")
+WINDOW = BugFamily(
+    "sliding-window",
+    "hide the keys s <= t - window_size: a query attends to window_size keys, including its own",
+)
+NO_WINDOW = BugFamily("sliding-window", "hide no keys because of their distance")
+CHUNK = BugFamily(
+    "sliding-window", "hide the keys of other chunks, where s // chunk_size is not t // chunk_size"
+)
+LEAKING = BugFamily(
+    "mask-as-number",
+    "hide keys with -inf before the softmax: do not add a boolean mask to the scores",
+)
+
+# ---- Scores and what comes of them ---------------------------------------------------------------
+
+DIVIDED = BugFamily(
+    "scale",
+    "divide the scores by sqrt(head_dim) = {root:g}, once",
+    "the scale of the scores {found} instead of {right}",
+)
+MULTIPLIED = BugFamily("scale", "multiply the scores by {spec.score_scale:g}, once", DIVIDED.about)
+SOFT_CAP = BugFamily(
+    "soft-cap",
+    "scale the scores, cap them with {spec.soft_cap:g} * tanh(scores / {spec.soft_cap:g}), then "
+    "add the bias and mask",
+)
+NO_CAP = BugFamily("soft-cap", "do not cap the scores")
+SCORE_BIAS = BugFamily(
+    "score-bias",
+    "add the bias of its own sequence and head to the scaled scores, once, before the softmax",
+)
+ALIBI = BugFamily(
+    "alibi",
+    "subtract slope * distance from the scaled scores; count the distance from the query's "
+    "position among all keys",
+)
+RELATIVE_BIAS = BugFamily(
+    "relative-bias",
+    "add the table's bias for the bucket of (key - query) to the scaled scores; count positions "
+    "from the first key",
+)
+RELATIVE_PRODUCTS = BugFamily(
+    "relative-products",
+    "add scaled products with the vectors of the bucket of key - query, counted from the first "
+    "of all keys",
+)
+SINKS = BugFamily(
+    "sinks",
+    "append each head's sink to its scaled and masked scores, apply the softmax, drop the sink's "
+    "weight",
+)
+TEMPERATURE = BugFamily(
+    "temperature",
+    "multiply queries by 1 + scale * ln(1 + floor((position + first_position) / length)), after "
+    "RoPE",
+)
+DROPOUT = BugFamily(
+    "dropout", "leave out dropout in evaluation: model.eval(), dropout_p=0, deterministic=True"
+)
+EMPTY_ROWS = BugFamily(
+    "empty-rows", "return 0 for a row if the mask hides all its keys; do not decide by its scores"
+)
+PRECISION = BugFamily(
+    "low-precision", "keep these values in the problem's dtype and compute them in float32"
+)
+
+
+def scale_family(spec: AttentionSpec) -> BugFamily:
+    """Return the family of scales: the usual one, or that of a layer with its own, as with latents
+    and YaRN.
+    """
+    is_usual = spec.scale is None and math.isclose(spec.score_scale * math.sqrt(spec.head_dim), 1.0)
+    return DIVIDED if is_usual else MULTIPLIED

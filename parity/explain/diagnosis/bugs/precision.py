@@ -1,0 +1,388 @@
+"""Lost precision: weights, inputs and stages rounded to a narrower dtype, and imprecise products.
+
+Rounding can be computed again, so only float32's own rounding remains. A number close to the middle
+between two narrower ones may be rounded either way; there the same-precision reference stays in the
+middle, and the budget allows both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from parity.explain.diagnosis.bugs.record import Bug, Changed, Override
+from parity.explain.diagnosis.bugs.sites import Overrides, before, weights
+from parity.measure.core.case import Case
+from parity.measure.core.reference import Layer
+from parity.measure.core.reference.arithmetic import MANTISSA, multiplications
+from parity.measure.core.stages import Values
+from parity.measure.core.weights import dtype_named, is_floating
+from parity.measure.core.work import PER_MULTIPLICATION, PER_ROUNDED, ask, begin
+
+DTYPES = ("bfloat16", "float16")
+"""Dtypes to which float32 is rounded."""
+
+STAGES = {"q_proj": ("q",), "k_proj": ("k",), "v_proj": ("v",), "out_proj": ("output",)}
+"""Stages that show a projection first."""
+
+OF_INPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "q_a_proj", "kv_a_proj")
+"""The projections of the layer's inputs."""
+
+NEAR = 2.0**-20
+"""Relative distance from the middle of two narrower numbers at which a float32 may be rounded
+either way.
+"""
+
+LAST = np.uint32(63)
+"""The last bits of a float32's mantissa."""
+
+Cut = Callable[[np.ndarray], np.ndarray]
+"""Removes bits."""
+
+of_precision = partial(Bug, page="low-precision", is_loss=True)
+
+
+def rounded_parts(case: Case) -> Iterator[Bug]:
+    """Lost precision in one part after the other, in each dtype; usual ones first."""
+    projections = [name for name in STAGES if name != "out_proj" or case.spec.out_proj]
+    for dtype in DTYPES:
+        cut = _to(dtype)
+        yield from _weights(case, dtype)
+        yield of_precision(
+            f"inputs-{dtype}",
+            f"the inputs are rounded to {dtype}",
+            {
+                "project": before(
+                    lambda given, places, cut=cut: (
+                        {name: cut(x) for name, x in given.items()},
+                        places,
+                    )
+                )
+            },
+            fix="pass the inputs in the layer's own dtype",
+            stages=("q", "latents"),
+        )
+        if case.spec.latent is None:
+            for name in projections:
+                yield from _weights(case, dtype, name)
+            for name in projections:
+                yield of_precision(
+                    f"{name}-in-{dtype}",
+                    f"{name} is computed in {dtype}",
+                    _projection(name, cut),
+                    fix=f"compute {name} in the dtype of the layer, outside of autocast",
+                    stages=STAGES[name],
+                )
+        yield from _stages(case, dtype, cut)
+    yield Bug(
+        "exponentials-approximated",
+        "exponentials are approximated by straight lines between powers of two",
+        {"attn_weights": _by_lines},
+        fix="request exact exponentials: math_approx_mode=False on Tenstorrent, "
+        "exp_approx_mode=False for fused "
+        "attention",
+        page="low-precision",
+        stages=("attn_weights",),
+        is_loss=True,
+        shows_in_narrow=True,
+    )
+
+
+LINE = 0.043
+"""Distance of the straight lines below the powers of two that they approximate, in the exponent: so
+that the largest errors above and below are equal.
+"""
+
+
+def _by_lines(_: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
+    """Compute like fast vector units: 2^n (1 + f) for 2^(n + f), up to 6% off."""
+    kept = original(values)["attn_weights"]
+    if not kept.shape[-1]:
+        return {"attn_weights": kept}
+    weights = kept.astype(np.promote_types(kept.dtype, np.float32))
+    highest = np.amax(weights, axis=-1, keepdims=True)
+    share = np.where(weights > 0.0, weights, 1.0) / np.where(highest > 0.0, highest, 1.0)
+    exponent = np.log2(share) - LINE
+    whole = np.floor(exponent)
+    lines = np.where(weights > 0.0, np.exp2(whole) * (1.0 + exponent - whole), 0.0)
+    total = np.sum(lines, axis=-1, keepdims=True)
+    found = lines * np.sum(weights, axis=-1, keepdims=True) / np.where(total > 0.0, total, 1.0)
+    return {"attn_weights": np.where(np.isfinite(weights), found, weights).astype(kept.dtype)}
+
+
+# ---- Rounding ------------------------------------------------------------------------------------
+
+
+def _to(dtype: str) -> Cut:
+    """Return a function that rounds to a dtype, and back to the array's own."""
+
+    def cut(x: np.ndarray) -> np.ndarray:
+        begin(PER_ROUNDED * x.size)
+        return x.astype(dtype_named(dtype)).astype(x.dtype) if is_floating(x.dtype) else x
+
+    return cut
+
+
+def _rounded(layer: Layer, x: np.ndarray, cut: Cut) -> np.ndarray:
+    """Round computed numbers; the same-precision reference stays in the middle if either way is
+    possible.
+
+    A number whose last bits are 0 is probably exact: an input, or a sum of short numbers. All round
+    it alike.
+    """
+    if layer.arithmetic.dtype != np.float32 or not x.size:
+        return cut(x)
+    x = x.astype(np.float32)
+    known = np.abs(x[np.isfinite(x)], dtype=np.float32)
+    room = np.float32(NEAR) * np.maximum(
+        np.abs(x), np.sqrt(np.mean(known**2)) if known.size else np.float32(0.0)
+    )
+    room = np.where(x.view(np.uint32) & LAST == 0, np.float32(0.0), room)
+    return (cut(x - room) + cut(x + room)) / 2
+
+
+def _entering(layer: Layer, projection: str, x: np.ndarray, cut: Cut) -> np.ndarray:
+    """Round the input of a projection: inputs of the layer are exact."""
+    wide = layer.arithmetic.widen(x)
+    return cut(wide) if projection in OF_INPUTS else _rounded(layer, wide, cut)
+
+
+# ---- Weights and projections ---------------------------------------------------------------------
+
+
+def _weights(case: Case, dtype: str, projection: str = "") -> Iterator[Bug]:
+    """Weights of the layer, or of one projection, with or without the biases."""
+    names = [name for name in case.spec.weight_shapes if name.startswith(projection)]
+    without = [name for name in names if not name.endswith(".bias")]
+    whose = f" of {projection}" if projection else ""
+    but = f", but not {'its bias' if projection else 'the biases'}"
+    for some, words in ((names, ""), (without, but))[: 1 + (without != names)]:
+        yield of_precision(
+            f"{projection}-weights-{dtype}" if projection else f"weights-{dtype}",
+            f"the weights{whose} are rounded to {dtype}{words}",
+            weights(_to(dtype), some),
+            fix=(
+                "load the weights in the dtype of the computation, or compare with the rounded "
+                "weights"
+            ),
+            stages=STAGES.get(projection, ("q",)),
+        )
+
+
+def layer_in(case: Case, dtype: str) -> Changed:
+    """Return the change to weights and inputs of a layer that is computed in a narrower dtype."""
+    cut = _to(dtype)
+
+    def rounded_inputs(inputs: Values, positions: np.ndarray) -> tuple[Values, np.ndarray]:
+        return {name: cut(x) for name, x in inputs.items()}, positions
+
+    return Changed(
+        {**weights(cut, list(case.spec.weight_shapes)), "project": before(rounded_inputs)}
+    )
+
+
+def _projection(projection: str, cut: Cut) -> Overrides:
+    """Round input, weights and result to the narrower dtype; sums are in float32, as on all
+    hardware.
+    """
+
+    def linear(layer: Layer, original: Override, name: str, x: np.ndarray) -> np.ndarray:
+        if name != projection:
+            return original(name, x)
+        a = layer.arithmetic
+        weight = a.widen(cut(layer.parameter(f"{name}.weight")))
+        bias = a.widen(cut(layer.parameter(f"{name}.bias"))) if layer.has_bias(name) else 0.0
+        return a.keep(
+            _rounded(layer, a.matmul(_entering(layer, name, x, cut), weight.T, bias), cut)
+        )
+
+    return {"linear": linear}
+
+
+# ---- Stages --------------------------------------------------------------------------------------
+
+
+def _stages(case: Case, dtype: str, cut: Cut) -> Iterator[Bug]:
+    def tables(layer: Layer, original: Override, positions: np.ndarray) -> tuple[np.ndarray, ...]:
+        return tuple(_rounded(layer, table, cut) for table in original(positions))
+
+    def appended(
+        layer: Layer, original: Override, cache: str, values: Values, new: Values, *rest: Any
+    ) -> Any:
+        return original(
+            cache, values, {name: _rounded(layer, x, cut) for name, x in new.items()}, *rest
+        )
+
+    def of_stage(stage: str, *, begins: str = "") -> Overrides:
+        """Round the result of a method, and optionally one of its input stages."""
+
+        def override(
+            layer: Layer, original: Override, values: Values, *rest: Any
+        ) -> dict[str, np.ndarray]:
+            if begins:
+                values = {
+                    **values,
+                    begins: _rounded(layer, layer.arithmetic.widen(values[begins]), cut),
+                }
+            return {stage: _rounded(layer, original(values, *rest)[stage], cut)}
+
+        return {stage: override}
+
+    if case.spec.rope is not None:
+        yield of_precision(
+            f"rope-tables-{dtype}",
+            f"RoPE's cosines and sines are rounded to {dtype}",
+            {"tables": tables},
+            fix="compute cosines and sines, and rotate queries and keys, in float32",
+            stages=("q", "latents", "k"),
+        )
+    if case.is_cached:
+        yield of_precision(
+            f"cache-{dtype}",
+            f"the cache is rounded to {dtype}",
+            {"appended": appended},
+            fix="allocate the cache in the dtype of the layer",
+            stages=("cache.latents", "cache.keys"),
+        )
+    yield of_precision(
+        f"scores-{dtype}",
+        f"scores are rounded to {dtype}",
+        of_stage("scores"),
+        fix="keep scores in float32 until the softmax",
+        stages=("scores",),
+    )
+    yield of_precision(
+        f"softmax-{dtype}",
+        f"the softmax takes its scores, and gives attention weights, in {dtype}",
+        of_stage("attn_weights", begins="scores"),
+        fix="compute the softmax in float32",
+        stages=("attn_weights",),
+    )
+    yield of_precision(
+        f"attn-weights-{dtype}",
+        f"attention weights are rounded to {dtype}",
+        of_stage("attn_weights"),
+        fix="keep attention weights in the layer's dtype",
+        stages=("attn_weights",),
+    )
+
+
+# ---- Products ------------------------------------------------------------------------------------
+
+
+def low_products(case: Case) -> Iterator[Bug]:
+    """Compute every product with fewer bits of its inputs: it explains an output alone.
+
+    Scores may be scaled after the product or queries before it. Other bits are lost then, unless
+    the scale is a power of two.
+    """
+    is_power_of_two = math.frexp(case.spec.score_scale)[0] == 0.5
+    for kind, bug in PRECISIONS.items():
+        for is_rounded in (True, False):  # like a conversion, or a matrix unit with float32 inputs
+            cut = partial(_with_bits, bits=MANTISSA[kind], is_rounded=is_rounded)
+            yield replace(bug, in_reference=_of_products(cut), is_loss=True)
+            if not is_power_of_two:
+                yield replace(
+                    bug, in_reference=_of_products(cut, scales_queries=True), is_loss=True
+                )
+
+
+def _scaled_queries(layer: Layer, values: Values) -> np.ndarray:
+    return layer.arithmetic.widen(values["q"]) / layer.arithmetic.wide.type(layer.scale())
+
+
+def _products_of_scaled(layer: Layer, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    return layer.arithmetic.between_scores(layer.by_group(queries, keys.swapaxes(2, 3)))
+
+
+def _scales_queries(layer: Layer, _: Override, values: Values) -> np.ndarray:
+    return _products_of_scaled(
+        layer, _scaled_queries(layer, values), layer.arithmetic.widen(values["k"])
+    )
+
+
+SCALED_QUERIES = Changed({"products": _scales_queries})
+"""Scales queries before their product with the keys, as many implementations do."""
+
+
+def _of_products(cut: Cut, *, scales_queries: bool = False) -> Overrides:
+    def linear(layer: Layer, _: Override, name: str, x: np.ndarray) -> np.ndarray:
+        a, weight = layer.arithmetic, layer.parameter(f"{name}.weight")
+        ask(PER_MULTIPLICATION * multiplications(x, weight.T))  # before anything is rounded for it
+        weight = cut(a.widen(weight))
+        bias = a.widen(layer.parameter(f"{name}.bias")) if layer.has_bias(name) else 0.0
+        return a.keep(a.matmul(_entering(layer, name, x, cut), weight.T, bias))
+
+    def of(*names: str) -> Override:
+        def override(layer: Layer, original: Override, values: Values) -> Any:
+            wide = {name: layer.arithmetic.widen(values[name]) for name in names}
+            return original(
+                {**values, **{name: _rounded(layer, x, cut) for name, x in wide.items()}}
+            )
+
+        return override
+
+    def of_scaled_queries(layer: Layer, _: Override, values: Values) -> np.ndarray:
+        queries = _rounded(layer, _scaled_queries(layer, values), cut)
+        keys = _rounded(layer, layer.arithmetic.widen(values["k"]), cut)
+        return _products_of_scaled(layer, queries, keys)
+
+    products = of_scaled_queries if scales_queries else of("q", "k")
+    return {"linear": linear, "products": products, "weighed": of("attn_weights", "v")}
+
+
+def _with_bits(x: np.ndarray, bits: int, *, is_rounded: bool) -> np.ndarray:
+    """Return float32 or float64 numbers with fewer explicit mantissa bits; NaN and infinity are
+    unchanged.
+
+    Args:
+        x: the numbers.
+        bits: number of remaining bits.
+        is_rounded: True to round to nearest, half to even; False to truncate.
+    """
+    integer, explicit = (np.uint64, 52) if x.dtype == np.float64 else (np.uint32, 23)
+    number, lost = x.view(integer), integer(explicit - bits)
+    if is_rounded:
+        number = number + (number >> lost & integer(1)) + integer(2 ** (explicit - bits - 1) - 1)
+    return (number >> lost << lost).view(x.dtype)
+
+
+def _products_of(kind: str, about: str, fix: str = "raise the math fidelity to HiFi4") -> Bug:
+    """Return the bug that every matrix product rounds its inputs.
+
+    In the reference it is another arithmetic (`reference.MANTISSA`) instead of an override. The
+    lost bits depend on the order of a sum, so only the size of the error can be predicted, not its
+    value.
+    """
+    return Bug(
+        f"precision-{kind}", f"matrix products use {about}", {}, fix, "low-precision", ("q",)
+    )
+
+
+PRECISIONS = {
+    "tf32": _products_of(
+        "tf32", "TF32 inputs, with 10 bits", "set the float32 matmul precision to highest"
+    ),
+    "bfloat16": _products_of(
+        "bfloat16", "bfloat16 inputs", "compute products of float32 in float32"
+    ),
+    "lofi": _products_of("lofi", "4 bits of each input (LoFi)"),
+}
+"""Arithmetics that explain a small difference everywhere, the finest first."""
+
+FIDELITIES = {
+    "tensix-hifi2": _products_of(
+        "hifi2", "6 explicit bits of their first operand and 9 of their second (HiFi2)"
+    ),
+    "tensix-lofi": _products_of(
+        "lofi", "6 explicit bits of their first operand and 4 of their second (LoFi)"
+    ),
+}
+"""Arithmetics of Tenstorrent's hardware, in which float32 and bfloat16 lose bits. ttnn uses LoFi
+for a product with a `program_config` or a `core_grid` and no arithmetic.
+"""

@@ -1,0 +1,126 @@
+"""Legitimate choices of implementations: the precision of scores, and the form of the softmax. None
+is a bug.
+
+Each has its own noise, which the budgets of the stages include: a layer that keeps its scores in
+bfloat16 is less exact in the scores and everything after them than one that keeps them in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from parity.explain.diagnosis.bugs.record import Override
+from parity.measure.core.compare import unit_of_rounding
+from parity.measure.core.reference import Layer
+from parity.measure.core.stages import Values, stage_named
+from parity.measure.core.trace import nudged_values
+
+HALF = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """Another valid way to compute a stage.
+
+    Attributes:
+        about: a description, with `{dtype}` for that of the problem.
+        arithmetic: of the same-precision reference; by default that of the hardware.
+        in_reference: overrides of the same-precision reference.
+    """
+
+    about: str
+    arithmetic: str = ""
+    in_reference: Mapping[str, Override] = field(default_factory=dict)
+
+
+def _kept_softmax(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
+    """Round every step of the softmax."""
+    a = layer.arithmetic
+    shown = np.where(values["mask"], -np.inf, a.widen(values["scores"]))
+    highest = shown.max(axis=-1, keepdims=True, initial=-np.inf)
+    highest = np.where(np.isfinite(highest), highest, 0.0).astype(a.wide)
+    exponentials = a.widen(np.exp(a.widen(shown - highest)))
+    total = a.widen(exponentials.sum(axis=-1, keepdims=True))
+    sinks = layer.sinks()
+    total = total if sinks is None else a.widen(total + np.exp(a.widen(a.widen(sinks) - highest)))
+    attn_weights = a.keep(exponentials / np.where(total == 0.0, a.wide.type(1.0), total))
+    return {"attn_weights": layer.of_empty_rows(attn_weights, values["scores"], total == 0.0)}
+
+
+def _log_sum_exp(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
+    """Return exp(s - log sum exp): the logarithm is as large as the scores, and rounded like them.
+
+    It is that of the kernel's own scores, which differ from the recorded ones by their rounding.
+    """
+    a = layer.arithmetic
+    own_scores = nudged_values(
+        {"scores": values["scores"]}, unit_of_rounding(a.wide.name), np.random.default_rng(0)
+    )
+    shown = np.where(values["mask"], -np.inf, values["scores"].astype(a.wide))
+    of_kernel = np.where(values["mask"], -np.inf, own_scores["scores"].astype(a.wide))
+    sinks = layer.sinks()
+    highest = of_kernel.max(axis=-1, keepdims=True, initial=-np.inf)
+    highest = highest if sinks is None else np.maximum(highest, sinks)
+    highest = np.where(np.isfinite(highest), highest, 0.0).astype(a.wide)
+    total = np.exp(of_kernel - highest).sum(axis=-1, keepdims=True)
+    total = total if sinks is None else total + np.exp(sinks - highest)
+    with np.errstate(divide="ignore"):
+        logarithm = (highest + np.log(total)).astype(a.wide)
+    logarithm = np.where(np.isfinite(logarithm), logarithm, 0.0).astype(a.wide)
+    is_empty = total == 0.0
+    return {
+        "attn_weights": layer.of_empty_rows(
+            a.keep(np.exp(shown - logarithm)), values["scores"], is_empty
+        )
+    }
+
+
+def _of_exact_sums(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
+    """Return the context of a kernel that divides by its sums, and whose recorded weights are
+    computed afterwards.
+    """
+    found = original(values)
+    if layer.sinks() is not None:  # which are part of the sums
+        return found
+    a = layer.arithmetic
+    total = a.widen(values["attn_weights"]).sum(axis=-1, keepdims=True)
+    scores = values["scores"][:, :, : total.shape[2]]  # a sample has scores of more rows
+    shown = np.where(values["mask"], 0.0, np.abs(scores))
+    # The logarithm and the scores of the kernel are each off by a unit of rounding of the largest
+    # score at most.
+    largest = np.maximum(shown.max(axis=-1, keepdims=True, initial=0.0), 1.0)
+    is_rounded = np.abs(total - 1.0) <= 2.0 * unit_of_rounding(a.wide.name) * largest
+    context = a.widen(found["context"]) / np.where(is_rounded, total, 1.0)
+    return {"context": a.keep(context.astype(a.wide))}
+
+
+AS_THE_REFERENCE = Choice("")
+UNFUSED = Choice("every operation of RoPE and of norms rounds to {dtype}", "unfused")
+SCORES = Choice("scores are kept in {dtype}", "unfused-scores")
+SOFTMAX = Choice(
+    "scores, and every step of the softmax, are kept in {dtype}",
+    "unfused-scores",
+    {"attn_weights": _kept_softmax},
+)
+LOG_SUM_EXP = Choice(
+    "attention weights are exp(s - log sum exp)",
+    "",
+    {"attn_weights": _log_sum_exp, "context": _of_exact_sums},
+)
+
+
+def choices_for(dtype: str, observed: Mapping[str, np.ndarray]) -> Iterator[Choice]:
+    """Yield the allowed choices, first the reference's own, unless recorded scores have a 16-bit
+    dtype.
+    """
+    kept = {x.dtype.name for name, x in observed.items() if stage_named(name).kind == "scores"}
+    if dtype not in HALF or kept != {dtype}:
+        yield AS_THE_REFERENCE
+    if dtype in HALF:
+        yield from (UNFUSED, SCORES, SOFTMAX) if kept != {dtype} else (SCORES, SOFTMAX)
+    elif dtype == "float32":
+        yield LOG_SUM_EXP

@@ -1,0 +1,76 @@
+"""Bugs that a comparison in 16 bits cannot show, because they change less than its rounding
+does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import numpy as np
+
+from parity.explain.diagnosis.bugs import Bug, bugs_for
+from parity.explain.diagnosis.choices import HALF
+from parity.explain.diagnosis.replay import Replay
+from parity.measure.core.blas import single_threaded
+from parity.measure.core.compare import judged
+from parity.measure.core.work import Work
+
+SECONDS = 1.0
+"""Work of the search."""
+
+SUBTLE = ("window", "chunk", "off-by", "eps", "frequencies", "scaling", "rope")
+"""Parts of the names of bugs that often change little: they are tried first."""
+
+HIDDEN = 0.9
+"""The largest share of its budget that a bug may use and be called hidden: rounding takes the
+rest.
+"""
+
+
+def hidden_bugs(right: Replay, stages: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of known bugs that would show in these stages in float32, and do not in the
+    problem's dtype.
+
+    Args:
+        right: the reference of the problem, or of a sample of it, without observed stages.
+        stages: names of the stages that were compared.
+    """
+    known = [name for name in stages if name in right.values]
+    if right.problem.dtype not in HALF or not known:
+        return ()
+    work, names = Work(SECONDS), list[str]()
+    with work.counted(), single_threaded(), suppress(TimeoutError):
+        for bug in _subtle_first([bug for bug in bugs_for(right.problem.case) if not bug.is_loss]):
+            with work.inside("hidden bugs"):
+                if _is_hidden(right, bug, known):
+                    names.append(bug.name)
+    return tuple(dict.fromkeys(names))
+
+
+def _subtle_first(bugs: Sequence[Bug]) -> list[Bug]:
+    """Return bugs in the order of `SUBTLE`."""
+
+    def place(bug: Bug) -> int:
+        matching = (number for number, part in enumerate(SUBTLE) if part in bug.name)
+        return next(matching, len(SUBTLE))
+
+    return sorted(bugs, key=place)
+
+
+def _is_hidden(right: Replay, bug: Bug, stages: Sequence[str]) -> bool:
+    """Return True if a bug changes some stage, visibly in float32, and none beyond its budget."""
+    would_show = False
+    for name in stages:
+        expected, wrong = right.stage(name), right.stage(name, (bug,))
+        if wrong.shape != expected.shape:
+            return False
+        if np.array_equal(wrong, expected, equal_nan=True):
+            continue
+        if judged(wrong, expected, right.allowed(name, ()), name).ratio > HIDDEN:
+            return False
+        would_show = (
+            would_show
+            or judged(wrong, expected, right.allowed(name, (), dtype="float32"), name).ratio > 1.0
+        )
+    return would_show

@@ -1,0 +1,11 @@
+"""Patterns: where and how a stage differs that no known bug explains.
+
+`describe` returns the heads, sequences, positions and features that exceed the budget, and the
+operation on the expected values there: multiplied, exchanged, rotated by another frequency. A
+pattern is verified: applied to the expected values, it leaves only rounding error.
+"""
+
+from parity.explain.diagnosis.laws.describe import EVERYWHERE, describe, place_of
+from parity.explain.diagnosis.laws.record import Findings, Law, Place
+
+__all__ = ["EVERYWHERE", "Findings", "Law", "Place", "describe", "place_of"]

@@ -1,0 +1,396 @@
+"""Replacements of a part of a layer: another weight, input, mask or order of axes; each a
+description and a change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from mha_spec import Norm
+from mha_spec.features.relative_products import SIDES
+from parity.explain.diagnosis.bugs import families as of
+from parity.explain.diagnosis.bugs.families import BugFamily
+from parity.explain.diagnosis.bugs.record import Changed
+from parity.measure.core.problem import Problem
+from parity.measure.core.stages import Values
+from parity.measure.core.weights import QKV
+from parity.measure.text import and_listed
+
+Part = tuple[str, Changed, BugFamily | None]
+"""The description of a change, the change of the reference, and its family of bugs, if any."""
+
+Form = Callable[[np.ndarray], np.ndarray]
+
+MOST_HEADS = 16
+"""The largest number of heads of a projection of which two may be exchanged."""
+
+GIVEN_OTHERS = (QKV[:1], QKV[1:2], QKV[2:], QKV[1:])
+"""Projections that may read another input: each alone, and keys and values together."""
+
+
+# ---- Weights -------------------------------------------------------------------------------------
+
+
+def weights(problem: Problem, names: list[str]) -> Iterator[Part]:
+    """Yield replacements of weights: by another one, two exchanged, one or all projections in
+    another form.
+
+    Args:
+        problem: with the weights.
+        names: the weights that the stage depends on.
+    """
+    held = problem.weights
+    for one in names:
+        for other in (name for name in held if name != one and held[name].shape == held[one].shape):
+            yield f"{one} is {other}", _replaced({one: held[other]}), family_of(one)
+    for one, other in combinations(names, 2):
+        if held[one].shape == held[other].shape:
+            yield (
+                f"{one} and {other} are exchanged",
+                _replaced({one: held[other], other: held[one]}),
+                family_of(one),
+            )
+    yield from _projections(held, names)
+    yield from _heads_exchanged(problem, names)
+    forms = {name: dict(_forms(name, problem)) for name in names}
+    for some in _together(names):
+        for words in forms[some[0]]:
+            if all(words in forms[name] for name in some):
+                changed = {name: forms[name][words](held[name].astype(np.float64)) for name in some}
+                family = of.TRANSPOSED if words == "transposed" else family_of(some[0])
+                yield (
+                    f"{and_listed(some)} {_be(some)} {words}",
+                    _replaced(changed),
+                    of.HEAD_ORDER if words.startswith("read with") else family,
+                )
+
+
+def _projections(held: Mapping[str, np.ndarray], names: list[str]) -> Iterator[Part]:
+    """Yield replacements of a projection, including its bias, by another one."""
+    leaves = {
+        one: {leaf: w.shape for leaf, w in _leaves(held, one).items()} for one in (*QKV, "out_proj")
+    }
+    for one, shapes in leaves.items():
+        for other in leaves:
+            if (
+                other != one
+                and leaves[other] == shapes
+                and len(shapes) > 1
+                and f"{one}.weight" in names
+            ):
+                changed = {f"{one}.{leaf}": w for leaf, w in _leaves(held, other).items()}
+                yield f"{one} is {other}", _replaced(changed), of.SWAPPED
+
+
+def _heads_exchanged(problem: Problem, names: list[str]) -> Iterator[Part]:
+    """Yield exchanges of two heads of a projection, including its bias; neighboring heads first."""
+    spec = problem.spec
+    counts = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads, "v_proj": spec.num_kv_heads}
+    for projection, count in counts.items() if spec.latent is None else ():
+        if (
+            f"{projection}.weight" not in names or not 2 < count <= MOST_HEADS
+        ):  # for two heads it is a known bug
+            continue
+        for one, other in sorted(combinations(range(count), 2), key=lambda pair: pair[1] - pair[0]):
+            order = np.arange(count)
+            order[[one, other]] = other, one
+            changed = {
+                f"{projection}.{leaf}": w.reshape(count, -1, *w.shape[1:])[order].reshape(w.shape)
+                for leaf, w in _leaves(problem.weights, projection).items()
+            }
+            yield (
+                f"heads {one} and {other} of {projection} are exchanged",
+                _replaced(changed),
+                of.HEAD_ORDER,
+            )
+
+
+def family_of(name: str) -> BugFamily:
+    """Return the family of bugs in a weight by its name."""
+    if name.endswith("_proj.bias"):
+        return of.BIAS
+    if name.startswith(("q_norm", "k_norm", "v_norm", "context_norm")):
+        return of.QK_NORM
+    if name.startswith(("q_proj", "k_proj", "v_proj", "out_proj")):
+        return of.SWAPPED
+    known = {"sinks": of.SINKS, "relative_bias": of.RELATIVE_BIAS, "gate": of.GATE}
+    known |= dict.fromkeys(SIDES, of.RELATIVE_PRODUCTS)
+    return next((family for begin, family in known.items() if name.startswith(begin)), of.LATENTS)
+
+
+def _leaves(held: Mapping[str, np.ndarray], projection: str) -> dict[str, np.ndarray]:
+    names = {leaf: f"{projection}.{leaf}" for leaf in ("weight", "bias")}
+    return {leaf: held[name] for leaf, name in names.items() if name in held}
+
+
+def multiple(name: str, times: float) -> Changed:
+    """Multiply a weight by a number."""
+
+    def parameter(_: Any, original: Any, which: str) -> np.ndarray:
+        return original(which).astype(np.float64) * times if which == name else original(which)
+
+    return Changed({"parameter": parameter})
+
+
+def _replaced(others: Mapping[str, np.ndarray]) -> Changed:
+    def parameter(_: Any, original: Any, name: str) -> np.ndarray:
+        return others[name] if name in others else original(name)
+
+    return Changed({"parameter": parameter})
+
+
+def _together(names: list[str]) -> Iterator[list[str]]:
+    """Yield weights that may be wrong alike: each alone, then those of several projections."""
+    yield from ([name] for name in names)
+    for leaf in ("weight", "bias"):
+        of = [
+            name
+            for name in (f"{projection}.{leaf}" for projection in (*QKV, "out_proj"))
+            if name in names
+        ]
+        some = [of[:2], of[:3], of]
+        yield from (each for i, each in enumerate(some) if len(each) > 1 and each not in some[:i])
+
+
+def _be(some: Sequence[str]) -> str:
+    return "is" if len(some) == 1 else "are"
+
+
+def _forms(name: str, problem: Problem) -> Iterator[tuple[str, Form]]:
+    """Yield forms of a weight with other numbers, or with the same ones in another order."""
+    w, spec = problem.weights[name], problem.spec
+    if w.ndim == 1:
+        yield "its exponential", np.exp
+        yield "1 + its value", lambda x: x + 1.0
+        yield "its value - 1", lambda x: x - 1.0
+        yield "its square", np.square
+        yield "its absolute value", np.abs
+        yield "1 throughout", np.ones_like
+    elif w.ndim == 2 and w.shape[0] == w.shape[1]:
+        yield "transposed", np.transpose
+    heads = {"q": spec.num_heads, "k": spec.num_kv_heads, "v": spec.num_kv_heads}
+    if name.startswith(QKV) and spec.latent is None and heads[name[0]] > 1:
+        yield from _rows(heads[name[0]])
+    elif name == "out_proj.weight" and spec.num_heads > 1:
+        for words, form in _rows(spec.num_heads):
+            yield words.replace("rows", "columns"), lambda x, form=form: form(x.T).T
+
+
+def _rows(heads: int) -> Iterator[tuple[str, Form]]:
+    """Yield orders of the rows of a projection."""
+
+    def inside(x: np.ndarray) -> np.ndarray:
+        return x.reshape(heads, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
+
+    def outside(x: np.ndarray) -> np.ndarray:
+        return x.reshape(-1, heads, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
+
+    def rolled(x: np.ndarray) -> np.ndarray:
+        return np.roll(x.reshape(heads, -1, *x.shape[1:]), 1, axis=0).reshape(x.shape)
+
+    yield "read with rows (H, N) instead of (N, H)", inside
+    yield "read with rows (N, H) instead of (H, N)", outside
+    yield "read with its heads rolled by 1", rolled
+
+
+# ---- Inputs --------------------------------------------------------------------------------------
+
+
+def inputs(problem: Problem) -> Iterator[Part]:
+    """Yield projections of the other input, of another sequence, or of other tokens."""
+    if problem.case.is_cached or problem.spec.latent is not None:
+        return
+    query, key = problem.inputs["query"], problem.inputs.get("key")
+    if key is not None and key.shape == query.shape:
+        both = {"q_proj": key, "k_proj": query, "v_proj": query}
+        yield "the query and the key are exchanged", _projecting(both), of.INPUTS
+        for some in GIVEN_OTHERS:
+            words = f"{and_listed([name[0] for name in some])} {_be(some)} made of the "
+            words += "key" if "q" in some[0] else "query"
+            yield words, _projecting({name: both[name] for name in some}), of.INPUTS
+    forms: dict[str, Form] = {
+        "the sequence before": lambda x: np.roll(x, 1, axis=0),
+        "the first sequence": lambda x: np.broadcast_to(x[:1], x.shape),
+        "the token before": lambda x: np.roll(x, 1, axis=1),
+        "the token after": lambda x: np.roll(x, -1, axis=1),
+        "tokens in reverse order": lambda x: x[:, ::-1],
+    }
+    for some in GIVEN_OTHERS:
+        for words, form in forms.items():
+            others = {
+                name: form(query if key is None or name == "q_proj" else key) for name in some
+            }
+            family = of.SEQUENCES if "sequence" in words else None
+            yield (
+                f"{and_listed([name[0] for name in some])} {_be(some)} made of {words}",
+                _projecting(others),
+                family,
+            )
+
+
+def _projecting(others: Mapping[str, np.ndarray]) -> Changed:
+    """Return the layer whose projections of some names read other inputs."""
+    return Changed({"linear": lambda _, original, name, x: original(name, others.get(name, x))})
+
+
+# ---- Masks and biases ----------------------------------------------------------------------------
+
+
+def masks_and_biases(problem: Problem) -> Iterator[Part]:
+    """Yield a mask, and a bias of the scores, in other axes or of another head or sequence."""
+    forms = dict(_planes())
+    if problem.case.is_causal and problem.case.key_padding_lengths is not None:
+        yield (
+            "a key is hidden only if all parts of the mask hide it, instead of any part",
+            Changed({"mask": _all_of}),
+            of.POLARITY,
+        )
+    if problem.case.has_mask:
+        for words, form in forms.items():
+            changed = Changed({"hidden": lambda _, f, x, form=form: form(f(x))})
+            yield f"the mask is {words}", changed, _family_of_mask(problem, words)
+    if problem.case.bias:
+        others = {"subtracted": np.negative, "added twice": lambda x: x + x, **forms}
+        for words, form in others.items():
+            yield (
+                f"the bias of the scores is {words}",
+                Changed({"score_bias": lambda _, f, form=form: form(f().astype(np.float64))}),
+                of.SCORE_BIAS,
+            )
+
+
+def _family_of_mask(problem: Problem, words: str) -> BugFamily | None:
+    """Return the family of a mask in another form, if the masks of a case determine one."""
+    case = problem.case
+    if words == "transposed":
+        return of.CAUSAL if case.is_causal and not case.random_mask else of.POLARITY
+    return of.PADDING if case.key_padding_lengths is not None and "sequence" in words else None
+
+
+def _all_of(layer: Any, original: Any, values: Values) -> dict[str, np.ndarray]:
+    """Return the mask of keys that both causality and padding hide."""
+    none = np.zeros((1, 1), bool)
+    with layer.overriding(is_later=lambda *_: none):
+        padding = original(values)["mask"]
+    with layer.overriding(is_padding=lambda *_: none):
+        return {"mask": padding & original(values)["mask"]}
+
+
+def _planes() -> Iterator[tuple[str, Form]]:
+    """Yield orders of queries by keys of each sequence and head."""
+    yield "transposed", lambda x: x.swapaxes(2, 3)
+    yield "that of the first head", lambda x: np.broadcast_to(x[:, :1], x.shape)
+    yield "that of the first sequence", lambda x: np.broadcast_to(x[:1], x.shape)
+    yield "that of the sequence before", lambda x: np.roll(x, 1, axis=0)
+    yield "with its heads rolled by 1", lambda x: np.roll(x, 1, axis=1)
+    yield "with its heads in reverse order", lambda x: x[:, ::-1]
+    yield "read as (B, N) instead of (N, B)", lambda x: _as_rows(x.swapaxes(0, 1), x.shape)
+    yield (
+        "read as (N, B) instead of (B, N)",
+        lambda x: x.reshape(x.shape[1], x.shape[0], *x.shape[2:]).swapaxes(0, 1),
+    )
+
+
+def _as_rows(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    return np.ascontiguousarray(x).reshape(shape)
+
+
+# ---- Products of heads ---------------------------------------------------------------------------
+
+
+_OF_FORMS = {"of the sequence before": of.SEQUENCES, "normalized, each head separately": of.QK_NORM}
+
+
+def products(problem: Problem) -> Iterator[Part]:
+    """Yield scores and contexts of other keys and values, or of the same ones in other axes."""
+    spec = problem.spec
+    eps = Norm().eps if spec.qk_norm is None else spec.qk_norm.eps
+    yield (
+        "the keys are not transposed in the product",
+        _given("products", k=lambda x: x.swapaxes(2, 3)),
+        None,
+    )
+    yield (
+        "the products of queries and keys are transposed",
+        Changed({"products": lambda _, f, values: f(values).swapaxes(2, 3)}),
+        of.SWAPPED,
+    )
+    transposed = _given("weighed", attn_weights=lambda x: x.swapaxes(2, 3))
+    yield "the attention weights are transposed in their product with the values", transposed, None
+    for method, name, whose in (("products", "k", "keys"), ("weighed", "v", "values")):
+        forms: dict[str, Form] = {
+            "of the token before": lambda x: np.roll(x, 1, axis=2),
+            "of the sequence before": lambda x: np.roll(x, 1, axis=0),
+            "normalized, each head separately": lambda x: (
+                x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
+            ),
+        }
+        for words, form in forms.items():
+            yield (
+                f"the {whose} used are {words}",
+                _given(method, **{name: form}),
+                _OF_FORMS.get(words),
+            )
+        yield from _heads_of(method, whose, spec.num_heads, spec.num_kv_heads)
+    yield from _heads_of("", "keys and values", spec.num_heads, spec.num_kv_heads)
+    if spec.soft_cap is not None:
+        cap = spec.soft_cap
+        yield "scores are capped twice", Changed({"capped": lambda _, f, x: f(f(x))}), of.SOFT_CAP
+        yield (
+            "scores are clipped instead of softly capped",
+            Changed({"capped": lambda _, f, x: np.clip(x, -cap, cap)}),
+            of.SOFT_CAP,
+        )
+        yield (
+            "the soft cap is not multiplied back",
+            Changed({"capped": lambda _, f, x: f(x) / cap}),
+            of.SOFT_CAP,
+        )
+
+
+def _given(method: str, **forms: Form) -> Changed:
+    """Return the layer in which a method receives other values."""
+
+    def override(_: Any, original: Any, values: Values) -> Any:
+        return original({**values, **{name: form(values[name]) for name, form in forms.items()}})
+
+    return Changed({method: override})
+
+
+def _heads_of(method: str, whose: str, count: int, shared: int) -> Iterator[Part]:
+    """Yield the use of keys, or values, of other key/value heads."""
+    if shared == 1:
+        return
+    own = np.arange(count) // (count // shared)
+    orders = {
+        "tiled (0 1 0 1)": np.arange(count) % shared,
+        "those of the next group": (own + 1) % shared,
+        "those of the groups in reverse order": shared - 1 - own,
+        "those of the first head": np.zeros(count, int),
+    }
+    for words, order in orders.items():
+        if not np.array_equal(order, own):
+            family = of.HEAD_ORDER if shared == count else of.GROUPED
+            yield f"the {whose} used are {words}", meeting(order, method), family
+
+
+def meeting(order: np.ndarray, method: str = "") -> Changed:
+    """Return the layer whose query heads use other key/value heads: in scores and contexts, or in
+    one method.
+    """
+
+    def heads(x: np.ndarray) -> np.ndarray:
+        return x[:, order]
+
+    if not method:
+        return Changed({"per_query_head": lambda _, __, x: heads(x)})
+
+    def override(layer: Any, original: Any, values: Values) -> Any:
+        with layer.overriding(per_query_head=heads):
+            return original(values)
+
+    return Changed({method: override})

@@ -1,0 +1,290 @@
+"""The description of a wrong stage: where it exceeds its budget, and by which pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+
+from mha_spec import InputError
+from parity.explain.diagnosis.laws.fits import Recompute, fits
+from parity.explain.diagnosis.laws.mixed import dropouts, lost_rows, mixtures
+from parity.explain.diagnosis.laws.orders import orders, other_stages, shifts, transposes
+from parity.explain.diagnosis.laws.pages import with_pages
+from parity.explain.diagnosis.laws.parts import parts
+from parity.explain.diagnosis.laws.places import find_place, wrong_elements
+from parity.explain.diagnosis.laws.record import Findings, Law, Place, Seen
+from parity.explain.diagnosis.laws.rotation import rotations
+from parity.explain.diagnosis.laws.rounding import rounded, rounding_signs
+from parity.explain.diagnosis.laws.rows import attn_weights, contexts, masks, scores, weights_signs
+from parity.explain.diagnosis.laws.turned import turned
+from parity.explain.diagnosis.laws.values import constants, factors, offsets
+from parity.explain.diagnosis.laws.words import is_round
+from parity.measure.core.compare import (
+    NOTHING,
+    axis_names,
+    budget,
+    errors_of,
+    kept_dtype,
+    slope,
+    whole_rows,
+)
+from parity.measure.core.problem import Problem
+from parity.measure.core.stages import stage_named
+from parity.measure.core.zeros import with_wrong_zeros
+
+GROUPS: tuple[Callable[[Seen], Iterator[Law]], ...] = (
+    constants,
+    masks,
+    factors,
+    orders,
+    transposes,
+    other_stages,
+    attn_weights,
+    contexts,
+    rounded,
+    offsets,
+    shifts,
+    scores,
+    rotations,
+    dropouts,
+    lost_rows,
+    mixtures,
+)
+"""The patterns; among those with equally many fitted numbers, usual ones first."""
+
+OF_SAMPLES = (constants, factors, rounded, offsets)
+"""The patterns that a sample of rows and features can show: the others need the whole stage."""
+
+IMPLIED_BY = {
+    "factor": {"zeros"},
+    "power": {"uniform"},
+    "rows": {"factor"},
+    "tokens and features": {"factor"},
+    "heads in output": {"factor", "offset", "multiple", "weight"},
+    "by distance": {"offset", "slope", "max_distance"},
+    "slope": {"offset"},
+    "shift": {"order"},
+    "theta": {"rope theta", "rope exponent"},
+    "rope factor": {"rope scaling"},
+    "rope frequencies": {"factor"},
+    "chunk instead": {"window"},
+    "window instead": {"chunk"},
+    "rope beta_fast": {"rope original_length", "rope factor"},
+    "rope beta_slow": {"rope original_length", "rope factor"},
+    "rope low_freq_factor": {"rope original_length"},
+    "rope high_freq_factor": {"rope original_length"},
+}
+"""Patterns that are omitted if a simpler one explains the same."""
+
+OF_SCALING = {
+    "rope factor",
+    "rope low_freq_factor",
+    "rope high_freq_factor",
+    "rope beta_fast",
+    "rope beta_slow",
+}
+"""Patterns of fitted numbers of RoPE's scaling."""
+
+EVERYWHERE = "everywhere"
+"""The place that is a whole stage."""
+
+PLAIN = 4
+"""The largest number of fitted numbers of a pattern that makes the search for parts of the layer
+unnecessary.
+"""
+
+MANTISSA = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
+"""Explicit mantissa bits of the dtypes of stages."""
+
+
+def describe(
+    stage: str,
+    actual: np.ndarray,
+    expected: np.ndarray,
+    allowed: Mapping[str, float],
+    *,
+    hidden: np.ndarray | None = None,
+    problem: Problem | None = None,
+    recompute: Recompute | None = None,
+    others: Mapping[str, np.ndarray] | None = None,
+    unused: np.ndarray | None = None,
+) -> Findings:
+    """Describe where a stage is wrong, and by which pattern.
+
+    Args:
+        stage: its name; `STAGES` has its axes.
+        actual: observed values. Rounding to bfloat16 is reported only if the dtype of the problem,
+            or of these values if that is unknown, is wider.
+        expected: float64, computed from the stages before it.
+        allowed: errors by norm, `rms` and `max`, from `parity.measure.core.compare.budget`; 0 for
+            masks and lengths.
+        hidden: cells that the mask hides, (B, N, T, S), boolean, if known.
+        problem: the case, weights and inputs, if known.
+        recompute: computes the expected values with a change of the reference, from the same stages
+            before it. With it and the problem, numbers of the specification are fitted. If no
+            simple pattern fits, replacements of parts are tried.
+        others: other stages by name, expected or observed, whose values this one may have.
+        unused: cells that are not compared.
+
+    Raises:
+        ValueError: if the shapes of the two arrays differ.
+    """
+    seen = _seen(stage, actual, expected, allowed, hidden, problem, others, unused)
+    if isinstance(seen, Findings):
+        return seen
+    with np.errstate(all="ignore"):
+        is_sample = problem is not None and problem.sample is not None
+        found = [law for group in (OF_SAMPLES if is_sample else GROUPS) for law in group(seen)]
+        if problem is not None and recompute is not None:
+            found += fits(seen, recompute)
+        if not found and not is_sample:
+            found += turned(seen)
+        if recompute is not None and not is_sample and all(law.parameters > PLAIN for law in found):
+            found += parts(seen, recompute)
+        signs = tuple(_signs(seen))
+    found = sorted(_unlike(_not_by_chance(found)), key=lambda law: law.parameters)
+    return Findings(seen.place, tuple(with_pages(law, seen) for law in found), signs)
+
+
+def place_of(
+    stage: str,
+    actual: np.ndarray,
+    expected: np.ndarray,
+    same_precision: np.ndarray,
+    *,
+    problem: Problem,
+    arithmetic: str = "ieee",
+    unused: np.ndarray | None = None,
+) -> Findings:
+    """Describe where a stage is wrong and how much, in time that allows a whole large layer.
+
+    Args:
+        stage, actual, expected, unused: as in `describe`.
+        same_precision: the stage of the reference in the dtype of the problem, which determines the
+            budget.
+        problem: the case, weights and inputs.
+        arithmetic: of the hardware.
+    """
+    if stage_named(stage).is_exact:
+        allowed = NOTHING
+    else:
+        allowed = budget(
+            expected, same_precision, problem.dtype, arithmetic=arithmetic, stage=stage
+        )
+    seen = _seen(stage, actual, expected, allowed, None, problem, None, unused)
+    if isinstance(seen, Findings):
+        return seen
+    with np.errstate(all="ignore"):
+        return Findings(seen.place, (), tuple(_signs(seen)))
+
+
+def _seen(
+    stage: str,
+    actual: np.ndarray,
+    expected: np.ndarray,
+    allowed: Mapping[str, float],
+    hidden: np.ndarray | None,
+    problem: Problem | None,
+    others: Mapping[str, np.ndarray] | None,
+    unused: np.ndarray | None,
+) -> Seen | Findings:
+    """Return the values of a stage and its place; the whole description if no element is wrong by
+    itself.
+    """
+    if actual.shape != expected.shape:
+        raise InputError(
+            "actual", f"have the shape of expected, {expected.shape}", actual=actual.shape
+        )
+    dtype = actual.dtype if problem is None else kept_dtype(stage, problem.dtype)
+    known = stage_named(stage)
+    actual, expected = whole_rows(actual, stage).astype(np.float64), expected.astype(np.float64)
+    actual = actual if unused is None else np.where(unused, expected, actual)
+    errors = errors_of(actual, expected)
+    bad, box = wrong_elements(errors, allowed)
+    if not bad.any():
+        errors = with_wrong_zeros(errors, actual, expected, allowed)
+        bad, box = wrong_elements(errors, allowed)
+    if not bad.any():
+        gain = _gain(actual, expected, allowed)
+        if gain:
+            return Findings(Place(EVERYWHERE, wrong=bad.size, size=bad.size), (gain,))
+        return Findings(Place("no single element is over its budget", size=expected.size))
+    letters = axis_names(stage, expected.ndim)
+    place, part = find_place(
+        known, letters, bad, box, hidden, None if problem is None else problem.spec
+    )
+    return Seen(
+        known,
+        letters,
+        actual,
+        expected,
+        allowed,
+        errors,
+        bad,
+        box,
+        part if unused is None else part & ~unused,
+        place,
+        hidden,
+        problem,
+        others or {},
+        MANTISSA.get(dtype.name, 52),
+        unused,
+    )
+
+
+def _signs(seen: Seen) -> Iterator[str]:
+    """Yield unexpected properties of the actual values, which explain nothing by themselves."""
+    yield from _nan(seen)
+    yield from weights_signs(seen)
+    if not seen.stage.is_exact:
+        yield from rounding_signs(seen)
+
+
+def _gain(actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float]) -> Law | None:
+    """Return the common factor of all values if the rounding of single ones hides it; None if the
+    slope is allowed.
+    """
+    known = np.isfinite(actual) & np.isfinite(expected)
+    if "slope" not in allowed or slope(actual, expected, known) <= allowed["slope"]:
+        return None
+    x = expected[known]
+    factor = float((actual[known] * x).sum() / (x * x).sum())
+    return Law(
+        "gain",
+        f"all values together are {factor:.8g} times what they should be",
+        {"factor": factor},
+        1,
+    )
+
+
+def _not_by_chance(laws: list[Law]) -> list[Law]:
+    """Return the patterns without implausible numbers of RoPE's scaling, if its frequencies are
+    known exactly.
+
+    If a scaling changes one frequency, any of its numbers can be fitted to it.
+    """
+    names = [law.name for law in laws]
+    if "rope frequencies" not in names:
+        return laws
+    of_scaling = [law for law in laws if law.name in OF_SCALING]
+    most = 2 if len(of_scaling) > 1 else 3
+    return [law for law in laws if law not in of_scaling or is_round(law.numbers["value"], most)]
+
+
+def _unlike(laws: list[Law]) -> Iterator[Law]:
+    """Yield the patterns without those that explain the same as a simpler one, with more
+    numbers.
+    """
+    names = {law.name for law in laws}
+    yield from (law for law in laws if not names & IMPLIED_BY.get(law.name, set()))
+
+
+def _nan(seen: Seen) -> Iterator[str]:
+    """Yield the place of unexpected NaN."""
+    lost = np.isnan(seen.actual) & ~np.isnan(seen.expected)
+    if not lost.any():
+        return
+    _, box = wrong_elements(np.where(lost, np.inf, 0.0), seen.allowed)
+    place, _ = find_place(seen.stage, seen.letters, lost, box, seen.hidden)
+    yield f"{place.wrong} of {place.size} elements are NaN: {place.words}"

@@ -1,0 +1,283 @@
+"""The family of a pattern: a pattern with several possible families has the pages of all, or
+none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from mha_spec import AttentionSpec
+from parity.explain.diagnosis.bugs import families as of
+from parity.explain.diagnosis.bugs.families import BugFamily
+from parity.explain.diagnosis.laws.record import Law, Seen
+from parity.explain.diagnosis.laws.rotation import as_exponent
+from parity.explain.diagnosis.laws.words import LOOSEST, is_round
+from parity.measure.core.reference import Arithmetic, Layer
+from parity.measure.core.stages import stage_named
+
+NEAR = 0.02
+"""The tolerance for the numbers of an order of heads, and for a theta that is only rounded."""
+
+ONE_FAMILY = {
+    "rope unscaled": of.SCALING,
+    "attention factor": of.AMPLITUDE,
+    "rotary_dim": of.ROTARY_DIM,
+    "rope missing": of.MISSING_ROPE,
+    "rope reversed": of.REVERSED_ROPE,
+    "temperature": of.TEMPERATURE,
+    "temperature length": of.TEMPERATURE,
+    "max_distance": of.RELATIVE_BIAS,
+    "max_bias": of.ALIBI,
+    "mean of v": of.EMPTY_ROWS,
+    "dropout": of.DROPOUT,
+    "rounded": of.PRECISION,
+    "tokens and features": of.QK_NORM,
+}
+"""Patterns that belong to one family, in any stage."""
+
+Families = tuple[BugFamily, ...]
+
+
+def with_families(law: Law, spec: AttentionSpec, *families: BugFamily) -> Law:
+    """Return a pattern with the pages and fixes of its families."""
+    fixes = dict.fromkeys(family.fix_for(spec) for family in families if family.fix)
+    return replace(
+        law, pages=tuple(dict.fromkeys(family.page for family in families)), fixes=tuple(fixes)
+    )
+
+
+def with_pages(law: Law, seen: Seen) -> Law:
+    """Return a pattern with its pages, if its stage and its numbers determine them."""
+    if law.pages or seen.problem is None:
+        return law
+    one, spec = ONE_FAMILY.get(law.name), seen.problem.spec
+    families = (one,) if one is not None else _BY_NAME.get(law.name, _of_scaling)(law, seen, spec)
+    return with_families(law, spec, *families)
+
+
+def _of_nothing(_: Law, __: Seen, ___: AttentionSpec) -> Families:
+    """Return no family."""
+    return ()
+
+
+def _of_scaling(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
+    is_of_scaling = (
+        law.name.startswith("rope ") and spec.rope is not None and spec.rope.scaling is not None
+    )
+    return (of.SCALING,) if is_of_scaling and _has_positions(seen) else ()
+
+
+def _has_positions(seen: Seen) -> bool:
+    """Return True if there are several positions: one does not distinguish frequencies from an
+    offset.
+    """
+    return seen.problem is not None and seen.problem.case.positions(seen.stage.step).shape[-1] > 1
+
+
+def _is_of_steps(seen: Seen) -> bool:
+    return bool(seen.stage.step)
+
+
+def _of_scale(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
+    """Return the family of scales; after the scores also that of norms, which multiply queries and
+    keys as well.
+
+    A scale that is almost right is not a wrong scale: any bug that changes scores a little
+    resembles one.
+    """
+    scale = law.numbers.get("value", math.inf)
+    if abs(scale - spec.score_scale) <= NEAR * spec.score_scale:
+        return ()
+    is_behind = seen.stage.quantity in ("context", "output") and spec.qk_norm is not None
+    return (of.scale_family(spec), *([of.QK_NORM] if is_behind else []))
+
+
+def _of_theta(law: Law, _: Seen, spec: AttentionSpec) -> Families:
+    """Return the family of thetas, unless it is the right one, rounded.
+
+    A theta that is not round is probably a different bug in the frequencies, which setting the
+    theta does not fix.
+    """
+    right = law.numbers["expected"]
+    theta = law.numbers["theta" if "theta" in law.numbers else "value"]
+    if abs(theta - right) <= NEAR * right:
+        return ()
+    if as_exponent(theta, spec):
+        return (of.EXPONENTS,)
+    return (of.THETA,) if is_round(theta) else (of.FREQUENCIES,)
+
+
+def _span_of(spec: AttentionSpec) -> BugFamily:
+    """Return the family of the layer's window or chunk."""
+    if spec.chunk_size is not None:
+        return of.CHUNK
+    return of.WINDOW if spec.window_size is not None else of.NO_WINDOW
+
+
+def _of_span(_: Law, seen: Seen, spec: AttentionSpec) -> Families:
+    is_of_case = seen.problem is not None and seen.problem.case.window_size is not None
+    return (of.WINDOW if is_of_case else _span_of(spec),)
+
+
+def _of_cap(_: Law, __: Seen, spec: AttentionSpec) -> Families:
+    return (of.NO_CAP if spec.soft_cap is None else of.SOFT_CAP,)
+
+
+def _of_eps(law: Law, _: Seen, __: AttentionSpec) -> Families:
+    return (of.LATENTS if "latents" in law.words else of.QK_NORM,)
+
+
+def _of_factor(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
+    axes, numbers = law.numbers["axes"], law.numbers["factors"]
+    if seen.stage.quantity in ("q", "k", "v") and "H" not in axes and len(axes) > 1:
+        return (of.QK_NORM, *([of.TEMPERATURE] if spec.temperature is not None else []))
+    if axes or not all(
+        len(which) == size for which, size in zip(seen.box[:2], seen.expected.shape, strict=False)
+    ):
+        return ()
+    if seen.stage.kind == "scores" and spec.soft_cap is None:
+        return (of.scale_family(spec),)
+    scales = [spec.score_scale**power for power in (1.0, -1.0, 0.5)]
+    is_scale = any(abs(numbers[0] - x) <= LOOSEST * x for x in scales if x != 1.0)
+    if seen.stage.quantity not in ("q", "k") or not is_scale:
+        return ()
+    return (of.scale_family(spec), *([of.QK_NORM] if spec.qk_norm is not None else []))
+
+
+def _of_offset(law: Law, seen: Seen, _: AttentionSpec) -> Families:
+    if seen.stage.kind == "cache.lengths":
+        return (of.CACHE_SLOTS,)
+    is_bias = {*law.numbers["axes"]} & {"H", "E", "W"} and not {*law.numbers["axes"]} & {
+        "B",
+        "T",
+        "S",
+    }
+    return (of.BIAS,) if is_bias and seen.stage.quantity in ("q", "k", "v") else ()
+
+
+def _of_order(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
+    axis, quantity = law.numbers["axis"], seen.stage.quantity
+    if "cache" in seen.stage.kind:
+        return (of.CACHE_SLOTS,) if axis in ("B", "S", "T") else ()
+    if quantity == "mask":
+        return (of.PADDING,) if axis == "B" and _is_padded(seen) else ()
+    if axis == "B":
+        return (of.SEQUENCES,) if quantity in ("q", "k", "v") else ()
+    if axis in ("N", "K") and sorted(law.numbers["of"]) == sorted(law.numbers["from"]):
+        is_shared = quantity == "context" and spec.num_kv_heads < spec.num_heads
+        if quantity in ("q", "k", "v", "context"):
+            return (of.GROUPED, of.HEAD_ORDER) if is_shared else (of.HEAD_ORDER,)
+    is_of_pairs = axis == "H" and spec.rope is not None and ", instead of" in law.words
+    return (of.PAIRS,) if is_of_pairs and quantity in ("q", "k") else ()
+
+
+def _is_padded(seen: Seen) -> bool:
+    return seen.problem is not None and seen.problem.case.key_padding_lengths is not None
+
+
+def _of_shift(_: Law, seen: Seen, __: AttentionSpec) -> Families:
+    return (of.CACHE_SLOTS,) if "cache" in seen.stage.kind else ()
+
+
+def _of_axes(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
+    if "cache" in seen.stage.kind or seen.problem is None:
+        return ()
+    if seen.stage.kind == "scores":
+        return (of.SWAPPED,) if law.numbers.get("axes") == ["T", "S"] else ()
+    if seen.stage.kind == "mask":
+        return (
+            (of.CAUSAL, *([of.POLARITY] if seen.problem.case.random_mask else []))
+            if not _is_of_steps(seen)
+            else ()
+        )
+    return (of.HEAD_ORDER,) if seen.stage.quantity in ("q", "k", "v", "context", "output") else ()
+
+
+def _of_stage(law: Law, seen: Seen, _: AttentionSpec) -> Families:
+    other, own = stage_named(law.numbers["stage"]), seen.stage
+    if "cache" in own.kind and other.step == own.step and "cache" in other.kind:
+        return (of.CACHE_SLOTS,)
+    projections = {"q", "k", "v"}
+    return (of.SWAPPED,) if {other.kind, own.kind} <= projections and other.step == own.step else ()
+
+
+def _of_offset_of_rope(_: Law, seen: Seen, __: AttentionSpec) -> Families:
+    return (of.POSITIONS,) if seen.stage.step is None else (of.CACHE_POSITIONS, of.POSITIONS)
+
+
+def _of_exponent(law: Law, _: Seen, __: AttentionSpec) -> Families:
+    return (of.ROTARY_DIM if law.numbers["exponent"] == "2 i / head_dim" else of.EXPONENTS,)
+
+
+def _of_rope_factor(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
+    if not _has_positions(seen):
+        return ()
+    factor = float(law.numbers["factor" if law.name == "rope scaling" else "value"])
+    is_scaling = factor > 1.0 or (spec.rope is not None and spec.rope.scaling is not None)
+    return (of.SCALING,) if is_scaling else (of.SCALING, of.POSITIONS)
+
+
+def _of_leak(_: Law, seen: Seen, __: AttentionSpec) -> Families:
+    if seen.problem is None or seen.stage.step is not None or seen.problem.sample is not None:
+        return ()
+    right = Layer(seen.problem, Arithmetic(np.dtype(np.float64))).mask({})["mask"]
+    is_right = seen.hidden is not None and np.array_equal(right, seen.hidden)
+    return (of.LEAKING,) if is_right else ()  # otherwise the mask is wrong, or another one is used
+
+
+def _of_distances(_: Law, __: Seen, spec: AttentionSpec) -> Families:
+    if spec.alibi is not None:
+        return (of.ALIBI,)
+    if spec.relative_bias is not None:
+        return (of.RELATIVE_BIAS,)
+    return (of.RELATIVE_PRODUCTS,) if spec.relative_products is not None else ()
+
+
+def _of_mask(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
+    if seen.problem is None or seen.problem.case.is_cached:
+        return ()
+    has_window = (spec.window_size or spec.chunk_size or seen.problem.case.window_size) is not None
+    if law.name == "inverted":
+        return (*_of_span(law, seen, spec), of.POLARITY) if has_window else (of.POLARITY,)
+    return (*_of_span(law, seen, spec), of.CAUSAL) if has_window else (of.CAUSAL,)
+
+
+def _of_mixture(law: Law, _: Seen, __: AttentionSpec) -> Families:
+    mixture = np.array(law.numbers["heads"])
+    places = np.abs(mixture) > 0.5
+    is_order = (places.sum(axis=0) == 1).all() and (places.sum(axis=1) == 1).all()
+    return (of.HEAD_ORDER,) if is_order and np.abs(mixture - places).max() < NEAR else ()
+
+
+_BY_NAME: dict[str, Callable[[Law, Seen, AttentionSpec], Families]] = {
+    "theta": _of_theta,
+    "rope theta": _of_theta,
+    "scale": _of_scale,
+    "power": _of_scale,
+    "soft cap": _of_cap,
+    "eps": _of_eps,
+    "factor": _of_factor,
+    "offset": _of_offset,
+    "order": _of_order,
+    "shift": _of_shift,
+    "transposed": _of_axes,
+    "reshaped": _of_axes,
+    "other stage": _of_stage,
+    "rope offset": _of_offset_of_rope,
+    "rope positions": _of_offset_of_rope,
+    "rope exponent": _of_exponent,
+    "rope factor": _of_rope_factor,
+    "rope scaling": _of_rope_factor,
+    "rope frequencies": _of_nothing,
+    "unmasked": _of_leak,
+    "slope": _of_distances,
+    "by distance": _of_distances,
+    "inverted": _of_mask,
+    **dict.fromkeys(("window", "window instead", "chunk", "chunk instead"), _of_span),
+    "band": _of_mask,
+    "heads in output": _of_mixture,
+}

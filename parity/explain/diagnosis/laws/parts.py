@@ -1,0 +1,101 @@
+"""Parts of a layer that another one replaces: the stage is computed again with each, and with
+fitted numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+import numpy as np
+
+from parity.explain.diagnosis.bugs import families as of
+from parity.explain.diagnosis.laws import changes
+from parity.explain.diagnosis.laws.fits import Fitted, Number, Recompute, Tried
+from parity.explain.diagnosis.laws.pages import with_families
+from parity.explain.diagnosis.laws.record import Law, Seen
+from parity.explain.diagnosis.laws.words import listed, readable_apart
+from parity.measure.core.problem import Problem
+
+MOST_PARTS = 3
+"""The number of parts that are reported if several explain a stage."""
+
+TIMES = (-1.0, 0.0, 2.0, 0.5)
+"""Multiples of a weight that are tried before a number is fitted."""
+
+
+def parts(seen: Seen, recompute: Recompute) -> Iterator[Law]:
+    """Yield the parts that would each explain the stage."""
+    problem = seen.problem
+    if problem is None or not np.isfinite(seen.expected).all():
+        return
+    try:
+        yield from _weights_and_parts(Tried(seen, recompute), problem)
+    except TimeoutError:
+        return
+
+
+def _weights_and_parts(tried: Tried, problem: Problem) -> Iterator[Law]:
+    named = [name for name in problem.weights if _moves(tried, name)]
+    groups = {
+        "weight": changes.weights(problem, named),
+        "input": changes.inputs(problem),
+        "mask": changes.masks_and_biases(problem),
+        "product": changes.products(problem),
+    }
+    found = (
+        with_families(
+            Law(name, words, change=change), problem.spec, *([] if family is None else [family])
+        )
+        for name, group in groups.items()
+        for words, change, family in group
+        if tried.explains(change)
+    )
+    found_parts = list(islice(found, MOST_PARTS))
+    yield from found_parts
+    if not found_parts:
+        for name in named:
+            yield from _multiplied(tried, problem, name)
+        yield from _met(tried, problem)
+
+
+def _moves(tried: Tried, name: str) -> bool:
+    """Return True if the stage depends on a weight."""
+    x, seen = tried.stage(changes.multiple(name, 2.0)), tried.seen
+    return x is not None and not bool((np.abs(x - seen.expected) <= seen.allowed["max"]).all())
+
+
+def _multiplied(tried: Tried, problem: Problem, name: str) -> Iterator[Law]:
+    """Return a multiple of a weight that would explain the stage."""
+    is_whole = not (tried.seen.is_enough(1) and np.isfinite(tried.seen.actual).all())
+    number = Number("multiple", name, 1.0, TIMES, lambda x: changes.multiple(name, x), is_whole)
+    for times in Fitted(tried, number).values():
+        words = f"{name} is multiplied by {readable_apart(times or 0.0, 1.0)[0]}"
+        numbers = {"weight": name, "factor": times}
+        law = Law("multiple", words, numbers, int(times not in TIMES), change=number.made(times))
+        family = changes.family_of(name)
+        yield (
+            law if family is of.SWAPPED else with_families(law, problem.spec, family)
+        )  # a gain has no page
+
+
+def _met(tried: Tried, problem: Problem) -> Iterator[Law]:
+    """Yield query heads that use other key/value heads: the nearest one for each."""
+    seen, count, size = tried.seen, problem.spec.num_kv_heads, problem.spec.num_heads
+    if seen.letters[1:2] != ("N",) or seen.stage.quantity not in ("scores", "context"):
+        return
+    if count < 2 or not np.isfinite(seen.actual).all():
+        return
+    stages = (tried.stage(changes.meeting(np.full(size, one))) for one in range(count))
+    every = [seen.expected if x is None else x for x in stages]
+    nearest = np.array([((x - seen.actual) ** 2).sum(axis=(0, 2, 3)) for x in every]).argmin(axis=0)
+    if tried.explains(changes.meeting(nearest)):
+        whose = {"scores": "keys", "context": "values"}[seen.stage.quantity]
+        words = (
+            f"query heads 0 … {size - 1} use the {whose} of key/value heads "
+            f"{listed(nearest.tolist())}"
+        )
+        law = Law(
+            "heads", words, {"heads": nearest.tolist()}, size, change=changes.meeting(nearest)
+        )
+        yield with_families(law, problem.spec, of.GROUPED)

@@ -1,0 +1,249 @@
+"""Records: a place, a pattern, findings; and the arrays of a stage with the known context."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from mha_spec import AttentionSpec
+from parity.explain.diagnosis.bugs.record import Change, Override
+from parity.measure.core.problem import Problem
+from parity.measure.core.records import JsonRecord
+from parity.measure.core.stages import Stage
+
+LEAST_GAIN = 0.5
+"""The share of the error, root mean square, that a pattern may leave. A pattern with half as many
+numbers as elements removes all but 0.29 of any error just above the budget, so it must not be
+reported for that.
+"""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The part of a stage that exceeds its budget.
+
+    Attributes:
+        words: its description.
+        sequences, heads, positions, keys, features: wrong indices; None if the stage has no such
+            axis. Positions are those of query tokens if the stage has them, else of key tokens or
+            slots.
+        cells: the common property of wrong cells of scores, attention weights or a mask: `hidden`,
+            `empty rows`, `diagonal`, `after`, `before`, `rows`; empty if they have none.
+        wrong, size: number of elements above the budget, and of all.
+    """
+
+    words: str
+    sequences: tuple[int, ...] | None = None
+    heads: tuple[int, ...] | None = None
+    positions: tuple[int, ...] | None = None
+    keys: tuple[int, ...] | None = None
+    features: tuple[int, ...] | None = None
+    cells: str = ""
+    wrong: int = 0
+    size: int = 0
+
+
+@dataclass(frozen=True)
+class Law:
+    """A pattern: an operation on the expected values in a place that leaves only rounding.
+
+    Attributes:
+        name: of its kind, such as `factor`.
+        words: its description, with the numbers.
+        numbers: the fitted numbers by name, for JSON.
+        parameters: number of fitted numbers: fewer are simpler.
+        pages: pages of its families in parity/bugs; empty without a family.
+        fixes: a fix for each family.
+        change: injects it into the reference, in every call; None if it concerns this stage alone.
+            JSON omits it.
+    """
+
+    name: str
+    words: str
+    numbers: dict[str, Any] = field(default_factory=dict)
+    parameters: int = 0
+    pages: tuple[str, ...] = ()
+    fixes: tuple[str, ...] = ()
+    change: Change | None = field(default=None, repr=False, compare=False)
+
+
+@dataclass(frozen=True, eq=False)
+class OtherSpec:
+    """The layer of another specification, as a change of the reference."""
+
+    spec: AttentionSpec
+
+    @property
+    def in_reference(self) -> Mapping[str, Override]:
+        """No overrides, because the specification itself differs."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Findings(JsonRecord):
+    """The description of a wrong stage.
+
+    Attributes:
+        place: where it is wrong.
+        found: the patterns that each explain it, the simplest first.
+        signs: unexpected properties of the actual values, which explain nothing by themselves.
+    """
+
+    place: Place
+    found: tuple[Law, ...] = ()
+    signs: tuple[str, ...] = ()
+
+    @property
+    def where(self) -> str:
+        """The description of the place."""
+        return self.place.words
+
+    @property
+    def laws(self) -> tuple[str, ...]:
+        """The descriptions of the patterns, the simplest first."""
+        return tuple(law.words for law in self.found)
+
+    def plain(self) -> Findings:
+        """Return the findings as plain data, without changes of the reference."""
+        return replace(self, found=tuple(replace(law, change=None) for law in self.found))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The actual and the expected values of a stage.
+
+    Attributes:
+        stage: the stage.
+        letters: of its axes.
+        actual, expected: float64.
+        allowed: errors by norm, `rms` and `max`.
+        errors: absolute; infinite if one is NaN and the other is not.
+        bad: wrong elements.
+        box: indices of each axis with wrong elements.
+        part: elements of the reported place: those of the box, or its wrong cells.
+        place: that place.
+        hidden: cells that the mask hides, (B, N, T, S), if known.
+        problem: the case, weights and inputs, if known.
+        others: other known stages by name.
+        kept: mantissa bits of the dtype of the actual values, without the leading 1.
+        unused: cells that are not compared, in which the actual values are the expected ones; None
+            if there are none.
+    """
+
+    stage: Stage
+    letters: tuple[str, ...]
+    actual: np.ndarray
+    expected: np.ndarray
+    allowed: Mapping[str, float]
+    errors: np.ndarray
+    bad: np.ndarray
+    box: tuple[np.ndarray, ...]
+    part: np.ndarray
+    place: Place
+    hidden: np.ndarray | None = None
+    problem: Problem | None = None
+    others: Mapping[str, np.ndarray] = field(default_factory=dict)
+    kept: int = 23
+    unused: np.ndarray | None = None
+
+    @cached_property
+    def compared(self) -> np.ndarray:
+        """The finite actual values that are compared."""
+        is_finite = np.isfinite(self.actual)
+        return is_finite if self.unused is None else is_finite & ~self.unused
+
+    @cached_property
+    def count(self) -> int:
+        """Number of elements in the part."""
+        return int(np.count_nonzero(self.part))
+
+    @cached_property
+    def scale(self) -> float:
+        """The largest absolute expected value."""
+        return float(np.abs(self.expected).max(initial=0.0, where=np.isfinite(self.expected)))
+
+    @cached_property
+    def precision(self) -> float:
+        """The tolerance, relative to the largest expected value."""
+        return self.allowed["max"] / self.scale if self.scale else 0.0
+
+    @cached_property
+    def usable(self) -> np.ndarray:
+        """The finite elements of the part, from which numbers can be fitted."""
+        return self.part & np.isfinite(self.actual) & np.isfinite(self.expected)
+
+    @cached_property
+    def known(self) -> tuple[np.ndarray, np.ndarray]:
+        """The actual and the expected values of usable elements, 0 elsewhere."""
+        return np.where(self.usable, self.actual, 0.0), np.where(self.usable, self.expected, 0.0)
+
+    def axis(self, letters: str) -> int | None:
+        """Return the first axis with one of these letters."""
+        return next((axis for axis, letter in enumerate(self.letters) if letter in letters), None)
+
+    def within(self, values: np.ndarray | float) -> np.ndarray:
+        """Return the expected values, with others in the part."""
+        return np.where(self.part, values, self.expected)
+
+    def in_slices(self, values: np.ndarray) -> np.ndarray:
+        """Return the expected values, with others in all wrong slices."""
+        box = np.ix_(*self.box)
+        found = self.expected.copy()
+        found[box] = values[box]
+        return found
+
+    def is_enough(self, parameters: int) -> bool:
+        """Return True if the part has enough elements to verify a pattern with some fitted
+        numbers.
+        """
+        spare = 1 if self.stage.is_exact else 3
+        return self.count >= 2 * parameters and self.count - parameters >= spare
+
+    def holds(self, candidate: np.ndarray, gain: np.ndarray | float = 1.0) -> bool:
+        """Return True if a pattern explains everything, also outside of its part.
+
+        Args:
+            candidate: the expected values after the pattern.
+            gain: the factor by which the pattern multiplies rounding errors, broadcast to them.
+        """
+        if self.unused is not None:
+            candidate = np.where(self.unused, self.actual, candidate)
+        step = max(1, self.expected.size // 512) | 1  # odd, so that every row has other features
+        some = slice(None, None, step)
+        gain = np.broadcast_to(np.maximum(gain, 1.0), candidate.shape)
+        if step > 1 and not self._fits(
+            self.actual.ravel()[some], candidate.ravel()[some], gain.reshape(-1)[some]
+        ):
+            return False
+        return self._fits(self.actual, candidate, gain, whole=True)
+
+    def _fits(
+        self, actual: np.ndarray, candidate: np.ndarray, gain: np.ndarray, *, whole: bool = False
+    ) -> bool:
+        with np.errstate(invalid="ignore"):
+            left = np.abs(actual - candidate)
+            left[(actual == candidate) | (np.isnan(actual) & np.isnan(candidate))] = 0.0
+        if not np.isfinite(left).all():
+            return False
+        if not self.allowed["max"]:
+            return not left.any()
+        # A result has the rounding errors of its inputs, and one of its own size.
+        size = (
+            np.where(np.isfinite(candidate), np.abs(candidate), 0.0) / self.scale
+            if self.scale
+            else 0.0
+        )
+        scaled = left / np.maximum(gain, size)
+        if scaled.max(initial=0.0) > self.allowed["max"]:
+            return False
+        if not whole:
+            return True
+        rms = float(np.sqrt(np.mean(scaled**2)))
+        before = float(np.sqrt(np.mean(self.errors**2)))
+        return (
+            rms <= self.allowed["rms"] and float(np.sqrt(np.mean(left**2))) <= LEAST_GAIN * before
+        )

@@ -1,0 +1,287 @@
+"""Patterns of RoPE: the frequencies and offsets by which queries and keys were rotated, from the
+angles.
+
+A pair of features that should be rotated by position * f, and was rotated by (position + offset) *
+g, is the expected one, rotated by position * (g - f) + offset * g. The growth of that angle from
+token to token determines every g, and its start the offset. Then the simplest rule with these
+frequencies is reported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mha_spec import AttentionSpec, Rope
+from parity.explain.diagnosis.bugs.families import THETA
+from parity.explain.diagnosis.bugs.record import Changed
+from parity.explain.diagnosis.laws.record import Law, Seen
+from parity.explain.diagnosis.laws.words import listed, readable, readable_apart
+from parity.measure.core.reference.rope import frequencies, pairs
+
+OFFSETS = np.arange(-4096, 4097)
+"""Offsets of positions that are tried."""
+
+LOGARITHMS = np.linspace(math.log(1.2), math.log(1e9), 4001)
+"""Number of bases that are tried first; the best one is refined."""
+
+
+@dataclass(frozen=True)
+class _Turning:
+    """The rotated features, and their rotation.
+
+    Attributes:
+        first, second: the features of each pair.
+        positions: of the tokens, (B or 1, T).
+        right: expected frequencies, (pairs,).
+        used: observed frequencies.
+        begin: the angle at position 0, (pairs,).
+        amplitude: the factor of rotated features.
+    """
+
+    first: list[int]
+    second: list[int]
+    positions: np.ndarray
+    right: np.ndarray
+    used: np.ndarray
+    begin: np.ndarray
+    amplitude: float
+
+    def turned(self, seen: Seen, rule: _Rule) -> np.ndarray:
+        """Return the expected values, rotated by other frequencies and multiplied by a number."""
+        angles = (
+            self.positions[..., None] * (rule.used - self.right) + rule.offset * rule.used
+        )  # (B or 1, T, pairs)
+        cos, sin = (
+            rule.amplitude * np.cos(angles)[:, None],
+            rule.amplitude * np.sin(angles)[:, None],
+        )
+        x, y = seen.expected[..., self.first], seen.expected[..., self.second]
+        found = seen.expected.copy()
+        found[..., self.first], found[..., self.second] = x * cos - y * sin, y * cos + x * sin
+        wrong = np.zeros((found.shape[0], found.shape[1], 1, 1), bool)
+        wrong[np.ix_(seen.box[0], seen.box[1])] = True
+        return np.where(wrong, found, seen.expected)
+
+    def made(self, rule: _Rule) -> Changed:
+        """Return the rotation as a change of the reference, for queries and keys in every call."""
+        more = rule.used - self.right
+
+        def angles(layer: Any, original: Any, positions: np.ndarray) -> np.ndarray:
+            found = original(positions)
+            return (found + positions[:, None, :, None] * more + rule.offset * rule.used).astype(
+                found.dtype
+            )
+
+        changed = Changed({"angles": angles})
+        if rule.amplitude == 1.0:
+            return changed
+        return Changed(
+            {
+                **changed.in_reference,
+                "attention_factor": lambda _, original: original() * rule.amplitude,
+            }
+        )
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """Possible frequencies, an offset of positions, and a factor of the features."""
+
+    name: str
+    words: str
+    used: np.ndarray
+    numbers: dict[str, Any] = field(default_factory=dict)
+    parameters: int = 0
+    offset: float = 0.0
+    amplitude: float = 1.0
+
+
+def rotations(seen: Seen) -> Iterator[Law]:
+    """Yield other frequencies, or other positions, of queries or keys."""
+    turning = _turning(seen)
+    if turning is None or seen.problem is None or seen.problem.spec.rope is None:
+        return
+    any_frequencies = (_any_frequencies,) if seen.is_enough(len(turning.right) + 1) else ()
+    for rules in (_offset, _forms, _scaled, _theta, *any_frequencies):
+        for rule in rules(turning, seen.problem.spec.rope, seen.problem.spec):
+            if seen.holds(turning.turned(seen, rule), rule.amplitude):
+                yield Law(
+                    rule.name, rule.words, rule.numbers, rule.parameters, change=turning.made(rule)
+                )
+                return
+
+
+def _turning(seen: Seen) -> _Turning | None:
+    """Return the rotation of the queries or keys; None if it cannot be determined."""
+    if (
+        seen.problem is None
+        or seen.stage.path
+        or seen.stage.quantity not in ("q", "latents", "k")
+        or seen.actual.ndim != 4
+    ):
+        return None
+    rope, head_dim = seen.problem.spec.rope, seen.actual.shape[3]
+    if rope is None or rope.sections is not None or not np.isfinite(seen.actual).all():
+        return None
+    positions = seen.problem.case.positions(seen.stage.step).astype(np.float64)
+    if positions.ndim != 2 or positions.shape[1] != seen.actual.shape[2] or positions.shape[1] < 2:
+        return None
+    first, second = pairs(rope, head_dim)
+    right = np.array(frequencies(rope, head_dim, int(positions.max()) + 1))
+    box = np.ix_(seen.box[0], seen.box[1])
+    a, e = (x[box][..., first] + 1j * x[box][..., second] for x in (seen.actual, seen.expected))
+    cross = a * e.conj()
+    # Sequences have different positions, or all the same.
+    where = positions[seen.box[0]] if len(positions) > 1 else positions
+    cross = (
+        cross.sum(axis=1) if len(positions) > 1 else cross.sum(axis=(0, 1))[None]
+    )  # (B or 1, T, pairs)
+    follows = np.diff(where, axis=1) == 1.0
+    if not follows.any():
+        return None
+    steps = (cross[:, 1:] * cross[:, :-1].conj() * follows[..., None]).sum(axis=(0, 1))
+    slope = np.angle(steps)
+    for _ in range(3):  # the slope of the remainder around the mean angle, weighted by its accuracy
+        level = cross * np.exp(-1j * where[..., None] * slope)
+        mean = level.sum(axis=(0, 1))
+        rest, weight = np.angle(level * mean.conj()), np.abs(cross)
+        total = np.maximum(weight.sum(axis=(0, 1)), 1e-300)
+        centre = (weight * where[..., None]).sum(axis=(0, 1)) / total
+        away = where[..., None] - centre
+        spread = np.maximum((weight * away * away).sum(axis=(0, 1)), 1e-300)
+        slope = slope + (weight * away * rest).sum(axis=(0, 1)) / spread
+    begin = np.angle((cross * np.exp(-1j * where[..., None] * slope)).sum(axis=(0, 1)))
+    size = float((np.abs(e) ** 2).sum())
+    amplitude = float(np.abs(cross).sum()) / size if size else 1.0
+    return _Turning(first, second, positions, right, right + slope, begin, amplitude)
+
+
+# ---- Rules, the plainest first -------------------------------------------------------------------
+
+
+def _offset(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule]:
+    misfit = np.abs(np.exp(1j * (OFFSETS[:, None] * turning.right - turning.begin)) - 1.0).sum(
+        axis=1
+    )
+    nearest = misfit <= misfit.min() + 1e-3  # slow pairs alone do not distinguish some offsets
+    offset = int(min(OFFSETS[nearest], key=abs))
+    words = f"RoPE's positions are {abs(offset)} too {'high' if offset > 0 else 'low'}"
+    yield _Rule("rope offset", words, turning.right, {"offset": offset}, 1, offset)
+
+
+def _forms(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule]:
+    """Yield the right base with an exponent of another form, and no rotation."""
+    theta, d = rope.theta, 2 * len(turning.right)
+    i = np.arange(d // 2)
+    plain = 1.0 / rope.attention_factor  # which belongs to the scaling
+    yield _Rule("rope missing", "RoPE is missing", 0.0 * turning.right, amplitude=plain)
+    yield _Rule("rope reversed", "RoPE rotates in the opposite direction", -turning.right)
+    if rope.scaling is not None:
+        yield _Rule(
+            "rope unscaled",
+            "RoPE's frequencies are not scaled",
+            theta ** (-2 * i / d),
+            amplitude=plain,
+        )
+    forms = {
+        "i / d": i / d,
+        "2 (i + 1) / d": 2 * (i + 1) / d,
+        "2 i / (d - 2)": 2 * i / max(d - 2, 1),
+        "4 i / d": 4 * i / d,
+    }
+    sizes = _divisors(spec, d)
+    forms |= {f"2 i / {name}": 2 * i / size for name, size in sizes.items()}
+    equal_thetas = {"i / d": theta**0.5, "4 i / d": theta**2}
+    equal_thetas |= {f"2 i / {name}": theta ** (d / size) for name, size in sizes.items()}
+    for form, exponent in forms.items():
+        same = equal_thetas.get(form)
+        as_if = (
+            "" if same is None else f", or theta is {readable(same)} instead of {readable(theta)}"
+        )
+        words = f"RoPE's frequencies are theta ** -({form}) instead of theta ** -(2 i / d){as_if}"
+        yield _Rule("rope exponent", words, theta**-exponent, {"theta": theta, "exponent": form})
+
+
+def _scaled(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule]:
+    factor = float((turning.used * turning.right).sum() / (turning.right**2).sum())
+    is_more = abs(factor) > 1.0
+    for value in filter(None, _rounded(factor if is_more else 1.0 / factor if factor else 0.0)):
+        times = value if is_more else 1.0 / value
+        words = (
+            f"RoPE's positions are {'multiplied' if is_more else 'divided'} by {readable(value)}"
+        )
+        yield _Rule("rope scaling", words, times * turning.right, {"factor": 1.0 / times}, 1)
+
+
+def _theta(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule]:
+    share = np.arange(len(turning.right)) * 2.0 / (2 * len(turning.right))
+    if len(share) < 2:
+        return
+    misfit = ((np.exp(-LOGARITHMS[:, None] * share) - turning.used) ** 2).sum(axis=1)
+    logarithm = LOGARITHMS[misfit.argmin()]
+    for _ in range(20):  # Gauss-Newton
+        found = np.exp(-logarithm * share)
+        slope = -share * found
+        logarithm += float((slope * (turning.used - found)).sum() / (slope**2).sum())
+        logarithm = min(max(logarithm, LOGARITHMS[0]), LOGARITHMS[-1])
+    for value in _rounded(math.exp(logarithm)):
+        wrong_text, right_text = readable_apart(value, rope.theta)
+        words = THETA.about.format(found=wrong_text, right=right_text)
+        yield _Rule("rope theta", words, value**-share, {"theta": value, "expected": rope.theta}, 1)
+
+
+def as_exponent(theta: float, spec: AttentionSpec) -> str:
+    """Return the form of the exponent that, with the right base, is equivalent to another base;
+    empty if none is.
+    """
+    if spec.rope is None:
+        return ""
+    rotated = spec.rope.rotated_features(spec.head_dim)
+    count = len(range(*rotated.indices(spec.head_dim)))
+    powers = {"i / d": 0.5, "4 i / d": 2.0}
+    for name, size in _divisors(spec, count).items():
+        powers.setdefault(f"2 i / {name}", count / size)
+    for form, power in powers.items():
+        if abs(theta - spec.rope.theta**power) <= 1e-3 * theta:
+            return f", or the exponent {form} instead of 2 i / d"
+    return ""
+
+
+def _divisors(spec: AttentionSpec, count: int) -> dict[str, int]:
+    """Return sizes that exponents may be divided by instead of the number of rotated features."""
+    sizes = {
+        "head_dim": spec.head_dim,
+        "d_model": spec.d_model,
+        "(num_heads * head_dim)": spec.num_heads * spec.head_dim,
+        "(num_kv_heads * head_dim)": spec.num_kv_heads * spec.head_dim,
+    }
+    distinct: dict[str, int] = {}
+    for name, size in sizes.items():
+        if size != count and size not in distinct.values():
+            distinct[name] = size
+    return distinct
+
+
+def _any_frequencies(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule]:
+    times = turning.amplitude if abs(turning.amplitude - 1.0) > 1e-4 else 1.0
+    used, right = turning.used.tolist(), turning.right.tolist()
+    words = f"RoPE's frequencies are {listed(used)} instead of {listed(right)}"
+    words += (
+        f", and cosines and sines {readable(times)} times what they should be"
+        if times != 1.0
+        else ""
+    )
+    numbers = {"used": used, "right": right, "amplitude": times}
+    yield _Rule("rope frequencies", words, turning.used, numbers, len(used), amplitude=times)
+
+
+def _rounded(x: float) -> Iterator[float]:
+    """Yield a round number near a number, then the number itself."""
+    for digits in (1, 2, 3, 6):
+        yield float(f"{x:.{digits}g}")
+    yield x

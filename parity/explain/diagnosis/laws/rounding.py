@@ -1,0 +1,104 @@
+"""Patterns of rounding: values with fewer bits than their dtype, and the size of the error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from parity.explain.diagnosis.laws.record import Law, Seen
+from parity.explain.diagnosis.laws.words import readable
+
+FORMATS = {"bfloat16": 7, "float16 or TF32": 10}
+"""Explicit mantissa bits of narrow formats, the coarsest first."""
+
+LEAST = 8
+"""The least number of nonzero values that is enough to detect fewer bits."""
+
+
+def rounded(seen: Seen) -> Iterator[Law]:
+    """Yield rounding: every value is the expected one, rounded to a narrower format."""
+    name = _format_of(seen)
+    if name is None:
+        return
+    for share, how in ((0.5, "rounded"), (1.0, "cut off")):
+        if _is_within(seen, FORMATS[name], share):
+            yield Law(
+                "rounded",
+                f"the values are {how} to {name}",
+                {"format": name, "bits": FORMATS[name]},
+            )
+            return
+
+
+def _is_within(seen: Seen, bits: int, share: float) -> bool:
+    """Return True if every error is at most a share of the last bit of its value, in addition to
+    the tolerance.
+    """
+    size = np.abs(seen.expected)
+    unit = np.exp2(np.floor(np.log2(np.maximum(size, 2.0**-126))) - bits)
+    least = 2.0**-24 if bits == 10 else 0.0  # the smallest number of float16
+    return bool(
+        (seen.errors <= np.maximum(share * unit, least) * 1.001 + seen.allowed["max"])[
+            seen.part
+        ].all()
+    )
+
+
+def rounding_signs(seen: Seen) -> Iterator[str]:
+    """Yield bits that are all 0, and the size of the error."""
+    name = _format_of(seen)
+    if name is not None:
+        yield f"all values there are exactly representable in {name}"
+    lost = next(
+        (
+            each
+            for each, bits in reversed(FORMATS.items())
+            if bits < seen.kept and _is_within(seen, bits, 1.0)
+        ),
+        "",
+    )
+    if lost and seen.count >= LEAST:
+        yield f"every error is within one unit of {lost} of its value"
+    values, errors = seen.expected[seen.part], seen.errors[seen.part]
+    finite = np.isfinite(errors) & np.isfinite(values)
+    if not finite.any():
+        return
+    largest, size = float(errors[finite].max()), float(np.sqrt(np.mean(values[finite] ** 2)))
+    rms = float(np.sqrt(np.mean(errors[finite] ** 2)))
+    share = f", {_two_digits(100.0 * rms / size)}% of the size of the values (rms)" if size else ""
+    if largest:
+        yield f"the error is at most {_two_digits(largest)}{share}"
+
+
+def _format_of(seen: Seen) -> str | None:
+    """Return the narrowest format that holds the actual values, if their dtype is wider and the
+    expected ones do not fit.
+    """
+    if seen.stage.is_exact:
+        return None
+    for name, bits in FORMATS.items():
+        if bits >= seen.kept:
+            return None
+        values = seen.actual[seen.usable]
+        if bits == 10 and np.abs(values).max(initial=0.0) > 65504.0:
+            continue
+        telling = np.count_nonzero(_lost(values, 2))
+        if (
+            telling >= LEAST
+            and not _lost(values, bits).any()
+            and _lost(seen.expected[seen.usable], bits).any()
+        ):
+            return name
+    return None
+
+
+def _two_digits(x: float) -> str:
+    return readable(float(f"{x:.2g}"))
+
+
+def _lost(values: np.ndarray, bits: int) -> np.ndarray:
+    """Return the values with more mantissa bits than a number of explicit ones, in float32."""
+    with np.errstate(over="ignore"):
+        pattern = np.ascontiguousarray(values.astype(np.float32)).view(np.uint32)
+    return (pattern & np.uint32((1 << (23 - bits)) - 1)) != 0

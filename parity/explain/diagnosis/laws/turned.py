@@ -1,0 +1,141 @@
+"""Patterns of queries and keys before RoPE: the rotation is undone, and the features of the
+projections are compared.
+
+There a missing bias is an offset by feature, a norm's weight a factor by feature, and wrongly split
+heads another order. Undoing RoPE leaves the size of rounding errors unchanged, pair by pair.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from parity.explain.diagnosis.laws.orders import orders, transposes
+from parity.explain.diagnosis.laws.places import find_place, wrong_elements
+from parity.explain.diagnosis.laws.record import Law, Seen
+from parity.explain.diagnosis.laws.values import factors, offsets, rows_and_features
+from parity.explain.diagnosis.laws.words import listed, noun
+from parity.measure.core.compare import errors_of
+from parity.measure.core.reference import Arithmetic, Layer
+from parity.measure.core.reference.rope import frequencies, pairs
+
+GROUPS: tuple[Callable[[Seen], Iterator[Law]], ...] = (
+    factors,
+    orders,
+    transposes,
+    offsets,
+    rows_and_features,
+)
+"""Patterns of the projection and the norm before RoPE."""
+
+MOST = 2**24
+"""The largest number of values in memory during the search for positions."""
+
+BEYOND = 8
+"""The number of positions after the last one that are tried."""
+
+
+def turned(seen: Seen) -> Iterator[Law]:
+    """Yield patterns before RoPE, and rotations with the positions of other tokens."""
+    problem = seen.problem
+    if (
+        problem is None
+        or seen.stage.quantity not in ("q", "k")
+        or seen.stage.path
+        or seen.actual.ndim != 4
+    ):
+        return
+    spec = problem.spec
+    norm = spec.qk_norm
+    if spec.rope is None or spec.latent is not None or not np.isfinite(seen.actual).all():
+        return
+    layer = Layer(problem, Arithmetic(np.dtype(np.float64)))
+    positions = problem.case.positions(seen.stage.step)
+    rotated = np.zeros(seen.actual.shape[3], bool)
+    rotated[
+        np.concatenate([np.ravel(features) for features in pairs(spec.rope, len(rotated))]).astype(
+            int
+        )
+    ] = True
+    shrunk = np.where(rotated, layer.attention_factor() ** -2, 1.0)
+
+    def back(x: np.ndarray) -> np.ndarray:
+        return layer.rotate(x, positions, -1) * shrunk
+
+    if norm is None or not norm.after_rope:
+        for law in _laws_of(seen, back(seen.actual), back(seen.expected)):
+            yield replace(law, words=f"before RoPE: {law.words}")
+    if positions.ndim == 2 and spec.rope.sections is None:
+        yield from _positions(seen, positions)
+
+
+def _laws_of(seen: Seen, actual: np.ndarray, expected: np.ndarray) -> list[Law]:
+    allowed = {
+        **seen.allowed,
+        "max": np.sqrt(2.0) * seen.allowed["max"],
+    }  # one feature of a pair may have the errors of both
+    errors = errors_of(actual, expected)
+    bad, box = wrong_elements(errors, allowed)
+    if not bad.any():
+        return []
+    place, part = find_place(seen.stage, seen.letters, bad, box, None)
+    before = replace(
+        seen,
+        actual=actual,
+        expected=expected,
+        allowed=allowed,
+        errors=errors,
+        bad=bad,
+        box=box,
+        part=part,
+        place=place,
+    )
+    return [law for group in GROUPS for law in group(before)]
+
+
+def _positions(seen: Seen, positions: np.ndarray) -> Iterator[Law]:
+    """Yield rotations of every token of every head by an integer position, the nearest for each."""
+    problem, (tokens, features) = seen.problem, seen.expected.shape[2:]
+    if problem is None or problem.spec.rope is None or problem.spec.rope.depends_on_length:
+        return
+    first, second = pairs(problem.spec.rope, features)
+    right = np.array(frequencies(problem.spec.rope, features, int(positions.max()) + 1))
+    begin = max(int(positions.min()) - tokens - BEYOND, 0)
+    places = np.arange(begin, int(positions.max()) + tokens + BEYOND)
+    wrong = math.prod(len(which) for which in seen.box[:3])
+    if seen.expected.size * len(places) > MOST or not seen.is_enough(wrong):
+        return
+    x = seen.expected[..., first] + 1j * seen.expected[..., second]  # (B, N, T, pairs)
+    away = places[:, None, None] - positions  # (places, B or 1, T)
+    turns = np.exp(1j * away[:, :, None, :, None] * right)
+    actual = seen.actual[..., first] + 1j * seen.actual[..., second]
+    distances = (np.abs(turns * x - actual) ** 2).sum(axis=-1)  # (places, B, N, T)
+    own = positions[:, None] - begin  # its own position if no other is nearer
+    is_own = np.take_along_axis(distances, np.broadcast_to(own, distances.shape[1:])[None], axis=0)[
+        0
+    ]
+    slack = features * seen.allowed["max"] ** 2
+    nearest = np.where(is_own <= distances.min(axis=0) + slack, own, distances.argmin(axis=0))
+    found = np.take_along_axis(turns * x, nearest[None, ..., None], axis=0)[0]
+    candidate = seen.expected.copy()
+    candidate[..., first], candidate[..., second] = found.real, found.imag
+    if seen.holds(candidate):
+        yield _positions_law(seen, places[nearest])
+
+
+def _positions_law(seen: Seen, places: np.ndarray) -> Law:
+    """Return the pattern of positions (B, N, T), with its description."""
+    several, kind = noun(seen.letters, 1)[1], "rope positions"
+    if (places == places[:1, :1]).all():
+        used, by = places[0, 0], "tokens are rotated as at the positions"
+    elif (places == places[:1, :, :1]).all():
+        used, by = (
+            places[0, :, 0],
+            f"{several} are rotated by one position each, instead of tokens:",
+        )
+    else:
+        used, by = places.ravel(), "tokens are rotated by other positions:"
+    return Law(kind, f"{by} {listed(used.tolist())}", {"positions": places.tolist()}, len(used))

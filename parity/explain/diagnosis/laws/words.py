@@ -1,0 +1,207 @@
+"""Descriptions of numbers that have names, and of lists of indices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from parity.measure.core.problem import Problem
+from parity.measure.text import and_listed
+
+MOST_LISTED = 16
+"""The number of listed numbers; longer lists are shortened to a range."""
+
+RATES = (0.1, 0.2, 0.05, 0.15, 0.25, 0.3, 0.4, 0.5)
+"""Usual dropout rates."""
+
+LOOSEST = 0.01
+"""The largest relative difference from a named number."""
+
+
+# ---- Numbers -------------------------------------------------------------------------------------
+
+
+def readable(x: float) -> str:
+    """Return a number with a readable number of digits."""
+    return f"{x:.0f}" if 1e4 <= abs(x) < 1e9 and x == round(x) else f"{x:.4g}"
+
+
+def is_round(x: float, most: int = 3) -> bool:
+    """Return True if a number has few digits, without zeros at its ends."""
+    mantissa = f"{x:.12e}".partition("e")[0]
+    return len(mantissa.replace(".", "").strip("-0")) <= most
+
+
+def readable_apart(x: float, right: float) -> tuple[str, str]:
+    """Return a number and the right one, with enough digits to distinguish them."""
+    texts = readable(x), readable(right)
+    if x == right or not (math.isfinite(x) and math.isfinite(right)):
+        return texts
+    digits = 4
+    while texts[0] == texts[1]:
+        digits += 1
+        texts = f"{x:.{digits}g}", f"{right:.{digits}g}"
+    return texts
+
+
+def listed(numbers: Sequence[float], right: float = math.nan) -> str:
+    """Return numbers as a list, or as a range, with enough digits to distinguish them from the
+    right one.
+    """
+    if len(numbers) <= MOST_LISTED:
+        return ", ".join(readable_apart(x, right)[0] for x in numbers)
+    return (
+        f"from {readable_apart(min(numbers), right)[0]} to {readable_apart(max(numbers), right)[0]}"
+    )
+
+
+def known_as(
+    x: float, tolerance: float, sizes: dict[str, int], problem: Problem | None = None
+) -> list[str]:
+    """Return the names of a factor, the simplest first; empty if it is near no named number.
+
+    Args:
+        x: the factor.
+        tolerance: relative to the number; at most `LOOSEST`.
+        sizes: of heads and layers by their letters in formulas, `H`, `N`, `E`.
+        problem: with dropout and scale, if known.
+    """
+    tolerance = min(max(tolerance, 1e-9), LOOSEST)
+    names = [
+        name for name, value in _known(sizes, problem) if abs(x - value) <= tolerance * abs(value)
+    ]
+    if not names or "H" not in sizes:  # scores do not show the width of heads
+        some = _roots(x, squares="H" not in sizes)
+        names += [
+            name for name, value in some if abs(x - value) <= min(tolerance, 1e-4) * abs(value)
+        ]
+    return list(dict.fromkeys(names))[:3]
+
+
+def _known(sizes: dict[str, int], problem: Problem | None) -> Iterator[tuple[str, float]]:
+    yield "the sign is inverted", -1.0
+    for name, size in sizes.items():
+        if size > 1:
+            if name != "N":
+                yield f"sqrt({name})", math.sqrt(size)
+                yield f"1/sqrt({name})", 1.0 / math.sqrt(size)
+            yield name, float(size)
+            yield f"1/{name}", 1.0 / size
+    if problem is not None:
+        spec = problem.spec
+        yield "the scale of the scores", spec.score_scale
+        yield "1 / the scale of the scores", 1.0 / spec.score_scale
+        yield "query heads of a key/value head", spec.num_heads / spec.num_kv_heads
+        if spec.rope is not None and spec.rope.attention_factor != 1.0:
+            yield "RoPE's attention factor", spec.rope.attention_factor
+            yield "1 / RoPE's attention factor", 1.0 / spec.rope.attention_factor
+    rates = RATES if problem is None else (problem.spec.dropout, *RATES)
+    for rate in filter(None, dict.fromkeys(rates)):
+        yield f"1/{1 - rate:.6g}, dropout's 1/(1 - p) with p = {rate:g}", 1.0 / (1.0 - rate)
+    yield "ln 2", math.log(2.0)
+    yield "1/ln 2: powers of 2 instead of e", 1.0 / math.log(2.0)
+
+
+def _roots(x: float, *, squares: bool) -> Iterator[tuple[str, float]]:
+    """Yield integers, their roots and the inverses that x may be; roots of squares only on
+    request.
+    """
+    sign = "-" if x < 0 else ""
+    for power, plain, inverse in ((1.0, "{}", "1/{}"), (2.0, "sqrt({})", "1/sqrt({})")):
+        size = abs(x) ** power
+        for words, number, exponent in (
+            (plain, size, 1.0 / power),
+            (inverse, 1.0 / size if size else 0.0, -1 / power),
+        ):
+            if 1.5 < number < 1e4:
+                whole = round(number)
+                if power == 2.0 and math.isqrt(whole) ** 2 == whole and not squares:
+                    continue
+                yield sign + words.format(whole), math.copysign(whole**exponent, x)
+
+
+def number_words(x: float, names: Sequence[str], right: float = math.nan) -> str:
+    """Return a number and its names, with enough digits to distinguish it from the right one."""
+    number = readable_apart(x, right)[0]
+    others = [name for name in names if name != number]
+    return f"{number} ({', or '.join(others)})" if others else number
+
+
+# ---- Indices -------------------------------------------------------------------------------------
+
+NOUNS = {
+    "B": ("sequence", "sequences"),
+    "N": ("head", "heads"),
+    "K": ("key/value head", "key/value heads"),
+    "T": ("position", "positions"),
+    "S": ("position", "positions"),
+    "H": ("feature", "features"),
+    "E": ("feature", "features"),
+    "W": ("feature", "features"),
+    "G": ("feature", "features"),
+    "d_in": ("feature", "features"),
+    "d_kv": ("feature", "features"),
+    "out": ("row", "rows"),
+    "in": ("column", "columns"),
+}
+"""The names of an index of each axis."""
+
+
+def noun(letters: Sequence[str], axis: int) -> tuple[str, str]:
+    """Return the names of one and several indices of an axis, in a stage of these axes."""
+    letter = letters[axis]
+    if "T" in letters and "S" in letters and letter in "TS":
+        return ("query", "queries") if letter == "T" else ("key", "keys")
+    return NOUNS.get(letter, (f"index of {letter}", f"indices of {letter}"))
+
+
+def indices(
+    which: np.ndarray, size: int, names: tuple[str, str], *, in_time: bool, of: str = ""
+) -> str:
+    """Describe some of the indices 0 … size - 1; empty for all of them.
+
+    Args:
+        which: in rising order, at least one.
+        size: of the axis.
+        names: of one and of several indices.
+        in_time: True for tokens, which have a first, a last, and later ones.
+        of: the owner of halves.
+    """
+    one, several = names
+    first, last, count = int(which[0]), int(which[-1]), len(which)
+    if count == size:
+        return ""
+    if count == 1:
+        token = "token" if one == "position" else one
+        if in_time and first in (0, size - 1):
+            return f"only the {'first' if first == 0 else 'last'} {token}"
+        return f"only {one} {first}" + ("" if in_time else f" (of {size})")
+    if count == last - first + 1:
+        if in_time and count == size - 1 and not first:
+            return f"all {several} but the last"
+        if in_time and last == size - 1:
+            return f"{several} {first} and later"
+        half = size % 2 == 0 and count == size // 2 and first in (0, size // 2)
+        which_half = f"(the {'second' if first else 'first'} half{of})"
+        return f"{several} {first}-{last} " + (
+            which_half if half and not in_time else f"(of {size})"
+        )
+    step = int(which[1]) - first
+    if count > 2 and np.array_equal(which, np.arange(first, size, step)):
+        if step == 2:
+            return f"{'odd' if first % 2 else 'even'} {several}" + (
+                f" from {first} on" if first > 1 else ""
+            )
+        return f"every {_ordinal(step)} {one} from {first} on"
+    missing = np.setdiff1d(np.arange(size), which)
+    if len(missing) <= min(2, size // 4):
+        return f"all {several} but {and_listed(missing)}"
+    if count <= MOST_LISTED // 2:
+        return f"{several} {and_listed(which)} (of {size})"
+    return f"{count} of {size} {several}"
+
+
+def _ordinal(n: int) -> str:
+    return {3: "third", 4: "fourth", 5: "fifth", 6: "sixth", 8: "eighth"}.get(n, f"{n}th")

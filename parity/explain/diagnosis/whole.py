@@ -1,0 +1,164 @@
+"""The stages of a large layer, each compared as a whole: the verdict, and the tokens that show an
+error most.
+
+A search in samples finds the bug. The stage that differs, the size of its error and its place are
+those of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from parity.explain.diagnosis.laws import Findings, place_of
+from parity.measure.core.compare import FACTOR, Comparison, Label, floor, kept_dtype
+from parity.measure.core.stages import stage_named
+from parity.measure.core.trace import Reference
+from parity.measure.core.unused import unused_cells
+from parity.measure.core.weights import is_floating
+
+ROOM = 1e-300
+"""A budget that is not 0, for rows of zeros."""
+
+
+@dataclass(frozen=True)
+class WholeStage:
+    """A stage of a large layer, compared as a whole.
+
+    Attributes:
+        comparison: the comparison with the reference.
+        by_token: error / budget of each token alone, (T,) or (S,); empty for a stage without
+            tokens.
+    """
+
+    comparison: Comparison
+    by_token: np.ndarray = field(repr=False)
+
+    @property
+    def passed(self) -> bool:
+        """True if the whole stage is within its budget."""
+        return self.comparison.passed
+
+    @property
+    def worst_feature(self) -> int | None:
+        """The feature of the output with the largest error; None for other stages."""
+        return self.comparison.worst_index.get("E")
+
+
+class WholeStages(Mapping[str, WholeStage]):
+    """The recorded stages of a problem that have the reference's shape, in the order of the data
+    flow.
+
+    Args:
+        observed: stages in the reference's order of axes.
+        reference: of their problem.
+        arithmetic: of the hardware.
+        comparisons: known comparisons with the reference, by stage.
+        prefix: of the stages' names in the reference, such as `step0.`.
+        passed: stages that are known to agree, such as scores in 16 bits.
+    """
+
+    def __init__(
+        self,
+        observed: Mapping[str, np.ndarray],
+        reference: Reference,
+        arithmetic: str,
+        comparisons: Mapping[str, Comparison] | None = None,
+        prefix: str = "",
+        passed: frozenset[str] = frozenset(),
+    ) -> None:
+        self._reference, self._arithmetic, self._prefix = reference, arithmetic, prefix
+        expected = reference.accumulated
+        names = [name.removeprefix(prefix) for name in expected if name.startswith(prefix)]
+        self._observed = {
+            name: observed[name]
+            for name in names
+            if name in observed and observed[name].shape == expected[prefix + name].shape
+        }
+        self._compared: dict[str, WholeStage] = {}
+        self._comparisons = comparisons or {}
+        self._passed = passed
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._observed)
+
+    def __len__(self) -> int:
+        return len(self._observed)
+
+    def __getitem__(self, name: str) -> WholeStage:
+        if name not in self._compared:
+            x, by_token = self._observed[name], np.zeros(0)
+            full_name = self._prefix + name
+            kept = kept_dtype(full_name, self._reference.problem.dtype)
+            if is_floating(x.dtype) and x.dtype != kept:
+                x = x.astype(kept)  # scores in 16 bits have the same values in 32
+            comparison = self._comparisons.get(self._prefix + name)
+            is_measured = comparison is not None and (
+                comparison.passed or comparison.worst_values is not None
+            )
+            if comparison is None or not is_measured:
+                label = Label("", "", self._reference.problem.dtype, self._prefix + name)
+                with np.errstate(over="ignore", invalid="ignore"):
+                    comparison = self._reference.compare_used(x, label, self._arithmetic)
+            if not comparison.passed:
+                by_token = self._by_token(name)
+            self._compared[name] = WholeStage(comparison, by_token)
+        return self._compared[name]
+
+    def first_wrong(self, besides: Iterable[str] = ()) -> str:
+        """Return the first stage that is over its budget, other than some; empty if there is
+        none.
+        """
+        ignored = {*besides} | self._passed
+        return next((name for name in self if name not in ignored and not self[name].passed), "")
+
+    def findings(self, name: str) -> Findings | None:
+        """Describe where a stage differs, without a search for patterns; None if its shape is
+        unknown.
+        """
+        if name not in self._observed:
+            return None
+        reference, full_name = self._reference, self._prefix + name
+        expected = reference.accumulated[full_name]
+        same = reference.same_precision(local=False, arithmetic=self._arithmetic)[full_name]
+        return place_of(
+            full_name,
+            self._observed[name],
+            expected,
+            same,
+            problem=reference.problem,
+            arithmetic=self._arithmetic,
+            unused=unused_cells(reference.problem, full_name, expected.shape),
+        )
+
+    def _by_token(self, name: str) -> np.ndarray:
+        """Return the error of each token, compared with its own noise."""
+        stage, full_name = stage_named(name), self._prefix + name
+        axis = next((stage.axes.index(letter) for letter in "TS" if letter in stage.axes), None)
+        if axis is None:
+            return np.zeros(0)
+        reference = self._reference
+        expected = reference.accumulated[full_name]
+        unused = unused_cells(reference.problem, full_name, expected.shape)
+        with np.errstate(over="ignore", invalid="ignore"):
+            error = np.abs(self._observed[name].astype(np.float64) - expected)
+        error = np.where(np.isnan(error), np.where(np.isnan(expected), 0.0, np.inf), error)
+        error = error if unused is None else np.where(unused, 0.0, error)
+        if stage.is_exact:
+            return _size_by_token(error, axis)
+        same = reference.same_precision(local=False, arithmetic=self._arithmetic)[full_name]
+        noise = _size_by_token(np.nan_to_num(same.astype(np.float64) - expected), axis)
+        scale = _size_by_token(np.nan_to_num(expected), axis)
+        allowed = FACTOR * noise + floor(reference.problem.dtype, self._arithmetic) * scale
+        return _size_by_token(error, axis) / (allowed + ROOM)
+
+
+def _size_by_token(x: np.ndarray, axis: int) -> np.ndarray:
+    """Return the root mean square of each token's values, that of the sequence in which it is
+    largest.
+    """
+    of_tokens = np.moveaxis(x, axis, 1).reshape(x.shape[0], x.shape[axis], -1)
+    with np.errstate(over="ignore"):
+        return np.sqrt(np.mean(of_tokens**2, axis=-1)).max(axis=0)

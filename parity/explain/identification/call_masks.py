@@ -1,0 +1,89 @@
+"""Read the mask that a layer receives, if it hides keys of some sequences alone, as of shifted
+windows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mha_spec import InputError
+from parity.explain.identification.found import Evidence, Fit
+from parity.explain.identification.observe import ObservedLayer
+
+HIDES = -50.0
+"""The largest number that hides a key: -100 leaves e**-100 of its weight, unless scores differ by
+as much.
+"""
+
+
+def without_call_mask(layer: ObservedLayer, found: Fit) -> ObservedLayer:
+    """Return a layer with those of its sequences alone whose keys its mask does not hide.
+
+    Args:
+        layer: the observed layer.
+        found: collects the name of the argument that is a mask, if one is.
+    """
+    for name in layer.arguments:
+        hidden = _hidden_by(layer, name)
+        if hidden is None or (hidden == hidden[:1]).all():
+            continue
+        if (rows := _rows_without(hidden)).any():
+            found.mask = name
+            how = (
+                f"argument of the module, whose numbers below {HIDES:.0f} hide keys of some "
+                f"sequences"
+            )
+            found.evidence.append(Evidence("mask", name, how))
+            return _of_rows(layer, rows)
+    return layer
+
+
+def with_call_mask(layer: ObservedLayer, name: str, *, is_large: bool) -> ObservedLayer:
+    """Return a layer with the mask that it receives.
+
+    Args:
+        layer: the observed layer.
+        name: of the argument that is its mask; empty if there is none.
+        is_large: whether scores are so large that numbers may not hide keys. Only sequences without
+            hidden keys remain.
+
+    Raises:
+        ValueError: if the argument is not such a mask.
+    """
+    if not name:
+        return layer
+    hidden = _hidden_by(layer, name)
+    if hidden is None or (is_large and not _rows_without(hidden).any()):
+        raise InputError(
+            name, "be a mask of numbers in each call, for some sequences alone", "another"
+        )
+    if is_large:
+        return _of_rows(layer, _rows_without(hidden))
+    return layer.with_values({**layer.values, "mask": hidden, "call_mask": hidden})
+
+
+def _hidden_by(layer: ObservedLayer, name: str) -> np.ndarray | None:
+    """Return the keys that an argument hides by its numbers, (B, 1, T, S); None if it is another
+    array.
+    """
+    x, (batch_size, _, num_tokens, _) = layer.arguments.get(name), layer.values["q"].shape
+    shape = num_tokens, layer.values["k"].shape[2]
+    if x is None or x.ndim < 3 or x.shape[-2:] != shape:
+        return None
+    numbers = x.reshape(-1, 1, *shape)
+    hidden = numbers < HIDES
+    if batch_size % len(numbers) or numbers[~hidden].any():
+        return None
+    return np.tile(hidden, (batch_size // len(numbers), 1, 1, 1))
+
+
+def _rows_without(hidden: np.ndarray) -> np.ndarray:
+    """Return which sequences have no hidden keys, (B,)."""
+    return np.logical_not(hidden.any(axis=(1, 2, 3)))
+
+
+def _of_rows(layer: ObservedLayer, rows: np.ndarray) -> ObservedLayer:
+    """Return a layer with some of its sequences alone."""
+    return layer.with_values(
+        {name: x[rows] if len(x) == len(rows) else x for name, x in layer.values.items()}
+    )

@@ -1,0 +1,214 @@
+"""Observe the layers of a model folder whose family has no rules."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes  # noqa: F401, registers its dtypes with NumPy by name
+import numpy as np
+
+from mha_spec import InputError
+from parity.explain.identification.layers import LiveLayer, layers_of
+from parity.measure.core.user_code import user_code
+from parity.measure.files import write_tensors
+from parity.measure.files.small import check_small_files
+from parity.measure.text import in_line
+from parity.port.conversion.layouts import LAYOUTS
+from parity.port.conversion.metadata import metadata_of, tells_layout
+from parity.port.conversion.prefixes import join
+from parity.port.models.config import read_config
+from parity.port.models.specs import known_parts, layers_of_parts
+
+if TYPE_CHECKING:
+    import torch
+
+NUM_TOKENS = 32
+"""Tokens of each of two sequences."""
+
+MOST_OF_ERROR = 200
+"""Characters of an error of transformers."""
+
+
+def is_unknown(folder: str | os.PathLike[str]) -> bool:
+    """Return whether a path is a model folder whose layers neither rules nor its metadata specify.
+
+    Raises:
+        OSError, ValueError: if its config.json cannot be read.
+    """
+    path = Path(folder) / "config.json"
+    if not os.path.lexists(path) or tells_layout(folder):
+        return False
+    config = read_config(path)
+    try:
+        return not layers_of_parts(config)
+    except (TypeError, ValueError):
+        return True
+
+
+@contextmanager
+def code_of_transformers(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Run code of transformers on a folder. It does not check what it reads, so it may raise
+    anything.
+
+    Raises:
+        OSError, ImportError, MemoryError: as raised: something is missing, not wrong.
+        ValueError: for every other exception: why our rules reject the configuration if its family
+            has rules, otherwise the beginning of the exception's text.
+    """
+    try:
+        with user_code("transformers"):
+            yield
+    except (InputError, OSError, ImportError, MemoryError):
+        raise
+    except Exception as error:
+        text = in_line(f"{type(error).__name__}: {error}", MOST_OF_ERROR)
+        broken = _broken_rule(folder)
+        if broken is not None:
+            broken.hint = "; ".join(
+                filter(None, [broken.hint, f"transformers does not load it either: {text}"])
+            )
+            raise broken from error
+        raise InputError(
+            folder, "be a model that transformers loads without code of others", text
+        ) from error
+
+
+def _broken_rule(folder: str | os.PathLike[str]) -> InputError | None:
+    """Return why the rules of its family reject a folder; None if its family has none, or they
+    accept it.
+    """
+    try:
+        config = read_config(folder)
+        if known_parts(config):
+            layers_of_parts(config)
+    except InputError as error:
+        return error.within(os.fspath(folder))
+    return None
+
+
+def observe_folder(folder: str | os.PathLike[str]) -> list[LiveLayer]:
+    """Return the layers of a model folder, by `layers_of` on random inputs.
+
+    transformers loads the model offline, in float32, and runs no code from the folder.
+
+    Raises:
+        ModuleNotFoundError: if transformers is not installed.
+        OSError: if the folder has no weights in safetensors.
+        ValueError: if transformers cannot load the model, the folder lacks attention weights, or no
+            known inputs run the model.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModel
+
+    check_small_files(folder)
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    with code_of_transformers(folder):
+        config = AutoConfig.from_pretrained(folder, **local)
+        model, told = AutoModel.from_pretrained(
+            folder,
+            config=config,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # such weights are reported by name below
+            **local,
+        )
+        model.eval()
+        candidates = list(random_inputs(model.config))
+        dtype = np.dtype(str(config.dtype or "float32").removeprefix("torch."))
+    layers = [_as_stored(layer, dtype) for layer in layers_of(model, _inputs(model, candidates))]
+    absent = [*told["missing_keys"], *(name for name, *_ in told["mismatched_keys"])]
+    if lost := [
+        name for name in absent if any(f"{name}.".startswith(f"{layer.name}.") for layer in layers)
+    ]:
+        raise InputError(folder, "hold the weights of all layers", f"none of {', '.join(lost[:3])}")
+    return layers
+
+
+def _inputs(model: Any, candidates: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the first keyword arguments with which a transformers model runs.
+
+    Raises:
+        ValueError: if neither tokens nor images run it.
+    """
+    import torch
+
+    error: Exception | None = None
+    for inputs in candidates:
+        try:
+            with torch.no_grad(), user_code(model):
+                model(**inputs)
+        except Exception as wrong:  # the model's own code may raise anything
+            error = wrong
+        else:
+            return inputs
+    hint = "parity.layers_of(model, inputs) takes the inputs of any"
+    raise InputError(
+        "a folder to observe",
+        "be of a model of tokens or images",
+        in_line(repr(error), 120),
+        hint=hint,
+    )
+
+
+def random_inputs(config: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield candidate keyword arguments of a transformers model: tokens with an image, tokens, an
+    image.
+    """
+    import torch
+
+    generator, tokens, image = torch.Generator().manual_seed(0), {}, {}
+    if words := getattr(config.get_text_config(), "vocab_size", None):
+        ids = torch.randint(words, (2, NUM_TOKENS), generator=generator)
+        padding = getattr(config, "pad_token_id", None)
+        ids[ids == padding] = (0 if padding is None else padding + 1) % words
+        tokens["input_ids"] = ids
+    if tokens and getattr(config, "is_encoder_decoder", False):
+        tokens["decoder_input_ids"] = tokens["input_ids"].flip(1)
+    vision = getattr(config, "vision_config", config)
+    channels, size = getattr(vision, "num_channels", None), getattr(vision, "image_size", None)
+    if channels and size:
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        image["pixel_values"] = torch.randn(2, channels, height, width, generator=generator)
+    yield from filter(None, [{**tokens, **image} if tokens and image else {}, tokens, image])
+
+
+def _as_stored(layer: LiveLayer, dtype: np.dtype) -> LiveLayer:
+    """Return a layer with weights in the dtype of its files, if that dtype represents them
+    exactly.
+    """
+    narrow = {name: weight.astype(dtype) for name, weight in layer.weights.items()}
+    is_exact = all(
+        (narrow[name].astype(weight.dtype) == weight).all()
+        for name, weight in layer.weights.items()
+    )
+    return replace(layer, weights=narrow) if is_exact else layer
+
+
+@contextmanager
+def observed_file(layers: Sequence[LiveLayer]) -> Iterator[Path]:
+    """Write the identified layers with their specifications to a temporary file, and yield its
+    path.
+
+    Raises:
+        ValueError: if no layer was identified.
+    """
+    known = [layer for layer in layers if layer.spec is not None]
+    if not known:
+        raise InputError("a layer of the model", "be identified", "; ".join(map(str, layers)))
+    specs = {layer.name: layer.spec for layer in known if layer.spec is not None}
+    held = {
+        join(layer.name, name): weight for layer in known for name, weight in layer.weights.items()
+    }
+    infos = {name: (weight.shape, weight.dtype) for name, weight in held.items()}
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "observed.safetensors"
+        write_tensors(path, infos, held.__getitem__, metadata_of(LAYOUTS["canonical"], specs, None))
+        yield path

@@ -1,0 +1,34 @@
+"""A pytest plugin that reports which tests fail while a bug is injected."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from parity.explain.mutating.record import is_noted, note, order
+
+for _finder in [each for each in sys.meta_path if type(each).__module__ == "sitecustomize"]:
+    sys.meta_path.remove(_finder)  # before pytest's own finder, which finds test modules
+    sys.meta_path.insert(0, _finder)
+
+
+_sessions: list[Any] = []
+
+
+def pytest_sessionstart(session: Any) -> None:
+    """Record the session, which stops at the first failing test."""
+    _sessions.append(session)
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Record a test that failed, or whose setup failed."""
+    if report.failed:
+        note("failed", report.nodeid)
+        if order()["bug"] and is_noted("changed"):
+            _sessions[0].shouldfail = "the injected bug was noticed"
+
+
+def pytest_collectreport(report: Any) -> None:
+    """Record a test module that cannot be imported."""
+    if report.failed:
+        note("failed", report.nodeid)

@@ -1,0 +1,193 @@
+"""Write code that builds the weights of a layer from the tensors of its checkpoint, by name."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mha_spec import InputError
+from parity.explain.writing.quoting import TENSORS, string_literal
+from parity.explain.writing.specialize import WIDTH
+from parity.port.conversion.layers import FileLayer
+
+ARRAYS = {"torch": "Tensor", "jax": "np.ndarray", "ttnn": "np.ndarray"}
+"""Arrays that the loader of each framework accepts."""
+
+
+class Loader(NamedTuple):
+    """The source of a function that builds the weights of a layer from the tensors of its
+    checkpoint.
+
+    Attributes:
+        source: the source.
+        numbered: the same source without text of the checkpoint: numbers stand for the names of
+            tensors.
+        names: the names of tensors, by number.
+    """
+
+    source: str
+    numbered: str
+    names: Sequence[str]
+
+    @property
+    def used(self) -> set[str]:
+        """Names of Python that the function refers to, such as modules to import."""
+        return {
+            node.id for node in ast.walk(ast.parse(self.numbered)) if isinstance(node, ast.Name)
+        }
+
+
+def loader_of(layer: FileLayer, framework: str) -> Loader:
+    """Return the function that builds the weights of a layer from the tensors of its checkpoint.
+
+    Raises:
+        ValueError: if the tensors are quantized.
+    """
+    if layer.quantised:
+        raise InputError(
+            "the layer",
+            "hold floating-point tensors to be loaded by plain code",
+            str(layer.quantised),
+        )
+    names = list(dict.fromkeys(layer.sources.values()))
+    numbers = {name: str(number) for number, name in enumerate(names)}
+    source = _function(_expressions(layer, framework, string_literal), framework)
+    numbered = _function(_expressions(layer, framework, numbers.__getitem__), framework)
+    return Loader(source, numbered, names)
+
+
+def _expressions(layer: FileLayer, framework: str, key_of: Callable[[str], str]) -> dict[str, str]:
+    """Return an expression for each canonical weight; `key_of` writes the key of a tensor."""
+
+    def tensor(name: str) -> _Traced:
+        source = layer.sources[name]
+        whole = _traced(f"{TENSORS}[{key_of(source)}]", layer.file.infos[source].shape, framework)
+        return whole if layer.index is None else whole[(slice(None),) * layer.axis + (layer.index,)]
+
+    read = {name: layer.placement.read_out(name, tensor) for name in layer.placement.weights}
+    return {name: each.text for name, each in read.items() if isinstance(each, _Traced)}
+
+
+def _function(entries: Mapping[str, str], framework: str) -> str:
+    """Return the source of the function, given an expression for each canonical weight."""
+    array = ARRAYS[framework]
+    if framework == "jax":
+        lines = [
+            f"def params_from({TENSORS}: Mapping[str, {array}]) -> Params:",
+            '    """Return the parameters of `attention` from the tensors of a checkpoint."""',
+            "    return {",
+            *_nested(entries),
+            "    }",
+        ]
+    else:
+        what = "state dict" if framework == "torch" else "weights"
+        lines = [
+            f"def weights_from({TENSORS}: Mapping[str, {array}]) -> dict[str, {array}]:",
+            f'    """Return the {what} of `Attention` from the tensors of a checkpoint."""',
+            "    return {",
+            *_entries({string_literal(name): text for name, text in entries.items()}, 8),
+            "    }",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _nested(entries: Mapping[str, str]) -> Iterator[str]:
+    """Yield the lines of a nested mapping, whose kernels are (in, out)."""
+    parts: dict[str, dict[str, str]] = {}
+    for name, text in entries.items():
+        part, _, leaf = name.partition(".")
+        if part.endswith("_proj") and leaf == "weight":
+            leaf, text = "kernel", text.removesuffix(".T") if text.endswith(".T") else f"{text}.T"
+        parts.setdefault(part, {})[leaf] = text
+    for part, held in parts.items():
+        if "" in held:
+            yield from _entries({string_literal(part): held[""]}, 8)
+            continue
+        yield f"        {string_literal(part)}: {{"
+        yield from _entries({string_literal(leaf): text for leaf, text in held.items()}, 12)
+        yield "        },"
+
+
+def _entries(entries: Mapping[str, str], indent: int) -> Iterator[str]:
+    for name, text in entries.items():
+        line = f"{' ' * indent}{name}: {text},"
+        if len(line) <= WIDTH:
+            yield line
+        else:
+            yield f"{' ' * indent}{name}: ("
+            yield f"{' ' * (indent + 4)}{text}"
+            yield f"{' ' * indent}),"
+
+
+# ---- Expressions ---------------------------------------------------------------------------------
+
+
+class _Traced(np.ndarray):
+    """An array that records the expression that makes it; its elements are meaningless."""
+
+    text: str
+    framework: str
+    base_array: _Traced | None = None  # the array that this one reshapes
+
+    def _made(self, array: Any, text: str) -> _Traced:
+        return _traced(text, np.shape(array), self.framework)
+
+    @property
+    def _plain(self) -> np.ndarray:
+        return np.asarray(super().view(np.ndarray))
+
+    def view(self, *_: Any, **__: Any) -> Any:
+        """Return the array unchanged: a view's dtype does not affect the expression."""
+        return self
+
+    def reshape(self, *shape: Any, **_: Any) -> _Traced:
+        made = self._plain.reshape(*shape)
+        base = self if self.base_array is None else self.base_array
+        if made.shape == base.shape:
+            return base
+        reshaped = self._made(made, f"{base.text}.reshape({', '.join(map(str, made.shape))})")
+        reshaped.base_array = base
+        return reshaped
+
+    def transpose(self, *axes: Any) -> _Traced:
+        order = axes[0] if len(axes) == 1 else axes
+        if tuple(order) == tuple(range(self.ndim)):
+            return self
+        call = "permute" if self.framework == "torch" else "transpose"
+        text = ".T" if self.ndim == 2 else f".{call}({', '.join(map(str, order))})"
+        return self._made(self._plain.transpose(order), self.text + text)
+
+    def swapaxes(self, first: Any, second: Any, /) -> Any:
+        return self._made(
+            self._plain.swapaxes(first, second), f"{self.text}.swapaxes({first}, {second})"
+        )
+
+    def __getitem__(self, key: Any) -> _Traced:
+        keys = key if isinstance(key, tuple) else (key,)
+        return self._made(self._plain[key], f"{self.text}[{', '.join(map(_index, keys))}]")
+
+    def __array_function__(
+        self, function: Callable[..., Any], types: Any, args: Any, kwargs: Any
+    ) -> Any:
+        if function is np.count_nonzero:  # the padding of heads is not checked
+            return 0
+        if function is not np.stack:
+            return NotImplemented
+        module = "torch" if self.framework == "torch" else "np"
+        texts = ", ".join(each.text for each in args[0])
+        return self._made(np.stack([each._plain for each in args[0]]), f"{module}.stack([{texts}])")
+
+
+def _traced(text: str, shape: tuple[int, ...], framework: str) -> _Traced:
+    array = np.broadcast_to(np.uint8(0), shape).view(_Traced)
+    array.text, array.framework = text, framework
+    return array
+
+
+def _index(key: Any) -> str:
+    if not isinstance(key, slice):
+        return str(key)
+    return f"{'' if key.start in (None, 0) else key.start}:{'' if key.stop is None else key.stop}"

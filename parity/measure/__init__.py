@@ -1,0 +1,12 @@
+"""Run cases in each framework and compare them with a float64 reference, stage by stage.
+
+The lowest wing: it knows what attention computes, what its weights are called and where they lie,
+and how large an error may be. It knows no other libraries' names, no bugs, and prints nothing.
+
+- `core`: cases, the reference, the error budget, comparisons. Start at `core.problem.make_problem`
+  and `core.compare.first_difference`.
+- `backends`: the same weights in mha_jax, mha_torch and mha_tt.
+- `sharding`: weights and stages divided over ranks.
+- `files`: reading and writing named tensors.
+- `pretrained`: trained layers with real inputs.
+"""

@@ -1,0 +1,352 @@
+"""JAX backend: loading of canonical weights into `mha_jax` modules, and running cases."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache, partial
+from types import ModuleType
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array
+
+import mha_jax
+import mha_jax.plain
+from mha_jax.kernels.fused import FusedAttention
+from mha_spec import AttentionSpec, InputTypeError
+from parity.measure.backends.port import (
+    Shapes,
+    kind_of,
+    kind_of_tutorial,
+    never_skipped,
+    nothing_replayed,
+)
+from parity.measure.core.problem import Problem
+from parity.measure.core.weights import (
+    Weights,
+    check_held,
+    check_weights,
+    pack_qkv,
+    unpack_qkv,
+    weight_shapes,
+)
+from parity.measure.files.tensor_file import flatten
+
+Params = dict[str, Any]  # nested dicts of arrays
+
+SMALL_BLOCKS = FusedAttention(few_scores=0, most_scores=0, queries=8, keys=8, last_keys=4)
+"""Fused kernel with blocks so small that most cases have several; with default sizes they use the
+plain path.
+"""
+
+
+def from_numpy(x: np.ndarray) -> Array:
+    """Return a JAX array of the same values and dtype (64-bit dtypes only with x64 enabled)."""
+    return jax.device_put(x, may_alias=False)  # jnp.asarray compiles a program per shape
+
+
+def to_numpy(x: Array) -> np.ndarray:
+    """Return a NumPy array of the same values and dtype."""
+    return np.asarray(x)
+
+
+# ---- Weights -------------------------------------------------------------------------------------
+
+
+def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
+    """Fill a module of `mha_jax` from canonical weights, bit for bit; unchanged on errors."""
+    spec = spec_of(module)
+    weights = check_weights(weights, spec)
+    _check_held(nnx.to_pure_dict(nnx.state(module, nnx.Param)), spec)
+    (dtype,) = {
+        weight.dtype for weight in weights.values()
+    }  # checked to be one; before JAX can narrow it
+    held = getattr(module, next(iter(spec.projections))).kernel.dtype
+    if dtype != held:
+        raise InputTypeError("weights", "have the dtype of the module", f"{dtype} and {held}")
+    held = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    nnx.update(module, jax.tree.map(_placed_as, to_params(weights, spec), held))
+    return module
+
+
+def _placed_as(x: Array, held: Any) -> Array:
+    """Return x with the sharding of another array, if that is on a mesh."""
+    placement = getattr(held, "sharding", None)
+    is_placed = isinstance(placement, NamedSharding) and isinstance(
+        placement.mesh, Mesh
+    )  # not an abstract mesh
+    return jax.device_put(x, placement) if is_placed else x
+
+
+def spec_of(module: Any) -> AttentionSpec:
+    """Return the specification of a module of `mha_jax`."""
+    return module.spec
+
+
+def weights_of(module: Any) -> Weights:
+    """Return the canonical weights of a module of `mha_jax`, bit for bit."""
+    spec, params = spec_of(module), nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    _check_held(params, spec)
+    return from_params(params, spec)
+
+
+def _check_held(params: Mapping[str, Any], spec: AttentionSpec) -> None:
+    names = (re.sub(r"kernel$", "weight", name) for name in flatten(params))
+    check_held(names, spec)
+
+
+def to_params(weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> Params:
+    """Return canonical weights as the parameter tree of a layer with this specification."""
+    params: Params = {}
+    for name, weight in (pack_qkv(weights) if spec.fused_qkv else weights).items():
+        projection, _, leaf = name.partition(".")
+        if not leaf:
+            params[name] = from_numpy(weight)
+            continue
+        if leaf == "weight" and projection.endswith("_proj"):
+            leaf, weight = "kernel", weight.T  # (out, in) to (in, out)
+        params.setdefault(projection, {})[leaf] = from_numpy(weight)
+    return params
+
+
+def from_params(params: Mapping[str, Any], spec: AttentionSpec) -> Weights:
+    """Return canonical weights from the parameter tree of a layer with this specification."""
+    held: Weights = {}
+    for name, array in flatten(params).items():
+        weight = to_numpy(array)
+        if name.endswith(".kernel"):
+            name, weight = name.removesuffix("kernel") + "weight", weight.T
+        held[name] = np.array(weight, order="C")
+    return (
+        unpack_qkv(held, spec)
+        if spec.fused_qkv
+        else {name: held[name] for name in weight_shapes(spec)}
+    )
+
+
+# ---- Cases ---------------------------------------------------------------------------------------
+
+
+SIBLING = mha_jax
+SHAPES = Shapes
+GRADIENT_PATHS = ("", "fused", "blocks")
+beside = whole = from_numpy
+why_skipped, replayed = never_skipped, nothing_replayed
+
+
+QUICKLY: dict[str, Any] = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
+"""Compiler options for small layers on a CPU: five times faster compilation. Sums then run in
+order.
+"""
+
+LONGEST_AXIS = 1024
+"""Longest axis of a small layer: larger ones run longer than they compile, and their order of sums
+matters.
+"""
+
+
+def call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call the compiled function: compilation takes longer than the computation."""
+    return compiled(function, *arguments)(*arguments)
+
+
+def compiled(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the function compiled for such arguments."""
+    longest = max((size for x in jax.tree.leaves(arguments) for size in np.shape(x)), default=0)
+    # If XLA's flags are set, even to nothing, they apply to everything.
+    quickly = (
+        longest <= LONGEST_AXIS and jax.default_backend() == "cpu" and "XLA_FLAGS" not in os.environ
+    )
+    return _compiled(function, quickly, _replaceable())
+
+
+@lru_cache(maxsize=16)
+def _compiled(
+    function: Callable[..., Any], quickly: bool, _: tuple[Any, ...]
+) -> Callable[..., Any]:
+    """Return a function compiled for all layers, until part of the implementation is replaced, such
+    as by a bug.
+    """
+    return jax.jit(partial(function, SIBLING), compiler_options=QUICKLY if quickly else None)
+
+
+def _replaceable() -> tuple[Any, ...]:
+    """Return the current functions, classes and methods of the implementation, on which compiled
+    functions depend.
+    """
+    modules = [SIBLING, *(x for x in vars(SIBLING).values() if isinstance(x, ModuleType))]
+    held = [x for module in modules for x in vars(module).values() if callable(x)]
+    own = [
+        x for x in held if isinstance(x, type) and x.__module__.split(".")[0] == SIBLING.__name__
+    ]
+    return (*held, *(x for kind in own for x in vars(kind).values() if callable(x)))
+
+
+class JaxModule:
+    """Module with the weights of a problem, in evaluation mode: the default one, and one with small
+    blocks.
+    """
+
+    call = staticmethod(call)
+
+    def __init__(self, problem: Problem) -> None:
+        kind = kind_of(mha_jax, problem.case)
+        self.weights = to_params(problem.weights, problem.spec)
+        self.module = load_into(
+            nnx.merge(*_unfilled(kind, problem.spec, problem.dtype)), problem.weights
+        )
+        self.in_blocks = nnx.clone(self.module)
+        self.in_blocks.kernel = SMALL_BLOCKS
+
+    def contain(self, contained: Callable[[Any], Any]) -> None:
+        for module in (self.module, self.in_blocks):
+            module.kernel = contained(module.kernel)
+
+    def outputs(self, query: Array, **inputs: Array | None) -> tuple[Array, dict[str, Array]]:
+        return self.call(_all_paths, self.module, self.in_blocks, query, inputs)
+
+    def step(
+        self, x: Array, cache: Any, new_lengths: Array | None, positions: Array | None
+    ) -> tuple[dict[str, Array], Any]:
+        output, grown = self.call(call_cached, self.module, x, cache, new_lengths, positions)
+        in_blocks, _ = self.call(call_cached, self.in_blocks, x, cache, new_lengths, positions)
+        return {"module": output, "blocks": in_blocks}, grown
+
+
+@lru_cache(maxsize=64)
+def _unfilled(kind: Callable[..., Any], spec: AttentionSpec, dtype: str) -> tuple[Any, Any]:
+    """Return a split module in evaluation mode without weights, to avoid their initialization.
+
+    Modules merged from the same parts are compiled once, while each new module has its own
+    initializers.
+    """
+    module = nnx.eval_shape(lambda: kind(spec, param_dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
+    module.eval()
+    return nnx.split(module)
+
+
+def _all_paths(
+    _: Any, module: Any, in_blocks: Any, query: Array, inputs: dict[str, Array | None]
+) -> tuple[Array, dict[str, Array]]:
+    output, attn_weights = module(query, **inputs, need_weights=True)
+    fused, blocks = (layer(query, **inputs)[0] for layer in (module, in_blocks))
+    return attn_weights, {"module": output, "fused": fused, "blocks": blocks}
+
+
+filled = JaxModule
+
+
+def tutorial(problem: Problem) -> Any:
+    """Return the tutorial's module with the weights of a problem, in evaluation mode."""
+    spec, kind = problem.spec, kind_of_tutorial(mha_jax, problem.case)
+    module = nnx.merge(*_unfilled_tutorial(kind, spec.d_model, spec.num_heads, spec.out_bias))
+    nnx.update(module, to_params(problem.weights, spec.replace(fused_qkv=False)))
+    return module
+
+
+@lru_cache(maxsize=64)
+def _unfilled_tutorial(
+    kind: Callable[..., Any], d_model: int, num_heads: int, bias: bool
+) -> tuple[Any, Any]:
+    """Return a split module of the tutorial in evaluation mode without weights, see `_unfilled`."""
+    module = nnx.eval_shape(lambda: kind(d_model, num_heads, bias=bias, rngs=nnx.Rngs(0)))
+    module.dropout = nnx.Dropout(
+        0.0
+    )  # the other one has random keys, which would have to be computed
+    module.eval()
+    return nnx.split(module)
+
+
+def call_cached(
+    _: Any, module: Any, x: Array, cache: Any, new_lengths: Array | None, positions: Array | None
+) -> tuple[Array, Any]:
+    """Call a cached module: return the output and the cache."""
+    return module(x, cache, new_lengths=new_lengths, positions=positions)
+
+
+def pull_back(
+    path: str,
+    filled: JaxModule,
+    spec: AttentionSpec,
+    inputs: dict[str, Array],
+    hidden: dict[str, Any],
+) -> tuple[dict[str, np.ndarray], Weights]:
+    """Return gradients of the inputs and canonical weights on a path."""
+    module = filled.in_blocks if path == "blocks" else filled.module
+    hidden = hidden | {"kernel": module.kernel}
+    of_inputs, of_weights = filled.call(_GRADIENTS[path], spec, inputs, filled.weights, hidden)
+    return {name: to_numpy(grad) for name, grad in of_inputs.items()}, from_params(of_weights, spec)
+
+
+def _gradients(
+    path: str,
+    sibling: Any,
+    spec: AttentionSpec,
+    inputs: dict[str, Array],
+    weights: Params,
+    hidden: dict[str, Any],
+) -> tuple[dict[str, Array], Params]:
+    def output_of(inputs: dict[str, Array], weights: Params) -> Array:
+        return sibling.multi_head_attention(
+            inputs["query"],
+            weights,
+            spec,
+            inputs.get("key", inputs.get("k")),
+            inputs.get("v"),
+            mask=hidden["mask"],
+            key_padding_lengths=hidden.get("key_padding_lengths"),
+            bias=inputs.get("bias"),
+            need_weights=not path,
+            positions=hidden["positions"],
+            kernel=hidden["kernel"],
+        )[0]
+
+    return jax.vjp(output_of, inputs, weights)[1](hidden["cotangent"])
+
+
+_GRADIENTS = {path: partial(_gradients, path) for path in GRADIENT_PATHS}
+
+
+# ---- Environment ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def lock(dtype: str) -> Iterator[dict[str, Any]]:
+    """Fix and report the settings that affect JAX's results, and restore them afterwards."""
+    with jax.default_matmul_precision("highest"), _enable_x64(dtype == "float64"):
+        yield {
+            "matmul_precision": "highest",
+            "x64": dtype == "float64",
+            "platform": jax.default_backend(),
+        }
+
+
+def _enable_x64(enabled: bool) -> AbstractContextManager[Any]:
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(enabled)
+    from jax.experimental import enable_x64  # pyright: ignore[reportAttributeAccessIssue]  (before JAX 0.8)
+
+    return enable_x64(enabled)
+
+
+def environment() -> dict[str, Any]:
+    """Return versions and devices."""
+    devices = [device.device_kind for device in jax.devices()]
+    return {
+        "jax": jax.__version__,
+        "flax": flax.__version__,
+        "device": jax.default_backend(),
+        "devices": devices,
+    }

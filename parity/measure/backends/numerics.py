@@ -1,0 +1,75 @@
+"""Numerics lock: settings that affect results are fixed, recorded and restored."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+from mha_spec import InputError
+from parity.measure.backends import load_backend, why_missing
+from parity.measure.core.packages import installed
+
+
+@contextmanager
+def numerics_lock(
+    backends: Iterable[str], dtype: str = "float32"
+) -> Iterator[dict[str, dict[str, Any]]]:
+    """Fix the settings that affect results: matmul precision, TF32, x64, fast paths; and restore
+    them afterwards.
+
+    Args:
+        backends: names of the backends to lock.
+        dtype: dtype of the computation; float64 enables JAX's x64.
+
+    Yields:
+        Active settings, by backend.
+    """
+    with ExitStack() as stack:
+        yield {name: stack.enter_context(load_backend(name).lock(dtype)) for name in backends}
+
+
+def on_device(device: str) -> AbstractContextManager[None]:
+    """Return a context in which torch's arrays are on a device, `cpu` or a GPU; JAX has its own
+    default device.
+
+    Raises:
+        ModuleNotFoundError: if it is a GPU and torch is not installed.
+        ValueError: if the device does not exist.
+    """
+    if device == "cpu":
+        return nullcontext()
+    if reason := why_missing("torch"):
+        raise ModuleNotFoundError(reason)
+    import torch
+
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA raises AssertionError
+        raise InputError(
+            "device", "be one that torch has here", f"{device}: {str(error).splitlines()[0]}"
+        ) from None
+    from parity.measure.backends import torch as port
+
+    return port.on_device(device)
+
+
+def environment(backends: Iterable[str]) -> dict[str, Any]:
+    """Return the environment for reports: Python, packages, machine, and devices and settings of
+    each backend.
+    """
+    names = list(backends)
+    with numerics_lock(names) as settings:
+        return {
+            "python": sys.version.split()[0],
+            "platform": platform.platform(),
+            "cpus": os.cpu_count(),
+            "packages": installed(),
+            "backends": {
+                name: {**load_backend(name).environment(), "numerics": settings[name]}
+                for name in names
+            },
+        }

@@ -1,0 +1,174 @@
+"""Conversion between NumPy, torch, JAX and TTNN arrays: same values, dtype and shape, bit for bit.
+
+Frameworks are imported only for their own arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from mha_spec import InputError, InputTypeError
+from parity.measure.core.libraries import LIBRARIES
+
+if TYPE_CHECKING:
+    import jax
+    import torch
+
+FOREIGN = (
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+)
+"""Dtypes of torch that NumPy lacks; ml_dtypes has them under the same names."""
+
+
+def to_numpy(x: Any) -> np.ndarray:
+    """Return a NumPy array of the same values and dtype; bfloat16 is that of ml_dtypes.
+
+    Args:
+        x: an array of NumPy, torch (on any device, with or without a gradient), JAX or TTNN, a Flax
+            or Keras variable, or anything else that NumPy converts to an array.
+
+    Returns:
+        `x` itself if it is a NumPy array; otherwise an array that does not share memory with a
+        torch tensor.
+
+    Raises:
+        TypeError: if it is not an array, or has no values: a tracer, or a tensor on torch's meta
+            device.
+    """
+    if isinstance(x, np.ndarray):
+        return x
+    packages = _packages_of(x)
+    if "torch" in packages and hasattr(x, "detach"):
+        return _from_torch(x)
+    for package in packages & LIBRARIES.keys():
+        return LIBRARIES[package]().to_numpy(x)
+    if not hasattr(x, "__array__") or any(kind.__name__ == "Tracer" for kind in type(x).__mro__):
+        raise InputTypeError(
+            "an array", "be a NumPy, torch or JAX array with values", type(x).__name__
+        )
+    return np.asarray(x)
+
+
+def to_torch(x: Any) -> torch.Tensor:
+    """Return a torch tensor of the same values, dtype and shape, on the CPU; `x` itself if it is
+    one.
+
+    Raises:
+        TypeError: if it is not an array, or torch lacks its dtype.
+    """
+    import torch
+
+    if isinstance(x, torch.Tensor):
+        return x
+    array = to_numpy(x)
+    if (
+        array.dtype.name in FOREIGN
+    ):  # torch cannot read NumPy's dtype of this name; the bits are equal
+        bits = np.array(array).view(f"u{array.itemsize}")
+        return torch.from_numpy(bits).view(getattr(torch, array.dtype.name))
+    return torch.from_numpy(np.array(array))
+
+
+def to_jax(x: Any) -> jax.Array:
+    """Return a JAX array of the same values, dtype and shape; `x` itself if it is one.
+
+    JAX has 64-bit dtypes only if `jax_enable_x64` is set; otherwise they become 32-bit.
+
+    Raises:
+        TypeError: if it is not an array, or JAX lacks its dtype.
+    """
+    import jax
+
+    return x if isinstance(x, jax.Array) else jax.numpy.asarray(to_numpy(x))
+
+
+def to_numpy_by_name(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Return arrays by name as NumPy arrays; names of nested mappings, such as Flax's, are joined
+    with dots.
+
+    Raises:
+        TypeError: if an entry is not an array, or `arrays` is not a mapping.
+        ValueError: if two of them get the same name.
+    """
+    if not isinstance(arrays, Mapping):
+        raise InputTypeError("weights", "be a mapping of arrays by name", type(arrays).__name__)
+    found: dict[str, np.ndarray] = {}
+
+    def visit(name: str, node: Any) -> None:
+        if isinstance(node, Mapping):
+            for key, child in node.items():
+                visit(f"{name}.{key}" if name else str(key), child)
+            return
+        if name in found:
+            raise InputError(
+                "names", "differ after their levels are joined with dots", f"{name} twice"
+            )
+        try:
+            found[name] = to_numpy(node)
+        except TypeError:
+            raise InputTypeError(
+                name, "be an array of NumPy, torch or JAX", type(node).__name__
+            ) from None
+
+    visit("", arrays)
+    return found
+
+
+def arithmetic_of(*values: Any) -> str:
+    """Return the arithmetic of the device of arrays, or mappings of them: `ieee`, or that of their
+    library.
+    """
+    arrays = [
+        array
+        for value in values
+        for array in (value.values() if isinstance(value, Mapping) else [value])
+    ]
+    found = {package for array in arrays for package in _packages_of(array) & LIBRARIES.keys()}
+    return LIBRARIES[found.pop()]().arithmetic() if found else "ieee"
+
+
+def _packages_of(x: Any) -> set[str]:
+    """Return the packages of an array's classes."""
+    return {kind.__module__.partition(".")[0] for kind in type(x).__mro__}
+
+
+def stages_of(role: str, value: Any, stage: str) -> dict[str, np.ndarray]:
+    """Return the arrays by stage, as NumPy arrays."""
+    if isinstance(value, Mapping):
+        return {str(name): _array(f"{role}[{name!r}]", array) for name, array in value.items()}
+    return {stage: _array(role, value)}
+
+
+def _array(what: str, value: Any) -> np.ndarray:
+    try:
+        return to_numpy(value)
+    except TypeError:
+        raise InputTypeError(
+            what, "be an array of NumPy, torch, JAX or TTNN", type(value).__name__
+        ) from None
+
+
+def _from_torch(x: torch.Tensor) -> np.ndarray:
+    import torch
+
+    if x.is_meta or x.layout != torch.strided or x.is_quantized:
+        raise InputTypeError(
+            "a tensor", "be dense and have values", f"one of {x.dtype} on {x.device} in {x.layout}"
+        )
+    x = (
+        x.detach().cpu().resolve_conj().resolve_neg().contiguous().clone()
+    )  # the tensor may be modified in place
+    name = str(x.dtype).removeprefix("torch.")
+    if name in FOREIGN:
+        bits = {1: torch.uint8, 2: torch.uint16}[x.element_size()]
+        return x.view(bits).numpy().view(getattr(ml_dtypes, name))
+    return x.numpy()

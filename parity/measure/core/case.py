@@ -1,0 +1,218 @@
+"""Cases: a layer and its inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from mha_spec import AttentionSpec, InputError
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+"""Dtypes of cases."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A situation in which implementations must agree: a layer and its inputs.
+
+    Arrays are drawn from the name (see `parity.measure.core.problem`), so that all environments get
+    the same ones.
+
+    Attributes:
+        name: name in the command line and reports.
+        spec: layer.
+        about: bug that a failure of this case indicates.
+        batch: number of sequences, B.
+        seq_len: number of query tokens, T; with a cache, of all steps together.
+        seq_len_k: number of key tokens, S; None for self-attention.
+        is_causal: hide keys after the query's own position.
+        key_padding_lengths: number of real keys of each sequence.
+        segment_ids: segment of each token of each sequence; hides other segments. Positions restart
+            in each.
+        window_size: hide all but the last `window_size` keys.
+        random_mask: hide random keys, different for each head, and one whole row of each sequence.
+        bias: add a random bias to the scores.
+        gain: factor of the query and key projections; large ones lead to large logits.
+        strided: inputs are not contiguous in memory.
+        not_finite: NaN tokens: `visible`, one in the middle of the last sequence, must reach all
+            rows that attend to it; `hidden`, all padding, must reach no other row.
+        chunks: with a cache: number of tokens that each call appends.
+        new_lengths: with a cache: number of real tokens for each call and sequence.
+        capacity: with a cache: number of slots.
+        first_position: position of the first token, for RoPE and a temperature.
+        trained: name of the trained layer whose weights and inputs are used.
+        dtype: only dtype of the case, if it is specific to one.
+
+    Raises:
+        ValueError: if lengths do not fit each other.
+    """
+
+    name: str
+    spec: AttentionSpec
+    about: str
+    batch: int = 2
+    seq_len: int = 5
+    seq_len_k: int | None = None
+    is_causal: bool = False
+    key_padding_lengths: tuple[int, ...] | None = None
+    window_size: int | None = None
+    random_mask: bool = False
+    bias: bool = False
+    gain: float = 1.0
+    strided: bool = False
+    not_finite: Literal["visible", "hidden"] | None = None
+    chunks: tuple[int, ...] = ()
+    new_lengths: tuple[tuple[int, ...], ...] = ()
+    capacity: int = 0
+    first_position: int = 0
+    trained: str | None = None
+    dtype: str | None = None
+    segment_ids: tuple[tuple[int, ...], ...] | None = None
+
+    def __post_init__(self) -> None:
+        ids, lengths, each = self.segment_ids or (), self.key_padding_lengths, f"batch={self.batch}"
+        rules = (
+            (
+                "seq_len",
+                f"be the sum of chunks={self.chunks}",
+                not self.chunks or self.seq_len == sum(self.chunks),
+            ),
+            ("new_lengths", "be empty without chunks", bool(self.chunks) or not self.new_lengths),
+            (
+                "new_lengths",
+                f"have {each} numbers",
+                all(len(row) == self.batch for row in self.new_lengths),
+            ),
+            (
+                "new_lengths",
+                f"have one entry per chunk of chunks={self.chunks}",
+                len(self.new_lengths) in (0, len(self.chunks)),
+            ),
+            (
+                "key_padding_lengths",
+                f"have {each} numbers",
+                lengths is None or len(lengths) == self.batch,
+            ),
+            (
+                "segment_ids",
+                f"have {each} rows of seq_len={self.seq_len} ids",
+                not ids or tuple(map(len, ids)) == (self.seq_len,) * self.batch,
+            ),
+            (
+                "segment_ids",
+                "be None except for self-attention without a cache",
+                not ids or (not self.chunks and self.seq_len_k is None),
+            ),
+            ("dtype", f"be one of {', '.join(DTYPES)}, or None", self.dtype in (None, *DTYPES)),
+        )
+        for name, rule, holds in rules:
+            if not holds:
+                raise InputError(name, rule, {name: getattr(self, name)})
+
+    @property
+    def is_cached(self) -> bool:
+        """Return whether tokens arrive in steps, with a cache."""
+        return bool(self.chunks)
+
+    @property
+    def hides(self) -> dict[str, Any]:
+        """Keywords of `create_attention_mask` of mha_torch, mha_jax and mha_tt."""
+        ids = None if self.segment_ids is None else np.array(self.segment_ids, np.int32)
+        return {
+            "is_causal": self.is_causal,
+            "key_padding_lengths": self.key_padding_lengths,
+            "segment_ids": ids,
+        }
+
+    @property
+    def has_mask(self) -> bool:
+        """Return whether any key is hidden."""
+        told = self.random_mask or self.segment_ids is not None or bool(self.window_size)
+        return told or self.is_causal or bool(self.key_padding_lengths)
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether the tutorial, `plain.py`, can express the case.
+
+        Its layers are those of the paper: as many key/value heads as query heads, d_model //
+        num_heads wide, and nothing that changes the scores but a mask. Sequences with a cache all
+        have the same length.
+        """
+        spec = self.spec
+        if spec.d_model % spec.num_heads != 0:
+            return False
+        of_paper = AttentionSpec(
+            spec.d_model, spec.num_heads, qkv_bias=spec.out_bias, out_bias=spec.out_bias
+        )
+        # The same weights, packed into one array or not.
+        is_of_paper = spec == of_paper.replace(fused_qkv=spec.fused_qkv)
+        has_other_mask = self.window_size is not None or self.segment_ids is not None
+        return is_of_paper and not (
+            has_other_mask or self.bias or self.not_finite or self.new_lengths
+        )
+
+    @property
+    def has_gradients(self) -> bool:
+        """Return whether gradients are compared: without a cache, and without a visible NaN, which
+        spreads to all.
+        """
+        return not self.is_cached and self.not_finite != "visible"
+
+    @property
+    def key_len(self) -> int:
+        """Number of keys, S."""
+        return self.seq_len if self.seq_len_k is None else self.seq_len_k
+
+    @property
+    def has_positions(self) -> bool:
+        """Return whether layers need explicit positions, other than 0, 1, … or those after the
+        cached tokens.
+        """
+        if self.spec.rope is not None and self.spec.rope.sections:
+            return True
+        return self.spec.has_positions and (
+            bool(self.first_position) or self.segment_ids is not None
+        )
+
+    def positions(self, step: int | None = None) -> np.ndarray:
+        """Return the positions of all tokens, or of those of one call: (B or 1, T).
+
+        With sections they are (axes, B or 1, T): three axes are time, row and column of frames of 2
+        x 3 patches; two are row and column of a picture three patches wide. Padding in a call has
+        the position of the first token, so that it does not lengthen a sequence.
+        """
+        tokens = np.arange(self.seq_len if step is None else self.chunks[step])[None]
+        if self.segment_ids is not None:  # number of earlier tokens of the same segment
+            ids = np.array(self.segment_ids)
+            tokens = np.tril(ids[:, :, None] == ids[:, None, :], -1).sum(axis=2)
+        if step is not None:
+            is_real = tokens < np.array(self.added(step))[:, None]
+            tokens = np.array(self.lengths_before(step))[:, None] + np.where(is_real, tokens, 0)
+        if self.spec.rope is None or self.spec.rope.sections is None:
+            return self.first_position + tokens
+        if len(self.spec.rope.sections) == 2:
+            return self.first_position + np.stack([tokens // 3, tokens % 3])
+        frame, row, column = tokens // 6, tokens % 6 // 3, tokens % 3
+        return self.first_position + np.stack([frame, frame + row, frame + column])
+
+    def first_tokens(self, count: int) -> Case:
+        """Return the case without a cache for only the first tokens."""
+        lengths = self.key_padding_lengths
+        if lengths is not None:
+            lengths = (
+                None if min(lengths) >= count else tuple(min(length, count) for length in lengths)
+            )
+        ids = self.segment_ids
+        if ids is not None:
+            ids = tuple((row + row[-1:] * count)[:count] for row in ids)
+        return replace(self, seq_len=count, key_padding_lengths=lengths, segment_ids=ids)
+
+    def lengths_before(self, step: int) -> tuple[int, ...]:
+        """Return the number of cached tokens of each sequence before a call."""
+        return tuple(sum(self.added(i)[b] for i in range(step)) for b in range(self.batch))
+
+    def added(self, step: int) -> tuple[int, ...]:
+        """Return the number of real tokens that a call appends to each sequence."""
+        return self.new_lengths[step] if self.new_lengths else (self.chunks[step],) * self.batch

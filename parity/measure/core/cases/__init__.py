@@ -1,0 +1,59 @@
+"""Cases: situations in which implementations must agree."""
+
+from __future__ import annotations
+
+import difflib
+import re
+
+from mha_spec import InputError
+from parity.measure.core.case import DTYPES, Case
+from parity.measure.core.cases.drawn import random_case
+from parity.measure.core.cases.tables import (
+    CACHED,
+    LAYERS,
+    MASKS,
+    MORE,
+    ROPES,
+    SIZES,
+    TRAINED,
+    VALUES,
+)
+
+__all__ = ["CASES", "DTYPES", "QUICK", "Case", "case_named", "find_case", "random_case"]
+
+_TABLES = (
+    MASKS,
+    LAYERS,
+    ROPES,
+    SIZES,
+    VALUES,
+    CACHED,
+    [random_case(seed) for seed in range(6)],
+    TRAINED,
+)
+
+CASES: dict[str, Case] = {case.name: case for table in _TABLES for case in table}
+"""Cases by name, simple ones first, trained layers last."""
+
+QUICK = {name: case for name, case in CASES.items() if name not in MORE}
+"""Default cases of `mha-parity run`: all features, though not in all forms."""
+
+
+def find_case(name: str) -> Case | None:
+    """Return the case of a name: one of `CASES`, or `random-N` for any N."""
+    drawn = re.fullmatch(r"random-(\d{1,6})", name)
+    return CASES.get(name) or (random_case(int(drawn[1])) if drawn else None)
+
+
+def case_named(name: str) -> Case:
+    """Return the case of a name: one of `CASES`, or `random-N` for any N.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    case = find_case(name)
+    if case is None:
+        nearest = ", ".join(difflib.get_close_matches(name, CASES, n=3, cutoff=0.0))
+        hint = f"the nearest are {nearest}; `mha-parity cases` lists all"
+        raise InputError("case", "be one of parity.CASES or random-N", case=name, hint=hint)
+    return case

@@ -1,0 +1,261 @@
+"""Storage and summation of numbers: in float64, in the compared dtypes, and in the arithmetic of
+the hardware.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from mha_spec import InputError
+from parity.measure.core.work import (
+    PER_FACTOR,
+    PER_MULTIPLICATION,
+    PER_NOISE,
+    PER_SUM,
+    PER_TERM,
+    begin,
+    spend,
+)
+
+UNFUSED = ("unfused", "unfused-scores")
+"""IEEE 754 with each operation of norms, RoPE and gates rounded to the dtype of the inputs, as in
+modules of transformers; and also with each operation on scores rounded, as in its eager attention.
+"""
+
+TENSIX = ("tensix", "tensix-hifi2", "tensix-bfloat8_b", "tensix-hifi2-bfloat8_b")
+"""Tenstorrent's arithmetic: HiFi4 or HiFi3; HiFi2; weights and cache in bfloat8_b; and both."""
+
+MANTISSA = {
+    "ieee": 23,
+    **dict.fromkeys(UNFUSED, 23),
+    **dict.fromkeys(TENSIX, 10),
+    "tensix-lofi": 10,
+    "tf32": 10,
+    "bfloat16": 7,
+    "lofi": 4,
+}
+"""Explicit bits of a float32 mantissa that enter a matrix product, by hardware and settings."""
+
+OPERANDS = {"hifi2": (6, 9), "lofi": (6, 4)}
+"""Explicit bits of the first and second operand of a product, at a low math fidelity of
+Tenstorrent.
+
+Measured on the real kernels in a simulator (ttsim, Blackhole, float32 sums), relative L2 of
+products of 64 and 512 normal terms: bfloat16 HiFi2 4.1e-3 and 4.0e-3, LoFi 2.7e-2 and 2.7e-2;
+float32 7.2e-3 and 7.2e-3, 3.1e-2 and 3.1e-2. Computed here: 4.2e-3 and 4.3e-3, 2.7e-2 and 2.6e-2;
+7.4e-3 and 7.5e-3, 3.2e-2 and 3.1e-2.
+"""
+
+SHARED = 16
+"""Numbers of bfloat8_b that share an exponent: neighbors in a row on the device. Each has 7 bits
+relative to the largest. Products with such weights are off by 7.7e-3 and 7.6e-3 in ttsim, 64 and
+512 terms, at HiFi2 by 8.6e-3 and 8.7e-3; here by 7.9e-3 and 7.7e-3, 8.4e-3 and 8.6e-3.
+"""
+
+PRODUCT_MANTISSA: dict[str, int] = dict.fromkeys((*TENSIX, "tensix-lofi"), 10)
+"""Explicit bits of each product that enter the sum, if not all do: Tenstorrent's matrix engine also
+truncates products to align them.
+
+Measured on the real kernels in a simulator (ttsim, Blackhole, HiFi4, float32 sums), relative L2 of
+products of 64 and 512 normal terms: float32 1.19e-3 and 1.15e-3, bfloat16 3.1e-4 and 3.1e-4.
+Computed here: 1.12e-3 and 3.8e-4; with whole products 7.9e-4 and 1e-7. HiFi3, which is used on
+Wormhole, results in 1.30e-3 and 1.26e-3, 3.2e-4 and 3.1e-4.
+"""
+
+ARITHMETICS = ("ieee", *TENSIX)
+"""Arithmetic of a backend's hardware: IEEE 754, or that of Tenstorrent's matrix engine, where
+float32 enters as TF32, also in the softmax. LoFi and the others of `MANTISSA` are never used as
+references; they model products of insufficient precision.
+"""
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """Storage and summation of numbers: `dtype` in memory, `wide` inside a stage, `kind` of
+    hardware.
+    """
+
+    dtype: np.dtype
+    kind: str = "ieee"
+
+    def __post_init__(self) -> None:
+        if self.kind not in MANTISSA:
+            raise InputError("arithmetic", f"be one of {list(MANTISSA)}", arithmetic=self.kind)
+
+    @cached_property
+    def wide(self) -> np.dtype:
+        """float64 for float64, otherwise float32."""
+        return (
+            np.promote_types(np.float32, self.dtype)
+            if self.dtype.kind == "f"
+            else np.dtype(np.float32)
+        )
+
+    def widen(self, x: np.ndarray) -> np.ndarray:
+        """Return x, stored in memory, in the dtype of sums."""
+        return x.astype(self.dtype, copy=False).astype(self.wide, copy=False)
+
+    def keep(self, x: np.ndarray) -> np.ndarray:
+        """Return x, rounded for storage in memory."""
+        return x.astype(self.dtype, copy=False)
+
+    def between(self, x: np.ndarray) -> np.ndarray:
+        """Return x between two operations on heads: wide, or rounded for storage."""
+        return self.keep(x).astype(self.wide) if self.kind in UNFUSED else x
+
+    def between_scores(self, x: np.ndarray) -> np.ndarray:
+        """Return scores between two operations: wide, or rounded for storage."""
+        return self.between(x) if self.kind == "unfused-scores" else x
+
+    def enter(self, x: np.ndarray) -> np.ndarray:
+        """Return wide x as it enters a matrix product: whole, or with a truncated mantissa."""
+        return _cut(x, MANTISSA[self.kind])
+
+    def weight(self, weight: np.ndarray) -> np.ndarray:
+        """Return a weight (out, in) as stored."""
+        return _sharing(weight, 0) if self._is_shared else weight
+
+    def cached(self, x: np.ndarray) -> np.ndarray:
+        """Return keys or values (…, H) as stored in a cache."""
+        return self.keep(_sharing(self.widen(x), -1)) if self._is_shared else x
+
+    @property
+    def _is_shared(self) -> bool:
+        return self.kind.endswith("bfloat8_b") and self.wide != np.float64
+
+    def matmul(
+        self,
+        a: np.ndarray,
+        b: np.ndarray,
+        start: np.ndarray | float = 0.0,
+        exact: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Return the product of wide matrices, (…, m, k) and (…, k, n), added to `start` term by
+        term.
+
+        An implementation may sum in any order. This is the simplest, with the largest error of the
+        common ones (matrix libraries also start with the bias). A better order here would require
+        the same of every implementation. float64 may use any order. Large products use BLAS's order
+        plus the noise that it saves; or the float64 product, if it is known and all bits enter the
+        product.
+        """
+        if self.wide == np.float64:
+            return _by_blas(a, b) + start
+        bits = (MANTISSA[self.kind], MANTISSA[self.kind])
+        bits = next(
+            (bits for fidelity, bits in OPERANDS.items() if f"tensix-{fidelity}" in self.kind), bits
+        )
+        a, b = _cut(a, bits[0]), _cut(b, bits[1])
+        mantissa = PRODUCT_MANTISSA.get(self.kind, 23)
+        if mantissa < 23 or multiplications(a, b) <= LARGE:
+            return _plainly(a, b, start, mantissa)
+        enters_whole = MANTISSA[self.kind] == 23
+        fast = exact.astype(np.float32) if exact is not None and enters_whole else _by_blas(a, b)
+        fast += _more_noise(a, b, fast)
+        return fast + start
+
+
+LARGE = 2**25
+"""Multiplications in a float32 product above which the simplest order is too slow and only
+sampled.
+"""
+
+SAMPLED = 32
+"""Rows and columns of a large product that are summed in the simplest order, to measure its
+error.
+"""
+
+
+def multiplications(a: np.ndarray, b: np.ndarray) -> int:
+    """Return the number of multiplications in the product of matrices (…, m, k) and (…, k, n)."""
+    return (
+        math.prod(np.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
+        * a.shape[-2]
+        * a.shape[-1]
+        * b.shape[-1]
+    )
+
+
+def _by_blas(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return the product in BLAS's order."""
+    begin(
+        PER_MULTIPLICATION * multiplications(a, b) * a.itemsize / 8 + PER_FACTOR * (a.size + b.size)
+    )
+    return a @ b
+
+
+def _plainly(a: np.ndarray, b: np.ndarray, start: np.ndarray | float, mantissa: int) -> np.ndarray:
+    """Return the float32 product, summed term by term; `mantissa` bits of each term enter the
+    sum.
+    """
+    begin(PER_TERM * multiplications(a, b) + PER_SUM * a.shape[-1])
+    b = np.ascontiguousarray(b)  # rows are read one by one
+    total = np.zeros(
+        (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]), a.dtype
+    )
+    total += start
+    term = np.empty_like(total)
+    for k in range(a.shape[-1]):
+        np.multiply(a[..., :, k, None], b[..., None, k, :], out=term)
+        total += _cut(term, mantissa) if mantissa < 23 else term
+    return total
+
+
+def _more_noise(a: np.ndarray, b: np.ndarray, fast: np.ndarray) -> np.ndarray:
+    """Return random rounding errors of the simplest order in excess of a fast one: too many to
+    compute.
+
+    The error of an element grows with the root of the sum of squares of its terms, and with the
+    root of their number. A sample of elements, summed in both orders, determines the factor.
+    """
+    spend(PER_NOISE * fast.size + PER_FACTOR * (a.size + b.size))
+    rows, columns = (
+        np.unique(np.linspace(0, n - 1, SAMPLED, dtype=int)) for n in (a.shape[-2], b.shape[-1])
+    )
+    some_a, some_b, some = a[..., rows, :], b[..., columns], fast[..., rows[:, None], columns]
+    exact = some_a.astype(np.float64) @ some_b.astype(np.float64)
+    size = _size_of_errors(some_a, some_b)
+    known = np.isfinite(exact) & (size > 0.0)
+    plain = _plainly(some_a, some_b, 0.0, 23)
+    squares = [
+        np.mean(((x - exact)[known] / size[known]) ** 2) if known.any() else 0.0
+        for x in (plain, some)
+    ]
+    noise = np.random.default_rng(0).standard_normal(fast.shape, np.float32)
+    noise *= _size_of_errors(a, b)
+    noise *= np.float32(math.sqrt(max(squares[0] - squares[1], 0.0)))
+    return noise
+
+
+def _size_of_errors(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return the error of each element of a float32 product, up to a factor."""
+    number = np.sqrt(np.count_nonzero(a, axis=-1, keepdims=True), dtype=np.float32)
+    if b.ndim == 2:  # a weight, whose terms have similar sizes
+        return (
+            number
+            * np.linalg.norm(a, axis=-1, keepdims=True)
+            * np.linalg.norm(b, axis=-2, keepdims=True)
+        )
+    return number * np.sqrt(np.square(a) @ np.square(b))
+
+
+def _sharing(x: np.ndarray, axis: int) -> np.ndarray:
+    """Return x in bfloat8_b: with the exponent of the largest of each 16 along an axis."""
+    x = np.moveaxis(x, axis, -1)
+    size = x.shape[-1]
+    blocks = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -size % SHARED)]).reshape(
+        *x.shape[:-1], -1, SHARED
+    )
+    _, exponent = np.frexp(np.abs(blocks).max(axis=-1, keepdims=True))
+    step = np.ldexp(np.ones_like(blocks, shape=exponent.shape), exponent - 7)
+    rounded = (np.rint(blocks / step) * step).reshape(*x.shape[:-1], -1)[..., :size]
+    return np.moveaxis(rounded, -1, axis)
+
+
+def _cut(x: np.ndarray, mantissa: int) -> np.ndarray:
+    lost = 23 - mantissa
+    return (x.astype(np.float32).view(np.uint32) >> lost << lost).view(np.float32) if lost else x

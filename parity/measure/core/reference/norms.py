@@ -1,0 +1,50 @@
+"""Norms of queries, keys and values, and their gradients, from the formulas.
+
+For features x: x̂ = (x - m) / s with s² = mean((x - m)²) + eps, where m is the mean of x in a layer
+norm and 0 in an RMS norm; y = w x̂ + b, or (1 + w) x̂ + b.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mha_spec import Norm
+
+
+def standardised(x: np.ndarray, norm: Norm) -> tuple[np.ndarray, np.ndarray]:
+    """Return x̂ and s of wide features along the last axis."""
+    if norm.kind == "layer":
+        x = x - x.mean(axis=-1, keepdims=True)
+    s = np.sqrt((x * x).mean(axis=-1, keepdims=True) + x.dtype.type(norm.eps))
+    return x / s, s
+
+
+def factor(weight: np.ndarray, norm: Norm) -> np.ndarray:
+    """Return the factor of x̂ from the weight, ready to broadcast."""
+    return weight + weight.dtype.type(1.0) if norm.weight == "1+w" else weight
+
+
+def broadcast(parameter: np.ndarray, norm: Norm) -> np.ndarray:
+    """Return a parameter (H,) or (width,) unchanged, (heads, H) as (heads, 1, H)."""
+    return parameter[:, None, :] if norm.per_head else parameter
+
+
+def summed(grad: np.ndarray, norm: Norm) -> np.ndarray:
+    """Return the gradient of a parameter, (H,), (heads, H) or (width,), from that of each
+    element.
+    """
+    kept = (1, grad.ndim - 1) if norm.per_head else (grad.ndim - 1,)
+    return grad.sum(axis=tuple(axis for axis in range(grad.ndim) if axis not in kept))
+
+
+def back_through(
+    d_hat: np.ndarray, x_hat: np.ndarray, s: np.ndarray, norm: Norm, *, magnitude: bool
+) -> np.ndarray:
+    """Return the gradient of x from that of x̂; `magnitude` makes all terms of all sums and
+    differences positive.
+    """
+    x_hat, sign = (np.abs(x_hat), 1.0) if magnitude else (x_hat, -1.0)
+    d_x = d_hat + d_hat.dtype.type(sign) * x_hat * (d_hat * x_hat).mean(axis=-1, keepdims=True)
+    if norm.kind == "layer":
+        d_x = d_x + d_hat.dtype.type(sign) * d_hat.mean(axis=-1, keepdims=True)
+    return d_x / s

@@ -1,0 +1,76 @@
+"""Cells of a stage on which no real token depends: tokens of padding, and unfilled slots of a
+cache.
+
+Implementations may leave anything there. Right padding, for example, is often written to the cache
+and overwritten by the next tokens. So these cells are not compared.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from parity.measure.core.case import Case
+from parity.measure.core.problem import Problem
+from parity.measure.core.stages import STAGES, Stage, stage_named
+
+HIDES_KEYS = frozenset({"mask", "attn_weights"})
+"""Stages in which unused keys have a defined value: they must be hidden, and their weights must be
+0.
+"""
+
+
+def unused_cells(problem: Problem, name: str, shape: tuple[int, ...]) -> np.ndarray | None:
+    """Return the unused cells of a stage, boolean; None if there are none.
+
+    Args:
+        problem: the problem, or a sample of one.
+        name: name of the stage.
+        shape: its shape in the reference. Other shapes have no known cells.
+    """
+    stage = stage_named(name)
+    tokens = {} if problem.sample is None else problem.sample.tokens_of(stage.quantity)
+    if stage.kind not in STAGES or stage.is_gradient or len(stage.axes) != len(shape):
+        return None
+    unused = np.zeros(shape, bool)
+    for letter, lengths in _used_lengths(problem.case, stage).items():
+        if letter not in stage.axes:
+            continue
+        axis = stage.axes.index(letter)
+        indices = tokens.get(letter, np.arange(shape[axis]))
+        is_unused = np.zeros((len(lengths), shape[axis]), bool)
+        is_unused[:, : len(indices)] = indices >= np.array(lengths)[:, None]
+        size_of_axes = [1] * len(shape)
+        size_of_axes[0], size_of_axes[axis] = is_unused.shape
+        unused |= is_unused.reshape(size_of_axes)
+    if not unused.any():
+        return None
+    return unused
+
+
+def without_unused(x: np.ndarray, unused: np.ndarray | None) -> np.ndarray:
+    """Return a floating-point stage with NaN in unused cells, which comparisons leave out."""
+    if unused is None or unused.shape != x.shape:
+        return x
+    return np.where(unused, np.asarray(np.nan, x.dtype), x)
+
+
+def _used_lengths(case: Case, stage: Stage) -> dict[str, tuple[int, ...]]:
+    """Return the number of used query tokens "T" and keys or slots "S" of each sequence, where they
+    are limited.
+    """
+    lengths: dict[str, tuple[int, ...]] = {}
+    if stage.step is not None:
+        added = case.added(stage.step)
+        lengths["T"] = added
+        lengths["S"] = added
+        if "cache" in stage.quantity or stage.quantity == "scores":
+            before = case.lengths_before(stage.step)
+            lengths["S"] = tuple(np.add(before, added).tolist())
+    elif case.key_padding_lengths is not None:
+        lengths["S"] = case.key_padding_lengths
+        if case.seq_len_k is None:
+            # The rows of an empty sequence have no key, so their result is defined: 0.
+            lengths["T"] = tuple(length or case.seq_len for length in case.key_padding_lengths)
+    if stage.quantity in HIDES_KEYS:
+        lengths.pop("S", None)
+    return lengths

@@ -1,0 +1,552 @@
+"""Targets of writes: checks before replacing, scratch folders, and atomic moves.
+
+A write removes only what it could have written itself. It replaces a file of the same format, a
+folder that contains only a checkpoint of the same format, or an index together with its shards.
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import os
+import re
+import secrets
+import shutil
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from mha_spec import InputError
+from parity.measure.files.reading import INDEX, shards_in
+
+try:
+    import fcntl
+except ImportError:  # not on Windows, where writers do not lock
+    fcntl = None
+
+SCRATCH = ".mha-parity"
+"""Suffix of scratch folders."""
+
+BEFORE = ".before"
+"""Subfolder of a scratch folder that keeps files until they are replaced."""
+
+REPLACED = ".replaced"
+"""Its name once all files are in place, so that none is restored."""
+
+_ORBAX = re.compile(
+    r"_METADATA|_CHECKPOINT_METADATA|_sharding|_strings\.json|commit_success\.txt|d|array_metadatas(/process_\d+)?|"
+    r"ocdbt\.process_\d+|(ocdbt\.process_\d+/)?(manifest\.ocdbt|d|d/[0-9a-f]{32})"
+)
+"""Paths of files in an orbax checkpoint."""
+
+
+# ---- Validation ----------------------------------------------------------------------------------
+
+
+def check_target(
+    path: Path,
+    kind: str,
+    names: Sequence[str],
+    folder: Path,
+    *,
+    overwrite: bool = True,
+    source: str | os.PathLike[str] | None = None,
+) -> list[str]:
+    """Refuse a target that must not be written.
+
+    Args:
+        path: target, as given by the user.
+        kind: format.
+        names: files or folder to write; an index of shards comes last.
+        folder: destination folder.
+        overwrite: allow replacing existing files of the same format.
+        source: path that is read meanwhile.
+
+    Returns:
+        Names to remove as well: shards of the old index that will not be written.
+
+    Raises:
+        FileExistsError: if the target exists and `overwrite` is False.
+        OSError: if the target cannot be inspected, such as a loop of links.
+        ValueError: if the target is the source, or exists in another format.
+    """
+    if source is not None:
+        _refuse_source(path, [folder / name for name in names], folder, Path(source))
+    there = [folder / name for name in names if _exists(folder / name)]
+    if there and not overwrite:
+        raise FileExistsError(
+            f"{path if len(names) == 1 else there[-1]} exists; pass --force to replace it"
+        )
+    if len(names) == 1:
+        for place in there:
+            _refuse_others(path, place, kind)
+        return []
+    index = folder / names[-1]
+    shards = set(shards_in(index)) if index in there else set()
+    stale = {name for name in shards if is_shard_of(path, name) and _exists(folder / name)}
+    for place in there:
+        if place != index and place.name not in stale:
+            raise InputError(place, f"be listed in {index} to be replaced, but it is not")
+    for name in sorted(stale):
+        _refuse_others(folder / name, folder / name, kind)
+    return sorted(stale - set(names))
+
+
+def is_shard_of(path: Path, name: str) -> bool:
+    """Return whether a file has the name of a shard of a target that is split."""
+    return (
+        re.fullmatch(re.escape(path.stem) + r"-\d{5}-of-\d{5}" + re.escape(path.suffix), name)
+        is not None
+    )
+
+
+def check_place(path: str | os.PathLike[str]) -> None:
+    """Refuse a file whose name is that of a folder, such as `a.py/`, or whose folder does not
+    exist.
+
+    `Path` and `os.path.realpath` would drop the last `/` and a missing `folder/..`, and write
+    another file.
+
+    Raises:
+        OSError: for such a name.
+    """
+    name = os.fspath(path)
+    folder, last = os.path.split(name)
+    if last in ("", os.curdir, os.pardir):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
+    try:
+        os.stat(folder or os.curdir)
+    except OSError as error:  # its message would contain the folder alone
+        raise OSError(error.errno, error.strerror, name) from None
+
+
+def _exists(path: Path) -> bool:
+    """Return whether a path exists, including dangling links."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return path.is_symlink()
+    return True
+
+
+def _refuse_source(path: Path, targets: Iterable[Path], folder: Path, source: Path) -> None:
+    """Refuse to write onto the source, under any name, or into it if it is a folder."""
+    if source.is_dir():
+        if any(
+            place.exists() and place.samefile(source)
+            for place in (*targets, folder, *folder.absolute().parents)
+        ):
+            raise InputError(
+                "the target", "be outside the folder that is read", path=path, source=source
+            )
+        return
+    read = [
+        source,
+        *(
+            source.parent / name
+            for name in (shards_in(source) if source.name.endswith(INDEX) else ())
+        ),
+    ]
+    around = Path(os.path.realpath(source)).parents
+    for target in (target for target in targets if target.exists()):
+        if any(place.exists() and target.samefile(place) for place in (*read, *around)):
+            raise InputError(
+                "the target", "be a file other than the source", path=path, source=source
+            )
+
+
+def _refuse_others(path: Path, place: Path, kind: str) -> None:
+    """Refuse to replace anything but a file or folder of the format; empty ones are allowed."""
+    try:
+        mode = place.stat().st_mode
+    except FileNotFoundError:  # a link to a missing file
+        return
+    if kind == "orbax":
+        if not stat.S_ISDIR(mode):
+            raise InputError(path, "be a folder or not exist yet, but it is something else")
+        others = _others_in(place)
+        if others:
+            raise InputError(
+                path, "be an orbax checkpoint and nothing else to be replaced", f"{others} there"
+            )
+        return
+    if not stat.S_ISREG(mode):
+        raise InputError(path, "be a file or not exist yet, but it is something else")
+    with place.open("rb") as file:
+        begin = file.read(16)
+    if begin and not _begins(kind, begin):
+        raise InputError(
+            path, f"be a {kind} file to be replaced", f"one that begins with {begin[:8]!r}"
+        )
+
+
+def refuse_other_file(path: str | os.PathLike[str], kind: str) -> None:
+    """Refuse to replace a file of another format.
+
+    Raises:
+        ValueError: if the existing file does not start like one of the format.
+    """
+    if os.path.isfile(path):
+        _refuse_others(Path(path), Path(path), kind)
+
+
+def _begins(kind: str, begin: bytes) -> bool:
+    """Return whether a file of the format may start with these bytes."""
+    return {
+        "safetensors": begin[8:9] == b"{",
+        "npz": begin[:2] == b"PK",
+        "torch": begin[:2] == b"PK" or begin[:1] == b"\x80",  # a pickle, before torch 1.6
+        "msgpack": 0x80 <= begin[0] <= 0x8F or begin[0] in (0xDE, 0xDF),  # a dict
+    }[kind]
+
+
+def _others_in(folder: Path, most: int = 5) -> list[str]:
+    """Return the contents of a folder that are not part of an orbax checkpoint; all without a
+    checkpoint.
+    """
+    found = [place.relative_to(folder).as_posix() for place in sorted(folder.rglob("*"))]
+    if "_METADATA" in found:
+        found = [
+            name for name in found if not _ORBAX.fullmatch(name) or (folder / name).is_symlink()
+        ]
+    return found[:most]
+
+
+def check_writable(path: str | os.PathLike[str], name: str, shown: str = "") -> None:
+    """Refuse an unwritable file before the work whose result it will contain. Nothing is left
+    behind.
+
+    Args:
+        path: path of the file.
+        name: name of the argument, such as a flag.
+        shown: path as given by the user, if different.
+
+    Raises:
+        ValueError: if it is a folder, or its folder is missing or not writable.
+    """
+    try:
+        try:
+            mode = os.stat(path).st_mode
+        except FileNotFoundError:
+            mode = stat.S_IFREG
+            check_place(path)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if stat.S_ISREG(mode):
+            with tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(path))):
+                pass
+        elif not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise InputError(
+            name, "be a path that can be written to", f"{shown or path}: {error.strerror}"
+        ) from None
+
+
+# ---- Scratch -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def scratch_beside(target: Path) -> Iterator[Path]:
+    """Create a temporary folder next to the target, on the same disk.
+
+    If a process was killed before it could clean up, the next write of the same target does. A
+    lock, which ends with its process, shows whether the folder is still in use.
+    """
+    begin = f".{target.name[:40]}."
+    scratch = target.parent / f"{begin}{secrets.token_hex(4)}{SCRATCH}"
+    lock = None
+    try:
+        with locked(target.parent):
+            for left in target.parent.glob(f"{glob.escape(begin)}*{SCRATCH}"):
+                _remove_left(left)
+            try:
+                scratch.mkdir()
+            except OSError as error:  # its message would contain the scratch folder
+                raise OSError(error.errno, error.strerror, str(target)) from None
+            lock = _lock(scratch)
+        yield scratch
+    finally:
+        if _put_back(scratch):
+            _remove_tree(scratch)
+        if lock is not None:
+            os.close(lock)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Exclude other writers from a folder, if its file system supports locks."""
+    lock = _lock(folder, wait=True)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _lock(folder: Path, *, wait: bool = False) -> int | None:
+    """Lock a folder until the result is closed; None if locks are unavailable."""
+    if fcntl is None:
+        return None
+    descriptor = None
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        return descriptor
+    if descriptor is not None:
+        os.close(descriptor)
+    return None
+
+
+def _remove_left(scratch: Path) -> None:
+    """Clean up after a killed process, and restore files that it was about to replace."""
+    lock = None if scratch.is_symlink() else _lock(scratch)
+    if lock is None:
+        return
+    try:
+        if _put_back(scratch):
+            shutil.rmtree(scratch, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+def _put_back(scratch: Path) -> bool:
+    """Restore files that were moved aside but not replaced; False if other files exist there by
+    now.
+    """
+    before = scratch / BEFORE
+    if not before.is_dir():
+        return True
+    for old in sorted(
+        before.iterdir(), key=lambda path: path.name.endswith(INDEX)
+    ):  # the index last
+        if os.path.lexists(scratch.parent / old.name):
+            return False
+        old.replace(scratch.parent / old.name)
+    return True
+
+
+def _remove_tree(folder: Path) -> None:
+    for _ in range(5):
+        if not folder.exists():
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            time.sleep(0.05)  # a library's thread may still be writing
+    shutil.rmtree(folder)
+
+
+# ---- Into place ----------------------------------------------------------------------------------
+
+
+class Batch(NamedTuple):
+    """Written files that go into one folder.
+
+    Attributes:
+        names: files or folders in `scratch`, an index last.
+        scratch: their current folder.
+        folder: destination folder.
+        stale: names in `folder` to remove at the same time.
+    """
+
+    names: Sequence[str]
+    scratch: Path
+    folder: Path
+    stale: Sequence[str] = ()
+
+
+def move(*batches: Batch) -> None:
+    """Move written files into place: one file atomically; several files, or folders, all or
+    none.
+    """
+    if len(batches) == 1 and len(batches[0].names) == 1:
+        (name,), scratch, folder, _ = batches[0]
+        if not (scratch / name).is_dir():
+            (scratch / name).replace(folder / name)
+            return
+    try:
+        for batch in batches:
+            _set_aside(batch)
+        for names, scratch, folder, _ in batches:
+            for name in names:
+                (scratch / name).replace(folder / name)
+        for batch in batches:
+            (batch.scratch / BEFORE).replace(batch.scratch / REPLACED)
+    except BaseException:  # also an interrupt after any of these lines; the disk shows the progress
+        is_complete = all((batch.scratch / REPLACED).is_dir() for batch in batches)
+        if not is_complete:
+            for batch in reversed(batches):
+                _move_back(batch)
+        raise
+
+
+def _set_aside(batch: Batch) -> None:
+    """Move the files to replace into the scratch folder."""
+    names, scratch, folder, stale = batch
+    before = scratch / BEFORE
+    before.mkdir()
+    for name in (
+        *reversed(names),
+        *stale,
+    ):  # the index first, so that it never refers to wrong files
+        if os.path.lexists(folder / name):
+            (folder / name).replace(before / name)
+
+
+def _move_back(batch: Batch) -> None:
+    """Undo what was moved of a batch."""
+    before, replaced = batch.scratch / BEFORE, batch.scratch / REPLACED
+    if replaced.is_dir():
+        replaced.replace(before)
+    if not before.is_dir():
+        return
+    for name in reversed(batch.names):
+        if not os.path.lexists(batch.scratch / name):
+            (batch.folder / name).replace(batch.scratch / name)
+    _put_back(batch.scratch)
+
+
+def flush(folder: Path) -> None:
+    """Wait until the contents of a folder are on disk."""
+    for path in (folder, *folder.rglob("*")):
+        _flush_file(path)
+
+
+def _flush_file(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def flushing(folder: Path) -> Iterator[None]:
+    """Write a folder to disk in the background while it is filled. At the end everything is on
+    disk.
+    """
+    is_full = threading.Event()
+
+    def repeat() -> None:
+        while not is_full.wait(timeout=0.05):
+            with suppress(FileNotFoundError):  # libraries rename and remove files
+                flush(folder)
+
+    with ThreadPoolExecutor(1) as pool:
+        repeated = pool.submit(repeat)
+        try:
+            yield
+        finally:
+            is_full.set()
+        repeated.result()  # an error of the disk is reported to one reader only
+        flush(folder)
+
+
+def write_whole(
+    path: str | os.PathLike[str], data: bytes, verify: Callable[[Path], None] = lambda written: None
+) -> None:
+    """Write a file atomically: under a temporary name next to it, moved into place once it is on
+    disk.
+
+    Args:
+        path: file to write; an existing one is kept until the move.
+        data: contents.
+        verify: called with the written file before the move; an error leaves everything unchanged.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    with errors_name(path):
+        if os.path.exists(path) and not os.path.isfile(
+            path
+        ):  # a device or a pipe cannot be replaced
+            Path(path).write_bytes(data)
+            return
+        check_place(path)
+        target = Path(os.path.realpath(path))  # the target of a link, not the link
+        with scratch_beside(target) as scratch:
+            written = scratch / target.name
+            written.write_bytes(data)
+            flush(scratch)
+            verify(written)
+            written.replace(target)
+
+
+def write_files(files: Mapping[Path, bytes], *, overwrite: bool = True) -> None:
+    """Write several files, all or none: if one cannot be written, the others are as they were
+    before.
+
+    Args:
+        files: contents by path.
+        overwrite: replace files that exist; False raises an error instead.
+
+    Raises:
+        OSError: if a file cannot be written; its message names the file.
+        FileExistsError: if one exists and `overwrite` is False.
+        ValueError: if a path is not that of a file, or two paths are of one file.
+    """
+    targets: dict[Path, Path] = {}
+    for path in files:
+        target = Path(os.path.realpath(path))  # the target of a link, not the link
+        check_place(path)
+        if target in targets:
+            raise InputError(path, "be another file than the others to write", str(targets[target]))
+        targets[target] = path
+    _check_free(files, overwrite=overwrite)
+    with ExitStack() as stack:
+        scratch_of: dict[Path, Path] = {}
+        for target, path in targets.items():
+            with errors_name(path):
+                if target.parent not in scratch_of:
+                    scratch_of[target.parent] = stack.enter_context(scratch_beside(target))
+                written = scratch_of[target.parent] / target.name
+                written.write_bytes(files[path])
+                _flush_file(written)
+        batches = []
+        for folder, scratch in scratch_of.items():
+            names = [target.name for target in targets if target.parent == folder]
+            with errors_name(folder / names[0]):
+                _flush_file(scratch)
+            batches.append(Batch(names, scratch, folder))
+        for folder in sorted(
+            scratch_of
+        ):  # in one order, so that two writers do not wait for each other
+            stack.enter_context(locked(folder))
+        _check_free(
+            files, overwrite=overwrite
+        )  # again, because others may have written there meanwhile
+        with errors_name(next(iter(files))):
+            move(*batches)
+
+
+def _check_free(paths: Iterable[Path], *, overwrite: bool) -> None:
+    """Refuse files to write that exist, unless they are files that may be replaced."""
+    for path in paths:
+        if not _exists(path):
+            continue
+        if not overwrite:
+            raise FileExistsError(f"{path} exists; pass --force to replace it")
+        if path.exists() and not path.is_file():
+            raise InputError(path, "be a file or not exist yet, but it is something else")
+
+
+@contextmanager
+def errors_name(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Name the file that is being written in errors that name none, such as that of a full disk, or
+    a scratch file.
+    """
+    try:
+        yield
+    except OSError as error:
+        named = error.filename
+        is_scratch = isinstance(named, (str, os.PathLike)) and SCRATCH in os.fspath(named)
+        if error.errno is None or (named is not None and not is_scratch):
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None

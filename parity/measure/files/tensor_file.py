@@ -1,0 +1,561 @@
+"""Common parts of all formats: named tensors, hashes, trees of names, one-line errors."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import itertools
+import json
+import math
+import os
+import struct
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, NoReturn
+
+import ml_dtypes
+import numpy as np
+
+from mha_spec import InputError
+from parity.measure.text import in_line
+
+Shape = tuple[int, ...]
+
+MAX_ENTRIES = 1_000_000  # of a tree; a small file may reference one part many times
+MAX_DEPTH = 64
+MAX_NAME = 1000  # characters of a tensor's name
+PIECE = (
+    2**20
+)  # bytes that are read, hashed and written at a time, while they are in a processor's cache
+BUFFERS = 4  # for pieces that are read, hashed and written at once
+UNHASHED = (
+    2**24
+)  # bytes of tensors that may wait in memory for their hash, while the next one is read
+
+
+class TensorInfo(NamedTuple):
+    """Facts of a tensor that need no read: shape, dtype and size in bytes."""
+
+    shape: Shape
+    dtype: np.dtype
+    nbytes: int
+
+    @classmethod
+    def of(cls, shape: Any, dtype: np.dtype) -> TensorInfo:
+        """Describe an array; its shape is validated."""
+        if not isinstance(shape, (tuple, list)) or not all(
+            type(size) is int and size >= 0 for size in shape
+        ):
+            raise InputError("a shape", "consist of integers >= 0", str(shape))
+        return cls(tuple(shape), dtype, math.prod(shape) * dtype.itemsize)
+
+
+class FileOffset(NamedTuple):
+    """Offset in an open file."""
+
+    file: BinaryIO
+    offset: int
+
+    def read_into(self, buffer: memoryview) -> None:
+        """Fill a buffer with the bytes from here on. Threads may do so at the same time."""
+        count = 0
+        while count < len(buffer):
+            read = os.preadv(self.file.fileno(), [buffer[count:]], self.offset + count)
+            if not read:
+                raise InputError(f"{len(buffer)} bytes", "be there", str(count))
+            count += read
+
+
+def _closed(name: str) -> NoReturn:
+    raise InputError(name, "be read before the file is closed")
+
+
+@dataclass
+class TensorFile:
+    """Open file of named tensors, and context manager. Tensors remain valid after it is closed.
+
+    Attributes:
+        path: file, folder or index of shards.
+        format: `safetensors`, `npz`, `torch`, `msgpack`, `orbax` or `gguf`.
+        infos: facts of each tensor, in the order of the file.
+        metadata: text by name.
+        places: offsets of tensors that are stored as plain bytes.
+        fetch: reads the other tensors.
+        release: closes the file.
+        ignored: names of entries that are not tensors.
+        quantised: types of quantized tensors by name; `read` dequantizes them.
+    """
+
+    path: Path
+    format: str
+    infos: Mapping[str, TensorInfo]
+    metadata: dict[str, str]
+    places: Mapping[str, FileOffset] = field(repr=False, default_factory=dict)
+    fetch: Callable[[str], np.ndarray] = field(repr=False, default=_closed)
+    release: Callable[[], object] = field(repr=False, default=lambda: None)
+    ignored: list[str] = field(default_factory=list)
+    quantised: Mapping[str, str] = field(default_factory=dict)
+    _buffers: list[deque[memoryview]] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        check_names(self.infos, self.metadata)
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        self.places, self.fetch = {}, _closed
+        self.release()
+
+    def read(self, name: str) -> np.ndarray:
+        """Read one tensor, as a new array in C order.
+
+        Raises:
+            OSError: if the file cannot be read.
+            ValueError: if the tensor does not exist, its type is unsupported, or the file is
+                damaged.
+            ImportError: if a quantized tensor needs a library that is not installed.
+        """
+        info = self._info(name)
+        with in_one_line(self.path, self.format):
+            if name in self.places:
+                array = np.empty(info.shape, info.dtype)
+                self.places[name].read_into(raw(array))
+            else:
+                array = self.fetch(name)
+            if (array.shape, array.dtype) != info[:2]:
+                raise InputError(
+                    name, f"be {info.dtype}{info.shape}", f"{array.dtype}{array.shape}"
+                )
+        return array
+
+    def read_entry(self, name: str, index: int) -> np.ndarray:
+        """Read one entry of the first axis of a tensor, see `read`; only this part if the format
+        allows it.
+        """
+        info = self._info(name)
+        if name not in self.places:
+            return self.read(name)[index].copy()
+        array = np.empty(info.shape[1:], info.dtype)
+        with in_one_line(self.path, self.format):
+            file, offset = self.places[name]
+            FileOffset(file, offset + index * array.nbytes).read_into(raw(array))
+        return array
+
+    def tensor(self, name: str) -> FileTensor:
+        """Return a tensor that is read later, see `read`."""
+        return FileTensor(self, name, *self._info(name)[:2])
+
+    def pieces(self, name: str) -> Iterator[memoryview]:
+        """Read a tensor in pieces of its bytes. Each is valid until `BUFFERS` more of the file are
+        read.
+
+        Errors as in `read`.
+        """
+        if name not in self.places:
+            yield from pieces_of(self.read(name))
+            return
+        (file, offset), size = self.places[name], self._info(name).nbytes
+        buffers = (
+            self._buffers.pop()
+            if self._buffers
+            else deque(memoryview(bytearray(PIECE)) for _ in range(BUFFERS))
+        )
+        try:
+            for begin in range(0, size, PIECE):
+                buffers.rotate()
+                piece = buffers[0][: size - begin]
+                with in_one_line(self.path, self.format):
+                    FileOffset(file, offset + begin).read_into(piece)
+                yield piece
+        finally:
+            self._buffers.append(buffers)
+
+    def _info(self, name: str) -> TensorInfo:
+        if name not in self.infos:
+            raise InputError("name", f"be a tensor in {self.path}", name=name)
+        return self.infos[name]
+
+    def sha256(self) -> str:
+        """Hash all tensors: names, dtypes, shapes and bytes, independent of order and format."""
+        names = [name for name in self.infos if name in self.places]
+        with ThreadPoolExecutor(2) as pool:
+            digests = dict(zip(names, pool.map(self._digest, names), strict=True))
+        return hash_of(
+            self.infos, {name: digests.get(name) or self._digest(name) for name in self.infos}
+        )
+
+    def _digest(self, name: str) -> str:
+        return digest(self.pieces(name))
+
+    def verify(self) -> None:
+        """Read all tensors and compare their hash with that in the metadata, written by
+        `write_tensors`.
+
+        Raises:
+            ValueError: if they differ, or the metadata have none.
+        """
+        expected = self.metadata.get("sha256")
+        if expected is None:
+            raise InputError(self.path, "have a sha256 in its metadata", str(sorted(self.metadata)))
+        found = self.sha256()
+        if found != expected:
+            raise InputError(
+                self.path,
+                "be unchanged since it was written",
+                f"sha256={found} and {expected} in its metadata",
+            )
+
+
+class FileTensor(NamedTuple):
+    """Tensor of an open file, which NumPy reads when it needs the values.
+
+    Attributes:
+        file: open file.
+        name: name of the tensor in the file.
+        shape: its shape.
+        dtype: its dtype.
+    """
+
+    file: TensorFile
+    name: str
+    shape: Shape
+    dtype: np.dtype
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Read the tensor."""
+        return np.asarray(self.file.read(self.name), dtype=dtype)
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Read the bytes, see `TensorFile.pieces`."""
+        return self.file.pieces(self.name)
+
+
+# ---- Bytes and their hashes ----------------------------------------------------------------------
+
+
+def raw(array: np.ndarray) -> memoryview:
+    """Return an array's bytes in C order; without a copy if it is in C order."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def pieces_of(array: np.ndarray) -> Iterator[memoryview]:
+    """Return an array's bytes in C order, in pieces."""
+    whole = raw(array)
+    return (whole[begin : begin + PIECE] for begin in range(0, len(whole), PIECE))
+
+
+def digest(pieces: Iterable[memoryview]) -> str:
+    """Return the sha256 of bytes in pieces."""
+    found = hashlib.sha256()
+    for piece in pieces:
+        found.update(piece)
+    return found.hexdigest()
+
+
+def hash_of(infos: Mapping[str, TensorInfo], digests: Mapping[str, str]) -> str:
+    """Return one sha256 for tensors, independent of order, from the hash of each."""
+    lines = (
+        json.dumps([name, infos[name].dtype.name, infos[name].shape, digests[name]])
+        for name in sorted(infos)
+    )
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+@dataclass
+class Tensors:
+    """Tensors to write: each is read once, checked, and hashed while it is written.
+
+    Attributes:
+        infos: facts of the tensors of the file.
+        source: returns a tensor.
+        given: metadata without the hash.
+        pool: pool of one thread for hashing.
+    """
+
+    infos: Mapping[str, TensorInfo]
+    source: Callable[[str], np.ndarray | FileTensor]
+    given: Mapping[str, str]
+    pool: ThreadPoolExecutor
+    _digests: dict[str, Future[str]] = field(default_factory=dict)
+    _arrays: deque[tuple[Future[str], int]] = field(
+        default_factory=deque
+    )  # that may not be hashed yet, with sizes
+    _pieces: deque[Future[None]] = field(default_factory=deque)  # of files
+
+    def read(self, name: str) -> np.ndarray:
+        """Read a tensor, in C order.
+
+        Raises:
+            TypeError, ValueError: if it does not match its facts.
+        """
+        array = np.asarray(self._checked(name), dtype=self.infos[name].dtype, order="C")
+        self._hash(name, pieces_of(array))
+        return array
+
+    def pieces(self, name: str) -> Iterator[memoryview]:
+        """Read a tensor in pieces of its bytes in C order. Errors as in `read`."""
+        tensor = self._checked(name)
+        if not isinstance(tensor, FileTensor):
+            self._hash(name, pieces_of(tensor))
+            yield from pieces_of(tensor)
+            return
+        found = hashlib.sha256()
+        for piece in tensor.pieces():
+            if len(self._pieces) == BUFFERS - 1:
+                self._pieces.popleft().result()  # its memory holds the next piece
+            self._pieces.append(self.pool.submit(found.update, piece))
+            yield piece
+        self._digests[name] = self.pool.submit(found.hexdigest)
+
+    def _hash(self, name: str, pieces: Iterable[memoryview]) -> None:
+        self._digests[name] = self.pool.submit(digest, pieces)
+        self._arrays.append((self._digests[name], self.infos[name].nbytes))
+
+    def _checked(self, name: str) -> np.ndarray | FileTensor:
+        info = self.infos[name]
+        while self._arrays and sum(size for _, size in self._arrays) + info.nbytes > UNHASHED:
+            self._arrays.popleft()[0].result()
+        tensor = self.source(name)
+        tensor = tensor if isinstance(tensor, FileTensor) else np.asarray(tensor, order="C")
+        if tensor.shape != info.shape or tensor.dtype != info.dtype:
+            raise InputError(
+                name,
+                f"be read as described in infos, {info.dtype}{info.shape}",
+                f"{tensor.dtype}{tensor.shape}",
+            )
+        return tensor
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """sha256 of each tensor that was read."""
+        return {name: pending.result() for name, pending in self._digests.items()}
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Metadata with the hash of all tensors; zeros of the same length until all are read."""
+        complete = self._digests.keys() == self.infos.keys()
+        return {**self.given, "sha256": hash_of(self.infos, self.digests) if complete else "0" * 64}
+
+
+class Cursor:
+    """Position in a file, never beyond its end."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.size = file.seek(0, 2)
+        file.seek(0)
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self.file.tell()
+
+    def take(self, count: int) -> bytes:
+        """Read the next bytes."""
+        return self.file.read(self._within(count))
+
+    def skip(self, count: int) -> None:
+        """Skip the next bytes."""
+        self.file.seek(self._within(count), 1)
+
+    def unpack(self, code: str) -> Any:
+        """Read the next number, in a format of `struct`."""
+        return struct.unpack(code, self.take(struct.calcsize(code)))[0]
+
+    def _within(self, count: int) -> int:
+        left = self.size - self.tell()
+        if count > left:
+            raise InputError(f"{count} more bytes", "be there", str(left))
+        return count
+
+
+# ---- Trees ---------------------------------------------------------------------------------------
+
+
+def flatten(tree: Any) -> dict[str, Any]:
+    """Return the leaves of nested dicts and lists in order, with names joined by dots.
+
+    Levels that contain only `value`, which nnx adds around each array, are omitted.
+
+    Raises:
+        ValueError: if two leaves get the same name, or the tree is too deep or too large.
+    """
+    leaves: dict[str, Any] = {}
+    visits = itertools.count(1)
+
+    def visit(names: tuple[str, ...], node: Any) -> None:
+        if len(names) > MAX_DEPTH or next(visits) > MAX_ENTRIES:
+            raise InputError(
+                "names", f"have at most {MAX_DEPTH} levels, and be at most {MAX_ENTRIES}", "more"
+            )
+        if isinstance(node, Mapping):
+            if (
+                names
+                and list(node) == ["value"]
+                and not isinstance(node["value"], (Mapping, list, tuple))
+            ):
+                visit(names, node["value"])
+                return
+            children = node.items()
+        elif isinstance(node, (list, tuple)):
+            children = enumerate(node)
+        else:
+            name = ".".join(names)
+            if name in leaves:
+                raise InputError(
+                    "names", "differ after their levels are joined with dots", f"{name} twice"
+                )
+            leaves[name] = node
+            return
+        for key, child in children:
+            visit((*names, str(key)), child)
+
+    visit((), tree)
+    return leaves
+
+
+def nest(names: Iterable[str]) -> dict[str, Any]:
+    """Return the nested dicts that `flatten` maps to these names; each leaf is its name.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    tree: dict[str, Any] = {}
+    for name in names:
+        *levels, last = name.split(".")
+        node = tree
+        for level in levels:
+            node = node.setdefault(level, {}) if isinstance(node, dict) else node
+        if not isinstance(node, dict) or last in node:
+            raise ValueError(
+                f"no name may be a level of another one where names are nested, got {name} and "
+                f"another"
+            )
+        node[last] = name
+    for kept, name in flatten(tree).items():
+        if kept != name:
+            raise ValueError(
+                f"no name may end in a level that nnx adds where names are nested, got {name}"
+            )
+    return tree
+
+
+# ---- Errors and JSON -----------------------------------------------------------------------------
+
+
+def library(path: Path, module: str) -> Any:
+    """Import the library of a format."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.replace(".", "-")
+        raise ImportError(f"{path} needs {package}: {error}; pip install {package}") from None
+
+
+@contextmanager
+def in_one_line(path: Path, kind: str) -> Iterator[None]:
+    """Convert all errors of readers to an OSError or refusal of one line with the name of the file.
+
+    Damaged files can cause almost any error. Missing libraries are reported unchanged.
+    """
+    try:
+        yield
+    except (ImportError, FileNotFoundError, PermissionError):
+        raise
+    except InputError as error:
+        raise (error if str(path) in str(error) else error.within(str(path))) from None
+    except Exception as error:
+        text = in_line(str(error).strip().partition("\n")[0] or type(error).__name__)
+        if isinstance(error, OSError):
+            raise OSError(text if str(path) in text else f"{path}: {text}") from None
+        raise InputError(path, f"be a whole {kind} file", text) from None
+
+
+def check_names(names: Iterable[str], metadata: Mapping[str, str]) -> None:
+    """Refuse text that cannot be printed or written: JSON can represent it, and files may contain
+    anything.
+
+    Raises:
+        ValueError: if a name is too long or has a control character, or any text has a lone
+            surrogate.
+    """
+    for name in names:
+        if not name.isprintable():
+            raise InputError("names", "be printable", names=name)
+        if len(name) > MAX_NAME:
+            raise InputError("names", f"have at most {MAX_NAME} characters", str(len(name)))
+    for text in itertools.chain(metadata, metadata.values()):
+        text.encode()
+
+
+def check_unique(names: Iterable[str]) -> None:
+    """Refuse duplicate names."""
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise InputError("names", "differ", f"{twice[0]} twice")
+
+
+def parse_json(data: bytes) -> Any:
+    """Parse JSON without duplicate names.
+
+    Raises:
+        ValueError: if it is not JSON, an object has duplicate names, or it is too deep or has too
+            long a number.
+    """
+    try:
+        return json.loads(data, object_pairs_hook=_unique)
+    except RecursionError:
+        raise InputError("JSON", "not be nested as deeply") from None
+    except ValueError as error:
+        if type(error) is not ValueError:
+            raise
+        # Only integers raise it: their conversion takes quadratic time, so Python limits their
+        # digits.
+        raise InputError(
+            "integers", f"have at most {sys.get_int_max_str_digits()} digits"
+        ) from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        check_unique(name for name, _ in pairs)
+    return values
+
+
+def text_by_name(entries: Any) -> dict[str, str]:
+    """Return metadata if they are text by name; otherwise none, because other programs may store
+    anything.
+    """
+    if isinstance(entries, dict) and all(
+        isinstance(text, str) for pair in entries.items() for text in pair
+    ):
+        return entries
+    return {}
+
+
+# ---- Dtypes --------------------------------------------------------------------------------------
+
+NATIVE = {
+    name: np.dtype(name)
+    for name in (
+        *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    )
+}
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+DTYPES = {
+    **NATIVE,
+    "bfloat16": BFLOAT16,
+    **{name: np.dtype(getattr(ml_dtypes, name)) for name in FLOAT8 if hasattr(ml_dtypes, name)},
+}
+"""Supported dtypes of tensors by name."""

@@ -1,0 +1,262 @@
+"""Layers with heads divided over ranks: weights and specification of each rank, and the inverse.
+
+The division follows from the specification. Rows of input projections and columns of out_proj are
+ordered by head; weights without heads are replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from mha_spec import AttentionSpec, InputError, InputTypeError, shares
+from mha_spec.attention import NORMS, check_spec
+from mha_spec.rules import as_count
+from mha_spec.shares import OF_KEYS, LocalHeads, axis_of_heads
+from parity.measure.core.weights import Weights, check_weights
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """Division of a layer over ranks.
+
+    Attributes:
+        tensor: number of ranks that query heads are divided over, evenly: tensor parallelism.
+        context: number of consecutive parts that tokens are divided into: context parallelism. Each
+            part has `tensor` consecutive ranks, with the same weights as those of other parts.
+
+    Raises:
+        TypeError: if a number is not an integer.
+        ValueError: if one is below 1.
+
+    Source: Megatron-LM, arXiv:1909.08053, section 3; Ring Attention, arXiv:2310.01889.
+    """
+
+    tensor: int
+    context: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tensor", "context"):
+            object.__setattr__(self, name, as_count(name, getattr(self, name)))
+
+    def __str__(self) -> str:
+        return f"tensor={self.tensor}" + (
+            f" and context={self.context}" if self.context > 1 else ""
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return self.tensor * self.context
+
+
+def local_heads(spec: AttentionSpec, plan: ShardPlan, rank: int) -> LocalHeads:
+    """Return the heads of a rank, see `mha_spec.shares`.
+
+    Raises:
+        TypeError: if an argument has the wrong type.
+        ValueError: if the rank does not exist, or the ranks do not divide the query heads evenly.
+    """
+    _check(spec, plan, rank)
+    return shares.local_heads(spec, plan.tensor, rank % plan.tensor)
+
+
+def shard_spec(
+    spec: AttentionSpec, plan: ShardPlan, rank: int, *, alone: bool = True
+) -> AttentionSpec:
+    """Return the specification of a rank; see `shard`, also for errors."""
+    held = local_heads(spec, plan, rank)
+    if alone and plan.tensor > 1:
+        _check_alone(spec)
+    has_bias = spec.out_bias and (rank % plan.tensor == 0 or not spec.out_proj)
+    return replace(
+        spec, num_heads=len(held.queries), num_kv_heads=len(held.keys), out_bias=has_bias
+    )
+
+
+def shard(
+    weights: Mapping[str, Any],
+    spec: AttentionSpec,
+    plan: ShardPlan,
+    rank: int,
+    *,
+    alone: bool = True,
+) -> tuple[Weights, AttentionSpec]:
+    """Return the exact weights of a rank, and the specification of its layer.
+
+    The outputs of all ranks that divide the heads, each for the whole input or its part of the
+    tokens, sum to that of the layer; without out_proj they concatenate to it. Masks and biases with
+    an axis of heads are divided like query heads.
+
+    Each of R ranks has N / R consecutive query heads, with their rows of q_proj, gate_proj and,
+    with latents, q_b_proj and kv_b_proj; their columns of out_proj and of a relative bias; and
+    their sinks. It also has their key/value heads, with the rows of k_proj and v_proj: K / R of
+    them, or one that it shares with other ranks. Norms with weights per head, or over the width of
+    all heads, are divided likewise. Other norms and projections to latents are replicated.
+
+    Only the first rank has the bias of out_proj, so that it is added once, bit for bit. The
+    specification of the others has none, so that they do not train a copy.
+
+    Args:
+        weights: canonical weights of the whole layer, as arrays of any framework.
+        spec: whole layer.
+        plan: division of the layer.
+        rank: index of the rank, from 0.
+        alone: the rank's layer can be computed independently. False is for ranks that exchange more
+            than outputs: mean squares of norms over the width, slopes of ALiBi, or output dropout.
+            The specification then describes the weights of the rank, not its whole computation.
+
+    Returns:
+        Canonical weights of the rank, NumPy arrays of the same dtype, and their specification.
+
+    Raises:
+        TypeError: if an argument has the wrong type, or the weights are not floating-point arrays
+            of one dtype.
+        ValueError: if the weights are not those of the spec, the rank does not exist, or the query
+            heads do not divide evenly. With `alone`, also if no specification describes the rank's
+            computation: norms over the width of all heads, which need a sum over ranks; ALiBi,
+            whose slopes depend on the number of all heads; and dropout of summed outputs.
+
+    Source: Megatron-LM, arXiv:1909.08053, section 3.
+    """
+    own, held = shard_spec(spec, plan, rank, alone=alone), local_heads(spec, plan, rank)
+    whole, part = check_weights(weights, spec), {}
+    for name, shape in own.weight_shapes.items():
+        part[name] = np.empty(shape, whole[name].dtype)
+        _by_heads(name, part[name], own)[...] = _by_heads(name, whole[name], spec)[
+            _heads_in(name, spec, held)
+        ]
+    return part, own
+
+
+def unshard(shards: Sequence[Mapping[str, Any]], spec: AttentionSpec, plan: ShardPlan) -> Weights:
+    """Return the weights of a layer from those of all ranks: the exact inverse of `shard`, with or
+    without `alone`.
+
+    Args:
+        shards: canonical weights of each rank, in order, as arrays of any framework.
+        spec: whole layer.
+        plan: division of the layer.
+
+    Returns:
+        Canonical weights of the whole layer, as NumPy arrays.
+
+    Raises:
+        TypeError, ValueError: see `shard` without `alone`; also if a rank is missing, or replicated
+            weights differ between ranks.
+    """
+    _check(spec, plan, 0)
+    if len(shards) != plan.num_ranks:
+        raise InputError("shards", "have one entry per rank", f"{len(shards)} of them and {plan}")
+    ranks = [_checked(shard, spec, plan, rank) for rank, shard in enumerate(shards)]
+    dtypes = list(dict.fromkeys(weight.dtype for held, _ in ranks for weight in held.values()))
+    if len(dtypes) > 1:
+        raise InputTypeError("shards", "have one dtype", str(sorted(map(str, dtypes))))
+    whole = {name: np.empty(shape, dtypes[0]) for name, shape in spec.weight_shapes.items()}
+    for name, weight in whole.items():
+        heads = _by_heads(name, weight, spec)
+        parts = [
+            (
+                rank,
+                _heads_in(name, spec, local_heads(spec, plan, rank)),
+                _by_heads(name, held[name], own),
+            )
+            for rank, (held, own) in enumerate(ranks)
+            if name in held
+        ]
+        for _, which, part in parts:
+            heads[which] = part
+        for rank, which, part in parts:
+            if heads[which].tobytes() != part.tobytes():
+                raise InputError(
+                    name, "be equal on all ranks that share it", f"different values on rank {rank}"
+                )
+    return whole
+
+
+# ---- Validation ----------------------------------------------------------------------------------
+
+
+def _check(spec: AttentionSpec, plan: ShardPlan, rank: int) -> None:
+    """Refuse a rank that does not exist, and heads that cannot be divided."""
+    check_spec(spec)
+    if not isinstance(plan, ShardPlan):
+        raise InputTypeError("plan", "be a ShardPlan", plan=plan)
+    if as_count("rank", rank, 0) >= plan.num_ranks:
+        raise InputError("rank", "be below the number of ranks", rank=rank, plan=plan)
+    if plan.tensor == 1:
+        return
+    if spec.num_heads % plan.tensor:
+        raise InputError(
+            "num_heads",
+            "be a multiple of the number of ranks",
+            num_heads=spec.num_heads,
+            tensor=plan.tensor,
+        )
+
+
+def _check_alone(spec: AttentionSpec) -> None:
+    """Refuse a layer whose parts no specification describes."""
+    for name in NORMS:
+        norm = getattr(spec, name)
+        if norm is not None and norm.over == "width":
+            raise InputError(
+                name,
+                "be over='head' for a rank to compute its part alone, since a norm over the "
+                "width of all heads "
+                "needs a sum over ranks",
+                {name: norm, "alone": True},
+            )
+    if spec.alibi is not None:
+        raise InputError(
+            "alibi",
+            "be None for a rank to compute its part alone, since its slopes depend on the number "
+            "of all heads",
+            alibi=spec.alibi,
+            alone=True,
+        )
+    if spec.output_dropout and spec.out_proj:
+        raise InputError(
+            "output_dropout",
+            "be 0 for a rank to compute its part alone, since dropout follows the sum over ranks",
+            output_dropout=spec.output_dropout,
+            alone=True,
+        )
+
+
+def _checked(
+    weights: Mapping[str, Any], spec: AttentionSpec, plan: ShardPlan, rank: int
+) -> tuple[Weights, AttentionSpec]:
+    """Return the weights of a rank, as NumPy arrays, and its specification."""
+    own = shard_spec(spec, plan, rank, alone=False)
+    try:
+        return check_weights(weights, own), own
+    except InputError as refusal:
+        raise refusal.within(f"rank {rank}") from None
+
+
+# ---- Views ---------------------------------------------------------------------------------------
+
+
+def _by_heads(name: str, weight: np.ndarray, spec: AttentionSpec) -> np.ndarray:
+    """Return a view of a weight with its heads on the first axis; weights without heads count as
+    one head.
+    """
+    axis = axis_of_heads(name, spec)
+    if axis is None:
+        return weight[None]
+    count = spec.num_kv_heads if name.partition(".")[0] in OF_KEYS else spec.num_heads
+    heads = weight.reshape(
+        *weight.shape[:axis], count, weight.shape[axis] // count, *weight.shape[axis + 1 :]
+    )
+    return np.moveaxis(heads, axis, 0)
+
+
+def _heads_in(name: str, spec: AttentionSpec, held: LocalHeads) -> list[int]:
+    """Return the heads of a weight that a rank has."""
+    if axis_of_heads(name, spec) is None:
+        return [0]
+    return held.keys if name.partition(".")[0] in OF_KEYS else list(held.queries)

@@ -1,1 +1,0 @@
-"""Specifications of attention layers from the configurations of released models."""

@@ -1,0 +1,476 @@
+"""A layout: how a checkpoint names, shapes and packs the weights of an attention layer, declared
+tensor by tensor.
+
+Both directions of a conversion follow from this declaration: see `placement`. Nothing is guessed:
+the caller must specify anything that the layout leaves open, such as the number of heads, and
+ambiguous tensors raise an error that lists the alternatives: see `detection`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from mha_spec import AttentionSpec, InputError, Latent, Norm
+from mha_spec.attention import NORMS
+from parity.measure.core.records import JsonRecord
+
+TILE = 32  # rows and columns of a TTNN tile
+
+OTHERS = ("inputs.*", "dropout_rngs.*")
+"""Names of other tensors in any layout: inputs in our own files, and the state of mha_jax's
+dropout.
+"""
+
+LOGICAL = {"weight": "n h d", "bias": "n h", "out.weight": "e n h", "out.bias": "e"}
+"""Logical axes of a projection: n heads, h features of a head, d input width, e output width."""
+
+
+PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "g": "gate_proj", "out": "out_proj"}
+"""Letters of projections in `Tensor.holds`, and their canonical names."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a layout.
+
+    Attributes:
+        name: its name, after the prefix of the layer; `{n}` stands for a head if each head has its
+            own tensor.
+        holds: the projections in it: `out`, or letters of `q`, `k`, `v` and `g` (the gate) in
+            storage order, such as `qkv` or `kv`. For kind `whole`, the canonical name of its single
+            weight.
+        kind: `weight`, `bias`, or `whole`: a weight without heads, such as that of a norm.
+        axes: its axes, outermost first, in einops notation: n heads (of all projections in it), h
+            features of a head, d input width, e output width. In `(n h) d` the rows are the
+            features of all heads, head by head. In `p n d h` the axis p runs over projections with
+            the same number of heads. For kind `whole`, `...` means unchanged, `d e` transposed, and
+            `d n h` transposed with the rows split by head.
+        is_shared: whether the projections in it share one weight, for example if values are made
+            like keys.
+    """
+
+    name: str
+    holds: str
+    kind: str
+    axes: str
+    is_shared: bool = False
+
+    def __post_init__(self) -> None:
+        if self.is_whole or self.holds == "out":
+            return
+        if (
+            not self.holds
+            or {*self.holds} - PROJECTIONS.keys()
+            or len({*self.holds}) < len(self.holds)
+        ):
+            raise InputError("holds", "be 'out' or different letters of 'qkvg'", holds=self.holds)
+        if self.is_per_head and len(self.parts) > 1:
+            raise InputError("a tensor of one head", "hold one projection", holds=self.holds)
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Return whether it is a single weight without heads."""
+        return self.kind == "whole"
+
+    @cached_property
+    def parts(self) -> list[str]:
+        """Return the canonical names of its content."""
+        if self.is_whole:
+            return [self.holds]
+        return [
+            f"{PROJECTIONS[word]}.{self.kind}"
+            for word in (["out"] if self.holds == "out" else self.holds)
+        ]
+
+    @cached_property
+    def logical(self) -> str:
+        """Return the logical axes of its content."""
+        if self.is_whole:
+            return {"...": "...", "d e": "e d", "d n h": "n h d"}[self.axes]
+        return LOGICAL[f"out.{self.kind}" if self.holds == "out" else self.kind]
+
+    @cached_property
+    def has_projection_axis(self) -> bool:
+        """Return whether the projections in it form an axis."""
+        return "p" in self.axes.split()
+
+    @cached_property
+    def is_per_head(self) -> bool:
+        """Return whether each head has its own tensor."""
+        return "{n}" in self.name
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return its shape, given the sizes of the axes."""
+        return tuple(math.prod(map(sizes.__getitem__, group)) for group in self.groups)
+
+    @cached_property
+    def groups(self) -> list[list[str]]:
+        """Return its axes, each as a list of letters; an axis of size 1 is empty."""
+        words = re.findall(r"\(([^)]*)\)|(\S+)", self.axes)
+        return [
+            [letter for letter in (inside or outside).split() if letter != "1"]
+            for inside, outside in words
+        ]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A checkpoint whose heads are divided over ranks: one file per rank, with the same names in
+    each.
+
+    A tensor with heads is divided along them, as its axes declare. For other tensors, by names with
+    wildcards:
+
+    Attributes:
+        file: path of a rank's file in the folder; `{rank}` stands for its number, with two digits.
+        rows: divided on the first axis.
+        columns: divided on the last axis.
+        gated: divided on the first axis, with the name of the weight that follows. If the first
+            axis is twice as long as the last axis of that weight, it holds a gate and its factor,
+            which are divided separately.
+        embeddings: read with either axis divided, because older programs divide the last; written
+            with the first divided.
+        copied: identical on all ranks.
+    """
+
+    file: str
+    rows: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    gated: tuple[tuple[str, str], ...] = ()
+    embeddings: str = ""
+    copied: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Layout(JsonRecord):
+    """Layout of an attention layer in a checkpoint.
+
+    Attributes:
+        name: its name on the command line.
+        about: a one-line description.
+        source: the code or document that defines it.
+        forms: alternative sets of tensors; the first that can represent a layer is written.
+        others: tensors that only some layers have: norms, sinks, a gate, the projections of
+            latents.
+        grouped: whether, in a packed tensor, each key/value head follows its query heads: q q k v,
+            q q k v. Otherwise all query heads come first, then all key heads, then all value heads.
+        blocks: number of consecutive blocks of a packed tensor, each with its share of the heads.
+        rope: pairing of rotated features: `half`, (i, i + H/2), as in canonical weights, or
+            `interleaved`, (2 i, 2 i + 1).
+        padded: whether heads are padded to whole tiles; with RoPE, each half is padded separately.
+        rules: requirements on a layer, as keys of `RULES`.
+        ignored: names (with wildcards) under the prefix of a layer that are not attention weights.
+        unsaid: names (with wildcards) of biases on a grid, whose height and width shapes do not
+            show; without a specification they can be dropped.
+        prefixes: prefixes of such layers in whole checkpoints; `{i}` stands for the number of a
+            layer.
+        needs_spec: whether shapes alone never identify such a layer, or would suggest another
+            layout.
+        carries: features that the module computes or a configuration specifies, although weights do
+            not show them: names of `CARRIED`.
+        shares: canonical weights that layers of its library may share; a file then has them once.
+        stack_axis: axis on which layers are stacked when written; this one and the first are read.
+        ranks: storage of checkpoints of several ranks, if the layout supports them.
+    """
+
+    name: str
+    about: str
+    source: str
+    forms: tuple[tuple[Tensor, ...], ...]
+    others: tuple[Tensor, ...] = ()
+    grouped: bool = False
+    blocks: int = 1
+    rope: str = "half"
+    padded: bool = False
+    rules: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    unsaid: tuple[str, ...] = ()
+    prefixes: tuple[str, ...] = ()
+    needs_spec: bool = False
+    carries: tuple[str, ...] = ()
+    shares: tuple[str, ...] = ()
+    stack_axis: int = 0
+    ranks: Ranks | None = None
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors of all forms."""
+        return list(dict.fromkeys(tensor for form in self.forms for tensor in form))
+
+    @property
+    def packing(self) -> str:
+        """Describe the order of heads in each packed tensor; empty if no tensor holds several
+        projections.
+        """
+        words = {"q": "queries", "k": "key", "v": "value", "g": "gate"}
+        orders: dict[str, None] = {}
+        for holds in (
+            tensor.holds
+            for tensor in self.tensors
+            if len(tensor.parts) > 1 and not tensor.is_shared
+        ):
+            order = "all " + ", then all ".join(holds)
+            if self.grouped:
+                order = "each head's " if holds == "qg" else "each group's "
+                order += ", then its ".join(words[each] for each in holds)
+            elif self.blocks > 1:
+                order = f"in each of {self.blocks} blocks {order}"
+            orders[order] = None
+        return "; ".join(orders)
+
+    def ignores(self, name: str, others: Iterable[str] = ()) -> bool:
+        """Return whether a name under the prefix of a layer is not a weight, by the layout or by
+        other patterns.
+        """
+        return any(
+            fnmatch.fnmatchcase(name, pattern) for pattern in (*OTHERS, *self.ignored, *others)
+        )
+
+    def name_of(self, weight: str) -> str | None:
+        """Return the name of the optional tensor that holds a canonical weight; None if the layout
+        has none.
+        """
+        return next((tensor.name for tensor in self.others if tensor.parts == [weight]), None)
+
+    def leaves_unsaid(self, name: str) -> bool:
+        """Return whether a name under the prefix of a layer is that of a bias on a grid."""
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.unsaid)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A requirement of a layout on a layer: its description, its fields, and its predicate."""
+
+    words: str
+    fields: tuple[str, ...]
+    holds: Callable[[AttentionSpec], bool]
+
+
+def _equal(one: str, other: str) -> Rule:
+    words = f"{one} must equal {other}"
+    return Rule(words, (one, other), lambda spec: getattr(spec, one) == getattr(spec, other))
+
+
+def _divisible(name: str, count: int) -> Rule:
+    return Rule(
+        f"{name} must be divisible by {count}",
+        (name,),
+        lambda spec: getattr(spec, name) % count == 0,
+    )
+
+
+RULES: dict[str, Rule] = {
+    "no groups": _equal("num_kv_heads", "num_heads"),
+    "one width": _equal("d_kv", "d_in"),
+    "one head_dim": _equal("value_head_dim", "head_dim"),
+    "square": Rule(
+        "d_in, d_model and num_heads * head_dim must be equal",
+        ("d_in", "d_model", "num_heads", "head_dim"),
+        lambda spec: spec.d_in == spec.d_model == spec.q_width,
+    ),
+    "out_proj": Rule("there must be an out_proj", ("out_proj",), lambda spec: spec.out_proj),
+    "no out_proj": Rule("there must be no out_proj", ("out_proj",), lambda spec: not spec.out_proj),
+    "biases or none": Rule(
+        "all projections must have a bias, or none",
+        ("qkv_bias", "out_bias"),
+        lambda spec: not spec.out_proj or spec.qkv_bias == spec.out_bias,
+    ),
+    "biases": Rule(
+        "all projections must have a bias",
+        ("qkv_bias", "out_bias"),
+        lambda spec: all(spec.qkv_biases) and spec.out_bias,
+    ),
+    "out bias": Rule("out_proj must have a bias", ("out_bias",), lambda spec: spec.out_bias),
+    "no out bias": Rule(
+        "out_proj must have no bias", ("out_bias",), lambda spec: not spec.out_bias
+    ),
+    "no biases": Rule(
+        "no projection may have a bias",
+        ("qkv_bias", "out_bias"),
+        lambda spec: not (any(spec.qkv_biases) or spec.out_bias),
+    ),
+    "rms norms, w": Rule(
+        "norms must have kind 'rms' and weight='w'", NORMS, lambda spec: _has_rms_norms(spec, "w")
+    ),
+    "rms norms, 1+w": Rule(
+        "norms must have kind 'rms' and weight='1+w'",
+        NORMS,
+        lambda spec: _has_rms_norms(spec, "1+w"),
+    ),
+    "scale told": Rule(
+        "scale must be set, to 1.0 if the query weights include it",
+        ("scale",),
+        lambda spec: spec.scale is not None,
+    ),
+    **{f"{count} parts": _divisible("num_kv_heads", count) for count in (2, 4, 8)},
+    "four blocks": _divisible("num_heads", 4),
+    "even": _divisible("head_dim", 2),
+    "factors of widths": Rule(
+        "latents must have the factors sqrt(d_model / q_rank) and sqrt(d_model / kv_rank)",
+        ("d_model", "latent"),
+        lambda spec: spec.latent is None or _has_factors_of_widths(spec.latent, spec.d_model),
+    ),
+    "whole halves": Rule(
+        "RoPE must rotate the pairs (i, i + H/2) of whole heads",
+        ("rope",),
+        lambda spec: (
+            spec.rope is None
+            or (spec.rope.pairs, spec.rope.rotary_dim or spec.head_dim) == ("half", spec.head_dim)
+        ),
+    ),
+    "own keys": Rule(
+        "keys and values must be the layer's own", ("shared_kv",), lambda spec: not spec.shared_kv
+    ),
+}
+"""Requirements of layouts on a layer."""
+
+
+def _has_factors_of_widths(latent: Latent, d_model: int) -> bool:
+    pairs = (latent.q_factor, latent.q_rank), (latent.kv_factor, latent.kv_rank)
+    return all(
+        rank is not None and math.isclose(factor, math.sqrt(d_model / rank))
+        for factor, rank in pairs
+    )
+
+
+def _has_rms_norms(spec: AttentionSpec, weight: str) -> bool:
+    norms = filter(None, (getattr(spec, name) for name in NORMS))
+    return all(norm.kind == "rms" and norm.weight in (weight, None) for norm in norms)
+
+
+SHARING = ("canonical", "mha_jax", "transformers.LLaMA", "transformers.Gemma4")
+"""Layouts whose modules can share the keys and values of another layer."""
+
+
+def broken_rules(spec: AttentionSpec, layout: Layout) -> tuple[str, dict[str, Any]]:
+    """Return the requirements of a layout that a layer breaks, or "", and the fields that break
+    them.
+    """
+    of_others = () if layout.name in SHARING else ("own keys",)
+    broken = [
+        rule for rule in map(RULES.__getitem__, (*layout.rules, *of_others)) if not rule.holds(spec)
+    ]
+    got = {field: getattr(spec, field) for rule in broken for field in rule.fields}
+    return "; ".join(rule.words for rule in broken), got
+
+
+CARRIED = (
+    "rope",
+    "rope.scaling",
+    "scale",
+    "soft_cap",
+    "window_size",
+    "chunk_size",
+    "alibi",
+    "clip_qkv",
+    "temperature",
+)
+CARRIED += (*NORMS, "latent.factors")
+"""Features of a layer that no weight shows, and norms, whose weights a layout may have no names
+for.
+"""
+
+UNSAID = "relative_position_bias"
+"""The name by which `Layout.unsaid` is dropped."""
+
+DROPPABLE = (*CARRIED, UNSAID)
+"""Names of features that a conversion may drop."""
+
+
+def lost_in(layout: Layout, spec: AttentionSpec) -> dict[str, Any]:
+    """Return the features of a layer that a layout loses, by names of `CARRIED`."""
+    named = {part for tensor in (*layout.tensors, *layout.others) for part in tensor.parts}
+    held = {
+        name
+        for name in NORMS
+        if _has_weights(getattr(spec, name)) and weights_of_norm(name) <= named
+    }
+    return {
+        name: value
+        for name, value in _carried(spec).items()
+        if value is not None
+        and name not in held
+        and (name not in layout.carries or _has_weights(value))
+    }
+
+
+def _carried(spec: AttentionSpec) -> dict[str, Any]:
+    """Return the value of each name of `CARRIED` in a layer; None if the layer does not have the
+    feature.
+    """
+    found = {name: getattr(spec, name, None) for name in CARRIED}
+    found["rope.scaling"] = None if spec.rope is None else spec.rope.scaling
+    factors = () if spec.latent is None else (spec.latent.q_factor, spec.latent.kv_factor)
+    found["latent.factors"] = factors if set(factors) - {1.0} else None
+    return found
+
+
+def unused_in(layout: Layout, spec: AttentionSpec) -> set[str]:
+    """The names of a layout that a layer may have and does not compute with: of keys, if it shares
+    another layer's.
+
+    Released Gemma 3n has them.
+    """
+    tensors = (*layout.tensors, *layout.others) if spec.shared_kv else ()
+    return {
+        tensor.name
+        for tensor in tensors
+        if all(part.startswith(("k_", "v_")) for part in tensor.parts)
+    }
+
+
+def weights_of_norm(name: str) -> set[str]:
+    """Return the canonical names of the weights of a norm, one of `NORMS`."""
+    return {f"{each}.weight" for each in (("q_norm", "k_norm") if name == "qk_norm" else (name,))}
+
+
+def _has_weights(value: Any) -> bool:
+    return isinstance(value, Norm) and value.weight is not None
+
+
+def without(spec: AttentionSpec, names: Iterable[str]) -> AttentionSpec:
+    """Return a layer without the features with these names of `CARRIED`."""
+    return _with_carried(spec, dict.fromkeys(set(names) & {*CARRIED}))
+
+
+def with_dropped(spec: AttentionSpec, other: AttentionSpec, names: Iterable[str]) -> AttentionSpec:
+    """Return a layer with the named features of another; norms with weights stay removed."""
+    names = set(names)
+    held = {
+        name: value
+        for name, value in _carried(other).items()
+        if name in names and not _has_weights(value)
+    }
+    return _with_carried(spec, held)
+
+
+def _with_carried(spec: AttentionSpec, values: Mapping[str, Any]) -> AttentionSpec:
+    changes = {name: value for name, value in values.items() if "." not in name}
+    if "latent.factors" in values and spec.latent is not None:
+        q_factor, kv_factor = values["latent.factors"] or (1.0, 1.0)
+        changes["latent"] = replace(spec.latent, q_factor=q_factor, kv_factor=kv_factor)
+    if "rope.scaling" in values and "rope" not in values and spec.rope is not None:
+        changes["rope"] = replace(spec.rope, scaling=values["rope.scaling"])
+    return replace(spec, **changes)
+
+
+# ---- Names ---------------------------------------------------------------------------------------
+
+
+def matches(pattern: str, names: Iterable[str]) -> set[str]:
+    """Return the names that a tensor's name stands for: itself, or one per head."""
+    if "{n}" not in pattern:
+        return {pattern} & set(names)
+    expression = re.compile(re.escape(pattern).replace(r"\{n\}", r"(0|[1-9]\d*)"))
+    return {name for name in names if expression.fullmatch(name)}
+
+
+def names_of(present: Iterable[Tensor], names: Iterable[str]) -> list[str]:
+    """Return the names that belong to some tensors, in the order of the tensors."""
+    return [name for tensor in present for name in matches(tensor.name, names)]

@@ -1,0 +1,144 @@
+"""Everything that layers lose in a layout, in one error: features, weights without a name, missing
+biases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from mha_spec import AttentionSpec, InputError
+from parity.measure.text import some_of
+from parity.port.conversion.layouts.detection import LayoutMismatchError, placements
+from parity.port.conversion.layouts.layout import CARRIED, Layout, lost_in, without
+from parity.port.conversion.layouts.tables import LAYOUTS
+
+
+class LossyError(InputError):
+    """A layout loses features of layers, or needs biases; the remedy accepts that.
+
+    Attributes:
+        command: command line that accepts it, which the message ends with; empty if there is none.
+    """
+
+    command = ""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}: {self.command}" if self.command else super().__str__()
+
+
+class Written(NamedTuple):
+    """A layer to write, with the conditions for it.
+
+    Attributes:
+        spec: the layer.
+        but_for: features that may be lost unasked. Default: plain RoPE, which some programs apply
+            outside the layer.
+        unread: attention keys that no specification contains, with their values. Only a layout that
+            carries every feature accepts them.
+    """
+
+    spec: AttentionSpec
+    but_for: Collection[str] = ("rope",)
+    unread: Mapping[str, Any] | None = None
+
+
+def check_losses(
+    layers: Sequence[Written],
+    target: Layout,
+    drop: Collection[str] = (),
+    *,
+    fill_bias: bool = False,
+) -> None:
+    """Reject a layout that cannot hold layers; the error has all losses of all layers.
+
+    Args:
+        layers: the layers to write.
+        target: layout to write.
+        drop: losses that the caller accepts, by name.
+        fill_bias: the caller accepts biases of zeros.
+
+    Raises:
+        LossyError: if the caller can accept the losses; the remedy is how.
+        LayoutMismatchError: if no layer with these weights fits, whatever is left out; the error
+            lists layouts that do.
+    """
+    features: dict[str, Any] = {}
+    for layer in layers:
+        for name, value in _lost(layer, target).items():
+            if name not in drop and name not in layer.but_for:
+                features.setdefault(name, value)
+    biases: dict[str, Any] = {}
+    rules: list[str] = []
+    if features:
+        rules.append(f"be one that weights in {target.name} and their module can express")
+    for spec in dict.fromkeys(layer.spec for layer in layers):
+        lost = lost_in(target, spec)
+        accepted = without(spec, [name for name in lost if name in drop])
+        obstacle = _obstacle(accepted, target)
+        if obstacle is None:
+            continue
+        reduced = without(spec, lost)
+        remaining = _obstacle(reduced, target)
+        if remaining is not None:
+            if _obstacle(with_all_biases(reduced), target) is not None:
+                raise _impossible(remaining, features, layers)
+            if fill_bias:
+                continue
+            biases |= {"qkv_bias": spec.qkv_bias, "out_bias": spec.out_bias}
+        rules.append(obstacle.rule)
+    if not features and not biases:
+        return
+    remedy: dict[str, Any] = {}
+    advice: list[str] = []
+    if features:
+        remedy["drop"] = ",".join(dict.fromkeys([*drop, *features]))
+        advice.append("leaves them out" if "," in remedy["drop"] else "leaves it out")
+    if biases:
+        remedy["fill_bias"] = True
+        advice.append("adds biases of zeros")
+    rule = ", and ".join(dict.fromkeys(rules))
+    raise LossyError(
+        "the layer", rule, {**features, **biases}, remedy=remedy, hint=" and ".join(advice)
+    )
+
+
+def with_all_biases(spec: AttentionSpec) -> AttentionSpec:
+    """Return a layer with a bias in each of its projections."""
+    return replace(spec, qkv_bias=True, out_bias=spec.out_proj)
+
+
+def _lost(layer: Written, target: Layout) -> dict[str, Any]:
+    """Return what a layout loses of a layer, by name."""
+    carries_all = {*CARRIED} <= {*target.carries}
+    unread = {} if carries_all or layer.unread is None else dict(layer.unread)
+    return lost_in(target, layer.spec) | unread
+
+
+def _obstacle(spec: AttentionSpec, layout: Layout) -> LayoutMismatchError | None:
+    """Return why a layout cannot hold a layer, apart from lost features; None if it can."""
+    try:
+        placements(spec, layout)
+    except LayoutMismatchError as error:
+        return error
+    return None
+
+
+def _impossible(
+    obstacle: LayoutMismatchError, features: Iterable[str], layers: Sequence[Written]
+) -> LayoutMismatchError:
+    """Return the error for a layer that does not fit whatever is left out, with the layouts that
+    hold all of it.
+    """
+    able = [
+        name
+        for name, layout in LAYOUTS.items()
+        if all(_obstacle(each.spec, layout) is None and not _lost(each, layout) for each in layers)
+    ]
+    hint = "nothing can be left out to change that"
+    if losses := ", ".join(features):
+        hint += f", and {losses} would be lost"
+    if able:
+        hint += f"; {some_of(able, 4)} can hold the whole layer"
+    return LayoutMismatchError("the layer", obstacle.rule, obstacle.got, hint=hint)

@@ -1,0 +1,67 @@
+"""Weights that several layers share, such as T5's table of relative positions.
+
+In T5 the first block of a stack holds the table that all its blocks add; in MPNet the encoder holds
+it, outside of its layers. Modules of this project hold a copy each. So that a conversion back
+writes the table once, as transformers does, our files record the *holder* of each shared weight:
+`LABEL.WEIGHT`, with the canonical name of the weight, if a layer holds it, otherwise the full name
+of the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from parity.port.conversion.layouts import LAYOUTS, Layout
+from parity.port.conversion.model_config import ModelHints
+from parity.port.conversion.prefixes import join
+
+
+def holders_in_model(prefix: str, model: ModelHints) -> dict[str, str]:
+    """Return the weights that the layer under a prefix shares in its model, by canonical name, with
+    their holders.
+    """
+    layer = model.layer_at(prefix)
+    if layer is None or not layer.shared:
+        return {}
+    weights = {tensor.name: tensor.holds for tensor in LAYOUTS[layer.layout].others}
+    before = prefix.removesuffix(layer.path)
+    holders: dict[str, str] = {}
+    for short, path in layer.shared.items():
+        weight, full = weights[short], f"{before}{path}"
+        holder_label = full.removesuffix(f".{short}")
+        if holder_label == prefix:  # this layer is the holder
+            continue
+        is_in_layer = holder_label != full and model.attention_at(holder_label) is not None
+        holders[weight] = join(holder_label, weight) if is_in_layer else full
+    return holders
+
+
+def label_of_holder(holder: str, weight: str) -> str | None:
+    """Return the label of the layer that a holder names; None if it names a tensor outside of the
+    layers.
+    """
+    label = holder.removesuffix(f".{weight}")
+    return None if label == holder else label
+
+
+def name_in_file(holder: str, weight: str, layout: Layout, names: Collection[str]) -> str | None:
+    """Return the full name of a shared weight's tensor in a file; None if the file does not have
+    it.
+    """
+    label = label_of_holder(holder, weight)
+    short = layout.name_of(weight)
+    name = holder if label is None or short is None else join(label, short)
+    return name if name in names else None
+
+
+def renamed(holders: Mapping[str, str], labels: Mapping[str, str]) -> dict[str, str]:
+    """Return holders with the labels that their layers have in another file; others are
+    unchanged.
+    """
+    found: dict[str, str] = {}
+    for weight, holder in holders.items():
+        label = label_of_holder(holder, weight)
+        found[weight] = holder
+        if label is not None and label in labels:
+            found[weight] = join(labels[label], weight)
+    return found

@@ -1,0 +1,217 @@
+"""Read and write canonical weights of live modules, of mha_* or of other libraries.
+
+Each kind of layer has one adapter. Neither an adapter nor its library is imported before it is
+requested by name, or a module of the library is passed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mha_spec import AttentionSpec, InputError, InputTypeError
+from parity.measure.backends import backend_of, load_backend
+from parity.measure.backends.port import Port
+from parity.measure.core.weights import Weights, unheld
+from parity.port.conversion import convert
+from parity.port.foreign.adapter import Adapter
+
+
+@dataclass(frozen=True)
+class LayerClass:
+    """A kind of layer of another library.
+
+    Attributes:
+        module: module that defines its class, or a package that contains it.
+        qualname: qualified name of the class.
+        adapter: name of the module here with its adapter.
+    """
+
+    module: str
+    qualname: str
+    adapter: str
+
+
+LAYERS = {
+    "torch.nn.MultiheadAttention": LayerClass("torch.nn", "MultiheadAttention", "torch_nn"),
+    "flax.nnx.MultiHeadAttention": LayerClass("flax.nnx", "MultiHeadAttention", "nnx"),
+    "flax.linen.MultiHeadDotProductAttention": LayerClass(
+        "flax.linen", "MultiHeadDotProductAttention", "linen"
+    ),
+    "keras.layers.MultiHeadAttention": LayerClass("keras", "MultiHeadAttention", "keras"),
+    "keras.layers.GroupQueryAttention": LayerClass("keras", "GroupedQueryAttention", "keras"),
+    "equinox.nn.MultiheadAttention": LayerClass("equinox.nn", "MultiheadAttention", "equinox"),
+}
+"""Every supported layer of another library, by its usual name."""
+
+
+def load_adapter(name: str) -> Adapter:
+    """Import an adapter, and its library.
+
+    Raises:
+        ValueError: if there is no adapter with that name.
+        ImportError: if the library is not installed.
+    """
+    if name not in LAYERS:
+        raise InputError("a layer", f"be one of {', '.join(LAYERS)}", repr(name))
+    adapters: list[Adapter] = importlib.import_module(
+        f"parity.port.foreign.{LAYERS[name].adapter}"
+    ).ADAPTERS
+    return next(adapter for adapter in adapters if adapter.name == name)
+
+
+def load_into(module: Any, weights: Any, spec: AttentionSpec | None = None) -> Any:
+    """Load canonical weights into a module, bit for bit; on error the module stays unchanged.
+
+    Args:
+        module: a module of mha_jax, mha_torch or mha_tt, or a layer of another library:
+            `torch.nn.MultiheadAttention`, `flax.nnx.MultiHeadAttention`,
+            `flax.linen.MultiHeadDotProductAttention`, bound to its variables,
+            `keras.layers.MultiHeadAttention` or `GroupQueryAttention`, built, or
+            `equinox.nn.MultiheadAttention`.
+        weights: canonical weights, as arrays of any framework, in the dtype of the module; or
+            another such module.
+        spec: specification of the weights, as `load` and `spec_of` return it, and `problem.spec`:
+            the module must compute that function. Required with weights by name, because they show
+            neither the number of heads nor RoPE; optional if `weights` is a module.
+
+    Returns:
+        The module. Linen and Equinox modules are immutable, so a new one is returned; a linen
+        module is bound to the new weights, `.variables["params"]`.
+
+    Raises:
+        TypeError: if the module is not supported, dtypes differ, or weights by name have no `spec`.
+        ValueError: if names or shapes do not fit, a value is not finite, or the specifications
+            differ.
+    """
+    adapter = _adapter_of(module)
+    if not isinstance(weights, Mapping):
+        if spec is None:
+            spec = spec_of(weights)
+        weights = weights_of(weights)
+    if spec is None:
+        # Weights of 4 heads also fit a module with 8 heads of half the size.
+        hint = (
+            "`parity.load` and `parity.spec_of` return it, and a problem has it as `problem.spec`"
+        )
+        raise InputTypeError("spec", "be passed with weights by name", spec=None, hint=hint)
+    check_same_layer(adapter.spec_of(module), spec, "the module", "the weights")
+    return adapter.load_into(module, weights)
+
+
+def weights_of(module: Any) -> Weights:
+    """Return the canonical weights of a module, bit for bit.
+
+    Args:
+        module: a module that `load_into` accepts.
+
+    Raises:
+        TypeError: if the module is not supported.
+        ValueError: if it does not hold exactly the weights of its specification, for example if a
+            projection is wrapped.
+    """
+    return _adapter_of(module).weights_of(module)
+
+
+def spec_of(module: Any) -> AttentionSpec:
+    """Return the specification of a module, which `save`, `verify` and `load_into` need with its
+    weights.
+
+    Args:
+        module: a module that `load_into` accepts. For another library's layer, the specification
+            has no RoPE, because the layer does not apply it.
+
+    Raises:
+        TypeError: if the module is not supported.
+        ValueError: if another library's module computes something that no specification expresses.
+    """
+    return _adapter_of(module).spec_of(module)
+
+
+def from_module(module: Any) -> tuple[AttentionSpec, Weights]:
+    """Return the specification and canonical weights of a module: `spec_of` and `weights_of`.
+
+    For transformers modules, whose configuration defines what they compute, see
+    `parity.from_transformers`.
+
+    Args:
+        module: a module that `load_into` accepts.
+
+    Raises:
+        TypeError: if the module is not supported.
+        ValueError: as in `spec_of` and `weights_of`.
+    """
+    return spec_of(module), weights_of(module)
+
+
+def save(
+    path: str | os.PathLike[str],
+    weights: Any,
+    spec: AttentionSpec | None = None,
+    layout: str = "canonical",
+    *,
+    prefix: str = "",
+) -> None:
+    """Write canonical weights to a file in a layout, completely or not at all.
+
+    An existing file is replaced if it has the same format; anything else raises an error.
+
+    Args:
+        path: path of the file; its suffix selects the format.
+        weights: canonical weights, as arrays of any framework; or a module that `load_into`
+            accepts.
+        spec: the layer. Optional for a module, which must then compute the same function.
+        layout: layout to write.
+        prefix: prefix for the names, without the last dot.
+
+    Raises:
+        OSError: if the file cannot be written.
+        TypeError, ValueError: if the weights do not match the spec, or the layout cannot represent
+            the layer.
+    """
+    if not isinstance(weights, Mapping):
+        known = spec_of(weights)
+        if spec is not None:
+            check_same_layer(known, spec, "the module", "spec")
+        weights, spec = weights_of(weights), spec or known
+    convert.save(path, weights, spec, layout, prefix=prefix)
+
+
+def check_same_layer(spec: AttentionSpec, other: AttentionSpec, what: str, whose: str) -> None:
+    """Reject specifications of layers that compute different functions of the same weights.
+
+    Raises:
+        ValueError: if they differ in more than dropout and fused q, k and v.
+    """
+    fields, others = vars(unheld(spec)), vars(unheld(other))
+    differ = [name for name in fields if fields[name] != others[name]]
+    if differ:
+        one, two = (
+            ", ".join(f"{name}={each[name]}" for name in differ) for each in (fields, others)
+        )
+        raise InputError(what, f"have the same specification as {whose}", f"{one} and {two}")
+
+
+def _adapter_of(module: Any) -> Adapter | Port:
+    """Return the adapter of a module: its implementation's backend, or that of another library's
+    layer.
+    """
+    if backend := backend_of(module):
+        return load_backend(backend)
+    for each in type(module).__mro__:
+        for name, kind in LAYERS.items():
+            if each.__qualname__ == kind.qualname and f"{each.__module__}.".startswith(
+                f"{kind.module}."
+            ):
+                return load_adapter(name)
+    if isinstance(module, type):
+        raise InputTypeError("module", "be a module, not its class", module=module.__name__)
+    others, got = ", ".join(LAYERS), type(module).__name__
+    if type(module).__module__.startswith("transformers."):
+        got += "; parity.from_transformers accepts it with its model's configuration"
+    raise InputTypeError(
+        "module", f"be one of mha_jax, mha_torch or mha_tt, or of {others}", str(got)
+    )

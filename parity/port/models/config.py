@@ -1,0 +1,219 @@
+"""Configurations that record which keys were read."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mha_spec import InputError, InputTypeError
+from parity.measure.files.small import read_json
+from parity.port.models.keys import check_kind
+
+ABOUT_ATTENTION = re.compile(
+    r"attn|attention|rope|rotary|theta|yarn|ntk|mscale|window|sliding|chunk|softcap|alibi|relative|clip_qkv|lora_rank|"
+    r"temperature|layer_types|position|causal|query|softmax|(^|_)(q|k|v|kv|qk|qkv|n?heads?|headdim|sinks?|bias|scale)(_|$)",
+    re.IGNORECASE,
+)
+"""Keys that may concern attention; one that is neither read nor known to be irrelevant is
+rejected.
+"""
+
+SAYS_NOTHING = re.compile(
+    r"(output|router?|routed|mlp|lm_head|residual|embedding|embd|expert|moe|mtp|logit|final|linear|first_k|tie)_.*|"
+    r"_?attn_implementation.*|max_position_embeddings|chunk_size_feed_forward|cross_attention_hidden_size|"
+    r"scale_emb|scale_depth|max_window_layers|temperature|top_k"
+)
+"""Such keys that are irrelevant in all families."""
+
+SAYS_NOTHING_IF_EMPTY = {"add_cross_attention", "pruned_heads", "use_bidirectional_attention"}
+"""Keys that are irrelevant only if false or empty."""
+
+
+def read_config(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """Return the values of a config.json, or of the one in a folder.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it is not a configuration.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / "config.json"
+        if not os.path.lexists(path):
+            raise FileNotFoundError(
+                f"the folder of a model must have a config.json, and {path.parent} has none"
+            )
+    values = read_json(path)
+    if not isinstance(values, Mapping):
+        raise InputError(path, "hold the values of a configuration by name")
+    return values
+
+
+def values_of(config: Any) -> Mapping[str, Any]:
+    """Return the values of a configuration: a mapping, a transformers object, or the path of a file
+    or folder.
+
+    Raises:
+        OSError: if the file cannot be read.
+        TypeError: if it is anything else.
+        ValueError: if the file is not a configuration.
+    """
+    if isinstance(config, Mapping):
+        return config
+    to_dict: Callable[[], Mapping[str, Any]] | None = getattr(config, "to_dict", None)
+    if to_dict is not None:
+        return to_dict()
+    if isinstance(config, str | os.PathLike):
+        return read_config(config)
+    raise InputTypeError(
+        "config", "be that of a model, its values or a path", type(config).__name__
+    )
+
+
+class MissingKeyError(InputError):
+    """A required key is missing."""
+
+
+class Value(NamedTuple):
+    """Value and its origin, as text."""
+
+    value: Any
+    origin: str
+
+
+class Config:
+    """Values of a configuration; None counts as missing, except in `asked`.
+
+    Attributes:
+        where: prefix of key names in messages: empty, or `rope_parameters.`.
+        looked_up: names of keys that were looked up, also in sections, with missing ones; callers
+            may clear it.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        where: str = "",
+        defaults: Mapping[str, Any] | None = None,
+        looked_up: list[str] | None = None,
+    ) -> None:
+        self.where = where
+        self.looked_up = [] if looked_up is None else looked_up
+        self._values = dict(values)
+        self._defaults = {
+            name: value for name, value in (defaults or {}).items() if name not in values
+        }
+        self._read: set[str] = set()
+        self._sections: dict[str, Config] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return self._values.get(name) is not None
+
+    def asked(self, *names: str) -> Value | None:
+        """Return the value of the first key that is present, which may be None.
+
+        Raises:
+            MissingKeyError: if all keys are missing.
+        """
+        if self._values.keys().isdisjoint(names) and self._defaults.keys().isdisjoint(names):
+            self.read(*names)
+        return self.find(*names)
+
+    def find(self, *names: str) -> Value | None:
+        """Return the value of the first key that is present, or None; all of them count as read.
+
+        Raises:
+            TypeError, ValueError: if its value is of a kind that the key cannot have.
+        """
+        self._read.update(names)
+        for name in names:
+            self.looked_up.append(f"{self.where}{name}")
+            if name in self:
+                check_kind(name, self._values[name], self.where)
+                return Value(self._values[name], f"{self.where}{name}")
+        return next(
+            (_default(name, self._defaults[name]) for name in names if name in self._defaults), None
+        )
+
+    def read(self, *names: str, default: Any = None) -> Value:
+        """Return the value of the first key that is present, or this family's default.
+
+        Raises:
+            MissingKeyError: if all keys are missing and there is no default.
+        """
+        found = self.find(*names)
+        if found is not None:
+            return found
+        if default is None:
+            raise MissingKeyError(
+                "the configuration", f"have {self.where}{' or '.join(names)}, and it is not there"
+            )
+        return _default(names[0], default)
+
+    def pass_over(self, kind: type) -> bool:
+        """Count keys whose values have a type as read; return whether there are any.
+
+        Raises:
+            TypeError, ValueError: if one of them cannot have a value of this type.
+        """
+        names = [name for name, value in self._values.items() if isinstance(value, kind)]
+        for name in names:
+            check_kind(name, self._values[name], self.where)
+        self._read.update(names)
+        return bool(names)
+
+    def section(self, name: str) -> Config:
+        """Return a section, the same object each time.
+
+        Raises:
+            MissingKeyError: if it is missing.
+            ValueError: if it is not a mapping.
+        """
+        if name not in self._sections:
+            held = self.read(name).value
+            if not isinstance(held, Mapping):
+                raise InputError(f"{self.where}{name}", "hold values by name", {name: held})
+            self._sections[name] = Config(held, f"{self.where}{name}.", looked_up=self.looked_up)
+        return self._sections[name]
+
+    def names_read(self) -> set[str]:
+        """Return the keys that were read and have values, with those of sections, by their own
+        names.
+        """
+        own = {name for name in self._read if name in self}
+        return own.union(*(section.names_read() for section in self._sections.values()))
+
+    def numbers_read(self) -> dict[str, Any]:
+        """Return the numbers and lists among the values that were read, with those of sections."""
+        found: dict[str, Any] = {}
+        for name in sorted(self._read & self._values.keys()):
+            value = self._values[name]
+            if isinstance(value, int | float | list | tuple) and not isinstance(value, bool):
+                found[f"{self.where}{name}"] = value
+        for section in self._sections.values():
+            found |= section.numbers_read()
+        return found
+
+    def unread(self, says_nothing: Collection[str]) -> Iterator[tuple[str, Any]]:
+        """Return unread keys that may concern attention, with their values; in sections, all unread
+        keys.
+        """
+        for name, value in self._values.items():
+            if (
+                value is None
+                or name in self._read
+                or name in says_nothing
+                or (name in SAYS_NOTHING_IF_EMPTY and not value)
+            ):
+                continue
+            if self.where or (ABOUT_ATTENTION.search(name) and not SAYS_NOTHING.fullmatch(name)):
+                yield f"{self.where}{name}", value
+        for section in self._sections.values():
+            yield from section.unread(says_nothing)
+
+
+def _default(name: str, value: Any) -> Value:
+    return Value(value, f"family default: {name} is not set")

@@ -1,0 +1,26 @@
+"""Model families: their layers, and the configuration keys that determine them.
+
+A family has a rule for each field of `AttentionSpec`: a constant, or a function that reads it.
+
+Source: the modules of transformers 5.23; tests compare layers of these specifications with them.
+"""
+
+from __future__ import annotations
+
+from parity.port.models.families.decoders import DECODERS
+from parity.port.models.families.encoder_decoders import ENCODER_DECODERS
+from parity.port.models.families.encoders import ENCODERS
+from parity.port.models.families.gpt import GPT_LIKE
+from parity.port.models.families.hybrids import HYBRIDS
+from parity.port.models.families.latents import WITH_LATENTS
+from parity.port.models.rules import Family
+
+FAMILIES: dict[str, Family] = {
+    **DECODERS,
+    **GPT_LIKE,
+    **HYBRIDS,
+    **WITH_LATENTS,
+    **ENCODERS,
+    **ENCODER_DECODERS,
+}
+"""All families by `model_type`."""

@@ -1,0 +1,193 @@
+"""Hybrid decoders, in which some layers are not attention over keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mha_spec import Gate, InputError
+from mha_spec.rules import as_count
+from parity.port.models.config import Config, Value
+from parity.port.models.families.usual import BIASES, HEADS, SOME_BIAS, WIDTH, family
+from parity.port.models.rules import (
+    NOTHING,
+    ConfigLayer,
+    Family,
+    asked,
+    head_dim,
+    is_last,
+    key,
+    norm,
+    positioned,
+    rope,
+    told_kind,
+)
+
+FULL, LINEAR = "full_attention", "linear_attention"
+
+
+def _qwen3_next(config: Config, index: int) -> str:
+    return FULL if is_last(index, config.find("full_attention_interval"), 4) else LINEAR
+
+
+def _gate_with_bias(place: ConfigLayer) -> Value:
+    """Return a gate that is packed with the queries, with a bias iff they have one."""
+    bias = SOME_BIAS(place)
+    return Value(Gate(bias=bias.value), f"every layer of this family; {bias.origin}")
+
+
+def _kind_of_lfm2(config: Config, index: int) -> str:
+    """Return the kind of a layer from the numbers of attention layers; default: all."""
+    told = config.find("full_attn_idxs")
+    return FULL if told is None or index in told.value else "conv"
+
+
+def _rope_of_lfm2(place: ConfigLayer) -> Value:
+    """Return the RoPE of LFM2: released models contain the base twice."""
+    found, again = rope()(place), place.config.find("theta")
+    if again is not None and again.value != found.value.theta:
+        raise InputError(
+            "theta", "be rope_theta", f"theta={again.value} and {found.origin} {found.value.theta}"
+        )
+    return found
+
+
+def _kind_of_jamba(config: Config, index: int) -> str:
+    period, offset = (
+        config.read("attn_layer_period", default=8),
+        config.read("attn_layer_offset", default=4),
+    )
+    return FULL if index % as_count(period.origin, period.value) == offset.value else "mamba"
+
+
+def _kind_of_bamba(config: Config, index: int) -> str:
+    told = config.find("attn_layer_indices")
+    return FULL if told is not None and index in told.value else "mamba"
+
+
+def _kind_of_nemotron_h(config: Config, index: int) -> str:
+    """Return the kind of a layer from a word or letter for each."""
+    words, letters = config.find("layers_block_type"), config.find("hybrid_override_pattern")
+    each = words or letters or config.read("layers_block_type")
+    if index >= len(each.value):
+        raise InputError(each.origin, "have a word for each layer", str(len(each.value)))
+    told: str = each.value[index]
+    return KINDS_OF_NEMOTRON_H.get(told, told)
+
+
+KINDS_OF_NEMOTRON_H = {"M": "mamba", "E": "moe", "-": "mlp", "*": FULL, "attention": FULL}
+
+
+def _kind_of_recurrent_gemma(config: Config, index: int) -> str:
+    """Return the kind of a layer from a repeated pattern."""
+    pattern = config.read("block_types", default=("recurrent", "recurrent", "attention")).value
+    return (
+        "sliding_attention"
+        if pattern[index % as_count("block_types", len(pattern))] == "attention"
+        else "recurrent"
+    )
+
+
+def _multiplied_scale(place: ConfigLayer) -> Value:
+    """Return the scale, including the factor of keys before RoPE."""
+    factor = place.config.read("key_multiplier", default=1.0)
+    return (
+        Value(factor.value * head_dim(place) ** -0.5, f"{factor.origin} / sqrt(H)")
+        if factor.value != 1
+        else NOTHING
+    )
+
+
+def _mamba(kind: Callable[[Config, int], str] | None = None, *others: Any, **fields: Any) -> Family:
+    """Return a family with state-space layers, whose keys are irrelevant for attention."""
+    return family(
+        *others, says_nothing=OF_MAMBA, **({} if kind is None else {"kind": kind}), **fields
+    )
+
+
+OF_MAMBA = {
+    f"mamba_{name}"
+    for name in ("conv_bias", "proj_bias", "n_heads", "d_head", "num_heads", "head_dim")
+}
+OF_MAMBA |= {"mamba_chunk_size", "chunk_size", "use_conv_bias", "use_bias", "projectors_bias"}
+OF_MAMBA |= {f"attention_{name}_multiplier" for name in ("in", "out")}
+
+OF_QWEN3_NEXT: dict[str, Any] = {
+    **HEADS,
+    **WIDTH,
+    **BIASES,
+    "layout": "transformers.Qwen3-Next",
+    "qk_norm": norm(weight="1+w"),
+    "gate": _gate_with_bias,
+    "kind": _qwen3_next,
+}
+
+ALWAYS_GATED = {"attn_output_gate": True}
+"""A key of released configurations. The modules of transformers do not read it, and always have a
+gate.
+"""
+
+HYBRIDS: dict[str, Family] = {
+    "qwen3_next": family(OF_QWEN3_NEXT, rope=rope(fraction=0.25), fixed=ALWAYS_GATED),
+    **dict.fromkeys(
+        ("qwen3_5_text", "qwen3_5_moe_text"),
+        family(
+            OF_QWEN3_NEXT,
+            rope=rope(fraction=0.25, sections=(11, 11, 10), section_order="interleaved"),
+            fixed=ALWAYS_GATED,
+        ),
+    ),
+    "minimax": family(
+        HEADS,
+        kind=lambda config, index: LINEAR if index % 2 else FULL,
+        says_nothing={"full_attn_alpha_factor", "full_attn_beta_factor"},
+    ),
+    **dict.fromkeys(
+        ("lfm2", "lfm2_moe"),
+        family(
+            HEADS,
+            layout="transformers.LFM2",
+            qk_norm=norm(eps="norm_eps"),
+            kind=_kind_of_lfm2,
+            num_heads=key("num_attention_heads", "num_heads"),
+            rope=_rope_of_lfm2,
+            fixed={"use_pos_enc": True},
+            says_nothing={
+                "conv_bias",
+                "use_expert_bias",
+                "block_mlp_init_scale",
+                "block_out_init_scale",
+            },
+        ),
+    ),
+    "jamba": _mamba(_kind_of_jamba, HEADS, rope=None),
+    "bamba": _mamba(
+        _kind_of_bamba, HEADS, BIASES, rope=rope(fraction=0.5, count="attn_rotary_emb")
+    ),
+    "granitemoehybrid": _mamba(
+        told_kind,
+        BIASES,
+        scale=key("attention_multiplier"),
+        rope=positioned("rope", rope(), others=("nope",)),
+    ),
+    "nemotron_h": _mamba(
+        _kind_of_nemotron_h,
+        HEADS,
+        head_dim=asked("head_dim", "attention_head_dim"),
+        path="layers.{i}.mixer",
+        count=("layers_block_type", "num_hidden_layers"),
+        rope=None,
+        fixed={"attention_bias": False},  # transformers never reads it
+    ),
+    "falcon_h1": _mamba(None, HEADS, BIASES, scale=_multiplied_scale),
+    "recurrent_gemma": family(
+        path="layers.{i}.temporal_block",
+        qkv_bias=SOME_BIAS,
+        out_bias=True,
+        rope=rope(fraction=0.5),
+        window_size=key("attention_window_size"),
+        kind=_kind_of_recurrent_gemma,
+        says_nothing={"w_init_variance_scale"},
+    ),
+    "olmo_hybrid": family(BIASES, qk_norm=norm(over="width"), kind=told_kind),
+}

@@ -1,0 +1,65 @@
+"""Defaults of most families, and helpers to define a family by its differences."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from parity.port.models.rules import Family, Stack, asked, key, optional, rope
+
+USUAL: dict[str, Any] = {
+    "d_model": key("hidden_size"),
+    "num_heads": key("num_attention_heads"),
+    "num_kv_heads": optional("num_key_value_heads"),
+    "head_dim": optional("head_dim"),
+    "dropout": key("attention_dropout", default=0.0),
+    "qkv_bias": False,
+    "out_bias": False,
+    "rope": rope(),
+}
+
+SOME_BIAS, MOST_BIAS = (key("attention_bias", default=default) for default in (False, True))
+BIASES = {"qkv_bias": SOME_BIAS, "out_bias": SOME_BIAS}
+HEADS = {"num_kv_heads": asked("num_key_value_heads")}
+WIDTH = {"head_dim": asked("head_dim")}
+PAIRED = {"rope": rope(pairs="interleaved")}
+IN_PART = {"rope": rope(fraction=0.5)}
+
+
+PLAIN: dict[str, Any] = {
+    "path": "encoder.layers.{i}.self_attn",
+    "layout": "canonical",
+    "is_causal": False,
+    "num_kv_heads": None,
+    "head_dim": None,
+    "qkv_bias": True,
+    "out_bias": True,
+    "rope": None,
+}
+"""Multi-head attention as wide as the model, with biases and without positions."""
+
+
+def family(
+    *others: Mapping[str, Any],
+    says_nothing: Iterable[str] = (),
+    defaults: Mapping[str, Any] | None = None,
+    fixed: Mapping[str, Any] | None = None,
+    **fields: Any,
+) -> Family:
+    """Return a family of one stack, see `stack`."""
+    return Family((stack(*others, **fields),), frozenset(says_nothing), defaults or {}, fixed or {})
+
+
+def stack(*others: Mapping[str, Any], **fields: Any) -> Stack:
+    """Return a stack of layers with the default fields except for these; also accepts fields of
+    `Stack`.
+    """
+    held = dict(USUAL)
+    for each in (*others, fields):
+        held |= each
+    own = {name: held.pop(name) for name in OF_STACK & held.keys()}
+    return Stack(held, **own)
+
+
+OF_STACK = {each.name for each in dataclasses.fields(Stack)} - {"fields"}

@@ -1,0 +1,295 @@
+"""A recording of attention layers, call by call, and its file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from mha_spec import InputError, InputTypeError
+from parity.measure.core.weights import FORMAT, load_tensors, save_tensors
+from parity.measure.files.tensor_file import parse_json
+
+VALUES = {
+    "input": ("B", "T", "d_in"),
+    "key_input": ("B", "S", "d_kv"),
+    "value_input": ("B", "S", "d_kv"),
+    "positions": ("B", "T"),
+    "is_real": ("B", "T"),
+    "segment_ids": ("B", "T"),
+    "key_is_real": ("B", "S"),
+    "mask": ("B", "N", "T", "S"),
+    "call_mask": ("B", "N", "T", "S"),
+    "q": ("B", "N", "T", "H"),
+    "k": ("B", "K", "T", "H"),
+    "v": ("B", "K", "T", "H"),
+    "cache.keys": ("B", "K", "S", "H"),
+    "cache.values": ("B", "K", "S", "H"),
+    "scores": ("B", "N", "T", "S"),
+    "attn_weights": ("B", "N", "T", "S"),
+    "context": ("B", "N", "T", "H"),
+    "output": ("B", "T", "E"),
+}
+"""Values that a call may hold, with the axes of each, in the model's own dtypes.
+
+`positions` may have one more leading axis, for rows and columns. `is_real` is False for padding; if
+the model received a full mask instead of a padding mask, it is False for tokens that attend to
+nothing. `mask` is the mask of the attention function: True where a key is hidden, or numbers added
+to the scores. `call_mask` is the part of it that the caller passed and the specification does not
+define; a tap does not record it. `k` and `v` belong to the call's own tokens. `scores` are the
+input of the softmax, mask and biases included, if no attention function was called. `cache.keys`
+and `cache.values` are all keys and values that the attention function received. They are present
+only if they differ from the keys and values of the calls so far. If no attention function was
+observed, outputs of projections are stored as `projections.<name>`.
+
+`segment_ids` tells which tokens of one sequence attend to each other, if the attention function was
+called once per segment. Its inputs and outputs are then joined.
+
+A layer that attends to another sequence has `key_input`, `k` and `v` in the first of several calls
+with a cache, and `key_is_real` is False for padding of that sequence. `value_input` is present only
+if values come from another input than keys.
+"""
+
+
+@dataclass(frozen=True)
+class TappedCall:
+    """One call of a layer.
+
+    Attributes:
+        values: recorded values, by the names of `VALUES`.
+        past: number of tokens cached before; None if unknown.
+        first_key: index of the first key that the call attended to among all tokens: a window's
+            cache drops older ones.
+    """
+
+    values: dict[str, np.ndarray] = field(repr=False)
+    past: int | None = None
+    first_key: int = 0
+
+
+@dataclass
+class TappedLayer:
+    """The calls of one attention layer.
+
+    Attributes:
+        name: of the module in its model.
+        index: number of the layer in the model; its place among the tapped layers if it has none.
+        module: name of its class.
+        kind: its type in the model's configuration, such as `sliding_attention`; empty if not
+            specified.
+        is_causal: the module's own flag that no token attends to a later one; None if it has none.
+        training: whether it was called in training mode.
+        attention: its attention implementation, as transformers names it: `eager`, `sdpa`, …; empty
+            if unknown.
+        scale, window, soft_cap: arguments of its attention function: the factor of scores, the
+            number of last tokens to attend to, and the bound of scores. Without such a function,
+            those of its operations; None if unknown.
+        not_seen: why neither an attention function nor attention operations were observed; empty if
+            they were.
+        calls: its calls, in order.
+    """
+
+    name: str
+    index: int
+    module: str
+    kind: str = ""
+    is_causal: bool | None = None
+    training: bool = False
+    attention: str = ""
+    scale: float | None = None
+    window: int | None = None
+    soft_cap: float | None = None
+    not_seen: str = ""
+    calls: list[TappedCall] = field(default_factory=list, repr=False)
+
+    def __str__(self) -> str:
+        seen = {name for call in self.calls for name in call.values}
+        names = [name for name in VALUES if name in seen] + sorted(seen - VALUES.keys())
+        count = f"{len(self.calls)} call{'' if len(self.calls) == 1 else 's'}"
+        return f"{self.title}, {self.name}: {count}" + (
+            f", with {', '.join(names)}" if names else ""
+        )
+
+    @property
+    def is_cross(self) -> bool:
+        """Return whether it attends to another sequence."""
+        return any("key_input" in call.values for call in self.calls)
+
+    @property
+    def title(self) -> str:
+        """Return its title in reports: `layer 17 (sliding_attention)`."""
+        return f"layer {self.index}" + (f" ({self.kind})" if self.kind else "")
+
+
+@dataclass
+class Tapped:
+    """A recording of the attention layers of a model.
+
+    Attributes:
+        layers: the tapped layers, in the model's order.
+        config: the model's transformers configuration, as JSON values; empty if it has none.
+        model: name of the model's class.
+    """
+
+    layers: list[TappedLayer]
+    config: dict[str, Any] = field(default_factory=dict, repr=False)
+    model: str = ""
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.model}, tapped", *map(str, self.layers)])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the recording to a safetensors file, whole or not at all.
+
+        Raises:
+            OSError: if it cannot be written.
+            ValueError: if `save_tensors` rejects the path.
+        """
+        layers, tensors = [], {}
+        for place, layer in enumerate(self.layers):
+            told = {name: value for name, value in vars(layer).items() if name != "calls"}
+            calls = [{"past": call.past, "first_key": call.first_key} for call in layer.calls]
+            layers.append({**told, "calls": calls})
+            for number, call in enumerate(layer.calls):
+                tensors |= {
+                    f"{place}/{number}/{name}": value for name, value in call.values.items()
+                }
+        told = {"layers": layers, "config": self.config, "model": self.model}
+        metadata = {"format": FORMAT, "kind": "tap", "tap": json.dumps(told, sort_keys=True)}
+        save_tensors(path, tensors, metadata)
+
+
+def load_tap(path: str | os.PathLike[str]) -> Tapped:
+    """Read a recording that `Tapped.save` wrote.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it is not a recording.
+    """
+    tensors, metadata = load_tensors(path)
+    if metadata.get("kind") != "tap" or metadata.get("format") != FORMAT:
+        raise InputError(
+            path, f"be a recording of parity.tap in format {FORMAT}", str(sorted(metadata))
+        )
+    try:
+        told = parse_json(metadata["tap"].encode())
+        tapped = Tapped(
+            [_read_layer(each) for each in told["layers"]], told["config"], told["model"]
+        )
+        if not isinstance(tapped.config, dict) or not isinstance(tapped.model, str):
+            raise InputTypeError(
+                "config", "be a dict, and model text", config=tapped.config, model=tapped.model
+            )
+        for key, value in tensors.items():
+            place, number, name = key.split("/", 2)
+            tapped.layers[int(place)].calls[int(number)].values[name] = value
+        for layer in tapped.layers:
+            for call in layer.calls:
+                _check_shapes(layer.name, call.values)
+    except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
+        raise InputError(
+            path, "hold its layers and calls as they were written", repr(error)
+        ) from None
+    return tapped
+
+
+def _read_layer(told: Mapping[str, Any]) -> TappedLayer:
+    calls = [TappedCall({}, call["past"], call["first_key"]) for call in told["calls"]]
+    layer = TappedLayer(**{**told, "calls": calls})
+    texts = (layer.name, layer.module, layer.kind, layer.attention, layer.not_seen)
+    numbers = [layer.index, layer.training]
+    numbers += [
+        number for call in calls for number in (call.past, call.first_key) if number is not None
+    ]
+    told_numbers = (layer.scale, layer.window, layer.soft_cap)
+    if not all(isinstance(text, str) for text in texts) or not all(
+        isinstance(number, (int, float, type(None))) for number in told_numbers
+    ):
+        raise InputTypeError(
+            "names",
+            "be text, and a scale, a window and a cap numbers",
+            names=texts,
+            numbers=told_numbers,
+        )
+    if not all(isinstance(number, int) and number >= 0 for number in numbers):
+        raise InputTypeError("numbers of layers and tokens", "be integers >= 0", str(numbers))
+    return layer
+
+
+def _check_shapes(layer: str, values: Mapping[str, np.ndarray]) -> None:
+    """Reject arrays with wrong axes, or whose batch size or number of tokens differs from the
+    input's.
+    """
+    sizes: dict[str, int] = {}
+    for name, x in values.items():
+        axes = VALUES.get(name, x.shape)
+        if x.ndim != len(axes) and not (name == "positions" and x.ndim == len(axes) + 1):
+            raise InputError(f"{name} of {layer}", f"be {axes}", {f"{name}.shape": x.shape})
+        if name in ("input", "output", "q", "context", "is_real"):
+            for axis, size in zip(axes, x.shape, strict=True):
+                if axis in ("B", "T") and sizes.setdefault(axis, size) != size:
+                    rule = f"be {axes} with {axis} = {sizes[axis]}"
+                    raise InputError(f"{name} of {layer}", rule, {f"{name}.shape": x.shape})
+
+
+def chosen(modules: Mapping[str, Any], patterns: tuple[str, ...] | None) -> list[str]:
+    """Return the names of the modules to tap: those that match patterns, or the innermost attention
+    modules.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    classes = {name: type(module).__name__ for name, module in modules.items()}
+    attention = [name for name in modules if "Attention" in classes[name]]
+    innermost = [
+        name
+        for name in attention
+        if not any(each != name and (not name or each.startswith(f"{name}.")) for each in attention)
+    ]
+    if patterns is None:
+        found = innermost
+    else:
+        fits = {
+            pattern: [
+                name
+                for name in modules
+                if fnmatchcase(name, pattern) or fnmatchcase(classes[name], pattern)
+            ]
+            for pattern in patterns
+        }
+        if missing := [pattern for pattern, names in fits.items() if not names]:
+            raise InputError(
+                "layers",
+                f"be names of modules or classes of the model, such as {innermost[:3]}",
+                str(missing),
+            )
+        found = [name for name in modules if any(name in names for names in fits.values())]
+    if not found:
+        raise InputError(
+            "model", "have modules whose class is named …Attention…, or layers must be their names"
+        )
+    return found
+
+
+def is_hidden(mask: np.ndarray) -> np.ndarray:
+    """Return where a mask hides a key: it is True, or adds a number near the lowest one of its
+    dtype.
+    """
+    if mask.dtype == np.bool_:
+        return mask
+    lowest = float(ml_dtypes.finfo(mask.dtype).min)
+    return mask.astype(np.float64) <= 0.5 * lowest
+
+
+def kinds_of(config: Mapping[str, Any]) -> list[str]:
+    """Return the type of each layer in a configuration; empty if it specifies none."""
+    for part in (config, *(value for value in config.values() if isinstance(value, Mapping))):
+        if isinstance(part.get("layer_types"), list | tuple):
+            return [str(kind) for kind in part["layer_types"]]
+    return []

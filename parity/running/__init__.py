@@ -1,1 +1,0 @@
-"""Cases x backends -> report, recorded here or read from traces."""

@@ -1,1 +1,0 @@
-"""Division of a layer over ranks (devices)."""

@@ -1,1 +1,0 @@
-"""`assert_parity`, and the pytest plugin."""

@@ -1,0 +1,54 @@
+"""`mha-parity cases`."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+from typing import TYPE_CHECKING
+
+from parity.measure.text import did_you_mean
+from parity.use.cli.help import Page, Result
+from parity.use.cli.messages import refusal
+
+if TYPE_CHECKING:
+    from parity.measure.core.case import Case
+
+PAGE = Page(
+    "list the test cases of `run`",
+    "List the test cases of `run`, one per line: heads and tokens, masks, and the feature that "
+    "fails with the case.",
+    "mha-parity cases 'trained-*'",
+    "listed",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "names", nargs="?", default="*", metavar="GLOB", help="names such as 'rope*'; default: all"
+    )
+
+
+def run(options: argparse.Namespace) -> Result:
+    """List the cases."""
+    from dataclasses import asdict
+
+    from parity.use.reporting.cases import covers, print_cases
+    from parity.use.reporting.console import console
+
+    cases = cases_named("GLOB", options.names)
+    print_cases(cases, console())
+    listed = [{"covers": covers(case), **asdict(case)} for case in cases]
+    return 0, {"cases": listed}
+
+
+def cases_named(flag: str, pattern: str, may_be_none: bool = False) -> list[Case]:
+    """Return the cases whose names match a pattern; `random-N` only by its own name."""
+    from parity.measure.core.cases import CASES, find_case
+
+    cases = [case for name, case in CASES.items() if fnmatch.fnmatchcase(name, pattern)]
+    if not cases and (case := find_case(pattern)):
+        cases = [case]
+    if not (cases or may_be_none):
+        advice = filter(None, (did_you_mean(pattern, CASES), "`mha-parity cases` lists them"))
+        raise refusal(flag, "match a case", {flag: pattern}, hint=" ".join(advice))
+    return cases

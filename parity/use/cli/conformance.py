@@ -1,0 +1,123 @@
+"""`mha-parity conformance`."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+
+from parity.use.cli.help import Page, Result
+from parity.use.cli.messages import refusal
+from parity.use.cli.options import (
+    add_declarations,
+    check_names,
+    dtype_list,
+    flag_of,
+    matching,
+    name_list,
+)
+
+PAGE = Page(
+    "report how an attention treats masks, empty rows and NaN",
+    "Report the conventions of an attention (mask polarity, causal alignment, fully masked rows, "
+    "…) and the "
+    "guarantees that it breaks. It is your own function or module, or one of torch, JAX, Flax, "
+    "Keras and "
+    "Equinox.",
+    "mha-parity conformance my_package.attention:attention --mask-true hides",
+    "no guarantee is broken",
+    "one is broken",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "subject",
+        nargs="?",
+        metavar="PKG.MODULE:CALLABLE",
+        help="a function, a module, or a function that makes a module",
+    )
+    parser.add_argument(
+        "--libraries",
+        action="store_true",
+        help=(
+            "examine the attention of torch, JAX, Flax, Keras and Equinox, and the layers of "
+            "this project"
+        ),
+    )
+    parser.add_argument(
+        "--only",
+        type=name_list,
+        metavar="GLOBS",
+        help="with --libraries: only these, such as 'keras*,torch*'",
+    )
+    parser.add_argument(
+        "--checks",
+        type=name_list,
+        metavar="A,B",
+        help="rows of the matrix, such as 'mask,empty row'; default: all",
+    )
+    parser.add_argument(
+        "--dtypes",
+        type=dtype_list,
+        metavar="A,B",
+        help="default: float32,bfloat16,float16; for ttnn: bfloat16",
+    )
+    add_declarations(parser, ("torch", "jax", "ttnn"))
+    parser.add_argument("--d-model", type=int, metavar="E", help="width of a layer's inputs")
+    parser.add_argument("--num-heads", type=int, metavar="N", help="query heads of a layer")
+    parser.add_argument(
+        "--num-kv-heads",
+        type=int,
+        metavar="K",
+        help="key/value heads, to declare grouped heads as supported",
+    )
+
+
+def run(options: argparse.Namespace) -> Result:
+    """Run the checks, and print the matrix."""
+    from parity.explain.conformance.answers import exit_status, unexamined_dtypes
+    from parity.explain.conformance.discover import load_callable, load_params
+    from parity.explain.conformance.examine import examine, examine_peers
+    from parity.explain.conformance.peers import PEERS
+    from parity.explain.conformance.questions import QUESTIONS
+    from parity.explain.conformance.subjects import DTYPES
+    from parity.measure.core.packages import installed
+    from parity.use.reporting.conformance import print_conformance
+    from parity.use.reporting.console import console, progress_bar
+
+    if options.libraries == (options.subject is not None):
+        raise refusal("PKG.MODULE:CALLABLE or --libraries", "be passed, and not both")
+    names = ("framework", "params", "axes", "d_model", "num_heads", "num_kv_heads")
+    names += ("mask_name", "mask_true", "causal_name", "causal_alignment")
+    declared = {name: value for name in names if (value := getattr(options, name)) is not None}
+    flags = {flag_of(name): value for name, value in declared.items()}
+    check_names("--dtypes", options.dtypes, DTYPES)
+    check_names("--checks", options.checks, QUESTIONS)
+    if options.libraries:
+        if flags:
+            raise refusal("--libraries", f"not be combined with {', '.join(flags)}")
+        names = matching("--only", options.only or ["*"], PEERS)
+        with progress_bar(len(names)) as on_subject:
+            found = examine_peers(names, options.checks, options.dtypes, on_subject=on_subject)
+    else:
+        if options.only is not None:
+            raise refusal(
+                "--only", "be passed with --libraries", {"--only": ",".join(options.only)}
+            )
+        if options.params is not None:
+            declared["params"] = load_params(options.params)
+        if "causal_alignment" in declared:
+            declared["causal"] = declared.pop("causal_alignment")
+        target = load_callable(options.subject)
+        found = [examine(target, options.checks, options.dtypes, name=options.subject, **declared)]
+
+    def again(subject: str, question: str) -> str:
+        words = ["mha-parity", "conformance"]
+        words += ["--libraries", "--only", subject] if options.libraries else [options.subject]
+        for flag, value in flags.items():
+            words += [flag, str(value)]
+        return shlex.join([*words, "--checks", question])
+
+    print_conformance(found, console(), again)
+    content = {"packages": installed(), "subjects": found, "not_examined": unexamined_dtypes(found)}
+    return exit_status(found), content

@@ -1,0 +1,220 @@
+"""`mha-parity convert`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from parity.measure.text import some_of
+from parity.use.cli.help import Page, Result
+from parity.use.cli.layers import add_layer_options, layer_options, said_of_layers, warn_of_parts
+from parity.use.cli.messages import refusal, warn
+from parity.use.cli.options import name_list
+
+if TYPE_CHECKING:
+    from parity.port.conversion.layouts.losses import LossyError as LossyType
+
+MOST_GIB = 2**20  # of a shard: a pebibyte
+
+PAGE = Page(
+    "convert attention weights between layouts",
+    "Convert the attention layers of a checkpoint between layouts, tensor by tensor, and keep or "
+    "drop all "
+    "other tensors. If the file is ambiguous, an error names the flag that decides. DST is "
+    "written completely "
+    "or not at all.",
+    "mha-parity convert model.safetensors flax.safetensors --from transformers.LLaMA \\\n"
+    "      --to flax.nnx --prefix 'model.layers.{i}.self_attn' --num-heads 32",
+    "written",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source", metavar="SRC", help="a file, or a folder of shards or of files of ranks"
+    )
+    parser.add_argument(
+        "target", metavar="DST", help="a file, whose suffix selects the format, or a folder"
+    )
+    parser.add_argument(
+        "--from", dest="layout", metavar="LAYOUT", help="layout of SRC; default: from its metadata"
+    )
+    parser.add_argument(
+        "--to", required=True, metavar="LAYOUT", help="layout of DST: see `mha-parity layouts`"
+    )
+    parser.add_argument(
+        "--to-prefix", metavar="P", help="prefix in DST; without {i}, layers are stacked on an axis"
+    )
+    parser.add_argument(
+        "--rest",
+        choices=("keep", "drop"),
+        default="keep",
+        help="keep or drop all other tensors; default: keep",
+    )
+    parser.add_argument(
+        "--drop",
+        type=name_list,
+        default=[],
+        metavar="A,B",
+        help=(
+            "features to leave out if DST cannot hold them, such as rope.scaling or soft_cap; "
+            "the file records them"
+        ),
+    )
+    parser.add_argument(
+        "--fill-bias", action="store_true", help="add biases of zeros if DST needs biases"
+    )
+    parser.add_argument(
+        "--max-shard-gib", type=float, metavar="G", help="split DST into files of at most this size"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="R",
+        help="divide the heads over R ranks: DST is a new folder with one file per rank",
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="replace DST, if it is of the same format"
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="read everything, report the result or the errors, and write nothing",
+    )
+    add_layer_options(parser, "a layer")
+
+
+def may_write(options: argparse.Namespace, path: str) -> bool:
+    """Return whether a file may be one of DST: the file, its shards and their index, or anything in
+    a new folder.
+    """
+    from parity.measure.files.reading import INDEX, SUFFIXES
+    from parity.measure.files.target import is_shard_of
+
+    file, target = Path(os.path.realpath(path)), Path(options.target)
+    is_folder = options.ranks is not None or SUFFIXES.get(target.suffix.lower()) == "orbax"
+    if is_folder:
+        whole = Path(os.path.realpath(target))
+        return file == whole or whole in file.parents
+    if target.is_dir():
+        target /= "model.safetensors"
+    if file == Path(os.path.realpath(target)):
+        return True
+    is_of_set = file.name == f"{target.name}{INDEX}" or is_shard_of(target, file.name)
+    return is_of_set and file.parent == Path(os.path.realpath(target.parent))
+
+
+def _accepting(words: Sequence[str], lossy: LossyType) -> str:
+    """Return the command line of this process with the options that accept its losses."""
+    remedy: Mapping[str, Any] = dict(cast(Any, lossy.remedy))
+    kept: list[str] = []
+    skips_value = False
+    for word in words:
+        if skips_value:
+            skips_value = False
+        elif "drop" in remedy and word == "--drop":
+            skips_value = True
+        elif "drop" not in remedy or not word.startswith("--drop="):
+            kept.append(word)
+    if "drop" in remedy:
+        kept += ["--drop", remedy["drop"]]
+    if "fill_bias" in remedy:
+        kept.append("--fill-bias")
+    return shlex.join(["mha-parity", *kept])
+
+
+def run(options: argparse.Namespace) -> Result:
+    """Convert, and print the result for the tensors."""
+    from parity.explain.identification.folders import is_unknown, observe_folder, observed_file
+    from parity.port.conversion.convert import convert_file
+    from parity.port.conversion.inspect import count_tensors
+    from parity.port.conversion.layouts.losses import LossyError
+    from parity.use.reporting.console import console, progress_bar
+    from parity.use.reporting.conversion import print_conversion
+
+    gib = options.max_shard_gib
+    if gib is not None and not 0 < gib <= MOST_GIB:
+        raise refusal(
+            "--max-shard-gib", f"be a number > 0 and <= {MOST_GIB}", {"--max-shard-gib": gib}
+        )
+    source, observed = options.source, []
+    with ExitStack() as stack:
+        if (
+            not said_of_layers(options)
+            and all(map(find_spec, ("torch", "transformers")))
+            and is_unknown(source)
+        ):
+            try:
+                observed = observe_folder(source)
+                source = stack.enter_context(observed_file(observed))
+            except (OSError, ValueError) as error:
+                warn(f"not observed: {error}")
+            if source != options.source and options.rest == "keep":
+                raise refusal(
+                    "--rest",
+                    "be drop if no rules distinguish the other tensors",
+                    {"--rest": "keep"},
+                )
+        on_tensor = stack.enter_context(progress_bar(count_tensors(source)))
+        try:
+            converted = convert_file(
+                source,
+                options.target,
+                source=options.layout,
+                target=options.to,
+                prefix=options.prefix,
+                to_prefix=options.to_prefix,
+                keep_rest=options.rest == "keep",
+                max_shard_bytes=None if gib is None else max(1, int(gib * 2**30)),
+                ranks=options.ranks,
+                drop=options.drop,
+                fill_bias=options.fill_bias,
+                force=options.force,
+                dry_run=options.dry_run,
+                on_tensor=on_tensor,
+                **layer_options(options),
+            )
+        except LossyError as lossy:
+            lossy.command = _accepting(options.words, lossy)
+            raise
+    print_conversion(converted, options.to, console())
+    for layer in observed:
+        warn(f"no rules of a family, observed with random inputs: {layer}")
+    if source != options.source:
+        warn(
+            "left out: all tensors but those of its attention layers, because no rules "
+            "distinguish them"
+        )
+    warn_of_parts(options.source)
+    for what, names in (
+        ("missing in the file, though its config.json requires them", converted.missing),
+        ("left out, because they are not tensors", converted.left_out),
+        ("metadata of the source that the target cannot hold", converted.metadata_left_out),
+        (
+            f"kept in {converted.source}, because --prefix does not match them",
+            converted.unconverted,
+        ),
+        (
+            "kept in the old layout, although an optimizer expects the new one",
+            converted.optimizer_state,
+        ),
+        (
+            "norms over the width of all heads: each rank has its own weights, and code that "
+            "computes with them must "
+            "add up the squares of all ranks",
+            converted.joined,
+        ),
+        (
+            "quantized in the source, and written as the float32 values that they represent",
+            converted.dequantised,
+        ),
+    ):
+        if names:
+            warn(f"{what}: {some_of(names)} ({len(names)})")
+    return 0, converted.to_dict()

@@ -1,0 +1,325 @@
+"""`mha-parity diagnose`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from parity.use.cli.former import warn_of_former
+from parity.use.cli.help import Page, Result
+from parity.use.cli.layers import (
+    ASSUMED_CAUSAL,
+    add_layer_options,
+    layer_options,
+    pairs_of_layers,
+    status_of,
+)
+from parity.use.cli.messages import refusal
+from parity.use.cli.options import add_causal_option, add_params_option
+from parity.use.cli.paths import kind_of
+from parity.use.cli.reports import add_html_option, attention_maps, write_page
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from parity.explain.diagnosis.diagnose import Diagnosis
+    from parity.measure.core.problem import Problem
+    from parity.use.running.report import Report
+
+PAGE = Page(
+    "name the wrong layer, the wrong stage and the bug",
+    "Find out why an implementation differs from the reference. The result is the known bug, or "
+    "the two, that "
+    "explain the difference.",
+    "mha-parity diagnose my_package.attention:attention --weights layer.safetensors",
+    "nothing differs by more than rounding",
+    "something differs",
+    forms=(
+        (
+            "PKG.MODULE:FUNCTION --weights FILE",
+            "your function, with the weights that it should have",
+        ),
+        ("TRACE", "a trace that `run --save-traces` wrote"),
+        ("TRACE TRACE", "two traces of one case"),
+        ("FILE FILE", "two files of weights"),
+        ("RECORDING --model FOLDER", "a recording of parity.tap, and its model"),
+        ("RECORDING RECORDING", "two recordings of one model"),
+        ("FILE… --mesh tensor=4 --weights FILE", "the stages of each rank"),
+    ),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "files",
+        nargs="+",
+        metavar="INPUT",
+        help="a function, traces, recordings or weight files: see the forms below",
+    )
+    parser.add_argument(
+        "--weights",
+        metavar="FILE",
+        help="correct weights of the function, or of the layer that ranks divide",
+    )
+    parser.add_argument(
+        "--model", metavar="FOLDER", help="model of the recordings, with config.json and weights"
+    )
+    parser.add_argument(
+        "--framework",
+        choices=("torch", "jax", "ttnn"),
+        help="framework of a function, if it cannot be inferred",
+    )
+    add_params_option(parser)
+    add_causal_option(
+        parser, "causal mask of a function or of ranks; default: --causal for self-attention"
+    )
+    parser.add_argument(
+        "--mesh",
+        metavar="tensor=4",
+        help=(
+            "files are the stages of ranks, in order; ranks divide the heads (tensor) or tokens "
+            "(sequence)"
+        ),
+    )
+    parser.add_argument(
+        "--case",
+        metavar="NAME",
+        help="with --mesh: the case that ranks computed, instead of --weights",
+    )
+    parser.add_argument(
+        "--from",
+        dest="layouts",
+        action="append",
+        default=[],
+        metavar="LAYOUT",
+        help="layout of both weight files, or of each",
+    )
+    add_layer_options(parser, "the layer, in both files or each", many=True)
+    add_html_option(parser)
+    parser.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="also print alternatives, patterns, nearest bugs and conventions",
+    )
+
+
+def run(options: argparse.Namespace) -> Result:
+    """Print what explains a difference."""
+    from parity.use.cli import ranks, taps
+    from parity.use.reporting.console import console
+    from parity.use.reporting.diagnosis import print_diagnosis
+    from parity.use.running.run import compare_traces
+
+    out, files = console(), " ".join(options.files)
+    if options.mesh is not None:
+        for flag, value in {"--framework": options.framework, "--params": options.params}.items():
+            if value is not None:
+                raise refusal(flag, "be passed with PKG.MODULE:FUNCTION", files)
+        if options.html is not None:
+            raise refusal("--html", "be left out with --mesh")
+        return ranks.diagnose(options)
+    if options.case is not None:
+        raise refusal("--case", "be passed with --mesh")
+    of_function = {
+        "--framework": options.framework,
+        "--params": options.params,
+        "--causal": options.causal,
+    }
+    if taps.are_taps(options.files):
+        if options.weights is not None:
+            warn_of_former("--weights for recordings", "--model")
+            options.model, options.weights = options.weights, None
+        of_others = {
+            **of_function,
+            "--from": options.layouts or None,
+            "--prefix": options.prefix or None,
+        }
+        if given := [flag for flag, value in of_others.items() if value is not None]:
+            raise refusal(", ".join(given), "be left out for recordings", files)
+        return taps.diagnose(options)
+    if options.model is not None:
+        raise refusal("--model", "be passed with recordings", files)
+    is_function = (
+        len(options.files) == 1 and ":" in options.files[0] and not Path(options.files[0]).exists()
+    )
+    of_function["--weights"] = options.weights
+    if not is_function and (
+        given := [flag for flag, value in of_function.items() if value is not None]
+    ):
+        raise refusal(", ".join(given), "be passed with PKG.MODULE:FUNCTION", files)
+    maps = attention_maps(options)
+    if is_function:
+        diagnosis, report = _diagnose_function(options, out)
+    elif len(options.files) <= 2 and _are_traces(options.files):
+        diagnosis = _diagnose_traces(options.files, out, verbose=options.verbose)
+        report = None if options.html is None else compare_traces(options.files, on_judged=maps)
+    elif len(options.files) == 2:
+        return _diagnose_weights(options, out)
+    else:
+        kinds = "PKG.MODULE:FUNCTION, one or two traces, one or two recordings, or two weight files"
+        raise refusal("INPUT", f"be {kinds}", files)
+    print_diagnosis(diagnosis, out, is_right=not diagnosis.is_wrong, verbose=options.verbose)
+    write_page(options, report, maps)
+    return 1 if diagnosis.is_wrong else 0, diagnosis.to_dict()
+
+
+def _diagnose_weights(options: argparse.Namespace, out: Console) -> Result:
+    """Print how the layers of two files differ and the bug that explains it; of many, the first
+    pair that differs.
+    """
+    from parity.explain.diagnosis.diagnose import Diagnosis
+    from parity.explain.diagnosis.weights import diagnose_weights
+    from parity.port.conversion.differences import compare_weights
+    from parity.use.reporting.diagnosis import print_weights
+
+    if options.html is not None:
+        raise refusal("--html", "be left out for weight files")
+    shown: tuple[Any, Any] | None = None
+    with pairs_of_layers(options) as pairs:
+        for one, other in pairs.layers:
+            layers = (*one.load(), *other.load())
+            weights = compare_weights(*layers)
+            if shown is None or not weights.same:
+                shown = weights, Diagnosis("none") if weights.same else diagnose_weights(*layers)
+            if not weights.same:
+                if len(pairs.layers) > 1:
+                    first = (
+                        f"{one.label} and {other.label} are the first of {len(pairs.layers)} "
+                        f"layers that differ"
+                    )
+                    out.print(first, soft_wrap=True)
+                break
+    weights, diagnosis = cast(Any, shown)  # there is a layer
+    print_weights(weights, diagnosis, out, verbose=options.verbose)
+    return status_of(weights.same, pairs), {
+        **diagnosis.to_dict(),
+        "weights": weights,
+        "not_compared": pairs.not_compared,
+    }
+
+
+def _are_traces(files: Sequence[str]) -> bool:
+    """Return if the files are traces; reject a mixture."""
+    kinds = [kind_of(path) == "trace" for path in files]
+    if any(kinds) and not all(kinds):
+        raise refusal("both files", "be traces, or neither", " ".join(files))
+    return all(kinds)
+
+
+def _diagnose_traces(files: Sequence[str], out: Console, *, verbose: bool) -> Diagnosis:
+    """Return the diagnosis of one trace, or of the one of two whose first wrong stage comes
+    first.
+    """
+    from parity.explain.diagnosis.traces import diagnose_worst, distances, judge_together
+    from parity.measure.core.compare import first_difference
+    from parity.use.reporting.diagnosis import print_divergence
+    from parity.use.running.traces import load_trace
+
+    traces = [load_trace(path) for path in files]
+    if len({trace.problem.digest for trace in traces}) > 1:
+        raise refusal("traces", "be of one case and dtype", " ".join(files))
+    if len({trace.title for trace in traces}) < len(
+        traces
+    ):  # of one backend: files distinguish them
+        traces = [
+            replace(trace, folder=path, is_named_by_folder=True)
+            for trace, path in zip(traces, files, strict=True)
+        ]
+    sides = judge_together(traces)
+    if len(traces) > 1:
+        print_divergence(sides, distances(traces[0], traces[1], sides), out, verbose=verbose)
+    elif difference := first_difference(sides[0]):
+        title, _, numbers = str(difference).partition("\n")
+        out.print(title, style="red", soft_wrap=True)
+        if verbose:
+            out.print(numbers, soft_wrap=True)
+    return diagnose_worst(traces, sides)
+
+
+def _diagnose_function(
+    options: argparse.Namespace, out: Console
+) -> tuple[Diagnosis, Report | None]:
+    """Return the diagnosis of a function, and a report if a page is requested; print
+    assumptions.
+    """
+    from parity.explain.diagnosis.diagnose import SECONDS, diagnose, observe
+    from parity.measure.backends import FRAMEWORKS, load_backend
+    from parity.use.running.report import report_of_stages
+
+    function, problem, framework = _function(options)
+    case = problem.case
+    with load_backend(FRAMEWORKS[framework]).lock(
+        problem.dtype
+    ) as settings:  # what a layer keeps lasts for both calls
+        arithmetic = settings.get("arithmetic", "ieee")
+        observed = observe(function, problem, framework)
+        diagnosis = diagnose(observed, problem, arithmetic=arithmetic)
+        report = None
+        if options.html is not None:
+            report = report_of_stages(
+                options.files[0], framework, observed, problem, arithmetic, diagnosis
+            )
+        is_assumed = case.is_causal and options.causal is None
+        if is_assumed:
+            out.print(f"{options.files[0]} {ASSUMED_CAUSAL}", soft_wrap=True, highlight=False)
+        if is_assumed and diagnosis.is_wrong:
+            other = replace(problem, case=replace(case, is_causal=False))
+            observed, seconds = (
+                observe(function, other, framework),
+                SECONDS if diagnosis.unknowns else 0.0,
+            )
+            words = _words_of(diagnose(observed, other, arithmetic=arithmetic, seconds=seconds))
+            if words and words != _words_of(diagnosis):
+                out.print(
+                    f"with --no-causal, {words}", style="bold", soft_wrap=True, highlight=False
+                )
+    return diagnosis, report
+
+
+def _words_of(diagnosis: Diagnosis) -> str:
+    """Return the result under another assumption, if it leaves nothing unexplained."""
+    if not diagnosis.is_wrong:
+        return "nothing differs"
+    names = [name for explanation in diagnosis.explanations for name in explanation.bugs]
+    return (
+        ""
+        if diagnosis.unknowns or not names
+        else f"known bugs explain every difference: {', '.join(names)}"
+    )
+
+
+def _function(options: argparse.Namespace) -> tuple[Any, Problem, str]:
+    """Return a function, probe inputs with its correct weights, and its framework."""
+    from parity.explain.conformance.discover import framework_of, load_callable, load_params, made
+    from parity.explain.conformance.functional import check_has_weights
+    from parity.measure.backends import FRAMEWORKS, why_missing
+    from parity.measure.core.problem import make_problem
+    from parity.port.conversion.convert import load
+    from parity.port.conversion.verify import probe_case
+
+    if options.weights is None:
+        raise refusal(
+            "--weights",
+            f"be passed for a function: the file of the correct weights of {options.files[0]}",
+        )
+    function = load_callable(options.files[0])
+    if isinstance(function, type):
+        raise refusal(options.files[0], "be a function, or an instance of a layer", "a class")
+    function = made(function, options.files[0], options.params and load_params(options.params))
+    check_has_weights(function, options.files[0])
+    framework = options.framework or framework_of(function)
+    if framework is None:
+        raise refusal(
+            "--framework", f"be the framework of {options.files[0]}, one of {', '.join(FRAMEWORKS)}"
+        )
+    if reason := why_missing(FRAMEWORKS[framework]):
+        raise ModuleNotFoundError(reason)
+    layouts, prefixes = options.layouts or [None], options.prefix or [None]
+    weights, spec = load(options.weights, layouts[0], prefix=prefixes[0], **layer_options(options))
+    case = probe_case("diagnose", spec, is_causal=options.causal)
+    dtype = "bfloat16" if framework == "ttnn" else "float32"  # the dtype of its fused kernels
+    return function, make_problem(case, dtype, weights), framework

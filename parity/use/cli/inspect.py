@@ -1,0 +1,45 @@
+"""`mha-parity inspect`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from parity.use.cli.help import Page, Result
+from parity.use.cli.layers import add_layer_options, layer_options, warn_of_parts
+
+PAGE = Page(
+    "list the tensors of a file and the layouts they fit",
+    "List the names, shapes and dtypes of a file, the prefixes of its attention layers, and the "
+    "layouts that they fit.",
+    "mha-parity inspect model.safetensors",
+    "read, with or without attention in it",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "file", metavar="FILE", help="a file of tensors, or a folder of shards or of files of ranks"
+    )
+    add_layer_options(parser)
+
+
+def run(options: argparse.Namespace) -> Result:
+    """Print the tensors and layers of a file."""
+    from parity.port.conversion.inspect import find_layers
+    from parity.port.conversion.ranks import open_checkpoint
+    from parity.use.reporting.console import console
+    from parity.use.reporting.conversion import print_inspection
+
+    with open_checkpoint(options.file) as file:
+        found = find_layers(file, **layer_options(options))
+        dtypes = {dtype: dtype.name for dtype in {info.dtype for info in file.infos.values()}}
+        infos: dict[str, dict[str, Any]] = {}
+        for name, info in file.infos.items():
+            infos[name] = {"shape": list(info.shape), "dtype": dtypes[info.dtype]}
+        for name, kind in file.quantised.items():
+            infos[name]["quantised"] = kind
+        print_inspection(options.file, file, found, console())
+        told = {"file_format": file.format, "metadata": dict(file.metadata), "tensors": infos}
+    warn_of_parts(options.file)
+    return 0, {**told, "layers": found}

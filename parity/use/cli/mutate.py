@@ -1,0 +1,122 @@
+"""`mha-parity mutate`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from parity.use.cli.help import Page, Result
+from parity.use.cli.messages import refusal
+from parity.use.cli.options import add_declarations, check_range, matching, name_list
+
+if TYPE_CHECKING:
+    from mha_spec import InputError
+
+PAGE = Page(
+    "report which known bugs your tests miss",
+    "Inject known bugs into your own attention, one at a time, run your tests for each, and "
+    "report the bugs "
+    "that no test notices.",
+    "mha-parity mutate my_package.attention:attention --jobs 2 -- pytest -q "
+    "tests/test_attention.py",
+    "every bug was noticed",
+    "a bug was missed",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "subject", metavar="PKG.MODULE:CALLABLE", help="a function, or a class of modules"
+    )
+    parser.add_argument(
+        "tests",
+        nargs="+",
+        metavar="COMMAND",
+        help="after --, the command that runs your tests: pytest …",
+    )
+    parser.add_argument(
+        "--only",
+        type=name_list,
+        metavar="GLOBS",
+        help="inject only these bugs, such as 'mask*,scale*'",
+    )
+    parser.add_argument("--skip", type=name_list, metavar="GLOBS", help="leave out these bugs")
+    parser.add_argument(
+        "-j", "--jobs", type=int, default=1, metavar="N", help="runs at a time; default: 1"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="limit of one run; default: ten times the first one, at least 60",
+    )
+    add_declarations(parser, ("torch", "jax"))
+    parser.add_argument(
+        "--padding-true", choices=("hides", "shows"), help="effect of True in a padding mask"
+    )
+
+
+def run(options: argparse.Namespace) -> Result:
+    """Inject the bugs, run the tests, and print the outcomes."""
+    from parity.explain.conformance.discover import load_params
+    from parity.explain.mutating.bugs import injections_for
+    from parity.explain.mutating.run import Status, Suite, mutate
+    from parity.explain.mutating.view import view_of
+    from parity.use.reporting.console import console, progress_bar
+    from parity.use.reporting.mutate import print_mutations
+
+    check_range(options, "jobs", 1)
+    if options.timeout is not None and not options.timeout > 0:
+        raise refusal("--timeout", "be above 0", {"--timeout": options.timeout})
+    wanted = _wanted(options.only, options.skip)
+    claims = ("framework", "axes", "mask_name", "mask_true", "padding_true", "causal_name")
+    params = None if options.params is None else load_params(options.params)
+    claimed = {
+        **{name: getattr(options, name) for name in claims},
+        "causal": options.causal_alignment,
+    }
+    view = view_of(options.subject, params=params, **claimed)
+    fit, reasons = injections_for(view)
+    names = [name for name in fit if name in wanted]
+    left_out = {name: reason for name, reason in reasons.items() if name in wanted}
+    if not names:
+        raise _nothing(options, left_out)
+    tests = Suite(options.subject, view, options.tests, options.timeout)
+    with progress_bar(1 + len(names)) as on_bug:
+        outcomes = list(mutate(tests, names, jobs=options.jobs, on_bug=on_bug))
+    left_out |= {
+        outcome.bug: outcome.by for outcome in outcomes if outcome.status is Status.NOT_INJECTED
+    }
+    outcomes = [outcome for outcome in outcomes if outcome.status is not Status.NOT_INJECTED]
+    if not outcomes:
+        raise _nothing(options, left_out)
+    print_mutations(options.subject, outcomes, left_out, console(), view.note)
+    found = {
+        "subject": options.subject,
+        "not_examined": view.note,
+        "outcomes": outcomes,
+        "not_injected": left_out,
+    }
+    return 0 if all(outcome.is_caught for outcome in outcomes) else 1, found
+
+
+def _nothing(options: argparse.Namespace, left_out: Mapping[str, str]) -> InputError:
+    """Return the error if none of the requested bugs can be injected."""
+    flags = [f"--{name}" for name in ("only", "skip") if getattr(options, name)]
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:3])
+    if flags:
+        return refusal(
+            " and ".join(flags), f"leave a bug that can be injected into {options.subject}", reasons
+        )
+    return refusal(options.subject, "be a target for a known bug", reasons)
+
+
+def _wanted(only: list[str] | None, skip: list[str] | None) -> set[str]:
+    """Return the names of the requested bugs."""
+    from parity.explain.mutating.bugs import names
+
+    known, lister = names(), "mha-parity bugs --all"
+    return {*matching("--only", only or ["*"], known, lister)} - {
+        *matching("--skip", skip or [], known, lister)
+    }

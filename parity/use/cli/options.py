@@ -1,0 +1,175 @@
+"""Options: their names, and the parsers of their values."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import math
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from parity.measure.text import did_you_mean, some_of
+from parity.use.cli.messages import refusal
+
+if TYPE_CHECKING:
+    from mha_spec import InputError
+
+HEADS = ("num_heads", "num_kv_heads", "head_dim")
+
+ARGUMENTS = (
+    *("prefix", "to_prefix", "drop", "fill_bias", "ranks", "against", "layers", *HEADS),
+    *("case", "heads", "sequence", "framework", "params", "axes", "d_model"),
+    *("mask_name", "mask_true", "padding_true", "causal_name"),
+)
+"""Arguments of the functions behind the commands that are options of the same names."""
+
+OTHER_ARGUMENTS = {
+    "tokens": "labels",
+    "query_tokens": "query_labels",
+    "questions": "checks",
+    "causal": "causal_alignment",
+}
+"""Arguments of these functions that are options of other names."""
+
+SHORT_DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+def flag_of(name: str) -> str:
+    """Return the option of a name: `--head-dim` for `head_dim`."""
+    return f"--{name.replace('_', '-')}"
+
+
+def in_flags(refused: InputError, options: argparse.Namespace) -> InputError:
+    """Return a refusal of a function's argument as one of the option for it: `--to-prefix` for
+    `to_prefix`.
+    """
+    names = {**{name: name for name in ARGUMENTS}, **OTHER_ARGUMENTS}
+    flags = {name: flag_of(option) for name, option in names.items() if hasattr(options, option)}
+    if hasattr(options, "layout") or hasattr(options, "layouts"):
+        flags |= {"source": "--from", "layout": "--from"}
+    if hasattr(options, "to"):
+        flags |= {"target": "--to"}
+
+    def rename(name: str, value: Any) -> tuple[str, Any]:
+        if name == "keep_rest":
+            return "--rest", "drop"
+        # Layouts have rules about numbers of heads that were not passed.
+        is_passed = name not in HEADS or (
+            value is not None and value == getattr(options, name, None)
+        )
+        return flags.get(name, name) if is_passed else name, value
+
+    return refused.renamed(rename)
+
+
+def add_params_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the weights of a function that accepts them as an argument."""
+    parser.add_argument(
+        "--params",
+        metavar="PKG.MODULE:NAME",
+        help="weights for attention(params, x): a mapping, or a function that returns one",
+    )
+
+
+def add_declarations(parser: argparse.ArgumentParser, frameworks: Sequence[str]) -> None:
+    """Add options that declare properties of an attention that cannot be inferred."""
+    parser.add_argument(
+        "--framework",
+        choices=frameworks,
+        help="framework of your function, if its module uses several",
+    )
+    add_params_option(parser)
+    parser.add_argument(
+        "--axes",
+        choices=("BNTH", "BTNH", "BTE"),
+        help="axes of the inputs, if they cannot be inferred",
+    )
+    parser.add_argument("--mask-name", metavar="NAME", help="name of the mask parameter")
+    parser.add_argument("--mask-true", choices=("hides", "shows"), help="effect of True in a mask")
+    parser.add_argument("--causal-name", metavar="NAME", help="name of the causal flag")
+    parser.add_argument(
+        "--causal-alignment",
+        choices=("top-left", "bottom-right"),
+        help="corner that the causal diagonal passes through, if queries and keys differ in number",
+    )
+
+
+def add_causal_option(parser: argparse.ArgumentParser, about: str) -> None:
+    """Add `--causal` and `--no-causal`; the value is None if neither is passed."""
+    parser.add_argument("--causal", action=argparse.BooleanOptionalAction, help=about)
+
+
+def name_list(text: str) -> list[str]:
+    """Parse names with commas between them."""
+    found = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not found:
+        raise argparse.ArgumentTypeError("must have at least one name")
+    return found
+
+
+def dtype_name(text: str) -> str:
+    """Parse the name of a dtype: `fp32` is `float32`."""
+    return SHORT_DTYPES.get(text, text)
+
+
+def dtype_list(text: str) -> list[str]:
+    """Parse names of dtypes with commas between them."""
+    return list(dict.fromkeys(map(dtype_name, name_list(text))))
+
+
+def named_path(text: str) -> tuple[str, str]:
+    """Parse a name and a path: `tt=.venv-tt/bin/python`."""
+    name, _, path = text.partition("=")
+    if not (name and path):
+        raise argparse.ArgumentTypeError(f"must be NAME=PATH, got {text}")
+    return name, path
+
+
+def range_list(text: str) -> list[int]:
+    """Parse numbers and ranges of numbers: `0,5-7`."""
+    found: list[int] = []
+    with suppress(ValueError):
+        for first, dash, last in (word.partition("-") for word in name_list(text)):
+            found += range(int(first), int(last if dash else first) + 1)
+        if found:
+            return found
+    raise argparse.ArgumentTypeError(f"must be numbers and ranges, such as 0,5-7, got {text}")
+
+
+def check_range(options: argparse.Namespace, name: str, least: int, most: float = math.inf) -> None:
+    """Reject a number that is too small or too large."""
+    value = getattr(options, name)
+    if value < least:
+        raise refusal(flag_of(name), f"be at least {least}", {flag_of(name): value})
+    if value > most:
+        raise refusal(flag_of(name), f"be at most {most}", {flag_of(name): value})
+
+
+def check_names(flag: str, given: Sequence[str] | None, known: Collection[str]) -> None:
+    """Reject an unknown name of a short list."""
+    for name in given or ():
+        if name not in known:
+            raise refusal(
+                flag, f"be one of {', '.join(known)}", {flag: name}, hint=did_you_mean(name, known)
+            )
+
+
+def matching(
+    flag: str, globs: Sequence[str], known: Collection[str], lister: str = ""
+) -> list[str]:
+    """Return the known names that patterns match, in their order; reject a pattern that matches
+    none.
+
+    Args:
+        flag: the option that has the patterns.
+        globs: the patterns.
+        known: all names.
+        lister: the command that lists all names, if they are many.
+    """
+    for glob in globs:
+        if not fnmatch.filter(known, glob):
+            listed = f"`{lister}` lists all" if lister else f"there are {some_of(known)}"
+            hint = " ".join(filter(None, (did_you_mean(glob, known), listed)))
+            raise refusal(flag, "match a known name", {flag: glob}, hint=hint)
+    return [name for name in known if any(fnmatch.fnmatchcase(name, glob) for glob in globs)]

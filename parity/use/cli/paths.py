@@ -1,0 +1,84 @@
+"""Files and folders of a command line: rejected before the work if they cannot be written."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+
+from parity.use.cli.messages import refusal
+from parity.use.cli.options import flag_of
+
+REPORTS = ("json", "junit", "html")
+"""Options whose result can go to standard output."""
+
+STANDARD_OUTPUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
+
+PATHS = ("path", "source", "target", "file", "files", "traces")
+PATHS += ("weights", "input", "key_input", "labels_file", "join", "model")
+PATHS += ("save_traces", "plot", "output", *REPORTS)
+"""Options and positional arguments that are paths."""
+
+
+def check_paths(
+    options: argparse.Namespace, may_write: Callable[[argparse.Namespace, str], bool] | None
+) -> None:
+    """Reject reports that cannot be written, or that would overwrite another file, before the work.
+
+    Args:
+        options: the parsed command line.
+        may_write: returns whether the command may write a file besides its reports; None if it
+            writes no other.
+    """
+    from parity.measure.files.target import check_writable
+    from parity.use.reporting.earlier import check_report
+
+    paths: list[tuple[str, str]] = []
+    for name in PATHS:
+        values = getattr(options, name, None)
+        for path in values if isinstance(values, list) else [values]:
+            if path == "":
+                raise refusal(_flag(name, options), "be a file or a folder", "an empty name")
+            if path is not None:
+                paths.append((name, path))
+    for name, path in paths:
+        if name == "save_traces":
+            there = os.path.abspath(path)
+            while not os.path.lexists(there):
+                there = os.path.dirname(there)
+            check_writable(os.path.join(there, f".{os.getpid()}"), "--save-traces", path)
+        if name in (*REPORTS, "output") and path not in STANDARD_OUTPUT:
+            flag = _flag(name, options)
+            check_writable(path, flag)
+            for other, second in paths:
+                if name != other and _is_same(path, second):
+                    given = {flag: path, _flag(other, options): second}
+                    raise refusal(flag, f"be another file than {_flag(other, options)}", given)
+            if name in REPORTS:
+                if may_write is not None and may_write(options, path):
+                    raise refusal(flag, "be another file than those to write", {flag: path})
+                check_report(path, flag)
+
+
+def _flag(name: str, options: argparse.Namespace) -> str:
+    """Return an argument as the help of its command calls it."""
+    for action in options.parser._actions:
+        if action.dest == name and not action.option_strings:
+            return str(action.metavar)
+    return flag_of(name)
+
+
+def _is_same(path: str, other: str) -> bool:
+    """Return if two names are of one file, which may not exist yet."""
+    try:
+        return os.path.samefile(path, other) and os.path.isfile(path)
+    except OSError:
+        return os.path.realpath(path) == os.path.realpath(other)
+
+
+def kind_of(path: str) -> str:
+    """Return the kind of a file by its metadata: `trace`, `tap`, or empty."""
+    from parity.measure.files import open_tensors
+
+    with open_tensors(path) as file:
+        return str(file.metadata.get("kind", ""))

@@ -1,0 +1,137 @@
+"""`mha-parity plot`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from parity.use.cli.help import Page, Result
+from parity.use.cli.layers import add_layer_options, layer_options
+from parity.use.cli.messages import refusal
+from parity.use.cli.options import add_causal_option, range_list
+from parity.use.cli.paths import kind_of
+
+PAGE = Page(
+    "draw attention heat maps, head by head",
+    "Draw a heat map of attention for each head, queries by keys, from a trace or from a layer "
+    "and its input.",
+    "mha-parity plot layer.safetensors attention.png --case causal --heads 0,1",
+    "drawn",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source", metavar="SRC", help="a trace, or a file with the weights of a layer"
+    )
+    parser.add_argument("target", metavar="DST", help="picture to write, .png or .svg")
+    given = parser.add_mutually_exclusive_group()
+    given.add_argument(
+        "--input", metavar="NPY", help="input of the layer, (tokens, width) or (B, tokens, width)"
+    )
+    given.add_argument("--case", metavar="NAME", help="apply the layer to the inputs of this case")
+    parser.add_argument(
+        "--key-input",
+        metavar="NPY",
+        help="with --input: sequence to attend to, for cross-attention",
+    )
+    add_causal_option(parser, "with --input: tokens attend to no later token; default: --no-causal")
+    labels = parser.add_mutually_exclusive_group()
+    labels.add_argument("--labels", metavar="A,B", help="labels of the keys, and of the queries")
+    labels.add_argument("--labels-file", metavar="FILE", help="file with one label a line")
+    parser.add_argument(
+        "--query-labels", metavar="A,B", help="labels of the queries, if they differ"
+    )
+    parser.add_argument(
+        "--heads", type=range_list, metavar="0,5-7", help="heads to draw; default: all"
+    )
+    parser.add_argument(
+        "--sequence",
+        type=int,
+        default=0,
+        metavar="B",
+        help="sequence of the batch to draw; default: 0",
+    )
+    parser.add_argument(
+        "--stage", help="stage of a trace, such as step0.attn_weights; default: the last one"
+    )
+    parser.add_argument(
+        "--from", dest="layout", metavar="LAYOUT", help="layout; default: from the file's metadata"
+    )
+    add_layer_options(parser, "the layer")
+
+
+def run(options: argparse.Namespace) -> Result:
+    """Draw, and print a summary."""
+    from parity.measure.files.small import read_text
+    from parity.use.reporting.console import console
+    from parity.use.reporting.plot import check_destination, plot_attention
+
+    check_destination(options.target, "DST")
+    if options.labels_file is not None:
+        labels = read_text(options.labels_file).splitlines()
+    else:
+        labels = None if options.labels is None else options.labels.split(",")
+    stage, attn_weights = _attention(options)
+    heads = list(range(attn_weights.shape[1]) if options.heads is None else options.heads)
+    plot_attention(
+        attn_weights,
+        path=options.target,
+        tokens=labels,
+        query_tokens=None if options.query_labels is None else options.query_labels.split(","),
+        heads=options.heads,
+        sequence=options.sequence,
+        title=f"{Path(options.source).name}\n{stage}, sequence {options.sequence}",
+    )
+    drawn = f"head{'s' if len(heads) != 1 else ''} {', '.join(map(str, heads))}"
+    told = f"{stage}, sequence {options.sequence}, {drawn}; wrote {options.target}"
+    console().print(told, soft_wrap=True)
+    content = {
+        "stage": stage,
+        "sequence": options.sequence,
+        "heads": heads,
+        "shape": list(attn_weights.shape),
+    }
+    return 0, {**content, "target": options.target}
+
+
+def _attention(options: argparse.Namespace) -> tuple[str, Any]:
+    """Return the stage and the attention weights of a trace, or of a layer for an input."""
+    from parity.explain.diagnosis.attention import (
+        attention_for,
+        attention_in,
+        attention_in_case,
+        read_array,
+    )
+    from parity.measure.core.cases import case_named
+    from parity.port.conversion.convert import load
+    from parity.use.running.traces import load_trace
+
+    case = None if options.case is None else case_named(options.case)
+    of_input = {"--causal": options.causal, "--key-input": options.key_input}
+    of_layer = {
+        "--input": options.input,
+        "--case": options.case,
+        **of_input,
+        "--from": options.layout,
+    }
+    of_layer |= {"--prefix": options.prefix}
+    if kind_of(options.source) == "trace":
+        if needless := [flag for flag, value in of_layer.items() if value]:
+            raise refusal(", ".join(needless), "be left out for a trace", str(options.source))
+        return attention_in(load_trace(options.source), options.stage)
+    if options.stage is not None:
+        raise refusal("--stage", "be left out for a file of weights", {"--stage": options.stage})
+    if options.input is None and (needless := [flag for flag, value in of_input.items() if value]):
+        raise refusal(", ".join(needless), "be passed with --input")
+    if options.input is None and case is None:
+        raise refusal("--input or --case", "be passed with a file of weights")
+    weights, spec = load(
+        options.source, options.layout, prefix=options.prefix, **layer_options(options)
+    )
+    if case is not None:
+        return attention_in_case(weights, spec, case)
+    query = read_array(str(options.input))
+    key = None if options.key_input is None else read_array(options.key_input)
+    return "attn_weights", attention_for(weights, spec, query, key, is_causal=bool(options.causal))

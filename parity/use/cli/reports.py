@@ -1,0 +1,78 @@
+"""Reports on standard output and in files, for `run`, `compare` and `diagnose`."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+from parity.use.cli.help import Result
+
+
+def add_length_options(parser: argparse._ActionsContainer) -> None:
+    """Add the options for the length of a printed report."""
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("-v", "--verbose", action="store_true", help="print every comparison")
+    length.add_argument(
+        "-q", "--quiet", action="store_true", help="print failures and the verdict only"
+    )
+
+
+def add_skip_option(parser: argparse._ActionsContainer) -> None:
+    """Add the option that makes a report with gaps a success."""
+    parser.add_argument(
+        "--allow-skipped",
+        action="store_true",
+        help="exit with 0 even if something was not compared; some of it must be",
+    )
+
+
+def add_report_options(parser: argparse._ActionsContainer) -> None:
+    """Add the options for the files of a report."""
+    parser.add_argument("--junit", metavar="PATH", help="also write the result as JUnit XML")
+    add_html_option(parser)
+
+
+def add_html_option(parser: argparse._ActionsContainer) -> None:
+    """Add the option for a page."""
+    parser.add_argument(
+        "--html",
+        metavar="PATH",
+        help="also write the result as one HTML page, which needs no network",
+    )
+
+
+def attention_maps(options: argparse.Namespace) -> Any:
+    """Return a function that keeps the attention maps of traces for a page, if one is requested.
+
+    Raises:
+        ModuleNotFoundError: if a library that makes the page is not installed.
+    """
+    if options.html is None:
+        return lambda trace, reference, comparisons: None
+    from parity.use.reporting.html import AttentionMaps
+
+    return AttentionMaps()
+
+
+def print_and_write(options: argparse.Namespace, results: Any, maps: Any) -> Result:
+    """Print a report, and write it to the files of the options."""
+    from parity.use.reporting.console import console
+    from parity.use.reporting.run import print_report
+
+    results = replace(results, allow_skipped=options.allow_skipped)
+    print_report(results, console(), verbose=options.verbose, quiet=options.quiet)
+    if options.junit is not None:
+        from parity.use.reporting.junit import write_junit
+
+        write_junit(options.junit, results)
+    write_page(options, results, maps)
+    return results.status, {} if options.json is None else results.to_dict()
+
+
+def write_page(options: argparse.Namespace, results: Any, maps: Any) -> None:
+    """Write a report as a page, if one is requested."""
+    if options.html is not None:
+        from parity.use.reporting.html import write_html
+
+        write_html(options.html, results, maps)

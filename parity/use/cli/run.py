@@ -1,0 +1,351 @@
+"""`mha-parity run`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parity.measure.backends import BACKENDS
+from parity.use.cli.cases import cases_named
+from parity.use.cli.help import Page, Result
+from parity.use.cli.layers import add_layer_options, layer_options, said_of_layers
+from parity.use.cli.messages import no_framework, refusal
+from parity.use.cli.options import (
+    check_names,
+    check_range,
+    dtype_list,
+    flag_of,
+    name_list,
+    named_path,
+    range_list,
+)
+from parity.use.cli.reports import (
+    add_length_options,
+    add_report_options,
+    add_skip_option,
+    attention_maps,
+    print_and_write,
+)
+
+if TYPE_CHECKING:
+    from parity.measure.core.case import Case
+    from parity.measure.sharding.mesh import MeshPlan
+    from parity.use.running.report import Report
+
+MOST_RANDOM = 10_000  # cases; they run for hours
+
+PAGE = Page(
+    "run test cases or a model's layers, and check every stage",
+    "Run test cases in each framework and compare each stage (q, k, v, scores, attention "
+    "weights, context, "
+    "output, cache, gradients) with the float64 reference. The tolerance follows from rounding "
+    "in the dtype.",
+    "mha-parity run --model checkpoints/llama --layers 0,5-7 --against transformers",
+    "every requested stage agrees",
+    "a stage differs",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_argument_group("what to run")
+    what.add_argument(
+        "--cases", metavar="GLOB", help="names such as 'rope*', or all; default: every feature once"
+    )
+    what.add_argument("--random", type=int, default=0, metavar="N", help="also run N random cases")
+    whose = what.add_mutually_exclusive_group()
+    whose.add_argument(
+        "--model",
+        metavar="FOLDER",
+        help="run every layer of this model instead: config.json, weights",
+    )
+    whose.add_argument(
+        "--weights", metavar="FILE", help="run one layer of this file instead, in any layout"
+    )
+    what.add_argument(
+        "--layers", type=range_list, metavar="0,5-7", help="layers of --model; default: all"
+    )
+    what.add_argument(
+        "--against",
+        choices=("transformers",),
+        help=(
+            "with --model: also check transformers' own modules; observe a model of an unknown "
+            "family"
+        ),
+    )
+    what.add_argument(
+        "--seq-len", type=int, metavar="N", help="tokens of --model or --weights; default: 9"
+    )
+
+    how = parser.add_argument_group("how to run")
+    how.add_argument(
+        "--backends",
+        type=name_list,
+        metavar="A,B",
+        help=f"{', '.join(BACKENDS)}; default: all that are installed",
+    )
+    how.add_argument(
+        "--dtypes",
+        type=dtype_list,
+        default=["float32"],
+        metavar="A,B",
+        help="float32, bfloat16, float16, float64, or fp32, …; default: float32",
+    )
+    how.add_argument("--grad", action="store_true", help="also compare gradients")
+    how.add_argument(
+        "-j", "--jobs", type=int, default=1, metavar="N", help="number of processes; default: 1"
+    )
+    how.add_argument(
+        "--device", default="cpu", help="device of torch, cpu or cuda; JAX uses its default device"
+    )
+    how.add_argument(
+        "--python",
+        type=named_path,
+        action="append",
+        default=[],
+        metavar="BACKEND=PATH",
+        help="run this backend with the Python of another environment",
+    )
+    how.add_argument(
+        "--join",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="also check the traces of this folder",
+    )
+
+    mesh = parser.add_argument_group("meshes of devices")
+    mesh.add_argument(
+        "--mesh",
+        metavar="data=2,tensor=4",
+        help=(
+            "divide each case over devices: its sequences (data), heads (tensor), tokens (sequence)"
+        ),
+    )
+    mesh.add_argument(
+        "--virtual-devices", type=int, metavar="N", help="with --mesh: make N devices of this CPU"
+    )
+    mesh.add_argument(
+        "--axis-types",
+        choices=("automatic", "explicit"),
+        help=(
+            "with --mesh: JAX's mesh axes; automatic (default): XLA decides, explicit: the types "
+            "of arrays do"
+        ),
+    )
+
+    reading = parser.add_argument_group("reading weights")
+    reading.add_argument(
+        "--from", dest="layout", metavar="LAYOUT", help="layout; default: from the file's metadata"
+    )
+    add_layer_options(reading, "the layers")
+
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--save-traces", metavar="DIR", help="save every stage, for `compare` and --join"
+    )
+    add_skip_option(output)
+    add_length_options(output)
+    add_report_options(output)
+
+
+def run(options: argparse.Namespace) -> Result:
+    """Run the cases, print the report and write it."""
+    from parity.measure.backends import why_missing
+    from parity.measure.core.case import DTYPES
+    from parity.port.conversion.convert import load
+    from parity.use.reporting.console import progress_bar
+    from parity.use.running.elsewhere import Elsewhere
+    from parity.use.running.lengths import not_exercised
+    from parity.use.running.models import LONGEST, SEQ_LEN, SHORTEST, cases_of
+    from parity.use.running.run import run_cases
+
+    check_names("--backends", options.backends, BACKENDS)
+    check_names("--dtypes", options.dtypes, DTYPES)
+    check_range(options, "jobs", 1)
+    if options.seq_len is not None:
+        check_range(options, "seq_len", SHORTEST, LONGEST)
+    seq_len = SEQ_LEN if options.seq_len is None else options.seq_len
+    if options.jobs > 1 and options.model is not None:
+        raise refusal(
+            "--jobs",
+            "be 1 with --model, because layers are read one at a time",
+            {"--jobs": options.jobs},
+        )
+    cases, maps = _chosen_cases(options), attention_maps(options)
+    _check_weight_options(options)
+    pythons = dict(options.python)
+    check_names("--python", [*pythons], BACKENDS)
+    if any(why_missing(name) is None for name in pythons):  # they must not run here also
+        if options.backends is None:
+            options.backends = [name for name in BACKENDS if why_missing(name) is None]
+        options.backends = [name for name in options.backends if name not in pythons]
+    asked = BACKENDS if options.backends is None else options.backends
+    backends = [name for name in asked if why_missing(name) is None]
+    if not (backends or options.backends or options.join or pythons):
+        raise ModuleNotFoundError(no_framework())
+    told = {"with_gradients": options.grad, "mesh": _mesh(options, backends), "on_judged": maps}
+    told["device"] = "cpu" if "torch" in pythons else options.device
+    if options.model is not None:
+        told["seq_len"] = seq_len
+        results = _run_model(options, told)
+        return print_and_write(options, results, maps)
+    weights, spec, name = None, None, ""
+    if options.weights is not None:
+        weights, spec = load(
+            options.weights, options.layout, prefix=options.prefix, **layer_options(options)
+        )
+        name = f"weights-{Path(options.weights).stem}"
+        cases = cases_of(name, spec, seq_len=seq_len)
+    runs = sum(1 if case.dtype else len(options.dtypes) for case in cases) * len(backends)
+    with progress_bar(runs) as on_case, ExitStack() as stack:
+        num_processes = max(options.jobs, 1) + len(pythons)
+        elsewhere = [
+            stack.enter_context(Elsewhere(path, _told_elsewhere(options, name), num_processes))
+            for name, path in pythons.items()
+        ]
+        join = [*options.join, *elsewhere]
+        told |= {
+            "weights": weights,
+            "traces": options.save_traces,
+            "join": join,
+            "on_case": on_case,
+        }
+        told["jobs"] = options.jobs
+        results = run_cases(cases, options.backends, options.dtypes, **told)
+    if spec is not None:
+        results = replace(
+            results, not_exercised=not_exercised([(name, spec)], seq_len, options.dtypes)
+        )
+    return print_and_write(options, results, maps)
+
+
+def _told_elsewhere(options: argparse.Namespace, backend: str) -> list[str]:
+    """Return the words of `mha-parity run` for the same cases on a backend with another Python."""
+    told = [
+        "--backends",
+        backend,
+        "--dtypes",
+        ",".join(options.dtypes),
+        "--random",
+        str(options.random),
+    ]
+    # Cases that it skips count in the report of all.
+    told.append("--allow-skipped")
+    given = {
+        name: getattr(options, name) for name in ("cases", "mesh", "virtual_devices", "axis_types")
+    }
+    told += [
+        word
+        for name, value in given.items()
+        if value is not None
+        for word in (flag_of(name), str(value))
+    ]
+    told += ["--device", options.device] if backend == "torch" else []
+    return [*told, *(["--grad"] if options.grad else [])]
+
+
+def _mesh(options: argparse.Namespace, backends: Sequence[str]) -> MeshPlan | None:
+    """Return the mesh that divides cases, after making its virtual devices; None for a single
+    device.
+    """
+    from parity.measure.backends import BACKENDS, load_divided
+    from parity.measure.sharding.mesh import parse_mesh
+
+    if options.mesh is None:
+        if needless := [
+            name for name in ("virtual_devices", "axis_types") if getattr(options, name) is not None
+        ]:
+            raise refusal(" and ".join(map(flag_of, needless)), "be passed with --mesh")
+        return None
+    mesh = parse_mesh(options.mesh, options.axis_types or "automatic")
+    if (count := options.virtual_devices) is not None:
+        if count < mesh.size:
+            flag = "--virtual-devices"
+            raise refusal(flag, f"be at least the {mesh.size} of --mesh {mesh}", {flag: count})
+        virtual = [
+            name
+            for name in backends
+            if BACKENDS[name].divided and not BACKENDS[name].has_own_device
+        ]
+        if not virtual:
+            raise refusal(
+                "--virtual-devices",
+                "be passed with a backend on this CPU",
+                f"{', '.join(backends)} alone",
+            )
+        for name in virtual:
+            load_divided(name).make_devices(count)
+    return mesh
+
+
+def _check_weight_options(options: argparse.Namespace) -> None:
+    """Reject options about weights without weights, and options about cases with weights."""
+    source = "--model" if options.model is not None else "--weights"
+    if getattr(options, source[2:]) is None:
+        needless = said_of_layers(options) + (["--seq-len"] if options.seq_len is not None else [])
+        if needless:
+            raise refusal(", ".join(needless), "be passed with --weights or --model")
+    elif (
+        options.cases is not None
+        or options.random
+        or options.save_traces
+        or options.join
+        or options.python
+    ):
+        raise refusal(
+            source, "not be combined with --cases, --random, --save-traces, --join or --python"
+        )
+    if options.model is None and (
+        given := [flag for flag in ("layers", "against") if getattr(options, flag)]
+    ):
+        raise refusal(f"--{' and --'.join(given)}", "be passed with --model")
+
+
+def _run_model(options: argparse.Namespace, told: dict[str, Any]) -> Report:
+    """Run the layers of a model."""
+    from mha_spec import InputError
+    from parity.explain.identification.folders import is_unknown
+    from parity.use.reporting.console import progress_bar
+    from parity.use.running.models import run_model
+
+    if options.against == "transformers" and find_spec("transformers") is None:
+        raise ModuleNotFoundError(
+            "--against transformers needs transformers; pip install transformers"
+        )
+    with progress_bar(None) as on_case:
+        try:
+            return run_model(
+                options.model,
+                options.backends,
+                options.dtypes,
+                layers=options.layers,
+                against=options.against,
+                layout=options.layout,
+                prefix=options.prefix,
+                on_case=on_case,
+                **told,
+                **layer_options(options),
+            )
+        except InputError as error:
+            if options.against is None and is_unknown(options.model):
+                error.hint = "; ".join(
+                    filter(None, [error.hint, "--against transformers observes its layers"])
+                )
+            raise
+
+
+def _chosen_cases(options: argparse.Namespace) -> list[Case]:
+    from parity.measure.core.cases import QUICK, random_case
+
+    check_range(options, "random", 0, MOST_RANDOM)
+    drawn = {case.name: case for case in map(random_case, range(options.random))}
+    named = QUICK
+    if options.cases is not None:
+        pattern = "*" if options.cases == "all" else options.cases
+        named = {case.name: case for case in cases_named("--cases", pattern, bool(drawn))}
+    return list((named | drawn).values())

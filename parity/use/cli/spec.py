@@ -1,0 +1,117 @@
+"""`mha-parity spec`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+
+from parity.use.cli.help import Page, Result
+from parity.use.cli.messages import refusal
+
+PAGE = Page(
+    "read what each attention layer of a model computes",
+    "Read the configuration of a Hugging Face model. Report what each of its attention layers "
+    "computes, and "
+    "which key specifies it. With --live, observe a model in memory instead, report how each "
+    "field was "
+    "found, and check the rules of its family against it.",
+    "mha-parity spec checkpoints/llama",
+    "every layer is understood",
+    "a live layer is rejected",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", nargs="?", help="config.json, or its folder")
+    parser.add_argument(
+        "--families", action="store_true", help="list the known families, by their model_type"
+    )
+    parser.add_argument(
+        "--live",
+        metavar="PKG.MODULE:NAME",
+        help=(
+            "a function that returns a torch or Flax model in evaluation mode, and the keywords "
+            "of a call"
+        ),
+    )
+    parser.add_argument(
+        "--part",
+        metavar="NAME",
+        help=(
+            "only this part of a composite model: the key of its configuration, such as "
+            "text_config or thinker_config.text_config"
+        ),
+    )
+
+
+def run(options: argparse.Namespace) -> Result:
+    """Print the specifications."""
+    given = [options.path is not None, options.live is not None, options.families]
+    if given.count(True) != 1:
+        raise refusal("PATH, --live or --families", "be passed, and only one of them")
+    if options.families:
+        return _list_families(options)
+    return _read(options) if options.live is None else _observe(options)
+
+
+def _list_families(options: argparse.Namespace) -> Result:
+    """Print the names of families, one in each line."""
+    from parity.port.models.families import FAMILIES
+    from parity.use.reporting.console import console
+
+    if options.part is not None:
+        raise refusal("--part", "be passed with PATH", {"--part": options.part})
+    console().print("\n".join(sorted(FAMILIES)))
+    return 0, {"families": sorted(FAMILIES)}
+
+
+def _observe(options: argparse.Namespace) -> Result:
+    """Print the specification of each layer of a live model, or why there is none."""
+    from parity.explain.conformance.discover import load_callable
+    from parity.explain.identification.layers import layers_of
+    from parity.measure.core.user_code import user_code
+    from parity.use.reporting.console import console
+
+    if options.part is not None:
+        raise refusal("--part", "be passed with PATH", {"--part": options.part})
+    function = load_callable(options.live)
+    with user_code(options.live):
+        made = function()
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping)):
+        got = ", ".join(
+            type(each).__name__ for each in (made if isinstance(made, tuple) else (made,))
+        )
+        raise refusal("--live", "be a function that returns a model and its inputs by name", got)
+    found, out = layers_of(*made), console()
+    for layer in found:
+        out.print(str(layer), markup=False, highlight=False, soft_wrap=True)
+    told = [layer.to_dict() for layer in found]
+    return int(any(layer.spec is None for layer in found)), {"layers": told}
+
+
+def _read(options: argparse.Namespace) -> Result:
+    """Print the specifications of the layers of a configuration."""
+    from mha_spec import InputError
+    from parity.port.models.config import read_config
+    from parity.port.models.specs import known_parts, part_of, specs_of, unknown_parts
+    from parity.use.reporting.console import console
+    from parity.use.reporting.models import print_heading, print_layers
+
+    config, out = read_config(options.path), console()
+    names = (list(known_parts(config)) or [""]) if options.part is None else [options.part]
+    try:
+        layers = {name: specs_of(config, part=name or None) for name in names}
+    except InputError as error:
+        error.hint = "; ".join(filter(None, [error.hint, "--live observes a model that runs"]))
+        raise
+    unread = unknown_parts(config) if options.part is None else {}
+    for name, found in layers.items():
+        if name:
+            print_heading(name, out)
+        print_layers(str(part_of(config, name or None)["model_type"]), found, out)
+    for name, why in unread.items():
+        print_heading(name or str(config["model_type"]), out, f"not read: {why}")
+    told = [
+        {**layer.to_dict(), "section": name} for name, found in layers.items() for layer in found
+    ]
+    return 0, {"layers": told, "not_read": unread}

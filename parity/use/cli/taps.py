@@ -1,0 +1,82 @@
+"""Recordings of `parity.tap` on the command lines of `compare` and `diagnose`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from parity.use.cli.help import Result
+from parity.use.cli.messages import refusal
+from parity.use.cli.paths import kind_of
+
+if TYPE_CHECKING:
+    from parity.explain.diagnosis.tap_pairs import TapDifference
+
+
+def are_taps(paths: Sequence[str]) -> bool:
+    """Return if paths are recordings, one or two; reject a mixture."""
+    kinds = [Path(path).is_file() and kind_of(path) == "tap" for path in paths]
+    if not any(kinds):
+        return False
+    if not all(kinds) or len(paths) > 2 or len(set(paths)) < len(paths):
+        raise refusal("recordings", "be one or two, without other files", " ".join(paths))
+    return True
+
+
+def compare(options: argparse.Namespace) -> Result:
+    """Compare recordings with their model, as a report; or two with each other."""
+    from parity.use.cli.reports import attention_maps, print_and_write
+    from parity.use.running.taps import compare_with, report_of
+
+    if options.model is None:
+        _check_no_report({"--html": options.html, "--junit": options.junit})
+        status, content = _compare_two(options.traces, with_table=True)
+        # Layers of one recording alone have nothing to be compared with.
+        is_less = bool(content["alone"]) and not options.allow_skipped
+        return 2 if status == 0 and is_less else status, content
+    maps = attention_maps(options)
+    verdicts = compare_with(options.model, options.traces)
+    return print_and_write(options, report_of(verdicts), maps)
+
+
+def diagnose(options: argparse.Namespace) -> Result:
+    """Print which layer goes wrong, at which stage, and why."""
+    from parity.use.cli.reports import attention_maps, write_page
+    from parity.use.reporting.console import console
+    from parity.use.reporting.taps import print_verdict
+    from parity.use.running.taps import compare_with, report_of
+
+    if options.model is None:
+        _check_no_report({"--html": options.html})
+        return _compare_two(options.files, with_table=False)
+    maps = attention_maps(options)
+    verdicts = compare_with(options.model, options.files)
+    for path, verdict in verdicts.items():
+        print_verdict(
+            verdict, path if len(verdicts) > 1 else "", console(), verbose=options.verbose
+        )
+    write_page(options, report_of(verdicts), maps)
+    told = [{"recording": path, **verdict.to_dict()} for path, verdict in verdicts.items()]
+    return 0 if all(verdict.passed for verdict in verdicts.values()) else 1, {"recordings": told}
+
+
+def _check_no_report(paths: Mapping[str, str | None]) -> None:
+    if given := [flag for flag, path in paths.items() if path is not None]:
+        raise refusal(", ".join(given), "be passed with --model", "recordings alone")
+
+
+def _compare_two(paths: Sequence[str], *, with_table: bool) -> Result:
+    from parity.explain.diagnosis.tap_pairs import compare_taps
+    from parity.port.tapping.record import load_tap
+    from parity.use.reporting.console import console
+    from parity.use.reporting.taps import print_difference
+
+    if len(paths) < 2:
+        raise refusal(
+            "--model", f"be the folder of the model of {paths[0]}, unless there are two recordings"
+        )
+    difference: TapDifference = compare_taps(*map(load_tap, paths))
+    print_difference(difference, console(), with_table=with_table)
+    return 0 if difference.agrees else 1, difference.to_dict()

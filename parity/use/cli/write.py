@@ -1,0 +1,190 @@
+"""`mha-parity write`."""
+
+from __future__ import annotations
+
+import argparse
+import keyword
+import os
+import sys
+import unicodedata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parity.use.cli.help import Page, Result
+from parity.use.cli.layers import add_layer_options, layer_options
+from parity.use.cli.messages import print_out, refusal
+from parity.use.cli.options import range_list
+
+if TYPE_CHECKING:
+    from parity.port.conversion.layers import FileLayer
+
+FRAMEWORKS = ("jax", "torch", "ttnn")
+
+IMPORTED = {*FRAMEWORKS, "numpy", "parity", "mha_spec", "pytest", *sys.stdlib_module_names}
+"""Modules that the code, its test or Python itself imports."""
+
+READ_ALONE = {"__init__", "__main__", "conftest"}
+"""Files that Python and pytest read by themselves."""
+
+PAGE = Page(
+    "write one layer as plain code, with a test",
+    "Write one attention layer of a model as a file of plain code, without options, branches or "
+    "imports of "
+    "this package. The file ends with a function that makes its weights from the checkpoint's "
+    "tensors. --test "
+    "also writes a test.",
+    "mha-parity write checkpoints/llama --layers 3 --to torch --cache static -o attention.py",
+    "written",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument(
+        "source", metavar="MODEL", help="folder with a config.json and weights, or file of weights"
+    )
+    parser.add_argument("--to", required=True, choices=FRAMEWORKS, help="framework of the code")
+    parser.add_argument(
+        "--layers",
+        type=range_list,
+        metavar="N",
+        help=(
+            "number of the layer; --prefix selects one if several parts have that number; "
+            "default: the first in MODEL"
+        ),
+    )
+    parser.add_argument(
+        "--cache", choices=("static", "ragged"), help="write the layer over a key/value cache"
+    )
+    parser.add_argument(
+        "--mask", action="store_true", help="accept a boolean mask, True = masked, in each call"
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="FILE.py", help="file to write; default: standard output"
+    )
+    parser.add_argument(
+        "--test",
+        choices=("reference", "trace"),
+        help=(
+            "also write a test: against the float64 reference, or against a trace, without "
+            "mha-parity"
+        ),
+    )
+    parser.add_argument("--force", action="store_true", help="replace files that exist")
+    parser.add_argument(
+        "--from", dest="layout", metavar="LAYOUT", help="layout; default: from the file's metadata"
+    )
+    add_layer_options(parser, "a layer")
+
+
+def run(options: argparse.Namespace) -> Result:
+    """Write the layer, and its test if requested."""
+    from parity.measure.files.target import errors_name, write_files
+    from parity.port.conversion.layers import open_layers
+    from parity.use.running.models import chosen_layers
+
+    _check_output(options)
+    paths = _paths(options)
+    if may_write(options, options.source):
+        given = {"MODEL": options.source, "--output": options.output}
+        raise refusal("MODEL", "be another file than those to write", given)
+    _check_free(paths, force=options.force)
+    with open_layers(
+        options.source, options.layout, prefix=options.prefix, **layer_options(options)
+    ) as found:
+        chosen = chosen_layers(found, options.layers) if options.layers else found[:1]
+        if len(chosen) != 1:
+            remedy = [{"--prefix": layer.label} for layer in chosen]
+            raise refusal(
+                "--layers",
+                "select one layer",
+                f"{len(chosen)} of them",
+                remedy=remedy,
+                hint="selects one",
+            )
+        contents = _contents(chosen[0], options)
+    content = {"layer": chosen[0].label, "source": contents[0].decode(), "files": []}
+    if options.output is None:
+        with errors_name("standard output"):
+            print_out(content["source"])
+        return 0, content
+    write_files(dict(zip(paths, contents, strict=True)), overwrite=options.force)
+    print_out(f"written: {', '.join(map(str, paths))}\n")
+    return 0, {**content, "files": [str(path) for path in paths]}
+
+
+def may_write(options: argparse.Namespace, path: str) -> bool:
+    """Return whether a path is that of a file that the command writes."""
+    return os.path.realpath(path) in map(os.path.realpath, _paths(options))
+
+
+def _paths(options: argparse.Namespace) -> list[Path]:
+    """Return the files to write: the layer, its test, and the trace that the test reads."""
+    if options.output is None:
+        return []
+    path = Path(options.output)
+    paths = [path]
+    if options.test is not None:
+        paths.append(path.with_name(f"test_{path.name}"))
+    if options.test == "trace":
+        paths.append(path.with_name(f"{path.stem}_trace.npz"))
+    return paths
+
+
+def _contents(layer: FileLayer, options: argparse.Namespace) -> list[bytes]:
+    """Return the content of each file to write; of the layer alone for standard output."""
+    from parity.explain.writing import call_of_layer, source_of_layer
+    from parity.explain.writing.check import check_of
+
+    call: Any = {"cache": options.cache, "has_mask": options.mask}
+    if options.cache is not None and not call_of_layer(layer).is_causal:
+        raise refusal("--cache", "be passed with a causal layer", layer.label)
+    contents = [source_of_layer(layer, options.to, **call).encode()]
+    if options.test is not None:
+        form = call_of_layer(layer, **call)
+        module = Path(options.output).stem
+        check = check_of(module, layer.spec, options.to, form, with_trace=options.test == "trace")
+        contents.append(check.source.encode())
+        if check.trace is not None:
+            contents.append(check.trace)
+    return contents
+
+
+def _check_output(options: argparse.Namespace) -> None:
+    if options.mask and options.cache is not None:
+        raise refusal("--mask", "not be combined with --cache")
+    if options.output is None:
+        if options.test is not None:
+            raise refusal(
+                "--test", "be passed with --output, because the test is a file next to it"
+            )
+        return
+    path = Path(options.output)
+    if path.suffix != ".py" or not _is_free(path.stem):
+        raise refusal(
+            "--output",
+            "be the file of a new module, such as attention.py",
+            {"--output": options.output},
+        )
+
+
+def _is_free(name: str) -> bool:
+    """Return whether a file of this name is a module that can be imported, and replaces no
+    other.
+    """
+    if not name.isidentifier() or keyword.iskeyword(name):
+        return False
+    if unicodedata.normalize("NFKC", name) != name:  # Python imports the normalized name
+        return False
+    is_collected = name.startswith("test_") or name.endswith(
+        "_test"
+    )  # by pytest, as a file of tests
+    return not is_collected and name not in IMPORTED | READ_ALONE
+
+
+def _check_free(paths: list[Path], *, force: bool) -> None:
+    for path in paths:
+        if path.is_dir():
+            raise refusal("--output", "be no existing folder", str(path))
+        if path.exists() and not force:
+            raise FileExistsError(f"{path} exists; pass --force to replace it")

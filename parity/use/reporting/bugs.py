@@ -1,0 +1,98 @@
+"""Pages of known bugs, `parity/bugs`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from importlib import resources
+
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.table import Column
+from rich.text import Text
+
+from mha_spec import InputError
+from parity.measure.text import did_you_mean
+from parity.use.reporting.console import print_table
+
+LINK = re.compile(r"\[([^\]]*)\]\(([^)#]*)(?:#[^)]*)?\)")
+
+ROW = re.compile(r"^\| \[([\w-]+)\]\(\1\.md\) \| (.*?) \|", re.MULTILINE)
+"""A row of the list of pages in their README: a page, and its bug in one line."""
+
+
+def bug_lines() -> dict[str, str]:
+    """Return the bug of each page in one line, by the name of the page."""
+    return dict(ROW.findall(_texts()["README"]))
+
+
+def bug_pages() -> dict[str, str]:
+    """Return the name of the page of each bug, by the name of the bug."""
+    from parity.explain.diagnosis.bugs import page_by_bug  # which takes longer than to print a page
+
+    return page_by_bug()
+
+
+def bug_page(name: str) -> str:
+    """Return the page of that name, or the page of the bug of that name.
+
+    A link to another page becomes the command that prints it, because an installed package has no
+    such file nearby.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    pages, page_by_bug = _texts(), bug_pages()
+    page = pages.get(name) or pages.get(page_by_bug.get(name, ""))
+    if page is None:
+        advice = (
+            did_you_mean(name, [*bug_lines(), *page_by_bug]),
+            "`mha-parity bugs` lists all pages, --all all bugs",
+        )
+        raise InputError(
+            "NAME", "be a known bug or page", NAME=name, hint=" ".join(filter(None, advice))
+        )
+    return LINK.sub(lambda link: _without_link(link[1], link[2]), page)
+
+
+def print_list(lines: Mapping[str, str], out: Console) -> None:
+    """Print the pages, one in each row."""
+    rows = [(name, Text(line.replace("`", ""))) for name, line in lines.items()]
+    print_table(
+        out,
+        "Known bugs: `mha-parity bugs NAME` describes one",
+        (Column("name", no_wrap=True), "bug"),
+        rows,
+    )
+
+
+def print_bugs(pages: Mapping[str, str], out: Console) -> None:
+    """Print all bugs with their pages, one in each row."""
+    columns = (Column("bug", no_wrap=True), Column("page", no_wrap=True))
+    print_table(
+        out, "Known bugs: `mha-parity bugs NAME` describes one", columns, sorted(pages.items())
+    )
+
+
+def print_pages(pages: Iterable[str], out: Console) -> None:
+    """Print pages of Markdown: laid out on a terminal, unchanged in a pipe."""
+    for page in pages:
+        out.print(
+            Markdown(page) if out.is_terminal else Text(page.rstrip()),
+            soft_wrap=not out.is_terminal,
+        )
+
+
+def _texts() -> dict[str, str]:
+    """Return the Markdown of each page, and of README, by name."""
+    folder = resources.files("parity") / "bugs"
+    return {page.name.removesuffix(".md"): page.read_text("utf-8") for page in folder.iterdir()}
+
+
+def _without_link(text: str, target: str) -> str:
+    """Return the text of a link, with the command that prints its target if that is a page."""
+    if "/" in target:
+        return f"{text} ({target.removeprefix('../../')} in the repository)"
+    name = target.removesuffix(".md")
+    command = f"`mha-parity bugs {name}`"
+    return command if text.strip("`") == name else f"{text} ({command})"

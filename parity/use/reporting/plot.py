@@ -1,0 +1,186 @@
+"""Pictures of attention: which query attends to which key, head by head, as PNG or SVG."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mha_spec import InputError, InputTypeError
+from parity.measure.core import packages
+from parity.measure.core.weights import is_floating
+from parity.measure.files.target import check_writable, write_whole
+from parity.measure.text import printable
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from parity.use.reporting.figure import NotebookFigure
+
+FORMATS = (".png", ".svg")
+MOST_LABELS = 64  # labels along an axis; if there are more tokens, every second, third, …
+MOST_CELLS = 1024  # along an axis; if there are more tokens, a cell is the largest of several
+
+
+def check_destination(path: str | os.PathLike[str], name: str = "path") -> None:
+    """Reject a picture that cannot be drawn or written, before the work; `name` is the user's name
+    for the path.
+    """
+    if Path(path).suffix.lower() not in FORMATS:
+        raise InputError(name, f"end in {' or '.join(FORMATS)}", {name: path})
+    check_writable(path, name)
+    packages.check_installed("a plot", "matplotlib")
+
+
+def plot_attention(
+    attn_weights: Any,
+    *,
+    path: str | os.PathLike[str] | None = None,
+    tokens: Sequence[str] | None = None,
+    query_tokens: Sequence[str] | None = None,
+    heads: Sequence[int] | None = None,
+    sequence: int = 0,
+    title: str = "",
+) -> Figure:
+    """Draw attention weights, one heat map for each head.
+
+    Args:
+        attn_weights: (B, N, T, S), (N, T, S) or (T, S); anything that NumPy makes an array of.
+        path: file to write, whole or not at all; `.png` or `.svg` selects the format. Default: no
+            file.
+        tokens: a label for each key, (S,).
+        query_tokens: a label for each query, (T,); default: those of the keys if T = S, else
+            positions.
+        heads: heads to draw; default: all.
+        sequence: sequence of the batch to draw.
+        title: text above, of one line or more.
+
+    Returns:
+        The figure of matplotlib, which a notebook shows.
+
+    Raises:
+        ModuleNotFoundError: if matplotlib is not installed.
+        OSError: if the file cannot be written.
+        TypeError: if the weights are not real numbers.
+        ValueError: if shapes, labels, heads or the path do not fit.
+    """
+    if path is None:
+        packages.check_installed("a plot", "matplotlib")
+    else:
+        check_destination(path)
+    weights = np.asarray(attn_weights)
+    if not (is_floating(weights.dtype) or weights.dtype.kind in "iub"):
+        raise InputTypeError(
+            "attn_weights", "be an array of real numbers", f"dtype {weights.dtype}"
+        )
+    if not 2 <= weights.ndim <= 4 or not weights.size:
+        raise InputError(
+            "attn_weights",
+            "have shape (B, N, T, S), (N, T, S) or (T, S)",
+            attn_weights=weights.shape,
+        )
+    weights = weights.reshape((1,) * (4 - weights.ndim) + weights.shape)
+    batch, num_heads, num_queries, num_keys = weights.shape
+    if not 0 <= sequence < batch:
+        raise InputError("sequence", f"be from 0 to {batch - 1}", sequence=sequence)
+    heads = list(range(num_heads) if heads is None else heads)
+    if not heads or any(not 0 <= head < num_heads for head in heads):
+        raise InputError("heads", f"be some of 0 to {num_heads - 1}", heads=heads)
+    if query_tokens is None and num_queries == num_keys:
+        query_tokens = tokens
+    for name, labels, count in (
+        ("tokens", tokens, num_keys),
+        ("query_tokens", query_tokens, num_queries),
+    ):
+        if labels is not None and len(labels) != count:
+            raise InputError(
+                name, f"have {count} labels, as attn_weights have", {f"len({name})": len(labels)}
+            )
+    shown = weights[sequence, heads].astype(np.float64)
+    figure = _draw(shown, heads, tokens, query_tokens, title)
+    if path is not None:
+        write_whole(path, figure.image("svg" if Path(path).suffix.lower() == ".svg" else "png"))
+    return figure
+
+
+def _draw(
+    maps: np.ndarray,
+    heads: Sequence[int],
+    tokens: Sequence[str] | None,
+    query_tokens: Sequence[str] | None,
+    title: str,
+) -> NotebookFigure:
+    import matplotlib as mpl
+
+    from parity.use.reporting.figure import NotebookFigure
+
+    _, num_queries, num_keys = maps.shape
+    finite = maps[np.isfinite(maps)]
+    columns = math.ceil(math.sqrt(len(heads)))
+    rows = math.ceil(len(heads) / columns)
+    sizes = ((num_keys, tokens), (num_queries, query_tokens))
+    width, height = (
+        max(2.2, 0.13 * min(size, MOST_LABELS) + 0.8)
+        if labels
+        else 2.2 + 1.3 * min(size / MOST_LABELS, 1.0)
+        for size, labels in sizes
+    )
+    figure = NotebookFigure(
+        figsize=(columns * width + 1.0, rows * height + 0.6), layout="constrained"
+    )
+    panels = figure.subplots(rows, columns, squeeze=False)
+    image = None
+    for panel, head, weights in zip(panels.flat, heads, maps, strict=False):
+        colors = mpl.colormaps["viridis"].with_extremes(bad="red")
+        image = panel.imshow(
+            downsample(weights, MOST_CELLS),
+            cmap=colors,
+            vmin=min(0.0, float(finite.min(initial=0.0))),
+            vmax=float(finite.max(initial=0.0)) or 1.0,
+            interpolation="nearest",
+            extent=(-0.5, num_keys - 0.5, num_queries - 0.5, -0.5),
+            aspect="auto",
+        )
+        panel.set_title(f"head {head}", fontsize=9)
+        _label(panel.xaxis, tokens, rotation=90 if tokens else 0)
+        _label(panel.yaxis, query_tokens, rotation=0)
+    for panel in panels.flat[len(heads) :]:
+        panel.axis("off")
+    if image is not None:
+        figure.colorbar(image, ax=panels, shrink=0.8, aspect=40, label="attention weight")
+    figure.supxlabel("key", fontsize=9)
+    figure.supylabel("query", fontsize=9)
+    if title:
+        figure.suptitle(printable(title), fontsize=10, parse_math=False)
+    return figure
+
+
+def downsample(maps: np.ndarray, most: int) -> np.ndarray:
+    """Return the largest of each run of cells, so that the last two axes have at most `most`
+    cells.
+    """
+    for axis in (-2, -1):
+        size = maps.shape[axis]
+        if size > most:
+            maps = np.maximum.reduceat(maps, np.arange(most) * size // most, axis=axis)
+    return maps
+
+
+def _label(axis: Any, labels: Sequence[str] | None, rotation: int) -> None:
+    axis.set_tick_params(labelsize=7)
+    if labels is None:
+        axis.get_major_locator().set_params(integer=True)
+        return
+    step = math.ceil(len(labels) / MOST_LABELS)
+    places = range(0, len(labels), step)
+    # A token may contain a dollar sign, which would begin a formula.
+    axis.set_ticks(
+        places,
+        labels=[printable(labels[i], keep="") for i in places],
+        rotation=rotation,
+        parse_math=False,
+    )

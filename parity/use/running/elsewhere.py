@@ -1,0 +1,98 @@
+"""A backend in another Python: one report of two frameworks that cannot share an environment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from mha_spec import InputError
+from parity.measure.core.blas import share_of_cores
+from parity.measure.core.safe_path import SAFE_PATH
+
+MAX_ERRORS = 1 << 16  # bytes, the last that a program printed
+
+
+class Elsewhere:
+    """`mha-parity run` by another interpreter, in parallel with this process."""
+
+    def __init__(self, python: str, options: Sequence[str], num_processes: int = 2) -> None:
+        """Start the program. Python files of the current folder are not imported.
+
+        Args:
+            python: interpreter of an environment with this version of the harness and the
+                framework.
+            options: options of `mha-parity run`, without those for reports and traces.
+            num_processes: number of processes that compute at once, including this one.
+
+        Raises:
+            ValueError: if there is no such program.
+        """
+        self.python, program = python, shutil.which(python)
+        if program is None:
+            raise InputError(
+                "--python",
+                "be BACKEND=PATH with an interpreter that can be run",
+                {"--python": python},
+            )
+        self.folder = tempfile.TemporaryDirectory(prefix="mha-parity-")
+        # A pipe would stay open until every process that the program started has ended.
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [
+                program,
+                "-P",
+                "-m",
+                "parity",
+                "run",
+                *options,
+                "--save-traces",
+                self.folder.name,
+                "--quiet",
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self.errors,
+            env={**os.environ, **SAFE_PATH, **share_of_cores(num_processes)},
+        )
+
+    def wait(self) -> str:
+        """Wait for the end of the program, and return the folder of its traces.
+
+        Raises:
+            OSError: if it failed, or saved no trace.
+        """
+        status = self.process.wait()
+        if status not in (0, 1):  # 1 is a mismatch, which the report of all shows
+            raise OSError(
+                f"{self.python} must run its cases, got exit status {status}: {self._reason()}"
+            )
+        if next(Path(self.folder.name).rglob("*.safetensors"), None) is None:
+            raise OSError(
+                f"{self.python} must save traces, got none and exit status {status}: "
+                f"{self._reason()}"
+            )
+        return self.folder.name
+
+    def _reason(self) -> str:
+        """Return the last line of the program on standard error, preferably one of mha-parity."""
+        self.errors.seek(max(0, self.errors.seek(0, os.SEEK_END) - MAX_ERRORS))
+        lines = self.errors.read().decode(errors="replace").splitlines()
+        own = [
+            line.removeprefix("mha-parity: ") for line in lines if line.startswith("mha-parity: ")
+        ]
+        return (own or [line for line in lines if line.strip()] or ["nothing on standard error"])[
+            -1
+        ]
+
+    def __enter__(self) -> Elsewhere:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self.process:  # waits for it
+            self.process.kill()
+        self.errors.close()
+        self.folder.cleanup()

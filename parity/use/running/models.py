@@ -1,0 +1,415 @@
+"""Layers of a model -> report: the weights of each layer in every backend, and in the model's own
+module.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Unpack
+
+import numpy as np
+
+from mha_spec import AttentionSpec, GridBias, InputError
+from parity.explain.identification.folders import (
+    code_of_transformers,
+    is_unknown,
+    observe_folder,
+    observed_file,
+)
+from parity.measure.core import reference
+from parity.measure.core.case import Case
+from parity.measure.core.compare import SAME_PRECISION, Label, compare
+from parity.measure.core.problem import Problem, make_problem
+from parity.measure.core.stages import run_steps
+from parity.measure.files.small import check_small_files
+from parity.measure.sharding.mesh import MeshPlan
+from parity.measure.text import counted, printable, some_of
+from parity.port.conversion.hints import LayerKeywords
+from parity.port.conversion.layers import FileLayer, OpenLayers, open_model
+from parity.port.conversion.not_compared import NotCompared
+from parity.port.models.config import read_config
+from parity.port.models.specs import layers_of_parts, unknown_parts
+from parity.use.running.lengths import check_memory, not_exercised
+from parity.use.running.report import Report, SkippedCase
+from parity.use.running.run import OnJudged, run_cases
+
+if TYPE_CHECKING:
+    from parity.explain.identification.layers import LiveLayer
+    from parity.port.foreign.transformers import Skeleton
+
+AGAINST = ("transformers",)
+"""Libraries whose own modules run in addition to the backends."""
+
+
+SEQ_LEN = 9
+"""Default number of tokens."""
+
+SHORTEST, LONGEST = 4, 1 << 17
+"""Smallest number of tokens, a prompt and two steps, and the largest."""
+
+
+def cases_of(
+    name: str,
+    spec: AttentionSpec,
+    *,
+    is_causal: bool | None = None,
+    is_cross: bool = False,
+    seq_len: int = SEQ_LEN,
+) -> list[Case]:
+    """Return the cases for a layer of a file: cross-attention, or causal with and without a cache,
+    or not causal.
+
+    Args:
+        name: prefix of the names of the cases.
+        spec: the layer.
+        is_causal: True if tokens attend to no later token; None, if unknown, returns causal and
+            other cases.
+        is_cross: True if the keys come from another sequence; implied by another width of keys.
+        seq_len: number of tokens, for cross-attention of the keys.
+
+    Raises:
+        ValueError: if there are fewer than `SHORTEST` tokens, more than `LONGEST`, more than a grid
+            of biases has, or more than fit into memory.
+    """
+    if not SHORTEST <= seq_len <= LONGEST:
+        raise InputError("seq_len", f"be from {SHORTEST} to {LONGEST}", seq_len=seq_len)
+    bias = spec.relative_bias
+    if isinstance(bias, GridBias) and bias.num_tokens < seq_len:
+        if seq_len != SEQ_LEN:
+            raise InputError(
+                "seq_len",
+                f"be at most {bias.num_tokens}, the tokens of the grid of {name}",
+                seq_len=seq_len,
+            )
+        seq_len = bias.num_tokens
+    check_memory(spec, seq_len)
+    name = printable(name, keep="")  # made of a file's
+    if is_cross or spec.d_kv != spec.d_in:
+        num_queries = seq_len - seq_len // 3
+        about = "queries and keys of different sequences"
+        return [Case(f"{name}-cross", spec, about, seq_len=num_queries, seq_len_k=seq_len)]
+    full = Case(f"{name}-full", spec, "every token attends to every token", seq_len=seq_len)
+    causal = Case(
+        f"{name}-causal", spec, "no token attends to a later one", seq_len=seq_len, is_causal=True
+    )
+    chunks = (seq_len - 2, 1, 1)
+    about = "a prompt, then token by token"
+    decode = Case(
+        f"{name}-decode", spec, about, seq_len=seq_len, chunks=chunks, capacity=seq_len + 1
+    )
+    if is_causal is None:
+        return [full, causal, decode]
+    return [causal, decode] if is_causal else [full]
+
+
+def run_model(
+    path: str | os.PathLike[str],
+    backends: Sequence[str] | None = None,
+    dtypes: Sequence[str] = ("float32",),
+    *,
+    layers: Collection[int] | None = None,
+    against: str | None = None,
+    seq_len: int = SEQ_LEN,
+    with_gradients: bool = False,
+    mesh: MeshPlan | None = None,
+    device: str = "cpu",
+    on_case: Callable[[str, str, str], None] = lambda case, dtype, backend: None,
+    on_judged: OnJudged = lambda trace, reference, comparisons: None,
+    layout: str | None = None,
+    prefix: str | None = None,
+    **said: Unpack[LayerKeywords],
+) -> Report:
+    """Run the attention layers of a model on backends, each with its own weights, and check every
+    stage.
+
+    Memory holds the weights of one layer at a time.
+
+    Args:
+        path: a folder with a config.json and weights, or a file of weights.
+        backends, dtypes, with_gradients, mesh, device, on_case, on_judged: arguments of
+            `run_cases`.
+        layers: numbers of the layers; default: all.
+        against: `transformers`, to also compare the output of the library's own module, in float32.
+            If no rules describe the model, its layers are observed, and the warnings of the report
+            have the evidence.
+        seq_len: number of tokens. The report lists features of the layers that more tokens would
+            test.
+        layout, prefix, said: arguments of `load`.
+
+    Returns:
+        The report of all layers. The cases are named after layers: `layer-17-decode`. Attention
+            layers of the model
+        that are not read count as not compared, unless `layers` or `prefix` selects some.
+
+    Raises:
+        ModuleNotFoundError, OSError, ValueError: as `run_cases` and `load`, or if a layer does not
+            exist.
+    """
+    if against not in (None, *AGAINST):
+        raise InputError("against", f"be one of {', '.join(AGAINST)}", against=against)
+    reports: list[Report] = []
+    specs: list[tuple[str, AttentionSpec]] = []
+    cases_by_layer: dict[str, list[Case]] = {}
+    is_told = layout is not None or any(value is not None for value in said.values())
+    is_observed = against is not None and not is_told and is_unknown(path)
+    observed = {layer.name: layer for layer in observe_folder(path)} if is_observed else {}
+    with ExitStack() as stack:
+        source = stack.enter_context(observed_file([*observed.values()])) if observed else path
+        opened = stack.enter_context(open_model(source, layout, prefix=prefix, **said))
+        found = opened.layers
+        names = names_of(found)
+        chosen = chosen_layers(found, layers)
+        if against and (
+            unknown := [
+                each.label for each in chosen if each.model is None and each.label not in observed
+            ]
+        ):
+            raise InputError(
+                "against",
+                "have layers of a model whose config.json is of a known family",
+                f"against={against!r} for {some_of(unknown)}",
+            )
+        skeleton = skeleton_of(path) if against and not observed else None
+        # All before any of them runs, because a length that does not fit one is an error.
+        for layer in chosen:
+            live = observed.get(layer.label)
+            is_causal = None
+            if live is not None:
+                is_causal = live.is_causal
+            elif layer.model is not None:
+                is_causal = layer.model.is_causal
+            about: dict[str, Any] = {
+                "is_cross": layer.is_cross,
+                "is_causal": is_causal,
+                "seq_len": seq_len,
+            }
+            cases_by_layer[layer.label] = cases_of(names[layer.label], layer.spec, **about)
+        for layer in chosen:
+            live, cases = observed.get(layer.label), cases_by_layer[layer.label]
+            weights, spec = layer.load()
+            specs.append((names[layer.label], spec))
+            told = {
+                "with_gradients": with_gradients,
+                "weights": weights,
+                "mesh": mesh,
+                "device": device,
+            }
+            received = _received(layer, found, cases)
+            one = run_cases(
+                cases,
+                backends,
+                dtypes,
+                **told,
+                received=received,
+                on_case=on_case,
+                on_judged=on_judged,
+            )
+            if skeleton is not None:
+                problem = make_problem(cases[0], "float32", weights, received.get(cases[0].name))
+                _judge_own_module(one, layer, problem, skeleton)
+            if live:
+                _add_observed(one, live, cases[0])
+            reports.append(one)
+    if not reports:
+        raise InputError("there", "be an attention layer to run", f"none in {path}")
+    report = reports[0]
+    for one in reports[1:]:
+        report.add(one)
+    if layers is None:
+        for live in observed.values():
+            if live.spec is None:
+                report.skipped_cases.append(
+                    SkippedCase(live.name, "float32", "transformers", live.refusal)
+                )
+    if layers is None and prefix is None:
+        report.left_out.extend(_left_out(path, opened, is_observed=bool(observed)))
+    ran = (observed[layer.label] for layer in chosen if layer.label in observed)
+    report.warnings.extend(
+        f"no rules of a family, observed with random inputs: {each}" for each in ran
+    )
+    return replace(report, not_exercised=not_exercised(specs, seq_len, dtypes))
+
+
+def _left_out(
+    path: str | os.PathLike[str], opened: OpenLayers, *, is_observed: bool
+) -> Iterator[NotCompared]:
+    """Yield the layers of a model that no backend computed, although all were requested.
+
+    Args:
+        path: the folder or file.
+        opened: its layers.
+        is_observed: the layers were found by observation, not by a configuration.
+    """
+    if opened.missing:
+        what = f"{counted(len(opened.missing), 'layer')}, {some_of(opened.missing)}"
+        yield NotCompared(what, f"not in {path}, although its config.json describes them")
+    if opened.others:
+        reason = f"not read, because the config.json of {path} does not describe them"
+        yield NotCompared(some_of(opened.others), reason)
+    if is_observed or not os.path.isdir(path):
+        return
+    try:
+        config = read_config(path)
+        unknown = unknown_parts(config)
+        kinds = Counter(layer.kind for layer in layers_of_parts(config) if layer.spec is None)
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+    ):  # no configuration, or one of which nothing was read
+        return
+    for name, reason in unknown.items():
+        yield NotCompared(
+            printable(name or str(config["model_type"]), keep=""), printable(reason, keep="")
+        )
+    for kind, number in kinds.items():
+        reason = f"{printable(kind, keep='')} is not attention over keys"
+        yield NotCompared(counted(number, "layer"), reason, is_open=False)
+
+
+def _received(
+    layer: FileLayer, layers: Sequence[FileLayer], cases: Sequence[Case]
+) -> dict[str, dict[str, np.ndarray]]:
+    """The keys and values that the layer whose they are makes of inputs of its own, by case; none
+    if it makes its own.
+
+    Raises:
+        ValueError: if that layer is not there.
+    """
+    if layer.model is None or layer.model.kv_source is None:
+        return {}
+    of_part = [
+        each for each in layers if each.model is not None and each.model.part == layer.model.part
+    ]
+    found = [
+        each
+        for each in of_part
+        if each.model is not None and each.model.index == layer.model.kv_source
+    ]
+    if not found:
+        rule = f"have layer {layer.model.kv_source}, whose keys and values it shares"
+        raise InputError(layer.label, rule, "no such layer in the file")
+    source = next((each for each in found if _before(each) == _before(layer)), found[0])
+    weights, spec = source.load()
+    received = {}
+    for case in cases:
+        own = replace(case, name=f"{case.name}-source", spec=spec, chunks=(), capacity=0)
+        heads = reference.Layer(
+            make_problem(own, "float32", weights), reference.Arithmetic(np.dtype(np.float32))
+        ).qkv({})
+        received[case.name] = {name: heads[name] for name in "kv"}
+    return received
+
+
+def _before(layer: FileLayer) -> str:
+    """The beginning of a label before the path of its layer, the same for all layers of a part."""
+    return layer.label.removesuffix("" if layer.model is None else layer.model.path)
+
+
+def chosen_layers(found: Sequence[FileLayer], numbers: Collection[int] | None) -> list[FileLayer]:
+    """Return the layers of some numbers, or all.
+
+    Raises:
+        ValueError: if a number has no layer.
+    """
+    chosen = [layer for layer in found if numbers is None or number_of(layer) in numbers]
+    if missing := sorted(set(numbers or ()) - {number_of(layer) for layer in chosen}):
+        held = sorted({number_of(layer) for layer in found})
+        raise InputError(
+            "layers", f"be among the layers with attention over keys, {held}", layers=missing
+        )
+    return chosen
+
+
+def number_of(layer: FileLayer) -> int:
+    """Return the number of a layer in its model."""
+    if layer.model is not None:
+        return layer.model.index
+    return layer.place[-1] if layer.place else 0
+
+
+def names_of(layers: Sequence[FileLayer]) -> dict[str, str]:
+    """Return the names of the cases of layers, by label: made of the numbers if these differ."""
+    numbers = [number_of(layer) for layer in layers]
+    if len(set(numbers)) == len(numbers):
+        return {
+            layer.label: f"layer-{number}" for layer, number in zip(layers, numbers, strict=True)
+        }
+    return {layer.label: layer.label for layer in layers}
+
+
+# ---- The model's own module ----------------------------------------------------------------------
+
+
+def skeleton_of(path: str | os.PathLike[str], attn_implementation: str = "eager") -> Skeleton:
+    """Return the model of the config.json in a folder, or next to a file, without weights.
+
+    Raises:
+        ModuleNotFoundError: if transformers is not installed.
+        ValueError: if it has no such model, or cannot read the configuration.
+    """
+    from transformers import AutoConfig
+
+    from parity.port.foreign.transformers import Skeleton
+
+    folder = os.fspath(path) if os.path.isdir(path) else os.path.dirname(os.path.abspath(path))
+    check_small_files(folder)
+    read_config(folder)
+    with code_of_transformers(folder):
+        return Skeleton(
+            AutoConfig.from_pretrained(folder, local_files_only=True), attn_implementation
+        )
+
+
+def _add_observed(report: Report, layer: LiveLayer, case: Case) -> None:
+    """Add the comparisons of an observed layer to a report, or the reason why there are none."""
+    own = {"case": case.name, "backend": "transformers", "library": "transformers"}
+    report.comparisons.extend(replace(comparison, **own) for comparison in layer.comparisons)
+    if not layer.comparisons:
+        words = {**layer.identification.inputs, "output": layer.identification.output}
+        known = ", ".join(f"{name}={each}" for name, each in words.items())
+        reason = f"its module is more than attention: {known}"
+        report.skipped_cases.append(SkippedCase(case.name, "float32", "transformers", reason))
+
+
+def _judge_own_module(
+    report: Report, layer: FileLayer, problem: Problem, skeleton: Skeleton
+) -> None:
+    """Add the comparison of the library's own module to a report, or the reason why there is
+    none.
+    """
+    case = problem.case
+
+    def skip(reason: str) -> None:
+        report.skipped_cases.append(SkippedCase(case.name, "float32", "transformers", reason))
+
+    if layer.model is None:
+        skip("its configuration does not determine its module")
+        return
+    from parity.port.foreign.transformers import NotAlone
+
+    positions = case.positions() if case.spec.rope is not None and case.spec.rope.sections else None
+    try:
+        keys = problem.inputs.get("key")
+        ran = skeleton.run(
+            layer.model,
+            layer.label,
+            layer.tensors(),
+            problem.inputs["query"],
+            keys=keys,
+            positions=positions,
+        )
+    except NotAlone as error:
+        skip(str(error))
+        return
+    problem = replace(problem, inputs={**problem.inputs, "query": ran.given})
+    expected = run_steps(reference.steps(problem, "float64"))["output"]
+    same = run_steps(reference.steps(problem, SAME_PRECISION["float32"]))["output"]
+    verdict = compare(
+        ran.output, expected, same, Label(case.name, "transformers", "float32", "output")
+    )
+    report.comparisons.append(replace(verdict, library="transformers"))

@@ -1,0 +1,61 @@
+"""Recordings of live models as a report, with one case per layer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from parity.explain.diagnosis.taps import TapVerdict, check_tap
+from parity.explain.identification.folders import is_unknown, observe_folder
+from parity.measure.core.weights import Weights
+from parity.port.conversion.layers import open_layers
+from parity.port.models.config import read_config
+from parity.port.models.specs import ModelLayer, layers_of_parts
+from parity.port.tapping.record import load_tap
+from parity.use.running.report import Report, SkippedCase
+
+
+def compare_with(weights: str | os.PathLike[str], paths: Sequence[str]) -> dict[str, TapVerdict]:
+    """Compare recordings, files of `Tapped.save`, each with the folder of its model.
+
+    Raises:
+        OSError: if a file cannot be read.
+        ValueError: if a file is not a recording of the model.
+    """
+    specs, held = layers_in(weights)
+    return {path: check_tap(load_tap(path), specs, held) for path in paths}
+
+
+def layers_in(folder: str | os.PathLike[str]) -> tuple[list[ModelLayer], dict[str, Weights]]:
+    """Return the specification of each layer of a Hugging Face model, and the weights of attention
+    layers by name.
+
+    Raises:
+        OSError: if the folder cannot be read.
+        ValueError: if neither rules of its family nor observation specify its layers.
+    """
+    if is_unknown(folder):
+        found = observe_folder(folder)
+        specs = [layer.at(index) for index, layer in enumerate(found)]
+        return specs, {layer.name: layer.weights for layer in found if layer.spec is not None}
+    config = read_config(folder)
+    with open_layers(folder) as layers:
+        return layers_of_parts(config), {layer.label: layer.load()[0] for layer in layers}
+
+
+def report_of(verdicts: Mapping[str, TapVerdict]) -> Report:
+    """Return the report of compared recordings, by the names that it uses for them."""
+    layers = dict.fromkeys(layer.layer for verdict in verdicts.values() for layer in verdict.layers)
+    report = Report([], {}, {}, layers=tuple(layers))
+    for name, verdict in verdicts.items():
+        for layer in verdict.layers:
+            report.comparisons.extend(
+                replace(comparison, backend=name) for comparison in layer.comparisons
+            )
+            reason = layer.not_compared or layer.left_out
+            if reason:
+                report.skipped_cases.append(SkippedCase(layer.layer, "", name, reason))
+            if layer.diagnosis is not None and not layer.not_compared:
+                report.diagnoses[layer.layer, layer.comparisons[0].dtype, name] = layer.diagnosis
+    return report

@@ -1,0 +1,171 @@
+"""Traces as files: one safetensors file each, from any machine."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from mha_spec import InputError
+from parity.measure.backends import BACKENDS
+from parity.measure.core import reference
+from parity.measure.core.case import DTYPES
+from parity.measure.core.cases import find_case
+from parity.measure.core.problem import make_problem
+from parity.measure.core.stages import TUTORIAL, stage_named
+from parity.measure.core.trace import Trace
+from parity.measure.core.weights import FORMAT, load_tensors, save_tensors
+from parity.measure.sharding.mesh import parse_mesh
+from parity.measure.text import printable
+
+
+def save_trace(folder: str | os.PathLike[str], trace: Trace) -> Path:
+    """Write a trace to `<folder>/<case>-<dtype>-<backend>.safetensors`, whole or not at all.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    case, dtype = trace.problem.case, trace.problem.dtype
+    path = Path(folder) / f"{case.name}-{dtype}-{trace.backend}.safetensors"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {f"accumulated/{name}": value for name, value in trace.accumulated.items()}
+    tensors |= {f"local/{name}": value for name, value in trace.local.items()}
+    metadata = {
+        "format": FORMAT,
+        "kind": "trace",
+        "case": case.name,
+        "spec": case.spec.to_json(),
+        "dtype": dtype,
+        "backend": trace.backend,
+        "digest": trace.problem.digest,
+        "environment": json.dumps(trace.environment, sort_keys=True),
+        "skipped": trace.skipped,
+        "error": trace.error,
+        "collectives": json.dumps(trace.collectives, sort_keys=True),
+    }
+    save_tensors(path, tensors, metadata)
+    return path
+
+
+def load_trace(path: str | os.PathLike[str]) -> Trace:
+    """Read a trace, and regenerate its problem.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it is not a trace of a known case, or has other weights or inputs than the
+            case has here.
+    """
+    tensors, metadata = load_tensors(path)
+    wanted = {"format", "kind", "case", "dtype", "backend", "digest", "environment"}
+    if metadata.get("kind") != "trace":
+        hint = "`mha-parity verify` compares weights"
+        raise InputError(
+            path,
+            "be a trace, as `run --save-traces` writes it",
+            "another file of tensors",
+            hint=hint,
+        )
+    if metadata.get("format") != FORMAT or not wanted <= metadata.keys():
+        raise InputError(path, f"be a trace in format {FORMAT}", f"metadata {sorted(metadata)}")
+    case = find_case(metadata["case"])
+    if case is None or metadata["dtype"] not in DTYPES or metadata["backend"] not in BACKENDS:
+        got = {name: metadata[name] for name in ("case", "dtype", "backend")}
+        raise InputError(path, "be of a known case, dtype and backend", str(got))
+    problem = make_problem(case, metadata["dtype"])
+    if problem.digest != metadata["digest"]:
+        raise InputError(
+            path, f"have the weights and inputs of case {problem.case.name}; its digest differs"
+        )
+    parts: dict[str, dict[str, np.ndarray]] = {"accumulated": {}, "local": {}}
+    for name, value in tensors.items():
+        part, _, stage = name.partition("/")
+        if part not in parts:
+            raise InputError(path, "hold accumulated and local stages", name)
+        parts[part][stage] = value
+    try:
+        trace = Trace(
+            problem,
+            metadata["backend"],
+            parts["accumulated"],
+            parts["local"],
+            BACKENDS[metadata["backend"]].paths,
+            json.loads(metadata["environment"]),
+            with_gradients=any(stage_named(stage).is_gradient for stage in parts["accumulated"]),
+            skipped=printable(metadata.get("skipped", "")),
+            error=printable(metadata.get("error", "")),
+            folder=str(Path(path).parent),
+            collectives=json.loads(metadata.get("collectives", "{}")),
+        )
+        arithmetic = trace.arithmetic
+        if case.is_plain and "mesh" not in trace.numerics:
+            trace = replace(trace, paths=(*trace.paths, TUTORIAL))
+    except (ValueError, RecursionError, AttributeError):
+        raise InputError(
+            path, "have its environment as JSON", repr(metadata["environment"][:80])
+        ) from None
+    known = list(reference.ARITHMETICS) if BACKENDS[trace.backend].has_own_arithmetic else ["ieee"]
+    if arithmetic not in known:
+        raise InputError(
+            path, f"have an arithmetic of {trace.backend}, one of {known}", arithmetic=arithmetic
+        )
+    _check_collectives(path, trace)
+    return trace
+
+
+def _check_collectives(path: str | os.PathLike[str], trace: Trace) -> None:
+    """Reject counts that are not counts, or have no mesh."""
+    counts = trace.collectives
+    are_dicts = isinstance(counts, dict) and all(
+        isinstance(counted, dict) for counted in counts.values()
+    )
+    numbers = (
+        [number for counted in counts.values() for number in counted.values()]
+        if are_dicts
+        else [None]
+    )
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise InputError(path, "have collectives as counts by program", collectives=counts)
+    if counts:
+        parse_mesh(str(trace.numerics.get("mesh", "")))
+
+
+def load_traces(folders: Iterable[str | os.PathLike[str]], here: Sequence[str] = ()) -> list[Trace]:
+    """Return all traces of folders. A backend that runs here, or is in an earlier folder, is named
+    with its folder.
+    """
+    traces = []
+    seen: dict[tuple[str, str, str], str] = {}
+    for path in _trace_files(folders):
+        trace = load_trace(path)
+        key = (trace.problem.case.name, trace.problem.dtype, trace.backend)
+        if trace.backend in here or seen.setdefault(key, trace.folder) != trace.folder:
+            trace = replace(trace, is_named_by_folder=True)
+        traces.append(trace)
+    return traces
+
+
+def _trace_files(folders: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
+    for folder in folders:
+        if not os.fspath(
+            folder
+        ):  # it would be the current folder, for an unset variable of a shell
+            raise InputError("a folder of traces", "have a name", repr(folder))
+        if not os.path.exists(folder):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(folder))
+        files = (
+            [Path(folder)]
+            if Path(folder).is_file()
+            else sorted(Path(folder).rglob("*.safetensors"))
+        )
+        if not files:
+            raise InputError(
+                folder,
+                "be a trace or a folder of traces",
+                "no *.safetensors in it or its subfolders",
+            )
+        yield from files

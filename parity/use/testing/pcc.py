@@ -1,0 +1,69 @@
+"""The assertion of tt-metal's tests, a correlation, in addition to the error budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from parity.measure.core.compare import Comparison, first_difference
+from parity.use.testing.assertion import compare_arrays, message
+
+PCC = 0.9999
+"""The default of tt-metal."""
+
+
+def assert_with_pcc(
+    expected: Any, actual: Any, pcc: float = PCC, **options: Any
+) -> tuple[bool, str]:
+    """Raise an AssertionError unless two arrays correlate, as in tt-metal's function of this name,
+    and also agree.
+
+    Correlation detects neither a wrong scale nor a wrong offset, and hardly a small bug or one in
+    few elements. So both are reported, and either may fail: "PCC 0.99984 and wrong".
+
+    Args:
+        expected: the expected values; None with a `problem` among the options, which determines
+            them.
+        actual: an array of NumPy, torch, JAX or TTNN, on a device or not, or a mapping of such
+            arrays by stage.
+        pcc: the least correlation of each.
+        options: those of `assert_parity`: `same_precision`, `problem`, `dtype`, `name`, `stage`,
+            `arithmetic`.
+
+    Returns:
+        True and a summary, which is also printed: PCC, and the error relative to its budget.
+
+    Raises:
+        AssertionError: if they differ by more than the budget, or correlate less.
+        TypeError, ValueError: as in `assert_parity`.
+    """
+    __tracebackhide__ = True
+    comparisons = compare_arrays(actual, expected, **options)
+    summary = "; ".join(map(_summary, comparisons))
+    less = [each for each in comparisons if each.pcc is not None and each.pcc < pcc]
+    difference = first_difference(comparisons)
+    if difference is not None and difference not in less:
+        raise AssertionError(
+            f"PCC {_correlation(difference)} and wrong: {summary}\n{message(comparisons)}"
+        )
+    if less:
+        within = (
+            "\nthe error is within its budget"
+            if difference is None
+            else f"\n{message(comparisons)}"
+        )
+        raise AssertionError(f"PCC {_correlation(less[0])} is less than {pcc}: {summary}{within}")
+    print(summary)
+    return True, summary
+
+
+def _summary(comparison: Comparison) -> str:
+    return (
+        f"{comparison.stage}: PCC {_correlation(comparison)}, {comparison.ratio:.2g} of its budget"
+    )
+
+
+def _correlation(comparison: Comparison) -> str:
+    """Return the correlation; constants and non-finite values have none. It is rounded down,
+    because 1 means equal.
+    """
+    return "none" if comparison.pcc is None else f"{int(comparison.pcc * 1e6) / 1e6:.6f}"

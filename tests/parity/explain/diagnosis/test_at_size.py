@@ -1,0 +1,476 @@
+"""The diagnosis of large layers names bugs from samples: reproducibly, with little work and within
+its limit.
+"""
+
+import itertools
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from helpers.diagnoses import named_bugs
+from helpers.samples import sample
+
+import parity
+from mha_spec import AttentionSpec, Rope
+from parity import Case, make_problem
+from parity.explain.diagnosis.at_size import RowSamples, TokenSamples
+from parity.explain.diagnosis.bugs import bugs_for, wrong_layer
+from parity.explain.diagnosis.bugs.record import Changed
+from parity.explain.diagnosis.diagnose import diagnose, diagnose_stages
+from parity.explain.diagnosis.flow import flow_of
+from parity.explain.diagnosis.replay import Replay, remembering
+from parity.explain.diagnosis.sampling import Whole, in_order, multiplications
+from parity.explain.diagnosis.whole import WholeStages
+from parity.measure.core.absorbed import Unmade, rows_of_query
+from parity.measure.core.compare import kept_dtype
+from parity.measure.core.reference import Arithmetic, Layer, Remembered, arithmetic
+from parity.measure.core.sample import Sample
+from parity.measure.core.stages import run_steps
+from parity.measure.core.trace import Reference
+from parity.measure.core.weights import dtype_named
+from parity.measure.core.work import Work, ask, uncounted
+
+LLAMA = Case(
+    "llama",
+    AttentionSpec(256, 4, num_kv_heads=2, qkv_bias=False, out_bias=False, rope=Rope()),
+    "",
+    batch=1,
+    seq_len=160,
+    is_causal=True,
+)
+BERT = Case("bert", AttentionSpec(256, 4), "", batch=1, seq_len=160)
+CROSS = replace(BERT, name="cross", seq_len_k=200, key_padding_lengths=(190,))
+DECODE = replace(LLAMA, name="decode", seq_len=161, is_causal=False, chunks=(160, 1), capacity=164)
+
+ENOUGH = 120.0
+"""Seconds for a search, enough that the load of the machine does not matter."""
+
+
+@pytest.fixture(scope="module")
+def problems():
+    return {case.name: make_problem(case, "float32") for case in (LLAMA, BERT, CROSS)}
+
+
+def given_by(problem, name=None):
+    """Return all stages of the reference with a bug, in float32."""
+    made = [each for each in bugs_for(problem.case) if each.name == name][:1]
+    assert name is None or made
+    with np.errstate(all="ignore"):
+        values = wrong_layer(problem, "float64", made).forward()
+    return {stage: x.astype(kept_dtype(stage, "float32")) for stage, x in values.items()}
+
+
+def laws_of(diagnosis):
+    """Return the simplest law of each stage that has laws, and its numbers."""
+    found = [
+        each.findings
+        for each in (*diagnosis.explanations, *diagnosis.unknowns)
+        if each.findings is not None
+    ]
+    return {each.found[0].name: each.found[0].numbers for each in found if each.found}
+
+
+@pytest.fixture
+def work(monkeypatch):
+    """Count the multiplications of all products as they are computed."""
+    counted, product = [], Arithmetic.matmul
+
+    def matmul(self, a, b, start=0.0, exact=None):
+        counted.append(arithmetic.multiplications(a, b) if exact is None else 0)
+        return product(self, a, b, start, exact)
+
+    monkeypatch.setattr(Arithmetic, "matmul", matmul)
+    return counted
+
+
+# ---- Named ---------------------------------------------------------------------------------------
+
+SHOWN_BY = {
+    "the first tokens": ("llama", "rope-interleaved"),
+    "rows that see later keys": ("llama", "mask-ignored"),
+    "all queries of the first keys": ("llama", "softmax-over-queries"),
+    "the first tokens of the first head": ("llama", "heads-not-moved-back"),
+    "rows and all keys": ("bert", "scale-missing"),
+    "rows of other sequences": ("bert", "batch-as-tokens"),
+    "the other queries as one row": ("bert", "softmax-over-queries"),
+    "that of cross-attention": ("cross", "softmax-over-queries"),
+    "keys that are not made": ("bert", "k_proj-transposed"),
+    "rows of the weights of others": ("bert", "fused-qkv-read-per-head"),
+}
+"""A bug for each way in which a sample shows one."""
+
+
+@sample(5)
+@pytest.mark.parametrize(("layer", "name"), SHOWN_BY.values(), ids=list(SHOWN_BY))
+def test_bug_is_named_from_a_sample(problems, work, layer, name):
+    """A bug is named from a sample of the output, with less than 20 times the layer's work."""
+    problem = problems[layer]
+    output = given_by(problem, name)["output"]
+    work.clear()
+    diagnosis = diagnose({"output": output}, problem, seconds=ENOUGH)
+    assert named_bugs(diagnosis) == [name]
+    assert diagnosis.sample
+    assert sum(work) < 20 * multiplications(
+        problem
+    )  # about a hundred bugs, each in both precisions
+
+
+@sample(1)
+@pytest.mark.parametrize("name", ["scale-missing", "heads-not-moved"])
+def test_search_reuses_full_projections(monkeypatch, name):
+    """The search computes no projection of all queries again: the reference has made them."""
+    problem = make_problem(replace(BERT, spec=AttentionSpec(1024, 8), seq_len=256), "float32")
+    reference, made, product = Reference(problem), [], Remembered._product
+    assert reference.accumulated
+    assert reference.same_precision(local=False)
+
+    def _product(self, source, given, layer, x):
+        known = len(self._products)
+        found = product(self, source, given, layer, x)
+        if len(self._products) > known and given == "query":
+            made.append((source, given))
+        return found
+
+    output = given_by(problem, name)["output"]
+    monkeypatch.setattr(Remembered, "_product", _product)
+    monkeypatch.setattr(
+        "parity.explain.diagnosis.search.CHEAP", 2e-3
+    )  # as in a layer eight times as wide
+    assert named_bugs(diagnose_stages({"output": output}, reference, "ieee")) == [name]
+    assert not made
+
+
+@sample(2)
+@pytest.mark.parametrize(
+    ("layer", "name"),
+    [
+        ("llama", "rope-off-by-one-q"),
+        ("llama", "causal-off-by-one"),
+        ("bert", "v-heads-rolled"),
+        ("bert", "softmax-over-queries"),
+    ],
+)
+def test_bug_is_named_from_all_stages(problems, layer, name):
+    """A bug is named from all stages, although q is recorded as (B, T, N, H)."""
+    given = given_by(problems[layer], name)
+    given["q"] = given["q"].swapaxes(1, 2)  # recorded as (B, T, N, H)
+    diagnosis = diagnose(given, problems[layer], seconds=ENOUGH)
+    assert named_bugs(diagnosis) == [name]
+    assert "q" in diagnosis.conventions
+
+
+@sample(name=["causal-off-by-one"])
+@pytest.mark.parametrize("name", ["q_proj-transposed", "causal-off-by-one", "cache-slot-late"])
+def test_cached_layer_bug_is_named(name):
+    """Bugs of a cached layer are named from its outputs; only cache bugs need later calls."""
+    problem = make_problem(DECODE, "float32")
+    made = [each for each in bugs_for(DECODE) if each.name == name][:1]
+    values = run_steps(wrong_layer(problem, "float64", made).steps())
+    outputs = {
+        stage: values[stage].astype(np.float32) for stage in ("step0.output", "step1.output")
+    }
+    diagnosis = diagnose(outputs, problem, seconds=ENOUGH if name.startswith("cache") else 5.0)
+    assert named_bugs(diagnosis) == [name]
+    assert ("first call" in diagnosis.sample) == (not name.startswith("cache"))
+    assert {*outputs} >= {*diagnosis.explanations[0].stages} >= {"step1.output"}
+
+
+def test_bugs_in_two_stages_are_both_named(problems):
+    """Rolled heads of v and a transposed output projection are both named."""
+    given = given_by(problems["bert"], "v-heads-rolled")
+    wrong = next(each for each in bugs_for(BERT) if each.name == "out_proj-transposed")
+    output = wrong_layer(problems["bert"], "float64", [wrong]).output(given)["output"]
+    diagnosis = diagnose(
+        {**given, "output": output.astype(np.float32)}, problems["bert"], seconds=ENOUGH
+    )
+    assert named_bugs(diagnosis) == ["v-heads-rolled", "out_proj-transposed"]
+
+
+def test_verdict_is_reproducible(problems):
+    """Three diagnoses of the same output print the same text."""
+    output = given_by(problems["llama"], "kv-heads-tiled")["output"]
+    first, *others = [
+        str(diagnose({"output": output}, problems["llama"], seconds=ENOUGH)) for _ in range(3)
+    ]
+    assert others == [first, first]
+
+
+def test_correct_stages_pass_at_size(problems):
+    """Correct stages have the kind `none`, or `convention` with another axis order of k."""
+    given = given_by(problems["llama"])
+    assert diagnose(given, problems["llama"]).kind == "none"
+    assert (
+        diagnose({**given, "k": given["k"].swapaxes(1, 2)}, problems["llama"]).kind == "convention"
+    )
+
+
+def test_unsampled_error_is_found(problems):
+    """One wrong element is unknown, and `assert_parity` has its place, though no sample has it."""
+    output = given_by(problems["llama"])["output"]
+    output[0, 100, 200] += 0.1
+    diagnosis = diagnose({"output": output}, problems["llama"], seconds=0.5)
+    assert diagnosis.kind == "unknown"
+    with pytest.raises(AssertionError, match="t=100, e=200"):
+        parity.assert_parity(output, problem=problems["llama"])
+
+
+def test_law_must_hold_in_other_samples(problems):
+    """A factor on the whole output is a law; on the features of one sample it is unknown."""
+    output = given_by(problems["bert"])["output"]
+    diagnosis = diagnose({"output": 1.01 * output}, problems["bert"])
+    assert laws_of(diagnosis) == {"factor": {"axes": [], "factors": [pytest.approx(1.01)]}}
+    output[..., :128] *= 1.01  # the features of one sample
+    assert diagnose({"output": output}, problems["bert"]).kind == "unknown"
+
+
+def test_scale_is_fitted_from_a_sample(problems):
+    """A scale of 0.1 instead of 0.125 is found from the output of a large layer."""
+    problem = problems["bert"]
+    other = replace(problem, case=replace(BERT, spec=replace(BERT.spec, scale=0.1)))
+    diagnosis = diagnose({"output": given_by(other)["output"]}, problem)
+    assert laws_of(diagnosis) == {"scale": {"value": pytest.approx(0.1), "expected": 0.125}}
+
+
+# ---- Its work ------------------------------------------------------------------------------------
+
+
+def test_verdict_ignores_the_clock(problems, monkeypatch):
+    """A bug is named even if every reading of a clock is an hour later."""
+    output, hours = (
+        given_by(problems["llama"], "q_proj-transposed")["output"],
+        itertools.count(0.0, 3600.0),
+    )
+    for clock in ("perf_counter", "monotonic", "process_time", "thread_time"):
+        monkeypatch.setattr(time, clock, lambda: next(hours))
+    assert named_bugs(diagnose({"output": output}, problems["llama"])) == ["q_proj-transposed"]
+
+
+def test_search_limit_is_respected(problems, work):
+    """A search of 0.01 s leaves single bugs untried and costs less than 4 times the layer."""
+    problem = problems["bert"]
+    output = given_by(problem, "k_proj-transposed")["output"]
+    work.clear()
+    diagnosis = diagnose({"output": output}, problem, seconds=0.01)
+    assert "single bugs" in diagnosis.untried
+    assert sum(work) < 4 * multiplications(problem)
+
+
+def test_product_over_limit_raises(rng):
+    """A product over the limit raises TimeoutError, costs nothing and is reported as untried."""
+    a, search, float64 = (
+        rng.standard_normal((512, 512)),
+        Work(2e-3),
+        Arithmetic(dtype_named("float64")),
+    )
+    with search.counted(), pytest.raises(TimeoutError), search.inside("a product"):
+        float64.matmul(a, a)
+    assert (search.spent, search.untried) == (0.0, "a product")
+    with search.counted(), pytest.raises(TimeoutError), search.inside("another", most=1e-4):
+        float64.matmul(a[:64], a)
+    assert search.untried == "a product"  # the postponed step is retried by its caller
+    with search.counted(), search.inside("another", most=1e-4):
+        ask(5e-5, of_part=True)
+        with pytest.raises(TimeoutError):
+            ask(2e-4, of_part=True)
+    assert (search.spent, search.untried) == (0.0, "a product")
+
+
+def test_nested_work_counts_for_both(rng):
+    """Work in an inner count also counts for the outer one; uncounted work does not."""
+    a, outer, inner = rng.standard_normal((64, 64)), Work(1.0), Work(0.5)
+    with outer.counted():
+        with inner.counted():
+            Arithmetic(dtype_named("float64")).matmul(a, a)
+        with uncounted():
+            Arithmetic(dtype_named("float64")).matmul(a, a)
+    assert 0.0 < inner.spent == outer.spent
+
+
+def test_known_reference_changes_no_work():
+    """A search does the same work whether or not the reference was computed before it."""
+    problem = make_problem(replace(BERT, seq_len=24, name="small"), "float32")
+    output, spent = given_by(problem)["output"] + 1.0, []
+    fresh, known = Reference(problem), Reference(problem)
+    assert known.accumulated
+    assert known.same_precision(local=False)
+    for of_problem in (fresh, known):
+        work = Work(1.0)
+        with work.counted():
+            diagnose_stages({"output": output}, of_problem, "ieee", 0.02)
+        spent.append(work.spent)
+    assert spent[0] == spent[1] > 0.0
+
+
+def test_reference_is_computed_once(monkeypatch):
+    """A failing `assert_parity` computes the reference once in each precision."""
+    problem = make_problem(replace(BERT, seq_len=24, name="small"), "float32")
+    output, computed, stages = given_by(problem)["output"], [], Reference._computed
+
+    def counted(self, dtype, *inputs):
+        computed.append(dtype)
+        return stages(self, dtype, *inputs)
+
+    monkeypatch.setattr(Reference, "_computed", counted)
+    with pytest.raises(AssertionError, match="out_proj-bias-missing"):
+        parity.assert_parity(output - problem.weights["out_proj.bias"], problem=problem)
+    assert computed == ["float64", "float32"]
+
+
+def test_passing_assertion_is_cheap(problems, work):
+    """A passing `assert_parity` costs at most 2.1 times the layer: once in each precision."""
+    problem = problems["llama"]
+    output = given_by(problem)["output"]
+    work.clear()
+    parity.assert_parity(output, problem=problem)
+    assert sum(work) <= 2.1 * multiplications(problem)  # once in each precision
+
+
+# ---- Samples -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "case", [LLAMA, BERT, replace(LLAMA, name="two", batch=2, key_padding_lengths=(160, 9))]
+)
+def test_correct_layer_passes_each_sample(case):
+    """Each sample of a correct layer has the layer's values; together they cover eight stages."""
+    problem = make_problem(case, "float32")
+    given = wrong_layer(problem, "float64", ()).forward()
+    whole = Whole(problem, given, WholeStages(given, Reference(problem), "ieee"), Remembered())
+    kinds = (TokenSamples(whole), RowSamples(whole))
+    judged = set()
+    for part in (part for samples in kinds for part in (*samples.parts(), *samples.confirming())):
+        values = run_steps(Layer(part.problem, Arithmetic(dtype_named("float64"))).steps())
+        for stage, x in part.observed.items():
+            if part.judged is None or stage in part.judged:
+                judged.add(stage)
+                np.testing.assert_allclose(
+                    values[stage], x, rtol=1e-9, atol=1e-12, err_msg=f"{stage}: {part.words}"
+                )
+    assert judged >= {"mask", "q", "k", "v", "scores", "attn_weights", "context", "output"}
+
+
+GROUPS = replace(BERT.spec, num_kv_heads=2, qkv_bias=False)
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        (LLAMA.spec, "q_proj-transposed"),
+        (BERT.spec, "k_proj-transposed"),
+        (BERT.spec, "v_proj-transposed"),
+        (GROUPS, "q_proj-weights-bfloat16"),
+        (GROUPS, "k_proj-weights-bfloat16"),
+        (GROUPS, "v_proj-weights-bfloat16"),
+    ],
+)
+def test_absorbed_projections_are_exact(spec, name):
+    """A sample that absorbs a wrong projection has the same stages as one that computes it."""
+    problem, rows = make_problem(replace(BERT, spec=spec, seq_len=24), "float32"), np.array([1, 9])
+    made = [each for each in bugs_for(problem.case) if each.name == name][:1]
+    some = {rows_of_query(rows): problem.inputs["query"][:, rows]}
+    plain = replace(problem, sample=Sample(rows, np.arange(16)))
+    short = replace(
+        problem, inputs=problem.inputs | some, sample=Sample(rows, np.arange(16), absorbs=True)
+    )
+    expected, found = (
+        run_steps(wrong_layer(each, "float64", made).steps()) for each in (plain, short)
+    )
+    assert [each for each in "kv" if isinstance(found[each], Unmade)] == [
+        each for each in "kv" if f"{each}_proj" in name
+    ]
+    for stage in ("q", "scores", "attn_weights", "context", "output"):
+        np.testing.assert_allclose(
+            found[stage], expected[stage], rtol=1e-9, atol=1e-12, err_msg=stage
+        )
+
+
+def test_repacked_weights_need_no_product(problems, work):
+    """q, k and v of packed weights read per head are remembered products in another order."""
+    problem, remembered = problems["bert"], Remembered()
+    made = next(each for each in bugs_for(problem.case) if each.name == "fused-qkv-read-per-head")
+    base = remembering(remembered)
+    right, wrong = (wrong_layer(problem, "float64", changes) for changes in ([base], [made, base]))
+    right.qkv({})
+    work.clear()
+    found = wrong.qkv({})
+    assert not work
+    expected = wrong_layer(problem, "float64", [made]).qkv({})
+    for name in "qkv":
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-9, atol=1e-12)
+
+
+def test_stage_axes_are_reordered(problems, rng):
+    """q in four recorded forms is brought into the axis order of the reference."""
+    x = rng.standard_normal((1, 4, 160, 64))
+    for recorded in (x, x.swapaxes(1, 2), x.swapaxes(1, 2).reshape(1, 160, 256), x[0]):
+        np.testing.assert_array_equal(in_order(problems["bert"], "q", recorded), x)
+
+
+def test_step_dependencies_are_found(problems):
+    """`flow_of` finds the methods that a step calls and the stages that it reads."""
+    mask, qkv, scores, attn_weights, context, output, _ = flow_of(problems["llama"])
+    assert "is_later" in mask.methods
+    assert "is_later" not in qkv.methods
+    assert {"tables", "angles", "parameter"} <= qkv.methods
+    assert scores.reads == {"q", "k"}
+    assert attn_weights.reads == {"scores", "mask"}
+    assert {"attn_weights", "v"} <= context.reads
+    assert output.reads == {"context"}
+
+
+# ---- Noise ---------------------------------------------------------------------------------------
+
+
+def test_drawn_noise_matches_real_noise(rng, monkeypatch):
+    """Noise drawn for a large product is within 25% of real rounding; TF32 draws none."""
+    a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((64, 2048), (2048, 96)))
+    exact, float32 = a.astype(np.float64) @ b, Arithmetic(dtype_named("float32"))
+    plain = float32.matmul(a, b) - exact
+    monkeypatch.setattr(arithmetic, "LARGE", 0)
+    for known in (None, exact):
+        drawn = float32.matmul(a, b, exact=known) - exact
+        assert 0.8 < drawn.std() / plain.std() < 1.25
+    cut = Arithmetic(
+        dtype_named("float32"), "tf32"
+    )  # which has fewer bits of the operands than the exact product
+    np.testing.assert_array_equal(cut.matmul(a, b, exact=exact), cut.matmul(a, b))
+
+
+def test_quick_noise_grows_with_the_values(problems):
+    """For logarithms of weights, the quick ratio is within a factor of 5 of the full one."""
+    made = next(each for each in bugs_for(BERT) if each.name == "softmax-log")
+    replay = Replay(
+        problems["bert"], {"output": given_by(problems["bert"], "softmax-log")["output"]}, "ieee"
+    )
+    ratios = [
+        replay.judgement("output", (made,), quick=is_quick).ratio for is_quick in (True, False)
+    ]
+    assert 0.2 < ratios[0] / ratios[1] < 5.0
+
+
+# ---- Zeros ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.thorough  # a search of seconds for each; without one, `test_unsampled_error_is_found`
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_hidden_key_fails_in_16_bits(dtype):
+    """One key wrongly hidden in the last of 200 rows fails in bfloat16 and float16."""
+    case = Case("zeros", AttentionSpec(16, 2), "", batch=1, seq_len=200, is_causal=True)
+    problem = make_problem(case, dtype)
+
+    def hidden(_, original, masked):
+        masked = original(masked).copy()
+        masked[..., -1, 0] = True
+        return masked
+
+    def stages(changes):
+        values = wrong_layer(problem, dtype, changes).forward()
+        return {
+            name: values[name].astype(kept_dtype(name, dtype))
+            for name in ("attn_weights", "context", "output")
+        }
+
+    parity.assert_parity(stages([]), problem=problem)
+    with pytest.raises(AssertionError):
+        parity.assert_parity(stages([Changed({"hidden": hidden})]), problem=problem)

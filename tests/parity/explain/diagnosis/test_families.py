@@ -1,0 +1,117 @@
+"""Families of bugs: a law of a family is reported with a page and a fix, like a known bug."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import parity
+from mha_spec import AttentionSpec, LinearScaling, Norm, Rope
+from parity.explain.diagnosis.bugs import families
+from parity.explain.diagnosis.bugs.families import BugFamily
+from parity.measure.core.case import Case
+from parity.measure.core.problem import make_problem
+from parity.measure.core.reference import steps
+from parity.measure.core.stages import run_steps
+
+SPEC = AttentionSpec(
+    32,
+    4,
+    num_kv_heads=2,
+    rope=Rope(scaling=LinearScaling(2.0)),
+    window_size=5,
+    scale=0.3,
+    soft_cap=4.0,
+    qk_norm=Norm(),
+)
+PLAIN = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope())
+EVERY = [family for family in vars(families).values() if isinstance(family, BugFamily)]
+
+
+def diagnosed(right, wrong, *stages, **applied):
+    """Diagnose stages of a layer with a wrong specification, in a problem with the right one."""
+    case = Case("layer", right, "", seq_len=12, is_causal=True, **applied)
+    problem = make_problem(case, "float32")
+    other = replace(problem, case=replace(case, spec=wrong))
+    values = run_steps(steps(other, "float32"))
+    return parity.diagnose({stage: values[stage] for stage in stages}, problem)
+
+
+def test_family_has_a_page_and_a_fix():
+    """Each family has a page, and its fix for a layer has no placeholders."""
+    assert len(EVERY) > 30
+    for family in EVERY:
+        assert (Path(parity.__file__).parent / "bugs" / f"{family.page}.md").is_file(), family
+        assert "{" not in family.fix_for(SPEC), family
+
+
+@pytest.mark.parametrize(
+    ("wrong", "page", "about", "fix"),
+    [
+        (
+            {"rope": Rope(120000.0)},
+            "rope-theta",
+            "RoPE's theta is 120000 instead of 10000",
+            "set RoPE's theta to 10000",
+        ),
+        (
+            {"scale": 0.3},
+            "scale",
+            "the scale of the scores is 0.3 instead of 0.3536",
+            "divide the scores by sqrt",
+        ),
+        ({"window_size": 4}, "sliding-window", "the window is 4 instead of none", "hide no keys"),
+        ({"soft_cap": 2.5}, "soft-cap", "the soft cap is 2.5 instead of none", "do not cap"),
+        (
+            {"rope": Rope(scaling=LinearScaling(3.0))},
+            "rope-scaling",
+            "divided by is 3 instead of 1",
+            "scale RoPE's frequencies as specified",
+        ),
+    ],
+)
+def test_fitted_number_has_page_and_fix(wrong, page, about, fix):
+    """A fitted number is reported with a page, its words and a fix, like a known bug."""
+    diagnosis = diagnosed(PLAIN, replace(PLAIN, **wrong), "output")
+    (found,) = diagnosis.explanations
+    assert (diagnosis.kind, found.bugs, found.docs, diagnosis.unknowns) == (
+        "structure",
+        (page,),
+        (page,),
+        [],
+    )
+    assert about in found.about
+    assert found.fixes[0].startswith(fix)
+    assert diagnosis.cause == f"{page}: {found.about}"
+    assert (diagnosis.likely_bug, diagnosis.fix) == (page, found.fixes[0])
+    assert diagnosis.more == f"mha-parity bugs {page}"
+    plain = diagnosis.to_dict()["explanations"][0]
+    assert plain["docs"] == [page]
+    assert plain["findings"]["found"][0]["pages"] == [page]
+
+
+def test_law_without_family_has_no_name():
+    """A factor of 0.9 on the output is a law without an explanation by a bug."""
+    problem = make_problem(Case("layer", PLAIN, "", seq_len=12, is_causal=True), "float32")
+    values = run_steps(steps(problem, "float32"))
+    diagnosis = parity.diagnose({"output": values["output"] * np.float32(0.9)}, problem)
+    assert (diagnosis.kind, diagnosis.explanations) == ("pattern", [])
+
+
+def test_law_of_two_families_has_two_pages():
+    """With a norm of q and k, a wrong scale has the pages of both families."""
+    spec = replace(PLAIN, qk_norm=Norm())
+    diagnosis = diagnosed(spec, replace(spec, scale=0.123), "output")
+    assert diagnosis.explanations[0].docs == ("scale", "qk-norm")
+
+
+def test_assert_parity_shows_page_of_law():
+    """The message of `assert_parity` for a wrong theta has the page of its family."""
+    problem = make_problem(Case("layer", PLAIN, "", seq_len=12, is_causal=True), "float32")
+    other = replace(problem, case=replace(problem.case, spec=replace(PLAIN, rope=Rope(123456.0))))
+    values = run_steps(steps(other, "float32"))
+    with pytest.raises(AssertionError, match="mha-parity bugs rope-theta"):
+        parity.assert_parity({"output": values["output"]}, problem=problem)

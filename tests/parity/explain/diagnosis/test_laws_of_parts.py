@@ -1,0 +1,464 @@
+"""Laws of parts of a layer: wrong weights, inputs, masks, heads and positions; random errors have
+none.
+"""
+
+import json
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers.samples import sample
+
+import parity.explain.diagnosis.replay
+from mha_spec import AttentionSpec, Norm, Rope
+from parity import Case, make_problem
+from parity.explain.diagnosis.replay import Replay
+from parity.measure.core.reference import Arithmetic, Layer
+from parity.measure.core.stages import run_steps
+from parity.measure.core.weights import dtype_named
+
+PLAIN = Case("parts", AttentionSpec(24, 3), "", batch=2, seq_len=6, key_padding_lengths=(6, 4))
+WITH_BIAS = replace(PLAIN, bias=True)
+CROSS = Case("parts-cross", AttentionSpec(24, 3), "", batch=2, seq_len=6, seq_len_k=6)
+SQUARE = Case("parts-square", AttentionSpec(24, 4), "", batch=2, seq_len=6)
+GROUPED = Case(
+    "parts-grouped",
+    AttentionSpec(48, 6, num_kv_heads=3, rope=Rope()),
+    "",
+    batch=2,
+    seq_len=9,
+    is_causal=True,
+)
+NORMED = replace(GROUPED, spec=replace(GROUPED.spec, qk_norm=Norm(weight="1+w"), sinks=True))
+CAPPED = replace(GROUPED, spec=replace(GROUPED.spec, soft_cap=1.0))
+
+
+def run(problem, change=lambda layer: None):
+    """Return every stage of a float32 layer with a change."""
+    layer = Layer(problem, Arithmetic(dtype_named("float32")))
+    change(layer)
+    return run_steps(layer.steps())
+
+
+def told(problem, observed, stage):
+    """Return the laws of a stage, based on the observed stages before it."""
+    findings = Replay(problem, observed, "ieee").findings(stage, ())
+    assert findings is not None
+    json.dumps(findings.to_dict(), allow_nan=False)
+    return findings.laws
+
+
+def with_weights(case, change):
+    """Return a problem, and the same problem with changed weights."""
+    problem = make_problem(case, "float32")
+    weights = {name: np.array(w) for name, w in problem.weights.items()}
+    weights |= change(weights)
+    return problem, replace(problem, weights=weights)
+
+
+def overriding(**methods):
+    """Return a change that overrides methods of a layer: each argument maps the original to the new
+    one.
+    """
+    return lambda layer: layer.override(
+        **{name: made(getattr(layer, name)) for name, made in methods.items()}
+    )
+
+
+# ---- Weights -------------------------------------------------------------------------------------
+
+
+def rows_inside(w):
+    return w.reshape(3, 8, *w.shape[1:]).swapaxes(0, 1).reshape(w.shape)
+
+
+WEIGHTS = {
+    "another's": (
+        PLAIN,
+        lambda w: {"q_proj.weight": w["k_proj.weight"]},
+        "q",
+        "q_proj.weight is k_proj.weight",
+    ),
+    "another projection": (
+        PLAIN,
+        lambda w: {"v_proj.weight": w["k_proj.weight"], "v_proj.bias": w["k_proj.bias"]},
+        "output",
+        "v_proj is k_proj",
+    ),
+    "another bias": (
+        PLAIN,
+        lambda w: {"q_proj.bias": w["k_proj.bias"]},
+        "q",
+        "q_proj.bias is k_proj.bias",
+    ),
+    "exchanged": (
+        PLAIN,
+        lambda w: {"q_proj.bias": w["v_proj.bias"], "v_proj.bias": w["q_proj.bias"]},
+        "output",
+        "q_proj.bias and v_proj.bias are exchanged",
+    ),
+    "all transposed": (
+        PLAIN,
+        lambda w: {f"{name}_proj.weight": w[f"{name}_proj.weight"].T for name in "qkv"},
+        "output",
+        "q_proj.weight, k_proj.weight and v_proj.weight are transposed",
+    ),
+    "heads inside": (
+        PLAIN,
+        lambda w: {"v_proj.weight": rows_inside(w["v_proj.weight"])},
+        "v",
+        "v_proj.weight is read with rows (H, N) instead of (N, H)",
+    ),
+    "heads exchanged": (
+        GROUPED,
+        lambda w: (
+            {
+                "q_proj.weight": w["q_proj.weight"]
+                .reshape(6, 8, 48)[[0, 4, 2, 3, 1, 5]]
+                .reshape(48, 48)
+            }
+            | {"q_proj.bias": w["q_proj.bias"].reshape(6, 8)[[0, 4, 2, 3, 1, 5]].reshape(48)}
+        ),
+        "output",
+        "heads 1 and 4 of q_proj are exchanged",
+    ),
+    "a multiple": (
+        PLAIN,
+        lambda w: {"out_proj.weight": np.float32(1.01) * w["out_proj.weight"]},
+        "output",
+        "out_proj.weight is multiplied by 1.01",
+    ),
+    "subtracted": (
+        replace(GROUPED, spec=replace(GROUPED.spec, out_bias=True)),
+        lambda w: {"out_proj.bias": -w["out_proj.bias"]},
+        "output",
+        "out_proj.bias is multiplied by -1",
+    ),
+    "a new layer's": (
+        NORMED,
+        lambda w: {"q_norm.weight": np.zeros_like(w["q_norm.weight"])},
+        "q",
+        "q_norm.weight is multiplied by 0",
+    ),
+    "1": (
+        replace(NORMED, spec=replace(NORMED.spec, qk_norm=Norm())),
+        lambda w: {"k_norm.weight": np.ones_like(w["k_norm.weight"])},
+        "output",
+        "k_norm.weight is 1 throughout",
+    ),
+    "sinks": (
+        NORMED,
+        lambda w: {"sinks": np.exp(w["sinks"])},
+        "output",
+        "sinks is its exponential",
+    ),
+}
+
+
+@sample(6)
+@pytest.mark.parametrize(("case", "change", "stage", "words"), WEIGHTS.values(), ids=[*WEIGHTS])
+def test_changed_weight_has_a_law(case, change, stage, words):
+    """Each change of the weights has a law with its words, from one wrong stage."""
+    right, wrong = with_weights(case, change)
+    assert words in told(right, {stage: run(wrong)[stage]}, stage)
+
+
+# ---- Inputs, masks, products ---------------------------------------------------------------------
+
+
+def test_exchanged_inputs_have_a_law():
+    """An exchanged query and key have a law, and so has v made of the query."""
+    problem = make_problem(CROSS, "float32")
+    query, key = problem.inputs["query"], problem.inputs["key"]
+    wrong = run(replace(problem, inputs={**problem.inputs, "query": key, "key": query}))
+    assert told(problem, {"output": wrong["output"]}, "output") == (
+        "the query and the key are exchanged",
+    )
+    assert "q is made of the key" in told(problem, wrong, "q")
+    of_query = run(replace(problem, inputs={**problem.inputs, "key": query}))
+    values = {**run(problem), "v": of_query["v"]}
+    values["context"] = np.float32(0) + values["attn_weights"] @ values["v"]
+    assert "v is made of the query" in told(problem, {"context": values["context"]}, "context")
+
+
+def test_shifted_value_tokens_have_a_law():
+    """Values made of the token or the sequence before have a law at the context."""
+    problem = make_problem(SQUARE, "float32")
+    for change, words in (
+        (lambda x: np.roll(x, 1, axis=1), "the token before"),
+        (lambda x: x[::-1], "the sequence before"),
+    ):
+        wrong = run(
+            replace(problem, inputs={**problem.inputs, "query": change(problem.inputs["query"])})
+        )
+        values = {"attn_weights": run(problem)["attn_weights"], "v": wrong["v"]}
+        context = values["attn_weights"] @ values["v"]
+        assert f"v is made of {words}" in told(problem, {"context": context}, "context")
+
+
+@sample(2)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda b: -b, "subtracted"),
+        (lambda b: b.swapaxes(2, 3), "transposed"),
+        (lambda b: np.broadcast_to(b[:, :1], b.shape), "that of the first head"),
+        (
+            lambda b: np.ascontiguousarray(b.swapaxes(0, 1)).reshape(b.shape),
+            "read as (B, N) instead of (N, B)",
+        ),
+    ],
+)
+def test_changed_score_bias_has_a_law(change, words):
+    """A negated, transposed, shared or reshaped score bias has a law at scores and output."""
+    problem = make_problem(WITH_BIAS, "float32")
+    wrong = run(replace(problem, inputs={**problem.inputs, "bias": change(problem.inputs["bias"])}))
+    assert f"the bias of the scores is {words}" in told(
+        problem, {"output": wrong["output"]}, "output"
+    )
+    assert f"the bias of the scores is {words}" in told(problem, wrong, "scores")
+
+
+def test_mask_of_first_head_has_a_law():
+    """Using the first head's mask for all heads has a law, from the output alone."""
+    problem = make_problem(replace(PLAIN, key_padding_lengths=None, random_mask=True), "float32")
+    mask = np.broadcast_to(problem.inputs["mask"], (2, 3, 6, 6))
+    wrong = run(
+        replace(problem, inputs={**problem.inputs, "mask": np.repeat(mask[:, :1], 3, axis=1)})
+    )
+    assert "the mask is that of the first head" in told(
+        problem, {"output": wrong["output"]}, "output"
+    )
+
+
+def test_intersected_masks_have_a_law():
+    """Hiding only keys that all parts of the mask hide has a law, from the output alone."""
+    problem = make_problem(replace(PLAIN, is_causal=True), "float32")
+    causal, padding = (
+        np.triu(np.ones((6, 6), bool), 1),
+        np.arange(6) >= np.array([6, 4])[:, None, None, None],
+    )
+    both = np.broadcast_to(causal & padding, (2, 3, 6, 6))
+    wrong = run(problem, overriding(mask=lambda _: lambda values: {"mask": both}))
+    (law,) = told(problem, {"output": wrong["output"]}, "output")
+    assert law.startswith("a key is hidden only if all parts of the mask hide it")
+
+
+PRODUCTS = {
+    "keys as they are": (
+        SQUARE,
+        "scores",
+        {"products": lambda _: lambda values: values["q"] @ values["k"] / np.float32(6.0) ** 0.5},
+        "the keys are not transposed in the product",
+    ),
+    "weights transposed": (
+        SQUARE,
+        "context",
+        {
+            "weighed": lambda _: (
+                lambda values: {"context": values["attn_weights"].swapaxes(2, 3) @ values["v"]}
+            )
+        },
+        "the attention weights are transposed in their product with the values",
+    ),
+    "capped twice": (
+        CAPPED,
+        "scores",
+        {"capped": lambda _: lambda x: np.tanh(np.tanh(x))},
+        "scores are capped twice",
+    ),
+    "clipped": (
+        CAPPED,
+        "scores",
+        {"capped": lambda _: lambda x: np.clip(x, -1.0, 1.0)},
+        "scores are clipped instead of softly capped",
+    ),
+    "values of others": (
+        GROUPED,
+        "context",
+        {
+            "weighed": lambda _: (
+                lambda v: {"context": v["attn_weights"] @ v["v"][:, [1, 1, 2, 2, 0, 0]]}
+            )
+        },
+        "the values used are those of the next group",
+    ),
+    "values of any": (
+        GROUPED,
+        "context",
+        {
+            "weighed": lambda _: (
+                lambda v: {"context": v["attn_weights"] @ v["v"][:, [1, 0, 2, 2, 0, 1]]}
+            )
+        },
+        "query heads 0 … 5 use the values of key/value heads 1, 0, 2, 2, 0, 1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("case", "stage", "methods", "words"), PRODUCTS.values(), ids=[*PRODUCTS])
+def test_wrong_product_has_a_law(case, stage, methods, words):
+    """Each wrong product, cap or choice of value heads has a law with its words."""
+    problem = make_problem(case, "float32")
+    assert words in told(problem, run(problem, overriding(**methods)), stage)
+
+
+# ---- Before RoPE ---------------------------------------------------------------------------------
+
+
+def test_error_before_rope_has_a_law():
+    """A wrong bias or norm weight before RoPE has a law at q or k that says so."""
+    problem, wrong = with_weights(
+        GROUPED, lambda w: {"q_proj.bias": w["q_proj.bias"] + np.float32(0.5)}
+    )
+    laws = told(problem, run(wrong), "q")
+    assert laws == ("before RoPE: 0.5 is added to all values there",)
+    problem, wrong = with_weights(
+        NORMED, lambda w: {"k_norm.weight": w["k_norm.weight"] + np.float32(1.0)}
+    )
+    laws = told(problem, run(wrong), "k")
+    assert "k_norm.weight is 1 + its value" in laws
+    assert any(
+        law.startswith("before RoPE: each feature there is multiplied by a different number")
+        for law in laws
+    )
+
+
+def test_norm_over_tokens_has_a_law():
+    """A norm over tokens has a law before RoPE, of a number per token and feature."""
+    problem = make_problem(NORMED, "float32")
+
+    def over_tokens(_):
+        return lambda name, x, norm: (
+            x / np.sqrt(np.mean(x * x, axis=2, keepdims=True) + np.float32(norm.eps))
+        )
+
+    (law,) = told(problem, run(problem, overriding(standardised=over_tokens)), "q")
+    assert law.startswith(
+        "before RoPE: each token and each feature of a head is multiplied by a number"
+    )
+
+
+@pytest.mark.parametrize(
+    ("positions", "words"),
+    [
+        (
+            lambda n, t: (t + 8) % 9,
+            "tokens are rotated as at the positions 8, 0, 1, 2, 3, 4, 5, 6, 7",
+        ),
+        (
+            lambda n, t: n + 0 * t,
+            "heads are rotated by one position each, instead of tokens: 0, 1, 2, 3, 4, 5",
+        ),
+        (
+            lambda n, t: np.where(n == 2, (2 * t + 1) % 9, t),
+            "tokens are rotated by other positions:",
+        ),
+    ],
+)
+def test_wrong_positions_have_a_law(positions, words):
+    """Shifted positions, positions by head and wrong positions of one head have a law at q."""
+    problem = make_problem(GROUPED, "float32")
+    right = replace(problem, case=replace(problem.case, spec=replace(GROUPED.spec, rope=None)))
+    layer, q = Layer(problem, Arithmetic(np.dtype(np.float32))), run(right)["q"]
+    of_heads = [
+        layer.rotate(q[:, n : n + 1], np.asarray(positions(n, np.arange(9)))[None].astype(np.int64))
+        for n in range(6)
+    ]
+    wrong = {**run(problem), "q": np.concatenate(of_heads, axis=1).astype(np.float32)}
+    assert any(law.startswith(words) for law in told(problem, wrong, "q"))
+
+
+# ---- Dropout, heads of the output, narrow formats ------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", ["attn_weights", "context", "output"])
+def test_dropout_has_a_law(stage):
+    """Dropout with p = 0.2 has a law at the attention weights, the context and the output."""
+    problem = make_problem(PLAIN, "float32")
+    keeps = np.random.default_rng(0).random((2, 3, 6, 6)) >= 0.2
+
+    def dropping(original):
+        return lambda values: {
+            "attn_weights": original(values)["attn_weights"] * keeps / np.float32(0.8)
+        }
+
+    wrong = run(problem, overriding(attn_weights=dropping))
+    if stage != "attn_weights":  # recorded before dropout
+        wrong = {**run(problem), stage: wrong[stage]}
+        wrong = {"output": wrong["output"]} if stage == "output" else wrong
+    (law,) = told(problem, wrong, stage)
+    assert law.endswith(
+        "are 0, and the others 1.25 times what they should be: dropout is active, with p = 0.2"
+    )
+
+
+def test_unscaled_zeros_are_not_dropout():
+    """Zeros without a matching factor of 1 / (1 - p) are not reported as dropout."""
+    problem = make_problem(PLAIN, "float32")
+    keeps = np.random.default_rng(0).random((2, 3, 6, 6)) >= 0.2
+    for factor in (1.0, 4.0):
+        wrong = run(problem)
+        wrong["attn_weights"] = wrong["attn_weights"] * keeps * np.float32(factor)
+        assert not any("dropout is active" in law for law in told(problem, wrong, "attn_weights"))
+
+
+def test_mixed_output_heads_have_a_law():
+    """Mixed heads have a law with each combination, from the output alone."""
+    problem = make_problem(SQUARE, "float32")
+
+    def mixing(original):
+        return lambda x: original(np.stack([x[:, 0] / 2, x.mean(axis=1), x[:, 3], x[:, 2]], axis=1))
+
+    wrong = run(problem, overriding(combine_heads=mixing))
+    (law,) = told(problem, {"output": wrong["output"]}, "output")
+    assert law == (
+        "the output uses other heads: head 0 is 0.5 * head 0, head 1 is 0.25 * head 0 + 0.25 * "
+        "head 1 "
+        "+ 0.25 * head 2 + 0.25 * head 3, head 2 is 1 * head 3 and head 3 is 1 * head 2"
+    )
+
+
+def test_narrow_format_is_not_a_law():
+    """Scores off by 0.4% have no law, although bfloat16 can represent them."""
+    problem = make_problem(GROUPED, "float32")
+
+    def narrow(x):
+        return np.asarray(x).astype(ml_dtypes.bfloat16).astype(np.float32)
+
+    wrong = run(problem)
+    wrong["scores"] = narrow(narrow(wrong["scores"]) * np.float32(1.004))
+    assert told(problem, wrong, "scores") == ()
+
+
+# ---- No law --------------------------------------------------------------------------------------
+
+
+@sample(case=[CROSS, CAPPED], size=[1e-5])
+@pytest.mark.parametrize("case", [WITH_BIAS, CROSS, NORMED, CAPPED], ids=lambda case: case.name)
+@pytest.mark.parametrize("size", [1e-5, 1e-2])
+def test_random_errors_have_no_law(case, size):
+    """Random errors of q, v, weights or output have no law, with other stages or without."""
+    problem = make_problem(case, "float32")
+    right, rng = run(problem), np.random.default_rng(0)
+    for stage in ("q", "v", "attn_weights", "output"):
+        error = (
+            size * np.abs(right[stage]).max() * rng.standard_normal(right[stage].shape)
+        ).astype(np.float32)
+        assert told(problem, {**right, stage: right[stage] + error}, stage) == ()
+        assert told(problem, {stage: right[stage] + error}, stage) == ()
+
+
+def test_recomputations_are_bounded(monkeypatch):
+    """The search for laws of an unexplained output computes the layer at most 2,000 times."""
+    problem, calls = make_problem(NORMED, "float32"), []
+    output = run(problem)["output"]
+    made = parity.explain.diagnosis.replay.wrong_layer
+    monkeypatch.setattr(
+        parity.explain.diagnosis.replay,
+        "wrong_layer",
+        lambda *given: calls.append(1) or made(*given),
+    )
+    assert told(problem, {"output": output + np.float32(0.1) * output**2}, "output") == ()
+    assert len(calls) <= 2000

@@ -1,0 +1,65 @@
+"""The numerics lock: set, recorded, and restored."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+
+from parity.measure.backends.numerics import environment, numerics_lock
+
+
+def torch_settings():
+    return (
+        torch.get_float32_matmul_precision(),
+        torch.backends.mha.get_fastpath_enabled(),
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+    )
+
+
+def test_torch_settings_are_restored():
+    """The lock sets and records torch's settings, and restores the previous ones."""
+    torch.set_float32_matmul_precision("medium")
+    try:
+        before = torch_settings()
+        with numerics_lock(["torch"]) as settings:
+            assert torch_settings() == ("highest", False, False, False)
+            assert settings["torch"]["float32_matmul_precision"] == "highest"
+            assert settings["torch"]["threads"] == torch.get_num_threads()
+        assert torch_settings() == before
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_torch_is_restored_after_error():
+    """The lock restores torch's settings after an exception."""
+    before = torch_settings()
+    with pytest.raises(KeyError), numerics_lock(["torch"]):
+        raise KeyError
+    assert torch_settings() == before
+
+
+def test_jax_settings_are_restored():
+    """The lock sets and records JAX's matmul precision, and restores the previous one."""
+    before = jax.config.jax_default_matmul_precision
+    with numerics_lock(["jax"]) as settings:
+        assert jax.config.jax_default_matmul_precision == "highest"
+        assert settings["jax"]["matmul_precision"] == "highest"
+    assert jax.config.jax_default_matmul_precision == before
+
+
+def test_float64_enables_x64_temporarily():
+    """With float64 the lock enables and records x64, and disables it afterwards."""
+    with numerics_lock(["jax"], "float64") as settings:
+        assert jnp.zeros(1, float).dtype == jnp.float64
+        assert settings["jax"]["x64"]
+    assert not jax.config.jax_enable_x64
+
+
+def test_environment_lists_versions():
+    """The environment has versions of torch and JAX, JAX's platform, and the number of CPUs."""
+    found = environment(["jax", "torch"])
+    assert found["packages"]["torch"] == torch.__version__
+    assert found["packages"]["jax"] == jax.__version__
+    assert found["backends"]["jax"]["numerics"]["platform"] == jax.default_backend()
+    assert found["cpus"] > 0

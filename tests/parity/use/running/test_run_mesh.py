@@ -1,0 +1,329 @@
+"""`mha-parity run --mesh`: cases divided over virtual devices, their collectives, and invalid
+meshes.
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from helpers.refusals import refuses
+
+from parity import AttentionSpec, Case, Norm, Rope, make_problem
+from parity.measure.backends import BACKENDS
+from parity.measure.core.cases import CASES
+from parity.measure.core.trace import Trace
+from parity.measure.sharding.mesh import (
+    Collectives,
+    MeshPlan,
+    collectives_of,
+    excuse_of,
+    ideal_collectives,
+    parse_mesh,
+    why_not_divided,
+)
+from parity.use.cli.main import main
+from parity.use.reporting.junit import junit_xml
+from parity.use.running.report import Report
+from parity.use.running.traces import load_trace, save_trace
+
+
+def command(*arguments, status=0):
+    """Return the output of the command, run in a new process because JAX keeps its number of
+    devices.
+    """
+    program = [sys.executable, "-m", "parity", "run", "--backends", "jax", *arguments]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    return " ".join((done.stdout + done.stderr).split())
+
+
+# ---- The command ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """Run `causal` and `textbook` on eight devices; return the output, the JSON report and the
+    folder of traces.
+    """
+    folder = tmp_path_factory.mktemp("mesh")
+    report = folder / "report.json"
+    mesh = ["--virtual-devices", "8", "--mesh", "data=2,tensor=4", "--grad", "--allow-skipped"]
+    printed = command(
+        *mesh,
+        "--cases",
+        "[ct][ae][ux][st][ab]*[lk]",
+        "--json",
+        str(report),
+        "--save-traces",
+        str(folder),
+    )
+    return printed, json.loads(report.read_text()), folder
+
+
+@pytest.mark.costly("a process in which JAX has more devices")
+def test_mesh_run_counts_collectives(ran):
+    """On a 2x4 mesh no stage fails, and each fused forward
+    pass sends exactly the ideal collectives.
+    """
+    printed, report, _ = ran
+    assert report["summary"]["failed"] == 0
+    assert report["summary"]["passed"] > 30
+    stages = {each["stage"] for each in report["results"] if each["status"] == "passed"}
+    assert {"scores", "fused.output", "blocks.grad.q_proj.weight"} <= stages
+    forward = [each for each in report["collectives"] if each["program"] == "fused.forward"]
+    assert forward
+    assert all(each["counted"] == each["ideal"] for each in forward)
+    assert all(each["passed"] for each in report["collectives"])
+    assert (
+        "Traffic between devices: program, operations, number of cases jax blocks.forward: 1 "
+        "all-reduce:" in printed
+    )
+    assert "jax fused.gradient: 2 all-reduce:" in printed
+
+
+@pytest.mark.costly("a process in which JAX has more devices")
+def test_undivided_cases_are_skipped(ran):
+    """Cases that the mesh does not divide are skipped with
+    this reason, and their number is printed.
+    """
+    printed, report, _ = ran
+    reasons = {
+        each["case"]: each["reason"] for each in report["results"] if each["status"] == "skipped"
+    }
+    assert reasons
+    assert all("does not divide" in reason for reason in reasons.values())
+    assert f"{len(reasons)} case" in printed
+
+
+@pytest.mark.costly("a process in which JAX has more devices")
+def test_trace_records_its_mesh(ran):
+    """A trace records its mesh, its kind of axes and its collectives, which all pass."""
+    _, _, folder = ran
+    trace = load_trace(folder / "causal-float32-jax.safetensors")
+    assert trace.numerics["mesh"] == "data=2,tensor=4"
+    assert trace.numerics["axes"] == "automatic"
+    assert trace.collectives["fused.forward"] == {"all-reduce": 1}
+    assert all(each.passed for each in collectives_of(trace))
+
+
+DIVIDED = """
+import json
+import sys
+from dataclasses import replace
+from parity import CASES, run_cases
+from parity.measure.backends import jax_mesh
+from parity.measure.sharding.mesh import MeshPlan
+
+jax_mesh.make_devices(2)
+CASES["nan"] = replace(CASES["nan-visible-causal"], name="nan", seq_len=8)
+cases = [CASES[name] for name in sys.argv[1:]]
+report = run_cases(cases, ["jax"], mesh=MeshPlan(sequence=2), with_gradients=True)
+print(json.dumps([[*map(str, report.failed)], len(report.comparisons), [*map(str, report.needless)]]))
+"""
+
+
+# A ring; heads exchanged for tokens on the plain path, in parts, with a distance bias, and with
+# infinite numbers.
+OF_TOKENS = ["alibi-both-ways", "textbook", "relative-bias-padded", "nan"]
+
+
+@pytest.mark.costly("a process in which JAX has more devices")
+@pytest.mark.thorough
+def test_sequence_mesh_divides_tokens():
+    """Four cases agree on two devices that divide the sequence, without needless collectives."""
+    program = [sys.executable, "-c", DIVIDED, *OF_TOKENS]
+    done = subprocess.run(program, capture_output=True, text=True, check=True)
+    differences, count, needless = json.loads(done.stdout)
+    assert (differences, needless) == ([], [])
+    assert count > 25 * len(OF_TOKENS)
+
+
+@pytest.mark.costly("a process in which JAX has more devices")
+def test_too_large_mesh_fails(capsys):
+    """A mesh larger than the number of devices exits with 2 and names `--virtual-devices`."""
+    said = command("--virtual-devices", "2", "--mesh", "data=4", "--cases", "causal", status=2)
+    assert refuses("--virtual-devices", {"--virtual-devices": 2}).is_printed_in(said)
+    assert main(["run", "--backends", "jax", "--mesh", "data=2,tensor=4", "--cases", "causal"]) == 2
+    refusal = refuses("mesh", "data=2,tensor=4 and 1", hint="--virtual-devices 8")
+    assert refusal.is_printed_in(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "refusal"),
+    [
+        (["--virtual-devices", "8"], refuses("--virtual-devices")),
+        (
+            ["--axis-types", "explicit", "--virtual-devices", "2"],
+            refuses("--virtual-devices and --axis-types"),
+        ),
+        *(
+            (["--mesh", mesh], refuses("mesh", mesh=mesh))
+            for mesh in ("heads=2", "data=2,data=2", "data=0", "data")
+        ),
+    ],
+)
+def test_invalid_mesh_options_fail(arguments, refusal, capsys):
+    """A mesh with an unknown, repeated, zero or missing size, or
+    its options without a mesh, exit with 2.
+    """
+    assert main(["run", "--backends", "jax", "--cases", "causal", *arguments]) == 2
+    assert refusal.is_printed_in(capsys.readouterr().err)
+
+
+def test_mesh_with_one_device_backend_fails(capsys, monkeypatch):
+    """`--mesh` with a backend that runs on one device exits with 2 and names the backend."""
+    monkeypatch.setitem(BACKENDS, "torch", BACKENDS["torch"]._replace(divided=""))
+    assert main(["run", "--backends", "torch", "--cases", "causal", "--mesh", "data=2"]) == 2
+    assert "torch runs on one device here, not on a mesh" in capsys.readouterr().err
+
+
+# ---- Division and necessary collectives ----------------------------------------------------------
+
+
+def test_mesh_is_parsed_and_printed():
+    """A mesh is parsed in any order and printed as
+    `data=2,tensor=4`; its size is the product of its axes.
+    """
+    assert parse_mesh("tensor=4, data=2") == MeshPlan(data=2, tensor=4)
+    assert str(MeshPlan(data=2, tensor=4)) == "data=2,tensor=4"
+    assert (MeshPlan(data=2, tensor=4).size, MeshPlan().size) == (8, 1)
+    with refuses("axes", axes="auto"):
+        MeshPlan(axes="auto")
+
+
+@pytest.mark.parametrize(
+    ("case", "plan", "reason"),
+    [
+        (
+            Case("a", AttentionSpec(32, 4), "", batch=3),
+            MeshPlan(data=2),
+            "data=2 does not divide 3 sequences",
+        ),
+        (
+            Case("a", AttentionSpec(36, 6), ""),
+            MeshPlan(tensor=4),
+            "tensor=4 does not divide 6 query heads",
+        ),
+        (
+            Case("a", AttentionSpec(32, 4, fused_qkv=True), ""),
+            MeshPlan(tensor=2),
+            "fused_qkv keeps q, k and v in one",
+        ),
+        (
+            Case("a", AttentionSpec(32, 4), "", seq_len_k=7),
+            MeshPlan(sequence=5),
+            "sequence=5 does not divide 7 key tok",
+        ),
+        (
+            Case("a", AttentionSpec(32, 4), "", chunks=(4, 1), capacity=8),
+            MeshPlan(sequence=5),
+            "tokens that arrive in",
+        ),
+        (Case("a", AttentionSpec(32, 4, fused_qkv=True), ""), MeshPlan(data=2), None),
+    ],
+)
+def test_undivided_case_has_a_reason(case, plan, reason):
+    """The reason names the size that the mesh does not divide, and
+    is None if it divides the case.
+    """
+    said = why_not_divided(case, plan)
+    assert said is None if reason is None else said.startswith(reason)
+
+
+FULL = Case("full", AttentionSpec(32, 4), "")
+SHARED = Case("shared", AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0)), "")
+
+
+def test_ideal_collectives_by_mesh():
+    """Necessary collectives are exact numbers per mesh; only gradients and forward passes of
+    devices that share key/value heads are excused.
+    """
+    plan = MeshPlan(data=2, tensor=4)
+    assert ideal_collectives(FULL, plan, "fused.forward") == {"all-reduce": 1}
+    assert ideal_collectives(FULL, plan, "gradient") == {"all-reduce": 2}
+    assert ideal_collectives(FULL, MeshPlan(data=8), "fused.forward") == {}
+    assert ideal_collectives(FULL, MeshPlan(data=8), "gradient") == {"all-reduce": 1}
+    assert ideal_collectives(FULL, MeshPlan(sequence=4), "fused.forward") == {"all-to-all": 4}
+    five = ideal_collectives(SHARED, MeshPlan(sequence=5), "blocks.gradient")
+    assert five == {"all-reduce": 1, "collective-permute": 26}
+    windowed = Case(
+        "windowed",
+        AttentionSpec(32, 4, num_kv_heads=1, window_size=3),
+        "",
+        seq_len=12,
+        is_causal=True,
+    )
+    both_ways, one_way = (
+        ideal_collectives(windowed, MeshPlan(sequence=4), "fused.forward", name)
+        for name in ("jax", "torch")
+    )
+    assert (both_ways, one_way) == ({"collective-permute": 4}, {"collective-permute": 2})
+    assert not excuse_of(FULL, plan, "gradient")
+    assert excuse_of(SHARED, plan, "gradient").startswith("devices share key/value heads")
+    assert not excuse_of(SHARED, MeshPlan(tensor=2), "gradient")
+    assert not excuse_of(SHARED, plan, "blocks.forward")
+    astride = replace(
+        FULL, spec=AttentionSpec(48, 6, num_kv_heads=3)
+    )  # a device has one group and half of another
+    assert excuse_of(astride, MeshPlan(tensor=2), "blocks.forward").startswith(
+        "devices share key/value heads"
+    )
+
+
+def test_collectives_by_heads_per_device():
+    """If heads and tokens are divided by 2, 4 key/value
+    heads need all-to-all, 1 or 2 a permutation.
+    """
+    plan = MeshPlan(tensor=2, sequence=2)
+    for count, expected in (
+        (2, "collective-permute"),
+        (4, "all-to-all"),
+        (1, "collective-permute"),
+    ):
+        case = replace(FULL, spec=AttentionSpec(32, 4, num_kv_heads=count), seq_len=8)
+        assert expected in ideal_collectives(case, plan, "fused.forward")
+
+
+def test_width_norms_need_all_reduces():
+    """Norms over the width of three projections add all-reduces on
+    a mesh of heads, and none on one of data.
+    """
+    norms = {"qk_norm": Norm(over="width"), "v_norm": Norm("layer", over="width")}
+    case, plan = replace(FULL, spec=AttentionSpec(32, 4, **norms)), MeshPlan(tensor=4)
+    assert ideal_collectives(case, plan, "step", "torch") == {
+        "all-reduce": 1 + 4
+    }  # two for a layer norm
+    assert ideal_collectives(case, plan, "gradient", "torch") == {"all-reduce": 1 + 4}
+    assert ideal_collectives(case, plan, "step") == {"all-reduce": 1 + 4}
+    assert ideal_collectives(case, plan, "gradient") == {"all-reduce": 1 + 8}
+    assert ideal_collectives(case, MeshPlan(data=2), "gradient") == {"all-reduce": 1}
+
+
+def test_needless_collectives_fail():
+    """Needless collectives fail the report and its JUnit file, unless they have an excuse."""
+    needed = Collectives("full", "float32", "jax", "forward", {"all-reduce": 1}, {"all-reduce": 1})
+    gathered = replace(needed, counted={"all-reduce": 1, "all-gather": 2})
+    assert (needed.passed, gathered.passed) == (True, False)
+    assert replace(gathered, excuse="for a reason").passed
+    report = Report([], {}, {}, collectives=[needed, gathered])
+    assert (report.status, report.needless) == (1, [gathered])
+    assert Report([], {}, {}, collectives=[needed]).status == 0
+    xml = junit_xml(report).decode()
+    assert 'failures="1"' in xml
+    assert 'message="devices send 1 all-reduce, 2 all-gather, needed 1 all-reduce"' in xml
+
+
+def test_trace_file_keeps_collectives(tmp_path):
+    """Collectives of a trace survive its file, and needless ones still fail."""
+    problem = make_problem(CASES["causal"], "float32")
+    where = {"backends": {"jax": {"numerics": {"mesh": "tensor=2", "axes": "explicit"}}}}
+    sent = {"fused.forward": {"all-gather": 3}}
+    stages = {"output": np.zeros(1, np.float32)}
+    trace = Trace(problem, "jax", stages, {}, environment=where, collectives=sent)
+    read = load_trace(save_trace(tmp_path, trace))
+    assert read.collectives == sent
+    (found,) = collectives_of(read)
+    assert not found.passed
