@@ -392,7 +392,7 @@ INJECTIONS: dict[str, Injection] = {
     "temperature-ignored": breaking(apply_temperature=lambda plan, original, x, *rest: x),
     "shared-kv-rotated-again": breaking(project_qkv=_rotated_again),
     "kv-heads-tiled": breaking(repeat_kv_heads=_heads_tiled),
-    "heads-not-moved": breaking(split_heads=_split_without_moving),
+    "heads-not-moved": breaking(split_checked=_split_without_moving),
     "mask-flipped": _of_masked(
         lambda xp, softmax, scores, mask: softmax(scores, None if mask is None else ~mask)
     ),

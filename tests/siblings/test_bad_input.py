@@ -540,6 +540,28 @@ def test_kernels_return_no_weights(sibling):
     )
 
 
+def test_kernels_are_functions(sibling):
+    """A kernel that cannot be called raises an error wherever one is accepted, when the layer is
+    called.
+    """
+    spec, refusal = AttentionSpec(64, 2), lambda: refuses_type("kernel", "str")
+    assert_error(
+        sibling, "scaled_dot_product_attention", (), {**SPLIT, "kernel": "flash"}, refusal()
+    )
+    assert_error(sibling, "contained", ("flash",), {}, refusal())
+    call = {"x": ones(2, 3, 64), "weights": of_layer(spec), "spec": spec, "kernel": "flash"}
+    cached = {**call, "cache": lambda sibling: sibling.init_cache(2, 2, 32, 32)}
+    assert_error(sibling, "multi_head_attention_with_cache", (), cached, refusal())
+    call["query"] = call.pop("x")
+    assert_error(sibling, "multi_head_attention", (), call, refusal())
+    for kind in ("MultiHeadAttention", "MultiHeadAttentionWithCache"):
+        module = usual(sibling, kind, spec)
+        module.kernel = "flash"
+        caches = (module.init_cache(2, 32),) if hasattr(module, "init_cache") else ()
+        with refusal():
+            module(ones(2, 3, 64).of(sibling), *caches)
+
+
 # ---- Layers --------------------------------------------------------------------------------------
 
 SPEC = AttentionSpec(64, 2, d_in=6, d_kv=5)

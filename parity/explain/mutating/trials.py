@@ -3,7 +3,7 @@
 Names and shapes do not always show whether kernels are (out, in) or (in, out), and whether packed
 queries, keys and values are concatenated or lie head by head. Calls do: if the queries of a
 key/value head's group are 0, nothing depends on the keys of that head; if its values are 0, nothing
-depends on what the output projection makes of them.
+depends on the columns of the output projection that multiply them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def with_order_tried(function: Function, candidates: list[Projections]) -> Proje
         return next(each for each in candidates if each.order.is_same(order))
     for number, candidate in enumerate(candidates):
         if _is_right(call, function, number):
-            # Modules of other libraries are made anew for each call.
+            # Each call has a new module of the other libraries.
             if call.owner is None or library_of(call.owner) in ("torch", "nnx"):
                 _tried[key] = candidate.order, call.owner
             return candidate

@@ -11,7 +11,6 @@ import importlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -42,8 +41,8 @@ Arrays = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Role:
-    """What a name says: the projections in an array, as in `Tensor.holds`, and its kind."""
+class ArrayRole:
+    """The projections in an array, as in `Tensor.holds`, and its kind, by its name."""
 
     holds: str
     kind: str
@@ -52,29 +51,28 @@ class Role:
         return f"{'out' if self.holds == 'out' else self.holds}_proj.{self.kind}"
 
 
-OUT_WEIGHT = Role("out", "weight")
+OUT_WEIGHT = ArrayRole("out", "weight")
 
 
-@cache
-def _roles_by_name() -> dict[str, Role]:
+def roles_by_name() -> dict[str, ArrayRole]:
     """Return the roles of names in lower case, such as `q_proj.weight`, `wq` or
     `self.query.kernel`: those of layouts, and usual ones.
     """
-    roles: dict[str, Role] = {}
+    roles: dict[str, ArrayRole] = {}
     for layout in LAYOUTS.values():
         for tensor in layout.tensors:
             if not tensor.is_whole and not tensor.is_per_head:
-                roles.setdefault(tensor.name.lower(), Role(tensor.holds, tensor.kind))
+                roles.setdefault(tensor.name.lower(), ArrayRole(tensor.holds, tensor.kind))
     for projection, names in {**PROJECTIONS, "qkv_proj": PACKED}.items():
         holds = projection.removesuffix("_proj")
         for name in names:
-            roles.setdefault(name, Role(holds, "weight"))
+            roles.setdefault(name, ArrayRole(holds, "weight"))
             for leaf, kind in LEAVES.items():
-                # A usual name says more than a layout in which keys stand for values, too.
-                roles[f"{name}.{leaf}"] = Role(holds, kind)
+                # A usual name says more than a layout whose keys also stand for values.
+                roles[f"{name}.{leaf}"] = ArrayRole(holds, kind)
     for projection, names in BIASES.items():
         for name in names:
-            roles.setdefault(name, Role(projection.removesuffix("_proj"), "bias"))
+            roles.setdefault(name, ArrayRole(projection.removesuffix("_proj"), "bias"))
     return roles
 
 
@@ -82,10 +80,10 @@ MOST_WORDS = 3
 """The most words of a name that has a role, as in `qkv_linear.wq.weight`."""
 
 
-def role_of(words: list[str]) -> tuple[Role, int] | None:
+def _role_of(words: list[str], roles: Mapping[str, ArrayRole]) -> tuple[ArrayRole, int] | None:
     """Return the role of a path of names, and how many of them the role needs; None for others."""
     for count in range(min(MOST_WORDS, len(words)), 0, -1):
-        role = _roles_by_name().get(".".join(words[-count:]).lower())
+        role = roles.get(".".join(words[-count:]).lower())
         if role is not None:
             return role, count
     return None
@@ -100,8 +98,8 @@ class Named:
         names: the last words of their paths, in lower case, as layouts have them.
     """
 
-    paths: dict[Role, Path]
-    names: dict[Role, str]
+    paths: dict[ArrayRole, Path]
+    names: dict[ArrayRole, str]
 
     @property
     def has_packed(self) -> bool:
@@ -117,11 +115,13 @@ def named_in(carrier: Carrier) -> Named:
     """
     layers: dict[tuple[str, ...], Named] = {}
     all_names = []
+    # Not cached, because layouts may be registered at any time.
+    roles = roles_by_name()
     for path in carrier.leaves:
         # Keys of a mapping may be dotted names.
         words = ".".join(map(str, path)).split(".")
         all_names.append(".".join(words))
-        matched = role_of(words)
+        matched = _role_of(words, roles)
         if matched is None:
             continue
         role, count = matched
@@ -144,7 +144,7 @@ def named_in(carrier: Carrier) -> Named:
 
 def _is_attention(layer: Named) -> bool:
     letters = {letter for role in layer.paths if role.kind == "weight" for letter in role.holds}
-    is_output_alone = layer.paths.keys() <= {OUT_WEIGHT, Role("out", "bias")}
+    is_output_alone = layer.paths.keys() <= {OUT_WEIGHT, ArrayRole("out", "bias")}
     return not is_output_alone and {"q", "k"} <= letters
 
 
@@ -230,7 +230,7 @@ class Order:
 
     spec: AttentionSpec
     heads_are_known: bool
-    places: dict[str, tuple[Role, np.ndarray]]
+    places: dict[str, tuple[ArrayRole, np.ndarray]]
 
     def is_same(self, other: Order) -> bool:
         """Return whether both read the same weights."""
@@ -260,11 +260,11 @@ def orders_of(call: Call, carrier: Carrier, named: Named) -> list[Order]:
     raise Unfit(f"its projections have shapes that no known order explains: {listed}; {stated}")
 
 
-Tensors = dict[Role, Tensor]
+Tensors = dict[ArrayRole, Tensor]
 
 
 def _of_layouts(
-    named: Named, shapes: Mapping[Role, tuple[int, ...]]
+    named: Named, shapes: Mapping[ArrayRole, tuple[int, ...]]
 ) -> Iterator[tuple[Layout, Tensors]]:
     """Yield the layouts that have all these names, with as many axes."""
     for layout in LAYOUTS.values():
@@ -287,7 +287,7 @@ def _of_layouts(
 
 
 def _of_usual_axes(
-    call: Call, named: Named, shapes: Mapping[Role, tuple[int, ...]]
+    call: Call, named: Named, shapes: Mapping[ArrayRole, tuple[int, ...]]
 ) -> Iterator[tuple[Layout, Tensors]]:
     """Yield orders by usual axes: kernels are (out, in), or (in, out), also with an axis of heads;
     packed heads lie q after q, or head by head.
@@ -304,7 +304,7 @@ def _of_usual_axes(
 
 
 def _possible_axes(
-    call: Call, named: Named, shapes: Mapping[Role, tuple[int, ...]]
+    call: Call, named: Named, shapes: Mapping[ArrayRole, tuple[int, ...]]
 ) -> tuple[bool, ...]:
     """Return whether kernels may be (out, in), and whether they may not."""
     library = library_of(call.owner)
@@ -329,7 +329,7 @@ def _are_linear(call: Call, named: Named) -> bool:
     return True
 
 
-def _usual_axes(role: Role, ndim: int, *, out_first: bool) -> str:
+def _usual_axes(role: ArrayRole, ndim: int, *, out_first: bool) -> str:
     """Return axes in the notation of `Tensor.axes`."""
     if role.kind == "bias":
         if role.holds == "out":
@@ -343,7 +343,7 @@ def _usual_axes(role: Role, ndim: int, *, out_first: bool) -> str:
 
 
 def _order(
-    layout: Layout, tensors: Tensors, shapes: Mapping[Role, tuple[int, ...]], heads: Heads
+    layout: Layout, tensors: Tensors, shapes: Mapping[ArrayRole, tuple[int, ...]], heads: Heads
 ) -> Order | None:
     """Return where a layout has the canonical weights; None if the shapes do not fit it."""
     sizes = _sizes(tensors, shapes, heads)
@@ -374,7 +374,7 @@ def _order(
 
 
 def _sizes(
-    tensors: Tensors, shapes: Mapping[Role, tuple[int, ...]], heads: Heads
+    tensors: Tensors, shapes: Mapping[ArrayRole, tuple[int, ...]], heads: Heads
 ) -> tuple[dict[str, Any], bool] | None:
     """Return the fields of the specification that shapes and heads show, and whether the heads are
     known; None if they contradict each other.
@@ -425,7 +425,7 @@ def _head_sizes(
     packed = [holds for holds in rows if len(holds) > 1 and "q" in holds]
     if packed:
         (holds,) = packed
-        # Others hold a gate, too, which no bug here changes.
+        # Others also hold a gate, which no bug here changes.
         if {*holds} != {*"qkv"}:
             return None
         num_heads = 1 if num_heads is None else num_heads
@@ -484,7 +484,7 @@ class Projections:
             raise Unfit(f"its {projection} has no bias")
         raise Unfit(f"no {projection} is known among its weights")
 
-    def _stored(self, role: Role) -> Any:
+    def _stored(self, role: ArrayRole) -> Any:
         return self.carrier.leaves[self.named.paths[role]]
 
     @property

@@ -24,7 +24,7 @@ from parity.port.conversion.file_hints import FileHints, places_of_layers
 from parity.port.conversion.hints import LayerHints
 from parity.port.conversion.layers import FileLayer, LayerGroup, TensorCache, layers_under
 from parity.port.conversion.layouts import Layout
-from parity.port.conversion.layouts.layout import UNSAID
+from parity.port.conversion.layouts.layout import GRID_BIAS
 from parity.port.conversion.metadata import OwnMetadata
 from parity.port.conversion.model_config import (
     ModelConfig,
@@ -186,7 +186,7 @@ class Checkpoint:
         hints = self.hints(caller)
         hints.check_droppable(drop)
         places = places_of_layers(self.file, hints, prefix, layout, argument)
-        if UNSAID in drop:
+        if GRID_BIAS in drop:
             layouts = [place.layout for place in places]
             hints = hints.without_grid_biases(self.tensors.infos, layouts)
         groups: list[LayerGroup] = []

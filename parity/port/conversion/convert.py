@@ -148,7 +148,8 @@ def convert_file(
         prefix: prefix of a layer's tensor names, without the last dot; `{i}` stands for its number.
             Default: that of the metadata, otherwise the prefixes of all attention layers of the
             model, otherwise empty.
-        to_prefix: prefix in the target; default: `prefix`.
+        to_prefix: prefix in the target; default: that of the target layout, if it has one, or
+            else `prefix`.
         keep_rest: copy all other tensors unchanged; otherwise leave them out.
         max_shard_bytes: split the target into files of about this size.
         ranks: divide the heads of the target over this number of ranks, one file per rank, as the

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from mha_spec import InputError
 from parity.measure.files import TensorFile
 from parity.port.conversion.hints import LayerHints, merge
-from parity.port.conversion.layouts import LAYOUTS, Layout, find_layout
-from parity.port.conversion.layouts.layout import DROPPABLE, UNSAID
+from parity.port.conversion.layouts import LAYOUTS, Layout, find_layout, register_packages
+from parity.port.conversion.layouts.layout import DROPPABLE, GRID_BIAS
 from parity.port.conversion.metadata import OwnMetadata
 from parity.port.conversion.model_config import ModelHints
 from parity.port.conversion.prefixes import (
@@ -154,13 +154,13 @@ class FileHints:
         """Return the hints without biases on a grid, if the file has such biases."""
         patterns: dict[str, None] = {}
         for layout in layouts:
-            patterns.update(dict.fromkeys(layout.unsaid))
+            patterns.update(dict.fromkeys(layout.grid_biases))
         for name in names:
             if any(fnmatch.fnmatchcase(name, f"*{pattern}") for pattern in patterns):
                 break
         else:
             return self
-        dropped = dict.fromkeys((*self.dropped, UNSAID))
+        dropped = dict.fromkeys((*self.dropped, GRID_BIAS))
         return replace(self, ignored=(*self.ignored, *patterns), dropped=tuple(dropped))
 
 
@@ -180,10 +180,8 @@ class LayerPlace(NamedTuple):
 
 
 NOT_LISTED = (
-    "no layout fits its names: rearrange its projections with NumPy into those that `mha-parity "
-    "layouts canonical` "
-    "lists, and convert from canonical, as docs/how-to/convert.md shows under 'My layout is not "
-    "listed'"
+    "no layout fits its names: describe them in a table, which --layout passes, as "
+    "docs/how-to/own-layouts.md shows under 'A table for a file'"
 )
 """Advice for a file in a layout that is not in `LAYOUTS`."""
 
@@ -203,6 +201,8 @@ def places_of_layers(
         ValueError: if a layout is unknown, or no layer has it.
     """
     prefixes = _requested_prefixes(hints, prefix)
+    if prefixes is None and layout is not None and find_layout(layout, argument).prefix:
+        prefixes = [find_layout(layout, argument).prefix]
     if prefixes is None:
         of_model = _prefixes_in_model(file, hints.model)
         if of_model and not layout:
@@ -276,6 +276,10 @@ def _unknown_layout(file: TensorFile, model: ModelHints, argument: str) -> Input
     fitting: list[LayerPlace] = []
     for layout in LAYOUTS.values():
         fitting += [LayerPlace(prefix, layout) for prefix in fitting_prefixes(shapes, layout)]
+    if not fitting:
+        # Packages are imported for their layouts only if no other fits.
+        for layout in register_packages():
+            fitting += [LayerPlace(prefix, layout) for prefix in fitting_prefixes(shapes, layout)]
     remedy: list[dict[str, Any]] = []
     packings: dict[str, str] = {}
     for prefix, layout in fitting:

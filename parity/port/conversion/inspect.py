@@ -13,7 +13,7 @@ from parity.port.conversion.checkpoint import Checkpoint
 from parity.port.conversion.file_hints import FileHints
 from parity.port.conversion.hints import CALLER, LayerHints, LayerKeywords
 from parity.port.conversion.layers import TensorCache, key_in_words, layers_under
-from parity.port.conversion.layouts import LAYOUTS, Layout
+from parity.port.conversion.layouts import LAYOUTS, Layout, register_packages
 from parity.port.conversion.layouts.detection import HeadsMismatchError, LayoutMismatchError
 from parity.port.conversion.prefixes import numbered
 
@@ -52,6 +52,10 @@ def find_layers(checkpoint: Checkpoint, **keywords: Unpack[LayerKeywords]) -> li
     search = LayerSearch(checkpoint.tensors, checkpoint.hints(LayerHints.by(CALLER, **keywords)))
     for layout in LAYOUTS.values():
         search.examine(layout)
+    if not search.fitting and not search.of_other_heads:
+        # Packages are imported for their layouts only if no other fits.
+        for layout in register_packages():
+            search.examine(layout)
     fitting = {layers.prefix for layers in search.fitting}
     return search.fitting + [
         layers for layers in search.of_other_heads if layers.prefix not in fitting

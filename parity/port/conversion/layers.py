@@ -277,7 +277,8 @@ def layers_under(
             shapes = {short: file.infos[name].shape for short, name in sources.items()}
             entries, axis = _identify(shapes, concrete, layout, hints)
         except LayoutMismatchError as error:
-            if not concrete and fitting_prefixes(file.shapes, layout):
+            # Another prefix than the empty one may be meant.
+            if not concrete and any(fitting_prefixes(file.shapes, layout)):
                 raise _no_layer(LayoutMismatchError, file, prefix, layout) from None
             if any(QUANTISED.search(name) for name in sources):
                 advice = "quantized weights are read only from GGUF"

@@ -210,6 +210,8 @@ class Plan:
             raise InputError(
                 "prefix", "be that of a whole stack if the rest is kept", prefix=groups[0].prefix
             )
+        if to_prefix is None and self.layout.prefix and len(groups) == 1:
+            to_prefix = self.layout.prefix
         to_write: list[Written] = []
         for group in groups:
             to_write += [_to_write(layer) for layer in group.layers]

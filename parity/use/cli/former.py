@@ -19,7 +19,6 @@ FORMER_NAMES = {
     },
     "mutate": {"--causal": "--causal-alignment"},
     "plot": {
-        "--layout": "--from",
         "--tokens": "--labels",
         "--tokens-file": "--labels-file",
         "--query-tokens": "--query-labels",

@@ -28,6 +28,7 @@ def run(options: argparse.Namespace) -> Result:
     """Print the tensors and layers of a file."""
     from parity.port.conversion.checkpoint import Checkpoint
     from parity.port.conversion.inspect import find_layers
+    from parity.port.conversion.layouts.propose import propose_table
     from parity.use.reporting.console import console
     from parity.use.reporting.conversion import print_inspection
 
@@ -40,7 +41,10 @@ def run(options: argparse.Namespace) -> Result:
             infos[name] = {"shape": list(info.shape), "dtype": dtypes[info.dtype]}
         for name, kind in file.quantised.items():
             infos[name]["quantised"] = kind
-        print_inspection(options.file, file, found, console())
+        proposal = ""
+        if not found:
+            proposal = propose_table(checkpoint.tensors.shapes)
+        print_inspection(options.file, file, found, console(), proposal)
         told = {"file_format": file.format, "metadata": dict(file.metadata), "tensors": infos}
     warn_of_parts(checkpoint)
-    return 0, {**told, "layers": found}
+    return 0, {**told, "layers": found, "proposed_layout": proposal}

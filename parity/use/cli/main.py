@@ -49,7 +49,7 @@ from parity.use.cli.completion import SHELLS
 from parity.use.cli.former import with_new_names
 from parity.use.cli.help import EXIT_STATUS
 from parity.use.cli.messages import is_writable, print_out, refusal, say, say_error, warn
-from parity.use.cli.options import in_flags
+from parity.use.cli.options import in_flags, register_tables
 from parity.use.cli.paths import REPORTS, STANDARD_OUTPUT, check_paths
 
 if TYPE_CHECKING:
@@ -305,6 +305,7 @@ def _run_and_write(options: argparse.Namespace) -> int:
         with user_code(
             f"code that mha-parity {options.command} ran"
         ):  # which sys.exit(0) ends without a result
+            register_tables(options)
             status, content = COMMANDS[options.command].run(options)
     except InputError as refused:
         raise in_flags(refused, options) from None

@@ -536,6 +536,14 @@ STAGES = {
         {"attn_weights": ones(2, 3, 3, 3), "value": HEADS},
         refuses("num_heads", num_heads=3, num_kv_heads=2),
     ),
+    "norm of rows": (
+        "apply_norm",
+        {
+            "x": lambda device: NOT_TENSORS["rows"][0]((2, 2, 3, 32), device),
+            "norm": parity.Norm(weight=None),
+        },
+        refuses_type("x", {"x.layout": ...}),
+    ),
     "dropout of float32": (
         "apply_dropout",
         {"attn_weights": wide(2, 2, 3, 32), "rate": 0.5},

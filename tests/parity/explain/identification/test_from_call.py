@@ -16,6 +16,7 @@ from helpers.samples import sample
 from helpers.towers import GRID, small_tower
 from torch import Tensor, nn
 
+import mha_torch
 import parity
 from mha_spec import Alibi, AttentionSpec, Rope
 from parity.explain.identification import identify
@@ -269,6 +270,17 @@ def test_undescribed_argument_is_rejected(name):
     (layer,) = identify(Caller(attend, given).eval(), {"x": x})
     assert layer.spec is None, str(layer)
     assert layer.refusal
+
+
+def test_segments_of_mha_torch_are_reported():
+    """A layer of mha_torch shows its segments in one mask to an observer, though it computes them
+    one by one.
+    """
+    layer = mha_torch.MultiHeadSelfAttention(E, 4).eval()
+    x = torch.randn(1, TOKENS, E, generator=torch.Generator().manual_seed(1))
+    ids = torch.arange(TOKENS)[None] * 3 // TOKENS
+    (found,) = identify(layer, {"x": x, "segment_ids": ids})
+    assert (found.spec, found.from_call) == (layer.spec, {"segment_ids": "segment_ids"})
 
 
 def test_segments_are_needed_for_parity():

@@ -172,7 +172,10 @@ def test_unknown_packing_order_raises():
     ]
     with pytest.raises(
         Unfit,
-        match=r"the order of features in its projections cannot be detected by calling it: .*\(96, 32\)",
+        match=(
+            r"the order of features in its projections cannot be detected by calling it: .*\(96, "
+            r"32\)"
+        ),
     ):
         inject("k-v-swapped", packed, x)
 

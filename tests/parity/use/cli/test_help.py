@@ -288,7 +288,7 @@ FORMER_LINES = (
     "diagnose a.safetensors b.safetensors --ranks tensor=2 --not-causal",
     "conformance --peers --only keras* --questions mask --causal top-left",
     "mutate own:attention --causal bottom-right -- pytest --what --causal",
-    "plot a b --layout W_q --tokens a,b --query-tokens c",
+    "plot a b --from W_q --tokens a,b --query-tokens c",
     "plot a b --tokens-file labels",
     "cache-size --num-kv-heads 2 --head-dim 4 --batch 3 --seq-len 5",
     "bench --what cores --frameworks torch",
