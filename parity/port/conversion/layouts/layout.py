@@ -395,7 +395,8 @@ CARRIED = (
     *NORMS,
     "latent.factors",
 )
-"""Features of a layer that no weight shows, and norms: layouts may have no names for their weights.
+"""Features of a layer that no weight shows, and norms: layouts may have no names for their
+weights.
 """
 
 GRID_BIAS = "relative_position_bias"

@@ -272,8 +272,7 @@ def test_shared_values_are_stored_once():
     assert bytes_of(back) == bytes_of(weights)
 
 
-# ---- Files
-# --------------------------------------------------------------------------------------------------
+# ---- Files ---------------------------------------------------------------------------------------
 
 NEBULA = """
 name = "nebula"
@@ -304,7 +303,9 @@ def nebula_file(path, *, is_stacked=False):
 
 
 def test_own_prefix_is_used_both_ways(tmp_path):
-    """A file with names of the table's prefix converts without a prefix, and back to equal bytes."""
+    """A file with names of the table's prefix converts without a prefix, and back to equal
+    bytes.
+    """
     (tmp_path / "nebula.toml").write_text(NEBULA)
     register_layout(tmp_path / "nebula.toml")
     tensors = nebula_file(tmp_path / "a.safetensors")
@@ -385,8 +386,7 @@ def test_file_cannot_name_a_table_to_read(tmp_path, monkeypatch):
     assert "nebula" not in LAYOUTS
 
 
-# ---- Errors
-# --------------------------------------------------------------------------------------------------
+# ---- Errors --------------------------------------------------------------------------------------
 
 GOOD = {"name": "own", "tensors": {**FOUR, "o": OUT}}
 
@@ -547,8 +547,7 @@ def test_unfit_layer_is_rejected_by_rule():
         parity.convert(random_weights(GROUPED), source="canonical", target="own", spec=GROUPED)
 
 
-# ---- Packages
-# --------------------------------------------------------------------------------------------------
+# ---- Packages ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -585,7 +584,9 @@ def test_package_is_loaded_for_unknown_name(package):
 
 
 def test_broken_package_only_warns(package):
-    """An entry point that fails or has a taken name is named in a warning, and others are loaded."""
+    """An entry point that fails or has a taken name is named in a warning, and others are
+    loaded.
+    """
     code = TABLE_CODE + "TAKEN = {**TABLE, 'name': 'flax.nnx'}\n"
     package(
         code,
@@ -610,8 +611,7 @@ def test_unknown_name_leads_to_tables():
     assert "--layout FILE.toml" in refusal.value.hint
 
 
-# ---- Proposals
-# --------------------------------------------------------------------------------------------------
+# ---- Proposals -----------------------------------------------------------------------------------
 
 PROPOSED = {
     "separate with biases": ({"wq": "q", "wk": "k", "wv": "v", "wo": "out"}, separate, GROUPED),
