@@ -20,15 +20,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mha_spec import InputError
 from parity.measure.files.reading import INDEX, shards_in
 
-try:
-    import fcntl
-except ImportError:  # not on Windows, where writers do not lock
-    fcntl = None
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
 
 SCRATCH = ".mha-parity"
 """Suffix of scratch folders."""
@@ -38,6 +36,12 @@ BEFORE = ".before"
 
 REPLACED = ".replaced"
 """Its name once all files are in place, so that none is restored."""
+
+IN_USE = ".in-use"
+"""Lock file in a scratch folder, locked as long as the folder's writer is alive."""
+
+FOLDER_LOCK = f"{SCRATCH}.lock"
+"""Lock file in a folder, there only while a writer lists or moves its files."""
 
 _ORBAX = re.compile(
     r"_METADATA|_CHECKPOINT_METADATA|_sharding|_strings\.json|commit_success\.txt|d|array_metadatas(/process_\d+)?|"
@@ -263,59 +267,68 @@ def scratch_beside(target: Path) -> Iterator[Path]:
     """
     begin = f".{target.name[:40]}."
     scratch = target.parent / f"{begin}{secrets.token_hex(4)}{SCRATCH}"
-    lock = None
+    in_use = None
     try:
+        # Nobody may list the scratch folders between the creation of this one and its lock: an
+        # unlocked one is taken for that of a killed process.
         with locked(target.parent):
-            for left in target.parent.glob(f"{glob.escape(begin)}*{SCRATCH}"):
-                _remove_left(left)
+            for leftover in target.parent.glob(f"{glob.escape(begin)}*{SCRATCH}"):
+                _clean_up_after_kill(leftover)
             try:
                 scratch.mkdir()
             except OSError as error:  # its message would contain the scratch folder
                 raise OSError(error.errno, error.strerror, str(target)) from None
-            lock = _lock(scratch)
+            in_use = _lock(scratch / IN_USE)
         yield scratch
     finally:
         if _put_back(scratch):
             _remove_tree(scratch)
-        if lock is not None:
-            os.close(lock)
+        if in_use is not None:
+            in_use.release()
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Exclude other writers from a folder, if its file system supports locks."""
-    lock = _lock(folder, wait=True)
+    lock = _lock(folder / FOLDER_LOCK, wait=True)
     try:
         yield
     finally:
         if lock is not None:
-            os.close(lock)
+            # The file is removed while it is locked: who waits for it notices that it is gone, and
+            # tries again with a new one. A file without a lock may already be another writer's.
+            with suppress(OSError):  # Windows removes no open file; there, release() removes it
+                os.unlink(lock.lock_file)
+            lock.release()
 
 
-def _lock(folder: Path, *, wait: bool = False) -> int | None:
-    """Lock a folder until the result is closed; None if locks are unavailable."""
-    if fcntl is None:
+def _lock(path: Path, *, wait: bool = False) -> BaseFileLock | None:
+    """Lock a file, which is created, until the result is released or the process ends.
+
+    None if someone else has the lock, unless `wait` is set, or if locks are unavailable: in a
+    read-only folder, on a file system without them, or if the file is another user's.
+    """
+    import filelock  # takes 20 ms, which only writers need to spend
+
+    # The fallback, whose lock is that the file exists, would outlast a process that is killed.
+    lock = filelock.FileLock(path, fallback_to_soft=False)
+    try:
+        lock.acquire(blocking=wait)
+    except OSError:  # also filelock.Timeout
         return None
-    descriptor = None
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        return descriptor
-    if descriptor is not None:
-        os.close(descriptor)
-    return None
+    return lock
 
 
-def _remove_left(scratch: Path) -> None:
-    """Clean up after a killed process, and restore files that it was about to replace."""
-    lock = None if scratch.is_symlink() else _lock(scratch)
-    if lock is None:
+def _clean_up_after_kill(scratch: Path) -> None:
+    """Remove a scratch folder that nobody uses, and restore files that it was about to replace."""
+    in_use = None if scratch.is_symlink() else _lock(scratch / IN_USE)
+    if in_use is None:
         return
     try:
         if _put_back(scratch):
             shutil.rmtree(scratch, ignore_errors=True)
     finally:
-        os.close(lock)
+        in_use.release()
 
 
 def _put_back(scratch: Path) -> bool:
