@@ -557,8 +557,8 @@ class _TorchListener:
             self.function_called(q, k, v, attended.mask)
             self.function_returned((attended.context.transpose(1, 2), attended.weights))
         elif not self.past:
-            # A function may add to its mask or build one, so what the operations hide is exact. With
-            # a cache, whose unused slots they include, the mask that was passed stays.
+            # A function may add to its mask or build one, so what the operations hide is exact.
+            # With a cache, whose unused slots they include, the mask that was passed stays.
             self.values["mask"] = _hiding(attended.mask)
         self.layer.scale, self.layer.soft_cap = attended.scale, attended.soft_cap
         if attended.scores is not None:
