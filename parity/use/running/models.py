@@ -407,7 +407,7 @@ def _judge_own_module(
     except NotAlone as error:
         skip(str(error))
         return
-    problem = replace(problem, inputs={**problem.inputs, "query": ran.given})
+    problem = replace(problem, inputs={**problem.inputs, "query": ran.input})
     expected = run_steps(reference.steps(problem, "float64"))["output"]
     same = run_steps(reference.steps(problem, SAME_PRECISION["float32"]))["output"]
     verdict = compare(
