@@ -83,37 +83,34 @@ def check_target(
     """
     if source is not None:
         _refuse_source(path, [folder / name for name in names], folder, Path(source))
-    there = [folder / name for name in names if _exists(folder / name)]
-    if there and not overwrite:
-        raise FileExistsError(
-            f"{path if len(names) == 1 else there[-1]} exists; pass --force to replace it"
-        )
+    existing = [folder / name for name in names if _exists(folder / name)]
+    if existing and not overwrite:
+        # Of several files, the index is named, if it exists.
+        shown = path if len(names) == 1 else existing[-1]
+        raise FileExistsError(f"{shown} exists; pass --force to replace it")
     if len(names) == 1:
-        for place in there:
+        for place in existing:
             _refuse_others(path, place, kind)
         return []
     index = folder / names[-1]
-    shards = set(shards_in(index)) if index in there else set()
-    stale = {name for name in shards if is_shard_of(path, name) and _exists(folder / name)}
-    for place in there:
-        if place != index and place.name not in stale:
+    old_shards = shards_in(index) if index in existing else []
+    replaced = {name for name in old_shards if is_shard_of(path, name) and _exists(folder / name)}
+    for place in existing:
+        if place != index and place.name not in replaced:
             raise InputError(place, f"be listed in {index} to be replaced, but it is not")
-    for name in sorted(stale):
+    for name in sorted(replaced):
         _refuse_others(folder / name, folder / name, kind)
-    return sorted(stale - set(names))
+    return sorted(replaced - set(names))
 
 
 def is_shard_of(path: Path, name: str) -> bool:
     """Return whether a file has the name of a shard of a target that is split."""
-    return (
-        re.fullmatch(re.escape(path.stem) + r"-\d{5}-of-\d{5}" + re.escape(path.suffix), name)
-        is not None
-    )
+    pattern = re.escape(path.stem) + r"-\d{5}-of-\d{5}" + re.escape(path.suffix)
+    return re.fullmatch(pattern, name) is not None
 
 
 def check_place(path: str | os.PathLike[str]) -> None:
-    """Refuse a file whose name is that of a folder, such as `a.py/`, or whose folder does not
-    exist.
+    """Refuse a file whose name is a folder's, such as `a.py/`, or whose folder does not exist.
 
     `Path` and `os.path.realpath` would drop the last `/` and a missing `folder/..`, and write
     another file.
@@ -141,29 +138,35 @@ def _exists(path: Path) -> bool:
 
 
 def _refuse_source(path: Path, targets: Iterable[Path], folder: Path, source: Path) -> None:
-    """Refuse to write onto the source, under any name, or into it if it is a folder."""
+    """Refuse to write onto the source, under any name, or into it if it is a folder.
+
+    Args:
+        path: target, as given by the user.
+        targets: files or folder to write.
+        folder: their folder.
+        source: file or folder that is read.
+    """
     if source.is_dir():
-        if any(
-            place.exists() and place.samefile(source)
-            for place in (*targets, folder, *folder.absolute().parents)
-        ):
+        if _is_any(source, [*targets, folder, *folder.absolute().parents]):
             raise InputError(
                 "the target", "be outside the folder that is read", path=path, source=source
             )
         return
-    read = [
-        source,
-        *(
-            source.parent / name
-            for name in (shards_in(source) if source.name.endswith(INDEX) else ())
-        ),
-    ]
-    around = Path(os.path.realpath(source)).parents
-    for target in (target for target in targets if target.exists()):
-        if any(place.exists() and target.samefile(place) for place in (*read, *around)):
+    read_files = [source]
+    if source.name.endswith(INDEX):
+        read_files += [source.parent / name for name in shards_in(source)]
+    # A target that is a folder may contain the source.
+    folders = Path(os.path.realpath(source)).parents
+    for target in targets:
+        if target.exists() and _is_any(target, [*read_files, *folders]):
             raise InputError(
                 "the target", "be a file other than the source", path=path, source=source
             )
+
+
+def _is_any(path: Path, others: Iterable[Path]) -> bool:
+    """Return whether an existing path and another one lead to the same file."""
+    return any(other.exists() and path.samefile(other) for other in others)
 
 
 def _refuse_others(path: Path, place: Path, kind: str) -> None:
@@ -175,11 +178,10 @@ def _refuse_others(path: Path, place: Path, kind: str) -> None:
     if kind == "orbax":
         if not stat.S_ISDIR(mode):
             raise InputError(path, "be a folder or not exist yet, but it is something else")
-        others = _others_in(place)
-        if others:
-            raise InputError(
-                path, "be an orbax checkpoint and nothing else to be replaced", f"{others} there"
-            )
+        other_files = _others_in(place)
+        if other_files:
+            rule = "be an orbax checkpoint and nothing else to be replaced"
+            raise InputError(path, rule, f"{other_files} there")
         return
     if not stat.S_ISREG(mode):
         raise InputError(path, "be a file or not exist yet, but it is something else")
@@ -202,30 +204,36 @@ def refuse_other_file(path: str | os.PathLike[str], kind: str) -> None:
 
 
 def _begins(kind: str, begin: bytes) -> bool:
-    """Return whether a file of the format may start with these bytes."""
-    return {
-        "safetensors": begin[8:9] == b"{",
-        "npz": begin[:2] == b"PK",
-        "torch": begin[:2] == b"PK" or begin[:1] == b"\x80",  # a pickle, before torch 1.6
-        "msgpack": 0x80 <= begin[0] <= 0x8F or begin[0] in (0xDE, 0xDF),  # a dict
-    }[kind]
+    """Return whether a file of the format may start with these bytes, of which there is one."""
+    is_zip = begin[:2] == b"PK"
+    if kind == "safetensors":
+        return begin[8:9] == b"{"  # after its length
+    if kind == "npz":
+        return is_zip
+    if kind == "torch":
+        return is_zip or begin[:1] == b"\x80"  # a pickle, before torch 1.6
+    return 0x80 <= begin[0] <= 0x8F or begin[0] in (0xDE, 0xDF)  # msgpack: a dict
 
 
 def _others_in(folder: Path, most: int = 5) -> list[str]:
-    """Return the contents of a folder that are not part of an orbax checkpoint; all without a
-    checkpoint.
+    """Return the contents of a folder that are no part of an orbax checkpoint.
+
+    Without a checkpoint, these are all.
     """
-    found = [place.relative_to(folder).as_posix() for place in sorted(folder.rglob("*"))]
-    if "_METADATA" in found:
-        found = [
-            name for name in found if not _ORBAX.fullmatch(name) or (folder / name).is_symlink()
-        ]
-    return found[:most]
+    names = [place.relative_to(folder).as_posix() for place in sorted(folder.rglob("*"))]
+    if "_METADATA" not in names:
+        return names[:most]
+    others = []
+    for name in names:
+        if not _ORBAX.fullmatch(name) or (folder / name).is_symlink():
+            others.append(name)
+    return others[:most]
 
 
 def check_writable(path: str | os.PathLike[str], name: str, shown: str = "") -> None:
-    """Refuse an unwritable file before the work whose result it will contain. Nothing is left
-    behind.
+    """Refuse an unwritable file before the work whose result it will contain.
+
+    Nothing is left behind.
 
     Args:
         path: path of the file.
@@ -332,15 +340,16 @@ def _clean_up_after_kill(scratch: Path) -> None:
 
 
 def _put_back(scratch: Path) -> bool:
-    """Restore files that were moved aside but not replaced; False if other files exist there by
-    now.
+    """Restore files that were moved aside but not replaced.
+
+    Returns:
+        False if other files exist there by now.
     """
     before = scratch / BEFORE
     if not before.is_dir():
         return True
-    for old in sorted(
-        before.iterdir(), key=lambda path: path.name.endswith(INDEX)
-    ):  # the index last
+    # The index last, so that it never refers to missing files.
+    for old in sorted(before.iterdir(), key=lambda path: path.name.endswith(INDEX)):
         if os.path.lexists(scratch.parent / old.name):
             return False
         old.replace(scratch.parent / old.name)
@@ -348,12 +357,16 @@ def _put_back(scratch: Path) -> bool:
 
 
 def _remove_tree(folder: Path) -> None:
+    """Remove a folder, in which a library's thread may still be writing.
+
+    It waits for at most a quarter of a second, which is arbitrary.
+    """
     for _ in range(5):
         if not folder.exists():
             return
         shutil.rmtree(folder, ignore_errors=True)
         if folder.exists():
-            time.sleep(0.05)  # a library's thread may still be writing
+            time.sleep(0.05)
     shutil.rmtree(folder)
 
 
@@ -378,12 +391,10 @@ class Batch(NamedTuple):
 
 
 def move(*batches: Batch) -> None:
-    """Move written files into place: one file atomically; several files, or folders, all or
-    none.
-    """
+    """Move written files into place: one atomically; several, or folders, all or none."""
     if len(batches) == 1 and len(batches[0].names) == 1:
         (name,), scratch, folder, _ = batches[0]
-        if not (scratch / name).is_dir():
+        if not (scratch / name).is_dir():  # no existing folder can be replaced atomically
             (scratch / name).replace(folder / name)
             return
     try:
@@ -394,7 +405,8 @@ def move(*batches: Batch) -> None:
                 (scratch / name).replace(folder / name)
         for batch in batches:
             (batch.scratch / BEFORE).replace(batch.scratch / REPLACED)
-    except BaseException:  # also an interrupt after any of these lines; the disk shows the progress
+    except BaseException:
+        # Also an interrupt after any of these lines; the disk shows the progress.
         is_complete = all((batch.scratch / REPLACED).is_dir() for batch in batches)
         if not is_complete:
             for batch in reversed(batches):
@@ -407,10 +419,8 @@ def _set_aside(batch: Batch) -> None:
     names, scratch, folder, stale = batch
     before = scratch / BEFORE
     before.mkdir()
-    for name in (
-        *reversed(names),
-        *stale,
-    ):  # the index first, so that it never refers to wrong files
+    # The index first, so that it never refers to wrong files.
+    for name in (*reversed(names), *stale):
         if os.path.lexists(folder / name):
             (folder / name).replace(before / name)
 
@@ -445,8 +455,9 @@ def _flush_file(path: Path) -> None:
 
 @contextmanager
 def flushing(folder: Path) -> Iterator[None]:
-    """Write a folder to disk in the background while it is filled. At the end everything is on
-    disk.
+    """Write a folder to disk in the background while it is filled.
+
+    At the end everything is on disk.
     """
     is_full = threading.Event()
 
@@ -461,15 +472,15 @@ def flushing(folder: Path) -> Iterator[None]:
             yield
         finally:
             is_full.set()
-        repeated.result()  # an error of the disk is reported to one reader only
+        # An error of the disk is reported only once, perhaps to the thread.
+        repeated.result()
         flush(folder)
 
 
 def write_whole(
     path: str | os.PathLike[str], data: bytes, verify: Callable[[Path], None] = lambda written: None
 ) -> None:
-    """Write a file atomically: under a temporary name next to it, moved into place once it is on
-    disk.
+    """Write a file atomically: in a folder next to it, and moved into place once it is on disk.
 
     Args:
         path: file to write; an existing one is kept until the move.
@@ -480,9 +491,8 @@ def write_whole(
         OSError: if the file cannot be written.
     """
     with errors_name(path):
-        if os.path.exists(path) and not os.path.isfile(
-            path
-        ):  # a device or a pipe cannot be replaced
+        # A device or a pipe cannot be replaced.
+        if os.path.exists(path) and not os.path.isfile(path):
             Path(path).write_bytes(data)
             return
         check_place(path)
@@ -496,8 +506,7 @@ def write_whole(
 
 
 def write_files(files: Mapping[Path, bytes], *, overwrite: bool = True) -> None:
-    """Write several files, all or none: if one cannot be written, the others are as they were
-    before.
+    """Write several files, all or none: if one cannot be written, the others stay as they were.
 
     Args:
         files: contents by path.
@@ -531,13 +540,11 @@ def write_files(files: Mapping[Path, bytes], *, overwrite: bool = True) -> None:
             with errors_name(folder / names[0]):
                 _flush_file(scratch)
             batches.append(Batch(names, scratch, folder))
-        for folder in sorted(
-            scratch_of
-        ):  # in one order, so that two writers do not wait for each other
+        # In one order, so that two writers do not wait for each other.
+        for folder in sorted(scratch_of):
             stack.enter_context(locked(folder))
-        _check_free(
-            files, overwrite=overwrite
-        )  # again, because others may have written there meanwhile
+        # Again, because others may have written there meanwhile.
+        _check_free(files, overwrite=overwrite)
         with errors_name(next(iter(files))):
             move(*batches)
 
@@ -555,14 +562,15 @@ def _check_free(paths: Iterable[Path], *, overwrite: bool) -> None:
 
 @contextmanager
 def errors_name(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Name the file that is being written in errors that name none, such as that of a full disk, or
-    a scratch file.
+    """Name the file that is being written in errors that name none, or a scratch file.
+
+    The error of a full disk names none.
     """
     try:
         yield
     except OSError as error:
-        named = error.filename
-        is_scratch = isinstance(named, (str, os.PathLike)) and SCRATCH in os.fspath(named)
-        if error.errno is None or (named is not None and not is_scratch):
+        name = error.filename
+        is_scratch = isinstance(name, (str, os.PathLike)) and SCRATCH in os.fspath(name)
+        if error.errno is None or (name is not None and not is_scratch):
             raise
         raise OSError(error.errno, error.strerror, os.fspath(path)) from None
