@@ -52,32 +52,33 @@ def some_of(names: Iterable[str], most: int = 8) -> str:
     return text
 
 
-def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str:
+def did_you_mean(name: str, choices: Iterable[str], most: int = 3) -> str:
     """Return a question about the nearest names: `did you mean torch?`; empty if none is near.
 
     Names that begin with a word, or contain it, follow those that are spelled like it.
     """
-    names = {known_name.lower(): known_name for known_name in known}
+    choice_of = {choice.lower(): choice for choice in choices}
+    near = get_close_matches(name.lower(), choice_of, most)
     word = name.lower().strip("*")
-    near = get_close_matches(name.lower(), names, most)
     if len(word) > 2:  # shorter ones are in too many names
-        near += [lowercase for lowercase in names if lowercase.startswith(word)]
-        near += [lowercase for lowercase in names if word in lowercase]
-    distinct = list(dict.fromkeys(near))[:most]
-    if not distinct:
+        near += [lowercase for lowercase in choice_of if lowercase.startswith(word)]
+        near += [lowercase for lowercase in choice_of if word in lowercase]
+    if not near:
         return ""
-    return f"did you mean {' or '.join(names[lowercase] for lowercase in distinct)}?"
+    nearest = [choice_of[lowercase] for lowercase in dict.fromkeys(near)]
+    return f"did you mean {' or '.join(nearest[:most])}?"
 
 
 def and_listed(items: Iterable[Any]) -> str:
     """Join items, at least one, with commas and `and`: `0, 2 and 5`."""
-    *others, last = map(str, items)
-    if not others:
+    *first_items, last = map(str, items)
+    if not first_items:
         return last
-    return f"{', '.join(others)} and {last}"
+    return f"{', '.join(first_items)} and {last}"
 
 
 def counted(number: int, what: str) -> str:
     """Return a number with its noun: `1 case`, `2 cases`."""
-    plural = "" if number == 1 else "s"
-    return f"{number} {what}{plural}"
+    if number == 1:
+        return f"1 {what}"
+    return f"{number} {what}s"

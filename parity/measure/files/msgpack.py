@@ -118,10 +118,18 @@ def open_msgpack(path: Path, file: BinaryIO) -> TensorFile:
     if not isinstance(tree, dict) or cursor.tell() != cursor.size:
         raise InputError(path, "be one dict in msgpack and nothing more, but it is not")
     metadata = text_by_name(tree.pop(METADATA, None))
-    leaves = flatten(tree)
-    arrays = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, _Array)}
-    infos = {name: array.info for name, array in arrays.items()}
-    places = {name: array.pieces[0][0] for name, array in arrays.items() if len(array.pieces) == 1}
+    arrays: dict[str, _Array] = {}
+    infos: dict[str, TensorInfo] = {}
+    places: dict[str, FileOffset] = {}
+    ignored = []
+    for name, leaf in flatten(tree).items():
+        if not isinstance(leaf, _Array):
+            ignored.append(name)
+            continue
+        arrays[name] = leaf
+        infos[name] = leaf.info
+        if len(leaf.pieces) == 1:
+            places[name], _ = leaf.pieces[0]
 
     def fetch(name: str) -> np.ndarray:
         array = np.empty(infos[name].shape, infos[name].dtype)
@@ -131,7 +139,6 @@ def open_msgpack(path: Path, file: BinaryIO) -> TensorFile:
             buffer = buffer[length:]
         return array
 
-    ignored = [name for name in leaves if name not in arrays]
     return TensorFile(path, "msgpack", infos, metadata, places, fetch, ignored=ignored)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ from parity.measure.files.tensor_file import (
     TensorFile,
     TensorInfo,
     Tensors,
+    as_texts,
     flatten,
     library,
     nest,
-    text_by_name,
 )
 from parity.measure.files.zipped import check_inflation
 from parity.measure.text import in_line
@@ -30,9 +29,9 @@ MARKS = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
 def write_orbax(path: Path, tensors: Tensors) -> None:
     """Write a folder. The library needs all tensors at once, in twice their memory."""
     ocp = library(path, "orbax.checkpoint")
-    empty = [name for name, info in tensors.infos.items() if not info.nbytes]
-    if empty:
-        raise InputError("tensors", "not be empty in an orbax checkpoint", tensors=empty[0])
+    for name, info in tensors.infos.items():
+        if not info.nbytes:
+            raise InputError("tensors", "not be empty in an orbax checkpoint", tensors=name)
     tree = _filled(nest(tensors.infos), tensors)
     try:
         with ocp.PyTreeCheckpointer() as checkpointer:
@@ -112,7 +111,4 @@ def _metadata(folder: Path) -> dict[str, str]:
         return {}
     if not isinstance(values, dict):
         return {}
-    texts = {}
-    for name, value in values.items():
-        texts[name] = value if isinstance(value, str) else json.dumps(value)
-    return text_by_name(texts)
+    return as_texts(values)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
@@ -24,6 +23,7 @@ from parity.measure.files.tensor_file import (
     FileOffset,
     TensorFile,
     TensorInfo,
+    as_texts,
     in_one_line,
     text_by_name,
 )
@@ -252,8 +252,4 @@ def _metadata_of_index(index: Mapping[str, Any]) -> dict[str, str]:
     entries = index.get("metadata")
     if not isinstance(entries, dict):
         return {}
-    metadata = {}
-    for key, entry in entries.items():
-        if key != "total_size":
-            metadata[key] = entry if isinstance(entry, str) else json.dumps(entry)
-    return metadata
+    return as_texts({key: entry for key, entry in entries.items() if key != "total_size"})

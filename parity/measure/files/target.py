@@ -164,9 +164,9 @@ def _refuse_source(path: Path, targets: Iterable[Path], folder: Path, source: Pa
             )
 
 
-def _is_any(path: Path, others: Iterable[Path]) -> bool:
-    """Return whether an existing path and another one lead to the same file."""
-    return any(other.exists() and path.samefile(other) for other in others)
+def _is_any(path: Path, candidates: Iterable[Path]) -> bool:
+    """Return whether an existing path and one of the others lead to the same file."""
+    return any(other.exists() and path.samefile(other) for other in candidates)
 
 
 def _refuse_others(path: Path, place: Path, kind: str) -> None:
@@ -223,11 +223,11 @@ def _others_in(folder: Path, most: int = 5) -> list[str]:
     names = [place.relative_to(folder).as_posix() for place in sorted(folder.rglob("*"))]
     if "_METADATA" not in names:
         return names[:most]
-    others = []
+    foreign_names = []
     for name in names:
         if not _ORBAX.fullmatch(name) or (folder / name).is_symlink():
-            others.append(name)
-    return others[:most]
+            foreign_names.append(name)
+    return foreign_names[:most]
 
 
 def check_writable(path: str | os.PathLike[str], name: str, shown: str = "") -> None:

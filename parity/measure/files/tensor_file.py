@@ -571,6 +571,14 @@ def text_by_name(entries: Any) -> dict[str, str]:
     return entries if all(isinstance(text, str) for text in texts) else {}
 
 
+def as_texts(entries: Mapping[str, Any]) -> dict[str, str]:
+    """Return metadata of other programs as text; what is no text becomes JSON."""
+    texts = {}
+    for name, value in entries.items():
+        texts[name] = value if isinstance(value, str) else json.dumps(value)
+    return texts
+
+
 # ---- Dtypes
 # --------------------------------------------------------------------------------------------------
 

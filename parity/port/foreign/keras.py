@@ -130,7 +130,7 @@ class KerasMultiHeadAttention(_KerasAttention):
 
     def open_fields(self, module: Any) -> dict[str, Any]:
         config = module.get_config()
-        unsupported = {name: config.get(name) for name in ("use_gate", "sliding_window")}
+        unsupported = _later_options(config)
         axes = config["attention_axes"]
         if axes is not None and tuple(axes) != (1,):
             unsupported["attention_axes"] = axes
@@ -162,9 +162,13 @@ class KerasGroupQueryAttention(_KerasAttention):
 
     def open_fields(self, module: Any) -> dict[str, Any]:
         config = module.get_config()
-        unsupported = {name: config.get(name) for name in ("use_gate", "sliding_window")}
-        refuse_options(unsupported, self.name)
+        refuse_options(_later_options(config), self.name)
         return {"num_heads": config["num_query_heads"], "dropout": config["dropout"]}
+
+
+def _later_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that older versions of Keras lack, and no specification expresses."""
+    return {"use_gate": config.get("use_gate"), "sliding_window": config.get("sliding_window")}
 
 
 ADAPTERS = [KerasMultiHeadAttention(), KerasGroupQueryAttention()]

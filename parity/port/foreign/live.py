@@ -71,7 +71,9 @@ def find_layer(
     Raises:
         OSError, TypeError, ValueError: as in `from_transformers`.
     """
-    values = values_of(getattr(module, "config", None) if config is None else config)
+    if config is None:
+        config = getattr(module, "config", None)
+    values = values_of(config)
     path = path or None
     model = None
     if path is not None and path in dict(module.named_modules()):
@@ -79,15 +81,51 @@ def find_layer(
     index = layer_idx if layer_idx is not None else getattr(module, "layer_idx", None)
     if model is None and (isinstance(index, bool) or not isinstance(index, int)):
         raise InputTypeError("layer_idx", "be the number of a layer", layer_idx=index)
-    layers = _layers_of(values, _family_of(*module.modules(), *_ancestors(model, path)), path)
+    modules = list(module.modules())
+    if model is not None and path is not None:
+        modules += ancestors(model, path)
+    layers = _layers_of(values, _family_of(modules), path)
     candidates = []
+    number = index
     if model is not None and path is not None:
         candidates = list(_in_files(model, path, layers))
+        # The path determines the layer; modules may be numbered otherwise.
+        number = None
     if not candidates:
-        # In a whole model, the path determines the layer; modules may be numbered otherwise.
-        candidates = list(_in_memory(module, layers, index if model is None else None, path))
-    num_heads = _num_heads(module)
-    # Layers of one specification are the same, whatever their numbers.
+        candidates = list(_in_memory(module, layers, number, path))
+    matches, refusals = _matches(candidates, _num_heads(module), path)
+    if len(matches) == 1:
+        return next(iter(matches.values()))
+    hint = OBSERVE
+    if path and model is None:
+        hint = "parity.from_transformers(model, path=…) finds it by its name in the files"
+    if matches:
+        reason = f"{' or '.join(map(str, matches))}; path=… selects one"
+    elif refusals:
+        reason = " or ".join(refusals)
+    else:
+        reason = "the model has no layer"
+        if index is not None:
+            reason += f" {index}"
+        if path is not None:
+            reason += f" at {path}"
+    raise InputError("module", "be one layer of the model", reason, hint=hint)
+
+
+def _matches(
+    candidates: Iterable[tuple[ModelLayer, Mapping[str, Any]]],
+    num_heads: int | None,
+    path: str | None,
+) -> tuple[dict[AttentionSpec, tuple[ModelLayer, Weights]], list[str]]:
+    """Return the layers that a module is, with their weights, and why it is none of the others.
+
+    Layers of one specification are the same, whatever their numbers.
+
+    Args:
+        candidates: layers, and the module's tensors by the names of each.
+        num_heads: number of the module's query heads; None if unknown.
+        path: path of the module in its model.
+    """
     matches: dict[AttentionSpec, tuple[ModelLayer, Weights]] = {}
     refusals: list[str] = []
     for layer, tensors in candidates:
@@ -105,26 +143,11 @@ def find_layer(
         except LayoutMismatchError as error:
             _check_borrowed(tensors, layer, path)
             refusals.append(str(error))
-    if len(matches) == 1:
-        return next(iter(matches.values()))
-    hint = OBSERVE
-    if path and model is None:
-        hint = "parity.from_transformers(model, path=…) finds it by its name in the files"
-    if matches:
-        reason = f"{' or '.join(map(str, matches))}; path=… selects one"
-    elif refusals:
-        reason = " or ".join(refusals)
-    else:
-        number = "" if index is None else f" {index}"
-        place = "" if path is None else f" at {path}"
-        reason = f"the model has no layer{number}{place}"
-    raise InputError("module", "be one layer of the model", reason, hint=hint)
+    return matches, refusals
 
 
-def _ancestors(model: Any, path: str | None) -> list[Any]:
-    """Return the modules that contain that at a path, the innermost first; none without a model."""
-    if model is None or path is None:
-        return []
+def ancestors(model: Any, path: str) -> list[Any]:
+    """Return the modules of a model that contain that at a path, the innermost first."""
     words = path.split(".")
     paths = [".".join(words[:count]) for count in range(len(words))]
     return [model.get_submodule(ancestor) for ancestor in reversed(paths)]
@@ -244,8 +267,8 @@ def _canonical(tensors: Mapping[str, Any], layer: ModelLayer) -> Weights:
                 readings.append(to_canonical(tensors, LAYOUTS[layout], spec=layer.spec)[0])
         if not readings:
             raise
-        first, *others = readings
-        for other in others:
+        first, *other_readings = readings
+        for other in other_readings:
             if any((other[name] != first[name]).any() for name in other):
                 raise
         return first
@@ -293,7 +316,7 @@ def _all_sections(values: Mapping[str, Any], prefix: str = "") -> dict[str, Mapp
     return sections
 
 
-def _family_of(*modules: Any) -> str | None:
+def _family_of(modules: Iterable[Any]) -> str | None:
     """Return the family of the first module with a configuration: each has that of its own part."""
     for module in modules:
         family = getattr(getattr(module, "config", None), "model_type", None)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from mha_spec import AttentionSpec, InputError
 from parity.port.conversion.layouts import LAYOUTS
-from parity.port.foreign.live import LIVE, names_at, names_in_files
+from parity.port.foreign.live import LIVE, ancestors, names_at, names_in_files
 from parity.port.models.specs import ModelLayer
 
 
@@ -323,10 +323,10 @@ class Skeleton:
         for buffer in module.buffers(recurse=False):
             buffer.zero_()
         # Parts have rules of their own for buffers.
-        words = name.split(".")
-        owners = [self._model.get_submodule(".".join(words[:count])) for count in range(len(words))]
-        models = [owner for owner in owners if isinstance(owner, PreTrainedModel)]
-        models[-1]._init_weights(module)
+        for owner in ancestors(self._model, name):
+            if isinstance(owner, PreTrainedModel):
+                owner._init_weights(module)
+                return
 
     # ---- Forward passes
     # ----------------------------------------------------------------------------------------------
@@ -607,8 +607,8 @@ class _IdentityOfStates(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the input unchanged as the first output."""
-        _, *others = self.layer(hidden_states, *args, **kwargs)
-        return (hidden_states, *others)
+        _, *other_outputs = self.layer(hidden_states, *args, **kwargs)
+        return (hidden_states, *other_outputs)
 
 
 @contextmanager

@@ -29,6 +29,9 @@ ATTENTION = "Attention"
 KEY_INPUTS = ("inputs_k", "inputs_kv", "key")
 """Names of the parameters of attention layers that receive the input of keys."""
 
+VALUE_INPUTS = ("inputs_v", "value")
+"""Names of the parameters of attention layers that receive the input of values."""
+
 POSITIONS = ("positions", "inputs_positions", "segment_pos")
 """Names of the parameters of attention layers that receive positions."""
 
@@ -113,18 +116,18 @@ class _FlaxListener:
         Args:
             arrays: arguments of the call that are arrays, at least one.
         """
-        input_name, layer_input = next(iter(arrays.items()))
+        other_arrays = dict(arrays)
+        layer_input = other_arrays.pop(next(iter(arrays)))
         self.values["input"] = _values_of(layer_input)
-        key_input = _first_of(arrays, KEY_INPUTS)
+        key_input = _first_of(other_arrays, KEY_INPUTS)
         if key_input is None:
             key_input = layer_input
         elif _differ(key_input, layer_input):
             self.values["key_input"] = _values_of(key_input)
-        value_input = arrays.get("inputs_v", arrays.get("value"))
+        value_input = _first_of(other_arrays, VALUE_INPUTS)
         if value_input is not None and _differ(value_input, key_input):
             self.values["value_input"] = _values_of(value_input)
-        names = [name for name in POSITIONS if name != input_name]
-        positions = _first_of(arrays, names)
+        positions = _first_of(other_arrays, POSITIONS)
         if positions is not None:
             self.values["positions"] = _values_of(positions)
 
@@ -204,13 +207,18 @@ def _num_cached(module: Any, arguments: dict[str, Any]) -> int | None:
     lengths = getattr(arguments.get("cache"), "lengths", None)
     if lengths is not None:
         different_lengths = set(_values_of(lengths).tolist())
-        return int(different_lengths.pop()) if len(different_lengths) == 1 else None
+        if len(different_lengths) != 1:
+            return None
+        return int(different_lengths.pop())
     if not arguments.get("decode") and not getattr(module, "decode", None):
-        has_unsupported_cache = arguments.get("cache") is not None
-        return None if has_unsupported_cache else 0
+        if arguments.get("cache") is not None:
+            return None  # an unsupported kind of cache
+        return 0
     if isinstance(module, nnx.Module):
         index = getattr(module, "cache_index", None)
-        return None if index is None else int(_values_of(index[...]))
+        if index is None:
+            return None
+        return int(_values_of(index[...]))
     if not module.has_variable("cache", "cache_index"):
         return None
     return int(_values_of(module.get_variable("cache", "cache_index")))
@@ -272,7 +280,10 @@ def _in_order(name: str) -> list[tuple[int, str]]:
     for part in re.split(r"(\d+)|\.", name):
         if not part:  # nothing between two separators, or a point
             continue
-        key.append((int(part), "") if part.isdigit() else (-1, part))
+        if part.isdigit():
+            key.append((int(part), ""))
+        else:
+            key.append((-1, part))
     return key
 
 
@@ -336,9 +347,8 @@ class _LinenTap:
             function = functools.wraps(functools.partial(type(module).__call__, module))(call)
             return self.listeners[path].around(module, function, args, kwargs)
         result = call(*args, **kwargs)
-        parent = self.listeners.get(path[:-1]) if path else None
-        if parent is not None and _OPEN and _OPEN[-1] is parent:
-            parent.part_called(path[-1], args, result)
+        if path and _OPEN and _OPEN[-1] is self.listeners.get(path[:-1]):
+            _OPEN[-1].part_called(path[-1], args, result)
         return result
 
     def _is_chosen(self, name: str, class_name: str) -> bool:

@@ -53,12 +53,16 @@ class Scores:
     @property
     def scale(self) -> float:
         """Return the factor of small products."""
-        return self.factor if self.bound is None else self.factor * self.bound
+        if self.bound is None:
+            return self.factor
+        return self.factor * self.bound
 
     def of_products(self, products: Tensor) -> Tensor:
         """Return the scores of products, without biases."""
         scaled = self.factor * products
-        return scaled if self.bound is None else self.bound * torch.tanh(scaled)
+        if self.bound is None:
+            return scaled
+        return self.bound * torch.tanh(scaled)
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +178,8 @@ class LayerOperations:
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
     ) -> None:
         """Record a product as one with attention weights, or as new scores."""
-        left, right = (args[place] for place in PRODUCTS[name])
+        left_place, right_place = PRODUCTS[name]
+        left, right = args[left_place], args[right_place]
         if _has_softmax(self._origins_of([right])):  # values · weights, both transposed
             self.contexts.append(Product(right.mT, left.mT, result.mT))
             return
@@ -381,13 +386,13 @@ def _of_softmax(
         )
     if num_tokens is None:
         num_tokens = rows
-    softmax_axes = [axis for axis in range(softmax.weights.ndim) if axis != softmax.axis]
-    sizes = [softmax.weights.shape[axis] for axis in softmax_axes]
+    sizes = list(softmax.weights.shape)
+    del sizes[softmax.axis]
     q = _heads(scores.product.left, batch_size, num_tokens, sizes)
     # The weights were multiplied by values with their axes in another order.
-    sizes = [softmax.weights.shape[axis] for axis in order[:-1]]
-    logits = softmax.scores.permute(order).reshape(context.left.shape)
-    logits = _heads(logits, batch_size, num_tokens, sizes)
+    logits = softmax.scores.permute(order)
+    sizes = list(logits.shape[:-1])
+    logits = _heads(logits.reshape(context.left.shape), batch_size, num_tokens, sizes)
     weights = _heads(context.left, batch_size, num_tokens, sizes)
     output = _heads(context.result, batch_size, num_tokens, sizes)
     k = scores.product.right.mT.unflatten(0, (batch_size, -1))
@@ -424,8 +429,9 @@ def _order_of_weights(softmax: Softmax, weights: Tensor) -> tuple[int, ...] | No
 
     The softmax's axis comes last, since it is that of keys. None if the weights are not its result.
     """
-    others = [axis for axis in range(softmax.scores.ndim) if axis != softmax.axis]
-    for order_of_others in permutations(others):
+    other_axes = list(range(softmax.scores.ndim))
+    other_axes.remove(softmax.axis)
+    for order_of_others in permutations(other_axes):
         order = (*order_of_others, softmax.axis)
         result = softmax.weights.permute(order)
         if result.numel() != weights.numel():

@@ -15,6 +15,7 @@ import numpy as np
 from mha_spec import InputError, InputTypeError
 from parity.measure.core.weights import FORMAT, load_tensors, save_tensors
 from parity.measure.files.tensor_file import parse_json
+from parity.measure.text import counted
 
 VALUES = {
     "input": ("B", "T", "d_in"),
@@ -109,10 +110,11 @@ class TappedLayer:
     calls: list[TappedCall] = field(default_factory=list, repr=False)
 
     def __str__(self) -> str:
-        recorded = {name for call in self.calls for name in call.values}
+        recorded: set[str] = set()
+        for call in self.calls:
+            recorded.update(call.values)
         names = [name for name in VALUES if name in recorded] + sorted(recorded - VALUES.keys())
-        plural = "" if len(self.calls) == 1 else "s"
-        text = f"{self.title}, {self.name}: {len(self.calls)} call{plural}"
+        text = f"{self.title}, {self.name}: {counted(len(self.calls), 'call')}"
         if names:
             text += f", with {', '.join(names)}"
         return text
@@ -157,12 +159,12 @@ class Tapped:
         layers = []
         tensors = {}
         for place, layer in enumerate(self.layers):
-            fields = {name: value for name, value in vars(layer).items() if name != "calls"}
-            calls = [{"past": call.past, "first_key": call.first_key} for call in layer.calls]
-            layers.append({**fields, "calls": calls})
+            calls = []
             for number, call in enumerate(layer.calls):
+                calls.append({"past": call.past, "first_key": call.first_key})
                 for name, value in call.values.items():
                     tensors[f"{place}/{number}/{name}"] = value
+            layers.append({**vars(layer), "calls": calls})
         description = {"layers": layers, "config": self.config, "model": self.model}
         text = json.dumps(description, sort_keys=True)
         save_tensors(path, tensors, {"format": FORMAT, "kind": "tap", "tap": text})
@@ -207,8 +209,14 @@ def _read_layer(fields: Mapping[str, Any]) -> TappedLayer:
     Raises:
         TypeError: if a field is missing or unknown, or its type is wrong.
     """
-    calls = [TappedCall({}, call["past"], call["first_key"]) for call in fields["calls"]]
+    calls = []
+    counts = []
+    for call in fields["calls"]:
+        past, first_key = call["past"], call["first_key"]
+        calls.append(TappedCall({}, past, first_key))
+        counts += [number for number in (past, first_key) if number is not None]
     layer = TappedLayer(**{**fields, "calls": calls})
+    counts += [layer.index, layer.training]
     texts = (layer.name, layer.module, layer.kind, layer.attention, layer.not_seen)
     arguments = (layer.scale, layer.window, layer.soft_cap)
     are_texts = all(isinstance(text, str) for text in texts)
@@ -220,12 +228,6 @@ def _read_layer(fields: Mapping[str, Any]) -> TappedLayer:
             names=texts,
             numbers=arguments,
         )
-    counts = [layer.index, layer.training]
-    for call in calls:
-        if call.past is not None:
-            counts.append(call.past)
-        if call.first_key is not None:
-            counts.append(call.first_key)
     if not all(isinstance(count, int) and count >= 0 for count in counts):
         raise InputTypeError("numbers of layers and tokens", "be integers >= 0", str(counts))
     return layer
@@ -237,8 +239,8 @@ def _check_shapes(layer: str, values: Mapping[str, np.ndarray]) -> None:
     for name, x in values.items():
         axes = VALUES.get(name, x.shape)
         # Positions may have a leading axis, for rows and columns.
-        may_have_axes = (len(axes), len(axes) + 1) if name == "positions" else (len(axes),)
-        if x.ndim not in may_have_axes:
+        are_on_grid = name == "positions" and x.ndim == len(axes) + 1
+        if x.ndim != len(axes) and not are_on_grid:
             raise InputError(f"{name} of {layer}", f"be {axes}", {f"{name}.shape": x.shape})
         # k, v and masks are left out: they may have the tokens of another sequence.
         if name not in ("input", "output", "q", "context", "is_real"):
@@ -304,8 +306,10 @@ def is_hidden(mask: np.ndarray) -> np.ndarray:
 
 def kinds_of(config: Mapping[str, Any]) -> list[str]:
     """Return the type of each layer in a configuration; empty if it specifies none."""
-    nested_configs = [value for value in config.values() if isinstance(value, Mapping)]
-    for part in (config, *nested_configs):
-        if isinstance(part.get("layer_types"), list | tuple):
-            return [str(kind) for kind in part["layer_types"]]
+    for part in (config, *config.values()):
+        if not isinstance(part, Mapping):
+            continue
+        kinds = part.get("layer_types")
+        if isinstance(kinds, list | tuple):
+            return [str(kind) for kind in kinds]
     return []

@@ -134,7 +134,7 @@ def _listening(listeners: Mapping[nn.Module, _TorchListener]) -> Iterator[None]:
         yield
     finally:
         # Taps may close in any order; the last one to close restores the functions.
-        _LISTENING[:] = [listening for listening in _LISTENING if listening is not listeners]
+        _LISTENING.remove(listeners)
         if not _LISTENING:
             interface.get_interface = _ORIGINALS["get_interface"]
             cache.update = _ORIGINALS["update"]
@@ -308,22 +308,21 @@ class _TorchListener:
         self.values, self.projections, self.segments, self.first_key = {}, {}, [], 0
         self.layer.training = self.layer.training or module.training
         self.layer.attention = str(getattr(self.config, "_attn_implementation", None) or "")
-        names_of_tensors = [name for name, x in arguments.items() if isinstance(x, Tensor)]
-        if not names_of_tensors:
+        input_name = _name_of_first_tensor(arguments)
+        if input_name is None:
             return
-        input_name = names_of_tensors[0]
-        layer_input = arguments[input_name]
-        others = {name: x for name, x in arguments.items() if name != input_name}
+        other_arguments = dict(arguments)
+        layer_input = other_arguments.pop(input_name)
         x = self.values["input"] = self._batched(layer_input)
         num_tokens = x.shape[-2] if x.ndim > 1 else 0
         self.adds_residual = arguments.get("residual") is not None
         self._open_cache(arguments, num_tokens)
-        key_input = _first_tensor(others, KEY_INPUTS)
+        key_input = _first_tensor(other_arguments, KEY_INPUTS)
         if key_input is None:
             key_input = layer_input
         if key_input is not layer_input:
             self._attends_to(key_input, num_tokens)
-        value_input = others.get("value")
+        value_input = other_arguments.get("value")
         if isinstance(value_input, Tensor) and value_input is not key_input:
             self.values["value_input"] = self._batched(value_input)
         self._record_positions(_first_tensor(arguments, POSITIONS), num_tokens)
@@ -350,8 +349,10 @@ class _TorchListener:
         """
         if self.cache is not None:
             # Self-attention, which comes first, has already cached this call's tokens.
-            is_known = hasattr(self.cache, "cross_attention_cache") and self.past is not None
-            self.past = (self.past or 0) - num_tokens if is_known else None
+            if self.past is not None and hasattr(self.cache, "cross_attention_cache"):
+                self.past -= num_tokens
+            else:
+                self.past = None
         x = self._batched(other)
         self.num_keys = x.shape[-2]
         if not self.past or not _is_same(self.history.get("key_input", x[:0]), x):
@@ -361,15 +362,16 @@ class _TorchListener:
             self.values["key_is_real"] = to_numpy(padding).astype(bool)
 
     def _record_positions(self, positions: Tensor | None, num_tokens: int) -> None:
-        """Record the positions that the layer received, or else those of the model."""
-        usable = [
-            x
-            for x in (positions, self.model.positions)
-            if x is not None and x.ndim > 1 and x.shape[-1] == num_tokens
-        ]
-        if usable:
+        """Record the positions that the layer received or the model did, those with more axes."""
+        recorded = None
+        for x in (positions, self.model.positions):
+            if x is None or x.ndim < 2 or x.shape[-1] != num_tokens:
+                continue
             # A layer may receive the positions in the text only, without the axes of RoPE.
-            self.values["positions"] = to_numpy(max(usable, key=lambda x: x.ndim))
+            if recorded is None or x.ndim > recorded.ndim:
+                recorded = x
+        if recorded is not None:
+            self.values["positions"] = to_numpy(recorded)
 
     def _record_padding(self, x: np.ndarray, num_tokens: int) -> None:
         """Record which of the call's tokens are padding, if the model's mask covers them."""
@@ -386,8 +388,9 @@ class _TorchListener:
             return to_numpy(x)[None]
         if x.ndim == 4:  # rows and columns of tokens
             x = x.flatten(1, 2)
-        is_batched = x.ndim != 3 or getattr(self.module, "batch_first", True)
-        return to_numpy(x if is_batched else x.transpose(0, 1))
+        if x.ndim == 3 and not getattr(self.module, "batch_first", True):
+            x = x.transpose(0, 1)
+        return to_numpy(x)
 
     # The layer calls its attention function, and before it the cache.
 
@@ -400,9 +403,9 @@ class _TorchListener:
 
     def function_configured(self, scale: Any, window: Any, soft_cap: Any) -> None:
         """Record arguments of the attention function that are no tensors, and may be missing."""
-        self.layer.scale = float(scale) if isinstance(scale, int | float) else None
+        self.layer.scale = _as_float(scale)
         self.layer.window = window if type(window) is int else None
-        self.layer.soft_cap = float(soft_cap) if isinstance(soft_cap, int | float) else None
+        self.layer.soft_cap = _as_float(soft_cap)
         if not self.operations.sees_functions or self.layer.attention not in TRACEABLE:
             self.operations.stop()
 
@@ -495,11 +498,11 @@ class _TorchListener:
 
     def function_returned(self, result: Any) -> None:
         """Record the context (B, T, N, H) of the attention function, and its weights if present."""
-        context, *others = result if isinstance(result, tuple) else (result,)
+        context, *rest = result if isinstance(result, tuple) else (result,)
         if isinstance(context, Tensor) and context.ndim == 4:
             self.values["context"] = to_numpy(context.transpose(1, 2))
-        if others and isinstance(others[0], Tensor) and others[0].ndim == 4:
-            self.values["attn_weights"] = to_numpy(others[0])
+        if rest and isinstance(rest[0], Tensor) and rest[0].ndim == 4:
+            self.values["attn_weights"] = to_numpy(rest[0])
 
     # The call of the layer ends.
 
@@ -518,19 +521,20 @@ class _TorchListener:
     ) -> None:
         """Record what the layer returns, and the call."""
         self._record_operations()
-        output, *others = result if isinstance(result, tuple | list) else (result,)
+        output, *rest = result if isinstance(result, tuple | list) else (result,)
         if self.adds_residual and self.projections:
             # As in BLOOM: the output before the residual is that of the last projection.
             self.values["output"] = list(self.projections.values())[-1]
         elif isinstance(output, Tensor):
             self.values["output"] = self._batched(output)
         is_ours = type(module).__module__.startswith("mha_torch.")
-        if is_ours and others and isinstance(others[0], Tensor):
-            self.values["attn_weights"] = to_numpy(others[0])
+        if is_ours and rest and isinstance(rest[0], Tensor):
+            self.values["attn_weights"] = to_numpy(rest[0])
         if self.segments:
             self.values |= _joined([*self.segments, self.values])
-        values = self.values if "q" in self.values else {**self.values, **self.projections}
-        self.layer.calls.append(TappedCall(values, self.past, self.first_key))
+        if "q" not in self.values:
+            self.values |= self.projections
+        self.layer.calls.append(TappedCall(self.values, self.past, self.first_key))
         self.values, self.projections, self.segments, self.cache = {}, {}, [], None
 
     def _record_operations(self) -> None:
@@ -545,7 +549,8 @@ class _TorchListener:
         called_function = "q" in self.values
         if called_function and not self.operations.sees_functions:
             return
-        attended = self.operations.attention(x.shape[0], x.shape[1] if x.ndim == 3 else None)
+        num_tokens = x.shape[1] if x.ndim == 3 else None
+        attended = self.operations.attention(x.shape[0], num_tokens)
         if not isinstance(attended, Attended):
             self.layer.not_seen = "" if called_function else attended
             return
@@ -608,13 +613,22 @@ def _has_same_heads(own: np.ndarray, x: Tensor) -> bool:
 
 def _hiding(mask: Tensor) -> np.ndarray:
     """Return a mask that is True where a key is hidden; torch's is True where it is not."""
-    return to_numpy(~mask if mask.dtype == torch.bool else mask)
+    if mask.dtype == torch.bool:
+        mask = ~mask
+    return to_numpy(mask)
+
+
+def _as_float(number: Any) -> float | None:
+    """Return an argument as a number; None if it is something else, such as a tensor."""
+    return float(number) if isinstance(number, int | float) else None
 
 
 def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return heads in their layer's dtype if it represents them: scores may use a wider one."""
     narrow = x.to(dtype)
-    return narrow if torch.equal(narrow.to(x.dtype), x) else x
+    if torch.equal(narrow.to(x.dtype), x):
+        return narrow
+    return x
 
 
 def _is_same(one: np.ndarray, other: np.ndarray) -> bool:
@@ -675,6 +689,14 @@ def arguments_of(
         else:
             arguments[name] = value
     return arguments
+
+
+def _name_of_first_tensor(arguments: Mapping[str, Any]) -> str | None:
+    """Return the name of the first argument that is a tensor."""
+    for name, x in arguments.items():
+        if isinstance(x, Tensor):
+            return name
+    return None
 
 
 def _first_tensor(arguments: Mapping[str, Any], names: tuple[str, ...]) -> Tensor | None:
