@@ -85,7 +85,7 @@ def check_target(
         _refuse_source(path, [folder / name for name in names], folder, Path(source))
     existing = [folder / name for name in names if _exists(folder / name)]
     if existing and not overwrite:
-        # Of several files, the index is named, if it exists.
+        # The error names the index if there are several files and it exists.
         shown = path if len(names) == 1 else existing[-1]
         raise FileExistsError(f"{shown} exists; pass --force to replace it")
     if len(names) == 1:
@@ -277,8 +277,8 @@ def scratch_beside(target: Path) -> Iterator[Path]:
     scratch = target.parent / f"{begin}{secrets.token_hex(4)}{SCRATCH}"
     in_use = None
     try:
-        # Nobody may list the scratch folders between the creation of this one and its lock: an
-        # unlocked one is taken for that of a killed process.
+        # No other writer may list the scratch folders between the creation of this one and its
+        # lock: an unlocked one is taken for that of a killed process.
         with locked(target.parent):
             for leftover in target.parent.glob(f"{glob.escape(begin)}*{SCRATCH}"):
                 _clean_up_after_kill(leftover)
@@ -303,8 +303,8 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         if lock is not None:
-            # The file is removed while it is locked: who waits for it notices that it is gone, and
-            # tries again with a new one. A file without a lock may already be another writer's.
+            # The file is removed while it is locked. A writer that waits for it notices that it is
+            # gone, and tries again with a new one. Later, it may be the lock of another writer.
             with suppress(OSError):  # Windows removes no open file; there, release() removes it
                 os.unlink(lock.lock_file)
             lock.release()
@@ -313,8 +313,8 @@ def locked(folder: Path) -> Iterator[None]:
 def _lock(path: Path, *, wait: bool = False) -> BaseFileLock | None:
     """Lock a file, which is created, until the result is released or the process ends.
 
-    None if someone else has the lock, unless `wait` is set, or if locks are unavailable: in a
-    read-only folder, on a file system without them, or if the file is another user's.
+    None if another writer has the lock, unless `wait` is set, or if locks are unavailable: in a
+    read-only folder, on a file system without them, or if the file belongs to another user.
     """
     import filelock  # takes 20 ms, which only writers need to spend
 
@@ -328,7 +328,7 @@ def _lock(path: Path, *, wait: bool = False) -> BaseFileLock | None:
 
 
 def _clean_up_after_kill(scratch: Path) -> None:
-    """Remove a scratch folder that nobody uses, and restore files that it was about to replace."""
+    """Remove a scratch folder out of use, and restore files that it was about to replace."""
     in_use = None if scratch.is_symlink() else _lock(scratch / IN_USE)
     if in_use is None:
         return
@@ -506,7 +506,7 @@ def write_whole(
 
 
 def write_files(files: Mapping[Path, bytes], *, overwrite: bool = True) -> None:
-    """Write several files, all or none: if one cannot be written, the others stay as they were.
+    """Write several files, all or none: if one cannot be written, the others are unchanged.
 
     Args:
         files: contents by path.

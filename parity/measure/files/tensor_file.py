@@ -572,7 +572,7 @@ def text_by_name(entries: Any) -> dict[str, str]:
 
 
 def as_texts(entries: Mapping[str, Any]) -> dict[str, str]:
-    """Return metadata of other programs as text; what is no text becomes JSON."""
+    """Return metadata of other programs as text; other values become JSON."""
     texts = {}
     for name, value in entries.items():
         texts[name] = value if isinstance(value, str) else json.dumps(value)

@@ -144,7 +144,7 @@ def write_tensors(
         scratch_beside(place) as scratch,
         ThreadPoolExecutor(1) as pool,  # hashes tensors while they are written
     ):
-        if dry_run:  # only now, since a folder that is not writable has been refused
+        if dry_run:  # only now: the scratch folder shows that the folder is writable
             return written
         with flushing(scratch):
             digests: dict[str, str] = {}

@@ -117,9 +117,9 @@ def _matches(
     num_heads: int | None,
     path: str | None,
 ) -> tuple[dict[AttentionSpec, tuple[ModelLayer, Weights]], list[str]]:
-    """Return the layers that a module is, with their weights, and why it is none of the others.
+    """Return the layers that a module may be, with their weights, and why it cannot be others.
 
-    Layers of one specification are the same, whatever their numbers.
+    Layers of one specification count as one, with any number.
 
     Args:
         candidates: layers, and the module's tensors by the names of each.
@@ -199,8 +199,8 @@ def names_at(path: str, names: Iterable[str]) -> tuple[str, dict[str, str]] | No
         names: names of tensors.
 
     Returns:
-        What comes before the path, and what comes after it by name. None unless all names contain
-        the path, after the same prefix.
+        The prefix before the path, and the rest of each name after it. None unless all names
+        contain the path, after the same prefix.
     """
     prefixes = set()
     short_names = {}

@@ -143,7 +143,7 @@ class LayerOperations:
         self._modes.enter_context(_DispatchMode(self))
 
     def stop(self) -> None:
-        """Stop recording operations. What was recorded remains."""
+        """Stop recording operations; keep the recorded ones."""
         self._modes.close()
         self._origins.clear()
         self._scaled.clear()

@@ -181,9 +181,9 @@ class _ModelState:
 
     Attributes:
         positions: positions of the tokens; None if unknown.
-        padding: mask of the tokens that are no padding; None if the model received none.
+        padding: mask of the tokens, False for padding; None if the model received none.
         key_padding: the same of the sequence that cross-attention attends to.
-        has_other_mask, has_other_key_mask: whether it received a mask that is no padding mask.
+        has_other_mask, has_other_key_mask: whether it received another kind of mask.
     """
 
     def __init__(self) -> None:
