@@ -275,7 +275,7 @@ def scratch_beside(target: Path) -> Iterator[Path]:
     """
     begin = f".{target.name[:40]}."
     scratch = target.parent / f"{begin}{secrets.token_hex(4)}{SCRATCH}"
-    in_use = None
+    in_use = _new_lock(scratch / IN_USE)
     try:
         # No other writer may list the scratch folders between the creation of this one and its
         # lock: an unlocked one is taken for that of a killed process.
@@ -286,51 +286,72 @@ def scratch_beside(target: Path) -> Iterator[Path]:
                 scratch.mkdir()
             except OSError as error:  # its message would contain the scratch folder
                 raise OSError(error.errno, error.strerror, str(target)) from None
-            in_use = _lock(scratch / IN_USE)
+            _acquire(in_use, wait=False)
         yield scratch
     finally:
         if _put_back(scratch):
             _remove_tree(scratch)
-        if in_use is not None:
-            in_use.release()
+        in_use.release()
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Exclude other writers from a folder, if its file system supports locks."""
-    lock = _lock(folder / FOLDER_LOCK, wait=True)
+    lock = _new_lock(folder / FOLDER_LOCK)
     try:
-        yield
+        try:
+            _acquire(lock, wait=True)
+            yield
+        finally:
+            _remove_lock(lock)
     finally:
-        if lock is not None:
-            # The file is removed while it is locked. A writer that waits for it notices that it is
-            # gone, and tries again with a new one. Later, it may be the lock of another writer.
-            with suppress(OSError):  # Windows removes no open file; there, release() removes it
-                os.unlink(lock.lock_file)
-            lock.release()
+        _remove_lock(lock)  # again, since a signal may have interrupted it
 
 
-def _lock(path: Path, *, wait: bool = False) -> BaseFileLock | None:
-    """Lock a file, which is created, until the result is released or the process ends.
-
-    None if another writer has the lock, unless `wait` is set, or if locks are unavailable: in a
-    read-only folder, on a file system without them, or if the file belongs to another user.
-    """
+def _new_lock(path: Path) -> BaseFileLock:
     import filelock  # takes 20 ms, which only writers need to spend
 
     # The fallback, whose lock is that the file exists, would outlast a process that is killed.
-    lock = filelock.FileLock(path, fallback_to_soft=False)
+    return filelock.FileLock(path, fallback_to_soft=False)
+
+
+def _acquire(lock: BaseFileLock, *, wait: bool) -> bool:
+    """Lock a file, which is created, until the lock is released or the process ends.
+
+    Returns:
+        False if another writer has the lock, unless `wait` is set, or if locks are unavailable: in
+        a read-only folder, on a file system without them, or if the file belongs to another user.
+    """
     try:
         lock.acquire(blocking=wait)
-    except OSError:  # also filelock.Timeout
-        return None
-    return lock
+    except (TimeoutError, PermissionError):  # the file is another writer's
+        return False
+    except OSError:  # the file was created, but cannot be locked
+        with suppress(OSError):
+            os.unlink(lock.lock_file)
+        return False
+    return True
+
+
+def _remove_lock(lock: BaseFileLock) -> None:
+    """Release a lock and remove its file, also if a signal interrupted its acquisition."""
+    if not lock.is_locked and not os.path.lexists(lock.lock_file):
+        return
+    if not lock.is_locked and not _acquire(lock, wait=False):
+        return
+    # The file is removed while it is locked. A writer that waits for it notices that it is gone,
+    # and tries again with a new one. Later, it may be the lock of another writer.
+    with suppress(OSError):  # Windows removes no open file; there, release() removes it
+        os.unlink(lock.lock_file)
+    lock.release()
 
 
 def _clean_up_after_kill(scratch: Path) -> None:
     """Remove a scratch folder out of use, and restore files that it was about to replace."""
-    in_use = None if scratch.is_symlink() else _lock(scratch / IN_USE)
-    if in_use is None:
+    if scratch.is_symlink():
+        return
+    in_use = _new_lock(scratch / IN_USE)
+    if not _acquire(in_use, wait=False):
         return
     try:
         if _put_back(scratch):

@@ -1,5 +1,7 @@
 """Files of named tensors: exact, written whole or not at all, and always safe to open."""
 
+import errno
+import fcntl
 import hashlib
 import io
 import itertools
@@ -16,6 +18,7 @@ import time
 import zipfile
 from pathlib import Path
 
+import filelock
 import flax.serialization
 import gguf
 import huggingface_hub
@@ -1378,6 +1381,36 @@ def test_leftover_lock_blocks_no_writer(tmp_path, kind):
     write(tmp_path / "w.npz", {"a": np.ones(1)})
     expected = ["w.npz"] if kind == "file" else [FOLDER_LOCK, "w.npz"]
     assert sorted(os.listdir(tmp_path)) == expected
+
+
+def test_file_system_without_locks(tmp_path, monkeypatch):
+    """Where files cannot be locked, a file is written, and no lock file remains."""
+
+    def no_lock(descriptor, operation):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", no_lock)
+    write(tmp_path / "w.npz", {"a": np.ones(1)})
+    assert os.listdir(tmp_path) == ["w.npz"]
+
+
+@pytest.mark.parametrize("function", ["acquire", "release"])
+def test_interrupted_lock_leaves_no_file(tmp_path, monkeypatch, function):
+    """If a signal interrupts the acquisition or the release of a lock, its file is removed."""
+    original = getattr(filelock.BaseFileLock, function)
+    interrupts = iter([KeyboardInterrupt])
+
+    def interrupted(self, *args, **keywords):
+        if function == "acquire":
+            Path(self.lock_file).touch()
+        for interrupt in interrupts:
+            raise interrupt
+        return original(self, *args, **keywords)
+
+    monkeypatch.setattr(filelock.BaseFileLock, function, interrupted)
+    with pytest.raises(KeyboardInterrupt), locked(tmp_path):
+        pass
+    assert os.listdir(tmp_path) == []
 
 
 # ---- Errors of writing
