@@ -176,8 +176,7 @@ def _index_of(shards: Mapping[str, Mapping[str, TensorInfo]], metadata: Mapping[
     return f"{json.dumps(index, indent=2, sort_keys=True)}\n".encode()
 
 
-# ---- Validation
-# --------------------------------------------------------------------------------------------------
+# ---- Validation ----------------------------------------------------------------------------------
 
 
 def _kind(path: Path) -> str:

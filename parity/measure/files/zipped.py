@@ -56,8 +56,7 @@ ALIGNMENT = 64
 """Alignment of torch's memory-mapped data in bytes."""
 
 
-# ---- Archives
-# --------------------------------------------------------------------------------------------------
+# ---- Archives ------------------------------------------------------------------------------------
 
 
 def open_zip(file: BinaryIO) -> zipfile.ZipFile:
@@ -141,8 +140,7 @@ def _metadata(archive: zipfile.ZipFile) -> dict[str, str]:
     return {"comment": text} if text else {}
 
 
-# ---- npz
-# --------------------------------------------------------------------------------------------------
+# ---- npz -----------------------------------------------------------------------------------------
 
 
 def write_npz(path: Path, tensors: Tensors) -> None:
@@ -218,8 +216,7 @@ def _read_header(stream: IO[bytes]) -> TensorInfo:
     return TensorInfo.of(shape, dtype)
 
 
-# ---- torch
-# --------------------------------------------------------------------------------------------------
+# ---- torch ---------------------------------------------------------------------------------------
 
 
 class _Storage(tuple[Any, ...]):

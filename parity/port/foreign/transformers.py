@@ -215,8 +215,7 @@ class Skeleton:
             hook.remove()
         return probe.call
 
-    # ---- Where a layer is
-    # --------------------------------------------------------------------------------------------
+    # ---- Where a layer is ------------------------------------------------------------------------
 
     def _path_of(self, layer: ModelLayer, label: str) -> str:
         """Return the path of a layer's attention module in memory.
@@ -262,8 +261,7 @@ class Skeleton:
                 modules[path] = len(short_names), name
         return {name: path for path, (_, name) in modules.items()}
 
-    # ---- Weights
-    # ----------------------------------------------------------------------------------------------
+    # ---- Weights ---------------------------------------------------------------------------------
 
     def _load(self, layer: ModelLayer, path: str, tensors: Mapping[str, Any]) -> None:
         """Load the weights of an attention module, and those that it shares with allocated ones."""
@@ -328,8 +326,7 @@ class Skeleton:
                 owner._init_weights(module)
                 return
 
-    # ---- Forward passes
-    # ----------------------------------------------------------------------------------------------
+    # ---- Forward passes --------------------------------------------------------------------------
 
     def _run(
         self,

@@ -37,7 +37,8 @@ COUNTING = ("RoFormerSinusoidalPositionalEmbedding",)
 
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
 KEY_INPUTS = ("key_value_states", "encoder_hidden_states", "key")
-"""Names of parameters of attention layers that receive the input of keys; the first tensor counts.
+"""Names of parameters of attention layers that receive the input of keys; the first tensor
+counts.
 """
 
 TRACEABLE = ("eager", "sdpa")
@@ -108,8 +109,7 @@ def _new_layer(name: str, module: nn.Module, place: int, kinds: list[str]) -> Ta
     return TappedLayer(name, index, type(module).__name__, kind, is_causal)
 
 
-# ---- Functions of transformers
-# ---------------------------------------------------------------------------------------
+# ---- Functions of transformers -------------------------------------------------------------------
 
 _LISTENING: list[Mapping[nn.Module, _TorchListener]] = []
 """Listeners of each open tap, by module."""
@@ -172,8 +172,7 @@ def _update(self: Any, key_states: Tensor, value_states: Tensor, *args: Any, **k
     return _ORIGINALS["update"](self, key_states, value_states, *args, **kwargs)
 
 
-# ---- Modules
-# --------------------------------------------------------------------------------------------------
+# ---- Modules -------------------------------------------------------------------------------------
 
 
 class _ModelState:
