@@ -101,7 +101,6 @@ class RankDiagnosis:
             **finding,
             "wrong": wrong,
             "bugs": bugs,
-            "mistakes": bugs,
         }
 
 

@@ -25,7 +25,10 @@ class Schema(NamedTuple):
     @property
     def keys(self) -> Keys:
         """The keys of all forms."""
-        return {name: about for keys in self.forms.values() for name, about in keys.items()}
+        keys_of_all: dict[str, str] = {}
+        for keys in self.forms.values():
+            keys_of_all.update(keys)
+        return keys_of_all
 
 
 REPORT = {
@@ -128,7 +131,7 @@ SCHEMAS = {
         },
     ),
     "diagnose": Schema(
-        3,
+        4,
         {
             "a function, or traces": DIAGNOSIS | FINDING,
             "two weight files": DIAGNOSIS
@@ -143,7 +146,6 @@ SCHEMAS = {
                 "is_wrong": "true if a rank differs by more than rounding",
                 "wrong": "first wrong stage of each wrong rank",
                 "bugs": "bugs that explain all ranks",
-                "mistakes": "former name of bugs",
                 **FINDING,
             },
         },
