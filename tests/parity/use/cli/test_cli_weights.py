@@ -1126,7 +1126,7 @@ def test_inexpressible_rope_requires_drop(source, tmp_path, capsys, rope, drop):
     ]
     assert main(["convert", *arguments, "--to", "meta.LLaMA"]) == 2
     assert main(["convert", *arguments, "--to", "meta.LLaMA", "--drop", drop]) == 0
-    assert "(from config.json): " in capsys.readouterr().out
+    assert ", from config.json) from " in capsys.readouterr().out
 
 
 ROPE_NOT_CARRIED = {
