@@ -17,8 +17,11 @@ SAYS_NOTHING = {
     "scale_decoder_outputs",
     "max_source_positions",
     "max_target_positions",
+    "static_position_embeddings",
+    "add_bias_logits",
+    "n_positions",
 }
-SAYS_NOTHING |= {"static_position_embeddings", "add_bias_logits", "n_positions"}
+"""Keys of these families that are irrelevant for attention layers."""
 
 
 def family_of(*stacks: Stack, fixed: Mapping[str, Any] | None = None) -> Family:
@@ -71,12 +74,13 @@ def _relative_bias(bidirectional: bool) -> Rule:
         buckets = place.config.read("relative_attention_num_buckets", default=32)
         farthest = place.config.read("relative_attention_max_distance", default=128)
         bias = RelativeBias(buckets.value, farthest.value, bidirectional=bidirectional)
-        return Value(bias, f"{buckets.origin}, {farthest.origin}")
+        return Value.derived(bias, buckets, farthest)
 
     return rule
 
 
 def _of_first(part: str) -> dict[str, str]:
+    """Return the weights that all layers of a stack share, with their path in its first layer."""
     name = "relative_attention_bias.weight"
     return {name: f"{part}.block.0.layer.0.SelfAttention.{name}"}
 
@@ -164,12 +168,11 @@ def _rope_of_moonshine(part: str) -> Rule:
     """Return interleaved RoPE in nine tenths of a head."""
 
     def rule(place: ConfigLayer) -> Value:
-        size = (
-            place.config.read("hidden_size").value
-            // place.config.read(f"{part}_num_attention_heads").value
-        )
+        config = place.config
+        width = config.read("hidden_size").value
+        size = width // config.read(f"{part}_num_attention_heads").value
         return read_rope(
-            place.config, size, layer_type=place.kind, theta=None, fraction=0.9, pairs="interleaved"
+            config, size, layer_type=place.kind, theta=None, fraction=0.9, pairs="interleaved"
         )
 
     return rule
@@ -189,8 +192,7 @@ ENCODER_DECODERS: dict[str, Family] = {
         family_of(*_moonshine()), says_nothing=frozenset({"pad_head_dim_to_multiple_of"})
     ),
     **dict.fromkeys(("t5", "mt5"), family_of(*_t5())),
-    "umt5": family_of(
-        *(replace(stack, shared={}) for stack in _t5())
-    ),  # each layer has its own bias
+    # Each layer of UMT5 has its own bias.
+    "umt5": family_of(*(replace(stack_of_t5, shared={}) for stack_of_t5 in _t5())),
     "switch_transformers": family_of(*_t5(("num_decoder_layers",))),
 }

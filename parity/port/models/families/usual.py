@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from parity.port.models.rules import Family, Stack, asked, key, optional, rope
+from parity.port.models.rules import Family, Stack, key, optional, required_or_none, rope
 
 USUAL: dict[str, Any] = {
     "d_model": key("hidden_size"),
@@ -19,10 +19,11 @@ USUAL: dict[str, Any] = {
     "rope": rope(),
 }
 
-SOME_BIAS, MOST_BIAS = (key("attention_bias", default=default) for default in (False, True))
+SOME_BIAS = key("attention_bias", default=False)
+MOST_BIAS = key("attention_bias", default=True)
 BIASES = {"qkv_bias": SOME_BIAS, "out_bias": SOME_BIAS}
-HEADS = {"num_kv_heads": asked("num_key_value_heads")}
-WIDTH = {"head_dim": asked("head_dim")}
+HEADS = {"num_kv_heads": required_or_none("num_key_value_heads")}
+WIDTH = {"head_dim": required_or_none("head_dim")}
 PAIRED = {"rope": rope(pairs="interleaved")}
 IN_PART = {"rope": rope(fraction=0.5)}
 
@@ -55,11 +56,14 @@ def stack(*others: Mapping[str, Any], **fields: Any) -> Stack:
     """Return a stack of layers with the default fields except for these; also accepts fields of
     `Stack`.
     """
-    held = dict(USUAL)
-    for each in (*others, fields):
-        held |= each
-    own = {name: held.pop(name) for name in OF_STACK & held.keys()}
-    return Stack(held, **own)
+    of_spec = dict(USUAL)
+    for overrides in (*others, fields):
+        of_spec |= overrides
+    of_stack = {}
+    for name in FIELDS_OF_STACK & of_spec.keys():
+        of_stack[name] = of_spec.pop(name)
+    return Stack(of_spec, **of_stack)
 
 
-OF_STACK = {each.name for each in dataclasses.fields(Stack)} - {"fields"}
+FIELDS_OF_STACK = {field.name for field in dataclasses.fields(Stack)} - {"fields"}
+"""Fields of `Stack` itself; all others are fields of `AttentionSpec`."""
