@@ -246,9 +246,9 @@ def where(name: str, rule: Rule, *, default: bool | None = None) -> Rule:
     return if_true
 
 
-def positioned(word: str, rule: Rule, *, others: tuple[str, ...]) -> Rule:
-    """Return a rule for RoPE in models that select it by a word; its keys also count as read in the
-    others.
+def positioned(word: str, rule: Rule, *, without: tuple[str, ...]) -> Rule:
+    """Return a rule for RoPE in models that select it by a word, and no RoPE by the words
+    `without`; its keys also count as read in models without RoPE.
 
     Raises:
         ValueError: if the word is unknown.
@@ -256,10 +256,10 @@ def positioned(word: str, rule: Rule, *, others: tuple[str, ...]) -> Rule:
 
     def if_selected(place: ConfigLayer) -> Value:
         selected = place.config.find("position_embedding_type")
-        if selected is not None and selected.value not in (word, *others):
+        if selected is not None and selected.value not in (word, *without):
             raise InputError(
                 "position_embedding_type",
-                f"be one of {(word, *others)}",
+                f"be one of {(word, *without)}",
                 position_embedding_type=selected.value,
             )
         if selected is not None and selected.value == word:

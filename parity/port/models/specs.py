@@ -182,12 +182,12 @@ def known_parts(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     # A model of text and images may have the name of a family and its keys in the text section.
     if _is_known(config) and "text_config" not in config:
         return {"": config}
-    known = {}
+    parts = {}
     for name in sections_of(config):
         part = _part(config, name)
         if _is_known(part):
-            known[name] = part
-    return known
+            parts[name] = part
+    return parts
 
 
 def layers_of_parts(config: Mapping[str, Any]) -> list[ModelLayer]:
@@ -226,9 +226,9 @@ def unknown_parts(config: Mapping[str, Any]) -> dict[str, str]:
     reasons = {}
     if str(config.get("model_type")) in NOT_COVERED:
         reasons[""] = why_unknown(config)
-    known = known_parts(config)
+    readable_parts = known_parts(config)
     for name in sections_of(config):
-        if name not in known:
+        if name not in readable_parts:
             reasons[name] = why_unknown(_part(config, name))
     return reasons
 
@@ -510,11 +510,11 @@ def _origins_in(error: InputError, fields: Mapping[str, Value]) -> str:
 
 
 def _unknown_kind(place: ConfigLayer) -> InputError:
-    """Return the error for a kind of layer that no rule knows."""
-    known = ", ".join((*KINDS, *NOT_ATTENTION))
+    """Return the error for an unknown kind of layer."""
+    kinds = ", ".join((*KINDS, *NOT_ATTENTION))
     keys = [name for name in KEYS_OF_KINDS if name in place.config]
     hint = f"by {' and '.join(keys)}" if keys else ""
-    return InputError(f"layer {place.layer}", f"be one of {known}", repr(place.kind), hint=hint)
+    return InputError(f"layer {place.layer}", f"be one of {kinds}", repr(place.kind), hint=hint)
 
 
 def _missing_field(name: str, stack: Stack, place: ConfigLayer) -> InputError:

@@ -144,22 +144,22 @@ class AttentionMaps(dict[Key, AttentionMap]):
         if not of_weights:
             return
         # The last step of a cache attends to all tokens.
-        shown = first_difference(of_weights) or of_weights[-1]
+        drawn = first_difference(of_weights) or of_weights[-1]
         has_failed = first_difference(comparisons) is not None
-        all_expected = reference.accumulated[shown.stage]
-        all_actual = trace.accumulated.get(shown.stage)
+        all_expected = reference.accumulated[drawn.stage]
+        all_actual = trace.accumulated.get(drawn.stage)
         if all_actual is None or all_actual.shape != all_expected.shape or all_actual.size == 0:
             return
         sequence = 0
         heads = list(range(all_expected.shape[1]))[:MOST_HEADS]
         if has_failed:
-            sequence = shown.worst_index.get("B", 0)
-            worst_head = shown.worst_index.get("N", 0)
+            sequence = drawn.worst_index.get("B", 0)
+            worst_head = drawn.worst_index.get("N", 0)
             if worst_head not in heads:
                 heads[-1] = worst_head
         expected = np.asarray(all_expected[sequence, heads], np.float64)
         actual = np.asarray(all_actual[sequence, heads], np.float64)
-        difference = errors_of(whole_rows(actual, shown.stage), expected)
+        difference = errors_of(whole_rows(actual, drawn.stage), expected)
         largest_finite = difference[np.isfinite(difference)].max(initial=0.0)
         largest = float(largest_finite) if np.isfinite(difference).all() else math.inf
         pictures = {"expected": _picture(expected), "actual": _picture(actual)}
@@ -168,7 +168,7 @@ class AttentionMaps(dict[Key, AttentionMap]):
         key = (trace.problem.case.name, trace.problem.dtype, trace.title)
         _, num_queries, num_keys = expected.shape
         shape = (num_queries, num_keys)
-        self[key] = AttentionMap(shown.stage, sequence, tuple(heads), shape, pictures, largest)
+        self[key] = AttentionMap(drawn.stage, sequence, tuple(heads), shape, pictures, largest)
 
 
 def levels(maps: np.ndarray) -> np.ndarray:

@@ -43,7 +43,7 @@ def _bart(
     model.
     """
 
-    def part(name: str, **others: Any) -> Stack:
+    def part(name: str, **overrides: Any) -> Stack:
         own: dict[str, Any] = {
             "part": name,
             "count": (f"{name}_layers",),
@@ -52,7 +52,7 @@ def _bart(
             "num_heads": key(f"{name}_attention_heads"),
             "dropout": key("attention_dropout", default=dropout),
         }
-        return stack(PLAIN, own, fields, others)
+        return stack(PLAIN, own, fields, overrides)
 
     return (
         part("encoder"),
@@ -136,7 +136,7 @@ def _t5(
 def _moonshine() -> tuple[Stack, Stack, Stack]:
     """Return the stacks of Moonshine: encoder and decoder have RoPE, cross-attention has none."""
 
-    def part(name: str, **others: Any) -> Stack:
+    def part(name: str, **overrides: Any) -> Stack:
         own: dict[str, Any] = {
             "part": name,
             "count": (f"{name}_num_hidden_layers",),
@@ -150,7 +150,7 @@ def _moonshine() -> tuple[Stack, Stack, Stack]:
             "dropout": key("attention_dropout", default=0.0),
             "rope": _rope_of_moonshine(name),
         }
-        return stack(PLAIN, own, others)
+        return stack(PLAIN, own, overrides)
 
     return (
         part("encoder"),

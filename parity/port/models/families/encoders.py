@@ -123,7 +123,7 @@ TEXT: dict[str, Family] = {
         BERT, UNDROPPED_SCORES, is_causal=False, path="encoder.layers.{i}.attention"
     ),
     "rembert": family(BERT, UNDROPPED),
-    "esm": family(BERT, rope=positioned("rotary", rope(theta=1e4), others=("absolute",))),
+    "esm": family(BERT, rope=positioned("rotary", rope(theta=1e4), without=("absolute",))),
     "roformer": family(
         BERT,
         rope=Rope(pairs="interleaved"),

@@ -117,8 +117,7 @@ def _kind_of_gpt_neo(config: Config, index: int) -> str:
         key_of_kinds = "attention_layers"
     kind = entry_of(layers, index)
     if kind not in KINDS_OF_GPT_NEO:
-        known = ", ".join(KINDS_OF_GPT_NEO)
-        rule = f"be one of {known}"
+        rule = f"be one of {', '.join(KINDS_OF_GPT_NEO)}"
         raise InputError(f"layer {index}", rule, repr(kind), hint=f"by {key_of_kinds}")
     return KINDS_OF_GPT_NEO[kind]
 

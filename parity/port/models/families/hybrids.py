@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from mha_spec import Gate, InputError
@@ -27,8 +28,9 @@ FULL, LINEAR = "full_attention", "linear_attention"
 
 
 def _qwen3_next(config: Config, index: int) -> str:
-    is_full = is_last(index, config.find("full_attention_interval"), 4)
-    return FULL if is_full else LINEAR
+    if is_last(index, config.find("full_attention_interval"), 4):
+        return FULL
+    return LINEAR
 
 
 def _gate_with_bias(place: ConfigLayer) -> Value:
@@ -40,8 +42,9 @@ def _gate_with_bias(place: ConfigLayer) -> Value:
 def _kind_of_lfm2(config: Config, index: int) -> str:
     """Return the kind of a layer from the numbers of attention layers; default: all."""
     numbers = config.find("full_attn_idxs")
-    is_full = numbers is None or index in numbers.value
-    return FULL if is_full else "conv"
+    if numbers is None or index in numbers.value:
+        return FULL
+    return "conv"
 
 
 def _rope_of_lfm2(place: ConfigLayer) -> Value:
@@ -56,22 +59,26 @@ def _rope_of_lfm2(place: ConfigLayer) -> Value:
 
 def _kind_of_minimax(config: Config, index: int) -> str:
     """Return the kind of a layer: attention in the first of each pair."""
-    return FULL if index % 2 == 0 else LINEAR
+    if index % 2 == 0:
+        return FULL
+    return LINEAR
 
 
 def _kind_of_jamba(config: Config, index: int) -> str:
     """Return the kind of a layer: attention at one place of each period."""
     period = config.read("attn_layer_period", default=8)
     offset = config.read("attn_layer_offset", default=4)
-    is_full = index % as_count(period.origin, period.value) == offset.value
-    return FULL if is_full else "mamba"
+    if index % as_count(period.origin, period.value) == offset.value:
+        return FULL
+    return "mamba"
 
 
 def _kind_of_bamba(config: Config, index: int) -> str:
     """Return the kind of a layer from the numbers of attention layers; default: none."""
     numbers = config.find("attn_layer_indices")
-    is_full = numbers is not None and index in numbers.value
-    return FULL if is_full else "mamba"
+    if numbers is not None and index in numbers.value:
+        return FULL
+    return "mamba"
 
 
 def _kind_of_nemotron_h(config: Config, index: int) -> str:
@@ -90,7 +97,9 @@ def _kind_of_recurrent_gemma(config: Config, index: int) -> str:
     """Return the kind of a layer from a repeated pattern."""
     pattern = config.read("block_types", default=("recurrent", "recurrent", "attention")).value
     kind = pattern[index % as_count("block_types", len(pattern))]
-    return "sliding_attention" if kind == "attention" else "recurrent"
+    if kind == "attention":
+        return "sliding_attention"
+    return "recurrent"
 
 
 def _multiplied_scale(place: ConfigLayer) -> Value:
@@ -101,9 +110,9 @@ def _multiplied_scale(place: ConfigLayer) -> Value:
     return Value(factor.value * head_dim(place) ** -0.5, f"{factor.origin} / sqrt(H)")
 
 
-def _mamba(*others: Any, **fields: Any) -> Family:
+def _mamba(*bases: Mapping[str, Any], **fields: Any) -> Family:
     """Return a family with state-space layers, whose keys are irrelevant for attention."""
-    return family(*others, says_nothing=OF_MAMBA, **fields)
+    return family(*bases, says_nothing=OF_MAMBA, **fields)
 
 
 OF_MAMBA = {
@@ -178,7 +187,7 @@ HYBRIDS: dict[str, Family] = {
         BIASES,
         kind=require_layer_types,
         scale=key("attention_multiplier"),
-        rope=positioned("rope", rope(), others=("nope",)),
+        rope=positioned("rope", rope(), without=("nope",)),
     ),
     "nemotron_h": _mamba(
         HEADS,

@@ -42,22 +42,22 @@ PLAIN: dict[str, Any] = {
 
 
 def family(
-    *others: Mapping[str, Any],
+    *bases: Mapping[str, Any],
     says_nothing: Iterable[str] = (),
     defaults: Mapping[str, Any] | None = None,
     fixed: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> Family:
     """Return a family of one stack, see `stack`."""
-    return Family((stack(*others, **fields),), frozenset(says_nothing), defaults or {}, fixed or {})
+    return Family((stack(*bases, **fields),), frozenset(says_nothing), defaults or {}, fixed or {})
 
 
-def stack(*others: Mapping[str, Any], **fields: Any) -> Stack:
-    """Return a stack of layers with the default fields except for these; also accepts fields of
-    `Stack`.
+def stack(*bases: Mapping[str, Any], **fields: Any) -> Stack:
+    """Return a stack of layers with the usual fields, except for those of the bases and then these;
+    also accepts fields of `Stack`.
     """
     of_spec = dict(USUAL)
-    for overrides in (*others, fields):
+    for overrides in (*bases, fields):
         of_spec |= overrides
     of_stack = {}
     for name in FIELDS_OF_STACK & of_spec.keys():
