@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from mha_spec import InputError, Norm, Temperature
 from mha_spec.rules import as_count
@@ -16,18 +16,19 @@ NOTHING = Value(None, "")
 """The value of a field that has its default."""
 
 
-class ConfigLayer(NamedTuple):
+@dataclass(frozen=True)
+class ConfigLayer:
     """Layer of a model.
 
     Attributes:
         config: configuration of the model.
-        layer: index of the layer, from 0.
+        index: index of the layer, from 0.
         kind: `full_attention`, `sliding_attention`, …
         kinds: of all layers of its stack.
     """
 
     config: Config
-    layer: int
+    index: int
     kind: str
     kinds: tuple[str, ...] = ()
 
@@ -39,11 +40,11 @@ def _always_full(config: Config, index: int) -> str:
     return "full_attention"
 
 
-def _never(place: ConfigLayer) -> bool:
+def _never(layer: ConfigLayer) -> bool:
     return False
 
 
-def _no_layer(place: ConfigLayer) -> None:
+def _no_layer(layer: ConfigLayer) -> None:
     return None
 
 
@@ -104,8 +105,8 @@ class Family:
 def key(*names: str, default: Any = None, power: float = 1.0) -> Rule:
     """Return a rule for the value of a key, or a power of it; default: the family's, if any."""
 
-    def rule(place: ConfigLayer) -> Value:
-        value = place.config.read(*names, default=default)
+    def rule(layer: ConfigLayer) -> Value:
+        value = layer.config.read(*names, default=default)
         if power == 1.0:
             return value
         return Value(value.value**power, f"{value.origin} ** {power}")
@@ -116,8 +117,8 @@ def key(*names: str, default: Any = None, power: float = 1.0) -> Rule:
 def optional(*names: str) -> Rule:
     """Return a rule for the value of a key, if present."""
 
-    def rule(place: ConfigLayer) -> Value:
-        return place.config.find(*names) or NOTHING
+    def rule(layer: ConfigLayer) -> Value:
+        return layer.config.find(*names) or NOTHING
 
     return rule
 
@@ -127,8 +128,8 @@ def required_or_none(*names: str) -> Rule:
     default.
     """
 
-    def rule(place: ConfigLayer) -> Value:
-        return place.config.required_or_none(*names) or NOTHING
+    def rule(layer: ConfigLayer) -> Value:
+        return layer.config.required_or_none(*names) or NOTHING
 
     return rule
 
@@ -153,17 +154,17 @@ def rope(
     `fraction` some features may be rotated, by default this fraction; without it all are.
     """
 
-    def rule(place: ConfigLayer) -> Value:
+    def rule(layer: ConfigLayer) -> Value:
         fields = dict(options)
         if of is None:
-            size = head_dim(place)
+            size = head_dim(layer)
         else:
-            size = place.config.read(of).value
+            size = layer.config.read(of).value
             fields |= {"rotary_dim": size, "rotated": "last", "fraction": 1.0}
-        num_rotated = None if count is None else place.config.find(count)
+        num_rotated = None if count is None else layer.config.find(count)
         if num_rotated is not None:
             fields["fraction"] = num_rotated.value / size
-        rotation = read_rope(place.config, size, layer_type=place.kind, theta=theta, **fields)
+        rotation = read_rope(layer.config, size, layer_type=layer.kind, theta=theta, **fields)
         if num_rotated is None:
             return rotation
         return Value.derived(rotation.value, rotation, num_rotated)
@@ -174,30 +175,30 @@ def rope(
 def norm(*args: Any, eps: str = "rms_norm_eps", **fields: Any) -> Rule:
     """Return a rule for a norm with the model's eps."""
 
-    def rule(place: ConfigLayer) -> Value:
-        value = place.config.read(eps)
+    def rule(layer: ConfigLayer) -> Value:
+        value = layer.config.read(eps)
         origin = f"{value.origin}; else as every layer of this family"
         return Value(Norm(*args, eps=value.value, **fields), origin)
 
     return rule
 
 
-def head_dim(place: ConfigLayer) -> int:
+def head_dim(layer: ConfigLayer) -> int:
     """Return the features of a head."""
-    size = place.config.find("head_dim")
+    size = layer.config.find("head_dim")
     if size is not None:
         return size.value
-    return place.config.read("hidden_size").value // heads(place)
+    return layer.config.read("hidden_size").value // heads(layer)
 
 
-def heads(place: ConfigLayer) -> int:
+def heads(layer: ConfigLayer) -> int:
     """Return the number of query heads."""
-    return place.config.read("num_attention_heads").value
+    return layer.config.read("num_attention_heads").value
 
 
-def tempered_by_rope(place: ConfigLayer) -> Value:
+def tempered_by_rope(layer: ConfigLayer) -> Value:
     """Return the temperature, which Mistral stores among the parameters of RoPE."""
-    values = place.config.section("rope_parameters")
+    values = layer.config.section("rope_parameters")
     values.find("max_position_embeddings")  # also a key of the model
     scale = values.find("llama_4_scaling_beta")
     if scale is None:
@@ -210,24 +211,24 @@ def tempered_by_rope(place: ConfigLayer) -> Value:
 # --------------------------------------------------------------------------------------------------
 
 
-def read_if_possible(rule: Rule, place: ConfigLayer) -> Value:
+def read_if_possible(rule: Rule, layer: ConfigLayer) -> Value:
     """Return the value of a rule, whose keys then count as read; nothing if a key is missing.
 
     A layer to which a rule does not apply has its keys all the same, because a configuration has
     those of all layers.
     """
     with suppress(MissingKeyError):
-        return rule(place)
+        return rule(layer)
     return NOTHING
 
 
 def only(kind: str, rule: Rule) -> Rule:
     """Return a rule for layers of one kind; its keys also count as read in the others."""
 
-    def in_kind(place: ConfigLayer) -> Value:
-        if place.kind == kind:
-            return rule(place)
-        read_if_possible(rule, place)
+    def in_kind(layer: ConfigLayer) -> Value:
+        if layer.kind == kind:
+            return rule(layer)
+        read_if_possible(rule, layer)
         return NOTHING
 
     return in_kind
@@ -236,9 +237,9 @@ def only(kind: str, rule: Rule) -> Rule:
 def where(name: str, rule: Rule, *, default: bool | None = None) -> Rule:
     """Return a rule that applies if a key is true."""
 
-    def if_true(place: ConfigLayer) -> Value:
-        condition = place.config.read(name, default=default)
-        value = rule(place)
+    def if_true(layer: ConfigLayer) -> Value:
+        condition = layer.config.read(name, default=default)
+        value = rule(layer)
         if not condition.value:
             return NOTHING
         return Value.derived(value.value, condition, value)
@@ -254,8 +255,8 @@ def positioned(word: str, rule: Rule, *, without: tuple[str, ...]) -> Rule:
         ValueError: if the word is unknown.
     """
 
-    def if_selected(place: ConfigLayer) -> Value:
-        selected = place.config.find("position_embedding_type")
+    def if_selected(layer: ConfigLayer) -> Value:
+        selected = layer.config.find("position_embedding_type")
         if selected is not None and selected.value not in (word, *without):
             raise InputError(
                 "position_embedding_type",
@@ -263,9 +264,9 @@ def positioned(word: str, rule: Rule, *, without: tuple[str, ...]) -> Rule:
                 position_embedding_type=selected.value,
             )
         if selected is not None and selected.value == word:
-            rotation = rule(place)
+            rotation = rule(layer)
             return Value(rotation.value, f"{selected.origin} {word}, {rotation.origin}")
-        read_if_possible(rule, place)
+        read_if_possible(rule, layer)
         return NOTHING
 
     return if_selected
@@ -275,40 +276,40 @@ def positioned(word: str, rule: Rule, *, without: tuple[str, ...]) -> Rule:
 # --------------------------------------------------------------------------------------------------
 
 
-def kv_source(place: ConfigLayer) -> int | None:
+def kv_source(layer: ConfigLayer) -> int | None:
     """Return the last layer of the same kind before those that share keys and values, for each of
     the last `num_kv_shared_layers`; None for the others.
 
     Raises:
         ValueError: if there is no such layer.
     """
-    shared = place.config.find("num_kv_shared_layers")
+    shared = layer.config.find("num_kv_shared_layers")
     num_shared = 0 if shared is None else shared.value
-    num_own = len(place.kinds) - as_count("num_kv_shared_layers", num_shared, minimum=0)
-    if place.layer < num_own:
+    num_own = len(layer.kinds) - as_count("num_kv_shared_layers", num_shared, minimum=0)
+    if layer.index < num_own:
         return None
     for index in reversed(range(num_own)):
-        if place.kinds[index] == place.kind:
+        if layer.kinds[index] == layer.kind:
             return index
-    rule = f"leave a layer of kind {place.kind!r} with keys of its own"
+    rule = f"leave a layer of kind {layer.kind!r} with keys of its own"
     raise InputError("num_kv_shared_layers", rule, num_kv_shared_layers=num_shared)
 
 
 def own_keys(rule: Rule) -> Rule:
     """Return a rule for layers that make their own keys and values."""
 
-    def if_own(place: ConfigLayer) -> Value:
-        value = rule(place)
-        if kv_source(place) is not None:
+    def if_own(layer: ConfigLayer) -> Value:
+        value = rule(layer)
+        if kv_source(layer) is not None:
             return NOTHING
         return value
 
     return if_own
 
 
-def shares_keys(place: ConfigLayer) -> Value:
+def shares_keys(layer: ConfigLayer) -> Value:
     """Return True for a layer that shares the keys and values of another one."""
-    source = kv_source(place)
+    source = kv_source(layer)
     if source is None:
         return NOTHING
     return Value(True, f"num_kv_shared_layers: those of layer {source}")

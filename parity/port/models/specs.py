@@ -404,28 +404,28 @@ def _unknown_keys(values: Mapping[str, Any]) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
-def _layer(stack: Stack, place: ConfigLayer) -> ModelLayer:
+def _layer(stack: Stack, layer: ConfigLayer) -> ModelLayer:
     """Return a layer of a stack.
 
     Raises:
         ValueError: if its kind is unknown, or no specification has these values.
     """
-    path = stack.path.replace("{i}", str(place.layer))
-    if place.kind in NOT_ATTENTION:
-        return ModelLayer(place.layer, place.kind, None, {}, stack.part, path=path)
-    if place.kind not in KINDS:
-        raise _unknown_kind(place)
-    fields = _fields(stack, place)
-    spec = _spec(place, fields)
-    required = KINDS[place.kind]
+    path = stack.path.replace("{i}", str(layer.index))
+    if layer.kind in NOT_ATTENTION:
+        return ModelLayer(layer.index, layer.kind, None, {}, stack.part, path=path)
+    if layer.kind not in KINDS:
+        raise _unknown_kind(layer)
+    fields = _fields(stack, layer)
+    spec = _spec(layer, fields)
+    required = KINDS[layer.kind]
     if required is not None and getattr(spec, required) is None:
-        raise _missing_field(required, stack, place)
+        raise _missing_field(required, stack, layer)
     is_causal = stack.is_causal
     if callable(is_causal):
-        is_causal = is_causal(place.config)
+        is_causal = is_causal(layer.config)
     return ModelLayer(
-        place.layer,
-        place.kind,
+        layer.index,
+        layer.kind,
         spec,
         {name: value.origin for name, value in fields.items()},
         stack.part,
@@ -434,48 +434,48 @@ def _layer(stack: Stack, place: ConfigLayer) -> ModelLayer:
         stack.layout,
         stack.shared,
         stack.ignored,
-        stack.keys_are_values(place),
-        stack.kv_source(place),
+        stack.keys_are_values(layer),
+        stack.kv_source(layer),
     )
 
 
-def _ruled(rule: Any, place: ConfigLayer) -> Value:
+def _ruled(rule: Any, layer: ConfigLayer) -> Value:
     """Return the value of a field of a stack, which is a rule or the value itself."""
     if not callable(rule):
         return Value(rule, "every layer of this family")
-    value: Any = rule(place)
+    value: Any = rule(layer)
     return value
 
 
-def _fields(stack: Stack, place: ConfigLayer) -> dict[str, Value]:
+def _fields(stack: Stack, layer: ConfigLayer) -> dict[str, Value]:
     """Return the fields of a specification that have a value, by the rules of a stack."""
     fields: dict[str, Value] = {}
     for name, rule in stack.fields.items():
-        place.config.looked_up.clear()
+        layer.config.looked_up.clear()
         try:
-            value = _ruled(rule, place)
+            value = _ruled(rule, layer)
         except MissingKeyError:
             raise
         except InputError as error:
-            hint = _keys_of(error, place.config)
-            raise _unsupported(place, error, hint) from error
+            hint = _keys_of(error, layer.config)
+            raise _unsupported(layer, error, hint) from error
         if value.value is not None:
             fields[name] = value
     return fields
 
 
-def _spec(place: ConfigLayer, fields: Mapping[str, Value]) -> AttentionSpec:
+def _spec(layer: ConfigLayer, fields: Mapping[str, Value]) -> AttentionSpec:
     """Return the specification with these fields."""
     try:
         return AttentionSpec(**{name: value.value for name, value in fields.items()})
     except InputError as error:
-        raise _unsupported(place, error, _origins_in(error, fields)) from error
+        raise _unsupported(layer, error, _origins_in(error, fields)) from error
 
 
-def _unsupported(place: ConfigLayer, error: InputError, hint: str) -> InputError:
+def _unsupported(layer: ConfigLayer, error: InputError, hint: str) -> InputError:
     """Return the error for a layer that no specification has; `hint` has the keys at fault."""
     rule = f"be supported by AttentionSpec: {error}"
-    return InputError(f"layer {place.layer}", rule, hint=hint)
+    return InputError(f"layer {layer.index}", rule, hint=hint)
 
 
 def _keys_of(error: InputError, config: Config) -> str:
@@ -509,21 +509,21 @@ def _origins_in(error: InputError, fields: Mapping[str, Value]) -> str:
     return ", ".join(f"{name} is {fields[name].origin}" for name in named)
 
 
-def _unknown_kind(place: ConfigLayer) -> InputError:
+def _unknown_kind(layer: ConfigLayer) -> InputError:
     """Return the error for an unknown kind of layer."""
     kinds = ", ".join((*KINDS, *NOT_ATTENTION))
-    keys = [name for name in KEYS_OF_KINDS if name in place.config]
+    keys = [name for name in KEYS_OF_KINDS if name in layer.config]
     hint = f"by {' and '.join(keys)}" if keys else ""
-    return InputError(f"layer {place.layer}", f"be one of {kinds}", repr(place.kind), hint=hint)
+    return InputError(f"layer {layer.index}", f"be one of {kinds}", repr(layer.kind), hint=hint)
 
 
-def _missing_field(name: str, stack: Stack, place: ConfigLayer) -> InputError:
+def _missing_field(name: str, stack: Stack, layer: ConfigLayer) -> InputError:
     """Return the error for a layer without the field that its kind requires."""
-    place.config.looked_up.clear()
-    _ruled(stack.fields.get(name), place)
-    keys = dict.fromkeys(place.config.looked_up)
-    rule = f"have a {name} to be of kind {place.kind!r}"
+    layer.config.looked_up.clear()
+    _ruled(stack.fields.get(name), layer)
+    keys = dict.fromkeys(layer.config.looked_up)
+    rule = f"have a {name} to be of kind {layer.kind!r}"
     if keys:
         hint = f"{' or '.join(keys)} sets it"
-        return InputError(f"layer {place.layer}", rule, "none", hint=hint)
-    return InputError(f"layer {place.layer}", rule, "none in this family")
+        return InputError(f"layer {layer.index}", rule, "none", hint=hint)
+    return InputError(f"layer {layer.index}", rule, "none in this family")

@@ -70,9 +70,9 @@ def _where_rotated(rule: Rule, *, rotated: bool = True) -> Rule:
     others.
     """
 
-    def in_some(place: ConfigLayer) -> Value:
-        rotates = _rotates(place.config, place.layer)
-        value = rule(place)
+    def in_some(layer: ConfigLayer) -> Value:
+        rotates = _rotates(layer.config, layer.index)
+        value = rule(layer)
         if rotates.value != rotated:
             return NOTHING
         return Value.derived(value.value, value, rotates)
@@ -88,13 +88,13 @@ def _kind_of_smollm3(config: Config, index: int) -> str:
     return "full_attention"
 
 
-def _exaone4(place: ConfigLayer) -> Value:
+def _exaone4(layer: ConfigLayer) -> Value:
     """Return the RoPE of a layer: if some layers have windows, only these rotate."""
-    window = place.config.find("sliding_window")
-    rotation = rope()(place)
+    window = layer.config.find("sliding_window")
+    rotation = rope()(layer)
     if window is None:
         return rotation
-    if place.kind != "sliding_attention":
+    if layer.kind != "sliding_attention":
         return Value.derived(None, rotation, window)
     return Value.derived(rotation.value, rotation, window)
 
@@ -113,9 +113,9 @@ def _kind_of_ministral(config: Config, index: int) -> str:
     return "sliding_attention"
 
 
-def _temperature_of_llama4(place: ConfigLayer) -> Value:
-    length = place.config.read("floor_scale")
-    scale = place.config.read("attn_scale")
+def _temperature_of_llama4(layer: ConfigLayer) -> Value:
+    length = layer.config.read("floor_scale")
+    scale = layer.config.read("attn_scale")
     temperature = Temperature(length.value, scale.value, first_position=1)
     return Value.derived(temperature, length, scale)
 
@@ -143,31 +143,31 @@ def _of_gemma4(name: str, of_full: str) -> Rule:
     layer.
     """
 
-    def rule(place: ConfigLayer) -> Value:
+    def rule(layer: ConfigLayer) -> Value:
         # All of these keys count as read, also in layers that another one determines.
-        usual = place.config.read(name)
-        keys_are_values = place.config.find("attention_k_eq_v")
-        by_layer = place.config.find("per_layer_config")
-        full = place.config.find(of_full)
-        if place.kind != "full_attention":
+        usual = layer.config.read(name)
+        keys_are_values = layer.config.find("attention_k_eq_v")
+        by_layer = layer.config.find("per_layer_config")
+        full = layer.config.find(of_full)
+        if layer.kind != "full_attention":
             return usual
         if by_layer is not None:
-            return _of_layer(by_layer, place.layer, name) or usual
+            return _of_layer(by_layer, layer.index, name) or usual
         if name == "num_key_value_heads":
             # transformers reads the other number only if keys are values.
             if full is None or keys_are_values is None or not keys_are_values.value:
                 return usual
             return full
-        return place.config.read(of_full)
+        return layer.config.read(of_full)
 
     return rule
 
 
-def _of_layer(by_layer: Value, layer: int, name: str) -> Value | None:
+def _of_layer(by_layer: Value, index: int, name: str) -> Value | None:
     """Return a value of one layer from sections by the number of a layer, or None."""
     # The keys are integers in Python, and text in JSON.
-    section = by_layer.value.get(layer, by_layer.value.get(str(layer), {}))
-    where = f"{by_layer.origin}.{layer}"
+    section = by_layer.value.get(index, by_layer.value.get(str(index), {}))
+    where = f"{by_layer.origin}.{index}"
     if not isinstance(section, Mapping):
         raise InputError(where, "hold values by name", {where: section})
     if name not in section:
@@ -176,12 +176,12 @@ def _of_layer(by_layer: Value, layer: int, name: str) -> Value | None:
     return Value(section[name], f"{where}.{name}")
 
 
-def _has_one_projection(place: ConfigLayer) -> bool:
+def _has_one_projection(layer: ConfigLayer) -> bool:
     """Return whether a layer of Gemma 4 has one projection for keys and values."""
-    keys_are_values = place.config.find("attention_k_eq_v")
+    keys_are_values = layer.config.find("attention_k_eq_v")
     if keys_are_values is None or not keys_are_values.value:
         return False
-    return kv_source(place) is None and place.kind == "full_attention"
+    return kv_source(layer) is None and layer.kind == "full_attention"
 
 
 def _kind_of_gemma4(config: Config, index: int) -> str:
@@ -191,62 +191,62 @@ def _kind_of_gemma4(config: Config, index: int) -> str:
     return every(6)(config, index)
 
 
-def _rope_of_each_layer(place: ConfigLayer) -> Value:
+def _rope_of_each_layer(layer: ConfigLayer) -> Value:
     """Return the RoPE of a layer from a base for each, 0 for no RoPE; by default one base for
     all.
     """
-    bases = place.config.find("layer_rope_theta")
-    rotation = rope()(place)
+    bases = layer.config.find("layer_rope_theta")
+    rotation = rope()(layer)
     if bases is None:
         return rotation
-    base = entry_of(bases, place.layer)
-    origin = f"{bases.origin}[{place.layer}], {rotation.origin}"
+    base = entry_of(bases, layer.index)
+    origin = f"{bases.origin}[{layer.index}], {rotation.origin}"
     if not base:
         return Value(None, origin)
     return Value(dataclasses.replace(rotation.value, theta=base), origin)
 
 
-def _width_of_hunyuan(place: ConfigLayer) -> Value:
+def _width_of_hunyuan(layer: ConfigLayer) -> Value:
     """Return the features of a head, which an older key may repeat."""
     # transformers ignores the older key.
-    older = place.config.find("attention_head_dim")
-    if older is not None and older.value != head_dim(place):
+    older = layer.config.find("attention_head_dim")
+    if older is not None and older.value != head_dim(layer):
         raise InputError(
-            "attention_head_dim", f"be head_dim={head_dim(place)}", {older.origin: older.value}
+            "attention_head_dim", f"be head_dim={head_dim(layer)}", {older.origin: older.value}
         )
-    return place.config.find("head_dim") or NOTHING
+    return layer.config.find("head_dim") or NOTHING
 
 
-def _rope_of_hunyuan(place: ConfigLayer) -> Value:
+def _rope_of_hunyuan(layer: ConfigLayer) -> Value:
     """Return the RoPE of HunYuan: with an `alpha`, "dynamic" is plain RoPE with another base, for
     any length.
     """
-    values = rope_section(place.config)
+    values = rope_section(layer.config)
     alpha = None if values is None else values.find("alpha")
     if values is None or alpha is None:
-        return rope()(place)
-    size = head_dim(place)
+        return rope()(layer)
+    size = head_dim(layer)
     kind = values.find("rope_type", "type")
     if kind is None or kind.value != "dynamic":
         other_kind = None if kind is None else kind.value
         raise InputError("alpha", "be that of rope_type dynamic", repr(other_kind))
     # transformers ignores these keys if there is an alpha.
     values.find("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-    base = values.find("rope_theta") or place.config.read("rope_theta")
+    base = values.find("rope_theta") or layer.config.read("rope_theta")
     theta = base.value * alpha.value ** (size / (size - 2))
     return Value(Rope(theta), f"{base.origin} * {alpha.origin} ** (H / (H - 2))")
 
 
-def _scale_of_hyperclovax(place: ConfigLayer) -> Value:
-    scale = place.config.find("attention_multiplier")
+def _scale_of_hyperclovax(layer: ConfigLayer) -> Value:
+    scale = layer.config.find("attention_multiplier")
     if scale is not None:
         return scale
-    return Value(head_dim(place) ** -0.5, "1 / sqrt(H): attention_multiplier is not set")
+    return Value(head_dim(layer) ** -0.5, "1 / sqrt(H): attention_multiplier is not set")
 
 
-def _window_of_modernbert_decoder(place: ConfigLayer) -> Value:
-    whole = place.config.read("local_attention", default=128)
-    half = place.config.find("sliding_window")
+def _window_of_modernbert_decoder(layer: ConfigLayer) -> Value:
+    whole = layer.config.read("local_attention", default=128)
+    half = layer.config.find("sliding_window")
     # transformers derives one from the other unless both are present.
     if half is not None and half.value != whole.value // 2:
         raise InputError(
@@ -254,24 +254,24 @@ def _window_of_modernbert_decoder(place: ConfigLayer) -> Value:
             "be local_attention // 2",
             f"sliding_window={half.value} and local_attention={whole.value} ({whole.origin})",
         )
-    if place.kind != "sliding_attention":
+    if layer.kind != "sliding_attention":
         return NOTHING
     return Value(whole.value // 2, f"{whole.origin} // 2")
 
 
-def _rotated_of_cohere2_moe(place: ConfigLayer) -> Value:
+def _rotated_of_cohere2_moe(layer: ConfigLayer) -> Value:
     """Return RoPE for layers with a window, and for those of the dense prefix if all of it has full
     attention.
     """
-    rotation = rope(pairs="interleaved")(place)
-    period = place.config.read("prefix_dense_sliding_window_pattern", default=1)
-    types = place.config.find("mlp_layer_types")
-    num_dense = place.config.read("first_k_dense_replace", default=0)
+    rotation = rope(pairs="interleaved")(layer)
+    period = layer.config.read("prefix_dense_sliding_window_pattern", default=1)
+    types = layer.config.find("mlp_layer_types")
+    num_dense = layer.config.read("first_k_dense_replace", default=0)
     if types is None:
-        is_dense = place.layer < num_dense.value
+        is_dense = layer.index < num_dense.value
     else:
-        is_dense = entry_of(types, place.layer) == "dense"
-    if place.kind == "sliding_attention":
+        is_dense = entry_of(types, layer.index) == "dense"
+    if layer.kind == "sliding_attention":
         return rotation
     if not is_dense or period.value != 1:
         return NOTHING
@@ -288,16 +288,16 @@ def _kind_of_cohere2_moe(config: Config, index: int) -> str:
     return every(4, "sliding_window_pattern")(config, index - prefix)
 
 
-def _heads_of_mimo(place: ConfigLayer) -> Value:
+def _heads_of_mimo(layer: ConfigLayer) -> Value:
     """Return the key/value heads: twice as many in layers with a window."""
-    num_heads = place.config.read("num_key_value_heads")
-    if place.kind != "sliding_attention":
+    num_heads = layer.config.read("num_key_value_heads")
+    if layer.kind != "sliding_attention":
         return num_heads
     return Value(2 * num_heads.value, f"2 * {num_heads.origin}, with a window")
 
 
-def _sinks_of_mimo(place: ConfigLayer) -> Value:
-    return Value(place.kind == "sliding_attention", "with a window: this family's rule")
+def _sinks_of_mimo(layer: ConfigLayer) -> Value:
+    return Value(layer.kind == "sliding_attention", "with a window: this family's rule")
 
 
 def _kind_of_mimo(config: Config, index: int) -> str:

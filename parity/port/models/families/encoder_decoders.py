@@ -70,9 +70,9 @@ def _relative_bias(bidirectional: bool) -> Rule:
     weights.
     """
 
-    def rule(place: ConfigLayer) -> Value:
-        buckets = place.config.read("relative_attention_num_buckets", default=32)
-        farthest = place.config.read("relative_attention_max_distance", default=128)
+    def rule(layer: ConfigLayer) -> Value:
+        buckets = layer.config.read("relative_attention_num_buckets", default=32)
+        farthest = layer.config.read("relative_attention_max_distance", default=128)
         bias = RelativeBias(buckets.value, farthest.value, bidirectional=bidirectional)
         return Value.derived(bias, buckets, farthest)
 
@@ -167,12 +167,12 @@ def _moonshine() -> tuple[Stack, Stack, Stack]:
 def _rope_of_moonshine(part: str) -> Rule:
     """Return interleaved RoPE in nine tenths of a head."""
 
-    def rule(place: ConfigLayer) -> Value:
-        config = place.config
+    def rule(layer: ConfigLayer) -> Value:
+        config = layer.config
         width = config.read("hidden_size").value
         size = width // config.read(f"{part}_num_attention_heads").value
         return read_rope(
-            config, size, layer_type=place.kind, theta=None, fraction=0.9, pairs="interleaved"
+            config, size, layer_type=layer.kind, theta=None, fraction=0.9, pairs="interleaved"
         )
 
     return rule

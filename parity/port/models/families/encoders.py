@@ -54,10 +54,10 @@ ABSOLUTE = {"position_embedding_type": "absolute"}
 """Models with another value have scores that depend on distance."""
 
 
-def _window_of_modernbert(place: ConfigLayer) -> Value:
+def _window_of_modernbert(layer: ConfigLayer) -> Value:
     """Return the window: half before and half after a token, plus its own position."""
-    whole = place.config.read("local_attention", default=128)
-    if place.kind != "sliding_attention":
+    whole = layer.config.read("local_attention", default=128)
+    if layer.kind != "sliding_attention":
         return NOTHING
     return Value(whole.value // 2 + 1, f"{whole.origin} // 2 + 1")
 
@@ -207,17 +207,17 @@ CLIP: dict[str, Any] = {**PLAIN, "dropout": key("attention_dropout", default=0.0
 OF_GRID = "attention.relative_position_bias.relative_position_bias_table"
 
 
-def _grid_of_beit(place: ConfigLayer) -> Value:
+def _grid_of_beit(layer: ConfigLayer) -> Value:
     """Return the grid bias of each layer, or of all; with both, two tables would be added."""
     own, common = "use_relative_position_bias", "use_shared_relative_position_bias"
-    has_own = place.config.read(own, default=False)
-    has_common = place.config.read(common, default=False)
+    has_own = layer.config.read(own, default=False)
+    has_common = layer.config.read(common, default=False)
     if not has_own.value and not has_common.value:
         return NOTHING
     if has_own.value and has_common.value:
         raise InputError(common, f"be False with {own}", {common: True})
-    image = place.config.read("image_size", default=224)
-    patch = place.config.read("patch_size", default=16)
+    image = layer.config.read("image_size", default=224)
+    patch = layer.config.read("patch_size", default=16)
     height = width = image.value
     if isinstance(image.value, tuple | list):
         height, width = image.value

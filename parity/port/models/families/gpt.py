@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from mha_spec import Alibi, InputError, Rope
@@ -24,43 +25,43 @@ from parity.port.models.rules import (
 )
 
 
-def _scale_of_gpt2(place: ConfigLayer) -> Value:
+def _scale_of_gpt2(layer: ConfigLayer) -> Value:
     """Return 1 / sqrt(H), optionally divided by the layer number, or 1."""
-    by_root = place.config.read("scale_attn_weights", default=True)
-    by_layer = place.config.read("scale_attn_by_inverse_layer_idx", default=False)
+    by_root = layer.config.read("scale_attn_weights", default=True)
+    by_layer = layer.config.read("scale_attn_by_inverse_layer_idx", default=False)
     if by_root.value and not by_layer.value:
         return NOTHING
     scale = 1.0
     if by_root.value:
-        scale = (place.config.read("n_embd").value / place.config.read("n_head").value) ** -0.5
+        scale = (layer.config.read("n_embd").value / layer.config.read("n_head").value) ** -0.5
     if by_layer.value:
-        scale /= place.layer + 1
+        scale /= layer.index + 1
     return Value.derived(scale, by_root, by_layer)
 
 
-def _scale_of_bigcode(place: ConfigLayer) -> Value:
+def _scale_of_bigcode(layer: ConfigLayer) -> Value:
     """Return 1 / sqrt(H), or 1."""
-    by_root = place.config.read("scale_attn_weights", default=True)
+    by_root = layer.config.read("scale_attn_weights", default=True)
     if by_root.value:
         return NOTHING
     return Value(1.0, by_root.origin)
 
 
-def _one_head(place: ConfigLayer) -> Value:
+def _one_head(layer: ConfigLayer) -> Value:
     """Return one key/value head in models with multi-query attention."""
-    is_multi_query = place.config.read("multi_query", default=True)
+    is_multi_query = layer.config.read("multi_query", default=True)
     if not is_multi_query.value:
         return NOTHING
     return Value(1, is_multi_query.origin)
 
 
-def _heads_of_falcon(place: ConfigLayer) -> Value:
+def _heads_of_falcon(layer: ConfigLayer) -> Value:
     """Return the key/value heads: groups in the newer architecture; otherwise one for all, or one
     for each.
     """
-    is_newer = place.config.read("new_decoder_architecture", default=False)
-    groups = place.config.find("num_kv_heads")
-    of_older = _one_head(place)  # its key counts as read
+    is_newer = layer.config.read("new_decoder_architecture", default=False)
+    groups = layer.config.find("num_kv_heads")
+    of_older = _one_head(layer)  # its key counts as read
     if not is_newer.value:
         return of_older
     if groups is None:
@@ -68,7 +69,7 @@ def _heads_of_falcon(place: ConfigLayer) -> Value:
     return Value.derived(groups.value, is_newer, groups)
 
 
-def _scaled_alibi(place: ConfigLayer) -> Value:
+def _scaled_alibi(layer: ConfigLayer) -> Value:
     return Value(Alibi(scaled=True), "every layer of this family")
 
 
@@ -77,9 +78,9 @@ def _with_alibi(rule: Rule, *, is_with: bool = True) -> Rule:
     others.
     """
 
-    def in_some(place: ConfigLayer) -> Value:
-        has_alibi = place.config.read("alibi", default=False)
-        value = read_if_possible(rule, place)
+    def in_some(layer: ConfigLayer) -> Value:
+        has_alibi = layer.config.read("alibi", default=False)
+        value = read_if_possible(rule, layer)
         if has_alibi.value != is_with:
             return NOTHING
         return Value.derived(value.value, has_alibi, value)
@@ -87,16 +88,16 @@ def _with_alibi(rule: Rule, *, is_with: bool = True) -> Rule:
     return in_some
 
 
-def _some_of_a_head(place: ConfigLayer) -> Value:
+def _some_of_a_head(layer: ConfigLayer) -> Value:
     """Return GPT-J's RoPE: interleaved, in the first features of a head."""
-    count = place.config.read("rotary_dim", default=64)
+    count = layer.config.read("rotary_dim", default=64)
     rotation = Rope(rotary_dim=count.value, pairs="interleaved")
     return Value(rotation, f"{count.origin}; else as every layer of this family")
 
 
-def _in_the_last_layer(place: ConfigLayer) -> Value:
+def _in_the_last_layer(layer: ConfigLayer) -> Value:
     """Return True for the last layer."""
-    is_last = place.layer + 1 == place.config.read("num_hidden_layers").value
+    is_last = layer.index + 1 == layer.config.read("num_hidden_layers").value
     return Value(is_last, "num_hidden_layers: the last layer alone has one")
 
 
@@ -128,23 +129,23 @@ KINDS_OF_GPT_NEO = {"global": "full_attention", "local": "sliding_attention"}
 def _in_section(name: str, rule: Rule) -> Rule:
     """Return a rule for a section of the configuration."""
 
-    def in_section(place: ConfigLayer) -> Value:
-        return rule(place._replace(config=place.config.section(name)))
+    def in_section(layer: ConfigLayer) -> Value:
+        return rule(replace(layer, config=layer.config.section(name)))
 
     return in_section
 
 
-def _rope_of_dbrx(place: ConfigLayer) -> Value:
+def _rope_of_dbrx(layer: ConfigLayer) -> Value:
     """Return the RoPE of DBRX: released files have the base among the attention keys, transformers
     in the model.
     """
-    config = place.config
+    config = layer.config
     of_section = config.section("attn_config").find("rope_theta")
     model_has_base = "rope_theta" in config or "rope_parameters" in config
     if of_section is not None and not model_has_base:
         return Value(Rope(of_section.value), of_section.origin)
     size = config.read("d_model", "hidden_size").value // config.read("n_heads").value
-    rotation = read_rope(config, size, layer_type=place.kind, theta=None)
+    rotation = read_rope(config, size, layer_type=layer.kind, theta=None)
     if of_section is not None and of_section.value != rotation.value.theta:
         rule = f"be {rotation.origin}={rotation.value.theta}"
         raise InputError("attn_config.rope_theta", rule, str(of_section.value))

@@ -33,9 +33,9 @@ def _qwen3_next(config: Config, index: int) -> str:
     return LINEAR
 
 
-def _gate_with_bias(place: ConfigLayer) -> Value:
+def _gate_with_bias(layer: ConfigLayer) -> Value:
     """Return a gate that is packed with the queries, and has a bias if they have one."""
-    bias = SOME_BIAS(place)
+    bias = SOME_BIAS(layer)
     return Value(Gate(bias=bias.value), f"every layer of this family; {bias.origin}")
 
 
@@ -47,10 +47,10 @@ def _kind_of_lfm2(config: Config, index: int) -> str:
     return "conv"
 
 
-def _rope_of_lfm2(place: ConfigLayer) -> Value:
+def _rope_of_lfm2(layer: ConfigLayer) -> Value:
     """Return the RoPE of LFM2: released models contain the base twice."""
-    rotation = rope()(place)
-    again = place.config.find("theta")
+    rotation = rope()(layer)
+    again = layer.config.find("theta")
     if again is not None and again.value != rotation.value.theta:
         both = f"theta={again.value} and {rotation.origin} {rotation.value.theta}"
         raise InputError("theta", "be rope_theta", both)
@@ -102,12 +102,12 @@ def _kind_of_recurrent_gemma(config: Config, index: int) -> str:
     return "recurrent"
 
 
-def _multiplied_scale(place: ConfigLayer) -> Value:
+def _multiplied_scale(layer: ConfigLayer) -> Value:
     """Return the scale, including the factor of keys before RoPE."""
-    factor = place.config.read("key_multiplier", default=1.0)
+    factor = layer.config.read("key_multiplier", default=1.0)
     if factor.value == 1:
         return NOTHING
-    return Value(factor.value * head_dim(place) ** -0.5, f"{factor.origin} / sqrt(H)")
+    return Value(factor.value * head_dim(layer) ** -0.5, f"{factor.origin} / sqrt(H)")
 
 
 def _mamba(*bases: Mapping[str, Any], **fields: Any) -> Family:

@@ -23,10 +23,10 @@ from parity.port.models.rules import (
 )
 
 
-def _latent(place: ConfigLayer) -> Value:
-    kv_rank = place.config.read("kv_lora_rank")
-    rope_dim = place.config.read("qk_rope_head_dim")
-    q_rank = place.config.required_or_none("q_lora_rank")
+def _latent(layer: ConfigLayer) -> Value:
+    kv_rank = layer.config.read("kv_lora_rank")
+    rope_dim = layer.config.read("qk_rope_head_dim")
+    q_rank = layer.config.required_or_none("q_lora_rank")
     if q_rank is None:
         # There is one query projection, without latents.
         return Value.derived(Latent(kv_rank.value, rope_dim.value, None), kv_rank, rope_dim)
@@ -34,10 +34,10 @@ def _latent(place: ConfigLayer) -> Value:
     return Value.derived(latent, kv_rank, rope_dim, q_rank)
 
 
-def _scaled_latent(place: ConfigLayer) -> Value:
+def _scaled_latent(layer: ConfigLayer) -> Value:
     """Return latents with the factors sqrt(d_model / rank)."""
-    latent, origin = _latent(place)
-    width = place.config.read("hidden_size").value
+    latent, origin = _latent(layer)
+    width = layer.config.read("hidden_size").value
     if latent.q_rank is None:
         raise InputError(
             "the configuration", "have q_lora_rank: there is no layer without it", q_lora_rank=None
@@ -53,40 +53,40 @@ def _scaled_latent(place: ConfigLayer) -> Value:
 def _sum(*names: str) -> Rule:
     """Return a rule for the sum of keys."""
 
-    def rule(place: ConfigLayer) -> Value:
-        total = sum(place.config.read(name).value for name in names)
+    def rule(layer: ConfigLayer) -> Value:
+        total = sum(layer.config.read(name).value for name in names)
         return Value(total, " + ".join(names))
 
     return rule
 
 
-def _pairs_of_latents(place: ConfigLayer) -> Value:
-    is_interleaved = place.config.read("rope_interleave", default=True)
+def _pairs_of_latents(layer: ConfigLayer) -> Value:
+    is_interleaved = layer.config.read("rope_interleave", default=True)
     pairs = "interleaved" if is_interleaved.value else "half"
-    rotation = rope(of="qk_rope_head_dim", pairs=pairs)(place)
+    rotation = rope(of="qk_rope_head_dim", pairs=pairs)(layer)
     return Value.derived(rotation.value, rotation, is_interleaved)
 
 
-def _biases(place: ConfigLayer) -> Value:
+def _biases(layer: ConfigLayer) -> Value:
     """Return the biases of projections to latents; q_proj has none."""
-    bias: Value = SOME_BIAS(place)
-    has_latent_queries = place.config.required_or_none("q_lora_rank") is not None
+    bias: Value = SOME_BIAS(layer)
+    has_latent_queries = layer.config.required_or_none("q_lora_rank") is not None
     if has_latent_queries or not bias.value:
         return bias
     return bias._replace(value=(False, True, True))
 
 
-def _scale(place: ConfigLayer) -> Value:
+def _scale(layer: ConfigLayer) -> Value:
     """Return the scale, with the square of YaRN's factor if there is a mscale_all_dim, even if RoPE
     ignores it.
 
     RoPE reads it only together with mscale and without attention_factor; the scale then follows
     from RoPE.
     """
-    parameters = rope_section(place.config)
+    parameters = rope_section(layer.config)
     mscale = None if parameters is None else parameters.find("mscale_all_dim")
     # The base is of no importance here, but a configuration need not have one.
-    scaling = rope(of="qk_rope_head_dim", theta=1e4)(place).value.scaling
+    scaling = rope(of="qk_rope_head_dim", theta=1e4)(layer).value.scaling
     if mscale is None or not mscale.value:
         return NOTHING
     if not isinstance(scaling, YarnScaling) or scaling.mscale_all_dim is not None:
@@ -94,19 +94,19 @@ def _scale(place: ConfigLayer) -> Value:
     applied = replace(
         scaling, attention_factor=None, mscale=mscale.value, mscale_all_dim=mscale.value
     )
-    width = WIDTH(place)
+    width = WIDTH(layer)
     scale = applied.score_factor * width.value**-0.5
     return Value(scale, f"({width.origin}) ** -0.5, {mscale.origin} of RoPE's factor")
 
 
-def _width_of_values(place: ConfigLayer) -> Value:
+def _width_of_values(layer: ConfigLayer) -> Value:
     """Return the value width of MiniCPM3, whose released configurations omit it."""
-    configured = place.config.find("v_head_dim")
-    width = place.config.read("hidden_size").value
+    configured = layer.config.find("v_head_dim")
+    width = layer.config.read("hidden_size").value
     if configured is not None:
         return configured
     origin = "hidden_size // num_attention_heads: v_head_dim is not set"
-    return Value(width // heads(place), origin)
+    return Value(width // heads(layer), origin)
 
 
 def _kind_of_kimi_linear(config: Config, index: int) -> str:
