@@ -46,7 +46,7 @@ from parity.port.models.rules import (
 )
 
 
-def _qwen(config: Config, index: int) -> str:
+def _kind_of_qwen(config: Config, index: int) -> str:
     """Return the kind of a layer: windows, if they are used, from a layer on."""
     uses_windows = config.read("use_sliding_window", default=False).value
     if uses_windows and index >= config.read("max_window_layers").value:
@@ -88,7 +88,7 @@ def _kind_of_smollm3(config: Config, index: int) -> str:
     return "full_attention"
 
 
-def _exaone4(layer: ConfigLayer) -> Value:
+def _rope_of_exaone4(layer: ConfigLayer) -> Value:
     """Return the RoPE of a layer: if some layers have windows, only these rotate."""
     window = layer.config.find("sliding_window")
     rotation = rope()(layer)
@@ -144,7 +144,7 @@ def _of_gemma4(name: str, of_full: str) -> Rule:
     """
 
     def rule(layer: ConfigLayer) -> Value:
-        # All of these keys count as read, also in layers that another one determines.
+        # All of these keys count as read, also those that this layer does not use.
         usual = layer.config.read(name)
         keys_are_values = layer.config.find("attention_k_eq_v")
         by_layer = layer.config.find("per_layer_config")
@@ -259,7 +259,7 @@ def _window_of_modernbert_decoder(layer: ConfigLayer) -> Value:
     return Value(whole.value // 2, f"{whole.origin} // 2")
 
 
-def _rotated_of_cohere2_moe(layer: ConfigLayer) -> Value:
+def _rope_of_cohere2_moe(layer: ConfigLayer) -> Value:
     """Return RoPE for layers with a window, and for those of the dense prefix if all of it has full
     attention.
     """
@@ -370,17 +370,21 @@ DECODERS: dict[str, Family] = {
     "ministral3": family(
         HEADS, WIDTH, window_size=optional("sliding_window"), temperature=tempered_by_rope
     ),
-    "qwen2": family(HEADS, qkv_bias=True, window_size=SLIDING, kind=_qwen),
+    "qwen2": family(HEADS, qkv_bias=True, window_size=SLIDING, kind=_kind_of_qwen),
     "qwen2_moe": family(
-        HEADS, qkv_bias=key("qkv_bias", default=True), window_size=SLIDING, kind=_qwen
+        HEADS, qkv_bias=key("qkv_bias", default=True), window_size=SLIDING, kind=_kind_of_qwen
     ),
     **dict.fromkeys(
         ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_5_omni_text"),
         family(
-            HEADS, rope=rope(sections=(16, 24, 24)), qkv_bias=True, window_size=SLIDING, kind=_qwen
+            HEADS,
+            rope=rope(sections=(16, 24, 24)),
+            qkv_bias=True,
+            window_size=SLIDING,
+            kind=_kind_of_qwen,
         ),
     ),
-    "qwen3": family(HEADS, WIDTH, BIASES, qk_norm=norm(), window_size=SLIDING, kind=_qwen),
+    "qwen3": family(HEADS, WIDTH, BIASES, qk_norm=norm(), window_size=SLIDING, kind=_kind_of_qwen),
     "qwen3_moe": family(
         HEADS,
         BIASES,
@@ -532,7 +536,7 @@ DECODERS: dict[str, Family] = {
         WIDTH,
         BIASES,
         window_size=SLIDING,
-        rope=_rotated_of_cohere2_moe,
+        rope=_rope_of_cohere2_moe,
         kind=_kind_of_cohere2_moe,
     ),
     "arcee": family(BIASES),
@@ -583,7 +587,7 @@ DECODERS: dict[str, Family] = {
     ),
     "hyperclovax": family(BIASES, scale=_scale_of_hyperclovax),
     "kolibri1": family(
-        HEADS, WIDTH, qk_norm=norm(), window_size=SLIDING, rope=_exaone4, kind=every(5)
+        HEADS, WIDTH, qk_norm=norm(), window_size=SLIDING, rope=_rope_of_exaone4, kind=every(5)
     ),
     "ernie4_5_moe": family(
         HEADS,
@@ -612,7 +616,7 @@ DECODERS: dict[str, Family] = {
             HEADS,
             qk_norm=norm(),
             window_size=SLIDING,
-            rope=_exaone4,
+            rope=_rope_of_exaone4,
             kind=_kind_of_exaone4,
             says_nothing={"sliding_window_pattern"},
         ),

@@ -36,14 +36,12 @@ def family_of(*stacks: Stack, fixed: Mapping[str, Any] | None = None) -> Family:
 # --------------------------------------------------------------------------------------------------
 
 
-def _bart(
+def _stacks_of_bart(
     dropout: float = 0.0, cross: str = "encoder_attn", **fields: Any
 ) -> tuple[Stack, Stack, Stack]:
-    """Return the stacks of BART: encoder, decoder and cross-attention, each as wide as the
-    model.
-    """
+    """Return the stacks of BART: encoder, decoder and cross-attention, as wide as the model."""
 
-    def part(name: str, **overrides: Any) -> Stack:
+    def stack_of(name: str, **overrides: Any) -> Stack:
         own: dict[str, Any] = {
             "part": name,
             "count": (f"{name}_layers",),
@@ -55,9 +53,9 @@ def _bart(
         return stack(PLAIN, own, fields, overrides)
 
     return (
-        part("encoder"),
-        part("decoder", is_causal=True),
-        part("decoder", kind=of_kind("cross_attention"), path=f"decoder.layers.{{i}}.{cross}"),
+        stack_of("encoder"),
+        stack_of("decoder", is_causal=True),
+        stack_of("decoder", kind=of_kind("cross_attention"), path=f"decoder.layers.{{i}}.{cross}"),
     )
 
 
@@ -85,7 +83,7 @@ def _of_first(part: str) -> dict[str, str]:
     return {name: f"{part}.block.0.layer.0.SelfAttention.{name}"}
 
 
-def _t5(
+def _stacks_of_t5(
     count: tuple[str, ...] = ("num_decoder_layers", "num_layers"),
 ) -> tuple[Stack, Stack, Stack]:
     fields: dict[str, Any] = {
@@ -133,10 +131,10 @@ def _t5(
 # --------------------------------------------------------------------------------------------------
 
 
-def _moonshine() -> tuple[Stack, Stack, Stack]:
+def _stacks_of_moonshine() -> tuple[Stack, Stack, Stack]:
     """Return the stacks of Moonshine: encoder and decoder have RoPE, cross-attention has none."""
 
-    def part(name: str, **overrides: Any) -> Stack:
+    def stack_of(name: str, **overrides: Any) -> Stack:
         own: dict[str, Any] = {
             "part": name,
             "count": (f"{name}_num_hidden_layers",),
@@ -153,9 +151,9 @@ def _moonshine() -> tuple[Stack, Stack, Stack]:
         return stack(PLAIN, own, overrides)
 
     return (
-        part("encoder"),
-        part("decoder", is_causal=True),
-        part(
+        stack_of("encoder"),
+        stack_of("decoder", is_causal=True),
+        stack_of(
             "decoder",
             kind=of_kind("cross_attention"),
             path="decoder.layers.{i}.encoder_attn",
@@ -181,18 +179,18 @@ def _rope_of_moonshine(part: str) -> Rule:
 ENCODER_DECODERS: dict[str, Family] = {
     **dict.fromkeys(
         ("bart", "mbart", "pegasus", "marian", "blenderbot", "blenderbot-small"),
-        family_of(*_bart()),
+        family_of(*_stacks_of_bart()),
     ),
-    **dict.fromkeys(("m2m_100", "plbart"), family_of(*_bart(0.1))),
-    "nllb-moe": family_of(*_bart(0.1, cross="cross_attention")),
-    "mvp": family_of(*_bart(), fixed={"use_prompt": False}),
-    "speech_to_text": family_of(*_bart()),
-    "whisper": family_of(*_bart(qkv_bias=(True, False, True))),
+    **dict.fromkeys(("m2m_100", "plbart"), family_of(*_stacks_of_bart(0.1))),
+    "nllb-moe": family_of(*_stacks_of_bart(0.1, cross="cross_attention")),
+    "mvp": family_of(*_stacks_of_bart(), fixed={"use_prompt": False}),
+    "speech_to_text": family_of(*_stacks_of_bart()),
+    "whisper": family_of(*_stacks_of_bart(qkv_bias=(True, False, True))),
     "moonshine": replace(
-        family_of(*_moonshine()), says_nothing=frozenset({"pad_head_dim_to_multiple_of"})
+        family_of(*_stacks_of_moonshine()), says_nothing=frozenset({"pad_head_dim_to_multiple_of"})
     ),
-    **dict.fromkeys(("t5", "mt5"), family_of(*_t5())),
+    **dict.fromkeys(("t5", "mt5"), family_of(*_stacks_of_t5())),
     # Each layer of UMT5 has its own bias.
-    "umt5": family_of(*(replace(stack_of_t5, shared={}) for stack_of_t5 in _t5())),
-    "switch_transformers": family_of(*_t5(("num_decoder_layers",))),
+    "umt5": family_of(*(replace(stack_of_t5, shared={}) for stack_of_t5 in _stacks_of_t5())),
+    "switch_transformers": family_of(*_stacks_of_t5(("num_decoder_layers",))),
 }

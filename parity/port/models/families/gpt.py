@@ -88,7 +88,7 @@ def _with_alibi(rule: Rule, *, is_with: bool = True) -> Rule:
     return in_some
 
 
-def _some_of_a_head(layer: ConfigLayer) -> Value:
+def _rope_of_gptj(layer: ConfigLayer) -> Value:
     """Return GPT-J's RoPE: interleaved, in the first features of a head."""
     count = layer.config.read("rotary_dim", default=64)
     rotation = Rope(rotary_dim=count.value, pairs="interleaved")
@@ -190,7 +190,7 @@ NAMES: dict[str, Any] = {
 
 OF_GPTJ: dict[str, Any] = {
     "path": "h.{i}.attn",
-    "rope": _some_of_a_head,
+    "rope": _rope_of_gptj,
     "dropout": key("attn_pdrop", default=0.0),
     "output_dropout": key("resid_pdrop", default=0.0),
     "fixed": {"rotary": True, "scale_attn_weights": True},

@@ -27,7 +27,7 @@ from parity.port.models.rules import (
 FULL, LINEAR = "full_attention", "linear_attention"
 
 
-def _qwen3_next(config: Config, index: int) -> str:
+def _kind_of_qwen3_next(config: Config, index: int) -> str:
     if is_last(index, config.find("full_attention_interval"), 4):
         return FULL
     return LINEAR
@@ -138,7 +138,7 @@ OF_QWEN3_NEXT: dict[str, Any] = {
     "layout": "transformers.Qwen3-Next",
     "qk_norm": norm(weight="1+w"),
     "gate": _gate_with_bias,
-    "kind": _qwen3_next,
+    "kind": _kind_of_qwen3_next,
 }
 
 ALWAYS_GATED = {"attn_output_gate": True}

@@ -24,11 +24,12 @@ from parity.port.models.rules import (
 
 
 def _latent(layer: ConfigLayer) -> Value:
+    """Return the ranks of the latents; queries need not have any."""
     kv_rank = layer.config.read("kv_lora_rank")
     rope_dim = layer.config.read("qk_rope_head_dim")
     q_rank = layer.config.required_or_none("q_lora_rank")
     if q_rank is None:
-        # There is one query projection, without latents.
+        # Queries have one projection, without latents.
         return Value.derived(Latent(kv_rank.value, rope_dim.value, None), kv_rank, rope_dim)
     latent = Latent(kv_rank.value, rope_dim.value, q_rank.value)
     return Value.derived(latent, kv_rank, rope_dim, q_rank)
@@ -61,6 +62,7 @@ def _sum(*names: str) -> Rule:
 
 
 def _pairs_of_latents(layer: ConfigLayer) -> Value:
+    """Return the RoPE of the rotated features, whose pairs a key selects."""
     is_interleaved = layer.config.read("rope_interleave", default=True)
     pairs = "interleaved" if is_interleaved.value else "half"
     rotation = rope(of="qk_rope_head_dim", pairs=pairs)(layer)
@@ -112,7 +114,10 @@ def _width_of_values(layer: ConfigLayer) -> Value:
 def _kind_of_kimi_linear(config: Config, index: int) -> str:
     """Return the kind of a layer from the numbers of both kinds, from 1; default: every fourth."""
     if "linear_attn_config" not in config:
-        return "full_attention" if index and index % 4 == 0 else "linear_attention"
+        # The default of transformers counts from 0, so that these are the fifth, the ninth, …
+        if index and index % 4 == 0:
+            return "full_attention"
+        return "linear_attention"
     section = config.section("linear_attn_config")
     full = section.find("full_attn_layers")
     linear = section.find("kda_layers")
@@ -124,7 +129,9 @@ def _kind_of_kimi_linear(config: Config, index: int) -> str:
             "kda_layers": None if linear is None else linear.value,
         }
         raise InputError("linear_attn_config", "say one kind of each layer", numbers)
-    return "full_attention" if is_full else "linear_attention"
+    if is_full:
+        return "full_attention"
+    return "linear_attention"
 
 
 WIDTH = _sum("qk_nope_head_dim", "qk_rope_head_dim")

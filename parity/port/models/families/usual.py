@@ -18,15 +18,20 @@ USUAL: dict[str, Any] = {
     "out_bias": False,
     "rope": rope(),
 }
+"""LLaMA's keys, which most families share. A family is defined by the fields that differ."""
 
 SOME_BIAS = key("attention_bias", default=False)
+"""Biases only if the configuration has them."""
+
 MOST_BIAS = key("attention_bias", default=True)
+"""Biases unless the configuration excludes them."""
+
+# Fields in which several families differ from the usual ones.
 BIASES = {"qkv_bias": SOME_BIAS, "out_bias": SOME_BIAS}
 HEADS = {"num_kv_heads": required_or_none("num_key_value_heads")}
 WIDTH = {"head_dim": required_or_none("head_dim")}
 PAIRED = {"rope": rope(pairs="interleaved")}
 IN_PART = {"rope": rope(fraction=0.5)}
-
 
 PLAIN: dict[str, Any] = {
     "path": "encoder.layers.{i}.self_attn",
