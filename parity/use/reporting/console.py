@@ -28,7 +28,7 @@ MOST_ROWS = 200
 """Most rows of a table that Rich lays out: about 0.3 ms for each, a hundred times as long as a line
 of plain text. The number is arbitrary; more rows are not read on a terminal.
 
-Of a longer table, a terminal shows the first rows, and a pipe has a line of plain text for each.
+A terminal shows the first rows of a longer table, and a pipe has a line of plain text for each.
 """
 
 NARROWEST = 9
