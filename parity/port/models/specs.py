@@ -143,21 +143,21 @@ def read_layers(
     values = part_of(config, part)
     where = f"{part}." if part else ""
     family = _family(values, where)
-    read = Config(values, defaults=family.defaults)
-    _check_fixed(family, read)
+    keys = Config(values, defaults=family.defaults)
+    _check_fixed(family, keys)
     layers: list[ModelLayer] = []
     try:
         for stack in family.stacks:
-            layers += _layers(stack, read)
+            layers += _layers(stack, keys)
     except InputError:
         raise
     except (ArithmeticError, LookupError, AttributeError, TypeError, ValueError) as error:
         # Each value is of the right kind, as checked when it was read. Together they are wrong: for
         # example, their product is beyond the largest float.
         raise InputError(
-            "the values of a configuration", "fit each other", read.numbers_read()
+            "the values of a configuration", "fit each other", keys.numbers_read()
         ) from error
-    return layers, dict(read.unread(family.says_nothing))
+    return layers, dict(keys.unread(family.says_nothing))
 
 
 def part_of(config: Mapping[str, Any], part: str | None) -> Mapping[str, Any]:
@@ -285,20 +285,20 @@ PART_ALONE = re.compile("Encoder|Decoder|CausalLM|Audio|TokenClassification")
 """Matches class names of models with only some stacks of their family."""
 
 
-def _check_fixed(family: Family, read: Config) -> None:
+def _check_fixed(family: Family, config: Config) -> None:
     """Refuse keys with values that would change layers, and incomplete models."""
     for name, value in family.fixed.items():
         section, _, leaf = name.rpartition(".")
-        keys = read
+        keys = config
         if section:
-            if section not in read:
+            if section not in config:
                 continue
-            keys = read.section(section)
+            keys = config.section(section)
         configured = keys.find(leaf)
         if configured is not None and configured.value != value:
             rule = f"be {value!r} in models of this family"
             raise InputError(name, rule, {name: configured.value})
-    classes = read.find("architectures")
+    classes = config.find("architectures")
     parts = {stack.part for stack in family.stacks}
     if classes is None or len(parts) == 1:
         return
@@ -306,26 +306,26 @@ def _check_fixed(family: Family, read: Config) -> None:
         raise InputError("architectures", "be those of a whole model", architectures=classes.value)
 
 
-def _layers(stack: Stack, read: Config) -> list[ModelLayer]:
+def _layers(stack: Stack, config: Config) -> list[ModelLayer]:
     """Return the layers of a stack, in order."""
-    kinds = _kinds(stack, read)
+    kinds = _kinds(stack, config)
     layers = []
     for index, kind in enumerate(kinds):
-        layers.append(_layer(stack, ConfigLayer(read, index, kind, kinds)))
+        layers.append(_layer(stack, ConfigLayer(config, index, kind, kinds)))
     if all(layer.spec is None for layer in layers):
         # Keys about attention count as read, although no layer has any.
         for rule in stack.fields.values():
             with suppress(TypeError, ValueError):
-                _ruled(rule, ConfigLayer(read, 0, "full_attention"))
+                _ruled(rule, ConfigLayer(config, 0, "full_attention"))
     return layers
 
 
-def _kinds(stack: Stack, read: Config) -> tuple[str, ...]:
+def _kinds(stack: Stack, config: Config) -> tuple[str, ...]:
     """Return the kind of each layer of a stack."""
-    count = _number_of_layers(stack, read)
-    layer_types = read.find("layer_types")
+    count = _number_of_layers(stack, config)
+    layer_types = config.find("layer_types")
     if layer_types is None:
-        return tuple(stack.kind(read, index) for index in range(count))
+        return tuple(stack.kind(config, index) for index in range(count))
     is_list = isinstance(layer_types.value, list | tuple)
     if not is_list or len(layer_types.value) != count:
         raise InputError(
@@ -335,14 +335,14 @@ def _kinds(stack: Stack, read: Config) -> tuple[str, ...]:
     for index, name in enumerate(layer_types.value):
         # Other keys with the same meaning count as read, whether or not they are right.
         with suppress(TypeError, ValueError):
-            stack.kind(read, index)
+            stack.kind(config, index)
         kinds.append(OLDER_KINDS.get(str(name), str(name)))
     return tuple(kinds)
 
 
-def _number_of_layers(stack: Stack, read: Config) -> int:
+def _number_of_layers(stack: Stack, config: Config) -> int:
     """Return the number of layers; the key may also be a list with an entry for each."""
-    configured = read.read(*stack.count)
+    configured = config.read(*stack.count)
     number = configured.value
     if isinstance(number, list | tuple):
         number = len(number)
