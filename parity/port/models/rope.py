@@ -186,8 +186,7 @@ def _check_repeated(rotary_dim: int, part: float, share: Value | None, config: C
         raise InputError(origin, rule, {origin: part})
 
 
-# ---- Scaling
-# --------------------------------------------------------------------------------------------------
+# ---- Scaling -------------------------------------------------------------------------------------
 
 
 def _original_length(values: Config, config: Config) -> int:

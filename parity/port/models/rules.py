@@ -98,8 +98,7 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
 
-# ---- Rules for the values of keys
-# --------------------------------------------------------------------------------------------------
+# ---- Rules for the values of keys ----------------------------------------------------------------
 
 
 def key(*names: str, default: Any = None, power: float = 1.0) -> Rule:
@@ -207,8 +206,7 @@ def tempered_by_rope(layer: ConfigLayer) -> Value:
     return Value.derived(Temperature(length.value, scale.value), scale, length)
 
 
-# ---- Rules for some layers
-# --------------------------------------------------------------------------------------------------
+# ---- Rules for some layers -----------------------------------------------------------------------
 
 
 def read_if_possible(rule: Rule, layer: ConfigLayer) -> Value:
@@ -272,8 +270,7 @@ def positioned(word: str, rule: Rule, *, without: tuple[str, ...]) -> Rule:
     return if_selected
 
 
-# ---- Layers that share keys and values
-# --------------------------------------------------------------------------------------------------
+# ---- Layers that share keys and values -----------------------------------------------------------
 
 
 def kv_source(layer: ConfigLayer) -> int | None:
@@ -315,8 +312,7 @@ def shares_keys(layer: ConfigLayer) -> Value:
     return Value(True, f"num_kv_shared_layers: those of layer {source}")
 
 
-# ---- Kinds of layers
-# --------------------------------------------------------------------------------------------------
+# ---- Kinds of layers -----------------------------------------------------------------------------
 
 
 def of_kind(kind: str) -> Callable[[Config, int], str]:

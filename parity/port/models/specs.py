@@ -400,8 +400,7 @@ def _unknown_keys(values: Mapping[str, Any]) -> str:
     return f"the meaning of {some_of(keys)} is unknown"
 
 
-# ---- One layer
-# --------------------------------------------------------------------------------------------------
+# ---- One layer -----------------------------------------------------------------------------------
 
 
 def _layer(stack: Stack, layer: ConfigLayer) -> ModelLayer:

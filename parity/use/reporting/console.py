@@ -83,8 +83,7 @@ def print_line(out: Console, text: str, style: str = "") -> None:
     out.print(Text(text, style=style), soft_wrap=True)
 
 
-# ---- Tables
-# --------------------------------------------------------------------------------------------------
+# ---- Tables --------------------------------------------------------------------------------------
 
 
 def print_table(
@@ -216,8 +215,7 @@ def _print_unlimited(out: Console, columns: Sequence[Column], rows: Sequence[Row
     out.print(_Lines(lines), crop=False)
 
 
-# ---- Progress and numbers
-# --------------------------------------------------------------------------------------------------
+# ---- Progress and numbers ------------------------------------------------------------------------
 
 
 @contextmanager

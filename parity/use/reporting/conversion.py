@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from parity.port.conversion.not_compared import NotCompared
     from parity.port.conversion.plan import ConversionPlan, Converted, PlannedLayer
 
-# ---- Layouts
-# --------------------------------------------------------------------------------------------------
+# ---- Layouts -------------------------------------------------------------------------------------
 
 AXES = {"p": "projections", "n": "heads", "h": "head_dim", "d": "input", "e": "output"}
 """The axes of a tensor, by their letters in a layout."""
@@ -106,8 +105,7 @@ def _properties(layout: Layout) -> list[str]:
     return lines
 
 
-# ---- Contents of a file
-# --------------------------------------------------------------------------------------------------
+# ---- Contents of a file --------------------------------------------------------------------------
 
 
 def print_inspection(
@@ -161,8 +159,7 @@ def _prefix_column() -> Column:
     return Column("prefix", overflow="fold", no_wrap=True)
 
 
-# ---- Conversions
-# --------------------------------------------------------------------------------------------------
+# ---- Conversions ---------------------------------------------------------------------------------
 
 
 def print_conversion(converted: Converted, layout: str, out: Console) -> None:
@@ -230,8 +227,7 @@ def _without_number(layer: PlannedLayer) -> tuple[str, str, str]:
     return numbered(layer.label), f"{layer.layout}: {layer.layout_from}", "; ".join(hints)
 
 
-# ---- Comparisons of two files
-# --------------------------------------------------------------------------------------------------
+# ---- Comparisons of two files --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

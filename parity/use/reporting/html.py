@@ -94,8 +94,7 @@ def check_installed(*, pictures: bool = False) -> None:
     packages.check_installed("an HTML report", *libraries)
 
 
-# ---- Attention maps
-# --------------------------------------------------------------------------------------------------
+# ---- Attention maps ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -209,8 +208,7 @@ def _largest_in_words(values: np.ndarray) -> str:
     return f"largest {values[query, key]:.3g} at t={query}, s={key}"
 
 
-# ---- The page
-# --------------------------------------------------------------------------------------------------
+# ---- The page ------------------------------------------------------------------------------------
 
 
 def write_html(
@@ -445,8 +443,7 @@ def _anchor(key: tuple[str, ...]) -> str:
     return re.sub(r"[^\w.-]+", "-", f"case-{key[0]}-{key[1]}")
 
 
-# ---- Numbers and shapes
-# --------------------------------------------------------------------------------------------------
+# ---- Numbers and shapes --------------------------------------------------------------------------
 
 
 def _ratio(ratio: float | None) -> str:

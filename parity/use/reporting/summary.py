@@ -29,8 +29,7 @@ STYLES = {0: "bold green", 1: "bold red", 2: "bold yellow"}
 """Style of the last line for each exit status."""
 
 
-# ---- The last lines
-# --------------------------------------------------------------------------------------------------
+# ---- The last lines ------------------------------------------------------------------------------
 
 
 def summary_line(report: Report) -> Text:
@@ -121,8 +120,7 @@ def skipped_reasons(report: Report) -> list[str]:
     return reasons
 
 
-# ---- Cases
-# --------------------------------------------------------------------------------------------------
+# ---- Cases ---------------------------------------------------------------------------------------
 
 
 def worst_of(comparisons: list[Comparison]) -> Comparison:
@@ -163,8 +161,7 @@ def case_grid(keys: Iterable[tuple[str, str, str]]) -> CaseGrid:
     return CaseGrid(list(rows), list(backends), len(dtypes) > 1)
 
 
-# ---- Traffic between devices
-# --------------------------------------------------------------------------------------------------
+# ---- Traffic between devices ---------------------------------------------------------------------
 
 
 class Sent(NamedTuple):
@@ -200,8 +197,7 @@ def sent_by_program(report: Report) -> list[Sent]:
     ]
 
 
-# ---- Commands
-# --------------------------------------------------------------------------------------------------
+# ---- Commands ------------------------------------------------------------------------------------
 
 
 def reproduction(comparison: Comparison, report: Report) -> str:
