@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 if TYPE_CHECKING:
-    from parity.measure.backends.port import Divided, Port
+    from parity.measure.backends.port import Port
 
 
 class Backend(NamedTuple):  # a dataclass would take a tenth of the time of --help
@@ -28,7 +28,6 @@ class Backend(NamedTuple):  # a dataclass would take a tenth of the time of --he
             supported by all.
         has_all_bugs: all known bugs can be injected, not only those in masks.
         wheels: platforms with wheels of its packages, if not all.
-        divided: module of this package that runs cases on a mesh of devices; empty without one.
         why_no_cache_files: reason why its caches cannot be saved; empty if they can.
         has_own_device: it blocks a device for other processes.
         has_own_arithmetic: its hardware may deviate from IEEE 754.
@@ -41,7 +40,6 @@ class Backend(NamedTuple):  # a dataclass would take a tenth of the time of --he
     paths: tuple[str, ...] = ("module", "fused")
     has_all_bugs: bool = True
     wheels: Mapping[str, str] = MappingProxyType({})
-    divided: str = ""
     why_no_cache_files: str = ""
     has_own_device: bool = False
     has_own_arithmetic: bool = False
@@ -54,9 +52,8 @@ _BACKENDS = (
         ("jax", "flax"),
         "jax.numpy",
         paths=("module", "fused", "blocks"),
-        divided="jax_mesh",
     ),
-    Backend("torch", "mha_torch", ("torch",), "torch", divided="torch_mesh"),
+    Backend("torch", "mha_torch", ("torch",), "torch"),
     Backend(
         "tt",
         "mha_tt",
@@ -65,7 +62,6 @@ _BACKENDS = (
         has_all_bugs=False,
         wheels={"ttnn": "CPython 3.10 and 3.12 on x86-64 Linux"},
         why_no_cache_files="its caches are padded to device tiles",
-        divided="tt_mesh",
         has_own_device=True,
         has_own_arithmetic=True,
     ),
@@ -114,22 +110,6 @@ def load_backend(name: str) -> Port:
     if reason := why_missing(name):
         raise ModuleNotFoundError(reason)
     return cast("Port", importlib.import_module(f"{__name__}.{name}"))
-
-
-def load_divided(name: str) -> Divided:
-    """Import the module that runs cases of a backend on a mesh of devices.
-
-    Raises:
-        ValueError: if no backend has this name, or it supports only one device.
-        ModuleNotFoundError: if it needs a package that is not installed.
-    """
-    if reason := why_missing(name):
-        raise ModuleNotFoundError(reason)
-    if not BACKENDS[name].divided:
-        from mha_spec import InputError
-
-        raise InputError("mesh", "be of a backend that runs on several devices", backend=name)
-    return cast("Divided", importlib.import_module(f"{__name__}.{BACKENDS[name].divided}"))
 
 
 def backend_of(value: object) -> str | None:

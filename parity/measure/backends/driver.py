@@ -11,21 +11,21 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec
-from parity.measure.backends.port import Port
+from parity.measure.backends.port import Port, StagePort
 from parity.measure.core.arrays import to_numpy
 from parity.measure.core.problem import Problem
 from parity.measure.core.stages import Stage, Step, Values, steps_of
 from parity.measure.core.weights import dtype_named
 
 
-def steps(port: Port, problem: Problem) -> Sequence[Step]:
+def steps(port: StagePort, problem: Problem) -> Sequence[Step]:
     """Return the stages of a problem as functions, in the order of the data flow: see
     `parity.measure.core.stages`.
     """
     return steps_of(_Layer(port, problem), problem.case)
 
 
-def gradients(port: Port, problem: Problem) -> dict[str, np.ndarray]:
+def gradients(port: StagePort, problem: Problem) -> dict[str, np.ndarray]:
     """Return gradients of sum(output * cotangent) on the plain path, `grad.…`, and the others,
     `fused.grad.…`, …
     """
@@ -177,7 +177,7 @@ class _Layer:
     by name.
     """
 
-    def __init__(self, port: Port, problem: Problem) -> None:
+    def __init__(self, port: StagePort, problem: Problem) -> None:
         self.port, self.problem, self.case, self.spec = port, problem, problem.case, problem.spec
         self.filled = port.filled(problem)
         if self.case.not_finite == "visible":

@@ -48,7 +48,6 @@ class Trace:
             stages.
         error: error of the backend; the trace then has no stages either.
         folder: source folder; empty if computed here.
-        collectives: number of collective operations of each program that ran on several devices.
         is_named_by_folder: reports add the folder to the backend's name, because another trace has
             the same name.
     """
@@ -63,7 +62,6 @@ class Trace:
     skipped: str = ""
     error: str = ""
     folder: str = ""
-    collectives: dict[str, dict[str, int]] = field(default_factory=dict, repr=False)
     is_named_by_folder: bool = False
 
     @property

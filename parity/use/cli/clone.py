@@ -12,7 +12,7 @@ from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType
 
-FROM_A_CLONE = ("selftest", "bench")
+FROM_A_CLONE = ("selftest", "bench", "mesh")
 
 
 def commands_of_a_clone() -> Iterator[tuple[str, ModuleType]]:

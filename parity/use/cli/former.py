@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from parity.use.cli.messages import warn
 
 FORMER_NAMES = {
-    "run": {"--axes": "--axis-types", "--devices": "--virtual-devices"},
     "compare": {"--weights": "--model"},
     "diagnose": {"--ranks": "--mesh", "--not-causal": "--no-causal"},
     "conformance": {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
@@ -19,7 +18,6 @@ from parity.use.cli.options import (
     check_names,
     check_range,
     dtype_list,
-    flag_of,
     name_list,
     named_path,
     range_list,
@@ -34,7 +32,6 @@ from parity.use.cli.reports import (
 
 if TYPE_CHECKING:
     from parity.measure.core.case import Case
-    from parity.measure.sharding.mesh import MeshPlan
     from parity.use.running.report import Report
 
 MOST_RANDOM = 10_000  # cases; they run for hours
@@ -118,26 +115,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also check the traces of this folder",
     )
 
-    mesh = parser.add_argument_group("meshes of devices")
-    mesh.add_argument(
-        "--mesh",
-        metavar="data=2,tensor=4",
-        help=(
-            "divide each case over devices: its sequences (data), heads (tensor), tokens (sequence)"
-        ),
-    )
-    mesh.add_argument(
-        "--virtual-devices", type=int, metavar="N", help="with --mesh: make N devices of this CPU"
-    )
-    mesh.add_argument(
-        "--axis-types",
-        choices=("automatic", "explicit"),
-        help=(
-            "with --mesh: JAX's mesh axes; automatic (default): XLA decides, explicit: the types "
-            "of arrays do"
-        ),
-    )
-
     reading = parser.add_argument_group("reading weights")
     reading.add_argument(
         "--from", dest="layout", metavar="LAYOUT", help="layout; default: from the file's metadata"
@@ -188,7 +165,7 @@ def run(options: argparse.Namespace) -> Result:
     backends = [name for name in asked if why_missing(name) is None]
     if not (backends or options.backends or options.join or pythons):
         raise ModuleNotFoundError(no_framework())
-    told = {"with_gradients": options.grad, "mesh": _mesh(options, backends), "on_judged": maps}
+    told = {"with_gradients": options.grad, "on_judged": maps}
     told["device"] = "cpu" if "torch" in pythons else options.device
     if options.model is not None:
         told["seq_len"] = seq_len
@@ -236,51 +213,10 @@ def _told_elsewhere(options: argparse.Namespace, backend: str) -> list[str]:
     ]
     # Cases that it skips count in the report of all.
     told.append("--allow-skipped")
-    given = {
-        name: getattr(options, name) for name in ("cases", "mesh", "virtual_devices", "axis_types")
-    }
-    told += [
-        word
-        for name, value in given.items()
-        if value is not None
-        for word in (flag_of(name), str(value))
-    ]
+    if options.cases is not None:
+        told += ["--cases", options.cases]
     told += ["--device", options.device] if backend == "torch" else []
     return [*told, *(["--grad"] if options.grad else [])]
-
-
-def _mesh(options: argparse.Namespace, backends: Sequence[str]) -> MeshPlan | None:
-    """Return the mesh that divides cases, after making its virtual devices; None for a single
-    device.
-    """
-    from parity.measure.backends import BACKENDS, load_divided
-    from parity.measure.sharding.mesh import parse_mesh
-
-    if options.mesh is None:
-        if needless := [
-            name for name in ("virtual_devices", "axis_types") if getattr(options, name) is not None
-        ]:
-            raise refusal(" and ".join(map(flag_of, needless)), "be passed with --mesh")
-        return None
-    mesh = parse_mesh(options.mesh, options.axis_types or "automatic")
-    if (count := options.virtual_devices) is not None:
-        if count < mesh.size:
-            flag = "--virtual-devices"
-            raise refusal(flag, f"be at least the {mesh.size} of --mesh {mesh}", {flag: count})
-        virtual = [
-            name
-            for name in backends
-            if BACKENDS[name].divided and not BACKENDS[name].has_own_device
-        ]
-        if not virtual:
-            raise refusal(
-                "--virtual-devices",
-                "be passed with a backend on this CPU",
-                f"{', '.join(backends)} alone",
-            )
-        for name in virtual:
-            load_divided(name).make_devices(count)
-    return mesh
 
 
 def _check_weight_options(options: argparse.Namespace) -> None:

@@ -34,7 +34,6 @@ from parity.use.reporting.plot import downsample
 from parity.use.reporting.summary import (
     not_exercised_line,
     reproduction,
-    sent_by_program,
     skipped_reasons,
     summary_line,
     worst_of,
@@ -241,7 +240,6 @@ def html_page(report: Report, maps: Mapping[Key, AttentionMap] | None = None) ->
         not_exercised=not_exercised_line(report),
         layers=_layers(report),
         cases=_cases(report, maps or {}),
-        sent=sent_by_program(report),
         skipped=skipped_reasons(report),
         environments=list(_environments(report.environment)),
         mark=BUDGET_MARK,

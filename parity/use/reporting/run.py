@@ -16,7 +16,6 @@ from parity.use.reporting.diagnosis import print_failure
 from parity.use.reporting.summary import (
     not_exercised_line,
     reproduction,
-    sent_by_program,
     skipped_reasons,
     summary_line,
     worst_of,
@@ -42,8 +41,6 @@ def print_report(
     if not quiet:
         print_case_table(report, out)
         print_stage_table(report, out)
-    if report.needless or not quiet:
-        print_collectives(report, out)
     differences = report.first_differences()
     for comparison in differences[:DETAILED_FAILURES]:
         diagnosis = report.diagnoses.get((comparison.case, comparison.dtype, comparison.backend))
@@ -63,25 +60,6 @@ def print_report(
     if words := not_exercised_line(report):
         out.print(Text(words, style="yellow"), soft_wrap=True)
     out.print(summary_line(report), soft_wrap=True)
-
-
-def print_collectives(report: Report, out: Console) -> None:
-    """Print what the devices of a mesh send each other and what they need, one line per kind of
-    program.
-    """
-    if sent := sent_by_program(report):
-        out.print(
-            Text("Traffic between devices: program, operations, number of cases", style="bold")
-        )
-    for each in sent:
-        needed = "" if each.counted == each.needed else f", needed {each.needed}"
-        excuse = f": {each.excuse}" if each.excuse else ""
-        named = "" if each.passed and not each.excuse else f" ({', '.join(each.cases)})"
-        line = (
-            f"{each.backend} {each.program}: {each.counted}{needed}{excuse}: "
-            f"{len(each.cases)}{named}"
-        )
-        out.print(Text(line, style="" if each.passed else "red", overflow="fold"))
 
 
 def print_case_table(report: Report, out: Console) -> None:

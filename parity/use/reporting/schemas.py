@@ -43,7 +43,6 @@ REPORT = {
         "gaps in the comparison, by reason; `is_open` if requested, so that the exit status is 2"
     ),
     "not_exercised": "features of layers of a model that more tokens would test, and how many",
-    "collectives": "traffic between devices, for cases on a mesh",
     "diagnoses": "a diagnosis for each of the first failed cases",
 }
 
@@ -86,9 +85,9 @@ FINDING = {
 }
 
 SCHEMAS = {
-    "run": Schema(3, {"": REPORT}),
+    "run": Schema(4, {"": REPORT}),
     "compare": Schema(
-        3,
+        4,
         {
             "traces, or recordings with `--model`": REPORT,
             "two recordings without `--model`": TWO_RECORDINGS,
@@ -239,6 +238,7 @@ SCHEMAS = {
         },
     ),
     "selftest": Schema(2, {"": {"outcomes": "result of each injected bug"}}),
+    "mesh": Schema(1, {"": REPORT | {"collectives": "what the devices of each program send"}}),
     "bench": Schema(
         1,
         {
@@ -269,7 +269,6 @@ FILES = {
         "environment": "versions, processors and settings",
         "skipped": "why the backend did not run the case",
         "error": "error of the backend",
-        "collectives": "traffic between devices",
     },
     "recording": {
         "format": "version of the format",

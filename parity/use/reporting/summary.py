@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
 from parity.measure.core.cases import find_case
 from parity.measure.core.compare import first_difference
 from parity.measure.core.stages import stage_named
-from parity.measure.sharding.mesh import words_of
 from parity.measure.text import and_listed, counted, some_of
 
 if TYPE_CHECKING:
@@ -45,8 +44,6 @@ def summary_line(report: Report) -> Text:
     counts = f"{summary['passed']} stages passed, {summary['failed']} failed"
     if report.skipped:
         counts += f", {counted(len(report.skipped), 'backend')} skipped"
-    if report.needless:
-        counts += f", {counted(len(report.needless), 'program')} sent more than needed"
     by_reference = all(comparison.by_reference for comparison in report.comparisons)
     expected = "the float64 reference" if by_reference else "the expected values"
     return Text(
@@ -108,39 +105,6 @@ def skipped_reasons(report: Report) -> list[str]:
         whose = f"{each.what} of {some_of(each.labels)}" if each.labels else each.what
         reasons.append(f"{whose}: {each.reason}")
     return reasons
-
-
-class Sent(NamedTuple):
-    """Operations in which devices of a mesh send each other data, in one kind of program, and its
-    cases.
-
-    `counted` and `needed` are words, and `excuse` the reason for sending more than needed. `passed`
-    is True if nothing is sent needlessly, or the excuse holds.
-    """
-
-    backend: str
-    program: str
-    counted: str
-    needed: str
-    excuse: str
-    passed: bool
-    cases: list[str]
-
-
-def sent_by_program(report: Report) -> list[Sent]:
-    """Return the traffic of each kind of program, with equal cases in one entry; more than needed
-    comes last.
-    """
-    alike: dict[tuple[bool, str, str, str, str, str], dict[str, None]] = {}
-    for each in report.collectives:
-        words = (words_of(each.counted), words_of(each.ideal), "" if each.is_ideal else each.excuse)
-        alike.setdefault((not each.passed, each.backend, each.program, *words), {})[each.case] = (
-            None
-        )
-    return [
-        Sent(backend, program, counted, needed, excuse, not has_failed, list(cases))
-        for (has_failed, backend, program, counted, needed, excuse), cases in sorted(alike.items())
-    ]
 
 
 def reproduction(comparison: Comparison, report: Report) -> str:

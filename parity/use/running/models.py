@@ -26,7 +26,6 @@ from parity.measure.core.compare import SAME_PRECISION, Label, compare
 from parity.measure.core.problem import Problem, make_problem
 from parity.measure.core.stages import run_steps
 from parity.measure.files.small import check_small_files
-from parity.measure.sharding.mesh import MeshPlan
 from parity.measure.text import counted, printable, some_of
 from parity.port.conversion.hints import LayerKeywords
 from parity.port.conversion.layers import FileLayer, OpenLayers, open_model
@@ -115,7 +114,6 @@ def run_model(
     against: str | None = None,
     seq_len: int = SEQ_LEN,
     with_gradients: bool = False,
-    mesh: MeshPlan | None = None,
     device: str = "cpu",
     on_case: Callable[[str, str, str], None] = lambda case, dtype, backend: None,
     on_judged: OnJudged = lambda trace, reference, comparisons: None,
@@ -130,8 +128,7 @@ def run_model(
 
     Args:
         path: a folder with a config.json and weights, or a file of weights.
-        backends, dtypes, with_gradients, mesh, device, on_case, on_judged: arguments of
-            `run_cases`.
+        backends, dtypes, with_gradients, device, on_case, on_judged: arguments of `run_cases`.
         layers: numbers of the layers; default: all.
         against: `transformers`, to also compare the output of the library's own module, in float32.
             If no rules describe the model, its layers are observed, and the warnings of the report
@@ -195,7 +192,6 @@ def run_model(
             told = {
                 "with_gradients": with_gradients,
                 "weights": weights,
-                "mesh": mesh,
                 "device": device,
             }
             received = _received(layer, found, cases)

@@ -13,7 +13,6 @@ from parity.measure.core.compare import Comparison, Label, first_difference
 from parity.measure.core.problem import Problem
 from parity.measure.core.records import as_html
 from parity.measure.core.trace import Reference
-from parity.measure.sharding.mesh import Collectives
 from parity.measure.text import counted, printable
 from parity.port.conversion.not_compared import NotCompared
 from parity.use.running.lengths import NotExercised
@@ -52,7 +51,6 @@ class Report:
         skipped_cases: cases that a backend did not run, or whose gradients it did not compute.
         diagnoses: diagnoses of the first failed cases, by case, dtype and backend.
         missing: traces that another backend has and this one lacks, among those that were read.
-        collectives: traffic between devices, for cases on a mesh.
         layers: names of the cases that are layers of a model, in its order.
         left_out: parts of a model or of all cases that no backend computed.
         not_exercised: features of layers that sequences of this length cannot show.
@@ -66,7 +64,6 @@ class Report:
     skipped_cases: list[SkippedCase] = field(default_factory=list)
     diagnoses: dict[tuple[str, str, str], Diagnosis] = field(default_factory=dict)
     missing: list[SkippedCase] = field(default_factory=list)
-    collectives: list[Collectives] = field(default_factory=list)
     layers: tuple[str, ...] = ()
     left_out: list[NotCompared] = field(default_factory=list)
     not_exercised: list[NotExercised] = field(default_factory=list)
@@ -86,11 +83,6 @@ class Report:
     def failed(self) -> list[Comparison]:
         """The comparisons that failed."""
         return [comparison for comparison in self.comparisons if not comparison.passed]
-
-    @property
-    def needless(self) -> list[Collectives]:
-        """The programs whose devices send more than they need."""
-        return [collectives for collectives in self.collectives if not collectives.passed]
 
     @property
     def summary(self) -> dict[str, int]:
@@ -125,12 +117,12 @@ class Report:
     def status(self) -> int:
         """The exit status of commands.
 
-        1 if a comparison failed or a program sent too much. 2 if nothing was compared, or, unless
+        1 if a comparison failed. 2 if nothing was compared, or, unless
         that is allowed, less than was requested. Backends that no one named do not count.
         """
-        if self.failed or self.needless:
+        if self.failed:
             return 1
-        if not self.comparisons and not self.collectives:
+        if not self.comparisons:
             return 2
         is_less = any(each.is_open for each in self.not_compared)
         return 2 if is_less and not self.allow_skipped else 0
@@ -156,7 +148,6 @@ class Report:
         self.skipped_cases.extend(other.skipped_cases)
         self.missing.extend(other.missing)
         self.diagnoses.update(other.diagnoses)
-        self.collectives.extend(other.collectives)
         for each in other.left_out:
             if each in self.left_out:
                 self.left_out[self.left_out.index(each)].labels.extend(each.labels)
@@ -191,7 +182,6 @@ class Report:
             "results": [*(comparison.to_dict() for comparison in self.comparisons), *skipped],
             "not_compared": [each.to_dict() for each in self.not_compared],
             "not_exercised": [each.to_dict() for each in self.not_exercised],
-            "collectives": [collectives.to_dict() for collectives in self.collectives],
             "diagnoses": [
                 {"case": case, "dtype": dtype, "backend": backend, **diagnosis.to_dict()}
                 for (case, dtype, backend), diagnosis in self.diagnoses.items()

@@ -18,7 +18,7 @@ import numpy as np
 
 from mha_spec import InputError
 from parity.explain.diagnosis.diagnose import Diagnosis, diagnose_trace
-from parity.measure.backends import BACKENDS, load_backend, load_divided, why_missing
+from parity.measure.backends import BACKENDS, load_backend, why_missing
 from parity.measure.backends.numerics import environment, on_device
 from parity.measure.backends.record import record
 from parity.measure.core.case import DTYPES, Case
@@ -27,7 +27,6 @@ from parity.measure.core.compare import Comparison
 from parity.measure.core.problem import make_problem
 from parity.measure.core.trace import Reference, Trace, judge
 from parity.measure.core.weights import Weights, weight_shapes
-from parity.measure.sharding.mesh import MeshPlan, collectives_of
 from parity.measure.text import printable, some_of
 from parity.port.conversion.not_compared import NotCompared
 from parity.use.running.elsewhere import Elsewhere
@@ -49,7 +48,6 @@ def run_cases(
     with_gradients: bool = False,
     weights: Weights | None = None,
     received: Mapping[str, Mapping[str, np.ndarray]] | None = None,
-    mesh: MeshPlan | None = None,
     traces: str | os.PathLike[str] | None = None,
     join: Sequence[str | os.PathLike[str] | Elsewhere] = (),
     jobs: int = 1,
@@ -67,7 +65,6 @@ def run_cases(
         with_gradients: also compare the gradients of inputs and weights, for cases without a cache.
         weights: canonical weights for all cases; by default each case has its own.
         received: keys and values of another layer, by case, see `make_problem`.
-        mesh: devices that divide each case; cases that it cannot divide are skipped.
         traces: folder to save the traces in.
         join: folders of saved traces, with subfolders; those of the same cases and dtypes are also
             compared. Or an `Elsewhere`, which is awaited.
@@ -83,7 +80,7 @@ def run_cases(
     Raises:
         ModuleNotFoundError: if a named backend can neither run here nor is joined.
         OSError: if a trace cannot be read or saved.
-        ValueError: if a backend, dtype or mesh does not exist, there is nothing to run, also on a
+        ValueError: if a backend or dtype does not exist, there is nothing to run, also on a
             single named backend, a file to join is not a trace of a known case, or `jobs` does not
             fit.
     """
@@ -91,7 +88,6 @@ def run_cases(
     about: dict[str, Any] = {
         "with_gradients": with_gradients,
         "weights": weights,
-        "mesh": mesh,
         "device": device,
     }
     about["received"] = received or {}
@@ -120,7 +116,6 @@ class _Task(NamedTuple):
     weights: Weights | None
     received: Mapping[str, Mapping[str, np.ndarray]]
     with_gradients: bool
-    mesh: MeshPlan | None
     device: str
 
     def expected(self) -> Reference:
@@ -132,7 +127,7 @@ class _Task(NamedTuple):
 
     def attempts(self, expected: Reference) -> Iterator[Trace]:
         """Run the case on each backend in turn."""
-        return (_attempt(name, expected, self.mesh) for name in self.backends)
+        return (_attempt(name, expected) for name in self.backends)
 
     def cost(self) -> float:
         """Return the rough relative cost of the case: its calls times the size of its weights."""
@@ -167,7 +162,6 @@ def _plan_of(
     are_joined: bool,
     jobs: int,
     weights: Weights | None,
-    mesh: MeshPlan | None,
     device: str,
     **about: Any,
 ) -> _RunPlan:
@@ -178,7 +172,7 @@ def _plan_of(
     if are_joined and weights is not None:
         raise InputError("traces to join", "be of the cases' own weights", "weights")
     asked = BACKENDS if backends is None else backends
-    missing = {name: reason for name in asked if (reason := _why_missing(name, mesh, backends))}
+    missing = {name: reason for name in asked if (reason := why_missing(name))}
     here = [name for name in asked if name not in missing]
     if backends and missing and not are_joined:
         raise ModuleNotFoundError("; ".join(missing.values()))
@@ -190,34 +184,26 @@ def _plan_of(
             "there", "be something to run", f"{len(cases)} cases on {here} in {list(dtypes)}"
         )
     for name in here if backends else ():
-        reasons = dict.fromkeys(_why_skipped(name, case, dtype, mesh) for case, dtype in chosen)
+        reasons = dict.fromkeys(_why_skipped(name, case, dtype) for case, dtype in chosen)
         if None not in reasons:
             raise InputError(name, "be able to run one of the cases", some_of(map(str, reasons)))
-    _check_device(here, jobs, mesh, device)
-    more: dict[str, Any] = {**about, "weights": weights, "mesh": mesh, "device": device}
+    _check_device(here, jobs, device)
+    more: dict[str, Any] = {**about, "weights": weights, "device": device}
     tasks = [_Task(case, dtype, tuple(here), **more) for case, dtype in chosen]
     with on_device(device):
         return _RunPlan(tasks, here, missing, bool(backends), environment(here))
 
 
-def _check_device(backends: Sequence[str], jobs: int, mesh: MeshPlan | None, device: str) -> None:
-    """Reject jobs, a mesh and a device of torch that exclude each other or do not fit the
-    backends.
-    """
+def _check_device(backends: Sequence[str], jobs: int, device: str) -> None:
+    """Reject jobs and a device of torch that do not fit the backends."""
     if jobs < 1:
         raise InputError("jobs", "be at least 1", jobs=jobs)
     if jobs > 1 and (alone := [name for name in backends if BACKENDS[name].has_own_device]):
         raise InputError(
             "jobs", f"be 1 with {', '.join(alone)}, whose device is one process's", jobs=jobs
         )
-    if jobs > 1 and mesh is not None:
-        raise InputError(
-            "jobs", "be 1 with a mesh, which has processes or devices of its own", jobs=jobs
-        )
-    if device != "cpu" and (mesh is not None or "torch" not in backends):
-        raise InputError(
-            "device", "be cpu with a mesh, or without the backend torch", device=device
-        )
+    if device != "cpu" and "torch" not in backends:
+        raise InputError("device", "be cpu without the backend torch", device=device)
 
 
 def _without_gradients(cases: Iterable[Case]) -> Iterator[NotCompared]:
@@ -233,29 +219,9 @@ def _without_gradients(cases: Iterable[Case]) -> Iterator[NotCompared]:
             yield NotCompared("gradients", reason, names, is_open=False)
 
 
-def _why_missing(backend: str, mesh: MeshPlan | None, named: Sequence[str] | None) -> str | None:
-    """Return why a backend cannot run here or on the mesh, or None. A named backend raises the
-    error of the mesh.
-    """
-    if (reason := why_missing(backend)) or mesh is None:
-        return reason
-    if not BACKENDS[backend].divided:
-        return f"{backend} runs on one device here, not on a mesh"
-    try:
-        load_divided(backend).check_devices(mesh)
-    except ValueError as error:
-        if named:
-            raise
-        return f"{backend}: {error}"
-    return None
-
-
-def _why_skipped(backend: str, case: Case, dtype: str, mesh: MeshPlan | None) -> str | None:
+def _why_skipped(backend: str, case: Case, dtype: str) -> str | None:
     """Return why a backend cannot run a case in a dtype, or None."""
-    reason = load_backend(backend).why_skipped(case, dtype)
-    return (
-        reason if reason or mesh is None else load_divided(backend).why_skipped(case, dtype, mesh)
-    )
+    return load_backend(backend).why_skipped(case, dtype)
 
 
 # ---- Sources: here, other processes, joined traces
@@ -312,17 +278,13 @@ def _record_all(
                 yield trace, expected
 
 
-def _attempt(backend: str, reference: Reference, mesh: MeshPlan | None) -> Trace:
+def _attempt(backend: str, reference: Reference) -> Trace:
     """Return a trace; it is empty if the backend does not support the case or raises an error."""
     nothing = Trace(reference.problem, backend, {}, {})
-    if reason := _why_skipped(backend, reference.problem.case, reference.problem.dtype, mesh):
+    if reason := _why_skipped(backend, reference.problem.case, reference.problem.dtype):
         return replace(nothing, skipped=reason)
     try:
-        return (
-            record(backend, reference)
-            if mesh is None
-            else load_divided(backend).record(reference, mesh)
-        )
+        return record(backend, reference)
     except Exception as error:
         return replace(nothing, error=f"{type(error).__name__}: {error}")
 
@@ -409,8 +371,7 @@ def _report_of(judged: Sequence[_Judged], joined: Iterable[Trace]) -> Report:
         warnings.append(f"{backend} has no trace of {some_of(lacking)}")
     warnings.extend(_told_of_values(each.trace for each in ran))
     diagnoses = {each.place: each.diagnosis for each in ran if each.diagnosis is not None}
-    collectives = [one for each in ran for one in collectives_of(each.trace)]
-    return Report(comparisons, {}, {}, warnings, skipped, diagnoses, missing, collectives)
+    return Report(comparisons, {}, {}, warnings, skipped, diagnoses, missing)
 
 
 def _different_locks(traces: Iterable[Trace]) -> Iterator[str]:

@@ -20,7 +20,6 @@ from parity.measure.core.problem import make_problem
 from parity.measure.core.stages import TUTORIAL, stage_named
 from parity.measure.core.trace import Trace
 from parity.measure.core.weights import FORMAT, load_tensors, save_tensors
-from parity.measure.sharding.mesh import parse_mesh
 from parity.measure.text import printable
 
 
@@ -46,7 +45,6 @@ def save_trace(folder: str | os.PathLike[str], trace: Trace) -> Path:
         "environment": json.dumps(trace.environment, sort_keys=True),
         "skipped": trace.skipped,
         "error": trace.error,
-        "collectives": json.dumps(trace.collectives, sort_keys=True),
     }
     save_tensors(path, tensors, metadata)
     return path
@@ -99,10 +97,9 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
             skipped=printable(metadata.get("skipped", "")),
             error=printable(metadata.get("error", "")),
             folder=str(Path(path).parent),
-            collectives=json.loads(metadata.get("collectives", "{}")),
         )
         arithmetic = trace.arithmetic
-        if case.is_plain and "mesh" not in trace.numerics:
+        if case.is_plain:
             trace = replace(trace, paths=(*trace.paths, TUTORIAL))
     except (ValueError, RecursionError, AttributeError):
         raise InputError(
@@ -113,25 +110,7 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
         raise InputError(
             path, f"have an arithmetic of {trace.backend}, one of {known}", arithmetic=arithmetic
         )
-    _check_collectives(path, trace)
     return trace
-
-
-def _check_collectives(path: str | os.PathLike[str], trace: Trace) -> None:
-    """Reject counts that are not counts, or have no mesh."""
-    counts = trace.collectives
-    are_dicts = isinstance(counts, dict) and all(
-        isinstance(counted, dict) for counted in counts.values()
-    )
-    numbers = (
-        [number for counted in counts.values() for number in counted.values()]
-        if are_dicts
-        else [None]
-    )
-    if not all(type(number) is int and number >= 0 for number in numbers):
-        raise InputError(path, "have collectives as counts by program", collectives=counts)
-    if counts:
-        parse_mesh(str(trace.numerics.get("mesh", "")))
 
 
 def load_traces(folders: Iterable[str | os.PathLike[str]], here: Sequence[str] = ()) -> list[Trace]:

@@ -286,7 +286,6 @@ def test_case_summary_mentions_nan(not_finite):
 
 
 FORMER_LINES = (
-    "run --mesh data=2 --axes explicit --devices=2",
     "compare a.safetensors --weights model",
     "diagnose a.safetensors b.safetensors --ranks tensor=2 --not-causal",
     "conformance --peers --only keras* --questions mask --causal top-left",
