@@ -29,6 +29,7 @@ from mha_torch.arrays import is_distributed
 from mha_torch.parallel.heads import check_divides
 from mha_torch.parallel.ring import RingAttention
 from parity.measure.backends import torch as one_device
+from parity.measure.backends.driver import combine
 from parity.measure.backends.port import OF_KEYS, Shapes
 from parity.measure.core.arrays import to_numpy
 from parity.measure.core.case import Case
@@ -257,7 +258,7 @@ class _TorchOnMesh(MeshPort):
         sibling = SimpleNamespace(**{**vars(mha_torch), "project_with": project_with})
         with torch.no_grad():
             result = function(sibling, *own_arguments)
-        is_part_of_sum = spec.out_proj and function.__name__ == "_combine"
+        is_part_of_sum = spec.out_proj and function is combine
         return self.tensor.summed(result) if is_part_of_sum else result
 
     def from_numpy(self, x: np.ndarray) -> Tensor:

@@ -28,6 +28,7 @@ from mha_tt import parallel
 from mha_tt.device import upload_parts
 from mha_tt.parallel.local import all_reduce, check_divides, lines_of
 from parity.measure.backends import tt as one_device
+from parity.measure.backends.driver import combine
 from parity.measure.backends.port import OF_KEYS
 from parity.measure.core.case import Case
 from parity.measure.core.problem import Problem
@@ -153,7 +154,7 @@ class _TtOnMesh(MeshPort):
         spec = self.case.spec
         own_arguments = [self.own_spec if x is spec else x for x in arguments]
         result = super().call(function, *own_arguments)
-        is_part_of_sum = spec.out_proj and function.__name__ == "_combine"
+        is_part_of_sum = spec.out_proj and function is combine
         return all_reduce(result, HEADS) if is_part_of_sum else result
 
     def from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
