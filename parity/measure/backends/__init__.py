@@ -1,8 +1,10 @@
-"""Backends: loading of canonical weights into modules of mha_jax, mha_torch and mha_tt, and running
-cases stage by stage.
+"""Backends: mha_jax, mha_torch and mha_tt with canonical weights, running cases stage by stage.
 
-Each is a record in `BACKENDS` and a module of plain functions, a `Port`, with which `driver` runs
-the stages of a case. Backends are imported on demand.
+- `Backend`: facts about a backend, a record in `BACKENDS`.
+- `Port` (`port`): its module of plain functions, imported on demand; `jax`, `torch` and `tt`.
+- `FilledModule` (`port`): a layer of the implementation with the weights of a problem.
+
+Start at `record.record`, which runs the stages of `driver` with a port.
 """
 
 from __future__ import annotations
@@ -87,17 +89,15 @@ def why_missing(name: str) -> str | None:
     from importlib.util import find_spec
 
     backend = BACKENDS[name]
-    missing = [
-        package for package in (*backend.needs, backend.sibling) if find_spec(package) is None
-    ]
+    packages = (*backend.needs, backend.sibling)
+    missing = [package for package in packages if find_spec(package) is None]
     if not missing:
         return None
-    wheels = (
-        f"; it has wheels for {backend.wheels[package]}"
-        for package in missing
-        if package in backend.wheels
-    )
-    return f"{name} needs {' and '.join(missing)}, not installed here{''.join(wheels)}"
+    reason = f"{name} needs {' and '.join(missing)}, not installed here"
+    for package in missing:
+        if package in backend.wheels:
+            reason += f"; it has wheels for {backend.wheels[package]}"
+    return reason
 
 
 def load_backend(name: str) -> Port:
@@ -107,17 +107,20 @@ def load_backend(name: str) -> Port:
         ValueError: if no backend has this name.
         ModuleNotFoundError: if it needs a package that is not installed.
     """
-    if reason := why_missing(name):
+    reason = why_missing(name)
+    if reason is not None:
         raise ModuleNotFoundError(reason)
     return cast("Port", importlib.import_module(f"{__name__}.{name}"))
 
 
 def backend_of(value: object) -> str | None:
-    """Return the backend whose package defines the class of a value, or a base class; None if there
-    is none.
+    """Return the backend whose package defines the class of a value, or a base class, or None.
 
     Layers of the tutorial belong to none, because they have no specification.
     """
-    modules = {kind.__module__ for kind in type(value).__mro__}
+    modules = [kind.__module__ for kind in type(value).__mro__]
     packages = {module.partition(".")[0] for module in modules if not module.endswith(".plain")}
-    return next((name for name, backend in BACKENDS.items() if backend.sibling in packages), None)
+    for name, backend in BACKENDS.items():
+        if backend.sibling in packages:
+            return name
+    return None
