@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> Result:
     """Run the cases on the mesh, and print the report."""
     from parity.measure.backends import why_missing
     from parity.measure.core.case import DTYPES
-    from parity.measure.core.cases import QUICK
+    from parity.measure.core.cases import CASES, QUICK
     from parity.use.reporting.console import console, progress_bar
     from parity_lab.mesh.plan import parse_mesh
     from parity_lab.mesh.printing import print_mesh_report
@@ -78,13 +78,17 @@ def run(options: argparse.Namespace) -> Result:
     backends = options.backends or [name for name in BACKENDS if not why_missing(name)]
     if not backends:
         raise ModuleNotFoundError(no_framework())
-    cases = list(QUICK.values())
-    if options.cases is not None:
-        cases = cases_named("--cases", "*" if options.cases == "all" else options.cases)
+    if options.cases is None:
+        cases = list(QUICK.values())
+    elif options.cases == "all":
+        cases = list(CASES.values())
+    else:
+        cases = cases_named("--cases", options.cases)
     if options.virtual_devices is not None:
         _make_devices(options.virtual_devices, plan.size, str(plan), backends)
-    count = sum(1 if case.dtype else len(options.dtypes) for case in cases) * len(backends)
-    with progress_bar(count) as on_case:
+    # Some cases have one dtype of their own.
+    dtypes_of_cases = [1 if case.dtype else len(options.dtypes) for case in cases]
+    with progress_bar(sum(dtypes_of_cases) * len(backends)) as on_case:
         report = run_on_mesh(
             cases, backends, plan, options.dtypes, with_gradients=options.grad, on_case=on_case
         )

@@ -133,6 +133,16 @@ class MeshPort:
         return self.port.pull_back(path, filled, spec, inputs, hidden)
 
 
+def name_of_gradient(path: str) -> str:
+    """Return the name of a path's gradient among programs; the plain path has none of its own."""
+    return f"{path}.gradient" if path else "gradient"
+
+
+def name_of_call(num_tokens: int) -> str:
+    """Return the name of a call with a cache among programs."""
+    return "step" if num_tokens == 1 else "prompt"
+
+
 def record_with(backend: str, port: MeshPort, reference: Reference) -> MeshTrace:
     """Run a problem with the port of a backend to a mesh."""
     trace = trace_of(backend, cast("StagePort", port), reference)

@@ -21,7 +21,7 @@ from parity.measure.core.case import Case
 from parity.measure.core.problem import Problem
 from parity.measure.core.trace import Reference
 from parity.measure.core.weights import Weights
-from parity_lab.mesh.backend import MeshPort, MeshTrace, record_with
+from parity_lab.mesh.backend import MeshPort, MeshTrace, name_of_call, name_of_gradient, record_with
 from parity_lab.mesh.hlo import collectives_in, counts_of
 from parity_lab.mesh.plan import MeshPlan, why_not_divided
 
@@ -113,7 +113,7 @@ class _JaxOnMesh(MeshPort):
             # The output, and so its cotangent, is divided by heads.
             cotangent = self.placed(hidden["cotangent"], "data", "sequence", "tensor")
             hidden = hidden | {"cotangent": cotangent}
-        filled.program = f"{path}.gradient" if path else "gradient"
+        filled.program = name_of_gradient(path)
         return super().pull_back(path, filled, spec, inputs, hidden)
 
 
@@ -161,7 +161,7 @@ class _JaxModuleOnMesh(one_device.JaxModule):
         if "tensor" in self.mesh.shape:
             divided_axes["heads"] = "tensor"
         cache = parallel.shard_cache(cache, self.mesh, **divided_axes)
-        kind = "step" if x.shape[1] == 1 else "prompt"
+        kind = name_of_call(x.shape[1])
         arguments = (x, cache, new_lengths, positions)
         self.program = f"blocks.{kind}"
         in_blocks, _ = self.call(one_device.call_cached, self.in_blocks, *arguments)

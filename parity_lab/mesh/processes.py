@@ -143,7 +143,9 @@ def _run(rank: int, size: int, work: Work, folder: str, problems: Any, results: 
         part, plan = problems.get()
         try:
             result = work(part, plan)
-            results.put((rank, "", result if rank == 0 else None))
+            if rank > 0:
+                result = None  # all have gathered the same stages
+            results.put((rank, "", result))
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             results.put((rank, f"{type(error).__name__}: {error} ({where.name})", None))

@@ -84,7 +84,8 @@ def run_on_mesh(
     skipped: list[SkippedCase] = []
     collectives: list[Collectives] = []
     for case in cases:
-        for dtype in [case.dtype] if case.dtype else dtypes:
+        own_dtypes = [case.dtype] if case.dtype else dtypes
+        for dtype in own_dtypes:
             problem = make_problem(case, dtype)
             reference = Reference(problem, with_gradients and case.has_gradients)
             for name in backends:

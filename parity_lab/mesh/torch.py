@@ -37,7 +37,7 @@ from parity.measure.core.problem import Problem
 from parity.measure.core.trace import Reference
 from parity.measure.core.weights import Weights
 from parity.measure.sharding.shard import ShardPlan, local_heads, shard
-from parity_lab.mesh.backend import MeshPort, MeshTrace, record_with
+from parity_lab.mesh.backend import MeshPort, MeshTrace, name_of_call, name_of_gradient, record_with
 from parity_lab.mesh.plan import MeshPlan, why_not_divided
 from parity_lab.mesh.processes import ProblemPart, Processes
 
@@ -258,13 +258,16 @@ class _TorchOnMesh(MeshPort):
         sibling = SimpleNamespace(**{**vars(mha_torch), "project_with": project_with})
         with torch.no_grad():
             result = function(sibling, *own_arguments)
-        is_part_of_sum = spec.out_proj and function is combine
-        return self.tensor.summed(result) if is_part_of_sum else result
+        if function is combine and spec.out_proj:
+            result = self.tensor.summed(result)
+        return result
 
     def from_numpy(self, x: np.ndarray) -> Tensor:
         """Return local parts: tokens (B, T, ·) by sequences, scores (B, N, T, S) also by heads."""
         part = self.data.part(one_device.from_numpy(x), 0)
-        return self.tensor.part(part, 1) if x.ndim == 4 else part
+        if x.ndim == 4:
+            part = self.tensor.part(part, 1)
+        return part
 
     def to_numpy(self, x: Tensor) -> np.ndarray:
         """Gather scores and weights."""
@@ -306,13 +309,14 @@ class _TorchOnMesh(MeshPort):
         if not spec.out_proj:
             cotangent = self.tensor.part(cotangent, 2)
         output, _ = filled.attend(module, arguments, need_weights=not path)
-        with self.counting(f"{path}.gradient" if path else "gradient"):
+        with self.counting(name_of_gradient(path)):
             output.backward(cotangent)
         of_inputs = {}
         for name, leaf in leaves.items():
-            grad = cast(Tensor, leaf.grad)
             # Each process has the gradient of its tokens, and 0 elsewhere.
-            grad = self.tensor.whole(grad, 1) if name == "bias" else tokens.summed(grad)
+            grad = tokens.summed(cast(Tensor, leaf.grad))
+            if name == "bias":
+                grad = self.tensor.whole(grad, 1)
             of_inputs[name] = to_numpy(self.data.whole(grad, 0))
         of_weights = {}
         for name, parameter in module.named_parameters():
@@ -446,5 +450,5 @@ class _TorchModuleOnMesh(one_device.TorchModule):
     def step(
         self, x: Tensor, cache: Any, new_lengths: Tensor | None, positions: Tensor | None
     ) -> tuple[dict[str, Tensor], Any]:
-        with self.port.counting("step" if x.shape[1] == 1 else "prompt"):
+        with self.port.counting(name_of_call(x.shape[1])):
             return super().step(x, cache, new_lengths, positions)

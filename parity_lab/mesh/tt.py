@@ -33,7 +33,7 @@ from parity.measure.backends.port import OF_KEYS
 from parity.measure.core.case import Case
 from parity.measure.core.problem import Problem
 from parity.measure.core.trace import Reference
-from parity_lab.mesh.backend import MeshPort, MeshTrace, record_with
+from parity_lab.mesh.backend import MeshPort, MeshTrace, name_of_call, record_with
 from parity_lab.mesh.plan import MeshPlan, why_not_divided
 from ttnn_mock.boards import MESHES
 from ttnn_mock.goldens import is_collective
@@ -154,12 +154,15 @@ class _TtOnMesh(MeshPort):
         spec = self.case.spec
         own_arguments = [self.own_spec if x is spec else x for x in arguments]
         result = super().call(function, *own_arguments)
-        is_part_of_sum = spec.out_proj and function is combine
-        return all_reduce(result, HEADS) if is_part_of_sum else result
+        if function is combine and spec.out_proj:
+            result = all_reduce(result, HEADS)
+        return result
 
     def from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
         """Replicate tokens (B, T, ·), and divide (B, N, T, ·) by heads."""
-        return self.divided(x, self.queries, 1) if x.ndim == 4 else super().from_numpy(x)
+        if x.ndim == 4:
+            return self.divided(x, self.queries, 1)
+        return super().from_numpy(x)
 
     def to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
         """Return (B, N, T, ·) of all heads."""
@@ -171,7 +174,9 @@ class _TtOnMesh(MeshPort):
         """
         if x.ndim != 4:
             return x
-        return x[:, :1] if x.dtype == bool else self.divided(x, self.queries, 1, self.dtype)
+        if x.dtype == bool:
+            return x[:, :1]
+        return self.divided(x, self.queries, 1, self.dtype)
 
     def divided(
         self,
@@ -250,5 +255,5 @@ class _TtModuleOnMesh(one_device.TtModule):
         new_lengths: np.ndarray | None,
         positions: np.ndarray | None,
     ) -> tuple[dict[str, ttnn.Tensor], Any]:
-        with self.port.counting("step" if x.shape[1] == 1 else "prompt"):
+        with self.port.counting(name_of_call(x.shape[1])):
             return super().step(x, cache, new_lengths, positions)

@@ -213,7 +213,7 @@ class JaxModule:
     blocks.
     """
 
-    call = staticmethod(call)  # a method, because a module on a mesh counts what it calls
+    call = staticmethod(call)  # a method, which a module on a mesh replaces
 
     def __init__(self, problem: Problem) -> None:
         kind = kind_of(mha_jax, problem.case)
