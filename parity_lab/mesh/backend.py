@@ -105,13 +105,13 @@ class MeshPort:
         """Return an array gathered from the mesh."""
         return self.port.to_numpy(x)
 
-    def beside(self, x: np.ndarray) -> Any:
-        """Convert arguments other than inputs: masks, biases, positions, lengths."""
-        return self.port.beside(x)
+    def argument(self, x: np.ndarray) -> Any:
+        """Return an argument that is no input: a mask, a bias, positions or lengths."""
+        return self.port.argument(x)
 
-    def whole(self, x: np.ndarray) -> Any:
-        """Return the whole argument, if `beside` returns the part of a process."""
-        return self.port.whole(x)
+    def whole_argument(self, x: np.ndarray) -> Any:
+        """Return the whole argument, if `argument` returns the part of a process."""
+        return self.port.whole_argument(x)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function with the implementation and arguments."""

@@ -96,7 +96,7 @@ class _JaxOnMesh(MeshPort):
     def from_numpy(self, x: np.ndarray) -> Array:
         return self.placed(np.asarray(x), *DIMENSIONS_OF_RANK.get(np.ndim(x), ()))
 
-    beside = from_numpy
+    argument = from_numpy
 
     def filled(self, problem: Problem) -> _JaxModuleOnMesh:
         return _JaxModuleOnMesh(problem, self)

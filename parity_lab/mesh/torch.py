@@ -273,9 +273,9 @@ class _TorchOnMesh(MeshPort):
         """Gather scores and weights."""
         return to_numpy(self.data.whole(self.tensor.whole(x, 1), 0))
 
-    def beside(self, x: np.ndarray) -> Tensor:
+    def argument(self, x: np.ndarray) -> Tensor:
         """Return local masks and biases (…, T, S), positions (…, B or 1, T) and lengths (B,)."""
-        part = one_device.beside(x)
+        part = one_device.argument(x)
         batch, heads = self.case.batch, self.case.spec.num_heads
         axis = 1 if x.ndim == 3 else 0  # positions with sections
         is_mask = x.ndim == 2 and x.dtype == bool  # (T, S), even if T is the number of sequences

@@ -168,7 +168,7 @@ class _TtOnMesh(MeshPort):
         """Return (B, N, T, ·) of all heads."""
         return self.joined(x, self.queries, 1)
 
-    def beside(self, x: np.ndarray) -> Any:
+    def argument(self, x: np.ndarray) -> Any:
         """Return masks (…, T, S), equal for all heads, biases (B, N, T, S) divided by heads, and
         others whole.
         """

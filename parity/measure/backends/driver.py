@@ -77,7 +77,7 @@ def _mask_of_tutorial(port: Port, problem: Problem) -> Any:
     mask = to_numpy(created)
     if "mask" in problem.inputs:
         mask = mask | problem.inputs["mask"]
-    return port.beside(mask)
+    return port.argument(mask)
 
 
 def values_to_weigh(problem: Problem, values: Values) -> np.ndarray:
@@ -201,7 +201,7 @@ class _Layer:
 
     def _input(self, name: str, x: np.ndarray) -> Any:
         if name in ("mask", "bias"):
-            return self.port.beside(x)
+            return self.port.argument(x)
         return self.shapes.from_input(name, x)
 
     # ---- Stages
@@ -219,9 +219,10 @@ class _Layer:
             own_span: window or chunks of the layer itself, which it hides without a mask.
         """
         case = self.case
-        hides = {}
+        hides = dict(case.hides)
         for name, value in case.hides.items():
-            hides[name] = self.port.whole(value) if isinstance(value, np.ndarray) else value
+            if isinstance(value, np.ndarray):
+                hides[name] = self.port.whole_argument(value)
         mask = to_numpy(
             self.sibling.create_attention_mask(case.seq_len, case.key_len, **hides, **own_span)
         )
@@ -238,11 +239,11 @@ class _Layer:
         """Return the arguments of the module that hide keys."""
         arguments: dict[str, Any] = {"mask": None}
         if self.case.has_mask:
-            arguments["mask"] = self.port.beside(self._combined_mask())
+            arguments["mask"] = self.port.argument(self._combined_mask())
         if self.case.not_finite == "hidden":
             # Only lengths say what is padding, of which the module must stop a NaN.
             lengths = np.array(self.case.key_padding_lengths, np.int32)
-            arguments["key_padding_lengths"] = self.port.beside(lengths)
+            arguments["key_padding_lengths"] = self.port.argument(lengths)
         return arguments
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
@@ -270,7 +271,7 @@ class _Layer:
 
     def explicit_positions(self, step: int | None) -> Any:
         """Return the positions, also if a module uses the default."""
-        return self.port.beside(self.case.positions(step).astype(np.int32))
+        return self.port.argument(self.case.positions(step).astype(np.int32))
 
     def projected(self, query: Any, key: Any, value: Any, positions: Any) -> dict[str, np.ndarray]:
         """Return the heads that enter attention, and the gate of its output."""
@@ -297,7 +298,7 @@ class _Layer:
         return {"scores": self.port.to_numpy(scores)}
 
     def attn_weights(self, values: Values) -> dict[str, np.ndarray]:
-        scores, mask = self.port.from_numpy(values["scores"]), self.port.beside(values["mask"])
+        scores, mask = self.port.from_numpy(values["scores"]), self.port.argument(values["mask"])
         attn_weights = self.port.call(_soften, scores, mask, self.filled.weights.get("sinks"))
         dtype = dtype_named(self.problem.dtype)
         return {"attn_weights": self.port.to_numpy(attn_weights).astype(dtype)}
@@ -353,7 +354,7 @@ class _Call:
         self.lengths_before = np.array(self.case.lengths_before(index), np.int32)
         self.new_lengths: Any = None
         if self.case.new_lengths:
-            self.new_lengths = self.port.beside(np.array(self.case.added(index), np.int32))
+            self.new_lengths = self.port.argument(np.array(self.case.added(index), np.int32))
 
     def _received(self, name: str) -> Any:
         """Return the keys or values of another layer, or None if the layer has its own."""
@@ -364,7 +365,7 @@ class _Call:
     def mask(self, _: Values) -> dict[str, np.ndarray]:
         seq_len, capacity, spec = self.case.chunks[self.index], self.case.capacity, self.case.spec
         mask = self.layer.sibling.create_cache_mask(
-            self.port.whole(self.lengths_before),
+            self.port.whole_argument(self.lengths_before),
             seq_len,
             capacity,
             window_size=spec.window_size,
@@ -381,7 +382,7 @@ class _Call:
         return self.layer.projected(self.x, self.received_k, self.received_v, positions)
 
     def scores(self, values: Values) -> dict[str, np.ndarray]:
-        return self.layer.scores(values, self.port.beside(self.lengths_before))
+        return self.layer.scores(values, self.port.argument(self.lengths_before))
 
     def cache(self, values: Values) -> dict[str, np.ndarray]:
         previous = self._previous("cache", values)

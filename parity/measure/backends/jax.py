@@ -142,7 +142,7 @@ def from_params(params: Mapping[str, Any], spec: AttentionSpec) -> Weights:
 SIBLING = mha_jax
 SHAPES = Shapes
 GRADIENT_PATHS = ("", "fused", "blocks")
-beside = whole = from_numpy
+argument = whole_argument = from_numpy
 why_skipped, replayed = never_skipped, nothing_replayed
 
 

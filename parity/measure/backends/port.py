@@ -75,12 +75,12 @@ class StagePort(Protocol):
 
     def from_numpy(self, x: np.ndarray) -> Any: ...
     def to_numpy(self, x: Any) -> np.ndarray: ...
-    def beside(self, x: np.ndarray) -> Any:
-        """Convert arguments other than inputs: masks, biases, positions, lengths."""
+    def argument(self, x: np.ndarray) -> Any:
+        """Return an argument that is no input: a mask, a bias, positions or lengths."""
         ...
 
-    def whole(self, x: np.ndarray) -> Any:
-        """Return the whole argument, if `beside` returns the part of a process."""
+    def whole_argument(self, x: np.ndarray) -> Any:
+        """Return the whole argument, if `argument` returns the part of a process."""
         ...
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -121,7 +121,7 @@ def from_state_dict(tensors: Mapping[str, Tensor], spec: AttentionSpec) -> Weigh
 SIBLING = mha_torch
 SHAPES = Shapes
 GRADIENT_PATHS = ("", "fused")
-beside = whole = from_numpy
+argument = whole_argument = from_numpy
 why_skipped, replayed = never_skipped, nothing_replayed
 
 

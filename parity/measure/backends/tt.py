@@ -154,12 +154,12 @@ SIBLING = mha_tt
 GRADIENT_PATHS = ()  # ttnn has no automatic differentiation
 
 
-def beside(x: np.ndarray) -> np.ndarray:
+def argument(x: np.ndarray) -> np.ndarray:
     """Return the argument unchanged: it stays on the host."""
     return x
 
 
-whole = beside
+whole_argument = argument
 
 
 class Padded(Shapes):

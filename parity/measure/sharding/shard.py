@@ -252,9 +252,9 @@ def _checked(
     weights: Mapping[str, Any], spec: AttentionSpec, plan: ShardPlan, rank: int
 ) -> tuple[Weights, AttentionSpec]:
     """Return the weights of a rank, as NumPy arrays, and its specification."""
-    own = shard_spec(spec, plan, rank, alone=False)
+    own_spec = shard_spec(spec, plan, rank, alone=False)
     try:
-        return check_weights(weights, own), own
+        return check_weights(weights, own_spec), own_spec
     except InputError as refusal:
         raise refusal.within(f"rank {rank}") from None
 
