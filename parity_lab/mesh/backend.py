@@ -106,7 +106,7 @@ class MeshPort:
         return self.port.to_numpy(x)
 
     def argument(self, x: np.ndarray) -> Any:
-        """Return an argument that is no input: a mask, a bias, positions or lengths."""
+        """Return an argument other than inputs: a mask, a bias, positions or lengths."""
         return self.port.argument(x)
 
     def whole_argument(self, x: np.ndarray) -> Any:
