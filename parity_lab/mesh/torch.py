@@ -120,8 +120,7 @@ def record_part(part: ProblemPart, plan: MeshPlan) -> MeshTrace:
     return record_with("torch", _TorchOnMesh(plan), cast(Reference, part))
 
 
-# ---- Mesh position
-# --------------------------------------------------------------------------------------------------
+# ---- Mesh position -------------------------------------------------------------------------------
 
 
 @cache

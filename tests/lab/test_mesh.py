@@ -32,8 +32,7 @@ def command(*arguments, status=0):
     return " ".join((done.stdout + done.stderr).split())
 
 
-# ---- The command
-# --------------------------------------------------------------------------------------------------
+# ---- The command ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -161,8 +160,7 @@ def test_mesh_that_divides_no_case_fails():
         run_on_mesh([case], ["jax"], MeshPlan())
 
 
-# ---- Division and necessary collectives
-# ------------------------------------------------------------------------------
+# ---- Division and necessary collectives ----------------------------------------------------------
 
 
 def test_mesh_is_parsed_and_printed():

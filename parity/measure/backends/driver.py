@@ -93,8 +93,7 @@ def values_to_weigh(problem: Problem, values: Values) -> np.ndarray:
     return np.where(np.isfinite(v), v, np.zeros_like(v))
 
 
-# ---- Functions of an implementation
-# --------------------------------------------------------------------------------------------------
+# ---- Functions of an implementation --------------------------------------------------------------
 
 # Differences between layers are arguments of these functions, so that layers share compiled code.
 
@@ -180,8 +179,7 @@ def _append_latents(sibling: Any, cache: Any, latents: Any, new_lengths: Any) ->
     return sibling.append_to_latent_cache(cache, latents, new_lengths=new_lengths)
 
 
-# ---- The layer
-# --------------------------------------------------------------------------------------------------
+# ---- The layer -----------------------------------------------------------------------------------
 
 
 class _Layer:
@@ -204,8 +202,7 @@ class _Layer:
             return self.port.argument(x)
         return self.shapes.from_input(name, x)
 
-    # ---- Stages
-    # ----------------------------------------------------------------------------------------------
+    # ---- Stages ----------------------------------------------------------------------------------
 
     def mask(self, _: Values) -> dict[str, np.ndarray]:
         own_span = {"window_size": self.spec.window_size, "chunk_size": self.spec.chunk_size}

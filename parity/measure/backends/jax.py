@@ -58,8 +58,7 @@ def to_numpy(x: Array) -> np.ndarray:
     return np.asarray(x)
 
 
-# ---- Weights
-# --------------------------------------------------------------------------------------------------
+# ---- Weights -------------------------------------------------------------------------------------
 
 
 def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
@@ -135,8 +134,7 @@ def from_params(params: Mapping[str, Any], spec: AttentionSpec) -> Weights:
     return {name: weights[name] for name in weight_shapes(spec)}
 
 
-# ---- Cases
-# --------------------------------------------------------------------------------------------------
+# ---- Cases ---------------------------------------------------------------------------------------
 
 
 SIBLING = mha_jax
@@ -334,8 +332,7 @@ def _gradients(
 _GRADIENTS = {path: partial(_gradients, path) for path in GRADIENT_PATHS}
 
 
-# ---- Environment
-# --------------------------------------------------------------------------------------------------
+# ---- Environment ---------------------------------------------------------------------------------
 
 
 @contextmanager

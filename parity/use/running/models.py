@@ -338,8 +338,7 @@ def names_of(layers: Sequence[FileLayer]) -> dict[str, str]:
     return {layer.label: layer.label for layer in layers}
 
 
-# ---- The model's own module
-# ------------------------------------------------------------------------------------------
+# ---- The model's own module ----------------------------------------------------------------------
 
 
 def skeleton_of(path: str | os.PathLike[str], attn_implementation: str = "eager") -> Skeleton:

@@ -103,8 +103,7 @@ def run_cases(
     return replace(report, skipped=plan.skipped(joined), environment=where)
 
 
-# ---- Plan
-# --------------------------------------------------------------------------------------------------
+# ---- Plan ----------------------------------------------------------------------------------------
 
 
 class _Task(NamedTuple):
@@ -224,8 +223,7 @@ def _why_skipped(backend: str, case: Case, dtype: str) -> str | None:
     return load_backend(backend).why_skipped(case, dtype)
 
 
-# ---- Sources: here, other processes, joined traces
-# -------------------------------------------------------------------
+# ---- Sources: here, other processes, joined traces -----------------------------------------------
 
 
 @contextmanager
@@ -296,8 +294,7 @@ def _with_numerics(where: dict[str, Any], backend: str, numerics: dict[str, Any]
     return {**where, "backends": backends}
 
 
-# ---- Judged
-# --------------------------------------------------------------------------------------------------
+# ---- Judged --------------------------------------------------------------------------------------
 
 DIAGNOSED = 5  # cases, because most failures of a run have one cause
 
@@ -340,8 +337,7 @@ def _judge_all(traces: Iterable[tuple[Trace, Reference]], on_judged: OnJudged) -
     return found
 
 
-# ---- Report
-# --------------------------------------------------------------------------------------------------
+# ---- Report --------------------------------------------------------------------------------------
 
 
 def _report_of(judged: Sequence[_Judged], joined: Iterable[Trace]) -> Report:

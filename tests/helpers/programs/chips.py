@@ -78,8 +78,7 @@ def judged(plan, names, dtype="float32"):
     return len(report.comparisons), failed, sent
 
 
-# ---- Controls
-# --------------------------------------------------------------------------------------------------
+# ---- Controls ------------------------------------------------------------------------------------
 
 
 def reversed_keys(spec, size, chip, right=local.local_heads):
@@ -126,8 +125,7 @@ def controls(plan):
     return found
 
 
-# ---- Behavior of ttnn on a mesh
-# --------------------------------------------------------------------------------------
+# ---- Behavior of ttnn on a mesh ------------------------------------------------------------------
 
 
 def as_ttnn_says(mesh):

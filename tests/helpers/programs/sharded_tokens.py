@@ -71,8 +71,7 @@ def told(actual, expected, same):
     return None
 
 
-# ---- Attention of heads, and its gradients
-# ---------------------------------------------------------------------------
+# ---- Attention of heads, and its gradients -------------------------------------------------------
 
 
 def heads(num_heads, num_kv_heads, **fields):
@@ -186,8 +185,7 @@ def attended(name):
     return [told(found, *right), *sent, told(swapped, *right)]
 
 
-# ---- Layers
-# --------------------------------------------------------------------------------------------------
+# ---- Layers --------------------------------------------------------------------------------------
 
 
 def judged():
@@ -324,8 +322,7 @@ def padded(kind):
     return float(max(differences) / max(np.abs(grad).max() for grad in expected))
 
 
-# ---- Costs
-# --------------------------------------------------------------------------------------------------
+# ---- Costs ---------------------------------------------------------------------------------------
 
 
 def grown():

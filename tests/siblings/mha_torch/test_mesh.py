@@ -1,5 +1,5 @@
-"""Cases on a mesh of torch processes, as in `mha-parity mesh`: stages are gathered, and communication is
-counted.
+"""Cases on a mesh of torch processes, as in `mha-parity mesh`: stages are gathered, and
+communication is counted.
 """
 
 from dataclasses import replace
@@ -12,7 +12,8 @@ from mha_spec import AttentionSpec, Norm, Rope
 from mha_torch.masks import Mask
 from mha_torch.parallel.ring import check_ring_supports
 from mha_torch.scores import Scores
-from parity import CASES, random_case
+from parity import CASES
+from parity.measure.core.cases import random_case
 from parity_lab.mesh import torch as torch_mesh
 from parity_lab.mesh.plan import MeshPlan
 from parity_lab.mesh.run import run_on_mesh

@@ -49,8 +49,7 @@ def commands():
     return action.choices
 
 
-# ---- --help
-# --------------------------------------------------------------------------------------------------
+# ---- --help --------------------------------------------------------------------------------------
 
 
 def test_every_command_module_is_registered():
@@ -130,8 +129,7 @@ def test_help_imports_no_slow_module():
     assert result.stdout == "[]\n"
 
 
-# ---- Cases
-# --------------------------------------------------------------------------------------------------
+# ---- Cases ---------------------------------------------------------------------------------------
 
 
 def test_pages_use_existing_options():
@@ -281,8 +279,7 @@ def test_case_summary_mentions_nan(not_finite):
     assert covers(case) == f"heads 4 x 8, tokens 2 x 5, causal, NaN {not_finite}"
 
 
-# ---- Names
-# --------------------------------------------------------------------------------------------------
+# ---- Names ---------------------------------------------------------------------------------------
 
 
 FORMER_LINES = (
@@ -400,8 +397,7 @@ def test_spec_lists_all_families(capsys):
     assert refuses("PATH, --live or --families").is_printed_in(capsys.readouterr().err)
 
 
-# ---- Completion
-# --------------------------------------------------------------------------------------------------
+# ---- Completion ----------------------------------------------------------------------------------
 
 
 @pytest.mark.costly("bash completes")
@@ -467,8 +463,7 @@ def test_completion_requires_shtab(monkeypatch, capsys):
     assert capsys.readouterr().err.endswith("pip install shtab\n")
 
 
-# ---- Bugs of the program
-# ---------------------------------------------------------------------------------------------
+# ---- Bugs of the program -------------------------------------------------------------------------
 
 
 def fail(options):
@@ -501,8 +496,7 @@ def test_unexpected_error_writes_report(url, monkeypatch, tmp_path, capsys):
     assert report.endswith("KeyError: 'surprise'\n")
 
 
-# ---- Installed packages
-# ----------------------------------------------------------------------------------------------
+# ---- Installed packages --------------------------------------------------------------------------
 
 
 def test_doctor_lists_optional_packages(tmp_path, capsys, monkeypatch):
@@ -587,8 +581,7 @@ def test_pip_install_mha_parity_is_not_shown():
     ] == []
 
 
-# ---- The pages of bugs
-# -----------------------------------------------------------------------------------------------
+# ---- The pages of bugs ---------------------------------------------------------------------------
 
 
 def test_bugs_prints_requested_pages(capsys):
@@ -643,8 +636,7 @@ def test_bug_pages_link_to_no_files():
     assert "`mha-parity bugs rope-positions`" in "".join(pages)
 
 
-# ---- The wheel
-# --------------------------------------------------------------------------------------------------
+# ---- The wheel -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FROM_A_CLONE)

@@ -79,8 +79,7 @@ def test_empty_report_is_a_valid_page():
     assert "Nothing was compared." in page.text
 
 
-# ---- Content
-# --------------------------------------------------------------------------------------------------
+# ---- Content -------------------------------------------------------------------------------------
 
 
 def test_agreement_is_stated_first(good):
@@ -187,8 +186,7 @@ def test_backend_exception_is_shown(monkeypatch):
     assert "∞" in page.text
 
 
-# ---- Safety
-# --------------------------------------------------------------------------------------------------
+# ---- Safety --------------------------------------------------------------------------------------
 
 
 def test_external_text_is_escaped_everywhere():
@@ -288,8 +286,7 @@ def test_run_and_compare_write_the_page(tmp_path):
         assert len(page.of("img")) == 4  # two heads, each of the reference and of torch
 
 
-# ---- Pictures
-# --------------------------------------------------------------------------------------------------
+# ---- Pictures ------------------------------------------------------------------------------------
 
 
 def test_error_by_position_is_largest_error():
