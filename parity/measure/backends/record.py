@@ -81,7 +81,7 @@ def trace_of(
         accumulated = run_steps(steps)
         if with_gradients:
             accumulated |= driver.gradients(module, given or problem)
-        local = run_steps(steps, reference.given)
+        local = run_steps(steps, reference.rounded)
     where = {"backends": {backend: {"numerics": numerics}}}
     return Trace(
         problem, backend, accumulated, local, BACKENDS[backend].paths, where, with_gradients

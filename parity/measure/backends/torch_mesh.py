@@ -98,7 +98,7 @@ def record(reference: Reference, plan: MeshPlan) -> Trace:
     if not _started or _started[-1].size != plan.size or not _started[-1].is_running:
         end()
         _started.append(Processes(plan.size, record_own))
-    given = Given(reference.problem, reference.with_gradients, reference.given)
+    given = Given(reference.problem, reference.with_gradients, reference.rounded)
     return _started[-1].record(given, plan)
 
 

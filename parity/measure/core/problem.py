@@ -17,7 +17,6 @@ from mha_spec import AttentionSpec, InputError, InputTypeError
 from parity.measure import pretrained
 from parity.measure.core.arrays import to_numpy_by_name
 from parity.measure.core.case import DTYPES, Case
-from parity.measure.core.sample import Sample
 from parity.measure.core.weights import (
     Weights,
     dtype_named,
@@ -70,14 +69,12 @@ class Problem:
             if values have another input than keys; with `shared_kv` instead the heads of another
             layer, `k` (B, K, S, H) and `v` (B, K, S, Hv); `bias` (B, N, T, S) and `mask` (B, N, T,
             S) if the case has them; `cotangent`, in the shape of the output.
-        sample: part that the reference computes; default: all.
     """
 
     case: Case
     dtype: str
     weights: Weights = field(repr=False)
     inputs: dict[str, np.ndarray] = field(repr=False)
-    sample: Sample | None = None
 
     @cached_property
     def spec(self) -> AttentionSpec:
@@ -103,22 +100,8 @@ class Problem:
 
     @property
     def bias(self) -> np.ndarray | None:
-        """Bias of the scores of all computed rows, or None."""
-        bias = self.inputs.get("bias")
-        return (
-            bias
-            if bias is None or self.sample is None
-            else bias[:, :, self.sample.rows, : self.sample.keys]
-        )
-
-    @property
-    def residual(self) -> np.ndarray:
-        """Query (B, T, d_in), restricted to computed rows and features of the output."""
-        query = self.inputs["query"]
-        if self.sample is None:
-            return query
-        rows = slice(None) if self.sample.rows_out is not None else self.sample.rows_of("output")
-        return query[:, rows][..., self.sample.features]
+        """Bias of the scores, or None."""
+        return self.inputs.get("bias")
 
     def finite_in_padding(self, name: str) -> np.ndarray:
         """Return an input in which NaN and infinity are 0 in padding, as in a layer; with a cache,

@@ -142,8 +142,7 @@ def stage_named(name: str) -> Stage:
     return Stage(quantity, path or "", bool(gradient), None if step is None else int(step))
 
 
-# ---- Order
-# --------------------------------------------------------------------------------------------------
+# ---- Order ---------------------------------------------------------------------------------------
 
 Values = Mapping[str, np.ndarray]
 Step = Callable[[Values], dict[str, np.ndarray]]
@@ -243,3 +242,13 @@ def run_steps(steps: Iterable[Step], given: Values | None = None) -> dict[str, n
     for step in steps:
         values |= step(values if given is None else given)
     return values
+
+
+def of_paths(values: Values) -> dict[str, np.ndarray]:
+    """Return the stages of each path of a module, which equal those of the stage functions."""
+    stages = {}
+    if "attn_weights" in values:
+        stages["module.attn_weights"] = values["attn_weights"]
+    for path in PATHS:
+        stages[f"{path}.output"] = values["output"]
+    return stages

@@ -16,7 +16,6 @@ from parity.measure.core.reference.arithmetic import ARITHMETICS, MANTISSA, UNFU
 from parity.measure.core.reference.backward import Backward
 from parity.measure.core.reference.blocks import BLOCK, without_scores
 from parity.measure.core.reference.layer import Layer
-from parity.measure.core.reference.remembered import Remembered
 from parity.measure.core.stages import Step
 from parity.measure.core.weights import dtype_named
 
@@ -27,7 +26,6 @@ __all__ = [
     "UNFUSED",
     "Arithmetic",
     "Layer",
-    "Remembered",
     "gradient_magnitudes",
     "gradients",
     "steps",

@@ -83,8 +83,7 @@ class Backward:
             return d_input
         return np.where(np.isfinite(x), d_input, np.zeros_like(d_input))
 
-    # ---- Parts: gradient of the output in, gradient of the input out
-    # -------------------------------------------------
+    # ---- Parts: gradient of the output in, gradient of the input out -----------------------------
 
     def of_context(
         self, values: Values, query: np.ndarray, d_output: np.ndarray, grads: dict[str, np.ndarray]

@@ -4,10 +4,9 @@ replace.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
@@ -26,58 +25,31 @@ from parity.measure.core.problem import Problem
 from parity.measure.core.reference import norms
 from parity.measure.core.reference.arithmetic import Arithmetic
 from parity.measure.core.reference.rope import amplitude, axes, frequencies, pair_slices
-from parity.measure.core.sample import of_paths, steps_of_sample
-from parity.measure.core.stages import Step, Values, steps_of
+from parity.measure.core.stages import Step, Values, of_paths, steps_of
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Layer of a problem in some arithmetic; known bugs override parts of it.
+    """Layer of a problem in some arithmetic.
+
+    A search replaces methods, see `parity.explain.diagnosis.changed_layer`. So each part of a
+    formula that an implementation may get wrong is a method of its own, called by its name.
 
     Attributes:
         problem: problem to compute.
         arithmetic: arithmetic of the computation.
-        asked: which of q, k and v to compute.
-        overrides: functions that replace methods, by name; other methods have no overhead.
+        requested: which of q, k and v to compute.
     """
 
     problem: Problem
     arithmetic: Arithmetic
-    asked: str = "qkv"
-    overrides: dict[str, Callable[..., Any]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-
-    def override(self, **methods: Callable[..., Any]) -> None:
-        """Replace methods of this layer by functions."""
-        self.overrides.update(methods)
-        self.__dict__.update(methods)  # instance attributes hide methods of the class
-
-    @contextmanager
-    def overriding(self, **methods: Callable[..., Any]) -> Iterator[None]:
-        """Replace methods of this layer by functions within the block."""
-        before = {name: self.overrides[name] for name in methods if name in self.overrides}
-        self.override(**methods)
-        try:
-            yield
-        finally:
-            for name in methods:
-                del self.overrides[name], self.__dict__[name]
-            self.override(**before)
-
-    def asking(self, names: str) -> Layer:
-        """Return a layer that computes only some of q, k and v."""
-        other = replace(self, asked=names)
-        other.override(**self.overrides)
-        return other
+    requested: str = "qkv"
 
     def steps(self) -> Sequence[Step]:
         """Return the stages as functions: see `parity.measure.core.stages`."""
-        case, sample = self.problem.case, self.problem.sample
-        return steps_of(self, case) if sample is None else steps_of_sample(self, sample, case)
+        return steps_of(self, self.problem.case)
 
-    # ---- Stages
-    # ----------------------------------------------------------------------------------------------
+    # ---- Stages ----------------------------------------------------------------------------------
 
     def mask(self, _: Values) -> dict[str, np.ndarray]:
         case = self.problem.case
@@ -209,8 +181,7 @@ class Layer:
             values |= stage(values)
         return values
 
-    # ---- With a cache
-    # ----------------------------------------------------------------------------------------------
+    # ---- With a cache ----------------------------------------------------------------------------
 
     def call(self, index: int) -> CachedCall:
         """Run one call, which appends new tokens to the cache."""
@@ -239,8 +210,7 @@ class Layer:
             grown[f"{cache}{name}"] = slots
         return {**grown, f"{cache}lengths": (before + added).astype(np.int32)}
 
-    # ---- Parts
-    # ----------------------------------------------------------------------------------------------
+    # ---- Parts -----------------------------------------------------------------------------------
 
     def is_later(self, t: np.ndarray, s: np.ndarray) -> np.ndarray:
         """Return whether a key at position s is after a query at position t."""
@@ -470,37 +440,47 @@ class Layer:
         return self.problem.weights[name]
 
     def linear(self, name: str, x: np.ndarray) -> np.ndarray:
-        a, sample = self.arithmetic, self.problem.sample
-        made = slice(None) if sample is None or name != "out_proj" else sample.features
-        bias = a.widen(self.parameter(f"{name}.bias")[made]) if self.has_bias(name) else 0.0
-        return a.keep(
-            a.matmul(a.widen(x), a.weight(a.widen(self.parameter(f"{name}.weight")[made])).T, bias)
-        )
+        """Return a projection of features by its name."""
+        bias = None
+        if self.has_bias(name):
+            bias = self.parameter(f"{name}.bias")
+        return self.projected(x, self.parameter(f"{name}.weight"), bias)
+
+    def projected(self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+        """Return the features that a weight (out, in) and a bias make of others."""
+        a = self.arithmetic
+        start = 0.0 if bias is None else a.widen(bias)
+        return a.keep(a.matmul(a.widen(x), a.weight(a.widen(weight)).T, start))
 
     def project(
-        self, given: Mapping[str, np.ndarray], positions: np.ndarray
+        self, inputs: Mapping[str, np.ndarray], positions: np.ndarray
     ) -> dict[str, np.ndarray]:
-        query = given["q"]
+        """Return q, k and v by their inputs, as they enter attention, and the gate, if any."""
+        query = inputs["q"]
         if self.problem.spec.latent is not None:
             latents = self.latents(query, positions)
-            heads = {
-                "q": self.latent_queries(query, positions),
-                "latents": latents,
-                **self.expanded(latents),
-            }
+            heads = {"q": self.latent_queries(query, positions), "latents": latents}
+            heads |= self.expanded(latents)
         else:
-            own = "q" if self.problem.spec.shared_kv else "qkv"
-            projected = {
-                name: self.linear(f"{name}_proj", given[name]) for name in self.asked if name in own
-            }
-            heads = {name: self.entering(name, x, positions) for name, x in projected.items()}
-            received = (name for name in self.asked if name not in own)
-            heads |= {name: self.received(name, given[name], positions) for name in received}
-        return (
-            heads
-            if self.problem.spec.gate is None
-            else {**heads, "gate": self.linear("gate_proj", query)}
-        )
+            heads = self.heads(inputs, positions)
+        if self.problem.spec.gate is not None:
+            heads["gate"] = self.linear("gate_proj", query)
+        return heads
+
+    def heads(
+        self, inputs: Mapping[str, np.ndarray], positions: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """Return the requested ones of q, k and v of a layer without latents."""
+        own = "q" if self.problem.spec.shared_kv else "qkv"
+        projected = {}
+        for name in self.requested:
+            if name in own:
+                projected[name] = self.linear(f"{name}_proj", inputs[name])
+        heads = {name: self.entering(name, x, positions) for name, x in projected.items()}
+        for name in self.requested:
+            if name not in own:
+                heads[name] = self.received(name, inputs[name], positions)
+        return heads
 
     def gated(self, values: Values) -> np.ndarray:
         """Return the context times the sigmoid of the gate."""
@@ -701,10 +681,9 @@ class Layer:
         """Return the products of query heads (B, N, T, …) and their key/value heads (B, K, …), (B,
         N, T, …).
         """
-        per_query_head = self.per_query_head
         batch, heads, tokens, width = of_queries.shape
-        if heads == of_keys.shape[1] or "per_query_head" in self.overrides:
-            return self.arithmetic.matmul(of_queries, per_query_head(of_keys))
+        if heads == of_keys.shape[1]:
+            return self.arithmetic.matmul(of_queries, of_keys)
         # The same products as of repeated heads, without their copies.
         grouped = of_queries.reshape(batch, of_keys.shape[1], -1, tokens, width)
         found = self.arithmetic.matmul(grouped, of_keys[:, :, None])
