@@ -131,10 +131,10 @@ class Reference:
         else:
             values = self.same_precision(local=False, arithmetic=arithmetic)
         names = [name for name in values if not stage_named(name).is_gradient]
-        return [
-            {name: values[name] for name in names_of_step}
-            for _, names_of_step in groupby(names, step_of)
-        ]
+        steps = []
+        for _, names_of_step in groupby(names, step_of):
+            steps.append({name: values[name] for name in names_of_step})
+        return steps
 
     def layer(self, arithmetic: reference.Arithmetic) -> reference.Layer:
         """Return the layer of the problem in an arithmetic."""

@@ -258,12 +258,13 @@ def _with_shared_exponents(x: np.ndarray, axis: int) -> np.ndarray:
     """Return x in bfloat8_b: with the exponent of the largest of each 16 along an axis."""
     x = np.moveaxis(x, axis, -1)
     size = x.shape[-1]
-    padding = [(0, 0)] * (x.ndim - 1) + [(0, -size % SHARED)]
-    blocks = np.pad(x, padding).reshape(*x.shape[:-1], -1, SHARED)
+    num_blocks = -(-size // SHARED)
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, num_blocks * SHARED - size)]
+    blocks = np.pad(x, padding).reshape(*x.shape[:-1], num_blocks, SHARED)
     _, exponent = np.frexp(np.abs(blocks).max(axis=-1, keepdims=True))
     step = np.ldexp(np.ones_like(blocks, shape=exponent.shape), exponent - 7)
-    rounded = (np.rint(blocks / step) * step).reshape(*x.shape[:-1], -1)[..., :size]
-    return np.moveaxis(rounded, -1, axis)
+    rounded = (np.rint(blocks / step) * step).reshape(*x.shape[:-1], num_blocks * SHARED)
+    return np.moveaxis(rounded[..., :size], -1, axis)
 
 
 def _with_mantissa(x: np.ndarray, bits: int) -> np.ndarray:
