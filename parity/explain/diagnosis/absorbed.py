@@ -43,8 +43,9 @@ class DeferredHeads:
 
 
 def is_plain(layer: ChangedLayer) -> bool:
-    """Return whether q, k and v are computed as usual, possibly from other weights; False with
-    latents or shared_kv.
+    """Return whether q, k and v are computed as usual, possibly from other weights.
+
+    With latents or shared_kv they are not.
     """
     spec = layer.problem.spec
     if spec.latent is not None or spec.shared_kv:
@@ -67,8 +68,9 @@ def computing_weights_once(layer: ChangedLayer) -> Iterator[None]:
 
 
 def queries(layer: ChangedLayer, rows: np.ndarray) -> np.ndarray | None:
-    """Return the queries of some rows only, (B, N, rows, H); None if they need all tokens, or q is
-    not requested.
+    """Return the queries of some rows only, (B, N, rows, H).
+
+    None if they need all tokens, or q is not requested.
     """
     problem = layer.problem
     query_rows = problem.inputs.get(rows_of_query(rows))
@@ -120,10 +122,10 @@ def without(layer: ChangedLayer, names: Collection[str]) -> ChangedLayer:
 def deferred(
     layer: ChangedLayer, name: str, weight: np.ndarray, x: np.ndarray, rows: int
 ) -> DeferredHeads:
-    """Return keys "k" or values "v" of a layer as inputs x and a weight (K * H, d_kv), without
-    multiplying them.
+    """Return keys "k" or values "v" of a layer without computing them.
 
-    They are for some query rows. If their products would take too much work, nothing is done.
+    They consist of inputs x and a weight (K * H, d_kv), and serve some query rows. Nothing is done
+    if their products would take too much work.
     """
     projection, heads, a = f"{name}_proj", layer.num_heads(name), layer.arithmetic
     ask(PER_MULTIPLICATION * rows * layer.num_heads("q") * x.size)

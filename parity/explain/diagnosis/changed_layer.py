@@ -52,8 +52,9 @@ class ChangedLayer(Layer):
         return other
 
     def by_group(self, of_queries: np.ndarray, of_keys: np.ndarray) -> np.ndarray:
-        """Return the products of query heads and their key/value heads, also if a change assigns
-        other heads.
+        """Return the products of query heads and their key/value heads.
+
+        A change may assign other key/value heads to query heads.
         """
         if "per_query_head" not in self.overrides:
             return super().by_group(of_queries, of_keys)

@@ -1,5 +1,6 @@
-"""The dependencies of each step of the reference, so that steps which a bug does not affect are not
-computed again.
+"""Dependencies of each step of the reference.
+
+Steps that a bug does not affect are not computed again.
 """
 
 from __future__ import annotations

@@ -62,8 +62,9 @@ class Remembered:
     # ---- Projections -----------------------------------------------------------------------------
 
     def linear(self, layer: ChangedLayer, original: Any, name: str, x: np.ndarray) -> np.ndarray:
-        """Return a read-only projection of an input of the problem by one of its weights, or by
-        rows of them.
+        """Return a projection, read-only if it is of an input of the problem.
+
+        Products with the problem's weights, or with rows of them, are remembered.
         """
         problem, a = layer.problem, layer.arithmetic
         side = _name_in(problem.inputs, x)
@@ -102,10 +103,10 @@ class Remembered:
     def _product(
         self, weight_name: str, side: str, layer: ChangedLayer, x: np.ndarray
     ) -> np.ndarray:
-        """Return an input times a weight, without bias. Correct layers also need it, so its work is
-        not counted.
+        """Return an input times a weight, without bias.
 
-        A sample with the query rows that it needs defers the product of all queries.
+        Correct layers also need it, so its work is not counted. A sample with the query rows that
+        it needs defers the product of all queries.
         """
         a = layer.arithmetic
         exact_key = (weight_name, side, None)  # independent of the hardware
@@ -130,8 +131,9 @@ class Remembered:
     def _product_of_rows(
         self, side: str, layer: ChangedLayer, x: np.ndarray, weight: np.ndarray
     ) -> np.ndarray | None:
-        """Return an input times a weight that consists of rows of the problem's weights, from known
-        products; None if it has other rows.
+        """Return an input times a weight whose rows are those of the problem's weights.
+
+        Known products have them already. None if the weight has other rows.
         """
         sources = self._sources_of(layer, weight)
         if sources is None:
@@ -147,10 +149,10 @@ class Remembered:
     def _sources_of(
         self, layer: ChangedLayer, weight: np.ndarray
     ) -> dict[str, tuple[np.ndarray, np.ndarray]] | None:
-        """Return the projections that a weight's rows come from, each with its rows and their
-        places in the weight; None if one is unknown.
+        """Return the projections that a weight's rows come from, None if one is unknown.
 
-        Packed weights that were read in another order consist of such rows.
+        Each has its rows and their places in the weight. Packed weights that were read in another
+        order consist of such rows.
         """
         own_weights = layer.problem.weights
         if not self._rows:

@@ -1,5 +1,6 @@
-"""Sample of a problem that represents all of it: some query rows, attending to all keys, and some
-features.
+"""Sample of a problem that represents all of it: some query rows and some features.
+
+The rows attend to all keys.
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ class Sample:
         return self.rows
 
     def tokens_of(self, quantity: str) -> dict[str, np.ndarray]:
-        """Return the indices of a stage's query tokens "T" and, if they are not the first ones, of
-        its keys "S".
+        """Return the indices of a stage's query tokens "T".
+
+        If its keys are not the first ones, their indices "S" are included.
         """
         if self.tokens is not None:
             return {"T": self.tokens, "S": self.tokens}

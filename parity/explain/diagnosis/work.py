@@ -74,8 +74,9 @@ class Work:
 
     @contextmanager
     def inside(self, what: str, share: float = 1.0, most: float = math.inf) -> Iterator[None]:
-        """Raise a TimeoutError if a part of the search is over, and before each product that would
-        exceed it.
+        """Raise a TimeoutError if a part of the search is over.
+
+        Within the block, each product that would exceed it also raises one.
 
         Args:
             what: name of the part.

@@ -60,8 +60,9 @@ def to_numpy(x: Any) -> np.ndarray:
 
 
 def to_torch(x: Any) -> torch.Tensor:
-    """Return a torch tensor of the same values, dtype and shape, on the CPU; `x` itself if it is
-    one.
+    """Return a torch tensor of the same values, dtype and shape, on the CPU.
+
+    A torch tensor is returned unchanged.
 
     Raises:
         TypeError: if it is not an array, or torch lacks its dtype.
@@ -126,8 +127,9 @@ def _add_arrays(by_name: dict[str, np.ndarray], name: str, node: Any) -> None:
 
 
 def arithmetic_of(*values: Any) -> str:
-    """Return the arithmetic of the device of arrays, or mappings of them: `ieee`, or that of their
-    library.
+    """Return the arithmetic of the device of arrays, or of mappings of them.
+
+    It is `ieee`, or that of their library.
     """
     arrays: list[Any] = []
     for value in values:

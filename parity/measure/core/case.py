@@ -162,8 +162,9 @@ class Case:
 
     @property
     def has_positions(self) -> bool:
-        """Return whether layers need explicit positions, other than 0, 1, … or those after the
-        cached tokens.
+        """Return whether layers need explicit positions.
+
+        They need none for 0, 1, …, nor for those after the cached tokens.
         """
         if self.spec.rope is not None and self.spec.rope.sections:
             return True

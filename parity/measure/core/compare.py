@@ -380,11 +380,10 @@ def measure(
 
 
 def slope(actual: np.ndarray, expected: np.ndarray, counted: np.ndarray) -> float:
-    """Return the gain in an error: the slope of errors on expected values (through 0), times the
-    size of these.
+    """Return the gain in an error: its slope on expected values, times the size of these.
 
-    Least squares over the finite elements. For n independent errors it is sqrt(n) times smaller
-    than their root mean square.
+    The line passes through 0. Least squares over the finite elements. For n independent errors it
+    is sqrt(n) times smaller than their root mean square.
     """
     x = expected[counted].astype(np.float64)
     if not x.size:
@@ -397,15 +396,17 @@ def slope(actual: np.ndarray, expected: np.ndarray, counted: np.ndarray) -> floa
 
 
 def _mean(x: np.ndarray) -> float:
-    """Return the mean of contiguous numbers in a third of the time of `x.mean()`, which dominates
-    for small arrays.
+    """Return the mean of contiguous numbers, faster than `x.mean()`.
+
+    It takes a third of the time, which dominates for small arrays.
     """
     return float(np.add.reduce(x)) / x.size
 
 
 def errors_of(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """Return absolute errors in float64: 0 if both are NaN, infinity if only one is NaN or
-    infinite.
+    """Return absolute errors in float64.
+
+    They are 0 if both are NaN, infinity if only one is NaN or infinite.
     """
     actual = actual.astype(np.float64, copy=False)
     expected = expected.astype(np.float64, copy=False)
@@ -419,8 +420,9 @@ def errors_of(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
 
 
 def whole_rows(x: np.ndarray, stage: str) -> np.ndarray:
-    """Return attention weights with rows of NaN if any element is: in such rows a masked key may be
-    0 or NaN.
+    """Return attention weights with rows of NaN if any element is.
+
+    In such rows a masked key may be 0 or NaN.
     """
     if not stage_named(stage).is_attn_weights or x.ndim == 0:
         return x
@@ -437,9 +439,7 @@ def norms_of(x: np.ndarray, counted: np.ndarray) -> dict[str, float]:
 
 
 def _what_is_not_finite(actual: np.ndarray, expected: np.ndarray) -> str:
-    """Describe values that are wrongly NaN or infinite, or finite instead of NaN; empty if there
-    are none.
-    """
+    """Describe values that are wrongly finite, NaN or infinite; empty if there are none."""
     must_be_nan = np.isnan(expected)
     num_finite = np.count_nonzero(must_be_nan & ~np.isnan(actual))
     num_not_finite = np.count_nonzero(~must_be_nan & ~np.isfinite(actual))
@@ -454,8 +454,9 @@ def _what_is_not_finite(actual: np.ndarray, expected: np.ndarray) -> str:
 
 @lru_cache(maxsize=4096)
 def axis_names(stage: str, ndim: int) -> tuple[str, ...]:
-    """Return the letters of a stage's axes; `axis0`, `axis1`, … for an unknown stage or number of
-    axes.
+    """Return the letters of a stage's axes.
+
+    They are `axis0`, `axis1`, … for an unknown stage or number of axes.
     """
     of_stage = stage_named(stage)
     if of_stage.is_known and len(of_stage.axes) == ndim:
@@ -465,8 +466,9 @@ def axis_names(stage: str, ndim: int) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def kept_dtype(stage: str, dtype: str) -> np.dtype:
-    """Return the dtype in which implementations store a stage: that of the inputs; scores in at
-    least float32.
+    """Return the dtype in which implementations store a stage.
+
+    It is that of the inputs; scores have at least float32.
     """
     of_stage = stage_named(stage)
     if of_stage.kind == "mask":
@@ -489,14 +491,13 @@ def budget(
     has_slope: bool = True,
     stage: str = "",
 ) -> dict[str, float]:
-    """Return the tolerance of a stage by norm: a multiple of the same-precision reference's error,
-    plus a floor.
+    """Return the tolerance of a stage by norm.
 
-    The floor is one unit of rounding at the stage's scale, in case the reference happens to be
-    exact. `same_dtype` is the dtype of the same-precision reference; default: that of
-    `SAME_PRECISION`. The slope is included if `has_slope` is set and the arithmetic does not
-    truncate, which is itself a slope. If `stage` is attention weights, `zeros` is the largest
-    weight that noise may turn into 0 on one side.
+    It is a multiple of the same-precision reference's error, plus a floor. The floor is one unit of
+    rounding at the stage's scale, in case the reference happens to be exact. `same_dtype` is the
+    dtype of the same-precision reference; default: that of `SAME_PRECISION`. The slope is included
+    if `has_slope` is set and the arithmetic does not truncate, which is itself a slope. If `stage`
+    is attention weights, `zeros` is the largest weight that noise may turn into 0 on one side.
     """
     # A float64 stage is compared with a float32 reference, whose error is so much larger.
     shrink = unit_of_rounding(dtype) / unit_of_rounding(same_dtype or SAME_PRECISION[dtype])
@@ -518,11 +519,10 @@ def budget(
 
 
 def _slope_noise(expected: np.ndarray, same_precision: np.ndarray, noise: float) -> float:
-    """Return the slope of the same-precision reference's error, plus `DEVIATIONS` standard
-    deviations of a random one.
+    """Return the slope of the same-precision reference's error.
 
-    Errors proportional to their values are weighted like these, so the fourth moment of the values
-    matters.
+    `DEVIATIONS` standard deviations of a random slope are added. Errors proportional to their
+    values are weighted like these, so the fourth moment of the values matters.
     """
     counted = np.isfinite(expected) & np.isfinite(same_precision.astype(np.float64))
     squares = expected[counted].astype(np.float64) ** 2
@@ -533,8 +533,9 @@ def _slope_noise(expected: np.ndarray, same_precision: np.ndarray, noise: float)
 
 
 def factor(size: int) -> float:
-    """Return the multiple of the noise that is allowed: `FACTOR`, or more if few elements estimate
-    the noise poorly.
+    """Return the multiple of the noise that is allowed for a number of elements.
+
+    It is `FACTOR`, or more if few elements estimate the noise poorly.
     """
     return FACTOR * (1.0 + 4.0 / size)
 
@@ -558,8 +559,9 @@ def unit_of_rounding(dtype: str) -> float:
 
 
 def first_difference(comparisons: Iterable[Comparison]) -> Comparison | None:
-    """Return the stage to inspect first: the first whose own computation is wrong, else the first
-    that differs.
+    """Return the stage to inspect first.
+
+    It is the first whose own computation is wrong, else the first that differs.
     """
     first_failed = None
     for comparison in comparisons:
@@ -577,15 +579,14 @@ def failure(expected: np.ndarray, reason: str, label: Label) -> Comparison:
 
 
 def is_close(ratio: float) -> bool:
-    """Return whether an error exceeds its budget so slightly that the noise is worth measuring
-    again.
-    """
+    """Return whether an error is so near its budget that the noise is worth measuring again."""
     return 1.0 < ratio <= MOST_OVER
 
 
 def share(error: float, allowed: float) -> float:
-    """Return the fraction of the budget that an error uses: 0 for no error, infinity for a budget
-    of 0.
+    """Return the fraction of the budget that an error uses.
+
+    It is 0 for no error, and infinity for a budget of 0.
     """
     if error == 0.0:
         return 0.0
@@ -596,8 +597,9 @@ def share(error: float, allowed: float) -> float:
 
 
 def _by_position(errors: np.ndarray, allowed: float, stage: str) -> tuple[float, ...]:
-    """Return the largest error at each token, or in each bin of tokens, as a fraction of the
-    budget.
+    """Return the largest error at each token as a fraction of the budget.
+
+    If there are many tokens, they are in bins.
     """
     axes = axis_names(stage, errors.ndim)
     if "T" in axes:

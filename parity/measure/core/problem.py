@@ -1,6 +1,4 @@
-"""Concrete weights and inputs of a case, rounded to a dtype: the same arrays in all
-environments.
-"""
+"""Concrete weights and inputs of a case: the same arrays in all environments."""
 
 from __future__ import annotations
 
@@ -135,8 +133,9 @@ def make_problem(
     weights: Mapping[str, Any] | None = None,
     received: Mapping[str, np.ndarray] | None = None,
 ) -> Problem:
-    """Return weights and inputs of a case, drawn from its name or read from its trained layer, in a
-    dtype.
+    """Return weights and inputs of a case in a dtype.
+
+    They are drawn from its name, or read from its trained layer.
 
     Args:
         case: case, or its name: one of `CASES`, or `random-N`.
@@ -200,8 +199,9 @@ def _drawn_inputs(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]
 
 
 def _weights_of(case: Case, seed: list[int]) -> tuple[Weights, dict[str, np.ndarray]]:
-    """Return the weights of a case, drawn or of its trained layer, and inputs that belong to
-    them.
+    """Return the weights of a case, and inputs that belong to them.
+
+    A trained layer has its own weights and inputs; others have drawn ones.
     """
     inputs: dict[str, np.ndarray] = {}
     if case.trained is not None:

@@ -13,8 +13,9 @@ from parity.measure.text import printable
 
 
 class JsonRecord:
-    """Dataclass that converts to JSON: the attributes in `IN_JSON`; `*` stands for the fields in
-    `repr`.
+    """Dataclass that converts to JSON: the attributes in `IN_JSON`.
+
+    `*` stands for the fields in `repr`.
     """
 
     IN_JSON: ClassVar[tuple[str, ...]] = ("*",)

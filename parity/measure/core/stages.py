@@ -120,9 +120,7 @@ class Stage:
 
     @cached_property
     def has_local_value(self) -> bool:
-        """Return whether it is also computed from the reference's earlier stages, not only from the
-        inputs.
-        """
+        """Return whether it is also computed from the reference's earlier stages."""
         return not self.is_gradient and self.path != TUTORIAL
 
     @cached_property
@@ -179,11 +177,11 @@ STEPS_OF_A_CALL = ("mask", "qkv", "cache", "scores", "attn_weights", "context", 
 
 
 def steps_of(layer: LayerStages, case: Case) -> Sequence[Step]:
-    """Return the stages of a case as functions, in the order of the data flow, with a cache call by
-    call.
+    """Return the stages of a case as functions, in the order of the data flow.
 
-    Each accepts the values of earlier stages by name, so that it can run on its own
-    implementation's values (accumulated) or on those of another (local).
+    With a cache, they are those of one call after the other. Each accepts the values of earlier
+    stages by name, so that it can run on its own implementation's values (accumulated) or on those
+    of another (local).
     """
     if not case.is_cached:
         return [getattr(layer, name) for name in STEPS]

@@ -1,6 +1,4 @@
-"""Traces: the stages that a backend computed for a problem, and their comparison with the
-reference.
-"""
+"""Traces: stages that a backend computed for a problem, compared with the reference."""
 
 from __future__ import annotations
 
@@ -84,8 +82,9 @@ class Trace:
 
 @dataclass(frozen=True)
 class Reference:
-    """Stages of the reference for a problem, in float64 and in the same precision, each computed
-    once.
+    """Stages of the reference for a problem, in float64 and in the same precision.
+
+    Each is computed once.
 
     Attributes:
         problem: problem.
@@ -115,14 +114,16 @@ class Reference:
         return self._stages("float64", local=local)
 
     def same_precision(self, *, local: bool, arithmetic: str = "ieee") -> dict[str, np.ndarray]:
-        """All stages in the same precision and arithmetic, from their own earlier stages or from
-        the rounded ones.
+        """All stages in the same precision and arithmetic.
+
+        They are computed from their own earlier stages or, if local, from the rounded ones.
         """
         return self._stages(SAME_PRECISION[self.problem.dtype], local=local, arithmetic=arithmetic)
 
     def by_step(self, dtype: str, arithmetic: str = "ieee") -> list[dict[str, np.ndarray]]:
-        """Return the results of each step, in float64 or in the same precision; empty if some
-        stages are not stored.
+        """Return the results of each step, in float64 or in the same precision.
+
+        Empty if some stages are not stored.
         """
         if not self._has_scores:
             return []
@@ -215,16 +216,15 @@ class Reference:
     def compare(
         self, actual: np.ndarray, label: Label, arithmetic: str, *, local: bool = False
     ) -> Comparison:
-        """Compare a stage that was computed from its own earlier stages or from the rounded
-        ones.
-        """
+        """Compare a stage, computed from its own earlier stages or, if local, the rounded ones."""
         expected = self.expected(local=local)[label.stage]
         same = self.same_precision(local=local, arithmetic=arithmetic)[label.stage]
         return self._compare(actual, expected, same, label, arithmetic)
 
     def compare_used(self, actual: np.ndarray, label: Label, arithmetic: str) -> Comparison:
-        """Compare a stage of someone else's implementation, without padding and unfilled slots of a
-        cache.
+        """Compare a stage of someone else's implementation, without its unused cells.
+
+        These are padding, and unfilled slots of a cache.
         """
         expected = self.accumulated[label.stage]
         same = self.same_precision(local=False, arithmetic=arithmetic)[label.stage]
@@ -257,8 +257,9 @@ class Reference:
         *,
         local: bool = False,
     ) -> Comparison:
-        """Compare a stage that is just over its budget again, with the noise of perturbed inputs
-        and weights.
+        """Compare a stage that is just over its budget again, with more samples of the noise.
+
+        Each sample is the error for perturbed inputs and weights.
         """
         if not is_close(comparison.ratio):
             return comparison
@@ -271,11 +272,10 @@ class Reference:
         return best
 
     def recounted(self, arithmetic: str = "ieee") -> list[dict[str, np.ndarray]]:
-        """All stages in the same precision, with inputs and weights randomly perturbed by a unit of
-        rounding.
+        """All stages in the same precision, of randomly perturbed inputs and weights.
 
-        One run is one sample of the noise. If the softmax is almost saturated, a few elements
-        determine its size.
+        They are perturbed by a unit of rounding. One run is one sample of the noise. If the softmax
+        is almost saturated, a few elements determine its size.
         """
         if arithmetic not in self._recounts:
             rng = np.random.default_rng(int(self.problem.digest[:8], 16))
@@ -318,8 +318,9 @@ OF_A_STEP = {"q": "qkv", "latents": "qkv", "k": "qkv", "v": "qkv", "gate": "qkv"
 
 
 def step_of(name: str) -> tuple[int | None, str]:
-    """Return the call that computes a stage, None without a cache, and the step of
-    `parity.measure.core.stages.STEPS`.
+    """Return the call that computes a stage, None without a cache, and the stage's step.
+
+    The step is one of `parity.measure.core.stages.STEPS`.
     """
     stage = stage_named(name)
     if stage.path:
@@ -332,9 +333,7 @@ RECOUNTS = 4
 
 
 def nudged(problem: Problem, rng: np.random.Generator, arithmetic: str = "ieee") -> Problem:
-    """Return a problem whose weights and inputs are randomly perturbed by at most a unit of
-    rounding.
-    """
+    """Return a problem whose weights and inputs are perturbed by at most a unit of rounding."""
     unit_of_dtype = unit_of_rounding(SAME_PRECISION[problem.dtype])
     # A matrix product may take fewer bits than the dtype has.
     unit = max(unit_of_dtype, 2.0 ** -reference.MANTISSA[arithmetic])
@@ -355,8 +354,9 @@ def nudged_values(
 
 
 def judge(trace: Trace, reference: Reference) -> list[Comparison]:
-    """Compare all stages of a trace with the reference; a stage that only one of them has is a
-    failure.
+    """Compare all stages of a trace with the reference.
+
+    A stage that only one of them has is a failure.
     """
     run = Label(trace.problem.case.name, trace.title, trace.problem.dtype, "run")
     if trace.error:
@@ -383,8 +383,9 @@ def judge(trace: Trace, reference: Reference) -> list[Comparison]:
 
 
 def _judge_stage(trace: Trace, reference: Reference, label: Label, *, local: bool) -> Comparison:
-    """Compare one stage of a trace, computed from the trace's earlier stages or from the
-    reference's.
+    """Compare one stage of a trace.
+
+    It was computed from the trace's earlier stages or, if local, from the reference's.
     """
     values = trace.local if local else trace.accumulated
     if label.stage not in values:

@@ -1,8 +1,8 @@
-"""Cells of a stage on which no real token depends: tokens of padding, and unfilled slots of a
-cache.
+"""Cells of a stage on which no real token depends.
 
-Implementations may leave anything there. Right padding, for example, is often written to the cache
-and overwritten by the next tokens. So these cells are not compared.
+They are tokens of padding, and unfilled slots of a cache. Implementations may leave anything there.
+Right padding, for example, is often written to the cache and overwritten by the next tokens. So
+these cells are not compared.
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ def without_unused(x: np.ndarray, unused: np.ndarray | None) -> np.ndarray:
 
 
 def _used_lengths(case: Case, stage: Stage) -> dict[str, tuple[int, ...]]:
-    """Return the number of used query tokens "T" and keys or slots "S" of each sequence, where they
-    are limited.
+    """Return the number of used tokens of each sequence, where they are limited.
+
+    It is that of query tokens for "T", and of keys or slots for "S".
     """
     lengths: dict[str, tuple[int, ...]] = {}
     if stage.step is not None:

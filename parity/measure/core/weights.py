@@ -69,18 +69,19 @@ def weight_shapes(spec: AttentionSpec) -> dict[str, tuple[int, ...]]:
 
 
 def unheld(spec: AttentionSpec) -> AttentionSpec:
-    """Return the layer without fields that change neither its canonical weights nor its results in
-    evaluation mode.
+    """Return the layer without fields that evaluation mode ignores.
+
+    They change neither its canonical weights nor its results.
     """
     return replace(spec, fused_qkv=False, dropout=0.0, output_dropout=0.0)
 
 
 def random_weights(spec: AttentionSpec, seed: int | list[int] = 0) -> Weights:
-    """Return Xavier-uniform weights, with biases in [-1/2, 1/2] so that a missing bias shows;
-    float32.
+    """Return Xavier-uniform weights, float32.
 
-    Factors of norms are 0.5 to 0.8 or 1.2 to 1.5, so that a missing weight of a norm also shows.
-    Sinks and learned numbers of distances are between 0.5 and 1.5 in size.
+    Biases are in [-1/2, 1/2], so that a missing bias shows. Factors of norms are 0.5 to 0.8 or 1.2
+    to 1.5, so that a missing weight of a norm also shows. Sinks and learned numbers of distances
+    are between 0.5 and 1.5 in size.
 
     Args:
         spec: layer.
@@ -257,8 +258,9 @@ def read_spec(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> Atte
 
 
 def pack_qkv(weights: Mapping[str, np.ndarray]) -> Weights:
-    """Return canonical weights with q_proj, k_proj and v_proj stacked into one qkv_proj, as in a
-    fused module.
+    """Return canonical weights as in a fused module.
+
+    q_proj, k_proj and v_proj are stacked into one qkv_proj.
     """
     packed = {}
     for leaf in ("weight", "bias"):

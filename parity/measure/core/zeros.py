@@ -29,8 +29,9 @@ WRONG_ZEROS = "a visible key has weight exactly 0, or a hidden key has not"
 
 
 def largest_zero(expected: np.ndarray, same_precision: np.ndarray, dtype: str) -> float:
-    """Return the largest weight that may be 0 on only one side, because noise turns weights of its
-    size into 0.
+    """Return the largest weight that may be 0 on only one side.
+
+    Noise turns weights of its size into 0.
     """
     is_lost = ~np.isnan(expected) & (FLIPPED * np.abs(same_precision) < expected)
     largest_lost = float(expected.max(initial=0.0, where=is_lost))
@@ -38,8 +39,9 @@ def largest_zero(expected: np.ndarray, same_precision: np.ndarray, dtype: str) -
 
 
 def zero_on_one_side(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """Return the size of values that are exactly 0 on only one side; 0 elsewhere, and where a side
-    is NaN.
+    """Return the size of values that are exactly 0 on only one side.
+
+    It is 0 elsewhere, and where a side is NaN.
     """
     has_nan = np.isnan(actual) | np.isnan(expected)
     is_one_sided = ~has_nan & ((actual == 0) != (expected == 0))

@@ -155,8 +155,9 @@ def _rotating(rope: Rope, head_dim: int = 8) -> AttentionSpec:
 def _calls(
     *chunks: int, capacity: int, new_lengths: tuple[tuple[int, ...], ...] = ()
 ) -> dict[str, Any]:
-    """Return keywords of a case whose tokens arrive in calls of these sizes, with new_lengths real
-    tokens each.
+    """Return keywords of a case whose tokens arrive in calls of these sizes.
+
+    `new_lengths` are the real tokens of each sequence.
     """
     return {
         "seq_len": sum(chunks),

@@ -1,6 +1,4 @@
-"""Storage and summation of numbers: in float64, in the compared dtypes, and in the arithmetic of
-the hardware.
-"""
+"""Storage and summation of numbers in float64, in other dtypes, and on hardware."""
 
 from __future__ import annotations
 
@@ -66,8 +64,9 @@ references; they model products of insufficient precision.
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Storage and summation of numbers: `dtype` in memory, `wide` inside a stage, `kind` of
-    hardware.
+    """Storage and summation of numbers.
+
+    `dtype` is that in memory, `wide` that inside a stage; `kind` is that of the hardware.
     """
 
     dtype: np.dtype
@@ -127,13 +126,12 @@ class Arithmetic:
     # ---- Products --------------------------------------------------------------------------------
 
     def matmul(self, a: np.ndarray, b: np.ndarray, start: np.ndarray | float = 0.0) -> np.ndarray:
-        """Return the product of wide matrices, (…, m, k) and (…, k, n), added to `start` term by
-        term.
+        """Return the product of wide matrices, (…, m, k) and (…, k, n).
 
-        An implementation may sum in any order. This is the simplest, with the largest error of the
-        common ones (matrix libraries also start with the bias). A better order here would require
-        the same of every implementation. float64 may use any order. Large products use BLAS's order
-        plus the noise that it saves.
+        Its terms are added to `start` one by one. An implementation may sum in any order. This is
+        the simplest, with the largest error of the common ones (matrix libraries also start with
+        the bias). A better order here would require the same of every implementation. float64 may
+        use any order. Large products use BLAS's order plus the noise that it saves.
         """
         if self.wide == np.float64:
             return self.blas_product(a, b) + start

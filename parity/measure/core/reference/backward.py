@@ -41,7 +41,7 @@ class Backward:
         if problem.spec.sinks:
             values["sink_weights"] = self.sink_weights(values)
         if self.magnitude:
-            # The gate is inside a sigmoid, so its sign is no sign of a term.
+            # The gate is inside a sigmoid, so its absolute value is not that of a term.
             gate = values.get("gate")
             values = {name: np.abs(x) for name, x in values.items()}
             if gate is not None:
@@ -87,9 +87,7 @@ class Backward:
     def of_context(
         self, values: Values, query: np.ndarray, d_output: np.ndarray, grads: dict[str, np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the gradient of the context (B, N, T, H), and the gate's contribution to that of
-        the query.
-        """
+        """Return the gradients of the context (B, N, T, H), and of the query through the gate."""
         layer, a = self.layer, self.arithmetic
         if layer.problem.spec.out_proj:
             d_output = self.of_linear("out_proj", layer.combined(values), d_output, grads)
@@ -110,8 +108,9 @@ class Backward:
     def of_entering(
         self, name: str, d_heads: np.ndarray, positions: np.ndarray, grads: dict[str, np.ndarray]
     ) -> np.ndarray:
-        """Return the gradient of projected features, (B, T, width), from that of the heads that
-        enter attention.
+        """Return the gradient of projected features, (B, T, width).
+
+        `d_heads` is that of the heads that enter attention.
         """
         layer, norm, a = self.layer, self.layer.norm(name), self.arithmetic
         x = self.entered(layer.problem.sides[name])
@@ -160,8 +159,9 @@ class Backward:
         positions: np.ndarray,
         grads: dict[str, np.ndarray],
     ) -> np.ndarray:
-        """Return the gradient of the input of a layer with latents, from those of its keys and
-        values.
+        """Return the gradient of the input of a layer with latents.
+
+        `d_k` and `d_v` are those of its keys and values.
         """
         layer, a, rank = self.layer, self.arithmetic, self.layer.latent().kv_rank
         entered = self.entered("query")
@@ -193,8 +193,9 @@ class Backward:
     def of_latent_norm(
         self, name: str, x: np.ndarray, d_y: np.ndarray, grads: dict[str, np.ndarray]
     ) -> np.ndarray:
-        """Return the gradient of the input of a latent's norm, whose output is multiplied by its
-        factor.
+        """Return the gradient of the input of a latent's norm.
+
+        The output of the norm is multiplied by the latent's factor.
         """
         d_normed = self.arithmetic.keep(self.arithmetic.widen(d_y) * self.layer.latent_factor(name))
         return self.of_norm(name, x, d_normed, grads)
@@ -202,8 +203,9 @@ class Backward:
     def of_norm(
         self, name: str, x: np.ndarray, d_y: np.ndarray, grads: dict[str, np.ndarray]
     ) -> np.ndarray:
-        """Return the gradient of the input of a norm; those of its weight and bias are added to
-        `grads`.
+        """Return the gradient of the input of a norm.
+
+        The gradients of its weight and bias are added to `grads`.
         """
         layer, norm, a = self.layer, self.layer.norm(name), self.arithmetic
         if norm is None:
@@ -265,8 +267,9 @@ class Backward:
         scale: np.floating,
         grads: dict[str, np.ndarray],
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return gradients of q and k, (B, N, ·, H), through products with vectors of distances,
-        not scaled.
+        """Return gradients of q and k, (B, N, ·, H), through products with vectors of distances.
+
+        They are not scaled.
         """
         layer, a, record = self.layer, self.arithmetic, self.layer.distance_record()
         num_queries, num_keys = d_scores.shape[2:]
@@ -289,8 +292,9 @@ class Backward:
         return d_q, d_k
 
     def of_relative_bias(self, d_scores: np.ndarray) -> np.ndarray:
-        """Return the gradient of the table, (num_buckets, N): that of the scores, summed within
-        buckets.
+        """Return the gradient of the table, (num_buckets, N).
+
+        It is that of the scores, summed within buckets.
         """
         layer = self.layer
         (buckets,) = layer.buckets(np.arange(d_scores.shape[2])[None], d_scores.shape[3])
@@ -310,9 +314,7 @@ class Backward:
         return 1.0 - np.square(capped / cap)
 
     def per_kv_head(self, x: np.ndarray) -> np.ndarray:
-        """Return the gradient of `Layer.per_query_head`: the sum over the query heads of a
-        group.
-        """
+        """Return the gradient of `Layer.per_query_head`: the sum over a group's query heads."""
         batch, _, seq_len, head_dim = x.shape
         num_kv_heads = self.layer.problem.spec.num_kv_heads
         return x.reshape(batch, num_kv_heads, -1, seq_len, head_dim).sum(axis=2)
@@ -335,8 +337,9 @@ class Backward:
         return np.exp(self.layer.sinks() - self.log_sum_exp(values))
 
     def recomputed_attn_weights(self, values: Values) -> np.ndarray:
-        """Return exp(score - log sum exp) of recomputed scores: scaled queries, summed from the
-        last feature.
+        """Return exp(score - log sum exp) of recomputed scores.
+
+        Queries are scaled, and products are summed from the last feature.
         """
         a, log_sum_exp = self.arithmetic, self.log_sum_exp(values)
         q = a.widen(values["q"]) / a.wide.type(self.layer.scale())
@@ -348,8 +351,9 @@ class Backward:
     def of_linear(
         self, name: str, x: np.ndarray, d_y: np.ndarray, grads: dict[str, np.ndarray]
     ) -> np.ndarray:
-        """Return the gradient of the input of a projection; those of its weight and bias are added
-        to `grads`.
+        """Return the gradient of the input of a projection.
+
+        The gradients of its weight and bias are added to `grads`.
         """
         a, weights = self.arithmetic, self.layer.problem.weights
         flat_x = a.widen(x).reshape(-1, x.shape[-1])

@@ -15,8 +15,9 @@ BLOCK = 2**21
 
 
 def without_scores(layer: Layer) -> dict[str, np.ndarray]:
-    """Return all stages except scores and attention weights, which are computed for a block of rows
-    and discarded.
+    """Return all stages except scores and attention weights.
+
+    These are computed for a block of rows and discarded.
     """
     values: dict[str, np.ndarray] = layer.mask({})
     values |= layer.qkv(values)

@@ -1,5 +1,6 @@
-"""Attention stage by stage, directly from the formulas: each method is a step that a known bug may
-replace.
+"""Attention stage by stage, directly from the formulas.
+
+Each method is a step that a known bug may replace.
 """
 
 from __future__ import annotations
@@ -78,8 +79,9 @@ class Layer:
     def scores(
         self, values: Values, places: np.ndarray | None = None, products: np.ndarray | None = None
     ) -> dict[str, np.ndarray]:
-        """Return the scores of queries at positions (B or 1, T), default 0, 1, …; from their
-        products, if these are known.
+        """Return the scores of queries at positions (B or 1, T), default 0, 1, …
+
+        `products` are those of queries and keys; default: computed from `values`.
         """
         spec, a = self.problem.spec, self.arithmetic
         keep = a.between_scores
@@ -144,8 +146,9 @@ class Layer:
         return mask | np.isneginf(bias)
 
     def context(self, values: Values) -> dict[str, np.ndarray]:
-        """Return the weighted sums of visible values; hidden values have no effect, whatever they
-        contain.
+        """Return the weighted sums of visible values.
+
+        Hidden values have no effect, whatever they contain.
         """
         v = values["v"]
         is_not_finite = ~np.isfinite(v)
@@ -170,8 +173,9 @@ class Layer:
         return {"output": output}
 
     def combined(self, values: Values) -> np.ndarray:
-        """Return the concatenated context of all heads, (B, T, N * H), gated or normalized as the
-        layer requires.
+        """Return the concatenated context of all heads, (B, T, N * H).
+
+        It is gated or normalized as the layer requires.
         """
         context, norm = self.combine_heads(self.gated(values)), self.norm("context")
         if norm is None:
@@ -230,9 +234,7 @@ class Layer:
         return s <= t - size
 
     def is_out_of_reach(self, t: np.ndarray, s: np.ndarray) -> np.ndarray:
-        """Return whether a key at position s is outside the window or chunk of a query at position
-        t.
-        """
+        """Return whether a key at position s is outside the window or chunk of a query at t."""
         spec = self.problem.spec
         if spec.window_size is not None:
             is_before = self.is_before_window(t, s, spec.window_size)
@@ -290,8 +292,9 @@ class Layer:
         return slopes
 
     def gained_by_distance(self, buckets: np.ndarray) -> np.ndarray:
-        """Return the relative bias of the scores, (B or 1, N, T, S), by the buckets of distances (B
-        or 1, T, S).
+        """Return the relative bias of the scores, (B or 1, N, T, S).
+
+        `buckets` are those of distances, (B or 1, T, S).
         """
         return np.moveaxis(self.arithmetic.widen(self.relative_table())[buckets], -1, 1)
 
@@ -300,8 +303,9 @@ class Layer:
         return self.parameter("relative_bias")
 
     def buckets(self, places: np.ndarray, key_len: int) -> np.ndarray:
-        """Return the buckets of distances from queries to keys, or of their grid offsets, (B or 1,
-        T, S).
+        """Return the buckets of distances from queries to keys, (B or 1, T, S).
+
+        On a grid, they are those of the offsets.
         """
         grid = self.problem.spec.relative_bias
         if isinstance(grid, GridBias):
@@ -332,8 +336,9 @@ class Layer:
         return self.bucket_of_direction(np.abs(distance), half) + np.where(distance > 0, half, 0)
 
     def bucket_of_direction(self, away: np.ndarray, count: int) -> np.ndarray:
-        """Return one of `count` buckets: the first half have one distance each, the others
-        widen.
+        """Return one of `count` buckets.
+
+        The first half have one distance each, the others widen.
         """
         exact = count // 2
         steps = self.share_of_logarithm(np.maximum(away, exact), exact) * np.float32(count - exact)
@@ -341,8 +346,9 @@ class Layer:
         return np.where(away < exact, away, widening)
 
     def share_of_logarithm(self, away: np.ndarray, exact: int) -> np.ndarray:
-        """Return the logarithmic position of a distance from the first inexact one (0) to the
-        largest (1); float32.
+        """Return the logarithmic position of a distance, float32.
+
+        It is 0 for the first inexact distance, and 1 for the largest.
         """
         largest = np.log(self.relative_bias().max_distance / exact)
         ratio = away.astype(np.float32) / np.float32(exact)
@@ -353,8 +359,9 @@ class Layer:
         return cast(RelativeBias, self.problem.spec.relative_bias)
 
     def relative_products(self, values: Values, places: np.ndarray) -> list[np.ndarray]:
-        """Return products of queries and of keys with the vectors of distances, (B, N, T, S) each,
-        not scaled.
+        """Return products of queries and of keys with the vectors of distances, not scaled.
+
+        Each is (B, N, T, S).
         """
         record, a = self.distance_record(), self.arithmetic
         q, k = a.widen(values["q"]), self.per_query_head(a.widen(values["k"]))
@@ -510,8 +517,9 @@ class Layer:
             return 1.0 / (1.0 + np.exp(-gate))
 
     def entering(self, name: str, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Return projected features as heads that enter attention: clipped, split, normalized and
-        rotated.
+        """Return projected features as heads that enter attention.
+
+        They are clipped, split, normalized and rotated.
         """
         norm, x = self.norm(name), self.clipped(name, x)
         if norm is not None and norm.over == "width":
@@ -542,8 +550,9 @@ class Layer:
         return self.normed_latent("q_a", self.linear("q_a_proj", x))
 
     def latents(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Return the cached vector of each token: latent and shared features of keys, (B, 1, T,
-        W).
+        """Return the cached vector of each token, (B, 1, T, W).
+
+        It consists of the latent and the shared features of keys.
         """
         latent, shared = np.split(self.linear("kv_a_proj", x), [self.latent().kv_rank], axis=-1)
         latents = np.concatenate([self.normed_latent("kv_a", latent), shared], axis=-1)
@@ -678,16 +687,18 @@ class Layer:
         return (of_pairs.astype(wide) * of_tokens.astype(wide))[:, None]
 
     def lengths(self, positions: np.ndarray) -> np.ndarray:
-        """Return the length that frequencies depend on, by position (B or 1, T): its sequence's
-        last position + 1.
+        """Return the length that frequencies depend on, by position (B or 1, T).
+
+        It is the last position of a sequence, plus 1.
         """
         return np.broadcast_to(
             positions.max(axis=-1, keepdims=True, initial=0) + 1, positions.shape
         )
 
     def by_group(self, of_queries: np.ndarray, of_keys: np.ndarray) -> np.ndarray:
-        """Return the products of query heads (B, N, T, …) and their key/value heads (B, K, …), (B,
-        N, T, …).
+        """Return the products of query heads and their key/value heads, (B, N, T, …).
+
+        Query heads are (B, N, T, …), key/value heads (B, K, …).
         """
         batch, heads, tokens, width = of_queries.shape
         if heads == of_keys.shape[1]:
@@ -698,8 +709,9 @@ class Layer:
         return products.reshape(batch, heads, tokens, -1)
 
     def per_query_head(self, x: np.ndarray) -> np.ndarray:
-        """Return key/value heads (B, K, S, H) repeated for query heads: head n // (N // K) for head
-        n.
+        """Return key/value heads (B, K, S, H) repeated for query heads.
+
+        Query head n has key/value head n // (N // K).
         """
         group = self.problem.spec.num_heads // self.problem.spec.num_kv_heads
         if group == 1:
@@ -709,8 +721,9 @@ class Layer:
 
 @dataclass(frozen=True)
 class CachedCall:
-    """One call with a cache: new tokens `x`, `added` of them real, after `before` tokens of each
-    sequence.
+    """One call with a cache: new tokens `x`.
+
+    `added` of them are real; they follow `before` tokens of each sequence.
     """
 
     layer: Layer

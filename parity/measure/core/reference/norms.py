@@ -45,8 +45,9 @@ def summed(grad: np.ndarray, norm: Norm) -> np.ndarray:
 def back_through(
     d_hat: np.ndarray, x_hat: np.ndarray, s: np.ndarray, norm: Norm, *, magnitude: bool
 ) -> np.ndarray:
-    """Return the gradient of x from that of x̂; `magnitude` makes all terms of all sums and
-    differences positive.
+    """Return the gradient of x from that of x̂.
+
+    `magnitude` makes all terms of all sums and differences positive.
     """
     sign = d_hat.dtype.type(-1.0)
     if magnitude:

@@ -58,7 +58,7 @@ def axes(rope: Rope, head_dim: int) -> list[int]:
             axis_of_pairs[start : start + size] = [axis] * size
             start += size
         return axis_of_pairs
-    # Axes take turns until a section is used up; the first axis has what is left.
+    # Axes take turns until a section is used up; remaining pairs belong to the first axis.
     num_axes = len(rope.sections)
     for axis, size in enumerate(rope.sections):
         for pair in range(axis, min(size * num_axes, count), num_axes):
@@ -120,8 +120,9 @@ def _scaled(
 
 
 def _places_in_series(rope: Rope, head_dim: int) -> list[tuple[int, int]]:
-    """Return the place of each pair in the series of its frequency, and the number of features of
-    that series.
+    """Return the place of each pair in the series of its frequency.
+
+    Each comes with the number of features of that series.
     """
     count, sections = count_rotated(rope, head_dim), rope.sections or ()
     if rope.section_frequencies == "shared":
