@@ -134,14 +134,17 @@ class Arithmetic:
         use any order. Large products use BLAS's order plus the noise that it saves.
         """
         if self.wide == np.float64:
-            return self.blas_product(a, b) + start
+            product = self.blas_product(a, b)
+            product += start
+            return product
         first_bits, second_bits = self._operand_bits
         a, b = _with_mantissa(a, first_bits), _with_mantissa(b, second_bits)
         if not self.is_only_sampled(a, b):
             return self.simplest_product(a, b, start)
         product = self.blas_product(a, b)
         product += self.excess_noise(a, b, product)
-        return product + start
+        product += start
+        return product
 
     def is_only_sampled(self, a: np.ndarray, b: np.ndarray) -> bool:
         """Return whether a float32 product takes too long in the simplest order."""
