@@ -141,9 +141,9 @@ class Remembered:
         begin(PER_NUMBER / 2 * multiplications(x, weight.T) / weight.shape[1])
         product = np.empty((*x.shape[:-1], len(weight)), layer.arithmetic.wide)
         for weight_name, (rows, places) in sources.items():
-            known = self._product(weight_name, side, layer, x)
+            product_of_source = self._product(weight_name, side, layer, x)
             for from_rows, to_places in _in_runs(rows, places):
-                product[..., to_places] = known[..., from_rows]
+                product[..., to_places] = product_of_source[..., from_rows]
         return product
 
     def _sources_of(

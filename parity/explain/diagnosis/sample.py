@@ -24,7 +24,7 @@ class Sample:
         rows: query tokens, in order.
         features: features of the output, in order.
         keys: number of leading keys they attend to; default: all.
-        kept: number of leading rows that continue after the softmax; default: all. The others are
+        num_continuing: number of leading rows that continue after the softmax; default: all. The others are
             only for a softmax that includes them.
         rows_out: rows of the output, if the context is placed among all tokens, which wrongly
             combined heads need; default: the context has only the rows.
@@ -41,7 +41,7 @@ class Sample:
     rows: np.ndarray
     features: np.ndarray
     keys: int | None = None
-    kept: int | None = None
+    num_continuing: int | None = None
     rows_out: np.ndarray | None = None
     other_rows: np.ndarray | None = None
     absorbs: bool = False
@@ -52,7 +52,7 @@ class Sample:
         if quantity == "output" and self.rows_out is not None:
             return self.rows_out
         if quantity in AFTER_SOFTMAX:
-            return self.rows[: self.kept]
+            return self.rows[: self.num_continuing]
         return self.rows
 
     def tokens_of(self, quantity: str) -> dict[str, np.ndarray]:

@@ -102,13 +102,15 @@ class _StepsOfRows:
 
     def attn_weights(self, values: Values) -> dict[str, np.ndarray]:
         attn_weights = self.layer.attn_weights(values)["attn_weights"]
-        return {"attn_weights": attn_weights[:, :, : self.sample.kept]}
+        return {"attn_weights": attn_weights[:, :, : self.sample.num_continuing]}
 
     def context(self, values: Values) -> dict[str, np.ndarray]:
         v: Any = values["v"]
         if isinstance(v, absorbed.DeferredHeads):
             return {"context": absorbed.context(self.layer, values, v)}
-        return self.layer.context({**values, "mask": values["mask"][:, :, : self.sample.kept]})
+        return self.layer.context(
+            {**values, "mask": values["mask"][:, :, : self.sample.num_continuing]}
+        )
 
     def output(self, values: Values) -> dict[str, np.ndarray]:
         rows_out, problem = self.sample.rows_out, self.layer.problem

@@ -262,11 +262,13 @@ class Whole:
             return
         if "attn_weights" in self.observed:
             yield self._mixing(
-                replace(of_first_keys, kept=None), frozenset({"attn_weights"}), words
+                replace(of_first_keys, num_continuing=None), frozenset({"attn_weights"}), words
             )
         elif "bias" not in self.problem.inputs:  # the logarithm of the other queries is not a row
             rows = _spread(self.num_rows, ROWS, 0)
-            sample = Sample(rows, features, kept=len(rows), other_rows=self._other_rows(rows))
+            sample = Sample(
+                rows, features, num_continuing=len(rows), other_rows=self._other_rows(rows)
+            )
             judged = frozenset(self.observed.keys() & {"context", "output"})
             yield self._mixing(
                 sample,

@@ -113,8 +113,9 @@ def to_numpy_by_name(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
 def _add_arrays(by_name: dict[str, np.ndarray], name: str, node: Any) -> None:
     """Add an array, or all in a nested mapping, under a name."""
     if isinstance(node, Mapping):
+        prefix = f"{name}." if name else ""
         for key, child in node.items():
-            _add_arrays(by_name, f"{name}.{key}" if name else str(key), child)
+            _add_arrays(by_name, f"{prefix}{key}", child)
         return
     if name in by_name:
         rule = "differ after their levels are joined with dots"

@@ -359,9 +359,10 @@ def measure(
     reason = _what_is_not_finite(actual, expected)
     if not reason and judgement.has_wrong_zeros:
         reason = WRONG_ZEROS
+    status = "passed" if judgement.ratio <= 1.0 else "failed"
     return Comparison(
         *label,
-        status="passed" if judgement.ratio <= 1.0 else "failed",
+        status=status,
         error=judgement.measured[judgement.norm],
         budget=allowed[judgement.norm],
         ratio=judgement.ratio,
@@ -503,7 +504,8 @@ def budget(
     shrink = unit_of_rounding(dtype) / unit_of_rounding(same_dtype or SAME_PRECISION[dtype])
     counted = ~np.isnan(expected)  # values that must be NaN have no budget
     wide_same_precision = same_precision.astype(np.float64)
-    scale = norms_of(expected if terms is None else terms, counted)
+    terms = expected if terms is None else terms
+    scale = norms_of(terms, counted)
     noise = norms_of(wide_same_precision - expected, counted)
     if has_slope and arithmetic == "ieee":
         scale["slope"] = scale["rms"]
@@ -549,7 +551,10 @@ def floor(dtype: str, arithmetic: str = "ieee") -> float:
     """
     if arithmetic.startswith("tensix"):
         return TENSIX_FLOOR[dtype]
-    return unit_of_rounding("float64" if dtype == "float64" else "float32")
+    # Also in 16 bits, whose sums are float32.
+    if dtype != "float64":
+        dtype = "float32"
+    return unit_of_rounding(dtype)
 
 
 @cache

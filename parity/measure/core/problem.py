@@ -112,10 +112,11 @@ class Problem:
         is_of_keys = name != "query" or self.case.seq_len_k is None
         if lengths is None or not is_of_keys or np.isfinite(x).all():
             return x
-        are_heads = name in ("k", "v")
-        num_tokens = x.shape[2] if are_heads else x.shape[1]
-        is_padding = np.arange(num_tokens) >= np.array(lengths)[:, None]  # (B, S)
-        is_padding = np.expand_dims(is_padding, (1, 3) if are_heads else 2)
+        lengths = np.array(lengths)
+        if name in ("k", "v"):  # heads, (B, K, S, H)
+            is_padding = (np.arange(x.shape[2]) >= lengths[:, None])[:, None, :, None]
+        else:
+            is_padding = (np.arange(x.shape[1]) >= lengths[:, None])[:, :, None]
         return np.where(is_padding & ~np.isfinite(x), np.zeros_like(x), x)
 
     def step_input(self, step: int, name: str = "query") -> np.ndarray:

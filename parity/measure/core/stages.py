@@ -143,8 +143,9 @@ class Stage:
 def stage_named(name: str) -> Stage:
     """Return the stage of a name."""
     match = cast(re.Match[str], _NAME.fullmatch(name))  # which matches any text
-    step, path, gradient, quantity = match.groups()
-    return Stage(quantity, path or "", bool(gradient), None if step is None else int(step))
+    digits, path, gradient, quantity = match.groups()
+    step = None if digits is None else int(digits)
+    return Stage(quantity, path or "", bool(gradient), step)
 
 
 # ---- Order ---------------------------------------------------------------------------------------

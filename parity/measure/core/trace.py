@@ -279,10 +279,12 @@ class Reference:
         """
         if arithmetic not in self._recounts:
             rng = np.random.default_rng(int(self.problem.digest[:8], 16))
-            # Narrower dtypes round so coarsely that perturbed values are often the same again.
-            is_float32 = SAME_PRECISION[self.problem.dtype] == "float32"
+            # Only float32 and float64 stages: see "Saturated softmax" in error-budget.md of docs.
+            num_recounts = 0
+            if SAME_PRECISION[self.problem.dtype] == "float32":
+                num_recounts = RECOUNTS
             recounts = []
-            for _ in range(RECOUNTS if is_float32 else 0):
+            for _ in range(num_recounts):
                 perturbed = Reference(nudged(self.problem, rng, arithmetic))
                 recounts.append(perturbed.same_precision(local=False, arithmetic=arithmetic))
             self._recounts[arithmetic] = recounts
@@ -329,7 +331,10 @@ def step_of(name: str) -> tuple[int | None, str]:
 
 
 RECOUNTS = 4
-"""Number of further measurements of the noise if a stage is over its budget."""
+"""Number of further measurements of the noise if a stage is over its budget.
+
+In 60 problems with a saturated softmax, correct weights pass with 4 (`test_compare.py`).
+"""
 
 
 def nudged(problem: Problem, rng: np.random.Generator, arithmetic: str = "ieee") -> Problem:

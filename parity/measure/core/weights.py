@@ -40,7 +40,9 @@ EXPONENT_BITS = {"bfloat16": 0x7F80, "float16": 0x7C00}
 @cache
 def dtype_named(name: str) -> np.dtype:
     """Return the NumPy dtype of a name, including bfloat16."""
-    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    if name == "bfloat16":
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
 
 
 def is_floating(dtype: np.dtype) -> bool:
