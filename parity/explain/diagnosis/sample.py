@@ -24,8 +24,8 @@ class Sample:
         rows: query tokens, in order.
         features: features of the output, in order.
         keys: number of leading keys they attend to; default: all.
-        num_continuing: number of leading rows that continue after the softmax; default: all. The others are
-            only for a softmax that includes them.
+        num_continuing: number of leading rows that continue after the softmax; default: all. The
+            others are only for a softmax that includes them.
         rows_out: rows of the output, if the context is placed among all tokens, which wrongly
             combined heads need; default: the context has only the rows.
         other_rows: all other query tokens as one more row of scores, (B, N, 1, S): their

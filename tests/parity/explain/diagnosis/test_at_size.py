@@ -143,6 +143,25 @@ def test_search_reuses_full_projections(monkeypatch, name):
     assert not made
 
 
+@pytest.mark.parametrize("of_reference", [True, False])
+def test_reference_products_have_no_limit(problems, of_reference):
+    """A part out of work may project all queries only if the reference has done so, too."""
+    problem, rows = problems["bert"], np.array([1, 9])
+    some = {rows_of_query(rows): problem.inputs["query"][:, rows]}
+    with_rows = replace(problem, inputs=problem.inputs | some)
+    part = SampledProblem.of(with_rows, Sample(rows, np.arange(16)))
+    base = remembering(Remembered(of_reference=of_reference))
+    layer, work = wrong_layer(part, "float64", [base]), Work(1.0)
+    with work.counted(), work.inside("a part", most=0.0):
+        if of_reference:
+            q = layer.linear("q_proj", problem.inputs["query"])
+            assert q.shape == (1, 160, 256)
+        else:
+            with pytest.raises(TimeoutError):
+                layer.linear("q_proj", problem.inputs["query"])
+    assert work.spent == 0.0
+
+
 @sample(2)
 @pytest.mark.parametrize(
     ("layer", "name"),
