@@ -145,7 +145,7 @@ def test_search_reuses_full_projections(monkeypatch, name):
 
 @pytest.mark.parametrize("of_reference", [True, False])
 def test_reference_products_have_no_limit(problems, of_reference):
-    """A part out of work may project all queries only if the reference has done so, too."""
+    """A part out of work may project all queries only if the reference also has them."""
     problem, rows = problems["bert"], np.array([1, 9])
     some = {rows_of_query(rows): problem.inputs["query"][:, rows]}
     with_rows = replace(problem, inputs=problem.inputs | some)
