@@ -191,7 +191,7 @@ def _drawn_inputs(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]
     if case.bias:
         inputs["bias"] = _draw(rng, of_scores)
     if case.random_mask:
-        mask = rng.random(of_scores) < 0.4
+        mask = rng.random(of_scores) < 0.4  # an arbitrary share, so that most rows keep some keys
         masked_rows = rng.integers(0, case.seq_len, case.batch)  # one of each sequence
         mask[np.arange(case.batch), :, masked_rows] = True
         inputs["mask"] = mask
