@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec, InputError, InputTypeError
-from parity.measure import pretrained
 from parity.measure.core.arrays import to_numpy_by_name
 from parity.measure.core.case import DTYPES, Case
 from parity.measure.core.sample import Sample
@@ -197,6 +196,8 @@ def make_problem(
     if weights is None:
         weights = random_weights(spec, [1, *seed])
         if case.trained is not None:
+            from parity.measure import pretrained
+
             tensors = pretrained.unpacked(load_tensors(pretrained.path(case.trained))[0])
             weights = {name: tensors[name] for name in weight_shapes(spec)}
             inputs |= {

@@ -11,6 +11,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from mha_spec import AttentionSpec, InputError
@@ -32,6 +33,8 @@ from parity.port.conversion.prefixes import (
 )
 from parity.port.conversion.ranks import NORMS, NUM_RANKS, open_checkpoint
 from parity.port.conversion.sharing import holders_in_model, name_in_file
+from parity.port.models.config import read_config
+from parity.port.models.specs import layers_of_parts
 
 Held = TypeVar("Held", list, dict)
 
@@ -263,6 +266,22 @@ def tells_layout(path: str | os.PathLike[str]) -> bool:
     """Return whether mha-parity wrote a file with the prefixes and layouts of its layers."""
     with open_checkpoint(path) as file:
         return _is_ours(file.metadata) and "layout" in file.metadata
+
+
+def is_unknown(folder: str | os.PathLike[str]) -> bool:
+    """Return whether a path is a model folder whose layers neither rules nor its metadata specify.
+
+    Raises:
+        OSError, ValueError: if its config.json cannot be read.
+    """
+    path = Path(folder) / "config.json"
+    if not os.path.lexists(path) or tells_layout(folder):
+        return False
+    config = read_config(path)
+    try:
+        return not layers_of_parts(config)
+    except (TypeError, ValueError):
+        return True
 
 
 NOT_LISTED = (

@@ -131,10 +131,10 @@ def _accepting(words: Sequence[str], lossy: LossyType) -> str:
 
 def run(options: argparse.Namespace) -> Result:
     """Convert, and print the result for the tensors."""
-    from parity.explain.identification.folders import is_unknown, observe_folder, observed_file
     from parity.port.conversion.convert import convert_file
     from parity.port.conversion.inspect import count_tensors
     from parity.port.conversion.layouts.losses import LossyError
+    from parity.port.conversion.metadata import is_unknown
     from parity.use.reporting.console import console, progress_bar
     from parity.use.reporting.conversion import print_conversion
 
@@ -150,6 +150,8 @@ def run(options: argparse.Namespace) -> Result:
             and all(map(find_spec, ("torch", "transformers")))
             and is_unknown(source)
         ):
+            from parity.explain.identification.folders import observe_folder, observed_file
+
             try:
                 observed = observe_folder(source)
                 source = stack.enter_context(observed_file(observed))

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from parity.use.cli.former import warn_of_former
 from parity.use.cli.help import Page, Result
 from parity.use.cli.layers import (
     ASSUMED_CAUSAL,
@@ -130,11 +129,9 @@ def run(options: argparse.Namespace) -> Result:
         "--causal": options.causal,
     }
     if taps.are_taps(options.files):
-        if options.weights is not None:
-            warn_of_former("--weights for recordings", "--model")
-            options.model, options.weights = options.weights, None
         of_others = {
             **of_function,
+            "--weights": options.weights,
             "--from": options.layouts or None,
             "--prefix": options.prefix or None,
         }

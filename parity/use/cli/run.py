@@ -309,7 +309,7 @@ def _check_weight_options(options: argparse.Namespace) -> None:
 def _run_model(options: argparse.Namespace, told: dict[str, Any]) -> Report:
     """Run the layers of a model."""
     from mha_spec import InputError
-    from parity.explain.identification.folders import is_unknown
+    from parity.port.conversion.metadata import is_unknown
     from parity.use.reporting.console import progress_bar
     from parity.use.running.models import run_model
 

@@ -105,7 +105,7 @@ SCHEMAS = {
         },
     ),
     "mutate": Schema(
-        2,
+        3,
         {
             "": {
                 "subject": "the callable",
@@ -116,7 +116,7 @@ SCHEMAS = {
         },
     ),
     "verify": Schema(
-        3,
+        4,
         {
             "": {
                 "results": "a record for each stage of each pair of layers",
@@ -128,7 +128,7 @@ SCHEMAS = {
         },
     ),
     "diagnose": Schema(
-        3,
+        4,
         {
             "a function, or traces": DIAGNOSIS | FINDING,
             "two weight files": DIAGNOSIS
@@ -143,7 +143,6 @@ SCHEMAS = {
                 "is_wrong": "true if a rank differs by more than rounding",
                 "wrong": "first wrong stage of each wrong rank",
                 "bugs": "bugs that explain all ranks",
-                "mistakes": "former name of bugs",
                 **FINDING,
             },
         },
@@ -238,7 +237,7 @@ SCHEMAS = {
             }
         },
     ),
-    "selftest": Schema(2, {"": {"outcomes": "result of each injected bug"}}),
+    "selftest": Schema(3, {"": {"outcomes": "result of each injected bug"}}),
     "bench": Schema(
         1,
         {

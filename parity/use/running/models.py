@@ -16,7 +16,6 @@ import numpy as np
 from mha_spec import AttentionSpec, GridBias, InputError
 from parity.explain.identification.folders import (
     code_of_transformers,
-    is_unknown,
     observe_folder,
     observed_file,
 )
@@ -30,6 +29,7 @@ from parity.measure.sharding.mesh import MeshPlan
 from parity.measure.text import counted, printable, some_of
 from parity.port.conversion.hints import LayerKeywords
 from parity.port.conversion.layers import FileLayer, OpenLayers, open_model
+from parity.port.conversion.metadata import is_unknown
 from parity.port.conversion.not_compared import NotCompared
 from parity.port.models.config import read_config
 from parity.port.models.specs import layers_of_parts, unknown_parts

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from parity.explain.diagnosis.taps import TapVerdict, judge_tap
-from parity.explain.identification.folders import is_unknown, observe_folder
+from parity.explain.identification.folders import observe_folder
 from parity.measure.core.weights import Weights
 from parity.port.conversion.layers import open_layers
+from parity.port.conversion.metadata import is_unknown
 from parity.port.models.config import read_config
 from parity.port.models.specs import ModelLayer, layers_of_parts
 from parity.port.tapping.record import load_tap

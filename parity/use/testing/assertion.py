@@ -6,12 +6,11 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mha_spec import InputError, InputTypeError
-from parity.explain.diagnosis.diagnose import Diagnosis, diagnose_stages
 from parity.measure.core.arrays import arithmetic_of, stages_of
 from parity.measure.core.case import DTYPES
 from parity.measure.core.compare import (
@@ -32,6 +31,9 @@ from parity.measure.core.reference import ARITHMETICS
 from parity.measure.core.stages import STAGES, stage_named
 from parity.measure.core.trace import Reference
 from parity.measure.text import some_of
+
+if TYPE_CHECKING:
+    from parity.explain.diagnosis.diagnose import Diagnosis
 
 Stages = Mapping[str, np.ndarray]
 
@@ -157,6 +159,8 @@ def judge(
     stages = stages_of("actual", actual, stage) if diagnose and difference is not None else {}
     if reference is None or not any(stage_named(name).kind in STAGES for name in stages):
         return comparisons, None
+    from parity.explain.diagnosis.diagnose import diagnose_stages
+
     arithmetic = arithmetic or arithmetic_of(actual)
     diagnosis = diagnose_stages(stages, reference, arithmetic, comparisons=comparisons)
     judged = _as_recorded(comparisons, diagnosis, reference, arithmetic)
