@@ -32,14 +32,21 @@ def run(options: argparse.Namespace) -> Result:
     from parity.use.reporting.conversion import print_inspection
 
     with open_checkpoint(options.file) as file:
-        found = find_layers(file, **layer_options(options))
-        dtypes = {dtype: dtype.name for dtype in {info.dtype for info in file.infos.values()}}
-        infos: dict[str, dict[str, Any]] = {}
+        layers = find_layers(file, **layer_options(options))
+        # NumPy computes the name of a dtype in Python: once for each, not for each of many tensors.
+        dtypes = {info.dtype for info in file.infos.values()}
+        names_of_dtypes = {dtype: dtype.name for dtype in dtypes}
+        tensors: dict[str, dict[str, Any]] = {}
         for name, info in file.infos.items():
-            infos[name] = {"shape": list(info.shape), "dtype": dtypes[info.dtype]}
+            tensors[name] = {"shape": list(info.shape), "dtype": names_of_dtypes[info.dtype]}
         for name, kind in file.quantised.items():
-            infos[name]["quantised"] = kind
-        print_inspection(options.file, file, found, console())
-        told = {"file_format": file.format, "metadata": dict(file.metadata), "tensors": infos}
+            tensors[name]["quantised"] = kind
+        print_inspection(options.file, file, layers, console())
+        content = {
+            "file_format": file.format,
+            "metadata": dict(file.metadata),
+            "tensors": tensors,
+            "layers": layers,
+        }
     warn_of_parts(options.file)
-    return 0, {**told, "layers": found}
+    return 0, content

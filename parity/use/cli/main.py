@@ -30,7 +30,15 @@ from parity.port.conversion.not_carried import NotCarriedWarning
 from parity.use.cli.clone import FROM_A_CLONE, commands_of_a_clone
 from parity.use.cli.completion import SHELLS
 from parity.use.cli.help import EXIT_STATUS
-from parity.use.cli.messages import is_writable, print_out, refusal, say, say_error, warn
+from parity.use.cli.messages import (
+    is_writable,
+    names_like,
+    print_out,
+    refusal,
+    say,
+    say_error,
+    warn,
+)
 from parity.use.cli.options import in_flags
 from parity.use.cli.paths import REPORTS, STANDARD_OUTPUT, check_paths
 
@@ -137,9 +145,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     elif name.startswith("-"):
         parser = make_parser()
     else:
-        similar = did_you_mean(name, COMMANDS)
-        listed = "`mha-parity --help` lists them"
-        hint = f"{similar} {listed}" if similar else listed
+        hint = names_like(name, COMMANDS, "`mha-parity --help` lists them")
         raise refusal("COMMAND", "be a known command", name or "none", hint=hint)
     options, unknown = parser.parse_known_args(words)
     options.words = words

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from parity.measure.backends import BACKENDS
 from parity.use.cli.cases import cases_named
 from parity.use.cli.help import Page, Result
-from parity.use.cli.layers import add_layer_options, layer_options, said_of_layers
+from parity.use.cli.layers import add_layer_options, layer_options, passed_layer_flags
 from parity.use.cli.messages import no_framework, refusal
 from parity.use.cli.options import (
     check_names,
@@ -287,7 +287,9 @@ def _check_weight_options(options: argparse.Namespace) -> None:
     """Reject options about weights without weights, and options about cases with weights."""
     source = "--model" if options.model is not None else "--weights"
     if getattr(options, source[2:]) is None:
-        needless = said_of_layers(options) + (["--seq-len"] if options.seq_len is not None else [])
+        needless = passed_layer_flags(options) + (
+            ["--seq-len"] if options.seq_len is not None else []
+        )
         if needless:
             raise refusal(", ".join(needless), "be passed with --weights or --model")
     elif (

@@ -302,11 +302,15 @@ def message(
     if diagnosis is not None and diagnosis.is_wrong:
         lines += [diagnosis.as_text(verbose=verbose), ""]
     lines.append(str(difference))
-    agreeing = [comparison.stage for comparison in comparisons if comparison.passed]
+    agreeing = []
+    differing = []
+    for comparison in comparisons:
+        if comparison.passed:
+            agreeing.append(comparison.stage)
+        elif comparison is not difference:
+            differing.append(comparison.stage)
     if agreeing:
         lines.append(f"  agree       {some_of(agreeing)}")
-    differing = [comparison.stage for comparison in comparisons if not comparison.passed]
-    differing.remove(difference.stage)
     if differing:
         lines.append(f"  also differ {some_of(differing)}")
     if next_step:
@@ -322,13 +326,12 @@ def _as_recorded(
     Stages outside of the diagnosis, such as gradients, are unchanged. If nothing is wrong, all
     other stages pass.
     """
-    shapes = {
-        comparison.stage: comparison.shape for comparison in comparisons if not comparison.passed
-    }
-    # A convention that changes the shape cannot be shown at the places of the recorded array.
-    converted = {
-        name: array for name, array in diagnosis.taken.items() if shapes.get(name) == array.shape
-    }
+    converted = {}
+    for comparison in comparisons:
+        array = diagnosis.taken.get(comparison.stage)
+        # A convention that changes the shape cannot be shown at the places of the recorded array.
+        if not comparison.passed and array is not None and array.shape == comparison.shape:
+            converted[comparison.stage] = array
     repeated = {}
     if converted:
         with np.errstate(over="ignore", invalid="ignore"):
@@ -407,7 +410,7 @@ def _compare_with_expected(
     dtypes = []
     for stages in arrays.values():
         dtypes += [array.dtype.name for array in stages.values()]
-    floating = [name_of_dtype for name_of_dtype in dtypes if name_of_dtype in DTYPES]
+    floating = [kind for kind in dtypes if kind in DTYPES]
     if dtype is None:
         # The coarsest unit of rounding is that of the narrowest dtype.
         dtype = max(floating, key=unit) if floating else dtypes[0]
