@@ -424,7 +424,7 @@ def _judge_own_module(
     except NotAlone as error:
         _skip_own_module(report, case, str(error))
         return
-    # The model may change the input before its module: the reference starts from what that received.
+    # The model may change its input before the module, whose own input the reference starts from.
     problem = replace(problem, inputs={**problem.inputs, "query": result.given})
     expected = run_steps(reference.steps(problem, "float64"))["output"]
     same = run_steps(reference.steps(problem, SAME_PRECISION["float32"]))["output"]
