@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from parity.explain.diagnosis.diagnose import Diagnosis
 from parity.measure.core.compare import Comparison, Label, first_difference
 from parity.measure.core.problem import Problem
-from parity.measure.core.records import as_html
+from parity.measure.core.records import JsonRecord, as_html
 from parity.measure.core.trace import Reference
 from parity.measure.sharding.mesh import Collectives
 from parity.measure.text import counted, printable
@@ -176,7 +176,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report for JSON."""
-        results = [comparison.to_dict() for comparison in self.comparisons]
+        results = _as_dicts(self.comparisons)
         for backend, reason in self.skipped.items():
             of_no_case = {"case": None, "backend": backend, "dtype": None, "stage": None}
             results.append({**of_no_case, "status": "skipped", "reason": reason})
@@ -193,11 +193,15 @@ class Report:
             "warnings": self.warnings,
             "summary": self.summary,
             "results": results,
-            "not_compared": [part.to_dict() for part in self.not_compared],
-            "not_exercised": [feature.to_dict() for feature in self.not_exercised],
+            "not_compared": _as_dicts(self.not_compared),
+            "not_exercised": _as_dicts(self.not_exercised),
             "collectives": [collectives.to_dict() for collectives in self.collectives],
             "diagnoses": diagnoses,
         }
+
+
+def _as_dicts(records: Iterable[JsonRecord]) -> list[dict[str, Any]]:
+    return [record.to_dict() for record in records]
 
 
 def _by_reason(cases: Sequence[SkippedCase], backends: Collection[str]) -> list[NotCompared]:

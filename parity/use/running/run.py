@@ -432,7 +432,7 @@ def _report_of(judged: Sequence[_Judged], joined: Iterable[Trace]) -> Report:
             "there", "be something to compare", f"{len(skipped)} skipped cases and no other"
         )
     missing = _missing(judged, joined)
-    warnings = [*_different_locks(result.trace for result in judged)]
+    warnings = [*_warnings_of_locks(judged)]
     warnings += _warnings_of_missing(missing)
     warnings += _warnings_of_values(computed)
     collectives = [one for trace in computed for one in collectives_of(trace)]
@@ -448,10 +448,11 @@ def _warnings_of_missing(missing: Sequence[SkippedCase]) -> Iterator[str]:
         yield f"{backend} has no trace of {some_of(cases)}"
 
 
-def _different_locks(traces: Iterable[Trace]) -> Iterator[str]:
+def _warnings_of_locks(judged: Iterable[_Judged]) -> Iterator[str]:
     """Yield warnings of backends whose traces were made under different numerics locks."""
     locks: dict[str, dict[str, Any]] = {}
-    for trace in traces:
+    for result in judged:
+        trace = result.trace
         locks.setdefault(trace.backend, {})[trace.folder or "here"] = trace.numerics
     for backend, locks_by_folder in locks.items():
         # Dictionaries cannot be in a set, their JSON can.
@@ -463,7 +464,9 @@ def _different_locks(traces: Iterable[Trace]) -> Iterator[str]:
 
 def _missing(judged: Iterable[_Judged], joined: Iterable[Trace]) -> list[SkippedCase]:
     """List the traces that a backend lacks though another has them."""
-    cases_by_backend: dict[str, set[tuple[str, str]]] = {trace.title: set() for trace in joined}
+    cases_by_backend: dict[str, set[tuple[str, str]]] = {}
+    for trace in joined:
+        cases_by_backend[trace.title] = set()
     for result in judged:
         case, dtype, title = result.key
         cases_by_backend.setdefault(title, set()).add((case, dtype))

@@ -36,8 +36,10 @@ def save_trace(folder: str | os.PathLike[str], trace: Trace) -> Path:
     case, dtype = trace.problem.case, trace.problem.dtype
     path = Path(folder) / f"{case.name}-{dtype}-{trace.backend}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {f"accumulated/{name}": value for name, value in trace.accumulated.items()}
-    tensors |= {f"local/{name}": value for name, value in trace.local.items()}
+    tensors = {}
+    for part, stages in (("accumulated", trace.accumulated), ("local", trace.local)):
+        for name, value in stages.items():
+            tensors[f"{part}/{name}"] = value
     metadata = {
         "format": FORMAT,
         "kind": "trace",

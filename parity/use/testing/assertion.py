@@ -183,7 +183,7 @@ def _reference_for(actual: Any, problem: Problem, stage: str) -> Reference:
     names = list(actual) if isinstance(actual, Mapping) else [stage]
     parsed = [stage_named(name) for name in names]
     with_gradients = problem.case.has_gradients and any(each.is_gradient for each in parsed)
-    if all(each.kind in STAGES for each in parsed):
+    if _are_known(names):
         return Reference(problem, with_gradients, frozenset(map(str, parsed)))
     # The message about an unknown stage lists all known ones, so all are computed.
     return Reference(problem, with_gradients)
@@ -535,19 +535,23 @@ def _share_an_array(actual: Any, other: Any) -> bool:
     return actual is other
 
 
+def _are_known(names: Iterable[str]) -> bool:
+    """Return whether all names are those of stages."""
+    return all(stage_named(name).kind in STAGES for name in names)
+
+
 def _in_order(names: Iterable[str]) -> list[str]:
     """Return stages in the order of the data flow (`jax.jit` sorts mappings by name).
 
     If one is unknown, all stay in place.
     """
     names = list(names)
-    stages = {name: stage_named(name) for name in names}
-    if not all(stage.kind in STAGES for stage in stages.values()):
+    if not _are_known(names):
         return names
     kinds = list(STAGES)
 
     def place_in_flow(name: str) -> tuple[int, int]:
-        stage = stages[name]
+        stage = stage_named(name)
         step = -1 if stage.step is None else stage.step
         return step, kinds.index(stage.kind)
 

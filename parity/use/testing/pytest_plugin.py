@@ -69,9 +69,8 @@ def assert_parity(request: pytest.FixtureRequest) -> Callable[..., None]:
         comparisons, diagnosis = judge(actual, expected, name=title, **options)
         if recorder is not None:
             test = _test_of(request.node, name)
-            recorder.comparisons.extend(
-                replace(comparison, test=test) for comparison in comparisons
-            )
+            for comparison in comparisons:
+                recorder.comparisons.append(replace(comparison, test=test))
             if diagnosis is not None:
                 first = comparisons[0]
                 key = (first.case, first.dtype, first.backend)
