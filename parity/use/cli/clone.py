@@ -20,7 +20,7 @@ FROM_A_CLONE: Mapping[str, str] = MappingProxyType(
 def commands_of_a_clone() -> Mapping[str, str]:
     """Return the modules of these commands, which can then be imported; none in a wheel.
 
-    An editable install does not put `parity_lab` on the path, so it is looked for next to `parity`.
+    An editable install does not put `parity_lab` on the path, so this searches next to `parity`.
     """
     if "parity_lab" not in sys.modules:
         spec = PathFinder.find_spec("parity_lab", [str(Path(__file__).parents[3])])

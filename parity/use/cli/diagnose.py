@@ -181,7 +181,7 @@ def _passed(values: Mapping[str, Any]) -> str:
 
 
 def _is_function(files: Sequence[str]) -> bool:
-    """Return whether the input is a function, `package.module:name`, and not a file."""
+    """Return whether the input is `package.module:name`, and no file has this name."""
     return len(files) == 1 and ":" in files[0] and not Path(files[0]).exists()
 
 
@@ -242,7 +242,7 @@ def _diagnose_traces(files: Sequence[str], out: Console, *, verbose: bool) -> Di
     if len({trace.problem.digest for trace in traces}) > 1:
         raise refusal("traces", "be of one case and dtype", " ".join(files))
     if len({trace.title for trace in traces}) < len(traces):
-        # Of one backend: files distinguish them.
+        # Two traces of one backend have the same title: their files distinguish them.
         traces = [
             replace(trace, folder=path, is_named_by_folder=True)
             for trace, path in zip(traces, files, strict=True)
@@ -273,7 +273,7 @@ def _diagnose_function(
 
     function, problem, framework = _function(options)
     case = problem.case
-    # What a layer keeps, as a compiled program, lasts for both calls.
+    # A layer may keep state under these settings, such as a compiled program, for both calls.
     with load_backend(FRAMEWORKS[framework]).lock(problem.dtype) as settings:
         arithmetic = settings.get("arithmetic", "ieee")
         observed = observe(function, problem, framework)

@@ -77,7 +77,7 @@ def refusal(
     argument: str, rule: str, got: Mapping[str, Any] | str = "", /, **values: Any
 ) -> InputError:
     """Return a refusal of an argument of a command line."""
-    # Help must be fast, and refuses nothing.
+    # The import is here because help must be fast, and needs no errors.
     from mha_spec import InputError
 
     return InputError(argument, rule, got, **values)

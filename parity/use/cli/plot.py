@@ -154,5 +154,5 @@ def _attention(options: argparse.Namespace) -> tuple[str, Any]:
 
 
 def _passed(values: Mapping[str, Any]) -> list[str]:
-    """Return the options of a value; `--no-causal` asks for what is the default."""
+    """Return the options that have a value; `--no-causal` is the default and does not count."""
     return [flag for flag, value in values.items() if value]

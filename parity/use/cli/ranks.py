@@ -205,6 +205,6 @@ def _dtype_of(arrays: Mapping[str, Arrays]) -> str:
                 sizes.add((array.dtype.itemsize, array.dtype.name))
     if not sizes:
         raise refusal("stages", f"have one of the dtypes {', '.join(DTYPES)}", "none")
-    # Of two dtypes of one size, the name decides: any rule does, if it is always the same.
+    # The name decides between dtypes of one size: any rule would do that is always the same.
     _, narrowest = min(sizes)
     return narrowest

@@ -56,7 +56,7 @@ def attention_maps(options: argparse.Namespace) -> Any:
 
 
 def _keep_nothing(trace: Any, reference: Any, comparisons: Any) -> None:
-    """Ignore the judged traces of a run without a page."""
+    """Ignore the traces of a run without a page."""
 
 
 def print_and_write(options: argparse.Namespace, report: Any, maps: Any) -> Result:

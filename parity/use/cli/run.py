@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from parity.use.running.report import Report
 
 MOST_RANDOM = 10_000
-"""The most random cases. The number is a choice: so many run for hours."""
+"""The largest number of random cases. It is a choice: that many run for hours."""
 
 PAGE = Page(
     "run test cases or a model's layers, and check every stage",

@@ -14,8 +14,8 @@ from parity.measure.core.blas import share_of_cores
 from parity.measure.core.safe_path import SAFE_PATH
 
 MAX_ERRORS = 1 << 16
-"""Bytes that are read of what a program printed last. The number is a choice: enough for the line
-that is shown, and little for a program that prints without end.
+"""Largest part of a program's standard error that is read, in bytes, from its end. The number is a
+choice: enough for the line that is shown, and little for a program that prints without end.
 """
 
 

@@ -83,7 +83,7 @@ def cases_of(
         raise InputError("seq_len", f"be from {SHORTEST} to {LONGEST}", seq_len=seq_len)
     bias = spec.relative_bias
     if isinstance(bias, GridBias) and bias.num_tokens < seq_len:
-        # The default is nobody's wish: it becomes shorter without an error.
+        # A default, unlike a requested number, becomes smaller without an error.
         if seq_len != SEQ_LEN:
             rule = f"be at most {bias.num_tokens}, the tokens of the grid of {name}"
             raise InputError("seq_len", rule, seq_len=seq_len)

@@ -53,7 +53,7 @@ class ConventionWarning(UserWarning):
 
 
 NEXT = "pass problem=parity.make_problem(case, dtype) instead of expected, to search for the bug"
-"""The next step of somebody whose arrays differ from expected ones."""
+"""The next step if arrays differ from expected ones."""
 
 LARGEST_INTEGER = 2**53
 """Integers are compared in float64, which represents them exactly up to this one."""
@@ -525,7 +525,7 @@ def _kind(array: np.ndarray) -> str:
 
 
 def _largest(array: np.ndarray) -> int:
-    # Python's integers: the magnitude of the least int64 is none of an int64.
+    # Python's integers have no bounds: an int64 has no magnitude of the least int64.
     return max(abs(int(array.min())), abs(int(array.max())))
 
 
