@@ -131,7 +131,7 @@ def _accepting(words: Sequence[str], lossy: LossyType) -> str:
 
 def _without_drop(words: Sequence[str]) -> list[str]:
     """Return the words of a command line without `--drop` and its value."""
-    others: list[str] = []
+    remaining: list[str] = []
     is_value = False
     for word in words:
         if is_value:
@@ -139,8 +139,8 @@ def _without_drop(words: Sequence[str]) -> list[str]:
         elif word == "--drop":
             is_value = True
         elif not word.startswith("--drop="):
-            others.append(word)
-    return others
+            remaining.append(word)
+    return remaining
 
 
 def run(options: argparse.Namespace) -> Result:

@@ -170,20 +170,20 @@ def _places(layers: list[FileLayer]) -> list[Any]:
     return [layer.place for layer in layers]
 
 
-def _in_order_of(layers: list[FileLayer], others: list[FileLayer]) -> list[FileLayer]:
-    """Return the other layers in the order of the first ones, by their labels or the model's, or
+def _in_order_of(first: list[FileLayer], second: list[FileLayer]) -> list[FileLayer]:
+    """Return the second layers in the order of the first ones, by their labels or the model's, or
     else unchanged.
 
     Each file has its own order of the parts of a model.
     """
     for name_of in (_label, _path_in_model):
-        names = [name_of(layer) for layer in layers]
-        by_name = {name_of(layer): layer for layer in others}
+        names = [name_of(layer) for layer in first]
+        by_name = {name_of(layer): layer for layer in second}
         # Names must be different: in some models, several layers have none.
-        are_unique = len(by_name) == len(others) == len(layers)
+        are_unique = len(by_name) == len(second) == len(first)
         if are_unique and by_name.keys() == set(names):
             return [by_name[name] for name in names]
-    return others
+    return second
 
 
 def _label(layer: FileLayer) -> str:

@@ -83,9 +83,9 @@ def refusal(
     return InputError(argument, rule, got, **values)
 
 
-def names_like(name: str, known: Iterable[str], listed: str) -> str:
+def names_like(name: str, known_names: Iterable[str], listed: str) -> str:
     """Return a hint for an unknown name: names that are spelled like it, and what lists all."""
-    similar = did_you_mean(name, known)
+    similar = did_you_mean(name, known_names)
     return f"{similar} {listed}" if similar else listed
 
 

@@ -116,8 +116,8 @@ def _requested(only: list[str] | None, skip: list[str] | None) -> set[str]:
     """Return the names of the requested bugs."""
     from parity.explain.mutating.bugs import names
 
-    known = names()
+    known_bugs = names()
     lister = "mha-parity bugs --all"
-    included = matching("--only", only or ["*"], known, lister)
-    excluded = matching("--skip", skip or [], known, lister)
+    included = matching("--only", only or ["*"], known_bugs, lister)
+    excluded = matching("--skip", skip or [], known_bugs, lister)
     return set(included) - set(excluded)

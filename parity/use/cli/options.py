@@ -152,16 +152,16 @@ def check_range(options: argparse.Namespace, name: str, least: int, most: float 
         raise refusal(flag_of(name), f"be at most {most}", {flag_of(name): value})
 
 
-def check_names(flag: str, names: Sequence[str] | None, known: Collection[str]) -> None:
+def check_names(flag: str, names: Sequence[str] | None, known_names: Collection[str]) -> None:
     """Reject an unknown name of a short list."""
     for name in names or ():
-        if name not in known:
-            hint = did_you_mean(name, known)
-            raise refusal(flag, f"be one of {', '.join(known)}", {flag: name}, hint=hint)
+        if name not in known_names:
+            hint = did_you_mean(name, known_names)
+            raise refusal(flag, f"be one of {', '.join(known_names)}", {flag: name}, hint=hint)
 
 
 def matching(
-    flag: str, globs: Sequence[str], known: Collection[str], lister: str = ""
+    flag: str, globs: Sequence[str], known_names: Collection[str], lister: str = ""
 ) -> list[str]:
     """Return the known names that patterns match, in their order; reject a pattern that matches
     none.
@@ -169,14 +169,14 @@ def matching(
     Args:
         flag: the option that has the patterns.
         globs: the patterns.
-        known: all names.
+        known_names: all names.
         lister: the command that lists all names, if they are many.
     """
     matches = set()
     for glob in globs:
-        if not fnmatch.filter(known, glob):
-            listed = f"`{lister}` lists all" if lister else f"there are {some_of(known)}"
-            hint = names_like(glob, known, listed)
+        if not fnmatch.filter(known_names, glob):
+            listed = f"`{lister}` lists all" if lister else f"there are {some_of(known_names)}"
+            hint = names_like(glob, known_names, listed)
             raise refusal(flag, "match a known name", {flag: glob}, hint=hint)
-        matches.update(name for name in known if fnmatch.fnmatchcase(name, glob))
-    return [name for name in known if name in matches]
+        matches.update(name for name in known_names if fnmatch.fnmatchcase(name, glob))
+    return [name for name in known_names if name in matches]

@@ -187,9 +187,9 @@ def _check_names(
         unknown = names - {*stages, *inputs}
         if not unknown and names & {*stages}:
             continue
-        known = ", ".join([*stages, *inputs])
+        allowed = ", ".join([*stages, *inputs])
         got = ", ".join(sorted(unknown or names)) or "none"
-        raise refusal(path, f"have stages, out of {known}", got)
+        raise refusal(path, f"have stages, out of {allowed}", got)
 
 
 def _dtype_of(arrays: Mapping[str, Arrays]) -> str:
