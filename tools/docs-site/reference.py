@@ -65,8 +65,7 @@ def toctree(names: Iterable[str]) -> str:
     return "\n".join(["```{toctree}", ":hidden:", "", *names, "```"])
 
 
-# ---- Public names
-# --------------------------------------------------------------------------------------------------
+# ---- Public names --------------------------------------------------------------------------------
 
 
 def api_pages() -> dict[str, str]:
@@ -159,8 +158,7 @@ def docstring_of(module: ModuleType, name: str) -> list[str]:
     raise ValueError(f"{name} must have a docstring below it")
 
 
-# ---- Commands
-# --------------------------------------------------------------------------------------------------
+# ---- Commands ------------------------------------------------------------------------------------
 
 
 def command_pages() -> dict[str, str]:
@@ -233,8 +231,7 @@ def invocation(action: argparse.Action) -> str:
     return ", ".join(action.option_strings) + ("" if action.nargs == 0 else f" {value}")
 
 
-# ---- Tables
-# --------------------------------------------------------------------------------------------------
+# ---- Tables --------------------------------------------------------------------------------------
 
 
 BY_CONFIG = "by the configuration"
@@ -350,8 +347,7 @@ def bugs_page() -> str:
     )
 
 
-# ---- A simulated card
-# ------------------------------------------------------------------------------------------------
+# ---- A simulated card ----------------------------------------------------------------------------
 
 DTYPES = ("bfloat16", "float32")
 
@@ -420,8 +416,7 @@ def share_text(share: float | None) -> str:
     return f"{share:.2f}" if share <= 1 else f"**{share:.2f}**"
 
 
-# ---- Files for other programs
-# ----------------------------------------------------------------------------------------
+# ---- Files for other programs --------------------------------------------------------------------
 
 
 def schemas_page() -> str:
@@ -468,8 +463,7 @@ def schemas_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-# ---- Fields and their support
-# ----------------------------------------------------------------------------------------
+# ---- Fields and their support --------------------------------------------------------------------
 
 MODELS = Path(__file__).resolve().parents[2] / "docs" / "reference" / "models.md"
 MOST_MODELS = 4

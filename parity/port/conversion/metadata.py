@@ -293,8 +293,7 @@ NOT_LISTED = (
 """Advice for a file in a layout that is not in `LAYOUTS`."""
 
 
-# ---- Prefixes and layouts of layers
-# ----------------------------------------------------------------------------------
+# ---- Prefixes and layouts of layers --------------------------------------------------------------
 
 
 def sources(
@@ -376,8 +375,7 @@ def _layout_under(file: TensorFile, model: ModelHints, prefix: str) -> str:
     )
 
 
-# ---- Metadata to write
-# -----------------------------------------------------------------------------------------------
+# ---- Metadata to write ---------------------------------------------------------------------------
 
 
 def metadata_of(

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from parity.measure.text import and_listed, did_you_mean
-from parity.port.conversion.not_carried import NotCarriedWarning
+from parity.port.conversion.not_carried import IgnoredSettingsWarning
 from parity.use.cli.clone import FROM_A_CLONE, commands_of_a_clone
 from parity.use.cli.completion import SHELLS
 from parity.use.cli.help import EXIT_STATUS
@@ -244,7 +244,7 @@ def _warnings_in_a_line() -> Iterator[None]:
 
     def show(message: Warning | str, category: type[Warning], *_: Any) -> None:
         line = str(message)
-        if not issubclass(category, NotCarriedWarning):
+        if not issubclass(category, IgnoredSettingsWarning):
             line = f"{category.__name__}: {line}"
         if line not in shown:
             shown.add(line)
@@ -252,7 +252,7 @@ def _warnings_in_a_line() -> Iterator[None]:
 
     with warnings.catch_warnings():
         warnings.showwarning = show
-        warnings.simplefilter("always", NotCarriedWarning)
+        warnings.simplefilter("always", IgnoredSettingsWarning)
         yield
 
 

@@ -74,7 +74,7 @@ def _check_no_report(paths: Mapping[str, str | None]) -> None:
 
 
 def _compare_two(paths: Sequence[str], *, with_table: bool) -> Result:
-    from parity.explain.diagnosis.tap_pairs import judge_taps
+    from parity.explain.diagnosis.tap_pairs import compare_taps
     from parity.port.tapping.record import load_tap
     from parity.use.reporting.console import console
     from parity.use.reporting.taps import print_difference
@@ -84,6 +84,6 @@ def _compare_two(paths: Sequence[str], *, with_table: bool) -> Result:
             "--model", f"be the folder of the model of {paths[0]}, unless there are two recordings"
         )
     first, second = paths
-    difference: TapDifference = judge_taps(load_tap(first), load_tap(second))
+    difference: TapDifference = compare_taps(load_tap(first), load_tap(second))
     print_difference(difference, console(), with_table=with_table)
     return 0 if difference.agrees else 1, difference.to_dict()

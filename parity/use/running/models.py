@@ -359,8 +359,7 @@ def names_of(layers: Sequence[FileLayer]) -> dict[str, str]:
     return names
 
 
-# ---- The model's own module
-# ------------------------------------------------------------------------------------------
+# ---- The model's own module ----------------------------------------------------------------------
 
 
 def skeleton_of(path: str | os.PathLike[str], attn_implementation: str = "eager") -> Skeleton:

@@ -103,8 +103,7 @@ def run_cases(
     return replace(report, skipped=plan.skipped(joined), environment=where)
 
 
-# ---- Plan
-# --------------------------------------------------------------------------------------------------
+# ---- Plan ----------------------------------------------------------------------------------------
 
 
 class _Task(NamedTuple):
@@ -260,8 +259,7 @@ def _why_skipped(backend: str, case: Case, dtype: str, mesh: MeshPlan | None) ->
     )
 
 
-# ---- Sources: here, other processes, joined traces
-# -------------------------------------------------------------------
+# ---- Sources: here, other processes, joined traces -----------------------------------------------
 
 
 @contextmanager
@@ -348,8 +346,7 @@ def _with_numerics(where: dict[str, Any], backend: str, numerics: dict[str, Any]
     return {**where, "backends": {**where["backends"], backend: settings}}
 
 
-# ---- Judged
-# --------------------------------------------------------------------------------------------------
+# ---- Judged --------------------------------------------------------------------------------------
 
 DIAGNOSED = 5
 """Number of failed cases that are diagnosed: a diagnosis takes seconds, and most failures of a run
@@ -398,8 +395,7 @@ def _judge_all(traces: Iterable[tuple[Trace, Reference]], on_judged: OnJudged) -
     return judged
 
 
-# ---- Report
-# --------------------------------------------------------------------------------------------------
+# ---- Report --------------------------------------------------------------------------------------
 
 
 def _report_of(judged: Sequence[_Judged], joined: Iterable[Trace]) -> Report:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from parity.explain.diagnosis.taps import TapVerdict, judge_tap
+from parity.explain.diagnosis.taps import TapVerdict, check_tap
 from parity.explain.identification.folders import observe_folder
 from parity.measure.core.weights import Weights
 from parity.port.conversion.layers import open_layers
@@ -25,7 +25,7 @@ def compare_with(weights: str | os.PathLike[str], paths: Sequence[str]) -> dict[
         ValueError: if a file is not a recording of the model.
     """
     specs, weights_by_layer = layers_in(weights)
-    return {path: judge_tap(load_tap(path), specs, weights_by_layer) for path in paths}
+    return {path: check_tap(load_tap(path), specs, weights_by_layer) for path in paths}
 
 
 def layers_in(folder: str | os.PathLike[str]) -> tuple[list[ModelLayer], dict[str, Weights]]:
@@ -52,10 +52,10 @@ def report_of(verdicts: Mapping[str, TapVerdict]) -> Report:
         for layer in verdict.layers:
             for comparison in layer.comparisons:
                 report.comparisons.append(replace(comparison, backend=name))
-            reason = layer.not_judged or layer.left_out
+            reason = layer.not_compared or layer.left_out
             if reason:
                 report.skipped_cases.append(SkippedCase(layer.layer, "", name, reason))
-            if layer.diagnosis is not None and not layer.not_judged:
+            if layer.diagnosis is not None and not layer.not_compared:
                 report.diagnoses[layer.layer, layer.comparisons[0].dtype, name] = layer.diagnosis
     return report
 

@@ -36,11 +36,11 @@ class Operations:
 
     Attributes:
         judged: number of operations that were compared with their golden functions.
-        not_judged: the reasons why others were not, by name.
+        not_compared: the reasons why others were not, by name.
     """
 
     judged: int = 0
-    not_judged: dict[str, str] = field(default_factory=dict)
+    not_compared: dict[str, str] = field(default_factory=dict)
 
 
 @contextmanager
@@ -102,7 +102,7 @@ class _OperationObserver:
             return
         if _golden(operation) is None:
             reason = "it has no golden function; ttnn_mock.golden takes one"
-            self.operations.not_judged[name] = reason
+            self.operations.not_compared[name] = reason
             return
         with self._reading():
             by_position = tuple(map(_as_golden_input, arguments))
@@ -121,13 +121,13 @@ class _OperationObserver:
             expected = _golden(operation)(*by_position, **by_name)
             for tensor, value in zip(_listed(result), _listed(expected), strict=True):
                 self._compare(name, tensor, value, arguments)
-        if name not in self.operations.not_judged:
+        if name not in self.operations.not_compared:
             self.operations.judged += 1
 
     def _compare(self, name: str, tensor: Any, value: Any, arguments: tuple[Any, ...]) -> None:
         if "BFLOAT8" in str(tensor.dtype) or "BFLOAT4" in str(tensor.dtype):
             reason = "blocks that share an exponent have no budget"
-            self.operations.not_judged[name] = reason
+            self.operations.not_compared[name] = reason
             return
         actual = to_numpy(tensor)
         expected = to_numpy(value)

@@ -48,8 +48,7 @@ def commands():
     return action.choices
 
 
-# ---- --help
-# --------------------------------------------------------------------------------------------------
+# ---- --help --------------------------------------------------------------------------------------
 
 
 def test_every_command_module_is_registered():
@@ -129,8 +128,7 @@ def test_help_imports_no_slow_module():
     assert result.stdout == "[]\n"
 
 
-# ---- Cases
-# --------------------------------------------------------------------------------------------------
+# ---- Cases ---------------------------------------------------------------------------------------
 
 
 def test_pages_use_existing_options():
@@ -280,8 +278,7 @@ def test_case_summary_mentions_nan(not_finite):
     assert covers(case) == f"heads 4 x 8, tokens 2 x 5, causal, NaN {not_finite}"
 
 
-# ---- Names
-# --------------------------------------------------------------------------------------------------
+# ---- Names ---------------------------------------------------------------------------------------
 
 
 def test_option_type_is_same_everywhere():
@@ -339,8 +336,7 @@ def test_spec_lists_all_families(capsys):
     assert refuses("PATH, --live or --families").is_printed_in(capsys.readouterr().err)
 
 
-# ---- Completion
-# --------------------------------------------------------------------------------------------------
+# ---- Completion ----------------------------------------------------------------------------------
 
 
 @pytest.mark.costly("bash completes")
@@ -406,8 +402,7 @@ def test_completion_requires_shtab(monkeypatch, capsys):
     assert capsys.readouterr().err.endswith("pip install shtab\n")
 
 
-# ---- Bugs of the program
-# ---------------------------------------------------------------------------------------------
+# ---- Bugs of the program -------------------------------------------------------------------------
 
 
 def fail(options):
@@ -440,8 +435,7 @@ def test_unexpected_error_writes_report(url, monkeypatch, tmp_path, capsys):
     assert report.endswith("KeyError: 'surprise'\n")
 
 
-# ---- Installed packages
-# ----------------------------------------------------------------------------------------------
+# ---- Installed packages --------------------------------------------------------------------------
 
 
 def test_doctor_lists_optional_packages(tmp_path, capsys, monkeypatch):
@@ -526,8 +520,7 @@ def test_pip_install_mha_parity_is_not_shown():
     ] == []
 
 
-# ---- The pages of bugs
-# -----------------------------------------------------------------------------------------------
+# ---- The pages of bugs ---------------------------------------------------------------------------
 
 
 def test_bugs_prints_requested_pages(capsys):
@@ -582,8 +575,7 @@ def test_bug_pages_link_to_no_files():
     assert "`mha-parity bugs rope-positions`" in "".join(pages)
 
 
-# ---- The wheel
-# --------------------------------------------------------------------------------------------------
+# ---- The wheel -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FROM_A_CLONE)
