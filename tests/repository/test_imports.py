@@ -204,11 +204,12 @@ def test_conversion_observes_no_models():
     assert 60 < int(count) <= 110
 
 
-def test_mha_torch_imports_parallel_lazily():
-    """No module of mha_torch outside of `parallel` imports it or torch.distributed at import
-    time.
+@pytest.mark.parametrize("package", ["mha_jax", "mha_torch", "mha_tt"])
+def test_siblings_import_parallel_lazily(package):
+    """No module outside of `parallel` imports it or torch.distributed at import time: who divides
+    no layer needs neither.
     """
-    folder = ROOT / "mha_torch"
+    folder = ROOT / package
     found = []
     for path in sorted({*folder.rglob("*.py")} - {*(folder / "parallel").rglob("*.py")}):
         for node in ast.parse(path.read_text()).body:  # statements at import time
@@ -221,6 +222,6 @@ def test_mha_torch_imports_parallel_lazily():
             found += [
                 (path.name, name)
                 for name in names
-                if name.startswith(("torch.distributed", "mha_torch.parallel"))
+                if name.startswith(("torch.distributed", f"{package}.parallel"))
             ]
     assert found == []

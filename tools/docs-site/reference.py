@@ -68,6 +68,23 @@ def toctree(names: Iterable[str]) -> str:
 # ---- Public names --------------------------------------------------------------------------------
 
 
+RESULTS = (
+    "parity.measure.core.problem.Problem",
+    "parity.measure.core.compare.Comparison",
+    "parity.use.running.report.Report",
+    "parity.explain.diagnosis.ranks.RankDiagnosis",
+    "parity.explain.diagnosis.taps.TapVerdict",
+    "parity.explain.diagnosis.tap_pairs.TapDifference",
+    "parity.explain.identification.Identification",
+    "parity.explain.identification.layers.LiveLayer",
+    "parity.explain.conformance.answers.Conformance",
+    "parity.port.conversion.differences.WeightsComparison",
+    "parity.port.models.specs.ModelLayer",
+    "parity.port.tapping.record.Tapped",
+)
+"""Classes that public functions return. Nobody has to import them, so they have no public names."""
+
+
 def api_pages() -> dict[str, str]:
     """A page for each package, of its public names by the module that defines them."""
     index = [
@@ -97,6 +114,9 @@ def api_page(package: str, about: str) -> str:
             if home == package or home not in PACKAGES
             else alias(home, package, name)
         )
+    if package == "parity":
+        parts += [title("Results", "-"), "Classes that these functions return."]
+        parts += [f".. autoclass:: {path}\n   :members:" for path in RESULTS]
     for name in (each for each in module.__all__ if inspect.ismodule(getattr(module, each))):
         parts += [title(f"{package}.{name}", "-"), *entries(getattr(module, name))]
     if importlib.util.find_spec(f"{package}.parallel"):

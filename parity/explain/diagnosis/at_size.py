@@ -53,8 +53,7 @@ of its four projections.
 UNCONFIRMED = "not confirmed because of the time limit"
 
 
-# ---- Kinds of samples
-# ------------------------------------------------------------------------------------------------
+# ---- Kinds of samples ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -139,8 +138,7 @@ class RowSamples:
         return is_causal(problem) and not is_by_length(problem) and tokens < problem.case.seq_len
 
 
-# ---- The search
-# --------------------------------------------------------------------------------------------------
+# ---- The search ----------------------------------------------------------------------------------
 
 
 def diagnosed_by_samples(whole: Whole, judge: Judge, seconds: float) -> Diagnosis:
@@ -339,7 +337,7 @@ class _Search:
             confirmed = self.confirmed(diagnosis)
             if confirmed is not None:
                 return confirmed
-        is_law = diagnosis.kind == "law" and part.problem.sample is not None
+        is_law = diagnosis.kind == "pattern" and part.problem.sample is not None
         return self._law(part, diagnosis) if is_law else replace(diagnosis, sample=part.words)
 
     def _to_search_thoroughly(self, first: Part) -> Part:
@@ -372,8 +370,7 @@ def _is_other(explanation: Explanation, confirmed: Diagnosis) -> bool:
     return any({*explanation.stages} & {*each.stages} for each in confirmed.explanations)
 
 
-# ---- The verdict on the whole
-# ----------------------------------------------------------------------------------------
+# ---- The verdict on the whole --------------------------------------------------------------------
 
 
 def _joined(whole: Whole, diagnoses: Sequence[Diagnosis]) -> Diagnosis:
@@ -448,7 +445,7 @@ def _kind(
 ) -> str:
     """Return the kind of the joint diagnosis."""
     if unknowns:
-        return "law" if all(unknown.law is not None for unknown in unknowns) else "unknown"
+        return "pattern" if all(unknown.law is not None for unknown in unknowns) else "unknown"
     if explanations:
         return (
             "precision"

@@ -485,7 +485,7 @@ def _conclude(view: _View, found: SearchResult, untried: str) -> Diagnosis:
         return view.diagnosis("precision", explanations=[explanation])
     kind = "precision" if are_losses else "structure"
     if unknowns:
-        kind = "law" if all(unknown.law is not None for unknown in unknowns) else "unknown"
+        kind = "pattern" if all(unknown.law is not None for unknown in unknowns) else "unknown"
     return view.diagnosis(
         kind,
         explanations=explanations,
@@ -495,8 +495,7 @@ def _conclude(view: _View, found: SearchResult, untried: str) -> Diagnosis:
     )
 
 
-# ---- Readings of the observed stages
-# ---------------------------------------------------------------------------------
+# ---- Readings of the observed stages -------------------------------------------------------------
 
 
 @dataclass(frozen=True)

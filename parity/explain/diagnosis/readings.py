@@ -175,8 +175,7 @@ class _Reader:
             x if is_floating(x.dtype) else f"has dtype {x.dtype} instead of a floating-point dtype"
         )
 
-    # ---- Axes
-    # ----------------------------------------------------------------------------------------------
+    # ---- Axes ------------------------------------------------------------------------------------
 
     def _shaped(self, x: np.ndarray) -> Iterator[Reading]:
         """Yield the array with the axes of the stage, in every way that its shape allows; unchanged
@@ -259,8 +258,7 @@ class _Reader:
         values[(slice(None),) * axis + (slice(y.shape[axis]),)] = y
         return values
 
-    # ---- Values
-    # ----------------------------------------------------------------------------------------------
+    # ---- Values ----------------------------------------------------------------------------------
 
     def _agreeing(self, x: np.ndarray, shaped: Sequence[Reading]) -> Iterator[Reading]:
         """Yield the readings in which the array agrees with the reference."""
@@ -422,8 +420,7 @@ def _subsets(count: int) -> Iterator[tuple[int, ...]]:
         yield from sorted(itertools.combinations(range(count), size), reverse=True)
 
 
-# ---- Scores after a mask
-# ---------------------------------------------------------------------------------------------
+# ---- Scores after a mask -------------------------------------------------------------------------
 
 
 def _masked_cells(

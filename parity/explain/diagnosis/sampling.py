@@ -157,8 +157,7 @@ class Whole:
         ]
         return np.union1d(found, worst[:1]).astype(int)
 
-    # ---- Samples
-    # ----------------------------------------------------------------------------------------------
+    # ---- Samples ---------------------------------------------------------------------------------
 
     def of_tokens(self, turn: int) -> Part:
         """Return single tokens: those that differ most, the last one, and others from
@@ -384,8 +383,7 @@ def _spread(size: int, count: int, turn: int) -> np.ndarray:
     return np.unique(np.linspace(first, size - 1, count, dtype=int))
 
 
-# ---- Observed stages
-# -------------------------------------------------------------------------------------------------
+# ---- Observed stages -----------------------------------------------------------------------------
 
 
 def in_order(problem: Problem, name: str, x: np.ndarray) -> np.ndarray:

@@ -113,8 +113,7 @@ def record_own(given: Given, plan: MeshPlan) -> Trace:
     return trace_on_mesh("torch", _TorchOnMesh(plan), cast(Reference, given))
 
 
-# ---- Mesh position
-# --------------------------------------------------------------------------------------------------
+# ---- Mesh position -------------------------------------------------------------------------------
 
 
 @cache

@@ -142,8 +142,7 @@ def stage_named(name: str) -> Stage:
     return Stage(quantity, path or "", bool(gradient), None if step is None else int(step))
 
 
-# ---- Order
-# --------------------------------------------------------------------------------------------------
+# ---- Order ---------------------------------------------------------------------------------------
 
 Values = Mapping[str, np.ndarray]
 Step = Callable[[Values], dict[str, np.ndarray]]

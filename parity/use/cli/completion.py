@@ -11,7 +11,7 @@ SHELLS = ("bash", "zsh", "tcsh", "fish")
 
 FOLDERS = ("DIR", "FOLDER")
 
-FILES = ("PATH", "FILE", "FILE.py", "SRC", "DST", "NPY", "INPUT", "MODEL")
+FILES = ("PATH", "FILE", "FILE.py", "FILE.toml", "SRC", "DST", "NPY", "INPUT", "MODEL")
 
 
 def completion_for(shell: str, parser: argparse.ArgumentParser) -> str:

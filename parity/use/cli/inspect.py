@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Result:
     """Print the tensors and layers of a file."""
     from parity.port.conversion.inspect import find_layers
+    from parity.port.conversion.layouts.propose import propose_table
     from parity.port.conversion.ranks import open_checkpoint
     from parity.use.reporting.console import console
     from parity.use.reporting.conversion import print_inspection
@@ -41,12 +42,16 @@ def run(options: argparse.Namespace) -> Result:
             tensors[name] = {"shape": list(info.shape), "dtype": names_of_dtypes[info.dtype]}
         for name, kind in file.quantised.items():
             tensors[name]["quantised"] = kind
-        print_inspection(options.file, file, layers, console())
+        proposal = ""
+        if not layers:
+            proposal = propose_table({name: info.shape for name, info in file.infos.items()})
+        print_inspection(options.file, file, layers, console(), proposal)
         content = {
             "file_format": file.format,
             "metadata": dict(file.metadata),
             "tensors": tensors,
             "layers": layers,
+            "proposed_layout": proposal,
         }
     warn_of_parts(options.file)
     return 0, content

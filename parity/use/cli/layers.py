@@ -31,6 +31,7 @@ def add_layer_options(
         repeated: dict[str, Any] = {"action": "append", "default": []} if many else {}
         about = f"common prefix of the names of {what}; {{i}} stands for a number"
         parser.add_argument("--prefix", metavar="P", help=about, **repeated)
+    add_table_option(parser)
     parser.add_argument(
         "--num-heads", type=int, metavar="N", help="query heads, if shapes are ambiguous"
     )
@@ -42,6 +43,18 @@ def add_layer_options(
     )
     parser.add_argument(
         "--rope-theta", type=float, metavar="THETA", help="base of RoPE's frequencies, if any"
+    )
+
+
+def add_table_option(parser: argparse._ActionsContainer) -> None:
+    """Add the option for tables of layouts, which other options then know by their names."""
+    parser.add_argument(
+        "--layout",
+        dest="layout_files",
+        action="append",
+        default=[],
+        metavar="FILE.toml",
+        help="a table of a layout that is not listed; wherever a layout is named, its file may be",
     )
 
 

@@ -39,7 +39,7 @@ from parity.use.cli.messages import (
     say_error,
     warn,
 )
-from parity.use.cli.options import in_flags
+from parity.use.cli.options import in_flags, register_tables
 from parity.use.cli.paths import REPORTS, STANDARD_OUTPUT, check_paths
 
 if TYPE_CHECKING:
@@ -358,6 +358,7 @@ def _run_and_write(command: Any, options: argparse.Namespace) -> int:
     try:
         # Code of the user may call sys.exit(0), which would end without a result.
         with user_code(f"code that mha-parity {options.command} ran"):
+            register_tables(options)
             status, content = command.run(options)
     except InputError as refused:
         raise in_flags(refused, options) from None

@@ -32,6 +32,9 @@ OTHER_ARGUMENTS = {
 }
 """Arguments of these functions that are options of other names."""
 
+LAYOUT_OPTIONS = ("layout_files", "layout", "layouts", "to", "layout_name")
+"""Options and positional arguments that name layouts, or files with their tables."""
+
 SHORT_DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -63,6 +66,29 @@ def in_flags(refused: InputError, options: argparse.Namespace) -> InputError:
         return flags.get(name, name), value
 
     return refused.renamed(rename)
+
+
+def register_tables(options: argparse.Namespace) -> None:
+    """Register the tables of layouts on a command line, and replace the path of each by its name.
+
+    This comes before the work, so that a bad table costs nothing. A name of a layout does not end
+    with `.toml`, so files are not confused with names; names in the metadata of files are not read
+    here, so no file can have another one opened.
+    """
+    from_options = {name: getattr(options, name, None) for name in LAYOUT_OPTIONS}
+    for name, value in from_options.items():
+        if isinstance(value, list):
+            setattr(options, name, [_layout_name(each) for each in value])
+        elif value is not None:
+            setattr(options, name, _layout_name(value))
+
+
+def _layout_name(text: str) -> str:
+    if not text.endswith(".toml"):
+        return text
+    from parity.port.conversion.layouts import register_layout
+
+    return register_layout(text).name
 
 
 def add_params_option(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ REPORTS = ("json", "junit", "html")
 STANDARD_OUTPUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 
 PATHS = ("path", "source", "target", "file", "files", "traces")
-PATHS += ("weights", "input", "key_input", "labels_file", "join", "model")
+PATHS += ("weights", "input", "key_input", "labels_file", "join", "model", "layout_files")
 PATHS += ("save_traces", "plot", "output", *REPORTS)
 """Options and positional arguments that are paths."""
 
@@ -79,6 +79,8 @@ def _flag(name: str, options: argparse.Namespace) -> str:
     for action in options.parser._actions:
         if action.dest == name and not action.option_strings:
             return str(action.metavar)
+        if action.dest == name == "layout_files":
+            return action.option_strings[0]
     return flag_of(name)
 
 

@@ -179,13 +179,14 @@ SCHEMAS = {
         },
     ),
     "inspect": Schema(
-        1,
+        2,
         {
             "": {
                 "file_format": "format of the file",
                 "metadata": "metadata of the file",
                 "tensors": "shape and dtype of each tensor",
                 "layers": "groups of layers, with their layout",
+                "proposed_layout": "table of a layout that may fit, if none does",
             }
         },
     ),
@@ -214,7 +215,7 @@ SCHEMAS = {
             }
         },
     ),
-    "layouts": Schema(2, {"": {"layouts": "layouts, with the tensors of their forms"}}),
+    "layouts": Schema(3, {"": {"layouts": "layouts, with the tensors of their forms"}}),
     "write": Schema(
         1,
         {

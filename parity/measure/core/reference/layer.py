@@ -76,8 +76,7 @@ class Layer:
         case, sample = self.problem.case, self.problem.sample
         return steps_of(self, case) if sample is None else steps_of_sample(self, sample, case)
 
-    # ---- Stages
-    # ----------------------------------------------------------------------------------------------
+    # ---- Stages ----------------------------------------------------------------------------------
 
     def mask(self, _: Values) -> dict[str, np.ndarray]:
         case = self.problem.case
@@ -209,8 +208,7 @@ class Layer:
             values |= stage(values)
         return values
 
-    # ---- With a cache
-    # ----------------------------------------------------------------------------------------------
+    # ---- With a cache ----------------------------------------------------------------------------
 
     def call(self, index: int) -> CachedCall:
         """Run one call, which appends new tokens to the cache."""
@@ -239,8 +237,7 @@ class Layer:
             grown[f"{cache}{name}"] = slots
         return {**grown, f"{cache}lengths": (before + added).astype(np.int32)}
 
-    # ---- Parts
-    # ----------------------------------------------------------------------------------------------
+    # ---- Parts -----------------------------------------------------------------------------------
 
     def is_later(self, t: np.ndarray, s: np.ndarray) -> np.ndarray:
         """Return whether a key at position s is after a query at position t."""

@@ -84,8 +84,7 @@ def work(monkeypatch):
     return counted
 
 
-# ---- Named
-# --------------------------------------------------------------------------------------------------
+# ---- Named ---------------------------------------------------------------------------------------
 
 SHOWN_BY = {
     "the first tokens": ("llama", "rope-interleaved"),
@@ -233,8 +232,7 @@ def test_scale_is_fitted_from_a_sample(problems):
     assert laws_of(diagnosis) == {"scale": {"value": pytest.approx(0.1), "expected": 0.125}}
 
 
-# ---- Its work
-# --------------------------------------------------------------------------------------------------
+# ---- Its work ------------------------------------------------------------------------------------
 
 
 def test_verdict_ignores_the_clock(problems, monkeypatch):
@@ -328,8 +326,7 @@ def test_passing_assertion_is_cheap(problems, work):
     assert sum(work) <= 2.1 * multiplications(problem)  # once in each precision
 
 
-# ---- Samples
-# --------------------------------------------------------------------------------------------------
+# ---- Samples -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -422,8 +419,7 @@ def test_step_dependencies_are_found(problems):
     assert output.reads == {"context"}
 
 
-# ---- Noise
-# --------------------------------------------------------------------------------------------------
+# ---- Noise ---------------------------------------------------------------------------------------
 
 
 def test_drawn_noise_matches_real_noise(rng, monkeypatch):
@@ -453,8 +449,7 @@ def test_quick_noise_grows_with_the_values(problems):
     assert 0.2 < ratios[0] / ratios[1] < 5.0
 
 
-# ---- Zeros
-# --------------------------------------------------------------------------------------------------
+# ---- Zeros ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.thorough  # a search of seconds for each; without one, `test_unsampled_error_is_found`

@@ -66,8 +66,7 @@ def overriding(**methods):
     )
 
 
-# ---- Weights
-# --------------------------------------------------------------------------------------------------
+# ---- Weights -------------------------------------------------------------------------------------
 
 
 def rows_inside(w):
@@ -165,8 +164,7 @@ def test_changed_weight_has_a_law(case, change, stage, words):
     assert words in told(right, {stage: run(wrong)[stage]}, stage)
 
 
-# ---- Inputs, masks, products
-# -----------------------------------------------------------------------------------------
+# ---- Inputs, masks, products ---------------------------------------------------------------------
 
 
 def test_exchanged_inputs_have_a_law():
@@ -306,8 +304,7 @@ def test_wrong_product_has_a_law(case, stage, methods, words):
     assert words in told(problem, run(problem, overriding(**methods)), stage)
 
 
-# ---- Before RoPE
-# --------------------------------------------------------------------------------------------------
+# ---- Before RoPE ---------------------------------------------------------------------------------
 
 
 def test_error_before_rope_has_a_law():
@@ -373,8 +370,7 @@ def test_wrong_positions_have_a_law(positions, words):
     assert any(law.startswith(words) for law in told(problem, wrong, "q"))
 
 
-# ---- Dropout, heads of the output, narrow formats
-# --------------------------------------------------------------------
+# ---- Dropout, heads of the output, narrow formats ------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", ["attn_weights", "context", "output"])
@@ -436,8 +432,7 @@ def test_narrow_format_is_not_a_law():
     assert told(problem, wrong, "scores") == ()
 
 
-# ---- No law
-# --------------------------------------------------------------------------------------------------
+# ---- No law --------------------------------------------------------------------------------------
 
 
 @sample(case=[CROSS, CAPPED], size=[1e-5])

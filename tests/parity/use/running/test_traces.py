@@ -11,16 +11,9 @@ from helpers.refusals import refuses
 
 import parity.measure.core.trace
 import parity.use.running.run
-from parity import (
-    CASES,
-    AttentionSpec,
-    load_tensors,
-    random_case,
-    random_weights,
-    run_cases,
-    save_tensors,
-)
+from parity import CASES, AttentionSpec, load_tensors, random_weights, run_cases, save_tensors
 from parity.measure.backends import torch as torch_backend
+from parity.measure.core.cases import random_case
 from parity.use.cli.main import main
 from parity.use.reporting.summary import reproduction
 from parity.use.running.report import SkippedCase
@@ -279,8 +272,7 @@ def test_a_folder_without_traces_is_an_error(tmp_path):
         compare_traces([tmp_path])
 
 
-# ---- Joined into a run
-# -----------------------------------------------------------------------------------------------
+# ---- Joined into a run ---------------------------------------------------------------------------
 
 
 @pytest.fixture
