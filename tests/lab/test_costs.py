@@ -67,8 +67,7 @@ def test_indivisible_plan_has_no_cost(plan, devices, refusal):
         cost_of(LLAMA_70B, plan, devices, batch=64, tokens=8192)
 
 
-# ---- Compiled programs
-# -----------------------------------------------------------------------------------------------
+# ---- Compiled programs ---------------------------------------------------------------------------
 
 PROGRAM = """HloModule m
 

@@ -168,8 +168,7 @@ def _append_latents(sibling: Any, cache: Any, latents: Any, new_lengths: Any) ->
     return sibling.append_to_latent_cache(cache, latents, new_lengths=new_lengths)
 
 
-# ---- The layer
-# --------------------------------------------------------------------------------------------------
+# ---- The layer -----------------------------------------------------------------------------------
 
 
 class _Layer:
@@ -189,8 +188,7 @@ class _Layer:
         }
         self.sibling = port.SIBLING
 
-    # ---- Stages
-    # ----------------------------------------------------------------------------------------------
+    # ---- Stages ----------------------------------------------------------------------------------
 
     def mask(self, _: Values) -> dict[str, np.ndarray]:
         shape = (self.case.batch, self.spec.num_heads, self.case.seq_len, self.case.key_len)

@@ -52,8 +52,7 @@ def from_numpy(x: Any) -> Tensor:
     return to_torch(x).to(_device)
 
 
-# ---- Weights
-# --------------------------------------------------------------------------------------------------
+# ---- Weights -------------------------------------------------------------------------------------
 
 
 def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
@@ -116,8 +115,7 @@ def from_state_dict(tensors: Mapping[str, Tensor], spec: AttentionSpec) -> Weigh
     )
 
 
-# ---- Cases
-# --------------------------------------------------------------------------------------------------
+# ---- Cases ---------------------------------------------------------------------------------------
 
 
 SIBLING = mha_torch
@@ -184,8 +182,7 @@ def pull_back(
     return of_inputs, from_state_dict(dict(zip(weights, grads[len(leaves) :], strict=True)), spec)
 
 
-# ---- Environment
-# --------------------------------------------------------------------------------------------------
+# ---- Environment ---------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec, InputError, InputTypeError
-from parity.measure import pretrained
 from parity.measure.core.arrays import to_numpy_by_name
 from parity.measure.core.case import DTYPES, Case
 from parity.measure.core.weights import (
@@ -206,6 +205,8 @@ def _weights_of(case: Case, seed: list[int]) -> tuple[Weights, dict[str, np.ndar
     """
     inputs: dict[str, np.ndarray] = {}
     if case.trained is not None:
+        from parity.measure import pretrained
+
         tensors = pretrained.unpacked(load_tensors(pretrained.path(case.trained))[0])
         weights = {name: tensors[name] for name in weight_shapes(case.spec)}
         for name in ("query", "key"):

@@ -20,9 +20,6 @@ import numpy as np
 from mha_spec import AttentionSpec, InputError, InputTypeError
 from mha_spec.features.relative_products import SIDES
 from parity.measure.core.arrays import to_numpy_by_name
-from parity.measure.files.reading import SUFFIXES, open_file
-from parity.measure.files.safetensors import safetensors_bytes
-from parity.measure.files.target import refuse_other_file, write_whole
 
 Weights = dict[str, np.ndarray]
 
@@ -179,6 +176,11 @@ def save_tensors(
         TypeError: if an entry is not an array.
         ValueError: if the suffix or the existing file has another format.
     """
+    # A comparison of arrays needs no files: their modules are imported for the first one.
+    from parity.measure.files.reading import SUFFIXES
+    from parity.measure.files.safetensors import safetensors_bytes
+    from parity.measure.files.target import refuse_other_file, write_whole
+
     tensors = to_numpy_by_name(tensors)
     kind = SUFFIXES.get(Path(path).suffix.lower(), "safetensors")
     if kind != "safetensors":
@@ -205,6 +207,8 @@ def load_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], d
         ValueError: if it is not a safetensors file, is truncated, or contains a dtype that NumPy
             cannot represent.
     """
+    from parity.measure.files.reading import open_file
+
     with open_file(Path(path), "safetensors") as file:
         return {name: file.read(name) for name in file.infos}, file.metadata
 

@@ -109,8 +109,7 @@ def why_not_divided(case: Case, plan: MeshPlan) -> str | None:
     return None
 
 
-# ---- Collectives
-# --------------------------------------------------------------------------------------------------
+# ---- Collectives ---------------------------------------------------------------------------------
 
 Counts = dict[str, int]
 """Number of collective operations of a compiled program, by kind."""

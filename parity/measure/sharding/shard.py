@@ -177,8 +177,7 @@ def unshard(shards: Sequence[Mapping[str, Any]], spec: AttentionSpec, plan: Shar
     return whole
 
 
-# ---- Validation
-# --------------------------------------------------------------------------------------------------
+# ---- Validation ----------------------------------------------------------------------------------
 
 
 def _check(spec: AttentionSpec, plan: ShardPlan, rank: int) -> None:
@@ -239,8 +238,7 @@ def _checked(
         raise refusal.within(f"rank {rank}") from None
 
 
-# ---- Views
-# --------------------------------------------------------------------------------------------------
+# ---- Views ---------------------------------------------------------------------------------------
 
 
 def _by_heads(name: str, weight: np.ndarray, spec: AttentionSpec) -> np.ndarray:

@@ -78,7 +78,7 @@ def _place(name: str, spec: AttentionSpec, held: LocalHeads) -> tuple[int | None
     stage = stage_named(name)
     if stage.is_gradient or stage.kind not in STAGES:
         raise InputError(
-            "stages", "be those of a forward pass, by the names of parity.STAGES", stages=name
+            "stages", "be those of a forward pass, by the names of the stages", stages=name
         )
     quantity, queries = stage.quantity, list(held.queries)
     if quantity in KEYS and spec.latent is None:

@@ -75,8 +75,7 @@ def check_installed(*, pictures: bool = False) -> None:
     packages.check_installed("an HTML report", "jinja2", *(["pillow"] if pictures else []))
 
 
-# ---- Attention maps
-# --------------------------------------------------------------------------------------------------
+# ---- Attention maps ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -182,8 +181,7 @@ def _picture(maps: np.ndarray, scale: float = 1.0) -> list[tuple[np.ndarray, str
     return list(zip(levels(maps / scale), map(in_words, maps), strict=True))
 
 
-# ---- The page
-# --------------------------------------------------------------------------------------------------
+# ---- The page ------------------------------------------------------------------------------------
 
 
 def write_html(
@@ -403,8 +401,7 @@ def _anchor(key: tuple[str, ...]) -> str:
     return re.sub(r"[^\w.-]+", "-", f"case-{key[0]}-{key[1]}")
 
 
-# ---- Numbers and shapes
-# ----------------------------------------------------------------------------------------------
+# ---- Numbers and shapes --------------------------------------------------------------------------
 
 
 def _ratio(ratio: float | None) -> str:

@@ -66,8 +66,7 @@ def on(mesh, *axes):
     return NamedSharding(mesh, PartitionSpec(*axes))
 
 
-# ---- Stages of cases, compared within the budget
-# ---------------------------------------------------------------------
+# ---- Stages of cases, compared within the budget -------------------------------------------------
 
 
 def judged(kind):
@@ -82,8 +81,7 @@ def judged(kind):
     return [Counter(each.case for each in report.comparisons), wrong]
 
 
-# ---- Communication of compiled programs
-# ------------------------------------------------------------------------------
+# ---- Communication of compiled programs ----------------------------------------------------------
 
 SMALL_BLOCKS = FusedAttention(few_scores=0, queries=8, keys=8, last_keys=4)
 
@@ -179,8 +177,7 @@ def programs():
     return found
 
 
-# ---- Long generation, and division by users
-# --------------------------------------------------------------------------
+# ---- Long generation, and division by users ------------------------------------------------------
 
 
 def generated():

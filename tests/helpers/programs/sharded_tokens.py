@@ -70,8 +70,7 @@ def told(actual, expected, same):
     return None
 
 
-# ---- Attention of heads, and its gradients
-# ---------------------------------------------------------------------------
+# ---- Attention of heads, and its gradients -------------------------------------------------------
 
 
 def heads(num_heads, num_kv_heads, **fields):
@@ -185,8 +184,7 @@ def attended(name):
     return [told(found, *right), *sent, told(swapped, *right)]
 
 
-# ---- Layers
-# --------------------------------------------------------------------------------------------------
+# ---- Layers --------------------------------------------------------------------------------------
 
 
 def judged():
@@ -323,8 +321,7 @@ def padded(kind):
     return float(max(differences) / max(np.abs(grad).max() for grad in expected))
 
 
-# ---- Costs
-# --------------------------------------------------------------------------------------------------
+# ---- Costs ---------------------------------------------------------------------------------------
 
 
 def grown():

@@ -12,8 +12,9 @@ from mha_spec import AttentionSpec, Norm, Rope
 from mha_torch.masks import Mask
 from mha_torch.parallel.ring import check_ring_supports
 from mha_torch.scores import Scores
-from parity import CASES, random_case, run_cases
+from parity import CASES, run_cases
 from parity.measure.backends import torch_mesh
+from parity.measure.core.cases import random_case
 from parity.measure.sharding.mesh import MeshPlan
 
 HEADS = [  # features of heads, whole outputs, caches; WIDTHS has projections

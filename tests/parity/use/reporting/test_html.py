@@ -80,8 +80,7 @@ def test_empty_report_is_a_valid_page():
     assert "Nothing was compared." in page.text
 
 
-# ---- Content
-# --------------------------------------------------------------------------------------------------
+# ---- Content -------------------------------------------------------------------------------------
 
 
 def test_agreement_is_stated_first(good):
@@ -219,8 +218,7 @@ def test_backend_exception_is_shown(monkeypatch):
     assert "∞" in page.text
 
 
-# ---- Safety
-# --------------------------------------------------------------------------------------------------
+# ---- Safety --------------------------------------------------------------------------------------
 
 
 def test_external_text_is_escaped_everywhere():
@@ -320,8 +318,7 @@ def test_run_and_compare_write_the_page(tmp_path):
         assert len(page.of("img")) == 4  # two heads, each of the reference and of torch
 
 
-# ---- Pictures
-# --------------------------------------------------------------------------------------------------
+# ---- Pictures ------------------------------------------------------------------------------------
 
 
 def test_error_by_position_is_largest_error():

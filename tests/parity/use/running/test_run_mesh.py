@@ -40,8 +40,7 @@ def command(*arguments, status=0):
     return " ".join((done.stdout + done.stderr).split())
 
 
-# ---- The command
-# --------------------------------------------------------------------------------------------------
+# ---- The command ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -181,8 +180,7 @@ def test_mesh_with_one_device_backend_fails(capsys, monkeypatch):
     assert "torch runs on one device here, not on a mesh" in capsys.readouterr().err
 
 
-# ---- Division and necessary collectives
-# ------------------------------------------------------------------------------
+# ---- Division and necessary collectives ----------------------------------------------------------
 
 
 def test_mesh_is_parsed_and_printed():
