@@ -105,7 +105,7 @@ def record(reference: Reference, plan: MeshPlan) -> MeshTrace:
     if not _started or _started[-1].size != plan.size or not _started[-1].is_running:
         end()
         _started.append(Processes(plan.size, record_part))
-    part = ProblemPart(reference.problem, reference.with_gradients, reference.given)
+    part = ProblemPart(reference.problem, reference.with_gradients, reference.rounded)
     return _started[-1].record(part, plan)
 
 

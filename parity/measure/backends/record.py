@@ -62,7 +62,7 @@ def trace_of(
         accumulated = run_steps(steps)
         if with_gradients:
             accumulated |= driver.gradients(port, problem)
-        local = run_steps(steps, reference.given)
+        local = run_steps(steps, reference.rounded)
     environment = {"backends": {backend: {"numerics": numerics}}}
     # The trace is of the reference's problem: a bug in the backend's is what it must show.
     return Trace(

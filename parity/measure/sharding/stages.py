@@ -96,7 +96,7 @@ def _place_of_heads(name: str, spec: AttentionSpec) -> _PlaceOfHeads | None:
     stage = stage_named(name)
     if stage.is_gradient or stage.kind not in STAGES:
         raise InputError(
-            "stages", "be those of a forward pass, by the names of parity.STAGES", stages=name
+            "stages", "be those of a forward pass, by the names of the stages", stages=name
         )
     quantity = stage.quantity
     if quantity in KEYS and spec.latent is None:

@@ -104,8 +104,7 @@ def _checks(check: Check, names: str) -> dict[str, Check]:
 
 
 KINDS: Mapping[str, Check] = {
-    # ---- Sizes
-    # ----------------------------------------------------------------------------------------------
+    # ---- Sizes -----------------------------------------------------------------------------------
     **_checks(
         _count,
         "d_model dim embed_dim hidden_size n_embd n_embed "
@@ -136,8 +135,7 @@ KINDS: Mapping[str, Check] = {
         "full_attn_mod",
     ),
     **_checks(_size, "image_size patch_size"),
-    # ---- Numbers
-    # ----------------------------------------------------------------------------------------------
+    # ---- Numbers ---------------------------------------------------------------------------------
     **_checks(
         as_factor,
         "rope_theta theta rotary_emb_base rope_local_base_freq global_rope_theta local_rope_theta "
@@ -158,8 +156,7 @@ KINDS: Mapping[str, Check] = {
         "hidden_dropout_prob resid_dropout "
         "resid_pdrop residual_dropout dropout hidden_dropout",
     ),
-    # ---- Choices
-    # ----------------------------------------------------------------------------------------------
+    # ---- Choices ---------------------------------------------------------------------------------
     **_checks(
         as_boolean,
         "alibi attention_bias attention_out_bias attention_k_eq_v attn_temperature_tuning bias "
@@ -172,8 +169,7 @@ KINDS: Mapping[str, Check] = {
         "use_sliding_window",
     ),
     **_checks(_text, "position_embedding_type rope_type type hybrid_override_pattern"),
-    # ---- Lists and sections
-    # --------------------------------------------------------------------------------------
+    # ---- Lists and sections ----------------------------------------------------------------------
     **_checks(
         _list,
         "architectures attention_layers attn_layer_indices attn_type_list block_types "

@@ -142,8 +142,7 @@ def _once(own: Value | None, of_model: Value | None) -> Value | None:
     return own or of_model
 
 
-# ---- Scaling
-# --------------------------------------------------------------------------------------------------
+# ---- Scaling -------------------------------------------------------------------------------------
 
 
 def _original_length(values: Config, config: Config) -> int:

@@ -36,7 +36,7 @@ def print_layouts(layouts: Iterable[Layout], out: Console) -> None:
 
 def print_layout(layout: Layout, out: Console) -> None:
     """Print the tensors of a layout with their axes, outermost first."""
-    from parity.port.conversion.layouts.layout import CARRIED, RULES, UNSAID
+    from parity.port.conversion.layouts.layout import CARRIED, GRID_BIAS, RULES
 
     letters = {"p": "projections", "n": "heads", "h": "head_dim", "d": "input", "e": "output"}
     out.print(Text(f"{layout.about} ({layout.source})"), soft_wrap=True)
@@ -69,19 +69,29 @@ def print_layout(layout: Layout, out: Console) -> None:
         out.print(
             f"once in a file if layers share them: {', '.join(layout.shares)}", soft_wrap=True
         )
-    if layout.unsaid:
+    if layout.grid_biases:
         out.print(
-            f"not said: {', '.join(layout.unsaid)}; drop {UNSAID} leaves it out", soft_wrap=True
+            f"not said: {', '.join(layout.grid_biases)}; drop {GRID_BIAS} leaves it out",
+            soft_wrap=True,
         )
-    for prefix in layout.prefixes:
+    for prefix in layout.prefixes or filter(None, [layout.prefix]):
         out.print(Text(f"prefix: {prefix}"))
     if layout.ranks is not None:
         out.print(Text(f"files of ranks: {layout.ranks.file}"))
 
 
-def print_inspection(path: str, file: TensorFile, found: list[Found], out: Console) -> None:
+def print_inspection(
+    path: str, file: TensorFile, found: list[Found], out: Console, proposal: str = ""
+) -> None:
     """Print the tensors of a file, with those of numbered layers in one row, and the layouts that
     fit.
+
+    Args:
+        path: of the file.
+        file: the open file.
+        found: its attention layers.
+        out: where to print.
+        proposal: the table of a layout that is proposed if there are none, as TOML.
     """
     counts = Counter(
         (numbered(name), info.shape, info.dtype, file.quantised.get(name))
@@ -101,6 +111,8 @@ def print_inspection(path: str, file: TensorFile, found: list[Found], out: Conso
 
         out.print(Text("No attention layer that a layout fits", style="bold"))
         out.print(Text(f"If it has attention, {NOT_LISTED}"), soft_wrap=True)
+        if proposal:
+            out.print(Text(f"A table that fits:\n\n{proposal.rstrip()}"), soft_wrap=True)
         return
     rows = []
     for layer in found:

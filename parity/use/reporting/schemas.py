@@ -104,7 +104,7 @@ SCHEMAS = {
         },
     ),
     "mutate": Schema(
-        2,
+        3,
         {
             "": {
                 "subject": "the callable",
@@ -115,7 +115,7 @@ SCHEMAS = {
         },
     ),
     "verify": Schema(
-        3,
+        4,
         {
             "": {
                 "results": "a record for each stage of each pair of layers",
@@ -127,7 +127,7 @@ SCHEMAS = {
         },
     ),
     "diagnose": Schema(
-        3,
+        4,
         {
             "a function, or traces": DIAGNOSIS | FINDING,
             "two weight files": DIAGNOSIS
@@ -142,7 +142,6 @@ SCHEMAS = {
                 "is_wrong": "true if a rank differs by more than rounding",
                 "wrong": "first wrong stage of each wrong rank",
                 "bugs": "bugs that explain all ranks",
-                "mistakes": "former name of bugs",
                 **FINDING,
             },
         },
@@ -179,13 +178,14 @@ SCHEMAS = {
         },
     ),
     "inspect": Schema(
-        1,
+        2,
         {
             "": {
                 "file_format": "format of the file",
                 "metadata": "metadata of the file",
                 "tensors": "shape and dtype of each tensor",
                 "layers": "groups of layers, with their layout",
+                "proposed_layout": "table of a layout that may fit, if none does",
             }
         },
     ),
@@ -214,7 +214,7 @@ SCHEMAS = {
             }
         },
     ),
-    "layouts": Schema(2, {"": {"layouts": "layouts, with the tensors of their forms"}}),
+    "layouts": Schema(3, {"": {"layouts": "layouts, with the tensors of their forms"}}),
     "write": Schema(
         1,
         {
@@ -237,7 +237,7 @@ SCHEMAS = {
             }
         },
     ),
-    "selftest": Schema(2, {"": {"outcomes": "result of each injected bug"}}),
+    "selftest": Schema(3, {"": {"outcomes": "result of each injected bug"}}),
     "mesh": Schema(1, {"": REPORT | {"collectives": "what the devices of each program send"}}),
     "bench": Schema(
         1,

@@ -22,6 +22,9 @@ from parity.measure.core.trace import Trace
 from parity.measure.core.weights import FORMAT, load_tensors, save_tensors
 from parity.measure.text import printable
 
+REQUIRED = {"format", "kind", "case", "dtype", "backend", "digest", "environment"}
+"""Metadata that each trace has; the others have been added since."""
+
 
 def save_trace(folder: str | os.PathLike[str], trace: Trace) -> Path:
     """Write a trace to `<folder>/<case>-<dtype>-<backend>.safetensors`, whole or not at all.
@@ -32,8 +35,10 @@ def save_trace(folder: str | os.PathLike[str], trace: Trace) -> Path:
     case, dtype = trace.problem.case, trace.problem.dtype
     path = Path(folder) / f"{case.name}-{dtype}-{trace.backend}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {f"accumulated/{name}": value for name, value in trace.accumulated.items()}
-    tensors |= {f"local/{name}": value for name, value in trace.local.items()}
+    tensors = {}
+    for part, stages in (("accumulated", trace.accumulated), ("local", trace.local)):
+        for name, value in stages.items():
+            tensors[f"{part}/{name}"] = value
     metadata = {
         "format": FORMAT,
         "kind": "trace",
@@ -59,16 +64,11 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
             case has here.
     """
     tensors, metadata = load_tensors(path)
-    wanted = {"format", "kind", "case", "dtype", "backend", "digest", "environment"}
     if metadata.get("kind") != "trace":
         hint = "`mha-parity verify` compares weights"
-        raise InputError(
-            path,
-            "be a trace, as `run --save-traces` writes it",
-            "another file of tensors",
-            hint=hint,
-        )
-    if metadata.get("format") != FORMAT or not wanted <= metadata.keys():
+        rule = "be a trace, as `run --save-traces` writes it"
+        raise InputError(path, rule, "another file of tensors", hint=hint)
+    if metadata.get("format") != FORMAT or not metadata.keys() >= REQUIRED:
         raise InputError(path, f"be a trace in format {FORMAT}", f"metadata {sorted(metadata)}")
     case = find_case(metadata["case"])
     if case is None or metadata["dtype"] not in DTYPES or metadata["backend"] not in BACKENDS:
@@ -76,9 +76,8 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
         raise InputError(path, "be of a known case, dtype and backend", str(got))
     problem = make_problem(case, metadata["dtype"])
     if problem.digest != metadata["digest"]:
-        raise InputError(
-            path, f"have the weights and inputs of case {problem.case.name}; its digest differs"
-        )
+        rule = f"have the weights and inputs of case {problem.case.name}; its digest differs"
+        raise InputError(path, rule)
     parts: dict[str, dict[str, np.ndarray]] = {"accumulated": {}, "local": {}}
     for name, value in tensors.items():
         part, _, stage = name.partition("/")
@@ -105,11 +104,12 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
         raise InputError(
             path, "have its environment as JSON", repr(metadata["environment"][:80])
         ) from None
-    known = list(reference.ARITHMETICS) if BACKENDS[trace.backend].has_own_arithmetic else ["ieee"]
-    if arithmetic not in known:
-        raise InputError(
-            path, f"have an arithmetic of {trace.backend}, one of {known}", arithmetic=arithmetic
-        )
+    arithmetics = ["ieee"]
+    if BACKENDS[trace.backend].has_own_arithmetic:
+        arithmetics = list(reference.ARITHMETICS)
+    if arithmetic not in arithmetics:
+        rule = f"have an arithmetic of {trace.backend}, one of {arithmetics}"
+        raise InputError(path, rule, arithmetic=arithmetic)
     return trace
 
 
@@ -118,11 +118,12 @@ def load_traces(folders: Iterable[str | os.PathLike[str]], here: Sequence[str] =
     with its folder.
     """
     traces = []
-    seen: dict[tuple[str, str, str], str] = {}
+    first_folders: dict[tuple[str, str, str], str] = {}
     for path in _trace_files(folders):
         trace = load_trace(path)
         key = (trace.problem.case.name, trace.problem.dtype, trace.backend)
-        if trace.backend in here or seen.setdefault(key, trace.folder) != trace.folder:
+        first_folder = first_folders.setdefault(key, trace.folder)
+        if trace.backend in here or trace.folder != first_folder:
             trace = replace(trace, is_named_by_folder=True)
         traces.append(trace)
     return traces
@@ -130,21 +131,17 @@ def load_traces(folders: Iterable[str | os.PathLike[str]], here: Sequence[str] =
 
 def _trace_files(folders: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
     for folder in folders:
-        if not os.fspath(
-            folder
-        ):  # it would be the current folder, for an unset variable of a shell
+        if not os.fspath(folder):
+            # It would be the current folder, for an unset variable of a shell.
             raise InputError("a folder of traces", "have a name", repr(folder))
         if not os.path.exists(folder):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(folder))
-        files = (
-            [Path(folder)]
-            if Path(folder).is_file()
-            else sorted(Path(folder).rglob("*.safetensors"))
-        )
+        path = Path(folder)
+        if path.is_file():
+            yield path
+            continue
+        files = sorted(path.rglob("*.safetensors"))
         if not files:
-            raise InputError(
-                folder,
-                "be a trace or a folder of traces",
-                "no *.safetensors in it or its subfolders",
-            )
+            rule = "be a trace or a folder of traces"
+            raise InputError(folder, rule, "no *.safetensors in it or its subfolders")
         yield from files

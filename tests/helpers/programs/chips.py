@@ -17,7 +17,7 @@ import ttnn
 import mha_tt
 import ttnn_mock
 from mha_spec import Alibi, AttentionSpec, Norm, Rope
-from mha_tt import mha, parallel
+from mha_tt import parallel
 from mha_tt.device import upload_parts
 from mha_tt.parallel import local
 from parity.measure.backends import tt as backend
@@ -106,9 +106,9 @@ def twice(x, axis, right=local.all_reduce):
 
 
 CONTROLS = {
-    "without all_reduce": [(mha, "all_reduce", without_sum)],
+    "without all_reduce": [(local, "all_reduce", without_sum)],
     "key/value heads in the wrong order": [(local, "local_heads", reversed_keys)],
-    "the bias of out_proj on every chip": [(mha_tt.weights, "local_weights", with_bias_on_all)],
+    "the bias of out_proj on every chip": [(local, "local_weights", with_bias_on_all)],
 }
 
 
@@ -120,7 +120,7 @@ def controls(plan):
             for where, what, wrong in bugs:
                 stack.enter_context(mock.patch.object(where, what, wrong))
             found[title] = judged(plan, ["gqa-causal"])[1]
-    with mock.patch.object(mha, "all_reduce", twice):
+    with mock.patch.object(local, "all_reduce", twice):
         found["a sum too many"] = judged(plan, ["gqa-causal"])
     return found
 

@@ -9,8 +9,7 @@ from parity.port.models.config import Config, Value
 from parity.port.models.families.usual import PLAIN, SOME_BIAS, family
 from parity.port.models.rules import ConfigLayer, Family, first_of, key, optional, positioned, rope
 
-# ---- Text
-# --------------------------------------------------------------------------------------------------
+# ---- Text ----------------------------------------------------------------------------------------
 
 DROPPED: dict[str, Any] = {
     "dropout": key("attention_probs_dropout_prob", default=0.1),
@@ -174,8 +173,7 @@ TEXT: dict[str, Family] = {
     ),
 }
 
-# ---- Images
-# --------------------------------------------------------------------------------------------------
+# ---- Images --------------------------------------------------------------------------------------
 
 VIT: dict[str, Any] = {
     **PLAIN,
@@ -290,8 +288,7 @@ IMAGES: dict[str, Family] = {
     ),
 }
 
-# ---- Speech
-# --------------------------------------------------------------------------------------------------
+# ---- Speech --------------------------------------------------------------------------------------
 
 SPEECH: dict[str, Family] = {
     **dict.fromkeys(

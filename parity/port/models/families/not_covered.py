@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 SENSES: dict[str, str] = {
-    # ---- Beyond AttentionSpec
-    # ----------------------------------------------------------------------------------------
+    # ---- Beyond AttentionSpec --------------------------------------------------------------------
     "rotates in the opposite direction of RoPE, as if positions decreased": "nanochat",
     "subtracts one softmax from another (lambda_q1)": "diffllama",
     "hides keys by their values (dt_proj, keep_window_size)": "doge",
@@ -91,8 +90,7 @@ SENSES: dict[str, str] = {
     "has other queries for words over entities (use_entity_aware_attention)": "luke",
     "predicts several tokens at once, in streams of n-grams": "prophetnet",
     "adds biases computed from pairs of residues (pair_bias_proj)": "esmfold2",
-    # ---- Not yet defined as a family
-    # ---------------------------------------------------------------------------------
+    # ---- Not yet defined as a family -------------------------------------------------------------
     "uses keys from another part of the model in some layers, and no family says which": (
         "EvollaModel blip_2_qformer blip_text_model bridgetower edgetam_mask_decoder "
         "edgetam_video_mask_decoder "

@@ -73,8 +73,7 @@ def is_plain(text):
     )
 
 
-# ---- convert
-# --------------------------------------------------------------------------------------------------
+# ---- convert -------------------------------------------------------------------------------------
 
 
 def test_convert_prints_one_line_summary(source, tmp_path, capsys):
@@ -337,8 +336,7 @@ def test_unspecified_layout_is_suggested(source, tmp_path, capsys):
     assert refuses("--from", remedy=remedy).is_printed_in(message)
 
 
-# ---- convert --dry-run
-# -----------------------------------------------------------------------------------------------
+# ---- convert --dry-run ---------------------------------------------------------------------------
 
 
 def planned(source, target, *others):
@@ -548,8 +546,7 @@ def test_nested_config_rope_is_not_lost(source, tmp_path, capsys):
     assert refuses("the layer", {"rope": ...}, remedy=remedy).is_printed_in(capsys.readouterr().err)
 
 
-# ---- layouts
-# --------------------------------------------------------------------------------------------------
+# ---- layouts -------------------------------------------------------------------------------------
 
 
 def test_layouts_lists_all_layouts(capsys):
@@ -636,8 +633,7 @@ def test_unknown_layout_suggests_names(capsys):
     assert message.count("\n") == 1
 
 
-# ---- inspect
-# --------------------------------------------------------------------------------------------------
+# ---- inspect -------------------------------------------------------------------------------------
 
 
 def test_inspect_shows_tensors_and_layouts(source, capsys):
@@ -681,7 +677,10 @@ def test_inspect_writes_json(source, tmp_path):
     """
     assert main(["inspect", source, *HEADS, "--json", str(tmp_path / "r.json")]) == 0
     content = json.loads((tmp_path / "r.json").read_text())
-    assert content.keys() == {"schema", "version", "file_format", "metadata", "tensors", "layers"}
+    assert content.keys() == {
+        *("schema", "version", "file_format", "metadata", "tensors", "layers"),
+        "proposed_layout",
+    }
     assert content["file_format"] == "safetensors"
     assert content["tensors"]["embed.weight"] == {"shape": [3, 16], "dtype": "float32"}
     assert content["layers"] == [
@@ -740,8 +739,7 @@ def test_inspect_of_damaged_file_exits_2(source, tmp_path, capsys):
     assert captured.err.count("\n") == 1
 
 
-# ---- verify
-# --------------------------------------------------------------------------------------------------
+# ---- verify --------------------------------------------------------------------------------------
 
 
 def saved(path, weights, layout="canonical", prefix="", spec=SPEC):
@@ -933,8 +931,7 @@ def test_verify_requires_equal_layer_counts(source, tmp_path, capsys):
     assert refuses("both files", "model.layers.7.self_attn").is_printed_in(capsys.readouterr().err)
 
 
-# ---- run, with the layer of a file
-# -----------------------------------------------------------------------------------
+# ---- run, with the layer of a file ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
@@ -962,8 +959,7 @@ def test_run_accepts_layer_of_any_file(source, tmp_path, capsys, suffix):
     assert refuses("--prefix, --num-heads").is_printed_in(capsys.readouterr().err)
 
 
-# ---- Warnings and errors
-# ---------------------------------------------------------------------------------------------
+# ---- Warnings and errors -------------------------------------------------------------------------
 
 
 def training_checkpoint(path):
@@ -1037,8 +1033,7 @@ def test_wrong_prefix_suggests_one_that_fits(tmp_path, capsys, prefix, layout):
         assert len(error) < 400 + len(source)
 
 
-# ---- Heads from config.json
-# ------------------------------------------------------------------------------------------
+# ---- Heads from config.json ----------------------------------------------------------------------
 
 
 def config_beside(path, **others):
@@ -1180,7 +1175,7 @@ def test_load_warns_of_unread_rope(source, tmp_path):
     RoPE; given `rope`, it returns that without a warning.
     """
     config_beside(tmp_path / "source.safetensors", rope_scaling={"rope_type": "llama3"})
-    with pytest.warns(parity.NotCarriedWarning, match="config.json sets rope_scaling="):
+    with pytest.warns(parity.IgnoredSettingsWarning, match="config.json sets rope_scaling="):
         _, spec = parity.load(source, "transformers.LLaMA", prefix=PREFIX.replace("{i}", "0"))
     assert spec.rope is None
     rope = Rope(500.0, scaling=Llama3Scaling(8.0, 64))
@@ -1217,8 +1212,7 @@ def test_verify_rejects_third_layout_flag(source, capsys, flag):
     assert refuses(flag, {flag: ["a", "b", "c"]}).is_printed_in(capsys.readouterr().err)
 
 
-# ---- All commands
-# --------------------------------------------------------------------------------------------------
+# ---- All commands --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -156,6 +156,7 @@ def test_every_command_has_a_schema():
     assert all(len(CALLS[name]) >= len(schema.forms) for name, schema in SCHEMAS.items())
 
 
+@pytest.mark.costly("each command runs as a user calls it")
 @pytest.mark.parametrize(
     "command",
     [
