@@ -182,8 +182,7 @@ class Skeleton:
             hook.remove()
         return calls[0]
 
-    # ---- Where a layer is
-    # --------------------------------------------------------------------------------------------
+    # ---- Where a layer is ------------------------------------------------------------------------
 
     def _path_of(self, layer: ModelLayer, label: str) -> str:
         """Return the path of a layer's attention module in memory, which may differ from that in
@@ -230,8 +229,7 @@ class Skeleton:
                     modules[where] = len(cut), name
         return {name: where for where, (_, name) in modules.items()}
 
-    # ---- Weights
-    # ----------------------------------------------------------------------------------------------
+    # ---- Weights ---------------------------------------------------------------------------------
 
     def _load(self, layer: ModelLayer, path: str, tensors: Mapping[str, Any]) -> None:
         """Load the weights of an attention module, and those that it uses of other modules that are
@@ -297,8 +295,7 @@ class Skeleton:
         models = [owner for owner in owners if isinstance(owner, PreTrainedModel)]
         models[-1]._init_weights(module)
 
-    # ---- Forward passes
-    # ----------------------------------------------------------------------------------------------
+    # ---- Forward passes --------------------------------------------------------------------------
 
     def _run(
         self,

@@ -64,7 +64,7 @@ class ModelLayer:
         part: part of the model, if it has several stacks: `encoder`, `decoder`.
         is_causal: attention is causal.
         path: prefix of its weights in checkpoints, after the prefix of all layers.
-        layout: layout of these weights, a name in `parity.LAYOUTS`.
+        layout: layout of these weights, by its name.
         shared: names of weights that it shares with another layer unless it has its own, each with
             its path.
         ignored: names of irrelevant entries in released checkpoints.

@@ -90,8 +90,7 @@ def tap_torch(
         yield tapped
 
 
-# ---- Functions of transformers
-# ---------------------------------------------------------------------------------------
+# ---- Functions of transformers -------------------------------------------------------------------
 
 _LISTENING: list[Mapping[nn.Module, _TorchListener]] = []
 """Listeners of each open tap, by module."""
@@ -163,8 +162,7 @@ def _update(self: Any, key_states: Tensor, value_states: Tensor, *args: Any, **k
     return _ORIGINALS["update"](self, key_states, value_states, *args, **kwargs)
 
 
-# ---- Modules
-# --------------------------------------------------------------------------------------------------
+# ---- Modules -------------------------------------------------------------------------------------
 
 
 class _ModelState:

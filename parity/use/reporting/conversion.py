@@ -74,7 +74,7 @@ def _axis_in_words(group: Iterable[str]) -> str:
 
 def _properties(layout: Layout) -> list[str]:
     """Return what a layout does with its tensors, a line for each property."""
-    from parity.port.conversion.layouts.layout import CARRIED, RULES, UNSAID
+    from parity.port.conversion.layouts.layout import CARRIED, GRID_BIAS, RULES
 
     lines = []
     shared = [tensor.name for tensor in layout.tensors if tensor.is_shared]
@@ -95,10 +95,11 @@ def _properties(layout: Layout) -> list[str]:
         lines.append("carried: all that a specification says")
     if layout.shares:
         lines.append(f"once in a file if layers share them: {', '.join(layout.shares)}")
-    if layout.unsaid:
-        names = ", ".join(layout.unsaid)
-        lines.append(f"not determined by shapes: {names}; --drop {UNSAID} leaves it out")
-    for prefix in layout.prefixes:
+    if layout.grid_biases:
+        names = ", ".join(layout.grid_biases)
+        lines.append(f"not determined by shapes: {names}; --drop {GRID_BIAS} leaves it out")
+    # A layout of a user has the prefix of its own files alone.
+    for prefix in layout.prefixes or filter(None, [layout.prefix]):
         lines.append(f"prefix: {prefix}")
     if layout.ranks is not None:
         lines.append(f"files of ranks: {layout.ranks.file}")
@@ -109,10 +110,21 @@ def _properties(layout: Layout) -> list[str]:
 
 
 def print_inspection(
-    path: str, file: TensorFile, layers_by_kind: list[Found], out: Console
+    path: str,
+    file: TensorFile,
+    layers_by_kind: list[Found],
+    out: Console,
+    proposal: str = "",
 ) -> None:
     """Print the tensors of a file, with those of numbered layers in one row, and the layouts that
     fit.
+
+    Args:
+        path: of the file.
+        file: the open file.
+        layers_by_kind: its attention layers.
+        out: where to print.
+        proposal: the table of a layout that is proposed if there are none, as TOML.
     """
     title = f"{path}: {file.format}, {len(file.infos)} tensors"
     print_table(out, title, ("tensor", "shape", "dtype", "how many"), _tensor_rows(file))
@@ -121,6 +133,8 @@ def print_inspection(
 
         out.print(Text("No attention layer that a layout fits", style="bold"))
         print_line(out, f"If it has attention, {NOT_LISTED}")
+        if proposal:
+            out.print(Text(f"A table that fits:\n\n{proposal.rstrip()}"), soft_wrap=True)
         return
     rows = []
     for layers in layers_by_kind:

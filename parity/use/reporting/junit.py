@@ -9,7 +9,6 @@ from xml.etree import ElementTree
 
 from parity.measure.core.compare import Comparison, first_difference
 from parity.measure.files.target import write_whole
-from parity.measure.sharding.mesh import words_of
 from parity.measure.text import printable
 from parity.use.reporting.summary import not_exercised_line, reproduction, summary_line
 from parity.use.running.report import Report, SkippedCase
@@ -62,13 +61,6 @@ def _suites(report: Report) -> dict[str, list[ElementTree.Element]]:
         if difference is not None:
             test.append(_failure(difference, report))
         suites.setdefault(f"{backend} {dtype}", []).append(test)
-    for sent in report.needless:
-        test = _element(
-            "testcase", classname=sent.backend, name=f"{sent.case}-{sent.dtype}-{sent.program}"
-        )
-        message = f"devices send {words_of(sent.counted)}, needed {words_of(sent.ideal)}"
-        test.append(_element("failure", message=message, type="collectives"))
-        suites.setdefault(f"{sent.backend} {sent.dtype}", []).append(test)
     for skipped in report.skipped_cases:
         test = _test_without_result(skipped, _element("skipped", message=skipped.reason))
         suites.setdefault(f"{skipped.backend} {skipped.dtype}", []).append(test)

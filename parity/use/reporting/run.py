@@ -17,7 +17,6 @@ from parity.use.reporting.summary import (
     case_grid,
     not_exercised_line,
     reproduction,
-    sent_by_program,
     skipped_reasons,
     summary_line,
     worst_of,
@@ -44,8 +43,6 @@ def print_report(
     if not quiet:
         print_case_table(report, out)
         print_stage_table(report, out)
-    if report.needless or not quiet:
-        print_collectives(report, out)
     differences = report.first_differences()
     _print_failures(report, differences, out, verbose=verbose)
     if differences or not quiet:
@@ -75,25 +72,6 @@ def _print_failures(
     num_hidden = len(differences) - DETAILED_FAILURES
     if num_hidden > 0:
         out.print(f"\n… and {num_hidden} more; --json has all")
-
-
-def print_collectives(report: Report, out: Console) -> None:
-    """Print what the devices of a mesh send each other and what they need, one line per kind of
-    program.
-    """
-    if sent := sent_by_program(report):
-        out.print(
-            Text("Traffic between devices: program, operations, number of cases", style="bold")
-        )
-    for each in sent:
-        needed = "" if each.counted == each.needed else f", needed {each.needed}"
-        excuse = f": {each.excuse}" if each.excuse else ""
-        named = "" if each.passed and not each.excuse else f" ({', '.join(each.cases)})"
-        line = (
-            f"{each.backend} {each.program}: {each.counted}{needed}{excuse}: "
-            f"{len(each.cases)}{named}"
-        )
-        out.print(Text(line, style="" if each.passed else "red", overflow="fold"))
 
 
 def print_case_table(report: Report, out: Console) -> None:

@@ -14,7 +14,6 @@ from rich.text import Text
 from parity.measure.core.cases import find_case
 from parity.measure.core.compare import first_difference
 from parity.measure.core.stages import stage_named
-from parity.measure.sharding.mesh import words_of
 from parity.measure.text import and_listed, counted, some_of
 
 if TYPE_CHECKING:
@@ -45,8 +44,6 @@ def summary_line(report: Report) -> Text:
     counts = f"{summary['passed']} stages passed, {summary['failed']} failed"
     if report.skipped:
         counts += f", {counted(len(report.skipped), 'backend')} skipped"
-    if report.needless:
-        counts += f", {counted(len(report.needless), 'program')} sent more than needed"
     expected = "the float64 reference"
     if not all(comparison.by_reference for comparison in report.comparisons):
         expected = "the expected values"
@@ -159,42 +156,6 @@ def case_grid(keys: Iterable[tuple[str, str, str]]) -> CaseGrid:
         if case is None or case.dtype is None:
             dtypes.add(dtype)
     return CaseGrid(list(rows), list(backends), len(dtypes) > 1)
-
-
-# ---- Traffic between devices ---------------------------------------------------------------------
-
-
-class Sent(NamedTuple):
-    """Operations in which devices of a mesh send each other data, in one kind of program, and its
-    cases.
-
-    `counted` and `needed` are words, and `excuse` the reason for sending more than needed. `passed`
-    is True if nothing is sent needlessly, or the excuse holds.
-    """
-
-    backend: str
-    program: str
-    counted: str
-    needed: str
-    excuse: str
-    passed: bool
-    cases: list[str]
-
-
-def sent_by_program(report: Report) -> list[Sent]:
-    """Return the traffic of each kind of program, with equal cases in one entry; more than needed
-    comes last.
-    """
-    alike: dict[tuple[bool, str, str, str, str, str], dict[str, None]] = {}
-    for each in report.collectives:
-        words = (words_of(each.counted), words_of(each.ideal), "" if each.is_ideal else each.excuse)
-        alike.setdefault((not each.passed, each.backend, each.program, *words), {})[each.case] = (
-            None
-        )
-    return [
-        Sent(backend, program, counted, needed, excuse, not has_failed, list(cases))
-        for (has_failed, backend, program, counted, needed, excuse), cases in sorted(alike.items())
-    ]
 
 
 # ---- Commands ------------------------------------------------------------------------------------

@@ -67,8 +67,7 @@ def outputs_of(layer, **options):
     return decoded(layer, **options)[0]
 
 
-# ---- parallel.shard
-# --------------------------------------------------------------------------------------------------
+# ---- parallel.shard ------------------------------------------------------------------------------
 
 
 @every_layer
@@ -137,8 +136,7 @@ def test_divided_weights_round_trip(found):
         assert all(torch.equal(weight, carried[name]) for name, weight in right.items())
 
 
-# ---- Masks and non-finite values
-# -------------------------------------------------------------------------------------
+# ---- Masks and non-finite values -----------------------------------------------------------------
 
 
 def test_masks_may_be_distributed_as_tokens(found):
@@ -171,8 +169,7 @@ def test_divided_layers_can_be_compiled(found, name):
     parity.assert_parity(computed, expected)
 
 
-# ---- Communication
-# --------------------------------------------------------------------------------------------------
+# ---- Communication -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -207,8 +204,7 @@ def test_collectives_are_minimal(found, name, forward, backward):
     assert found["moved"][name] == (forward, backward)
 
 
-# ---- Errors
-# --------------------------------------------------------------------------------------------------
+# ---- Errors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -243,8 +239,7 @@ def test_unsupported_divisions_raise(found, name, refusal):
     assert kind == refusal.kind.__name__
 
 
-# ---- Tokens
-# --------------------------------------------------------------------------------------------------
+# ---- Tokens --------------------------------------------------------------------------------------
 
 
 def assert_as_whole(found, spec, seq_len, options):
@@ -351,8 +346,7 @@ def test_context_parallel_needs_positions(found, size):
     assert refuses("key_padding_lengths").is_printed_in(said["key_padding_lengths"])
 
 
-# ---- Fully sharded
-# --------------------------------------------------------------------------------------------------
+# ---- Fully sharded -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

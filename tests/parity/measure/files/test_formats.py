@@ -114,8 +114,7 @@ def refuses_to_open(path, expected=""):
     return error
 
 
-# ---- Round trips
-# --------------------------------------------------------------------------------------------------
+# ---- Round trips ---------------------------------------------------------------------------------
 
 
 @sample(8)
@@ -241,8 +240,7 @@ def test_reading_an_unknown_name_raises(tmp_path):
         file.read("b")
 
 
-# ---- Files of other libraries
-# ----------------------------------------------------------------------------------------
+# ---- Files of other libraries --------------------------------------------------------------------
 
 
 def state_dict(tensors):
@@ -585,8 +583,7 @@ def test_names_that_cannot_nest_raise(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-# ---- GGUF
-# --------------------------------------------------------------------------------------------------
+# ---- GGUF ----------------------------------------------------------------------------------------
 
 
 def write_gguf(path, tensors, quantised=()):
@@ -644,8 +641,7 @@ def test_gguf_types_match_its_package():
     assert ours == {value: name for value, name in known.items() if value < len(gguf_format.TYPES)}
 
 
-# ---- Shards
-# --------------------------------------------------------------------------------------------------
+# ---- Shards --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
@@ -789,8 +785,7 @@ def test_folder_of_two_checkpoints_raises(tmp_path):
     refuses_to_open(tmp_path, refuses(str(tmp_path), "w.safetensors.index.json"))
 
 
-# ---- Whole or not at all
-# ---------------------------------------------------------------------------------------------
+# ---- Whole or not at all -------------------------------------------------------------------------
 
 
 def before(folder, suffix):
@@ -1095,8 +1090,7 @@ def test_verify_requires_a_hash(tmp_path):
         file.verify()
 
 
-# ---- Existing files
-# --------------------------------------------------------------------------------------------------
+# ---- Existing files ------------------------------------------------------------------------------
 
 
 def manager_root(path):
@@ -1340,8 +1334,7 @@ def test_scratch_folder_in_use_is_kept(tmp_path):
     assert os.listdir(tmp_path) == ["w.npz"]
 
 
-# ---- Errors of writing
-# -----------------------------------------------------------------------------------------------
+# ---- Errors of writing ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["w", "w.gguf", "w.h5", "w.safetensors.index.json"])
@@ -1450,8 +1443,7 @@ def something_else(path, kind):
         path.symlink_to("/dev/zero")
 
 
-# ---- Memory
-# --------------------------------------------------------------------------------------------------
+# ---- Memory --------------------------------------------------------------------------------------
 
 CONVERT = """
 import resource
@@ -1523,8 +1515,7 @@ def test_copying_memory_is_bounded(tmp_path):
     assert (tmp_path / "v.safetensors").read_bytes() == (tmp_path / "w.safetensors").read_bytes()
 
 
-# ---- Hostile files
-# --------------------------------------------------------------------------------------------------
+# ---- Hostile files -------------------------------------------------------------------------------
 
 
 @sample(8)
@@ -1936,8 +1927,7 @@ def test_hostile_gguf_raises(tmp_path, data):
     refuses_to_open(tmp_path / "w.gguf")
 
 
-# ---- Any damage
-# --------------------------------------------------------------------------------------------------
+# ---- Any damage ----------------------------------------------------------------------------------
 
 
 def seeds(folder, suffix):
@@ -2062,8 +2052,7 @@ def test_damaged_orbax_loads_or_raises(tmp_path):
     assert int(result.stdout) > 10
 
 
-# ---- Missing libraries
-# -----------------------------------------------------------------------------------------------
+# ---- Missing libraries ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -679,7 +679,10 @@ def test_inspect_writes_json(source, tmp_path):
     """
     assert main(["inspect", source, *HEADS, "--json", str(tmp_path / "r.json")]) == 0
     content = json.loads((tmp_path / "r.json").read_text())
-    assert content.keys() == {"schema", "version", "file_format", "metadata", "tensors", "layers"}
+    assert content.keys() == {
+        *("schema", "version", "file_format", "metadata", "tensors", "layers"),
+        "proposed_layout",
+    }
     assert content["file_format"] == "safetensors"
     assert content["tensors"]["embed.weight"] == {"shape": [3, 16], "dtype": "float32"}
     assert content["layers"] == [
