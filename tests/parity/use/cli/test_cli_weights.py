@@ -1205,7 +1205,7 @@ def test_flags_override_config_json(source, tmp_path, capsys):
         "2",
     ]
     assert main(["convert", *arguments, "--to", "meta.LLaMA"]) == 0
-    assert "2 x 12, key/value 1: " in capsys.readouterr().out
+    assert "(2 heads x 12, 1 key/value head)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flag", ["--from", "--prefix"])
