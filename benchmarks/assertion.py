@@ -27,12 +27,13 @@ import numpy as np
 
 import parity
 from mha_spec import AttentionSpec, Llama3Scaling, Rope
+from parity.measure.core.problem import Problem
 from parity.measure.core.trace import Reference
 
 SCALING = Llama3Scaling(8.0, 8192)
 
 
-def problem_of(size: int, dtype: str) -> parity.Problem:
+def problem_of(size: int, dtype: str) -> Problem:
     """Return the problem of a layer of a width."""
     heads = size // 64
     rope = Rope(500000.0, scaling=SCALING)
@@ -51,7 +52,7 @@ def problem_of(size: int, dtype: str) -> parity.Problem:
     return parity.make_problem(case, dtype)
 
 
-def outputs_of(problem: parity.Problem) -> tuple[np.ndarray, np.ndarray]:
+def outputs_of(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     """Return the output of a right layer, and that of one whose RoPE is not scaled."""
     unscaled = replace(problem.spec, rope=Rope(500000.0))
     wrong = replace(problem, case=replace(problem.case, spec=unscaled))

@@ -36,8 +36,7 @@ WIDTH, MLP_WIDTH, VOCABULARY = 2048, 8192, 32000
 ALLOWED_BYTES = (1.5, 500 * 10**6)  # factor of the largest tensor, plus a constant
 
 
-# ---- The checkpoint
-# --------------------------------------------------------------------------------------------------
+# ---- The checkpoint ------------------------------------------------------------------------------
 
 
 def shapes_of(num_layers: int, *, only_attention: bool) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -75,8 +74,7 @@ def make_checkpoint(path: Path, gib: float, *, only_attention: bool) -> None:
     write_tensors(path, {name: (shape, drawn.dtype) for name, shape in shapes.items()}, read)
 
 
-# ---- Steps
-# --------------------------------------------------------------------------------------------------
+# ---- Steps ---------------------------------------------------------------------------------------
 
 
 def flush(path: Path) -> None:
@@ -191,8 +189,7 @@ def measure(source: Path, folder: Path, repeats: int) -> dict[str, list[dict[str
     return found
 
 
-# ---- The report
-# --------------------------------------------------------------------------------------------------
+# ---- The report ----------------------------------------------------------------------------------
 
 
 def main() -> None:

@@ -37,8 +37,7 @@ extensions = [
 exclude_patterns = ["README.md", "parts"]
 suppress_warnings = ["misc.highlighting_failure"]  # … stands for code that is left out
 
-# ---- Pages
-# --------------------------------------------------------------------------------------------------
+# ---- Pages ---------------------------------------------------------------------------------------
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
@@ -72,8 +71,7 @@ def print_seconds(app, env) -> None:
             print(f"docs: {name} ran in {found['exec_data']['runtime']:.1f} s")
 
 
-# ---- Docstrings
-# --------------------------------------------------------------------------------------------------
+# ---- Docstrings ----------------------------------------------------------------------------------
 
 nitpick_ignore_regex = [
     ("py:class", ".*")
@@ -107,8 +105,7 @@ def setup(app) -> None:
     app.connect("autodoc-process-docstring", as_restructured_text, priority=1)
 
 
-# ---- Appearance
-# --------------------------------------------------------------------------------------------------
+# ---- Appearance ----------------------------------------------------------------------------------
 
 html_theme = "furo"
 pygments_dark_style = "a11y-high-contrast-dark"  # the theme's own underlines modules like links

@@ -18,7 +18,7 @@ from mha_jax.arrays import Array, zero_where
 from mha_jax.checks import check_count, check_is_cache, check_lengths
 from mha_jax.compiled import compiled
 from mha_jax.masks import Mask
-from mha_jax.parallel.sharding import specs_of, with_auto_axes
+from mha_jax.sharding import specs_of, with_auto_axes
 from mha_spec import InputError, InputTypeError
 from mha_spec.rules import check_holds_new
 from mha_spec.span import span_of

@@ -51,7 +51,7 @@ from mha_jax.projections import project_output, project_qkv
 from mha_jax.weights import Project
 from mha_spec import AttentionSpec
 from mha_spec.attention import check_latent, check_spec
-from mha_spec.rules import check_broadcasts
+from mha_spec.rules import check_broadcasts, check_kernel
 
 
 def multi_head_attention_with_cache(
@@ -106,6 +106,7 @@ def cached_layer(
 ) -> tuple[Array, CacheT]:
     """Append new tokens to a cache of either type and attend; with `kv_b`, in the absorbed form."""
     spec = layer.spec
+    check_kernel(layer.kernel)
     check_cached_input(x, cache)
     check_width("x", x, spec.d_in)
     seq_len = x.shape[1]

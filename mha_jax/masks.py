@@ -13,7 +13,7 @@ from mha_jax.checks import check_count, check_integers, check_lengths
 from mha_jax.compiled import compiled
 from mha_spec import AttentionSpec, InputError
 from mha_spec.heads import BareHeads
-from mha_spec.rules import as_boolean, check_broadcasts
+from mha_spec.rules import check_broadcasts
 from mha_spec.span import Span, span_of
 
 
@@ -50,7 +50,6 @@ def create_attention_mask(
     seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
     check_count("seq_len_q", seq_len_q)
     check_count("seq_len_k", seq_len_k)
-    as_boolean("is_causal", is_causal)
     span = span_of(window_size, chunk_size)
     batch_size = None
     full_mask = Mask(None, is_causal, key_padding_lengths, segment_ids, span)
@@ -93,7 +92,6 @@ class Mask:
         """Refuse a mask that does not fit the scores (B, N, T, S). `find_padding` checks
         lengths.
         """
-        as_boolean("is_causal", self.is_causal)
         if self.mask is not None:
             check_broadcasts("mask", self.mask.shape, scores_shape)
         if self.segments is not None:

@@ -41,6 +41,7 @@ from mha_spec import (
     Temperature,
 )
 from mha_spec.attention import check_spec, spec_from
+from mha_spec.rules import check_kernel
 
 for _static in (
     AttentionSpec,
@@ -73,6 +74,7 @@ def attention_layer(
 ) -> tuple[Array, Array | None]:
     """Return a layer's output and attention weights (or None): check, project, attend, project."""
     spec = layer.spec
+    check_kernel(layer.kernel)
     check_layer_inputs(query, key, value, positions, spec)
     key = query if key is None else key
     value = key if value is None else value
@@ -118,11 +120,14 @@ class FunctionalLayer:
     def scores(self, bias: Float[Array, "*#scores"] | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
         learned = {name: array_of(self.weights[name]) for name in self.spec.score_shapes}
-        if self.training:
-            dropout = self.spec.dropout
-        else:
-            dropout = 0.0
-        return Scores(self.spec, bias, learned, dropout, self.dropout_keep, self.dropout_rng)
+        return Scores.of_layer(
+            self.spec,
+            bias,
+            learned,
+            training=self.training,
+            dropout_keep=self.dropout_keep,
+            dropout_rng=self.dropout_rng,
+        )
 
 
 # ---- Modules -------------------------------------------------------------------------------------
@@ -296,11 +301,10 @@ class AttentionLayer(nnx.Module):
         learned = {
             name: cast(getattr(self, name)[...], self.dtype) for name in self.spec.score_shapes
         }
-        if not self.deterministic:
-            dropout = self.spec.dropout
-        else:
-            dropout = 0.0
-        return Scores(self.spec, bias, learned, dropout, dropout_rng=self.dropout_rng(dropout))
+        dropout_rng = self.dropout_rng(self.spec.dropout)
+        return Scores.of_layer(
+            self.spec, bias, learned, training=not self.deterministic, dropout_rng=dropout_rng
+        )
 
     def dropout_rng(self, rate: float) -> jax.Array | None:
         """Return a new random key if dropout applies: in training, at a rate above 0."""

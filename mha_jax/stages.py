@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from mha_jax.arrays import Array, at_least_float32, zero_where
-from mha_jax.checks import check_bias, check_heads, check_score_weights, check_scored
+from mha_jax.checks import check_heads, check_scored
 from mha_jax.compiled import compiled
 from mha_jax.features.alibi import alibi_bias
 from mha_jax.features.relative_bias import relative_position_bias
@@ -21,12 +21,11 @@ from mha_jax.heads import repeat_kv_heads
 from mha_jax.kernels import Kernel
 from mha_jax.masks import Mask, to_scores_rank
 from mha_jax.padding import find_padding, zero_heads_in_padding
-from mha_jax.parallel.sharding import head_sharding, reshard_like, with_auto_axes
 from mha_jax.scores import Scores
-from mha_spec import AttentionSpec, GridBias, InputError
-from mha_spec.features.relative_bias import check_grid
+from mha_jax.sharding import head_sharding, reshard_like, with_auto_axes
+from mha_spec import AttentionSpec, InputError
 from mha_spec.heads import BareHeads
-from mha_spec.rules import as_rate, check_broadcasts, check_mapping
+from mha_spec.rules import check_kernel
 
 
 def attention_scores(
@@ -56,17 +55,6 @@ def attention_scores(
     """
     rules = BareHeads(query.shape[3]) if spec is None else spec
     learned = {} if learned is None else learned
-    check_scored(query, key, rules)
-    scores_shape = (*query.shape[:3], key.shape[2])
-    if bias is not None:
-        check_bias(bias, scores_shape, query)
-    check_mapping("learned", learned)
-    # Sinks are part of the softmax.
-    tables = {name: table for name, table in learned.items() if name != "sinks"}
-    table_shapes = {name: shape for name, shape in rules.score_shapes.items() if name != "sinks"}
-    check_score_weights(tables, table_shapes)
-    if isinstance(rules.relative_bias, GridBias):
-        check_grid(rules.relative_bias, scores_shape)
     key = repeat_kv_heads(key, query.shape[1])
     scores = jnp.einsum(
         "bnth,bnsh->bnts", at_least_float32(query) * rules.score_scale, at_least_float32(key)
@@ -78,12 +66,12 @@ def attention_scores(
     if rules.alibi_slopes is not None:
         scores = scores + alibi_bias(rules.alibi_slopes, *lengths, q_offset, scores_dtype=dtype)
     if rules.relative_bias is not None:
-        table = tables["relative_bias"]
+        table = learned["relative_bias"]
         scores = scores + relative_position_bias(
             table, rules.relative_bias, *lengths, q_offset, scores_dtype=dtype
         )
     if rules.relative_products is not None:
-        vectors = (tables.get("relative_keys"), tables.get("relative_queries"))
+        vectors = (learned.get("relative_keys"), learned.get("relative_queries"))
         products = relative_position_products(
             query, key, rules.relative_products, *vectors, q_offset
         )
@@ -105,8 +93,6 @@ def masked_softmax(
 
     Source: the sinks: gpt-oss model card, arXiv:2508.10925, section 2.
     """
-    if mask is not None:
-        check_broadcasts("mask", mask.shape, scores.shape)
     scores = at_least_float32(scores)
     if not scores.size:  # JAX has no maximum over zero keys
         return scores
@@ -161,14 +147,12 @@ def apply_dropout(
     Raises:
         ValueError: if the rate is out of range, or both `keep` and `rng` are None.
     """
-    rate = as_rate("dropout", rate)
     if keep is None:
         if not rate:
             return attn_weights
         if rng is None:
             raise InputError("dropout", "come with a random key", dropout=rate, dropout_rng=None)
         keep = jax.random.bernoulli(rng, 1.0 - rate, attn_weights.shape)
-    check_broadcasts("keep", keep.shape, attn_weights.shape)
     keep = keep.reshape((1,) * (attn_weights.ndim - keep.ndim) + keep.shape)
     return jnp.where(keep, attn_weights / (1.0 - rate), 0.0)
 
@@ -217,10 +201,11 @@ def scaled_dot_product_attention(
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
-    if kernel is not None and need_weights:
-        raise InputError(
-            "need_weights", "be False with a kernel, which stores no weights", need_weights=True
-        )
+    if kernel is not None:
+        check_kernel(kernel)
+        if need_weights:
+            rule = "be False with a kernel, which stores no weights"
+            raise InputError("need_weights", rule, need_weights=True)
     check_heads(query, key, value)
     rules = BareHeads(query.shape[3]) if spec is None else spec
     check_scored(query, key, rules)

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mha_jax.arrays import Array, at_least_float32, lies_on_mesh
 from mha_jax.checks import check_projected
 from mha_jax.features.norms import apply_norm
-from mha_jax.parallel.sharding import is_explicit, placed, spec_of
+from mha_jax.sharding import is_explicit, placed, spec_of
 from mha_spec import AttentionSpec
 
 Project = Callable[[str, Array], Array]

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, TypeVar, get_args
+from typing import Any, NamedTuple, Protocol, TypeVar, get_args
 
 from mha_spec.aliases import unknown_argument
 from mha_spec.errors import InputError, InputTypeError
@@ -89,8 +89,7 @@ class Axes:
         return f"({', '.join(names)})"
 
 
-@dataclass(frozen=True)
-class Compared:
+class Compared(NamedTuple):
     """The first argument of a call with an axis, or with batch axes.
 
     Attributes:
@@ -209,9 +208,21 @@ def _size_error(name: str, shape: Any, axis: str, other: Compared) -> InputError
     return InputError(name, f"have the {axis} of {other.name}", shapes)
 
 
-def checking(
-    dtypes: Dtypes, array_types: Mapping[str, type] | None = None
-) -> Callable[[Function], Function]:
+class Checked(Protocol):
+    """Decorator of public functions: their annotations are checks of their arguments."""
+
+    def __call__(self, function: Function, by_hand: Callable[..., None] | None = None) -> Function:
+        """Return the function, checked.
+
+        Args:
+            function: a public function.
+            by_hand: checks that annotations cannot express, with the same parameters. The package
+                calls the function itself, whose arguments are then checked already.
+        """
+        ...
+
+
+def checking(dtypes: Dtypes, array_types: Mapping[str, type] | None = None) -> Checked:
     """Return the decorator `checked` for the arrays of a framework.
 
     Args:
@@ -223,8 +234,8 @@ def checking(
     array_types = {} if array_types is None else array_types
     stand_ins = {name: type(name, (), {}) for name in array_types}
 
-    def checked(function: Function) -> Function:
-        """Check the arguments of a public function as its annotations say."""
+    def checked(function: Function, by_hand: Callable[..., None] | None = None) -> Function:
+        """Check the arguments of a public function as its annotations say, then by hand."""
         parameters = inspect.signature(function, locals=stand_ins, eval_str=True).parameters
         rules = _rules_of(parameters, dtypes, array_types)
         order = tuple(parameters)
@@ -242,6 +253,8 @@ def checking(
             for name in rules:
                 if name in keywords:
                     rules[name].check(name, keywords[name], first)
+            if by_hand is not None:
+                by_hand(*arguments, **keywords)
             return function(*arguments, **keywords)
 
         # Pickle looks for a function in its module, and the package has the checked one.

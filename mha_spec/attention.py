@@ -40,6 +40,18 @@ FLAGS = ("out_bias", "out_proj", "fused_qkv", "shared_kv", "sinks")
 RATES = ("dropout", "output_dropout")
 FACTORS = ("clip_qkv", "scale", "soft_cap")
 NORMS = ("qk_norm", "v_norm", "context_norm")
+READ_IN_EACH_CALL = (
+    "norms",
+    "span",
+    "score_scale",
+    "score_shapes",
+    "alibi_slopes",
+    "q_width",
+    "k_width",
+    "v_width",
+    "has_positions",
+    "has_distance_bias",
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -178,9 +190,8 @@ class AttentionSpec(Record):
             check_rotated(self.head_dim, self.rope)
         self._check_shared_kv()
         self._check_latent()
-        # Each call reads these. In Python 3.11 torch.compile cannot trace the lock of a cached
-        # property that is unset.
-        for name in ("norms", "span", "score_scale", "score_shapes", "alibi_slopes"):
+        # In Python 3.11 torch.compile cannot trace the lock of a cached property that is unset.
+        for name in READ_IN_EACH_CALL:
             getattr(self, name)
         if self.latent is not None:
             widths = {
@@ -328,17 +339,17 @@ class AttentionSpec(Record):
             name: value for name, value in super().given().items() if (name, value) not in derived
         }
 
-    @property
+    @cached_property
     def q_width(self) -> int:
         """Width of the concatenated queries of all heads, N * H."""
         return self.num_heads * self.head_dim
 
-    @property
+    @cached_property
     def k_width(self) -> int:
         """Width of the concatenated keys of all heads, K * H."""
         return self.num_kv_heads * self.head_dim
 
-    @property
+    @cached_property
     def v_width(self) -> int:
         """Width of the concatenated values of all heads, K * Hv."""
         return self.num_kv_heads * self.value_head_dim
@@ -374,12 +385,12 @@ class AttentionSpec(Record):
             factor = 1.0
         return factor * self.head_dim**-0.5
 
-    @property
+    @cached_property
     def has_positions(self) -> bool:
         """True if RoPE or a temperature makes the layer depend on the positions of tokens."""
         return self.rope is not None or self.temperature is not None
 
-    @property
+    @cached_property
     def has_distance_bias(self) -> bool:
         """True if ALiBi, a relative bias or relative products make scores depend on the distance of
         query and key.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mha_spec import AttentionSpec
 from mha_spec.attention import check_latent, check_spec
-from mha_spec.rules import check_broadcasts
+from mha_spec.rules import check_broadcasts, check_kernel
 from mha_torch.arrays import is_autocast_on, nan_where, zero_where
 from mha_torch.cache import (
     Cache,
@@ -105,6 +105,7 @@ def cached_layer(
 ) -> tuple[Tensor, CacheT]:
     """Append new tokens to a cache of either type and attend; with `kv_b`, in the absorbed form."""
     spec = layer.spec
+    check_kernel(layer.kernel)
     check_cached_input(x, cache)
     check_width("x", x, spec.d_in)
     seq_len = x.shape[1]

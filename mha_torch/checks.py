@@ -7,17 +7,20 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mha_spec import AttentionSpec, InputError, InputTypeError, Latent, Norm, Rope
+from mha_spec import AttentionSpec, GridBias, InputError, InputTypeError, Latent, Norm, Rope
 from mha_spec.annotations import BOOLEAN, FLOATING, INTEGERS, checking
 from mha_spec.attention import check_spec
 from mha_spec.features.norm import check_norm
+from mha_spec.features.relative_bias import check_grid
 from mha_spec.features.rope import position_shapes
 from mha_spec.heads import BareHeads
 from mha_spec.hints import NEW_CACHE
 from mha_spec.rules import (
     as_count,
+    as_rate,
     check_broadcasts,
     check_head_groups,
+    check_mapping,
     check_names,
     check_not_written_over,
 )
@@ -332,6 +335,48 @@ def check_scored(query: Tensor, key: Tensor, spec: AttentionSpec | BareHeads) ->
     if (query.shape[1], query.shape[3]) != (spec.num_heads, spec.head_dim):
         rule = f"have the heads of the spec, (N, H) = ({spec.num_heads}, {spec.head_dim})"
         raise InputError("query", rule, {"query.shape": tuple(query.shape)})
+
+
+def check_attention_scores(
+    query: Tensor,
+    key: Tensor,
+    bias: Tensor | None = None,
+    spec: AttentionSpec | BareHeads | None = None,
+    q_offset: Tensor | None = None,
+    learned: Mapping[str, Tensor] | None = None,
+    **_: object,
+) -> None:
+    """Refuse arguments of `attention_scores` that do not fit each other."""
+    rules = BareHeads(query.shape[3]) if spec is None else spec
+    learned = {} if learned is None else learned
+    check_scored(query, key, rules)
+    scores_shape = (*query.shape[:3], key.shape[2])
+    if bias is not None:
+        check_bias(bias, scores_shape, query)
+    check_mapping("learned", learned)
+    # Sinks are part of the softmax.
+    tables = {name: table for name, table in learned.items() if name != "sinks"}
+    table_shapes = {name: shape for name, shape in rules.score_shapes.items() if name != "sinks"}
+    check_score_weights(tables, table_shapes, query)
+    if isinstance(rules.relative_bias, GridBias):
+        check_grid(rules.relative_bias, scores_shape)
+
+
+def check_masked_softmax(
+    scores: Tensor, mask: Tensor | None = None, sinks: Tensor | None = None, **_: object
+) -> None:
+    """Refuse arguments of `masked_softmax` that do not fit each other."""
+    if mask is not None:
+        check_broadcasts("mask", tuple(mask.shape), tuple(scores.shape))
+
+
+def check_apply_dropout(
+    attn_weights: Tensor, rate: float, keep: Tensor | None = None, **_: object
+) -> None:
+    """Refuse a rate outside [0, 1), and weights to keep that do not fit the others."""
+    as_rate("dropout", rate)
+    if keep is not None:
+        check_broadcasts("keep", tuple(keep.shape), tuple(attn_weights.shape))
 
 
 def check_bias(bias: Tensor, scores_shape: tuple[int, ...], query: Tensor) -> None:

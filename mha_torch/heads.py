@@ -22,6 +22,11 @@ def split_heads(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B 
         raise InputError(
             "the width", "be a multiple of num_heads", width=x.shape[-1], num_heads=num_heads
         )
+    return split_checked(x, num_heads)
+
+
+def split_checked(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B N T H"]:
+    """Split the last axis into heads, without checks."""
     return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mha_spec import AttentionSpec, InputError
 from mha_spec.heads import BareHeads
-from mha_spec.rules import as_boolean, check_broadcasts
+from mha_spec.rules import check_broadcasts
 from mha_spec.span import Span, span_of
 from mha_torch.checks import check_count, check_device, check_integers, check_lengths
 
@@ -49,7 +49,6 @@ def create_attention_mask(
     seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
     check_count("seq_len_q", seq_len_q)
     check_count("seq_len_k", seq_len_k)
-    as_boolean("is_causal", is_causal)
     span = span_of(window_size, chunk_size)
     batch_size = None
     full_mask = Mask(None, is_causal, key_padding_lengths, segment_ids, span)
@@ -91,7 +90,6 @@ class Mask:
         """Refuse a mask that does not fit the scores (B, N, T, S) or their queries. `find_padding`
         checks lengths.
         """
-        as_boolean("is_causal", self.is_causal)
         if self.mask is not None:
             check_broadcasts("mask", tuple(self.mask.shape), scores_shape)
             check_device("mask", self.mask, query.device, "query")

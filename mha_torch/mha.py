@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mha_spec import AttentionSpec, InputTypeError
 from mha_spec.attention import check_spec, spec_from
+from mha_spec.rules import check_kernel
 from mha_torch import stages
 from mha_torch.arrays import is_distributed
 from mha_torch.axes import with_one_batch_axis
@@ -46,6 +47,7 @@ def attention_layer(
 ) -> tuple[Tensor, Tensor | None]:
     """Return a layer's output and attention weights (or None): check, project, attend, project."""
     spec = layer.spec
+    check_kernel(layer.kernel)
     check_layer_inputs(query, key, value, positions, spec)
     key = query if key is None else key
     value = key if value is None else value
@@ -93,11 +95,9 @@ class FunctionalLayer:
     def scores(self, bias: Float[Tensor, "*#scores"] | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
         learned = {name: self.weights[name] for name in self.spec.score_shapes}
-        if self.training:
-            dropout = self.spec.dropout
-        else:
-            dropout = 0.0
-        return Scores(self.spec, bias, learned, dropout, self.dropout_keep)
+        return Scores.of_layer(
+            self.spec, bias, learned, training=self.training, dropout_keep=self.dropout_keep
+        )
 
 
 # ---- Modules -------------------------------------------------------------------------------------
@@ -221,11 +221,7 @@ class AttentionLayer(nn.Module):
     def scores(self, bias: Float[Tensor, "*#scores"] | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
         learned = {name: getattr(self, name) for name in self.spec.score_shapes}
-        if self.training:
-            dropout = self.spec.dropout
-        else:
-            dropout = 0.0
-        return Scores(self.spec, bias, learned, dropout)
+        return Scores.of_layer(self.spec, bias, learned, training=self.training)
 
     def drop_output(self, output: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
         """Apply output dropout, in training and at a rate above 0."""

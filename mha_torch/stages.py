@@ -12,12 +12,11 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mha_spec import AttentionSpec, GridBias, InputError
-from mha_spec.features.relative_bias import check_grid
+from mha_spec import AttentionSpec, InputError
 from mha_spec.heads import BareHeads
-from mha_spec.rules import as_rate, check_broadcasts, check_mapping
+from mha_spec.rules import check_kernel
 from mha_torch.arrays import at_least_float32, without_autocast
-from mha_torch.checks import check_bias, check_heads, check_score_weights, check_scored
+from mha_torch.checks import check_heads, check_scored
 from mha_torch.features.alibi import alibi_bias
 from mha_torch.features.relative_bias import relative_position_bias
 from mha_torch.features.relative_products import relative_position_products
@@ -55,17 +54,6 @@ def attention_scores(
     """
     rules = BareHeads(query.shape[3]) if spec is None else spec
     learned = {} if learned is None else learned
-    check_scored(query, key, rules)
-    scores_shape = (*query.shape[:3], key.shape[2])
-    if bias is not None:
-        check_bias(bias, scores_shape, query)
-    check_mapping("learned", learned)
-    # Sinks are part of the softmax.
-    tables = {name: table for name, table in learned.items() if name != "sinks"}
-    table_shapes = {name: shape for name, shape in rules.score_shapes.items() if name != "sinks"}
-    check_score_weights(tables, table_shapes, query)
-    if isinstance(rules.relative_bias, GridBias):
-        check_grid(rules.relative_bias, scores_shape)
     key = repeat_kv_heads(key, query.shape[1])
     with without_autocast(query.device.type):  # autocast would sum in half precision
         scores = torch.einsum(
@@ -80,12 +68,12 @@ def attention_scores(
             rules.alibi_slopes, *lengths, q_offset, scores_dtype=dtype, device=scores.device
         )
     if rules.relative_bias is not None:
-        table = tables["relative_bias"]
+        table = learned["relative_bias"]
         scores = scores + relative_position_bias(
             table, rules.relative_bias, *lengths, q_offset, scores_dtype=dtype
         )
     if rules.relative_products is not None:
-        vectors = (tables.get("relative_keys"), tables.get("relative_queries"))
+        vectors = (learned.get("relative_keys"), learned.get("relative_queries"))
         products = relative_position_products(
             query, key, rules.relative_products, *vectors, q_offset
         )
@@ -107,8 +95,6 @@ def masked_softmax(
 
     Source: the sinks: gpt-oss model card, arXiv:2508.10925, section 2.
     """
-    if mask is not None:
-        check_broadcasts("mask", tuple(mask.shape), tuple(scores.shape))
     scores = at_least_float32(scores)
     if sinks is not None:
         column = at_least_float32(sinks)[:, None, None].expand(*scores.shape[:3], 1)
@@ -154,12 +140,10 @@ def apply_dropout(
 
     0 <= rate < 1. `keep` is True for weights to keep; default: a random draw.
     """
-    rate = as_rate("dropout", rate)
     if keep is None:
         if rate:
             return F.dropout(attn_weights, rate)
         return attn_weights
-    check_broadcasts("keep", tuple(keep.shape), tuple(attn_weights.shape))
     return torch.where(keep, attn_weights / (1.0 - rate), 0.0)
 
 
@@ -206,10 +190,11 @@ def scaled_dot_product_attention(
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
-    if kernel is not None and need_weights:
-        raise InputError(
-            "need_weights", "be False with a kernel, which stores no weights", need_weights=True
-        )
+    if kernel is not None:
+        check_kernel(kernel)
+        if need_weights:
+            rule = "be False with a kernel, which stores no weights"
+            raise InputError("need_weights", rule, need_weights=True)
     check_heads(query, key, value)
     rules = BareHeads(query.shape[3]) if spec is None else spec
     check_scored(query, key, rules)

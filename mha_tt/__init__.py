@@ -15,6 +15,9 @@ from mha_tt.cache_mha import (
     MultiHeadAttentionWithCache,
     multi_head_attention_with_cache,
 )
+from mha_tt.checks import check_apply_dropout as _check_apply_dropout
+from mha_tt.checks import check_attention_scores as _check_attention_scores
+from mha_tt.checks import check_masked_softmax as _check_masked_softmax
 from mha_tt.checks import checked as _checked
 from mha_tt.decode.pages import PagedKVCache
 from mha_tt.device import (
@@ -140,19 +143,19 @@ absorb_keys = _checked(absorb_keys)
 absorb_values = _checked(absorb_values)
 append_to_cache = _checked(append_to_cache)
 append_to_latent_cache = _checked(append_to_latent_cache)
-apply_dropout = _checked(apply_dropout)
+apply_dropout = _checked(apply_dropout, _check_apply_dropout)
 apply_gate = _checked(apply_gate)
 apply_norm = _checked(apply_norm)
 apply_rope = _checked(apply_rope)
 apply_temperature = _checked(apply_temperature)
 attention_context = _checked(attention_context)
-attention_scores = _checked(attention_scores)
+attention_scores = _checked(attention_scores, _check_attention_scores)
 combine_heads = _checked(combine_heads)
 create_attention_mask = _checked(create_attention_mask)
 create_cache_mask = _checked(create_cache_mask)
 create_padding_mask = _checked(create_padding_mask)
 expand_latents = _checked(expand_latents)
-masked_softmax = _checked(masked_softmax)
+masked_softmax = _checked(masked_softmax, _check_masked_softmax)
 multi_head_attention = _checked(multi_head_attention)
 multi_head_attention_with_cache = _checked(multi_head_attention_with_cache)
 multi_head_latent_attention = _checked(multi_head_latent_attention)

@@ -16,7 +16,7 @@ from ttnn import Tensor
 
 from mha_spec import AttentionSpec
 from mha_spec.attention import check_spec
-from mha_spec.rules import check_broadcasts
+from mha_spec.rules import check_broadcasts, check_kernel
 from mha_tt.arrays import as_dtype
 from mha_tt.cache import (
     Cache,
@@ -177,6 +177,7 @@ def _check_call(
     new tokens.
     """
     spec = layer.spec
+    check_kernel(layer.kernel)
     check_cached_input(x, cache)
     check_width("x", x, spec.d_in)
     batch_size, seq_len, _ = x.shape

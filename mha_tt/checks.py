@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import ttnn
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec, InputError, InputTypeError, Norm, Rope
+from mha_spec import AttentionSpec, GridBias, InputError, InputTypeError, Norm, Rope
 from mha_spec.annotations import BOOLEAN, FLOATING, INTEGERS, checking
 from mha_spec.attention import check_spec
 from mha_spec.features.norm import check_norm
+from mha_spec.features.relative_bias import check_grid
 from mha_spec.features.rope import position_shapes
 from mha_spec.heads import BareHeads
 from mha_spec.hints import NEW_CACHE
 from mha_spec.rules import (
     as_count,
+    as_rate,
     check_broadcasts,
     check_head_groups,
+    check_mapping,
     check_names,
     check_not_written_over,
 )
@@ -351,8 +355,7 @@ def check_layer_positions(
 
 def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None) -> None:
     """Refuse parameters that do not fit the norm."""
-    check_on_device("x", x)
-    check_dtype("x.dtype", x.dtype)
+    check_tiles("x", x)
     check_norm(norm)
     width = x.shape[-1]
     shapes = norm.shapes(x.shape[1] if norm.per_head else 1, width)
@@ -420,6 +423,53 @@ def check_heads_of_spec(query: Tensor, num_heads: int, spec: AttentionSpec | Bar
         shape = f"({spec.num_heads}, {spec.head_dim} or padded)"
         rule = f"have the heads of the spec, (N, H) = {shape}"
         raise InputError("query", rule, {"query.shape": tuple(query.shape)})
+
+
+def check_attention_scores(
+    query: Tensor,
+    key: Tensor,
+    bias: np.ndarray | Tensor | None = None,
+    spec: AttentionSpec | BareHeads | None = None,
+    q_offset: np.ndarray | None = None,
+    learned: Mapping[str, Tensor] | None = None,
+    **_: object,
+) -> None:
+    """Refuse arguments of `attention_scores` that do not fit each other."""
+    check_tiles("query", query)
+    check_tiles("key", key)
+    rules = BareHeads(query.shape[3]) if spec is None else spec
+    learned = {} if learned is None else learned
+    check_scored(query, key, rules)
+    scores_shape = (*tuple(query.shape)[:3], key.shape[2])
+    if bias is not None:
+        check_bias(bias, scores_shape, query)
+    check_mapping("learned", learned)
+    # Sinks are part of the softmax.
+    tables = {name: table for name, table in learned.items() if name != "sinks"}
+    table_shapes = {name: shape for name, shape in rules.score_shapes.items() if name != "sinks"}
+    check_score_weights(tables, table_shapes, query)
+    if isinstance(rules.relative_bias, GridBias):
+        check_grid(rules.relative_bias, scores_shape)
+
+
+def check_masked_softmax(
+    scores: Tensor, mask: Any = None, sinks: Tensor | None = None, **_: object
+) -> None:
+    """Refuse arguments of `masked_softmax` that do not fit each other."""
+    check_tiles("scores", scores)
+    if mask is not None:
+        check_broadcasts("mask", tuple(mask.shape), tuple(scores.shape))
+    if sinks is not None:
+        check_weight("sinks", sinks, (1, scores.shape[1], 1, 1))
+
+
+def check_apply_dropout(
+    attn_weights: Tensor, rate: float, keep: np.ndarray | None = None, **_: object
+) -> None:
+    """Refuse a rate outside [0, 1), and weights to keep that do not fit the others."""
+    as_rate("dropout", rate)
+    if keep is not None:
+        check_broadcasts("keep", keep.shape, tuple(attn_weights.shape))
 
 
 def check_bias(bias: np.ndarray | Tensor, scores_shape: tuple[int, ...], query: Tensor) -> None:

@@ -15,6 +15,12 @@ from mha_tt.checks import check_count, check_tiles
 from mha_tt.device import zeros
 from mha_tt.layout import TILE, TILE_NBYTES, round_up
 
+MOST_ROW_NBYTES = 2**19
+"""Bytes of a row of tiles, all heads of 32 tokens, that ttnn's `concatenate_heads` can hold. It
+reads one row while it writes another: of a core's memory, 1464 KiB or more, 1 MiB. The rest is that
+of programs and of tensors in L1. 64 heads of 128 in float32 are twice as many bytes.
+"""
+
 
 def split_heads(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B N T H"]:
     """Split the last axis into heads and move them before the tokens.
@@ -60,10 +66,9 @@ def combine_checked(x: Float[Tensor, "B N T H"]) -> Float[Tensor, "B T NH"]:
     batch_size, num_heads, seq_len, head_dim = x.shape
     if 0 in (batch_size, seq_len):
         return zeros((batch_size, seq_len, num_heads * head_dim), x.dtype, x.device())
-    # The operation needs whole tiles and stores a row of them twice on a core: 64 heads of 128 in
-    # float32 do not fit.
+    # The operation needs whole tiles, and a core's memory for two rows of them.
     row_nbytes = num_heads * round_up(head_dim) // TILE * TILE_NBYTES[x.dtype]
-    if head_dim % TILE or row_nbytes > 2**19:
+    if head_dim % TILE or row_nbytes > MOST_ROW_NBYTES:
         return ttnn.reshape(ttnn.transpose(x, 1, 2), (batch_size, seq_len, num_heads * head_dim))
     return ttnn.transformer.concatenate_heads(x)
 

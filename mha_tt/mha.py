@@ -21,6 +21,7 @@ from ttnn import Tensor
 
 from mha_spec import AttentionSpec, InputError, InputTypeError
 from mha_spec.attention import check_spec, spec_from
+from mha_spec.rules import check_kernel
 from mha_tt import stages
 from mha_tt.axes import with_one_batch_axis
 from mha_tt.checks import check_dtype, check_input_dtype, check_layer_inputs, check_tiles, checked
@@ -30,7 +31,6 @@ from mha_tt.features.rope import Rotation, rotation_of
 from mha_tt.kernels import Kernel, fused
 from mha_tt.masks import CausalMask, DeviceMask, Mask
 from mha_tt.padding import find_padding, finite_inputs, zero_padding
-from mha_tt.parallel.local import all_reduce
 from mha_tt.projections import project_output, project_qkv
 from mha_tt.scores import Scores
 from mha_tt.stages import drop
@@ -53,6 +53,7 @@ def attention_layer(
 ) -> tuple[Tensor, Tensor | None]:
     """Return a layer's output and attention weights (or None): check, project, attend, project."""
     spec = layer.spec
+    check_kernel(layer.kernel)
     check_layer_inputs(query, key, value, positions, spec)
     key = query if key is None else key
     value = key if value is None else value
@@ -105,11 +106,14 @@ class FunctionalLayer:
     def scores(self, bias: Float[np.ndarray | Tensor, "*#scores"] | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
         learned = {name: self.weights[name] for name in self.spec.score_shapes}
-        if self.training:
-            dropout = self.spec.dropout
-        else:
-            dropout = 0.0
-        return Scores(self.spec, bias, learned, dropout, self.dropout_keep, self.seed)
+        return Scores.of_layer(
+            self.spec,
+            bias,
+            learned,
+            training=self.training,
+            dropout_keep=self.dropout_keep,
+            seed=self.seed,
+        )
 
     @property
     def plain_weights(self) -> Mapping[str, Tensor]:
@@ -243,17 +247,18 @@ class AttentionLayer:
         )
         output = project(name, x)
         if name == "out_proj" and self.heads is not None:
+            # Imported only if heads are divided.
+            from mha_tt.parallel.local import all_reduce
+
             output = all_reduce(output, self.heads)
         return output
 
     def scores(self, bias: Float[np.ndarray | Tensor, "*#scores"] | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
         learned = {name: self.weights[name] for name in self.spec.score_shapes}
-        if self.training:
-            dropout = self.spec.dropout
-        else:
-            dropout = 0.0
-        return Scores(self.spec, bias, learned, dropout, seed=self._draw_seed())
+        return Scores.of_layer(
+            self.spec, bias, learned, training=self.training, seed=self._draw_seed()
+        )
 
     def drop_output(self, output: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
         """Apply output dropout, in training and at a rate above 0."""

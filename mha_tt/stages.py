@@ -17,18 +17,14 @@ import ttnn
 from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec, GridBias, InputError, InputTypeError
-from mha_spec.features.relative_bias import check_grid
+from mha_spec import AttentionSpec, InputError, InputTypeError
 from mha_spec.heads import BareHeads
-from mha_spec.rules import as_rate, check_broadcasts, check_mapping
+from mha_spec.rules import check_kernel
 from mha_tt.arrays import as_dtype, at_least_float32, nan_where
 from mha_tt.checks import (
-    check_bias,
     check_heads,
-    check_score_weights,
     check_scored,
     check_tiles,
-    check_weight,
 )
 from mha_tt.device import accurate_config, upload, zeros
 from mha_tt.features.alibi import alibi_bias
@@ -69,21 +65,8 @@ def attention_scores(
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2,
     arXiv:2408.00118, section 2.
     """
-    check_tiles("query", query)
-    check_tiles("key", key)
     rules = BareHeads(query.shape[3]) if spec is None else spec
     learned = {} if learned is None else learned
-    check_scored(query, key, rules)
-    scores_shape = (*tuple(query.shape)[:3], key.shape[2])
-    if bias is not None:
-        check_bias(bias, scores_shape, query)
-    check_mapping("learned", learned)
-    # Sinks are part of the softmax.
-    tables = {name: table for name, table in learned.items() if name != "sinks"}
-    table_shapes = {name: shape for name, shape in rules.score_shapes.items() if name != "sinks"}
-    check_score_weights(tables, table_shapes, query)
-    if isinstance(rules.relative_bias, GridBias):
-        check_grid(rules.relative_bias, scores_shape)
     key = repeat_kv_heads(key, query.shape[1])  # a product of matrices broadcasts no batch axis
     config = compute_kernel_config or accurate_config(query.device())
     scores = ttnn.matmul(
@@ -104,13 +87,13 @@ def attention_scores(
         by_distance = alibi_bias(rules.alibi_slopes, *lengths, q_offset, scores_dtype=np.float32)
         scores = ttnn.add(scores, upload(by_distance, device=device, dtype=ttnn.float32))
     if rules.relative_bias is not None:
-        table = tables["relative_bias"]
+        table = learned["relative_bias"]
         by_bucket = relative_position_bias(
             table, rules.relative_bias, *lengths, q_offset, scores_dtype=ttnn.float32
         )
         scores = ttnn.add(scores, by_bucket)
     if rules.relative_products is not None:
-        vectors = (tables.get("relative_keys"), tables.get("relative_queries"))
+        vectors = (learned.get("relative_keys"), learned.get("relative_queries"))
         products = relative_position_products(
             query, key, rules.relative_products, *vectors, q_offset, compute_kernel_config=config
         )
@@ -134,11 +117,6 @@ def masked_softmax(
 
     Source: the sinks: gpt-oss model card, arXiv:2508.10925, section 2.
     """
-    check_tiles("scores", scores)
-    if mask is not None:
-        check_broadcasts("mask", tuple(mask.shape), tuple(scores.shape))
-    if sinks is not None:
-        check_weight("sinks", sinks, (1, scores.shape[1], 1, 1))
     scores, mask = at_least_float32(scores), on_device(mask, scores.device())
     if mask is not None:
         scores = ttnn.where(mask.hidden, MASKED, scores)
@@ -199,10 +177,8 @@ def apply_dropout(
     Raises:
         TypeError: if a draw is needed and the weights are not bfloat16.
     """
-    rate = as_rate("dropout", rate)
     if keep is None:
         return drop("attn_weights", attn_weights, rate, seed)
-    check_broadcasts("keep", keep.shape, tuple(attn_weights.shape))
     factors = keep.reshape((1,) * (4 - keep.ndim) + keep.shape) / (1.0 - rate)
     return ttnn.multiply(
         attn_weights, upload(factors, device=attn_weights.device(), dtype=ttnn.float32)
@@ -270,10 +246,11 @@ def scaled_dot_product_attention(
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
-    if kernel is not None and need_weights:
-        raise InputError(
-            "need_weights", "be False with a kernel, which stores no weights", need_weights=True
-        )
+    if kernel is not None:
+        check_kernel(kernel)
+        if need_weights:
+            rule = "be False with a kernel, which stores no weights"
+            raise InputError("need_weights", rule, need_weights=True)
     if kernel is not None and compute_kernel_config is not None:
         raise InputError(
             "compute_kernel_config",

@@ -25,7 +25,6 @@ from mha_tt.layout import (
     slots_in,
     weight_dtype,
 )
-from mha_tt.parallel.local import lines_of, local_spec, local_weights, whole_weights
 
 Project = Callable[[str, Tensor], Tensor]
 """Applies a projection by name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`,
@@ -79,21 +78,25 @@ def upload_weights(
         raise InputError("weights", f"have the names and shapes {spec.weight_shapes}", str(shapes))
     check_finite(weights)
     if heads is None:
-        size = 1
-    else:
-        size = device.shape[heads]
+        return {
+            name: upload(array, device=device, dtype=weight_dtype(name, dtype, spec))
+            for name, array in _arranged(weights, spec).items()
+        }
+    # Imported only if heads are divided.
+    from mha_tt.parallel.local import local_spec, local_weights
+
+    size = device.shape[heads]
     chip_spec = local_spec(spec, size)
     parts = [_arranged(local_weights(weights, spec, size, chip), chip_spec) for chip in range(size)]
-    tensors = {}
-    for name, array in parts[0].items():
-        stored_dtype = weight_dtype(name, dtype, spec)
-        if heads is None:
-            tensors[name] = upload(array, device=device, dtype=stored_dtype)
-        else:
-            tensors[name] = upload_parts(
-                [part[name] for part in parts], axis=heads, device=device, dtype=stored_dtype
-            )
-    return tensors
+    return {
+        name: upload_parts(
+            [part[name] for part in parts],
+            axis=heads,
+            device=device,
+            dtype=weight_dtype(name, dtype, spec),
+        )
+        for name in parts[0]
+    }
 
 
 def _arranged(weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> dict[str, np.ndarray]:
@@ -144,6 +147,9 @@ def download_weights(
     if heads is None:
         check_weights(weights, spec)
         return _canonical({name: download(tensor) for name, tensor in weights.items()}, spec)
+    # Imported only if heads are divided.
+    from mha_tt.parallel.local import lines_of, local_spec, whole_weights
+
     mesh = next(iter(weights.values())).device().shape
     chip_spec = local_spec(spec, mesh[heads])
     check_weights(weights, chip_spec)

@@ -57,8 +57,7 @@ def breaking(**functions: Override) -> Injection:
     return lambda plan: plan.functions.update(functions)
 
 
-# ---- Weights
-# --------------------------------------------------------------------------------------------------
+# ---- Weights -------------------------------------------------------------------------------------
 
 
 def _q_transposed(plan: Plan) -> None:
@@ -106,8 +105,7 @@ def _with_residual(plan: Plan, project_with: Any, *held: Any) -> Any:
     return project
 
 
-# ---- Queries, keys and values
-# ----------------------------------------------------------------------------------------
+# ---- Queries, keys and values --------------------------------------------------------------------
 
 
 def _with_spec(**changed: Any) -> Injection:
@@ -156,8 +154,7 @@ def _padded_and_combined(plan: Plan, combine_heads: Any, x: Any) -> Any:
     return combine_heads(wide)[..., : x.shape[1] * x.shape[3]]
 
 
-# ---- RoPE
-# --------------------------------------------------------------------------------------------------
+# ---- RoPE ----------------------------------------------------------------------------------------
 
 
 def _at_positions(change: Callable[[Any], Any]) -> Injection:
@@ -196,8 +193,7 @@ def _of_whole_head(rope: Rope) -> Rope:
     return replace(rope, rotary_dim=None, scaling=scaling)
 
 
-# ---- Masks
-# --------------------------------------------------------------------------------------------------
+# ---- Masks ---------------------------------------------------------------------------------------
 
 
 def _distances(plan: Plan, t: int, s: int | None) -> Any:
@@ -245,8 +241,7 @@ def _padding_ignored(_: Plan, create_attention_mask: Any, *inputs: Any, **option
     return create_attention_mask(*inputs, **{**options, "key_padding_lengths": None})
 
 
-# ---- Scores
-# --------------------------------------------------------------------------------------------------
+# ---- Scores --------------------------------------------------------------------------------------
 
 
 def _unscaled(plan: Plan, attention_scores: Any, q: Any, *rest: Any) -> Any:
@@ -277,8 +272,7 @@ def _times_zero(_: Plan, bias: Any, *inputs: Any, **options: Any) -> Any:
     return 0.0 * bias(*inputs, **options)
 
 
-# ---- The softmax
-# --------------------------------------------------------------------------------------------------
+# ---- The softmax ---------------------------------------------------------------------------------
 
 
 def _of_masked(change: Callable[..., Any]) -> Injection:
@@ -319,8 +313,7 @@ def _without_sinks(_: Plan, masked_softmax: Any, scores: Any, mask: Any = None, 
     return masked_softmax(scores, mask)
 
 
-# ---- Attention
-# --------------------------------------------------------------------------------------------------
+# ---- Attention -----------------------------------------------------------------------------------
 
 
 def _batch_as_tokens(
@@ -345,8 +338,7 @@ def _as_the_formula(plan: Plan, *_: Any) -> Any:
     return attend
 
 
-# ---- Precision
-# --------------------------------------------------------------------------------------------------
+# ---- Precision -----------------------------------------------------------------------------------
 
 
 def products_of(bits: int) -> Injection:
@@ -378,8 +370,7 @@ def products_of(bits: int) -> Injection:
     return inject
 
 
-# ---- All
-# --------------------------------------------------------------------------------------------------
+# ---- All -----------------------------------------------------------------------------------------
 
 INJECTIONS: dict[str, Injection] = {
     "q_proj-transposed": _q_transposed,
@@ -401,7 +392,7 @@ INJECTIONS: dict[str, Injection] = {
     "temperature-ignored": breaking(apply_temperature=lambda plan, original, x, *rest: x),
     "shared-kv-rotated-again": breaking(project_qkv=_rotated_again),
     "kv-heads-tiled": breaking(repeat_kv_heads=_heads_tiled),
-    "heads-not-moved": breaking(split_heads=_split_without_moving),
+    "heads-not-moved": breaking(split_checked=_split_without_moving),
     "mask-flipped": _of_masked(
         lambda xp, softmax, scores, mask: softmax(scores, None if mask is None else ~mask)
     ),

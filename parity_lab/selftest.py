@@ -427,7 +427,6 @@ class Outcome:
         """Return the fields for JSON."""
         return {
             **asdict(self),
-            "hypothesis": self.bug,
             "is_caught": self.is_caught,
             "is_named": self.is_named,
         }
@@ -525,9 +524,8 @@ def inject(bug: str | Injection, problem: Problem, backend: str) -> Iterator[Pro
     before = []
     try:
         for name, override in plan.functions.items():
-            function = inspect.unwrap(
-                getattr(sibling if hasattr(sibling, name) else sibling.stages, name)
-            )
+            defining = next(holder for holder in holders if hasattr(holder, name))
+            function = inspect.unwrap(getattr(defining, name))
             for holder in holders:
                 original = getattr(holder, name, None)
                 # The package has a checked form of the function that its modules have.

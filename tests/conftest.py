@@ -6,6 +6,7 @@ where ttnn is.
 """
 
 import os
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -33,3 +34,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def rng() -> np.random.Generator:
     """Random number generator with a fixed seed."""
     return np.random.default_rng(0)
+
+
+@pytest.fixture
+def own_layouts() -> Iterator[None]:
+    """Forget the layouts that a test registers: other tests read files that they would fit."""
+    from parity.port.conversion.layouts import LAYOUTS
+
+    before = dict(LAYOUTS)
+    yield
+    LAYOUTS.clear()
+    LAYOUTS.update(before)

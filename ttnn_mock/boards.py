@@ -24,8 +24,7 @@ import ttnn
 
 from ttnn_mock.shadows import shadow
 
-# ---- Descriptions in tt-umd's format
-# ---------------------------------------------------------------------------------
+# ---- Descriptions in tt-umd's format -------------------------------------------------------------
 
 _BLACKHOLE = """\
 arch: {0: blackhole}
@@ -104,8 +103,7 @@ and p150 are Blackholes.
 MESHES = {"n300": (1, 2), "t3000": (1, 8)}
 """Mesh shapes in which `ttnn_mock.board` opens boards of several chips."""
 
-# ---- Opening
-# --------------------------------------------------------------------------------------------------
+# ---- Opening -------------------------------------------------------------------------------------
 
 # Compiler that ttnn calls. Its version text is part of the cache key of kernels, so that nothing
 # compiled here can pass for a real kernel. The shell writes the file itself, which saves the

@@ -20,6 +20,7 @@ import numpy as np
 
 import parity
 from parity.port.models.config import read_config
+from parity.port.tapping.record import Tapped
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (1, 128))
 SIZES = {"num_layers": "num_hidden_layers", "vocab_size": "vocab_size", "embed_dim": "hidden_size"}
@@ -50,14 +51,14 @@ def rotated(owner: Any, name: str) -> Iterator[list[np.ndarray]]:
         setattr(owner, name, original)
 
 
-def with_heads(tapped: parity.Tapped, heads: list[np.ndarray]) -> parity.Tapped:
+def with_heads(tapped: Tapped, heads: list[np.ndarray]) -> Tapped:
     """Return the recording with the queries and keys of each layer."""
     for layer, q, k in zip(tapped.layers, heads[::2], heads[1::2], strict=True):
         layer.calls[0].values.update(q=q, k=k)
     return tapped
 
 
-def record_transformers(folder: str) -> parity.Tapped:
+def record_transformers(folder: str) -> Tapped:
     """Load with `from_pretrained`."""
     import torch
     import transformers
@@ -68,7 +69,7 @@ def record_transformers(folder: str) -> parity.Tapped:
     return tapped
 
 
-def record_tunix(folder: str) -> parity.Tapped:
+def record_tunix(folder: str) -> Tapped:
     """Load with `create_model_from_safe_tensors`, with the theta of the configuration."""
     import jax.numpy as jnp
     from tunix.models.llama3 import model as llama3
@@ -90,7 +91,7 @@ def record_tunix(folder: str) -> parity.Tapped:
     return with_heads(tapped, heads)
 
 
-def record_keras_hub(folder: str) -> parity.Tapped:
+def record_keras_hub(folder: str) -> Tapped:
     """Load with `from_preset`, on torch."""
     os.environ["KERAS_BACKEND"] = "torch"
     import torch
@@ -110,7 +111,7 @@ def record_keras_hub(folder: str) -> parity.Tapped:
     return with_heads(tapped, heads)
 
 
-def record_maxtext(folder: str) -> parity.Tapped:
+def record_maxtext(folder: str) -> Tapped:
     """Load with the parameter mapping of its checkpoint converter, and its OLMo-3 7B configuration,
     made smaller.
     """

@@ -17,7 +17,7 @@ from mha_jax.checks import check_count, check_is_cache, check_latents
 from mha_jax.features.rope import apply_rope
 from mha_jax.features.temperature import apply_temperature
 from mha_jax.heads import split_heads
-from mha_jax.parallel.sharding import broadcast_like
+from mha_jax.sharding import broadcast_like
 from mha_jax.weights import Project
 from mha_spec import AttentionSpec, InputTypeError, Latent
 from mha_spec.attention import check_latent

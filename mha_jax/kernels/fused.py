@@ -19,9 +19,8 @@ from mha_jax.kernels import library, splash
 from mha_jax.kernels.cpu import blockwise, whole, windows
 from mha_jax.kernels.cpu.blocks import BlockSizes
 from mha_jax.masks import Mask
-from mha_jax.parallel.sharding import head_sharding, with_auto_axes
-from mha_jax.parallel.tokens import ContextParallel, token_axis
 from mha_jax.scores import Scores
+from mha_jax.sharding import head_sharding, token_axis, with_auto_axes
 from mha_jax.stages import attend_without_weights
 
 
@@ -36,6 +35,9 @@ class FusedAttention(BlockSizes):
         if not (lies_on_mesh(query) or lies_on_mesh(key)):
             return self._attend(query, key, value, mask, scores, platform=platform)
         if token_axis(query, key, mask) is not None:
+            # Imported only if tokens are divided.
+            from mha_jax.parallel.tokens import ContextParallel
+
             return ContextParallel(None, self)(query, key, value, mask, scores)
         return with_auto_axes(head_sharding)(self._attend)(
             query, key, value, mask, scores, platform=platform

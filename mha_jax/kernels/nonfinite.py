@@ -17,10 +17,12 @@ from jaxtyping import Bool, Float
 
 from mha_jax.arrays import Array, nan_where, zero_where
 from mha_jax.compiled import compiled
-from mha_jax.kernels import Kernel
+from mha_jax.kernels import Kernel, step_of
 from mha_jax.masks import Mask, to_scores_rank
-from mha_jax.parallel.sharding import head_sharding, is_automatic, with_auto_axes
+from mha_jax.padding import find_padding
 from mha_jax.scores import Scores
+from mha_jax.sharding import head_sharding, is_automatic, with_auto_axes
+from mha_spec.rules import check_kernel
 
 
 def contained(kernel: Kernel) -> Kernel:
@@ -40,8 +42,11 @@ def contained(kernel: Kernel) -> Kernel:
 
     Args:
         kernel: computes the context, (B, N, T, Hv), of finite inputs.
-    """
 
+    Raises:
+        TypeError: if the kernel cannot be called.
+    """
+    check_kernel(kernel)
     return Contained(kernel)
 
 
@@ -57,16 +62,34 @@ class Contained:
 
     def __call__(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
         """Return the context, (B, N, T, Hv)."""
-        if not query.size or not key.size:
-            return self.kernel(query, key, value, mask, scores)
-        contain = with_auto_axes(head_sharding)(partial(_contain, self.kernel))
-        return contain(query, key, value, mask, scores)
+        return _contain(self.kernel, query, key, value, mask, scores)
+
+    def step(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
+        """Return the context of one new token of each sequence over a cache."""
+        return _contain(step_of(self.kernel), query, key, value, mask, scores)
+
+    def find_padding(
+        self, mask: Mask, batch_size: int, seq_len: int
+    ) -> tuple[Mask, Bool[Array, "B S"] | None]:
+        """Return the mask, and which tokens are padding, as the kernel finds them."""
+        find = getattr(self.kernel, "find_padding", find_padding)
+        return find(mask, batch_size, seq_len)
 
 
 def _contain(
     kernel: Kernel, query: Array, key: Array, value: Array, mask: Mask, scores: Scores
 ) -> Array:
     """Call a kernel with non-finite tokens as 0, and set rows that attend to one to NaN."""
+    if not query.size or not key.size:
+        return kernel(query, key, value, mask, scores)
+    contain = with_auto_axes(head_sharding)(partial(_contain_local, kernel))
+    return contain(query, key, value, mask, scores)
+
+
+def _contain_local(
+    kernel: Kernel, query: Array, key: Array, value: Array, mask: Mask, scores: Scores
+) -> Array:
+    """Do so for arrays without explicit axes."""
     finite, rows = _set_aside(query, key, value, mask, scores)
     context = kernel(
         finite.query, finite.key, finite.value, mask, replace(scores, bias=finite.bias)

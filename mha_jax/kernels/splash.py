@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from mha_jax.arrays import Array, at_least_float32
 from mha_jax.compiled import compiled
 from mha_jax.masks import Mask
-from mha_jax.parallel.sharding import is_on_one_device
 from mha_jax.scores import Scores
+from mha_jax.sharding import is_on_one_device
 
 LANES = 128  # lanes of a TPU vector: the smallest block of tokens
 NO_SINK = -1e38  # between the scores of hidden keys in the kernel, -2.4e38, and real ones

@@ -23,8 +23,8 @@ from mha_jax.arrays import Array, at_least_float32
 from mha_jax.kernels.cpu.blocks import BlockSizes, Hidden, Options, Scoring
 from mha_jax.kernels.cpu.blockwise import gradient_of_sinks, gradients_of_part, sums_of_part
 from mha_jax.masks import Mask
-from mha_jax.parallel.sharding import is_automatic, varying
 from mha_jax.scores import Scores
+from mha_jax.sharding import is_automatic, varying
 from mha_spec.span import Span
 
 

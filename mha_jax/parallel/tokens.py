@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Bool
 
 from mha_jax.arrays import Array
@@ -28,15 +28,17 @@ from mha_jax.kernels.cpu.blockwise import with_relative_bias
 from mha_jax.masks import Mask, to_scores_rank
 from mha_jax.padding import find_padding, padding_after
 from mha_jax.parallel.ring import attend_to_visitors
-from mha_jax.parallel.sharding import (
+from mha_jax.scores import Scores
+from mha_jax.sharding import (
     head_sharding,
     is_explicit,
+    is_manual,
     placed,
     spec_of,
+    token_axis,
     varying,
     with_auto_axes,
 )
-from mha_jax.scores import Scores
 from mha_spec import InputError
 from mha_spec.heads import BareHeads
 
@@ -83,7 +85,7 @@ class ContextParallel:
         Lengths are those of whole sequences. In a `shard_map` of the user, tokens are local.
         """
         mesh = jax.sharding.get_abstract_mesh()
-        is_local = self.axis in mesh.axis_names and _is_manual(mesh, self.axis)
+        is_local = self.axis in mesh.axis_names and is_manual(mesh, self.axis)
         if not is_local or mask.key_padding_lengths is None:
             return find_padding(mask, batch_size, seq_len)
         lengths = mask.key_padding_lengths
@@ -101,48 +103,6 @@ class ContextParallel:
             return self.kernel(query, key, value, mask, scores)
         scores = replace(with_relative_bias(mask, scores, query, key), dropout_rng=None)
         return _attend_to_tokens(query, key, value, mask, scores, parallel=self)
-
-
-def token_axis(query: Array, key: Array, mask: Mask, axis: Any = None) -> str | None:
-    """Return the mesh dimension that tokens, or cache slots, are divided along, or None.
-
-    Raises:
-        ValueError: if the mesh of the queries has no such dimension, tokens do not divide evenly,
-            or there are several dimensions.
-    """
-    mesh = jax.typeof(query).sharding.mesh
-    if is_explicit(query):
-        partition: Any = spec_of(query)[2] if mask.q_offset is None else spec_of(key)[2]
-        if isinstance(partition, tuple) and len(partition) == 1:
-            axis = partition[0]
-        else:
-            axis = partition
-    if axis is None:
-        return None
-    if axis not in mesh.axis_names:
-        raise InputError(
-            "tokens",
-            "be divided along one dimension of the mesh that queries lie on",
-            {"axis": axis, "mesh.axis_names": mesh.axis_names},
-        )
-    size = mesh.shape[axis]
-    is_manual = _is_manual(mesh, axis)
-    divided = {"keys": key.shape[2]}
-    if mask.q_offset is None:
-        divided["queries"] = query.shape[2]
-    for name, count in divided.items():
-        if count % size and not is_manual:
-            raise InputError(
-                name, f"be a multiple of the devices along {axis}", f"{count} and {size}"
-            )
-    if size > 1:
-        return axis
-    return None
-
-
-def _is_manual(mesh: Any, axis: Any) -> bool:
-    """Return whether a dimension of a mesh is manual: arrays are then local parts."""
-    return mesh.axis_types[mesh.axis_names.index(axis)] == AxisType.Manual
 
 
 def _cannot_share(key: Array, axis: str) -> bool:
@@ -177,19 +137,19 @@ def _attend_to_tokens(
     mesh = jax.typeof(query).sharding.mesh
     size = mesh.shape[axis]
     is_cached = mask.q_offset is not None
-    is_manual = _is_manual(mesh, axis)
+    is_local = is_manual(mesh, axis)
     mask, scores = _with(mask, scores, lambda x: None if x is None else to_scores_rank(x))
     passes_keys = is_cached or parallel.passes_keys or scores.spec.alibi_slopes is not None
     if key.shape[1] % size == 0 and not passes_keys:
         heads = _Heads(axis, size, query.shape[1], key.shape[1])
-        share: Any = _share_heads if is_manual else _share_heads_by_constraint
+        share: Any = _share_heads if is_local else _share_heads_by_constraint
         return share(heads, parallel.kernel, query, key, value, mask, scores)
     if isinstance(parallel.kernel, BlockSizes):
         sizes = parallel.kernel
     else:
         sizes = BlockSizes()
     work = partial(attend_to_visitors, axis, size, sizes)
-    if is_manual:
+    if is_local:
         return work(query, key, value, mask, scores)
     tokens = PartitionSpec(None, None, axis)
     replicated = PartitionSpec()

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from mha_spec import InputError
+from mha_spec.rules import check_kernel
 from mha_torch.arrays import (
     is_distributed,
     is_graph,
@@ -45,8 +47,17 @@ def contained(kernel: Kernel) -> Kernel:
 
     Args:
         kernel: computes the context, (B, N, T, Hv), of finite inputs.
-    """
 
+    Raises:
+        TypeError: if the kernel cannot be called.
+        ValueError: if it is one for divided tokens: a NaN of another process would not show in the
+            rows of this one.
+    """
+    check_kernel(kernel)
+    if hasattr(kernel, "find_padding"):
+        raise InputError(
+            "kernel", "have all tokens of a sequence to be contained", type(kernel).__name__
+        )
     return Contained(kernel)
 
 
@@ -77,6 +88,12 @@ class Contained:
         if _has_sound_rows(context, key) or _cannot_overflow(query, key, value, scores):
             return context
         return _contain(self.kernel, query, key, value, mask, scores)
+
+    def check(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> None:
+        """Check a call as the kernel does."""
+        check = getattr(self.kernel, "check", None)
+        if check is not None:
+            check(query, key, value, mask, scores)
 
 
 def _contain(

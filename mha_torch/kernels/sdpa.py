@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import groupby
 from threading import RLock
 from typing import Any
 
@@ -12,7 +13,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mha_spec import InputError, RelativeBias
-from mha_torch.arrays import at_least_float32, values_at_hand, without_autocast
+from mha_torch.arrays import (
+    at_least_float32,
+    is_transformed,
+    values_at_hand,
+    without_autocast,
+)
 from mha_torch.features.alibi import alibi_bias
 from mha_torch.features.relative_bias import relative_position_bias
 from mha_torch.heads import repeat_kv_heads
@@ -23,6 +29,11 @@ _KERNEL = F.scaled_dot_product_attention
 
 _QUERIES_WITH_BIAS = 128
 """Queries per block if each score has a bias that is computed for the call."""
+
+_SHORT_SEGMENT = 8
+"""Tokens of a segment, on average, below which one call with a mask is faster than a call for each
+segment. Measured.
+"""
 
 _FEW_QUERIES = 32
 """Maximum number of queries of a decoding step, for which cuDNN would plan each time."""
@@ -69,6 +80,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores
         lengths = known_lengths(query, mask)
         if lengths and all(lengths):  # no row is fully masked
             return _attend_by_sequence(query, key, value, lengths, scores, is_causal=mask.is_causal)
+    is_packed = mask.segment_ids is not None and mask.has_only("is_causal", "segment_ids")
+    if is_packed and scores.bias is None and not spec.has_distance_bias:
+        segments = known_segments(query, mask)
+        if segments is not None:
+            return _attend_by_segment(query, key, value, segments, scores, is_causal=mask.is_causal)
     seq_len_k = key.shape[2]
     bias = scores.bias
     hidden = mask.with_bias(bias).to_bool(query.shape[2], seq_len_k, query.device)
@@ -298,6 +314,55 @@ def _attend_by_sequence(
         )
     ]
     return concat(contexts)
+
+
+def _attend_by_segment(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: list[list[int]],
+    scores: Scores,
+    *,
+    is_causal: bool,
+) -> Tensor:
+    """Attend each segment of each row over itself only, without a mask."""
+    sinks = scores.learned.get("sinks")
+    options: Any = {"dropout": scores.dropout, "scale": scores.spec.score_scale}
+    contexts = []
+    for q, k, v, lengths in zip(query, key, value, segments, strict=True):
+        # Split, because the gradient of each slice would be as large as the row.
+        queries, keys, values = (x[None].split(lengths, dim=2) for x in (q, k, v))
+        of_row = [
+            sdpa(q_part, k_part, v_part, sinks, is_causal=is_causal, **options)
+            for q_part, k_part, v_part in zip(queries, keys, values, strict=True)
+        ]
+        contexts.append(concat(of_row, along_tokens=True))
+    return concat(contexts)
+
+
+def known_segments(query: Tensor, mask: Mask) -> list[list[int]] | None:
+    """Return the lengths of the segments of each row, in order, on a CPU; None if the values of
+    ids are unavailable, if operations are intercepted, if queries and keys have ids of their own,
+    if a segment is in pieces, which attend to each other, or if segments are short.
+    """
+    ids = mask.segment_ids
+    if ids is None or isinstance(ids, tuple) or query.device.type != "cpu":
+        return None
+    # A tool that observes operations, as `parity.identify` does, finds the segments in a mask.
+    if is_transformed():
+        return None
+    rows = values_at_hand(ids)
+    if rows is None or not ids.numel():
+        return None
+    lengths_of_rows = []
+    for row in rows:
+        pieces = [(segment, len(list(tokens))) for segment, tokens in groupby(row)]
+        if len({segment for segment, _ in pieces}) < len(pieces):
+            return None
+        lengths_of_rows.append([length for _, length in pieces])
+    if sum(map(len, lengths_of_rows)) * _SHORT_SEGMENT > ids.numel():
+        return None
+    return lengths_of_rows
 
 
 def known_lengths(query: Tensor, mask: Mask) -> list[int] | None:

@@ -14,6 +14,7 @@ import ttnn
 from jaxtyping import Float
 from ttnn import Tensor
 
+from mha_spec.rules import check_kernel
 from mha_tt.arrays import as_dtype, nan_where
 from mha_tt.device import zeros
 from mha_tt.kernels import Kernel
@@ -36,8 +37,11 @@ def contained(kernel: Kernel) -> Kernel:
 
     Args:
         kernel: computes the context, (B, N, T, Hv), of finite keys and values.
-    """
 
+    Raises:
+        TypeError: if the kernel cannot be called.
+    """
+    check_kernel(kernel)
     return Contained(kernel)
 
 

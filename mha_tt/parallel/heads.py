@@ -5,17 +5,14 @@ Each chip computes some of the query heads, and an all-reduce sums the outputs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import ttnn
 
 from mha_spec import InputError, InputTypeError
 from mha_tt.device import has_values
+from mha_tt.mha import AttentionLayer
 from mha_tt.parallel.local import check_divides, local_spec
-
-if TYPE_CHECKING:
-    from mha_tt.mha import AttentionLayer
+from mha_tt.weights import download_weights, upload_weights
 
 __all__ = ["shard"]
 
@@ -44,10 +41,6 @@ def shard(layer: AttentionLayer, mesh: ttnn.MeshDevice, *, heads: int) -> Attent
 
     Source: Megatron-LM, arXiv:1909.08053, section 3.
     """
-    # These modules import `local` of this package, and thereby this module.
-    from mha_tt.mha import AttentionLayer
-    from mha_tt.weights import download_weights, upload_weights
-
     if not isinstance(layer, AttentionLayer):
         raise InputTypeError("layer", "be an attention module of mha_tt", type(layer).__name__)
     if not isinstance(heads, int) or isinstance(heads, bool):

@@ -153,8 +153,7 @@ def _print_growth(growth: Sequence[dict[str, Any]], out: Console) -> None:
     print_table(out, title, columns, rows)
 
 
-# ---- A picture
-# --------------------------------------------------------------------------------------------------
+# ---- A picture -----------------------------------------------------------------------------------
 
 
 def plot_growth(found: Bench, path: str | os.PathLike[str]) -> None:

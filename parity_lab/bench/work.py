@@ -278,8 +278,7 @@ def draw_inputs(work: Work, weights: Weights | None = None) -> Inputs:
     return Inputs(arrays, {name: weight.astype(dtype) for name, weight in weights.items()})
 
 
-# ---- The list
-# --------------------------------------------------------------------------------------------------
+# ---- The list ------------------------------------------------------------------------------------
 
 
 def plan(

@@ -49,8 +49,7 @@ MOST_SECONDS = 2.0
 """A test that takes more processor time says why, by @costly."""
 
 
-# ---- Counts
-# --------------------------------------------------------------------------------------------------
+# ---- Counts --------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -135,8 +134,7 @@ class Meter:
                 self.current.note_processes("pool", self.started.count(IN_POOL))
             self.started = outside
 
-    # ---- Hooks of pytest, in each process that runs tests
-    # ------------------------------------------------------------
+    # ---- Hooks of pytest, in each process that runs tests ----------------------------------------
 
     def pytest_collection(self) -> None:
         watch_processes()
@@ -280,8 +278,7 @@ def watch_programs() -> None:
     compilation_cache.get_cache_key = get_and_note
 
 
-# ---- The rows
-# --------------------------------------------------------------------------------------------------
+# ---- The rows ------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -384,8 +381,7 @@ def text_of_rows(first: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:
     return "{\n" + ",\n".join(sections) + "\n}\n"
 
 
-# ---- The plugin
-# --------------------------------------------------------------------------------------------------
+# ---- The plugin ----------------------------------------------------------------------------------
 
 
 class Report:

@@ -39,8 +39,7 @@ def inject(bug: Injection, model: nn.Module, module: nn.Module) -> Iterator[None
         yield
 
 
-# ---- Tools
-# --------------------------------------------------------------------------------------------------
+# ---- Tools ---------------------------------------------------------------------------------------
 
 
 def set_in(owner: object, name: str, value: object, stack: ExitStack) -> None:
@@ -204,8 +203,7 @@ def to_meta(weight: Tensor) -> Tensor:
     return weight.unflatten(0, (-1, 2, 4)).transpose(1, 2).flatten(0, 2)
 
 
-# ---- Bugs
-# --------------------------------------------------------------------------------------------------
+# ---- Bugs ----------------------------------------------------------------------------------------
 
 
 def is_square(spec: AttentionSpec) -> bool:

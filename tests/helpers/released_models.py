@@ -19,7 +19,8 @@ from torch import Tensor, nn
 import mha_torch
 from helpers.released import check_near
 from mha_spec import AttentionSpec
-from parity import ModelLayer, load_into, specs_of
+from parity import load_into, specs_of
+from parity.port.models.specs import ModelLayer
 
 SMALL = {
     "hidden_size": 32,
@@ -316,8 +317,7 @@ def _check(
     return k, v
 
 
-# ---- Weights
-# --------------------------------------------------------------------------------------------------
+# ---- Weights -------------------------------------------------------------------------------------
 
 SEPARATE = {
     "canonical": ("q_proj", "k_proj", "v_proj", "out_proj"),

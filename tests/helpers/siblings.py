@@ -69,8 +69,7 @@ class Sibling(ABC):
         """Return the largest number that a masked key or value may be on a path."""
         return 1e30
 
-    # ---- Arrays
-    # ----------------------------------------------------------------------------------------------
+    # ---- Arrays ----------------------------------------------------------------------------------
 
     def array(self, x: Any) -> Any:
         """Return tokens, heads or scores as the framework holds them, with the same values and
@@ -110,8 +109,7 @@ class Sibling(ABC):
         __tracebackhide__ = True
         assert np.array_equal(found, expected)
 
-    # ---- Modules and weights
-    # -----------------------------------------------------------------------------------------
+    # ---- Modules and weights ---------------------------------------------------------------------
 
     @abstractmethod
     def module(self, kind: str, spec: AttentionSpec, seed: int = 0, **options: Any) -> Any:
@@ -190,8 +188,7 @@ class Sibling(ABC):
         """Return a context in which tokens are decoded."""
         return nullcontext()
 
-    # ---- Calls
-    # ----------------------------------------------------------------------------------------------
+    # ---- Calls -----------------------------------------------------------------------------------
 
     def call(self, module: Any, *inputs: Any, **options: Any) -> Any:
         """Call a module as one program, where the framework compiles programs."""

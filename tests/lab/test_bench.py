@@ -141,8 +141,7 @@ GROWING = [
 ]
 
 
-# ---- Values from times
-# -----------------------------------------------------------------------------------------------
+# ---- Values from times ---------------------------------------------------------------------------
 
 
 def test_row_has_medians_and_ratios():
@@ -307,8 +306,7 @@ def test_growth_is_fitted_by_kind_of_work():
     assert found.keys() == {"growth core causal forward", "growth-long decode"}
 
 
-# ---- Measurements
-# --------------------------------------------------------------------------------------------------
+# ---- Measurements --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -460,8 +458,7 @@ def test_memory_is_measured_without_a_run():
     )
 
 
-# ---- All contenders
-# --------------------------------------------------------------------------------------------------
+# ---- All contenders ------------------------------------------------------------------------------
 
 WORKS = [
     Work("cores", "core", 2, 9, **TINY, is_causal=True, backward=True),
@@ -606,8 +603,7 @@ def test_imports_and_conversion_have_rows():
     assert conversion.limit_ratio > 0
 
 
-# ---- The command
-# --------------------------------------------------------------------------------------------------
+# ---- The command ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -801,8 +797,7 @@ def test_bench_help_imports_no_framework():
     assert "--quick" in done.stdout
 
 
-# ---- Output
-# --------------------------------------------------------------------------------------------------
+# ---- Output --------------------------------------------------------------------------------------
 
 
 def test_piped_bench_output_is_plain(capsys):
@@ -896,8 +891,7 @@ def test_plot_without_rows_writes_nothing(tmp_path):
     assert os.listdir(tmp_path) == ["a.png"]
 
 
-# ---- Two files
-# --------------------------------------------------------------------------------------------------
+# ---- Two files -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

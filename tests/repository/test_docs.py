@@ -64,8 +64,7 @@ def without_errors(text):
     return re.sub(places, lambda found: re.sub(number, "#", found[0]), text, flags=re.MULTILINE)
 
 
-# ---- Pages of bugs
-# --------------------------------------------------------------------------------------------------
+# ---- Pages of bugs -------------------------------------------------------------------------------
 
 
 def test_bugs_and_pages_correspond():
@@ -164,8 +163,7 @@ def test_symptoms_lead_to_every_page():
     }
 
 
-# ---- Code and commands
-# -----------------------------------------------------------------------------------------------
+# ---- Code and commands ---------------------------------------------------------------------------
 
 STATUS = {"pytest -q --tb=short test_wrong.py": 1, "mha-parity diagnose": 1, "python demo.py": 1}
 """Exit statuses of commands on the pages that show a failure; the others have 0."""
@@ -179,7 +177,7 @@ def blocks_of(path):
 
 def run_code(path, code, names, folder):
     """Run a block of Python in a namespace; save one that begins with a file name."""
-    if file := re.match(r"# (\w+\.py)\n", code):
+    if file := re.match(r"# (\w+\.(?:py|toml))\n", code):
         (folder / file[1]).write_text(code, "utf-8")
         return
     exec(compile(code, f"{path.name}: {code.splitlines()[0]}", "exec"), names)
@@ -202,8 +200,11 @@ def imports_tt(code):
 
 
 def is_run(language, block):
-    """Return True for a session, or Python without ttnn: `tests/siblings/mha_tt` runs the rest."""
-    return (language == "python" and not imports_tt(block)) or block.startswith("$ ")
+    """Return True for a session, a table, or Python without ttnn: `tests/siblings/mha_tt` runs the
+    rest.
+    """
+    is_here = language == "toml" or (language == "python" and not imports_tt(block))
+    return is_here or block.startswith("$ ")
 
 
 def pages_with(is_wanted):
@@ -214,7 +215,7 @@ def pages_with(is_wanted):
 RUN = [
     path for path in pages_with(is_run) if path.parent != BUGS
 ]  # `reproduce` runs the pages of bugs
-LANGUAGES = {"python", "text", "yaml", ""}
+LANGUAGES = {"python", "toml", "text", "yaml", ""}
 """Languages of blocks. The build of the site runs directives, such as {code-cell}."""
 
 
@@ -253,7 +254,7 @@ def test_long_pages_have_code_that_runs():
     RUN,
     ids=lambda path: path.name,
 )
-def test_code_of_page_runs(path, importable_folder, monkeypatch):
+def test_code_of_page_runs(path, importable_folder, monkeypatch, own_layouts):
     """The Python of a page runs, its commands print the shown output, and its test functions
     pass.
     """
@@ -262,7 +263,7 @@ def test_code_of_page_runs(path, importable_folder, monkeypatch):
     for language, block in blocks_of(path):
         if not is_run(language, block):
             continue
-        if language == "python":
+        if language in ("python", "toml"):
             run_code(path, block, names, importable_folder)
         elif os.name == "posix":
             printed = run_session(block, importable_folder)
@@ -274,8 +275,7 @@ def test_code_of_page_runs(path, importable_folder, monkeypatch):
         test(parity.assert_parity)
 
 
-# ---- Public names
-# --------------------------------------------------------------------------------------------------
+# ---- Public names --------------------------------------------------------------------------------
 
 PUBLIC = {
     name: set(importlib.import_module(name).__all__)
@@ -340,8 +340,7 @@ def test_a_private_import_is_found(code, found):
     assert private_imports(code) == found
 
 
-# ---- Recipes
-# --------------------------------------------------------------------------------------------------
+# ---- Recipes -------------------------------------------------------------------------------------
 
 
 def test_recipes_name_existing_places():
@@ -360,8 +359,7 @@ def test_recipes_name_existing_places():
         assert [name for name in tables if name not in source] == [], cell
 
 
-# ---- Links
-# --------------------------------------------------------------------------------------------------
+# ---- Links ---------------------------------------------------------------------------------------
 
 
 def headings_of(path):
@@ -405,8 +403,7 @@ def test_a_broken_link_is_found(tmp_path):
     assert broken_links(page) == ["c.md", "b.md#there"]
 
 
-# ---- Update
-# --------------------------------------------------------------------------------------------------
+# ---- Update --------------------------------------------------------------------------------------
 
 
 def update(names):

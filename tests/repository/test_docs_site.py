@@ -24,6 +24,7 @@ from wild.sets import BUGS, RIGHTS
 
 import parity
 from parity.explain.mutating.bugs import names as bugs_to_inject
+from parity.port.conversion.layouts import LAYOUTS
 from parity.use.cli.main import make_parser
 from parity_lab.injections import INJECTIONS
 from parity_lab.selftest import SELFTEST_CASES, SELFTESTED, selftest_bugs
@@ -38,8 +39,7 @@ def tools(monkeypatch):
     monkeypatch.syspath_prepend(str(TOOLS))
 
 
-# ---- Pages
-# --------------------------------------------------------------------------------------------------
+# ---- Pages ---------------------------------------------------------------------------------------
 
 
 def test_site_links_lead_to_existing_pages(tmp_path):
@@ -116,7 +116,7 @@ def test_generated_pages_list_every_entry():
     for page, names in {
         reference.cases_page(): parity.CASES,
         reference.families_page(): FAMILIES | NOT_COVERED,
-        reference.layouts_page(): parity.LAYOUTS,
+        reference.layouts_page(): LAYOUTS,
         reference.bugs_page(): bug_by_name(),
         reference.schemas_page(): {key for schema in SCHEMAS.values() for key in schema.keys},
     }.items():
@@ -500,8 +500,7 @@ def test_nightly_tests_have_make_target():
     assert "schedule" in workflow[True]  # YAML 1.1 reads `on` as a boolean
 
 
-# ---- Appearance
-# --------------------------------------------------------------------------------------------------
+# ---- Appearance ----------------------------------------------------------------------------------
 
 BACKGROUNDS = {"light": "#f2f2f2", "dark": "#2b2b2b"}  # of code
 
@@ -539,8 +538,7 @@ def test_terminal_colors_are_readable():
     assert all(f'[class*="-{name}"] {{ color: var(--ansi-{name}); }}' in text for name, _ in light)
 
 
-# ---- Pictures
-# --------------------------------------------------------------------------------------------------
+# ---- Pictures ------------------------------------------------------------------------------------
 
 
 def test_redrawn_pictures_are_byte_identical():
@@ -583,8 +581,7 @@ def test_only_bugs_are_drawn_above_budget():
     assert all(error > budget for budget, error in bugs)
 
 
-# ---- Measurements
-# --------------------------------------------------------------------------------------------------
+# ---- Measurements --------------------------------------------------------------------------------
 
 
 def row_of(tokens, ours_ms, **fields):
@@ -744,8 +741,7 @@ def test_each_search_rule_leaves_fewer_bugs():
     assert (numbers[-1], found) == (1, "scale-missing")
 
 
-# ---- The CI recipe
-# --------------------------------------------------------------------------------------------------
+# ---- The CI recipe -------------------------------------------------------------------------------
 
 
 def commands_of(job):

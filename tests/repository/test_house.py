@@ -56,8 +56,7 @@ def test_class_names_of_parity_are_unique():
     assert shared == {}
 
 
-# ---- Private names
-# --------------------------------------------------------------------------------------------------
+# ---- Private names -------------------------------------------------------------------------------
 
 
 def private_names(source: str) -> Iterator[str]:
@@ -119,8 +118,7 @@ def test_foreign_private_names_are_found(source, found):
     assert list(private_names(source)) == found
 
 
-# ---- Prose in tests
-# --------------------------------------------------------------------------------------------------
+# ---- Prose in tests ------------------------------------------------------------------------------
 
 EXCEPT = {"refusals.py", "test_refusal.py", "test_refusals.py", "test_house.py", "test_words.py"}
 """Files that print refusals, or rules."""

@@ -46,7 +46,7 @@ EXTRA_FILES = {  # and folders
         "kernels/splash.py",  # and the one for TPUs
         "compiled.py",  # compiles once for callers who do not
         "parallel/heads.py",  # heads sharded over the devices of a mesh, in the framework's terms
-        "parallel/sharding.py",  # how arrays are sharded among devices, according to their types
+        "sharding.py",  # how arrays are sharded among devices, according to their types
         # tokens sharded over the devices of a mesh: heads are distributed for them,
         "parallel/tokens.py",
         "parallel/ring.py",  # or keys and values circulate
@@ -156,6 +156,7 @@ EXTRA_NAMES = {
         "lies_on_mesh",  # and only on a mesh can their types contain a sharding
         *("nonfinite_tokens", "attends_to_any"),  # a Tenstorrent device has its own operations
         "linear",  # sums in float32, also with a bias
+        *("Contained.step", "Contained.find_padding"),  # methods that a kernel may have in JAX only
         "NormLayer",  # a module that holds the parameters of a norm
         "array_of",  # weights may be variables of nnx
         *WEIGHTS_OF_A_LAYER,
@@ -186,7 +187,7 @@ EXTRA_NAMES = {
         "cache_dtype",  # under autocast it differs from the weights' dtype
         *WRITTEN_OVER,
         *WEIGHTS_OF_A_LAYER,
-        "check_attention",  # of the kernel over processes
+        *("check_attention", "Contained.check"),  # of the kernel over processes
         *CACHE_PARTS["torch"],
     },
     "tt": {
@@ -208,11 +209,8 @@ EXTRA_NAMES = {
         *("HeadWeights", "weights_of_heads"),  # a weight is split once for many calls
         "project_absorbed",  # and queries are combined once
         "sinks_of_step",  # computed once for many steps
-        *(
-            "split_checked",
-            "combine_checked",
-            "attend_to_checked",
-        ),  # bodies of several operations, without checks
+        "MOST_ROW_NBYTES",  # of the operation that combines heads, in a core's memory
+        *("combine_checked", "attend_to_checked"),  # bodies of several operations, without checks
         "attend_to_cache",  # one new token per sequence has its own kernel
         *("LARGEST_CHUNK", "WIDE"),  # of the fused kernel, which has options for dividing its work
         *(
@@ -290,8 +288,7 @@ OTHER_SUMMARIES = {
 CALL = {"__call__": "call", "forward": "call"}
 
 
-# ---- Reading the source code
-# -----------------------------------------------------------------------------------------
+# ---- Reading the source code ---------------------------------------------------------------------
 
 
 def folder(name):
@@ -502,8 +499,7 @@ def test_the_lists_of_files_are_long():
     assert all(len(shared_functions(name, "mha.py")) >= 5 for name in OTHERS)
 
 
-# ---- Files and names
-# -------------------------------------------------------------------------------------------------
+# ---- Files and names -----------------------------------------------------------------------------
 
 
 @every_other
@@ -598,8 +594,7 @@ def test_listed_names_exist(name):
     assert EXTRA_PARAMETERS[name] <= arguments
 
 
-# ---- Parameters
-# --------------------------------------------------------------------------------------------------
+# ---- Parameters ----------------------------------------------------------------------------------
 
 
 @every_other
@@ -628,8 +623,7 @@ def test_results_have_same_axes(name):
     assert found == expected
 
 
-# ---- Docstrings
-# --------------------------------------------------------------------------------------------------
+# ---- Docstrings ----------------------------------------------------------------------------------
 
 
 @every_other
@@ -669,8 +663,7 @@ def test_public_definitions_have_docstrings(name):
     assert not bare
 
 
-# ---- Imports
-# --------------------------------------------------------------------------------------------------
+# ---- Imports -------------------------------------------------------------------------------------
 
 
 @every_sibling

@@ -69,8 +69,7 @@ def test_broken_shim_does_not_hide_python(tmp_path):
     assert find(f"{tmp_path / 'shims'}:{tmp_path / 'bin'}", tmp_path) == str(python)
 
 
-# ---- fuzz-cli
-# --------------------------------------------------------------------------------------------------
+# ---- fuzz-cli ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -184,8 +183,7 @@ def test_fuzzing_finds_every_fault(fuzz, tmp_path, monkeypatch, fault, finding):
     assert told.startswith("0: mha-parity 'inspect' 'a.npz'")
 
 
-# ---- check-html
-# --------------------------------------------------------------------------------------------------
+# ---- check-html ----------------------------------------------------------------------------------
 
 CLEAN = {
     "requests": [],
@@ -313,8 +311,7 @@ def test_missing_browser_is_reported(check_html, browser, tmp_path, capsys, what
     assert capsys.readouterr().out == f"check-html: LEFT OUT, {why}\n"
 
 
-# ---- mutants
-# --------------------------------------------------------------------------------------------------
+# ---- mutants -------------------------------------------------------------------------------------
 
 
 @pytest.fixture

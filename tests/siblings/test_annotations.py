@@ -222,6 +222,27 @@ def test_keywords_are_checked_in_any_order(sibling):
     assert np.array_equal(sibling.numpy(output), sibling.numpy(expected))
 
 
+def test_attention_weights_are_checked_once(sibling, monkeypatch):
+    """A call with attention weights checks its bias once: the stages in it are called unchecked."""
+    calls, package = [], sibling.package
+    check_bias = package.checks.check_bias
+
+    def recorded(*arguments):
+        calls.append(arguments)
+        check_bias(*arguments)
+
+    for module in (package.checks, package.scores):
+        monkeypatch.setattr(module, "check_bias", recorded)
+    layer = sibling.module("MultiHeadAttention", AttentionSpec(64, 2))
+    x = sibling.array(np.ones((2, 3, 64), np.float32))
+    bias = sibling.option(np.ones((3, 3), np.float32))
+    layer(x, need_weights=True, bias=bias)
+    assert len(calls) == 1
+    heads = sibling.array(np.ones((2, 2, 3, 32), np.float32))
+    package.attention_scores(heads, heads, bias)
+    assert len(calls) == 2  # and by themselves checked
+
+
 def test_public_functions_are_pickled(sibling):
     """Public functions and layers with contained kernels can be pickled, as for processes that are
     started.

@@ -98,8 +98,7 @@ def assert_error(sibling, function, args, keywords, refusal):
         function(*args, **keywords)
 
 
-# ---- Stages
-# --------------------------------------------------------------------------------------------------
+# ---- Stages --------------------------------------------------------------------------------------
 
 HEADS = ones(2, 2, 3, 32)
 RELATIVE = AttentionSpec(64, 2, relative_bias=RelativeBias(8, 8))
@@ -385,8 +384,7 @@ def test_stage_rejects_bad_input(sibling, name):
     assert_error(sibling, *STAGES[name])
 
 
-# ---- Attention of split heads
-# ----------------------------------------------------------------------------------------
+# ---- Attention of split heads --------------------------------------------------------------------
 
 PADDING_LENGTHS = {  # of two sequences of three keys
     "too long": (
@@ -542,8 +540,29 @@ def test_kernels_return_no_weights(sibling):
     )
 
 
-# ---- Layers
-# --------------------------------------------------------------------------------------------------
+def test_kernels_are_functions(sibling):
+    """A kernel that cannot be called raises an error wherever one is accepted, when the layer is
+    called.
+    """
+    spec, refusal = AttentionSpec(64, 2), lambda: refuses_type("kernel", "str")
+    assert_error(
+        sibling, "scaled_dot_product_attention", (), {**SPLIT, "kernel": "flash"}, refusal()
+    )
+    assert_error(sibling, "contained", ("flash",), {}, refusal())
+    call = {"x": ones(2, 3, 64), "weights": of_layer(spec), "spec": spec, "kernel": "flash"}
+    cached = {**call, "cache": lambda sibling: sibling.init_cache(2, 2, 32, 32)}
+    assert_error(sibling, "multi_head_attention_with_cache", (), cached, refusal())
+    call["query"] = call.pop("x")
+    assert_error(sibling, "multi_head_attention", (), call, refusal())
+    for kind in ("MultiHeadAttention", "MultiHeadAttentionWithCache"):
+        module = usual(sibling, kind, spec)
+        module.kernel = "flash"
+        caches = (module.init_cache(2, 32),) if hasattr(module, "init_cache") else ()
+        with refusal():
+            module(ones(2, 3, 64).of(sibling), *caches)
+
+
+# ---- Layers --------------------------------------------------------------------------------------
 
 SPEC = AttentionSpec(64, 2, d_in=6, d_kv=5)
 LAYERS = {
@@ -748,8 +767,7 @@ def test_self_attention_rejects_bad_input(sibling, name, is_causal):
     )
 
 
-# ---- Weights of the functional forms
-# ---------------------------------------------------------------------------------
+# ---- Weights of the functional forms -------------------------------------------------------------
 
 LAYER_SPEC = AttentionSpec(64, 2, d_in=6)
 PACKED_SPEC = AttentionSpec(64, 2, d_in=6, fused_qkv=True)
@@ -898,8 +916,7 @@ def test_function_requires_a_mapping(sibling, function, weights):
     )
 
 
-# ---- Masks
-# --------------------------------------------------------------------------------------------------
+# ---- Masks ---------------------------------------------------------------------------------------
 
 # A length of 0 is an error only in JAX and PyTorch: see jax_and_torch/test_bad_input.py.
 MASKS = {
@@ -1044,8 +1061,7 @@ def test_mask_rejects_bad_sizes(sibling, name):
     assert_error(sibling, *MASKS[name])
 
 
-# ---- Caches
-# --------------------------------------------------------------------------------------------------
+# ---- Caches --------------------------------------------------------------------------------------
 
 
 def cache(sibling):

@@ -85,8 +85,7 @@ def units(dtype, number=4):
     return number * float(ml_dtypes.finfo(dtype).eps)
 
 
-# ---- One pass
-# --------------------------------------------------------------------------------------------------
+# ---- One pass ------------------------------------------------------------------------------------
 
 
 @sample(12, jax=1)
@@ -112,8 +111,7 @@ def test_batch_is_its_sequences(sibling, dtype):
     sibling.assert_close(together, alone, within=units(dtype) * float(np.abs(alone).max()))
 
 
-# ---- Contents of the cache
-# -------------------------------------------------------------------------------------------
+# ---- Contents of the cache -----------------------------------------------------------------------
 
 
 def test_lengths_count_real_tokens(sibling):
@@ -190,8 +188,7 @@ def test_cache_nbytes_of_a_large_model(sibling, num_kv_heads, gib):
     assert sibling.package.kv_cache_nbytes(1, num_kv_heads, 8192, 128, **options) == gib * 2**30
 
 
-# ---- Values without effect
-# -------------------------------------------------------------------------------------------
+# ---- Values without effect -----------------------------------------------------------------------
 
 
 @sample(jax=1)
@@ -221,8 +218,7 @@ def test_padding_tokens_change_nothing(sibling, dtype, value):
     assert [np.array_equal(*pair) for pair in zip(*results, strict=True)] == [True] * 4
 
 
-# ---- Capacity
-# --------------------------------------------------------------------------------------------------
+# ---- Capacity ------------------------------------------------------------------------------------
 
 OVERFLOWS = {
     "prefill": ([0, 0, 0], 7, None),
@@ -252,8 +248,7 @@ def test_overflow_leaves_the_cache(sibling, dtype, name):
     ] == [True] * 3
 
 
-# ---- Copies, and caches that a step has written over
-# -----------------------------------------------------------------
+# ---- Copies, and caches that a step has written over ---------------------------------------------
 
 LATENT = AttentionSpec(
     24, 2, head_dim=12, latent=Latent(32, 4), rope=Rope(rotary_dim=4, rotated="last")

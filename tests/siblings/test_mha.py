@@ -71,8 +71,7 @@ def full(shape, value=1.0):
     return np.full(shape, value, np.float32)
 
 
-# ---- On paper
-# --------------------------------------------------------------------------------------------------
+# ---- On paper ------------------------------------------------------------------------------------
 
 
 def test_heads_are_neighboring_features(sibling):
@@ -289,8 +288,7 @@ def test_temperature_takes_positions(sibling, rng):
         sibling.package.apply_temperature(heads, sibling.option(np.zeros((1, 5), np.int32)), 4)
 
 
-# ---- A published example
-# ---------------------------------------------------------------------------------------------
+# ---- A published example -------------------------------------------------------------------------
 
 TEXTBOOK = {name: np.array(rows, np.float32) for name, rows in TEXTBOOK_WEIGHTS.items()}
 TOKENS = np.array([TEXTBOOK_INPUT] * 2, np.float32)
@@ -339,8 +337,7 @@ def test_textbook_example_is_self_attention(sibling):
     assert np.abs(output - PRINTED).max() <= FOUR_DECIMALS + sibling.rounding
 
 
-# ---- Attention weights
-# -----------------------------------------------------------------------------------------------
+# ---- Attention weights ---------------------------------------------------------------------------
 
 
 @sample(jax=1)
@@ -425,8 +422,7 @@ def test_output_has_the_dtype_of_the_input(sibling, path, dtype):
     assert sibling.attended(path, SPEC, problem(SPEC, dtype)).dtype == dtype
 
 
-# ---- Rows without a key
-# ----------------------------------------------------------------------------------------------
+# ---- Rows without a key --------------------------------------------------------------------------
 
 
 @sample(jax=1)
@@ -490,8 +486,7 @@ def test_lowest_bias_is_not_a_mask(sibling, path):
     )
 
 
-# ---- Masked tokens
-# --------------------------------------------------------------------------------------------------
+# ---- Masked tokens -------------------------------------------------------------------------------
 
 
 @sample(12, jax=1)
@@ -575,8 +570,7 @@ def test_sequences_do_not_see_each_other(sibling, path):
     assert np.array_equal(before[0], after[0])
 
 
-# ---- Causal masks and padding
-# ----------------------------------------------------------------------------------------
+# ---- Causal masks and padding --------------------------------------------------------------------
 
 HIDING = {
     "causal": {"is_causal": True},
@@ -650,8 +644,7 @@ def test_self_attention_is_attention(sibling, rng, hiding):
         assert (sibling.numpy(self_attention(x, **without, **hiding)) != found).any()
 
 
-# ---- No tokens at all
-# ------------------------------------------------------------------------------------------------
+# ---- No tokens at all ----------------------------------------------------------------------------
 
 NOTHING = {
     "no-queries": (2, 0, 4),
@@ -690,8 +683,7 @@ def test_nothing_gives_nothing(sibling, path, sizes, is_causal, is_padded, is_ma
         assert attn_weights.shape == (batch_size, 4, num_queries, num_keys)
 
 
-# ---- Shared keys
-# --------------------------------------------------------------------------------------------------
+# ---- Shared keys ---------------------------------------------------------------------------------
 
 SOURCE = AttentionSpec(24, 6, num_kv_heads=2, qk_norm=Norm(), rope=Rope(500.0), window_size=3)
 
@@ -740,8 +732,7 @@ def test_shared_keys_must_fit(sibling):
         sibling.module("MultiHeadSelfAttention", shared.spec)(x)
 
 
-# ---- Modules
-# --------------------------------------------------------------------------------------------------
+# ---- Modules -------------------------------------------------------------------------------------
 
 KINDS = (
     "MultiHeadAttention",
@@ -857,8 +848,7 @@ def test_positions_without_use_are_ignored(sibling, path, has_key):
     assert np.array_equal(found, expected)
 
 
-# ---- Dropout
-# --------------------------------------------------------------------------------------------------
+# ---- Dropout -------------------------------------------------------------------------------------
 
 RATES = {"weights": {"dropout": 0.5}, "outputs": {"output_dropout": 0.5}}
 every_rate = pytest.mark.parametrize("rates", RATES.values(), ids=RATES)

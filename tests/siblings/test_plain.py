@@ -50,8 +50,7 @@ def attended(sibling, layer, *inputs, **options):
     return [sibling.numpy(x) for x in results]
 
 
-# ---- Masks
-# --------------------------------------------------------------------------------------------------
+# ---- Masks ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "arguments", "keywords", "expected"), TABLES.values(), ids=TABLES)
@@ -64,8 +63,7 @@ def test_tutorial_masks_hide_keys(sibling, name, arguments, keywords, expected):
     assert np.array_equal(mask, np.array(expected, bool))
 
 
-# ---- Layers
-# --------------------------------------------------------------------------------------------------
+# ---- Layers --------------------------------------------------------------------------------------
 
 
 def test_tutorial_equals_large_layer(sibling):
@@ -166,8 +164,7 @@ def test_tutorial_head_count_is_checked(sibling):
         sibling.package.plain.MultiHeadAttention(8, 3, **sibling.required)
 
 
-# ---- The text
-# --------------------------------------------------------------------------------------------------
+# ---- The text ------------------------------------------------------------------------------------
 
 FRAMEWORKS = {"jax": {"jax", "flax"}, "torch": {"torch"}, "tt": {"ttnn"}}
 

@@ -31,11 +31,11 @@ from mha_spec import (
     YarnScaling,
 )
 from mha_spec.features.scaling import SCALINGS
-from parity import CASES, AttentionSpec, random_case
+from parity import CASES, AttentionSpec
 from parity.measure import pretrained
 from parity.measure.core import reference
 from parity.measure.core.case import Case
-from parity.measure.core.cases import case_named
+from parity.measure.core.cases import case_named, random_case
 from parity.measure.core.problem import make_problem
 from parity.measure.core.stages import STAGES, Stage, run_steps, stage_named
 from parity.measure.core.weights import load_tensors, weight_shapes
@@ -1381,3 +1381,12 @@ def test_cache_of_80_layers_is_20_gib():
     """A cache of 8192 tokens in float16, with 64 heads of 128 and 80 layers, has 20 GiB."""
     spec = AttentionSpec(64 * 128, 64)
     assert spec.cache_nbytes(1, 8192, np.dtype(np.float16), num_layers=80) == 20 * 2**30
+
+
+def test_frequencies_are_powers_of_theta():
+    """For a theta of 1000 and 6 features, the frequencies are 1, 0.1 and 0.01."""
+    # theta ** (-2 i / H) for i = 0, 1, 2 and H = 6: 1, 1000 ** (-1/3), 1000 ** (-2/3). In float32,
+    # rounding affects the exponents (multiplied by ln(1000) < 7), the powers and their reciprocals.
+    assert Rope(1000.0).frequencies(6) == pytest.approx(
+        [1.0, 0.1, 0.01], rel=4.5 * float(np.finfo(np.float32).eps)
+    )

@@ -39,8 +39,7 @@ def in_rows(device, x):
     return upload_rows(np.array(x), device=device, dtype=ttnn.int32)
 
 
-# ---- Rotary position embedding
-# ---------------------------------------------------------------------------------------
+# ---- Rotary position embedding -------------------------------------------------------------------
 
 
 def close(found, expected):
@@ -118,8 +117,7 @@ def test_halves_within_a_tile_raise(device, kernel):
         getattr(EXPERIMENTAL, kernel)(x, table, table)
 
 
-# ---- Heads
-# --------------------------------------------------------------------------------------------------
+# ---- Heads ---------------------------------------------------------------------------------------
 
 
 def test_nlp_concat_heads_joins_heads(device, rng):
@@ -173,8 +171,7 @@ def test_nlp_create_qkv_heads_decode_splits(device, rng):
     assert grids[0] == grids[2] != grids[1]
 
 
-# ---- Paged caches
-# --------------------------------------------------------------------------------------------------
+# ---- Paged caches --------------------------------------------------------------------------------
 
 PAGES = np.array([[3, 0, 4], [1, 5, 2]])  # of two sequences, pages of 32 slots
 

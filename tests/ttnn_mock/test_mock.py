@@ -23,8 +23,7 @@ pytestmark = pytest.mark.usefixtures("only_mock")
 
 USED = os.environ.get("MHA_TT_MOCK", "p150")
 
-# ---- Boards
-# --------------------------------------------------------------------------------------------------
+# ---- Boards --------------------------------------------------------------------------------------
 
 BOARDS = {
     # name: (architecture, grid of cores, chips)
@@ -128,8 +127,7 @@ def test_same_board_can_be_used_again(opened_device):
     assert dict(os.environ) == before
 
 
-# ---- Files left behind
-# -----------------------------------------------------------------------------------------------
+# ---- Files left behind ---------------------------------------------------------------------------
 
 
 @pytest.mark.costly("four processes with one home")
@@ -179,8 +177,7 @@ def test_kernel_cache_is_separate_from_cards(opened_device):
     assert folder.endswith("/")  # otherwise ttnn appends its key to the folder's name
 
 
-# ---- Values
-# --------------------------------------------------------------------------------------------------
+# ---- Values --------------------------------------------------------------------------------------
 
 
 def test_code_of_torch_and_ttnn_gets_values(device):
@@ -313,8 +310,7 @@ def test_shadow_restores_ttnn_on_exit(opened_device):
         mha_tt.download(x)
 
 
-# ---- Golden functions
-# ------------------------------------------------------------------------------------------------
+# ---- Golden functions ----------------------------------------------------------------------------
 
 
 @pytest.fixture

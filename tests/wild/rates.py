@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import parity
 from parity.explain.diagnosis.bugs import PRECISIONS, bugs_for
 from parity.measure.core.case import Case
+from parity.measure.core.problem import Problem
 from parity.measure.core.stages import stage_named
 from wild.accepted import ACCEPTED, ACCEPTED_PAGES
 from wild.audit import ORDER, is_right
@@ -88,7 +89,7 @@ def judge(job: Job) -> Verdict:
     return verdict
 
 
-def _in_time(observed: dict[str, Any], problem: parity.Problem) -> parity.Diagnosis:
+def _in_time(observed: dict[str, Any], problem: Problem) -> parity.Diagnosis:
     """Return the diagnosis.
 
     Raises:

@@ -76,8 +76,7 @@ def divided() -> dict[str, Any]:
     return json.loads((FOLDER / "results" / "devices.json").read_text("utf-8"))
 
 
-# ---- Targets
-# --------------------------------------------------------------------------------------------------
+# ---- Targets -------------------------------------------------------------------------------------
 
 
 def targets() -> Iterator[tuple[str, str, str, str, str]]:
@@ -121,8 +120,7 @@ def targets_table() -> str:
     return table(("target", "bound", "measured", "met", "reason"), targets()) + "\n"
 
 
-# ---- Tables
-# --------------------------------------------------------------------------------------------------
+# ---- Tables --------------------------------------------------------------------------------------
 
 
 def pages() -> dict[str, str]:
@@ -259,8 +257,7 @@ def devices_table(rows: list[dict[str, Any]]) -> str:
     )
 
 
-# ---- Cost model
-# --------------------------------------------------------------------------------------------------
+# ---- Cost model ----------------------------------------------------------------------------------
 
 LARGE = AttentionSpec(8192, 64, num_kv_heads=8, qkv_bias=False, out_bias=False)
 """A layer of a model of 70 billion parameters."""

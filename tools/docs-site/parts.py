@@ -45,8 +45,7 @@ def source(found: dict) -> str:
     return f"Measured by `{found['command']}`{f' with {packages}' * bool(packages)}."
 
 
-# ---- Conformance
-# --------------------------------------------------------------------------------------------------
+# ---- Conformance ---------------------------------------------------------------------------------
 
 MARKS = {"broken": "✗", "differs": "✗", "note": "•", "absent": "–"}
 """Marks of answers, because color alone is not enough."""
@@ -114,8 +113,7 @@ def shared_answer(subjects: list[dict], question: str) -> tuple[str, str]:
     return worst, "; ".join(texts)
 
 
-# ---- Diagnosis
-# --------------------------------------------------------------------------------------------------
+# ---- Diagnosis -----------------------------------------------------------------------------------
 
 DARK = TerminalTheme(
     background=(13, 17, 23),

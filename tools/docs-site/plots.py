@@ -49,8 +49,7 @@ def plots() -> dict[str, NotebookFigure]:
     return drawn
 
 
-# ---- Ratios
-# --------------------------------------------------------------------------------------------------
+# ---- Ratios --------------------------------------------------------------------------------------
 
 
 def ratios(rows: Sequence[Row], title: str) -> NotebookFigure:
@@ -89,8 +88,7 @@ def ratios(rows: Sequence[Row], title: str) -> NotebookFigure:
     return figure
 
 
-# ---- Growth
-# --------------------------------------------------------------------------------------------------
+# ---- Growth --------------------------------------------------------------------------------------
 
 
 def growth(rows: Sequence[Row]) -> NotebookFigure:
@@ -148,8 +146,7 @@ def memory_of(row: Row) -> tuple[float | None, dict[str, float]]:
     return None if own is None else own / 1e6, others
 
 
-# ---- Several devices
-# -------------------------------------------------------------------------------------------------
+# ---- Several devices -----------------------------------------------------------------------------
 
 
 def devices() -> NotebookFigure:
@@ -210,8 +207,7 @@ def cost_model() -> NotebookFigure:
     return figure
 
 
-# ---- Lines
-# --------------------------------------------------------------------------------------------------
+# ---- Lines ---------------------------------------------------------------------------------------
 
 
 def draw_lines(panel: Any, lines: Sequence[Line], x_label: str, y_label: str) -> None:

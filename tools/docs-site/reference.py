@@ -65,8 +65,24 @@ def toctree(names: Iterable[str]) -> str:
     return "\n".join(["```{toctree}", ":hidden:", "", *names, "```"])
 
 
-# ---- Public names
-# --------------------------------------------------------------------------------------------------
+# ---- Public names --------------------------------------------------------------------------------
+
+
+RESULTS = (
+    "parity.measure.core.problem.Problem",
+    "parity.measure.core.compare.Comparison",
+    "parity.use.running.report.Report",
+    "parity.explain.diagnosis.ranks.RankDiagnosis",
+    "parity.explain.diagnosis.taps.TapVerdict",
+    "parity.explain.diagnosis.tap_pairs.TapDifference",
+    "parity.explain.identification.Identification",
+    "parity.explain.identification.layers.LiveLayer",
+    "parity.explain.conformance.answers.Conformance",
+    "parity.port.conversion.differences.WeightsComparison",
+    "parity.port.models.specs.ModelLayer",
+    "parity.port.tapping.record.Tapped",
+)
+"""Classes that public functions return. Nobody has to import them, so they have no public names."""
 
 
 def api_pages() -> dict[str, str]:
@@ -98,6 +114,9 @@ def api_page(package: str, about: str) -> str:
             if home == package or home not in PACKAGES
             else alias(home, package, name)
         )
+    if package == "parity":
+        parts += [title("Results", "-"), "Classes that these functions return."]
+        parts += [f".. autoclass:: {path}\n   :members:" for path in RESULTS]
     for name in (each for each in module.__all__ if inspect.ismodule(getattr(module, each))):
         parts += [title(f"{package}.{name}", "-"), *entries(getattr(module, name))]
     if importlib.util.find_spec(f"{package}.parallel"):
@@ -159,13 +178,12 @@ def docstring_of(module: ModuleType, name: str) -> list[str]:
     raise ValueError(f"{name} must have a docstring below it")
 
 
-# ---- Commands
-# --------------------------------------------------------------------------------------------------
+# ---- Commands ------------------------------------------------------------------------------------
 
 
 def command_pages() -> dict[str, str]:
     """A page for each command, and their list."""
-    from parity.use.cli.main import COMMANDS, GROUPS, make_parser
+    from parity.use.cli.main import COMMANDS, GROUPS, command_named, make_parser
 
     (commands,) = (
         action
@@ -176,14 +194,16 @@ def command_pages() -> dict[str, str]:
     for group, members in GROUPS.items():
         rows.append((f"**{group.capitalize()}**", ""))
         for name in (each for each in members if each in COMMANDS):
-            rows.append((f"[`{name}`]({name}.md)", COMMANDS[name].PAGE.line))
+            rows.append((f"[`{name}`]({name}.md)", command_named(name).PAGE.line))
             names.append(name)
     more = "[Exit statuses and common options](../commands.md) hold for all of them."
     index = ["# Commands", table(("command", "result"), rows), more, toctree(names)]
     return {
         "reference/cli/index": "\n\n".join(index) + "\n",
         **{
-            f"reference/cli/{name}": command_page(name, COMMANDS[name].PAGE, commands.choices[name])
+            f"reference/cli/{name}": command_page(
+                name, command_named(name).PAGE, commands.choices[name]
+            )
             for name in names
         },
     }
@@ -231,8 +251,7 @@ def invocation(action: argparse.Action) -> str:
     return ", ".join(action.option_strings) + ("" if action.nargs == 0 else f" {value}")
 
 
-# ---- Tables
-# --------------------------------------------------------------------------------------------------
+# ---- Tables --------------------------------------------------------------------------------------
 
 
 BY_CONFIG = "by the configuration"
@@ -348,8 +367,7 @@ def bugs_page() -> str:
     )
 
 
-# ---- A simulated card
-# ------------------------------------------------------------------------------------------------
+# ---- A simulated card ----------------------------------------------------------------------------
 
 DTYPES = ("bfloat16", "float32")
 
@@ -418,8 +436,7 @@ def share_text(share: float | None) -> str:
     return f"{share:.2f}" if share <= 1 else f"**{share:.2f}**"
 
 
-# ---- Files for other programs
-# ----------------------------------------------------------------------------------------
+# ---- Files for other programs --------------------------------------------------------------------
 
 
 def schemas_page() -> str:
@@ -466,8 +483,7 @@ def schemas_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-# ---- Fields and their support
-# ----------------------------------------------------------------------------------------
+# ---- Fields and their support --------------------------------------------------------------------
 
 MODELS = Path(__file__).resolve().parents[2] / "docs" / "reference" / "models.md"
 MOST_MODELS = 4

@@ -202,8 +202,7 @@ def answers(framework: "Framework", feature: Feature) -> dict[str, str]:
     return found
 
 
-# ---- Frameworks
-# --------------------------------------------------------------------------------------------------
+# ---- Frameworks ----------------------------------------------------------------------------------
 
 
 class Framework:

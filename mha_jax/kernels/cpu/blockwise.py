@@ -39,8 +39,8 @@ from mha_jax.kernels.cpu.blocks import (
     Tile,
 )
 from mha_jax.masks import Mask, to_scores_rank
-from mha_jax.parallel.sharding import is_automatic
 from mha_jax.scores import Scores
+from mha_jax.sharding import is_automatic
 from mha_spec import AttentionSpec
 from mha_spec.heads import BareHeads
 from mha_spec.span import Span

@@ -13,8 +13,8 @@ from mha_jax.compiled import compiled
 from mha_jax.kernels.cpu import blockwise, whole
 from mha_jax.kernels.cpu.blocks import BlockSizes, place_in
 from mha_jax.masks import Mask, to_scores_rank
-from mha_jax.parallel.sharding import is_automatic
 from mha_jax.scores import Scores
+from mha_jax.sharding import is_automatic
 from mha_spec.span import Span
 
 HEADS_FACTOR = 16

@@ -45,8 +45,7 @@ def _decoded(step: Callable[[np.ndarray], Any], x: np.ndarray) -> np.ndarray:
     return np.concatenate([to_numpy(step(token)) for token in tokens], axis=1)
 
 
-# ---- Functions
-# --------------------------------------------------------------------------------------------------
+# ---- Functions -----------------------------------------------------------------------------------
 
 
 def _torch_sdpa() -> Subject:
@@ -76,8 +75,7 @@ def _jax_nn() -> Subject:
     return subject_of(dot_product_attention, name, framework="jax", axes="BTNH", mask_true="shows")
 
 
-# ---- Layers of other libraries
-# ---------------------------------------------------------------------------------------
+# ---- Layers of other libraries -------------------------------------------------------------------
 
 
 def _layer(
@@ -167,8 +165,7 @@ def _keras(name: str) -> Subject:
     )
 
 
-# ---- Our own
-# --------------------------------------------------------------------------------------------------
+# ---- Our own -------------------------------------------------------------------------------------
 
 
 AS_IN_THE_FRAMEWORK = {"NaN seen": "as in the framework, as documented"}
@@ -290,8 +287,7 @@ def _ours(framework: str, package: str) -> dict[str, tuple[str, Callable[[], Sub
     }
 
 
-# ---- The list
-# --------------------------------------------------------------------------------------------------
+# ---- The list ------------------------------------------------------------------------------------
 
 PEERS: dict[str, tuple[str, Callable[[], Subject]]] = {
     "torch.nn.MultiheadAttention": ("torch", _torch_mha),

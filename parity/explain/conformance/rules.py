@@ -122,8 +122,7 @@ def _example(
     )
 
 
-# ---- Answers by path
-# ------------------------------------------------------------------------------------------------
+# ---- Answers by path -----------------------------------------------------------------------------
 
 ATTRIBUTES: dict[str, Callable[[Any], str]] = {
     "need_weights": lambda value: "with weights" if value else "without weights",

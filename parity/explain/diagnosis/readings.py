@@ -17,6 +17,7 @@ import numpy as np
 
 from parity.explain.diagnosis.bugs.record import Changed, instead
 from parity.explain.diagnosis.replay import Replay
+from parity.explain.diagnosis.sample import sample_of
 from parity.measure.core.stages import STAGES, Stage, stage_named
 from parity.measure.core.unused import unused_cells
 from parity.measure.core.weights import is_floating
@@ -118,7 +119,10 @@ class _Reader:
     @cached_property
     def unused(self) -> np.ndarray | None:
         """The cells whose values do not matter: tokens of padding, unfilled slots."""
-        return unused_cells(self.right.problem, self.name, self.expected.shape)
+        problem = self.right.problem
+        sample = sample_of(problem)
+        tokens = None if sample is None else sample.tokens_of(self.stage.quantity)
+        return unused_cells(problem.case, self.name, self.expected.shape, tokens)
 
     def read(self, x: np.ndarray) -> Read:
         """Return the readings, up to the first that agrees."""
@@ -175,8 +179,7 @@ class _Reader:
             x if is_floating(x.dtype) else f"has dtype {x.dtype} instead of a floating-point dtype"
         )
 
-    # ---- Axes
-    # ----------------------------------------------------------------------------------------------
+    # ---- Axes ------------------------------------------------------------------------------------
 
     def _shaped(self, x: np.ndarray) -> Iterator[Reading]:
         """Yield the array with the axes of the stage, in every way that its shape allows; unchanged
@@ -259,8 +262,7 @@ class _Reader:
         values[(slice(None),) * axis + (slice(y.shape[axis]),)] = y
         return values
 
-    # ---- Values
-    # ----------------------------------------------------------------------------------------------
+    # ---- Values ----------------------------------------------------------------------------------
 
     def _agreeing(self, x: np.ndarray, shaped: Sequence[Reading]) -> Iterator[Reading]:
         """Yield the readings in which the array agrees with the reference."""
@@ -422,8 +424,7 @@ def _subsets(count: int) -> Iterator[tuple[int, ...]]:
         yield from sorted(itertools.combinations(range(count), size), reverse=True)
 
 
-# ---- Scores after a mask
-# ---------------------------------------------------------------------------------------------
+# ---- Scores after a mask -------------------------------------------------------------------------
 
 
 def _masked_cells(

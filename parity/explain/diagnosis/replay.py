@@ -17,6 +17,8 @@ from parity.explain.diagnosis.choices import AS_THE_REFERENCE, Choice
 from parity.explain.diagnosis.flow import Flow, flow_of
 from parity.explain.diagnosis.laws import Findings, describe
 from parity.explain.diagnosis.laws.record import OtherSpec
+from parity.explain.diagnosis.remembered import Remembered
+from parity.explain.diagnosis.work import run, spend_on
 from parity.measure.core.compare import (
     NOT_MEASURED,
     NOTHING,
@@ -29,11 +31,9 @@ from parity.measure.core.compare import (
     unit_of_rounding,
 )
 from parity.measure.core.problem import Problem
-from parity.measure.core.reference import Remembered
 from parity.measure.core.stages import STEPS, Stage, Step, stage_named
 from parity.measure.core.trace import RECOUNTS, Reference, nudged, nudged_values, step_of
 from parity.measure.core.unused import without_unused
-from parity.measure.core.work import run, spend_on
 
 Bugs = tuple[Bug, ...]
 Changes = tuple[Change, ...]
@@ -167,8 +167,7 @@ class Replay:
         self._budgets: dict[tuple[Any, ...], dict[str, float]] = {}
         self._judgements: dict[tuple[Any, ...], Judgement] = {}
 
-    # ---- The right layer
-    # ---------------------------------------------------------------------------------------------
+    # ---- The right layer -------------------------------------------------------------------------
 
     @property
     def right(self) -> Replay:
@@ -207,8 +206,7 @@ class Replay:
         """The step of each stage."""
         return {name: index for index, names in enumerate(self.steps) for name in names}
 
-    # ---- Candidates
-    # ----------------------------------------------------------------------------------------------
+    # ---- Candidates ------------------------------------------------------------------------------
 
     @cached_property
     def stages(self) -> list[str]:
@@ -233,8 +231,7 @@ class Replay:
         )  # narrow values may round to themselves
         return [each for each in known if may_lose or not each.is_loss or each.shows_in_narrow]
 
-    # ---- Stages with changes
-    # -----------------------------------------------------------------------------------------
+    # ---- Stages with changes ---------------------------------------------------------------------
 
     def stage(
         self, name: str, changes: Changes = (), dtype: str = "float64", kind: str = ""
@@ -401,8 +398,7 @@ class Replay:
             for index in range(len(self.steps))
         ]
 
-    # ---- Tolerances
-    # ----------------------------------------------------------------------------------------------
+    # ---- Tolerances ------------------------------------------------------------------------------
 
     def judgement(
         self, stage: str, changes: Changes, *, quick: bool = False, kind: str = ""
@@ -545,8 +541,7 @@ class Replay:
             found.append(other)
         return found
 
-    # ---- Explanations
-    # ----------------------------------------------------------------------------------------------
+    # ---- Explanations ----------------------------------------------------------------------------
 
     def wrong(self, stages: Iterable[str], changes: Changes) -> list[str]:
         """Return the stages that changes do not explain."""

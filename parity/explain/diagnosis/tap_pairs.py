@@ -133,7 +133,7 @@ class TapDifference(JsonRecord):
         return "\n".join(lines)
 
 
-def judge_taps(one: Tapped, other: Tapped) -> TapDifference:
+def compare_taps(one: Tapped, other: Tapped) -> TapDifference:
     """Compare two recordings, layer by layer, each token with the token of the other at the same
     position.
 

@@ -18,6 +18,7 @@ from parity.explain.diagnosis.sampling import is_large
 from parity.explain.diagnosis.search import search
 from parity.explain.diagnosis.tapped import Sequences, sequences_of
 from parity.explain.diagnosis.verdicts import Line, excess, text_of
+from parity.explain.diagnosis.work import Work
 from parity.measure.core.compare import Comparison, Label, first_difference
 from parity.measure.core.problem import Problem
 from parity.measure.core.records import JsonRecord
@@ -25,7 +26,6 @@ from parity.measure.core.reference import UNFUSED
 from parity.measure.core.stages import stage_named
 from parity.measure.core.trace import Reference
 from parity.measure.core.weights import Weights, check_weights, weight_shapes
-from parity.measure.core.work import Work
 from parity.port.models.specs import ModelLayer
 from parity.port.tapping.record import Tapped, TappedLayer
 
@@ -86,7 +86,7 @@ class LayerVerdict(JsonRecord):
         index: its number.
         comparisons: one for each recorded stage.
         diagnosis: of a layer that differs.
-        not_judged: the reason if the layer was not compared; empty if it was.
+        not_compared: the reason if the layer was not compared; empty if it was.
         left_out: the sequences that were not compared although others were, and why; empty if all
             were.
     """
@@ -96,7 +96,7 @@ class LayerVerdict(JsonRecord):
     index: int
     comparisons: list[Comparison] = field(default_factory=list)
     diagnosis: Diagnosis | None = None
-    not_judged: str = ""
+    not_compared: str = ""
     left_out: str = ""
 
     IN_JSON = (
@@ -104,7 +104,7 @@ class LayerVerdict(JsonRecord):
         "name",
         "index",
         "passed",
-        "not_judged",
+        "not_compared",
         "left_out",
         "comparisons",
         "diagnosis",
@@ -119,7 +119,7 @@ class LayerVerdict(JsonRecord):
     @property
     def passed(self) -> bool:
         """True if the layer was compared and every stage is within its budget."""
-        return not self.not_judged and self.difference is None
+        return not self.not_compared and self.difference is None
 
     @property
     def like(self) -> str:
@@ -134,8 +134,8 @@ class LayerVerdict(JsonRecord):
     def lines(self, *, verbose: bool = False) -> Iterator[Line]:
         """Yield labels and texts, as `Diagnosis.lines` does."""
         difference = self.difference
-        if self.not_judged:
-            yield "Not compared", f"{self.layer}, because {self.not_judged}"
+        if self.not_compared:
+            yield "Not compared", f"{self.layer}, because {self.not_compared}"
         elif difference is None:
             yield "", f"{self.layer}: ok"
         else:
@@ -184,7 +184,7 @@ class TapVerdict(JsonRecord):
             yield from wrong[0].lines(verbose=verbose)
         if wrong[1:]:
             yield "Other wrong layers", ", ".join(layer.layer for layer in wrong[1:])
-        compared = sum(not layer.not_judged for layer in self.layers)
+        compared = sum(not layer.not_compared for layer in self.layers)
         if not compared:
             yield "", "no layer was compared"
         elif not wrong:
@@ -197,7 +197,7 @@ class TapVerdict(JsonRecord):
         """
         found: dict[str, list[str]] = {}
         for layer in self.layers:
-            if reason := layer.not_judged or layer.left_out:
+            if reason := layer.not_compared or layer.left_out:
                 found.setdefault(reason, []).append(layer.layer)
         return found
 
@@ -212,7 +212,7 @@ PlainWeights = Sequence[Mapping[str, Any]]
 """A specification, or weights, for each tapped layer, in their order."""
 
 
-def judge_tap(
+def check_tap(
     tapped: Tapped,
     specs: Specs | PlainSpecs,
     weights: LayerWeights | PlainWeights,
@@ -335,7 +335,7 @@ class _TapJudge:
         tapped: the recording.
         specs: the specifications.
         weights: the weights.
-        is_causal: as in `judge_tap`.
+        is_causal: as in `check_tap`.
         diagnoses: whether to search for bugs.
     """
 
@@ -360,15 +360,15 @@ class _TapJudge:
         if len(found) > 1:
             return replace(
                 verdict,
-                not_judged=f"it may be any of {len(found)} layers of the model, by its name",
+                not_compared=f"it may be any of {len(found)} layers of the model, by its name",
             )
         known = found[0] if found else ModelLayer(layer.index, "", None, {})
         verdict = replace(verdict, layer=_title(replace(known, kind=known.kind or layer.kind)))
         if known.spec is None:
-            return replace(verdict, not_judged="it has no attention over keys, or no spec")
+            return replace(verdict, not_compared="it has no attention over keys, or no spec")
         held = _held(layer, self.weights)
         if reason := _why_not(layer, known, has_weights=held is not None):
-            return replace(verdict, not_judged=reason)
+            return replace(verdict, not_compared=reason)
         return self._compared(
             layer, known, known.spec, check_weights(held or {}, known.spec), verdict
         )
@@ -411,9 +411,9 @@ class _TapJudge:
                 verdict, comparisons=[*verdict.comparisons, *comparisons], diagnosis=diagnosis
             )
         if not problems and left_out:
-            return replace(verdict, not_judged=verdict.left_out, left_out="")
+            return replace(verdict, not_compared=verdict.left_out, left_out="")
         if not verdict.comparisons:
-            return replace(verdict, not_judged="nothing was seen of it but its input")
+            return replace(verdict, not_compared="nothing was seen of it but its input")
         if left_out:
             rows = ", ".join(map(str, left_out))
             verdict = replace(
@@ -499,7 +499,7 @@ def _explained_again(way: _TapWay, before: Diagnosis, arithmetic: str) -> Diagno
         result = search(replay, work)
     about = replay.judgement(first_wrong, ())
     found = Diagnosis(
-        "law" if result.unknowns else before.kind,
+        "pattern" if result.unknowns else before.kind,
         first_wrong,
         about.error,
         about.ratio,

@@ -15,7 +15,7 @@ from parity.measure.core.records import JsonRecord
 from parity.measure.core.stages import STAGES, stage_named
 from parity.measure.text import and_listed
 
-UNNAMED = ("law", "unknown")
+UNNAMED = ("pattern", "unknown")
 """Kinds of a diagnosis in which some difference has no name: a pattern explains it, or nothing
 does.
 """
@@ -68,12 +68,7 @@ class Explanation(JsonRecord):
     others: tuple[str, ...] = ()
     findings: Findings | None = None
 
-    IN_JSON = ("*", "hypotheses", *FINDING)
-
-    @property
-    def hypotheses(self) -> tuple[str, ...]:
-        """Former name of `bugs`."""
-        return self.bugs
+    IN_JSON = ("*", *FINDING)
 
     @property
     def likely_bug(self) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mha_spec import AttentionSpec, InputError, InputTypeError
-from parity.explain.diagnosis.taps import judge_tap
+from parity.explain.diagnosis.taps import check_tap
 from parity.explain.identification.call_masks import with_call_mask
 from parity.explain.identification.ends import between, words_of
 from parity.explain.identification.fit import LEAST_TOKENS, fit, fit_clip, positions_on_axes
@@ -396,10 +396,10 @@ def _share(call: VerifyingCall, found: Fit) -> float:
         layer = with_segments(between(layer, found.ends), found)
         tapped = with_call_mask(layer, found.mask, is_large=factor > 1.0).tapped
         judged = Tapped([tapped]), {tapped.index: spec}, {tapped.index: found.weights}
-        verdict = judge_tap(*judged, is_causal=found.is_causal, diagnoses=False).layers[0]
+        verdict = check_tap(*judged, is_causal=found.is_causal, diagnoses=False).layers[0]
         difference = verdict.difference
-        if verdict.not_judged:
-            raise InputError("the layer", f"be comparable on {what}", verdict.not_judged)
+        if verdict.not_compared:
+            raise InputError("the layer", f"be comparable on {what}", verdict.not_compared)
         if difference is not None:
             ratio = f"{difference.worse_ratio:.2g} times that"
             raise InputError(difference.stage, f"be within its budget on {what}", ratio)

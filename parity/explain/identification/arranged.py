@@ -80,8 +80,7 @@ class Arranged:
         self.norms = {part: norm for part in "qkv" if (norm := self._norm(part)) is not None}
         self.places = self._positions()
 
-    # ---- Axes
-    # ----------------------------------------------------------------------------------------------
+    # ---- Axes ------------------------------------------------------------------------------------
 
     def _shape(self, number: int) -> tuple[int, ...]:
         return np.shape(self._base[number])
@@ -269,8 +268,7 @@ class Arranged:
             of_head
         )
 
-    # ---- Scores
-    # ----------------------------------------------------------------------------------------------
+    # ---- Scores ----------------------------------------------------------------------------------
 
     def _scale_of(self, part: str) -> float:
         """Return the last scalar factor of queries or keys, and record their values before it."""
@@ -385,8 +383,7 @@ class Arranged:
             }
         )
 
-    # ---- Positions
-    # ----------------------------------------------------------------------------------------------
+    # ---- Positions -------------------------------------------------------------------------------
 
     def _positions(self) -> set[int]:
         """Return the numbers of the movable positions that queries and keys depend on."""
@@ -435,8 +432,7 @@ class Arranged:
         """Return the constant scalars that queries are computed from, after the input."""
         return self._scalars([self.found.operands["q"]], [self.inputs["q"]], 1.0, np.inf)
 
-    # ---- Norms
-    # ----------------------------------------------------------------------------------------------
+    # ---- Norms -----------------------------------------------------------------------------------
 
     def by_token(self, numbers: Iterable[int], part: str, values: Values) -> dict[int, np.ndarray]:
         """Return the values that have axes of sequences and tokens as (B, T, …)."""

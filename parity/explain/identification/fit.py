@@ -111,8 +111,7 @@ def _named_in(words: Mapping[str, str], layer: ObservedLayer) -> set[str]:
     return {*named, *equal}
 
 
-# ---- Projections, norms and RoPE
-# -------------------------------------------------------------------------------------
+# ---- Projections, norms and RoPE -----------------------------------------------------------------
 
 
 def _fit_projections(
@@ -313,8 +312,7 @@ def _returned(
     return None
 
 
-# ---- Output
-# --------------------------------------------------------------------------------------------------
+# ---- Output --------------------------------------------------------------------------------------
 
 
 def _fit_output(layer: ObservedLayer, found: Fit) -> None:

@@ -20,7 +20,7 @@ from parity.measure.files import write_tensors
 from parity.measure.files.small import check_small_files
 from parity.measure.text import in_line
 from parity.port.conversion.layouts import LAYOUTS
-from parity.port.conversion.metadata import metadata_of, tells_layout
+from parity.port.conversion.metadata import metadata_of
 from parity.port.conversion.prefixes import join
 from parity.port.models.config import read_config
 from parity.port.models.specs import known_parts, layers_of_parts
@@ -33,22 +33,6 @@ NUM_TOKENS = 32
 
 MOST_OF_ERROR = 200
 """Characters of an error of transformers."""
-
-
-def is_unknown(folder: str | os.PathLike[str]) -> bool:
-    """Return whether a path is a model folder whose layers neither rules nor its metadata specify.
-
-    Raises:
-        OSError, ValueError: if its config.json cannot be read.
-    """
-    path = Path(folder) / "config.json"
-    if not os.path.lexists(path) or tells_layout(folder):
-        return False
-    config = read_config(path)
-    try:
-        return not layers_of_parts(config)
-    except (TypeError, ValueError):
-        return True
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mha_spec import AttentionSpec, InputError
-from parity.explain.diagnosis.taps import judge_tap
+from parity.explain.diagnosis.taps import check_tap
 from parity.explain.identification import Identification, identify, is_flax
 from parity.measure.core.compare import Comparison
 from parity.measure.core.records import JsonRecord
@@ -55,7 +55,7 @@ class LiveLayer(JsonRecord):
     identification: Identification = field(default_factory=lambda: Identification(""))
 
     def at(self, index: int) -> ModelLayer:
-        """Return it as layer `index` of its model, in the form that `judge_tap` accepts."""
+        """Return it as layer `index` of its model, in the form that `check_tap` accepts."""
         return ModelLayer(index, "", self.spec, {}, is_causal=bool(self.is_causal), path=self.name)
 
     def __str__(self) -> str:
@@ -130,7 +130,7 @@ def _known(observed: Identification, tapped: Tapped, model: Any) -> LiveLayer:
         layer, weights = ruled
         if differences := _differences(layer, weights, observed):
             return replace(live, refusal=f"rules say {', '.join(differences)}")
-    verdict = judge_tap(tapped, [layer], {observed.name: weights}, diagnoses=False).layers[0]
+    verdict = check_tap(tapped, [layer], {observed.name: weights}, diagnoses=False).layers[0]
     is_verified = (
         observed.spec is not None and live.name == observed.name
     )  # verified between its projections at least
@@ -138,7 +138,7 @@ def _known(observed: Identification, tapped: Tapped, model: Any) -> LiveLayer:
         wrong = verdict.difference and (
             f"{verdict.difference.stage} is {verdict.difference.worse_ratio:.2g} times its budget"
         )
-        words = [f"it is not {layer.spec}", verdict.not_judged or wrong, observed.refusal]
+        words = [f"it is not {layer.spec}", verdict.not_compared or wrong, observed.refusal]
         return replace(live, refusal="; ".join(filter(None, words)))
     comparisons = verdict.comparisons if verdict.passed else []
     source = "observation" if ruled is None else "rules" if observed.spec is None else "both"

@@ -136,8 +136,7 @@ def _turns_of(before: np.ndarray, after: np.ndarray, layout: dict[str, Any]) -> 
     return Turns(layout, frequencies, float(amplitudes.mean()))
 
 
-# ---- Several axes
-# --------------------------------------------------------------------------------------------------
+# ---- Several axes --------------------------------------------------------------------------------
 
 
 def _fit_axes(
@@ -234,8 +233,7 @@ def positions_of(
     return positions
 
 
-# ---- Candidates
-# --------------------------------------------------------------------------------------------------
+# ---- Candidates ----------------------------------------------------------------------------------
 
 
 def _plain(turns: Turns, num_tokens: int) -> Iterator[Rope]:

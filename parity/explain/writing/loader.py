@@ -122,8 +122,7 @@ def _entries(entries: Mapping[str, str], indent: int) -> Iterator[str]:
             yield f"{' ' * indent}),"
 
 
-# ---- Expressions
-# --------------------------------------------------------------------------------------------------
+# ---- Expressions ---------------------------------------------------------------------------------
 
 
 class _Traced(np.ndarray):

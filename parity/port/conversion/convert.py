@@ -26,7 +26,7 @@ from parity.port.conversion.layers import (
 )
 from parity.port.conversion.layouts import Layout, find_layout, from_canonical, to_canonical
 from parity.port.conversion.layouts.detection import LayoutMismatchError, placements
-from parity.port.conversion.layouts.layout import DROPPABLE, UNSAID, lost_in, unused_in, without
+from parity.port.conversion.layouts.layout import DROPPABLE, GRID_BIAS, lost_in, unused_in, without
 from parity.port.conversion.layouts.losses import Written, check_losses, with_all_biases
 from parity.port.conversion.metadata import file_hints, metadata_of, sources, with_source
 from parity.port.conversion.plan import Converted, Plan
@@ -46,7 +46,7 @@ def convert(
     Args:
         weights: arrays of any framework by name, in the source's layout, without any prefix: a
             torch state dict, a Flax state or nested dict, NumPy arrays.
-        source, target: names of layouts: see `parity.LAYOUTS`.
+        source, target: names of layouts: `mha-parity layouts` lists them.
         keywords: num_heads, num_kv_heads and head_dim, if the shapes are ambiguous; rope, the RoPE
             of queries and keys, which decides how some layouts pad heads. Or spec, the whole layer,
             instead of these; it is required for layers with norms, sinks, a gate or latents, which
@@ -91,8 +91,8 @@ def load(
         ValueError: as in `convert`, or if the file contains no such layer.
 
     Warns:
-        NotCarriedWarning: if the configuration specifies attention features that are not read, such
-            as scaled or partial RoPE, or soft caps, windows and scales in a GGUF file.
+        IgnoredSettingsWarning: if the configuration specifies attention features that are not read,
+            such as scaled or partial RoPE, or soft caps, windows and scales in a GGUF file.
     """
     with open_layers(path, layout, prefix=prefix, **keywords) as layers:
         if len(layers) != 1:
@@ -129,8 +129,7 @@ def save(
     write_tensors(path, infos, laid_out.__getitem__, metadata_of(target, {prefix: spec}, prefix))
 
 
-# ---- Whole checkpoints
-# -----------------------------------------------------------------------------------------------
+# ---- Whole checkpoints ---------------------------------------------------------------------------
 
 
 OPTIMIZER_STATE = (
@@ -181,7 +180,8 @@ def convert_file(
         prefix: prefix of a layer's tensor names, without the last dot; `{i}` stands for its number.
             Default: that of the metadata, otherwise the prefixes of all attention layers of the
             model, otherwise empty.
-        to_prefix: prefix in the target; default: `prefix`.
+        to_prefix: prefix in the target; default: that of the target layout, if it has one, or
+            else `prefix`.
         keep_rest: copy all other tensors unchanged; otherwise leave them out.
         max_shard_bytes: split the target into files of about this size.
         ranks: divide the heads of the target over this number of ranks, one file per rank, as the
@@ -214,9 +214,11 @@ def convert_file(
         found = sources(file, known, prefix, source, "source")
         known = (
             known.without_unsaid(file.infos, [layout for _, layout in found])
-            if UNSAID in drop
+            if GRID_BIAS in drop
             else known
         )
+        if to_prefix is None and target_layout.prefix and len(found) == 1:
+            to_prefix = target_layout.prefix
         if to_prefix is not None and len(found) > 1:
             raise InputError(
                 "prefix", f"be one of {', '.join((of for of, _ in found))} with to_prefix", "none"

@@ -1,6 +1,4 @@
-"""Compare two sets of weights tensor by tensor: where they differ, how they are related, and
-whether it matters.
-"""
+"""Compare two sets of weights by their tensors: where they differ, how, and if it matters."""
 
 from __future__ import annotations
 
@@ -23,8 +21,11 @@ from parity.port.conversion.same_function import in_other_words
 from parity.port.conversion.ulps import MOST_ULPS, coarser, is_copy, ulps
 from parity.port.conversion.verify import check_alike, same_bits, with_biases
 
-MOST_NAMED = 8  # heads, rows or columns
-MOST_COUNTED = 1e6  # units in the last place; larger counts are not informative
+MOST_NAMED = 8
+"""Heads, rows or columns that a message names one by one; more are counted."""
+
+MOST_COUNTED = 1e6
+"""Units in the last place that a message counts; larger numbers are not informative."""
 
 
 def _heads_in_words(heads: tuple[int, ...], num_heads: int) -> str:
@@ -36,7 +37,8 @@ def _heads_in_words(heads: tuple[int, ...], num_heads: int) -> str:
 def _places_in_words(places: tuple[int, ...], size: int, what: str) -> str:
     if len(places) > MOST_NAMED:
         return f"{len(places)} of {size} {what}s"
-    return f"{what}{'s' * (len(places) > 1)} {' '.join(map(str, places))}"
+    plural = "s" if len(places) > 1 else ""
+    return f"{what}{plural} {' '.join(map(str, places))}"
 
 
 @dataclass(frozen=True)
@@ -73,27 +75,22 @@ class TensorDifference:
     law: TensorLaw | None = None
 
     def __str__(self) -> str:
-        where = [
-            f"{count} of {size} {what}"
-            for count, size, what in zip(
-                (self.rows, self.columns), self.shape, ("rows", "columns"), strict=False
-            )
-            if len(self.shape) > 1
-        ]
+        where = []
+        if self.columns is not None:
+            num_rows, num_columns = self.shape[:2]
+            where.append(f"{self.rows} of {num_rows} rows")
+            where.append(f"{self.columns} of {num_columns} columns")
         if self.num_heads > 1:
             where.append(_heads_in_words(self.heads, self.num_heads))
-        place, (one, other) = ", ".join(map(str, self.worst_index)), self.worst_values
-        ulps_apart = (
-            f", {self.max_ulp:.3g} units in the last place at most"
-            if self.max_ulp < MOST_COUNTED
-            else ""
-        )
-        lines = [
-            f"{self.name} differs in {self.differing} of {math.prod(self.shape)} "
-            f"elements{': ' * bool(where)}" + ", ".join(where),
-            f"  worst     at ({place}): {one:.9g}, and {other:.9g} in the second{ulps_apart}",
-        ]
-        return "\n".join(lines)
+        summary = f"{self.name} differs in {self.differing} of {math.prod(self.shape)} elements"
+        if where:
+            summary += f": {', '.join(where)}"
+        place = ", ".join(map(str, self.worst_index))
+        one, other = self.worst_values
+        worst = f"  worst     at ({place}): {one:.9g}, and {other:.9g} in the second"
+        if self.max_ulp < MOST_COUNTED:
+            worst += f", {self.max_ulp:.3g} units in the last place at most"
+        return f"{summary}\n{worst}"
 
 
 @dataclass(frozen=True)
@@ -127,15 +124,18 @@ class WeightsComparison(JsonRecord):
     @property
     def unexplained(self) -> list[str]:
         """Return the tensors that no known relation explains."""
-        return [each.name for each in self.differences if each.law is None] if not self.same else []
+        if self.same:
+            return []
+        return [difference.name for difference in self.differences if difference.law is None]
 
     def __str__(self) -> str:
         if self.how:
             return self.how
         lines = []
         for law, of_law in groupby(self.differences, key=lambda difference: difference.law):
-            found = list(of_law)
-            lines += [*map(str, found), *_law_in_words(law, found[0], len(found))]
+            differences = list(of_law)
+            lines += map(str, differences)
+            lines += _law_in_words(law, differences[0], len(differences))
         return "\n".join(lines)
 
 
@@ -145,17 +145,29 @@ def _law_in_words(law: TensorLaw | None, first: TensorDifference, count: int) ->
         # A bug that changes several tensors may explain them: the diagnosis searches for those.
         which = "it does not follow" if count == 1 else "none of these follows"
         return [f"  law       {which} from the first's by a pattern within one tensor"]
+    lines = []
     if law.name == "packed":
-        lines = [f"  law       {law.words}", *([f"  fix       {law.fix}"] if law.fix else [])]
-        return [*lines, f"  see       mha-parity bugs {law.page}"]
-    inside = f"in {_heads_in_words(law.heads, first.num_heads)} " if law.heads else ""
-    for places, size, what in zip(
-        (law.rows, law.columns), first.shape, ("row", "column"), strict=False
-    ):
-        inside += f"in {_places_in_words(places, size, what)} " if places else ""
-    each = "in each, " if count > 1 else ""
-    lines = [f"  law       {each}the second's is {inside}{law.words}"]
-    return lines + [f"  see       mha-parity bugs {law.page}"] * bool(law.page)
+        lines.append(f"  law       {law.words}")
+        if law.fix:
+            lines.append(f"  fix       {law.fix}")
+    else:
+        each = "in each, " if count > 1 else ""
+        lines.append(f"  law       {each}the second's is {_parts_of(law, first)}{law.words}")
+    if law.page:
+        lines.append(f"  see       mha-parity bugs {law.page}")
+    return lines
+
+
+def _parts_of(law: TensorLaw, difference: TensorDifference) -> str:
+    """Describe the parts of a tensor that a relation is about, before its words."""
+    words = ""
+    if law.heads:
+        words += f"in {_heads_in_words(law.heads, difference.num_heads)} "
+    if law.rows:
+        words += f"in {_places_in_words(law.rows, difference.shape[0], 'row')} "
+    if law.columns:
+        words += f"in {_places_in_words(law.columns, difference.shape[1], 'column')} "
+    return words
 
 
 @np.errstate(over="ignore", invalid="ignore")  # overflow in a narrower dtype, infinite differences
@@ -180,102 +192,122 @@ def compare_weights(
     """
     one, with_all = with_biases(check_weights(weights, spec), spec, other_spec)
     two, other_with_all = with_biases(check_weights(other, other_spec), other_spec, spec)
-    biases = [{*with_all.weight_shapes} - {*each.weight_shapes} for each in (other_spec, spec)]
+    biases_of_first = with_all.weight_shapes.keys() - other_spec.weight_shapes.keys()
+    biases_of_second = with_all.weight_shapes.keys() - spec.weight_shapes.keys()
     spec = check_alike(with_all, other_with_all)
-    dtypes = [next(iter(held.values())).dtype for held in (one, two)]
-    dtype_names = (dtypes[0].name, dtypes[1].name)
-    if same_bits(one, two) and not any(biases):
-        return WeightsComparison("bits", dtype_names, 0.0, (), "weights the same, bit for bit")
-    held = roles(spec)
-    found = [
-        each
-        for name in one
-        if (each := _difference(name, one[name], two[name], held.get(name), spec))
-    ]
-    max_ulp = max((each.max_ulp for each in found), default=0.0)
-    kind, how = _same_values(one, two, found, max_ulp)
+    dtypes = _dtype_of(one).name, _dtype_of(two).name
+    if same_bits(one, two) and not biases_of_first and not biases_of_second:
+        return WeightsComparison("bits", dtypes, 0.0, (), "weights the same, bit for bit")
+    roles_by_name = roles(spec)
+    differences = []
+    for name in one:
+        difference = _difference(name, one[name], two[name], roles_by_name.get(name), spec)
+        if difference is not None:
+            differences.append(difference)
+    max_ulp = max((difference.max_ulp for difference in differences), default=0.0)
+    kind, how = _same_values(one, two, differences, max_ulp)
     if kind != "different":
-        return WeightsComparison(kind, dtype_names, max_ulp, tuple(found), how)
+        return WeightsComparison(kind, dtypes, max_ulp, tuple(differences), how)
     layers = Layers(one, two, spec)
-    packing = _packing_of(found, layers)
-    if packing is not None and packing.is_mixed:  # then it is not the same function
-        found = _with_packing(found, packing)
-    elif words := in_other_words(one, two, spec):
-        verb = "differs" if len(found) == 1 else "differ"
-        names = and_listed(each.name for each in found)
-        how = f"{names} {verb}, and it is the same function: {words}"
-        return WeightsComparison("function", dtype_names, max_ulp, tuple(found), how)
-    for index, each in enumerate(found):
-        if each.law is None:
-            pair = Pair(each.name, one[each.name], two[each.name], held.get(each.name))
-            found[index] = replace(
-                each, law=_bias_of_one(each.name, *biases) or law_of(pair, each.heads, layers)
-            )
-    if packing is not None and any(
-        each.law is None for each in found if each.name in packing.names
-    ):
-        found = _with_packing(found, packing)
-    return WeightsComparison(kind, dtype_names, max_ulp, tuple(found), how)
+    packing = _packing_of(differences, layers)
+    # If rows moved between q, k and v, the two are not the same function.
+    if packing is None or not packing.is_mixed:
+        words = in_other_words(one, two, spec)
+        if words:
+            verb = "differs" if len(differences) == 1 else "differ"
+            names = and_listed(difference.name for difference in differences)
+            how = f"{names} {verb}, and it is the same function: {words}"
+            return WeightsComparison("function", dtypes, max_ulp, tuple(differences), how)
+    explained = []
+    for difference in differences:
+        name = difference.name
+        if packing is not None and packing.is_mixed and name in packing.names:
+            law = _law_of_packing(packing)
+        else:
+            law = _bias_of_one(name, biases_of_first, biases_of_second)
+            if law is None:
+                pair = Pair(name, one[name], two[name], roles_by_name.get(name))
+                law = law_of(pair, difference.heads, layers)
+        explained.append(replace(difference, law=law))
+    # Rows that stayed within their tensors have a relation each, unless one of these was not found.
+    if packing is not None:
+        of_packing = [each for each in explained if each.name in packing.names]
+        if any(difference.law is None for difference in of_packing):
+            explained = _with_packing(explained, packing)
+    return WeightsComparison(kind, dtypes, max_ulp, tuple(explained), how)
+
+
+def _dtype_of(weights: Weights) -> np.dtype:
+    """Return the dtype that all weights of a layer have."""
+    return next(iter(weights.values())).dtype
 
 
 def _packing_of(differences: list[TensorDifference], layers: Layers) -> PackingError | None:
     """Return the order of rows across q, k and v, if at least two of these tensors differ."""
-    of_rows = [each for each in differences if each.name.removesuffix(".weight") in LETTERS]
-    return find_packing_error(*layers) if len(of_rows) > 1 else None
+    projections = [difference.name.removesuffix(".weight") for difference in differences]
+    if sum(projection in LETTERS for projection in projections) < 2:
+        return None
+    return find_packing_error(*layers)
+
+
+def _law_of_packing(packing: PackingError) -> TensorLaw:
+    return TensorLaw("packed", packing.words, "fused-qkv", fix=packing.fix)
 
 
 def _with_packing(
     differences: list[TensorDifference], packing: PackingError
 ) -> list[TensorDifference]:
     """Return the differences, those of q, k and v explained by the order of their rows."""
-    law = TensorLaw("packed", packing.words, "fused-qkv", fix=packing.fix)
-    return [replace(each, law=law) if each.name in packing.names else each for each in differences]
+    law = _law_of_packing(packing)
+    explained = []
+    for difference in differences:
+        if difference.name in packing.names:
+            difference = replace(difference, law=law)
+        explained.append(difference)
+    return explained
 
 
 def _bias_of_one(
     name: str, of_first: Collection[str], of_second: Collection[str]
 ) -> TensorLaw | None:
-    """Return the relation of a bias that only one file has; in the other it was filled with
-    zeros.
-    """
+    """Return the relation of a bias that only one file has, and that is 0 in the other."""
     if name in of_first:
         return TensorLaw("bias", "missing, and nonzero in the first", "missing-bias")
-    return (
-        TensorLaw("bias", "a bias that the first does not have", "missing-bias")
-        if name in of_second
-        else None
-    )
+    if name in of_second:
+        return TensorLaw("bias", "a bias that the first does not have", "missing-bias")
+    return None
 
 
 def _same_values(
-    one: Weights, two: Weights, found: list[TensorDifference], max_ulp: float
+    one: Weights, two: Weights, differences: list[TensorDifference], max_ulp: float
 ) -> tuple[str, str]:
     """Return the kind of a comparison of equal or nearly equal weights, and its description."""
-    dtypes = [next(iter(held.values())).dtype for held in (one, two)]
-    names, coarse = [dtype.name for dtype in dtypes], coarser(*dtypes).name
-    lost = any(
-        bool(one[each.name].any()) != bool(two[each.name].any()) for each in found
-    )  # a tensor became all zeros
-    if not found:
-        in_dtypes = f"in {' and in '.join(names)}"
-        if names[0] == names[1]:
+    dtype, other_dtype = _dtype_of(one).name, _dtype_of(two).name
+    if not differences:
+        in_dtypes = f"in {dtype} and in {other_dtype}"
+        if dtype == other_dtype:
             in_dtypes = "except for signs of zeros, or zero biases of one"
         return "values", f"weights the same values, {in_dtypes}"
-    if lost or max_ulp > MOST_ULPS:
+    if max_ulp > MOST_ULPS:
         return "different", ""
+    for difference in differences:
+        # A tensor of tiny values that became zeros is lost, however few units that are.
+        if one[difference.name].any() != two[difference.name].any():
+            return "different", ""
+    coarse = coarser(_dtype_of(one), _dtype_of(two)).name
     rounded = f"weights the same up to rounding in {coarse}: "
     apart = f"at most {max_ulp:.3g} units in the last place apart"
-    if names[0] != names[1] and all(is_copy(one[name], two[name]) for name in one):
-        which, fine = (
-            ("first is the second", names[1])
-            if coarse == names[0]
-            else ("second is the first", names[0])
-        )
-        gone = sum(np.count_nonzero((one[name] == 0) != (two[name] == 0)) for name in one)
-        zeros = f", {gone} elements to 0" if gone else ""
-        return "copy", f"{rounded}the {which}, {fine} rounded to {coarse}, {apart}{zeros}"
-    count, size = sum(each.differing for each in found), sum(x.size for x in one.values())
-    return "rounding", f"{rounded}{apart}, in {count} of {size} elements"
+    if dtype != other_dtype and all(is_copy(one[name], two[name]) for name in one):
+        which, fine = "second is the first", dtype
+        if coarse == dtype:
+            which, fine = "first is the second", other_dtype
+        num_gone = sum(np.count_nonzero((one[name] == 0) != (two[name] == 0)) for name in one)
+        zeros = f", {num_gone} elements to 0" if num_gone else ""
+        words = f"{rounded}the {which}, {fine} rounded to {coarse}, {apart}{zeros}"
+        return "copy", words
+    num_differing = sum(difference.differing for difference in differences)
+    size = sum(x.size for x in one.values())
+    return "rounding", f"{rounded}{apart}, in {num_differing} of {size} elements"
 
 
 def _difference(
@@ -284,24 +316,27 @@ def _difference(
     """Return where and by how much a tensor differs; None if its values are equal."""
     if np.array_equal(one, two):
         return None
-    wide = [x.astype(np.float64) for x in (one, two)]
-    errors, differs = np.abs(wide[0] - wide[1]), np.not_equal(*wide)
+    wide, other_wide = one.astype(np.float64), two.astype(np.float64)
+    errors, differs = np.abs(wide - other_wide), wide != other_wide
     heads, num_heads = (), 0
     if role is not None and role.heads != "shared":
         in_heads = role.view(differs, spec)
         num_heads = in_heads.shape[0] * in_heads.shape[1]
         heads = tuple(map(int, np.flatnonzero(in_heads.reshape(num_heads, -1).any(axis=1))))
+    columns = None
+    if differs.ndim > 1:
+        columns = int(np.count_nonzero(differs.any(axis=0)))
     worst = np.unravel_index(int(errors.argmax()), errors.shape)
     return TensorDifference(
         name=name,
         shape=one.shape,
         differing=int(np.count_nonzero(differs)),
         rows=int(np.count_nonzero(differs.reshape(one.shape[0], -1).any(axis=1))),
-        columns=int(np.count_nonzero(differs.any(axis=0))) if differs.ndim > 1 else None,
+        columns=columns,
         heads=heads,
         num_heads=num_heads,
         worst_index=tuple(map(int, worst)),
-        worst_values=(float(wide[0][worst]), float(wide[1][worst])),
+        worst_values=(float(wide[worst]), float(other_wide[worst])),
         max_abs=float(errors[worst]),
         max_ulp=float(ulps(one, two).max()),
     )

@@ -13,7 +13,7 @@ import numpy as np
 from parity.measure.files import TensorFile
 from parity.port.conversion.hints import CALLER, LayerHints, LayerKeywords
 from parity.port.conversion.layers import TensorCache, key_in_words, layers_under
-from parity.port.conversion.layouts import LAYOUTS, Layout
+from parity.port.conversion.layouts import LAYOUTS, Layout, register_packages
 from parity.port.conversion.layouts.detection import HeadsMismatchError, LayoutMismatchError
 from parity.port.conversion.metadata import FileHints, file_hints
 from parity.port.conversion.prefixes import numbered
@@ -97,6 +97,9 @@ def find_layers(file: TensorFile, **keywords: Unpack[LayerKeywords]) -> list[Fou
                 keys,
             )
             (of_other_heads if result.has_other_heads else found).append(layers)
+    # Packages are imported for their layouts only if no other fits. A second call returns none.
+    if not found and not of_other_heads and register_packages():
+        return find_layers(file, **keywords)
     fitting = {each.prefix for each in found}
     return found + [each for each in of_other_heads if each.prefix not in fitting]
 

@@ -1,6 +1,4 @@
-"""Relations between a tensor and its counterpart in another file; each is verified on every
-element.
-"""
+"""Relations between a tensor and its counterpart in another file, verified on every element."""
 
 from __future__ import annotations
 
@@ -17,7 +15,8 @@ from parity.port.conversion.roles import Role, digests, matched
 from parity.port.conversion.same_function import listed
 from parity.port.conversion.ulps import agree, coarser, quantized_as, ways_to_fewer_bits
 
-FEWEST = 2  # nonzero elements: a single number is a multiple of any other
+FEWEST = 2
+"""Nonzero elements that show a factor: a single number is a multiple of any other."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +62,7 @@ class Pair:
 
 
 class Layers(NamedTuple):
-    """All weights of both files, because one tensor may have been stored as another, and the
-    specification.
-    """
+    """All weights of both files, because one tensor may have been stored as another; the layer."""
 
     weights: Weights
     others: Weights
@@ -73,65 +70,74 @@ class Layers(NamedTuple):
 
 
 def law_of(pair: Pair, heads: Collection[int], layers: Layers) -> TensorLaw | None:
-    """Return a relation that explains every element of a differing tensor; None if no known one
-    does.
+    """Return a relation that explains every element of a differing tensor; None if none does.
 
-    Relations of values are tried on the differing `heads`, then on the differing rows or columns.
-    One factor per row can explain almost anything, so it comes last.
+    Relations of whole tensors are tried first, then those of values on the differing `heads`, then
+    on the differing rows or columns. One factor per row can explain almost anything, so it comes
+    last.
     """
-    differing = pair
-    if pair.role is not None and pair.role.heads != "shared":
-        one, other = (pair.role.view(x, layers.spec) for x in (pair.one, pair.other))
-        one, other = (view.reshape(-1, *view.shape[2:]) for view in (one, other))
-        if len(heads) < len(one):
-            differing = Pair(
-                pair.name, one[[*heads]], other[[*heads]], places={"heads": tuple(heads)}
-            )
-    tries = [(pair, OF_TENSORS), (differing, OF_VALUES)]
-    tries += [(lines, (*OF_VALUES, _factors)) for lines in _differing_lines(pair)]
-    for part, relations in [*tries, (differing, (_factors,))]:
+    of_heads = _differing_heads(pair, heads, layers.spec)
+    attempts: list[tuple[Pair, tuple[Relation, ...]]] = [(pair, OF_TENSORS), (of_heads, OF_VALUES)]
+    for lines in _differing_lines(pair):
+        attempts.append((lines, (*OF_VALUES, _factors)))
+    attempts.append((of_heads, (_factors,)))
+    for part, relations in attempts:
         for relation in relations:
-            if (law := relation(part, layers)) is not None:
+            law = relation(part, layers)
+            if law is not None:
                 return replace(law, **part.places)
     return None
+
+
+def _differing_heads(pair: Pair, heads: Collection[int], spec: AttentionSpec) -> Pair:
+    """Return the heads of a tensor that differ; the tensor itself if all do, or it has none."""
+    if pair.role is None or pair.role.heads == "shared":
+        return pair
+    one, other = pair.role.view(pair.one, spec), pair.role.view(pair.other, spec)
+    one, other = one.reshape(-1, *one.shape[2:]), other.reshape(-1, *other.shape[2:])
+    if len(heads) == len(one):
+        return pair
+    return Pair(pair.name, one[[*heads]], other[[*heads]], places={"heads": tuple(heads)})
 
 
 def _differing_lines(pair: Pair) -> Iterator[Pair]:
     """Yield the rows and the columns that differ, unless all do."""
     differs = pair.one != pair.other
-    for axis, what in zip(range(differs.ndim), ("rows", "columns"), strict=False):
-        lines = np.flatnonzero(
-            np.moveaxis(differs, axis, 0).reshape(differs.shape[axis], -1).any(axis=1)
-        )
-        if len(lines) < differs.shape[axis]:
+    for axis, what in enumerate(("rows", "columns")[: differs.ndim]):
+        size = differs.shape[axis]
+        differs_on_line = np.moveaxis(differs, axis, 0).reshape(size, -1).any(axis=1)
+        lines = np.flatnonzero(differs_on_line)
+        if len(lines) < size:
             one, other = pair.one.take(lines, axis), pair.other.take(lines, axis)
             yield Pair(pair.name, one, other, places={what: tuple(map(int, lines))})
 
 
-# ---- Values
-# --------------------------------------------------------------------------------------------------
+# ---- Values --------------------------------------------------------------------------------------
 
 
 def _zeros(pair: Pair, layers: Layers) -> TensorLaw | None:
-    page = "missing-bias" if pair.one.ndim == 1 else ""
+    page = ""
+    if pair.one.ndim == 1:
+        page = "missing-bias"
     if not pair.other.any():
         return TensorLaw("zeros", "zeros", page)
-    return (
-        None
-        if pair.one.any()
-        else TensorLaw("zeros", "nonzero, while the first's is all zeros", page)
-    )
+    if not pair.one.any():
+        return TensorLaw("zeros", "nonzero, while the first's is all zeros", page)
+    return None
 
 
 def _fewer_bits(pair: Pair, layers: Layers) -> TensorLaw | None:
+    """Find a conversion to fewer bits, of either file's tensor."""
     pairs = (
         (pair.one, pair.other, "the first's, {}"),
         (pair.other, pair.one, "the original of the first's, which is {}"),
     )
     for before, after, words in pairs:
-        if ways := ways_to_fewer_bits(before, after):
+        ways = ways_to_fewer_bits(before, after)
+        if ways:
             return TensorLaw("fewer-bits", words.format(" or ".join(ways)), "low-precision")
-        if kind := quantized_as(before, after):
+        kind = quantized_as(before, after)
+        if kind:
             return TensorLaw("quantised", words.format(f"quantized as {kind}"))
     return None
 
@@ -147,14 +153,12 @@ def _one_plus(pair: Pair, layers: Layers) -> TensorLaw | None:
 
 
 def _is_shifted(one: np.ndarray, other: np.ndarray, by: float) -> bool:
-    """Return whether arrays differ by a constant; after cancellation only one direction reproduces
-    the bits.
+    """Return whether arrays differ by a constant.
+
+    Cancellation loses bits in one of the directions, so either may reproduce the other array.
     """
-    before, after, dtype = (
-        one.astype(np.float64),
-        other.astype(np.float64),
-        coarser(one.dtype, other.dtype),
-    )
+    before, after = one.astype(np.float64), other.astype(np.float64)
+    dtype = coarser(one.dtype, other.dtype)
     return agree(before + by, after, dtype) or agree(before, after - by, dtype)
 
 
@@ -170,18 +174,27 @@ def _factor(pair: Pair, layers: Layers) -> TensorLaw | None:
     factors = _times(pair.one, pair.other, None)
     if factors is None:
         return None
-    factor, head_dim = float(factors.reshape(-1)[0]), layers.spec.head_dim
-    root = math.sqrt(head_dim)
-    known = {"sqrt(H)": root, "1 / sqrt(H)": 1.0 / root, "H": head_dim, "1 / H": 1.0 / head_dim}
-    meant = next(
-        (words for words, value in known.items() if math.isclose(factor, value, rel_tol=1e-6)), ""
-    )
+    factor = float(factors.reshape(-1)[0])
     if factor == -1.0:
         return TensorLaw("factor", "the first's, negated")
-    is_scale = bool(meant) and pair.name.startswith(("q_", "k_"))
-    why = ": a scale of the scores, folded in or left out" if is_scale else ""
-    words = f"the first's, times {factor:.6g}{', ' * bool(meant)}{meant}{why}"
-    return TensorLaw("factor", words, "scale" if is_scale else "")
+    words = f"the first's, times {factor:.6g}"
+    meaning = _meaning_of(factor, layers.spec.head_dim)
+    if not meaning:
+        return TensorLaw("factor", words)
+    words += f", {meaning}"
+    if not pair.name.startswith(("q_", "k_")):
+        return TensorLaw("factor", words)
+    return TensorLaw("factor", f"{words}: a scale of the scores, folded in or left out", "scale")
+
+
+def _meaning_of(factor: float, head_dim: int) -> str:
+    """Return the formula in H of a usual scale of scores; empty if the factor is another number."""
+    root = math.sqrt(head_dim)
+    formulas = {"sqrt(H)": root, "1 / sqrt(H)": 1.0 / root, "H": head_dim, "1 / H": 1.0 / head_dim}
+    for formula, value in formulas.items():
+        if math.isclose(factor, value, rel_tol=1e-6):  # the factor is fitted to rounded weights
+            return formula
+    return ""
 
 
 def _factors(pair: Pair, layers: Layers) -> TensorLaw | None:
@@ -191,50 +204,48 @@ def _factors(pair: Pair, layers: Layers) -> TensorLaw | None:
     if "heads" in pair.places:
         parts.append(("head", one, other, (1, 2)))
     elif pair.role is not None:
-        parts.append(
-            ("head", pair.role.view(one, layers.spec), pair.role.view(other, layers.spec), (2, 3))
-        )
+        views = pair.role.view(one, layers.spec), pair.role.view(other, layers.spec)
+        parts.append(("head", *views, (2, 3)))
     if one.ndim == 2:
         parts += [("row", one, other, (1,)), ("column", one, other, (0,))]
     for part, before, after, axes in parts:
-        found = _times(before, after, axes)
-        if found is not None:
-            low, high = float(found.min()), float(found.max())
-            hint = ": possibly a norm before it, folded in" if part == "column" else ""
-            return TensorLaw(
-                "factors", f"the first's, each {part} times a number, {low:.3g} to {high:.3g}{hint}"
-            )
+        factors = _times(before, after, axes)
+        if factors is None:
+            continue
+        low, high = float(factors.min()), float(factors.max())
+        words = f"the first's, each {part} times a number, {low:.3g} to {high:.3g}"
+        if part == "column":
+            words += ": possibly a norm before it, folded in"
+        return TensorLaw("factors", words)
     return None
 
 
 def _times(one: np.ndarray, other: np.ndarray, axes: tuple[int, ...] | None) -> np.ndarray | None:
-    """Return the factors between two arrays along axes; None if there are none, or too few numbers
-    to verify them.
+    """Return the factors between two arrays along axes, by least squares; None if there are none.
+
+    Too few numbers to verify a factor count as none.
     """
-    wide, after = one.astype(np.float64), other.astype(np.float64)
     if (np.count_nonzero(one, axis=axes, keepdims=True) < FEWEST).any():
         return None
-    factors = (wide * after).sum(axis=axes, keepdims=True) / (wide * wide).sum(
-        axis=axes, keepdims=True
-    )
-    return factors if agree(wide * factors, after, coarser(one.dtype, other.dtype)) else None
+    wide, after = one.astype(np.float64), other.astype(np.float64)
+    products = (wide * after).sum(axis=axes, keepdims=True)
+    factors = products / (wide * wide).sum(axis=axes, keepdims=True)
+    if not agree(wide * factors, after, coarser(one.dtype, other.dtype)):
+        return None
+    return factors
 
 
-# ---- Places
-# --------------------------------------------------------------------------------------------------
+# ---- Places --------------------------------------------------------------------------------------
 
 
 def _in_place_of(pair: Pair, layers: Layers) -> TensorLaw | None:
     """Find another tensor of the first file with these values."""
     for name, x in layers.weights.items():
-        if (
-            name == pair.name
-            or x.shape != pair.other.shape
-            or not x.any()
-            or not agree(x, pair.other)
-        ):
+        if name == pair.name or not x.any() or not agree(x, pair.other):
             continue
-        page = "swapped-projections" if name[0] in "qkv" and "_proj." in name else ""
+        page = ""
+        if name[0] in "qkv" and "_proj." in name:
+            page = "swapped-projections"
         if agree(pair.one, layers.others[name]):
             return TensorLaw("exchanged", f"{name} of the first: the two are exchanged", page)
         return TensorLaw("copied", f"{name} of the first", page)
@@ -251,103 +262,102 @@ def _transposed(pair: Pair, layers: Layers) -> TensorLaw | None:
 def _permuted(pair: Pair, layers: Layers) -> TensorLaw | None:
     """Find a permutation of rows or columns, and identify it."""
     one, other = pair.one, pair.other
-    if pair.name.endswith(
-        ".bias"
-    ):  # a bias may have equal numbers: try the order of its weight first
-        weight = f"{pair.name.removesuffix('bias')}weight"
-        order = (
-            _order(layers.weights[weight], layers.others[weight], 0)
-            if weight in layers.weights
-            else None
-        )
+    # A bias may have equal numbers, which leave its order open: that of its weight is tried first.
+    weight = f"{pair.name.removesuffix('bias')}weight"
+    if pair.name.endswith(".bias") and weight in layers.weights:
+        order = _order(layers.weights[weight], layers.others[weight], 0)
         if order is not None and order.shape == one.shape and agree(one[order], other):
             return _of_order(order, 0, pair, layers.spec)
     for axis in range(one.ndim):
         order = _order(one, other, axis)
-        if order is None or np.array_equal(
-            order, np.arange(len(order))
-        ):  # a rounded copy is in its own order
+        if order is None or _is_identity(order):  # a rounded copy is in its own order
             continue
         if agree(np.take(one, order, axis=axis), other):
             return _of_order(order, axis, pair, layers.spec)
     return None
 
 
+def _is_identity(order: np.ndarray) -> bool:
+    return np.array_equal(order, np.arange(len(order)))
+
+
 def _order(one: np.ndarray, other: np.ndarray, axis: int) -> np.ndarray | None:
-    """Return the permutation of rows or columns between two tensors, unverified; None if there is
-    none.
-    """
+    """Return the permutation of rows or columns between two tensors, unverified, if any."""
     dtype = coarser(one.dtype, other.dtype)
-    rows = [np.moveaxis(x.astype(dtype), axis, 0).reshape(x.shape[axis], -1) for x in (one, other)]
-    before, after = (list(digests(each)) for each in rows)
-    return matched(before, after)
+    before = np.moveaxis(one.astype(dtype), axis, 0).reshape(one.shape[axis], -1)
+    after = np.moveaxis(other.astype(dtype), axis, 0).reshape(other.shape[axis], -1)
+    return matched(list(digests(before)), list(digests(after)))
 
 
 def _of_order(order: np.ndarray, axis: int, pair: Pair, spec: AttentionSpec) -> TensorLaw:
     """Describe a permutation of rows or columns: of heads, of RoPE pairs, or any other."""
-    rows, places = ("rows", "columns", "features")[axis], np.arange(len(order))
+    lines = ("rows", "columns", "features")[axis]
     if pair.role is not None and pair.role.axis == axis:
-        view = pair.role.view(places.reshape(-1, *[1] * axis).swapaxes(0, axis), spec)
-        heads, features = view.shape[0] * view.shape[1], view.shape[2]
-        of_heads = order.reshape(heads, features) if heads * features == len(order) else None
-        if heads > 1 and of_heads is not None:
-            moved, inside = of_heads[:, 0] // features, places.reshape(heads, features)
-            if np.array_equal(of_heads, inside[moved]):
-                return TensorLaw(
-                    "permuted", f"the first's, its heads in the order {listed(moved)}", "head-order"
-                )
-            innermost = inside.T.reshape(-1)
-            if np.array_equal(order, innermost) or np.array_equal(order, np.argsort(innermost)):
-                return TensorLaw(
-                    "permuted", "the first's, with heads innermost in one of the two", "head-order"
-                )
-        if axis == 0 and pair.name[0] in "qk" and (found := _of_pairs(order, features, spec)):
-            return found
-        if of_heads is not None and np.array_equal(
-            np.sort(of_heads, axis=1), places.reshape(heads, -1)
-        ):
-            return TensorLaw(
-                "permuted", f"the first's, its {rows} in another order within their heads"
-            )
-    which = f"the order {listed(order)}" if len(order) <= 2 * spec.head_dim else "another order"
-    return TensorLaw("permuted", f"the first's, its {rows} in {which}")
+        places = np.arange(len(order)).reshape(-1, *[1] * axis).swapaxes(0, axis)
+        num_groups, heads_per_group, num_features, _ = pair.role.view(places, spec).shape
+        num_heads = num_groups * heads_per_group
+        words, page = _of_heads(order, num_heads, num_features)
+        if not words and axis == 0 and pair.name[0] in "qk":
+            words, page = _of_pairs(order, num_features, spec), "rope-pairs"
+        if words:
+            return TensorLaw("permuted", f"the first's, {words}", page)
+        if _is_within_heads(order, num_heads, num_features):
+            words = f"the first's, its {lines} in another order within their heads"
+            return TensorLaw("permuted", words)
+    which = "another order"
+    if len(order) <= 2 * spec.head_dim:  # short enough to be looked at
+        which = f"the order {listed(order)}"
+    return TensorLaw("permuted", f"the first's, its {lines} in {which}")
 
 
-def _of_pairs(order: np.ndarray, features: int, spec: AttentionSpec) -> TensorLaw | None:
-    """Recognize RoPE pairs stored as halves in one file and interleaved in the other, for any head
-    width.
+def _of_heads(order: np.ndarray, num_heads: int, num_features: int) -> tuple[str, str]:
+    """Describe a permutation of whole heads, with its page; otherwise two empty texts."""
+    if num_heads < 2 or num_heads * num_features != len(order):
+        return "", ""
+    places = np.arange(len(order)).reshape(num_heads, num_features)
+    moved = order.reshape(num_heads, num_features)[:, 0] // num_features
+    if np.array_equal(order, places[moved].reshape(-1)):
+        return f"its heads in the order {listed(moved)}", "head-order"
+    innermost = places.T.reshape(-1)
+    if np.array_equal(order, innermost) or np.array_equal(order, np.argsort(innermost)):
+        return "with heads innermost in one of the two", "head-order"
+    return "", ""
+
+
+def _is_within_heads(order: np.ndarray, num_heads: int, num_features: int) -> bool:
+    """Return whether a permutation moves features within their heads."""
+    if num_heads * num_features != len(order):
+        return False
+    heads = np.sort(order.reshape(num_heads, num_features), axis=1)
+    return _is_identity(heads.reshape(-1))
+
+
+def _of_pairs(order: np.ndarray, num_features: int, spec: AttentionSpec) -> str:
+    """Describe RoPE pairs that are halves in one file and interleaved in the other, if they are.
+
+    All widths of heads are tried, because a converter may have assumed another number of heads.
     """
-    whole = np.arange(len(order))
-    sizes = [
-        features,
-        *(
-            size
-            for size in range(4, len(order) + 1, 2)
-            if len(order) % size == 0 and size != features
-        ),
-    ]
-    for size in sizes:
-        rotated = slice(0, size)
-        if size == features and spec.rope is not None:
-            rotated = spec.rope.rotated_features(size)
-        interleaved = whole.reshape(-1, size).copy()
-        part = interleaved[:, rotated]
-        interleaved[:, rotated] = part.reshape(len(part), 2, -1).swapaxes(1, 2).reshape(part.shape)
+    widths = [num_features]
+    for width in range(4, len(order) + 1, 2):  # with two features both orders are equal
+        if len(order) % width == 0 and width != num_features:
+            widths.append(width)
+    for width in widths:
+        rotated = slice(0, width)
+        as_if = f", as if heads had {width} features"
+        if width == num_features:
+            as_if = ""
+            if spec.rope is not None:
+                rotated = spec.rope.rotated_features(width)
+        interleaved = np.arange(len(order)).reshape(-1, width)
+        pairs = interleaved[:, rotated]
+        halves = pairs.reshape(len(pairs), 2, -1)
+        interleaved[:, rotated] = halves.swapaxes(1, 2).reshape(pairs.shape)
         interleaved = interleaved.reshape(-1)
-        as_if = "" if size == features else f", as if heads had {size} features"
         if np.array_equal(order, interleaved):
-            return TensorLaw(
-                "permuted",
-                f"the first's, its RoPE pairs interleaved instead of halves{as_if}",
-                "rope-pairs",
-            )
+            return f"its RoPE pairs interleaved instead of halves{as_if}"
         if np.array_equal(order, np.argsort(interleaved)):
-            return TensorLaw(
-                "permuted",
-                f"the first's, its RoPE pairs halves instead of interleaved{as_if}",
-                "rope-pairs",
-            )
-    return None
+            return f"its RoPE pairs halves instead of interleaved{as_if}"
+    return ""
 
 
 Relation = Callable[[Pair, Layers], TensorLaw | None]

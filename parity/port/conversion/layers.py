@@ -29,7 +29,7 @@ from parity.port.conversion.layouts.detection import (
 from parity.port.conversion.layouts.layout import unused_in
 from parity.port.conversion.layouts.placement import Placement
 from parity.port.conversion.metadata import FileHints, file_hints, sources
-from parity.port.conversion.not_carried import NotCarriedWarning
+from parity.port.conversion.not_carried import IgnoredSettingsWarning
 from parity.port.conversion.prefixes import (
     ENTRY,
     Names,
@@ -61,21 +61,21 @@ def open_layers(
         As in `load`.
 
     Warns:
-        NotCarriedWarning: as in `load`, or if the configuration's layers differ from those of the
-            file.
+        IgnoredSettingsWarning: as in `load`, or if the configuration's layers differ from those of
+            the file.
     """
     with open_model(path, layout, prefix=prefix, **keywords) as found:
         if found.missing:
             words = (
                 f"not in {path}, although its config.json describes them: {some_of(found.missing)}"
             )
-            warnings.warn(words, NotCarriedWarning, stacklevel=3)
+            warnings.warn(words, IgnoredSettingsWarning, stacklevel=3)
         if found.others:
             words = (
                 f"not read, because the config.json of {path} does not describe them: "
                 f"{some_of(found.others)}"
             )
-            warnings.warn(words, NotCarriedWarning, stacklevel=3)
+            warnings.warn(words, IgnoredSettingsWarning, stacklevel=3)
         yield found.layers
 
 
@@ -317,7 +317,7 @@ def layers_under(
         ValueError: if there is none, or its tensors do not fit the layout.
 
     Warns:
-        NotCarriedWarning: as in `load`.
+        IgnoredSettingsWarning: as in `load`.
     """
     entry = ENTRY.fullmatch(prefix)
     begin = entry[1] if entry else prefix
@@ -377,7 +377,7 @@ def layers_under(
     for layer in layers:
         _check_values(layer)
     if unread := {name: value for layer in layers for name, value in layer.hints.unread.items()}:
-        warnings.warn(_not_carried(unread, known), NotCarriedWarning, stacklevel=3)
+        warnings.warn(_not_carried(unread, known), IgnoredSettingsWarning, stacklevel=3)
     return layers
 
 

@@ -11,6 +11,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from mha_spec import AttentionSpec, InputError
@@ -20,8 +21,8 @@ from parity.measure.files.reading import SUFFIXES
 from parity.measure.files.tensor_file import parse_json
 from parity.measure.files.writing import COMPUTED
 from parity.port.conversion.hints import COUNTS, METADATA, HintSource, LayerHints, is_of_rope, merge
-from parity.port.conversion.layouts import LAYOUTS, Layout, find_layout
-from parity.port.conversion.layouts.layout import DROPPABLE, UNSAID
+from parity.port.conversion.layouts import LAYOUTS, Layout, find_layout, register_packages
+from parity.port.conversion.layouts.layout import DROPPABLE, GRID_BIAS
 from parity.port.conversion.model_config import ModelHints, model_hints
 from parity.port.conversion.prefixes import (
     ENTRY,
@@ -32,6 +33,8 @@ from parity.port.conversion.prefixes import (
 )
 from parity.port.conversion.ranks import NORMS, NUM_RANKS, open_checkpoint
 from parity.port.conversion.sharing import holders_in_model, name_in_file
+from parity.port.models.config import read_config
+from parity.port.models.specs import layers_of_parts
 
 Held = TypeVar("Held", list, dict)
 
@@ -133,7 +136,7 @@ class FileHints:
 
     def without_unsaid(self, names: Iterable[str], layouts: Iterable[Layout]) -> FileHints:
         """Return the hints without biases on a grid, if the file has such biases."""
-        unsaid = dict.fromkeys(pattern for layout in layouts for pattern in layout.unsaid)
+        unsaid = dict.fromkeys(pattern for layout in layouts for pattern in layout.grid_biases)
         if not any(
             fnmatch.fnmatchcase(name, f"*{pattern}") for name in names for pattern in unsaid
         ):
@@ -141,7 +144,7 @@ class FileHints:
         return replace(
             self,
             ignored=(*self.ignored, *unsaid),
-            dropped=tuple(dict.fromkeys((*self.dropped, UNSAID))),
+            dropped=tuple(dict.fromkeys((*self.dropped, GRID_BIAS))),
         )
 
     def is_other(self, prefix: str) -> bool:
@@ -265,17 +268,30 @@ def tells_layout(path: str | os.PathLike[str]) -> bool:
         return _is_ours(file.metadata) and "layout" in file.metadata
 
 
+def is_unknown(folder: str | os.PathLike[str]) -> bool:
+    """Return whether a path is a model folder whose layers neither rules nor its metadata specify.
+
+    Raises:
+        OSError, ValueError: if its config.json cannot be read.
+    """
+    path = Path(folder) / "config.json"
+    if not os.path.lexists(path) or tells_layout(folder):
+        return False
+    config = read_config(path)
+    try:
+        return not layers_of_parts(config)
+    except (TypeError, ValueError):
+        return True
+
+
 NOT_LISTED = (
-    "no layout fits its names: rearrange its projections with NumPy into those that `mha-parity "
-    "layouts canonical` "
-    "lists, and convert from canonical, as docs/how-to/convert.md shows under 'My layout is not "
-    "listed'"
+    "no layout fits its names: describe them in a table, which --layout passes, as "
+    "docs/how-to/own-layouts.md shows under 'A table for a file'"
 )
 """Advice for a file in a layout that is not in `LAYOUTS`."""
 
 
-# ---- Prefixes and layouts of layers
-# ----------------------------------------------------------------------------------
+# ---- Prefixes and layouts of layers --------------------------------------------------------------
 
 
 def sources(
@@ -298,6 +314,8 @@ def sources(
         prefixes = list(dict.fromkeys(numbered(label.partition("[")[0]) for label in known.specs))
     elif prefix is not None or (is_ours and "prefix" in file.metadata):
         prefixes = [file.metadata.get("prefix", "") if prefix is None else prefix]
+    elif layout is not None and find_layout(layout, what).prefix:
+        prefixes = [find_layout(layout, what).prefix]
     elif of_model := _prefixes_of(file, known.model):
         return [
             (each, find_layout(layout, what) if layout else LAYOUTS[name])
@@ -312,6 +330,8 @@ def sources(
         return [(each, LAYOUTS[layout]) for each, layout in zip(prefixes, layouts, strict=True)]
     shapes = {name: info.shape for name, info in file.infos.items()}
     found = [(each, p) for each in LAYOUTS.values() for p in fitting_prefixes(shapes, each)]
+    if not found:
+        found = [(each, p) for each in register_packages() for p in fitting_prefixes(shapes, each)]
     fitting = [{what: each.name, "prefix": p} for each, p in found]
     hint = ["fits" if fitting else NOT_LISTED]
     if len({each.packing for each, _ in found}) > 1:
@@ -357,8 +377,7 @@ def _layout_under(file: TensorFile, model: ModelHints, prefix: str) -> str:
     )
 
 
-# ---- Metadata to write
-# -----------------------------------------------------------------------------------------------
+# ---- Metadata to write ---------------------------------------------------------------------------
 
 
 def metadata_of(

@@ -1,5 +1,5 @@
 """The warning for attention settings of a model that are not read."""
 
 
-class NotCarriedWarning(UserWarning):
+class IgnoredSettingsWarning(UserWarning):
     """Part of the model configuration's attention settings is not supported and was ignored."""

@@ -1,5 +1,4 @@
-"""The order of rows in a packed tensor that was read in a wrong order: rows move between q, k and
-v.
+"""Rows of q, k and v that a packed tensor was read in another order: they move between the three.
 
 If a file packs q, k and v in one tensor, and a reader assumes another order, then the three tensors
 together have the same rows, but none of them has its own. Each row is matched exactly, in time that
@@ -9,7 +8,7 @@ is linear in the size of the weights.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,13 +28,15 @@ BLOCKS = (2, 4, 8)
 """Numbers of blocks in which known programs divide packed rows."""
 
 FEWEST_COLUMNS = 64
-"""Columns that identify rows, if they differ there; the match is then checked on all columns."""
+"""Columns that are hashed first, because all take longer; a match is then checked on all columns.
+The number is chosen: rows of trained weights differ in far fewer columns.
+"""
 
 CHUNK = 1024
 """Rows that are compared at a time, so that memory holds few of them twice."""
 
 MOST_RUNS = 6
-"""Runs of rows in a message."""
+"""Runs of rows in a message, which has a limited length."""
 
 
 @dataclass(frozen=True)
@@ -77,24 +78,18 @@ class _Packing:
 
     def layouts(self, spec: AttentionSpec) -> list[str]:
         """Return the layouts that pack the rows of a layer in this order."""
-        return [
-            name
-            for name, layout in LAYOUTS.items()
-            if self._is_of(layout) and not broken_rules(spec, layout)[0]
-        ]
+        names = []
+        for name, layout in LAYOUTS.items():
+            if self._is_of(layout) and not broken_rules(spec, layout)[0]:
+                names.append(name)
+        return names
 
     def _is_of(self, layout: Layout) -> bool:
-        holds = {
-            tensor.holds
-            for tensor in layout.tensors
-            if tensor.kind == "weight" and not tensor.is_shared
-        }
-        if (
-            self.kind == "feature"
-            or self.letters not in holds
-            or layout.rope != "half"
-            or layout.padded
-        ):
+        # Other pairs of RoPE or padding would change the rows in addition to their order.
+        if self.kind == "feature" or layout.rope != "half" or layout.padded:
+            return False
+        weights = [tensor for tensor in layout.tensors if tensor.kind == "weight"]
+        if not any(tensor.holds == self.letters and not tensor.is_shared for tensor in weights):
             return False
         if self.kind == "grouped":
             return layout.grouped
@@ -102,8 +97,7 @@ class _Packing:
 
 
 def find_packing_error(one: Weights, two: Weights, spec: AttentionSpec) -> PackingError | None:
-    """Find the order in which the rows of q, k and v are exchanged across the tensors; None if they
-    are not.
+    """Find the order in which rows are exchanged across q, k and v; None if they are not.
 
     Every row must be matched, and no two rows may be equal.
 
@@ -116,25 +110,22 @@ def find_packing_error(one: Weights, two: Weights, spec: AttentionSpec) -> Packi
     widths = {one[name].shape[1] for name in names}
     if len(parts) < 2 or len(widths) > 1:
         return None
-    order = _order_of_rows([one[name] for name in names], [two[name] for name in names])
+    order = _order_of_rows(_joined(one, names), _joined(two, names))
     if order is None:
         return None
     biases = [f"{part}.bias" for part in parts]
-    if all(name in one for name in biases):
-        joined, others = (np.concatenate([held[name] for name in biases]) for held in (one, two))
-        if np.array_equal(joined[order], others):
-            names += biases
+    has_biases = {*biases} <= one.keys()
+    if has_biases and np.array_equal(_joined(one, biases)[order], _joined(two, biases)):
+        names += biases
     sizes = {LETTERS[part]: len(one[f"{part}.weight"]) for part in parts}
-    rows_of = and_listed(part for part in parts)
-    together = f"{rows_of} together have the same rows in both files"
-    found = _misread(order, sizes, spec)
-    if found is None:
-        words, fix = f"{together}, in another order: {_runs(order, sizes)}", ""
+    words = f"{and_listed(parts)} together have the same rows in both files"
+    misread = _misread(order, sizes, spec)
+    fix = ""
+    if misread is None:
+        words += f", in another order: {_runs(order, sizes)}"
     else:
-        packed, read = found
-        words = (
-            f"{together}: those of the first, packed as {packed.words}, were read as {read.words}"
-        )
+        packed, read = misread
+        words += f": those of the first, packed as {packed.words}, were read as {read.words}"
         fix = _fix(packed, read, spec)
     return PackingError(tuple(names), words, fix, _is_mixed(order, sizes))
 
@@ -142,52 +133,63 @@ def find_packing_error(one: Weights, two: Weights, spec: AttentionSpec) -> Packi
 def _is_mixed(order: np.ndarray, sizes: dict[str, int]) -> bool:
     """Return whether a tensor of the second file has rows of several tensors of the first."""
     ends = np.cumsum(list(sizes.values()))
-    sources = np.split(np.searchsorted(ends, order, side="right"), ends[:-1])
-    return any(len(set(each.tolist())) > 1 for each in sources)
+    # The tensor of the first file, by its place, that each row of the second comes from.
+    sources = np.searchsorted(ends, order, side="right")
+    return any(len(np.unique(of_tensor)) > 1 for of_tensor in np.split(sources, ends[:-1]))
 
 
 def _fix(packed: _Packing, read: _Packing, spec: AttentionSpec) -> str:
     """Return how to read the tensor, if the first file is right, and if the second is."""
-    first, second = (some_of(each.layouts(spec), 3) for each in (packed, read))
-    fixes = [f"if the first is right, read the second as {first}" if first else ""]
-    fixes.append(f"if the second is right, read the first as {second}" if second else "")
-    return "; ".join(filter(None, fixes))
+    first, second = some_of(packed.layouts(spec), 3), some_of(read.layouts(spec), 3)
+    fixes = []
+    if first:
+        fixes.append(f"if the first is right, read the second as {first}")
+    if second:
+        fixes.append(f"if the second is right, read the first as {second}")
+    return "; ".join(fixes)
 
 
-def _order_of_rows(one: Sequence[np.ndarray], two: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Return the order with rows_of_two[i] == rows_of_one[order[i]], of all tensors together; None
-    if there is none.
+def _joined(weights: Weights, names: Iterable[str]) -> np.ndarray:
+    """Return the rows of several weights."""
+    return np.concatenate([weights[name] for name in names])
+
+
+def _order_of_rows(one: np.ndarray, two: np.ndarray) -> np.ndarray | None:
+    """Return the order with two[i] == one[order[i]], in the coarser of their dtypes.
+
+    None means that there is none, or more than one because rows are equal.
     """
-    dtype = coarser(one[0].dtype, two[0].dtype)
-    before, after = (
-        np.concatenate([x.astype(dtype, copy=False) for x in held]) for held in (one, two)
-    )
+    dtype = coarser(one.dtype, two.dtype)
+    before, after = one.astype(dtype, copy=False), two.astype(dtype, copy=False)
     if before.shape != after.shape:
         return None
     for columns in (FEWEST_COLUMNS, before.shape[1]):
-        keys, other_keys = (list(digests(rows[:, :columns])) for rows in (before, after))
+        keys = list(digests(before[:, :columns]))
         if len(set(keys)) < len(keys):
             continue  # rows that are equal in some columns may differ in all
-        order = matched(keys, other_keys)
-        if order is None:
+        order = matched(keys, list(digests(after[:, :columns])))
+        if order is None or not _is_order(order, before, after):
             return None
-        chunks = (slice(start, start + CHUNK) for start in range(0, len(order), CHUNK))
-        if all(np.array_equal(before[order[chunk]], after[chunk]) for chunk in chunks):
-            return order
-        return None
+        return order
     return None
 
 
-# ---- Known orders
-# --------------------------------------------------------------------------------------------------
+def _is_order(order: np.ndarray, before: np.ndarray, after: np.ndarray) -> bool:
+    """Return whether the rows after are those before in an order, on all columns."""
+    for start in range(0, len(order), CHUNK):
+        chunk = slice(start, start + CHUNK)
+        if not np.array_equal(before[order[chunk]], after[chunk]):
+            return False
+    return True
+
+
+# ---- Known orders --------------------------------------------------------------------------------
 
 
 def _misread(
     order: np.ndarray, sizes: dict[str, int], spec: AttentionSpec
 ) -> tuple[_Packing, _Packing] | None:
-    """Return the order in which rows are packed, and the order in which they were read, that
-    explain another order.
-    """
+    """Return the order in which rows are packed, and that in which they were read, if known."""
     known = [*_packings(sizes, spec)]
     by_rows: dict[bytes, _Packing] = {}
     for packing, rows in known:
@@ -202,35 +204,35 @@ def _misread(
 
 
 def _packings(sizes: dict[str, int], spec: AttentionSpec) -> Iterator[tuple[_Packing, np.ndarray]]:
-    """Yield orders of packed rows, usual ones first: each row's number in the order q, gate, k,
-    v.
+    """Yield orders of packed rows, usual ones first.
+
+    Each has the number of every packed row in the order q, gate, k, v.
     """
-    groups = spec.num_kv_heads
-    ends = np.cumsum(list(sizes.values()))
-    rows = {
-        letter: np.arange(end - size, end)
-        for (letter, size), end in zip(sizes.items(), ends, strict=True)
-    }
-    usual = "".join(letter for letter in "qgkv" if letter in rows)
+    rows: dict[str, np.ndarray] = {}
+    end = 0
+    for letter, size in sizes.items():
+        rows[letter] = np.arange(end, end + size)
+        end += size
+    usual = [letter for letter in "qgkv" if letter in rows]
     orders = ["".join(letters) for letters in itertools.permutations(usual)]
-    counts = {letter: spec.num_heads // groups if letter in "qg" else 1 for letter in rows}
     for letters in orders:
         words = ", then all ".join(WORDS[letter] for letter in letters)
-        yield (
-            _Packing("whole", letters, 1, f"all {words}"),
-            np.concatenate([rows[letter] for letter in letters]),
-        )
+        whole = np.concatenate([rows[letter] for letter in letters])
+        yield _Packing("whole", letters, 1, f"all {words}"), whole
+    num_groups = spec.num_kv_heads
+    owner = "head" if num_groups == spec.num_heads else "key/value head"
     for letters in orders:
-        each_group = " ".join(letter for letter in letters for _ in range(counts[letter]))
-        words = (
-            f"[{each_group}] for each {'head' if groups == spec.num_heads else 'key/value head'}"
-        )
-        yield _Packing("grouped", letters, 1, words), _in_blocks(rows, letters, groups)
+        heads = []
+        for letter in letters:
+            count = spec.num_heads // num_groups if letter in "qg" else 1
+            heads += [letter] * count
+        words = f"[{' '.join(heads)}] for each {owner}"
+        yield _Packing("grouped", letters, 1, words), _in_blocks(rows, letters, num_groups)
     for blocks, letters in itertools.product(BLOCKS, orders):
-        if groups % blocks == 0 and blocks < groups:
-            words = (
-                f"{blocks} blocks, each with its {', '.join(WORDS[letter] for letter in letters)}"
-            )
+        # Blocks of one key/value head each are groups.
+        if num_groups % blocks == 0 and blocks < num_groups:
+            shares = ", ".join(WORDS[letter] for letter in letters)
+            words = f"{blocks} blocks, each with its {shares}"
             yield _Packing("blocks", letters, blocks, words), _in_blocks(rows, letters, blocks)
     if len(set(sizes.values())) == 1:
         for letters in orders:
@@ -239,40 +241,35 @@ def _packings(sizes: dict[str, int], spec: AttentionSpec) -> Iterator[tuple[_Pac
 
 
 def _in_blocks(rows: dict[str, np.ndarray], letters: str, blocks: int) -> np.ndarray:
-    """Return the rows of all projections, divided into blocks, each with its share of every
-    projection.
-    """
-    return np.concatenate([rows[letter].reshape(blocks, -1) for letter in letters], axis=1).reshape(
-        -1
-    )
+    """Return the rows of all projections in blocks, each with its share of every projection."""
+    shares = [rows[letter].reshape(blocks, -1) for letter in letters]
+    return np.concatenate(shares, axis=1).reshape(-1)
 
 
 def _runs(order: np.ndarray, sizes: dict[str, int]) -> str:
     """Describe an order by its runs: which rows of the second are which rows of the first."""
     ends = np.cumsum(list(sizes.values()))
-    letters = list(sizes)
-    starts = [0, *(index for index in range(1, len(order)) if _begins_run(index, order, ends))]
-
-    def place(row: int) -> tuple[str, int]:
-        index = int(np.searchsorted(ends, row, side="right"))
-        return letters[index], row - (int(ends[index]) - sizes[letters[index]])
-
+    starts = [0]
+    for index in range(1, len(order)):
+        if _begins_run(index, order, ends):
+            starts.append(index)
     runs: list[str] = []
-    for start, end in zip(starts, [*starts[1:], len(order)], strict=True):
-        letter, first = place(start)
-        source, begin = place(int(order[start]))
-        count = end - start
-        runs.append(
-            f"{_rows(letter, first, count)} of the second: {_rows(source, begin, count)} of the "
-            f"first"
-        )
+    for start, end in itertools.pairwise([*starts, len(order)]):
+        of_second = _rows(start, end - start, sizes)
+        of_first = _rows(int(order[start]), end - start, sizes)
+        runs.append(f"{of_second} of the second: {of_first} of the first")
     return some_of(runs, MOST_RUNS)
 
 
-def _rows(letter: str, first: int, count: int) -> str:
-    return (
-        f"{letter} row {first}" if count == 1 else f"{letter} rows {first} to {first + count - 1}"
-    )
+def _rows(row: int, count: int, sizes: dict[str, int]) -> str:
+    """Describe rows of one projection, of which the first has a number among all projections."""
+    for letter, size in sizes.items():
+        if row < size:
+            if count == 1:
+                return f"{letter} row {row}"
+            return f"{letter} rows {row} to {row + count - 1}"
+        row -= size
+    raise IndexError(row)
 
 
 def _begins_run(index: int, order: np.ndarray, ends: np.ndarray) -> bool:

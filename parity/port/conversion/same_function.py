@@ -1,5 +1,4 @@
-"""Different weights of the same function: permuted heads or features, or a factor that another
-weight divides out.
+"""Different weights of the same function: permuted heads or features, or factors that cancel.
 
 Attention does not change if whole heads are permuted, if features of queries and keys are permuted
 alike (except those that RoPE rotates), or if features of values and columns of out_proj are. Nor
@@ -22,39 +21,48 @@ from parity.measure.core.weights import Weights
 from parity.port.conversion.roles import Role, digests, matched, roles
 from parity.port.conversion.ulps import agree, coarser
 
-MOST_SHOWN = 16  # entries of a permutation
+MOST_SHOWN = 16
+"""Entries of a permutation in a message: a line of a terminal holds about as many."""
 
 
 def in_other_words(one: Weights, other: Weights, spec: AttentionSpec) -> str | None:
     """Describe how two different sets of weights are the same function; None if no relation is
     found.
     """
-    held = roles(spec)
-    with_heads = {
-        name: (held[name].view(one[name], spec), held[name].view(other[name], spec))
-        for name in held
-    }
-    if not all(agree(one[name], other[name]) for name in one if name not in held):
-        return None
-    return _reordered(with_heads, held, spec) or _rescaled(with_heads, held, spec)
+    roles_by_name = roles(spec)
+    for name, weight in one.items():
+        if name not in roles_by_name and not agree(weight, other[name]):
+            return None
+    views = {}
+    for name, role in roles_by_name.items():
+        views[name] = role.view(one[name], spec), role.view(other[name], spec)
+    return _reordered(views, roles_by_name, spec) or _rescaled(views, roles_by_name, spec)
 
 
 def listed(order: np.ndarray) -> str:
     """Return a permutation as text, truncated if long."""
     shown = " ".join(map(str, order[:MOST_SHOWN]))
-    return shown if len(order) <= MOST_SHOWN else f"{shown} …"
+    if len(order) > MOST_SHOWN:
+        shown += " …"
+    return shown
 
 
-# ---- Permutations
-# --------------------------------------------------------------------------------------------------
+# ---- Permutations --------------------------------------------------------------------------------
 
 Views = Mapping[str, tuple[np.ndarray, np.ndarray]]
+"""Each weight of both files by its heads, as `Role.view` returns it: (K, heads, features, rest)."""
 
 
 @dataclass(frozen=True)
 class _Order:
-    """A permutation of heads and features: other[g, n, f] = one[groups[g], heads[g, n], features[g,
-    f]].
+    """A permutation of heads and features.
+
+    other[g, n, f] = one[groups[g], heads[g, n], features[g, f]]
+
+    Attributes:
+        groups: the order of key/value heads, (K,).
+        heads: the order of the query heads of each group, (K, N / K).
+        features: the order of features in each group by their kind, (K, features).
     """
 
     groups: np.ndarray
@@ -65,93 +73,96 @@ class _Order:
         """Return a view of the first weights in this order; shared weights are repeated for each
         group.
         """
-        count = x.shape[2]
-        features = self.features.get(
-            role.features, np.broadcast_to(np.arange(count), (len(self.groups), count))
-        )
+        num_groups, num_features = len(self.groups), x.shape[2]
+        features = self.features.get(role.features)
+        if features is None:
+            features = np.broadcast_to(np.arange(num_features), (num_groups, num_features))
         if role.heads == "shared":
             return x[0, 0][features][:, None]
-        heads = self.heads if role.heads == "q" else np.zeros((len(self.groups), 1), np.int64)
+        heads = self.heads
+        if role.heads != "q":
+            heads = np.zeros((num_groups, 1), np.int64)
         return x[self.groups[:, None, None], heads[:, :, None], features[:, None, :]]
 
     def __str__(self) -> str:
-        found, per_group = [], self.heads.shape[1]
-        if not np.array_equal(self.heads, np.broadcast_to(np.arange(per_group), self.heads.shape)):
-            order = (self.groups[:, None] * per_group + self.heads).reshape(-1)
+        changes = []
+        heads_per_group = self.heads.shape[1]
+        if _moves(self.heads):
+            order = (self.groups[:, None] * heads_per_group + self.heads).reshape(-1)
             with_theirs = ", with their key/value heads," if _moves(self.groups) else ""
-            found.append(f"query heads{with_theirs} are in the order {listed(order)}")
+            changes.append(f"query heads{with_theirs} are in the order {listed(order)}")
         elif _moves(self.groups):
-            what = "heads" if per_group == 1 else "key/value heads, each with its query heads,"
-            found.append(f"{what} are in the order {listed(self.groups)}")
+            what = "heads"
+            if heads_per_group > 1:
+                what = "key/value heads, each with its query heads,"
+            changes.append(f"{what} are in the order {listed(self.groups)}")
         words = {"qk": "features of q and k", "v": "features of v, and columns of out_proj,"}
-        found += [
-            f"{words[kind]} are in another order"
-            for kind, each in self.features.items()
-            if _moves(each)
-        ]
-        return "; ".join(found)
+        for kind, order in self.features.items():
+            if _moves(order):
+                changes.append(f"{words[kind]} are in another order")
+        return "; ".join(changes)
 
 
 def _moves(order: np.ndarray) -> bool:
+    """Return whether a permutation, or any of several, is not the identity."""
     return not np.array_equal(order, np.broadcast_to(np.arange(order.shape[-1]), order.shape))
 
 
-def _reordered(views: Views, held: Mapping[str, Role], spec: AttentionSpec) -> str | None:
-    """Describe the permutation of heads and features between two sets of weights, if there is
-    one.
-    """
-    before, after = {}, {}
+def _reordered(views: Views, roles_by_name: Mapping[str, Role], spec: AttentionSpec) -> str | None:
+    """Describe the permutation of heads and features between two sets of weights, if any."""
+    rows_before, rows_after = {}, {}
     for name, (one, other) in views.items():
         dtype = coarser(one.dtype, other.dtype)
-        before[name], after[name] = digests(one.astype(dtype)), digests(other.astype(dtype))
-    order = _order(before, after, held, spec)
+        rows_before[name] = digests(one.astype(dtype))
+        rows_after[name] = digests(other.astype(dtype))
+    free = _free_features(spec)
+    before = _Rows(rows_before, roles_by_name, free)
+    after = _Rows(rows_after, roles_by_name, free)
+    order = _find_order(before, after, spec)
     if order is None:
         return None
     for name, (one, other) in views.items():
-        expected = order.applied(one, held[name])
+        expected = order.applied(one, roles_by_name[name])
         if not agree(expected, np.broadcast_to(other, expected.shape)):
             return None
     return str(order) or None
 
 
-def _order(
-    before: Mapping[str, np.ndarray],
-    after: Mapping[str, np.ndarray],
-    held: Mapping[str, Role],
-    spec: AttentionSpec,
-) -> _Order | None:
-    """Return the only possible permutation of heads and features, by the digests of their rows,
-    unverified.
-    """
-    free, count = _free_features(spec), spec.num_heads // spec.num_kv_heads
-    rows = _Rows(before, held, free), _Rows(after, held, free)
-    groups, heads = np.arange(spec.num_kv_heads), np.tile(np.arange(count), (spec.num_kv_heads, 1))
-    if spec.alibi is None and spec.out_proj:  # otherwise heads cannot be permuted
-        sides = [[side.group(group, count) for group in range(len(groups))] for side in rows]
-        found = groups if spec.shared_kv else matched(*sides)
-        if found is None:
-            return None
-        groups = found
-        for group, origin in enumerate(map(int, groups)):
-            each = matched(
-                [rows[0].head(origin, n) for n in range(count)],
-                [rows[1].head(group, n) for n in range(count)],
+def _find_order(before: _Rows, after: _Rows, spec: AttentionSpec) -> _Order | None:
+    """Return the only possible permutation of heads and features, by digests, unverified."""
+    num_groups, count = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads
+    groups = np.arange(num_groups)
+    heads = np.tile(np.arange(count), (num_groups, 1))
+    # ALiBi has a slope for each head, and without out_proj their order is that of the output.
+    if spec.alibi is None and spec.out_proj:
+        # Keys and values of another layer stay, and their query heads move within a group.
+        if not spec.shared_kv:
+            moved_groups = matched(
+                [before.group(group, count) for group in range(num_groups)],
+                [after.group(group, count) for group in range(num_groups)],
             )
-            if each is None:
+            if moved_groups is None:
                 return None
-            heads[group] = each
-    features = {
-        kind: np.tile(np.arange(len(which)), (len(groups), 1)) for kind, which in free.items()
-    }
-    for kind, orders in features.items():
+            groups = moved_groups
         for group, origin in enumerate(map(int, groups)):
-            each = matched(
-                rows[0].features(kind, origin, heads[group]),
-                rows[1].features(kind, group, range(count)),
+            moved_heads = matched(
+                [before.head(origin, n) for n in range(count)],
+                [after.head(group, n) for n in range(count)],
             )
-            if each is None:
+            if moved_heads is None:
                 return None
-            orders[group] = each
+            heads[group] = moved_heads
+    features = {}
+    for kind, free in before.free.items():
+        features[kind] = np.tile(np.arange(len(free)), (num_groups, 1))
+        for group, origin in enumerate(map(int, groups)):
+            moved_features = matched(
+                before.features(kind, origin, heads[group]),
+                after.features(kind, group, range(count)),
+            )
+            if moved_features is None:
+                return None
+            features[kind][group] = moved_features
     return _Order(groups, heads, features)
 
 
@@ -161,43 +172,45 @@ class _Rows:
 
     Attributes:
         digests: digests by weight, (K, heads of the group, features).
-        held: roles of the weights.
+        roles: roles of the weights.
         free: which features may be permuted, by kind.
     """
 
     digests: Mapping[str, np.ndarray]
-    held: Mapping[str, Role]
+    roles: Mapping[str, Role]
     free: Mapping[str, np.ndarray]
 
     def head(self, group: int, head: int, heads: str = "q") -> tuple[object, ...]:
         """Return a key of a head that ignores the order of its permutable features."""
-        found: list[object] = []
-        for name in (name for name, role in self.held.items() if role.heads == heads):
-            rows, free = self.digests[name][group, head], self.free.get(self.held[name].features)
-            free = np.zeros(len(rows), bool) if free is None else free
-            found += [*rows[~free], *sorted(rows[free])]
-        return tuple(found)
+        key: list[object] = []
+        for name, role in self.roles.items():
+            if role.heads != heads:
+                continue
+            rows = self.digests[name][group, head]
+            free = self.free.get(role.features)
+            if free is None:
+                free = np.zeros(len(rows), bool)
+            key += [*rows[~free], *sorted(rows[free])]
+        return tuple(key)
 
     def group(self, group: int, count: int) -> tuple[object, ...]:
         """Return a key of a key/value head with its query heads that ignores their order."""
         return self.head(group, 0, "kv"), *sorted(self.head(group, n) for n in range(count))
 
     def features(self, kind: str, group: int, heads: Iterable[int]) -> list[object]:
-        """Return a key for each feature of a group: its rows in all weights, or its place if it
-        cannot be permuted.
+        """Return a key for each feature of a group: its rows in all weights.
+
+        A feature that cannot be permuted has its place as its key.
         """
         places = {"q": [(group, n) for n in heads], "kv": [(group, 0)], "shared": [(0, 0)]}
-        of_kind = [
-            self.digests[name][place]
-            for name, role in self.held.items()
-            if role.features == kind
-            for place in places[role.heads]
-        ]
-        rows = zip(*of_kind, strict=True)
-        return [
-            row if free else i
-            for i, (row, free) in enumerate(zip(rows, self.free[kind], strict=True))
-        ]
+        rows_of_heads = []
+        for name, role in self.roles.items():
+            if role.features == kind:
+                rows_of_heads += [self.digests[name][place] for place in places[role.heads]]
+        keys: list[object] = list(zip(*rows_of_heads, strict=True))
+        for i in np.flatnonzero(~self.free[kind]):
+            keys[i] = int(i)
+        return keys
 
 
 def _free_features(spec: AttentionSpec) -> dict[str, np.ndarray]:
@@ -210,51 +223,87 @@ def _free_features(spec: AttentionSpec) -> dict[str, np.ndarray]:
     return {"qk": of_queries, "v": np.full(spec.value_head_dim, spec.out_proj)}
 
 
-# ---- Factors
-# --------------------------------------------------------------------------------------------------
+# ---- Factors -------------------------------------------------------------------------------------
 
 
-def _rescaled(views: Views, held: Mapping[str, Role], spec: AttentionSpec) -> str | None:
+@dataclass(frozen=True)
+class _Sides:
+    """Two sides of a product that a factor may move between.
+
+    Attributes:
+        times, over: the beginnings of the names of weights on either side.
+        is_free: whether nothing between the weights, such as a norm, would change by a factor.
+        tied: a number for each feature; features with one number have one factor.
+        words: description of both sides.
+    """
+
+    times: str
+    over: str
+    is_free: bool
+    tied: np.ndarray
+    words: tuple[str, str]
+
+
+def _sides(spec: AttentionSpec) -> list[_Sides]:
+    of_scores = spec.qk_norm is None and spec.relative_products is None
+    of_values = spec.v_norm is None and spec.context_norm is None and spec.out_proj
+    of_heads = np.arange(spec.value_head_dim)
+    return [
+        _Sides("q_proj.", "k_proj.", of_scores, _tied(spec), ("q", "k")),
+        _Sides("v_proj.", "out_proj.", of_values, of_heads, ("v", "columns of out_proj")),
+    ]
+
+
+def _rescaled(views: Views, roles_by_name: Mapping[str, Role], spec: AttentionSpec) -> str | None:
     """Describe the factors that multiply one weight and divide another, if there are any."""
     if spec.latent is not None or spec.shared_kv or spec.clip_qkv is not None:
         return None
-    pairs = {"qk": ("q_proj.", "k_proj."), "v": ("v_proj.", "out_proj.")}
-    allowed = {
-        "qk": spec.qk_norm is spec.relative_products is None,
-        "v": spec.v_norm is spec.context_norm is None and spec.out_proj,
-    }
-    tied = {"qk": _tied(spec), "v": np.arange(spec.value_head_dim)}
-    words, involved = [], set()
-    for kind, sides in pairs.items():
-        times, over = ([name for name in held if name.startswith(side)] for side in sides)
-        names = [*times, *over]
-        if not allowed[kind] or all(agree(*views[name]) for name in names):
+    words: list[str] = []
+    explained: set[str] = set()
+    for sides in _sides(spec):
+        times = {name: views[name] for name in roles_by_name if name.startswith(sides.times)}
+        over = {name: views[name] for name in roles_by_name if name.startswith(sides.over)}
+        both = times | over
+        if not sides.is_free or _all_agree(both):
             continue
-        factors = _factors([views[name] for name in times], tied[kind])
-        back = _factors([views[name] for name in over], tied[kind])
-        factors = np.where(np.isnan(factors), 1.0 / back, factors)
+        factors = _factors(times, sides.tied)
+        inverses = _factors(over, sides.tied)
+        # Features of zeros on one side show their factor on the other, or need none.
+        factors = np.where(np.isnan(factors), 1.0 / inverses, factors)
         factors = np.where(np.isfinite(factors) & (factors != 0.0), factors, 1.0)[:, None, :, None]
-        expected = {name: views[name][0].astype(np.float64) * factors for name in times}
-        expected |= {name: views[name][0].astype(np.float64) / factors for name in over}
-        if not all(
-            agree(expected[name], views[name][1], coarser(*(x.dtype for x in views[name])))
-            for name in names
-        ):
+        if not _are_rescaled(times, np.multiply, factors):
             return None
-        involved.update(names)
-        words.append(_describe(factors, kind, views[names[0]]))
-    if not words or not all(agree(*views[name]) for name in views if name not in involved):
+        if not _are_rescaled(over, np.divide, factors):
+            return None
+        explained |= both.keys()
+        words.append(_describe(factors, sides, next(iter(both.values()))))
+    others = {name: pair for name, pair in views.items() if name not in explained}
+    if not words or not _all_agree(others):
         return None
     return "; ".join(words)
 
 
-def _describe(factors: np.ndarray, kind: str, views: tuple[np.ndarray, np.ndarray]) -> str:
+def _all_agree(views: Views) -> bool:
+    """Return whether all weights agree in both files."""
+    return all(agree(one, other) for one, other in views.values())
+
+
+def _are_rescaled(views: Views, operation: np.ufunc, factors: np.ndarray) -> bool:
+    """Return whether the second file has all weights of the first, multiplied or divided."""
+    for one, other in views.values():
+        expected = operation(one.astype(np.float64), factors)
+        if not agree(expected, other, coarser(one.dtype, other.dtype)):
+            return False
+    return True
+
+
+def _describe(factors: np.ndarray, sides: _Sides, views: tuple[np.ndarray, np.ndarray]) -> str:
     """Format factors: a single one, or the smallest and the largest."""
-    times, over = {"qk": ("q", "k"), "v": ("v", "columns of out_proj")}[kind]
+    times, over = sides.words
     low, high = float(factors.min()), float(factors.max())
-    if high - low <= 8.0 * unit_of_rounding(coarser(*(view.dtype for view in views)).name) * abs(
-        high
-    ):
+    dtype = coarser(views[0].dtype, views[1].dtype)
+    # Fits of one factor differ by roundings of the weights: the 8 is chosen, not derived.
+    if high - low <= 8.0 * unit_of_rounding(dtype.name) * abs(high):
         return f"{times} is multiplied by {high:.6g}, and {over} divided by that"
     return (
         f"features of {times} are multiplied by {low:.3g} to {high:.3g}, and {over} divided by "
@@ -262,33 +311,36 @@ def _describe(factors: np.ndarray, kind: str, views: tuple[np.ndarray, np.ndarra
     )
 
 
-def _factors(views: list[tuple[np.ndarray, np.ndarray]], tied: np.ndarray) -> np.ndarray:
-    """Return the factor of each feature of each group, equal among tied features: (K, features), or
-    NaN.
+def _factors(views: Views, tied: np.ndarray) -> np.ndarray:
+    """Return the factor of each feature of each group, or NaN: (K, features).
+
+    It is the least-squares fit over tied features.
     """
-    shape = (views[0][0].shape[0], len(tied))
+    one, _ = next(iter(views.values()))
+    shape = (len(one), len(tied))
     products, squares = np.zeros(shape), np.zeros(shape)
-    for one, other in views:
+    for one, other in views.values():
         wide = one.astype(np.float64)
         products += np.einsum("gnfr,gnfr->gf", wide, other.astype(np.float64))
         squares += np.einsum("gnfr,gnfr->gf", wide, wide)
-    sums = np.zeros((2, shape[0], tied.max() + 1))
-    for place, each in zip(sums, (products, squares), strict=True):
-        np.add.at(place.T, tied, each.T)
+    sum_of_products, sum_of_squares = np.zeros((2, shape[0], tied.max() + 1))
+    np.add.at(sum_of_products.T, tied, products.T)
+    np.add.at(sum_of_squares.T, tied, squares.T)
     with np.errstate(invalid="ignore", divide="ignore"):
-        return (sums[0] / sums[1])[:, tied]
+        return (sum_of_products / sum_of_squares)[:, tied]
 
 
 def _tied(spec: AttentionSpec) -> np.ndarray:
-    """Return a number for each query feature; features of a RoPE pair share one, because they share
-    a factor.
-    """
-    found = np.arange(spec.head_dim)
-    if spec.rope is not None:
-        rotated = spec.rope.rotated_features(spec.head_dim)
-        pairs = found[rotated].reshape((2, -1) if spec.rope.pairs == "half" else (-1, 2))
-        axis = 0 if spec.rope.pairs == "half" else 1
-        found[rotated] = np.broadcast_to(pairs.min(axis=axis, keepdims=True), pairs.shape).reshape(
-            -1
-        )
-    return found
+    """Return a number for each query feature; those of a RoPE pair share one, as their factor."""
+    tied = np.arange(spec.head_dim)
+    if spec.rope is None:
+        return tied
+    rotated = spec.rope.rotated_features(spec.head_dim)
+    if spec.rope.pairs == "half":
+        pairs = tied[rotated].reshape(2, -1)
+        smallest = pairs.min(axis=0, keepdims=True)
+    else:
+        pairs = tied[rotated].reshape(-1, 2)
+        smallest = pairs.min(axis=1, keepdims=True)
+    tied[rotated] = np.broadcast_to(smallest, pairs.shape).reshape(-1)
+    return tied

@@ -23,8 +23,9 @@ def coarser(one: np.dtype, other: np.dtype) -> np.dtype:
 
 
 def ulps(one: np.ndarray, other: np.ndarray, dtype: np.dtype | None = None) -> np.ndarray:
-    """Return the distance of each element in units in the last place of the smaller value, as
-    float64.
+    """Return the distance of each element in units in the last place of the smaller value.
+
+    The units are those of a dtype; default: the coarser one of the arrays. The distance is float64.
     """
     info = ml_dtypes.finfo(dtype or coarser(one.dtype, other.dtype))
     one, other = one.astype(np.float64), other.astype(np.float64)
@@ -38,44 +39,68 @@ def agree(one: np.ndarray, other: np.ndarray, dtype: np.dtype | None = None) -> 
     if one.shape != other.shape:
         return False
     dtype = dtype or coarser(one.dtype, other.dtype)
-    parts = (
-        (slice(1), slice(None)) if one.ndim else ((),)
-    )  # the first row usually shows a disagreement
-    return all(bool((ulps(one[part], other[part], dtype) <= MOST_ULPS).all()) for part in parts)
+    # The first row usually shows a disagreement, and large tensors take long.
+    parts = (slice(1), slice(None)) if one.ndim else ((),)
+    return all((ulps(one[part], other[part], dtype) <= MOST_ULPS).all() for part in parts)
 
 
 def is_copy(one: np.ndarray, other: np.ndarray) -> bool:
     """Return whether the array of the coarser dtype is the other, rounded to it."""
-    fine, coarse = (other, one) if coarser(one.dtype, other.dtype) == one.dtype else (one, other)
+    fine, coarse = one, other
+    if coarser(one.dtype, other.dtype) == one.dtype:
+        fine, coarse = other, one
     with np.errstate(over="ignore"):
         return np.array_equal(fine.astype(coarse.dtype), coarse)
 
 
-# ---- Fewer bits in the same dtype
-# ------------------------------------------------------------------------------------
+# ---- Fewer bits in the same dtype ----------------------------------------------------------------
 
 
-def _through(name: str) -> Callable[[np.ndarray], np.ndarray]:
-    dtype = (
-        dtype_named(name) if name in ("bfloat16", "float16") else np.dtype(getattr(ml_dtypes, name))
-    )
+Lessen = Callable[[np.ndarray], np.ndarray]
+"""A conversion of float32 to fewer bits, which returns float32."""
+
+
+def _unchanged(x: np.ndarray) -> np.ndarray:
+    """Return float32 as it is: what float64 was rounded to before."""
+    return x
+
+
+def _through(name: str) -> Lessen:
+    """Return the conversion that rounds to a dtype."""
+    if name in ("bfloat16", "float16"):
+        dtype = dtype_named(name)
+    else:
+        dtype = np.dtype(getattr(ml_dtypes, name))
     most = float(ml_dtypes.finfo(dtype).max)
-    return lambda x: np.clip(x, -most, most).astype(dtype).astype(np.float32)
+
+    def round_to_dtype(x: np.ndarray) -> np.ndarray:
+        # Converters saturate: without the clip, large values would become infinite, or NaN in e4m3.
+        return np.clip(x, -most, most).astype(dtype).astype(np.float32)
+
+    return round_to_dtype
 
 
-def _cut_off(bits: int) -> Callable[[np.ndarray], np.ndarray]:
+def _cut_off(bits: int) -> Lessen:
+    """Return the conversion that sets the lowest bits to 0."""
     mask = np.uint32(0xFFFFFFFF << bits & 0xFFFFFFFF)
-    return lambda x: (np.ascontiguousarray(x).view(np.uint32) & mask).view(np.float32)
+
+    def cut_off_bits(x: np.ndarray) -> np.ndarray:
+        return (np.ascontiguousarray(x).view(np.uint32) & mask).view(np.float32)
+
+    return cut_off_bits
 
 
 def _to_tf32(x: np.ndarray) -> np.ndarray:
+    """Round to the 10 bits of a TF32 significand, ties to even: 13 of float32's 23 are lost."""
     bits = np.ascontiguousarray(x).view(np.uint32)
-    to_even = np.uint32(0xFFF) + (bits >> np.uint32(13) & np.uint32(1))
-    return ((bits + to_even) & np.uint32(0xFFFFE000)).view(np.float32)
+    is_odd = bits >> np.uint32(13) & np.uint32(1)
+    # Half a unit less one carries if the lost bits are more than half; an odd unit carries at half.
+    rounded = bits + np.uint32(0xFFF) + is_odd
+    return (rounded & np.uint32(0xFFFFE000)).view(np.float32)
 
 
-FEWER_BITS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "rounded to float32": lambda x: x,  # for float64
+FEWER_BITS: dict[str, Lessen] = {
+    "rounded to float32": _unchanged,
     "rounded to TF32": _to_tf32,
     "cut off to TF32": _cut_off(13),
     "rounded to float16": _through("float16"),
@@ -84,43 +109,48 @@ FEWER_BITS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "rounded to float8 (e4m3)": _through("float8_e4m3fn"),
     "rounded to float8 (e5m2)": _through("float8_e5m2"),
 }
-"""LossyError conversions of float32, by description; values that are too large become the
-largest.
-"""
+"""Lossy conversions of float32, by description; values that are too large become the largest."""
 
 
 def ways_to_fewer_bits(one: np.ndarray, other: np.ndarray) -> list[str]:
     """Return the descriptions of all conversions that turn `one` into `other` exactly."""
-    wide, kept = one.astype(np.float32), other.astype(np.float32)
-    if not np.array_equal(kept, other):
+    wide, fewer = one.astype(np.float32), other.astype(np.float32)
+    if not np.array_equal(fewer, other):
         return []
-    return [
-        words
-        for words, lessen in FEWER_BITS.items()
-        if all(np.array_equal(lessen(wide[part]), kept[part]) for part in (slice(1), slice(None)))
-    ]
+    ways = []
+    for words, lessen in FEWER_BITS.items():
+        # The first row usually shows that it is another conversion.
+        is_equal = np.array_equal(lessen(wide[:1]), fewer[:1])
+        if is_equal and np.array_equal(lessen(wide), fewer):
+            ways.append(words)
+    return ways
 
 
 QUANTISED = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
-"""GGUF types that the gguf package can both write and read, followed by their block size."""
+"""GGUF types that the gguf package can both write and read, the most exact ones first."""
+
 BLOCK = 32
+"""Elements of a block of these types, along a row."""
 
 
 def quantized_as(one: np.ndarray, other: np.ndarray) -> str | None:
-    """Return the GGUF type whose quantization turns `one` into `other` exactly; None if there is
-    none, or no gguf.
+    """Return the GGUF type whose quantization turns `one` into `other` exactly.
+
+    None means that there is none, or that the gguf package is not installed.
     """
     if one.ndim != 2 or one.shape[1] % BLOCK or not is_installed("gguf"):
         return None
+    with np.errstate(all="ignore"):  # blocks of zeros
+        for name in QUANTISED:
+            # The first row usually shows that it is another type.
+            if _is_quantized(one[:1], other[:1], name) and _is_quantized(one, other, name):
+                return name
+    return None
+
+
+def _is_quantized(one: np.ndarray, other: np.ndarray, name: str) -> bool:
     import gguf
 
-    def is_kind(name: str, rows: slice) -> bool:
-        kind = gguf.GGMLQuantizationType[name]
-        blocks = gguf.quants.quantize(np.ascontiguousarray(one[rows], dtype=np.float32), kind)
-        return np.array_equal(gguf.quants.dequantize(blocks, kind), other[rows].astype(np.float32))
-
-    with np.errstate(all="ignore"):  # blocks of zeros
-        return next(
-            (kind for kind in QUANTISED if is_kind(kind, slice(1)) and is_kind(kind, slice(None))),
-            None,
-        )
+    kind = gguf.GGMLQuantizationType[name]
+    blocks = gguf.quants.quantize(np.ascontiguousarray(one, dtype=np.float32), kind)
+    return np.array_equal(gguf.quants.dequantize(blocks, kind), other.astype(np.float32))

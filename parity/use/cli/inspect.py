@@ -27,19 +27,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Result:
     """Print the tensors and layers of a file."""
     from parity.port.conversion.inspect import find_layers
+    from parity.port.conversion.layouts.propose import propose_table
     from parity.port.conversion.ranks import open_checkpoint
     from parity.use.reporting.console import console
     from parity.use.reporting.conversion import print_inspection
 
     with open_checkpoint(options.file) as file:
-        found = find_layers(file, **layer_options(options))
-        dtypes = {dtype: dtype.name for dtype in {info.dtype for info in file.infos.values()}}
-        infos: dict[str, dict[str, Any]] = {}
+        layers = find_layers(file, **layer_options(options))
+        # NumPy computes the name of a dtype in Python: once for each, not for each of many tensors.
+        dtypes = {info.dtype for info in file.infos.values()}
+        names_of_dtypes = {dtype: dtype.name for dtype in dtypes}
+        tensors: dict[str, dict[str, Any]] = {}
         for name, info in file.infos.items():
-            infos[name] = {"shape": list(info.shape), "dtype": dtypes[info.dtype]}
+            tensors[name] = {"shape": list(info.shape), "dtype": names_of_dtypes[info.dtype]}
         for name, kind in file.quantised.items():
-            infos[name]["quantised"] = kind
-        print_inspection(options.file, file, found, console())
-        told = {"file_format": file.format, "metadata": dict(file.metadata), "tensors": infos}
+            tensors[name]["quantised"] = kind
+        proposal = ""
+        if not layers:
+            proposal = propose_table({name: info.shape for name, info in file.infos.items()})
+        print_inspection(options.file, file, layers, console(), proposal)
+        content = {
+            "file_format": file.format,
+            "metadata": dict(file.metadata),
+            "tensors": tensors,
+            "layers": layers,
+            "proposed_layout": proposal,
+        }
     warn_of_parts(options.file)
-    return 0, {**told, "layers": found}
+    return 0, content

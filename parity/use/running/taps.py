@@ -6,10 +6,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from parity.explain.diagnosis.taps import TapVerdict, judge_tap
-from parity.explain.identification.folders import is_unknown, observe_folder
+from parity.explain.diagnosis.taps import TapVerdict, check_tap
+from parity.explain.identification.folders import observe_folder
 from parity.measure.core.weights import Weights
 from parity.port.conversion.layers import open_layers
+from parity.port.conversion.metadata import is_unknown
 from parity.port.models.config import read_config
 from parity.port.models.specs import ModelLayer, layers_of_parts
 from parity.port.tapping.record import load_tap
@@ -23,8 +24,8 @@ def compare_with(weights: str | os.PathLike[str], paths: Sequence[str]) -> dict[
         OSError: if a file cannot be read.
         ValueError: if a file is not a recording of the model.
     """
-    specs, held = layers_in(weights)
-    return {path: judge_tap(load_tap(path), specs, held) for path in paths}
+    specs, weights_by_layer = layers_in(weights)
+    return {path: check_tap(load_tap(path), specs, weights_by_layer) for path in paths}
 
 
 def layers_in(folder: str | os.PathLike[str]) -> tuple[list[ModelLayer], dict[str, Weights]]:
@@ -46,16 +47,23 @@ def layers_in(folder: str | os.PathLike[str]) -> tuple[list[ModelLayer], dict[st
 
 def report_of(verdicts: Mapping[str, TapVerdict]) -> Report:
     """Return the report of compared recordings, by the names that it uses for them."""
-    layers = dict.fromkeys(layer.layer for verdict in verdicts.values() for layer in verdict.layers)
-    report = Report([], {}, {}, layers=tuple(layers))
+    report = Report([], {}, {}, layers=_layers_of(verdicts))
     for name, verdict in verdicts.items():
         for layer in verdict.layers:
-            report.comparisons.extend(
-                replace(comparison, backend=name) for comparison in layer.comparisons
-            )
-            reason = layer.not_judged or layer.left_out
+            for comparison in layer.comparisons:
+                report.comparisons.append(replace(comparison, backend=name))
+            reason = layer.not_compared or layer.left_out
             if reason:
                 report.skipped_cases.append(SkippedCase(layer.layer, "", name, reason))
-            if layer.diagnosis is not None and not layer.not_judged:
+            if layer.diagnosis is not None and not layer.not_compared:
                 report.diagnoses[layer.layer, layer.comparisons[0].dtype, name] = layer.diagnosis
     return report
+
+
+def _layers_of(verdicts: Mapping[str, TapVerdict]) -> tuple[str, ...]:
+    """Return the names of all recorded layers, in order."""
+    names: dict[str, None] = {}
+    for verdict in verdicts.values():
+        for layer in verdict.layers:
+            names[layer.layer] = None
+    return tuple(names)

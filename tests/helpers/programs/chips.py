@@ -17,15 +17,15 @@ import ttnn
 import mha_tt
 import ttnn_mock
 from mha_spec import Alibi, AttentionSpec, Norm, Rope
-from mha_tt import mha, parallel
+from mha_tt import parallel
 from mha_tt.device import upload_parts
 from mha_tt.parallel import local
 from parity.measure.backends import tt as backend
-from parity.measure.backends import tt_mesh
 from parity.measure.core.cases import CASES
 from parity.measure.core.weights import random_weights
-from parity.measure.sharding.mesh import MeshPlan
-from parity.use.running.run import run_cases
+from parity_lab.mesh import tt as tt_mesh
+from parity_lab.mesh.plan import MeshPlan
+from parity_lab.mesh.run import run_on_mesh
 
 JUDGED = {
     "n300": {
@@ -68,7 +68,7 @@ def judged(plan, names, dtype="float32"):
     """Return the number of compared stages, those outside the undivided layer's budget, and the
     collectives.
     """
-    report = run_cases([CASES[name] for name in names], ["tt"], [dtype], mesh=plan)
+    report = run_on_mesh([CASES[name] for name in names], ["tt"], plan, [dtype])
     failed = {
         f"{each.case} {each.dtype} {each.stage}": each.reason
         for each in report.comparisons
@@ -78,8 +78,7 @@ def judged(plan, names, dtype="float32"):
     return len(report.comparisons), failed, sent
 
 
-# ---- Controls
-# --------------------------------------------------------------------------------------------------
+# ---- Controls ------------------------------------------------------------------------------------
 
 
 def reversed_keys(spec, size, chip, right=local.local_heads):
@@ -107,9 +106,9 @@ def twice(x, axis, right=local.all_reduce):
 
 
 CONTROLS = {
-    "without all_reduce": [(mha, "all_reduce", without_sum)],
+    "without all_reduce": [(local, "all_reduce", without_sum)],
     "key/value heads in the wrong order": [(local, "local_heads", reversed_keys)],
-    "the bias of out_proj on every chip": [(mha_tt.weights, "local_weights", with_bias_on_all)],
+    "the bias of out_proj on every chip": [(local, "local_weights", with_bias_on_all)],
 }
 
 
@@ -121,13 +120,12 @@ def controls(plan):
             for where, what, wrong in bugs:
                 stack.enter_context(mock.patch.object(where, what, wrong))
             found[title] = judged(plan, ["gqa-causal"])[1]
-    with mock.patch.object(mha, "all_reduce", twice):
+    with mock.patch.object(local, "all_reduce", twice):
         found["a sum too many"] = judged(plan, ["gqa-causal"])
     return found
 
 
-# ---- Behavior of ttnn on a mesh
-# --------------------------------------------------------------------------------------
+# ---- Behavior of ttnn on a mesh ------------------------------------------------------------------
 
 
 def as_ttnn_says(mesh):

@@ -25,9 +25,10 @@ from mha_jax.kernels.fused import FusedAttention
 from mha_jax.parallel import ContextParallel
 from mha_spec import Alibi, AttentionSpec, Norm, RelativeBias, Rope
 from parity.measure.backends.jax import QUICKLY
-from parity.measure.sharding.hlo import collectives_in, counts_of
-from parity.measure.sharding.mesh import MeshPlan
 from parity_lab.costs import cost_of
+from parity_lab.mesh.hlo import collectives_in, counts_of
+from parity_lab.mesh.plan import MeshPlan
+from parity_lab.mesh.run import run_on_mesh
 
 KINDS = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
 SMALL_BLOCKS = FusedAttention(few_scores=0, queries=8, keys=8, last_keys=4)
@@ -70,8 +71,7 @@ def told(actual, expected, same):
     return None
 
 
-# ---- Attention of heads, and its gradients
-# ---------------------------------------------------------------------------
+# ---- Attention of heads, and its gradients -------------------------------------------------------
 
 
 def heads(num_heads, num_kv_heads, **fields):
@@ -185,12 +185,11 @@ def attended(name):
     return [told(found, *right), *sent, told(swapped, *right)]
 
 
-# ---- Layers
-# --------------------------------------------------------------------------------------------------
+# ---- Layers --------------------------------------------------------------------------------------
 
 
 def judged():
-    """Return the number of passed stages in `mha-parity run` of cases with divided tokens, and the
+    """Return the number of passed stages in `mha-parity mesh` of cases with divided tokens, and the
     errors.
     """
     found = {}
@@ -203,7 +202,7 @@ def judged():
         (MeshPlan(tensor=2, sequence=3), width),
         (MeshPlan(data=2, sequence=3, axes="explicit"), parity.CASES["norm-width"]),
     ):
-        report = parity.run_cases([case], ["jax"], with_gradients=True, mesh=plan)
+        report = run_on_mesh([case], ["jax"], plan, with_gradients=True)
         wrong = [f"{each.case} {each.stage}: {each.reason}" for each in report.failed]
         wrong += [f"{each.case} {each.program}: {each.counted}" for each in report.needless]
         found[f"{plan} {plan.axes}"] = [report.summary["passed"], wrong]
@@ -323,8 +322,7 @@ def padded(kind):
     return float(max(differences) / max(np.abs(grad).max() for grad in expected))
 
 
-# ---- Costs
-# --------------------------------------------------------------------------------------------------
+# ---- Costs ---------------------------------------------------------------------------------------
 
 
 def grown():

@@ -31,8 +31,7 @@ every_dtype = pytest.mark.parametrize(
 )
 
 
-# ---- Attention
-# --------------------------------------------------------------------------------------------------
+# ---- Attention -----------------------------------------------------------------------------------
 
 
 def attend(
@@ -166,8 +165,7 @@ def layer(
     return project(weights, "out_proj", combined) if spec.out_proj else combined, attn_weights
 
 
-# ---- Between NumPy and the device
-# ------------------------------------------------------------------------------------
+# ---- Between NumPy and the device ----------------------------------------------------------------
 
 
 def rounded(x: np.ndarray, dtype: ttnn.DataType) -> np.ndarray:

@@ -58,8 +58,7 @@ class TtSibling(Sibling):
         """In the kernel a mask is -1e9 added to a score, which must be far below that in size."""
         return 1e4 if path.endswith("fused") else 1e18
 
-    # ---- Arrays
-    # ----------------------------------------------------------------------------------------------
+    # ---- Arrays ----------------------------------------------------------------------------------
 
     def array(self, x: Any) -> Any:
         x = np.asarray(x)
@@ -95,8 +94,7 @@ class TtSibling(Sibling):
         allowed = TOLERANCES[backend.DTYPES[found.dtype.name]] * largest
         assert error <= allowed, f"the largest error is {error:.1e}, of {allowed:.1e}"
 
-    # ---- Modules and weights
-    # -----------------------------------------------------------------------------------------
+    # ---- Modules and weights ---------------------------------------------------------------------
 
     def module(self, kind: str, spec: AttentionSpec, seed: int = 0, **options: Any) -> Any:
         options = {"dtype": ttnn.float32, "rng": np.random.default_rng(seed), **options}
@@ -134,8 +132,7 @@ class TtSibling(Sibling):
     def seeded(self, function: str, seed: int = 0) -> dict[str, Any]:
         return {"seed": seed}
 
-    # ---- Calls
-    # ----------------------------------------------------------------------------------------------
+    # ---- Calls -----------------------------------------------------------------------------------
 
     def attend_heads(
         self, form: str, query: np.ndarray, key: np.ndarray, value: np.ndarray, **options: Any

@@ -66,8 +66,7 @@ def refused(sibling, function, args, keywords, refusal):
         function(*args, **keywords)
 
 
-# ---- Configurations
-# --------------------------------------------------------------------------------------------------
+# ---- Configurations ------------------------------------------------------------------------------
 
 CONFIGS = {
     "d_model 0": ({"d_model": 0}, refuses("d_model", d_model=0)),
@@ -202,8 +201,7 @@ def test_module_requires_float_weights(sibling, kind, dtype):
         )
 
 
-# ---- Input that is invalid only in JAX and PyTorch
-# -------------------------------------------------------------------
+# ---- Input that is invalid only in JAX and PyTorch -----------------------------------------------
 
 SPEC = AttentionSpec(8, 2)
 HEADS = {name: ones(2, 2, 3, 4) for name in ("query", "key", "value")}
@@ -411,8 +409,7 @@ def test_weights_of_other_framework_raise(sibling, function):
         getattr(sibling.package, function)(**keywords, weights=weights, spec=LAYER_SPEC)
 
 
-# ---- Mapped weights
-# --------------------------------------------------------------------------------------------------
+# ---- Mapped weights ------------------------------------------------------------------------------
 
 
 def test_torch_vmap_over_weights():

@@ -246,8 +246,7 @@ def assert_same_up_to_rounding(actual, expected):
     )
 
 
-# ---- Chunks and ragged batches
-# ---------------------------------------------------------------------------------------
+# ---- Chunks and ragged batches -------------------------------------------------------------------
 
 
 @sample(jax=0)
@@ -308,8 +307,7 @@ def test_half_precision_cache_dtype(sibling, dtype):
     }
 
 
-# ---- The function
-# --------------------------------------------------------------------------------------------------
+# ---- The function --------------------------------------------------------------------------------
 
 
 @sample(jax=0)
@@ -332,8 +330,7 @@ def test_function_matches_module(sibling, spec):
     assert_same_up_to_rounding(sibling.numpy(output), sibling.numpy(expected))
 
 
-# ---- Contents of the cache
-# -------------------------------------------------------------------------------------------
+# ---- Contents of the cache -----------------------------------------------------------------------
 
 
 @sample(jax=1)
@@ -367,8 +364,7 @@ def test_no_cached_token_is_zero(sibling, part):
     assert np.abs(sibling.numpy(getattr(cache, part))).max(axis=-1).min() > 0
 
 
-# ---- Unfilled slots
-# --------------------------------------------------------------------------------------------------
+# ---- Unfilled slots ------------------------------------------------------------------------------
 
 # With the largest of these, a dot product of a query and a key is still finite in float32.
 junk = pytest.mark.parametrize("value", [1.0, -65504.0, 1e30])
@@ -550,8 +546,7 @@ def test_positions_without_rope_are_ignored(sibling):
         module(sibling.array(x[:, :1]), caches[2], positions=positions)
 
 
-# ---- Empty inputs
-# --------------------------------------------------------------------------------------------------
+# ---- Empty inputs --------------------------------------------------------------------------------
 
 
 @sample(jax=1)
@@ -582,8 +577,7 @@ def test_cache_accepts_an_empty_batch(sibling, new_lengths):
     assert (output.shape, cache.lengths.shape) == ((0, NUM_TOKENS, 24), (0,))
 
 
-# ---- Caches made from caches
-# -----------------------------------------------------------------------------------------
+# ---- Caches made from caches ---------------------------------------------------------------------
 
 
 def held_by(sibling, cache):
@@ -724,8 +718,7 @@ def test_invalid_cache_operations_raise(sibling, name):
         make(cache_and_tokens(sibling)[0])
 
 
-# ---- Capacity
-# --------------------------------------------------------------------------------------------------
+# ---- Capacity ------------------------------------------------------------------------------------
 
 
 def test_padding_may_exceed_capacity(sibling):
@@ -782,8 +775,7 @@ def test_append_of_wrong_dtype_raises(sibling, part):
     np.testing.assert_array_equal(sibling.numpy(cache.keys), 0)
 
 
-# ---- jit
-# --------------------------------------------------------------------------------------------------
+# ---- jit -----------------------------------------------------------------------------------------
 
 
 def decode_step(params, x, cache, new_lengths=None):
@@ -944,8 +936,7 @@ def test_vmapped_step_matches_batched_step(sibling):
     )
 
 
-# ---- Gradients and storage
-# -------------------------------------------------------------------------------------------
+# ---- Gradients and storage -----------------------------------------------------------------------
 
 
 def assert_same_gradients(actual, expected):
@@ -1051,8 +1042,7 @@ def test_torch_decoding_in_inference_mode(sibling):
     assert_same_up_to_rounding(output, full_pass(sibling, GQA_ROPE, x))
 
 
-# ---- Creating and measuring caches
-# -----------------------------------------------------------------------------------
+# ---- Creating and measuring caches ---------------------------------------------------------------
 
 every_dtype = pytest.mark.parametrize(
     "dtype", [np.float32, ml_dtypes.bfloat16, np.float16], ids=["float32", "bfloat16", "float16"]

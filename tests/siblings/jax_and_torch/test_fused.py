@@ -278,8 +278,7 @@ def assert_single_key_is_seen(found, arrays):
     assert np.abs(found["grad.key"]).max() <= rounding * sizes["query"] * NUM_QUERIES
 
 
-# ---- is_causal and lengths instead of masks
-# --------------------------------------------------------------------------
+# ---- is_causal and lengths instead of masks ------------------------------------------------------
 
 
 @sample(jax=1)
@@ -336,8 +335,7 @@ def test_lengths_of_any_kind_are_accepted(sibling, form, kind):
     parity.assert_parity(found, **yardstick(problem(lengths=(5, 7), padding=(0, 2, 7))))
 
 
-# ---- Windows and chunks: a few queries at once
-# -----------------------------------------------------------------------
+# ---- Windows and chunks: a few queries at once ---------------------------------------------------
 
 SPANS = {
     "window": ({"window_size": 20}, {}, True),
@@ -403,8 +401,7 @@ def test_window_of_no_sequences_is_empty(sibling, keywords):
     assert context.shape == (0, 2, 290, 8)
 
 
-# ---- JAX: block by block
-# ---------------------------------------------------------------------------------------------
+# ---- JAX: block by block -------------------------------------------------------------------------
 
 jax_fused = fused_attention(mha_jax)
 jax_blocks = functools.partial(jax_fused, kernel=SMALL_BLOCKS)
@@ -746,8 +743,7 @@ def test_layer_in_blocks_matches_reference(name, dtype):
     parity.assert_parity(found, problem=problem)
 
 
-# ---- Hidden tokens have no effect
-# ------------------------------------------------------------------------------------
+# ---- Hidden tokens have no effect ----------------------------------------------------------------
 
 
 def window_of_the_last(num_tokens):
@@ -855,8 +851,7 @@ def test_torch_does_not_read_padding(is_causal):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-# ---- JAX: one token over a cache
-# -------------------------------------------------------------------------------------
+# ---- JAX: one token over a cache -----------------------------------------------------------------
 
 CAPACITY = 43  # neither a multiple of large blocks nor of small ones
 LAST_POSITIONS = {
@@ -1024,8 +1019,7 @@ def test_step_with_relative_bias_matches():
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)  # a few roundings of float32
 
 
-# ---- Decoding
-# --------------------------------------------------------------------------------------------------
+# ---- Decoding ------------------------------------------------------------------------------------
 
 SPEC = parity.AttentionSpec(16, 4, num_kv_heads=2, head_dim=32, rope=Rope(10000.0))
 
@@ -1287,8 +1281,7 @@ def test_torch_compiled_layer_matches():
     parity.assert_parity(found, expected)
 
 
-# ---- torch: the cheapest form of a mask
-# ------------------------------------------------------------------------------
+# ---- torch: the cheapest form of a mask ----------------------------------------------------------
 
 torch_fused = fused_attention(mha_torch)
 
@@ -1414,8 +1407,7 @@ def test_torch_empty_sequence_builds_mask():  # the control of the test above
         module(torch.from_numpy(tokens(9)), is_causal=True, key_padding_lengths=[0, 9])
 
 
-# ---- JAX: off the CPU
-# ------------------------------------------------------------------------------------------------
+# ---- JAX: off the CPU ----------------------------------------------------------------------------
 
 OFF_THE_CPU = [
     "full",

@@ -290,8 +290,7 @@ def test_nan_padding_reaches_no_gradient(sibling, absorb):
     assert all(sibling.numpy(grad).any() for grad in grads)
 
 
-# ---- Features of one framework
-# ---------------------------------------------------------------------------------------
+# ---- Features of one framework -------------------------------------------------------------------
 
 
 class Wrapped(torch.nn.Module):

@@ -155,8 +155,7 @@ def num_parameters(sibling, module):
     return sum(parameter.size for parameter in jax.tree.leaves(nnx.state(module, nnx.Param)))
 
 
-# ---- Queries without a key
-# -------------------------------------------------------------------------------------------
+# ---- Queries without a key -----------------------------------------------------------------------
 
 
 @sample(jax=1)
@@ -247,8 +246,7 @@ def test_empty_row_is_zero_in_every_mode(sibling, need_weights, training, mode):
     assert not output[0, 1].any()
 
 
-# ---- Masked tokens change nothing
-# ------------------------------------------------------------------------------------
+# ---- Masked tokens change nothing ----------------------------------------------------------------
 
 
 @sample(jax=1)
@@ -359,8 +357,7 @@ def test_self_attention_default_is_unmasked(sibling, rng):
     )
 
 
-# ---- Empty inputs
-# --------------------------------------------------------------------------------------------------
+# ---- Empty inputs --------------------------------------------------------------------------------
 
 NOTHING = {
     "no-queries": (2, 0, 4),
@@ -413,8 +410,7 @@ def test_modules_accept_empty_inputs(sibling, batch_size, num_tokens, is_causal,
     assert (output.shape, attn_weights.shape) == (x.shape, (batch_size, 2, num_tokens, num_tokens))
 
 
-# ---- Heads
-# --------------------------------------------------------------------------------------------------
+# ---- Heads ---------------------------------------------------------------------------------------
 
 
 def with_heads_permuted(weights, order, head_dim):
@@ -563,8 +559,7 @@ def test_parameter_count_matches_formula(sibling, spec, expected):
     assert num_parameters(sibling, sibling.module("MultiHeadAttention", spec)) == expected
 
 
-# ---- One projection for query, key and value
-# -------------------------------------------------------------------------
+# ---- One projection for query, key and value -----------------------------------------------------
 
 
 @sample(jax=1)
@@ -794,8 +789,7 @@ def test_key_defaults_to_the_query(sibling):
     )
 
 
-# ---- Large numbers and long sequences in half precision
-# --------------------------------------------------------------
+# ---- Large numbers and long sequences in half precision ------------------------------------------
 
 
 @sample(jax=1)
@@ -844,8 +838,7 @@ def test_long_float16_sequence(sibling, form, masked):
     assert np.abs(context - np.float16(3.0)).max() <= 3.0 * np.finfo(np.float16).eps
 
 
-# ---- Dropout
-# --------------------------------------------------------------------------------------------------
+# ---- Dropout -------------------------------------------------------------------------------------
 
 DROPPING = parity.AttentionSpec(8, 2, dropout=0.5)
 
@@ -943,8 +936,7 @@ def test_output_dropout_drops_some_outputs(sibling):
     assert 0 < dropped.sum() < dropped.size
 
 
-# ---- Memory layouts
-# --------------------------------------------------------------------------------------------------
+# ---- Memory layouts ------------------------------------------------------------------------------
 
 
 def reversed_in_memory(x):
@@ -978,8 +970,7 @@ def test_torch_accepts_strided_tensors(form):
     assert (context - expected).abs().max() <= 4 * EPSILON  # 4 terms in another order
 
 
-# ---- Configuration
-# --------------------------------------------------------------------------------------------------
+# ---- Configuration -------------------------------------------------------------------------------
 
 
 @sample(jax=1)
@@ -1001,8 +992,7 @@ def test_repr_shows_the_configuration(sibling, kind):
     assert f"AttentionSpec(16, 4, {shown})" in text
 
 
-# ---- Gradients
-# --------------------------------------------------------------------------------------------------
+# ---- Gradients -----------------------------------------------------------------------------------
 
 
 GROUPED_CROSS = parity.AttentionSpec(8, 4, num_kv_heads=2, head_dim=3, d_in=5, d_kv=7)
@@ -1063,8 +1053,7 @@ def test_torch_gradients_match_differences(need_weights):
     assert torch.autograd.gradcheck(output, leaves, eps=1e-5, atol=1e-8, rtol=1e-8, fast_mode=True)
 
 
-# ---- JAX: functions first
-# --------------------------------------------------------------------------------------------
+# ---- JAX: functions first ------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -1214,8 +1203,7 @@ def test_jax_function_accepts_linen_params():
     )  # as above
 
 
-# ---- torch: a module like any other
-# ----------------------------------------------------------------------------------
+# ---- torch: a module like any other --------------------------------------------------------------
 
 
 @only_torch

@@ -34,8 +34,7 @@ def normed(sibling, x, norm, *parameters, dtype=np.float32):
     return sibling.numpy(sibling.package.apply_norm(sibling.array(x.astype(dtype)), norm, *arrays))
 
 
-# ---- On paper
-# --------------------------------------------------------------------------------------------------
+# ---- On paper ------------------------------------------------------------------------------------
 
 
 @sample(jax=1)
@@ -101,8 +100,7 @@ def test_norm_of_integers_raises(sibling):
         )
 
 
-# ---- In layers
-# --------------------------------------------------------------------------------------------------
+# ---- In layers -----------------------------------------------------------------------------------
 
 
 def test_random_norm_weights_are_not_trivial():

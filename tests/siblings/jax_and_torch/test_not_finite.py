@@ -131,8 +131,7 @@ def results_of(sibling, function, arrays, cotangent):
     return result.detach().numpy(), {name: x.numpy() for name, x in zip(leaves, found, strict=True)}
 
 
-# ---- Padding
-# --------------------------------------------------------------------------------------------------
+# ---- Padding -------------------------------------------------------------------------------------
 
 PATHS = {"jax": ["plain", "weights", "fused", "blocks"], "torch": ["plain", "weights", "fused"]}
 
@@ -382,8 +381,7 @@ def test_full_lengths_are_no_padding(sibling):
     assert find(sibling.package.masks.Mask(), 2, 5, *place)[1] is None
 
 
-# ---- Contained kernels
-# -----------------------------------------------------------------------------------------------
+# ---- Contained kernels ---------------------------------------------------------------------------
 
 KERNELS = {"jax": ["fused", "blocks"], "torch": ["fused"]}
 every_kernel = pytest.mark.parametrize(
@@ -583,8 +581,7 @@ def test_sinks_and_non_finite_inputs(sibling):
         assert np.flatnonzero(is_nan[1]).tolist() == [3]
 
 
-# ---- Layers with a contained kernel
-# ----------------------------------------------------------------------------------
+# ---- Layers with a contained kernel --------------------------------------------------------------
 
 LONG = 1200  # more scores than one kernel computes at once
 HIDES = {
@@ -736,8 +733,7 @@ def test_nan_token_in_cache(sibling):
     assert np.isnan(found[1][:, 5:]).all()
 
 
-# ---- PyTorch
-# --------------------------------------------------------------------------------------------------
+# ---- PyTorch -------------------------------------------------------------------------------------
 
 
 def test_torch_overflowing_scores_give_nan():

@@ -53,8 +53,7 @@ SIZES = {
 """Numbers of queries and of keys."""
 
 
-# ---- Ways to hide keys
-# -----------------------------------------------------------------------------------------------
+# ---- Ways to hide keys ---------------------------------------------------------------------------
 
 
 class Hiding(NamedTuple):
@@ -141,8 +140,7 @@ def is_hidden(hiding, num_queries, num_keys):
     return hidden
 
 
-# ---- Formulas
-# --------------------------------------------------------------------------------------------------
+# ---- Formulas ------------------------------------------------------------------------------------
 
 
 def spec_of(hiding):
@@ -284,8 +282,7 @@ def test_masking_leaves_rows_without_keys():
             assert is_empty or name == "nothing" or (sees_itself and hiding.fields), (size, name)
 
 
-# ---- Kernels
-# --------------------------------------------------------------------------------------------------
+# ---- Kernels -------------------------------------------------------------------------------------
 
 
 def on_arrays(hiding, from_numpy):
@@ -467,8 +464,7 @@ def test_single_slot_cache_returns_its_value(platform):
     )
 
 
-# ---- Layers and caches
-# -----------------------------------------------------------------------------------------------
+# ---- Layers and caches ---------------------------------------------------------------------------
 
 # Over one key, attention returns the projected value for a row that may attend to it, and otherwise
 # 0.

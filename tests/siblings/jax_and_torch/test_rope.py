@@ -45,13 +45,6 @@ def rotated_in_float64(x, positions, theta):
     return np.concatenate(turned, axis=-1)
 
 
-def test_frequencies_are_powers_of_theta():
-    """For a theta of 1000 and 6 features, the frequencies are 1, 0.1 and 0.01."""
-    # theta ** (-2 i / H) for i = 0, 1, 2 and H = 6: 1, 1000 ** (-1/3), 1000 ** (-2/3). In float32,
-    # rounding affects the exponents (multiplied by ln(1000) < 7), the powers and their reciprocals.
-    assert Rope(1000.0).frequencies(6) == pytest.approx([1.0, 0.1, 0.01], rel=(7 + 2) * EPSILON / 2)
-
-
 @sample(jax=1)
 @pytest.mark.parametrize("position", [1, 1000, 131071])
 def test_rotation_preserves_length(sibling, rng, position):
@@ -131,8 +124,7 @@ def test_positions_of_one_sequence_broadcast(sibling, rng):
     )
 
 
-# ---- Variants
-# --------------------------------------------------------------------------------------------------
+# ---- Variants ------------------------------------------------------------------------------------
 
 
 def rotated_by(sibling, x, positions, rope):

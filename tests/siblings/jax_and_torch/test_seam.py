@@ -125,6 +125,45 @@ def test_single_token_uses_kernel_step():
     assert steps == [((2, 4, 1, 4), [3, 1])]
 
 
+class Optional(Noting):
+    """A kernel with the optional methods of the protocol, which records them; those of JAX and
+    torch together.
+    """
+
+    def step(self, *arguments):
+        self.calls.append("step")
+        return self(*arguments)
+
+    def check(self, *arguments):
+        self.calls.append("check")
+
+    def find_padding(self, *arguments):
+        self.calls.append("find_padding")
+        return arguments[0], None
+
+
+def test_contained_kernel_keeps_methods(sibling):
+    """A contained kernel finds padding, steps and checks as its kernel does; other kernels have the
+    default.
+    """
+    layer, x = filled(sibling, "MultiHeadAttentionWithCache", SPEC), tokens(sibling, 1)
+    cross = filled(sibling, "MultiHeadAttention", SPEC)
+    kernel = Optional(sibling)
+    if sibling.name == "torch":  # a kernel that finds padding there has only a part of the tokens
+        with refuses("kernel", "Optional"):
+            sibling.package.contained(kernel)
+        kernel = type("Checking", (Noting,), {"check": Optional.check})(sibling)
+    layer.kernel = cross.kernel = sibling.package.contained(kernel)
+    layer(x, layer.init_cache(2, 8))
+    cross(x, key_padding_lengths=[1, 1])
+    methods = [call for call in kernel.calls if isinstance(call, str)]
+    assert methods == {"jax": ["step", "find_padding"], "torch": ["check"]}[sibling.name]
+    expected, _ = filled(sibling, "MultiHeadAttention", SPEC)(x, key_padding_lengths=[1, 1])
+    cross.kernel = sibling.package.contained(Noting(sibling))
+    found, _ = cross(x, key_padding_lengths=[1, 1])
+    np.testing.assert_allclose(sibling.numpy(found), sibling.numpy(expected), rtol=1e-5, atol=1e-6)
+
+
 def test_functions_accept_a_kernel(sibling):
     """`multi_head_attention` calls the given kernel once and matches the module."""
     layer, x = filled(sibling, "MultiHeadAttention", SPEC), tokens(sibling)

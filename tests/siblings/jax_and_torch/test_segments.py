@@ -17,7 +17,7 @@ import mha_torch
 from mha_jax.kernels.fused import FusedAttention
 from mha_spec import AttentionSpec, Rope
 from mha_spec.heads import BareHeads
-from mha_torch.kernels import flex
+from mha_torch.kernels import flex, sdpa
 from mha_torch.masks import Mask
 from mha_torch.parallel.ring import check_ring_supports
 from mha_torch.scores import Scores
@@ -47,8 +47,7 @@ def drawn(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-# ---- Layers
-# --------------------------------------------------------------------------------------------------
+# ---- Layers --------------------------------------------------------------------------------------
 
 
 @sample(jax=1)
@@ -137,8 +136,7 @@ def test_three_segment_id_arrays_raise(sibling):
         sibling.package.create_attention_mask(13, segment_ids=(sibling.array(PACKED),) * 3)
 
 
-# ---- Kernels
-# --------------------------------------------------------------------------------------------------
+# ---- Kernels -------------------------------------------------------------------------------------
 
 
 def problem(options):
@@ -235,6 +233,55 @@ def test_nan_stays_in_segment_in_jax_blocks():
     found = attend_with(contained["jax"](BLOCKS), query, key, value, spec, segment_ids=pair)
     wrong = np.stack([hidden[0, 0, :, 9], hidden[1, 0, :, 30]])
     assert np.array_equal(np.isnan(found).any(axis=3)[:, 0], ~wrong)
+
+
+@pytest.mark.parametrize(
+    ("row", "in_pieces"),
+    [
+        ([3] * 20 + [1] * 9 + [2] * 41, False),
+        ([3] * 70, False),
+        ([3] * 20 + [1] * 9 + [3] * 41, True),
+        ([*range(35)] * 2, True),
+    ],
+    ids=["segments", "one segment", "a segment in two pieces", "pieces of one token"],
+)
+def test_segments_in_torch_need_no_mask(monkeypatch, row, in_pieces):
+    """Packed segments match the plain path, with gradients and sinks, and need no mask unless one
+    is in pieces.
+    """
+    ids = torch.tensor([[5] * 30 + [4] * 40, row])
+    spec = AttentionSpec(64, 4, num_kv_heads=2, sinks=True)
+    masks, attend = [], sdpa.sdpa
+
+    def recorded(*arrays, attn_mask=None, **options):
+        masks.append(attn_mask)
+        return attend(*arrays, attn_mask=attn_mask, **options)
+
+    def with_gradients(function):
+        leaves = [
+            torch.from_numpy(drawn(2, heads, 70, 16, seed=heads)).requires_grad_()
+            for heads in (4, 2, 2)
+        ]
+        sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], requires_grad=True)
+        told = {"is_causal": row[0] == row[-1], "segment_ids": ids, "learned": {"sinks": sinks}}
+        context, _ = function(*leaves, spec, **told)
+        return context, *torch.autograd.grad(context.square().sum(), [*leaves, sinks])
+
+    expected = with_gradients(plain_attention(mha_torch))
+    monkeypatch.setattr(sdpa, "sdpa", recorded)
+    found = with_gradients(fused_attention(mha_torch))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+    # A call with sinks calls the function again, without causality's own mask.
+    assert any(mask is not None for mask in masks) == in_pieces
+
+
+def test_short_segments_share_a_mask():
+    """A call for each segment is worth it from eight tokens of a segment on."""
+    for tokens, expected in ((8, [[8] * 4]), (7, None)):
+        ids = torch.arange(4).repeat_interleave(tokens)[None]
+        query = torch.zeros(1, 1, 4 * tokens, 2)
+        assert sdpa.known_segments(query, Mask(segment_ids=ids)) == expected
 
 
 def test_compiled_torch_layer_accepts_ids():

@@ -165,8 +165,7 @@ def test_window_matches_torch_in_64_bit_mode(dtype):
         parity.assert_parity(found, expected, same_precision=same)
 
 
-# ---- Caches
-# --------------------------------------------------------------------------------------------------
+# ---- Caches --------------------------------------------------------------------------------------
 
 ROPE = Rope(100.0, rotary_dim=8, rotated="last")
 LATENT = AttentionSpec(32, 4, head_dim=16, value_head_dim=8, latent=Latent(32, 8), rope=ROPE)
@@ -222,8 +221,7 @@ def test_step_kernel_accepts_wide_integers(dtype, platform, window_size):
     assert traced_dtypes(functools.partial(with_gradients, attend), arrays) == {np.dtype(dtype)}
 
 
-# ---- Divided tokens
-# --------------------------------------------------------------------------------------------------
+# ---- Divided tokens ------------------------------------------------------------------------------
 
 
 @sample(dtype=[np.float64])

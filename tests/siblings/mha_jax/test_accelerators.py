@@ -175,8 +175,7 @@ def test_only_bias_gradient_has_all_pairs(platform):
     assert found == Counts(arrays=1)
 
 
-# ---- Controls of the counts
-# ------------------------------------------------------------------------------------------
+# ---- Controls of the counts ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
@@ -253,8 +252,7 @@ def test_float64_arrays_are_counted():
     assert counts(program, 5).float64 > 0
 
 
-# ---- Layers and caches
-# -----------------------------------------------------------------------------------------------
+# ---- Layers and caches ---------------------------------------------------------------------------
 
 
 def module(kind, dtype, **fields):
@@ -334,8 +332,7 @@ def test_step_stores_nothing_beyond_cache(fields, dtype, platform):
     assert counts(cached(fields, dtype, platform, 1), larger) == Counts()
 
 
-# ---- Blocks of an accelerator match the plain path
-# -------------------------------------------------------------------
+# ---- Blocks of an accelerator match the plain path -----------------------------------------------
 
 SMALL = FusedAttention(few_scores=0, most_scores=0, queries=24, keys=24)
 QUICKLY = {"xla_backend_optimization_level": 0}  # programs here run only once

@@ -107,8 +107,7 @@ def test_traced_call_is_one_program(layer):
     assert "_attend" not in jaxpr
 
 
-# ---- Concrete weights with traced inputs
-# -----------------------------------------------------------------------------
+# ---- Concrete weights with traced inputs ---------------------------------------------------------
 
 TRANSFORMED = {
     "jit": lambda function, x: jax.jit(function)(x),
@@ -172,8 +171,7 @@ def test_concrete_new_lengths_checked_in_jit():
         step(tokens(5), decoder.init_cache(1, 4))
 
 
-# ---- NumPy and memory
-# ------------------------------------------------------------------------------------------------
+# ---- NumPy and memory ----------------------------------------------------------------------------
 
 
 def test_arguments_can_be_numpy_arrays(layer):

@@ -167,8 +167,7 @@ def test_loading_weights_keeps_placement():
     assert all((parity.weights_of(layer)[name] == weight).all() for name, weight in weights.items())
 
 
-# ---- Errors
-# --------------------------------------------------------------------------------------------------
+# ---- Errors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,7 @@ def found():
     return found_by("sharded_tokens")
 
 
-# ---- Results
-# --------------------------------------------------------------------------------------------------
+# ---- Results -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SENT)
@@ -78,8 +77,7 @@ def test_nan_padding_of_divided_tokens(found, kind):
     assert found["padded"][kind] < 1e-5
 
 
-# ---- Communication and memory
-# ----------------------------------------------------------------------------------------
+# ---- Communication and memory --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SENT)
@@ -109,8 +107,7 @@ def test_temporary_memory_shrinks(found, name):
     assert eight <= two / 4 * 1.24
 
 
-# ---- Errors
-# --------------------------------------------------------------------------------------------------
+# ---- Errors --------------------------------------------------------------------------------------
 
 
 def test_unshardable_tokens_raise_by_name(found):

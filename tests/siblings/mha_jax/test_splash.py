@@ -141,8 +141,7 @@ def test_nan_reaches_only_attending_rows():
         np.testing.assert_array_equal(found[name][1, heads], expected[name][1, heads], err_msg=name)
 
 
-# ---- Kernel selection
-# ------------------------------------------------------------------------------------------------
+# ---- Kernel selection ----------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -277,8 +277,7 @@ def test_calls_with_masks_match_the_list(count, name):
     )
 
 
-# ---- Layers
-# --------------------------------------------------------------------------------------------------
+# ---- Layers --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_graph", [False, True], ids=["eager", "graph"])
@@ -296,8 +295,7 @@ def test_layer_stores_no_mask(count, span, is_graph):
     assert found == {"FlexAttention" if span else "SDPA": 1}
 
 
-# ---- Controls of the counts
-# ------------------------------------------------------------------------------------------
+# ---- Controls of the counts ----------------------------------------------------------------------
 
 
 def test_masks_scores_float64_are_counted(count):

@@ -65,8 +65,7 @@ def tokens(*shape, seed=1):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-# ---- Known and unknown values
-# ----------------------------------------------------------------------------------------
+# ---- Known and unknown values --------------------------------------------------------------------
 
 
 def test_values_of_tensors_are_known():
@@ -424,8 +423,7 @@ def test_every_feature_is_one_compiled_graph(name):
     )
 
 
-# ---- Contained kernels
-# -----------------------------------------------------------------------------------------------
+# ---- Contained kernels ---------------------------------------------------------------------------
 
 CONTAINED = {
     "plain": contained["torch"](lambda *arguments: stages.attend(*arguments)[0]),
@@ -696,8 +694,7 @@ def test_nan_in_free_slots_has_no_effect(counts):
         assert torch.equal(call(x, copy.deepcopy(spoilt))[0], expected)
 
 
-# ---- Derivatives
-# --------------------------------------------------------------------------------------------------
+# ---- Derivatives ---------------------------------------------------------------------------------
 
 
 def layers_of(form):
@@ -743,8 +740,7 @@ def test_plain_path_supports_double_backward():  # see the docstring of the fuse
     assert penalty.abs().max() > 0
 
 
-# ---- Caches as data, and their storage
-# -------------------------------------------------------------------------------
+# ---- Caches as data, and their storage -----------------------------------------------------------
 
 
 def filled_cache(layer, counts=(2, 2, 2), capacity=6):
@@ -899,8 +895,7 @@ def test_module_cache_dtype_under_autocast(dtype):
     assert cache.lengths.tolist() == [3, 3]
 
 
-# ---- Devices
-# --------------------------------------------------------------------------------------------------
+# ---- Devices -------------------------------------------------------------------------------------
 
 
 def on_meta(x):
@@ -938,8 +933,7 @@ def test_cache_on_other_device_raises():
         layer(torch.ones(1, 3, 16), cache)
 
 
-# ---- Memory of masks
-# -------------------------------------------------------------------------------------------------
+# ---- Memory of masks -----------------------------------------------------------------------------
 
 
 def peak_nbytes(make):

@@ -88,8 +88,7 @@ def refused(device, function, keywords, refusal):
         function(**keywords)
 
 
-# ---- Operands that are not tensors on the device
-# ---------------------------------------------------------------------
+# ---- Operands that are not tensors on the device -------------------------------------------------
 
 # Other types, ranks and kinds are tested in `test_annotations.py`.
 KERNELS = {"": None, " with a kernel": lambda device: mha_tt.fused.attend}
@@ -273,8 +272,7 @@ def test_wrong_rank_in_a_step_raises(device, name, axes):
     refused(device, function, {**keywords, name: ones(*bad)}, refuses(name, {f"{name}.shape": bad}))
 
 
-# ---- Arrays
-# --------------------------------------------------------------------------------------------------
+# ---- Arrays --------------------------------------------------------------------------------------
 
 ARRAYS = {
     "integers": (np.ones(3, np.int32), {}, refuses_type("array", dtype=...)),
@@ -306,8 +304,7 @@ def test_invalid_download_raises(device, kind):
         mha_tt.download(make((3, 5), device))
 
 
-# ---- Weights
-# --------------------------------------------------------------------------------------------------
+# ---- Weights -------------------------------------------------------------------------------------
 
 LAYER_SPEC = parity.AttentionSpec(8, 2, d_in=6)
 WEIGHTS = parity.random_weights(LAYER_SPEC)
@@ -480,8 +477,7 @@ def test_function_rejects_tiles_of_others(device, name, function):
     refused(device, function, {**keywords, "weights": HELD, "spec": spec}, refusal)
 
 
-# ---- Configurations
-# --------------------------------------------------------------------------------------------------
+# ---- Configurations ------------------------------------------------------------------------------
 
 # Invalid specifications are tested in `jax_and_torch/test_bad_input.py`.
 CONFIGS = {
@@ -504,8 +500,7 @@ def test_invalid_module_configuration_raises(device, kind, name):
         getattr(mha_tt, kind)(**{"spec": SPEC, "device": device, **keywords})
 
 
-# ---- Stages
-# --------------------------------------------------------------------------------------------------
+# ---- Stages --------------------------------------------------------------------------------------
 
 HEADS = ones(2, 2, 3, 32)
 RELATIVE = parity.AttentionSpec(8, 2, relative_bias=parity.RelativeBias(8, 8))
@@ -541,6 +536,14 @@ STAGES = {
         {"attn_weights": ones(2, 3, 3, 3), "value": HEADS},
         refuses("num_heads", num_heads=3, num_kv_heads=2),
     ),
+    "norm of rows": (
+        "apply_norm",
+        {
+            "x": lambda device: NOT_TENSORS["rows"][0]((2, 2, 3, 32), device),
+            "norm": parity.Norm(weight=None),
+        },
+        refuses_type("x", {"x.layout": ...}),
+    ),
     "dropout of float32": (
         "apply_dropout",
         {"attn_weights": wide(2, 2, 3, 32), "rate": 0.5},
@@ -569,8 +572,7 @@ def test_scores_need_no_sinks(device):
     assert tuple(scores.shape) == (2, 2, 3, 3)
 
 
-# ---- Attention of split heads
-# ----------------------------------------------------------------------------------------
+# ---- Attention of split heads --------------------------------------------------------------------
 
 DOT_PRODUCTS = {
     "head_dim beyond": (
@@ -690,8 +692,7 @@ def test_invalid_step_arguments_raise(device, name):
     refused(device, "fused.attend_to_cache", {**STEP, **keywords}, refusal)
 
 
-# ---- Layers
-# --------------------------------------------------------------------------------------------------
+# ---- Layers --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rates", [{"dropout": 0.5}, {"output_dropout": 0.5}], ids=str)
@@ -813,8 +814,7 @@ def test_input_of_projection_names_it(device):
         project("k_proj", ones(2, 3, 7)(device))
 
 
-# ---- Masks
-# --------------------------------------------------------------------------------------------------
+# ---- Masks ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -865,8 +865,7 @@ def test_device_mask_of_device_mask_raises(device):
         mha_tt.DeviceMask(mask, device=device)
 
 
-# ---- Caches
-# --------------------------------------------------------------------------------------------------
+# ---- Caches --------------------------------------------------------------------------------------
 
 SIZES = {"batch_size": 2, "num_kv_heads": 2, "capacity": 4, "head_dim": 4}
 NBYTES = {"batch_size": 1, "num_kv_heads": 2, "capacity": 3, "head_dim": 4, "num_layers": 5}
@@ -965,8 +964,7 @@ def test_module_step_rejects_bad_input(device, name):
     refused(device, module("MultiHeadAttentionWithCache", SPEC), keywords, refusal)
 
 
-# ---- Latents
-# --------------------------------------------------------------------------------------------------
+# ---- Latents -------------------------------------------------------------------------------------
 
 LATENTS = {
     "keys and values": ({"cache": cache(2, 2, 4, 4)}, refuses_type("cache", "KVCache")),
@@ -1067,8 +1065,7 @@ def test_invalid_latent_helpers_raise(device, name):
     refused(device, function, keywords, refusal)
 
 
-# ---- Before any work
-# -------------------------------------------------------------------------------------------------
+# ---- Before any work -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["too many tokens", "no cache", "new_lengths too long", "batch"])

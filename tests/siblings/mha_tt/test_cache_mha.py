@@ -139,8 +139,7 @@ def assert_holds(slots, part, spec, dtype, x):
     assert_close(held, expected.swapaxes(1, 2).reshape(held.shape), dtype)
 
 
-# ---- Chunking
-# --------------------------------------------------------------------------------------------------
+# ---- Chunking ------------------------------------------------------------------------------------
 
 
 @pytest.mark.board
@@ -288,8 +287,7 @@ def test_dropout_is_active_in_training(device):
     assert (dropped != whole).any(axis=2).all()
 
 
-# ---- The function
-# --------------------------------------------------------------------------------------------------
+# ---- The function --------------------------------------------------------------------------------
 
 
 @both_dtypes
@@ -307,8 +305,7 @@ def test_function_matches_module(device, spec, dtype):
     assert np.array_equal(mha_tt.download(output), mha_tt.download(expected))
 
 
-# ---- Custom masks, biases and positions
-# ------------------------------------------------------------------------------
+# ---- Custom masks, biases and positions ----------------------------------------------------------
 
 
 @both_dtypes
@@ -420,8 +417,7 @@ def test_fully_masked_row_is_output_bias(device, dtype):
         assert np.array_equal(mha_tt.download(output)[0], np.broadcast_to(bias, (num_new, 24)))
 
 
-# ---- Copies of a cache
-# -----------------------------------------------------------------------------------------------
+# ---- Copies of a cache ---------------------------------------------------------------------------
 
 
 def in_every_dtype(name, values):
@@ -544,8 +540,7 @@ def test_decoding_continues_after_cropping(device, dtype):
     assert_close(output, full_pass(GQA_ROPE, dtype, x)[:, 4:], dtype)
 
 
-# ---- Contents of the cache
-# -------------------------------------------------------------------------------------------
+# ---- Contents of the cache -----------------------------------------------------------------------
 
 
 @pytest.mark.board
@@ -596,8 +591,7 @@ def test_cache_is_updated_in_place(device):
     )
 
 
-# ---- Values without effect
-# -------------------------------------------------------------------------------------------
+# ---- Values without effect -----------------------------------------------------------------------
 
 
 @both_dtypes
@@ -643,8 +637,7 @@ def test_idle_sequence_token_has_no_effect(device, value, dtype):
     assert [np.array_equal(*pair) for pair in zip(*results, strict=True)] == [True] * 4
 
 
-# ---- Caches in other dtypes
-# ------------------------------------------------------------------------------------------
+# ---- Caches in other dtypes ----------------------------------------------------------------------
 
 
 @pytest.mark.board
@@ -698,8 +691,7 @@ def test_mixing_dtypes_with_cache_raises(device, seq_len, dtype, cache_dtype):
         module(x, module.init_cache(3, 6, cache_dtype))
 
 
-# ---- Capacity
-# --------------------------------------------------------------------------------------------------
+# ---- Capacity ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_new", [1, 2])
@@ -768,8 +760,7 @@ def test_prompt_above_core_count_is_cached(device):
     assert (mha_tt.download(cache.keys)[:, :, :2] == 1.0).all()
 
 
-# ---- Transfers between host and device
-# -------------------------------------------------------------------------------
+# ---- Transfers between host and device -----------------------------------------------------------
 
 STEPS = {
     # name: (layer, shapes uploaded by a step of some of 3 sequences: sequence selection, RoPE
@@ -839,8 +830,7 @@ def test_few_heads_are_repeated_in_a_step(device, rng, calls, num_heads, num_kv_
     assert_close(found, expected[None], ttnn.bfloat16)
 
 
-# ---- Creating and measuring caches
-# -----------------------------------------------------------------------------------
+# ---- Creating and measuring caches ---------------------------------------------------------------
 
 
 @every_dtype
@@ -893,8 +883,7 @@ def test_cache_supports_other_value_width(device, dtype):
     assert_close(np.concatenate(steps, axis=1), mha_tt.download(whole), dtype)
 
 
-# ---- Errors that the device does not report
-# --------------------------------------------------------------------------
+# ---- Errors that the device does not report ------------------------------------------------------
 
 
 def test_too_many_kv_heads_raise(device):
@@ -938,8 +927,7 @@ def test_float32_dropout_changes_no_cache(device, rates):
     assert not mha_tt.download(cache.keys).any()
 
 
-# ---- Empty inputs
-# --------------------------------------------------------------------------------------------------
+# ---- Empty inputs --------------------------------------------------------------------------------
 
 
 @both_dtypes

@@ -23,8 +23,7 @@ from mha_tt.layout import round_up
 from parity.port.conversion.layouts.canonical import from_canonical, to_canonical
 from parity.port.conversion.layouts.tables import LAYOUTS
 
-# ---- Target
-# --------------------------------------------------------------------------------------------------
+# ---- Target --------------------------------------------------------------------------------------
 
 MOCK, SIMULATOR = "TT_METAL_MOCK_CLUSTER_DESC_PATH", "TT_METAL_SIMULATOR"
 CARDS = ["/dev/tenstorrent/0", "/dev/tenstorrent/1"]
@@ -164,8 +163,7 @@ def test_missing_card_error_names_its_number(only_mock, run_python):
     assert "mock n150" in said
 
 
-# ---- Arithmetic
-# --------------------------------------------------------------------------------------------------
+# ---- Arithmetic ----------------------------------------------------------------------------------
 
 ACCURATE = {
     "wormhole": (
@@ -358,8 +356,7 @@ def test_softmax_subtracts_largest_score(device, calls, name):
     }
 
 
-# ---- Arrays
-# --------------------------------------------------------------------------------------------------
+# ---- Arrays --------------------------------------------------------------------------------------
 
 SHAPES = [(1,), (5,), (33,), (3, 5), (32, 32), (33, 65), (2, 3, 5), (1, 1, 1, 1), (2, 3, 40, 12)]
 ARRAYS = {
@@ -495,8 +492,7 @@ def test_integer_layouts_of_rows_and_indices(device):
     )
 
 
-# ---- Weights
-# --------------------------------------------------------------------------------------------------
+# ---- Weights -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("count", "expected"), [(0, 0), (1, 32), (32, 32), (33, 64), (64, 64)])

@@ -27,8 +27,7 @@ def with_padding(tensor):
     return tensor.to_torch_with_padded_shape().float().numpy()
 
 
-# ---- On the host
-# --------------------------------------------------------------------------------------------------
+# ---- On the host ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -41,8 +40,7 @@ def test_invalid_segment_ids_raise(ids):
     assert caught.value.argument == "segment_ids"
 
 
-# ---- Recognizing causal masks
-# ----------------------------------------------------------------------------------------
+# ---- Recognizing causal masks --------------------------------------------------------------------
 
 CAUSAL = {
     "1": mha_tt.create_causal_mask(1),
@@ -78,8 +76,7 @@ def test_other_masks_are_not_causal(device, name):
     assert not mha_tt.DeviceMask(NOT_CAUSAL[name], device=device).is_causal
 
 
-# ---- On the device
-# --------------------------------------------------------------------------------------------------
+# ---- On the device -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("attend", [plain_attention(mha_tt), fused_attention(mha_tt)])
@@ -232,8 +229,7 @@ def test_on_device_returns_none_for_none(device):
     assert on_device(None, device) is None
 
 
-# ---- The lazy causal mask
-# --------------------------------------------------------------------------------------------
+# ---- The lazy causal mask ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seq_len", [1, 5, 33])
@@ -265,8 +261,7 @@ def test_lazy_causal_mask_rejects_bad_length(device, seq_len, error):
         CausalMask(seq_len, device=device)
 
 
-# ---- Biases
-# --------------------------------------------------------------------------------------------------
+# ---- Biases --------------------------------------------------------------------------------------
 
 BIAS = np.array([[0.5, -np.inf], [1e-3, float(np.finfo(np.float32).min)]], np.float32)
 
@@ -326,8 +321,7 @@ def test_device_bias_has_requested_dtype(device, on, dtype):
     assert bias_on_device(bias, device, dtype).dtype == dtype
 
 
-# ---- Memory
-# --------------------------------------------------------------------------------------------------
+# ---- Memory --------------------------------------------------------------------------------------
 
 LARGE = {
     "causal": lambda: mha_tt.create_causal_mask(2048),

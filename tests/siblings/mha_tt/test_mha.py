@@ -117,8 +117,7 @@ def dtype_of(form):
     return ttnn.float32 if form == "plain" else ttnn.bfloat16
 
 
-# ---- By hand
-# --------------------------------------------------------------------------------------------------
+# ---- By hand -------------------------------------------------------------------------------------
 
 
 @both_dtypes
@@ -195,8 +194,7 @@ def test_attention_scores_are_float32(device, dtype):
     assert mha_tt.attention_scores(ones, ones).dtype == ttnn.float32
 
 
-# ---- Compared with float64
-# -------------------------------------------------------------------------------------------
+# ---- Compared with float64 -----------------------------------------------------------------------
 
 
 @sample(12)
@@ -364,8 +362,7 @@ def test_bfloat8_b_output_is_bfloat8_b(device, path):
     assert output.dtype == dtype
 
 
-# ---- Causal modules
-# --------------------------------------------------------------------------------------------------
+# ---- Causal modules ------------------------------------------------------------------------------
 
 SELF = {
     "full": {},
@@ -414,8 +411,7 @@ def test_later_tiles_change_no_earlier_ones(device, rng, dtype):
     assert (after[:, 33:] != before[:, 33:]).any(axis=2).all()
 
 
-# ---- Rows without a key
-# ----------------------------------------------------------------------------------------------
+# ---- Rows without a key --------------------------------------------------------------------------
 
 
 @both_dtypes
@@ -464,8 +460,7 @@ def test_lowest_bias_outweighs_a_mask(device, of, path, dtype):
     assert_close(output[:, 0], value[:, 2:].mean(axis=1), dtype)
 
 
-# ---- Biases
-# --------------------------------------------------------------------------------------------------
+# ---- Biases --------------------------------------------------------------------------------------
 
 BIASES = {
     "(S,)": (4,),
@@ -545,8 +540,7 @@ def test_causal_mask_and_bias_match_formula(device, rng):
     assert_close(context, attend(query, key, value, bias=bias, mask=mask)[0], ttnn.bfloat16)
 
 
-# ---- Masks and keys on the device
-# ------------------------------------------------------------------------------------
+# ---- Masks and keys on the device ----------------------------------------------------------------
 
 
 @both_dtypes
@@ -559,8 +553,7 @@ def test_mask_on_device_equals_mask_on_host(device, form, dtype):
     assert np.array_equal(on_device, on_host)
 
 
-# ---- bfloat8_b
-# --------------------------------------------------------------------------------------------------
+# ---- bfloat8_b -----------------------------------------------------------------------------------
 
 NARROW = {name: SPECS[name] for name in ("mha", "gqa-rope", "fused-qkv", "fused-qkv-rope-bare")}
 narrow_specs = pytest.mark.parametrize("spec", NARROW.values(), ids=NARROW)
@@ -609,8 +602,7 @@ def test_bfloat8_b_inputs_match_formula(device, rng, spec, form):
     assert_close(output, layer(spec, weights, x, mask=mask)[0], ttnn.bfloat8_b)
 
 
-# ---- Dropout
-# --------------------------------------------------------------------------------------------------
+# ---- Dropout -------------------------------------------------------------------------------------
 
 
 def dropping(device, dtype=ttnn.bfloat16, seed=0, **rates):
@@ -705,8 +697,7 @@ def test_given_dropout_matches_formula(device, rng, shape, path, dtype):
         assert_close(attn_weights, expected_weights, dtype)
 
 
-# ---- Between the host and the device
-# ---------------------------------------------------------------------------------
+# ---- Between the host and the device -------------------------------------------------------------
 
 READS = {"ttnn.from_device", "ttnn.to_torch", "ttnn.to_dtype"}
 
@@ -783,8 +774,7 @@ def test_inputs_are_not_modified(device, rng):
     assert np.array_equal(mha_tt.download(tensor), x)
 
 
-# ---- Modules
-# --------------------------------------------------------------------------------------------------
+# ---- Modules -------------------------------------------------------------------------------------
 
 
 def test_module_repr_shows_its_dtypes(device):
@@ -807,8 +797,7 @@ def test_loaded_weights_apply_to_next_call(device, rng, form):
     assert_close(output_of(module, x, need_weights=form == "plain"), expected, ttnn.float32)
 
 
-# ---- Wide heads and positions
-# ----------------------------------------------------------------------------------------
+# ---- Wide heads and positions --------------------------------------------------------------------
 
 
 @pytest.mark.board
@@ -878,8 +867,7 @@ def test_lazy_causal_mask_equals_table(device, seq_len):
     assert np.array_equal(mha_tt.download(late.hidden), mha_tt.download(early.hidden))
 
 
-# ---- Empty inputs
-# --------------------------------------------------------------------------------------------------
+# ---- Empty inputs --------------------------------------------------------------------------------
 
 
 @both_dtypes

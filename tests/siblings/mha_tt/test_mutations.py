@@ -122,8 +122,7 @@ def at(
     return Mutation(case, stage, broken, ((holder, name),), dtype)
 
 
-# ---- Overrides of more than a line
-# -----------------------------------------------------------------------------------
+# ---- Overrides of more than a line ---------------------------------------------------------------
 
 
 def without_spec(original, kernel, q, k, v, visible, scores):

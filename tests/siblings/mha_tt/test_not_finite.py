@@ -76,8 +76,7 @@ def run(device, attend, dtype, inputs, **options):
     return mha_tt.download(context)
 
 
-# ---- Padding
-# --------------------------------------------------------------------------------------------------
+# ---- Padding -------------------------------------------------------------------------------------
 
 LENGTHS = [4, 6]
 IS_REAL = np.arange(6) < np.array(LENGTHS)[:, None]
@@ -243,8 +242,7 @@ def test_softmax_of_infinite_scores_is_nan(device):
     assert attn_weights[1].tolist() == [0.0, 1.0, 0.0]
 
 
-# ---- Contained kernels
-# -----------------------------------------------------------------------------------------------
+# ---- Contained kernels ---------------------------------------------------------------------------
 
 
 def run_kernel(device, kernel, dtype, inputs, *, bias=None, **hides):
@@ -383,8 +381,7 @@ def test_cached_nan_spoils_only_later_tokens(device, chunks, dtype):
     assert np.array_equal(outputs[1][~is_spoilt], outputs[0][~is_spoilt])
 
 
-# ---- Costs
-# --------------------------------------------------------------------------------------------------
+# ---- Costs ---------------------------------------------------------------------------------------
 
 LOOKS = {"ttnn.isfinite", "ttnn.cumsum"}
 
@@ -452,8 +449,7 @@ def test_padding_is_cut_without_nan_search(device, calls, is_contained, lengths)
     )  # one of them is for rows that the kernel loses
 
 
-# ---- Reading heads back
-# ----------------------------------------------------------------------------------------------
+# ---- Reading heads back --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lost", [np.nan, np.inf])

@@ -96,8 +96,7 @@ def test_one_key_or_query_matches_formula(device, path, size):
             assert_close(mha_tt.download(attn_weights), expected_weights, tolerance)
 
 
-# ---- Layers and caches
-# -----------------------------------------------------------------------------------------------
+# ---- Layers and caches ---------------------------------------------------------------------------
 
 PLAIN = AttentionSpec(64, 2)
 LATENT = AttentionSpec(

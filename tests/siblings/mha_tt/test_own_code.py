@@ -87,8 +87,7 @@ def words(function, *questions, **declared):
     return [found[question].words for question in questions]
 
 
-# ---- Conventions
-# --------------------------------------------------------------------------------------------------
+# ---- Conventions ---------------------------------------------------------------------------------
 
 
 @pytest.mark.board
@@ -187,8 +186,7 @@ def test_missing_operation_raises_its_error():
         examine(own_tt.not_there, ["scale"], framework="ttnn")
 
 
-# ---- Diagnosis
-# --------------------------------------------------------------------------------------------------
+# ---- Diagnosis -----------------------------------------------------------------------------------
 
 PORT = """
 import numpy as np

@@ -12,8 +12,9 @@ from helpers.tt import MOCK_BOARD, RECORDED_BOARD
 from helpers.tt.formulas import IS_MOCK
 
 from mha_spec import AttentionSpec, Rope
-from parity import CASES, Case, random_case, run_cases
+from parity import CASES, Case, run_cases
 from parity.measure.backends import tt as backend
+from parity.measure.core.cases import random_case
 
 DTYPES = ("float32", "bfloat16")
 MORE_SEEDS = range(6, 18)  # the first six are among the cases

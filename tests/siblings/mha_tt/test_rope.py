@@ -28,21 +28,10 @@ def padded_heads(x):
     return padded
 
 
-# ---- By hand
-# --------------------------------------------------------------------------------------------------
+# ---- By hand -------------------------------------------------------------------------------------
 
 
-def test_frequencies_are_powers_of_theta():
-    """Frequencies of 6 features are 1, theta^(-1/3) and theta^(-2/3)."""
-    # theta ** (-2 i / H) for i = 0, 1, 2 and H = 6: 1, 1000 ** (-1/3), 1000 ** (-2/3).
-    found = parity.Rope(1000.0).frequencies(6)
-    assert found.dtype == np.float32
-    # Each step is rounded: the exponent, the power, 1 / power.
-    assert found == pytest.approx([1.0, 0.1, 0.01], rel=2e-7)
-
-
-# ---- Compared with float64
-# -------------------------------------------------------------------------------------------
+# ---- Compared with float64 -----------------------------------------------------------------------
 
 
 @both_dtypes
@@ -119,8 +108,7 @@ def test_bfloat16_features_are_rounded_once(device, rng):
     )
 
 
-# ---- In padded heads
-# -------------------------------------------------------------------------------------------------
+# ---- In padded heads -----------------------------------------------------------------------------
 
 
 @both_dtypes
@@ -141,8 +129,7 @@ def test_padding_of_heads_stays_zero_in_rope(device, rng, head_dim):
     assert not np.delete(padded, mha_tt.head_slots(head_dim, rope=parity.Rope()), axis=-1).any()
 
 
-# ---- Kinds
-# --------------------------------------------------------------------------------------------------
+# ---- Kinds ---------------------------------------------------------------------------------------
 
 KINDS = {
     "neighbours": parity.Rope(pairs="interleaved"),
@@ -217,8 +204,7 @@ def test_positions_on_axes_need_sections(device):
         mha_tt.apply_rope(x, np.zeros((2, 1, 3), np.int32), KINDS["sections"])
 
 
-# ---- In a layer
-# --------------------------------------------------------------------------------------------------
+# ---- In a layer ----------------------------------------------------------------------------------
 
 
 SPEC = parity.AttentionSpec(8, 2, rope=parity.Rope(100.0))
@@ -252,8 +238,7 @@ def test_layer_adapts_rotations_to_length(device, rng):
     assert np.array_equal(mha_tt.download(output), layer_output(device, x))
 
 
-# ---- Errors
-# --------------------------------------------------------------------------------------------------
+# ---- Errors --------------------------------------------------------------------------------------
 
 REFUSALS = {
     "odd head": ((1, 1, 1, 3), [[0]], 1e4, refuses("head_dim", head_dim=3)),

@@ -117,8 +117,7 @@ def contents(cache):
     return [mha_tt.download(x) for x in cache.slots.values()]
 
 
-# ---- Cost of a step
-# --------------------------------------------------------------------------------------------------
+# ---- Cost of a step ------------------------------------------------------------------------------
 
 
 @pytest.mark.board
@@ -406,8 +405,7 @@ def test_rotary_table_terms_match_rotation(device, position, is_row_each):
     assert np.abs(found - expected).max() <= 2**-16
 
 
-# ---- Traces
-# --------------------------------------------------------------------------------------------------
+# ---- Traces --------------------------------------------------------------------------------------
 
 REPLAYED = """
 import numpy as np, ttnn

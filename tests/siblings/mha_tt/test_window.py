@@ -40,8 +40,7 @@ def split_heads(seq_len, rng, num_kv_heads=2, dtype=ttnn.bfloat16):
     ]
 
 
-# ---- Recognizing window masks
-# ----------------------------------------------------------------------------------------
+# ---- Recognizing window masks --------------------------------------------------------------------
 
 NOT_OF_A_WINDOW = {
     "both-ways": mha_tt.create_attention_mask(5, window_size=3),
@@ -141,8 +140,7 @@ def test_kernel_applies_only_a_pure_window(device, name):
     assert np.array_equal(joined.mask, hidden)
 
 
-# ---- The prompt kernel
-# -----------------------------------------------------------------------------------------------
+# ---- The prompt kernel ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -279,8 +277,7 @@ def test_narrower_of_two_windows_applies(device, window_size, expected):
     assert (within is mask) == (expected == 3)
 
 
-# ---- Non-finite values
-# -----------------------------------------------------------------------------------------------
+# ---- Non-finite values ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["key", "value"])
@@ -330,8 +327,7 @@ def test_nan_leaves_with_the_window(device, dtype):
     assert np.array_equal(outputs[1][~is_spoilt], outputs[0][~is_spoilt])
 
 
-# ---- The step kernel
-# -------------------------------------------------------------------------------------------------
+# ---- The step kernel -----------------------------------------------------------------------------
 
 
 @pytest.mark.board

@@ -21,8 +21,7 @@ RESTARTED = (
 """The description and overrides of a bug that all of them can have."""
 
 
-# ---- ALiBi
-# --------------------------------------------------------------------------------------------------
+# ---- ALiBi ---------------------------------------------------------------------------------------
 
 
 def alibi(case: Case) -> Iterator[Bug]:
@@ -64,8 +63,7 @@ def alibi(case: Case) -> Iterator[Bug]:
         yield bug("alibi-restarted", *RESTARTED)
 
 
-# ---- Relative bias
-# --------------------------------------------------------------------------------------------------
+# ---- Relative bias -------------------------------------------------------------------------------
 
 
 def relative_bias(case: Case) -> Iterator[Bug]:
@@ -147,8 +145,7 @@ def _of_grid(right: GridBias) -> Iterator[Bug]:
         yield bug("grid-bias-class-token", about, {"bucket_on": swapped})
 
 
-# ---- Relative products
-# -----------------------------------------------------------------------------------------------
+# ---- Relative products ---------------------------------------------------------------------------
 
 
 def relative_products(case: Case) -> Iterator[Bug]:

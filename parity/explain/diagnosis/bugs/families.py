@@ -36,8 +36,7 @@ class BugFamily:
         return partial(Bug, fix=self.fix, page=self.page, stages=stages)
 
 
-# ---- Weights and inputs
-# ----------------------------------------------------------------------------------------------
+# ---- Weights and inputs --------------------------------------------------------------------------
 
 TRANSPOSED = BugFamily(
     "transposed-kernel",
@@ -62,8 +61,7 @@ SHARED_KV = BugFamily(
     "shared-kv", "use the keys and values of the other layer as they enter its attention"
 )
 
-# ---- Heads
-# --------------------------------------------------------------------------------------------------
+# ---- Heads ---------------------------------------------------------------------------------------
 
 HEAD_ORDER = BugFamily(
     "head-order",
@@ -73,8 +71,7 @@ GROUPED = BugFamily(
     "grouped-heads", "use key/value head n // (N // K) for query head n: repeat, not tile"
 )
 
-# ---- RoPE
-# --------------------------------------------------------------------------------------------------
+# ---- RoPE ----------------------------------------------------------------------------------------
 
 THETA = BugFamily(
     "rope-theta",
@@ -106,8 +103,7 @@ CACHE_POSITIONS = BugFamily(
 )
 CACHE_SLOTS = BugFamily("cache-slots", "write new token i into slot length + i")
 
-# ---- Masks
-# --------------------------------------------------------------------------------------------------
+# ---- Masks ---------------------------------------------------------------------------------------
 
 CAUSAL = BugFamily(
     "causal-alignment", "hide every key whose position is greater than the query's: s > t"
@@ -127,8 +123,7 @@ LEAKING = BugFamily(
     "hide keys with -inf before the softmax: do not add a boolean mask to the scores",
 )
 
-# ---- Scores and what comes of them
-# -----------------------------------------------------------------------------------
+# ---- Scores and what comes of them ---------------------------------------------------------------
 
 DIVIDED = BugFamily(
     "scale",

@@ -19,8 +19,7 @@ def _of_no_pair(t: np.ndarray, s: np.ndarray, *_: object) -> np.ndarray:
     return np.zeros(np.broadcast_shapes(t.shape, s.shape), bool)
 
 
-# ---- Any mask
-# --------------------------------------------------------------------------------------------------
+# ---- Any mask ------------------------------------------------------------------------------------
 
 
 def used_or_made(case: Case) -> Iterator[Bug]:
@@ -71,8 +70,7 @@ def _making(change: Callable[[np.ndarray], np.ndarray]) -> Overrides:
     return {"hidden": before(lambda masked: (change(masked),))}
 
 
-# ---- The causal mask
-# -------------------------------------------------------------------------------------------------
+# ---- The causal mask -----------------------------------------------------------------------------
 
 
 def causal(case: Case) -> Iterator[Bug]:
@@ -147,8 +145,7 @@ def _is_not_filled(t: np.ndarray, s: np.ndarray) -> np.ndarray:
     return s > (t.max(axis=2, keepdims=True) if t.ndim == 4 else np.full_like(t, s.max()))
 
 
-# ---- Padding and windows
-# ---------------------------------------------------------------------------------------------
+# ---- Padding and windows -------------------------------------------------------------------------
 
 
 def padding(case: Case) -> Iterator[Bug]:

@@ -17,12 +17,12 @@ import numpy as np
 
 from parity.explain.diagnosis.bugs.record import Bug, Changed, Override
 from parity.explain.diagnosis.bugs.sites import Overrides, before, weights
+from parity.explain.diagnosis.work import PER_MULTIPLICATION, PER_ROUNDED, ask, begin
 from parity.measure.core.case import Case
 from parity.measure.core.reference import Layer
 from parity.measure.core.reference.arithmetic import MANTISSA, multiplications
 from parity.measure.core.stages import Values
 from parity.measure.core.weights import dtype_named, is_floating
-from parity.measure.core.work import PER_MULTIPLICATION, PER_ROUNDED, ask, begin
 
 DTYPES = ("bfloat16", "float16")
 """Dtypes to which float32 is rounded."""
@@ -115,8 +115,7 @@ def _by_lines(_: Layer, original: Override, values: Values) -> dict[str, np.ndar
     return {"attn_weights": np.where(np.isfinite(weights), found, weights).astype(kept.dtype)}
 
 
-# ---- Rounding
-# --------------------------------------------------------------------------------------------------
+# ---- Rounding ------------------------------------------------------------------------------------
 
 
 def _to(dtype: str) -> Cut:
@@ -153,8 +152,7 @@ def _entering(layer: Layer, projection: str, x: np.ndarray, cut: Cut) -> np.ndar
     return cut(wide) if projection in OF_INPUTS else _rounded(layer, wide, cut)
 
 
-# ---- Weights and projections
-# -----------------------------------------------------------------------------------------
+# ---- Weights and projections ---------------------------------------------------------------------
 
 
 def _weights(case: Case, dtype: str, projection: str = "") -> Iterator[Bug]:
@@ -206,8 +204,7 @@ def _projection(projection: str, cut: Cut) -> Overrides:
     return {"linear": linear}
 
 
-# ---- Stages
-# --------------------------------------------------------------------------------------------------
+# ---- Stages --------------------------------------------------------------------------------------
 
 
 def _stages(case: Case, dtype: str, cut: Cut) -> Iterator[Bug]:
@@ -275,8 +272,7 @@ def _stages(case: Case, dtype: str, cut: Cut) -> Iterator[Bug]:
     )
 
 
-# ---- Products
-# --------------------------------------------------------------------------------------------------
+# ---- Products ------------------------------------------------------------------------------------
 
 
 def low_products(case: Case) -> Iterator[Bug]:

@@ -227,8 +227,7 @@ def _of_tokens(problem: Problem) -> Iterator[RankBug]:
         )
 
 
-# ---- Wrong values of a rank
-# ------------------------------------------------------------------------------------------
+# ---- Wrong values of a rank ----------------------------------------------------------------------
 
 
 def _in_turn(ranks: SharedProblem, rank: int) -> int:

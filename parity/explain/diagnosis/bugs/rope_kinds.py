@@ -36,8 +36,7 @@ def _as(wrong: Rope) -> Overrides:
     return {"rope": instead(lambda: wrong)}
 
 
-# ---- Scaling
-# --------------------------------------------------------------------------------------------------
+# ---- Scaling -------------------------------------------------------------------------------------
 
 
 def scaled(case: Case) -> Iterator[Bug]:
@@ -182,8 +181,7 @@ def _attention_factor(rope: Rope, scaling: YarnScaling | LongRopeScaling) -> Ite
         )
 
 
-# ---- Parts of a head
-# -------------------------------------------------------------------------------------------------
+# ---- Parts of a head -----------------------------------------------------------------------------
 
 
 def partly(case: Case) -> Iterator[Bug]:
@@ -257,8 +255,7 @@ def _proportional(rope: Rope, scaling: ProportionalScaling, size: int) -> Iterat
     )
 
 
-# ---- Several axes, neighbors
-# -----------------------------------------------------------------------------------------
+# ---- Several axes, neighbors ---------------------------------------------------------------------
 
 
 def on_several_axes(case: Case) -> Iterator[Bug]:

@@ -18,8 +18,7 @@ from parity.measure.core.stages import Values
 
 of_scores = partial(Bug, stages=("scores",))
 
-# ---- Scale
-# --------------------------------------------------------------------------------------------------
+# ---- Scale ---------------------------------------------------------------------------------------
 
 
 def scale(case: Case) -> Iterator[Bug]:
@@ -76,8 +75,7 @@ def yarn_factor(spec: AttentionSpec) -> float:
     return scaling.score_factor if isinstance(scaling, YarnScaling) else 1.0
 
 
-# ---- Soft cap
-# --------------------------------------------------------------------------------------------------
+# ---- Soft cap ------------------------------------------------------------------------------------
 
 
 def soft_cap(case: Case) -> Iterator[Bug]:
@@ -131,8 +129,7 @@ def soft_cap(case: Case) -> Iterator[Bug]:
         )
 
 
-# ---- Bias
-# --------------------------------------------------------------------------------------------------
+# ---- Bias ----------------------------------------------------------------------------------------
 
 
 def bias(case: Case) -> Iterator[Bug]:
@@ -161,8 +158,7 @@ def bias(case: Case) -> Iterator[Bug]:
     yield bug("score-bias-after-softmax", "the bias is added after the softmax", added)
 
 
-# ---- NaN
-# --------------------------------------------------------------------------------------------------
+# ---- NaN -----------------------------------------------------------------------------------------
 
 
 def not_finite(case: Case) -> Iterator[Bug]:

@@ -16,8 +16,7 @@ from parity.measure.core.stages import Values
 Change = Callable[[Any], Any]
 Overrides = dict[str, Override]
 
-# ---- Any method
-# --------------------------------------------------------------------------------------------------
+# ---- Any method ----------------------------------------------------------------------------------
 
 
 def before(change: Callable[..., tuple[Any, ...]]) -> Override:
@@ -35,8 +34,7 @@ def after(change: Change) -> Override:
     return override
 
 
-# ---- Weights
-# --------------------------------------------------------------------------------------------------
+# ---- Weights -------------------------------------------------------------------------------------
 
 
 def weights(change: Change, names: Collection[str]) -> Overrides:
@@ -89,8 +87,7 @@ def packed(
     return {"parameter": parameter}
 
 
-# ---- Queries, keys and values
-# ----------------------------------------------------------------------------------------
+# ---- Queries, keys and values --------------------------------------------------------------------
 
 
 def projected(change: Callable[[Values], Values]) -> Overrides:
@@ -124,8 +121,7 @@ def positions(of: str, change: Change) -> Overrides:
     return turned(of, lambda layer, x, places: layer.rotate(x, change(places)))
 
 
-# ---- Scores and attention weights
-# ------------------------------------------------------------------------------------
+# ---- Scores and attention weights ----------------------------------------------------------------
 
 
 def attn_weights(change: Callable[[Layer, np.ndarray], np.ndarray]) -> Overrides:

@@ -20,8 +20,7 @@ PENALTY = -10.0
 
 of_softmax = partial(Bug, stages=("attn_weights",))
 
-# ---- The mask
-# --------------------------------------------------------------------------------------------------
+# ---- The mask ------------------------------------------------------------------------------------
 
 
 def mask_as_number(case: Case) -> Iterator[Bug]:
@@ -86,8 +85,7 @@ def after_softmax(case: Case) -> Iterator[Bug]:
         )
 
 
-# ---- Another function
-# ------------------------------------------------------------------------------------------------
+# ---- Another function ----------------------------------------------------------------------------
 
 
 def other_functions(case: Case) -> Iterator[Bug]:
@@ -131,8 +129,7 @@ def other_functions(case: Case) -> Iterator[Bug]:
         yield bug("softmax-log", "the weights are the logarithms of a softmax", logarithm)
 
 
-# ---- Another axis
-# --------------------------------------------------------------------------------------------------
+# ---- Another axis --------------------------------------------------------------------------------
 
 
 def softmax_axis(case: Case) -> Iterator[Bug]:
@@ -159,8 +156,7 @@ def _over(axis: int) -> Override:
     return attn_weights
 
 
-# ---- Dropout
-# --------------------------------------------------------------------------------------------------
+# ---- Dropout -------------------------------------------------------------------------------------
 
 
 def dropout(_: Case) -> Iterator[Bug]:
@@ -177,8 +173,7 @@ def dropout(_: Case) -> Iterator[Bug]:
         )
 
 
-# ---- Sinks
-# --------------------------------------------------------------------------------------------------
+# ---- Sinks ---------------------------------------------------------------------------------------
 
 
 def sinks(case: Case) -> Iterator[Bug]:
@@ -234,8 +229,7 @@ def _mask_not_shifted(layer: Layer, original: Override, values: Values) -> dict[
     return {"attn_weights": original({**values, **joined})["attn_weights"][..., 1:]}
 
 
-# ---- Rows that see no key
-# --------------------------------------------------------------------------------------------
+# ---- Rows that see no key ------------------------------------------------------------------------
 
 
 def empty_rows(case: Case) -> Iterator[Bug]:

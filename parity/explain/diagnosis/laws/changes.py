@@ -32,8 +32,7 @@ GIVEN_OTHERS = (QKV[:1], QKV[1:2], QKV[2:], QKV[1:])
 """Projections that may read another input: each alone, and keys and values together."""
 
 
-# ---- Weights
-# --------------------------------------------------------------------------------------------------
+# ---- Weights -------------------------------------------------------------------------------------
 
 
 def weights(problem: Problem, names: list[str]) -> Iterator[Part]:
@@ -198,8 +197,7 @@ def _rows(heads: int) -> Iterator[tuple[str, Form]]:
     yield "read with its heads rolled by 1", rolled
 
 
-# ---- Inputs
-# --------------------------------------------------------------------------------------------------
+# ---- Inputs --------------------------------------------------------------------------------------
 
 
 def inputs(problem: Problem) -> Iterator[Part]:
@@ -239,8 +237,7 @@ def _projecting(others: Mapping[str, np.ndarray]) -> Changed:
     return Changed({"linear": lambda _, original, name, x: original(name, others.get(name, x))})
 
 
-# ---- Masks and biases
-# ------------------------------------------------------------------------------------------------
+# ---- Masks and biases ----------------------------------------------------------------------------
 
 
 def masks_and_biases(problem: Problem) -> Iterator[Part]:
@@ -302,8 +299,7 @@ def _as_rows(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return np.ascontiguousarray(x).reshape(shape)
 
 
-# ---- Products of heads
-# -----------------------------------------------------------------------------------------------
+# ---- Products of heads ---------------------------------------------------------------------------
 
 
 _OF_FORMS = {"of the sequence before": of.SEQUENCES, "normalized, each head separately": of.QK_NORM}

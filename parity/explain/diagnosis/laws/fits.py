@@ -228,8 +228,7 @@ def _made_in_reference(right: AttentionSpec, made: AttentionSpec) -> Changed | N
     return Changed({differ[0]: instead(lambda: values[differ[0]])})
 
 
-# ---- The numbers
-# --------------------------------------------------------------------------------------------------
+# ---- The numbers ---------------------------------------------------------------------------------
 
 THETAS = (1e2, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8)
 CAPS = (None, 1.0, 5.0, 15.0, 30.0, 50.0, 100.0)

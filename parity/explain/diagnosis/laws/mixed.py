@@ -44,8 +44,7 @@ WORST = 1e4
 """The largest condition number of an out_proj that is inverted."""
 
 
-# ---- Dropout
-# --------------------------------------------------------------------------------------------------
+# ---- Dropout -------------------------------------------------------------------------------------
 
 
 def dropouts(seen: Seen) -> Iterator[Law]:
@@ -162,8 +161,7 @@ def _out_proj(seen: Seen) -> tuple[np.ndarray, np.ndarray] | None:
     return weight, np.zeros(len(weight)) if bias is None else bias.astype(np.float64)
 
 
-# ---- Heads in the output
-# ---------------------------------------------------------------------------------------------
+# ---- Heads in the output -------------------------------------------------------------------------
 
 
 def lost_rows(seen: Seen) -> Iterator[Law]:

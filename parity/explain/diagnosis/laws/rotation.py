@@ -161,8 +161,7 @@ def _turning(seen: Seen) -> _Turning | None:
     return _Turning(first, second, positions, right, right + slope, begin, amplitude)
 
 
-# ---- Rules, the plainest first
-# ---------------------------------------------------------------------------------------
+# ---- Rules, the plainest first -------------------------------------------------------------------
 
 
 def _offset(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule]:

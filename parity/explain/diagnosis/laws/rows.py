@@ -15,8 +15,7 @@ SUMS = {0: "the batch", 1: "the heads", 2: "the queries"}
 """The other axes over which a softmax may wrongly be applied."""
 
 
-# ---- Attention weights
-# -----------------------------------------------------------------------------------------------
+# ---- Attention weights ---------------------------------------------------------------------------
 
 
 def attn_weights(seen: Seen) -> Iterator[Law]:
@@ -163,8 +162,7 @@ def _range(numbers: np.ndarray) -> str:
     return low if low == high else f"{low} … {high}"
 
 
-# ---- Scores
-# --------------------------------------------------------------------------------------------------
+# ---- Scores --------------------------------------------------------------------------------------
 
 
 def scores(seen: Seen) -> Iterator[Law]:
@@ -233,8 +231,7 @@ def _by_distance(seen: Seen, difference: np.ndarray, distance: np.ndarray) -> It
         )
 
 
-# ---- The mask
-# --------------------------------------------------------------------------------------------------
+# ---- The mask ------------------------------------------------------------------------------------
 
 
 def masks(seen: Seen) -> Iterator[Law]:
@@ -294,8 +291,7 @@ def _away(distance: int) -> str:
     return f"{abs(distance)} {'before' if distance < 0 else 'after'} its own"
 
 
-# ---- The context
-# --------------------------------------------------------------------------------------------------
+# ---- The context ---------------------------------------------------------------------------------
 
 
 def contexts(seen: Seen) -> Iterator[Law]:

@@ -28,8 +28,7 @@ CONSTANTS = {
 """Numbers that implementations use instead of -infinity."""
 
 
-# ---- Constants
-# --------------------------------------------------------------------------------------------------
+# ---- Constants -----------------------------------------------------------------------------------
 
 
 def constants(seen: Seen) -> Iterator[Law]:
@@ -68,8 +67,7 @@ def constants(seen: Seen) -> Iterator[Law]:
         )
 
 
-# ---- Factors and offsets
-# ---------------------------------------------------------------------------------------------
+# ---- Factors and offsets -------------------------------------------------------------------------
 
 ALTERNATIONS = 200
 """Rounds in which the factors of tokens and of features are fitted in turn."""

@@ -20,8 +20,7 @@ LOOSEST = 0.01
 """The largest relative difference from a named number."""
 
 
-# ---- Numbers
-# --------------------------------------------------------------------------------------------------
+# ---- Numbers -------------------------------------------------------------------------------------
 
 
 def readable(x: float) -> str:
@@ -130,8 +129,7 @@ def number_words(x: float, names: Sequence[str], right: float = math.nan) -> str
     return f"{number} ({', or '.join(others)})" if others else number
 
 
-# ---- Indices
-# --------------------------------------------------------------------------------------------------
+# ---- Indices -------------------------------------------------------------------------------------
 
 NOUNS = {
     "B": ("sequence", "sequences"),

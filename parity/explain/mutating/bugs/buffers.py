@@ -7,8 +7,8 @@ from typing import Any
 
 from parity.explain.conformance.signatures import library_of
 from parity.explain.mutating.calls import Call, Injection, Run
+from parity.explain.mutating.carriers import replaced_in_torch
 from parity.explain.mutating.compare import Unfit
-from parity.explain.mutating.held import replaced_in_torch
 
 
 def _values(x: Any) -> tuple[Any, Any] | None:

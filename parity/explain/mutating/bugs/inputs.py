@@ -14,8 +14,7 @@ from parity.explain.mutating.calls import Call, Injection, Run, on_output, taken
 
 HEADS = ("heads", "key", "value")
 
-# ---- Exchanged
-# --------------------------------------------------------------------------------------------------
+# ---- Exchanged -----------------------------------------------------------------------------------
 
 
 def _exchanged(one: str, other: str) -> Callable[[Call], Run | None]:
@@ -37,8 +36,7 @@ def _batch_as_tokens(call: Call) -> Run | None:
     return lambda function: on_output(function(other), lambda output: output.swapaxes(0, 1))
 
 
-# ---- Heads
-# --------------------------------------------------------------------------------------------------
+# ---- Heads ---------------------------------------------------------------------------------------
 
 
 def _reordered(
@@ -101,8 +99,7 @@ def _heads_not_moved_back(call: Call) -> Run | None:
     )
 
 
-# ---- Scale
-# --------------------------------------------------------------------------------------------------
+# ---- Scale ---------------------------------------------------------------------------------------
 
 
 def _divisor(call: Call) -> float:
@@ -143,8 +140,7 @@ def _after_softmax(call: Call) -> Run | None:
     return lambda function: on_output(function(other), lambda output: output / right)
 
 
-# ---- Precision
-# --------------------------------------------------------------------------------------------------
+# ---- Precision -----------------------------------------------------------------------------------
 
 
 def _rounded(call: Call) -> Call | None:

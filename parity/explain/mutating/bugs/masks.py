@@ -14,8 +14,7 @@ from parity.explain.mutating.view import OTHER_NEEDS
 FORBIDDEN = -1e4  # smaller numbers hide keys in an additive mask
 
 
-# ---- Masks of any kind
-# -----------------------------------------------------------------------------------------------
+# ---- Masks of any kind ---------------------------------------------------------------------------
 
 
 def _is_added(mask: Any) -> bool:
@@ -73,8 +72,7 @@ def _ignored(call: Call) -> Call | None:
     return call.but(mask=None) if call.view.roles["mask"] in call.view.optional else None
 
 
-# ---- The causal mask
-# -------------------------------------------------------------------------------------------------
+# ---- The causal mask -----------------------------------------------------------------------------
 
 
 def _with_own_mask(call: Call, hidden: np.ndarray) -> Run:
@@ -142,8 +140,7 @@ def _unasked(call: Call) -> Call | None:
     return call.but(is_causal=True) if not call.get("is_causal") and call.lengths[0] > 1 else None
 
 
-# ---- Padding
-# --------------------------------------------------------------------------------------------------
+# ---- Padding -------------------------------------------------------------------------------------
 
 
 def _padding(

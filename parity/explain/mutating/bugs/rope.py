@@ -10,8 +10,8 @@ import numpy as np
 
 from parity.explain.conformance.signatures import library_of
 from parity.explain.mutating.calls import Call, Injection, Run
+from parity.explain.mutating.carriers import replaced_in_torch
 from parity.explain.mutating.compare import Unfit, is_traced
-from parity.explain.mutating.held import replaced_in_torch
 
 NAMED_SO = re.compile(r"rope|rotary|inv_?freq", re.IGNORECASE)
 ROLES = ("theta", "positions", "cos", "position_embeddings")

@@ -1,6 +1,4 @@
-"""Convert canonical weights to the tensors of a layout and back; the two functions are inverses,
-bit for bit.
-"""
+"""Convert canonical weights to the tensors of a layout and back, by two inverse functions."""
 
 from __future__ import annotations
 
@@ -59,21 +57,31 @@ def to_canonical(
     Raises:
         ValueError: if names are missing or unknown, shapes do not fit, or the heads are ambiguous.
     """
-    held = {
-        name: array for name, array in to_numpy_by_name(tensors).items() if not layout.ignores(name)
-    }
-    for name, array in held.items():
+    arrays = {}
+    for name, array in to_numpy_by_name(tensors).items():
+        if not layout.ignores(name):
+            arrays[name] = array
+    _check_dtypes(arrays)
+    shapes = {name: array.shape for name, array in arrays.items()}
+    hints = LayerHints.by(CALLER, **keywords)
+    spec = hints.spec
+    if spec is None:
+        spec = find_spec(shapes, layout, hints)
+    for name in unused_in(layout, spec):
+        shapes.pop(name, None)
+    placement = find_placement(shapes, spec, layout)
+    weights = {}
+    for name in placement.weights:
+        # A copy, because a read weight may share memory with the caller's tensors.
+        weights[name] = np.array(placement.read_out(name, arrays.__getitem__), order="C")
+    return check_weights(weights, spec), spec
+
+
+def _check_dtypes(arrays: Mapping[str, np.ndarray]) -> None:
+    """Reject arrays that are not of one floating-point dtype."""
+    for name, array in arrays.items():
         if not is_floating(array.dtype):
             raise InputTypeError(name, "be a floating-point array", {f"{name}.dtype": array.dtype})
-    if len(dtypes := sorted({array.dtype.name for array in held.values()})) > 1:
+    dtypes = sorted({array.dtype.name for array in arrays.values()})
+    if len(dtypes) > 1:
         raise InputTypeError("weights", "have one dtype", str(dtypes))
-    shapes = {name: array.shape for name, array in held.items()}
-    hints = LayerHints.by(CALLER, **keywords)
-    spec = find_spec(shapes, layout, hints) if hints.spec is None else hints.spec
-    shapes = {name: shape for name, shape in shapes.items() if name not in unused_in(layout, spec)}
-    placement = find_placement(shapes, spec, layout)
-    weights = {
-        name: np.array(placement.read_out(name, held.__getitem__), order="C")
-        for name in placement.weights
-    }
-    return check_weights(weights, spec), spec

@@ -1,11 +1,10 @@
-"""Identify the layer that tensors represent: the layout's form, whether it is stacked, and the
-specification.
-"""
+"""Identify the layer that tensors represent: its form, whether it is stacked, its specification."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 
@@ -14,24 +13,30 @@ import numpy as np
 from mha_spec import AttentionSpec, InputError, InputTypeError
 from mha_spec.attention import NORMS
 from parity.measure.text import some_of
-from parity.port.conversion.hints import LayerHints
+from parity.port.conversion.hints import COUNTS, LayerHints
 from parity.port.conversion.layouts.layout import (
+    GRID_BIAS,
     TILE,
-    UNSAID,
     Layout,
     Tensor,
     broken_rules,
     matches,
     names_of,
+    parts_of,
     weights_of_norm,
 )
 from parity.port.conversion.layouts.placement import Placement, head_counts, padded_width
 
-MAX_SIZE = 1 << 24  # of an axis; the widest models have about 1 << 16
-MAX_LAYERS = 10_000  # of a stack
+MAX_SIZE = 1 << 24
+"""Size of the longest axis. The widest models have about 1 << 16; the bound limits how many
+divisors a hostile file has tried.
+"""
 
-USUAL = (64, 128, 32, 80, 96, 256)  # usual head sizes, listed first if several fit
+MAX_LAYERS = 10_000
+"""Layers of the largest stack."""
 
+USUAL = (64, 128, 32, 80, 96, 256)
+"""Usual head sizes, the most frequent first, which are listed first if several fit."""
 
 SPEC_SOURCES = "a config.json next to the file, or spec=… from Python"
 
@@ -68,48 +73,75 @@ def find_form(names: Iterable[str], layout: Layout) -> tuple[Tensor, ...]:
         ValueError: if no form fits, or more than one.
     """
     names = set(names)
-    required = [
-        [tensor.name for tensor in form if tensor.kind == "weight"] for form in layout.forms
-    ]
-    missing = [[name for name in wanted if not matches(name, names)] for wanted in required]
-    found = [form for form, absent in zip(layout.forms, missing, strict=True) if not absent]
-    if len(found) > 1:
-        # A form that is part of another, such as the one without out_proj, does not count.
-        names_in = [{tensor.name for tensor in form} for form in found]
-        found = [
-            form
-            for form, own in zip(found, names_in, strict=True)
-            if not any(own < other for other in names_in)
-        ]
-    if len(found) != 1:
-        likeliest = max(range(len(missing)), key=lambda i: len(required[i]) - len(missing[i]))
-        what = "more than one of its forms" if found else f"missing {missing[likeliest]}"
-        raise _not_of(layout, f"{what} in {shorten(sorted(names))}")
-    (form,) = found
-    stacks = {tensor.name: matches(tensor.name, names) for tensor in form if tensor.is_per_head}
-    heads = range(max(map(len, stacks.values()), default=0))
-    if gaps := [
-        name
-        for each, held in stacks.items()
-        if held
-        for n in heads
-        if (name := each.format(n=n)) not in held
-    ]:
-        raise _not_of(layout, f"missing {shorten(gaps)} in {shorten(sorted(names))}")
-    known = {*names_of((*form, *layout.others), names)}
-    if unknown := sorted(name for name in names - known if not layout.ignores(name)):
+    fitting = _largest([form for form in layout.forms if not _missing_weights(form, names)])
+    if len(fitting) > 1:
+        raise _not_of(layout, f"more than one of its forms in {shorten(sorted(names))}")
+    if not fitting:
+        likeliest = max(layout.forms, key=lambda form: _num_present_weights(form, names))
+        missing = _missing_weights(likeliest, names)
+        raise _not_of(layout, f"missing {missing} in {shorten(sorted(names))}")
+    (form,) = fitting
+    missing = _missing_heads(form, names)
+    if missing:
+        raise _not_of(layout, f"missing {shorten(missing)} in {shorten(sorted(names))}")
+    own_names = {*names_of((*form, *layout.others), names)}
+    unknown = sorted(name for name in names - own_names if not layout.ignores(name))
+    if unknown:
         raise _not_of(layout, f"unknown names {shorten(unknown)}")
     return form
 
 
+def _missing_weights(form: Iterable[Tensor], names: Collection[str]) -> list[str]:
+    """Return the weights of a form that no name stands for; biases may be missing."""
+    weights = [tensor.name for tensor in form if tensor.kind == "weight"]
+    return [name for name in weights if not matches(name, names)]
+
+
+def _num_present_weights(form: Iterable[Tensor], names: Collection[str]) -> int:
+    num_weights = sum(tensor.kind == "weight" for tensor in form)
+    return num_weights - len(_missing_weights(form, names))
+
+
+def _largest(forms: list[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+    """Return forms without those that are part of another, such as the one without out_proj."""
+    return [form for form in forms if not _is_part_of_another(form, forms)]
+
+
+def _is_part_of_another(form: Iterable[Tensor], forms: Iterable[Iterable[Tensor]]) -> bool:
+    # A tensor is known by its name here: forms may hold one name with other axes.
+    names = {*_names(form)}
+    return any(names < {*_names(other)} for other in forms)
+
+
+def _names(form: Iterable[Tensor]) -> list[str]:
+    return [tensor.name for tensor in form]
+
+
+def _missing_heads(form: Iterable[Tensor], names: Collection[str]) -> list[str]:
+    """Return the names of missing heads, if each head has its own tensor.
+
+    All such tensors have as many heads as the one with the most.
+    """
+    names_by_head = {tensor: matches(tensor.name, names) for tensor in form if tensor.is_per_head}
+    num_heads = max(map(len, names_by_head.values()), default=0)
+    missing = []
+    for tensor, present in names_by_head.items():
+        if not present:  # an absent bias
+            continue
+        expected = [tensor.name.format(n=head) for head in range(num_heads)]
+        missing += [name for name in expected if name not in present]
+    return missing
+
+
 def _check_score_biases(names: Iterable[str], layout: Layout) -> None:
     """Reject a bias of scores that the specification does not contain."""
-    if unsaid := sorted(name for name in names if layout.leaves_unsaid(name)):
+    grid_biases = sorted(name for name in names if layout.is_grid_bias(name))
+    if grid_biases:
         raise UnknownSpecError(
             f"a layer in {layout.name}",
             "not add biases to scores that its specification lacks",
-            shorten(unsaid),
-            remedy={"drop": UNSAID},
+            shorten(grid_biases),
+            remedy={"drop": GRID_BIAS},
             hint="leaves it out",
         )
 
@@ -124,78 +156,105 @@ def placements(spec: AttentionSpec, layout: Layout) -> tuple[Placement, ...]:
     broken, got = broken_rules(spec, layout)
     if broken:
         raise LayoutMismatchError("the layer", f"be one that {layout.name} can hold: {broken}", got)
-    wanted = spec.weight_shapes.keys()
-    found, nameless = [], set(wanted)
+    required = spec.weight_shapes.keys()
+    fitting, nameless = [], set(required)
     for form in layout.forms:
-        tensors = tuple(tensor for tensor in (*form, *layout.others) if wanted & {*tensor.parts})
-        held = {part for tensor in tensors for part in tensor.parts}
-        nameless &= wanted - held
-        if held == wanted and not any(_packs_two_sizes(tensor, spec) for tensor in tensors):
-            found.append(Placement(layout, spec, tensors))
-    if not found:
-        raise _has_no_form(layout, wanted, nameless)
-    return tuple(found)
+        tensors = []
+        for tensor in (*form, *layout.others):
+            if required & {*tensor.parts}:
+                tensors.append(tensor)
+        held = parts_of(tensors)
+        nameless &= required - held
+        if held == required and not any(_packs_two_sizes(tensor, spec) for tensor in tensors):
+            fitting.append(Placement(layout, spec, tuple(tensors)))
+    if not fitting:
+        raise _has_no_form(layout, required, nameless)
+    return tuple(fitting)
 
 
 def placement_for(
-    readers: Iterable[Callable[[str], np.ndarray]], spec: AttentionSpec, layout: Layout
+    readers: Collection[Callable[[str], np.ndarray]], spec: AttentionSpec, layout: Layout
 ) -> Placement:
     """Place layers of one specification, whose weights are read by name, or reject them.
 
     If the layout has a tensor for shared keys and values, it is used when both are equal in all
     layers.
     """
-    found = placements(spec, layout)
-    shared = [each for each in found if any(tensor.is_shared for tensor in each.tensors)]
-    parts = [tensor.parts for each in shared for tensor in each.tensors if tensor.is_shared]
-    if shared and all(
-        _are_one([read(part) for part in each]) for each in parts for read in readers
-    ):
-        return shared[0]
-    return next((each for each in found if each not in shared), found[0])
+    possible = placements(spec, layout)
+    with_shared, separate = [], []
+    for placement in possible:
+        if any(tensor.is_shared for tensor in placement.tensors):
+            with_shared.append(placement)
+        else:
+            separate.append(placement)
+    if with_shared and _hold_shared_weights(with_shared, readers):
+        return with_shared[0]
+    return separate[0] if separate else possible[0]
+
+
+def _hold_shared_weights(
+    possible: Iterable[Placement], readers: Collection[Callable[[str], np.ndarray]]
+) -> bool:
+    """Return whether the weights of each shared tensor are one in all layers."""
+    for placement in possible:
+        for tensor in placement.tensors:
+            if not tensor.is_shared:
+                continue
+            for read in readers:
+                if not _are_one([read(part) for part in tensor.parts]):
+                    return False
+    return True
 
 
 def _are_one(weights: list[np.ndarray]) -> bool:
+    """Return whether weights have equal bits, so that signs of zeros count."""
     first, *others = (weight.view(f"u{weight.dtype.itemsize}") for weight in weights)
     return all(np.array_equal(first, other) for other in others)
 
 
 def _has_no_form(
-    layout: Layout, wanted: Collection[str], nameless: Collection[str]
+    layout: Layout, required: Collection[str], nameless: Collection[str]
 ) -> LayoutMismatchError:
-    """Make the error for a layer whose weights fit no form; the layout has no names for the
-    `nameless` ones.
+    """Make the error for a layer whose weights fit no form.
+
+    Args:
+        layout: the layout.
+        required: canonical names of the weights.
+        nameless: those for which the layout has no names.
     """
     if nameless:
-        norms = [name for name in NORMS if weights_of_norm(name) & {*nameless}]
-        remedy, hint = ({"drop": ",".join(norms)}, "leaves it out") if norms else ((), "")
         rule = f"have only weights for which {layout.name} has names"
-        return LayoutMismatchError(
-            "the layer", rule, shorten(sorted(nameless)), remedy=remedy, hint=hint
-        )
+        error = LayoutMismatchError("the layer", rule, shorten(sorted(nameless)))
+        norms = [name for name in NORMS if weights_of_norm(name) & {*nameless}]
+        if norms:
+            error.remedy, error.hint = {"drop": ",".join(norms)}, "leaves it out"
+        return error
     for tensor in layout.tensors:
-        without = [part for part in tensor.parts if part not in wanted]
-        if 0 < len(without) < len(tensor.parts):
-            of_each = "a bias in all projections" if tensor.kind == "bias" else "all projections"
-            rule = f"have {of_each} that {tensor.name} of {layout.name} packs"
-            return LayoutMismatchError("the layer", rule, f"none of {', '.join(without)}")
-    return LayoutMismatchError(
-        "the layer", f"have equal sizes where {layout.name} packs projections"
-    )
+        missing = [part for part in tensor.parts if part not in required]
+        if 0 < len(missing) < len(tensor.parts):
+            projections = "all projections"
+            if tensor.kind == "bias":
+                projections = "a bias in all projections"
+            rule = f"have {projections} that {tensor.name} of {layout.name} packs"
+            return LayoutMismatchError("the layer", rule, f"none of {', '.join(missing)}")
+    rule = f"have equal sizes where {layout.name} packs projections"
+    return LayoutMismatchError("the layer", rule)
 
 
 def _packs_two_sizes(tensor: Tensor, spec: AttentionSpec) -> bool:
-    """Return whether projections in a tensor differ in input size, head size, or number on an
-    axis.
-    """
+    """Return whether projections in a tensor differ in inputs, head size, or number on an axis."""
     if tensor.has_projection_axis and len({*head_counts(tensor, spec)}) > 1:
         return True
     if tensor.kind == "bias" or len(tensor.parts) == 1:
         return False
-    words = {*tensor.holds}
-    inputs = {spec.d_in if word in ("q", "g") else spec.d_kv for word in words}
-    sizes = {spec.head_dim if word in ("q", "k") else spec.value_head_dim for word in words - {"g"}}
-    if "g" in words and spec.gate is not None:
+    letters = {*tensor.holds}
+    inputs = {spec.d_in if letter in ("q", "g") else spec.d_kv for letter in letters}
+    sizes = set()
+    if letters & {"q", "k"}:
+        sizes.add(spec.head_dim)
+    if "v" in letters:
+        sizes.add(spec.value_head_dim)
+    if "g" in letters and spec.gate is not None:
         sizes.add(1 if spec.gate.per_head else spec.value_head_dim)
     return len(inputs) > 1 or len(sizes) > 1
 
@@ -208,29 +267,37 @@ def find_placement(
     Raises:
         LayoutMismatchError: if they do not match the layer, or the layout cannot represent it.
     """
-    given = {name: tuple(shape) for name, shape in shapes.items() if not layout.ignores(name)}
+    own_shapes = {}
+    for name, shape in shapes.items():
+        if not layout.ignores(name):
+            own_shapes[name] = tuple(shape)
     possible = placements(spec, layout)
-    _check_score_biases(given.keys() - {name for each in possible for name in each.shapes}, layout)
-    for each in possible:
-        if each.shapes == given:
-            return each
-    nearest = min(possible, key=lambda each: len(each.shapes.keys() ^ given.keys()))
-    raise _not_of(layout, _difference(given, nearest.shapes))
+    unnamed = set(own_shapes)
+    for placement in possible:
+        unnamed -= placement.shapes.keys()
+    _check_score_biases(unnamed, layout)
+    for placement in possible:
+        if placement.shapes == own_shapes:
+            return placement
+    nearest = min(possible, key=lambda placement: len(placement.shapes.keys() ^ own_shapes.keys()))
+    raise _not_of(layout, _difference(own_shapes, nearest.shapes))
 
 
-def _difference(given: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str:
+def _difference(
+    shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
+) -> str:
     """Describe the difference of names and shapes from the expected ones."""
-    missing, unknown = (
-        sorted(one.keys() - other.keys()) for one, other in ((wanted, given), (given, wanted))
-    )
-    words = [
-        f"{what} {shorten(names)}"
-        for what, names in (("missing", missing), ("unknown names", unknown))
-        if names
-    ]
+    missing = sorted(expected.keys() - shapes.keys())
+    unknown = sorted(shapes.keys() - expected.keys())
+    words = []
+    if missing:
+        words.append(f"missing {shorten(missing)}")
+    if unknown:
+        words.append(f"unknown names {shorten(unknown)}")
     if not words:
-        others = [name for name in wanted if given[name] != wanted[name]]
-        words = [f"{name}.shape={given[name]} instead of {wanted[name]}" for name in others[:3]]
+        different = [name for name in expected if shapes[name] != expected[name]]
+        for name in different[:3]:
+            words.append(f"{name}.shape={shapes[name]} instead of {expected[name]}")
     return " and ".join(words)
 
 
@@ -244,15 +311,25 @@ def stack_size(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> int | N
         ValueError: if the tensors are not of the layout, or not all of one stack.
     """
     form = find_form(shapes, layout)
-    axes = {name: len(tensor.groups) for tensor in form for name in matches(tensor.name, shapes)}
-    if any(len(shapes[name]) != count + 1 for name, count in axes.items()):
+    num_axes = _num_axes(form, shapes)
+    if any(len(shapes[name]) != count + 1 for name, count in num_axes.items()):
         return None
-    sizes = sorted({shapes[name][0] for name in (*axes, *names_of(layout.others, shapes))})
+    stacked = (*num_axes, *names_of(layout.others, shapes))
+    sizes = sorted({shapes[name][0] for name in stacked})
     if len(sizes) > 1 or not 1 <= sizes[0] <= MAX_LAYERS:
         raise InputError(
             "stacked tensors", f"have the same number of layers, from 1 to {MAX_LAYERS}", str(sizes)
         )
     return sizes[0]
+
+
+def _num_axes(tensors: Iterable[Tensor], names: Collection[str]) -> dict[str, int]:
+    """Return the declared number of axes of each name that belongs to some tensors."""
+    num_axes = {}
+    for tensor in tensors:
+        for name in matches(tensor.name, names):
+            num_axes[name] = len(tensor.groups)
+    return num_axes
 
 
 def find_spec(
@@ -270,56 +347,60 @@ def find_spec(
         raise LayoutMismatchError(
             f"a layer in {layout.name}", f"have a specification: {SPEC_SOURCES}"
         )
-    if others := sorted(names_of(layout.others, shapes)):
-        remedy = {"drop": UNSAID} if all(map(layout.leaves_unsaid, others)) else ()
-        rule, hint = (
-            f"be defined by a specification: {SPEC_SOURCES}",
-            "leaves it out" if remedy else "",
-        )
-        raise UnknownSpecError(
-            f"the purpose of {shorten(others)} in {layout.name}", rule, remedy=remedy, hint=hint
-        )
+    _check_no_others(shapes, layout)
     present = [tensor for tensor in form if matches(tensor.name, shapes)]
-    of_qkv = sorted(
-        {part for each in present if each.kind == "bias" for part in each.parts} - {"out_proj.bias"}
-    )
-    if len(of_qkv) not in (0, 3):
-        raise InputError("q_proj, k_proj and v_proj", "all have a bias, or none", str(of_qkv))
-    used = {name: shapes[name] for name in names_of(present, shapes)}
-    _check_shapes(used, present, layout)
-    fitting, reasons = _fitting(present, used, layout, hints)
+    _check_biases(present)
+    own_shapes = {name: shapes[name] for name in names_of(present, shapes)}
+    _check_shapes(own_shapes, present, layout)
+    fitting, reasons = _fitting(present, own_shapes, layout, hints)
     if not fitting:
-        if (
-            hints.counts
-            and not reasons
-            and (others := _fitting(present, used, layout, LayerHints(rope=hints.rope))[0])
-        ):
-            raise HeadsMismatchError(
-                "the heads", f"be those of {layout.name}: {_options(others)}", hints.counts
-            )
-        why = f" ({reasons[0]})" if reasons else ""
-        raise LayoutMismatchError("shapes", f"be those of a layer in {layout.name}{why}", str(used))
-    first = fitting[0]
-    if (
-        layout.ranks is not None
-        and hints.head_dim is None
-        and all(spec.q_width != spec.d_model for spec in fitting)
-    ):
-        rule = (
-            f"be given for {layout.name} if num_heads * head_dim is not d_model, as in a rank's "
-            f"file"
-        )
-        raise LayoutMismatchError(
-            "head_dim",
-            rule,
-            num_heads=first.num_heads,
-            head_dim=first.head_dim,
-            d_model=first.d_model,
-        )
+        if hints.counts and not reasons:
+            of_other_heads, _ = _fitting(present, own_shapes, layout, LayerHints(rope=hints.rope))
+            if of_other_heads:
+                rule = f"be those of {layout.name}: {_options(of_other_heads)}"
+                raise HeadsMismatchError("the heads", rule, hints.counts)
+        rule = f"be those of a layer in {layout.name}"
+        if reasons:
+            rule += f" ({reasons[0]})"
+        raise LayoutMismatchError("shapes", rule, str(own_shapes))
+    if layout.ranks is not None and hints.head_dim is None:
+        _check_not_of_rank(fitting, layout)
     if len(fitting) > 1:
         rule = f"be given for {layout.name}, whose shapes fit {_options(fitting)}"
         raise UnknownHeadsError("the heads", rule, hint=f"{_deciding(fitting)} decides")
-    return first
+    return fitting[0]
+
+
+def _check_no_others(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> None:
+    """Reject tensors such as norms, whose place in the computation shapes do not show."""
+    others = sorted(names_of(layout.others, shapes))
+    if not others:
+        return
+    error = UnknownSpecError(
+        f"the purpose of {shorten(others)} in {layout.name}",
+        f"be defined by a specification: {SPEC_SOURCES}",
+    )
+    if all(map(layout.is_grid_bias, others)):
+        error.remedy, error.hint = {"drop": GRID_BIAS}, "leaves it out"
+    raise error
+
+
+def _check_biases(present: Iterable[Tensor]) -> None:
+    """Reject a bias on only one or two of q, k and v: `qkv_bias` of hints has no such value."""
+    biases = parts_of(tensor for tensor in present if tensor.kind == "bias")
+    of_qkv = sorted(biases - {"out_proj.bias"})
+    if len(of_qkv) not in (0, 3):
+        raise InputError("q_proj, k_proj and v_proj", "all have a bias, or none", str(of_qkv))
+
+
+def _check_not_of_rank(fitting: list[AttentionSpec], layout: Layout) -> None:
+    """Reject heads narrower or wider than the model, which may be a rank's share of more heads."""
+    if any(spec.q_width == spec.d_model for spec in fitting):
+        return
+    first = fitting[0]
+    rule = f"be given for {layout.name} if num_heads * head_dim is not d_model, as in a rank's file"
+    sizes = {name: getattr(first, name) for name in ("num_heads", "head_dim", "d_model")}
+    raise LayoutMismatchError("head_dim", rule, sizes)
 
 
 def _fitting(
@@ -327,15 +408,15 @@ def _fitting(
 ) -> tuple[list[AttentionSpec], list[str]]:
     """Return the layers with these tensors, and the reasons why other candidates do not fit."""
     widths = _widths(present, shapes)
-    biases = {part for tensor in present if tensor.kind == "bias" for part in tensor.parts}
+    biases = parts_of(tensor for tensor in present if tensor.kind == "bias")
     fitting, reasons = [], []
-    for heads, kv_heads, features in _head_counts(present, shapes, layout, hints):
+    for num_heads, num_kv_heads, head_dim in _head_counts(present, shapes, layout, hints):
         try:
             spec = AttentionSpec(
-                d_model=widths.get("out", heads * features),
-                num_heads=heads,
-                num_kv_heads=kv_heads,
-                head_dim=features,
+                d_model=widths.get("out", num_heads * head_dim),
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
                 d_in=widths["q"],
                 d_kv=widths["k"],
                 qkv_bias="q_proj.bias" in biases,
@@ -350,23 +431,27 @@ def _fitting(
             continue
         if Placement(layout, spec, tuple(present)).shapes != shapes:
             continue
-        broken, got = broken_rules(spec, layout)
+        broken, fields = broken_rules(spec, layout)
         if broken:
-            reasons.append(
-                f"{broken}, got {', '.join(f'{name}={value}' for name, value in got.items())}"
-            )
+            values = [f"{name}={value}" for name, value in fields.items()]
+            reasons.append(f"{broken}, got {', '.join(values)}")
         else:
             fitting.append(spec)
     return fitting, reasons
 
 
 def _options(fitting: list[AttentionSpec]) -> str:
-    """List the heads of layers as text, usual ones first."""
-    usual = sorted(
-        fitting,
-        key=lambda s: (USUAL.index(s.head_dim) if s.head_dim in USUAL else len(USUAL), -s.head_dim),
-    )
-    return some_of((f"{s.num_heads} x {s.head_dim} (key/value {s.num_kv_heads})" for s in usual), 4)
+    """List the heads of layers as text, usual ones first, then larger ones."""
+
+    def order(spec: AttentionSpec) -> tuple[int, int]:
+        if spec.head_dim in USUAL:
+            return USUAL.index(spec.head_dim), 0
+        return len(USUAL), -spec.head_dim
+
+    options = []
+    for spec in sorted(fitting, key=order):
+        options.append(f"{spec.num_heads} x {spec.head_dim} (key/value {spec.num_kv_heads})")
+    return some_of(options, 4)
 
 
 def _check_counts(counts: Mapping[str, int]) -> None:
@@ -382,76 +467,85 @@ def _rows_of(tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> int:
     all together.
     """
     names = matches(tensor.name, shapes)
-    groups = zip(shapes[min(names)], tensor.groups, strict=False)
-    return len(names) * math.prod(size for size, group in groups if {"p", "n", "h"} & {*group})
+    size = len(names)
+    for length, letters in zip(shapes[min(names)], tensor.groups, strict=True):
+        if {"p", "n", "h"} & {*letters}:
+            size *= length
+    return size
 
 
 def _deciding(specs: list[AttentionSpec]) -> str:
     """Return the fewest command-line flags that distinguish specifications."""
-    names = [
-        name
-        for name in ("num_heads", "num_kv_heads", "head_dim")
-        if len({getattr(s, name) for s in specs}) > 1
-    ]
-    subsets = (
-        some for count in range(1, len(names) + 1) for some in itertools.combinations(names, count)
-    )
-    enough = [
-        some
-        for some in subsets
-        if len({tuple(getattr(s, name) for name in some) for s in specs}) == len(specs)
-    ]
-    flags = {name: f"--{name.replace('_', '-')}" for name in names}
-    return " or ".join(
-        " with ".join(map(flags.__getitem__, some))
-        for some in enough
-        if len(some) == len(enough[0])
-    )
+    names = []
+    for name in COUNTS:
+        if len({getattr(spec, name) for spec in specs}) > 1:
+            names.append(name)
+    for count in range(1, len(names) + 1):
+        enough = []
+        for subset in itertools.combinations(names, count):
+            values = set(map(operator.attrgetter(*subset), specs))
+            if len(values) == len(specs):
+                flags = [f"--{name.replace('_', '-')}" for name in subset]
+                enough.append(" with ".join(flags))
+        if enough:
+            return " or ".join(enough)
+    return ""
 
 
 def _head_counts(
     present: list[Tensor], shapes: Mapping[str, tuple[int, ...]], layout: Layout, hints: LayerHints
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield every (num_heads, num_kv_heads, head_dim) that agrees with hints and with these
-    queries.
-    """
-    queries = next(tensor for tensor in present if tensor.kind == "weight" and "q" in tensor.holds)
-    rows, beside = (
-        _rows_of(queries, shapes),
-        len(queries.holds) - 1,
-    )  # keys, values or both are packed with the queries
-    num_heads, num_kv_heads, head_dim = hints.num_heads, hints.num_kv_heads, hints.head_dim
+    """Yield every (num_heads, num_kv_heads, head_dim) that agrees with hints and these queries."""
+    queries = _weight_of_queries(present)
+    num_rows = _rows_of(queries, shapes)
+    num_packed = len(queries.holds) - 1  # keys, values or both are packed with the queries
+    for head_dim in _head_dims(num_rows, layout, hints):
+        widths = {head_dim}
+        if layout.padded:
+            widths = {padded_width(head_dim, rope) for rope in (False, True)}
+        all_heads = {num_rows // width for width in widths if num_rows % width == 0}
+        for num_all in all_heads:
+            for num_kv_heads in divisors(num_all):
+                num_heads = num_all - num_packed * num_kv_heads
+                agrees = hints.num_heads in (None, num_heads)
+                agrees_kv = hints.num_kv_heads in (None, num_kv_heads)
+                if num_heads > 0 and agrees and agrees_kv:
+                    yield num_heads, num_kv_heads, head_dim
+
+
+def _weight_of_queries(present: Iterable[Tensor]) -> Tensor:
+    for tensor in present:
+        if tensor.kind == "weight" and "q" in tensor.holds:
+            return tensor
+    raise ValueError("a form without queries needs a specification")
+
+
+def _head_dims(num_rows: int, layout: Layout, hints: LayerHints) -> list[int]:
+    """Return head sizes to try: that of the hints, or all that divide the rows when padded."""
+    if hints.head_dim is not None:
+        return [hints.head_dim] if hints.head_dim > 0 else []
+    # Each of two halves may be padded by up to TILE - 1 features, and a half has an odd one more.
     most_padding = 2 * TILE - 1 if layout.padded else 0
-    dims = {
-        width - padding
-        for width in divisors(rows)
-        for padding in range(min(width, most_padding + 1))
-    }
-    for features in sorted(dims) if head_dim is None else [head_dim] * (head_dim > 0):
-        padded = (
-            {padded_width(features, rope) for rope in (False, True)}
-            if layout.padded
-            else {features}
-        )
-        for heads in {rows // width for width in padded if rows % width == 0}:
-            for k in divisors(heads):
-                n = heads - beside * k
-                if n > 0 and num_heads in (None, n) and num_kv_heads in (None, k):
-                    yield n, k, features
+    sizes = set()
+    for width in divisors(num_rows):
+        for padding in range(min(width, most_padding + 1)):
+            sizes.add(width - padding)
+    return sorted(sizes)
 
 
 def divisors(number: int) -> list[int]:
     """Return all divisors of a number, in ascending order."""
-    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
-    return small + [number // each for each in reversed(small) if each * each != number]
+    small = [i for i in range(1, math.isqrt(number) + 1) if number % i == 0]
+    large = [number // i for i in reversed(small) if i * i != number]
+    return small + large
 
 
 def _check_shapes(
     shapes: Mapping[str, tuple[int, ...]], present: Collection[Tensor], layout: Layout
 ) -> None:
     """Reject impossible shapes before any head counts are tried."""
-    axes = {name: len(tensor.groups) for tensor in present for name in matches(tensor.name, shapes)}
-    if any(len(shape) != axes[name] for name, shape in shapes.items()):
+    num_axes = _num_axes(present, shapes)
+    if any(len(shape) != num_axes[name] for name, shape in shapes.items()):
         raise LayoutMismatchError(
             "shapes", f"be those of a layer in {layout.name}", str(dict(shapes))
         )
@@ -468,8 +562,9 @@ def _widths(present: list[Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dic
         if tensor.kind != "weight":
             continue
         shape = shapes[min(matches(tensor.name, shapes))]
-        letter = "e" if tensor.holds == "out" else "d"
-        for size, group in zip(shape, tensor.groups, strict=False):
-            if group == [letter]:
-                widths |= dict.fromkeys(["out"] if letter == "e" else tensor.holds, size)
+        for size, letters in zip(shape, tensor.groups, strict=True):
+            if tensor.holds == "out" and letters == ["e"]:
+                widths["out"] = size
+            elif tensor.holds != "out" and letters == ["d"]:
+                widths |= dict.fromkeys(tensor.holds, size)
     return widths

@@ -1,5 +1,4 @@
-"""A layout: how a checkpoint names, shapes and packs the weights of an attention layer, declared
-tensor by tensor.
+"""A layout: how a checkpoint names, shapes and packs a layer's weights, declared tensor by tensor.
 
 Both directions of a conversion follow from this declaration: see `placement`. Nothing is guessed:
 the caller must specify anything that the layout leaves open, such as the number of heads, and
@@ -11,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -23,9 +22,7 @@ from parity.measure.core.records import JsonRecord
 TILE = 32  # rows and columns of a TTNN tile
 
 OTHERS = ("inputs.*", "dropout_rngs.*")
-"""Names of other tensors in any layout: inputs in our own files, and the state of mha_jax's
-dropout.
-"""
+"""Names of other tensors in any layout: inputs in our own files, state of mha_jax's dropout."""
 
 LOGICAL = {"weight": "n h d", "bias": "n h", "out.weight": "e n h", "out.bias": "e"}
 """Logical axes of a projection: n heads, h features of a head, d input width, e output width."""
@@ -64,11 +61,9 @@ class Tensor:
     def __post_init__(self) -> None:
         if self.is_whole or self.holds == "out":
             return
-        if (
-            not self.holds
-            or {*self.holds} - PROJECTIONS.keys()
-            or len({*self.holds}) < len(self.holds)
-        ):
+        letters = {*self.holds}
+        has_repeated = len(letters) < len(self.holds)
+        if not letters or has_repeated or not letters <= PROJECTIONS.keys():
             raise InputError("holds", "be 'out' or different letters of 'qkvg'", holds=self.holds)
         if self.is_per_head and len(self.parts) > 1:
             raise InputError("a tensor of one head", "hold one projection", holds=self.holds)
@@ -83,22 +78,22 @@ class Tensor:
         """Return the canonical names of its content."""
         if self.is_whole:
             return [self.holds]
-        return [
-            f"{PROJECTIONS[word]}.{self.kind}"
-            for word in (["out"] if self.holds == "out" else self.holds)
-        ]
+        words = ["out"] if self.holds == "out" else self.holds
+        return [f"{PROJECTIONS[word]}.{self.kind}" for word in words]
 
     @cached_property
     def logical(self) -> str:
         """Return the logical axes of its content."""
         if self.is_whole:
             return {"...": "...", "d e": "e d", "d n h": "n h d"}[self.axes]
-        return LOGICAL[f"out.{self.kind}" if self.holds == "out" else self.kind]
+        if self.holds == "out":
+            return LOGICAL[f"out.{self.kind}"]
+        return LOGICAL[self.kind]
 
     @cached_property
     def has_projection_axis(self) -> bool:
         """Return whether the projections in it form an axis."""
-        return "p" in self.axes.split()
+        return any("p" in group for group in self.groups)
 
     @cached_property
     def is_per_head(self) -> bool:
@@ -112,11 +107,19 @@ class Tensor:
     @cached_property
     def groups(self) -> list[list[str]]:
         """Return its axes, each as a list of letters; an axis of size 1 is empty."""
-        words = re.findall(r"\(([^)]*)\)|(\S+)", self.axes)
-        return [
-            [letter for letter in (inside or outside).split() if letter != "1"]
-            for inside, outside in words
-        ]
+        groups = []
+        for inside, outside in re.findall(r"\(([^)]*)\)|(\S+)", self.axes):
+            letters = (inside or outside).split()
+            groups.append([letter for letter in letters if letter != "1"])
+        return groups
+
+
+def parts_of(tensors: Iterable[Tensor]) -> set[str]:
+    """Return the canonical names of the content of tensors."""
+    parts: set[str] = set()
+    for tensor in tensors:
+        parts.update(tensor.parts)
+    return parts
 
 
 @dataclass(frozen=True)
@@ -166,10 +169,12 @@ class Layout(JsonRecord):
         padded: whether heads are padded to whole tiles; with RoPE, each half is padded separately.
         rules: requirements on a layer, as keys of `RULES`.
         ignored: names (with wildcards) under the prefix of a layer that are not attention weights.
-        unsaid: names (with wildcards) of biases on a grid, whose height and width shapes do not
-            show; without a specification they can be dropped.
+        grid_biases: names (with wildcards) of biases on a grid; shapes do not show its height and
+            width, so without a specification such biases can only be dropped.
         prefixes: prefixes of such layers in whole checkpoints; `{i}` stands for the number of a
             layer.
+        prefix: the only prefix that its layers have; a conversion uses it unless the caller passes
+            another one. Empty: layers may have any.
         needs_spec: whether shapes alone never identify such a layer, or would suggest another
             layout.
         carries: features that the module computes or a configuration specifies, although weights do
@@ -190,8 +195,9 @@ class Layout(JsonRecord):
     padded: bool = False
     rules: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
-    unsaid: tuple[str, ...] = ()
+    grid_biases: tuple[str, ...] = ()
     prefixes: tuple[str, ...] = ()
+    prefix: str = ""
     needs_spec: bool = False
     carries: tuple[str, ...] = ()
     shares: tuple[str, ...] = ()
@@ -201,46 +207,56 @@ class Layout(JsonRecord):
     @cached_property
     def tensors(self) -> list[Tensor]:
         """Return the tensors of all forms."""
-        return list(dict.fromkeys(tensor for form in self.forms for tensor in form))
+        tensors: dict[Tensor, None] = {}
+        for form in self.forms:
+            tensors |= dict.fromkeys(form)
+        return list(tensors)
 
     @property
     def packing(self) -> str:
-        """Describe the order of heads in each packed tensor; empty if no tensor holds several
-        projections.
-        """
-        words = {"q": "queries", "k": "key", "v": "value", "g": "gate"}
+        """Describe the order of heads in packed tensors; empty if each holds one projection."""
         orders: dict[str, None] = {}
-        for holds in (
-            tensor.holds
-            for tensor in self.tensors
-            if len(tensor.parts) > 1 and not tensor.is_shared
-        ):
-            order = "all " + ", then all ".join(holds)
-            if self.grouped:
-                order = "each head's " if holds == "qg" else "each group's "
-                order += ", then its ".join(words[each] for each in holds)
-            elif self.blocks > 1:
-                order = f"in each of {self.blocks} blocks {order}"
-            orders[order] = None
+        for tensor in self.tensors:
+            if len(tensor.parts) > 1 and not tensor.is_shared:
+                orders[self._order_in(tensor)] = None
         return "; ".join(orders)
 
+    def _order_in(self, tensor: Tensor) -> str:
+        letters = tensor.holds
+        if self.grouped:
+            words = {"q": "queries", "k": "key", "v": "value", "g": "gate"}
+            owner = "each group's "
+            if letters == "qg":
+                owner = "each head's "
+            return owner + ", then its ".join(words[letter] for letter in letters)
+        order = "all " + ", then all ".join(letters)
+        if self.blocks > 1:
+            return f"in each of {self.blocks} blocks {order}"
+        return order
+
     def ignores(self, name: str, others: Iterable[str] = ()) -> bool:
-        """Return whether a name under the prefix of a layer is not a weight, by the layout or by
-        other patterns.
+        """Return whether a name under the prefix of a layer is not a weight of it.
+
+        Args:
+            name: the name after the prefix.
+            others: names (with wildcards) that are not weights, besides those of the layout.
         """
-        return any(
-            fnmatch.fnmatchcase(name, pattern) for pattern in (*OTHERS, *self.ignored, *others)
-        )
+        return _matches_any(name, (*OTHERS, *self.ignored, *others))
 
     def name_of(self, weight: str) -> str | None:
-        """Return the name of the optional tensor that holds a canonical weight; None if the layout
-        has none.
-        """
-        return next((tensor.name for tensor in self.others if tensor.parts == [weight]), None)
+        """Return the name of the optional tensor of a canonical weight; None without one."""
+        for tensor in self.others:
+            if tensor.parts == [weight]:
+                return tensor.name
+        return None
 
-    def leaves_unsaid(self, name: str) -> bool:
+    def is_grid_bias(self, name: str) -> bool:
         """Return whether a name under the prefix of a layer is that of a bias on a grid."""
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.unsaid)
+        return _matches_any(name, self.grid_biases)
+
+
+def _matches_any(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 @dataclass(frozen=True)
@@ -333,15 +349,18 @@ RULES: dict[str, Rule] = {
 
 def _has_factors_of_widths(latent: Latent, d_model: int) -> bool:
     pairs = (latent.q_factor, latent.q_rank), (latent.kv_factor, latent.kv_rank)
-    return all(
-        rank is not None and math.isclose(factor, math.sqrt(d_model / rank))
-        for factor, rank in pairs
-    )
+    for factor, rank in pairs:
+        if rank is None or not math.isclose(factor, math.sqrt(d_model / rank)):
+            return False
+    return True
 
 
 def _has_rms_norms(spec: AttentionSpec, weight: str) -> bool:
-    norms = filter(None, (getattr(spec, name) for name in NORMS))
-    return all(norm.kind == "rms" and norm.weight in (weight, None) for norm in norms)
+    for name in NORMS:
+        norm = getattr(spec, name)
+        if norm is not None and (norm.kind != "rms" or norm.weight not in (weight, None)):
+            return False
+    return True
 
 
 SHARING = ("canonical", "mha_jax", "transformers.LLaMA", "transformers.Gemma4")
@@ -349,15 +368,18 @@ SHARING = ("canonical", "mha_jax", "transformers.LLaMA", "transformers.Gemma4")
 
 
 def broken_rules(spec: AttentionSpec, layout: Layout) -> tuple[str, dict[str, Any]]:
-    """Return the requirements of a layout that a layer breaks, or "", and the fields that break
-    them.
-    """
-    of_others = () if layout.name in SHARING else ("own keys",)
-    broken = [
-        rule for rule in map(RULES.__getitem__, (*layout.rules, *of_others)) if not rule.holds(spec)
-    ]
-    got = {field: getattr(spec, field) for rule in broken for field in rule.fields}
-    return "; ".join(rule.words for rule in broken), got
+    """Return the requirements of a layout that a layer breaks, or "", and the fields involved."""
+    names = layout.rules
+    if layout.name not in SHARING:
+        names = (*names, "own keys")
+    words: list[str] = []
+    fields: dict[str, Any] = {}
+    for name in names:
+        rule = RULES[name]
+        if not rule.holds(spec):
+            words.append(rule.words)
+            fields |= {field: getattr(spec, field) for field in rule.fields}
+    return "; ".join(words), fields
 
 
 CARRIED = (
@@ -370,64 +392,66 @@ CARRIED = (
     "alibi",
     "clip_qkv",
     "temperature",
+    *NORMS,
+    "latent.factors",
 )
-CARRIED += (*NORMS, "latent.factors")
-"""Features of a layer that no weight shows, and norms, whose weights a layout may have no names
-for.
+"""Features of a layer that no weight shows, and norms: layouts may have no names for their weights.
 """
 
-UNSAID = "relative_position_bias"
-"""The name by which `Layout.unsaid` is dropped."""
+GRID_BIAS = "relative_position_bias"
+"""The name by which `Layout.grid_biases` are dropped."""
 
-DROPPABLE = (*CARRIED, UNSAID)
+DROPPABLE = (*CARRIED, GRID_BIAS)
 """Names of features that a conversion may drop."""
 
 
 def lost_in(layout: Layout, spec: AttentionSpec) -> dict[str, Any]:
     """Return the features of a layer that a layout loses, by names of `CARRIED`."""
-    named = {part for tensor in (*layout.tensors, *layout.others) for part in tensor.parts}
-    held = {
-        name
-        for name in NORMS
-        if _has_weights(getattr(spec, name)) and weights_of_norm(name) <= named
-    }
-    return {
-        name: value
-        for name, value in _carried(spec).items()
-        if value is not None
-        and name not in held
-        and (name not in layout.carries or _has_weights(value))
-    }
+    named = parts_of((*layout.tensors, *layout.others))
+    lost = {}
+    for name, value in _carried(spec).items():
+        if value is None:
+            continue
+        has_weights = _has_weights(value)
+        if has_weights and weights_of_norm(name) <= named:
+            continue
+        # A configuration may say that there is a norm, but it does not hold its weights.
+        if name not in layout.carries or has_weights:
+            lost[name] = value
+    return lost
 
 
 def _carried(spec: AttentionSpec) -> dict[str, Any]:
-    """Return the value of each name of `CARRIED` in a layer; None if the layer does not have the
-    feature.
-    """
-    found = {name: getattr(spec, name, None) for name in CARRIED}
-    found["rope.scaling"] = None if spec.rope is None else spec.rope.scaling
-    factors = () if spec.latent is None else (spec.latent.q_factor, spec.latent.kv_factor)
-    found["latent.factors"] = factors if set(factors) - {1.0} else None
-    return found
+    """Return the value of each name of `CARRIED`; None if the layer does not have the feature."""
+    features = {name: getattr(spec, name, None) for name in CARRIED}
+    if spec.rope is not None:
+        features["rope.scaling"] = spec.rope.scaling
+    if spec.latent is not None:
+        factors = spec.latent.q_factor, spec.latent.kv_factor
+        features["latent.factors"] = factors if factors != (1.0, 1.0) else None
+    return features
 
 
 def unused_in(layout: Layout, spec: AttentionSpec) -> set[str]:
-    """The names of a layout that a layer may have and does not compute with: of keys, if it shares
-    another layer's.
+    """Return the names of tensors that a layer may have but does not compute with.
 
-    Released Gemma 3n has them.
+    These are the keys and values of a layer that shares those of another one: files of Gemma 3n
+    have them.
     """
-    tensors = (*layout.tensors, *layout.others) if spec.shared_kv else ()
-    return {
-        tensor.name
-        for tensor in tensors
-        if all(part.startswith(("k_", "v_")) for part in tensor.parts)
-    }
+    if not spec.shared_kv:
+        return set()
+    unused = set()
+    for tensor in (*layout.tensors, *layout.others):
+        if all(part.startswith(("k_", "v_")) for part in tensor.parts):
+            unused.add(tensor.name)
+    return unused
 
 
 def weights_of_norm(name: str) -> set[str]:
     """Return the canonical names of the weights of a norm, one of `NORMS`."""
-    return {f"{each}.weight" for each in (("q_norm", "k_norm") if name == "qk_norm" else (name,))}
+    if name == "qk_norm":
+        return {"q_norm.weight", "k_norm.weight"}
+    return {f"{name}.weight"}
 
 
 def _has_weights(value: Any) -> bool:
@@ -442,12 +466,11 @@ def without(spec: AttentionSpec, names: Iterable[str]) -> AttentionSpec:
 def with_dropped(spec: AttentionSpec, other: AttentionSpec, names: Iterable[str]) -> AttentionSpec:
     """Return a layer with the named features of another; norms with weights stay removed."""
     names = set(names)
-    held = {
-        name: value
-        for name, value in _carried(other).items()
-        if name in names and not _has_weights(value)
-    }
-    return _with_carried(spec, held)
+    features = {}
+    for name, value in _carried(other).items():
+        if name in names and not _has_weights(value):
+            features[name] = value
+    return _with_carried(spec, features)
 
 
 def _with_carried(spec: AttentionSpec, values: Mapping[str, Any]) -> AttentionSpec:
@@ -460,18 +483,20 @@ def _with_carried(spec: AttentionSpec, values: Mapping[str, Any]) -> AttentionSp
     return replace(spec, **changes)
 
 
-# ---- Names
-# --------------------------------------------------------------------------------------------------
+# ---- Names ---------------------------------------------------------------------------------------
 
 
-def matches(pattern: str, names: Iterable[str]) -> set[str]:
+def matches(pattern: str, names: Collection[str]) -> set[str]:
     """Return the names that a tensor's name stands for: itself, or one per head."""
     if "{n}" not in pattern:
-        return {pattern} & set(names)
+        return {pattern} if pattern in names else set()
     expression = re.compile(re.escape(pattern).replace(r"\{n\}", r"(0|[1-9]\d*)"))
     return {name for name in names if expression.fullmatch(name)}
 
 
-def names_of(present: Iterable[Tensor], names: Iterable[str]) -> list[str]:
+def names_of(present: Iterable[Tensor], names: Collection[str]) -> list[str]:
     """Return the names that belong to some tensors, in the order of the tensors."""
-    return [name for tensor in present for name in matches(tensor.name, names)]
+    own_names: list[str] = []
+    for tensor in present:
+        own_names += matches(tensor.name, names)
+    return own_names

@@ -1,5 +1,6 @@
-"""Everything that layers lose in a layout, in one error: features, weights without a name, missing
-biases.
+"""Everything that layers lose in a layout, in one error.
+
+A layer may lose features, weights without a name in the layout, or need biases that it lacks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ class LossyError(InputError):
     command = ""
 
     def __str__(self) -> str:
-        return f"{super().__str__()}: {self.command}" if self.command else super().__str__()
+        message = super().__str__()
+        if self.command:
+            message = f"{message}: {self.command}"
+        return message
 
 
 class Written(NamedTuple):
@@ -64,21 +68,18 @@ def check_losses(
         LayoutMismatchError: if no layer with these weights fits, whatever is left out; the error
             lists layouts that do.
     """
-    features: dict[str, Any] = {}
-    for layer in layers:
-        for name, value in _lost(layer, target).items():
-            if name not in drop and name not in layer.but_for:
-                features.setdefault(name, value)
-    biases: dict[str, Any] = {}
+    features = _lost_features(layers, target, drop)
     rules: list[str] = []
     if features:
         rules.append(f"be one that weights in {target.name} and their module can express")
+    biases: dict[str, Any] = {}
     for spec in dict.fromkeys(layer.spec for layer in layers):
         lost = lost_in(target, spec)
         accepted = without(spec, [name for name in lost if name in drop])
         obstacle = _obstacle(accepted, target)
         if obstacle is None:
             continue
+        # Perhaps more features, or biases of zeros, would help: only then is there a remedy.
         reduced = without(spec, lost)
         remaining = _obstacle(reduced, target)
         if remaining is not None:
@@ -88,20 +89,41 @@ def check_losses(
                 continue
             biases |= {"qkv_bias": spec.qkv_bias, "out_bias": spec.out_bias}
         rules.append(obstacle.rule)
-    if not features and not biases:
-        return
+    if features or biases:
+        raise _acceptable(features, biases, rules, drop)
+
+
+def _lost_features(
+    layers: Iterable[Written], target: Layout, drop: Collection[str]
+) -> dict[str, Any]:
+    """Return the features that layers lose without consent, each with its first value."""
+    features: dict[str, Any] = {}
+    for layer in layers:
+        for name, value in _lost(layer, target).items():
+            if name not in drop and name not in layer.but_for:
+                features.setdefault(name, value)
+    return features
+
+
+def _acceptable(
+    features: Mapping[str, Any],
+    biases: Mapping[str, Any],
+    rules: Iterable[str],
+    drop: Iterable[str],
+) -> LossyError:
+    """Return the error for losses that the caller can accept, with how to do so as its remedy."""
     remedy: dict[str, Any] = {}
     advice: list[str] = []
     if features:
-        remedy["drop"] = ",".join(dict.fromkeys([*drop, *features]))
-        advice.append("leaves them out" if "," in remedy["drop"] else "leaves it out")
+        names = list(dict.fromkeys([*drop, *features]))
+        remedy["drop"] = ",".join(names)
+        advice.append("leaves them out" if len(names) > 1 else "leaves it out")
     if biases:
         remedy["fill_bias"] = True
         advice.append("adds biases of zeros")
     rule = ", and ".join(dict.fromkeys(rules))
-    raise LossyError(
-        "the layer", rule, {**features, **biases}, remedy=remedy, hint=" and ".join(advice)
-    )
+    got = {**features, **biases}
+    return LossyError("the layer", rule, got, remedy=remedy, hint=" and ".join(advice))
 
 
 def with_all_biases(spec: AttentionSpec) -> AttentionSpec:
@@ -111,9 +133,12 @@ def with_all_biases(spec: AttentionSpec) -> AttentionSpec:
 
 def _lost(layer: Written, target: Layout) -> dict[str, Any]:
     """Return what a layout loses of a layer, by name."""
+    lost = lost_in(target, layer.spec)
+    # The meaning of unread keys is unknown: only a layout that carries everything carries them.
     carries_all = {*CARRIED} <= {*target.carries}
-    unread = {} if carries_all or layer.unread is None else dict(layer.unread)
-    return lost_in(target, layer.spec) | unread
+    if layer.unread is not None and not carries_all:
+        lost |= layer.unread
+    return lost
 
 
 def _obstacle(spec: AttentionSpec, layout: Layout) -> LayoutMismatchError | None:
@@ -128,17 +153,23 @@ def _obstacle(spec: AttentionSpec, layout: Layout) -> LayoutMismatchError | None
 def _impossible(
     obstacle: LayoutMismatchError, features: Iterable[str], layers: Sequence[Written]
 ) -> LayoutMismatchError:
-    """Return the error for a layer that does not fit whatever is left out, with the layouts that
-    hold all of it.
+    """Return the error for a layer that does not fit whatever is left out.
+
+    It lists the layouts that hold all of it.
     """
-    able = [
-        name
-        for name, layout in LAYOUTS.items()
-        if all(_obstacle(each.spec, layout) is None and not _lost(each, layout) for each in layers)
-    ]
+    able = [name for name, layout in LAYOUTS.items() if _holds_all(layout, layers)]
     hint = "nothing can be left out to change that"
-    if losses := ", ".join(features):
-        hint += f", and {losses} would be lost"
+    lost = ", ".join(features)
+    if lost:
+        hint += f", and {lost} would be lost"
     if able:
         hint += f"; {some_of(able, 4)} can hold the whole layer"
     return LayoutMismatchError("the layer", obstacle.rule, obstacle.got, hint=hint)
+
+
+def _holds_all(layout: Layout, layers: Iterable[Written]) -> bool:
+    """Return whether a layout holds layers without losses."""
+    for layer in layers:
+        if _obstacle(layer.spec, layout) is not None or _lost(layer, layout):
+            return False
+    return True

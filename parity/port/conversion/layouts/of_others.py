@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from parity.port.conversion.layouts.layout import Layout, Ranks, Tensor
-from parity.port.conversion.layouts.tensors import EINSUM, ROWS, beside, packed, separate
+from parity.port.conversion.layouts.tensors import EINSUM, ROWS, optional, separate
 
 _EACH_HEAD = {**EINSUM, "heads": "n d h"}
 
@@ -52,62 +52,63 @@ def _maxtext(
     return Layout(f"maxtext{name}", about, source, forms, **{**defaults, **options})
 
 
+def _maxtext_separate(
+    words: str, name: str = "", rules: tuple[str, ...] = (), **options: Any
+) -> Layout:
+    """Return a layout of four kernels of MaxText."""
+    return _maxtext(
+        name,
+        f"kernels (in, N, H) and (N, H, out), with {words}; scanned on the second axis, the "
+        "default. Scores are "
+        "not scaled: the query kernel includes the scale, or query_pre_attn_scalar specifies it",
+        "layers/attentions.py",
+        separate("query", "key", "value", "out", **EINSUM),
+        rules=("out_proj", "one head_dim", "rms norms, w", "scale told", *rules),
+        **options,
+    )
+
+
+def _maxtext_fused(
+    words: str, name: str = ".qkv_proj", rules: tuple[str, ...] = (), **options: Any
+) -> Layout:
+    """Return a layout of one kernel for q, k and v; shapes do not show how a mesh divided it."""
+    return _maxtext(
+        name,
+        f"fused_qkv: qkv_proj.kernel (in, N + 2 K, H), {words}. out.kernel, scan and scale as in "
+        "maxtext",
+        "layers/attentions.py, init_qkv_w and qkv_projection",
+        (
+            Tensor("qkv_proj.kernel", "qkv", "weight", "d n h"),
+            Tensor("qkv_proj.bias", "qkv", "bias", "n h"),
+            *_OUT,
+        ),
+        others=_MAXTEXT_NORMS,
+        rules=("out_proj", "one width", "one head_dim", "rms norms, w", "scale told", *rules),
+        carries=_MAXTEXT_CARRIES_ALL,
+        **options,
+    )
+
+
+def _maxtext_of_parts(parts: int) -> Layout:
+    words = f"for a mesh that divides heads into {parts} parts: q, then k, then v of each"
+    return _maxtext_fused(words, f".qkv_proj.{parts}", rules=(f"{parts} parts",), blocks=parts)
+
+
 _MAXTEXT = [
-    *(
-        _maxtext(
-            name,
-            f"kernels (in, N, H) and (N, H, out), with {words}; scanned on the second axis, the "
-            f"default. Scores are "
-            "not scaled: the query kernel includes the scale, or query_pre_attn_scalar specifies "
-            "it",
-            "layers/attentions.py",
-            separate("query", "key", "value", "out", **EINSUM),
-            others=others,
-            rope=rope,
-            rules=("out_proj", "one head_dim", "rms norms, w", "scale told", *rules),
-            carries=carries,
-        )
-        for name, words, others, rope, rules, carries in (
-            ("", "RoPE pairs (i, i + H/2)", _MAXTEXT_NORMS, "half", (), _MAXTEXT_CARRIES_ALL),
-            (
-                ".LLaMA-3.1",
-                "interleaved RoPE pairs",
-                (),
-                "interleaved",
-                ("even", "whole halves"),
-                _MAXTEXT_CARRIES,
-            ),
-        )
+    _maxtext_separate(
+        "RoPE pairs (i, i + H/2)", others=_MAXTEXT_NORMS, carries=_MAXTEXT_CARRIES_ALL
     ),
-    *(
-        _maxtext(
-            name,
-            f"fused_qkv: qkv_proj.kernel (in, N + 2 K, H), {words}. out.kernel, scan and scale "
-            f"as in maxtext",
-            "layers/attentions.py, init_qkv_w and qkv_projection",
-            (
-                Tensor("qkv_proj.kernel", "qkv", "weight", "d n h"),
-                Tensor("qkv_proj.bias", "qkv", "bias", "n h"),
-                *_OUT,
-            ),
-            others=_MAXTEXT_NORMS,
-            blocks=parts,
-            rules=("out_proj", "one width", "one head_dim", "rms norms, w", "scale told", *rules),
-            carries=_MAXTEXT_CARRIES_ALL,
-        )
-        for name, parts, words, rules in (  # shapes do not show how many parts the mesh had
-            (".qkv_proj", 1, "all q, then all k, then all v, for a mesh that divides no heads", ()),
-            *(
-                (
-                    f".qkv_proj.{parts}",
-                    parts,
-                    f"for a mesh that divides heads into {parts} parts: q, then k, then v of each",
-                    (f"{parts} parts",),
-                )
-                for parts in (2, 4, 8)
-            ),
-        )
+    _maxtext_separate(
+        "interleaved RoPE pairs",
+        ".LLaMA-3.1",
+        rope="interleaved",
+        rules=("even", "whole halves"),
+        carries=_MAXTEXT_CARRIES,
     ),
+    _maxtext_fused("all q, then all k, then all v, for a mesh that divides no heads"),
+    _maxtext_of_parts(2),
+    _maxtext_of_parts(4),
+    _maxtext_of_parts(8),
     _maxtext(
         ".GPT-3",  # its scale differs from that of the same names in maxtext
         "fused_qkv of GPT-3: qkv_proj.kernel (in, 3, N, H), or query, key, value as in maxtext; "
@@ -136,8 +137,9 @@ _MAXTEXT = [
             Tensor("wkv_b.kernel", "kv_b_proj.weight", "whole", "d n h"),
             *_scales(q_a_norm="q_norm", kv_a_norm="kv_norm"),
         ),
-        prefixes=tuple(
-            f"params.decoder.{kind}_layers_{{i}}.self_attention" for kind in ("dense", "moe")
+        prefixes=(
+            "params.decoder.dense_layers_{i}.self_attention",
+            "params.decoder.moe_layers_{i}.self_attention",
         ),
         rules=("out_proj",),
         carries=("rope", "rope.scaling"),
@@ -155,10 +157,9 @@ _TUNIX = [
                 *_weights(
                     separate("q_proj", "k_proj", "v_proj", "o_proj", **EINSUM | {"leaf": "w"})
                 ),
-                *(
-                    Tensor(f"{projection}_bias", projection, "bias", "(n h)")
-                    for projection in "qkv"
-                ),
+                Tensor("q_bias", "q", "bias", "(n h)"),
+                Tensor("k_bias", "k", "bias", "(n h)"),
+                Tensor("v_bias", "v", "bias", "(n h)"),
             ),
         ),
         others=_scales("w", q_norm="q_norm", k_norm="k_norm"),
@@ -171,15 +172,16 @@ _TUNIX = [
         "qkv_einsum.w (3, N, in, H), or with groups q_einsum.w and kv_einsum.w (2, K, in, H); "
         "attn_vec_einsum.w",
         "google/tunix, tunix/models/gemma/model.py, gemma3/model.py",
-        tuple(
-            (*projections, Tensor("attn_vec_einsum.w", "out", "weight", "n h e"))
-            for projections in (
-                (Tensor("qkv_einsum.w", "qkv", "weight", "p n d h"),),
-                (
-                    Tensor("q_einsum.w", "q", "weight", "n d h"),
-                    Tensor("kv_einsum.w", "kv", "weight", "p n d h"),
-                ),
-            )
+        (
+            (
+                Tensor("qkv_einsum.w", "qkv", "weight", "p n d h"),
+                Tensor("attn_vec_einsum.w", "out", "weight", "n h e"),
+            ),
+            (
+                Tensor("q_einsum.w", "q", "weight", "n d h"),
+                Tensor("kv_einsum.w", "kv", "weight", "p n d h"),
+                Tensor("attn_vec_einsum.w", "out", "weight", "n h e"),
+            ),
         ),
         others=_scales(q_norm="_query_norm", k_norm="_key_norm"),
         rules=("out_proj", "one head_dim", "one width", "no biases", "rms norms, 1+w"),
@@ -229,42 +231,43 @@ _KERAS_HUB = [
     ),
 ]
 
-_TORCHTITAN = [
-    Layout(
+
+def _torchtitan(
+    name: str, words: str, rules: tuple[str, ...], carries: tuple[str, ...] = (), **options: Any
+) -> Layout:
+    """Return a layout of torchtitan."""
+    return Layout(
         name,
-        f"qkv_linear.wq, wk, wv and wo, with {words}; files from before qkv_linear are {before}",
+        f"qkv_linear.wq, wk, wv and wo, with {words}",
         "pytorch/torchtitan, torchtitan/models/common/attention.py",
         (separate("qkv_linear.wq", "qkv_linear.wk", "qkv_linear.wv", "wo"),),
-        others=others,
-        rope=rope,
         rules=("out_proj", *rules),
         prefixes=("layers.{i}.attention",),
         carries=("rope", "rope.scaling", *carries),
+        **options,
     )
-    for name, words, before, others, rope, rules, carries in (
-        (
-            "torchtitan.LLaMA",
-            "interleaved RoPE pairs",
-            "meta.LLaMA",
-            (),
-            "interleaved",
-            ("even", "whole halves"),
-            (),
-        ),
-        (
-            "torchtitan.Qwen3",
-            "RoPE pairs (i, i + H/2); also gpt-oss",
-            "in no layout here",
-            (*_scales("weight", q_norm="q_norm", k_norm="k_norm"), _SINKS),
-            "half",
-            ("rms norms, w",),
-            ("window_size",),
-        ),
-    )
+
+
+_TORCHTITAN = [
+    _torchtitan(
+        "torchtitan.LLaMA",
+        "interleaved RoPE pairs; files from before qkv_linear are meta.LLaMA",
+        rope="interleaved",
+        rules=("even", "whole halves"),
+    ),
+    _torchtitan(
+        "torchtitan.Qwen3",
+        "RoPE pairs (i, i + H/2); also gpt-oss; files from before qkv_linear are in no layout here",
+        rules=("rms norms, w",),
+        carries=("window_size",),
+        others=(*_scales("weight", q_norm="q_norm", k_norm="k_norm"), _SINKS),
+    ),
 ]
 
-_MEGATRON = [
-    Layout(
+
+def _megatron(name: str, holds: str, words: str, **options: Any) -> Layout:
+    """Return a layout of Megatron-LM, whose packed tensor holds some projections."""
+    return Layout(
         name,
         f"linear_qkv holds the queries of a group, {words}its key and value head; linear_proj",
         "NVIDIA/Megatron-LM, megatron/core/transformer/attention.py",
@@ -272,24 +275,25 @@ _MEGATRON = [
             (
                 Tensor("linear_qkv.weight", holds, "weight", ROWS),
                 Tensor("linear_qkv.bias", holds, "bias", "(n h)"),
-                *(tensor for tensor in packed("", "linear_proj") if tensor.holds == "out"),
+                Tensor("linear_proj.weight", "out", "weight", "e (n h)"),
+                Tensor("linear_proj.bias", "out", "bias", "e"),
             ),
         ),
-        others=beside(
+        others=optional(
             q_norm="q_layernorm", k_norm="k_layernorm", sinks="core_attention.softmax_offset"
         ),
         grouped=True,
         rules=("out_proj", "one width", "one head_dim"),
         ignored=("linear_qkv.layer_norm_weight", "linear_qkv.layer_norm_bias", "*._extra_state"),
         prefixes=("decoder.layers.{i}.self_attention",),
-        needs_spec="g" in holds,
         carries=("rope", "rope.scaling", "scale", "window_size", "qk_norm"),
         ranks=Ranks(
             "mp_rank_{rank}/model_optim_rng.pt",
             rows=("*embedding.word_embeddings.weight", "*output_layer.weight"),
             columns=("*.mlp.linear_fc2.weight",),
-            gated=tuple(
-                (f"*.mlp.linear_fc1.{leaf}", "linear_fc2.weight") for leaf in ("weight", "bias")
+            gated=(
+                ("*.mlp.linear_fc1.weight", "linear_fc2.weight"),
+                ("*.mlp.linear_fc1.bias", "linear_fc2.weight"),
             ),
             copied=(
                 "*layernorm.*",
@@ -298,8 +302,14 @@ _MEGATRON = [
                 "*position_embeddings.weight",
             ),
         ),
+        **options,
     )
-    for name, holds, words in (("megatron", "qkv", ""), ("megatron.gate", "qgkv", "their gates, "))
+
+
+_MEGATRON = [
+    _megatron("megatron", "qkv", ""),
+    # Shapes would suggest more heads instead of gates.
+    _megatron("megatron.gate", "qgkv", "their gates, ", needs_spec=True),
 ]
 
 OF_OTHERS = [*_MAXTEXT, *_TUNIX, *_KERAS_HUB, *_TORCHTITAN, *_MEGATRON]

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from parity.port.conversion.layouts.layout import CARRIED, Layout, Tensor
-from parity.port.conversion.layouts.tensors import COLUMNS, ROWS, beside, packed, separate
+from parity.port.conversion.layouts.tensors import COLUMNS, ROWS, optional, packed, separate
 
 Form = tuple[Tensor, ...]
 
@@ -35,25 +35,23 @@ def _separate(
     of RoPE.
     """
     listed = ", ".join(words)
-    about = f"{listed}, and the models' other weights; {about}" if about else listed
-    return _layout(
-        name, about, file, separate(*words), **{"ignored": ("rotary_emb.inv_freq",), **options}
-    )
+    if about:
+        about = f"{listed}, and the models' other weights; {about}"
+    options = {"ignored": ("rotary_emb.inv_freq",), **options}
+    return _layout(name, about or listed, file, separate(*words), **options)
 
 
 def _of_latents(
     name: str, words: str, file: str, *forms: tuple[str, ...], **options: Any
 ) -> Layout:
     """Return a layout of latents, by its remaining projections, in each of its forms."""
+    remaining = separate("q_proj", "", "", "o_proj")
     return _layout(
         name,
         f"the projections of latents: kv_a_proj_with_mqa, kv_b_proj, o_proj, and q_a_proj, {words}",
         file,
-        *(
-            tuple(each for each in separate("q_proj", "", "", "o_proj") if each.holds in held)
-            for held in forms
-        ),
-        others=beside(
+        *[tuple(tensor for tensor in remaining if tensor.holds in form) for form in forms],
+        others=optional(
             ("q_a_proj", "q_b_proj", "kv_b_proj"),
             kv_a_proj="kv_a_proj_with_mqa",
             q_a_norm="q_a_layernorm",
@@ -84,7 +82,7 @@ OF_TRANSFORMERS = [
         "self.query, self.key, self.value, output.dense; also files of Swin and Donut",
         "bert",
         separate("self.query", "self.key", "self.value", "output.dense"),
-        others=beside(relative_bias="self.relative_position_bias_table"),
+        others=optional(relative_bias="self.relative_position_bias_table"),
         rules=(*ALIKE, "biases"),
         ignored=(
             "output.LayerNorm.*",
@@ -93,7 +91,7 @@ OF_TRANSFORMERS = [
             "ln.*",
             "self.relative_position_index",
         ),
-        unsaid=OF_GRID,
+        grid_biases=OF_GRID,
         prefixes=(
             "bert.encoder.layer.{i}.attention",
             "encoder.layer.{i}.attention",
@@ -107,13 +105,13 @@ OF_TRANSFORMERS = [
         "vit",
         separate("attention.query", "attention.key", "attention.value", "output.dense"),
         version=" before 5.0",
-        others=beside(
+        others=optional(
             relative_bias="attention.relative_position_bias.relative_position_bias_table"
         ),
         shares=("relative_bias",),
         rules=(*ALIKE, "out bias"),
         ignored=("attention.relative_position_bias.relative_position_index",),
-        unsaid=OF_GRID,
+        grid_biases=OF_GRID,
         prefixes=("vit.encoder.layer.{i}.attention", "encoder.layer.{i}.attention"),
         carries=(),
     ),
@@ -123,11 +121,11 @@ OF_TRANSFORMERS = [
         "transformers.ViT",
         "vit",
         separate(*OF_LLAMA),
-        others=beside(relative_bias="relative_position_bias.relative_position_bias_table"),
+        others=optional(relative_bias="relative_position_bias.relative_position_bias_table"),
         shares=("relative_bias",),
         rules=(*ALIKE, "out bias"),
         ignored=("relative_position_bias.relative_position_index",),
-        unsaid=OF_GRID,
+        grid_biases=OF_GRID,
         prefixes=("vit.layers.{i}.attention", "layers.{i}.attention"),
         carries=(),
     ),
@@ -146,7 +144,7 @@ OF_TRANSFORMERS = [
         "query_key_value holds q, k, v of one head, then of the next; also BLOOM, Persimmon",
         "gpt_neox",
         packed("query_key_value", "dense"),
-        others=beside(q_norm="q_layernorm", k_norm="k_layernorm"),
+        others=optional(q_norm="q_layernorm", k_norm="k_layernorm"),
         grouped=True,
         rules=(*ALIKE, "biases or none"),
         ignored=("bias", "masked_bias", "rotary_emb.inv_freq"),
@@ -187,21 +185,21 @@ OF_TRANSFORMERS = [
         OF_LLAMA,
         "llama",
         "also Mistral, Qwen2, Qwen3, Gemma, OLMo",
-        others=beside(("q_norm", "k_norm", "gate_proj", "sinks")),
+        others=optional(("q_norm", "k_norm", "gate_proj", "sinks")),
     ),
     _separate(
         "Phi",
         ("q_proj", "k_proj", "v_proj", "dense"),
         "phi",
         "for Phi 1 and 2",
-        others=beside(q_norm="q_layernorm", k_norm="k_layernorm"),
+        others=optional(q_norm="q_layernorm", k_norm="k_layernorm"),
     ),
     _separate(
         "HunYuan",
         OF_LLAMA,
         "hunyuan_v1_dense",
         "of HunYuan",
-        others=beside(q_norm="query_layernorm", k_norm="key_layernorm"),
+        others=optional(q_norm="query_layernorm", k_norm="key_layernorm"),
         needs_spec=True,
     ),
     _separate(
@@ -209,17 +207,17 @@ OF_TRANSFORMERS = [
         OF_LLAMA,
         "stablelm",
         "norms with weights for each head",
-        others=beside(q_norm="q_layernorm.norms.{n}", k_norm="k_layernorm.norms.{n}"),
+        others=optional(q_norm="q_layernorm.norms.{n}", k_norm="k_layernorm.norms.{n}"),
         needs_spec=True,
     ),
     _separate(
-        "BitNet", OF_LLAMA, "bitnet", others=beside(context_norm="attn_sub_norm"), needs_spec=True
+        "BitNet", OF_LLAMA, "bitnet", others=optional(context_norm="attn_sub_norm"), needs_spec=True
     ),
     _separate(
         "Kosmos-2",
         ("q_proj", "k_proj", "v_proj", "out_proj"),
         "kosmos2",
-        others=beside(context_norm="inner_attn_ln"),
+        others=optional(context_norm="inner_attn_ln"),
         needs_spec=True,
     ),
     _layout(
@@ -229,7 +227,7 @@ OF_TRANSFORMERS = [
         "gemma4",
         separate(*OF_LLAMA),
         _KEYS_AS_VALUES,
-        others=beside(("q_norm", "k_norm")),
+        others=optional(("q_norm", "k_norm")),
         ignored=("rotary_emb.inv_freq",),
         needs_spec=True,
     ),
@@ -238,7 +236,7 @@ OF_TRANSFORMERS = [
         ("q_proj", "k_proj", "v_proj", "out_proj"),
         "lfm2",
         "of LFM2",
-        others=beside(q_norm="q_layernorm", k_norm="k_layernorm"),
+        others=optional(q_norm="q_layernorm", k_norm="k_layernorm"),
         needs_spec=True,
     ),
     _separate(
@@ -246,7 +244,7 @@ OF_TRANSFORMERS = [
         OF_LLAMA,
         "flint",
         "of Flint",
-        others=beside(("q_norm", "k_norm"), sinks="softmax_offset"),
+        others=optional(("q_norm", "k_norm"), sinks="softmax_offset"),
         needs_spec=True,
     ),
     _separate(
@@ -254,7 +252,7 @@ OF_TRANSFORMERS = [
         OF_LLAMA,
         "mimo_v2_flash",
         "of MiMo-V2",
-        others=beside((), sinks="attention_sink_bias"),
+        others=optional((), sinks="attention_sink_bias"),
         needs_spec=True,
     ),
     _separate(
@@ -286,7 +284,7 @@ OF_TRANSFORMERS = [
         "MPNet",
         ("attn.q", "attn.k", "attn.v", "attn.o"),
         "mpnet",
-        others=beside(relative_bias="relative_attention_bias.weight"),
+        others=optional(relative_bias="relative_attention_bias.weight"),
         shares=("relative_bias",),
         rules=("out_proj", "no groups", "biases"),
         ignored=("LayerNorm.*",),
@@ -298,7 +296,7 @@ OF_TRANSFORMERS = [
         ("q", "k", "v", "o"),
         "t5",
         ignored=(),
-        others=beside(relative_bias="relative_attention_bias.weight"),
+        others=optional(relative_bias="relative_attention_bias.weight"),
         shares=("relative_bias",),
         rules=("out_proj", "no groups"),
         prefixes=(
@@ -382,7 +380,7 @@ OF_TRANSFORMERS = [
             Tensor("q_proj.bias", "qg", "bias", "(n h)"),
             *(tensor for tensor in separate(*OF_LLAMA) if tensor.holds != "q"),
         ),
-        others=beside(("q_norm", "k_norm")),
+        others=optional(("q_norm", "k_norm")),
         grouped=True,
         needs_spec=True,
     ),
@@ -399,8 +397,11 @@ OF_TRANSFORMERS = [
         "longcat_flash",
         ("out",),
         rules=("out_proj", "factors of widths"),
-        prefixes=tuple(
-            f"{begin}layers.{{i}}.self_attn.{part}" for begin in ("model.", "") for part in (0, 1)
+        prefixes=(
+            "model.layers.{i}.self_attn.0",
+            "model.layers.{i}.self_attn.1",
+            "layers.{i}.self_attn.0",
+            "layers.{i}.self_attn.1",
         ),
     ),
 ]

@@ -1,9 +1,8 @@
-"""The placement of an attention layer in the tensors of a layout: their shapes, and conversion in
-both directions.
+"""The placement of an attention layer in a layout: shapes of tensors, and conversion both ways.
 
 Both directions follow from the layout's declaration. A canonical weight in a tensor is a view of
 it, whose elements, in C order, are those of the weight. Writing through the view is one direction,
-reading from it the other.
+reading from it the other. So no step may copy: axes are split, moved and cut, but never joined.
 """
 
 from __future__ import annotations
@@ -18,19 +17,23 @@ import numpy as np
 from mha_spec import AttentionSpec, InputError
 from parity.port.conversion.layouts.layout import TILE, Layout, Tensor
 
-OF_HEADS = tuple(
-    f"{name}_proj.{leaf}" for name in ("q", "k", "v", "out") for leaf in ("weight", "bias")
-)[:-1]
-"""Canonical weights with features of heads, which a layout may reorder or pad."""
+AXIS_OF_FEATURES = {
+    "q_proj.weight": -2,
+    "k_proj.weight": -2,
+    "v_proj.weight": -2,
+    "out_proj.weight": -1,
+    "q_proj.bias": -1,
+    "k_proj.bias": -1,
+    "v_proj.bias": -1,
+}
+"""Axis of the features of a head, which a layout may reorder or pad, in canonical weights."""
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A layer in the tensors of a layout: those of one form, and the optional tensors that the
-    layer has.
-    """
+    """A layer in the tensors of a layout: those of one form, and its optional tensors."""
 
     layout: Layout
     spec: AttentionSpec
@@ -44,38 +47,47 @@ class Placement:
     @cached_property
     def shapes(self) -> dict[str, Shape]:
         """Return names and shapes in the layout."""
-        return {name: shape for held in self._shapes.values() for name, shape in held.items()}
+        shapes: dict[str, Shape] = {}
+        for shapes_of_tensor in self._shapes.values():
+            shapes.update(shapes_of_tensor)
+        return shapes
 
     @cached_property
     def holders(self) -> dict[str, Tensor]:
         """Return the tensor of each name in the layout."""
-        return {name: tensor for tensor, held in self._shapes.items() for name in held}
+        holders: dict[str, Tensor] = {}
+        for tensor, shapes_of_tensor in self._shapes.items():
+            holders.update(dict.fromkeys(shapes_of_tensor, tensor))
+        return holders
 
     @cached_property
     def _shapes(self) -> dict[Tensor, dict[str, Shape]]:
-        found = {}
-        for tensor in self.tensors:
-            if tensor.is_whole:
-                shape = self._shape_of_whole(tensor)
-                count, shape = (shape[0], shape[1:]) if tensor.is_per_head else (1, shape)
-            else:
-                count, shape = self._sizes[tensor]["n"], tensor.shape(self._sizes[tensor])
-            names = (
-                [tensor.name.format(n=n) for n in range(count)]
-                if tensor.is_per_head
-                else [tensor.name]
-            )
-            found[tensor] = dict.fromkeys(names, shape)
-        return found
+        """Return the names and shapes of each tensor: one, or one per head."""
+        return {tensor: self._shapes_of(tensor) for tensor in self.tensors}
+
+    def _shapes_of(self, tensor: Tensor) -> dict[str, Shape]:
+        if tensor.is_whole:
+            shape = self._shape_of_whole(tensor)
+        else:
+            shape = tensor.shape(self._sizes[tensor])
+        if not tensor.is_per_head:
+            return {tensor.name: shape}
+        if tensor.is_whole:
+            num_heads, *rest = shape
+            shape = tuple(rest)
+        else:
+            num_heads = self._sizes[tensor]["n"]
+        return {tensor.name.format(n=head): shape for head in range(num_heads)}
 
     def _shape_of_whole(self, tensor: Tensor) -> Shape:
         shape = self.weights[tensor.holds]
         if tensor.axes == "...":
             return shape
+        if tensor.axes == "d e":
+            return shape[::-1]
+        rows, columns = shape
         num_heads = self.spec.num_heads
-        return (
-            (shape[1], num_heads, shape[0] // num_heads) if tensor.axes == "d n h" else shape[::-1]
-        )
+        return columns, num_heads, rows // num_heads
 
     @cached_property
     def _sizes(self) -> dict[Tensor, dict[str, int]]:
@@ -83,82 +95,99 @@ class Placement:
         return {tensor: self._sizes_in(tensor) for tensor in self.tensors if not tensor.is_whole}
 
     def _sizes_in(self, tensor: Tensor) -> dict[str, int]:
-        spec, holds = self.spec, {*tensor.holds}
-        is_out = tensor.holds == "out"
-        heads = sum(head_counts(tensor, spec))
-        counts = {"n": heads}
+        spec, letters = self.spec, {*tensor.holds}
+        sizes = {"n": sum(head_counts(tensor, spec)), "e": spec.d_model}
         if tensor.has_projection_axis:
-            counts = {"p": len(tensor.holds), "n": heads // len(tensor.holds)}
-        features = spec.head_dim if holds & {*"qk"} else spec.value_head_dim
+            sizes["p"] = len(tensor.holds)
+            sizes["n"] //= sizes["p"]
+        sizes["h"] = spec.head_dim if letters & {"q", "k"} else spec.value_head_dim
         if self.layout.padded:
-            features = padded_width(features, spec.rope is not None)
-        width = spec.d_in if holds & {*"qg"} and not is_out else spec.d_kv
-        return {**counts, "h": features, "d": width, "e": spec.d_model}
+            sizes["h"] = padded_width(sizes["h"], spec.rope is not None)
+        is_of_queries = tensor.holds != "out" and bool(letters & {"q", "g"})
+        sizes["d"] = spec.d_in if is_of_queries else spec.d_kv
+        return sizes
 
-    # ---- Both directions
-    # ---------------------------------------------------------------------------------------------
+    # ---- Both directions -------------------------------------------------------------------------
 
     def lay_out(self, name: str, read: Callable[[str], np.ndarray]) -> np.ndarray:
-        """Make a tensor of the layout. Memory holds it and one canonical weight, returned by
-        `read`, at a time.
+        """Make a tensor of the layout.
+
+        Memory holds it and one canonical weight, returned by `read`, at a time.
         """
-        tensor, laid_out = self.holders[name], np.empty(0)
+        tensor = self.holders[name]
+        laid_out = None
         for part in tensor.parts:
             weight = read(part)
-            if laid_out.size == 0:
+            if laid_out is None:
+                # Zeros, because nothing else is written where heads are padded.
                 laid_out = np.zeros(self.shapes[name], weight.dtype)
             view = self._features(self._heads(_bits(laid_out), part, tensor), part)
-            source = _bits(weight)
+            bits = _bits(weight)
             if tensor.is_per_head:
-                heads = (
-                    source
-                    if tensor.is_whole
-                    else source.reshape(-1, view.shape[0], *weight.shape[1:])
-                )
-                source = heads[[*self._shapes[tensor]].index(name)]
-            view[...] = source.reshape(view.shape)
+                head = [*self._shapes[tensor]].index(name)
+                if not tensor.is_whole:
+                    bits = bits.reshape(-1, view.shape[0], *weight.shape[1:])
+                bits = bits[head]
+            view[...] = bits.reshape(view.shape)
+        if laid_out is None:
+            raise ValueError(f"{name} holds no weight")
         return laid_out
 
     def read_out(self, name: str, read: Callable[[str], np.ndarray]) -> np.ndarray:
         """Return a canonical weight, which may share memory with the tensor that `read` returns."""
-        tensor = next(tensor for tensor in self.tensors if name in tensor.parts)
-        arrays = [read(each) for each in self._shapes[tensor]]
-        heads = [self._heads(_bits(array), name, tensor) for array in arrays]
-        views = [self._features(each, name) for each in heads]
-        if self.layout.padded and any(
-            np.count_nonzero(a) != np.count_nonzero(b) for a, b in zip(heads, views, strict=True)
-        ):
-            raise InputError(f"features that pad the heads of {name}", "be 0", "others")
+        tensor = self._holder_of(name)
+        arrays = [read(own_name) for own_name in self._shapes[tensor]]
+        views = []
+        for array in arrays:
+            heads = self._heads(array, name, tensor)
+            view = self._features(heads, name)
+            if self.layout.padded and np.count_nonzero(heads) != np.count_nonzero(view):
+                raise InputError(f"features that pad the heads of {name}", "be 0", "others")
+            views.append(view)
         weight = np.stack(views) if tensor.is_per_head else views[0]
-        return weight.reshape(self.weights[name]).view(arrays[0].dtype)
+        return weight.reshape(self.weights[name])
+
+    def _holder_of(self, name: str) -> Tensor:
+        """Return the tensor that holds a canonical weight."""
+        for tensor in self.tensors:
+            if name in tensor.parts:
+                return tensor
+        raise KeyError(name)
 
     def _heads(self, array: np.ndarray, name: str, tensor: Tensor) -> np.ndarray:
-        """Return the heads of one canonical weight in a tensor, padding included; the whole if it
-        has no heads.
+        """Return a view of the heads of one canonical weight in a tensor, padding included.
+
+        Weights without heads are returned whole. With packed groups or blocks, these are the first
+        axis, and their share of the heads is the second.
         """
         if tensor.is_whole:
             return einops.rearrange(array, f"{tensor.axes} -> {tensor.logical}")
-        axes = tensor.logical.replace("n ", "") if tensor.is_per_head else tensor.logical
-        known = {axis: self._sizes[tensor][axis] for axis in axes.split() if axis in "nh"}
-        axes = axes.replace("n", "(p n)") if tensor.has_projection_axis else axes
-        heads = einops.rearrange(array, f"{tensor.axes} -> {axes}", **known)
+        axes = tensor.logical
+        if tensor.is_per_head:
+            axes = axes.replace("n ", "")
+        sizes = {axis: self._sizes[tensor][axis] for axis in axes.split() if axis in "nh"}
+        if tensor.has_projection_axis:
+            # Projections are selected: joining their axis with that of heads might copy.
+            projections = einops.rearrange(array, f"{tensor.axes} -> p {axes}", **sizes)
+            return projections[tensor.parts.index(name)]
+        heads = einops.rearrange(array, f"{tensor.axes} -> {axes}", **sizes)
         if len(tensor.parts) == 1 or tensor.is_shared:
             return heads
-        which, counts = tensor.parts.index(name), head_counts(tensor, self.spec)
+        place, counts = tensor.parts.index(name), head_counts(tensor, self.spec)
+        # A group is a key/value head with its query heads, so there are as many as there are keys.
         groups = min(counts) if self.layout.grouped else self.layout.blocks
-        if groups > 1:  # divide each group in the same way
-            heads, counts = _split(heads, 0, groups, -1), [count // groups for count in counts]
-        begin, end = sum(counts[:which]), sum(counts[: which + 1])
-        return heads[:, begin:end] if groups > 1 else heads[begin:end]
+        if groups == 1:
+            return heads[sum(counts[:place]) : sum(counts[: place + 1])]
+        shares = [count // groups for count in counts]
+        in_groups = _split(heads, 0, groups, -1)
+        return in_groups[:, sum(shares[:place]) : sum(shares[: place + 1])]
 
     def _features(self, heads: np.ndarray, name: str) -> np.ndarray:
-        """Return the features of heads in canonical order, without padding."""
+        """Return a view of the features of heads in canonical order, without padding."""
         layout, spec = self.layout, self.spec
-        if name not in OF_HEADS:
+        if name not in AXIS_OF_FEATURES:
             return heads
-        axis = heads.ndim - (
-            2 if name in ("q_proj.weight", "k_proj.weight", "v_proj.weight") else 1
-        )
+        axis = heads.ndim + AXIS_OF_FEATURES[name]
         if layout.padded and spec.rope is not None:
             return _first(_split(heads, axis, 2, -1), axis + 1, spec.head_dim // 2)
         if layout.padded:
@@ -170,15 +199,20 @@ class Placement:
 
 def head_counts(tensor: Tensor, spec: AttentionSpec) -> list[int]:
     """Count the heads of each projection in a tensor."""
-    words = (
-        ["out"] if tensor.holds == "out" else tensor.holds[:1] if tensor.is_shared else tensor.holds
-    )
-    return [spec.num_kv_heads if word in ("k", "v") else spec.num_heads for word in words]
+    if tensor.holds == "out":
+        return [spec.num_heads]
+    letters = tensor.holds
+    if tensor.is_shared:
+        letters = letters[0]
+    return [spec.num_kv_heads if letter in "kv" else spec.num_heads for letter in letters]
 
 
 def padded_width(head_dim: int, rope: bool) -> int:
     """Return the padded size of a head in whole tiles; with RoPE each half is padded separately."""
-    return 2 * padded_width(-(-head_dim // 2), False) if rope else -(-head_dim // TILE) * TILE
+    if rope:
+        half = -(-head_dim // 2)
+        return 2 * padded_width(half, rope=False)
+    return -(-head_dim // TILE) * TILE
 
 
 def _split(x: np.ndarray, axis: int, outer: int, inner: int) -> np.ndarray:
@@ -187,6 +221,7 @@ def _split(x: np.ndarray, axis: int, outer: int, inner: int) -> np.ndarray:
 
 
 def _first(x: np.ndarray, axis: int, count: int) -> np.ndarray:
+    """Return a view of the first entries of an axis."""
     return x[(slice(None),) * axis + (slice(count),)]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from parity.port.conversion.layouts.layout import CARRIED, Layout, Ranks, Tensor
 from parity.port.conversion.layouts.of_others import OF_OTHERS
 from parity.port.conversion.layouts.of_transformers import OF_TRANSFORMERS
@@ -10,7 +12,7 @@ from parity.port.conversion.layouts.tensors import (
     EINSUM,
     EVERYTHING,
     ROWS,
-    beside,
+    optional,
     packed,
     separate,
     with_and_without_out,
@@ -22,7 +24,7 @@ _TORCH_OUT = (
 )
 _TORCH_BIAS = Tensor("in_proj_bias", "qkv", "bias", "(n h)")
 
-_OF_JAX = beside(EVERYTHING, leaf="kernel", axes="d e")
+_OF_JAX = optional(EVERYTHING, leaf="kernel", axes="d e")
 
 
 def _of_einsum(name: str, about: str, source: str, out: str, *rules: str) -> Layout:
@@ -31,13 +33,27 @@ def _of_einsum(name: str, about: str, source: str, out: str, *rules: str) -> Lay
     return Layout(name, about, source, (form,), rules=("out_proj", "one head_dim", *rules))
 
 
+def _gguf(name: str, words: str, **options: Any) -> Layout:
+    """Return a layout of llama.cpp, whose kinds of models differ in the pairs of RoPE."""
+    return Layout(
+        name,
+        f"attn_q, attn_k, attn_v, attn_output, with {words}",
+        "ggml-org/llama.cpp, convert_hf_to_gguf.py",
+        (separate("attn_q", "attn_k", "attn_v", "attn_output"),),
+        ignored=("attn_norm.*", "ffn_*"),
+        prefixes=("blk.{i}",),
+        carries=("rope",),
+        **options,
+    )
+
+
 _TABLE = [
     Layout(
         "canonical",
         "the form that conversions go through; that of mha_torch's modules",
         "parity/measure/core/weights.py",
         with_and_without_out(separate("q_proj", "k_proj", "v_proj", "out_proj")),
-        others=beside(EVERYTHING),
+        others=optional(EVERYTHING),
         carries=CARRIED,
     ),
     Layout(
@@ -82,10 +98,13 @@ _TABLE = [
             ),
         ),
         rules=("no groups", "out_proj", "square", "biases or none", "one head_dim"),
-        prefixes=tuple(
-            f"{stack}layers.{{i}}.{attention}"
-            for stack in ("", "encoder.", "decoder.")
-            for attention in ("self_attn", "multihead_attn")
+        prefixes=(
+            "layers.{i}.self_attn",
+            "layers.{i}.multihead_attn",
+            "encoder.layers.{i}.self_attn",
+            "encoder.layers.{i}.multihead_attn",
+            "decoder.layers.{i}.self_attn",
+            "decoder.layers.{i}.multihead_attn",
         ),
     ),
     Layout(
@@ -93,7 +112,7 @@ _TABLE = [
         "one Linear for q, k and v",
         "mha_torch.MultiHeadAttention, fused_qkv=True",
         with_and_without_out(packed("qkv_proj", "out_proj")),
-        others=beside(EVERYTHING),
+        others=optional(EVERYTHING),
         rules=("one width",),
         carries=CARRIED,
     ),
@@ -153,10 +172,13 @@ _TABLE = [
         "a stack of single heads, each with W_query, W_key, W_value",
         "Build a Large Language Model (From Scratch), chapter 3",
         (
-            tuple(
-                Tensor(f"heads.{{n}}.W_{name}.{kind}", name[0], kind, axes)
-                for kind, axes in (("weight", "h d"), ("bias", "h"))
-                for name in ("query", "key", "value")
+            (
+                Tensor("heads.{n}.W_query.weight", "q", "weight", "h d"),
+                Tensor("heads.{n}.W_key.weight", "k", "weight", "h d"),
+                Tensor("heads.{n}.W_value.weight", "v", "weight", "h d"),
+                Tensor("heads.{n}.W_query.bias", "q", "bias", "h"),
+                Tensor("heads.{n}.W_key.bias", "k", "bias", "h"),
+                Tensor("heads.{n}.W_value.bias", "v", "bias", "h"),
             ),
         ),
         rules=("no out_proj", "no groups"),
@@ -225,33 +247,17 @@ _TABLE = [
             ),
         ),
     ),
-    *(
-        Layout(
-            name,
-            f"attn_q, attn_k, attn_v, attn_output, with {words}",
-            "ggml-org/llama.cpp, convert_hf_to_gguf.py",
-            (separate("attn_q", "attn_k", "attn_v", "attn_output"),),
-            others=beside(q_norm="attn_q_norm", k_norm="attn_k_norm") if rope == "half" else (),
-            rope=rope,
-            rules=("out_proj", *rules),
-            ignored=("attn_norm.*", "ffn_*"),
-            prefixes=("blk.{i}",),
-            carries=("rope",),
-        )
-        for name, words, rope, rules in (
-            (
-                "gguf.LLaMA",
-                "interleaved RoPE pairs; also Mistral",
-                "interleaved",
-                ("even", "whole halves"),
-            ),
-            (
-                "gguf.Qwen2",
-                "RoPE pairs (i, i + H/2), which llama.cpp leaves unchanged; also Qwen3, Gemma",
-                "half",
-                ("rms norms, w",),  # for Gemma it adds 1 to the weights
-            ),
-        )
+    _gguf(
+        "gguf.LLaMA",
+        "interleaved RoPE pairs; also Mistral",
+        rope="interleaved",
+        rules=("out_proj", "even", "whole halves"),
+    ),
+    _gguf(
+        "gguf.Qwen2",
+        "RoPE pairs (i, i + H/2), which llama.cpp leaves unchanged; also Qwen3, Gemma",
+        rules=("out_proj", "rms norms, w"),  # for Gemma it adds 1 to the weights
+        others=optional(q_norm="attn_q_norm", k_norm="attn_k_norm"),
     ),
     Layout(
         "ttnn",

@@ -1,6 +1,4 @@
-"""Building blocks for tables of layouts: tensors of four projections, of packed ones, and of
-optional weights.
-"""
+"""Parts of tables of layouts: tensors of four projections, of packed ones, of optional weights."""
 
 from __future__ import annotations
 
@@ -27,16 +25,23 @@ def separate(
     biases: str = "(n h)",
     back: str = "e (n h)",
 ) -> tuple[Tensor, ...]:
-    """Return four weights and their biases, by layer name; `heads`, `biases` and `back` are the
-    axes.
+    """Return four weights and their biases, by layer name.
+
+    Args:
+        q, k, v, out: names of the layers.
+        leaf: name of their weights.
+        heads: axes of a projection.
+        biases: axes of its bias.
+        back: axes of the output.
     """
     names = {"q": q, "k": k, "v": v}
+    weights = [Tensor(f"{name}.{leaf}", letter, "weight", heads) for letter, name in names.items()]
+    biases_of_qkv = [
+        Tensor(f"{name}.bias", letter, "bias", biases) for letter, name in names.items()
+    ]
     return (
-        *(
-            Tensor(f"{name}.{leaf}", projection, "weight", heads)
-            for projection, name in names.items()
-        ),
-        *(Tensor(f"{name}.bias", projection, "bias", biases) for projection, name in names.items()),
+        *weights,
+        *biases_of_qkv,
         Tensor(f"{out}.{leaf}", "out", "weight", back),
         Tensor(f"{out}.bias", "out", "bias", "e"),
     )
@@ -61,20 +66,30 @@ EVERYTHING = ("gate_proj", *NARROW, *NORMS, *SCORES)
 """Weights that only some layers have in addition to q, k, v and out, by canonical name."""
 
 
-def beside(
+def optional(
     same: Iterable[str] = (), *, leaf: str = "weight", axes: str = "...", **renamed: str
 ) -> tuple[Tensor, ...]:
-    """Return the tensors of optional weights, by canonical name or renamed."""
-    found: list[Tensor] = []
-    for ours, theirs in (dict.fromkeys(same) | renamed).items():
-        theirs = theirs or ours
+    """Return the tensors of optional weights.
+
+    Args:
+        same: those that have their canonical names.
+        leaf: name of a weight of a projection.
+        axes: its axes.
+        renamed: names of the others, by canonical name.
+    """
+    tensors: list[Tensor] = []
+    for ours, theirs in (dict.fromkeys(same, "") | renamed).items():
+        name = theirs or ours
         if ours in SCORES:
-            found.append(Tensor(theirs, ours, "whole", "..."))
+            tensors.append(Tensor(name, ours, "whole", "..."))
             continue
-        of_weight = ("weight", "...") if ours in NORMS else (leaf, axes)
-        found.append(Tensor(f"{theirs}.{of_weight[0]}", f"{ours}.weight", "whole", of_weight[1]))
-        found.append(Tensor(f"{theirs}.bias", f"{ours}.bias", "whole", "..."))
-    return tuple(found)
+        # Norms have no axes to transpose, and their weights are called so in every library here.
+        own_leaf, own_axes = leaf, axes
+        if ours in NORMS:
+            own_leaf, own_axes = "weight", "..."
+        tensors.append(Tensor(f"{name}.{own_leaf}", f"{ours}.weight", "whole", own_axes))
+        tensors.append(Tensor(f"{name}.bias", f"{ours}.bias", "whole", "..."))
+    return tuple(tensors)
 
 
 def with_and_without_out(tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], ...]:

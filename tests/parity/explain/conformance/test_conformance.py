@@ -173,8 +173,7 @@ def test_our_layers_receive_own_parameters(name, monkeypatch):
     assert [list(options) for options in given] == [["is_causal"], ["key_padding_lengths"]]
 
 
-# ---- Controls: attention with one fault each
-# -------------------------------------------------------------------------
+# ---- Controls: attention with one fault each -----------------------------------------------------
 
 
 def toy(framework, fault=""):
@@ -415,8 +414,7 @@ def test_a_cache_that_is_off_by_one_is_found():
     assert answer.words.startswith("not one pass")
 
 
-# ---- A user's own layers
-# ---------------------------------------------------------------------------------------------
+# ---- A user's own layers -------------------------------------------------------------------------
 
 
 class TorchLayer(torch.nn.Module):
@@ -846,8 +844,7 @@ def test_unsupported_declared_groups_fail():
     assert examine(attention, ["grouped heads"], framework="torch").broken == []
 
 
-# ---- Words
-# --------------------------------------------------------------------------------------------------
+# ---- Words ---------------------------------------------------------------------------------------
 
 
 def test_rule_summarizes_answers_by_path():
@@ -877,8 +874,7 @@ def test_findings_compare_by_words_and_kind():
     assert Finding("zeros") != Finding("NaN")
 
 
-# ---- The command line
-# ------------------------------------------------------------------------------------------------
+# ---- The command line ----------------------------------------------------------------------------
 
 OWN = """
 import torch

@@ -142,8 +142,7 @@ def test_unknown_width_requires_d_model():
     assert found["attends"].words == "to all tokens"
 
 
-# ---- Modules of a user
-# -----------------------------------------------------------------------------------------------
+# ---- Modules of a user ---------------------------------------------------------------------------
 
 HELPERS = """
 import jax
@@ -248,8 +247,7 @@ def test_framework_is_found_by_params():
     assert framework_of(with_params(function, {"w": jnp.ones(1)}, "mine")) == "jax"
 
 
-# ---- The command line
-# ------------------------------------------------------------------------------------------------
+# ---- The command line ----------------------------------------------------------------------------
 
 
 def test_conformance_accepts_params(own, capsys):

@@ -52,8 +52,7 @@ def bug(case, name):
     return next(known for known in bugs_for(case) if known.name == name)
 
 
-# ---- Nothing wrong
-# --------------------------------------------------------------------------------------------------
+# ---- Nothing wrong -------------------------------------------------------------------------------
 
 
 RIGHT = [("torch", name) for name, case in CASES.items() if case.dtype is None]
@@ -82,8 +81,7 @@ def test_no_bug_in_other_dtypes(case, dtype):
     assert diagnose(record("torch", expected).accumulated, expected.problem).kind == "none"
 
 
-# ---- One bug
-# --------------------------------------------------------------------------------------------------
+# ---- One bug -------------------------------------------------------------------------------------
 
 UNTRAINED = [case for case in SELFTEST_CASES if case.trained is None]
 PLAIN = [
@@ -267,8 +265,7 @@ def test_permuted_heads_show_their_order(case, stage):
     assert f"{stage}'s heads are in the order {' '.join(map(str, order))}" in str(diagnosis)
 
 
-# ---- Two and more
-# --------------------------------------------------------------------------------------------------
+# ---- Two and more --------------------------------------------------------------------------------
 
 
 def stages_with(case, names):
@@ -358,7 +355,7 @@ def test_mask_wrong_only_in_later_calls():
         {name: x for name, x in observed.items() if not stage_named(name).path}, problem
     )
     assert not np.array_equal(observed["step0.mask"], wrong["step0.mask"])
-    assert (diagnosis.kind, named_bugs(diagnosis)) == ("law", [])
+    assert (diagnosis.kind, named_bugs(diagnosis)) == ("pattern", [])
     assert "to 1 before its own instead of" in diagnosis.unknowns[0].laws[0]
 
 
@@ -444,8 +441,7 @@ def test_rope_over_heads_is_named():
     )
 
 
-# ---- No known bug
-# --------------------------------------------------------------------------------------------------
+# ---- No known bug --------------------------------------------------------------------------------
 
 
 def test_unexplained_factor_is_a_law():
@@ -455,7 +451,11 @@ def test_unexplained_factor_is_a_law():
     observed["context"] = observed["context"] * np.linspace(0.5, 2.0, 8, dtype=np.float32)
     del observed["output"]  # it agrees, so that nothing would be wrong
     diagnosis = diagnose(observed, problem)
-    assert (diagnosis.kind, diagnosis.stage, diagnosis.unexplained) == ("law", "context", "context")
+    assert (diagnosis.kind, diagnosis.stage, diagnosis.unexplained) == (
+        "pattern",
+        "context",
+        "context",
+    )
     assert diagnosis.unknowns[0].law.name == "factor"
 
 
@@ -483,7 +483,7 @@ def test_a_verified_law_is_the_headline(change, law, number):
     observed = observed_in(problem, [Changed(override)])
     stages = ("q", "k", "v", "scores", "attn_weights", "context", "output")
     diagnosis = diagnose({name: observed[name] for name in stages}, problem)
-    kind, pages = ("law", []) if number is None else ("structure", ["dropout"])
+    kind, pages = ("pattern", []) if number is None else ("structure", ["dropout"])
     assert (diagnosis.kind, diagnosis.stage, named_bugs(diagnosis)) == (kind, "attn_weights", pages)
     found = (diagnosis.unknowns[0] if number is None else diagnosis.explanations[0]).findings.found[
         0
@@ -543,7 +543,7 @@ def test_law_hides_no_later_bug():
     observed = observed_in(problem, [*(bug(case, name) for name in names[::-1]), law])
     diagnosis = diagnose({name: x for name, x in observed.items() if "module" not in name}, problem)
     (unknown,) = diagnosis.unknowns
-    assert (diagnosis.kind, named_bugs(diagnosis)) == ("law", names)
+    assert (diagnosis.kind, named_bugs(diagnosis)) == ("pattern", names)
     assert (unknown.law.name, unknown.stages) == ("rope frequencies", ("step0.q", "step0.k"))
     json.dumps(diagnosis.to_dict(), allow_nan=False)
 
@@ -600,7 +600,7 @@ def test_bug_before_a_law_is_named():
     observed["output"] = observed["output"] + np.float32(0.25)
     diagnosis = diagnose({name: x for name, x in observed.items() if "." not in name}, problem)
     assert (diagnosis.kind, named_bugs(diagnosis), diagnosis.unexplained) == (
-        "law",
+        "pattern",
         ["scale-missing"],
         "output",
     )
@@ -705,9 +705,9 @@ def test_factor_is_not_precision(stage):
     """A factor of 1.0003 on q or the output is a law, alone or with all other stages."""
     problem = make_problem(CASES["rope-gqa"], "float32")
     wrong = {stage: observed_in(problem)[stage] * np.float32(1.0003)}
-    assert diagnose(wrong, problem).kind == "law"
+    assert diagnose(wrong, problem).kind == "pattern"
     whole = diagnose({**observed_in(problem), **wrong}, problem)
-    assert (whole.kind, whole.stage) == ("law", stage)
+    assert (whole.kind, whole.stage) == ("pattern", stage)
     assert whole.agrees == (stage != "output")
 
 
@@ -735,8 +735,7 @@ def test_unknown_stage_names_raise():
         diagnose({"logits": np.ones(3)}, make_problem(CASES["full"], "float32"))
 
 
-# ---- Weights, functions, runs
-# ----------------------------------------------------------------------------------------
+# ---- Weights, functions, runs --------------------------------------------------------------------
 
 
 def interleaved(weights, names):

@@ -98,7 +98,7 @@ def test_law_without_family_has_no_name():
     problem = make_problem(Case("layer", PLAIN, "", seq_len=12, is_causal=True), "float32")
     values = run_steps(steps(problem, "float32"))
     diagnosis = parity.diagnose({"output": values["output"] * np.float32(0.9)}, problem)
-    assert (diagnosis.kind, diagnosis.explanations) == ("law", [])
+    assert (diagnosis.kind, diagnosis.explanations) == ("pattern", [])
 
 
 def test_law_of_two_families_has_two_pages():

@@ -104,8 +104,7 @@ def causal(queries=6, keys=7):
     return np.broadcast_to(np.arange(keys) > np.arange(queries)[:, None], (2, 4, queries, keys))
 
 
-# ---- Where
-# --------------------------------------------------------------------------------------------------
+# ---- Where ---------------------------------------------------------------------------------------
 
 Q = (2, 8, 12, 16)
 PLACES = [
@@ -272,8 +271,7 @@ def test_slices_have_a_role_in_the_layer():
         assert described("q", wrong, expected, rng, problem=problem).where == words
 
 
-# ---- No law for random errors
-# ----------------------------------------------------------------------------------------
+# ---- No law for random errors --------------------------------------------------------------------
 
 
 @settings(
@@ -320,8 +318,7 @@ def test_errors_over_budget_have_no_law(stage, size):
             )
 
 
-# ---- Values
-# --------------------------------------------------------------------------------------------------
+# ---- Values --------------------------------------------------------------------------------------
 
 PARTS = [np.s_[...], np.s_[1], np.s_[:, -1], np.s_[..., 2:, :], np.s_[..., 1::2, :]]
 parts = st.sampled_from(PARTS)
@@ -497,8 +494,7 @@ def test_offsets_along_axes_have_a_law(stage, shape, words):
     assert findings.laws[0].endswith("which a softmax ignores") == (shape == (2, 4, 6, 1))
 
 
-# ---- Order
-# --------------------------------------------------------------------------------------------------
+# ---- Order ---------------------------------------------------------------------------------------
 
 
 @quick
@@ -606,8 +602,7 @@ def test_values_of_other_stage_have_a_law():
     )
 
 
-# ---- Scores, attention weights, masks, context
-# -----------------------------------------------------------------------
+# ---- Scores, attention weights, masks, context ---------------------------------------------------
 
 
 def test_distance_bias_has_a_law():
@@ -763,8 +758,7 @@ def test_mean_of_v_in_empty_rows_is_a_law():
     assert "mean of v" in names(findings)
 
 
-# ---- Rounding
-# --------------------------------------------------------------------------------------------------
+# ---- Rounding ------------------------------------------------------------------------------------
 
 
 def to_tf32(x):
@@ -826,8 +820,7 @@ def test_narrow_sized_errors_are_a_sign():
     )
 
 
-# ---- The simpler law first
-# -------------------------------------------------------------------------------------------
+# ---- The simpler law first -----------------------------------------------------------------------
 
 
 def test_simpler_law_comes_first():
@@ -865,8 +858,7 @@ def test_unequal_shapes_raise():
         describe("q", np.zeros(3), np.zeros(2), ALLOWED)
 
 
-# ---- Numbers of the specification
-# ------------------------------------------------------------------------------------
+# ---- Numbers of the specification ----------------------------------------------------------------
 
 ROPE = Rope(10000.0)
 SPEC = AttentionSpec(64, 4, num_kv_heads=2, rope=ROPE)

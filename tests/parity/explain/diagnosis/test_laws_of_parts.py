@@ -13,6 +13,7 @@ from helpers.samples import sample
 import parity.explain.diagnosis.replay
 from mha_spec import AttentionSpec, Norm, Rope
 from parity import Case, make_problem
+from parity.explain.diagnosis.changed_layer import ChangedLayer
 from parity.explain.diagnosis.replay import Replay
 from parity.measure.core.reference import Arithmetic, Layer
 from parity.measure.core.stages import run_steps
@@ -36,7 +37,7 @@ CAPPED = replace(GROUPED, spec=replace(GROUPED.spec, soft_cap=1.0))
 
 def run(problem, change=lambda layer: None):
     """Return every stage of a float32 layer with a change."""
-    layer = Layer(problem, Arithmetic(dtype_named("float32")))
+    layer = ChangedLayer(problem, Arithmetic(dtype_named("float32")))
     change(layer)
     return run_steps(layer.steps())
 
@@ -66,8 +67,7 @@ def overriding(**methods):
     )
 
 
-# ---- Weights
-# --------------------------------------------------------------------------------------------------
+# ---- Weights -------------------------------------------------------------------------------------
 
 
 def rows_inside(w):
@@ -165,8 +165,7 @@ def test_changed_weight_has_a_law(case, change, stage, words):
     assert words in told(right, {stage: run(wrong)[stage]}, stage)
 
 
-# ---- Inputs, masks, products
-# -----------------------------------------------------------------------------------------
+# ---- Inputs, masks, products ---------------------------------------------------------------------
 
 
 def test_exchanged_inputs_have_a_law():
@@ -306,8 +305,7 @@ def test_wrong_product_has_a_law(case, stage, methods, words):
     assert words in told(problem, run(problem, overriding(**methods)), stage)
 
 
-# ---- Before RoPE
-# --------------------------------------------------------------------------------------------------
+# ---- Before RoPE ---------------------------------------------------------------------------------
 
 
 def test_error_before_rope_has_a_law():
@@ -373,8 +371,7 @@ def test_wrong_positions_have_a_law(positions, words):
     assert any(law.startswith(words) for law in told(problem, wrong, "q"))
 
 
-# ---- Dropout, heads of the output, narrow formats
-# --------------------------------------------------------------------
+# ---- Dropout, heads of the output, narrow formats ------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", ["attn_weights", "context", "output"])
@@ -436,8 +433,7 @@ def test_narrow_format_is_not_a_law():
     assert told(problem, wrong, "scores") == ()
 
 
-# ---- No law
-# --------------------------------------------------------------------------------------------------
+# ---- No law --------------------------------------------------------------------------------------
 
 
 @sample(case=[CROSS, CAPPED], size=[1e-5])

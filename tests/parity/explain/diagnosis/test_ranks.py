@@ -9,7 +9,7 @@ from helpers.ranks import SPEC, computed, cut, of_heads, of_tokens, problem_of
 from helpers.refusals import refuses
 
 import parity
-from parity.measure.core.weights import save_tensors
+from parity.measure.core.weights import save_tensors, save_weights
 from parity.use.cli.main import main
 
 
@@ -32,7 +32,7 @@ def write(tmp_path):
 def layer(tmp_path):
     """Return the path of a file with the weights of the whole layer, and its problem."""
     problem = problem_of(SPEC)
-    parity.save_weights(tmp_path / "layer.safetensors", problem.weights, SPEC)
+    save_weights(tmp_path / "layer.safetensors", problem.weights, SPEC)
     return str(tmp_path / "layer.safetensors"), problem
 
 

@@ -358,7 +358,7 @@ def test_unexplained_q_has_place_and_law():
     q = values["q"].copy()
     q[:, 3] *= np.float32(1.25)
     diagnosis = diagnose({"q": q}, problem)
-    assert diagnosis.kind == "law"
+    assert diagnosis.kind == "pattern"
     assert "only head 3" in diagnosis.unknowns[0].where
     assert "1.25" in diagnosis.unknowns[0].laws[0]
     assert "1.25" in str(diagnosis)
@@ -366,8 +366,7 @@ def test_unexplained_q_has_place_and_law():
     assert found["place"]["heads"] == [3]
 
 
-# ---- assert_parity and the command line
-# ------------------------------------------------------------------------------
+# ---- assert_parity and the command line ----------------------------------------------------------
 
 
 def test_assert_parity_warns_of_convention():

@@ -113,6 +113,7 @@ def test_unknown_error_has_a_place(plain, stage):
     assert "rounding" not in str(diagnosis)
 
 
+@pytest.mark.costly("a search in a layer of 200 tokens")
 def test_error_over_budget_is_unknown(plain):
     """An output error of 1 to 3 times its budget is unknown: it is not rounding."""
     reference = Reference(plain, stages=frozenset({"output"}))
@@ -126,8 +127,7 @@ def test_error_over_budget_is_unknown(plain):
     assert 1.0 < diagnosis.ratio < 3.0
 
 
-# ---- Lost precision
-# --------------------------------------------------------------------------------------------------
+# ---- Lost precision ------------------------------------------------------------------------------
 
 NORMED = AttentionSpec(
     64,
@@ -168,8 +168,7 @@ def test_noise_is_not_lost_precision(size):
     assert (diagnosis.kind, named_bugs(diagnosis)) == ("unknown", [])
 
 
-# ---- RoPE's frequencies
-# ----------------------------------------------------------------------------------------------
+# ---- RoPE's frequencies --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -206,8 +205,7 @@ def test_extra_rotation_is_wrong():
     assert (diagnosis.is_wrong, diagnosis.stage, diagnosis.agrees) == (True, "q", True)
 
 
-# ---- Hidden bugs
-# --------------------------------------------------------------------------------------------------
+# ---- Hidden bugs ---------------------------------------------------------------------------------
 
 
 @sample(2)
@@ -229,8 +227,7 @@ def test_bugs_hidden_by_dtype_are_listed(dtype, size):
         assert "may not show in bfloat16: compare in float32 as well" in str(diagnosis)
 
 
-# ---- Numbers
-# --------------------------------------------------------------------------------------------------
+# ---- Numbers -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -332,8 +329,7 @@ def test_missing_dynamic_scaling_is_named():
     assert named_bugs(diagnosis) == ["rope-scaling-missing"]
 
 
-# ---- Serving
-# --------------------------------------------------------------------------------------------------
+# ---- Serving -------------------------------------------------------------------------------------
 
 RAGGED = AttentionSpec(64, 8, num_kv_heads=2, qkv_bias=False, out_bias=False, rope=Rope(10000.0))
 SERVED = Case(
@@ -429,8 +425,7 @@ def test_mask_of_longest_is_located():
     assert first.where.startswith("only sequence 1 (of 2)")
 
 
-# ---- Whole stages
-# --------------------------------------------------------------------------------------------------
+# ---- Whole stages --------------------------------------------------------------------------------
 
 
 def at_size(dtype="float32", **fields):

@@ -94,8 +94,7 @@ def test_picture_of_one_row_or_column_fails(grid):
     assert layer.refusal
 
 
-# ---- Text
-# --------------------------------------------------------------------------------------------------
+# ---- Text ----------------------------------------------------------------------------------------
 
 
 @sample(name=["qwen3_vl"])
@@ -121,8 +120,7 @@ def test_text_mrope_matches_rules(name):
     assert layer.positions[1][0] >= 20000
 
 
-# ---- Oddities that no field of a specification describes
-# -------------------------------------------------------------
+# ---- Oddities that no field of a specification describes -----------------------------------------
 
 
 def on_angles(change: Any) -> Any:

@@ -49,8 +49,7 @@ def array(*shape: int) -> Any:
 
 CAUSAL = jnp.tril(jnp.ones((2, 1, 10, 10), bool))
 
-# ---- Layers of Flax
-# --------------------------------------------------------------------------------------------------
+# ---- Layers of Flax ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("mask", "has_bias"), [(CAUSAL, True), (None, False)])
@@ -98,8 +97,7 @@ def test_bound_linen_attention_is_identified():
     assert layer.names["v_proj.bias"] == "value/bias"
 
 
-# ---- Handwritten layers
-# ----------------------------------------------------------------------------------------------
+# ---- Handwritten layers --------------------------------------------------------------------------
 
 BY_EINSUM = AttentionSpec(
     32,
@@ -119,6 +117,7 @@ BY_LIBRARY = AttentionSpec(
 PACKED = AttentionSpec(32, 4, num_kv_heads=2, qk_norm=Norm(over="width", eps=1e-5))
 
 
+@pytest.mark.costly("JAX compiles each layer")
 def test_handwritten_layers_are_identified():
     """Three handwritten layers of a decoder are identified in
     order, with specs, positions and weight names.
@@ -248,8 +247,7 @@ def test_fixed_key_positions_are_seen_near():
     assert layer.positions == ((0, 15),)
 
 
-# ---- Refusals
-# --------------------------------------------------------------------------------------------------
+# ---- Refusals ------------------------------------------------------------------------------------
 
 
 class Dropping(nnx.Module):
@@ -311,8 +309,7 @@ def test_too_few_tokens_are_rejected(shape):
     assert layer.refusal
 
 
-# ---- Oddities that no field of a specification describes
-# -------------------------------------------------------------
+# ---- Oddities that no field of a specification describes -----------------------------------------
 
 
 def leaked(scores: Any) -> Any:
@@ -377,8 +374,7 @@ def test_injected_oddity_is_rejected(name):
     ), str(layer)
 
 
-# ---- The command
-# --------------------------------------------------------------------------------------------------
+# ---- The command ---------------------------------------------------------------------------------
 
 LIVE = """
 import jax

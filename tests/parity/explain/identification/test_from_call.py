@@ -16,6 +16,7 @@ from helpers.samples import sample
 from helpers.towers import GRID, small_tower
 from torch import Tensor, nn
 
+import mha_torch
 import parity
 from mha_spec import Alibi, AttentionSpec, Rope
 from parity.explain.identification import identify
@@ -271,6 +272,17 @@ def test_undescribed_argument_is_rejected(name):
     assert layer.refusal
 
 
+def test_segments_of_mha_torch_are_reported():
+    """A layer of mha_torch shows its segments in one mask to an observer, though it computes them
+    one by one.
+    """
+    layer = mha_torch.MultiHeadSelfAttention(E, 4).eval()
+    x = torch.randn(1, TOKENS, E, generator=torch.Generator().manual_seed(1))
+    ids = torch.arange(TOKENS)[None] * 3 // TOKENS
+    (found,) = identify(layer, {"x": x, "segment_ids": ids})
+    assert (found.spec, found.from_call) == (layer.spec, {"segment_ids": "segment_ids"})
+
+
 def test_segments_are_needed_for_parity():
     """With the reported segments, the reference agrees with the layer; without them it does not."""
     x = torch.randn(1, TOKENS, E, generator=torch.Generator().manual_seed(1))
@@ -294,8 +306,7 @@ def test_segments_are_needed_for_parity():
                 parity.assert_parity(seen, problem=problem, diagnose=False)
 
 
-# ---- Towers of transformers
-# ------------------------------------------------------------------------------------------
+# ---- Towers of transformers ----------------------------------------------------------------------
 
 AUDIO = {
     "d_model": 64,
@@ -361,8 +372,7 @@ def test_vision_encoder_reports_segments(pictures):
     assert "from its call: segment_ids=cu_seqlens" in str(layer)
 
 
-# ---- Flax
-# --------------------------------------------------------------------------------------------------
+# ---- Flax ----------------------------------------------------------------------------------------
 
 
 class FlaxAttention(nnx.Module):

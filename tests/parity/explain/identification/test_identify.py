@@ -166,8 +166,7 @@ def test_packed_projections_are_found():
     assert layer.names["k_proj.weight"] == layer.names["q_proj.weight"] == "query_key_value.weight"
 
 
-# ---- Refusals
-# --------------------------------------------------------------------------------------------------
+# ---- Refusals ------------------------------------------------------------------------------------
 
 
 def test_layer_without_softmax_is_rejected():
@@ -232,8 +231,7 @@ def test_clipped_cross_values_are_rejected(monkeypatch):
     assert found["decoder.layers.0.encoder_attn"].spec is None
 
 
-# ---- Oddities that no field of a specification describes
-# -------------------------------------------------------------
+# ---- Oddities that no field of a specification describes -----------------------------------------
 
 
 def on_children(name: str, change: Any) -> Any:
@@ -390,8 +388,7 @@ def test_injected_oddity_is_rejected(name, family, monkeypatch):
     assert all(layer.refusal for layer in found)
 
 
-# ---- The command
-# --------------------------------------------------------------------------------------------------
+# ---- The command ---------------------------------------------------------------------------------
 
 LIVE = """
 import torch

@@ -74,8 +74,7 @@ def scores_of(q: Tensor, k: Tensor) -> Tensor:
     return torch.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(WIDTH)
 
 
-# ---- Equivalent implementations
-# --------------------------------------------------------------------------------------
+# ---- Equivalent implementations ------------------------------------------------------------------
 
 
 def einsum(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -138,8 +137,7 @@ def sdpa_with_alibi(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2)
 
 
-# ---- Changes to scores
-# -----------------------------------------------------------------------------------------------
+# ---- Changes to scores ---------------------------------------------------------------------------
 
 
 def slopes(max_bias: float) -> Tensor:
@@ -259,7 +257,7 @@ def test_tap_records_and_checks_operations(gradients):
     assert shapes.items() >= dict.fromkeys(("mask", "scores", "attn_weights"), pairs).items()
     identity = identified(model)
     assert identity.spec is not None
-    verdict = parity.judge_tap(tapped, {0: identity.spec}, {0: identity.weights})
+    verdict = parity.check_tap(tapped, {0: identity.spec}, {0: identity.weights})
     assert verdict.passed
     assert {each.stage for each in verdict.layers[0].comparisons} >= {
         "mask",
@@ -269,7 +267,7 @@ def test_tap_records_and_checks_operations(gradients):
         "attn_weights",
         "context",
     }
-    assert not parity.judge_tap(
+    assert not parity.check_tap(
         tapped, {0: identity.spec.replace(scale=1.0)}, {0: identity.weights}
     ).passed
 
@@ -289,8 +287,7 @@ def test_exception_removes_dispatch_mode():
     assert _get_current_dispatch_mode() is None
 
 
-# ---- Oddities
-# --------------------------------------------------------------------------------------------------
+# ---- Oddities ------------------------------------------------------------------------------------
 
 
 def on_weights(change: Callable[[Any, Tensor], Tensor]) -> Attend:
@@ -420,8 +417,7 @@ def test_bias_table_of_other_layer_is_named():
     assert (second.weights["relative_bias"] == TABLE.numpy()).all()
 
 
-# ---- Layers of torch
-# -------------------------------------------------------------------------------------------------
+# ---- Layers of torch -----------------------------------------------------------------------------
 
 
 def test_torch_transformer_is_identified():
@@ -470,8 +466,7 @@ def test_add_zero_attn_is_rejected():
     assert found.spec is None
 
 
-# ---- Models of transformers
-# ------------------------------------------------------------------------------------------
+# ---- Models of transformers ----------------------------------------------------------------------
 
 
 @sample(implementation=["sdpa"])

@@ -167,8 +167,7 @@ def test_log_buckets_match_deberta():
         assert (2 * buckets - 1 - found == steps.numpy() + buckets).all()
 
 
-# ---- A handwritten layer
-# ---------------------------------------------------------------------------------------------
+# ---- A handwritten layer -------------------------------------------------------------------------
 
 HEADS, WIDTH = 4, 8
 

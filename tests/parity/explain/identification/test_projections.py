@@ -231,8 +231,7 @@ def test_key_input_is_reported(name):
     assert layer.inputs == {"query": query, "key": key, "value": key}
 
 
-# ---- Modules of no known family
-# --------------------------------------------------------------------------------------
+# ---- Modules of no known family ------------------------------------------------------------------
 
 
 class TinyAttention(nn.Module):
@@ -322,8 +321,7 @@ def test_positions_from_one_are_reported():
         assert layer.positions == ((1, 24), (20000, 20034))
 
 
-# ---- Padding
-# --------------------------------------------------------------------------------------------------
+# ---- Padding -------------------------------------------------------------------------------------
 
 
 def padded(side: str) -> dict[str, torch.Tensor]:
@@ -351,8 +349,7 @@ def test_padding_is_left_out(family, side):
         assert layer.num_tokens == (24 if layer.name.startswith("decoder") else 22)
 
 
-# ---- Oddities that no field of a specification describes
-# -------------------------------------------------------------
+# ---- Oddities that no field of a specification describes -----------------------------------------
 
 
 def on_sigmoid(change: Any) -> Any:

@@ -195,9 +195,9 @@ def test_tap_compares_keys_of_source_layer():
         index: parity.from_transformers(model.layers[index].self_attn, model.config, index)[1]
         for index in specs
     }
-    assert parity.judge_tap(tapped, list(specs.values()), weights).passed
+    assert parity.check_tap(tapped, list(specs.values()), weights).passed
     call = tapped.layers[SHARED].calls[0]
     call.values["k"] = np.roll(call.values["k"], 1, axis=2)
-    verdict = parity.judge_tap(tapped, list(specs.values()), weights)
+    verdict = parity.check_tap(tapped, list(specs.values()), weights)
     assert [layer.passed for layer in verdict.layers] == [True] * SHARED + [False]
     assert verdict.layers[SHARED].difference.stage == "k"

@@ -73,8 +73,7 @@ def with_bug(name, *args, view=VIEW, function=attention, **kwargs):
     return None if run is None else run(lambda call: function(*call.args, **call.kwargs))
 
 
-# ---- The bugs
-# --------------------------------------------------------------------------------------------------
+# ---- The bugs ------------------------------------------------------------------------------------
 
 
 @sample(12)
@@ -316,8 +315,7 @@ def test_cosines_and_sines_are_changed(name):
         assert [x[0].item() for x in found] == pytest.approx(COSINES[name])
 
 
-# ---- Weights
-# --------------------------------------------------------------------------------------------------
+# ---- Weights -------------------------------------------------------------------------------------
 
 LETTERS = {"q_proj": "wq", "k_proj": "wk", "v_proj": "wv", "out_proj": "wo"}
 
@@ -439,8 +437,7 @@ def test_weights_are_changed_in_any_holder(carrier, name):
         np.testing.assert_allclose(found[n], expected[n], rtol=1e-6, err_msg=n)
 
 
-# ---- The whole command
-# -----------------------------------------------------------------------------------------------
+# ---- The whole command ---------------------------------------------------------------------------
 
 ATTENTION = '''
 import torch
@@ -646,8 +643,7 @@ def test_missing_test_command_exits_with_2(project, capsys):
     assert "no-such-command" in capsys.readouterr().err
 
 
-# ---- In the process of the tests
-# -------------------------------------------------------------------------------------
+# ---- In the process of the tests -----------------------------------------------------------------
 
 
 @pytest.fixture
@@ -716,8 +712,7 @@ def test_allowed_bugs_are_recorded(injecting):
     assert not allowed & {"mask-flipped", "causal-unasked", "kv-heads-tiled", "scale-ignored"}
 
 
-# ---- Verdicts
-# --------------------------------------------------------------------------------------------------
+# ---- Verdicts ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

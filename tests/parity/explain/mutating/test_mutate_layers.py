@@ -12,13 +12,19 @@ import pytest
 import torch
 from flax import linen
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention
 
+from mha_spec import AttentionSpec, InputError
+from parity import random_weights
+from parity.explain.mutating import trials
 from parity.explain.mutating.bugs import injections_for
 from parity.explain.mutating.calls import Call
+from parity.explain.mutating.carriers import carrier_of
 from parity.explain.mutating.compare import Unfit, same
-from parity.explain.mutating.held import held_in
 from parity.explain.mutating.view import View
+from parity.explain.mutating.weights import OUT_WEIGHT, named_in
+from parity.port.conversion.layouts import LAYOUTS, from_canonical, to_canonical
+from parity.port.conversion.layouts.canonical import shapes_in
 
 VIEW = View(
     "torch", "BTE", ("x",), roles={"query": "x"}, projections=True, biases=True, is_module=True
@@ -110,8 +116,7 @@ def layer_and_input(num_kv_heads=HEADS):
     return layer, torch.randn(BATCH, TOKENS, WIDTH, dtype=torch.float64)
 
 
-# ---- Packed
-# --------------------------------------------------------------------------------------------------
+# ---- Packed --------------------------------------------------------------------------------------
 
 IN_WEIGHTS = (
     *(
@@ -167,7 +172,10 @@ def test_unknown_packing_order_raises():
     ]
     with pytest.raises(
         Unfit,
-        match=r"the order of q, k and v in its packed projection \(96, 32\) cannot be detected",
+        match=(
+            r"the order of features in its projections cannot be detected by calling it: .*\(96, "
+            r"32\)"
+        ),
     ):
         inject("k-v-swapped", packed, x)
 
@@ -185,8 +193,71 @@ def test_bug_in_packed_layer_leaves_no_trace():
     assert all(torch.equal(array, before[name]) for name, array in packed.state_dict().items())
 
 
-# ---- By hand
-# --------------------------------------------------------------------------------------------------
+# ---- In the layouts of checkpoints ---------------------------------------------------------------
+
+OF_MAPPING = View(
+    "torch",
+    "BTE",
+    ("params", "x", "num_heads", "num_kv_heads"),
+    roles={"query": "x", "weights": "params"},
+    projections=True,
+    biases=True,
+)
+
+
+def attend(weights, x, num_heads, num_kv_heads):
+    """Compute attention with canonical weights."""
+    q, k, v = (
+        linear(x, weights[f"{name}_proj.weight"], weights[f"{name}_proj.bias"]) for name in "qkv"
+    )
+    q, k, v = (heads.unflatten(-1, (-1, SIZE)).transpose(1, 2) for heads in (q, k, v))
+    y = scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(-2)
+    return linear(y, weights["out_proj.weight"], weights["out_proj.bias"])
+
+
+def layout_can_hold(layout, spec):
+    try:
+        return bool(shapes_in(layout, spec))
+    except InputError:
+        return False
+
+
+@pytest.mark.costly("the attention is called in both orders of each layout")
+@pytest.mark.parametrize("num_kv_heads", [2, pytest.param(HEADS, marks=pytest.mark.thorough)])
+def test_heads_are_found_in_every_layout(num_kv_heads):
+    """Query heads are reversed in the layout of any checkpoint, whatever its names, axes and
+    packing, as in canonical weights. Only those of TTNN have heads of whole tiles.
+    """
+    spec = AttentionSpec(WIDTH, HEADS, num_kv_heads=num_kv_heads)
+    canonical = {name: torch.from_numpy(x) for name, x in random_weights(spec).items()}
+    x = torch.randn(BATCH, TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
+    reversed_heads = {
+        name: canonical[name].unflatten(0, (HEADS, SIZE)).flip(0).flatten(0, 1)
+        for name in ("q_proj.weight", "q_proj.bias")
+    }
+    expected = attend(canonical | reversed_heads, x, HEADS, num_kv_heads)
+    layouts = [layout for layout in LAYOUTS.values() if layout_can_hold(layout, spec)]
+    assert len(layouts) > 30
+    for layout in layouts:
+
+        def attend_as_stored(call, layout=layout):
+            params, x, *heads = call.args
+            weights, _ = to_canonical(params, layout, spec=spec)
+            return attend({name: torch.tensor(w) for name, w in weights.items()}, x, *heads)
+
+        stored = from_canonical(canonical, spec, layout)
+        params = {name: torch.tensor(array) for name, array in stored.items()}
+        call = Call(OF_MAPPING, (params, x, HEADS, num_kv_heads), {})
+        trials.forget()
+        if layout.padded:
+            with pytest.raises(Unfit, match="have shapes that no known order explains"):
+                injections_for(OF_MAPPING)[0]["q-heads-reversed"].make(call)
+            continue
+        run = injections_for(OF_MAPPING)[0]["q-heads-reversed"].make(call)
+        torch.testing.assert_close(run(attend_as_stored), expected, msg=layout.name)
+
+
+# ---- By hand -------------------------------------------------------------------------------------
 
 
 def changed(layer, **weights):
@@ -243,8 +314,7 @@ def test_scale_is_applied_after_softmax():
     )
 
 
-# ---- Bugs that are not injected, and why
-# -------------------------------------------------------------------------
+# ---- Bugs that are not injected, and why ---------------------------------------------------------
 
 
 class Bare(nn.Module):
@@ -303,7 +373,11 @@ def bare(**attributes):
         ),
         ("kv-heads-tiled", Apart, "it has 4 query heads and 4 key/value heads"),
         ("q-heads-rolled", lambda: bare(num_heads=2), "it has 2 heads, and 3 are needed"),
-        ("q-heads-reversed", Bare, r"its kernels may be \(in, out\) or \(out, in\)"),
+        (
+            "q-heads-reversed",
+            Bare,
+            "the order of its projections cannot be examined: NotImplementedError",
+        ),
         ("rope-weights-interleaved", Bare, "it has no recognized RoPE"),
         ("rope-theta-500000", Bare, "its theta, frequencies, cosines and sines are all unknown"),
         (
@@ -326,13 +400,17 @@ def test_ambiguous_projection_raises():
         inject("q_proj-transposed", layer, torch.zeros(BATCH, TOKENS, WIDTH))
 
 
+def out_proj_in(module):
+    carrier = carrier_of(Call(VIEW, (torch.zeros(1, 2, WIDTH),), {}, module))
+    return carrier.leaves[named_in(carrier).paths[OUT_WEIGHT]]
+
+
 def test_out_proj_of_attention_is_found():
     """The output projection is the one of attention, not that of an MLP or of a block's output."""
     block = nn.ModuleDict(
         {"attn": Apart(), "mlp": nn.ModuleDict({"c_proj": nn.Linear(WIDTH, WIDTH)})}
     )
-    held = held_in(Call(VIEW, (torch.zeros(1, 2, WIDTH),), {}, block))
-    assert held.arrays["out_proj.weight"] is block["attn"].out_proj.weight
+    assert out_proj_in(block) is block["attn"].out_proj.weight
     bert = nn.ModuleDict(
         {
             "attention": nn.ModuleDict(
@@ -343,12 +421,10 @@ def test_out_proj_of_attention_is_found():
     del bert["attention"]["self"].out_proj
     bert["attention"]["output"]["dense"] = nn.Linear(WIDTH, WIDTH)
     bert["output"] = nn.ModuleDict({"dense": nn.Linear(WIDTH, WIDTH)})
-    held = held_in(Call(VIEW, (torch.zeros(1, 2, WIDTH),), {}, bert))
-    assert held.arrays["out_proj.weight"] is bert["attention"]["output"]["dense"].weight
+    assert out_proj_in(bert) is bert["attention"]["output"]["dense"].weight
 
 
-# ---- flax.linen and Equinox
-# ------------------------------------------------------------------------------------------
+# ---- flax.linen and Equinox ----------------------------------------------------------------------
 
 
 class Linen(linen.Module):
@@ -499,8 +575,7 @@ def test_kernels_of_three_axes_are_changed():
     )
 
 
-# ---- Buffers and arguments next to the weights
-# -----------------------------------------------------------------------
+# ---- Buffers and arguments next to the weights ---------------------------------------------------
 
 
 class WithMask(Apart):

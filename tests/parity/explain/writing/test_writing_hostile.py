@@ -169,8 +169,7 @@ def run_write(source: Path, framework: str, *options: str) -> int:
     return main(["write", str(source), "--to", framework, "-o", "attention.py", *options])
 
 
-# ---- Names
-# --------------------------------------------------------------------------------------------------
+# ---- Names ---------------------------------------------------------------------------------------
 
 
 WORST = ("known expression", "expression", "end of a key, escaped", "words of the template")
@@ -245,8 +244,7 @@ def test_names_with_line_ends_fail(folder, capsys, suffix, end):
     assert not Path("attention.py").exists()
 
 
-# ---- Metadata and configurations
-# -----------------------------------------------------------------------------------
+# ---- Metadata and configurations -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -323,8 +321,7 @@ def test_configuration_text_stays_data(folder, capsys, name):
             assert error.count("mha-parity: error: ") == 1
 
 
-# ---- At random
-# --------------------------------------------------------------------------------------------------
+# ---- At random -----------------------------------------------------------------------------------
 
 PIECES = [
     *(
@@ -413,8 +410,7 @@ def test_random_names_stay_data(folder, capsys):
     assert written > 7
 
 
-# ---- The parts
-# --------------------------------------------------------------------------------------------------
+# ---- The parts -----------------------------------------------------------------------------------
 
 
 def test_literal_is_text_in_printable_ascii():

@@ -15,9 +15,17 @@ from helpers.samples import sample
 import parity.measure.backends
 import parity.measure.core.compare
 from mha_spec import AttentionSpec
-from parity import CASES, Case, first_difference, make_problem
+from parity import CASES, Case, make_problem
 from parity.measure.backends.record import record
-from parity.measure.core.compare import FACTOR, Label, budget, factor, kept_dtype, slope
+from parity.measure.core.compare import (
+    FACTOR,
+    Label,
+    budget,
+    factor,
+    first_difference,
+    kept_dtype,
+    slope,
+)
 from parity.measure.core.trace import Reference, Trace, judge, nudged
 from parity.measure.core.weights import dtype_named
 
@@ -41,8 +49,7 @@ def noisy(expected, rng, relative=2**-24):
     return expected * (1.0 + relative * rng.standard_normal(expected.shape))
 
 
-# ---- One stage
-# --------------------------------------------------------------------------------------------------
+# ---- One stage -----------------------------------------------------------------------------------
 
 
 def test_rounding_alone_passes(expected, rng):
@@ -457,8 +464,7 @@ def test_unknown_backend_raises():
         parity.measure.backends.load_backend("numpy")
 
 
-# ---- Noise that is measured again
-# ------------------------------------------------------------------------------------
+# ---- Noise that is measured again ----------------------------------------------------------------
 
 
 def saturated(number):

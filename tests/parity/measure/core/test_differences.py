@@ -102,8 +102,7 @@ def output_of(weights, spec):
     return run_steps(reference.steps(make_problem(case, "float64", weights), "float64"))["output"]
 
 
-# ---- The same values
-# -------------------------------------------------------------------------------------------------
+# ---- The same values -----------------------------------------------------------------------------
 
 
 def test_equal_weights_have_equal_bits():
@@ -203,8 +202,7 @@ def test_up_to_four_ulps_are_rounding(dtype, steps, kind):
         )
 
 
-# ---- Laws
-# --------------------------------------------------------------------------------------------------
+# ---- Laws ----------------------------------------------------------------------------------------
 
 
 def interleaved(x, heads):
@@ -443,8 +441,7 @@ def test_float32_kept_as_float64_has_a_law():
     }
 
 
-# ---- The same function
-# -----------------------------------------------------------------------------------------------
+# ---- The same function ---------------------------------------------------------------------------
 
 
 def test_reordered_heads_are_same_function():
@@ -642,8 +639,7 @@ def test_one_changed_element_is_different(drawn, data):
     assert name in {each.name for each in found.differences}
 
 
-# ---- Files
-# --------------------------------------------------------------------------------------------------
+# ---- Files ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture

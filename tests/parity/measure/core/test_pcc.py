@@ -29,8 +29,7 @@ def cut_to_tf32(x):
     return (x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
-# ---- PCC and budget
-# --------------------------------------------------------------------------------------------------
+# ---- PCC and budget ------------------------------------------------------------------------------
 
 
 def test_agreement_is_printed(capsys):
@@ -103,8 +102,7 @@ def test_problem_has_the_expected_output():
         parity.assert_with_pcc(None, 1.01 * output, problem=PROBLEM)
 
 
-# ---- The arithmetic
-# --------------------------------------------------------------------------------------------------
+# ---- The arithmetic ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("given", [{"problem": PROBLEM}, {"expected": right()}])

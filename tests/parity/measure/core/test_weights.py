@@ -21,16 +21,8 @@ import mha_jax
 import mha_torch
 import parity
 from mha_spec import InputError, Rope
-from parity import (
-    AttentionSpec,
-    check_weights,
-    load_tensors,
-    load_weights,
-    random_weights,
-    save_tensors,
-    save_weights,
-)
-from parity.measure.core.weights import pack_qkv, unpack_qkv
+from parity import AttentionSpec, check_weights, load_tensors, random_weights, save_tensors
+from parity.measure.core.weights import load_weights, pack_qkv, save_weights, unpack_qkv
 
 SPEC = AttentionSpec(10, 6, num_kv_heads=2, head_dim=4, d_in=7)
 DTYPES = [np.float32, np.float16, np.float64, ml_dtypes.bfloat16]
@@ -41,8 +33,7 @@ def weights():
     return random_weights(SPEC, seed=1)
 
 
-# ---- Invalid weights
-# -------------------------------------------------------------------------------------------------
+# ---- Invalid weights -----------------------------------------------------------------------------
 
 
 def test_weights_of_the_spec_are_accepted(weights):
@@ -95,8 +86,7 @@ def test_mixed_dtypes_raise(weights):
         check_weights(weights, SPEC)
 
 
-# ---- In and out of modules
-# -------------------------------------------------------------------------------------------
+# ---- In and out of modules -----------------------------------------------------------------------
 
 
 @sample(12, jax=1)
@@ -287,8 +277,7 @@ def test_packed_qkv_round_trip_is_exact(spec):
     assert all(same_array(back[name], weights[name]) for name in weights)
 
 
-# ---- Files
-# --------------------------------------------------------------------------------------------------
+# ---- Files ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

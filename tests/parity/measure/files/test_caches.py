@@ -12,6 +12,7 @@ import parity
 from mha_spec import AttentionSpec
 from parity import load_cache, load_tensors, save_cache, save_tensors
 from parity.measure.backends import load_backend
+from parity.measure.core.weights import save_weights
 
 DTYPES = {name: np.dtype(name) for name in ("float32", "float16")} | {
     "bfloat16": np.dtype(ml_dtypes.bfloat16)
@@ -111,7 +112,7 @@ def test_invalid_cache_file_raises(changes, refusal, sibling, rng, tmp_path):
 def test_weights_file_as_cache_raises(tmp_path):
     """Loading a file of weights as a cache raises an error with its path."""
     spec = parity.AttentionSpec(8, 2)
-    parity.save_weights(tmp_path / "w", parity.random_weights(spec), spec)
+    save_weights(tmp_path / "w", parity.random_weights(spec), spec)
     with refuses("…/w"):
         load_cache(tmp_path / "w", "torch")
 

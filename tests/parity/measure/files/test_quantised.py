@@ -71,8 +71,7 @@ def is_same(found, expected):
     )
 
 
-# ---- Reading
-# --------------------------------------------------------------------------------------------------
+# ---- Reading -------------------------------------------------------------------------------------
 
 
 def test_block_sizes_match_gguf_package():
@@ -125,8 +124,7 @@ def test_dequantization_memory_is_bounded(tmp_path):
     )  # a few float32 arrays for the blocks that are read at once
 
 
-# ---- Errors
-# --------------------------------------------------------------------------------------------------
+# ---- Errors --------------------------------------------------------------------------------------
 
 
 def test_unsupported_type_raises_when_read(tmp_path):
@@ -185,8 +183,7 @@ def test_gguf_opens_without_its_package(tmp_path, monkeypatch, capsys):
     assert "Q6_K, read as float32" in capsys.readouterr().out
 
 
-# ---- Layers
-# --------------------------------------------------------------------------------------------------
+# ---- Layers --------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ from parity.measure.files.small import LARGEST, check_small_files, read_json, re
 from parity.measure.files.tensor_file import parse_json
 from parity.use.cli.main import main
 
-# ---- Spellings of a folder
-# -------------------------------------------------------------------------------------------
+# ---- Spellings of a folder -----------------------------------------------------------------------
 
 COMMANDS = (
     "inspect FOLDER",
@@ -109,8 +108,7 @@ def test_opening_the_root_folder_raises():
         open_tensors("/")
 
 
-# ---- Special and malformed files
-# -------------------------------------------------------------------------------------
+# ---- Special and malformed files -----------------------------------------------------------------
 
 
 def make_socket(path):

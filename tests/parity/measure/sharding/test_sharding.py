@@ -241,8 +241,7 @@ def test_different_copies_raise(name):
         unshard(parts, LATENT, ShardPlan(2))
 
 
-# ---- Tokens that are also divided
-# ------------------------------------------------------------------------------------
+# ---- Tokens that are also divided ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spec", [EVERYTHING, LATENT])

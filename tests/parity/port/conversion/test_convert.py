@@ -24,8 +24,7 @@ import mha_torch
 from mha_spec import AttentionSpec, Rope
 from parity import (
     CASES,
-    NotCarriedWarning,
-    first_difference,
+    IgnoredSettingsWarning,
     make_problem,
     random_weights,
     save,
@@ -33,6 +32,7 @@ from parity import (
     to_jax,
     weights_of,
 )
+from parity.measure.core.compare import first_difference
 from parity.measure.core.weights import dtype_named, is_finite
 from parity.measure.files import open_tensors, write_tensors
 from parity.port.conversion.convert import convert, convert_file, load
@@ -87,8 +87,7 @@ def rest(tensors):
     return {name: x for name, x in tensors.items() if "self_attn" not in name}
 
 
-# ---- In memory
-# --------------------------------------------------------------------------------------------------
+# ---- In memory -----------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -124,8 +123,7 @@ def test_unsupported_layer_raises():
         convert(random_weights(GQA), source="canonical", target="flax.linen", **HEADS)
 
 
-# ---- Whole checkpoints
-# -----------------------------------------------------------------------------------------------
+# ---- Whole checkpoints ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -640,8 +638,7 @@ def test_conversion_memory_is_bounded(tmp_path, target, sizes, largest):
         path.unlink()
 
 
-# ---- One layer
-# --------------------------------------------------------------------------------------------------
+# ---- One layer -----------------------------------------------------------------------------------
 
 
 @sample(12)
@@ -755,8 +752,7 @@ def test_is_finite_detects_nan_and_infinity(dtype, sign):
             assert not is_finite(many)
 
 
-# ---- Layers in a file
-# ------------------------------------------------------------------------------------------------
+# ---- Layers in a file ----------------------------------------------------------------------------
 
 
 def found_in(path, **heads):
@@ -844,8 +840,7 @@ def test_layer_without_a_prefix_is_found(tmp_path):
     assert found_in(tmp_path / "a.npz")["canonical", ""].layers == 1
 
 
-# ---- The same attention
-# ----------------------------------------------------------------------------------------------
+# ---- The same attention --------------------------------------------------------------------------
 
 BIASED = AttentionSpec(16, 4, num_kv_heads=2, head_dim=4, rope=Rope(500.0))
 
@@ -942,8 +937,7 @@ def test_layers_of_different_specs_raise():
         verify(random_weights(BIASED), BIASED, random_weights(BIASED), replace(BIASED, rope=None))
 
 
-# ---- A layer that was trained, as llama.cpp writes it
-# ----------------------------------------------------------------
+# ---- A layer that was trained, as llama.cpp writes it --------------------------------------------
 
 
 def as_llama_cpp(weight, num_heads):
@@ -1007,7 +1001,7 @@ def test_trained_gguf_layer_loads_exactly(smollm2):
 def test_unread_gguf_rope_warns(tmp_path, change, words):
     """RoPE settings of a GGUF file that are not read warn, and the spec has no RoPE."""
     spec = gguf_layer(tmp_path / "layer.gguf", "llama", change)
-    with pytest.warns(NotCarriedWarning, match=f"GGUF sets {words}"):
+    with pytest.warns(IgnoredSettingsWarning, match=f"GGUF sets {words}"):
         _, found = load(tmp_path / "layer.gguf", "gguf.LLaMA", prefix="blk.0")
     assert found == spec
 
@@ -1053,7 +1047,7 @@ def test_unread_gguf_attention_warns(words, family, said, tmp_path):
     """Attention settings of a GGUF file that are not read warn, unless spec= is passed."""
     spec = gguf_layer(tmp_path / "layer.gguf", family, UNREAD[words])
     with pytest.warns(
-        NotCarriedWarning, match=f"GGUF sets {re.escape(words)}, .*accepts a complete spec="
+        IgnoredSettingsWarning, match=f"GGUF sets {re.escape(words)}, .*accepts a complete spec="
     ) as caught:
         _, found = load(tmp_path / "layer.gguf", "gguf.Qwen2", prefix="blk.0", **said)
     assert "RoPE is left out" not in str(caught[0].message)
@@ -1091,7 +1085,7 @@ def test_zero_gguf_rope_dimensions_warn(tmp_path):
     """rope.dimension_count=0 in a GGUF file warns that RoPE is left out."""
     gguf_layer(tmp_path / "layer.gguf", "qwen2", lambda writer: writer.add_rope_dimension_count(0))
     with pytest.warns(
-        NotCarriedWarning, match=r"GGUF sets rope\.dimension_count=0, .*: RoPE is left out"
+        IgnoredSettingsWarning, match=r"GGUF sets rope\.dimension_count=0, .*: RoPE is left out"
     ):
         load(tmp_path / "layer.gguf", "gguf.Qwen2", prefix="blk.0")
 
@@ -1106,7 +1100,7 @@ def test_gguf_rope_sections_warn(tmp_path):
 
     gguf_layer(tmp_path / "layer.gguf", "qwen2vl", change)
     with pytest.warns(
-        NotCarriedWarning,
+        IgnoredSettingsWarning,
         match=r"GGUF sets rope\.dimension_sections=a list of 4, .*: RoPE is left out",
     ) as on:
         _, found = load(tmp_path / "layer.gguf", "gguf.Qwen2", prefix="blk.0")

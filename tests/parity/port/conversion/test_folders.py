@@ -33,14 +33,13 @@ import parity
 from mha_spec import LinearScaling, Rope
 from parity import (
     AttentionSpec,
-    NotCarriedWarning,
+    IgnoredSettingsWarning,
     convert,
     convert_file,
     from_transformers,
     load_into,
     make_problem,
     random_weights,
-    run_model,
     specs_of,
     weights_of,
 )
@@ -50,6 +49,7 @@ from parity.port.conversion.layouts.losses import Written, check_losses
 from parity.port.foreign.transformers import NotAlone, Skeleton
 from parity.port.models.families import FAMILIES
 from parity.use.cli.main import main
+from parity.use.running.models import run_model
 
 NEAR = 2e-5  # of the largest number, for layers in float32
 
@@ -178,8 +178,7 @@ def test_folder_round_trip_is_exact(folder, tmp_path):
     assert same_tensors(after, before)
 
 
-# ---- Keys that are values
-# --------------------------------------------------------------------------------------------
+# ---- Keys that are values ------------------------------------------------------------------------
 
 ONE_PROJECTION = "gemma4_text, one projection"
 
@@ -300,8 +299,7 @@ def test_model_agrees_with_its_own_modules(name, tmp_path):
     assert sum(each.backend == "transformers" for each in report.comparisons) == count
 
 
-# ---- Keys and values of another layer
-# --------------------------------------------------------------------------------
+# ---- Keys and values of another layer ------------------------------------------------------------
 
 SHARED_KV = {"gemma3n_text, shared": [0, 2], "gemma4_text, shared": [2, 0]}
 """The numbers of the layers whose keys and values the last two layers share."""
@@ -397,8 +395,7 @@ def test_live_module_equals_saved_layer(name, tmp_path):
             weights_of(module)
 
 
-# ---- The command line
-# ------------------------------------------------------------------------------------------------
+# ---- The command line ----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -895,8 +892,7 @@ def test_unknown_model_parts_are_reported(name, tmp_path, capsys):
     assert len(layers_in(tmp_path / "c.safetensors")) == len(layers_in(tmp_path / "m")) == count
 
 
-# ---- Other tensors and files of released checkpoints
-# -----------------------------------------------------------------
+# ---- Other tensors and files of released checkpoints ---------------------------------------------
 
 
 def with_tensors(folder, target, more):
@@ -916,7 +912,9 @@ def test_extra_layers_are_not_converted(llama, capsys, tmp_path):
         if "layers.1." in name
     }
     folder = with_tensors(llama, tmp_path / "more", more)
-    with pytest.warns(NotCarriedWarning, match=r"does not describe them: layers\.\{i\}\.self_attn"):
+    with pytest.warns(
+        IgnoredSettingsWarning, match=r"does not describe them: layers\.\{i\}\.self_attn"
+    ):
         assert [label for label, *_ in layers_in(folder)] == [
             "layers.0.self_attn",
             "layers.1.self_attn",

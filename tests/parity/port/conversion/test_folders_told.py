@@ -13,10 +13,11 @@ from safetensors.numpy import load_file, save_file
 
 import mha_torch
 from mha_spec import InputError, Rope
-from parity import from_transformers, load, load_into, run_model, specs_of
+from parity import from_transformers, load, load_into, specs_of
 from parity.port.conversion.layers import open_layers
 from parity.port.conversion.prefixes import Names
 from parity.use.cli.main import main
+from parity.use.running.models import run_model
 
 TEXT = {**SMALL, "max_position_embeddings": 16, "projection_dim": 8}
 VISION = TEXT | {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
@@ -55,8 +56,7 @@ def rewritten(path, change=lambda metadata: {}, names=lambda tensors: tensors):
     save_file(names(load_file(path)), path, metadata=metadata | change(metadata))
 
 
-# ---- Several parts, several models
-# -----------------------------------------------------------------------------------
+# ---- Several parts, several models ---------------------------------------------------------------
 
 
 def test_model_parts_have_own_head_counts(tmp_path):
@@ -176,6 +176,7 @@ def test_module_runs_with_its_model_mask(tmp_path):
     assert {each.backend for each in report.comparisons} == {"torch", "transformers"}
 
 
+@pytest.mark.costly("a model of transformers is saved and loaded")
 def test_model_without_a_module_raises(tmp_path):
     """Comparing a SigLIP text model with transformers, which cannot make it, raises an error."""
     saved(transformers.SiglipTextModel(transformers.SiglipTextConfig(**TEXT)), tmp_path)
@@ -263,8 +264,7 @@ def test_shared_layers_are_listed_once(tmp_path):
         assert [layer.model.index for layer in layers] == [0]
 
 
-# ---- Arguments of the caller
-# -----------------------------------------------------------------------------------------
+# ---- Arguments of the caller ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["config.json", "metadata"])
@@ -330,8 +330,7 @@ def test_layers_without_rope_stay_without(tmp_path):
             specs_in(path, rope=Rope(500.0))
 
 
-# ---- Invalid metadata and configurations
-# -----------------------------------------------------------------------------
+# ---- Invalid metadata and configurations ---------------------------------------------------------
 
 
 @pytest.fixture
@@ -381,8 +380,7 @@ def test_invalid_config_values_raise(family, changes, argument):
     assert argument in f"{refused.value.argument} {refused.value.rule}"
 
 
-# ---- Live modules
-# --------------------------------------------------------------------------------------------------
+# ---- Live modules --------------------------------------------------------------------------------
 
 
 def difference(module, found, x, **kwargs):

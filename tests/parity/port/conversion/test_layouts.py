@@ -45,8 +45,7 @@ MHA = AttentionSpec(12, 4, head_dim=3)
 GQA = AttentionSpec(10, 6, num_kv_heads=2, head_dim=4, d_in=7)
 
 
-# ---- Layers, and arrays of any values
-# --------------------------------------------------------------------------------
+# ---- Layers, and arrays of any values ------------------------------------------------------------
 
 
 @st.composite
@@ -154,8 +153,7 @@ def packed_layout(holds, *, grouped, **options):
     return Layout(holds, "a layout of a test", "", (tuple(tensors),), grouped=grouped, **options)
 
 
-# ---- Round trips
-# --------------------------------------------------------------------------------------------------
+# ---- Round trips ---------------------------------------------------------------------------------
 
 
 @sample(6, seed=1)
@@ -315,8 +313,7 @@ def test_converted_arrays_are_copies(layout):
     ]
 
 
-# ---- On paper
-# --------------------------------------------------------------------------------------------------
+# ---- On paper ------------------------------------------------------------------------------------
 
 ONE_HEAD = AttentionSpec(4, 1, qkv_bias=False, out_bias=False)
 
@@ -402,8 +399,7 @@ def features(x):
     return {int(place): float(x[place]) for place in np.flatnonzero(x)}
 
 
-# ---- Layers that a layout cannot hold
-# --------------------------------------------------------------------------------
+# ---- Layers that a layout cannot hold ------------------------------------------------------------
 
 # Names of rules; after the colon, how a layer breaks them.
 GROUPS, OUT, NO_OUT, WIDTHS, SQUARE = "no groups", "out_proj", "no out_proj", "one width", "square"
@@ -604,8 +600,7 @@ def test_rope_scaling_drops_separately():
     assert without(spec, ["rope", "rope.scaling"]).rope is None
 
 
-# ---- Layers that require a specification
-# ---------------------------------------------------------------------------
+# ---- Layers that require a specification ---------------------------------------------------------
 
 NORMED = replace(MHA, d_in=12, qk_norm=Norm("layer", bias=True))
 LATENTS = AttentionSpec(
@@ -840,8 +835,7 @@ def test_odd_head_dim_has_no_pairs(name):
     to_canonical(tensors, LAYOUTS[name], **told(spec))
 
 
-# ---- Names
-# --------------------------------------------------------------------------------------------------
+# ---- Names ---------------------------------------------------------------------------------------
 
 
 def every(kind, *projections):
@@ -975,8 +969,7 @@ def test_qkv_or_output_bias_may_be_absent(layout, name):
     check_weights(weights, found)
 
 
-# ---- Heads with separate tensors
-# -------------------------------------------------------------------------------------
+# ---- Heads with separate tensors -----------------------------------------------------------------
 
 STACK = LAYOUTS["heads.W_query"]
 STACKED = AttentionSpec(6, 3, d_in=5, qkv_bias=False, out_proj=False)
@@ -1035,8 +1028,7 @@ def test_head_stack_shows_head_count():
     assert (spec.num_heads, spec.head_dim) == (3, 2)
 
 
-# ---- Numbers of heads
-# ------------------------------------------------------------------------------------------------
+# ---- Numbers of heads ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -1187,8 +1179,7 @@ def test_rope_with_odd_head_dim_raises():
         to_canonical(tensors, LAYOUTS["canonical"], **{**told(spec), "rope": Rope(500.0)})
 
 
-# ---- Values and shapes
-# -----------------------------------------------------------------------------------------------
+# ---- Values and shapes ---------------------------------------------------------------------------
 
 
 @sample(6, seed=15)

@@ -22,8 +22,7 @@ from parity.port.conversion.layouts import LAYOUTS, from_canonical, to_canonical
 from parity.port.conversion.layouts.layout import Tensor
 from parity.port.conversion.verify import same_bits
 
-# ---- Operations between projections
-# ----------------------------------------------------------------------------------
+# ---- Operations between projections --------------------------------------------------------------
 
 
 def frequencies(theta, size):
@@ -78,8 +77,7 @@ def attend(q, k, v, scale, sinks=None):
     return np.einsum("bnts,bsnh->btnh", weights, v)
 
 
-# ---- The projections
-# -------------------------------------------------------------------------------------------------
+# ---- The projections -----------------------------------------------------------------------------
 
 
 def einsums(query, key, out, names, leaf="kernel", bias="{}.bias"):
@@ -244,8 +242,7 @@ TUNIX = einsums(
     bias="{0[0]}_bias",
 )
 
-# ---- The layers
-# --------------------------------------------------------------------------------------------------
+# ---- The layers ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -430,8 +427,7 @@ def test_wrong_layout_changes_output(name):
     assert errors(layer, WRONG[name](LAYOUTS[layer.layout])) > 1e-3
 
 
-# ---- Axes of projections
-# ---------------------------------------------------------------------------------------------
+# ---- Axes of projections -------------------------------------------------------------------------
 
 
 def test_tunix_gemma_stacks_q_k_and_v():
@@ -458,8 +454,7 @@ def test_grouped_form_loads_ungrouped_heads():
     assert all((back[name] == x).all() for name, x in weights.items())
 
 
-# ---- Scanned layers
-# --------------------------------------------------------------------------------------------------
+# ---- Scanned layers ------------------------------------------------------------------------------
 
 PREFIX, SCALED = "params.decoder.layers.self_attention", replace(NORMED, scale=1.0)
 SCANNED = {
@@ -555,8 +550,7 @@ def test_maxtext_requires_spec_with_scale(tmp_path):
         load(path, "maxtext", prefix=PREFIX, spec=NORMED)
 
 
-# ---- Latents with an indexer
-# -----------------------------------------------------------------------------------------
+# ---- Latents with an indexer ---------------------------------------------------------------------
 
 
 def test_maxtext_indexer_is_rejected(tmp_path):

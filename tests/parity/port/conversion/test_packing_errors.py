@@ -5,8 +5,8 @@ import re
 import numpy as np
 import pytest
 
-import parity
 from parity import AttentionSpec, compare_weights, convert, random_weights
+from parity.measure.core.weights import save_weights
 from parity.port.conversion.layouts import LAYOUTS
 from parity.port.conversion.layouts.canonical import shapes_in
 from parity.port.conversion.packings import find_packing_error
@@ -185,8 +185,8 @@ def test_rows_that_differ_late_are_found():
 def test_packing_is_explained_only_once(tmp_path, capsys):
     """`verify` and `diagnose` print the packing of the file once and suggest Falcon's layout."""
     weights = random_weights(GROUPED)
-    parity.save_weights(tmp_path / "a.safetensors", weights, GROUPED)
-    parity.save_weights(tmp_path / "b.safetensors", by_group(weights, "vkq"), GROUPED)
+    save_weights(tmp_path / "a.safetensors", weights, GROUPED)
+    save_weights(tmp_path / "b.safetensors", by_group(weights, "vkq"), GROUPED)
     for command in ("verify", "diagnose"):
         assert (
             main([command, str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")]) == 1

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import mha_torch
-from parity import LAYOUTS, load, load_into, random_weights
-from parity.port.conversion.layouts import from_canonical, to_canonical
+from parity import load, load_into, random_weights
+from parity.port.conversion.layouts import LAYOUTS, from_canonical, to_canonical
 from parity.use.cli.main import main
 
 SIZE, HEADS = 24, 4

@@ -89,8 +89,7 @@ def problem_of(spec, **case):
     )
 
 
-# ---- Weights in, output out
-# ------------------------------------------------------------------------------------------
+# ---- Weights in, output out ----------------------------------------------------------------------
 
 
 def test_every_layer_is_tested():
@@ -237,8 +236,7 @@ def test_layer_is_saved_with_its_spec(tmp_path):
     assert bits_of(weights) == bits_of(random_weights(CROSS))
 
 
-# ---- Unsupported layers and weights
-# ----------------------------------------------------------------------------------
+# ---- Unsupported layers and weights --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -110,8 +110,7 @@ def renamed(names: Mapping[str, str]) -> Library:
 TORCH = Library(read_torch, write_torch)
 
 
-# ---- Modules: construction and calls
-# ---------------------------------------------------------------------------------
+# ---- Modules: construction and calls -------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -180,8 +179,7 @@ def run_sibling(module, query, key):
     return module(torch.from_numpy(query), torch.from_numpy(key))[0]
 
 
-# ---- Modules of transformers
-# -----------------------------------------------------------------------------------------
+# ---- Modules of transformers ---------------------------------------------------------------------
 
 
 def maker(attention, config, *, widths=("hidden_size", "num_attention_heads"), **options):
@@ -374,8 +372,7 @@ OF_EQUINOX = of_linears(
 )  # MultiheadAttention._project: reshape(seq_length, num_heads, -1)
 
 
-# ---- The modules
-# --------------------------------------------------------------------------------------------------
+# ---- The modules ---------------------------------------------------------------------------------
 
 NO_BIASES = {"qkv_bias": False, "out_bias": False}
 SQUARE = AttentionSpec(24, 4)  # heads of 6
@@ -573,8 +570,7 @@ MODULES |= {
 every_module = pytest.mark.parametrize("foreign", MODULES.values(), ids=list(MODULES))
 
 
-# ---- Canonical -> module, module -> canonical
-# ------------------------------------------------------------------------
+# ---- Canonical -> module, module -> canonical ----------------------------------------------------
 
 
 def output_of(foreign, module, inputs):
@@ -715,8 +711,7 @@ def test_wrong_table_is_detected(name, change):
     assert result.ratio > 1000.0, str(result)
 
 
-# ---- Modules with unsupported parameters
-# -----------------------------------------------------------------------------
+# ---- Modules with unsupported parameters ---------------------------------------------------------
 
 
 def test_torch_key_and_value_biases_raise():
@@ -766,8 +761,7 @@ def test_unsupported_library_features_raise(name, options, refusal):
         to_canonical(tensors, LAYOUTS[adapter.layout], num_heads=4)
 
 
-# ---- Whole checkpoints
-# -----------------------------------------------------------------------------------------------
+# ---- Whole checkpoints ---------------------------------------------------------------------------
 
 TINY = {
     "hidden_size": 24,

@@ -74,8 +74,7 @@ of_nnx = partial(of_peer, "flax.nnx.MultiHeadAttention")
 of_flax = pytest.mark.parametrize("peer", [of_linen, of_nnx], ids=["linen", "nnx"])
 
 
-# ---- torch.nn.MultiheadAttention
-# -------------------------------------------------------------------------------------
+# ---- torch.nn.MultiheadAttention -----------------------------------------------------------------
 
 
 @sample(jax=1)
@@ -142,8 +141,7 @@ def test_causal_self_attention_matches_torch(sibling, spec, weights, inputs):
     assert np.abs(output - expected).max() <= TOLERANCE
 
 
-# ---- Flax
-# --------------------------------------------------------------------------------------------------
+# ---- Flax ----------------------------------------------------------------------------------------
 
 
 @sample(12, jax=1)

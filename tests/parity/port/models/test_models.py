@@ -111,8 +111,7 @@ def test_repr_of_spec_evaluates_to_spec(name):
     assert eval(repr(spec), {**vars(mha_spec)}) == spec
 
 
-# ---- The other families
-# ----------------------------------------------------------------------------------------------
+# ---- The other families --------------------------------------------------------------------------
 
 ROTATED = {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 1.0}
 WINDOW = {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 0}
@@ -426,8 +425,7 @@ def mean_nothing(values, keys, layers):
         return False
 
 
-# ---- Layers of a model
-# -----------------------------------------------------------------------------------------------
+# ---- Layers of a model ---------------------------------------------------------------------------
 
 LLAMA = {
     "model_type": "llama",
@@ -1022,8 +1020,7 @@ def test_proportional_rope_keeps_whole_head():
     )
 
 
-# ---- Rejected configurations
-# -----------------------------------------------------------------------------------------
+# ---- Rejected configurations ---------------------------------------------------------------------
 
 MPT = {"model_type": "mpt", "d_model": 32, "n_heads": 4, "n_layers": 1}
 REFUSED = {
@@ -1275,8 +1272,7 @@ def test_message_names_the_obstacle(family):
         specs_of({"model_type": "rwkv"})
 
 
-# ---- Files and the command
-# -------------------------------------------------------------------------------------------
+# ---- Files and the command -----------------------------------------------------------------------
 
 
 def test_folder_equals_its_config_file(tmp_path):

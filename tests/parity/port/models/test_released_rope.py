@@ -26,8 +26,7 @@ from mha_spec import (
 )
 from parity import load_into
 
-# ---- Tables
-# --------------------------------------------------------------------------------------------------
+# ---- Tables --------------------------------------------------------------------------------------
 
 SHORT, LONG = [1.0 + i / 10 for i in range(64)], [1.0 + i for i in range(64)]
 TABLES = {
@@ -145,8 +144,7 @@ def test_partial_rope_matches_transformers():
     np.testing.assert_array_max_ulp(found, expected.numpy(), maxulp=1)
 
 
-# ---- Layers
-# --------------------------------------------------------------------------------------------------
+# ---- Layers --------------------------------------------------------------------------------------
 
 # Released layers compute frequencies and angles in float32, even with float64 weights: at the
 # positions here, to 24, a frequency that is a few roundings off (6e-8 each) moves an angle by less

@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 import parity
 from mha_spec import InputError, Rope
+from parity.measure.core.weights import load_weights, save_weights
 from parity.measure.files import open_tensors
 from parity.port.conversion.convert import convert_file
 from parity.use.cli.main import main
@@ -141,7 +142,7 @@ def test_converted_file_keeps_unread_keys(model, tmp_path, capsys):
         metadata = file.metadata()
     assert json.loads(metadata["unread"]) == UNREAD
     assert not {"window_size", "soft_cap", "scale", "alibi"} & json.loads(metadata["spec"]).keys()
-    with pytest.warns(parity.NotCarriedWarning, match="sliding_window=4"):
+    with pytest.warns(parity.IgnoredSettingsWarning, match="sliding_window=4"):
         parity.load(target, prefix=PREFIX.format(i=0))
     assert compared(capsys, source, target, *FLAGS)[0] == 0
     assert compared(capsys, model("known"), target, *FLAGS)[0] == 2
@@ -150,11 +151,11 @@ def test_converted_file_keeps_unread_keys(model, tmp_path, capsys):
 def test_weights_with_unread_keys_raise(tmp_path):
     """Canonical weights with unread keys in their metadata raise an error."""
     path, spec = tmp_path / "w.safetensors", parity.AttentionSpec(16, 4)
-    parity.save_weights(path, parity.random_weights(spec), spec)
+    save_weights(path, parity.random_weights(spec), spec)
     tensors, metadata = parity.load_tensors(path)
     parity.save_tensors(path, tensors, metadata | {"unread": json.dumps(UNREAD)})
     with refuses("…/w.safetensors", unread=json.dumps(UNREAD)):
-        parity.load_weights(path)
+        load_weights(path)
 
 
 def test_unread_keys_must_be_dropped(model, tmp_path, capsys):
@@ -181,7 +182,7 @@ def test_unread_keys_must_be_dropped(model, tmp_path, capsys):
 def test_python_and_inspect_name_unread_keys(model, tmp_path, capsys):
     """`load` warns about unread keys, unless it is given the spec, and `inspect` lists them."""
     source = model("a", **FOO)
-    with pytest.warns(parity.NotCarriedWarning, match="attn_logit_softcapping=30"):
+    with pytest.warns(parity.IgnoredSettingsWarning, match="attn_logit_softcapping=30"):
         _, spec = parity.load(source, "transformers.LLaMA", prefix=PREFIX.format(i=0))
     with warnings.catch_warnings(action="error"):
         parity.load(source, "transformers.LLaMA", prefix=PREFIX.format(i=0), spec=spec)
@@ -202,7 +203,7 @@ def test_unread_key_leaves_others_in_effect(model, tmp_path, capsys):
     assert main(["convert", source, target, "--to", "canonical"]) == 2
     assert main(["convert", source, target, "--to", "canonical", *FLAGS, "--num-heads", "4"]) == 0
     assert "attention_bias=False" in capsys.readouterr().err
-    with pytest.warns(parity.NotCarriedWarning, match="attention_bias=False"):
+    with pytest.warns(parity.IgnoredSettingsWarning, match="attention_bias=False"):
         assert parity.load(target, prefix=PREFIX.format(i=0))[1].window_size == 4
     assert compared(capsys, source, target, *FLAGS, "--num-heads", "4")[0] == 0
     assert main(["verify", model("a"), source, *FLAGS, "--num-heads", "4"]) == 2
@@ -213,12 +214,11 @@ def test_wrong_head_count_leaves_keys_unread(model):
     leads to a warning about its unread window.
     """
     source = model("g", model_type="mistral", sliding_window=4, attention_bias=None)
-    with pytest.warns(parity.NotCarriedWarning, match="sliding_window=4"):
+    with pytest.warns(parity.IgnoredSettingsWarning, match="sliding_window=4"):
         parity.load(source, "transformers.LLaMA", prefix=PREFIX.format(i=0), num_heads=2)
 
 
-# ---- Other parts that are not compared
-# -------------------------------------------------------------------------------
+# ---- Other parts that are not compared -----------------------------------------------------------
 
 
 def test_dropped_field_is_not_compared(model, tmp_path, capsys):
@@ -275,8 +275,7 @@ def test_overriding_flag_is_named(model, capsys):
     assert spec.rope == Rope(10000.0)
 
 
-# ---- Metadata of the source
-# ------------------------------------------------------------------------------------------
+# ---- Metadata of the source ----------------------------------------------------------------------
 
 THEIRS = {"author": "me", "license": "x", "training_step": "1000"}
 

@@ -18,9 +18,9 @@ from parity.explain.identification.folders import random_inputs
 from parity.measure.core.weights import unheld
 from parity.port.models.families import FAMILIES
 from parity.use.cli.main import main
+from parity.use.running.models import run_model
 
-# ---- By name
-# --------------------------------------------------------------------------------------------------
+# ---- By name -------------------------------------------------------------------------------------
 
 PATHS = {
     "vit": "layers.1.attention",
@@ -104,8 +104,7 @@ def test_shared_t5_table_comes_with_model():
         assert (first["q_proj.weight"] != second["q_proj.weight"]).any()
 
 
-# ---- By rules and by observation
-# -------------------------------------------------------------------------------------
+# ---- By rules and by observation -----------------------------------------------------------------
 
 
 @sample(family=["vit", "bert"])
@@ -202,8 +201,7 @@ def test_layer_that_did_not_run_is_reported(monkeypatch):
     assert "did not run" in str(found["vision_model"])
 
 
-# ---- Folders of models without rules
-# ---------------------------------------------------------------------------------
+# ---- Folders of models without rules -------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +223,7 @@ def test_folder_without_rules_is_run(unruled):
     """A folder without rules runs against transformers without a failure,
     and a warning says that it was observed.
     """
-    report = parity.run_model(unruled, ["torch"], layers=[1], against="transformers")
+    report = run_model(unruled, ["torch"], layers=[1], against="transformers")
     assert not report.failed
     assert {each.backend for each in report.comparisons} == {"torch", "transformers"}
     assert {each.case for each in report.comparisons} == {"layer-1-causal", "layer-1-decode"}
@@ -288,7 +286,7 @@ def test_folder_with_missing_weights_raises(unruled, tmp_path):
     }
     model.save_pretrained(tmp_path, state_dict=held)
     with refuses(str(tmp_path), "layers.1.self_attn.k_proj.weight"):
-        parity.run_model(tmp_path, ["torch"], against="transformers")
+        run_model(tmp_path, ["torch"], against="transformers")
 
 
 def test_folder_with_unknown_inputs_raises(unruled, monkeypatch):
@@ -301,7 +299,7 @@ def test_folder_with_unknown_inputs_raises(unruled, monkeypatch):
 
     monkeypatch.setattr(transformers.LlamaModel, "forward", fail)
     with refuses("a folder to observe", "it wants sound", hint="parity.layers_of"):
-        parity.run_model(unruled, ["torch"], against="transformers")
+        run_model(unruled, ["torch"], against="transformers")
 
 
 def test_code_in_a_folder_does_not_run(folder, tmp_path):
@@ -315,4 +313,4 @@ def test_code_in_a_folder_does_not_run(folder, tmp_path):
     (tmp_path / "own.py").write_text("raise SystemExit('it ran')")
     (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     with refuses(str(tmp_path), "custom code"):
-        parity.run_model(tmp_path, ["torch"], against="transformers")
+        run_model(tmp_path, ["torch"], against="transformers")

@@ -33,6 +33,7 @@ from parity.explain.diagnosis import taps
 from parity.explain.diagnosis.tapped import _cache
 from parity.measure.core.stages import stage_named
 from parity.port.models.families import FAMILIES
+from parity.port.models.specs import ModelLayer
 from parity.port.tapping.record import TappedCall
 from parity.use.cli.main import main
 from parity.use.reporting.taps import print_difference
@@ -41,8 +42,7 @@ from parity.use.running.taps import layers_in
 TRIALS = int(os.environ.get("PARITY_TAP_TRIALS", "8"))
 """The number of bugs that are injected, one after the other; 200 take two minutes."""
 
-# ---- Models
-# --------------------------------------------------------------------------------------------------
+# ---- Models --------------------------------------------------------------------------------------
 
 COMMON = {
     "hidden_size": 32,
@@ -306,8 +306,7 @@ def hooks_in(model):
     return [(len(getattr(module, name))) for module in model.modules() for name in names]
 
 
-# ---- Nothing changes
-# -------------------------------------------------------------------------------------------------
+# ---- Nothing changes -----------------------------------------------------------------------------
 
 
 @pytest.mark.costly("generates with a model of six layers, twice")
@@ -397,8 +396,7 @@ def test_recorded_names_and_shapes():
         assert x.dtype == {"positions": np.int64, "is_real": bool}.get(name, np.float32), name
 
 
-# ---- Families
-# --------------------------------------------------------------------------------------------------
+# ---- Families ------------------------------------------------------------------------------------
 
 
 @sample(10, family=first_families(GENERATED, by=stack_signature))
@@ -409,7 +407,7 @@ def test_layers_pass_during_generation(family):
     with parity.tap(model) as tapped:
         generate(model)
     specs = specs_of(model.config.to_dict())
-    verdict = parity.judge_tap(tapped, specs, weights_in(model, tapped, specs))
+    verdict = parity.check_tap(tapped, specs, weights_in(model, tapped, specs))
     layers = [layer for layer in verdict.layers if specs[layer.index].spec is not None]
     assert all(layer.passed for layer in layers), str(verdict)
     assert [layer.index for layer in layers] == [
@@ -466,7 +464,7 @@ def test_layers_pass_in_16_bits(dtype, implementation):
             generate(model)
         assert {layer.attention for layer in tapped.layers} == {implementation}
         specs = specs_of(model.config.to_dict())
-        verdict = parity.judge_tap(tapped, specs, weights_in(model, tapped, specs))
+        verdict = parity.check_tap(tapped, specs, weights_in(model, tapped, specs))
         assert verdict.passed, f"{family}: {verdict}"
 
 
@@ -479,9 +477,9 @@ def test_16_bit_scores_only_in_eager():
         generate(model)
     specs = specs_of(model.config.to_dict())
     weights = weights_in(model, tapped, specs)
-    assert parity.judge_tap(tapped, specs, weights).passed
+    assert parity.check_tap(tapped, specs, weights).passed
     tapped.layers[2].attention = "sdpa"  # which keeps scores in float32
-    (wrong,) = parity.judge_tap(tapped, specs, weights).wrong
+    (wrong,) = parity.check_tap(tapped, specs, weights).wrong
     assert (wrong.index, wrong.difference.stage) == (2, "attn_weights")
 
 
@@ -508,15 +506,14 @@ def test_sdpa_with_static_cache_passes(options):
         with parity.tap(model) as tapped:
             generate(model, **options)
         specs = specs_of(model.config.to_dict())
-        verdict = parity.judge_tap(tapped, specs, weights_in(model, tapped, specs))
+        verdict = parity.check_tap(tapped, specs, weights_in(model, tapped, specs))
         assert verdict.passed, str(verdict)
         assert {"q", "k", "v", "context", "output"} <= {
             each.stage for each in verdict.layers[3].comparisons
         }
 
 
-# ---- Cross-attention
-# -------------------------------------------------------------------------------------------------
+# ---- Cross-attention -----------------------------------------------------------------------------
 
 TOKENS = {
     "vocab_size": 64,
@@ -601,7 +598,7 @@ def from_encoded(model, **options):
 
 def verdict_by_folder(model, tapped, folder):
     model.save_pretrained(folder)
-    return parity.judge_tap(tapped, *layers_in(folder))
+    return parity.check_tap(tapped, *layers_in(folder))
 
 
 @sample(7, dtype=[torch.bfloat16])
@@ -616,7 +613,7 @@ def test_encoder_decoder_layers_pass(family, dtype, tmp_path):
     assert verdict.passed, str(verdict)
     crossing = ("decoder", "cross_attention")
     parts = (("encoder", "full_attention"), ("decoder", "full_attention"), crossing)
-    assert {layer.layer: layer.not_judged for layer in verdict.layers} == {
+    assert {layer.layer: layer.not_compared for layer in verdict.layers} == {
         f"{part} layer {index} ({kind})": "" for part, kind in parts for index in range(2)
     }
     seen = {layer.layer: layer for layer in verdict.layers}[
@@ -659,7 +656,7 @@ def test_cross_attention_passes_with_cache(options, tmp_path):
     verdict = verdict_by_folder(model, tapped, tmp_path)
     assert all(layer.passed for layer in verdict.layers if "cross" in layer.layer), str(verdict)
     tapped.save(tmp_path / "tap.safetensors")
-    difference = parity.judge_taps(tapped, parity.load_tap(tmp_path / "tap.safetensors"))
+    difference = parity.compare_taps(tapped, parity.load_tap(tmp_path / "tap.safetensors"))
     assert difference.agrees, str(difference)
     assert all(
         "key_input" in layer.errors
@@ -680,7 +677,7 @@ def test_cross_attention_bugs_are_found(tmp_path):
     def wrong():
         with parity.tap(model) as tapped:
             from_encoded(model)
-        (found,) = parity.judge_tap(tapped, specs, weights).wrong
+        (found,) = parity.check_tap(tapped, specs, weights).wrong
         assert found.layer == "decoder layer 1 (cross_attention)"
         return stage_named(found.difference.stage).quantity, found.diagnosis
 
@@ -717,13 +714,13 @@ def test_uncomparable_cross_attention(tmp_path):
         from_encoded(model)
     specs = [replace(each, kind="full_attention") for each in specs_of(model.config.to_dict())]
     model.save_pretrained(tmp_path)
-    verdict = parity.judge_tap(tapped, specs, layers_in(tmp_path)[1])
-    reasons = [layer.not_judged for layer in verdict.layers if "encoder_attn" in layer.name]
+    verdict = parity.check_tap(tapped, specs, layers_in(tmp_path)[1])
+    reasons = [layer.not_compared for layer in verdict.layers if "encoder_attn" in layer.name]
     assert reasons == ["it attends to another sequence, and should not"] * 2
     layer = next(layer for layer in tapped.layers if "encoder_attn" in layer.name)
     layer.calls[1].values["key_input"] = layer.calls[0].values["key_input"] + 1
     with refuses("model.decoder.layers.0.encoder_attn", "another one"):
-        parity.judge_tap(tapped, *layers_in(tmp_path))
+        parity.check_tap(tapped, *layers_in(tmp_path))
     module, (x, y, z) = (
         torch.nn.MultiheadAttention(32, 4, batch_first=True).eval(),
         torch.randn(3, 2, 5, 32),
@@ -731,12 +728,12 @@ def test_uncomparable_cross_attention(tmp_path):
     specs, weights = {0: parity.spec_of(module)}, {0: parity.weights_of(module)}
     with parity.tap(torch.nn.Sequential(module)) as tapped, torch.no_grad():
         module(x, y, y)
-    assert parity.judge_tap(tapped, specs, weights).passed
+    assert parity.check_tap(tapped, specs, weights).passed
     with parity.tap(torch.nn.Sequential(module)) as tapped, torch.no_grad():
         module(x, y, z)
-    assert parity.judge_tap(tapped, specs, weights).passed
+    assert parity.check_tap(tapped, specs, weights).passed
     tapped.layers[0].calls[0].values["value_input"] = y.numpy()
-    assert not parity.judge_tap(tapped, specs, weights).passed
+    assert not parity.check_tap(tapped, specs, weights).passed
 
 
 def test_parts_with_equal_paths_are_separate(tmp_path):
@@ -772,9 +769,9 @@ def test_parts_with_equal_paths_are_separate(tmp_path):
     ]
     assert [layer.layer for layer in verdict.layers] == parts
     specs, weights = layers_in(tmp_path)
-    verdict = parity.judge_tap(tapped, [replace(each, part="") for each in specs], weights)
+    verdict = parity.check_tap(tapped, [replace(each, part="") for each in specs], weights)
     told = "it may be any of 2 layers of the model, by its name"
-    assert (verdict.layers[0].not_judged, verdict.passed) == (told, False)
+    assert (verdict.layers[0].not_compared, verdict.passed) == (told, False)
 
 
 def test_bert_layers_end_at_the_context():
@@ -799,17 +796,16 @@ def test_bert_layers_end_at_the_context():
         place: parity.from_transformers(layer.attention, model.config, place)[1]
         for place, layer in enumerate(model.encoder.layer)
     }
-    verdict = parity.judge_tap(tapped, specs_of(model.config.to_dict()), weights)
+    verdict = parity.check_tap(tapped, specs_of(model.config.to_dict()), weights)
     assert verdict.passed, str(verdict)
     judged = {comparison.stage for layer in verdict.layers for comparison in layer.comparisons}
     assert judged == {"mask", "q", "k", "v", "attn_weights", "context"}
     weights[1] = {**weights[1], "v_proj.weight": weights[1]["v_proj.weight"].T.copy()}
-    first = parity.judge_tap(tapped, specs_of(model.config.to_dict()), weights).first
+    first = parity.check_tap(tapped, specs_of(model.config.to_dict()), weights).first
     assert (first.index, first.difference.stage) == (1, "v")
 
 
-# ---- Bugs
-# --------------------------------------------------------------------------------------------------
+# ---- Bugs ----------------------------------------------------------------------------------------
 
 
 @cache
@@ -838,7 +834,7 @@ def judged(model, bug=None, layer=0):
     else:
         with inject(bug, model, module), parity.tap(model) as tapped:
             generate(model)
-    return parity.judge_tap(tapped, specs, weights)
+    return parity.check_tap(tapped, specs, weights)
 
 
 @pytest.mark.thorough
@@ -889,8 +885,7 @@ def test_verdict_names_layer_and_bug():
     assert told["layers"][4]["diagnosis"]["explanations"][0]["bugs"] == ["window-one-too-wide"]
 
 
-# ---- Two recordings
-# --------------------------------------------------------------------------------------------------
+# ---- Two recordings ------------------------------------------------------------------------------
 
 
 def in_steps(model, tokens, first):
@@ -914,7 +909,7 @@ def test_prompt_agrees_with_steps(name):
     with parity.tap(model) as other:
         in_steps(model, tokens, 4)
     assert [len(layer.calls) for layer in other.layers] == [9] * 6
-    difference = parity.judge_taps(one, other)
+    difference = parity.compare_taps(one, other)
     assert difference.agrees, str(difference)
     assert not difference.alone
     assert all(layer.tokens == 24 for layer in difference.layers)
@@ -932,7 +927,7 @@ def test_differing_layer_is_found_by_taps(what):
         model(tokens)
     with inject(BUGS[what], model, model.model.layers[3].self_attn), parity.tap(model) as other:
         in_steps(model, tokens, 4)
-    difference = parity.judge_taps(one, other)
+    difference = parity.compare_taps(one, other)
     assert difference.first is not None
     assert difference.first.layer == "layer 3"
     assert difference.first.stage in BUGS[what].stages
@@ -949,22 +944,21 @@ def test_taps_need_the_same_inputs():
         model(prompts(12)["input_ids"])
     with parity.tap(model) as other:
         model(prompts(12)["input_ids"].flip(1))
-    difference = parity.judge_taps(one, other)
+    difference = parity.compare_taps(one, other)
     assert difference.differs_before
     assert not difference.agrees
     assert "what layer 0 is given differs already" in str(difference)
     with parity.tap(model) as none:
         pass
     with refuses("taps", "none"):
-        parity.judge_taps(one, none)
+        parity.compare_taps(one, none)
     with parity.tap(model) as less:
         model(prompts(12)["input_ids"][:1])
     with refuses("taps", "2 and 1"):
-        parity.judge_taps(one, less)
+        parity.compare_taps(one, less)
 
 
-# ---- Printed
-# --------------------------------------------------------------------------------------------------
+# ---- Printed -------------------------------------------------------------------------------------
 
 
 def test_tap_prints_names_of_stages():
@@ -982,8 +976,7 @@ def test_tap_prints_names_of_stages():
     assert "array(" not in repr(tapped)
 
 
-# ---- Files
-# --------------------------------------------------------------------------------------------------
+# ---- Files ---------------------------------------------------------------------------------------
 
 
 def test_saved_tap_round_trip(tmp_path):
@@ -1006,7 +999,7 @@ def test_saved_tap_round_trip(tmp_path):
             assert (a.past, a.first_key, a.values.keys()) == (b.past, b.first_key, b.values.keys())
             assert all(np.array_equal(a.values[name], b.values[name]) for name in a.values)
     specs = specs_of(read.config)
-    assert parity.judge_tap(read, specs, weights_in(model, read, specs)).passed
+    assert parity.check_tap(read, specs, weights_in(model, read, specs)).passed
     parity.save_tensors(tmp_path / "other.safetensors", {"x": np.zeros(2)}, {"format": "1"})
     with refuses("…/other.safetensors", "['format']"):
         parity.load_tap(tmp_path / "other.safetensors")
@@ -1017,8 +1010,7 @@ def test_saved_tap_round_trip(tmp_path):
         parity.load_tap(tmp_path / "none.safetensors")
 
 
-# ---- Other modules
-# --------------------------------------------------------------------------------------------------
+# ---- Other modules -------------------------------------------------------------------------------
 
 
 class Block(torch.nn.Module):
@@ -1042,11 +1034,11 @@ def test_tap_of_mha_torch_modules():
         model(torch.randn(2, 6, 32))
     assert [(layer.name, layer.index) for layer in tapped.layers] == [("0.attn", 0), ("1.attn", 1)]
     weights = {index: parity.weights_of(model[index].attn) for index in range(2)}
-    verdict = parity.judge_tap(tapped, dict.fromkeys(range(2), spec), weights)
+    verdict = parity.check_tap(tapped, dict.fromkeys(range(2), spec), weights)
     assert verdict.passed
     assert {each.stage for each in verdict.layers[0].comparisons} == SEEN - {"attn_weights"}
     weights[1] = {**weights[1], "q_proj.weight": weights[1]["q_proj.weight"].T.copy()}
-    verdict = parity.judge_tap(tapped, dict.fromkeys(range(2), spec), weights)
+    verdict = parity.check_tap(tapped, dict.fromkeys(range(2), spec), weights)
     assert verdict.first.index == 1
     assert verdict.first.diagnosis.explanations[0].bugs == ("q_proj-transposed",)
 
@@ -1067,8 +1059,8 @@ def test_tap_of_torch_fast_path():
     assert "forward" not in vars(module)
     assert tapped.layers[0].calls[0].values["input"].shape == (2, 6, 32)
     specs, weights = {0: parity.spec_of(module)}, {0: parity.weights_of(module)}
-    assert parity.judge_tap(tapped, specs, weights, is_causal=False).passed
-    assert not parity.judge_tap(tapped, specs, weights, is_causal=True).passed
+    assert parity.check_tap(tapped, specs, weights, is_causal=False).passed
+    assert not parity.check_tap(tapped, specs, weights, is_causal=True).passed
 
 
 def test_layers_are_selected_by_pattern():
@@ -1088,8 +1080,7 @@ def test_layers_are_selected_by_pattern():
         parity.tap(torch.nn.Linear(2, 2)).__enter__()
 
 
-# ---- Invalid models and recordings
-# -----------------------------------------------------------------------------------
+# ---- Invalid models and recordings ---------------------------------------------------------------
 
 
 def test_invalid_taps_raise():
@@ -1107,16 +1098,16 @@ def test_invalid_taps_raise():
         model(tokens[:, :1], past_key_values=found.past_key_values, use_cache=True)
     weights = weights_in(model, late, specs)
     with refuses("model.layers.0.self_attn", "a cache of 6 tokens"):
-        parity.judge_tap(late, specs, weights)
+        parity.check_tap(late, specs, weights)
     with parity.tap(model) as cropped:
         found = model(tokens, use_cache=True)
         found.past_key_values.crop(-3)
         model(tokens[:, :1], past_key_values=found.past_key_values, use_cache=True)
     with refuses("model.layers.0.self_attn", "a cache of 3 tokens after 6"):
-        parity.judge_tap(cropped, specs, weights)
+        parity.check_tap(cropped, specs, weights)
     with parity.tap(model) as none:
         pass
-    verdict = parity.judge_tap(none, specs, weights)
+    verdict = parity.check_tap(none, specs, weights)
     assert not verdict.passed
     every_layer = ", ".join(f"layer {place} (full_attention)" for place in range(6))
     assert f"Not compared: {every_layer}, because it was not called" in str(verdict)
@@ -1132,18 +1123,18 @@ def test_plain_lists_match_tapped_layers():
         model(**prompts(6))
     by_index = weights_in(model, tapped, layers)
     specs, weights = [layer.spec for layer in layers], [by_index[layer.index] for layer in layers]
-    assert parity.judge_tap(tapped, specs, weights).passed
+    assert parity.check_tap(tapped, specs, weights).passed
     with refuses("specs", "5 of them"):
-        parity.judge_tap(tapped, specs[1:], weights)
+        parity.check_tap(tapped, specs[1:], weights)
     with refuses("weights", "5 of them"):
-        parity.judge_tap(tapped, specs, weights[1:])
+        parity.check_tap(tapped, specs, weights[1:])
     with refuses_type("specs", "some of both"):
-        parity.judge_tap(tapped, [specs[0], *layers[1:]], weights)
+        parity.check_tap(tapped, [specs[0], *layers[1:]], weights)
     for wrong, name in ((specs[0], "AttentionSpec"), ([{}] * 6, "dict")):
         with refuses_type("specs", name):
-            parity.judge_tap(tapped, wrong, weights)
+            parity.check_tap(tapped, wrong, weights)
     with refuses_type("weights", "one that is ndarray"):
-        parity.judge_tap(tapped, specs, weights[0])
+        parity.check_tap(tapped, specs, weights[0])
 
 
 GEMMA = {
@@ -1180,7 +1171,7 @@ def test_padding_inside_prompt_is_left_out():
     real[0, 5] = 0
     with parity.tap(model) as tapped, torch.no_grad():
         model(input_ids=tokens, attention_mask=real)
-    verdict = parity.judge_tap(tapped, specs_of(model.config.to_dict()), weights)
+    verdict = parity.check_tap(tapped, specs_of(model.config.to_dict()), weights)
     assert verdict.passed, str(verdict)
     told = [each.left_out for each in verdict.layers]
     assert told[0] == told[1] == told[2]
@@ -1188,8 +1179,8 @@ def test_padding_inside_prompt_is_left_out():
     assert told[3] == ""
     with parity.tap(model) as tapped, torch.no_grad():
         model(input_ids=tokens[:1], attention_mask=real[:1])
-    verdict = parity.judge_tap(tapped, specs_of(model.config.to_dict()), weights)
-    assert [bool(each.not_judged) for each in verdict.layers] == [True, True, True, False]
+    verdict = parity.check_tap(tapped, specs_of(model.config.to_dict()), weights)
+    assert [bool(each.not_compared) for each in verdict.layers] == [True, True, True, False]
     assert str(verdict).count("padding lies between its real tokens") == 1
 
 
@@ -1208,7 +1199,7 @@ def test_explanation_is_reused_in_layers(monkeypatch):
 
     diagnose = taps.diagnose
     monkeypatch.setattr(taps, "diagnose", counting)
-    verdict = parity.judge_tap(tapped, specs_of(model.config.to_dict()), weights)
+    verdict = parity.check_tap(tapped, specs_of(model.config.to_dict()), weights)
     found = [layer.diagnosis for layer in verdict.layers]
     assert [each and each.likely_bug for each in found] == ["rope-scaling"] * 3 + [None]
     of_first_layer = {arguments[1].case.name for arguments in searched}
@@ -1230,14 +1221,13 @@ def test_different_bugs_are_kept_apart():
     weights[2] = {**weights[2], "v_proj.weight": weights[2]["v_proj.weight"] * 3.0}
     with parity.tap(model) as tapped, torch.no_grad():
         model(input_ids=torch.arange(1, 13)[None])
-    verdict = parity.judge_tap(tapped, specs, weights)
+    verdict = parity.check_tap(tapped, specs, weights)
     assert [layer.index for layer in verdict.wrong] == [0, 2]
     assert [layer.difference.stage for layer in verdict.wrong] == ["k", "v"]
     assert verdict.layers[0].diagnosis.cause != verdict.layers[2].diagnosis.cause
 
 
-# ---- Flax
-# --------------------------------------------------------------------------------------------------
+# ---- Flax ----------------------------------------------------------------------------------------
 
 
 class LinenBlock(linen.Module):
@@ -1274,12 +1264,12 @@ def test_flax_root_module_is_compared(key, rng):
         bound(x)
     (layer,) = tapped.layers
     assert layer.name == ""
-    verdict = parity.judge_tap(tapped, [FULL], {key: parity.weights_of(bound)}, is_causal=False)
+    verdict = parity.check_tap(tapped, [FULL], {key: parity.weights_of(bound)}, is_causal=False)
     assert verdict.passed, str(verdict)
 
 
 def judged_in_flax(tapped, weights, *, is_causal=True):
-    return parity.judge_tap(tapped, dict.fromkeys(weights, FULL), weights, is_causal=is_causal)
+    return parity.check_tap(tapped, dict.fromkeys(weights, FULL), weights, is_causal=is_causal)
 
 
 def test_linen_layers_pass(rng):
@@ -1367,7 +1357,7 @@ def test_jax_and_torch_taps_agree(rng):
         assert verdict.passed, str(verdict)
         seen = {each.stage for each in verdict.layers[1].comparisons}
         assert seen == (SEEN if tapped is other else {"attn_weights", "output"})
-    difference = parity.judge_taps(one, other)
+    difference = parity.compare_taps(one, other)
     assert difference.agrees, str(difference)
     assert difference.layers[1].errors.keys() == {"input", "attn_weights", "output"}
 
@@ -1413,17 +1403,16 @@ def test_other_nnx_library_by_layer_number(rng):
     assert [layer.name for layer in tapped.layers] == [f"layers_{number}" for number in numbers]
     named = {f"model.layers.{number}.self_attn": held for number, held in weights.items()}
     specs = [
-        parity.ModelLayer(number, "", spec, {}, path=f"layers.{number}.self_attn")
-        for number in numbers
+        ModelLayer(number, "", spec, {}, path=f"layers.{number}.self_attn") for number in numbers
     ]
-    verdict = parity.judge_tap(tapped, specs, named)
+    verdict = parity.check_tap(tapped, specs, named)
     assert verdict.passed, str(verdict)
     assert [[each.stage for each in layer.comparisons] for layer in verdict.layers] == [
         ["output"]
     ] * 12
     named["model.layers.10.self_attn"] = weights[2]
-    assert [layer.index for layer in parity.judge_tap(tapped, specs, named).wrong] == [10]
-    nameless = parity.judge_tap(tapped, specs, {"one": weights[0]})
+    assert [layer.index for layer in parity.check_tap(tapped, specs, named).wrong] == [10]
+    nameless = parity.check_tap(tapped, specs, {"one": weights[0]})
     assert not nameless.passed
     assert str(nameless).endswith("no layer was compared")
 
@@ -1447,7 +1436,7 @@ def test_rope_of_another_layer_is_named():
     def judged_prompt():
         with parity.tap(model) as tapped, torch.no_grad():
             model(torch.tensor([[5, 3, 8, 1, 7, 9]]))
-        return parity.judge_tap(tapped, specs, weights_in(model, tapped, specs))
+        return parity.check_tap(tapped, specs, weights_in(model, tapped, specs))
 
     assert judged_prompt().passed
     rotary = model.model.rotary_emb
@@ -1472,8 +1461,7 @@ def test_compiled_flax_model_raises(rng):
     assert nnx.MultiHeadAttention.__call__ is call
 
 
-# ---- On a command line
-# -----------------------------------------------------------------------------------------------
+# ---- On a command line ---------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -1501,7 +1489,7 @@ def recordings(tmp_path_factory):
 @pytest.mark.costly("judges a recording of six layers and diagnoses one")
 def test_diagnose_command_uses_model(recordings, tmp_path, capsys):
     """`diagnose --model` finds the bug of a recording and exits with 1, or with 0 if there is none;
-    `--weights` is deprecated.
+    `--weights` raises an error that names `--model`.
     """
     model, right, wrong = recordings
     assert main(["diagnose", wrong, "--model", model, "--json", str(tmp_path / "told.json")]) == 1
@@ -1514,11 +1502,10 @@ def test_diagnose_command_uses_model(recordings, tmp_path, capsys):
     assert main(["diagnose", right, "--model", model, "--html", str(page)]) == 0
     assert "6 layers agree with the reference, each for its own input" in capsys.readouterr().out
     assert page.read_text("utf-8").count('<svg class="heat layers"') == 1
-    assert main(["diagnose", right, "--weights", model]) == 0
+    assert main(["diagnose", right, "--weights", model]) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith("mha-parity: warning: --weights for recordings is deprecated")
-    assert captured.err.endswith("use --model\n")
-    assert "6 layers agree with the reference" in captured.out
+    assert refuses("--weights", right, hint="--model").is_printed_in(captured.err)
+    assert captured.out == ""
 
 
 def test_compare_command_with_recordings(recordings, tmp_path, capsys):
@@ -1567,7 +1554,10 @@ def test_dropped_window_keys_are_restored():
 def test_narrow_terminal_prints_each_layer(recordings):
     """At a width of 60 columns, each of six layers has a line with its errors."""
     _, right, wrong = map(str, recordings)
-    difference, out = parity.judge_taps(parity.load_tap(right), parity.load_tap(wrong)), StringIO()
+    difference, out = (
+        parity.compare_taps(parity.load_tap(right), parity.load_tap(wrong)),
+        StringIO(),
+    )
     print_difference(difference, Console(file=out, width=60), with_table=True)
     printed = " ".join(out.getvalue().split())
     assert len(difference.layers) == 6
@@ -1578,7 +1568,7 @@ def test_narrow_terminal_prints_each_layer(recordings):
 def test_tokens_after_difference_are_ignored(recordings):
     """Tokens that follow a different generated token are left out, and their number is reported."""
     _, right, wrong = map(str, recordings)
-    difference = parity.judge_taps(parity.load_tap(right), parity.load_tap(wrong))
+    difference = parity.compare_taps(parity.load_tap(right), parity.load_tap(wrong))
     assert difference.left_out > 0
     assert difference.layers[0].errors["output"] == 0.0
     assert f"{difference.left_out} tokens were left out" in str(difference)
@@ -1630,7 +1620,7 @@ def test_beam_search_differs_at_the_cache():
     with parity.tap(model) as tapped:
         generate(model, num_beams=3)
     weights = weights_in(model, tapped, specs)
-    verdict = parity.judge_tap(
+    verdict = parity.check_tap(
         tapped, {0: specs[0].spec}, weights
     )  # for one layer: the caches of others differ equally
     assert stage_named(verdict.first.difference.stage).quantity == "cache.keys"
@@ -1661,8 +1651,8 @@ def test_steps_with_unknown_cache_raise():
     assert [call.past for call in layer.calls] == [0, None]
     spec = AttentionSpec(8, 2)
     with refuses("self_attention"):
-        parity.judge_tap(
+        parity.check_tap(
             tapped,
-            [parity.ModelLayer(0, "full_attention", spec, {})],
+            [ModelLayer(0, "full_attention", spec, {})],
             {0: parity.random_weights(spec)},
         )

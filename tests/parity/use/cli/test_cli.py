@@ -15,7 +15,8 @@ from helpers.refusals import refuses
 import mha_torch
 import parity.measure.backends.torch
 from mha_spec import Rope
-from parity import AttentionSpec, random_weights, save_weights
+from parity import AttentionSpec, random_weights
+from parity.measure.core.weights import save_weights
 from parity.use.cli.main import main
 
 RESULT_KEYS = {

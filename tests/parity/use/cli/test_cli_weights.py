@@ -73,8 +73,7 @@ def is_plain(text):
     )
 
 
-# ---- convert
-# --------------------------------------------------------------------------------------------------
+# ---- convert -------------------------------------------------------------------------------------
 
 
 def test_convert_prints_one_line_summary(source, tmp_path, capsys):
@@ -85,8 +84,8 @@ def test_convert_prints_one_line_summary(source, tmp_path, capsys):
     assert main(convert(source, target, "--to", "meta.LLaMA")) == 0
     captured = capsys.readouterr()
     assert captured.out == (
-        "2 attention layers, 4 x 6, key/value 2: transformers.LLaMA -> meta.LLaMA; other "
-        "tensors: 2 kept, 0 dropped; "
+        "converted 2 attention layers (4 heads x 6, 2 key/value heads) from transformers.LLaMA "
+        "to meta.LLaMA; copied 2 other tensors; "
         f"wrote {target}\n"
     )
     assert captured.err == ""
@@ -115,7 +114,7 @@ def test_convert_drops_rest_and_renames(source, tmp_path, capsys):
     assert names_in(target) == [
         f"l{i}.att.W_{letter}.weight" for i in range(2) for letter in "qkvo"
     ]
-    assert "other tensors: 0 kept, 2 dropped" in capsys.readouterr().out
+    assert "copied 0 other tensors and dropped 2;" in capsys.readouterr().out
 
 
 def test_convert_writes_shards(source, tmp_path):
@@ -227,11 +226,12 @@ def test_convert_writes_json_report(source, tmp_path):
 
 
 def test_convert_summary_of_one_layer(tmp_path, capsys):
-    """The summary for one layer begins with '1 attention layer', in the singular."""
+    """The summary for one layer has '1 attention layer', in the singular."""
     save(tmp_path / "a.npz", random_weights(SPEC), SPEC)
     assert main(["convert", str(tmp_path / "a.npz"), str(tmp_path / "b.npz"), "--to", "ttnn"]) == 0
     assert capsys.readouterr().out.startswith(
-        "1 attention layer, 4 x 6, key/value 2: canonical -> ttnn; other tensors: 0 kept"
+        "converted 1 attention layer (4 heads x 6, 2 key/value heads) from canonical to ttnn; "
+        "copied 0 other tensors; wrote "
     )
 
 
@@ -337,8 +337,7 @@ def test_unspecified_layout_is_suggested(source, tmp_path, capsys):
     assert refuses("--from", remedy=remedy).is_printed_in(message)
 
 
-# ---- convert --dry-run
-# -----------------------------------------------------------------------------------------------
+# ---- convert --dry-run ---------------------------------------------------------------------------
 
 
 def planned(source, target, *others):
@@ -363,7 +362,8 @@ def test_dry_run_prints_plan(source, tmp_path, capsys):
     )
     out = " ".join(capsys.readouterr().out.split())
     assert os.listdir(tmp_path) == ["source.safetensors"]
-    assert f"would write {tmp_path / 'b.npz'}" in out
+    assert out.startswith("would convert 2 attention layers (4 heads x 6, 2 key/value heads) from ")
+    assert f"would copy 0 other tensors and drop 2; would write {tmp_path / 'b.npz'}" in out
     assert (
         f"{PREFIX} 2 transformers.LLaMA: the caller num_heads 4: the caller; num_kv_heads 2: the "
         f"caller" in out
@@ -548,8 +548,7 @@ def test_nested_config_rope_is_not_lost(source, tmp_path, capsys):
     assert refuses("the layer", {"rope": ...}, remedy=remedy).is_printed_in(capsys.readouterr().err)
 
 
-# ---- layouts
-# --------------------------------------------------------------------------------------------------
+# ---- layouts -------------------------------------------------------------------------------------
 
 
 def test_layouts_lists_all_layouts(capsys):
@@ -636,8 +635,7 @@ def test_unknown_layout_suggests_names(capsys):
     assert message.count("\n") == 1
 
 
-# ---- inspect
-# --------------------------------------------------------------------------------------------------
+# ---- inspect -------------------------------------------------------------------------------------
 
 
 def test_inspect_shows_tensors_and_layouts(source, capsys):
@@ -681,7 +679,10 @@ def test_inspect_writes_json(source, tmp_path):
     """
     assert main(["inspect", source, *HEADS, "--json", str(tmp_path / "r.json")]) == 0
     content = json.loads((tmp_path / "r.json").read_text())
-    assert content.keys() == {"schema", "version", "file_format", "metadata", "tensors", "layers"}
+    assert content.keys() == {
+        *("schema", "version", "file_format", "metadata", "tensors", "layers"),
+        "proposed_layout",
+    }
     assert content["file_format"] == "safetensors"
     assert content["tensors"]["embed.weight"] == {"shape": [3, 16], "dtype": "float32"}
     assert content["layers"] == [
@@ -740,8 +741,7 @@ def test_inspect_of_damaged_file_exits_2(source, tmp_path, capsys):
     assert captured.err.count("\n") == 1
 
 
-# ---- verify
-# --------------------------------------------------------------------------------------------------
+# ---- verify --------------------------------------------------------------------------------------
 
 
 def saved(path, weights, layout="canonical", prefix="", spec=SPEC):
@@ -933,8 +933,7 @@ def test_verify_requires_equal_layer_counts(source, tmp_path, capsys):
     assert refuses("both files", "model.layers.7.self_attn").is_printed_in(capsys.readouterr().err)
 
 
-# ---- run, with the layer of a file
-# -----------------------------------------------------------------------------------
+# ---- run, with the layer of a file ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
@@ -962,8 +961,7 @@ def test_run_accepts_layer_of_any_file(source, tmp_path, capsys, suffix):
     assert refuses("--prefix, --num-heads").is_printed_in(capsys.readouterr().err)
 
 
-# ---- Warnings and errors
-# ---------------------------------------------------------------------------------------------
+# ---- Warnings and errors -------------------------------------------------------------------------
 
 
 def training_checkpoint(path):
@@ -1037,8 +1035,7 @@ def test_wrong_prefix_suggests_one_that_fits(tmp_path, capsys, prefix, layout):
         assert len(error) < 400 + len(source)
 
 
-# ---- Heads from config.json
-# ------------------------------------------------------------------------------------------
+# ---- Heads from config.json ----------------------------------------------------------------------
 
 
 def config_beside(path, **others):
@@ -1066,7 +1063,8 @@ def test_config_json_determines_heads(source, tmp_path, capsys):
         PREFIX,
     ]
     assert main(["convert", *arguments, "--to", "meta.LLaMA"]) == 0
-    assert "4 x 6, key/value 2 (from config.json, RoPE theta 500): " in capsys.readouterr().out
+    heads = "(4 heads x 6, 2 key/value heads, RoPE theta 500, from config.json)"
+    assert heads in capsys.readouterr().out
     with open_tensors(tmp_path / "b.npz") as file:
         assert AttentionSpec.from_json(file.metadata["spec"]) == SPEC
     assert main(["inspect", source]) == 0
@@ -1123,7 +1121,7 @@ def test_inexpressible_rope_requires_drop(source, tmp_path, capsys, rope, drop):
     ]
     assert main(["convert", *arguments, "--to", "meta.LLaMA"]) == 2
     assert main(["convert", *arguments, "--to", "meta.LLaMA", "--drop", drop]) == 0
-    assert "(from config.json): " in capsys.readouterr().out
+    assert ", from config.json) from " in capsys.readouterr().out
 
 
 ROPE_NOT_CARRIED = {
@@ -1180,7 +1178,7 @@ def test_load_warns_of_unread_rope(source, tmp_path):
     RoPE; given `rope`, it returns that without a warning.
     """
     config_beside(tmp_path / "source.safetensors", rope_scaling={"rope_type": "llama3"})
-    with pytest.warns(parity.NotCarriedWarning, match="config.json sets rope_scaling="):
+    with pytest.warns(parity.IgnoredSettingsWarning, match="config.json sets rope_scaling="):
         _, spec = parity.load(source, "transformers.LLaMA", prefix=PREFIX.replace("{i}", "0"))
     assert spec.rope is None
     rope = Rope(500.0, scaling=Llama3Scaling(8.0, 64))
@@ -1207,7 +1205,7 @@ def test_flags_override_config_json(source, tmp_path, capsys):
         "2",
     ]
     assert main(["convert", *arguments, "--to", "meta.LLaMA"]) == 0
-    assert "2 x 12, key/value 1: " in capsys.readouterr().out
+    assert "(2 heads x 12, 1 key/value head)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flag", ["--from", "--prefix"])
@@ -1217,8 +1215,7 @@ def test_verify_rejects_third_layout_flag(source, capsys, flag):
     assert refuses(flag, {flag: ["a", "b", "c"]}).is_printed_in(capsys.readouterr().err)
 
 
-# ---- All commands
-# --------------------------------------------------------------------------------------------------
+# ---- All commands --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -34,8 +34,7 @@ ESCAPES = "\x1b[2J\x9b2J\x07\u202e"
 SPEC = AttentionSpec(8, 2)
 
 
-# ---- Text
-# --------------------------------------------------------------------------------------------------
+# ---- Text ----------------------------------------------------------------------------------------
 
 
 def test_control_characters_are_escaped():
@@ -154,8 +153,7 @@ def test_long_tensor_name_is_shortened(tmp_path, capsys):
     assert len(error_line(capsys, "inspect", tmp_path / "a.safetensors")) < 1000
 
 
-# ---- Output that cannot be written
-# -----------------------------------------------------------------------------------
+# ---- Output that cannot be written ---------------------------------------------------------------
 
 
 class Full(io.StringIO):
@@ -208,8 +206,7 @@ def test_deleted_current_folder_exits_2(tmp_path, capsys, monkeypatch):
         assert "current folder" in error_line(capsys, "inspect", tmp_path / "a.npz")
 
 
-# ---- Code of the current folder
-# --------------------------------------------------------------------------------------
+# ---- Code of the current folder ------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -246,7 +243,7 @@ def test_jobs_ignore_current_folder(in_a_trap):
 
 def test_mesh_processes_have_safe_path(monkeypatch):
     """Both processes of a mesh start with PYTHONSAFEPATH=1 and the import path of this process."""
-    from parity.measure.backends import processes
+    from parity_lab.mesh import processes
 
     began = []
 
@@ -264,8 +261,7 @@ def test_mesh_processes_have_safe_path(monkeypatch):
     )  # and this process's import path
 
 
-# ---- Programs
-# --------------------------------------------------------------------------------------------------
+# ---- Programs ------------------------------------------------------------------------------------
 
 
 @pytest.mark.costly("a program in place of an interpreter")
@@ -294,8 +290,7 @@ def test_non_python_program_is_named(tmp_path, script, told):
     assert all(each in str(caught.value) for each in [str(python), *told])
 
 
-# ---- Sizes
-# --------------------------------------------------------------------------------------------------
+# ---- Sizes ---------------------------------------------------------------------------------------
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
@@ -361,8 +356,7 @@ def test_shared_torch_weights_are_read(tmp_path):
         assert np.array_equal(file.read("x59"), weight.numpy())
 
 
-# ---- Damage
-# --------------------------------------------------------------------------------------------------
+# ---- Damage --------------------------------------------------------------------------------------
 
 
 def test_damaged_torch_tensor_raises(tmp_path):
@@ -415,8 +409,7 @@ def test_quantized_torch_tensor_exits_2(tmp_path, capsys):
     assert "qint8" in error_line(capsys, "inspect", tmp_path / "a.pt")
 
 
-# ---- Traces and recordings
-# -------------------------------------------------------------------------------------------
+# ---- Traces and recordings -----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -429,15 +422,12 @@ def trace(tmp_path_factory):
 @pytest.mark.parametrize(
     "entries",
     [
-        {"collectives": '{"a": {"all-reduce": 1}}'},
-        {"collectives": "[1]"},
-        {"collectives": '{"a": "b"}'},
-        {"collectives": '{"a": {"b": NaN}}'},
+        {"environment": "[1]"},
         {"environment": '{"backends": {"torch": {"numerics": {"arithmetic": "tensix"}}}}'},
     ],
 )
 def test_invalid_trace_metadata_exits_2(tmp_path, trace, entries, capsys):
-    """A trace with invalid collectives or numerics in its metadata exits with status 2 and
+    """A trace with an invalid environment or numerics in its metadata exits with status 2 and
     one line.
     """
     save_tensors(tmp_path / "a.safetensors", trace[0], trace[1] | entries)
@@ -510,8 +500,7 @@ def test_impossible_recording_exits_2(tmp_path, capsys, changes):
     error_line(capsys, "compare", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
 
 
-# ---- Names
-# --------------------------------------------------------------------------------------------------
+# ---- Names ---------------------------------------------------------------------------------------
 
 
 def test_undecodable_file_name_is_reported(tmp_path):

@@ -21,8 +21,7 @@ CACHE_SIZE = ["cache-size", "--num-kv-heads", "1", "--head-dim", "1", "--capacit
 MHA_PARITY = [sys.executable, "-m", "parity"]
 
 
-# ---- Paths
-# --------------------------------------------------------------------------------------------------
+# ---- Paths ---------------------------------------------------------------------------------------
 
 
 @sample(9)
@@ -141,8 +140,7 @@ def test_function_is_not_checked_as_path(capsys, target, refusal):
     assert refusal.is_printed_in(error_line(capsys, "conformance", *target))
 
 
-# ---- Numbers
-# --------------------------------------------------------------------------------------------------
+# ---- Numbers -------------------------------------------------------------------------------------
 
 
 def test_random_case_count_is_limited(capsys):
@@ -164,8 +162,7 @@ def test_oversized_cache_is_rejected(capsys, flag):
     assert main([*CACHE_SIZE, flag, str(2**63 - 1)]) == 0
 
 
-# ---- Bugs of our own
-# ---------------------------------------------------------------------------------------------
+# ---- Bugs of our own -----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -196,8 +193,7 @@ def test_internal_error_exits_70(capsys, monkeypatch, tmp_path):
     assert [*tmp_path.iterdir()] == [file]
 
 
-# ---- Signals
-# --------------------------------------------------------------------------------------------------
+# ---- Signals -------------------------------------------------------------------------------------
 
 CONVERT_AND_WAIT = """
 import signal, sys, time

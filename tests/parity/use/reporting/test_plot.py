@@ -16,7 +16,7 @@ from helpers.samples import sample
 from PIL import Image
 
 import parity.use.reporting.plot
-from parity import CASES, AttentionSpec, make_problem, random_weights, save_weights
+from parity import CASES, AttentionSpec, make_problem, random_weights
 from parity.explain.diagnosis.attention import (
     attention_for,
     attention_in_case,
@@ -24,6 +24,7 @@ from parity.explain.diagnosis.attention import (
     read_array,
 )
 from parity.measure.core.trace import Reference
+from parity.measure.core.weights import save_weights
 from parity.use.cli.main import main
 from parity.use.reporting.plot import downsample, plot_attention
 from parity.use.running.traces import load_trace
@@ -48,8 +49,7 @@ def attn_weights(rng):
     return weights / weights.sum(-1, keepdims=True)
 
 
-# ---- Pictures
-# --------------------------------------------------------------------------------------------------
+# ---- Pictures ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
@@ -188,8 +188,7 @@ def test_invalid_arguments_write_nothing(attn_weights, tmp_path, monkeypatch, ar
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- Sources of weights
-# ----------------------------------------------------------------------------------------------
+# ---- Sources of weights --------------------------------------------------------------------------
 
 
 def test_module_returns_attention_weights(sibling, rng):
@@ -235,8 +234,7 @@ def test_attention_in_case_has_its_mask():
     assert (stage, found.shape) == ("step3.attn_weights", (2, 3, 1, 10))
 
 
-# ---- The command
-# --------------------------------------------------------------------------------------------------
+# ---- The command ---------------------------------------------------------------------------------
 
 
 @pytest.fixture

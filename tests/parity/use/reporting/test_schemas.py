@@ -15,7 +15,7 @@ import mha_torch
 import parity
 import parity_lab.bench
 from parity.measure.core.compare import Label, failure
-from parity.measure.core.weights import FORMAT
+from parity.measure.core.weights import FORMAT, save_weights
 from parity.use.cli.main import COMMANDS, main
 from parity.use.reporting.junit import junit_xml
 from parity.use.reporting.schemas import FILES, JUNIT, SCHEMAS
@@ -81,6 +81,7 @@ CALLS = {
     ],
     "bench": ["--suites cores --backends torch --quick"],
     "selftest": ["--backends torch --cases mha"],
+    "mesh": ["data=1 --backends jax --cases gqa-causal"],
 }
 """Arguments of each command, for each form of its result."""
 
@@ -108,9 +109,9 @@ def folder(tmp_path_factory):
     traces = ["--backends", "torch", "--dtypes", "float32", "--save-traces", str(folder / "traces")]
     assert main(["run", "--cases", "gqa-causal", *traces]) == 0
     problem = parity.make_problem("gqa-causal", "float32")
-    parity.save_weights(folder / "layer.safetensors", problem.weights, problem.spec)
+    save_weights(folder / "layer.safetensors", problem.weights, problem.spec)
     wrong = {**problem.weights, "k_proj.weight": -problem.weights["k_proj.weight"]}
-    parity.save_weights(folder / "wrong.safetensors", wrong, problem.spec)
+    save_weights(folder / "wrong.safetensors", wrong, problem.spec)
     ranks = of_heads(problem, 2)
     ranks[1] = ranks[1] | {"v": -ranks[1]["v"]}
     for rank, stages in enumerate(ranks):
@@ -155,6 +156,7 @@ def test_every_command_has_a_schema():
     assert all(len(CALLS[name]) >= len(schema.forms) for name, schema in SCHEMAS.items())
 
 
+@pytest.mark.costly("each command runs as a user calls it")
 @pytest.mark.parametrize(
     "command",
     [

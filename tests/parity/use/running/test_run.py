@@ -21,13 +21,13 @@ import parity.measure.backends.torch
 import parity.use.running.run
 from mha_jax.kernels.fused import FusedAttention
 from mha_spec import Alibi, Gate, Norm, RelativeBias, Temperature
-from parity import CASES, AttentionSpec, Case, make_problem, random_case, run_cases
+from parity import CASES, AttentionSpec, Case, make_problem, run_cases
 from parity.measure.backends import BACKENDS, backend_of, driver, load_backend
 from parity.measure.backends import jax as jax_backend
 from parity.measure.backends import torch as port
 from parity.measure.backends.numerics import environment, on_device
 from parity.measure.backends.record import record
-from parity.measure.core.cases import QUICK
+from parity.measure.core.cases import QUICK, random_case
 from parity.measure.core.stages import run_steps, stage_named
 from parity.measure.core.trace import Reference, judge
 from parity.use.cli.main import main
@@ -588,21 +588,8 @@ def test_torch_uses_the_device_of_the_run():
         (["--backends", "torch", "--device", "cuda:9"], ("one that torch has here", "cuda:9")),
         (["--backends", "torch", "--device", "gpu"], ("one that torch has here", "gpu")),
         (["--backends", "jax", "--device", "cuda"], ("without the backend torch",)),
-        (
-            [
-                "--backends",
-                "torch",
-                "--mesh",
-                "data=2",
-                "--virtual-devices",
-                "2",
-                "--device",
-                "cuda",
-            ],
-            ("with a mesh",),
-        ),
     ],
-    ids=["absent", "unknown", "not-torch", "mesh"],
+    ids=["absent", "unknown", "not-torch"],
 )
 def test_unavailable_device_fails_first(capsys, options, words):
     """A device that is unavailable or cannot apply exits with 2,

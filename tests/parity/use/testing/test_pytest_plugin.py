@@ -57,8 +57,7 @@ def why(*args, **options):
     return str(caught.value)
 
 
-# ---- The assertion
-# --------------------------------------------------------------------------------------------------
+# ---- The assertion -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("of", FROM_NUMPY)
@@ -363,8 +362,7 @@ def test_unknown_stages_keep_expected_order():
     assert "also differ v, q\n" in text
 
 
-# ---- The fixture
-# --------------------------------------------------------------------------------------------------
+# ---- The fixture ---------------------------------------------------------------------------------
 
 PORTS = """
 import jax.numpy as jnp
@@ -666,8 +664,7 @@ def test_plugin_can_be_disabled(run_two_tests):
     result.stdout.fnmatch_lines(["*fixture 'assert_parity' not found"])
 
 
-# ---- Installed
-# --------------------------------------------------------------------------------------------------
+# ---- Installed -----------------------------------------------------------------------------------
 
 
 def run(*command, cwd=ROOT, status=0):
@@ -680,9 +677,7 @@ def run(*command, cwd=ROOT, status=0):
 
 @pytest.mark.costly("modules that a new process imports")
 def test_plugin_imports_only_pytest():
-    """After pytest, importing the plugin loads two modules of parity, their packages, and
-    no library.
-    """
+    """After pytest, importing the plugin loads two modules of parity and no library."""
     program = """
 import sys, pytest
 before = set(sys.modules)

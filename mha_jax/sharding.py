@@ -16,6 +16,8 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from mha_jax.arrays import Array
+from mha_jax.masks import Mask
+from mha_spec import InputError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -137,3 +139,45 @@ def with_auto_axes(specs: Callable[[Any], Any]) -> Callable[[Function], Function
         return call  # pyright: ignore[reportReturnType]
 
     return decorate
+
+
+def token_axis(query: Array, key: Array, mask: Mask, axis: Any = None) -> str | None:
+    """Return the mesh dimension that tokens, or cache slots, are divided along, or None.
+
+    Raises:
+        ValueError: if the mesh of the queries has no such dimension, tokens do not divide evenly,
+            or there are several dimensions.
+    """
+    mesh = jax.typeof(query).sharding.mesh
+    if is_explicit(query):
+        partition: Any = spec_of(query)[2] if mask.q_offset is None else spec_of(key)[2]
+        if isinstance(partition, tuple) and len(partition) == 1:
+            axis = partition[0]
+        else:
+            axis = partition
+    if axis is None:
+        return None
+    if axis not in mesh.axis_names:
+        raise InputError(
+            "tokens",
+            "be divided along one dimension of the mesh that queries lie on",
+            {"axis": axis, "mesh.axis_names": mesh.axis_names},
+        )
+    size = mesh.shape[axis]
+    is_local = is_manual(mesh, axis)
+    divided = {"keys": key.shape[2]}
+    if mask.q_offset is None:
+        divided["queries"] = query.shape[2]
+    for name, count in divided.items():
+        if count % size and not is_local:
+            raise InputError(
+                name, f"be a multiple of the devices along {axis}", f"{count} and {size}"
+            )
+    if size > 1:
+        return axis
+    return None
+
+
+def is_manual(mesh: Any, axis: Any) -> bool:
+    """Return whether a dimension of a mesh is manual: arrays are then local parts."""
+    return mesh.axis_types[mesh.axis_names.index(axis)] == AxisType.Manual

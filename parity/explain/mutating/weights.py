@@ -1,0 +1,534 @@
+"""The projections of a call in canonical form, whatever their names, axes and packing.
+
+The names, axes and orders of heads are those of the layouts that `parity convert` knows, and the
+usual names of parameters. If more than one order fits the names and shapes, `trials` calls the
+attention to find out which one it computes with.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from mha_spec import AttentionSpec
+from parity.explain.conformance.signatures import (
+    BIASES,
+    HEAD_DIMS,
+    HEADS,
+    KV_HEADS,
+    LEAVES,
+    PACKED,
+    PROJECTIONS,
+    library_of,
+)
+from parity.explain.mutating.calls import Call, Function, taken
+from parity.explain.mutating.carriers import Carrier, Path, carrier_of
+from parity.explain.mutating.compare import Unfit
+from parity.measure.text import some_of
+from parity.port.conversion.layouts import LAYOUTS, Layout
+from parity.port.conversion.layouts.layout import Tensor
+from parity.port.conversion.layouts.placement import Placement
+
+Arrays = dict[str, Any]
+"""Arrays by canonical name, such as `q_proj.weight`."""
+
+# ---- Names ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ArrayRole:
+    """The projections in an array, as in `Tensor.holds`, and its kind, by its name."""
+
+    holds: str
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{'out' if self.holds == 'out' else self.holds}_proj.{self.kind}"
+
+
+OUT_WEIGHT = ArrayRole("out", "weight")
+
+
+def roles_by_name() -> dict[str, ArrayRole]:
+    """Return the roles of names in lower case, such as `q_proj.weight`, `wq` or
+    `self.query.kernel`: those of layouts, and usual ones.
+    """
+    roles: dict[str, ArrayRole] = {}
+    for layout in LAYOUTS.values():
+        for tensor in layout.tensors:
+            if not tensor.is_whole and not tensor.is_per_head:
+                roles.setdefault(tensor.name.lower(), ArrayRole(tensor.holds, tensor.kind))
+    for projection, names in {**PROJECTIONS, "qkv_proj": PACKED}.items():
+        holds = projection.removesuffix("_proj")
+        for name in names:
+            roles.setdefault(name, ArrayRole(holds, "weight"))
+            for leaf, kind in LEAVES.items():
+                # A usual name says more than a layout whose keys also stand for values.
+                roles[f"{name}.{leaf}"] = ArrayRole(holds, kind)
+    for projection, names in BIASES.items():
+        for name in names:
+            roles.setdefault(name, ArrayRole(projection.removesuffix("_proj"), "bias"))
+    return roles
+
+
+MOST_WORDS = 3
+"""The most words of a name that has a role, as in `qkv_linear.wq.weight`."""
+
+
+def _role_of(words: list[str], roles: Mapping[str, ArrayRole]) -> tuple[ArrayRole, int] | None:
+    """Return the role of a path of names, and how many of them the role needs; None for others."""
+    for count in range(min(MOST_WORDS, len(words)), 0, -1):
+        role = roles.get(".".join(words[-count:]).lower())
+        if role is not None:
+            return role, count
+    return None
+
+
+@dataclass(frozen=True)
+class Named:
+    """The arrays of one attention layer.
+
+    Attributes:
+        paths: where the carrier has them.
+        names: the last words of their paths, in lower case, as layouts have them.
+    """
+
+    paths: dict[ArrayRole, Path]
+    names: dict[ArrayRole, str]
+
+    @property
+    def has_packed(self) -> bool:
+        """Return whether an array has several projections."""
+        return any(role.holds != "out" and len(role.holds) > 1 for role in self.paths)
+
+
+def named_in(carrier: Carrier) -> Named:
+    """Return the arrays of the only attention layer in a carrier.
+
+    Raises:
+        Unfit: if there is none, or more than one.
+    """
+    layers: dict[tuple[str, ...], Named] = {}
+    all_names = []
+    # Not cached, because layouts may be registered at any time.
+    roles = roles_by_name()
+    for path in carrier.leaves:
+        # Keys of a mapping may be dotted names.
+        words = ".".join(map(str, path)).split(".")
+        all_names.append(".".join(words))
+        matched = _role_of(words, roles)
+        if matched is None:
+            continue
+        role, count = matched
+        layer = layers.setdefault(tuple(words[:-count]), Named({}, {}))
+        if role in layer.paths:
+            two = f"{'.'.join(map(str, layer.paths[role]))} and {'.'.join(map(str, path))}"
+            raise Unfit(f"two of its weights may be {role}: {two}")
+        layer.paths[role] = path
+        layer.names[role] = ".".join(words[-count:]).lower()
+    attentions = [prefix for prefix, layer in layers.items() if _is_attention(layer)]
+    if not attentions:
+        names = some_of(all_names, 6) or "it has none"
+        raise Unfit(f"no projections of q and k are known among its weights: {names}")
+    if len(attentions) > 1:
+        listed = ", ".join(".".join(prefix) or "itself" for prefix in attentions[:4])
+        count = len(attentions)
+        raise Unfit(f"it holds {count} attention layers, {listed}: select the class of one")
+    return _with_output(attentions[0], layers)
+
+
+def _is_attention(layer: Named) -> bool:
+    letters = {letter for role in layer.paths if role.kind == "weight" for letter in role.holds}
+    is_output_alone = layer.paths.keys() <= {OUT_WEIGHT, ArrayRole("out", "bias")}
+    return not is_output_alone and {"q", "k"} <= letters
+
+
+def _with_output(prefix: tuple[str, ...], layers: Mapping[tuple[str, ...], Named]) -> Named:
+    """Return a layer with its output projection, which BERT has next to it: `attention.self.query`
+    and `attention.output.dense`.
+    """
+    layer = layers[prefix]
+    if OUT_WEIGHT in layer.paths or not prefix:
+        return layer
+    parent = prefix[:-1]
+    outputs = []
+    for other, candidate in layers.items():
+        if other != prefix and other[: len(parent)] == parent and OUT_WEIGHT in candidate.paths:
+            outputs.append(candidate)
+    if len(outputs) != 1:
+        return layer
+    (output,) = outputs
+    paths, names = dict(layer.paths), dict(layer.names)
+    for role, path in output.paths.items():
+        if role.holds == "out":
+            paths[role] = path
+            names[role] = output.names[role]
+    return Named(paths, names)
+
+
+# ---- Heads ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Numbers that a module, its configuration or the call states; None if nothing states them."""
+
+    num_heads: int | None
+    num_kv_heads: int | None
+    head_dim: int | None
+
+
+def heads_of(call: Call, named: Named) -> Heads:
+    """Return the heads as the module that has the projections states them, else a module around it,
+    else the call.
+    """
+    path_of_queries = next(
+        path for role, path in named.paths.items() if role.kind == "weight" and "q" in role.holds
+    )
+    owners = [] if call.owner is None else [call.owner]
+    for word in path_of_queries[:-1]:
+        if owners and isinstance(word, str) and hasattr(owners[-1], word):
+            owners.append(getattr(owners[-1], word))
+    sources = []
+    for owner in reversed(owners):
+        sources += [owner, getattr(owner, "config", None)]
+    return Heads(*(_number(call, sources, names) for names in (HEADS, KV_HEADS, HEAD_DIMS)))
+
+
+def _number(call: Call, sources: Iterable[Any], names: Iterable[str]) -> int | None:
+    for source in sources:
+        for name in names:
+            number = getattr(source, name, None)
+            if isinstance(number, int) and number > 0:
+                return number
+    for name in names:
+        number = call.named(name)
+        if isinstance(number, int) and number > 0:
+            return number
+    return None
+
+
+# ---- Orders --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Order:
+    """Where the elements of canonical weights lie in the arrays of a call.
+
+    Attributes:
+        spec: heads and sizes.
+        heads_are_known: whether anything states the heads; otherwise `spec` has the fewest that
+            fit.
+        places: by canonical name, the role of the array and the elements in it, flat, in the shape
+            of the canonical weight.
+    """
+
+    spec: AttentionSpec
+    heads_are_known: bool
+    places: dict[str, tuple[ArrayRole, np.ndarray]]
+
+    def is_same(self, other: Order) -> bool:
+        """Return whether both read the same weights."""
+        return self.places.keys() == other.places.keys() and all(
+            role == other.places[name][0] and np.array_equal(indices, other.places[name][1])
+            for name, (role, indices) in self.places.items()
+        )
+
+
+def orders_of(call: Call, carrier: Carrier, named: Named) -> list[Order]:
+    """Return the orders that fit the names and shapes, those of layouts first.
+
+    Raises:
+        Unfit: if none does.
+    """
+    heads = heads_of(call, named)
+    shapes = {role: tuple(carrier.leaves[path].shape) for role, path in named.paths.items()}
+    orders: list[Order] = []
+    for layout, tensors in (*_of_layouts(named, shapes), *_of_usual_axes(call, named, shapes)):
+        order = _order(layout, tensors, shapes, heads)
+        if order is not None and not any(map(order.is_same, orders)):
+            orders.append(order)
+    if orders:
+        return orders
+    listed = ", ".join(f"{role} {shape}" for role, shape in shapes.items())
+    stated = ", ".join(f"{name}={number}" for name, number in vars(heads).items() if number)
+    raise Unfit(f"its projections have shapes that no known order explains: {listed}; {stated}")
+
+
+Tensors = dict[ArrayRole, Tensor]
+
+
+def _of_layouts(
+    named: Named, shapes: Mapping[ArrayRole, tuple[int, ...]]
+) -> Iterator[tuple[Layout, Tensors]]:
+    """Yield the layouts that have all these names, with as many axes."""
+    for layout in LAYOUTS.values():
+        if layout.padded:
+            continue
+        for form in layout.forms:
+            by_name = {tensor.name.lower(): tensor for tensor in form}
+            tensors = {
+                role: by_name[name]
+                for role, name in named.names.items()
+                if name in by_name and not by_name[name].is_shared
+            }
+            has_all = tensors.keys() == named.names.keys()
+            fits = all(
+                {*tensor.holds} == {*role.holds} and len(tensor.groups) == len(shapes[role])
+                for role, tensor in tensors.items()
+            )
+            if has_all and fits:
+                yield layout, tensors
+
+
+def _of_usual_axes(
+    call: Call, named: Named, shapes: Mapping[ArrayRole, tuple[int, ...]]
+) -> Iterator[tuple[Layout, Tensors]]:
+    """Yield orders by usual axes: kernels are (out, in), or (in, out), also with an axis of heads;
+    packed heads lie q after q, or head by head.
+    """
+    for out_first in _possible_axes(call, named, shapes):
+        tensors = {}
+        for role, shape in shapes.items():
+            axes = _usual_axes(role, len(shape), out_first=out_first)
+            tensors[role] = Tensor(named.names[role], role.holds, role.kind, axes)
+        if any(len(tensor.groups) != len(shapes[role]) for role, tensor in tensors.items()):
+            continue
+        for grouped in (False, True):
+            yield Layout("usual", "", "", (tuple(tensors.values()),), grouped=grouped), tensors
+
+
+def _possible_axes(
+    call: Call, named: Named, shapes: Mapping[ArrayRole, tuple[int, ...]]
+) -> tuple[bool, ...]:
+    """Return whether kernels may be (out, in), and whether they may not."""
+    library = library_of(call.owner)
+    names = {named.names[role] for role in shapes if role.kind == "weight"}
+    if library == "equinox" or "in_proj_weight" in names:
+        return (True,)
+    if library == "torch" and _are_linear(call, named):
+        return (True,)
+    if call.view.framework == "jax" and all(name.endswith(".kernel") for name in names):
+        return (False,)
+    return True, False
+
+
+def _are_linear(call: Call, named: Named) -> bool:
+    from torch import nn
+
+    for role, path in named.paths.items():
+        if role.kind != "weight":
+            continue
+        if not isinstance(call.owner.get_submodule(".".join(path[:-1])), nn.Linear):
+            return False
+    return True
+
+
+def _usual_axes(role: ArrayRole, ndim: int, *, out_first: bool) -> str:
+    """Return axes in the notation of `Tensor.axes`."""
+    if role.kind == "bias":
+        if role.holds == "out":
+            return "e"
+        return "n h" if ndim == 2 else "(n h)"
+    if ndim == 3:
+        return "n h e" if role.holds == "out" else "d n h"
+    if role.holds == "out":
+        return "e (n h)" if out_first else "(n h) e"
+    return "(n h) d" if out_first else "d (n h)"
+
+
+def _order(
+    layout: Layout, tensors: Tensors, shapes: Mapping[ArrayRole, tuple[int, ...]], heads: Heads
+) -> Order | None:
+    """Return where a layout has the canonical weights; None if the shapes do not fit it."""
+    sizes = _sizes(tensors, shapes, heads)
+    if sizes is None:
+        return None
+    fields, heads_are_known = sizes
+    # Each block has its share of the heads.
+    if fields["num_kv_heads"] % layout.blocks:
+        return None
+    try:
+        spec = AttentionSpec(**fields)
+        # Pairs of rotated features stay as they are stored.
+        placement = Placement(replace(layout, rope="half"), spec, tuple(tensors.values()))
+        if any(placement.shapes[tensor.name] != shapes[role] for role, tensor in tensors.items()):
+            return None
+    except ValueError:
+        return None
+    roles = {tensor.name: role for role, tensor in tensors.items()}
+    indices = {
+        tensor.name: np.arange(math.prod(shapes[role])).reshape(shapes[role])
+        for role, tensor in tensors.items()
+    }
+    places = {}
+    for tensor in tensors.values():
+        for name in tensor.parts:
+            places[name] = roles[tensor.name], placement.read_out(name, indices.__getitem__)
+    return Order(spec, heads_are_known, places)
+
+
+def _sizes(
+    tensors: Tensors, shapes: Mapping[ArrayRole, tuple[int, ...]], heads: Heads
+) -> tuple[dict[str, Any], bool] | None:
+    """Return the fields of the specification that shapes and heads show, and whether the heads are
+    known; None if they contradict each other.
+    """
+    rows, widths, num_heads = {}, {}, heads.num_heads
+    biases = dict.fromkeys("qkv", False)
+    has_out_bias, d_model = False, None
+    for role, tensor in tensors.items():
+        if role.kind == "bias":
+            has_out_bias = has_out_bias or role.holds == "out"
+            biases |= dict.fromkeys(set(role.holds) & set("qkv"), True)
+            continue
+        features = 1
+        for size, letters in zip(shapes[role], tensor.groups, strict=True):
+            if letters == ["d"]:
+                widths |= dict.fromkeys(role.holds, size)
+            elif letters == ["e"]:
+                d_model = size
+            else:
+                features *= size
+            if letters == ["n"] and role.holds == "q":
+                num_heads = size
+        rows[role.holds] = features
+    counted = _head_sizes(rows, num_heads, heads)
+    if counted is None or not {"q", "k"} <= widths.keys():
+        return None
+    num_heads, num_kv_heads, head_dim, value_head_dim, are_known = counted
+    fields = {
+        "d_model": num_heads * value_head_dim if d_model is None else d_model,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "value_head_dim": value_head_dim,
+        "d_in": widths["q"],
+        "d_kv": widths["k"],
+        "qkv_bias": tuple(biases.values()),
+        "out_bias": has_out_bias,
+        "out_proj": d_model is not None,
+    }
+    return fields, are_known
+
+
+def _head_sizes(
+    rows: Mapping[str, int], num_heads: int | None, heads: Heads
+) -> tuple[int, int, int, int, bool] | None:
+    """Return N, K, H, Hv, and whether the heads are known, from the features of each kernel."""
+    are_known = num_heads is not None or heads.head_dim is not None
+    packed = [holds for holds in rows if len(holds) > 1 and "q" in holds]
+    if packed:
+        (holds,) = packed
+        # Others also hold a gate, which no bug here changes.
+        if {*holds} != {*"qkv"}:
+            return None
+        num_heads = 1 if num_heads is None else num_heads
+        num_kv_heads = num_heads if heads.num_kv_heads is None else heads.num_kv_heads
+        head_dim, remainder = divmod(rows[holds], num_heads + 2 * num_kv_heads)
+        return None if remainder else (num_heads, num_kv_heads, head_dim, head_dim, are_known)
+    if "kv" in rows:
+        k_rows = v_rows = rows["kv"] // 2
+    else:
+        k_rows = rows.get("k", 0)
+        v_rows = rows.get("v", k_rows)
+    if num_heads is not None:
+        head_dim = rows["q"] // num_heads
+    elif heads.head_dim is not None:
+        head_dim = heads.head_dim
+    else:
+        head_dim = math.gcd(rows["q"], k_rows)
+    if not head_dim or rows["q"] % head_dim or k_rows % head_dim:
+        return None
+    num_kv_heads = k_rows // head_dim
+    if not num_kv_heads or v_rows % num_kv_heads:
+        return None
+    return rows["q"] // head_dim, num_kv_heads, head_dim, v_rows // num_kv_heads, are_known
+
+
+# ---- Projections ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Projections:
+    """The projections of a call in canonical form.
+
+    Attributes:
+        call: the call.
+        carrier: what has the arrays.
+        named: which of them are projections.
+        order: where canonical weights lie in them.
+    """
+
+    call: Call
+    carrier: Carrier
+    named: Named
+    order: Order
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.order.places
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a canonical weight, such as `q_proj.weight` (N * H, d_in)."""
+        if name in self.order.places:
+            role, indices = self.order.places[name]
+            flat = taken(self._stored(role).reshape(-1), indices.ravel(), 0)
+            return flat.reshape(indices.shape)
+        projection = name.partition(".")[0]
+        if f"{projection}.weight" in self:
+            raise Unfit(f"its {projection} has no bias")
+        raise Unfit(f"no {projection} is known among its weights")
+
+    def _stored(self, role: ArrayRole) -> Any:
+        return self.carrier.leaves[self.named.paths[role]]
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """Return the heads and sizes.
+
+        Raises:
+            Unfit: if nothing states the number of heads.
+        """
+        if not self.order.heads_are_known:
+            raise Unfit(
+                "the number of heads is unknown: neither it nor its module has one of "
+                f"{', '.join(HEADS)}"
+            )
+        return self.order.spec
+
+    def run(self, function: Function, changed: Arrays) -> Any:
+        """Call a function with some canonical weights replaced."""
+        stored: dict[Path, Any] = {}
+        for role, path in self.named.paths.items():
+            names = [name for name, (holder, _) in self.order.places.items() if holder == role]
+            if not any(name in changed for name in names):
+                continue
+            # The parts of an array together have each of its elements once.
+            indices = np.concatenate([self.order.places[name][1].ravel() for name in names])
+            parts = [changed.get(name, self[name]).reshape(-1) for name in names]
+            joined = _concatenate(parts) if len(parts) > 1 else parts[0]
+            shape = tuple(self._stored(role).shape)
+            stored[path] = taken(joined, np.argsort(indices), 0).reshape(shape)
+        return self.carrier.run(function, stored)
+
+
+def _concatenate(arrays: list[Any]) -> Any:
+    library = "torch" if hasattr(arrays[0], "detach") else "jax.numpy"
+    return importlib.import_module(library).concatenate(arrays)
+
+
+def projections_in(call: Call) -> list[Projections]:
+    """Return the projections of a call, once for each order that fits them, likely ones first.
+
+    Raises:
+        Unfit: if it has none with known names, or those of several layers.
+    """
+    carrier = carrier_of(call)
+    named = named_in(carrier)
+    orders = orders_of(call, carrier, named)
+    return [Projections(call, carrier, named, order) for order in orders]

@@ -1,0 +1,682 @@
+"""Layouts from outside: features of tables, compared byte for byte with NumPy; bad tables; layouts
+of packages; and the tables that are proposed for unknown files.
+"""
+
+import sys
+
+import numpy as np
+import pytest
+from helpers.refusals import refuses
+
+import parity
+from mha_spec import Gate, InputError, Norm
+from parity import AttentionSpec, Layout, random_weights, register_layout
+from parity.port.conversion.layouts import LAYOUTS, Tensor, find_layout, register_packages
+from parity.port.conversion.layouts.custom import check_layout
+from parity.port.conversion.layouts.propose import propose_table
+from parity.port.conversion.layouts.registry import BUILT_IN, load_entry_points
+
+N, K, H, D = 4, 2, 6, 10  # query heads, key/value heads, features of a head, inputs
+GROUPED = AttentionSpec(D, N, num_kv_heads=K, head_dim=H)
+PLAIN = AttentionSpec(D, N, head_dim=H)
+
+pytestmark = pytest.mark.usefixtures("own_layouts")
+
+
+def by_heads(weights, name, spec=GROUPED):
+    """A projection's weight as (heads, features, inputs), or its bias as (heads, features)."""
+    x = weights[name]
+    return x.reshape(-1, spec.head_dim, *x.shape[1:])
+
+
+def vkq_of_groups(w):
+    """For each group its value, its key and its queries, (in, out)."""
+    q, k, v = (by_heads(w, f"{name}_proj.weight") for name in "qkv")
+    heads = [np.concatenate([v[g : g + 1], k[g : g + 1], q[2 * g : 2 * g + 2]]) for g in range(K)]
+    return {"mix": np.concatenate(heads).reshape(-1, D).T, "back": w["out_proj.weight"].T}
+
+
+def separate(w):
+    """Four matrices (out, in) with biases under other names."""
+    names = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "out_proj"}
+    theirs = {own: w[f"{name}.weight"] for own, name in names.items()}
+    return theirs | {f"{own}_bias": w[f"{name}.bias"] for own, name in names.items()}
+
+
+def fused_with_biases(w):
+    """All queries, then all keys, then all values, with biases likewise."""
+    of_all = {kind: [w[f"{name}_proj.{kind}"] for name in "qkv"] for kind in ("weight", "bias")}
+    return {
+        "qkv.weight": np.concatenate(of_all["weight"]),
+        "qkv.bias": np.concatenate(of_all["bias"]),
+        "o.weight": w["out_proj.weight"],
+        "o.bias": w["out_proj.bias"],
+    }
+
+
+def with_axis_of_heads(w):
+    """Kernels (in, heads, features) and (heads, features, out), and keys with values."""
+    q, k, v = (by_heads(w, f"{name}_proj.weight") for name in "qkv")
+    return {
+        "q": q.transpose(2, 0, 1),
+        "kv": np.concatenate([k, v]).transpose(2, 0, 1),
+        "o": w["out_proj.weight"].T.reshape(N, H, D),
+    }
+
+
+def with_axis_of_projections(w):
+    """One tensor (3, heads, inputs, features)."""
+    heads = [by_heads(w, f"{name}_proj.weight") for name in "qkv"]
+    return {"qkv": np.stack(heads).transpose(0, 1, 3, 2), "o": w["out_proj.weight"]}
+
+
+def with_projections_innermost(w):
+    """Rows q, k, v of one feature, then of the next one."""
+    heads = [by_heads(w, f"{name}_proj.weight") for name in "qkv"]
+    return {"qkv": np.stack(heads, axis=2).reshape(-1, D), "o": w["out_proj.weight"]}
+
+
+def with_heads_innermost(w):
+    """Rows of one feature in all heads, then of the next one."""
+    rows = {
+        name: by_heads(w, f"{name}_proj.weight").swapaxes(0, 1).reshape(-1, D) for name in "qkv"
+    }
+    out = w["out_proj.weight"].reshape(D, N, H).swapaxes(1, 2).reshape(D, -1)
+    return {**rows, "o": out}
+
+
+def of_each_head(w):
+    """A tensor of each head, (in, out), without an output projection."""
+    heads = {name: by_heads(w, f"{name}_proj.weight") for name in "qkv"}
+    return {f"heads.{n}.{name}": x[n].T for name, x in heads.items() for n in range(N)}
+
+
+def in_two_blocks(w):
+    """Two blocks, each with half of the keys, of the queries and of the values."""
+    halves = [np.split(w[f"{name}_proj.weight"], 2) for name in "kqv"]
+    rows = np.concatenate([half[block] for block in range(2) for half in halves])
+    return {"kqv": rows, "o": w["out_proj.weight"]}
+
+
+def interleaved(w):
+    """RoPE pairs (2 i, 2 i + 1) instead of (i, i + H/2)."""
+    theirs = {"v": w["v_proj.weight"], "o": w["out_proj.weight"]}
+    for name in "qk":
+        halves = w[f"{name}_proj.weight"].reshape(-1, 2, H // 2, D)
+        theirs[name] = halves.swapaxes(1, 2).reshape(-1, D)
+    return theirs
+
+
+def with_norms_and_gate(w):
+    """The queries of a head, then its gate; norms have other names."""
+    rows = np.stack([by_heads(w, f"{name}.weight") for name in ("q_proj", "gate_proj")], axis=1)
+    return {
+        "qg": rows.reshape(-1, D),
+        "k": w["k_proj.weight"],
+        "v": w["v_proj.weight"],
+        "o": w["out_proj.weight"],
+        "ln_q": w["q_norm.weight"],
+        "ln_k": w["k_norm.weight"],
+    }
+
+
+FOUR = {name: {"holds": name, "axes": "(n h) d"} for name in "qkv"}
+OUT = {"holds": "out", "axes": "e (n h)"}
+NO_BIASES = {"qkv_bias": False, "out_bias": False}
+NORMED = GROUPED.replace(**NO_BIASES, qk_norm=Norm(), gate=Gate())
+
+FEATURES = {
+    "v, k, q of each group, transposed": (
+        vkq_of_groups,
+        GROUPED.replace(**NO_BIASES),
+        {
+            "grouped": True,
+            "tensors": {
+                "mix": {"holds": "vkq", "axes": "d (n h)"},
+                "back": {"holds": "out", "axes": "(n h) e"},
+            },
+        },
+    ),
+    "names and biases": (
+        separate,
+        GROUPED,
+        {
+            "tensors": {
+                **{f"w{name}": {"holds": name, "axes": "(n h) d"} for name in "qkv"},
+                **{f"w{name}_bias": {"holds": name, "axes": "(n h)"} for name in "qkv"},
+                "wo": OUT,
+                "wo_bias": {"holds": "out", "axes": "e"},
+            }
+        },
+    ),
+    "fused with biases": (
+        fused_with_biases,
+        GROUPED,
+        {
+            "tensors": {
+                "qkv.weight": {"holds": "qkv", "axes": "(n h) d"},
+                "qkv.bias": {"holds": "qkv", "axes": "(n h)"},
+                "o.weight": OUT,
+                "o.bias": {"holds": "out", "axes": "e"},
+            }
+        },
+    ),
+    "axis of heads": (
+        with_axis_of_heads,
+        GROUPED.replace(**NO_BIASES),
+        {
+            "tensors": {
+                "q": {"holds": "q", "axes": "d n h"},
+                "kv": {"holds": "kv", "axes": "d n h"},
+                "o": {"holds": "out", "axes": "n h e"},
+            }
+        },
+    ),
+    "axis of projections": (
+        with_axis_of_projections,
+        PLAIN.replace(**NO_BIASES),
+        {"tensors": {"qkv": {"holds": "qkv", "axes": "p n d h"}, "o": OUT}},
+    ),
+    "projections innermost": (
+        with_projections_innermost,
+        PLAIN.replace(**NO_BIASES),
+        {"tensors": {"qkv": {"holds": "qkv", "axes": "(n h p) d"}, "o": OUT}},
+    ),
+    "heads innermost": (
+        with_heads_innermost,
+        GROUPED.replace(**NO_BIASES),
+        {
+            "tensors": {
+                **{name: {"holds": name, "axes": "(h n) d"} for name in "qkv"},
+                "o": {"holds": "out", "axes": "e (h n)"},
+            }
+        },
+    ),
+    "a tensor of each head": (
+        of_each_head,
+        PLAIN.replace(qkv_bias=False, out_bias=False, out_proj=False),
+        {"tensors": {f"heads.{{n}}.{name}": {"holds": name, "axes": "d h"} for name in "qkv"}},
+    ),
+    "blocks": (
+        in_two_blocks,
+        GROUPED.replace(**NO_BIASES),
+        {"blocks": 2, "tensors": {"kqv": {"holds": "kqv", "axes": "(n h) d"}, "o": OUT}},
+    ),
+    "interleaved RoPE pairs": (
+        interleaved,
+        GROUPED.replace(**NO_BIASES),
+        {"rope": "interleaved", "tensors": {**FOUR, "o": OUT}},
+    ),
+    "norms and a gate": (
+        with_norms_and_gate,
+        NORMED,
+        {
+            "grouped": True,
+            "tensors": {
+                "qg": {"holds": "qg", "axes": "(n h) d"},
+                "k": FOUR["k"],
+                "v": FOUR["v"],
+                "o": OUT,
+                "ln_q": {"holds": "q_norm.weight"},
+                "ln_k": {"holds": "k_norm.weight"},
+            },
+        },
+    ),
+}
+"""Features of tables: the tensors by NumPy, a layer, and the table."""
+
+
+def bytes_of(tensors):
+    """Shapes and bytes by name, in any order."""
+    return {name: (x.dtype, x.shape, x.tobytes()) for name, x in tensors.items()}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_table_equals_numpy_by_hand(feature):
+    """Conversions to and from a table's layout are those by NumPy, byte for byte."""
+    by_hand, spec, table = FEATURES[feature]
+    register_layout({"name": "own", **table})
+    weights = random_weights(spec)
+    expected = by_hand(weights)
+    laid_out = parity.convert(weights, source="canonical", target="own", spec=spec)
+    assert bytes_of(laid_out) == bytes_of(expected)
+    back = parity.convert(expected, source="own", target="canonical", spec=spec)
+    assert bytes_of(back) == bytes_of(weights)
+
+
+@pytest.mark.parametrize("feature", [name for name in FEATURES if name != "norms and a gate"])
+def test_table_needs_only_heads(feature):
+    """Without a specification, the numbers of heads determine the layer."""
+    by_hand, spec, table = FEATURES[feature]
+    register_layout({"name": "own", **table})
+    weights = random_weights(spec)
+    heads = {"num_heads": N, "num_kv_heads": spec.num_kv_heads, "head_dim": H}
+    back = parity.convert(by_hand(weights), source="own", target="canonical", **heads)
+    assert bytes_of(back) == bytes_of(weights)
+
+
+def test_shared_values_are_stored_once():
+    """Values that are made like keys are one tensor in a table with `shared`."""
+    tensors = {
+        "q": FOUR["q"],
+        "k": {"holds": "kv", "axes": "(n h) d", "shared": True},
+        "o": OUT,
+    }
+    register_layout({"name": "own", "tensors": tensors})
+    weights = random_weights(GROUPED.replace(**NO_BIASES))
+    weights["v_proj.weight"] = weights["k_proj.weight"].copy()
+    spec = GROUPED.replace(**NO_BIASES)
+    laid_out = parity.convert(weights, source="canonical", target="own", spec=spec)
+    assert sorted(laid_out) == ["k", "o", "q"]
+    back = parity.convert(laid_out, source="own", target="canonical", spec=spec)
+    assert bytes_of(back) == bytes_of(weights)
+
+
+# ---- Files
+# --------------------------------------------------------------------------------------------------
+
+NEBULA = """
+name = "nebula"
+prefix = "blk.{i}"
+grouped = true
+ignored = ["norm", "mlp.*"]
+
+[tensors]
+mix = { holds = "vkq", axes = "d (n h)" }
+back = { holds = "out", axes = "(n h) e" }
+"""
+HEADS = {"num_heads": N, "num_kv_heads": K, "head_dim": H}
+
+
+def nebula_file(path, *, is_stacked=False):
+    """Write a file of two layers in the layout nebula; return the tensors by name."""
+    layers = [vkq_of_groups(random_weights(GROUPED, seed=i)) for i in range(2)]
+    if is_stacked:
+        tensors = {f"blk.{name}": np.stack([x[name] for x in layers]) for name in layers[0]}
+    else:
+        tensors = {
+            f"blk.{i}.{name}": x for i, layer in enumerate(layers) for name, x in layer.items()
+        }
+        tensors["blk.0.norm"] = np.ones(D, np.float32)
+    tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
+    parity.save_tensors(path, tensors, {})
+    return tensors
+
+
+def test_own_prefix_is_used_both_ways(tmp_path):
+    """A file with names of the table's prefix converts without a prefix, and back to equal bytes."""
+    (tmp_path / "nebula.toml").write_text(NEBULA)
+    register_layout(tmp_path / "nebula.toml")
+    tensors = nebula_file(tmp_path / "a.safetensors")
+    converted = parity.convert_file(
+        tmp_path / "a.safetensors",
+        tmp_path / "b.safetensors",
+        source="nebula",
+        target="transformers.LLaMA",
+        to_prefix="model.layers.{i}.self_attn",
+        **HEADS,
+    )
+    assert converted.layers == ["blk.0", "blk.1"]
+    llama, _ = parity.load_tensors(tmp_path / "b.safetensors")
+    first = random_weights(GROUPED, seed=0)
+    assert bytes_of({"": llama["model.layers.0.self_attn.o_proj.weight"]}) == bytes_of(
+        {"": first["out_proj.weight"]}
+    )
+    parity.convert_file(tmp_path / "b.safetensors", tmp_path / "c.safetensors", target="nebula")
+    back, metadata = parity.load_tensors(tmp_path / "c.safetensors")
+    del tensors["blk.0.norm"]
+    assert bytes_of({name: back[name] for name in tensors}) == bytes_of(tensors)
+    assert metadata["prefix"] == "blk.{i}"
+
+
+def test_stack_becomes_numbered_layers(tmp_path):
+    """A stack of layers under a prefix without a number converts to numbered layers and back."""
+    tensors = nebula_file(tmp_path / "a.safetensors", is_stacked=True)
+    (tmp_path / "nebula.toml").write_text(NEBULA.replace("blk.{i}", "blk"))
+    register_layout(tmp_path / "nebula.toml")
+    parity.convert_file(
+        tmp_path / "a.safetensors",
+        tmp_path / "b.safetensors",
+        source="nebula",
+        target="canonical",
+        to_prefix="layers.{i}",
+        **HEADS,
+    )
+    canonical, _ = parity.load_tensors(tmp_path / "b.safetensors")
+    for i in range(2):
+        weight = random_weights(GROUPED, seed=i)["k_proj.weight"]
+        assert np.array_equal(canonical[f"layers.{i}.k_proj.weight"], weight)
+    parity.convert_file(tmp_path / "b.safetensors", tmp_path / "c.safetensors", target="nebula")
+    assert bytes_of(parity.load_tensors(tmp_path / "c.safetensors")[0]) == bytes_of(tensors)
+
+
+def test_layers_stack_on_second_axis(tmp_path):
+    """With `stack_axis`, layers are stacked on that axis, and the file converts back."""
+    table = NEBULA.replace("blk.{i}", "blk").replace("[tensors]", "stack_axis = 1\n[tensors]")
+    (tmp_path / "nebula.toml").write_text(table)
+    register_layout(tmp_path / "nebula.toml")
+    stacked = nebula_file(tmp_path / "a.safetensors", is_stacked=True)
+    tensors = {
+        f"layers.{i}.{name}": x
+        for i in range(2)
+        for name, x in random_weights(GROUPED, seed=i).items()
+        if name.endswith(".weight")
+    }
+    parity.save_tensors(tmp_path / "b.safetensors", tensors, {})
+    paths = tmp_path / "b.safetensors", tmp_path / "c.safetensors"
+    options = {"source": "canonical", "target": "nebula", "prefix": "layers.{i}", **HEADS}
+    parity.convert_file(*paths, **options)
+    written, _ = parity.load_tensors(tmp_path / "c.safetensors")
+    assert bytes_of(written) == bytes_of({k: np.moveaxis(x, 0, 1) for k, x in stacked.items()})
+    back = {"target": "canonical", "to_prefix": "layers.{i}"}
+    parity.convert_file(tmp_path / "c.safetensors", tmp_path / "d.safetensors", **back)
+    assert bytes_of(parity.load_tensors(tmp_path / "d.safetensors")[0]) == bytes_of(tensors)
+
+
+def test_file_cannot_name_a_table_to_read(tmp_path, monkeypatch):
+    """A file whose metadata have the path of a table as its layout does not have it read."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nebula.toml").write_text(NEBULA)
+    tensors = nebula_file(tmp_path / "a.safetensors")
+    metadata = {"mha_parity": "mha-parity-1", "layout": "nebula.toml", "prefix": "blk.{i}"}
+    parity.save_tensors("b.safetensors", tensors, metadata)
+    with pytest.raises(InputError):
+        parity.load("b.safetensors", prefix="blk.0", **HEADS)
+    assert "nebula" not in LAYOUTS
+
+
+# ---- Errors
+# --------------------------------------------------------------------------------------------------
+
+GOOD = {"name": "own", "tensors": {**FOUR, "o": OUT}}
+
+
+def changed(**changes):
+    """A good table with other values."""
+    return {**GOOD, **changes}
+
+
+def with_tensor(name="q", **changes):
+    """A good table with another entry of a tensor."""
+    entry = {**GOOD["tensors"].get(name, {}), **changes}
+    return changed(tensors={**GOOD["tensors"], name: entry})
+
+
+BAD = {
+    "name missing": ({"tensors": GOOD["tensors"]}, "name", "present"),
+    "tensors missing": ({"name": "own"}, "tensors", "present"),
+    "unknown key": (changed(rop="half"), "rop", "did you mean rope"),
+    "name of two words": (changed(name="my own"), "name", "letters"),
+    "name like a file": (changed(name="own.toml"), "name", ".toml"),
+    "name of a terminal": (changed(name="\x1b[2J"), "name", "letters"),
+    "name that is taken": (changed(name="flax.nnx"), "name", "no other layout"),
+    "name of an alias": (changed(name="mha_torch"), "name", "no other layout"),
+    "about of a terminal": (changed(about="\x1b[2J"), "about", "printed"),
+    "grouped as text": (changed(grouped="yes"), "grouped", "true or false"),
+    "blocks as bool": (changed(blocks=True), "blocks", "integer"),
+    "blocks of 3": (changed(blocks=3), "blocks", "1, 2, 4, 8"),
+    "blocks and groups": (changed(blocks=2, grouped=True), "blocks", "grouped"),
+    "stack axis": (changed(stack_axis=2), "stack_axis", "0, 1"),
+    "rope": (changed(rope="halves"), "rope", "half, interleaved"),
+    "rules": (changed(rules=["evn"]), "rules", "even"),
+    "rules as text": (changed(rules="even"), "rules", "a list"),
+    "rules of numbers": (changed(rules=[1]), "rules", "texts"),
+    "carries": (changed(carries=["ropes"]), "carries", "rope"),
+    "ignored of a terminal": (changed(ignored=["\x1b"]), "ignored", "printed"),
+    "prefix with a dot": (changed(prefix="blk.{i}."), "prefix", "dot"),
+    "prefix with braces": (changed(prefix="blk.{0}"), "prefix", "{i}"),
+    "tensors as a list": (changed(tensors=[]), "tensors", "a table"),
+    "tensor as text": (changed(tensors={"q": "q"}), 'tensors."q"', "a table"),
+    "no axes": (changed(tensors={"q": {"holds": "q"}}), 'tensors."q".axes', "present"),
+    "no content": (changed(tensors={"q": {"axes": "d h"}}), 'tensors."q".holds', "present"),
+    "unknown content": (with_tensor(holds="qx"), 'tensors."q".holds', "qkvg"),
+    "repeated content": (with_tensor(holds="qq"), 'tensors."q".holds', "qkvg"),
+    "key of a tensor": (with_tensor(axis="d"), 'tensors."q".axis', "holds, axes, shared"),
+    "unknown axis": (with_tensor(axes="(n x) d"), 'tensors."q".axes', "n, h and d"),
+    "missing axis": (with_tensor(axes="n d"), 'tensors."q".axes', "n, h and d"),
+    "repeated axis": (with_tensor(axes="n n h d"), 'tensors."q".axes', "each once"),
+    "axis within another": (with_tensor(axes="(n h d)"), 'tensors."q".axes', "of their own"),
+    "nested axes": (with_tensor(axes="((n h)) d"), 'tensors."q".axes', "(n h)"),
+    "axes of an output": (with_tensor("o", axes="d (n h)"), 'tensors."o".axes', "e, n and h"),
+    "p of one projection": (with_tensor(axes="p n h d"), 'tensors."q".axes', "several"),
+    "p of groups": (
+        changed(grouped=True, tensors={"x": {"holds": "qkv", "axes": "p n h d"}, "o": OUT}),
+        'tensors."x".axes',
+        "grouped",
+    ),
+    "layer in a name": (with_tensor("q{i}", **FOUR["q"]), 'tensors."q{i}"', "key prefix"),
+    "attribute of a number": (
+        changed(tensors={"{n}{n.real}": {"holds": "q", "axes": "h d"}}),
+        'tensors."{n}{n.real}"',
+        "at most once",
+    ),
+    "name that hides": (with_tensor("\u202e", **FOUR["q"]), 'tensors."\\u202e"', "printed"),
+    "several for each head": (
+        changed(tensors={"{n}.kv": {"holds": "kv", "axes": "h d"}}),
+        'tensors."{n}.kv".holds',
+        "one of q, k, v and g",
+    ),
+    "output of each head": (
+        changed(tensors={"{n}.o": {"holds": "out", "axes": "e h"}}),
+        'tensors."{n}.o".holds',
+        "one of q, k, v and g",
+    ),
+    "axes of a norm": (
+        with_tensor("n", holds="q_norm.weight", axes="n"),
+        'tensors."n".axes',
+        "d e",
+    ),
+    "axes of a norm of each head": (
+        with_tensor("n.{n}", holds="q_norm.weight", axes="d e"),
+        'tensors."n.{n}".axes',
+        "...",
+    ),
+    "shared queries": (
+        changed(tensors={"x": {"holds": "qkv", "axes": "(n h) d", "shared": True}, "o": OUT}),
+        'tensors."x".shared',
+        "kv or vk",
+    ),
+    "no values": (changed(tensors={"q": FOUR["q"], "k": FOUR["k"]}), "tensors", "v_proj.weight"),
+    "queries twice": (with_tensor("q2", **FOUR["q"]), "tensors", "q_proj.weight is in q and q2"),
+    "bias of no weight": (
+        changed(tensors={**FOUR, "o": {"holds": "out", "axes": "e"}}),
+        "tensors",
+        "out_proj.weight",
+    ),
+}
+"""Bad tables: the key that the message names, and a word about allowed values."""
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_table_names_key_and_rule(case):
+    """A bad table raises one line with its key and what is allowed, and registers nothing."""
+    table, key, allowed = BAD[case]
+    with pytest.raises(InputError) as refusal:
+        register_layout(table)
+    error = refusal.value
+    assert error.argument.encode("unicode_escape").decode() == f"the key {key}"
+    assert allowed in f"{error.rule}; {error.hint}"
+    assert str(error).isprintable()
+    assert error.where
+    assert "own" not in LAYOUTS
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("name = ", "TOML"),
+        ("x = " + "[" * 5000, "TOML"),
+        ("x = " + "9" * 5000, "TOML"),
+        ("name = 'a'\nname = 'b'", "TOML"),
+        ("\udcff", "UTF-8"),
+        ("name = 'own'\n[tensors]\nq = 3", 'tensors."q"'),
+    ],
+)
+def test_bad_file_is_named(tmp_path, text, words):
+    """An error about the file of a table begins with its path."""
+    path = tmp_path / "bad.toml"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(InputError) as refusal:
+        register_layout(path)
+    assert str(refusal.value).startswith(str(path))
+    assert words in str(refusal.value)
+
+
+def test_layout_of_code_is_checked_too():
+    """A `Layout` from Python with an unknown rule raises; every layout of this package passes."""
+    form = tuple(Tensor(name, name, "weight", "(n h) d") for name in "qkv")
+    with refuses("the key rules"):
+        register_layout(Layout("own", "", "", (form,), rules=("evn",)))
+    assert register_layout(Layout("own", "", "", (form,))) is find_layout("own")
+    for layout in LAYOUTS.values():
+        check_layout(layout)
+
+
+def test_table_can_be_registered_again():
+    """A changed table replaces the one before of its name; one of this package stays."""
+    register_layout(GOOD)
+    assert register_layout(changed(rope="interleaved")) is LAYOUTS["own"]
+    assert LAYOUTS["own"].rope == "interleaved"
+    assert "own" not in BUILT_IN
+
+
+def test_unfit_layer_is_rejected_by_rule():
+    """A layer that the tensors cannot hold is rejected with the rule that follows from them."""
+    register_layout({"name": "own", **FEATURES["axis of projections"][2]})
+    with refuses("the layer", num_kv_heads=K, num_heads=N):
+        parity.convert(random_weights(GROUPED), source="canonical", target="own", spec=GROUPED)
+
+
+# ---- Packages
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Return a function that installs a package, of a module's code and its entry points."""
+
+    def install(code, **entry_points):
+        info = tmp_path / "site" / "nebula-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nebula\nVersion: 1.0\n")
+        lines = ["[mha_parity.layouts]", *(f"{k} = {v}" for k, v in entry_points.items())]
+        (info / "entry_points.txt").write_text("\n".join(lines))
+        (tmp_path / "site" / "nebula_weights.py").write_text(code)
+        monkeypatch.syspath_prepend(str(tmp_path / "site"))
+        monkeypatch.delitem(sys.modules, "nebula_weights", raising=False)
+        load_entry_points.cache_clear()
+
+    yield install
+    sys.modules.pop("nebula_weights", None)
+    load_entry_points.cache_clear()
+
+
+TABLE_CODE = f"TABLE = {GOOD!r}\nTABLES = [TABLE, {{**TABLE, 'name': 'other'}}]\n"
+
+
+def test_package_is_loaded_for_unknown_name(package):
+    """A known name loads no package; an unknown one loads its layouts, a table or a list."""
+    package(TABLE_CODE, one="nebula_weights:TABLES")
+    find_layout("flax.nnx")
+    assert "nebula_weights" not in sys.modules
+    assert find_layout("other").name == "other"
+    assert find_layout("own").forms == LAYOUTS["other"].forms
+    assert register_packages() == []
+
+
+def test_broken_package_only_warns(package):
+    """An entry point that fails or has a taken name is named in a warning, and others are loaded."""
+    code = TABLE_CODE + "TAKEN = {**TABLE, 'name': 'flax.nnx'}\n"
+    package(
+        code,
+        bad="nebula_weights:NONE",
+        taken="nebula_weights:TAKEN",
+        good="nebula_weights:TABLE",
+    )
+    flax = LAYOUTS["flax.nnx"]
+    with pytest.warns(UserWarning, match="layouts of a package are left out") as caught:
+        assert [layout.name for layout in register_packages()] == ["own"]
+    assert {str(each.message).partition(" = ")[0].rpartition(" ")[2] for each in caught} == {
+        "bad",
+        "taken",
+    }
+    assert LAYOUTS["flax.nnx"] is flax
+
+
+def test_unknown_name_leads_to_tables():
+    """The message about an unknown name says how a table is passed."""
+    with refuses("layout", layout="nebula") as refusal:
+        find_layout("nebula")
+    assert "--layout FILE.toml" in refusal.value.hint
+
+
+# ---- Proposals
+# --------------------------------------------------------------------------------------------------
+
+PROPOSED = {
+    "separate with biases": ({"wq": "q", "wk": "k", "wv": "v", "wo": "out"}, separate, GROUPED),
+    "fused": ({"qkv.weight": "qkv", "o.weight": "out"}, fused_with_biases, GROUPED),
+    "axis of heads": ({"q": "q", "kv": "kv", "o": "out"}, with_axis_of_heads, GROUPED),
+    "no names": ({"mix": "qkv", "back": "out"}, vkq_of_groups, GROUPED),
+}
+
+
+@pytest.mark.parametrize("prefix", ["blk.{i}.attn", "layers_{i}", ""])
+@pytest.mark.parametrize("case", PROPOSED)
+def test_proposed_table_fits(case, prefix, tmp_path):
+    """A table is proposed that a conversion accepts, with the roles that names or shapes show."""
+    holds, by_hand, spec = PROPOSED[case]
+    if case not in ("fused", "separate with biases"):
+        spec = spec.replace(**NO_BIASES)
+    theirs = by_hand(random_weights(spec))
+    begin = f"{prefix.replace('{i}', '0')}." if prefix else ""
+    shapes = {f"{begin}{name}": x.shape for name, x in theirs.items()}
+    block = begin.removesuffix("attn.")
+    shapes[f"{block}mlp.up.weight"] = (3 * D, D)
+    shapes[f"{block}mlp.down.weight"] = (D, 3 * D)
+    (tmp_path / "table.toml").write_text(propose_table(shapes))
+    layout = register_layout(tmp_path / "table.toml")
+    assert layout.prefix == prefix
+    weights = {tensor.name: tensor for tensor in layout.tensors if tensor.kind == "weight"}
+    assert {name: tensor.holds for name, tensor in weights.items()} == holds
+    heads = {"num_heads": N, "num_kv_heads": K, "head_dim": H}
+    back = parity.convert(theirs, source=layout.name, target="canonical", **heads)
+    assert np.array_equal(back["out_proj.weight"], random_weights(spec)["out_proj.weight"])
+    if case != "no names":
+        assert bytes_of(back) == bytes_of(random_weights(spec))
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {},
+        {"x": (3,)},
+        {"embedding": (100, 64), "head": (64, 64)},
+        {"mlp.0.up": (128, 64), "mlp.0.down": (64, 64)},
+        {"q\x1b": (8, 8), "k": (8, 8), "v": (8, 8)},
+        {"layers.0.q": (8, 7), "layers.0.k": (8, 6), "layers.0.v": (8, 5)},
+    ],
+)
+def test_nothing_fitting_is_not_proposed(shapes):
+    """Without tensors that fit as attention, nothing is proposed."""
+    assert propose_table(shapes) == ""
+
+
+def test_proposal_quotes_names_as_data(tmp_path):
+    """Quotes, backslashes and wildcards in names are part of the proposed names."""
+    shapes = {f'a"\\.{name}': (24, 24) for name in ("q", "k", "v", "o")} | {'a"\\.x[0]*': (2,)}
+    (tmp_path / "table.toml").write_text(propose_table(shapes))
+    layout = register_layout(tmp_path / "table.toml")
+    assert layout.prefix == 'a"\\'
+    assert layout.ignores("x[0]*")
+    assert not layout.ignores("x[0]y")
+
+
+def test_norms_are_proposed_as_norms(tmp_path):
+    """Norms of queries and keys are tensors of their own, and not ignored."""
+    shapes = {f"l.0.{name}": (24, 24) for name in ("q", "k", "v", "o")}
+    shapes |= {"l.0.q_norm.scale": (24,), "l.0.k_norm.scale": (24,), "l.0.other": (3,)}
+    (tmp_path / "table.toml").write_text(propose_table(shapes))
+    layout = register_layout(tmp_path / "table.toml")
+    assert {tensor.holds for tensor in layout.others} == {"q_norm.weight", "k_norm.weight"}
+    assert layout.ignored == ("other",)

@@ -1,0 +1,155 @@
+"""Tables of layouts on the command line: passed by file, proposed, listed, and rejected early."""
+
+import json
+import shlex
+
+import numpy as np
+import pytest
+
+import parity
+from parity.port.conversion.layouts import LAYOUTS
+from parity.use.cli.main import main
+
+pytestmark = pytest.mark.usefixtures("own_layouts")
+
+TABLE = """
+name = "nebula"
+about = "v, k and q of each group"
+prefix = "blk.{i}"
+grouped = true
+
+[tensors]
+mix = { holds = "vkq", axes = "d (n h)" }
+back = { holds = "out", axes = "(n h) e" }
+"""
+
+HEADS = "--num-heads 4 --num-kv-heads 2"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, rng):
+    """A folder with a file of two layers and the table of its layout."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nebula.toml").write_text(TABLE)
+    shapes = {"mix": (12, 24), "back": (12, 12)}
+    tensors = {
+        f"blk.{i}.{name}": rng.standard_normal(shape, "float32")
+        for i in range(2)
+        for name, shape in shapes.items()
+    }
+    parity.save_tensors("nebula.safetensors", tensors, {})
+    return tmp_path
+
+
+def run(command):
+    """Run a command; return its status."""
+    return main(shlex.split(command))
+
+
+@pytest.mark.parametrize(
+    ("there", "back"),
+    [
+        ("--from nebula.toml", "--to nebula.toml"),
+        ("--layout nebula.toml --from nebula", "--layout nebula.toml --to nebula"),
+    ],
+    ids=["by file", "by name"],
+)
+def test_convert_takes_tables(folder, there, back, capsys):
+    """A table is passed for the source and for the target, and the round trip is exact."""
+    assert run(f"convert nebula.safetensors jax.npz --to mha_jax {there} {HEADS}") == 0
+    assert run(f"convert jax.npz back.safetensors {back}") == 0
+    tensors, _ = parity.load_tensors("nebula.safetensors")
+    again, metadata = parity.load_tensors("back.safetensors")
+    assert {name: x.tobytes() for name, x in again.items()} == {
+        name: x.tobytes() for name, x in tensors.items()
+    }
+    assert metadata["layout"] == "nebula"
+
+
+def test_verify_takes_a_table(folder, capsys):
+    """`verify` checks a conversion by the table; another order of the heads is not the same."""
+    assert run(f"convert nebula.safetensors jax.npz --to mha_jax --from nebula.toml {HEADS}") == 0
+    verify = f"verify nebula.safetensors jax.npz {HEADS}"
+    assert run(f"{verify} --from nebula.toml") == 0
+    assert "hold the same attention in all 2 layers" in capsys.readouterr().out
+    (folder / "other.toml").write_text(TABLE.replace("vkq", "kvq").replace("nebula", "other"))
+    assert run(f"{verify} --from other.toml") == 1
+
+
+def test_inspect_tries_tables(folder, capsys):
+    """`inspect` lists a layout of a table that fits, and then proposes none."""
+    assert run("inspect nebula.safetensors --layout nebula.toml --json out.json") == 0
+    assert "blk.{i}" in capsys.readouterr().out
+    report = json.loads((folder / "out.json").read_text())
+    assert [layer["layout"] for layer in report["layers"]] == ["nebula"]
+    assert report["proposed_layout"] == ""
+
+
+def test_inspect_proposes_a_table(folder, capsys):
+    """The table that `inspect` prints for an unknown file can be passed as it is."""
+    assert run("inspect nebula.safetensors --json out.json") == 0
+    printed = capsys.readouterr().out
+    report = json.loads((folder / "out.json").read_text())
+    assert report["proposed_layout"].rstrip() in printed
+    (folder / "proposed.toml").write_text(report["proposed_layout"])
+    command = f"convert nebula.safetensors jax.npz --to mha_jax --from proposed.toml {HEADS}"
+    assert run(command) == 0
+
+
+def test_layouts_shows_a_table(folder, capsys):
+    """`layouts` lists a registered table, and describes one by its file."""
+    assert run("layouts --layout nebula.toml") == 0
+    assert "v, k and q of each group" in capsys.readouterr().out
+    assert run("layouts nebula.toml") == 0
+    out = capsys.readouterr().out
+    assert "each group's value, then its key, then its queries" in out
+    assert "prefix: blk.{i}" in out
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "convert nebula.safetensors out.npz --to mha_jax --from bad.toml",
+        "convert nebula.safetensors out.npz --to bad.toml --from nebula.toml",
+        "convert missing.npz out.npz --to mha_jax --layout bad.toml",
+        "inspect missing.npz --layout bad.toml",
+        "verify missing.npz missing.npz --from bad.toml",
+        "layouts bad.toml",
+    ],
+)
+def test_bad_table_stops_before_work(folder, command, capsys):
+    """A bad table is one line with its file, key and what is allowed, before any file is read."""
+    (folder / "bad.toml").write_text(TABLE.replace("true", '"\x1b[2J"'.replace("\x1b", "\\u001b")))
+    assert run(command) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.startswith("mha-parity: error: bad.toml: the key grouped ")
+    assert "true or false" in error
+    assert error.count("\n") == 1
+    assert "\x1b" not in error
+    assert not (folder / "out.npz").exists()
+
+
+def test_missing_table_is_named(folder, capsys):
+    """The path of a missing table is in the error."""
+    assert run("layouts missing.toml") == 2
+    assert "missing.toml" in capsys.readouterr().err
+
+
+def test_report_may_not_replace_a_table(folder, capsys):
+    """`--json` with the path of the table is rejected, and the table stays."""
+    assert run("layouts --layout nebula.toml --json nebula.toml") == 2
+    assert "--layout" in capsys.readouterr().err
+    assert (folder / "nebula.toml").read_text() == TABLE
+
+
+def test_unregistered_name_leads_to_table(folder, capsys):
+    """A file that a table's layout was written in needs the table again, and the error says so."""
+    assert run(f"convert nebula.safetensors jax.npz --to mha_jax --from nebula.toml {HEADS}") == 0
+    assert run("convert jax.npz back.npz --to nebula.toml") == 0
+    del LAYOUTS["nebula"]
+    capsys.readouterr()
+    assert run("convert back.npz again.npz --to mha_jax") == 2
+    assert "--layout FILE.toml" in capsys.readouterr().err
+    assert run("convert back.npz again.npz --to mha_jax --layout nebula.toml") == 0
+    assert np.load("again.npz")["blk.0.q_proj.kernel"].shape == (12, 12)
