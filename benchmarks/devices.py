@@ -9,6 +9,7 @@ shows what they send. benchmarks/README.md describes the file.
 import argparse
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import mha_jax
 from mha_jax import parallel
 from mha_spec import AttentionSpec
-from parity.measure.sharding.hlo import collectives_in, counts_of, nbytes_of
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from parity_lab.mesh.hlo import collectives_in, counts_of, nbytes_of
 
 SPEC = AttentionSpec(512, 8)
 DEVICES = (1, 2, 4, 8)

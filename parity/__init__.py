@@ -11,15 +11,22 @@ from typing import Any
 
 from parity.measure.core.libraries import LIBRARIES
 
+
+def _modules_of_names() -> dict[str, str]:
+    """Return the module of each public name, as `__init__.pyi` lists them."""
+    stub = ast.parse(Path(__file__).with_name("__init__.pyi").read_bytes())
+    modules = {}
+    for statement in stub.body:
+        if isinstance(statement, ast.ImportFrom) and statement.module:
+            for alias in statement.names:
+                modules[alias.name] = statement.module
+    return modules
+
+
 # A public name is written once, in __init__.pyi, and imported when it is first asked for:
 # `mha-parity --help`, and every pytest run where this package is installed, import `parity` and
 # need nothing of it.
-_MODULE_OF = {
-    alias.name: node.module
-    for node in ast.parse(Path(__file__).with_name("__init__.pyi").read_bytes()).body
-    if isinstance(node, ast.ImportFrom) and node.module
-    for alias in node.names
-}
+_MODULE_OF = _modules_of_names()
 __all__ = sorted(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
 # NumPy takes no tensors of ttnn: its backend reads them, and is imported for the first one.

@@ -427,7 +427,6 @@ class Outcome:
         """Return the fields for JSON."""
         return {
             **asdict(self),
-            "hypothesis": self.bug,
             "is_caught": self.is_caught,
             "is_named": self.is_named,
         }

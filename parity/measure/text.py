@@ -10,8 +10,9 @@ MAX_SHOWN = 500  # characters
 
 
 def printable(text: str, *, keep: str = "\n") -> str:
-    r"""Escape characters that a terminal obeys or cannot show: controls, directions of text, half
-    characters.
+    r"""Escape characters that a terminal obeys or cannot show.
+
+    They are controls, directions of text, and half characters.
 
     Args:
         text: any text.
@@ -22,52 +23,62 @@ def printable(text: str, *, keep: str = "\n") -> str:
     """
     if text.isprintable():
         return text
-    return "".join(
-        character
-        if character.isprintable() or character in keep
-        else character.encode("unicode_escape", "surrogatepass").decode()
-        for character in text
-    )
+    characters = []
+    for character in text:
+        if not character.isprintable() and character not in keep:
+            character = character.encode("unicode_escape", "surrogatepass").decode()
+        characters.append(character)
+    return "".join(characters)
 
 
 def in_line(text: str, most: int = MAX_SHOWN) -> str:
-    """Make text one line that can be shown: join its lines, escape characters, cut its middle
-    beyond `most`.
+    """Return text as one line that can be shown.
+
+    Lines are joined, characters escaped, and the middle is cut if there are more than `most`.
     """
     half = most // 2
     if len(text) > most:  # before the rest, which takes time for each character
         text = f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"
-    return printable("; ".join(filter(None, map(str.strip, text.splitlines()))), keep="")
+    lines = [line.strip() for line in text.splitlines()]
+    return printable("; ".join(line for line in lines if line), keep="")
 
 
 def some_of(names: Iterable[str], most: int = 8) -> str:
-    """Names in a line, and how many there are beyond some."""
+    """Return names in a line, and how many there are beyond some."""
     names = list(names)
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    text = ", ".join(names[:most])
+    if len(names) > most:
+        text += f" and {len(names) - most} more"
+    return text
 
 
-def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str:
-    """Return a question about the nearest known names, `did you mean torch?`; empty if none is
-    near.
+def did_you_mean(name: str, choices: Iterable[str], most: int = 3) -> str:
+    """Return a question about the nearest names: `did you mean torch?`; empty if none is near.
 
     Names that begin with a word, or contain it, follow those that are spelled like it.
     """
-    by_letters, word = {each.lower(): each for each in known}, name.lower().strip("*")
-    near = get_close_matches(name.lower(), by_letters, most)
-    if len(word) > 2:
-        near += [each for each in by_letters if each.startswith(word)] + [
-            each for each in by_letters if word in each
-        ]
-    near = [by_letters[each] for each in dict.fromkeys(near)][:most]
-    return f"did you mean {' or '.join(near)}?" if near else ""
+    choice_of = {choice.lower(): choice for choice in choices}
+    near = get_close_matches(name.lower(), choice_of, most)
+    word = name.lower().strip("*")
+    if len(word) > 2:  # shorter ones are in too many names
+        near += [lowercase for lowercase in choice_of if lowercase.startswith(word)]
+        near += [lowercase for lowercase in choice_of if word in lowercase]
+    if not near:
+        return ""
+    nearest = [choice_of[lowercase] for lowercase in dict.fromkeys(near)]
+    return f"did you mean {' or '.join(nearest[:most])}?"
 
 
 def and_listed(items: Iterable[Any]) -> str:
     """Join items, at least one, with commas and `and`: `0, 2 and 5`."""
-    *most, last = map(str, items)
-    return f"{', '.join(most)} and {last}" if most else last
+    *first_items, last = map(str, items)
+    if not first_items:
+        return last
+    return f"{', '.join(first_items)} and {last}"
 
 
 def counted(number: int, what: str) -> str:
     """Return a number with its noun: `1 case`, `2 cases`."""
-    return f"{number} {what}{'s' if number != 1 else ''}"
+    if number == 1:
+        return f"1 {what}"
+    return f"{number} {what}s"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from parity.use.cli.help import Page, Result
-from parity.use.cli.layers import add_layer_options, layer_options, said_of_layers
+from parity.use.cli.layers import add_layer_options, layer_options, passed_layer_flags
 from parity.use.cli.messages import refusal
 from parity.use.cli.options import check_names, dtype_list, name_list, range_list
 
@@ -119,7 +119,7 @@ def _check_model_options(options: argparse.Namespace) -> None:
     if options.model is None:
         if needless := [
             *(["--layers"] if options.layers is not None else []),
-            *said_of_layers(options),
+            *passed_layer_flags(options),
         ]:
             raise refusal(", ".join(needless), "be passed with --model")
     elif options.suites is not None or options.plot is not None:

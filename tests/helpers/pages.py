@@ -11,7 +11,6 @@ import numpy as np
 import parity.use.running.run
 from parity import CASES, run_cases
 from parity.measure.core.compare import Label, failure
-from parity.measure.sharding.mesh import Collectives
 from parity.use.reporting.html import AttentionMaps, html_page
 from parity.use.running.report import Report, SkippedCase
 
@@ -67,7 +66,6 @@ def hostile_report() -> Report:
         },
         [HOSTILE],
         [SkippedCase("textbook", "float16", HOSTILE, HOSTILE)],
-        collectives=[Collectives(HOSTILE, "float32", HOSTILE, HOSTILE, {HOSTILE: 2}, {HOSTILE: 1})],
     )
     object.__setattr__(
         report, "diagnoses", {(HOSTILE, "float32", f"torch ({HOSTILE})"): Diagnosis(HOSTILE)}

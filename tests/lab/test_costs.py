@@ -4,8 +4,8 @@ import pytest
 from helpers.refusals import refuses
 
 from mha_spec import AttentionSpec
-from parity.measure.sharding.hlo import Collective, collectives_in, counts_of, nbytes_of
 from parity_lab.costs import PLANS, cost_of
+from parity_lab.mesh.hlo import Collective, collectives_in, counts_of, nbytes_of
 
 LLAMA_70B = AttentionSpec(8192, 64, num_kv_heads=8, qkv_bias=False, out_bias=False)
 

@@ -1,4 +1,6 @@
-"""Tests that each package works without other frameworks, which `parity` imports lazily."""
+"""Tests that each package works without other frameworks, which `parity` imports lazily, and that
+commands import only what they use.
+"""
 
 import ast
 import platform
@@ -127,6 +129,79 @@ def test_comparing_does_not_import_cases(module):
         "assert 'parity.measure.core.cases' not in sys.modules",
     )
     assert result.returncode == 0, result.stderr
+
+
+COUNT = """
+import sys
+
+parts = {package: [name for name in sys.modules if name.partition(".")[0] == package]
+         for package in ("parity", "mha_spec")}
+explaining = [name for name in parts["parity"] if name.startswith("parity.explain")]
+"""
+
+PASSES = """
+import numpy as np
+import parity
+from mha_spec import AttentionSpec
+from parity.measure.core.trace import Reference
+
+problem = parity.make_problem(parity.Case("mine", AttentionSpec(8, 2), "any"), "float32")
+exact = Reference(problem).accumulated["output"]
+parity.assert_parity({actual}, problem=problem)
+"""
+
+CONVERTS = """
+import os
+from tempfile import TemporaryDirectory
+import numpy as np
+from safetensors.numpy import save_file
+from parity.use.cli.main import main
+
+with TemporaryDirectory() as folder:
+    os.chdir(folder)
+    names = [f"model.layers.{i}.self_attn.{name}_proj.weight" for i in "01" for name in "qkvo"]
+    save_file({name: np.eye(8, dtype=np.float32) for name in names}, "a.safetensors")
+    words = "convert a.safetensors b.safetensors --from transformers.LLaMA --to canonical"
+    prefix = "model.layers.{i}.self_attn"
+    assert main([*words.split(), "--num-heads", "2", "--prefix", prefix]) == 0
+    os.chdir("/")
+"""
+
+
+@pytest.mark.costly("modules that a new process imports")
+def test_passing_assert_explains_nothing():
+    """A passing assert_parity loads nothing of parity.explain, and at most 60 modules of parity
+    and mha_spec.
+    """
+    program = PASSES.format(actual="exact.astype(np.float32)")
+    result = run(program, COUNT, "print(explaining, len(sum(parts.values(), [])))")
+    assert result.returncode == 0, result.stderr
+    explaining, count = result.stdout.rsplit(maxsplit=1)
+    assert explaining == "[]"
+    assert 40 < int(count) <= 60
+
+
+@pytest.mark.costly("modules that a new process imports")
+def test_failing_assert_loads_the_diagnosis():
+    """The control of the test above: an assert_parity that fails loads parity.explain."""
+    program = PASSES.format(actual="2 * exact.astype(np.float32)")
+    attempt = "\n".join(f"    {line}" for line in program.splitlines())
+    caught = f"try:\n{attempt}\nexcept AssertionError:\n    pass"
+    result = run(caught, COUNT, "print(len(explaining))")
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) > 20
+
+
+@pytest.mark.costly("modules that a new process imports")
+def test_conversion_observes_no_models():
+    """`convert` of a file with a known layout loads nothing of parity.explain, and at most 110
+    modules of parity.
+    """
+    result = run(CONVERTS, COUNT, "print(explaining, len(parts['parity']))")
+    assert result.returncode == 0, result.stderr
+    explaining, count = result.stdout.splitlines()[-1].rsplit(maxsplit=1)
+    assert explaining == "[]"
+    assert 60 < int(count) <= 110
 
 
 @pytest.mark.parametrize("package", ["mha_jax", "mha_torch", "mha_tt"])

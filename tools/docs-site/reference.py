@@ -183,7 +183,7 @@ def docstring_of(module: ModuleType, name: str) -> list[str]:
 
 def command_pages() -> dict[str, str]:
     """A page for each command, and their list."""
-    from parity.use.cli.main import COMMANDS, GROUPS, make_parser
+    from parity.use.cli.main import COMMANDS, GROUPS, command_named, make_parser
 
     (commands,) = (
         action
@@ -194,14 +194,16 @@ def command_pages() -> dict[str, str]:
     for group, members in GROUPS.items():
         rows.append((f"**{group.capitalize()}**", ""))
         for name in (each for each in members if each in COMMANDS):
-            rows.append((f"[`{name}`]({name}.md)", COMMANDS[name].PAGE.line))
+            rows.append((f"[`{name}`]({name}.md)", command_named(name).PAGE.line))
             names.append(name)
     more = "[Exit statuses and common options](../commands.md) hold for all of them."
     index = ["# Commands", table(("command", "result"), rows), more, toctree(names)]
     return {
         "reference/cli/index": "\n\n".join(index) + "\n",
         **{
-            f"reference/cli/{name}": command_page(name, COMMANDS[name].PAGE, commands.choices[name])
+            f"reference/cli/{name}": command_page(
+                name, command_named(name).PAGE, commands.choices[name]
+            )
             for name in names
         },
     }

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from parity.explain.diagnosis.laws import Findings
 from parity.explain.diagnosis.replay import EVERYTHING, Scope
+from parity.explain.diagnosis.sample import sample_of
 from parity.explain.diagnosis.sampling import (
     CONFIRMED,
     FIRST_CALL,
@@ -24,9 +25,9 @@ from parity.explain.diagnosis.sampling import (
     multiplications,
 )
 from parity.explain.diagnosis.verdicts import Diagnosis, Explanation, Unknown
+from parity.explain.diagnosis.work import PER_MULTIPLICATION, Work
 from parity.measure.core.blas import single_threaded
 from parity.measure.core.stages import STAGES, stage_named
-from parity.measure.core.work import PER_MULTIPLICATION, Work
 
 Judge = Callable[[Part, Scope, Work], Diagnosis]
 """Diagnose a sample, within a scope and a limit of work."""
@@ -147,7 +148,7 @@ def diagnosed_by_samples(whole: Whole, judge: Judge, seconds: float) -> Diagnosi
     Args:
         whole: the problem, without a cache, and its stages in any order of axes.
         judge: diagnoses a sample.
-        seconds: work of the search, see `parity.measure.core.work`, in addition to `SPARED`.
+        seconds: work of the search, see `parity.explain.diagnosis.work`, in addition to `SPARED`.
     """
     if not whole.compared.first_wrong():
         return Diagnosis("none", has_stages=len(whole.observed) > 1)
@@ -174,7 +175,7 @@ def diagnosed_by_first_call(
         first: the first call, if it is a layer by itself.
         judge: diagnoses a sample of it.
         judge_all: diagnoses all calls.
-        seconds: work of the search, see `parity.measure.core.work`.
+        seconds: work of the search, see `parity.explain.diagnosis.work`.
     """
     work = Work(seconds)
     with work.counted(), single_threaded():
@@ -337,14 +338,15 @@ class _Search:
             confirmed = self.confirmed(diagnosis)
             if confirmed is not None:
                 return confirmed
-        is_law = diagnosis.kind == "pattern" and part.problem.sample is not None
+        is_law = diagnosis.kind == "pattern" and sample_of(part.problem) is not None
         return self._law(part, diagnosis) if is_law else replace(diagnosis, sample=part.words)
 
     def _to_search_thoroughly(self, first: Part) -> Part:
         """Return a sample that shows as much as possible."""
         if self.found:
             return next(self.samples.confirming(), first)
-        is_of_rows = first.problem.sample is not None and first.problem.sample.tokens is None
+        sample = sample_of(first.problem)
+        is_of_rows = sample is not None and sample.tokens is None
         if is_of_rows and first.problem.case.seq_len == self.samples.whole.problem.case.seq_len:
             return first
         return self.samples.complete() or first

@@ -25,6 +25,7 @@ from parity.explain.diagnosis.choices import Choice, choices_for
 from parity.explain.diagnosis.hidden import hidden_bugs
 from parity.explain.diagnosis.precision import lost_in_dtype, lost_in_products
 from parity.explain.diagnosis.readings import Read, Reading, read
+from parity.explain.diagnosis.remembered import Remembered, RememberingReference, remembered_of
 from parity.explain.diagnosis.replay import EVERYTHING, Replay, Scope, WholeReplay, remembering
 from parity.explain.diagnosis.sampling import (
     FIRST_CALL,
@@ -38,6 +39,7 @@ from parity.explain.diagnosis.sampling import (
 from parity.explain.diagnosis.search import SearchResult, search
 from parity.explain.diagnosis.verdicts import Diagnosis, Explanation, Unknown
 from parity.explain.diagnosis.whole import WholeStages
+from parity.explain.diagnosis.work import Work, uncounted
 from parity.measure.backends import FRAMEWORKS, load_backend
 from parity.measure.core.arrays import arithmetic_of, stages_of
 from parity.measure.core.blas import single_threaded
@@ -48,7 +50,6 @@ from parity.measure.core.stages import STAGES, stage_named
 from parity.measure.core.trace import Reference, Trace
 from parity.measure.core.user_code import user_code
 from parity.measure.core.weights import is_floating
-from parity.measure.core.work import Work, uncounted
 
 __all__ = ["Diagnosis", "Explanation", "Unknown", "diagnose", "diagnose_trace", "observe"]
 
@@ -91,7 +92,7 @@ def diagnose(
         raise InputError("arithmetic", f"be one of {known}", arithmetic=arithmetic)
     arithmetic = arithmetic or arithmetic_of(observed)
     stages = stages_of("observed", observed, "output")
-    reference = Reference(problem, stages=frozenset(stages))
+    reference = RememberingReference(problem, stages=frozenset(stages))
     found = diagnose_stages(stages, reference, arithmetic, seconds)
     return (
         found
@@ -104,7 +105,7 @@ def _hidden_bugs(
     stages: Mapping[str, np.ndarray], reference: Reference, arithmetic: str
 ) -> tuple[str, ...]:
     """Return the names of known bugs that the compared stages would not show in their dtype."""
-    problem, remembered = reference.problem, reference.remembered
+    problem, remembered = reference.problem, remembered_of(reference)
     if not is_large(problem):
         base = remembering(remembered)
         return hidden_bugs(
@@ -137,7 +138,7 @@ def diagnose_stages(
     Raises:
         ValueError: if no stage is one of the problem's.
     """
-    problem = reference.problem
+    problem, remembered = reference.problem, remembered_of(reference)
 
     def explained(stages: Mapping[str, np.ndarray], right: Replay, work: Work) -> Diagnosis:
         with work.counted():
@@ -151,7 +152,7 @@ def diagnose_stages(
         )
 
     def judge_all(scope: Scope, work: Work) -> Diagnosis:
-        base = remembering(reference.remembered)
+        base = remembering(remembered)
         right = Replay(problem, {}, arithmetic, base=base, scope=scope, reference=reference)
         return explained(stages, right, work)
 
@@ -174,7 +175,7 @@ def diagnose_stages(
         )
     else:
         found, compared = _diagnosed_at_size(
-            _of_problem(stages), reference, arithmetic, judge, seconds
+            _of_problem(stages), reference, remembered, arithmetic, judge, seconds
         )
     found = _measured_as_a_whole(found.with_named_laws(), compared)
     return replace(found, dtypes=_other_dtypes(stages, problem), dtype=problem.dtype)
@@ -183,6 +184,7 @@ def diagnose_stages(
 def _diagnosed_at_size(
     stages: Mapping[str, np.ndarray],
     reference: Reference,
+    remembered: Remembered,
     arithmetic: str,
     judge: Judge,
     seconds: float,
@@ -194,7 +196,7 @@ def _diagnosed_at_size(
         reference.problem,
         {},
         arithmetic,
-        base=remembering(reference.remembered),
+        base=remembering(remembered),
         reference=reference,
     )
     with uncounted(), single_threaded():
@@ -203,7 +205,7 @@ def _diagnosed_at_size(
     for view in views:
         kind = view.choice.arithmetic or arithmetic
         compared = WholeStages(view.values, reference, kind, passed=view.agreed)
-        whole = Whole(reference.problem, view.values, compared, reference.remembered)
+        whole = Whole(reference.problem, view.values, compared, remembered)
         diagnosis = view.completed(diagnosed_by_samples(whole, judge, seconds / len(views)))
         if not diagnosis.is_wrong:
             return diagnosis, compared

@@ -1,5 +1,6 @@
-"""The dependencies of each step of the reference, so that steps which a bug does not affect are not
-computed again.
+"""Dependencies of each step of the reference.
+
+Steps that a bug does not affect are not computed again.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from parity.explain.diagnosis.changed_layer import ChangedLayer
+from parity.explain.diagnosis.sample import SampledProblem
+from parity.explain.diagnosis.work import CountedArithmetic
 from parity.measure.core.problem import Problem
-from parity.measure.core.reference import Arithmetic, Layer
+from parity.measure.core.reference import Layer
 from parity.measure.core.stages import STEPS, STEPS_OF_A_CALL
 
 TOKENS = 2
@@ -60,7 +64,7 @@ def flow_of(problem: Problem) -> list[Flow]:
         name for name in dir(Layer) if not name.startswith("_") and callable(getattr(Layer, name))
     }
 
-    class Watched(Layer):
+    class Watched(ChangedLayer):
         def __getattribute__(self, name: str) -> Any:
             if name in methods:
                 called.add(name)
@@ -71,8 +75,13 @@ def flow_of(problem: Problem) -> list[Flow]:
             self.has_bias(name)
             return np.zeros((*x.shape[:-1], len(self.parameter(f"{name}.weight"))))
 
+        def by_group(self, of_queries: np.ndarray, of_keys: np.ndarray) -> np.ndarray:
+            """Return the products of heads, which another map of heads would change."""
+            called.add("per_query_head")
+            return super().by_group(of_queries, of_keys)
+
     found, values = [], _Values()
-    steps = Watched(_small(problem), Arithmetic(np.dtype(np.float64))).steps()
+    steps = Watched(_small(problem), CountedArithmetic(np.dtype(np.float64))).steps()
     for name, step in zip(
         itertools.cycle(STEPS_OF_A_CALL if problem.case.is_cached else STEPS), steps
     ):
@@ -119,4 +128,5 @@ def _small(problem: Problem) -> Problem:
         for name, x in problem.inputs.items()
         if name in ("bias", "mask")
     }
-    return replace(problem, case=small, inputs=inputs, sample=None)
+    whole = problem.whole if isinstance(problem, SampledProblem) else problem
+    return replace(whole, case=small, inputs=inputs)

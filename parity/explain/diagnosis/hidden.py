@@ -12,9 +12,9 @@ import numpy as np
 from parity.explain.diagnosis.bugs import Bug, bugs_for
 from parity.explain.diagnosis.choices import HALF
 from parity.explain.diagnosis.replay import Replay
+from parity.explain.diagnosis.work import Work
 from parity.measure.core.blas import single_threaded
 from parity.measure.core.compare import judged
-from parity.measure.core.work import Work
 
 SECONDS = 1.0
 """Work of the search."""

@@ -96,13 +96,7 @@ class RankDiagnosis:
         bugs = [{"name": each.name, "about": each.about, "fix": each.fix} for each in self.bugs]
         wrong = [{"rank": rank, **each.to_dict()} for rank, each in self.wrong.items()]
         finding = {name: getattr(self, name) for name in FINDING}
-        return {
-            "is_wrong": self.is_wrong,
-            **finding,
-            "wrong": wrong,
-            "bugs": bugs,
-            "mistakes": bugs,
-        }
+        return {"is_wrong": self.is_wrong, **finding, "wrong": wrong, "bugs": bugs}
 
 
 def diagnose_ranks(

@@ -17,6 +17,7 @@ import numpy as np
 
 from parity.explain.diagnosis.bugs.record import Changed, instead
 from parity.explain.diagnosis.replay import Replay
+from parity.explain.diagnosis.sample import sample_of
 from parity.measure.core.stages import STAGES, Stage, stage_named
 from parity.measure.core.unused import unused_cells
 from parity.measure.core.weights import is_floating
@@ -118,7 +119,10 @@ class _Reader:
     @cached_property
     def unused(self) -> np.ndarray | None:
         """The cells whose values do not matter: tokens of padding, unfilled slots."""
-        return unused_cells(self.right.problem, self.name, self.expected.shape)
+        problem = self.right.problem
+        sample = sample_of(problem)
+        tokens = None if sample is None else sample.tokens_of(self.stage.quantity)
+        return unused_cells(problem.case, self.name, self.expected.shape, tokens)
 
     def read(self, x: np.ndarray) -> Read:
         """Return the readings, up to the first that agrees."""

@@ -17,6 +17,8 @@ from parity.explain.diagnosis.choices import AS_THE_REFERENCE, Choice
 from parity.explain.diagnosis.flow import Flow, flow_of
 from parity.explain.diagnosis.laws import Findings, describe
 from parity.explain.diagnosis.laws.record import OtherSpec
+from parity.explain.diagnosis.remembered import Remembered
+from parity.explain.diagnosis.work import run, spend_on
 from parity.measure.core.compare import (
     NOT_MEASURED,
     NOTHING,
@@ -29,11 +31,9 @@ from parity.measure.core.compare import (
     unit_of_rounding,
 )
 from parity.measure.core.problem import Problem
-from parity.measure.core.reference import Remembered
 from parity.measure.core.stages import STEPS, Stage, Step, stage_named
 from parity.measure.core.trace import RECOUNTS, Reference, nudged, nudged_values, step_of
 from parity.measure.core.unused import without_unused
-from parity.measure.core.work import run, spend_on
 
 Bugs = tuple[Bug, ...]
 Changes = tuple[Change, ...]

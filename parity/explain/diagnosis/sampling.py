@@ -18,14 +18,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mha_spec import DynamicScaling, LongRopeScaling
+from parity.explain.diagnosis.changed_layer import ChangedLayer
 from parity.explain.diagnosis.readings import orders
+from parity.explain.diagnosis.remembered import Remembered
+from parity.explain.diagnosis.sample import Sample, SampledProblem, rows_of_query, sample_of
 from parity.explain.diagnosis.whole import WholeStages
-from parity.measure.core.absorbed import rows_of_query
+from parity.explain.diagnosis.work import CountedArithmetic, uncounted
 from parity.measure.core.problem import Problem
-from parity.measure.core.reference import BLOCK, Arithmetic, Layer, Remembered
-from parity.measure.core.sample import Sample
+from parity.measure.core.reference import BLOCK
 from parity.measure.core.stages import STAGES, stage_named
-from parity.measure.core.work import uncounted
 
 LARGE = 2**25
 """Multiplications of a layer above which samples are searched: below, the whole layer takes a few
@@ -83,7 +84,7 @@ def multiplications(problem: Problem) -> int:
 
 def is_large(problem: Problem) -> bool:
     """Return True if samples are searched instead of the whole layer."""
-    return problem.sample is None and multiplications(problem) > LARGE
+    return sample_of(problem) is None and multiplications(problem) > LARGE
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ class Whole:
             for name, x in problem.inputs.items()
             if name in {*problem.sides.values()}
         }
-        part = replace(problem, inputs=inputs, sample=sample)
+        part = SampledProblem.of(replace(problem, inputs=inputs), sample)
         remembered = Remembered(self.remembered, tokens)
         return Part(
             part, self._cut(part, self.stages_of_tokens), remembered, words, self.stages_of_tokens
@@ -194,11 +195,8 @@ class Whole:
         features = self.features(turn)
         absorbs = not {"k", "v"} & self.observed.keys()
         some = {rows_of_query(rows): np.ascontiguousarray(self.problem.inputs["query"][:, rows])}
-        part = replace(
-            self.problem,
-            inputs=self.problem.inputs | some,
-            sample=Sample(rows, features, absorbs=absorbs),
-        )
+        with_rows = replace(self.problem, inputs=self.problem.inputs | some)
+        part = SampledProblem.of(with_rows, Sample(rows, features, absorbs=absorbs))
         words = f"{len(rows)} of {self.problem.case.seq_len} query tokens"
         return Part(part, self._cut(part), self.remembered, words, judged)
 
@@ -219,7 +217,9 @@ class Whole:
             name: problem.inputs[name][:, first] for name in ("value",) if name in problem.inputs
         }
         sample = Sample(np.arange(tokens), self.features(turn))
-        part = Problem(case.first_tokens(tokens), problem.dtype, problem.weights, inputs, sample)
+        part = SampledProblem(
+            case.first_tokens(tokens), problem.dtype, problem.weights, inputs, sample
+        )
         words = f"the first {tokens} of {case.seq_len} tokens"
         return Part(part, self._cut(part), Remembered(self.remembered, first), words, judged)
 
@@ -237,8 +237,9 @@ class Whole:
         every_feature = Sample(
             np.arange(self.num_tokens), np.arange(self.problem.spec.output_width)
         )
-        observed = self._cut(replace(part.problem, sample=every_feature))
-        return replace(part, problem=replace(part.problem, sample=None), observed=observed)
+        whole = part.problem.whole if isinstance(part.problem, SampledProblem) else part.problem
+        observed = self._cut(SampledProblem.of(whole, every_feature))
+        return replace(part, problem=whole, observed=observed)
 
     def mixing(self) -> Iterator[Part]:
         """Yield samples for bugs that mix rows.
@@ -260,11 +261,13 @@ class Whole:
             return
         if "attn_weights" in self.observed:
             yield self._mixing(
-                replace(of_first_keys, kept=None), frozenset({"attn_weights"}), words
+                replace(of_first_keys, num_continuing=None), frozenset({"attn_weights"}), words
             )
         elif "bias" not in self.problem.inputs:  # the logarithm of the other queries is not a row
             rows = _spread(self.num_rows, ROWS, 0)
-            sample = Sample(rows, features, kept=len(rows), others=self._others(rows))
+            sample = Sample(
+                rows, features, num_continuing=len(rows), other_rows=self._other_rows(rows)
+            )
             judged = frozenset(self.observed.keys() & {"context", "output"})
             yield self._mixing(
                 sample,
@@ -277,9 +280,9 @@ class Whole:
         )
 
     def _mixing(self, sample: Sample, judged: frozenset[str], words: str) -> Part:
-        part = replace(self.problem, sample=sample)
+        part = SampledProblem.of(self.problem, sample)
         cut = self._cut(part)
-        if sample.others is not None:
+        if sample.other_rows is not None:
             cut = {
                 name: x
                 for name, x in cut.items()
@@ -287,13 +290,15 @@ class Whole:
             }
         return Part(part, cut, self.remembered, words, judged)
 
-    def _others(self, rows: np.ndarray) -> np.ndarray:
+    def _other_rows(self, rows: np.ndarray) -> np.ndarray:
         """Return the log-sum-exp of the scores of each key over all queries except some, (B, N, 1,
         S).
         """
         case, spec = self.problem.case, self.problem.spec
         # Right layers also compute all scores: their work is not counted.
-        layer = self.remembered.serve(Layer(self.problem, Arithmetic(np.dtype(np.float64))))
+        layer = self.remembered.serve(
+            ChangedLayer(self.problem, CountedArithmetic(np.dtype(np.float64)))
+        )
         values = {**layer.mask({}), **layer.qkv({})}
         values |= {
             name: in_order(self.problem, name, self.observed[name])
@@ -316,7 +321,7 @@ class Whole:
 
     def _cut(self, part: Problem, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
         """Return some stages of a sample, in any recorded order of axes; all of them by default."""
-        found, sample = {}, part.sample
+        found, sample = {}, sample_of(part)
         for name, x in self.observed.items():
             stage = stage_named(name)
             if sample is None or stage.kind not in STAGES or stage.is_gradient:

@@ -14,10 +14,11 @@ from parity.explain.diagnosis.assumptions import assumption
 from parity.explain.diagnosis.bugs import Bug
 from parity.explain.diagnosis.laws import Findings
 from parity.explain.diagnosis.replay import Bugs, Replay, Scope
+from parity.explain.diagnosis.sample import sample_of
 from parity.explain.diagnosis.verdicts import EVERYWHERE, Explanation, Unknown
+from parity.explain.diagnosis.work import Work
 from parity.measure.core.compare import Judgement, norms_of
 from parity.measure.core.stages import stage_named
-from parity.measure.core.work import Work
 
 PARTS = {
     "": "",
@@ -397,7 +398,7 @@ def _unknown(replay: Replay, stage: str, found: Bugs, work: Work) -> Unknown:
     if replay.scope.is_quick:
         return Unknown(stage, verdict.error, verdict.ratio)
     findings = replay.findings(stage, found, lambda: work.inside("numbers and parts of the layer"))
-    if replay.problem.sample is not None and findings is not None:
+    if sample_of(replay.problem) is not None and findings is not None:
         findings = _of_sample(findings)
     nearest = []
     with suppress(TimeoutError):

@@ -18,6 +18,7 @@ from parity.explain.diagnosis.sampling import is_large
 from parity.explain.diagnosis.search import search
 from parity.explain.diagnosis.tapped import Sequences, sequences_of
 from parity.explain.diagnosis.verdicts import Line, excess, text_of
+from parity.explain.diagnosis.work import Work
 from parity.measure.core.compare import Comparison, Label, first_difference
 from parity.measure.core.problem import Problem
 from parity.measure.core.records import JsonRecord
@@ -25,7 +26,6 @@ from parity.measure.core.reference import UNFUSED
 from parity.measure.core.stages import stage_named
 from parity.measure.core.trace import Reference
 from parity.measure.core.weights import Weights, check_weights, weight_shapes
-from parity.measure.core.work import Work
 from parity.port.models.specs import ModelLayer
 from parity.port.tapping.record import Tapped, TappedLayer
 

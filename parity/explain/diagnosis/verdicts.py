@@ -68,12 +68,7 @@ class Explanation(JsonRecord):
     others: tuple[str, ...] = ()
     findings: Findings | None = None
 
-    IN_JSON = ("*", "hypotheses", *FINDING)
-
-    @property
-    def hypotheses(self) -> tuple[str, ...]:
-        """Former name of `bugs`."""
-        return self.bugs
+    IN_JSON = ("*", *FINDING)
 
     @property
     def likely_bug(self) -> str:

@@ -130,7 +130,7 @@ class WholeStages(Mapping[str, WholeStage]):
             same,
             problem=reference.problem,
             arithmetic=self._arithmetic,
-            unused=unused_cells(reference.problem, full_name, expected.shape),
+            unused=unused_cells(reference.problem.case, full_name, expected.shape),
         )
 
     def _by_token(self, name: str) -> np.ndarray:
@@ -141,7 +141,7 @@ class WholeStages(Mapping[str, WholeStage]):
             return np.zeros(0)
         reference = self._reference
         expected = reference.accumulated[full_name]
-        unused = unused_cells(reference.problem, full_name, expected.shape)
+        unused = unused_cells(reference.problem.case, full_name, expected.shape)
         with np.errstate(over="ignore", invalid="ignore"):
             error = np.abs(self._observed[name].astype(np.float64) - expected)
         error = np.where(np.isnan(error), np.where(np.isnan(expected), 0.0, np.inf), error)

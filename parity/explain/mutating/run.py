@@ -71,12 +71,7 @@ class Outcome(JsonRecord):
     by: str = ""
     seconds: float = 0.0
 
-    IN_JSON = ("*", "mistake", "is_caught")
-
-    @property
-    def mistake(self) -> str:
-        """Former name of `bug`."""
-        return self.bug
+    IN_JSON = ("*", "is_caught")
 
     @property
     def is_caught(self) -> bool:

@@ -1,8 +1,10 @@
-"""Backends: loading of canonical weights into modules of mha_jax, mha_torch and mha_tt, and running
-cases stage by stage.
+"""Backends: mha_jax, mha_torch and mha_tt with canonical weights, running cases stage by stage.
 
-Each is a record in `BACKENDS` and a module of plain functions, a `Port`, with which `driver` runs
-the stages of a case. Backends are imported on demand.
+- `Backend`: facts about a backend, a record in `BACKENDS`.
+- `Port` (`port`): its module of plain functions, imported on demand; `jax`, `torch` and `tt`.
+- `FilledModule` (`port`): a layer of the implementation with the weights of a problem.
+
+Start at `record.record`, which runs the stages of `driver` with a port.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 if TYPE_CHECKING:
-    from parity.measure.backends.port import Divided, Port
+    from parity.measure.backends.port import Port
 
 
 class Backend(NamedTuple):  # a dataclass would take a tenth of the time of --help
@@ -28,7 +30,6 @@ class Backend(NamedTuple):  # a dataclass would take a tenth of the time of --he
             supported by all.
         has_all_bugs: all known bugs can be injected, not only those in masks.
         wheels: platforms with wheels of its packages, if not all.
-        divided: module of this package that runs cases on a mesh of devices; empty without one.
         why_no_cache_files: reason why its caches cannot be saved; empty if they can.
         has_own_device: it blocks a device for other processes.
         has_own_arithmetic: its hardware may deviate from IEEE 754.
@@ -41,7 +42,6 @@ class Backend(NamedTuple):  # a dataclass would take a tenth of the time of --he
     paths: tuple[str, ...] = ("module", "fused")
     has_all_bugs: bool = True
     wheels: Mapping[str, str] = MappingProxyType({})
-    divided: str = ""
     why_no_cache_files: str = ""
     has_own_device: bool = False
     has_own_arithmetic: bool = False
@@ -54,9 +54,8 @@ _BACKENDS = (
         ("jax", "flax"),
         "jax.numpy",
         paths=("module", "fused", "blocks"),
-        divided="jax_mesh",
     ),
-    Backend("torch", "mha_torch", ("torch",), "torch", divided="torch_mesh"),
+    Backend("torch", "mha_torch", ("torch",), "torch"),
     Backend(
         "tt",
         "mha_tt",
@@ -65,7 +64,6 @@ _BACKENDS = (
         has_all_bugs=False,
         wheels={"ttnn": "CPython 3.10 and 3.12 on x86-64 Linux"},
         why_no_cache_files="its caches are padded to device tiles",
-        divided="tt_mesh",
         has_own_device=True,
         has_own_arithmetic=True,
     ),
@@ -91,17 +89,15 @@ def why_missing(name: str) -> str | None:
     from importlib.util import find_spec
 
     backend = BACKENDS[name]
-    missing = [
-        package for package in (*backend.needs, backend.sibling) if find_spec(package) is None
-    ]
+    packages = (*backend.needs, backend.sibling)
+    missing = [package for package in packages if find_spec(package) is None]
     if not missing:
         return None
-    wheels = (
-        f"; it has wheels for {backend.wheels[package]}"
-        for package in missing
-        if package in backend.wheels
-    )
-    return f"{name} needs {' and '.join(missing)}, not installed here{''.join(wheels)}"
+    reason = f"{name} needs {' and '.join(missing)}, not installed here"
+    for package in missing:
+        if package in backend.wheels:
+            reason += f"; it has wheels for {backend.wheels[package]}"
+    return reason
 
 
 def load_backend(name: str) -> Port:
@@ -111,33 +107,20 @@ def load_backend(name: str) -> Port:
         ValueError: if no backend has this name.
         ModuleNotFoundError: if it needs a package that is not installed.
     """
-    if reason := why_missing(name):
+    reason = why_missing(name)
+    if reason is not None:
         raise ModuleNotFoundError(reason)
     return cast("Port", importlib.import_module(f"{__name__}.{name}"))
 
 
-def load_divided(name: str) -> Divided:
-    """Import the module that runs cases of a backend on a mesh of devices.
-
-    Raises:
-        ValueError: if no backend has this name, or it supports only one device.
-        ModuleNotFoundError: if it needs a package that is not installed.
-    """
-    if reason := why_missing(name):
-        raise ModuleNotFoundError(reason)
-    if not BACKENDS[name].divided:
-        from mha_spec import InputError
-
-        raise InputError("mesh", "be of a backend that runs on several devices", backend=name)
-    return cast("Divided", importlib.import_module(f"{__name__}.{BACKENDS[name].divided}"))
-
-
 def backend_of(value: object) -> str | None:
-    """Return the backend whose package defines the class of a value, or a base class; None if there
-    is none.
+    """Return the backend whose package defines the class of a value, or a base class, or None.
 
     Layers of the tutorial belong to none, because they have no specification.
     """
-    modules = {kind.__module__ for kind in type(value).__mro__}
+    modules = [kind.__module__ for kind in type(value).__mro__]
     packages = {module.partition(".")[0] for module in modules if not module.endswith(".plain")}
-    return next((name for name, backend in BACKENDS.items() if backend.sibling in packages), None)
+    for name, backend in BACKENDS.items():
+        if backend.sibling in packages:
+            return name
+    return None

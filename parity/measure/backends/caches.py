@@ -31,7 +31,8 @@ def save_cache(path: str | os.PathLike[str], cache: Any) -> None:
         ValueError: if keys, values and lengths do not fit together.
     """
     framework = backend_of(cache)
-    if framework is None or "KVCache" not in {kind.__name__ for kind in type(cache).__mro__}:
+    classes = [kind.__name__ for kind in type(cache).__mro__]
+    if framework is None or "KVCache" not in classes:
         raise InputTypeError("cache", "be a KVCache of mha_jax or mha_torch", type(cache).__name__)
     _check_framework(framework)
     backend = load_backend(framework)
@@ -59,25 +60,24 @@ def load_cache(path: str | os.PathLike[str], framework: str) -> Any:
     _check_framework(framework)
     backend = load_backend(framework)
     tensors, metadata = load_tensors(path)
-    if (
-        metadata.get("kind") != "cache"
-        or metadata.get("format") != FORMAT
-        or tensors.keys() != set(PARTS)
-    ):
+    is_cache = metadata.get("kind") == "cache" and metadata.get("format") == FORMAT
+    if not is_cache or tensors.keys() != set(PARTS):
         raise InputError(
             path, f"be a cache in format {FORMAT}", f"{sorted(tensors)} and metadata {metadata}"
         )
     _check(str(path), tensors)
     arrays = {part: backend.from_numpy(tensors[part]) for part in PARTS}
-    if (kept := backend.to_numpy(arrays["keys"]).dtype) != tensors["keys"].dtype:
+    dtype, loaded_dtype = tensors["keys"].dtype, backend.to_numpy(arrays["keys"]).dtype
+    if loaded_dtype != dtype:
         raise InputError(
-            "JAX", f"have jax_enable_x64 to hold {tensors['keys'].dtype}", f"{kept} from {path}"
+            "JAX", f"have jax_enable_x64 to hold {dtype}", f"{loaded_dtype} from {path}"
         )
     return backend.SIBLING.KVCache(**arrays)
 
 
 def _check_framework(framework: str) -> None:
-    if framework in BACKENDS and (reason := BACKENDS[framework].why_no_cache_files):
+    if framework in BACKENDS and framework not in FRAMEWORKS:
+        reason = BACKENDS[framework].why_no_cache_files
         raise InputError(
             "framework", f"be {' or '.join(FRAMEWORKS)}", f"framework={framework!r}: {reason}"
         )
@@ -88,12 +88,13 @@ def _check_framework(framework: str) -> None:
 def _check(name: str, tensors: dict[str, np.ndarray]) -> None:
     """Refuse keys, values and lengths that do not form a cache."""
     keys, values, lengths = (tensors[part] for part in PARTS)
-    if (
-        keys.ndim != 4
-        or values.ndim != 4
-        or values.shape[:3] != keys.shape[:3]
-        or lengths.shape != keys.shape[:1]
-    ):
+    fit_together = (
+        keys.ndim == 4
+        and values.ndim == 4
+        and values.shape[:3] == keys.shape[:3]
+        and lengths.shape == keys.shape[:1]
+    )
+    if not fit_together:
         shapes = {part: tensor.shape for part, tensor in tensors.items()}
         raise InputError(
             name,

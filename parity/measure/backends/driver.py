@@ -11,40 +11,36 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec
-from parity.measure.backends.port import Port
+from parity.measure.backends.port import Port, StagePort
 from parity.measure.core.arrays import to_numpy
 from parity.measure.core.problem import Problem
 from parity.measure.core.stages import Stage, Step, Values, steps_of
 from parity.measure.core.weights import dtype_named
 
 
-def steps(port: Port, problem: Problem) -> Sequence[Step]:
+def steps(port: StagePort, problem: Problem) -> Sequence[Step]:
     """Return the stages of a problem as functions, in the order of the data flow: see
     `parity.measure.core.stages`.
     """
     return steps_of(_Layer(port, problem), problem.case)
 
 
-def gradients(port: Port, problem: Problem) -> dict[str, np.ndarray]:
+def gradients(port: StagePort, problem: Problem) -> dict[str, np.ndarray]:
     """Return gradients of sum(output * cotangent) on the plain path, `grad.…`, and the others,
     `fused.grad.…`, …
     """
     layer = _Layer(port, problem)
-    inputs = {
-        name: layer.inputs[name]
-        for name in ("query", "key", "k", "v", "bias")
-        if name in layer.inputs
-    }
-    hidden = layer.hiding() | {
-        "positions": layer.positions(),
-        "cotangent": layer.inputs["cotangent"],
-    }
-    found = {}
+    differentiable = ("query", "key", "k", "v", "bias")
+    inputs = {name: x for name, x in layer.inputs.items() if name in differentiable}
+    hidden = layer.hiding_arguments()
+    hidden["positions"] = layer.positions()
+    hidden["cotangent"] = layer.inputs["cotangent"]
+    grads = {}
     for path in port.GRADIENT_PATHS:
         of_inputs, of_weights = port.pull_back(path, layer.filled, problem.spec, inputs, hidden)
-        grads = {**of_inputs, **of_weights}
-        found |= {str(Stage(name, path, is_gradient=True)): grad for name, grad in grads.items()}
-    return found
+        for name, grad in {**of_inputs, **of_weights}.items():
+            grads[str(Stage(name, path, is_gradient=True))] = grad
+    return grads
 
 
 def outputs_of_tutorial(port: Port, problem: Problem) -> dict[str, np.ndarray]:
@@ -56,31 +52,32 @@ def outputs_of_tutorial(port: Port, problem: Problem) -> dict[str, np.ndarray]:
     layer = port.tutorial(problem)
     if case.is_cached:
         chunks = [port.from_numpy(problem.step_input(index)) for index in range(len(case.chunks))]
-        outputs = port.call(_decode_by_tutorial, layer, chunks)
-        return {
-            f"step{index}.plain.output": port.to_numpy(output)
-            for index, output in enumerate(outputs)
-        }
-    mask = None
-    if case.has_mask:
-        created = port.SIBLING.plain.create_attention_mask(
-            case.seq_len,
-            case.key_len,
-            is_causal=case.is_causal,
-            key_padding_lengths=case.key_padding_lengths,
-        )
-        hidden = to_numpy(created)
-        if "mask" in problem.inputs:
-            hidden = hidden | problem.inputs["mask"]
-        mask = port.beside(hidden)
+        outputs = {}
+        for index, output in enumerate(port.call(_decode_by_tutorial, layer, chunks)):
+            outputs[f"step{index}.plain.output"] = port.to_numpy(output)
+        return outputs
     query = port.from_numpy(problem.inputs["query"])
-    if case.seq_len_k is None:
-        output = port.call(_attend_by_tutorial, layer, query, None, mask)
-    else:
-        output = port.call(
-            _attend_by_tutorial, layer, query, port.from_numpy(problem.inputs["key"]), mask
-        )
+    key = None
+    if case.seq_len_k is not None:
+        key = port.from_numpy(problem.inputs["key"])
+    mask = _mask_of_tutorial(port, problem) if case.has_mask else None
+    output = port.call(_attend_by_tutorial, layer, query, key, mask)
     return {"plain.output": port.to_numpy(output)}
+
+
+def _mask_of_tutorial(port: Port, problem: Problem) -> Any:
+    """Return the mask that the tutorial creates for a case, combined with that of the inputs."""
+    case = problem.case
+    created = port.SIBLING.plain.create_attention_mask(
+        case.seq_len,
+        case.key_len,
+        is_causal=case.is_causal,
+        key_padding_lengths=case.key_padding_lengths,
+    )
+    mask = to_numpy(created)
+    if "mask" in problem.inputs:
+        mask = mask | problem.inputs["mask"]
+    return port.argument(mask)
 
 
 def values_to_weigh(problem: Problem, values: Values) -> np.ndarray:
@@ -91,22 +88,27 @@ def values_to_weigh(problem: Problem, values: Values) -> np.ndarray:
     Rows that attend to a NaN are NaN here as well, because their attention weights are.
     """
     v = values["v"]
-    return v if problem.case.not_finite is None else np.where(np.isfinite(v), v, np.zeros_like(v))
+    if problem.case.not_finite is None:
+        return v
+    return np.where(np.isfinite(v), v, np.zeros_like(v))
 
 
-# ---- Functions of an implementation: differences between layers are arguments, so that compiled
-# code is shared -------
+# ---- Functions of an implementation --------------------------------------------------------------
+
+# Differences between layers are arguments of these functions, so that layers share compiled code.
 
 
 def _project(
     sibling: Any, spec: AttentionSpec, weights: Any, inputs: Sequence[Any], positions: Any
 ) -> Any:
     query, key, value = inputs
-    key = query if key is None else key  # the same array, so that one product returns all three
-    value = key if value is None else value
-    return sibling.project_qkv(
-        sibling.project_with(weights, spec), query, key, value, spec, positions
-    )
+    # The same array, so that one product returns all three.
+    if key is None:
+        key = query
+    if value is None:
+        value = key
+    project = sibling.project_with(weights, spec)
+    return sibling.project_qkv(project, query, key, value, spec, positions)
 
 
 def _project_latents(
@@ -137,11 +139,20 @@ def _weigh(sibling: Any, attn_weights: Any, v: Any) -> Any:
     return sibling.attention_context(attn_weights, v)
 
 
-def _combine(sibling: Any, spec: AttentionSpec, weights: Any, context: Any, gate: Any) -> Any:
-    context = context if gate is None else sibling.apply_gate(context, gate)
-    output, project = sibling.combine_heads(context), sibling.project_with(weights, spec)
-    output = output if spec.context_norm is None else project("context_norm", output)
-    return project("out_proj", output) if spec.out_proj else output
+def combine(sibling: Any, spec: AttentionSpec, weights: Any, context: Any, gate: Any) -> Any:
+    """Return the output of a layer from its context.
+
+    The part of some heads, if they are divided: ports to meshes sum the parts.
+    """
+    if gate is not None:
+        context = sibling.apply_gate(context, gate)
+    project = sibling.project_with(weights, spec)
+    output = sibling.combine_heads(context)
+    if spec.context_norm is not None:
+        output = project("context_norm", output)
+    if spec.out_proj:
+        output = project("out_proj", output)
+    return output
 
 
 def _append(sibling: Any, cache: Any, k: Any, v: Any, new_lengths: Any) -> Any:
@@ -176,58 +187,60 @@ class _Layer:
     by name.
     """
 
-    def __init__(self, port: Port, problem: Problem) -> None:
+    def __init__(self, port: StagePort, problem: Problem) -> None:
         self.port, self.problem, self.case, self.spec = port, problem, problem.case, problem.spec
+        self.sibling = port.SIBLING
+        # First, because ports to meshes learn the problem from it.
         self.filled = port.filled(problem)
         if self.case.not_finite == "visible":
-            self.filled.contain(port.SIBLING.contained)
+            self.filled.contain(self.sibling.contained)
         self.shapes = port.SHAPES(port, problem.spec)
-        self.inputs = {
-            name: port.beside(x) if name in ("mask", "bias") else self.shapes.from_input(name, x)
-            for name, x in problem.inputs.items()
-        }
-        self.sibling = port.SIBLING
+        self.inputs = {name: self._input(name, x) for name, x in problem.inputs.items()}
+
+    def _input(self, name: str, x: np.ndarray) -> Any:
+        if name in ("mask", "bias"):
+            return self.port.argument(x)
+        return self.shapes.from_input(name, x)
 
     # ---- Stages ----------------------------------------------------------------------------------
 
     def mask(self, _: Values) -> dict[str, np.ndarray]:
+        own_span = {"window_size": self.spec.window_size, "chunk_size": self.spec.chunk_size}
         shape = (self.case.batch, self.spec.num_heads, self.case.seq_len, self.case.key_len)
-        return {"mask": np.broadcast_to(self.hidden(self.spec), shape)}
+        return {"mask": np.broadcast_to(self._combined_mask(**own_span), shape)}
 
-    def hidden(self, spec: AttentionSpec | None = None) -> np.ndarray:
-        """Return the combined mask of the implementation; with a spec including the layer's own
-        span.
+    def _combined_mask(self, **own_span: int | None) -> np.ndarray:
+        """Return all masks of the case, as the implementation creates them, in one.
+
+        Args:
+            own_span: window or chunks of the layer itself, which it hides without a mask.
         """
         case = self.case
+        hides = dict(case.hides)
+        for name, value in case.hides.items():
+            if isinstance(value, np.ndarray):
+                hides[name] = self.port.whole_argument(value)
         mask = to_numpy(
-            self.sibling.create_attention_mask(
-                case.seq_len,
-                case.key_len,
-                **{
-                    name: self.port.whole(x) if isinstance(x, np.ndarray) else x
-                    for name, x in case.hides.items()
-                },
-                window_size=None if spec is None else spec.window_size,
-                chunk_size=None if spec is None else spec.chunk_size,
-            )
+            self.sibling.create_attention_mask(case.seq_len, case.key_len, **hides, **own_span)
         )
         if case.window_size is not None:
             window = self.sibling.create_sliding_window_mask(
                 case.seq_len, case.key_len, window_size=case.window_size
             )
             mask = mask | to_numpy(window)
-        return mask | self.problem.inputs["mask"] if "mask" in self.problem.inputs else mask
+        if "mask" in self.problem.inputs:
+            mask = mask | self.problem.inputs["mask"]
+        return mask
 
-    def hiding(self) -> dict[str, Any]:
+    def hiding_arguments(self) -> dict[str, Any]:
         """Return the arguments of the module that hide keys."""
-        arguments: dict[str, Any] = {
-            "mask": self.port.beside(self.hidden()) if self.case.has_mask else None
-        }
+        arguments: dict[str, Any] = {"mask": None}
+        if self.case.has_mask:
+            arguments["mask"] = self.port.argument(self._combined_mask())
         if self.case.not_finite == "hidden":
             # Only lengths say what is padding, of which the module must stop a NaN.
-            arguments["key_padding_lengths"] = self.port.beside(
-                np.array(self.case.key_padding_lengths, np.int32)
-            )
+            lengths = np.array(self.case.key_padding_lengths, np.int32)
+            arguments["key_padding_lengths"] = self.port.argument(lengths)
         return arguments
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
@@ -235,59 +248,57 @@ class _Layer:
         for name in ("query", "key", "value", "k", "v"):
             if name not in inputs:
                 continue
+            # Layers replace a NaN in padding before they project; the function for this does not.
             finite = self.problem.finite_in_padding(name)
             if finite is not self.problem.inputs[name]:
                 inputs[name] = self.shapes.from_input(name, finite)
-        return self.entering(*self.of_tokens(inputs), self.positions())
+        return self.projected(*self._query_key_value(inputs), self.positions())
 
-    def of_tokens(self, inputs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    def _query_key_value(self, inputs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
         """Return the query, key and value of the module; None for a key or value that is the input
         before it.
         """
-        return (
-            inputs["query"],
-            inputs.get("key", inputs.get("k")),
-            inputs.get("value", inputs.get("v")),
-        )
+        key = inputs.get("key", inputs.get("k"))
+        value = inputs.get("value", inputs.get("v"))
+        return inputs["query"], key, value
 
     def positions(self, step: int | None = None) -> Any:
         """Return the positions argument of the module, or None for the default."""
-        return self.told_positions(step) if self.case.has_positions else None
+        return self.explicit_positions(step) if self.case.has_positions else None
 
-    def told_positions(self, step: int | None) -> Any:
+    def explicit_positions(self, step: int | None) -> Any:
         """Return the positions, also if a module uses the default."""
-        return self.port.beside(self.case.positions(step).astype(np.int32))
+        return self.port.argument(self.case.positions(step).astype(np.int32))
 
-    def entering(self, query: Any, key: Any, value: Any, positions: Any) -> dict[str, np.ndarray]:
+    def projected(self, query: Any, key: Any, value: Any, positions: Any) -> dict[str, np.ndarray]:
         """Return the heads that enter attention, and the gate of its output."""
-        of_layer, found = (self.spec, self.filled.weights), {}
-        if self.spec.latent is None:
-            q, k, v = self.port.call(_project, *of_layer, (query, key, value), positions)
+        call, spec, weights = self.port.call, self.spec, self.filled.weights
+        arrays = {}
+        if spec.latent is None:
+            q, k, v = call(_project, spec, weights, (query, key, value), positions)
         else:
-            q, found["latents"] = self.port.call(_project_latents, *of_layer, query, positions)
-            k, v = self.port.call(_expand, *of_layer, found["latents"])
-        found |= {"q": q, "k": k, "v": v}
-        read = {name: self.shapes.to_numpy(name, x) for name, x in found.items()}
-        if self.spec.gate is None:
-            return read
-        # Last, because recordings have this order.
-        return {
-            **read,
-            "gate": self.shapes.to_numpy("gate", self.port.call(_open, *of_layer, query)),
-        }
+            q, latents = call(_project_latents, spec, weights, query, positions)
+            arrays["latents"] = latents
+            k, v = call(_expand, spec, weights, latents)
+        arrays |= {"q": q, "k": k, "v": v}
+        stages = {name: self.shapes.to_numpy(name, x) for name, x in arrays.items()}
+        if spec.gate is not None:
+            # Last, because recordings of a device have this order, downloads included.
+            stages["gate"] = self.shapes.to_numpy("gate", call(_open, spec, weights, query))
+        return stages
 
     def scores(self, values: Values, offsets: Any = None) -> dict[str, np.ndarray]:
-        q, k = (self.shapes.from_numpy(name, values[name]) for name in "qk")
+        q = self.shapes.from_numpy("q", values["q"])
+        k = self.shapes.from_numpy("k", values["k"])
         learned = {name: self.filled.weights[name] for name in self.spec.score_shapes}
         scores = self.port.call(_score, self.spec, q, k, self.inputs.get("bias"), offsets, learned)
         return {"scores": self.port.to_numpy(scores)}
 
     def attn_weights(self, values: Values) -> dict[str, np.ndarray]:
-        scores, mask = self.port.from_numpy(values["scores"]), self.port.beside(values["mask"])
+        scores, mask = self.port.from_numpy(values["scores"]), self.port.argument(values["mask"])
         attn_weights = self.port.call(_soften, scores, mask, self.filled.weights.get("sinks"))
-        return {
-            "attn_weights": self.port.to_numpy(attn_weights).astype(dtype_named(self.problem.dtype))
-        }
+        dtype = dtype_named(self.problem.dtype)
+        return {"attn_weights": self.port.to_numpy(attn_weights).astype(dtype)}
 
     def context(self, values: Values) -> dict[str, np.ndarray]:
         v = self.shapes.from_numpy("v", values_to_weigh(self.problem, values))
@@ -295,15 +306,17 @@ class _Layer:
         return {"context": self.shapes.to_numpy("context", context)}
 
     def output(self, values: Values) -> dict[str, np.ndarray]:
-        gate = None if self.spec.gate is None else self.shapes.from_numpy("gate", values["gate"])
+        gate = None
+        if self.spec.gate is not None:
+            gate = self.shapes.from_numpy("gate", values["gate"])
         context = self.shapes.from_numpy("context", values["context"])
-        output = self.port.call(_combine, self.spec, self.filled.weights, context, gate)
+        output = self.port.call(combine, self.spec, self.filled.weights, context, gate)
         return {"output": self.shapes.to_numpy("output", output)}
 
     def whole(self, _: Values) -> dict[str, np.ndarray]:
         """Run the module on each of its paths."""
-        query, key, value = self.of_tokens(self.inputs)
-        hiding = self.hiding()
+        query, key, value = self._query_key_value(self.inputs)
+        hiding = self.hiding_arguments()
         bias = self.inputs.get("bias")
         attn_weights, outputs = self.filled.outputs(
             query, key=key, value=value, bias=bias, positions=self.positions(), **hiding
@@ -311,13 +324,15 @@ class _Layer:
         if self.case.not_finite == "visible":
             # The path of the attention weights does not contain a NaN: 0 * NaN is NaN.
             outputs = {**outputs, "module": outputs["fused"]}
-        return {"module.attn_weights": self.port.to_numpy(attn_weights), **self.outputs(outputs)}
+        stages = {"module.attn_weights": self.port.to_numpy(attn_weights)}
+        return stages | self.output_stages(outputs)
 
-    def outputs(self, outputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        return {
-            f"{path}.output": self.shapes.to_numpy("output", output)
-            for path, output in outputs.items()
-        }
+    def output_stages(self, outputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Return the outputs of all paths as stages."""
+        stages = {}
+        for path, output in outputs.items():
+            stages[f"{path}.output"] = self.shapes.to_numpy("output", output)
+        return stages
 
     def call(self, index: int) -> _Call:
         """One call with a cache."""
@@ -325,75 +340,87 @@ class _Layer:
 
 
 class _Call:
-    """One call with a cache."""
+    """One call with a cache; its steps are those of a layer with other values or arguments."""
 
     def __init__(self, layer: _Layer, index: int) -> None:
         self.layer, self.port, self.shapes = layer, layer.port, layer.shapes
         self.case, self.index = layer.case, index
         self.x = self.port.from_numpy(layer.problem.step_input(index))
-        self.received: list[Any] = [
-            self.shapes.from_input(name, layer.problem.step_input(index, name))
-            if name in layer.inputs
-            else None
-            for name in "kv"
-        ]
-        self.before = np.array(self.case.lengths_before(index), np.int32)
-        is_ragged = bool(self.case.new_lengths)
-        self.new_lengths = (
-            self.port.beside(np.array(self.case.added(index), np.int32)) if is_ragged else None
-        )
+        self.received_k = self._received("k")
+        self.received_v = self._received("v")
+        self.lengths_before = np.array(self.case.lengths_before(index), np.int32)
+        self.new_lengths: Any = None
+        if self.case.new_lengths:
+            self.new_lengths = self.port.argument(np.array(self.case.added(index), np.int32))
+
+    def _received(self, name: str) -> Any:
+        """Return the keys or values of another layer, or None if the layer has its own."""
+        if name not in self.layer.inputs:
+            return None
+        return self.shapes.from_input(name, self.layer.problem.step_input(self.index, name))
 
     def mask(self, _: Values) -> dict[str, np.ndarray]:
         seq_len, capacity, spec = self.case.chunks[self.index], self.case.capacity, self.case.spec
         mask = self.layer.sibling.create_cache_mask(
-            self.port.whole(self.before),
+            self.port.whole_argument(self.lengths_before),
             seq_len,
             capacity,
             window_size=spec.window_size,
             chunk_size=spec.chunk_size,
         )
-        shape = (self.case.batch, self.case.spec.num_heads, seq_len, capacity)
+        shape = (self.case.batch, spec.num_heads, seq_len, capacity)
         return {"mask": np.broadcast_to(to_numpy(mask), shape)}
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
-        positions = self.layer.told_positions(self.index) if self.case.spec.has_positions else None
-        key, value = self.received
-        return self.layer.entering(self.x, key, value, positions)
+        positions = None
+        if self.case.spec.has_positions:
+            # The default is 0 for the first token, whatever a cache contains.
+            positions = self.layer.explicit_positions(self.index)
+        return self.layer.projected(self.x, self.received_k, self.received_v, positions)
 
     def scores(self, values: Values) -> dict[str, np.ndarray]:
-        return self.layer.scores(values, self.port.beside(self.before))
+        return self.layer.scores(values, self.port.argument(self.lengths_before))
 
     def cache(self, values: Values) -> dict[str, np.ndarray]:
         previous = self._previous("cache", values)
         if self.layer.spec.latent is not None:
-            latents = self.shapes.from_numpy("latents", values["latents"])
-            grown = self.port.call(_append_latents, previous, latents, self.new_lengths)
-            kv = self.port.call(_expand, self.layer.spec, self.layer.filled.weights, grown.latents)
-            kv = map(self.shapes.to_numpy, "kv", kv)
-            own = {
-                f"cache.{name}": x[:, :, : self.case.capacity]
-                for name, x in zip(("keys", "values"), kv, strict=True)
-            }
-            return {**self._stages("cache", grown), **own}  # the device may have more slots
-        k, v = (self.shapes.from_numpy(name, values[name]) for name in "kv")
+            return self._cache_of_latents(previous, values)
+        k = self.shapes.from_numpy("k", values["k"])
+        v = self.shapes.from_numpy("v", values["v"])
         return self._stages("cache", self.port.call(_append, previous, k, v, self.new_lengths))
 
+    def _cache_of_latents(self, previous: Any, values: Values) -> dict[str, np.ndarray]:
+        """Return the grown cache of latents, and the keys and values of all its slots."""
+        latents = self.shapes.from_numpy("latents", values["latents"])
+        grown = self.port.call(_append_latents, previous, latents, self.new_lengths)
+        k, v = self.port.call(_expand, self.layer.spec, self.layer.filled.weights, grown.latents)
+        capacity = self.case.capacity  # the device may have more slots
+        keys = self.shapes.to_numpy("k", k)[:, :, :capacity]
+        values_of_slots = self.shapes.to_numpy("v", v)[:, :, :capacity]
+        # Last, because recordings of a device have this order.
+        stages = self._stages("cache", grown)
+        return {**stages, "cache.keys": keys, "cache.values": values_of_slots}
+
     def whole(self, values: Values) -> dict[str, np.ndarray]:
+        """Run the module on each of its paths."""
         cache = self._previous("module.cache", values)
-        if self.layer.spec.shared_kv:  # the other layer appends
-            cache = self.port.call(_append, cache, *self.received, self.new_lengths)
+        if self.layer.spec.shared_kv:
+            # The other layer appends.
+            received = (self.received_k, self.received_v)
+            cache = self.port.call(_append, cache, *received, self.new_lengths)
         outputs, grown = self.layer.filled.step(
             self.x, cache, self.new_lengths, self.layer.positions(self.index)
         )
-        return {**self.layer.outputs(outputs), **self._stages("module.cache", grown)}
+        return {**self.layer.output_stages(outputs), **self._stages("module.cache", grown)}
 
     def _previous(self, name: str, values: Values) -> Any:
+        """Return the cache before this call: empty, or a stage of the previous call."""
         if self.index == 0:
             return self.layer.filled.module.init_cache(self.case.batch, self.case.capacity)
         arrays = [values[f"previous.{name}.{part}"] for part in self.shapes.cache_parts]
         return self.shapes.cache_from_numpy(arrays)
 
     def _stages(self, name: str, cache: Any) -> dict[str, np.ndarray]:
-        return {
-            f"{name}.{part}": array for part, array in self.shapes.cache_to_numpy(cache).items()
-        }
+        """Return the parts of a cache as stages."""
+        parts = self.shapes.cache_to_numpy(cache)
+        return {f"{name}.{part}": array for part, array in parts.items()}

@@ -65,25 +65,27 @@ def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
     """Fill a module of `mha_jax` from canonical weights, bit for bit; unchanged on errors."""
     spec = spec_of(module)
     weights = check_weights(weights, spec)
-    _check_held(nnx.to_pure_dict(nnx.state(module, nnx.Param)), spec)
-    (dtype,) = {
-        weight.dtype for weight in weights.values()
-    }  # checked to be one; before JAX can narrow it
-    held = getattr(module, next(iter(spec.projections))).kernel.dtype
-    if dtype != held:
-        raise InputTypeError("weights", "have the dtype of the module", f"{dtype} and {held}")
-    held = nnx.to_pure_dict(nnx.state(module, nnx.Param))
-    nnx.update(module, jax.tree.map(_placed_as, to_params(weights, spec), held))
+    params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    _check_names(params, spec)
+    # The dtype before JAX can narrow it; the weights were checked to have one.
+    dtype = next(iter(weights.values())).dtype
+    first_projection = getattr(module, next(iter(spec.projections)))
+    module_dtype = first_projection.kernel.dtype
+    if dtype != module_dtype:
+        raise InputTypeError(
+            "weights", "have the dtype of the module", f"{dtype} and {module_dtype}"
+        )
+    nnx.update(module, jax.tree.map(_placed_as, to_params(weights, spec), params))
     return module
 
 
-def _placed_as(x: Array, held: Any) -> Array:
-    """Return x with the sharding of another array, if that is on a mesh."""
-    placement = getattr(held, "sharding", None)
-    is_placed = isinstance(placement, NamedSharding) and isinstance(
-        placement.mesh, Mesh
-    )  # not an abstract mesh
-    return jax.device_put(x, placement) if is_placed else x
+def _placed_as(x: Array, param: Any) -> Array:
+    """Return x with the sharding of a parameter, if that is on a mesh."""
+    placement = getattr(param, "sharding", None)
+    # Parameters under a transformation have an abstract mesh, which has no devices.
+    if isinstance(placement, NamedSharding) and isinstance(placement.mesh, Mesh):
+        return jax.device_put(x, placement)
+    return x
 
 
 def spec_of(module: Any) -> AttentionSpec:
@@ -94,19 +96,21 @@ def spec_of(module: Any) -> AttentionSpec:
 def weights_of(module: Any) -> Weights:
     """Return the canonical weights of a module of `mha_jax`, bit for bit."""
     spec, params = spec_of(module), nnx.to_pure_dict(nnx.state(module, nnx.Param))
-    _check_held(params, spec)
+    _check_names(params, spec)
     return from_params(params, spec)
 
 
-def _check_held(params: Mapping[str, Any], spec: AttentionSpec) -> None:
-    names = (re.sub(r"kernel$", "weight", name) for name in flatten(params))
-    check_held(names, spec)
+def _check_names(params: Mapping[str, Any], spec: AttentionSpec) -> None:
+    """Refuse parameters that are not those of a layer with this specification."""
+    check_held([re.sub(r"kernel$", "weight", name) for name in flatten(params)], spec)
 
 
 def to_params(weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> Params:
     """Return canonical weights as the parameter tree of a layer with this specification."""
+    if spec.fused_qkv:
+        weights = pack_qkv(weights)
     params: Params = {}
-    for name, weight in (pack_qkv(weights) if spec.fused_qkv else weights).items():
+    for name, weight in weights.items():
         projection, _, leaf = name.partition(".")
         if not leaf:
             params[name] = from_numpy(weight)
@@ -119,17 +123,15 @@ def to_params(weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> Params:
 
 def from_params(params: Mapping[str, Any], spec: AttentionSpec) -> Weights:
     """Return canonical weights from the parameter tree of a layer with this specification."""
-    held: Weights = {}
+    weights: Weights = {}
     for name, array in flatten(params).items():
         weight = to_numpy(array)
         if name.endswith(".kernel"):
             name, weight = name.removesuffix("kernel") + "weight", weight.T
-        held[name] = np.array(weight, order="C")
-    return (
-        unpack_qkv(held, spec)
-        if spec.fused_qkv
-        else {name: held[name] for name in weight_shapes(spec)}
-    )
+        weights[name] = np.array(weight, order="C")
+    if spec.fused_qkv:
+        return unpack_qkv(weights, spec)
+    return {name: weights[name] for name in weight_shapes(spec)}
 
 
 # ---- Cases ---------------------------------------------------------------------------------------
@@ -138,7 +140,7 @@ def from_params(params: Mapping[str, Any], spec: AttentionSpec) -> Weights:
 SIBLING = mha_jax
 SHAPES = Shapes
 GRADIENT_PATHS = ("", "fused", "blocks")
-beside = whole = from_numpy
+argument = whole_argument = from_numpy
 why_skipped, replayed = never_skipped, nothing_replayed
 
 
@@ -147,13 +149,13 @@ QUICKLY: dict[str, Any] = {
     "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,
 }
-"""Compiler options for small layers on a CPU: five times faster compilation. Sums then run in
+"""Compiler options for small layers on a CPU: compilation is five times faster, and sums run in
 order.
 """
 
 LONGEST_AXIS = 1024
-"""Longest axis of a small layer: larger ones run longer than they compile, and their order of sums
-matters.
+"""Longest axis of a small layer. Larger ones run longer than they compile, and sums in order would
+round more.
 """
 
 
@@ -164,12 +166,20 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def compiled(function: Callable[..., Any], *arguments: Any) -> Any:
     """Return the function compiled for such arguments."""
-    longest = max((size for x in jax.tree.leaves(arguments) for size in np.shape(x)), default=0)
     # If XLA's flags are set, even to nothing, they apply to everything.
     quickly = (
-        longest <= LONGEST_AXIS and jax.default_backend() == "cpu" and "XLA_FLAGS" not in os.environ
+        _longest_axis(arguments) <= LONGEST_AXIS
+        and jax.default_backend() == "cpu"
+        and "XLA_FLAGS" not in os.environ
     )
     return _compiled(function, quickly, _replaceable())
+
+
+def _longest_axis(arguments: tuple[Any, ...]) -> int:
+    sizes = [0]
+    for leaf in jax.tree.leaves(arguments):
+        sizes += np.shape(leaf)
+    return max(sizes)
 
 
 @lru_cache(maxsize=16)
@@ -186,12 +196,14 @@ def _replaceable() -> tuple[Any, ...]:
     """Return the current functions, classes and methods of the implementation, on which compiled
     functions depend.
     """
-    modules = [SIBLING, *(x for x in vars(SIBLING).values() if isinstance(x, ModuleType))]
-    held = [x for module in modules for x in vars(module).values() if callable(x)]
-    own = [
-        x for x in held if isinstance(x, type) and x.__module__.split(".")[0] == SIBLING.__name__
-    ]
-    return (*held, *(x for kind in own for x in vars(kind).values() if callable(x)))
+    parts: list[Any] = []
+    for module in (SIBLING, *vars(SIBLING).values()):
+        if isinstance(module, ModuleType):
+            parts += [x for x in vars(module).values() if callable(x)]
+    for part in tuple(parts):
+        if isinstance(part, type) and part.__module__.split(".")[0] == SIBLING.__name__:
+            parts += [x for x in vars(part).values() if callable(x)]
+    return tuple(parts)
 
 
 class JaxModule:
@@ -199,14 +211,13 @@ class JaxModule:
     blocks.
     """
 
-    call = staticmethod(call)
+    call = staticmethod(call)  # a method, which a module on a mesh replaces
 
     def __init__(self, problem: Problem) -> None:
         kind = kind_of(mha_jax, problem.case)
         self.weights = to_params(problem.weights, problem.spec)
-        self.module = load_into(
-            nnx.merge(*_unfilled(kind, problem.spec, problem.dtype)), problem.weights
-        )
+        unfilled = nnx.merge(*_unfilled(kind, problem.spec, problem.dtype))
+        self.module = load_into(unfilled, problem.weights)
         self.in_blocks = nnx.clone(self.module)
         self.in_blocks.kernel = SMALL_BLOCKS
 
@@ -241,7 +252,8 @@ def _all_paths(
     _: Any, module: Any, in_blocks: Any, query: Array, inputs: dict[str, Array | None]
 ) -> tuple[Array, dict[str, Array]]:
     output, attn_weights = module(query, **inputs, need_weights=True)
-    fused, blocks = (layer(query, **inputs)[0] for layer in (module, in_blocks))
+    fused, _ = module(query, **inputs)
+    blocks, _ = in_blocks(query, **inputs)
     return attn_weights, {"module": output, "fused": fused, "blocks": blocks}
 
 
@@ -262,9 +274,8 @@ def _unfilled_tutorial(
 ) -> tuple[Any, Any]:
     """Return a split module of the tutorial in evaluation mode without weights, see `_unfilled`."""
     module = nnx.eval_shape(lambda: kind(d_model, num_heads, bias=bias, rngs=nnx.Rngs(0)))
-    module.dropout = nnx.Dropout(
-        0.0
-    )  # the other one has random keys, which would have to be computed
+    # The module's own has random keys, which would have to be computed.
+    module.dropout = nnx.Dropout(0.0)
     module.eval()
     return nnx.split(module)
 
@@ -299,7 +310,7 @@ def _gradients(
     hidden: dict[str, Any],
 ) -> tuple[dict[str, Array], Params]:
     def output_of(inputs: dict[str, Array], weights: Params) -> Array:
-        return sibling.multi_head_attention(
+        output, _ = sibling.multi_head_attention(
             inputs["query"],
             weights,
             spec,
@@ -311,9 +322,11 @@ def _gradients(
             need_weights=not path,
             positions=hidden["positions"],
             kernel=hidden["kernel"],
-        )[0]
+        )
+        return output
 
-    return jax.vjp(output_of, inputs, weights)[1](hidden["cotangent"])
+    _, pull_back_cotangent = jax.vjp(output_of, inputs, weights)
+    return pull_back_cotangent(hidden["cotangent"])
 
 
 _GRADIENTS = {path: partial(_gradients, path) for path in GRADIENT_PATHS}

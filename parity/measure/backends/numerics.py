@@ -18,8 +18,9 @@ from parity.measure.core.packages import installed
 def numerics_lock(
     backends: Iterable[str], dtype: str = "float32"
 ) -> Iterator[dict[str, dict[str, Any]]]:
-    """Fix the settings that affect results: matmul precision, TF32, x64, fast paths; and restore
-    them afterwards.
+    """Fix the settings that affect results, and restore them afterwards.
+
+    These are the precision of products, TF32, x64, and fast paths.
 
     Args:
         backends: names of the backends to lock.
@@ -28,8 +29,11 @@ def numerics_lock(
     Yields:
         Active settings, by backend.
     """
+    settings = {}
     with ExitStack() as stack:
-        yield {name: stack.enter_context(load_backend(name).lock(dtype)) for name in backends}
+        for name in backends:
+            settings[name] = stack.enter_context(load_backend(name).lock(dtype))
+        yield settings
 
 
 def on_device(device: str) -> AbstractContextManager[None]:
@@ -61,15 +65,14 @@ def environment(backends: Iterable[str]) -> dict[str, Any]:
     """Return the environment for reports: Python, packages, machine, and devices and settings of
     each backend.
     """
-    names = list(backends)
-    with numerics_lock(names) as settings:
+    of_backends = {}
+    with numerics_lock(backends) as settings:
+        for name, numerics in settings.items():
+            of_backends[name] = {**load_backend(name).environment(), "numerics": numerics}
         return {
             "python": sys.version.split()[0],
             "platform": platform.platform(),
             "cpus": os.cpu_count(),
             "packages": installed(),
-            "backends": {
-                name: {**load_backend(name).environment(), "numerics": settings[name]}
-                for name in names
-            },
+            "backends": of_backends,
         }

@@ -1,4 +1,4 @@
-"""Interface of a backend's module: plain functions."""
+"""Interface of a backend's module: plain functions, and what the modules share."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ import numpy as np
 from mha_spec import AttentionSpec
 from parity.measure.core.case import Case
 from parity.measure.core.problem import Problem
-from parity.measure.core.trace import Reference, Trace
 from parity.measure.core.weights import Weights
-from parity.measure.sharding.mesh import MeshPlan
 
 
 class FilledModule(Protocol):
@@ -57,8 +55,8 @@ class Replayed(Protocol):
     differs: str
 
 
-class Port(Protocol):
-    """Port to an implementation: plain functions and constants.
+class StagePort(Protocol):
+    """Part of a port that the driver of a case uses.
 
     Attributes:
         SIBLING: package of the implementation.
@@ -71,35 +69,18 @@ class Port(Protocol):
     SHAPES: type[Shapes]
     GRADIENT_PATHS: tuple[str, ...]
 
-    def load_into(self, module: Any, weights: Mapping[str, np.ndarray]) -> Any: ...
-    def weights_of(self, module: Any) -> Weights: ...
-    def spec_of(self, module: Any) -> AttentionSpec: ...
-    def why_skipped(self, case: Case, dtype: str) -> str | None:
-        """Return why a case cannot run in a dtype, or None."""
-        ...
-
     def lock(self, dtype: str) -> AbstractContextManager[dict[str, Any]]:
         """Fix and report the settings that affect results, and restore them afterwards."""
         ...
 
-    def replayed(self, problem: Problem) -> AbstractContextManager[Replayed | None]:
-        """Replay the recorded results of a problem that cannot be computed here; None without a
-        recording.
-        """
-        ...
-
-    def environment(self) -> dict[str, Any]:
-        """Return versions and devices."""
-        ...
-
     def from_numpy(self, x: np.ndarray) -> Any: ...
     def to_numpy(self, x: Any) -> np.ndarray: ...
-    def beside(self, x: np.ndarray) -> Any:
-        """Convert arguments other than inputs: masks, biases, positions, lengths."""
+    def argument(self, x: np.ndarray) -> Any:
+        """Return an argument other than inputs: a mask, a bias, positions or lengths."""
         ...
 
-    def whole(self, x: np.ndarray) -> Any:
-        """Return the whole argument, if `beside` returns the part of a process."""
+    def whole_argument(self, x: np.ndarray) -> Any:
+        """Return the whole argument, if `argument` returns the part of a process."""
         ...
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -109,12 +90,6 @@ class Port(Protocol):
         ...
 
     def filled(self, problem: Problem) -> FilledModule: ...
-    def tutorial(self, problem: Problem) -> Any:
-        """Return the tutorial's module for a case that it can express, with its weights, in
-        evaluation mode.
-        """
-        ...
-
     def pull_back(
         self,
         path: str,
@@ -130,24 +105,29 @@ class Port(Protocol):
         ...
 
 
-class Divided(Protocol):
-    """Interface of cases on a mesh of devices: plain functions."""
+class Port(StagePort, Protocol):
+    """Port to an implementation: a module of plain functions and constants."""
 
-    def make_devices(self, count: int) -> None:
-        """Create virtual devices, before there are any."""
+    def load_into(self, module: Any, weights: Mapping[str, np.ndarray]) -> Any: ...
+    def weights_of(self, module: Any) -> Weights: ...
+    def spec_of(self, module: Any) -> AttentionSpec: ...
+    def why_skipped(self, case: Case, dtype: str) -> str | None:
+        """Return why a case cannot run in a dtype, or None."""
         ...
 
-    def check_devices(self, plan: MeshPlan) -> None:
-        """Refuse a mesh of more devices than there are."""
+    def replayed(self, problem: Problem) -> AbstractContextManager[Replayed | None]:
+        """Replay the recorded results of a problem that cannot be computed here; None without a
+        recording.
+        """
         ...
 
-    def why_skipped(self, case: Case, dtype: str, plan: MeshPlan) -> str | None:
-        """Return why a case cannot run on the mesh in a dtype, or None."""
+    def environment(self) -> dict[str, Any]:
+        """Return versions and devices."""
         ...
 
-    def record(self, reference: Reference, plan: MeshPlan) -> Trace:
-        """Run a problem on the mesh with gathered stages, the mesh among the numerics, and counts
-        of collectives.
+    def tutorial(self, problem: Problem) -> Any:
+        """Return the tutorial's module for a case that it can express, with its weights, in
+        evaluation mode.
         """
         ...
 
@@ -168,11 +148,11 @@ OF_KEYS = ("k", "v", "keys", "values")
 class Shapes:
     """Conversion of stages and parts of caches, by name; this class has the standard shapes."""
 
-    def __init__(self, port: Port, spec: AttentionSpec) -> None:
+    def __init__(self, port: StagePort, spec: AttentionSpec) -> None:
         self.port, self.spec = port, spec
-        self.cache_parts = (
-            ("keys", "values", "lengths") if spec.latent is None else ("latents", "lengths")
-        )
+        self.cache_parts: tuple[str, ...] = ("keys", "values", "lengths")
+        if spec.latent is not None:
+            self.cache_parts = ("latents", "lengths")
 
     def from_numpy(self, name: str, x: np.ndarray) -> Any:
         """Return a stage in the implementation's format."""
@@ -180,7 +160,9 @@ class Shapes:
 
     def from_input(self, name: str, x: np.ndarray) -> Any:
         """Return an input as functions accept it; k and v are stages of another layer."""
-        return self.from_numpy(name, x) if name in ("k", "v") else self.port.from_numpy(x)
+        if name in ("k", "v"):
+            return self.from_numpy(name, x)
+        return self.port.from_numpy(x)
 
     def to_numpy(self, name: str, x: Any) -> np.ndarray:
         """Return a stage from the implementation's format."""
@@ -189,12 +171,11 @@ class Shapes:
     @property
     def cache_kind(self) -> Any:
         """Cache class of the implementation."""
-        return (
-            self.port.SIBLING.KVCache if self.spec.latent is None else self.port.SIBLING.LatentCache
-        )
+        sibling = self.port.SIBLING
+        return sibling.KVCache if self.spec.latent is None else sibling.LatentCache
 
     def cache_from_numpy(self, parts: Sequence[np.ndarray]) -> Any:
-        """Return the cache with these parts."""
+        """Return the cache with these parts, in the order of `cache_parts`."""
         return self.cache_kind(*map(self.from_numpy, self.cache_parts, parts))
 
     def cache_to_numpy(self, cache: Any) -> dict[str, np.ndarray]:
@@ -215,8 +196,6 @@ def kind_of(sibling: Any, case: Case) -> Any:
     """Return the module class of an implementation for a case."""
     if not case.is_cached:
         return sibling.MultiHeadAttention
-    return (
-        sibling.MultiHeadAttentionWithCache
-        if case.spec.latent is None
-        else sibling.MultiHeadLatentAttention
-    )
+    if case.spec.latent is None:
+        return sibling.MultiHeadAttentionWithCache
+    return sibling.MultiHeadLatentAttention

@@ -71,9 +71,8 @@ def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
     with torch.no_grad():
         for name, tensor in tensors.items():
             if is_distributed(parameters[name]):
-                from mha_torch.parallel.local import (
-                    copy_from_full,
-                )  # imports the dependencies of sharding
+                # Here, because it imports torch.distributed.
+                from mha_torch.parallel.local import copy_from_full
 
                 copy_from_full(parameters[name], tensor.to(parameters[name].device))
             else:
@@ -87,32 +86,31 @@ def spec_of(module: Any) -> AttentionSpec:
 
 
 def weights_of(module: Any) -> Weights:
-    """Return the canonical weights of a module of `mha_torch`, bit for bit; gathered if
-    distributed.
+    """Return the canonical weights of a module of `mha_torch`, bit for bit.
+
+    Distributed ones are gathered.
     """
     spec, parameters = spec_of(module), dict(module.named_parameters())
     check_held(parameters, spec)
-    whole = {
-        name: held.full_tensor() if is_distributed(held) else held
-        for name, held in parameters.items()
-    }
-    return from_state_dict(whole, spec)
+    tensors = {}
+    for name, parameter in parameters.items():
+        tensors[name] = parameter.full_tensor() if is_distributed(parameter) else parameter
+    return from_state_dict(tensors, spec)
 
 
 def to_state_dict(weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> dict[str, Tensor]:
     """Return canonical weights as the state dict of a layer with this specification."""
-    held = pack_qkv(weights) if spec.fused_qkv else weights
-    return {name: from_numpy(weight) for name, weight in held.items()}
+    if spec.fused_qkv:
+        weights = pack_qkv(weights)
+    return {name: from_numpy(weight) for name, weight in weights.items()}
 
 
 def from_state_dict(tensors: Mapping[str, Tensor], spec: AttentionSpec) -> Weights:
     """Return canonical weights from the state dict of a layer with this specification."""
-    held = {name: to_numpy(tensor).copy() for name, tensor in tensors.items()}
-    return (
-        unpack_qkv(held, spec)
-        if spec.fused_qkv
-        else {name: held[name] for name in weight_shapes(spec)}
-    )
+    weights = {name: to_numpy(tensor).copy() for name, tensor in tensors.items()}
+    if spec.fused_qkv:
+        return unpack_qkv(weights, spec)
+    return {name: weights[name] for name in weight_shapes(spec)}
 
 
 # ---- Cases ---------------------------------------------------------------------------------------
@@ -121,7 +119,7 @@ def from_state_dict(tensors: Mapping[str, Tensor], spec: AttentionSpec) -> Weigh
 SIBLING = mha_torch
 SHAPES = Shapes
 GRADIENT_PATHS = ("", "fused")
-beside = whole = from_numpy
+argument = whole_argument = from_numpy
 why_skipped, replayed = never_skipped, nothing_replayed
 
 
@@ -139,7 +137,8 @@ class TorchModule(FilledModule):
         self.module: Any = load_into(module, problem.weights)
         self.weights = to_state_dict(problem.weights, problem.spec)
 
-    outputs, step = torch.no_grad()(FilledModule.outputs), torch.no_grad()(FilledModule.step)
+    outputs = torch.no_grad()(FilledModule.outputs)
+    step = torch.no_grad()(FilledModule.step)
 
 
 filled = TorchModule
@@ -178,8 +177,11 @@ def pull_back(
         positions=hidden["positions"],
     )
     grads = torch.autograd.grad(output, [*leaves.values(), *weights.values()], hidden["cotangent"])
-    of_inputs = {name: to_numpy(grad) for name, grad in zip(leaves, grads, strict=False)}
-    return of_inputs, from_state_dict(dict(zip(weights, grads[len(leaves) :], strict=True)), spec)
+    of_inputs, of_weights = grads[: len(leaves)], grads[len(leaves) :]
+    return (
+        {name: to_numpy(grad) for name, grad in zip(leaves, of_inputs, strict=True)},
+        from_state_dict(dict(zip(weights, of_weights, strict=True)), spec),
+    )
 
 
 # ---- Environment ---------------------------------------------------------------------------------
@@ -188,41 +190,38 @@ def pull_back(
 @contextmanager
 def lock(dtype: str) -> Iterator[dict[str, Any]]:
     """Fix and report the settings that affect torch's results, and restore them afterwards."""
-    matmul, cudnn, mha = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.mha
+    cuda, cudnn, mha = torch.backends.cuda, torch.backends.cudnn, torch.backends.mha
     precision, fastpath = torch.get_float32_matmul_precision(), mha.get_fastpath_enabled()
-    settings: list[tuple[Any, str, bool]] = [
-        (cudnn, "allow_tf32", False),
-        (matmul, "allow_fp16_reduced_precision_reduction", False),
-        (matmul, "allow_bf16_reduced_precision_reduction", False),
+    switches: list[tuple[Any, str]] = [
+        (cudnn, "allow_tf32"),
+        (cuda.matmul, "allow_fp16_reduced_precision_reduction"),
+        (cuda.matmul, "allow_bf16_reduced_precision_reduction"),
     ]
-    before = [(holder, name, getattr(holder, name)) for holder, name, _ in settings]
+    before = [getattr(holder, name) for holder, name in switches]
+    sdp_backends = {
+        "flash": cuda.flash_sdp_enabled(),
+        "mem_efficient": cuda.mem_efficient_sdp_enabled(),
+        "math": cuda.math_sdp_enabled(),
+        "cudnn": cuda.cudnn_sdp_enabled(),
+    }
     try:
         torch.set_float32_matmul_precision("highest")  # no TF32 or bfloat16 inside float32 products
         mha.set_fastpath_enabled(False)
-        for holder, name, value in settings:
-            setattr(holder, name, value)
+        for holder, name in switches:
+            setattr(holder, name, False)
         yield {
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
             "cudnn_allow_tf32": cudnn.allow_tf32,
             "fp16_reduced_precision_reduction": False,
             "bf16_reduced_precision_reduction": False,
             "mha_fastpath": mha.get_fastpath_enabled(),
-            "sdp_backends": [
-                name
-                for name, enabled in {
-                    "flash": torch.backends.cuda.flash_sdp_enabled(),
-                    "mem_efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
-                    "math": torch.backends.cuda.math_sdp_enabled(),
-                    "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),
-                }.items()
-                if enabled
-            ],
+            "sdp_backends": [name for name, is_enabled in sdp_backends.items() if is_enabled],
             "threads": torch.get_num_threads(),
         }
     finally:
         torch.set_float32_matmul_precision(precision)
         mha.set_fastpath_enabled(fastpath)
-        for holder, name, value in before:
+        for (holder, name), value in zip(switches, before, strict=True):
             setattr(holder, name, value)
 
 

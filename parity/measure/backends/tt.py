@@ -46,25 +46,32 @@ def from_numpy(x: np.ndarray) -> ttnn.Tensor:
 
 
 def to_numpy(x: ttnn.Tensor) -> np.ndarray:
-    """Return the values of a tensor on host or device; bfloat16 and block formats (8 or 4 bits) as
-    bfloat16.
+    """Return the values of a tensor on host or device.
+
+    bfloat16 and block formats (8 or 4 bits) become bfloat16.
     """
     kind = str(x.dtype).rpartition(".")[2].lower()
-    is_on_device = x.storage_type() == ttnn.StorageType.DEVICE
-    values = mha_tt.download(x) if is_on_device else ttnn_mock.value_of(x)
-    if values is None:  # on the host, where bfloat16 converts to no NumPy dtype
-        values = (
-            x.to_numpy()
-            if "int" in kind
-            else ttnn._ttnn.operations.core.to_dtype(x, ttnn.float32).to_numpy()
-        )
+    if x.storage_type() == ttnn.StorageType.DEVICE:
+        values = mha_tt.download(x)
+    else:
+        values = ttnn_mock.value_of(x)
+        if values is None:
+            values = _values_on_host(x, is_integer="int" in kind)
     if "int" in kind:
         return values.astype(kind)
     return values if kind == "float32" else values.astype(ml_dtypes.bfloat16)
 
 
-_held = ExitStack()
+def _values_on_host(x: ttnn.Tensor, *, is_integer: bool) -> np.ndarray:
+    if is_integer:
+        return x.to_numpy()
+    # bfloat16 converts to no NumPy dtype.
+    return ttnn._ttnn.operations.core.to_dtype(x, ttnn.float32).to_numpy()
+
+
+_open_devices = ExitStack()
 _devices: list[ttnn.MeshDevice] = []
+"""The device of cases, if it is open."""
 
 
 def open_device(shape: tuple[int, int] | None = None) -> ttnn.MeshDevice:
@@ -76,8 +83,8 @@ def open_device(shape: tuple[int, int] | None = None) -> ttnn.MeshDevice:
     if not _devices or shape not in (None, tuple(_devices[-1].shape)):
         _choose_target()
         _close()
-        opened = mha_tt.open_device() if shape is None else mha_tt.open_mesh(shape)
-        _devices.append(_held.enter_context(opened))
+        opening = mha_tt.open_device() if shape is None else mha_tt.open_mesh(shape)
+        _devices.append(_open_devices.enter_context(opening))
     return _devices[-1]
 
 
@@ -96,7 +103,7 @@ def _choose_target() -> None:
 @atexit.register
 def _close() -> None:
     _devices.clear()
-    _held.close()
+    _open_devices.close()
 
 
 def why_skipped(case: Case, dtype: str) -> str | None:
@@ -113,7 +120,9 @@ def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
     A module with bfloat8_b weights accepts bfloat16 weights and rounds them.
     """
     weights = check_weights(weights, spec_of(module))
-    expected = np.dtype(np.float32 if module.weight_dtype == ttnn.float32 else ml_dtypes.bfloat16)
+    expected = np.dtype(ml_dtypes.bfloat16)
+    if module.weight_dtype == ttnn.float32:
+        expected = np.dtype(np.float32)
     for name, weight in weights.items():
         if weight.dtype != expected:
             raise InputTypeError(
@@ -130,10 +139,10 @@ def spec_of(module: Any) -> AttentionSpec:
 
 def weights_of(module: Any) -> Weights:
     """Return the canonical weights of a module of `mha_tt`, bit for bit; bfloat8_b as bfloat16."""
-    held = mha_tt.download_weights(module.weights, module.full_spec, heads=module.heads)
+    weights = mha_tt.download_weights(module.weights, module.full_spec, heads=module.heads)
     if module.weight_dtype != ttnn.float32:
-        held = {name: weight.astype(ml_dtypes.bfloat16) for name, weight in held.items()}
-    return held
+        weights = {name: weight.astype(ml_dtypes.bfloat16) for name, weight in weights.items()}
+    return weights
 
 
 # ---- Cases ---------------------------------------------------------------------------------------
@@ -143,26 +152,29 @@ SIBLING = mha_tt
 GRADIENT_PATHS = ()  # ttnn has no automatic differentiation
 
 
-def beside(x: np.ndarray) -> np.ndarray:
+def argument(x: np.ndarray) -> np.ndarray:
     """Return the argument unchanged: it stays on the host."""
     return x
 
 
-whole = beside
+whole_argument = argument
 
 
 class Padded(Shapes):
-    """Shapes on the device, where features of heads and slots of caches are padded to whole
-    tiles.
+    """Shapes on the device, where features of heads and slots of caches are padded to whole tiles.
+
+    A gate has one value for each head, (B, T, N), or one for each feature, which is padded.
     """
 
     def from_numpy(self, name: str, x: np.ndarray) -> ttnn.Tensor:
         if name == "gate" and x.shape[2] != self.spec.num_heads:
             heads = x.reshape(*x.shape[:2], self.spec.num_heads, -1).swapaxes(1, 2)
             return mha_tt.combine_heads(self.from_numpy("context", heads))
+        if name == "gate":
+            return self.port.from_numpy(x)
         if name == "latents":
             return from_numpy(self.padded(x, "kv_a_proj"))
-        return self.port.from_numpy(x if name == "gate" else self.padded(x, self.like(name)))
+        return self.port.from_numpy(self.padded(x, self.like(name)))
 
     def to_numpy(self, name: str, x: ttnn.Tensor) -> np.ndarray:
         if name == "output":
@@ -181,19 +193,18 @@ class Padded(Shapes):
             return "k_proj"
         return "q_proj" if self.spec.latent.q_rank is None else "q_b_proj"
 
-    def padded(self, x: np.ndarray, part: str) -> np.ndarray:
-        """Return heads with padded features."""
-        padded = np.zeros((*x.shape[:-1], padded_features(part, self.spec)), x.dtype)
-        padded[..., slots_of(part, self.spec)] = x
+    def padded(self, x: np.ndarray, projection: str) -> np.ndarray:
+        """Return heads with padded features, as after a projection."""
+        padded = np.zeros((*x.shape[:-1], padded_features(projection, self.spec)), x.dtype)
+        padded[..., slots_of(projection, self.spec)] = x
         return padded
 
-    def real(self, padded: np.ndarray, part: str) -> np.ndarray:
+    def real(self, padded: np.ndarray, projection: str) -> np.ndarray:
         """Return heads without padded features, which must be 0."""
-        slots = slots_of(part, self.spec)
+        slots = slots_of(projection, self.spec)
         heads = padded[..., slots]
-        is_lost = ~np.isfinite(heads).any(
-            axis=-1
-        )  # of a NaN token, which kernels may make infinite
+        # Kernels may make the padding of a NaN token infinite: then its features are lost anyway.
+        is_lost = ~np.isfinite(heads).any(axis=-1)
         if np.delete(padded, slots, axis=-1)[~is_lost].any():
             raise InputError("features that pad a head", "be 0", f"others in {padded.shape}")
         return heads
@@ -209,19 +220,22 @@ class Padded(Shapes):
         return heads.swapaxes(1, 2).reshape(x.shape[0], x.shape[1], -1)
 
     def cache_from_numpy(self, parts: Sequence[np.ndarray]) -> Any:
-        *slots, lengths = parts
-        capacity = slots[0].shape[2]
-        slots = [np.pad(x, ((0, 0), (0, 0), (0, -capacity % TILE), (0, 0))) for x in slots]
-        return self.cache_kind(*map(self.from_numpy, self.cache_parts, slots), lengths, capacity)
+        *arrays, lengths = parts
+        capacity = arrays[0].shape[2]
+        tensors = []
+        for name, x in zip(self.cache_parts, arrays, strict=False):  # without lengths
+            whole_tiles = np.pad(x, ((0, 0), (0, 0), (0, -capacity % TILE), (0, 0)))
+            tensors.append(self.from_numpy(name, whole_tiles))
+        return self.cache_kind(*tensors, lengths, capacity)
 
     def cache_to_numpy(self, cache: Any) -> dict[str, np.ndarray]:
-        held: dict[str, np.ndarray] = {}
+        parts: dict[str, np.ndarray] = {}
         for name in self.cache_parts[:-1]:
             slots = self.to_numpy(name, getattr(cache, name))
             if slots[:, :, cache.capacity :].any():
                 raise InputError("slots beyond the capacity", "be 0", f"others in the {name}")
-            held[name] = slots[:, :, : cache.capacity]
-        return {**held, "lengths": cache.lengths}
+            parts[name] = slots[:, :, : cache.capacity]
+        return {**parts, "lengths": cache.lengths}
 
 
 SHAPES = Padded

@@ -51,16 +51,18 @@ def to_numpy(x: Any) -> np.ndarray:
         return _from_torch(x)
     for package in packages & LIBRARIES.keys():
         return LIBRARIES[package]().to_numpy(x)
-    if not hasattr(x, "__array__") or any(kind.__name__ == "Tracer" for kind in type(x).__mro__):
-        raise InputTypeError(
-            "an array", "be a NumPy, torch or JAX array with values", type(x).__name__
-        )
+    # A tracer of JAX has the method, but raises an error of its own when it is called.
+    is_tracer = any(kind.__name__ == "Tracer" for kind in type(x).__mro__)
+    if is_tracer or not hasattr(x, "__array__"):
+        rule = "be a NumPy, torch or JAX array with values"
+        raise InputTypeError("an array", rule, type(x).__name__)
     return np.asarray(x)
 
 
 def to_torch(x: Any) -> torch.Tensor:
-    """Return a torch tensor of the same values, dtype and shape, on the CPU; `x` itself if it is
-    one.
+    """Return a torch tensor of the same values, dtype and shape, on the CPU.
+
+    A torch tensor is returned unchanged.
 
     Raises:
         TypeError: if it is not an array, or torch lacks its dtype.
@@ -70,9 +72,8 @@ def to_torch(x: Any) -> torch.Tensor:
     if isinstance(x, torch.Tensor):
         return x
     array = to_numpy(x)
-    if (
-        array.dtype.name in FOREIGN
-    ):  # torch cannot read NumPy's dtype of this name; the bits are equal
+    if array.dtype.name in FOREIGN:
+        # torch cannot read NumPy's dtype of this name; the bits are equal.
         bits = np.array(array).view(f"u{array.itemsize}")
         return torch.from_numpy(bits).view(getattr(torch, array.dtype.name))
     return torch.from_numpy(np.array(array))
@@ -88,12 +89,15 @@ def to_jax(x: Any) -> jax.Array:
     """
     import jax
 
-    return x if isinstance(x, jax.Array) else jax.numpy.asarray(to_numpy(x))
+    if isinstance(x, jax.Array):
+        return x
+    return jax.numpy.asarray(to_numpy(x))
 
 
 def to_numpy_by_name(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Return arrays by name as NumPy arrays; names of nested mappings, such as Flax's, are joined
-    with dots.
+    """Return arrays by name as NumPy arrays.
+
+    Names of nested mappings, such as Flax's, are joined with dots.
 
     Raises:
         TypeError: if an entry is not an array, or `arrays` is not a mapping.
@@ -101,39 +105,43 @@ def to_numpy_by_name(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """
     if not isinstance(arrays, Mapping):
         raise InputTypeError("weights", "be a mapping of arrays by name", type(arrays).__name__)
-    found: dict[str, np.ndarray] = {}
+    by_name: dict[str, np.ndarray] = {}
+    _add_arrays(by_name, "", arrays)
+    return by_name
 
-    def visit(name: str, node: Any) -> None:
-        if isinstance(node, Mapping):
-            for key, child in node.items():
-                visit(f"{name}.{key}" if name else str(key), child)
-            return
-        if name in found:
-            raise InputError(
-                "names", "differ after their levels are joined with dots", f"{name} twice"
-            )
-        try:
-            found[name] = to_numpy(node)
-        except TypeError:
-            raise InputTypeError(
-                name, "be an array of NumPy, torch or JAX", type(node).__name__
-            ) from None
 
-    visit("", arrays)
-    return found
+def _add_arrays(by_name: dict[str, np.ndarray], name: str, node: Any) -> None:
+    """Add an array, or all in a nested mapping, under a name."""
+    if isinstance(node, Mapping):
+        prefix = f"{name}." if name else ""
+        for key, child in node.items():
+            _add_arrays(by_name, f"{prefix}{key}", child)
+        return
+    if name in by_name:
+        rule = "differ after their levels are joined with dots"
+        raise InputError("names", rule, f"{name} twice")
+    try:
+        by_name[name] = to_numpy(node)
+    except TypeError:
+        rule = "be an array of NumPy, torch or JAX"
+        raise InputTypeError(name, rule, type(node).__name__) from None
 
 
 def arithmetic_of(*values: Any) -> str:
-    """Return the arithmetic of the device of arrays, or mappings of them: `ieee`, or that of their
-    library.
+    """Return the arithmetic of the device of arrays, or of mappings of them.
+
+    It is `ieee`, or that of their library.
     """
-    arrays = [
-        array
-        for value in values
-        for array in (value.values() if isinstance(value, Mapping) else [value])
-    ]
-    found = {package for array in arrays for package in _packages_of(array) & LIBRARIES.keys()}
-    return LIBRARIES[found.pop()]().arithmetic() if found else "ieee"
+    arrays: list[Any] = []
+    for value in values:
+        if isinstance(value, Mapping):
+            arrays += value.values()
+        else:
+            arrays.append(value)
+    for array in arrays:
+        for package in _packages_of(array) & LIBRARIES.keys():
+            return LIBRARIES[package]().arithmetic()
+    return "ieee"
 
 
 def _packages_of(x: Any) -> set[str]:
@@ -152,21 +160,18 @@ def _array(what: str, value: Any) -> np.ndarray:
     try:
         return to_numpy(value)
     except TypeError:
-        raise InputTypeError(
-            what, "be an array of NumPy, torch, JAX or TTNN", type(value).__name__
-        ) from None
+        rule = "be an array of NumPy, torch, JAX or TTNN"
+        raise InputTypeError(what, rule, type(value).__name__) from None
 
 
 def _from_torch(x: torch.Tensor) -> np.ndarray:
     import torch
 
     if x.is_meta or x.layout != torch.strided or x.is_quantized:
-        raise InputTypeError(
-            "a tensor", "be dense and have values", f"one of {x.dtype} on {x.device} in {x.layout}"
-        )
-    x = (
-        x.detach().cpu().resolve_conj().resolve_neg().contiguous().clone()
-    )  # the tensor may be modified in place
+        got = f"one of {x.dtype} on {x.device} in {x.layout}"
+        raise InputTypeError("a tensor", "be dense and have values", got)
+    x = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    x = x.clone()  # the tensor may be modified in place later
     name = str(x.dtype).removeprefix("torch.")
     if name in FOREIGN:
         bits = {1: torch.uint8, 2: torch.uint16}[x.element_size()]

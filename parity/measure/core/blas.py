@@ -15,31 +15,32 @@ import numpy as np
 
 
 def share_of_cores(num_processes: int) -> dict[str, str]:
-    """Return environment variables that limit a process to its share of the cores, unless they are
-    set already.
+    """Return environment variables that limit a process to its share of the cores.
+
+    Variables that are set already stay.
 
     Args:
         num_processes: number of processes that compute at once. If each used all cores, their
             threads would wait for each other and small cases take three times as long.
     """
     share = str(max((os.cpu_count() or 1) // num_processes, 1))
-    return {
-        name: os.environ.get(name, share) for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    }
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    return {name: os.environ.get(name, share) for name in names}
 
 
 @contextmanager
 def single_threaded() -> Iterator[None]:
-    """Limit NumPy's OpenBLAS to one thread: on a busy machine, several wait for each other longer
-    than they compute.
+    """Limit NumPy's OpenBLAS to one thread.
 
-    If NumPy uses another library, its threads are unchanged.
+    On a busy machine, several wait for each other longer than they compute. If NumPy uses another
+    library, its threads are unchanged.
     """
-    if (found := _threads()) is None:
+    functions = _thread_functions()
+    if functions is None:
         yield
         return
-    count, set_count = found
-    before = int(count())
+    get_count, set_count = functions
+    before = int(get_count())
     set_count(1)
     try:
         yield
@@ -48,18 +49,17 @@ def single_threaded() -> Iterator[None]:
 
 
 @cache
-def _threads() -> tuple[Any, Any] | None:
+def _thread_functions() -> tuple[Any, Any] | None:
     """Return functions of the OpenBLAS in NumPy's wheel that get and set the number of threads."""
     folder = Path(np.__file__).parent
-    for path in sorted(
-        [
-            *(folder.parent / "numpy.libs").glob("lib*openblas*"),
-            *(folder / ".dylibs").glob("*openblas*"),
-        ]
-    ):
+    on_linux = (folder.parent / "numpy.libs").glob("lib*openblas*")
+    on_macos = (folder / ".dylibs").glob("*openblas*")
+    for path in sorted([*on_linux, *on_macos]):
         library = ctypes.CDLL(str(path))
         for prefix, suffix in itertools.product(("scipy_openblas", "openblas"), ("64_", "")):
-            names = [f"{prefix}_{verb}_num_threads{suffix}" for verb in ("get", "set")]
-            if all(hasattr(library, name) for name in names):
-                return getattr(library, names[0]), getattr(library, names[1])
+            # Wheels rename the functions, in several ways.
+            getter = getattr(library, f"{prefix}_get_num_threads{suffix}", None)
+            setter = getattr(library, f"{prefix}_set_num_threads{suffix}", None)
+            if getter is not None and setter is not None:
+                return getter, setter
     return None

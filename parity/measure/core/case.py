@@ -72,44 +72,36 @@ class Case:
     segment_ids: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        ids, lengths, each = self.segment_ids or (), self.key_padding_lengths, f"batch={self.batch}"
-        rules = (
-            (
-                "seq_len",
-                f"be the sum of chunks={self.chunks}",
-                not self.chunks or self.seq_len == sum(self.chunks),
-            ),
-            ("new_lengths", "be empty without chunks", bool(self.chunks) or not self.new_lengths),
-            (
-                "new_lengths",
-                f"have {each} numbers",
-                all(len(row) == self.batch for row in self.new_lengths),
-            ),
-            (
-                "new_lengths",
-                f"have one entry per chunk of chunks={self.chunks}",
-                len(self.new_lengths) in (0, len(self.chunks)),
-            ),
-            (
-                "key_padding_lengths",
-                f"have {each} numbers",
-                lengths is None or len(lengths) == self.batch,
-            ),
-            (
-                "segment_ids",
-                f"have {each} rows of seq_len={self.seq_len} ids",
-                not ids or tuple(map(len, ids)) == (self.seq_len,) * self.batch,
-            ),
-            (
-                "segment_ids",
-                "be None except for self-attention without a cache",
-                not ids or (not self.chunks and self.seq_len_k is None),
-            ),
-            ("dtype", f"be one of {', '.join(DTYPES)}, or None", self.dtype in (None, *DTYPES)),
-        )
-        for name, rule, holds in rules:
-            if not holds:
-                raise InputError(name, rule, {name: getattr(self, name)})
+        per_sequence = f"batch={self.batch}"
+        if self.chunks:
+            is_sum = self.seq_len == sum(self.chunks)
+            self._require("seq_len", f"be the sum of chunks={self.chunks}", holds=is_sum)
+        else:
+            self._require("new_lengths", "be empty without chunks", holds=not self.new_lengths)
+        for row in self.new_lengths:
+            is_full = len(row) == self.batch
+            self._require("new_lengths", f"have {per_sequence} numbers", holds=is_full)
+        if self.new_lengths:
+            has_all = len(self.new_lengths) == len(self.chunks)
+            rule = f"have one entry per chunk of chunks={self.chunks}"
+            self._require("new_lengths", rule, holds=has_all)
+        if self.key_padding_lengths is not None:
+            has_all = len(self.key_padding_lengths) == self.batch
+            self._require("key_padding_lengths", f"have {per_sequence} numbers", holds=has_all)
+        if self.segment_ids:
+            has_all = [len(row) for row in self.segment_ids] == [self.seq_len] * self.batch
+            rule = f"have {per_sequence} rows of seq_len={self.seq_len} ids"
+            self._require("segment_ids", rule, holds=has_all)
+            is_possible = not self.chunks and self.seq_len_k is None
+            rule = "be None except for self-attention without a cache"
+            self._require("segment_ids", rule, holds=is_possible)
+        is_dtype = self.dtype is None or self.dtype in DTYPES
+        self._require("dtype", f"be one of {', '.join(DTYPES)}, or None", holds=is_dtype)
+
+    def _require(self, name: str, rule: str, *, holds: bool) -> None:
+        """Raise a ValueError about a field unless its rule holds."""
+        if not holds:
+            raise InputError(name, rule, {name: getattr(self, name)})
 
     @property
     def is_cached(self) -> bool:
@@ -129,8 +121,9 @@ class Case:
     @property
     def has_mask(self) -> bool:
         """Return whether any key is hidden."""
-        told = self.random_mask or self.segment_ids is not None or bool(self.window_size)
-        return told or self.is_causal or bool(self.key_padding_lengths)
+        if self.is_causal or self.random_mask or self.segment_ids is not None:
+            return True
+        return bool(self.window_size) or bool(self.key_padding_lengths)
 
     @property
     def is_plain(self) -> bool:
@@ -143,38 +136,40 @@ class Case:
         spec = self.spec
         if spec.d_model % spec.num_heads != 0:
             return False
-        of_paper = AttentionSpec(
-            spec.d_model, spec.num_heads, qkv_bias=spec.out_bias, out_bias=spec.out_bias
-        )
+        if self.window_size is not None or self.segment_ids is not None:
+            return False
+        if self.bias or self.not_finite or self.new_lengths:
+            return False
+        bias = spec.out_bias
+        of_paper = AttentionSpec(spec.d_model, spec.num_heads, qkv_bias=bias, out_bias=bias)
         # The same weights, packed into one array or not.
-        is_of_paper = spec == of_paper.replace(fused_qkv=spec.fused_qkv)
-        has_other_mask = self.window_size is not None or self.segment_ids is not None
-        return is_of_paper and not (
-            has_other_mask or self.bias or self.not_finite or self.new_lengths
-        )
+        return spec == of_paper.replace(fused_qkv=spec.fused_qkv)
 
     @property
     def has_gradients(self) -> bool:
-        """Return whether gradients are compared: without a cache, and without a visible NaN, which
-        spreads to all.
+        """Return whether gradients are compared.
+
+        They are not with a cache, or with a visible NaN, which spreads to all of them.
         """
         return not self.is_cached and self.not_finite != "visible"
 
     @property
     def key_len(self) -> int:
         """Number of keys, S."""
-        return self.seq_len if self.seq_len_k is None else self.seq_len_k
+        if self.seq_len_k is None:
+            return self.seq_len
+        return self.seq_len_k
 
     @property
     def has_positions(self) -> bool:
-        """Return whether layers need explicit positions, other than 0, 1, … or those after the
-        cached tokens.
+        """Return whether layers need explicit positions.
+
+        They need none for 0, 1, …, nor for those after the cached tokens.
         """
         if self.spec.rope is not None and self.spec.rope.sections:
             return True
-        return self.spec.has_positions and (
-            bool(self.first_position) or self.segment_ids is not None
-        )
+        starts_elsewhere = bool(self.first_position) or self.segment_ids is not None
+        return self.spec.has_positions and starts_elsewhere
 
     def positions(self, step: int | None = None) -> np.ndarray:
         """Return the positions of all tokens, or of those of one call: (B or 1, T).
@@ -183,7 +178,8 @@ class Case:
         x 3 patches; two are row and column of a picture three patches wide. Padding in a call has
         the position of the first token, so that it does not lengthen a sequence.
         """
-        tokens = np.arange(self.seq_len if step is None else self.chunks[step])[None]
+        num_tokens = self.seq_len if step is None else self.chunks[step]
+        tokens = np.arange(num_tokens)[None]
         if self.segment_ids is not None:  # number of earlier tokens of the same segment
             ids = np.array(self.segment_ids)
             tokens = np.tril(ids[:, :, None] == ids[:, None, :], -1).sum(axis=2)
@@ -199,20 +195,25 @@ class Case:
 
     def first_tokens(self, count: int) -> Case:
         """Return the case without a cache for only the first tokens."""
-        lengths = self.key_padding_lengths
-        if lengths is not None:
-            lengths = (
-                None if min(lengths) >= count else tuple(min(length, count) for length in lengths)
-            )
+        lengths = None
+        if self.key_padding_lengths is not None and min(self.key_padding_lengths) < count:
+            lengths = tuple(min(length, count) for length in self.key_padding_lengths)
         ids = self.segment_ids
         if ids is not None:
+            # If there are fewer tokens, the last segment goes on.
             ids = tuple((row + row[-1:] * count)[:count] for row in ids)
         return replace(self, seq_len=count, key_padding_lengths=lengths, segment_ids=ids)
 
     def lengths_before(self, step: int) -> tuple[int, ...]:
         """Return the number of cached tokens of each sequence before a call."""
-        return tuple(sum(self.added(i)[b] for i in range(step)) for b in range(self.batch))
+        lengths = [0] * self.batch
+        for earlier_step in range(step):
+            for b, num_added in enumerate(self.added(earlier_step)):
+                lengths[b] += num_added
+        return tuple(lengths)
 
     def added(self, step: int) -> tuple[int, ...]:
         """Return the number of real tokens that a call appends to each sequence."""
-        return self.new_lengths[step] if self.new_lengths else (self.chunks[step],) * self.batch
+        if self.new_lengths:
+            return self.new_lengths[step]
+        return (self.chunks[step],) * self.batch

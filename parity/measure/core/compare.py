@@ -79,7 +79,7 @@ further off.
 """
 
 POSITIONS = 64
-"""Number of bins along the tokens in a comparison."""
+"""Number of bins along the tokens in a comparison: enough for a line of a plot."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +101,14 @@ class Judgement:
     allowed: Mapping[str, float] = field(default_factory=dict)
 
     def error_in(self, norm: str) -> float:
-        """Return the error in a norm; the root mean square if it was not measured in this norm."""
+        """Return the error in a norm, or the root mean square if this norm was not measured."""
         return self.measured.get(norm, self.error)
 
     @property
     def has_wrong_zeros(self) -> bool:
         """Return whether attention weights are 0 for visible keys, or not 0 for hidden ones."""
-        return share(self.measured.get("zeros", 0.0), self.allowed.get("zeros", 1.0)) > 1.0
+        largest_wrong = self.measured.get("zeros", 0.0)
+        return share(largest_wrong, self.allowed.get("zeros", 1.0)) > 1.0
 
 
 class Label(NamedTuple):
@@ -183,7 +184,9 @@ class Comparison(JsonRecord):
     @property
     def against(self) -> str:
         """Description of the expected values."""
-        return "the reference" if self.by_reference else "expected"
+        if self.by_reference:
+            return "the reference"
+        return "expected"
 
     @property
     def passed(self) -> bool:
@@ -207,22 +210,24 @@ class Comparison(JsonRecord):
             ratio: error / budget of this step alone.
             reason: reason if it exceeds 1 and the comparison has no other, as text.
         """
-        failed = not self.passed or ratio > 1.0
-        reason = self.reason or (reason if ratio > 1.0 else "")
-        status = "failed" if failed else "passed"
-        return replace(self, status=status, local_ratio=ratio, reason=reason if failed else "")
+        if self.passed and ratio <= 1.0:
+            return replace(self, status="passed", local_ratio=ratio, reason="")
+        own_reason = self.reason
+        if not own_reason and ratio > 1.0:
+            own_reason = reason
+        return replace(self, status="failed", local_ratio=ratio, reason=own_reason)
 
     def __str__(self) -> str:
-        axes = " ".join(axis_names(self.stage, len(self.shape)))
-        verb = "agrees with" if self.passed else "differs from"
-        lines = [f"{self.case}/{self.stage}: {self.backend} {verb} {self.against} ({self.dtype})"]
+        subject = f"{self.case}/{self.stage}: {self.backend}"
         if self.passed:
-            return f"{lines[0]}, {self.worse_ratio:.2g} of its budget"
+            used = f"{self.worse_ratio:.2g} of its budget"
+            return f"{subject} agrees with {self.against} ({self.dtype}), {used}"
+        axes = " ".join(axis_names(self.stage, len(self.shape)))
+        lines = [f"{subject} differs from {self.against} ({self.dtype})"]
         lines.append(f"  shape       ({axes}) = {self.shape}")
         if self.size:
-            lines.append(
-                f"  mismatched  {self.mismatched} / {self.size} ({self.mismatched / self.size:.1%})"
-            )
+            mismatched = f"{self.mismatched} / {self.size} ({self.mismatched / self.size:.1%})"
+            lines.append(f"  mismatched  {mismatched}")
         if self.worst_values is not None:
             place = ", ".join(f"{axis.lower()}={index}" for axis, index in self.worst_index.items())
             actual, expected = self.worst_values
@@ -259,15 +264,16 @@ def compare(
         arithmetic: arithmetic of the hardware, one of `reference.ARITHMETICS`.
     """
     kept, stage = kept_dtype(label.stage, label.dtype), stage_named(label.stage)
-    if reason := why_incomparable(actual, expected, kept):
+    reason = why_incomparable(actual, expected, kept)
+    if reason:
         return failure(expected, reason, label)
     expected = expected.astype(np.float64)
     if stage.is_exact:
         return measure(actual, expected, NOTHING, label, ulps_of="float32")
-    if arithmetic.startswith(
-        "tensix"
-    ):  # its matrix engine treats NaN as a number, with unknown results
+    if arithmetic.startswith("tensix"):
+        # Its matrix engine treats NaN as a number, with unknown results.
         actual = np.where(np.isnan(expected), np.asarray(np.nan, actual.dtype), actual)
+    # The slope is relative to the expected values, but the terms of a gradient may cancel.
     has_slope = terms is None and not stage.is_gradient
     allowed = budget(
         expected,
@@ -289,7 +295,9 @@ def why_incomparable(
         return f"shape {actual.shape}, expected {expected.shape}"
     if actual.size == 0:
         return "there are no elements to compare"
-    return "" if dtype in (None, actual.dtype) else f"dtype {actual.dtype}, expected {dtype}"
+    if dtype is not None and actual.dtype != dtype:
+        return f"dtype {actual.dtype}, expected {dtype}"
+    return ""
 
 
 def judged(
@@ -306,17 +314,20 @@ def _judged(
     errors = errors_of(actual, expected)
     measured = norms_of(errors, ~np.isnan(expected) | np.isinf(errors))
     if "slope" in allowed:
-        is_finite = math.isfinite(measured["max"])
-        measured["slope"] = (
-            slope(actual, expected, np.isfinite(expected)) if is_finite else math.inf
-        )
+        measured["slope"] = math.inf
+        if math.isfinite(measured["max"]):
+            measured["slope"] = slope(actual, expected, np.isfinite(expected))
     ratios = {norm: share(size, allowed[norm]) for norm, size in measured.items()}
     norm = max(ratios, key=ratios.__getitem__)
     if "zeros" in allowed:
         measured["zeros"] = float(zero_on_one_side(actual, expected).max(initial=0.0))
         ratios["zeros"] = share(measured["zeros"], allowed["zeros"])
-        norm = "zeros" if ratios[norm] <= 1.0 < ratios["zeros"] else norm
-    error = float(errors.mean()) if stage_named(stage).is_exact else measured["rms"]
+        # Zeros decide only if all norms pass, which say more about an error.
+        if ratios[norm] <= 1.0 < ratios["zeros"]:
+            norm = "zeros"
+    error = measured["rms"]
+    if stage_named(stage).is_exact:
+        error = float(errors.mean())
     return Judgement(error, ratios[norm], norm, measured, allowed), errors
 
 
@@ -339,21 +350,24 @@ def measure(
     """
     stage = label.stage
     actual, expected = whole_rows(actual, stage).astype(np.float64), expected.astype(np.float64)
-    found, errors = _judged(actual, expected, allowed, stage)
-    errors = (
-        with_wrong_zeros(errors, actual, expected, allowed) if found.norm == "zeros" else errors
-    )
+    judgement, errors = _judged(actual, expected, allowed, stage)
+    if judgement.norm == "zeros":
+        errors = with_wrong_zeros(errors, actual, expected, allowed)
     worst = np.unravel_index(int(errors.argmax()), errors.shape)
     with np.errstate(over="ignore"):  # the error of an expected 0 may overflow
         ulps = errors / _spacing(np.nan_to_num(expected), ulps_of)
+    reason = _what_is_not_finite(actual, expected)
+    if not reason and judgement.has_wrong_zeros:
+        reason = WRONG_ZEROS
+    status = "passed" if judgement.ratio <= 1.0 else "failed"
     return Comparison(
         *label,
-        status="passed" if found.ratio <= 1.0 else "failed",
-        error=found.measured[found.norm],
-        budget=allowed[found.norm],
-        ratio=found.ratio,
-        norm=found.norm,
-        max_abs=found.measured["max"],
+        status=status,
+        error=judgement.measured[judgement.norm],
+        budget=allowed[judgement.norm],
+        ratio=judgement.ratio,
+        norm=judgement.norm,
+        max_abs=judgement.measured["max"],
         max_ulp=float(ulps.max()),
         pcc=_correlation(actual, expected),
         worst_index=dict(zip(axis_names(stage, errors.ndim), map(int, worst), strict=True)),
@@ -361,102 +375,110 @@ def measure(
         mismatched=int(np.count_nonzero(errors > allowed["max"])),
         size=actual.size,
         shape=actual.shape,
-        reason=_what_is_not_finite(actual, expected)
-        or (WRONG_ZEROS if found.has_wrong_zeros else ""),
+        reason=reason,
         by_position=_by_position(errors, allowed["max"], stage),
     )
 
 
 def slope(actual: np.ndarray, expected: np.ndarray, counted: np.ndarray) -> float:
-    """Return the gain in an error: the slope of errors on expected values (through 0), times the
-    size of these.
+    """Return the gain in an error: its slope on expected values, times the size of these.
 
-    Least squares over the finite elements. For n independent errors it is sqrt(n) times smaller
-    than their root mean square.
+    The line passes through 0. Least squares over the finite elements. For n independent errors it
+    is sqrt(n) times smaller than their root mean square.
     """
     x = expected[counted].astype(np.float64)
-    size = math.sqrt(_mean(x**2)) if x.size else 0.0
-    return abs(_mean((actual[counted].astype(np.float64) - x) * x)) / size if size > 0.0 else 0.0
+    if not x.size:
+        return 0.0
+    size = math.sqrt(_mean(x**2))
+    if size == 0.0:  # zeros, or numbers whose squares are too small for float64
+        return 0.0
+    errors = actual[counted].astype(np.float64) - x
+    return abs(_mean(errors * x)) / size
 
 
 def _mean(x: np.ndarray) -> float:
-    """Return the mean of contiguous numbers in a third of the time of `x.mean()`, which dominates
-    for small arrays.
+    """Return the mean of contiguous numbers, faster than `x.mean()`.
+
+    It takes a third of the time, which dominates for small arrays.
     """
     return float(np.add.reduce(x)) / x.size
 
 
 def errors_of(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """Return absolute errors in float64: 0 if both are NaN, infinity if only one is NaN or
-    infinite.
+    """Return absolute errors in float64.
+
+    They are 0 if both are NaN, infinity if only one is NaN or infinite.
     """
-    actual, expected = (
-        actual.astype(np.float64, copy=False),
-        expected.astype(np.float64, copy=False),
-    )
+    actual = actual.astype(np.float64, copy=False)
+    expected = expected.astype(np.float64, copy=False)
     with np.errstate(invalid="ignore"):
         errors = np.abs(actual - expected)
-    if not np.isnan(errors).any():
+    is_undefined = np.isnan(errors)
+    if not is_undefined.any():
         return errors
-    return np.where(
-        np.isnan(errors), np.where(np.isnan(actual) & np.isnan(expected), 0.0, np.inf), errors
-    )
+    both_nan = np.isnan(actual) & np.isnan(expected)
+    return np.where(is_undefined, np.where(both_nan, 0.0, np.inf), errors)
 
 
 def whole_rows(x: np.ndarray, stage: str) -> np.ndarray:
-    """Return attention weights with rows of NaN if any element is: in such rows a masked key may be
-    0 or NaN.
+    """Return attention weights with rows of NaN if any element is.
+
+    In such rows a masked key may be 0 or NaN.
     """
     if not stage_named(stage).is_attn_weights or x.ndim == 0:
         return x
-    return np.where((x == 0) & np.isnan(x).any(axis=-1, keepdims=True), np.full_like(x, np.nan), x)
+    has_nan = np.isnan(x).any(axis=-1, keepdims=True)
+    return np.where((x == 0) & has_nan, np.full_like(x, np.nan), x)
 
 
 def norms_of(x: np.ndarray, counted: np.ndarray) -> dict[str, float]:
-    """Return root mean square and largest absolute value of the selected elements; 0 without
-    any.
-    """
+    """Return root mean square and largest absolute value of some elements; 0 if there are none."""
     values = np.abs(x[counted], dtype=np.float64)
-    return {
-        "rms": math.sqrt(_mean(values**2)) if values.size else 0.0,
-        "max": float(values.max(initial=0.0)),
-    }
+    if not values.size:
+        return {"rms": 0.0, "max": 0.0}
+    return {"rms": math.sqrt(_mean(values**2)), "max": float(values.max())}
 
 
 def _what_is_not_finite(actual: np.ndarray, expected: np.ndarray) -> str:
-    """Describe values that are wrongly NaN or infinite, or finite instead of NaN; empty if there
-    are none.
-    """
-    lost = np.isnan(expected)
-    swallowed, leaked = (
-        np.count_nonzero(lost & ~np.isnan(actual)),
-        np.count_nonzero(~lost & ~np.isfinite(actual)),
-    )
-    reasons = [f"{swallowed} elements are not NaN where the reference is"] if swallowed else []
-    where = " where the reference is finite" if lost.any() else ""
-    reasons += [f"{leaked} elements are NaN or infinite{where}"] if leaked else []
+    """Describe values that are wrongly finite, NaN or infinite; empty if there are none."""
+    must_be_nan = np.isnan(expected)
+    num_finite = np.count_nonzero(must_be_nan & ~np.isnan(actual))
+    num_not_finite = np.count_nonzero(~must_be_nan & ~np.isfinite(actual))
+    reasons = []
+    if num_finite:
+        reasons.append(f"{num_finite} elements are not NaN where the reference is")
+    if num_not_finite:
+        where = " where the reference is finite" if must_be_nan.any() else ""
+        reasons.append(f"{num_not_finite} elements are NaN or infinite{where}")
     return ", ".join(reasons)
 
 
 @lru_cache(maxsize=4096)
 def axis_names(stage: str, ndim: int) -> tuple[str, ...]:
-    """Return the letters of a stage's axes; `axis0`, `axis1`, … for unknown stages or other
-    axes.
+    """Return the letters of a stage's axes.
+
+    They are `axis0`, `axis1`, … for an unknown stage or number of axes.
     """
-    known = stage_named(stage)
-    letters = known.axes if known.is_known else ()
-    return letters if len(letters) == ndim else tuple(f"axis{axis}" for axis in range(ndim))
+    of_stage = stage_named(stage)
+    if of_stage.is_known and len(of_stage.axes) == ndim:
+        return of_stage.axes
+    return tuple(f"axis{axis}" for axis in range(ndim))
 
 
 @lru_cache(maxsize=4096)
 def kept_dtype(stage: str, dtype: str) -> np.dtype:
-    """Return the dtype in which implementations store a stage: that of the inputs; scores in at
-    least float32.
+    """Return the dtype in which implementations store a stage.
+
+    It is that of the inputs; scores have at least float32.
     """
-    known = stage_named(stage)
-    if known.is_exact:
-        return np.dtype(bool if known.kind == "mask" else np.int32)
-    return dtype_named("float32" if known.kind == "scores" and dtype != "float64" else dtype)
+    of_stage = stage_named(stage)
+    if of_stage.kind == "mask":
+        return np.dtype(bool)
+    if of_stage.is_exact:  # lengths
+        return np.dtype(np.int32)
+    if of_stage.kind == "scores" and dtype != "float64":
+        return dtype_named("float32")
+    return dtype_named(dtype)
 
 
 def budget(
@@ -470,56 +492,52 @@ def budget(
     has_slope: bool = True,
     stage: str = "",
 ) -> dict[str, float]:
-    """Return the tolerance of a stage by norm: a multiple of the same-precision reference's error,
-    plus a floor.
+    """Return the tolerance of a stage by norm.
 
-    The floor is one unit of rounding at the stage's scale, in case the reference happens to be
-    exact. `same_dtype` is the dtype of the same-precision reference; default: that of
-    `SAME_PRECISION`. The slope is included if `has_slope` is set and the arithmetic does not
-    truncate, which is itself a slope. If `stage` is attention weights, `zeros` is the largest
-    weight that noise may turn into 0 on one side.
+    It is a multiple of the same-precision reference's error, plus a floor. The floor is one unit of
+    rounding at the stage's scale, in case the reference happens to be exact. `same_dtype` is the
+    dtype of the same-precision reference; default: that of `SAME_PRECISION`. The slope is included
+    if `has_slope` is set and the arithmetic does not truncate, which is itself a slope. If `stage`
+    is attention weights, `zeros` is the largest weight that noise may turn into 0 on one side.
     """
+    # A float64 stage is compared with a float32 reference, whose error is so much larger.
     shrink = unit_of_rounding(dtype) / unit_of_rounding(same_dtype or SAME_PRECISION[dtype])
-    known = ~np.isnan(expected)  # values that must be NaN have no budget
+    counted = ~np.isnan(expected)  # values that must be NaN have no budget
+    wide_same_precision = same_precision.astype(np.float64)
     terms = expected if terms is None else terms
-    scale, noise = (
-        norms_of(terms, known),
-        norms_of(same_precision.astype(np.float64) - expected, known),
-    )
+    scale = norms_of(terms, counted)
+    noise = norms_of(wide_same_precision - expected, counted)
     if has_slope and arithmetic == "ieee":
-        scale["slope"], noise["slope"] = (
-            scale["rms"],
-            _slope_noise(expected, same_precision, noise["rms"]),
-        )
-    times, least = factor(int(known.sum()) or 1), floor(dtype, arithmetic)
+        scale["slope"] = scale["rms"]
+        noise["slope"] = _slope_noise(expected, same_precision, noise["rms"])
+    # A stage of NaN alone has no element to count, and no noise.
+    times = factor(max(int(counted.sum()), 1))
+    least = floor(dtype, arithmetic)
     allowed = {norm: times * shrink * noise[norm] + least * scale[norm] for norm in noise}
-    if (
-        stage_named(stage).is_attn_weights
-        and not stage_named(stage).is_gradient
-        and arithmetic == "ieee"
-    ):
-        allowed["zeros"] = largest_zero(expected, same_precision.astype(np.float64), dtype)
+    of_stage = stage_named(stage)
+    if of_stage.is_attn_weights and not of_stage.is_gradient and arithmetic == "ieee":
+        allowed["zeros"] = largest_zero(expected, wide_same_precision, dtype)
     return allowed
 
 
 def _slope_noise(expected: np.ndarray, same_precision: np.ndarray, noise: float) -> float:
-    """Return the slope of the same-precision reference's error, plus `DEVIATIONS` standard
-    deviations of a random one.
+    """Return the slope of the same-precision reference's error.
 
-    Errors proportional to their values are weighted like these, so the fourth moment of the values
-    matters.
+    `DEVIATIONS` standard deviations of a random slope are added. Errors proportional to their
+    values are weighted like these, so the fourth moment of the values matters.
     """
-    known = np.isfinite(expected) & np.isfinite(same_precision.astype(np.float64))
-    squares = expected[known].astype(np.float64) ** 2
+    counted = np.isfinite(expected) & np.isfinite(same_precision.astype(np.float64))
+    squares = expected[counted].astype(np.float64) ** 2
     if not squares.any():
         return 0.0
     by_chance = noise * math.sqrt(_mean(squares**2) / squares.size) / _mean(squares)
-    return slope(same_precision, expected, known) + DEVIATIONS * by_chance
+    return slope(same_precision, expected, counted) + DEVIATIONS * by_chance
 
 
 def factor(size: int) -> float:
-    """Return the multiple of the noise that is allowed: `FACTOR`, or more if few elements estimate
-    the noise poorly.
+    """Return the multiple of the noise that is allowed for a number of elements.
+
+    It is `FACTOR`, or more if few elements estimate the noise poorly.
     """
     return FACTOR * (1.0 + 4.0 / size)
 
@@ -533,7 +551,10 @@ def floor(dtype: str, arithmetic: str = "ieee") -> float:
     """
     if arithmetic.startswith("tensix"):
         return TENSIX_FLOOR[dtype]
-    return unit_of_rounding("float64" if dtype == "float64" else "float32")
+    # Also in 16 bits, whose sums are float32.
+    if dtype != "float64":
+        dtype = "float32"
+    return unit_of_rounding(dtype)
 
 
 @cache
@@ -543,14 +564,17 @@ def unit_of_rounding(dtype: str) -> float:
 
 
 def first_difference(comparisons: Iterable[Comparison]) -> Comparison | None:
-    """Return the stage to inspect first: the first whose own computation is wrong, else the first
-    that differs.
+    """Return the stage to inspect first.
+
+    It is the first whose own computation is wrong, else the first that differs.
     """
-    failed = [comparison for comparison in comparisons if not comparison.passed]
-    return next(
-        (comparison for comparison in failed if comparison.is_culprit),
-        failed[0] if failed else None,
-    )
+    first_failed = None
+    for comparison in comparisons:
+        if comparison.is_culprit:
+            return comparison
+        if first_failed is None and not comparison.passed:
+            first_failed = comparison
+    return first_failed
 
 
 def failure(expected: np.ndarray, reason: str, label: Label) -> Comparison:
@@ -560,38 +584,40 @@ def failure(expected: np.ndarray, reason: str, label: Label) -> Comparison:
 
 
 def is_close(ratio: float) -> bool:
-    """Return whether an error exceeds its budget so slightly that the noise is worth measuring
-    again.
-    """
+    """Return whether an error is so near its budget that the noise is worth measuring again."""
     return 1.0 < ratio <= MOST_OVER
 
 
 def share(error: float, allowed: float) -> float:
-    """Return the fraction of the budget that an error uses: 0 for no error, infinity for a budget
-    of 0.
+    """Return the fraction of the budget that an error uses.
+
+    It is 0 for no error, and infinity for a budget of 0.
     """
     if error == 0.0:
         return 0.0
-    return error / allowed if allowed > 0.0 and math.isfinite(allowed) else math.inf
+    # An infinite or NaN budget, of a reference that overflowed, allows nothing.
+    if not (allowed > 0.0 and math.isfinite(allowed)):
+        return math.inf
+    return error / allowed
 
 
 def _by_position(errors: np.ndarray, allowed: float, stage: str) -> tuple[float, ...]:
-    """Return the largest error at each token, or in each bin of tokens, as a fraction of the
-    budget.
+    """Return the largest error at each token as a fraction of the budget.
+
+    If there are many tokens, they are in bins.
     """
     axes = axis_names(stage, errors.ndim)
-    along = next((axes.index(letter) for letter in "TS" if letter in axes), None)
-    if along is None:
+    if "T" in axes:
+        token_axis = axes.index("T")
+    elif "S" in axes:
+        token_axis = axes.index("S")
+    else:
         return ()
-    largest = np.moveaxis(errors, along, 0).reshape(errors.shape[along], -1).max(axis=1)
+    by_token = np.moveaxis(errors, token_axis, 0).reshape(errors.shape[token_axis], -1)
+    largest = by_token.max(axis=1)
     if largest.size > POSITIONS:
         largest = np.maximum.reduceat(largest, np.arange(POSITIONS) * largest.size // POSITIONS)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return tuple(
-            np.where(
-                largest == 0.0, 0.0, largest / (allowed if math.isfinite(allowed) else 0.0)
-            ).tolist()
-        )
+    return tuple(share(error, allowed) for error in largest.tolist())
 
 
 def _spacing(expected: np.ndarray, dtype: str) -> np.ndarray:
@@ -602,10 +628,13 @@ def _spacing(expected: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _correlation(actual: np.ndarray, expected: np.ndarray) -> float | None:
-    known = ~np.isnan(expected)
-    actual, expected = actual[known], expected[known]
+    """Return the Pearson correlation; None if it is not defined."""
+    counted = ~np.isnan(expected)
+    actual, expected = actual[counted], expected[counted]
     if not (actual.size and np.isfinite(actual).all()):
         return None
     x, y = actual - actual.mean(), expected - expected.mean()
     norms = math.sqrt((x**2).sum() * (y**2).sum())
-    return float((x * y).sum() / norms) if norms > 0.0 else None
+    if not norms > 0.0:  # a constant, or NaN
+        return None
+    return float((x * y).sum() / norms)

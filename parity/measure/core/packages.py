@@ -42,16 +42,17 @@ def version_of(package: str) -> str | None:
 
 def installed() -> dict[str, str]:
     """Return the versions of installed packages that may affect results."""
-    return {
-        package: version for package in PACKAGES if (version := version_of(package)) is not None
-    }
+    versions = {package: version_of(package) for package in PACKAGES}
+    return {package: version for package, version in versions.items() if version is not None}
 
 
 def is_installed(package: str) -> bool:
     """Return whether an optional package is installed, without importing it."""
     module = OPTIONAL[package][0]
     parent = module.partition(".")[0]
-    return find_spec(parent) is not None and (parent == module or find_spec(module) is not None)
+    if find_spec(parent) is None:  # find_spec of a module imports its parent, which must exist
+        return False
+    return parent == module or find_spec(module) is not None
 
 
 def check_installed(what: str, *packages: str) -> None:
@@ -66,7 +67,5 @@ def check_installed(what: str, *packages: str) -> None:
     """
     missing = [package for package in packages if not is_installed(package)]
     if missing:
-        raise ModuleNotFoundError(
-            f"{what} needs {' and '.join(missing)}, not installed here: pip install "
-            f"{' '.join(missing)}"
-        )
+        reason = f"{what} needs {' and '.join(missing)}, not installed here"
+        raise ModuleNotFoundError(f"{reason}: pip install {' '.join(missing)}")

@@ -1,6 +1,4 @@
-"""Concrete weights and inputs of a case, rounded to a dtype: the same arrays in all
-environments.
-"""
+"""Concrete weights and inputs of a case: the same arrays in all environments."""
 
 from __future__ import annotations
 
@@ -14,10 +12,8 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec, InputError, InputTypeError
-from parity.measure import pretrained
 from parity.measure.core.arrays import to_numpy_by_name
 from parity.measure.core.case import DTYPES, Case
-from parity.measure.core.sample import Sample
 from parity.measure.core.weights import (
     Weights,
     dtype_named,
@@ -70,14 +66,12 @@ class Problem:
             if values have another input than keys; with `shared_kv` instead the heads of another
             layer, `k` (B, K, S, H) and `v` (B, K, S, Hv); `bias` (B, N, T, S) and `mask` (B, N, T,
             S) if the case has them; `cotangent`, in the shape of the output.
-        sample: part that the reference computes; default: all.
     """
 
     case: Case
     dtype: str
     weights: Weights = field(repr=False)
     inputs: dict[str, np.ndarray] = field(repr=False)
-    sample: Sample | None = None
 
     @cached_property
     def spec(self) -> AttentionSpec:
@@ -99,48 +93,38 @@ class Problem:
         if self.spec.shared_kv:
             return {"q": "query", "k": "k", "v": "v"}
         key = "key" if "key" in self.inputs else "query"
-        return {"q": "query", "k": key, "v": "value" if "value" in self.inputs else key}
+        value = "value" if "value" in self.inputs else key
+        return {"q": "query", "k": key, "v": value}
 
     @property
     def bias(self) -> np.ndarray | None:
-        """Bias of the scores of all computed rows, or None."""
-        bias = self.inputs.get("bias")
-        return (
-            bias
-            if bias is None or self.sample is None
-            else bias[:, :, self.sample.rows, : self.sample.keys]
-        )
-
-    @property
-    def residual(self) -> np.ndarray:
-        """Query (B, T, d_in), restricted to computed rows and features of the output."""
-        query = self.inputs["query"]
-        if self.sample is None:
-            return query
-        rows = slice(None) if self.sample.rows_out is not None else self.sample.rows_of("output")
-        return query[:, rows][..., self.sample.features]
+        """Bias of the scores, or None."""
+        return self.inputs.get("bias")
 
     def finite_in_padding(self, name: str) -> np.ndarray:
-        """Return an input in which NaN and infinity are 0 in padding, as in a layer; with a cache,
-        as it is.
+        """Return an input in which NaN and infinity are 0 in padding, as in a layer.
+
+        With a cache it is unchanged.
         """
         x = self.inputs[name]
         lengths = self.case.key_padding_lengths
         is_of_keys = name != "query" or self.case.seq_len_k is None
         if lengths is None or not is_of_keys or np.isfinite(x).all():
             return x
-        token_axis = 2 if name in ("k", "v") else 1
-        is_padding = np.arange(x.shape[token_axis]) >= np.array(lengths)[:, None]
-        is_padding = is_padding[:, None, :, None] if token_axis == 2 else is_padding[:, :, None]
+        lengths = np.array(lengths)
+        if name in ("k", "v"):  # heads, (B, K, S, H)
+            is_padding = (np.arange(x.shape[2]) >= lengths[:, None])[:, None, :, None]
+        else:
+            is_padding = (np.arange(x.shape[1]) >= lengths[:, None])[:, :, None]
         return np.where(is_padding & ~np.isfinite(x), np.zeros_like(x), x)
 
     def step_input(self, step: int, name: str = "query") -> np.ndarray:
         """Return the tokens that a call appends, (B, chunk, d_in), or their heads for k or v."""
         start = sum(self.case.chunks[:step])
-        tokens = slice(start, start + self.case.chunks[step])
-        return (
-            self.inputs[name][:, :, tokens] if name in ("k", "v") else self.inputs[name][:, tokens]
-        )
+        tokens, x = slice(start, start + self.case.chunks[step]), self.inputs[name]
+        if name in ("k", "v"):
+            return x[:, :, tokens]
+        return x[:, tokens]
 
 
 def make_problem(
@@ -149,8 +133,9 @@ def make_problem(
     weights: Mapping[str, Any] | None = None,
     received: Mapping[str, np.ndarray] | None = None,
 ) -> Problem:
-    """Return weights and inputs of a case, drawn from its name or read from its trained layer, in a
-    dtype.
+    """Return weights and inputs of a case in a dtype.
+
+    They are drawn from its name, or read from its trained layer.
 
     Args:
         case: case, or its name: one of `CASES`, or `random-N`.
@@ -163,65 +148,92 @@ def make_problem(
         ValueError: if no case or dtype has this name.
     """
     if isinstance(case, str):
-        from parity.measure.core.cases import (
-            case_named,
-        )  # imported lazily: custom cases do not need all of ours
+        # Imported only here: custom cases do not need all of ours.
+        from parity.measure.core.cases import case_named
 
         case = case_named(case)
     if not isinstance(case, Case):
         raise InputTypeError("case", "be a parity.Case or the name of one", type(case).__name__)
     if dtype not in DTYPES:
         raise InputError("dtype", f"be one of {list(DTYPES)}", dtype=dtype)
-    spec = case.spec
     seed = [zlib.crc32(case.name.encode())]
-    rng = np.random.default_rng(seed)
+    inputs = _drawn_inputs(case, np.random.default_rng(seed))
+    inputs |= received or {}
+    if weights is None:
+        weights, own_inputs = _weights_of(case, seed)
+        inputs |= own_inputs
+    target = dtype_named(dtype)
+    for name, x in inputs.items():
+        if x.dtype != np.bool_:
+            inputs[name] = x.astype(target)
+    if case.not_finite:
+        _make_not_finite(case, inputs)
+    if case.strided:
+        for name in ("query", "key"):
+            if name in inputs:
+                inputs[name] = _strided(inputs[name])
+    weights = {name: weight.astype(target) for name, weight in to_numpy_by_name(weights).items()}
+    return Problem(case, dtype, weights, inputs)
+
+
+def _drawn_inputs(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Return inputs in float32. Another order of draws would change the values of all cases."""
+    spec = case.spec
     inputs = {"query": _draw(rng, (case.batch, case.seq_len, spec.d_in))}
     if spec.shared_kv:
         heads = (case.batch, spec.num_kv_heads, case.key_len)
-        inputs |= {
-            "k": _draw(rng, (*heads, spec.head_dim)),
-            "v": _draw(rng, (*heads, spec.value_head_dim)),
-        }
+        inputs["k"] = _draw(rng, (*heads, spec.head_dim))
+        inputs["v"] = _draw(rng, (*heads, spec.value_head_dim))
     elif case.seq_len_k is not None:
         inputs["key"] = _draw(rng, (case.batch, case.seq_len_k, spec.d_kv))
+    of_scores = (case.batch, spec.num_heads, case.seq_len, case.key_len)
     if case.bias:
-        inputs["bias"] = _draw(rng, (case.batch, spec.num_heads, case.seq_len, case.key_len))
+        inputs["bias"] = _draw(rng, of_scores)
     if case.random_mask:
-        mask = rng.random((case.batch, spec.num_heads, case.seq_len, case.key_len)) < 0.4
-        mask[np.arange(case.batch), :, rng.integers(0, case.seq_len, case.batch)] = (
-            True  # one fully masked row each
-        )
+        mask = rng.random(of_scores) < 0.4  # an arbitrary share, so that most rows keep some keys
+        masked_rows = rng.integers(0, case.seq_len, case.batch)  # one of each sequence
+        mask[np.arange(case.batch), :, masked_rows] = True
         inputs["mask"] = mask
     inputs["cotangent"] = _draw(rng, (case.batch, case.seq_len, spec.output_width))
-    inputs |= received or {}
-    if weights is None:
-        weights = random_weights(spec, [1, *seed])
-        if case.trained is not None:
-            tensors = pretrained.unpacked(load_tensors(pretrained.path(case.trained))[0])
-            weights = {name: tensors[name] for name in weight_shapes(spec)}
-            inputs |= {
-                name: tensors[f"inputs.{name}"]
-                for name in ("query", "key")
-                if f"inputs.{name}" in tensors
-            }
-        elif case.name == "textbook":
-            weights = {name: np.array(rows, np.float32) for name, rows in TEXTBOOK_WEIGHTS.items()}
-            inputs["query"] = np.array([TEXTBOOK_INPUT] * case.batch, np.float32)
-        for name in weights:
-            if name.startswith(("q_proj", "k_proj")):
-                weights[name] = weights[name] * np.float32(case.gain**0.5)
-    target = dtype_named(dtype)
-    inputs = {name: x if x.dtype == np.bool_ else x.astype(target) for name, x in inputs.items()}
-    if case.not_finite:
-        is_nan = nan_tokens(case)
-        for x in (inputs[name] for name in ("k", "v") if name in inputs):
-            x.swapaxes(1, 2)[is_nan] = np.nan
-        if case.seq_len_k is None or "key" in inputs:
-            inputs["query" if case.seq_len_k is None else "key"][is_nan] = np.nan
-    if case.strided:
-        inputs |= {name: _strided(inputs[name]) for name in ("query", "key") if name in inputs}
-    weights = {name: weight.astype(target) for name, weight in to_numpy_by_name(weights).items()}
-    return Problem(case, dtype, weights, inputs)
+    return inputs
+
+
+def _weights_of(case: Case, seed: list[int]) -> tuple[Weights, dict[str, np.ndarray]]:
+    """Return the weights of a case, and inputs that belong to them.
+
+    A trained layer has its own weights and inputs; others have drawn ones.
+    """
+    inputs: dict[str, np.ndarray] = {}
+    if case.trained is not None:
+        from parity.measure import pretrained
+
+        tensors = pretrained.unpacked(load_tensors(pretrained.path(case.trained))[0])
+        weights = {name: tensors[name] for name in weight_shapes(case.spec)}
+        for name in ("query", "key"):
+            if f"inputs.{name}" in tensors:
+                inputs[name] = tensors[f"inputs.{name}"]
+    elif case.name == "textbook":
+        weights = {name: np.array(rows, np.float32) for name, rows in TEXTBOOK_WEIGHTS.items()}
+        inputs["query"] = np.array([TEXTBOOK_INPUT] * case.batch, np.float32)
+    else:
+        weights = random_weights(case.spec, [1, *seed])
+    for name in weights:
+        if name.startswith(("q_proj", "k_proj")):
+            # Half of the gain each, so that logits have all of it.
+            weights[name] = weights[name] * np.float32(case.gain**0.5)
+    return weights, inputs
+
+
+def _make_not_finite(case: Case, inputs: dict[str, np.ndarray]) -> None:
+    """Replace tokens of the inputs by NaN."""
+    is_nan = nan_tokens(case)
+    for name in ("k", "v"):
+        if name in inputs:
+            inputs[name].swapaxes(1, 2)[is_nan] = np.nan
+    if case.seq_len_k is None:
+        inputs["query"][is_nan] = np.nan
+    elif "key" in inputs:
+        inputs["key"][is_nan] = np.nan
 
 
 def nan_tokens(case: Case) -> np.ndarray:
@@ -232,9 +244,8 @@ def nan_tokens(case: Case) -> np.ndarray:
     elif case.not_finite == "hidden" and case.is_cached:
         for step, chunk in enumerate(case.chunks):
             start = sum(case.chunks[:step])
-            is_nan[:, start : start + chunk] = (
-                np.arange(chunk) >= np.array(case.added(step))[:, None]
-            )
+            is_padding = np.arange(chunk) >= np.array(case.added(step))[:, None]
+            is_nan[:, start : start + chunk] = is_padding
     elif case.not_finite == "hidden":
         is_nan[:] = np.arange(case.key_len) >= np.array(case.key_padding_lengths)[:, None]
     return is_nan

@@ -13,8 +13,9 @@ from parity.measure.text import printable
 
 
 class JsonRecord:
-    """Dataclass that converts to JSON: the attributes in `IN_JSON`; `*` stands for the fields in
-    `repr`.
+    """Dataclass that converts to JSON: the attributes in `IN_JSON`.
+
+    `*` stands for the fields in `repr`.
     """
 
     IN_JSON: ClassVar[tuple[str, ...]] = ("*",)
@@ -44,13 +45,17 @@ def as_json(value: Any) -> Any:
         return [as_json(item) for item in value]
     if isinstance(value, Enum):
         return value.value
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def _attributes(record: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    shown = [each.name for each in fields(record) if each.repr]
-    return {
-        each: as_json(getattr(record, each))
-        for name in names
-        for each in (shown if name == "*" else [name])
-    }
+    """Return attributes of a record as JSON values; `*` stands for the fields in its `repr`."""
+    attribute_names: list[str] = []
+    for name in names:
+        if name == "*":
+            attribute_names += [field.name for field in fields(record) if field.repr]
+        else:
+            attribute_names.append(name)
+    return {name: as_json(getattr(record, name)) for name in attribute_names}

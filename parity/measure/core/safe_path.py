@@ -14,8 +14,9 @@ SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 
 @contextmanager
 def safe_path(**more: str) -> Iterator[None]:
-    """Set `SAFE_PATH` and more variables for processes started within; multiprocessing uses `python
-    -c`.
+    """Set `SAFE_PATH` and more variables for processes started within.
+
+    multiprocessing uses `python -c`.
     """
     variables = SAFE_PATH | more
     before = {name: os.environ.get(name) for name in variables}

@@ -88,12 +88,17 @@ class Stage:
     @cached_property
     def kind(self) -> str:
         """Name without the step: `module.cache.keys`."""
-        return ".".join(
-            filter(None, [self.path, "grad" if self.is_gradient else "", self.quantity])
-        )
+        parts = [self.quantity]
+        if self.is_gradient:
+            parts.insert(0, "grad")
+        if self.path:
+            parts.insert(0, self.path)
+        return ".".join(parts)
 
     def __str__(self) -> str:
-        return self.kind if self.step is None else f"step{self.step}.{self.kind}"
+        if self.step is None:
+            return self.kind
+        return f"step{self.step}.{self.kind}"
 
     @cached_property
     def is_known(self) -> bool:
@@ -108,15 +113,14 @@ class Stage:
     @cached_property
     def is_end(self) -> bool:
         """Return whether no other stage depends on it: an output, or another result of a module."""
-        return self.quantity == "output" or (
-            self.path != "" and not self.quantity.startswith("cache.")
-        )
+        if self.quantity == "output":
+            return True
+        # The next call reads the cache of a module.
+        return self.path != "" and not self.quantity.startswith("cache.")
 
     @cached_property
     def has_local_value(self) -> bool:
-        """Return whether it is also computed from the reference's earlier stages, not only from the
-        inputs.
-        """
+        """Return whether it is also computed from the reference's earlier stages."""
         return not self.is_gradient and self.path != TUTORIAL
 
     @cached_property
@@ -127,19 +131,21 @@ class Stage:
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """Letters of its axes."""
-        anywhere = f"grad.{self.quantity}" if self.is_gradient else self.kind
-        return STAGES.get(anywhere) or (
-            ("out", "in") if self.quantity.endswith("weight") else ("out",)
-        )
+        kind = f"grad.{self.quantity}" if self.is_gradient else self.kind
+        if kind in STAGES:
+            return STAGES[kind]
+        if self.quantity.endswith("weight"):
+            return ("out", "in")
+        return ("out",)
 
 
 @lru_cache(maxsize=4096)
 def stage_named(name: str) -> Stage:
     """Return the stage of a name."""
-    step, path, gradient, quantity = cast(
-        re.Match[str], _NAME.fullmatch(name)
-    ).groups()  # matches any text
-    return Stage(quantity, path or "", bool(gradient), None if step is None else int(step))
+    match = cast(re.Match[str], _NAME.fullmatch(name))  # which matches any text
+    digits, path, gradient, quantity = match.groups()
+    step = None if digits is None else int(digits)
+    return Stage(quantity, path or "", bool(gradient), step)
 
 
 # ---- Order ---------------------------------------------------------------------------------------
@@ -172,20 +178,19 @@ STEPS_OF_A_CALL = ("mask", "qkv", "cache", "scores", "attn_weights", "context", 
 
 
 def steps_of(layer: LayerStages, case: Case) -> Sequence[Step]:
-    """Return the stages of a case as functions, in the order of the data flow, with a cache call by
-    call.
+    """Return the stages of a case as functions, in the order of the data flow.
 
-    Each accepts the values of earlier stages by name, so that it can run on its own
-    implementation's values (accumulated) or on those of another (local).
+    With a cache, they are those of one call after the other. Each accepts the values of earlier
+    stages by name, so that it can run on its own implementation's values (accumulated) or on those
+    of another (local).
     """
     if not case.is_cached:
         return [getattr(layer, name) for name in STEPS]
     call = cache(layer.call)
-    return [
-        _step_of_call(layer, call, index, name)
-        for index in range(len(case.chunks))
-        for name in STEPS_OF_A_CALL
-    ]
+    steps = []
+    for index in range(len(case.chunks)):
+        steps += [_step_of_call(layer, call, index, name) for name in STEPS_OF_A_CALL]
+    return steps
 
 
 CACHED = {"k": "cache.keys", "v": "cache.values"}
@@ -197,14 +202,12 @@ def _step_of_call(layer: LayerStages, call: Callable[[int], Any], index: int, na
 
     The call is created when its first step runs, because a candidate bug runs only a few.
     """
-    taken = CACHED if name in ("scores", "context") else {}
+    replaced = CACHED if name in ("scores", "context") else {}
 
     def run(values: Values) -> dict[str, np.ndarray]:
         step = getattr(call(index), name, None) or getattr(layer, name)
-        return {
-            f"step{index}.{stage}": x
-            for stage, x in step(_ValuesOfCall(values, index, taken)).items()
-        }
+        stages = step(_ValuesOfCall(values, index, replaced))
+        return {f"step{index}.{stage}": x for stage, x in stages.items()}
 
     return run
 
@@ -216,29 +219,38 @@ class _ValuesOfCall(Values):
     `previous.scores`; outside they are `step3.scores` and `step2.scores`.
     """
 
-    def __init__(self, values: Values, index: int, taken: Mapping[str, str]) -> None:
-        self._values, self._taken = values, taken
+    def __init__(self, values: Values, index: int, replaced: Mapping[str, str]) -> None:
+        self._values, self._replaced = values, replaced
         self._prefixes = {"": f"step{index}.", "previous.": f"step{index - 1}."}
 
     def __getitem__(self, name: str) -> np.ndarray:
-        kind = "previous." if name.startswith("previous.") else ""
-        return self._values[self._prefixes[kind] + self._taken.get(name, name).removeprefix(kind)]
+        if name.startswith("previous."):
+            return self._values[self._prefixes["previous."] + name.removeprefix("previous.")]
+        return self._values[self._prefixes[""] + self._replaced.get(name, name)]
 
     def __iter__(self) -> Iterator[str]:
         for kind, prefix in self._prefixes.items():
-            yield from (
-                kind + name.removeprefix(prefix) for name in self._values if name.startswith(prefix)
-            )
+            for name in self._values:
+                if name.startswith(prefix):
+                    yield kind + name.removeprefix(prefix)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
 
-def run_steps(steps: Iterable[Step], given: Values | None = None) -> dict[str, np.ndarray]:
-    """Return the values of all stages, each step from earlier values, or all from the given
-    values.
-    """
+def run_steps(steps: Iterable[Step], inputs: Values | None = None) -> dict[str, np.ndarray]:
+    """Return the values of all stages, each step from earlier values, or all from some inputs."""
     values: dict[str, np.ndarray] = {}
     for step in steps:
-        values |= step(values if given is None else given)
+        values |= step(values if inputs is None else inputs)
     return values
+
+
+def of_paths(values: Values) -> dict[str, np.ndarray]:
+    """Return the stages of each path of a module, which equal those of the stage functions."""
+    stages = {}
+    if "attn_weights" in values:
+        stages["module.attn_weights"] = values["attn_weights"]
+    for path in PATHS:
+        stages[f"{path}.output"] = values["output"]
+    return stages

@@ -1,16 +1,17 @@
-"""Cells of a stage on which no real token depends: tokens of padding, and unfilled slots of a
-cache.
+"""Cells of a stage on which no real token depends.
 
-Implementations may leave anything there. Right padding, for example, is often written to the cache
-and overwritten by the next tokens. So these cells are not compared.
+They are tokens of padding, and unfilled slots of a cache. Implementations may leave anything there.
+Right padding, for example, is often written to the cache and overwritten by the next tokens. So
+these cells are not compared.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from parity.measure.core.case import Case
-from parity.measure.core.problem import Problem
 from parity.measure.core.stages import STAGES, Stage, stage_named
 
 HIDES_KEYS = frozenset({"mask", "attn_weights"})
@@ -19,24 +20,31 @@ HIDES_KEYS = frozenset({"mask", "attn_weights"})
 """
 
 
-def unused_cells(problem: Problem, name: str, shape: tuple[int, ...]) -> np.ndarray | None:
+def unused_cells(
+    case: Case,
+    name: str,
+    shape: tuple[int, ...],
+    tokens: Mapping[str, np.ndarray] | None = None,
+) -> np.ndarray | None:
     """Return the unused cells of a stage, boolean; None if there are none.
 
     Args:
-        problem: the problem, or a sample of one.
+        case: the case.
         name: name of the stage.
         shape: its shape in the reference. Other shapes have no known cells.
+        tokens: indices of the tokens along axis "T" or "S", if these are only some of them.
     """
     stage = stage_named(name)
-    tokens = {} if problem.sample is None else problem.sample.tokens_of(stage.quantity)
     if stage.kind not in STAGES or stage.is_gradient or len(stage.axes) != len(shape):
         return None
     unused = np.zeros(shape, bool)
-    for letter, lengths in _used_lengths(problem.case, stage).items():
+    for letter, lengths in _used_lengths(case, stage).items():
         if letter not in stage.axes:
             continue
         axis = stage.axes.index(letter)
-        indices = tokens.get(letter, np.arange(shape[axis]))
+        indices = np.arange(shape[axis])
+        if tokens is not None and letter in tokens:
+            indices = tokens[letter]
         is_unused = np.zeros((len(lengths), shape[axis]), bool)
         is_unused[:, : len(indices)] = indices >= np.array(lengths)[:, None]
         size_of_axes = [1] * len(shape)
@@ -55,8 +63,9 @@ def without_unused(x: np.ndarray, unused: np.ndarray | None) -> np.ndarray:
 
 
 def _used_lengths(case: Case, stage: Stage) -> dict[str, tuple[int, ...]]:
-    """Return the number of used query tokens "T" and keys or slots "S" of each sequence, where they
-    are limited.
+    """Return the number of used tokens of each sequence, where they are limited.
+
+    It is that of query tokens for "T", and of keys or slots for "S".
     """
     lengths: dict[str, tuple[int, ...]] = {}
     if stage.step is not None:

@@ -1,5 +1,6 @@
-"""Code of users, which may try to end the program: that is an error of the code, never the end of
-its examination.
+"""Code of users, which may try to end the program.
+
+That is an error of the code, never the end of its examination.
 """
 
 from __future__ import annotations
@@ -37,18 +38,15 @@ def user_code(target: Any) -> Iterator[None]:
     except (Exception, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise EndedProgramError(
-            f"{name_of(target)} raised {in_line(repr(error))}, {_place_of(error)}"
-        ) from error
+        raised = f"{name_of(target)} raised {in_line(repr(error))}"
+        raise EndedProgramError(f"{raised}, {_place_of(error)}") from error
 
 
 def name_of(target: Any) -> str:
     """Return the name of a user's function or module, which may be the name itself."""
-    return (
-        target
-        if isinstance(target, str)
-        else str(getattr(target, "__qualname__", type(target).__name__))
-    )
+    if isinstance(target, str):
+        return target
+    return str(getattr(target, "__qualname__", type(target).__name__))
 
 
 def _place_of(error: BaseException) -> str:

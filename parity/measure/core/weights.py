@@ -20,9 +20,6 @@ import numpy as np
 from mha_spec import AttentionSpec, InputError, InputTypeError
 from mha_spec.features.relative_products import SIDES
 from parity.measure.core.arrays import to_numpy_by_name
-from parity.measure.files.reading import SUFFIXES, open_file
-from parity.measure.files.safetensors import safetensors_bytes
-from parity.measure.files.target import refuse_other_file, write_whole
 
 Weights = dict[str, np.ndarray]
 
@@ -30,13 +27,19 @@ FORMAT = "1"  # of files; increased if old readers could misread new files
 
 QKV = ("q_proj", "k_proj", "v_proj")  # stored as one by fused modules
 
-CHUNK = 1 << 16  # numbers checked at once, which fit a CPU cache
+CHUNK = 1 << 16
+"""Numbers checked at once, which fit a CPU cache."""
+
+EXPONENT_BITS = {"bfloat16": 0x7F80, "float16": 0x7C00}
+"""Bits of the exponent, all set in infinities and NaN, of dtypes that are slow in NumPy."""
 
 
 @cache
 def dtype_named(name: str) -> np.dtype:
     """Return the NumPy dtype of a name, including bfloat16."""
-    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    if name == "bfloat16":
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
 
 
 def is_floating(dtype: np.dtype) -> bool:
@@ -47,11 +50,16 @@ def is_floating(dtype: np.dtype) -> bool:
 def is_finite(array: np.ndarray) -> bool:
     """Return whether an array has neither NaN nor infinity, with little extra memory."""
     flat = np.ascontiguousarray(array).reshape(-1)
-    infinity = {"bfloat16": 0x7F80, "float16": 0x7C00}.get(array.dtype.name)
-    if infinity is None:
-        return all(np.isfinite(flat[i : i + CHUNK]).all() for i in range(0, flat.size, CHUNK))
-    bits = flat.view(np.uint16)  # NumPy is slow with these dtypes
-    return all((bits[i : i + CHUNK] & 0x7FFF).max() < infinity for i in range(0, bits.size, CHUNK))
+    infinity = EXPONENT_BITS.get(array.dtype.name)
+    for start in range(0, flat.size, CHUNK):
+        chunk = flat[start : start + CHUNK]
+        if infinity is None:
+            is_chunk_finite = np.isfinite(chunk).all()
+        else:
+            is_chunk_finite = (chunk.view(np.uint16) & 0x7FFF).max() < infinity
+        if not is_chunk_finite:
+            return False
+    return True
 
 
 def weight_shapes(spec: AttentionSpec) -> dict[str, tuple[int, ...]]:
@@ -60,18 +68,19 @@ def weight_shapes(spec: AttentionSpec) -> dict[str, tuple[int, ...]]:
 
 
 def unheld(spec: AttentionSpec) -> AttentionSpec:
-    """Return the layer without fields that affect neither its weights nor its results in evaluation
-    mode.
+    """Return the layer without fields that evaluation mode ignores.
+
+    They change neither its canonical weights nor its results.
     """
     return replace(spec, fused_qkv=False, dropout=0.0, output_dropout=0.0)
 
 
 def random_weights(spec: AttentionSpec, seed: int | list[int] = 0) -> Weights:
-    """Return Xavier-uniform weights, with biases in [-1/2, 1/2] so that a missing bias shows;
-    float32.
+    """Return Xavier-uniform weights, float32.
 
-    Factors of norms are 0.5 to 0.8 or 1.2 to 1.5, so that a missing weight of a norm also shows.
-    Sinks and learned numbers of distances are between 0.5 and 1.5 in size.
+    Biases are in [-1/2, 1/2], so that a missing bias shows. Factors of norms are 0.5 to 0.8 or 1.2
+    to 1.5, so that a missing weight of a norm also shows. Sinks and learned numbers of distances
+    are between 0.5 and 1.5 in size.
 
     Args:
         spec: layer.
@@ -82,16 +91,16 @@ def random_weights(spec: AttentionSpec, seed: int | list[int] = 0) -> Weights:
     for name, shape in weight_shapes(spec).items():
         part, _, leaf = name.partition(".")
         if part in spec.norms and leaf == "weight":
-            factors = 1.0 + rng.choice([-1.0, 1.0], shape) * (0.2 + 0.3 * rng.random(shape))
-            weights[name] = (factors - (spec.norms[part].weight == "1+w")).astype(np.float32)
-            continue
-        if name in ("sinks", "relative_bias", *SIDES):
-            weights[name] = (rng.choice([-1.0, 1.0], shape) * (0.5 + rng.random(shape))).astype(
-                np.float32
-            )
-            continue
-        limit = 0.5 if len(shape) == 1 else np.sqrt(6.0 / sum(shape))
-        weights[name] = (limit * (2.0 * rng.random(shape) - 1.0)).astype(np.float32)
+            weight = 1.0 + rng.choice([-1.0, 1.0], shape) * (0.2 + 0.3 * rng.random(shape))
+            if spec.norms[part].weight == "1+w":
+                weight -= 1.0
+        elif name in ("sinks", "relative_bias", *SIDES):
+            weight = rng.choice([-1.0, 1.0], shape) * (0.5 + rng.random(shape))
+        elif len(shape) == 1:
+            weight = 0.5 * (2.0 * rng.random(shape) - 1.0)
+        else:
+            weight = np.sqrt(6.0 / sum(shape)) * (2.0 * rng.random(shape) - 1.0)
+        weights[name] = weight.astype(np.float32)
     return weights
 
 
@@ -110,14 +119,11 @@ def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> Weights:
         ValueError: if names are missing or unexpected, a shape differs, or a value is not finite.
     """
     weights, shapes = to_numpy_by_name(weights), weight_shapes(spec)
-    missing, unexpected = (
-        sorted(shapes.keys() - weights.keys()),
-        sorted(weights.keys() - shapes.keys()),
-    )
+    missing = sorted(shapes.keys() - weights.keys())
+    unexpected = sorted(weights.keys() - shapes.keys())
     if missing or unexpected:
-        raise InputError(
-            "weights", "have exactly the names of the spec", missing=missing, unexpected=unexpected
-        )
+        rule = "have exactly the names of the spec"
+        raise InputError("weights", rule, missing=missing, unexpected=unexpected)
     dtypes = set()
     for name, shape in shapes.items():
         weight = weights[name]
@@ -127,9 +133,8 @@ def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> Weights:
             hint = "; it looks transposed" if weight.shape == shape[::-1] else ""
             raise InputError(name, f"have shape {shape}", f"{name}.shape={weight.shape}{hint}")
         if not is_finite(weight):
-            raise InputError(
-                name, "be finite", f"{np.count_nonzero(~np.isfinite(weight))} NaN or infinities"
-            )
+            num_bad = np.count_nonzero(~np.isfinite(weight))
+            raise InputError(name, "be finite", f"{num_bad} NaN or infinities")
         dtypes.add(weight.dtype.name)
     if len(dtypes) > 1:
         raise InputTypeError("weights", "have one dtype", str(sorted(dtypes)))
@@ -142,16 +147,14 @@ def check_held(names: Iterable[str], spec: AttentionSpec) -> None:
     Raises:
         ValueError: if names are missing or unexpected.
     """
-    wanted, held = set(spec.stored_shapes), set(names)
-    missing, unexpected = sorted(wanted - held), sorted(held - wanted)
+    required, present = set(spec.stored_shapes), set(names)
+    missing, unexpected = sorted(required - present), sorted(present - required)
     if missing or unexpected:
-        wrapped = (
-            "a projection that is wrapped, as by LoRA, must be merged first"
-            if missing and unexpected
-            else ""
-        )
+        hint = ""
+        if missing and unexpected:  # as if renamed
+            hint = "a projection that is wrapped, as by LoRA, must be merged first"
         rule = "have exactly the weights of its spec"
-        raise InputError("module", rule, missing=missing, unexpected=unexpected, hint=wrapped)
+        raise InputError("module", rule, missing=missing, unexpected=unexpected, hint=hint)
 
 
 def save_tensors(
@@ -173,23 +176,24 @@ def save_tensors(
         TypeError: if an entry is not an array.
         ValueError: if the suffix or the existing file has another format.
     """
+    # A comparison of arrays needs no files: their modules are imported for the first one.
+    from parity.measure.files.reading import SUFFIXES
+    from parity.measure.files.safetensors import safetensors_bytes
+    from parity.measure.files.target import refuse_other_file, write_whole
+
     tensors = to_numpy_by_name(tensors)
     kind = SUFFIXES.get(Path(path).suffix.lower(), "safetensors")
     if kind != "safetensors":
-        raise InputError(
-            path, "end in .safetensors, the only format written here", f"that of {kind}"
-        )
+        rule = "end in .safetensors, the only format written here"
+        raise InputError(path, rule, f"that of {kind}")
     refuse_other_file(path, kind)
 
     def verify(written: Path) -> None:
-        found, _ = load_tensors(written)
+        read_back, _ = load_tensors(written)
         for name, tensor in tensors.items():
-            read = found[name]
-            if (read.dtype, read.shape, read.tobytes()) != (
-                tensor.dtype,
-                tensor.shape,
-                tensor.tobytes(),
-            ):
+            other = read_back[name]
+            has_same_form = (other.dtype, other.shape) == (tensor.dtype, tensor.shape)
+            if not has_same_form or other.tobytes() != tensor.tobytes():
                 raise OSError(f"{path} must read back as it was written, {name} does not")
 
     write_whole(path, safetensors_bytes(tensors, metadata), verify)
@@ -203,6 +207,8 @@ def load_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], d
         ValueError: if it is not a safetensors file, is truncated, or contains a dtype that NumPy
             cannot represent.
     """
+    from parity.measure.files.reading import open_file
+
     with open_file(Path(path), "safetensors") as file:
         return {name: file.read(name) for name in file.infos}, file.metadata
 
@@ -232,7 +238,8 @@ def load_weights(path: str | os.PathLike[str]) -> tuple[Weights, AttentionSpec]:
     """
     tensors, metadata = load_tensors(path)
     spec = read_spec(path, metadata)
-    if (unread := metadata.get("unread", "{}")) != "{}":
+    unread = metadata.get("unread", "{}")
+    if unread != "{}":
         hint = "parity.load reads the rest and reports these"
         raise InputError(path, "describe its whole layer in its spec", unread=unread, hint=hint)
     check_weights(tensors, spec)
@@ -246,16 +253,10 @@ def read_spec(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> Atte
         ValueError: if there is none, or the file has another format.
     """
     if metadata.get("format") != FORMAT or "spec" not in metadata:
-        raise InputError(
-            path,
-            f"hold a spec in format {FORMAT} in its metadata",
-            format=metadata.get("format"),
-            metadata=sorted(metadata),
-            hint=(
-                "parity.load reads other layouts, `mha-parity convert --to canonical` writes "
-                "this one"
-            ),
-        )
+        rule = f"hold a spec in format {FORMAT} in its metadata"
+        keys, convert = sorted(metadata), "`mha-parity convert --to canonical`"
+        hint = f"parity.load reads other layouts, {convert} writes this one"
+        raise InputError(path, rule, format=metadata.get("format"), metadata=keys, hint=hint)
     try:
         return AttentionSpec.from_json(metadata["spec"])
     except (TypeError, ValueError, RecursionError) as error:
@@ -263,29 +264,29 @@ def read_spec(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> Atte
 
 
 def pack_qkv(weights: Mapping[str, np.ndarray]) -> Weights:
-    """Return canonical weights with q_proj, k_proj and v_proj stacked into one qkv_proj, as in a
-    fused module.
+    """Return canonical weights as in a fused module.
+
+    q_proj, k_proj and v_proj are stacked into one qkv_proj.
     """
     packed = {}
     for leaf in ("weight", "bias"):
         if f"q_proj.{leaf}" in weights:
-            packed[f"qkv_proj.{leaf}"] = np.concatenate(
-                [weights[f"{name}_proj.{leaf}"] for name in "qkv"]
-            )
-    return packed | {
-        name: weight for name, weight in weights.items() if name.partition(".")[0] not in QKV
-    }
+            stacked = [weights[f"{projection}.{leaf}"] for projection in QKV]
+            packed[f"qkv_proj.{leaf}"] = np.concatenate(stacked)
+    for name, weight in weights.items():
+        if name.partition(".")[0] not in QKV:
+            packed[name] = weight
+    return packed
 
 
 def unpack_qkv(packed: Mapping[str, np.ndarray], spec: AttentionSpec) -> Weights:
     """Return canonical weights from those of a fused module: the inverse of `pack_qkv`."""
-    weights = {}
+    weights, ends = {}, np.cumsum([spec.q_width, spec.k_width])
     for name in weight_shapes(spec):
         projection, _, leaf = name.partition(".")
-        if projection not in QKV:
-            weights[name] = packed[name]
-        else:
-            ends = np.cumsum([spec.q_width, spec.k_width])
+        if projection in QKV:
             parts = np.split(packed[f"qkv_proj.{leaf}"], ends)
-            weights[name] = np.ascontiguousarray(parts["qkv".index(projection[0])])
+            weights[name] = np.ascontiguousarray(parts[QKV.index(projection)])
+        else:
+            weights[name] = packed[name]
     return weights

@@ -1,5 +1,4 @@
-"""Files of named tensors: read tensor by tensor; written atomically, verified and in bounded
-memory.
+"""Files of named tensors: read one by one; written atomically, verified, in bounded memory.
 
 | format | files | read | written |
 |---|---|---|---|

@@ -57,10 +57,11 @@ BLOCKS = {
 }
 """Supported quantized types, read as float32: values per block, and bytes per block."""
 
-MAX_DIMS = 4  # as in ggml
-VALUES_AT_ONCE = (
-    1 << 16
-)  # values dequantized at a time, so that intermediate results fit the CPU cache
+MAX_DIMS = 4
+"""Most axes of a tensor, as in ggml."""
+
+VALUES_AT_ONCE = 1 << 16
+"""Values dequantized at a time, so that intermediate results fit the CPU cache."""
 
 _SCALARS = {
     0: "<B",
@@ -110,8 +111,9 @@ class _Entry(NamedTuple):
     offset: int
 
     def measure(self, name: str, room: int) -> tuple[TensorInfo, int]:
-        """Return facts of the tensor as read, and its bytes in the file; an unknown type may use
-        all of `room`.
+        """Return facts of the tensor as read, and its bytes in the file.
+
+        An unknown type may use all of `room`.
         """
         if self.kind in PLAIN:
             info = TensorInfo.of(self.shape, DTYPES[PLAIN[self.kind]])
@@ -154,16 +156,18 @@ def open_gguf(path: Path, file: BinaryIO) -> TensorFile:
                 "each tensor", f"occur once, with at most {MAX_DIMS} axes", tensor=name
             )
         shape = tuple(cursor.unpack("<Q") for _ in range(num_dims))[::-1]
-        kind, offset = cursor.unpack("<I"), cursor.unpack("<Q")
-        entries[name] = _Entry(
-            shape, (TYPES[kind] if kind < len(TYPES) else None) or f"type {kind}", offset
-        )
+        number, offset = cursor.unpack("<I"), cursor.unpack("<Q")
+        kind = TYPES[number] if number < len(TYPES) else None
+        if kind is None:
+            kind = f"type {number}"
+        entries[name] = _Entry(shape, kind, offset)
     alignment = int(metadata.get("general.alignment", "32"))
     if alignment <= 0 or alignment & (alignment - 1):
         raise InputError("the alignment", "be a power of two", str(alignment))
     data = -(-cursor.tell() // alignment) * alignment
     entries = {name: entry._replace(offset=data + entry.offset) for name, entry in entries.items()}
-    infos = dict.fromkeys(entries, TensorInfo((), np.dtype(bool), 0))  # in the order of the file
+    # Entries are measured from the last one back, but stay in the order of the file.
+    infos = dict.fromkeys(entries, TensorInfo((), np.dtype(bool), 0))
     end = cursor.size
     for name, entry in sorted(entries.items(), key=lambda item: item[1].offset, reverse=True):
         infos[name], nbytes = entry.measure(name, end - entry.offset)
@@ -174,12 +178,13 @@ def open_gguf(path: Path, file: BinaryIO) -> TensorFile:
     def fetch(name: str) -> np.ndarray:
         return _dequantised(path, file, name, entries[name])
 
-    places = {
-        name: FileOffset(file, entry.offset)
-        for name, entry in entries.items()
-        if entry.kind in PLAIN
-    }
-    quantised = {name: entry.kind for name, entry in entries.items() if entry.kind in BLOCKS}
+    places = {}
+    quantised = {}
+    for name, entry in entries.items():
+        if entry.kind in PLAIN:
+            places[name] = FileOffset(file, entry.offset)
+        elif entry.kind in BLOCKS:
+            quantised[name] = entry.kind
     return TensorFile(path, "gguf", infos, metadata, places, fetch, quantised=quantised)
 
 

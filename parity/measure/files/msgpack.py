@@ -36,13 +36,15 @@ from parity.measure.files.tensor_file import (
 
 METADATA = "__metadata__"
 CHUNKED = "__msgpack_chunked_array__"
-MAX_CHUNK = 1 << 30  # bytes of an array, as in Flax; larger ones are chunked
+MAX_CHUNK = 1 << 30
+"""Most bytes of an array, as in Flax; larger ones are chunked."""
 
 _ARRAY, _SCALAR = 1, 3  # Flax's types: an array, and a NumPy scalar
 _BYTES = {0xC4: ">B", 0xC5: ">H", 0xC6: ">I"}
 _EXTENSIONS = {0xC7: ">B", 0xC8: ">H", 0xC9: ">I"}
-"""Formats of lengths by the preceding byte. (Extensions of 1 to 16 bytes have 0xD4 to 0xD8 and no
-length.)
+"""Formats of lengths by the preceding byte.
+
+Extensions of 1 to 16 bytes have 0xD4 to 0xD8 and no length.
 """
 
 
@@ -76,13 +78,17 @@ def _tensor(packer: Any, array: np.ndarray) -> Iterator[bytes | memoryview]:
     if array.nbytes <= MAX_CHUNK:
         yield from _array(packer, array)
         return
-    step, flat, pack = max(1, MAX_CHUNK // array.itemsize), array.reshape(-1), packer.pack
-    yield packer.pack_map_header(3) + pack(CHUNKED) + pack(True)
-    yield pack("shape") + pack({str(i): size for i, size in enumerate(array.shape)})
-    yield pack("chunks") + packer.pack_map_header(-(-flat.size // step))
-    for i, start in enumerate(range(0, flat.size, step)):
-        yield pack(str(i))
-        yield from _array(packer, flat[start : start + step])
+    flat = array.reshape(-1)
+    step = max(1, MAX_CHUNK // array.itemsize)
+    num_chunks = -(-flat.size // step)
+    # Flax stores lists as dicts by index.
+    shape = {str(i): size for i, size in enumerate(array.shape)}
+    yield packer.pack_map_header(3) + packer.pack(CHUNKED) + packer.pack(True)
+    yield packer.pack("shape") + packer.pack(shape)
+    yield packer.pack("chunks") + packer.pack_map_header(num_chunks)
+    for i in range(num_chunks):
+        yield packer.pack(str(i))
+        yield from _array(packer, flat[i * step : (i + 1) * step])
 
 
 def _array(packer: Any, array: np.ndarray) -> Iterator[bytes | memoryview]:
@@ -110,10 +116,18 @@ def open_msgpack(path: Path, file: BinaryIO) -> TensorFile:
     if not isinstance(tree, dict) or cursor.tell() != cursor.size:
         raise InputError(path, "be one dict in msgpack and nothing more, but it is not")
     metadata = text_by_name(tree.pop(METADATA, None))
-    leaves = flatten(tree)
-    arrays = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, _Array)}
-    infos = {name: array.info for name, array in arrays.items()}
-    places = {name: array.pieces[0][0] for name, array in arrays.items() if len(array.pieces) == 1}
+    arrays: dict[str, _Array] = {}
+    infos: dict[str, TensorInfo] = {}
+    places: dict[str, FileOffset] = {}
+    ignored = []
+    for name, leaf in flatten(tree).items():
+        if not isinstance(leaf, _Array):
+            ignored.append(name)
+            continue
+        arrays[name] = leaf
+        infos[name] = leaf.info
+        if len(leaf.pieces) == 1:
+            places[name], _ = leaf.pieces[0]
 
     def fetch(name: str) -> np.ndarray:
         array = np.empty(infos[name].shape, infos[name].dtype)
@@ -123,7 +137,6 @@ def open_msgpack(path: Path, file: BinaryIO) -> TensorFile:
             buffer = buffer[length:]
         return array
 
-    ignored = [name for name in leaves if name not in arrays]
     return TensorFile(path, "msgpack", infos, metadata, places, fetch, ignored=ignored)
 
 
@@ -156,18 +169,28 @@ class _Walker:
             return self.array(1 << first - 0xD4, depth + 1)
         self.cursor.file.seek(-1, 1)
         if 0x80 <= first <= 0x8F or first in (0xDE, 0xDF):
-            entries: dict[Any, Any] = {}
-            for _ in range(self.next("read_map_header")):
-                key = self.node(depth + 1)
-                if not isinstance(key, (str, int)) or key in entries:
-                    raise InputError("each entry", "have a unique name", repr(key))
-                entries[key] = self.node(depth + 1)
-            return _joined(entries) if CHUNKED in entries else entries
+            return self.map(depth)
         if 0x90 <= first <= 0x9F or first in (0xDC, 0xDD):
             return [self.node(depth + 1) for _ in range(self.next("read_array_header"))]
         return self.next("unpack")
 
+    def map(self, depth: int) -> Any:
+        """Read a dict, or an array of chunks, which is one."""
+        entries: dict[Any, Any] = {}
+        for _ in range(self.next("read_map_header")):
+            key = self.node(depth + 1)
+            if not isinstance(key, (str, int)) or key in entries:
+                raise InputError("each entry", "have a unique name", repr(key))
+            entries[key] = self.node(depth + 1)
+        return _joined(entries) if CHUNKED in entries else entries
+
     def array(self, length: int, depth: int) -> _Array | None:
+        """Read the header of an array, and skip its bytes; None for another extension.
+
+        Args:
+            length: bytes of the extension after its code.
+            depth: number of levels above it.
+        """
         (code,) = self.cursor.take(1)
         end = self.cursor.tell() + length
         if code not in (_ARRAY, _SCALAR):
@@ -192,15 +215,21 @@ class _Walker:
 
 def _joined(entries: dict[Any, Any]) -> _Array:
     """Join the chunks of an array."""
-    shape, chunks = (
-        [part[str(i)] for i in range(len(part))] for part in (entries["shape"], entries["chunks"])
-    )
+    shape, chunks = _listed(entries["shape"]), _listed(entries["chunks"])
     info = TensorInfo.of(shape, chunks[0].info.dtype)
-    if {chunk.info.dtype for chunk in chunks} != {info.dtype} or sum(
-        chunk.info.nbytes for chunk in chunks
-    ) != info.nbytes:
+    dtypes = {chunk.info.dtype for chunk in chunks}
+    nbytes = sum(chunk.info.nbytes for chunk in chunks)
+    if dtypes != {info.dtype} or nbytes != info.nbytes:
         raise InputError(
             "the chunks of an array",
             f"have one dtype, and {info.nbytes} bytes together, but they do not",
         )
-    return _Array(info, [piece for chunk in chunks for piece in chunk.pieces])
+    pieces = []
+    for chunk in chunks:
+        pieces.extend(chunk.pieces)
+    return _Array(info, pieces)
+
+
+def _listed(part: Mapping[str, Any]) -> list[Any]:
+    """Return the values of a list that Flax stored as a dict by index."""
+    return [part[str(i)] for i in range(len(part))]

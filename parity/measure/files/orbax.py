@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,10 @@ from parity.measure.files.tensor_file import (
     TensorFile,
     TensorInfo,
     Tensors,
+    as_texts,
     flatten,
     library,
     nest,
-    text_by_name,
 )
 from parity.measure.files.zipped import check_inflation
 from parity.measure.text import in_line
@@ -31,9 +29,9 @@ MARKS = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
 def write_orbax(path: Path, tensors: Tensors) -> None:
     """Write a folder. The library needs all tensors at once, in twice their memory."""
     ocp = library(path, "orbax.checkpoint")
-    empty = [name for name, info in tensors.infos.items() if not info.nbytes]
-    if empty:
-        raise InputError("tensors", "not be empty in an orbax checkpoint", tensors=empty[0])
+    for name, info in tensors.infos.items():
+        if not info.nbytes:
+            raise InputError("tensors", "not be empty in an orbax checkpoint", tensors=name)
     tree = _filled(nest(tensors.infos), tensors)
     try:
         with ocp.PyTreeCheckpointer() as checkpointer:
@@ -45,10 +43,11 @@ def write_orbax(path: Path, tensors: Tensors) -> None:
 
 
 def _filled(tree: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
-    return {
-        key: _filled(node, tensors) if isinstance(node, dict) else tensors.read(node)
-        for key, node in tree.items()
-    }
+    """Return a tree with tensors instead of their names."""
+    filled = {}
+    for key, node in tree.items():
+        filled[key] = _filled(node, tensors) if isinstance(node, dict) else tensors.read(node)
+    return filled
 
 
 def open_orbax(path: Path) -> TensorFile:
@@ -67,19 +66,22 @@ def open_orbax(path: Path) -> TensorFile:
             continue  # text or a Python number
         if ".." in name.split("/"):  # some checkpoints have one folder per array
             raise InputError("names", "not lead out of the folder", names=name)
-        if np.dtype(leaf.dtype).name not in DTYPES:
+        dtype = np.dtype(leaf.dtype).name
+        if dtype not in DTYPES:
             raise InputError(name, f"hold one of {sorted(DTYPES)}", {name: leaf.dtype})
-        infos[name] = TensorInfo.of(leaf.shape, DTYPES[np.dtype(leaf.dtype).name])
+        infos[name] = TensorInfo.of(leaf.shape, DTYPES[dtype])
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     check_inflation(sum(info.nbytes for info in infos.values()), size)
 
     def fetch(name: str) -> np.ndarray:
-        wanted = jax.tree.map(lambda leaf: leaf if leaf is leaves[name] else ocp.PLACEHOLDER, tree)
-        as_numpy = jax.tree.map(
-            lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), tree
-        )  # JAX would narrow float64
-        found = checkpointer.restore(folder, args=ocp.args.PyTreeRestore(wanted, as_numpy))
-        return flatten(found)[name]
+        # The library reads no placeholders. It returns JAX's arrays by default, which would narrow
+        # float64.
+        requested = jax.tree.map(
+            lambda leaf: leaf if leaf is leaves[name] else ocp.PLACEHOLDER, tree
+        )
+        as_numpy = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+        restored = checkpointer.restore(folder, args=ocp.args.PyTreeRestore(requested, as_numpy))
+        return flatten(restored)[name]
 
     ignored = [name for name in leaves if name not in infos]
     release = checkpointer.close
@@ -92,20 +94,21 @@ def _arrays_in(path: Path) -> Path:
     path = path.absolute()  # required by the library
     if (path / "_METADATA").exists():
         return path
-    inside = sorted(folder for folder in path.iterdir() if (folder / "_METADATA").exists())
-    if len(inside) != 1:
-        names = [folder.name for folder in inside]
+    checkpoints = sorted(folder for folder in path.iterdir() if (folder / "_METADATA").exists())
+    if len(checkpoints) != 1:
+        names = [folder.name for folder in checkpoints]
         raise InputError(
             path, "hold one orbax checkpoint of arrays", str(names), hint="name one of its folders"
         )
-    return inside[0]
+    return checkpoints[0]
 
 
 def _metadata(folder: Path) -> dict[str, str]:
-    with suppress(FileNotFoundError):
-        held = read_json(folder / "_CHECKPOINT_METADATA").get("custom_metadata")
-        values = held if isinstance(held, dict) else {}
-        return text_by_name(
-            {name: x if isinstance(x, str) else json.dumps(x) for name, x in values.items()}
-        )
-    return {}
+    """Return the custom metadata of a checkpoint as text."""
+    try:
+        values = read_json(folder / "_CHECKPOINT_METADATA").get("custom_metadata")
+    except FileNotFoundError:
+        return {}
+    if not isinstance(values, dict):
+        return {}
+    return as_texts(values)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
@@ -11,6 +10,8 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from mha_spec import InputError
 from parity.measure.files.gguf import open_gguf
@@ -22,6 +23,7 @@ from parity.measure.files.tensor_file import (
     FileOffset,
     TensorFile,
     TensorInfo,
+    as_texts,
     in_one_line,
     text_by_name,
 )
@@ -101,14 +103,13 @@ def _kind(path: Path, begin: bytes) -> str:
         if suffix in ("npz", "torch") and not zipfile.is_zipfile(path):
             return suffix  # its reader reports the problem
         with zipfile.ZipFile(path) as archive:
-            return (
-                "torch" if any(name.endswith("/data.pkl") for name in archive.namelist()) else "npz"
-            )
+            has_pickle = any(name.endswith("/data.pkl") for name in archive.namelist())
+        return "torch" if has_pickle else "npz"
     if begin[8:9] == b"{" and int.from_bytes(begin[:8], "little") <= path.stat().st_size:
         return "safetensors"
     if suffix in OPENERS:
         return suffix
-    if begin[:1] and (0x81 <= begin[0] <= 0x8F or begin[0] in (0xDE, 0xDF)):  # a dict
+    if begin and (0x81 <= begin[0] <= 0x8F or begin[0] in (0xDE, 0xDF)):  # a dict, not empty
         return "msgpack"
     raise InputError(
         path,
@@ -122,11 +123,13 @@ def _kind(path: Path, begin: bytes) -> str:
 
 def _open_folder(path: Path) -> TensorFile:
     names = sorted(os.listdir(path))
-    for suffix, whole in (("safetensors", r".*\.safetensors"), ("bin", r"pytorch_model.*\.bin")):
+    # Hugging Face's folders have both formats at times, with equal tensors. Other .bin files may
+    # be anything.
+    for suffix, pattern in (("safetensors", r".*\.safetensors"), ("bin", r"pytorch_model.*\.bin")):
         indexes = [name for name in names if name.endswith(f".{suffix}{INDEX}")]
-        files = [name for name in names if re.fullmatch(whole, name, re.IGNORECASE)]
-        beside = [name for name in indexes if name.removesuffix(INDEX) in files]
-        if len(indexes) > 1 or beside:
+        files = [name for name in names if re.fullmatch(pattern, name, re.IGNORECASE)]
+        has_whole_file = any(name.removesuffix(INDEX) in files for name in indexes)
+        if len(indexes) > 1 or has_whole_file:
             raise InputError(
                 path,
                 "hold one checkpoint",
@@ -172,7 +175,8 @@ def _open_index(path: Path) -> TensorFile:
     with in_one_line(path, "index"):
         index = _read_index(path)
         names = sorted(set(index["weight_map"].values()))
-        if missing := [name for name in names if not (path.parent / name).exists()]:
+        missing = [name for name in names if not (path.parent / name).exists()]
+        if missing:
             raise FileNotFoundError(
                 f"{path} must list existing shards, got {', '.join(map(repr, missing[:3]))}"
             )
@@ -182,15 +186,14 @@ def _open_index(path: Path) -> TensorFile:
 def _open_shards(
     path: Path, folder: Path, names: list[str], index: Mapping[str, Any] | None = None
 ) -> TensorFile:
-    """Open several files as one. Metadata are those that all files share, and those of the
-    index.
+    """Open several files as one.
+
+    Metadata are those that all files share, and those of the index.
     """
     for name in names:
         match = SHARD.fullmatch(name)
-        numbers = range(1, int(match[3]) + 1) if match else ()
-        all_of = (f"{match[1]}-{i:05}-of-{match[3]}{match[4]}" for i in numbers if match)
-        if missing := next((each for each in all_of if each not in names), None):
-            raise InputError(path, f"have all {len(numbers)} shards", missing=missing)
+        if match is not None:
+            _check_complete(path, names, match)
     infos: dict[str, TensorInfo] = {}
     places: dict[str, FileOffset] = {}
     shard_of: dict[str, TensorFile] = {}
@@ -198,30 +201,57 @@ def _open_shards(
     with ExitStack() as stack:
         shards = [stack.enter_context(open_file(folder / name)) for name in names]
         for shard in shards:
-            if twice := infos.keys() & shard.infos.keys():
-                raise InputError(path, "have each tensor once", tensor=min(twice), shards=names)
+            duplicates = infos.keys() & shard.infos.keys()
+            if duplicates:
+                raise InputError(
+                    path, "have each tensor once", tensor=min(duplicates), shards=names
+                )
             infos |= shard.infos
             shard_of |= dict.fromkeys(shard.infos, shard)
             places |= shard.places
             ignored += shard.ignored
-        agreed = set.intersection(*(set(shard.metadata.items()) for shard in shards))
-        metadata = {key: text for key, text in shards[0].metadata.items() if (key, text) in agreed}
-        lost = sorted(
-            {key for shard in shards for key in shard.metadata} - metadata.keys() - {"sha256"}
-        )
-        ignored += [f"{key} in the metadata of each shard" for key in lost]
+        metadata, differing = _shared_metadata(shards)
+        ignored += [f"{key} in the metadata of each shard" for key in differing]
         if index is not None:
-            if unknown := sorted(infos.keys() ^ index["weight_map"].keys()):
-                raise InputError(path, "list just the tensors of its shards", tensor=unknown[0])
-            entries = index["metadata"] if isinstance(index.get("metadata"), dict) else {}
-            entries = {
-                key: entry for key, entry in entries.items() if key != "total_size"
-            }  # `infos` determine it
-            metadata |= {
-                key: x if isinstance(x, str) else json.dumps(x) for key, x in entries.items()
-            }
+            unmatched = sorted(infos.keys() ^ index["weight_map"].keys())
+            if unmatched:
+                raise InputError(path, "list just the tensors of its shards", tensor=unmatched[0])
+            metadata |= _metadata_of_index(index)
+
+        def fetch(name: str) -> np.ndarray:
+            return shard_of[name].read(name)
+
         kind = "+".join(sorted({shard.format for shard in shards}))
-        fetch = lambda name: shard_of[name].read(name)  # noqa: E731
         file = TensorFile(path, kind, infos, metadata, places, fetch, ignored=ignored)
         file.release = stack.pop_all().close
         return file
+
+
+def _check_complete(path: Path, names: list[str], match: re.Match[str]) -> None:
+    """Refuse a set of shards if one is missing, by the count in the name of one of them."""
+    stem, _, count, suffix = match.groups()
+    for i in range(1, int(count) + 1):
+        name = f"{stem}-{i:05}-of-{count}{suffix}"
+        if name not in names:
+            raise InputError(path, f"have all {int(count)} shards", missing=name)
+
+
+def _shared_metadata(shards: list[TensorFile]) -> tuple[dict[str, str], list[str]]:
+    """Return the metadata that are the same in all shards, and the names of the others.
+
+    Each shard has a sha256 of its own, which is not among them.
+    """
+    shared = set.intersection(*(set(shard.metadata.items()) for shard in shards))
+    metadata = {key: text for key, text in shards[0].metadata.items() if (key, text) in shared}
+    names: set[str] = set()
+    for shard in shards:
+        names.update(shard.metadata)
+    return metadata, sorted(names - metadata.keys() - {"sha256"})
+
+
+def _metadata_of_index(index: Mapping[str, Any]) -> dict[str, str]:
+    """Return the metadata of an index as text, except the size, which the tensors determine."""
+    entries = index.get("metadata")
+    if not isinstance(entries, dict):
+        return {}
+    return as_texts({key: entry for key, entry in entries.items() if key != "total_size"})

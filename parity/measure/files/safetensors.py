@@ -45,10 +45,10 @@ CODES = {name: code for code, name in NAMES.items()}
 
 
 def header(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> tuple[bytes, list[str]]:
-    """Return the header of a file, which depends only on the arguments, and the order of the
-    arrays.
+    """Return the header of a file and the order of its arrays, which depend only on the arguments.
 
-    It is the given order, but wider dtypes come first, so that each array is aligned to its dtype.
+    It is the order of `infos`, but wider dtypes come first, so that each array is aligned to its
+    dtype.
 
     Raises:
         ValueError: if the format does not support a dtype.
@@ -72,14 +72,13 @@ def header(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> tupl
 
 
 def safetensors_bytes(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
-    """Return the bytes of a safetensors file, which depend only on its content, not on memory
-    order.
+    """Return the bytes of a safetensors file, which depend only on its content.
 
-    (The library writes wrong values for non-contiguous arrays, huggingface/safetensors#825, and its
-    header in varying order.)
+    The library writes wrong values for non-contiguous arrays, huggingface/safetensors#825, and its
+    header in varying order.
     """
     infos = {
-        name: TensorInfo.of(tensor.shape, tensor.dtype) for name, tensor in sorted(tensors.items())
+        name: TensorInfo.of(tensors[name].shape, tensors[name].dtype) for name in sorted(tensors)
     }
     head, order = header(infos, metadata)
     return head + b"".join(tensors[name].tobytes() for name in order)

@@ -1,6 +1,4 @@
-"""Small files that are read whole, such as configurations, indexes of shards and lists of
-labels.
-"""
+"""Small files that are read whole: configurations, indexes of shards, lists of labels."""
 
 from __future__ import annotations
 
@@ -13,9 +11,7 @@ from mha_spec import InputError
 from parity.measure.files.tensor_file import parse_json
 
 LARGEST = 1 << 24
-"""Bytes of the largest small file: configurations with a value for each of 10,000 layers are
-smaller.
-"""
+"""Bytes of the largest small file: configurations with values for 10,000 layers are smaller."""
 
 MAX_INDEX = 100_000_000
 """Bytes of the largest index of shards: the limit of headers of safetensors."""
@@ -23,8 +19,9 @@ MAX_INDEX = 100_000_000
 WITHOUT_WAITING = (
     getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
 )
-"""Flags that open a pipe without waiting for its writer, should one replace the file after it was
-checked.
+"""Flags that open a pipe without waiting for its writer.
+
+One may replace the file after it was checked.
 """
 
 KINDS = {
@@ -37,8 +34,9 @@ KINDS = {
 
 
 def check_is_file(path: str | os.PathLike[str], mode: int) -> None:
-    """Reject what is not a file: reading a pipe waits, a device has no end, and a folder has no
-    content.
+    """Reject what is not a file.
+
+    Reading a pipe waits, a device has no end, and a folder has no content.
 
     Args:
         path: the path, for the message.

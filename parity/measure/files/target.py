@@ -20,15 +20,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mha_spec import InputError
 from parity.measure.files.reading import INDEX, shards_in
 
-try:
-    import fcntl
-except ImportError:  # not on Windows, where writers do not lock
-    fcntl = None
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
 
 SCRATCH = ".mha-parity"
 """Suffix of scratch folders."""
@@ -38,6 +36,12 @@ BEFORE = ".before"
 
 REPLACED = ".replaced"
 """Its name once all files are in place, so that none is restored."""
+
+IN_USE = ".in-use"
+"""Lock file in a scratch folder, locked as long as the folder's writer is alive."""
+
+FOLDER_LOCK = f"{SCRATCH}.lock"
+"""Lock file in a folder, there only while a writer lists or moves its files."""
 
 _ORBAX = re.compile(
     r"_METADATA|_CHECKPOINT_METADATA|_sharding|_strings\.json|commit_success\.txt|d|array_metadatas(/process_\d+)?|"
@@ -78,37 +82,34 @@ def check_target(
     """
     if source is not None:
         _refuse_source(path, [folder / name for name in names], folder, Path(source))
-    there = [folder / name for name in names if _exists(folder / name)]
-    if there and not overwrite:
-        raise FileExistsError(
-            f"{path if len(names) == 1 else there[-1]} exists; pass --force to replace it"
-        )
+    existing = [folder / name for name in names if _exists(folder / name)]
+    if existing and not overwrite:
+        # The error names the index if there are several files and it exists.
+        shown = path if len(names) == 1 else existing[-1]
+        raise FileExistsError(f"{shown} exists; pass --force to replace it")
     if len(names) == 1:
-        for place in there:
+        for place in existing:
             _refuse_others(path, place, kind)
         return []
     index = folder / names[-1]
-    shards = set(shards_in(index)) if index in there else set()
-    stale = {name for name in shards if is_shard_of(path, name) and _exists(folder / name)}
-    for place in there:
-        if place != index and place.name not in stale:
+    old_shards = shards_in(index) if index in existing else []
+    replaced = {name for name in old_shards if is_shard_of(path, name) and _exists(folder / name)}
+    for place in existing:
+        if place != index and place.name not in replaced:
             raise InputError(place, f"be listed in {index} to be replaced, but it is not")
-    for name in sorted(stale):
+    for name in sorted(replaced):
         _refuse_others(folder / name, folder / name, kind)
-    return sorted(stale - set(names))
+    return sorted(replaced - set(names))
 
 
 def is_shard_of(path: Path, name: str) -> bool:
     """Return whether a file has the name of a shard of a target that is split."""
-    return (
-        re.fullmatch(re.escape(path.stem) + r"-\d{5}-of-\d{5}" + re.escape(path.suffix), name)
-        is not None
-    )
+    pattern = re.escape(path.stem) + r"-\d{5}-of-\d{5}" + re.escape(path.suffix)
+    return re.fullmatch(pattern, name) is not None
 
 
 def check_place(path: str | os.PathLike[str]) -> None:
-    """Refuse a file whose name is that of a folder, such as `a.py/`, or whose folder does not
-    exist.
+    """Refuse a file whose name is a folder's, such as `a.py/`, or whose folder does not exist.
 
     `Path` and `os.path.realpath` would drop the last `/` and a missing `folder/..`, and write
     another file.
@@ -136,29 +137,35 @@ def _exists(path: Path) -> bool:
 
 
 def _refuse_source(path: Path, targets: Iterable[Path], folder: Path, source: Path) -> None:
-    """Refuse to write onto the source, under any name, or into it if it is a folder."""
+    """Refuse to write onto the source, under any name, or into it if it is a folder.
+
+    Args:
+        path: target, as given by the user.
+        targets: files or folder to write.
+        folder: their folder.
+        source: file or folder that is read.
+    """
     if source.is_dir():
-        if any(
-            place.exists() and place.samefile(source)
-            for place in (*targets, folder, *folder.absolute().parents)
-        ):
+        if _is_any(source, [*targets, folder, *folder.absolute().parents]):
             raise InputError(
                 "the target", "be outside the folder that is read", path=path, source=source
             )
         return
-    read = [
-        source,
-        *(
-            source.parent / name
-            for name in (shards_in(source) if source.name.endswith(INDEX) else ())
-        ),
-    ]
-    around = Path(os.path.realpath(source)).parents
-    for target in (target for target in targets if target.exists()):
-        if any(place.exists() and target.samefile(place) for place in (*read, *around)):
+    read_files = [source]
+    if source.name.endswith(INDEX):
+        read_files += [source.parent / name for name in shards_in(source)]
+    # A target that is a folder may contain the source.
+    folders = Path(os.path.realpath(source)).parents
+    for target in targets:
+        if target.exists() and _is_any(target, [*read_files, *folders]):
             raise InputError(
                 "the target", "be a file other than the source", path=path, source=source
             )
+
+
+def _is_any(path: Path, candidates: Iterable[Path]) -> bool:
+    """Return whether an existing path and one of the others lead to the same file."""
+    return any(other.exists() and path.samefile(other) for other in candidates)
 
 
 def _refuse_others(path: Path, place: Path, kind: str) -> None:
@@ -170,11 +177,10 @@ def _refuse_others(path: Path, place: Path, kind: str) -> None:
     if kind == "orbax":
         if not stat.S_ISDIR(mode):
             raise InputError(path, "be a folder or not exist yet, but it is something else")
-        others = _others_in(place)
-        if others:
-            raise InputError(
-                path, "be an orbax checkpoint and nothing else to be replaced", f"{others} there"
-            )
+        other_files = _others_in(place)
+        if other_files:
+            rule = "be an orbax checkpoint and nothing else to be replaced"
+            raise InputError(path, rule, f"{other_files} there")
         return
     if not stat.S_ISREG(mode):
         raise InputError(path, "be a file or not exist yet, but it is something else")
@@ -197,30 +203,36 @@ def refuse_other_file(path: str | os.PathLike[str], kind: str) -> None:
 
 
 def _begins(kind: str, begin: bytes) -> bool:
-    """Return whether a file of the format may start with these bytes."""
-    return {
-        "safetensors": begin[8:9] == b"{",
-        "npz": begin[:2] == b"PK",
-        "torch": begin[:2] == b"PK" or begin[:1] == b"\x80",  # a pickle, before torch 1.6
-        "msgpack": 0x80 <= begin[0] <= 0x8F or begin[0] in (0xDE, 0xDF),  # a dict
-    }[kind]
+    """Return whether a file of the format may start with these bytes, of which there is one."""
+    is_zip = begin[:2] == b"PK"
+    if kind == "safetensors":
+        return begin[8:9] == b"{"  # after its length
+    if kind == "npz":
+        return is_zip
+    if kind == "torch":
+        return is_zip or begin[:1] == b"\x80"  # a pickle, before torch 1.6
+    return 0x80 <= begin[0] <= 0x8F or begin[0] in (0xDE, 0xDF)  # msgpack: a dict
 
 
 def _others_in(folder: Path, most: int = 5) -> list[str]:
-    """Return the contents of a folder that are not part of an orbax checkpoint; all without a
-    checkpoint.
+    """Return the contents of a folder that are no part of an orbax checkpoint.
+
+    Without a checkpoint, these are all.
     """
-    found = [place.relative_to(folder).as_posix() for place in sorted(folder.rglob("*"))]
-    if "_METADATA" in found:
-        found = [
-            name for name in found if not _ORBAX.fullmatch(name) or (folder / name).is_symlink()
-        ]
-    return found[:most]
+    names = [place.relative_to(folder).as_posix() for place in sorted(folder.rglob("*"))]
+    if "_METADATA" not in names:
+        return names[:most]
+    foreign_names = []
+    for name in names:
+        if not _ORBAX.fullmatch(name) or (folder / name).is_symlink():
+            foreign_names.append(name)
+    return foreign_names[:most]
 
 
 def check_writable(path: str | os.PathLike[str], name: str, shown: str = "") -> None:
-    """Refuse an unwritable file before the work whose result it will contain. Nothing is left
-    behind.
+    """Refuse an unwritable file before the work whose result it will contain.
+
+    Nothing is left behind.
 
     Args:
         path: path of the file.
@@ -261,71 +273,102 @@ def scratch_beside(target: Path) -> Iterator[Path]:
     """
     begin = f".{target.name[:40]}."
     scratch = target.parent / f"{begin}{secrets.token_hex(4)}{SCRATCH}"
-    lock = None
+    in_use = _new_lock(scratch / IN_USE)
     try:
+        # No other writer may list the scratch folders between the creation of this one and its
+        # lock: an unlocked one is taken for that of a killed process.
         with locked(target.parent):
-            for left in target.parent.glob(f"{glob.escape(begin)}*{SCRATCH}"):
-                _remove_left(left)
+            for leftover in target.parent.glob(f"{glob.escape(begin)}*{SCRATCH}"):
+                _clean_up_after_kill(leftover)
             try:
                 scratch.mkdir()
             except OSError as error:  # its message would contain the scratch folder
                 raise OSError(error.errno, error.strerror, str(target)) from None
-            lock = _lock(scratch)
+            _acquire(in_use, wait=False)
         yield scratch
     finally:
         if _put_back(scratch):
             _remove_tree(scratch)
-        if lock is not None:
-            os.close(lock)
+        in_use.release()
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Exclude other writers from a folder, if its file system supports locks."""
-    lock = _lock(folder, wait=True)
+    lock = _new_lock(folder / FOLDER_LOCK)
     try:
-        yield
+        try:
+            _acquire(lock, wait=True)
+            yield
+        finally:
+            _remove_lock(lock)
     finally:
-        if lock is not None:
-            os.close(lock)
+        _remove_lock(lock)  # again, since a signal may have interrupted it
 
 
-def _lock(folder: Path, *, wait: bool = False) -> int | None:
-    """Lock a folder until the result is closed; None if locks are unavailable."""
-    if fcntl is None:
-        return None
-    descriptor = None
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        return descriptor
-    if descriptor is not None:
-        os.close(descriptor)
-    return None
+def _new_lock(path: Path) -> BaseFileLock:
+    import filelock  # takes 20 ms, which only writers need to spend
+
+    # The fallback, whose lock is that the file exists, would outlast a process that is killed.
+    return filelock.FileLock(path, fallback_to_soft=False)
 
 
-def _remove_left(scratch: Path) -> None:
-    """Clean up after a killed process, and restore files that it was about to replace."""
-    lock = None if scratch.is_symlink() else _lock(scratch)
-    if lock is None:
+def _acquire(lock: BaseFileLock, *, wait: bool) -> bool:
+    """Lock a file, which is created, until the lock is released or the process ends.
+
+    Returns:
+        False if another writer has the lock, unless `wait` is set, or if locks are unavailable: in
+        a read-only folder, on a file system without them, or if the file belongs to another user.
+    """
+    try:
+        lock.acquire(blocking=wait)
+    except (TimeoutError, PermissionError):  # the file is another writer's
+        return False
+    except OSError:  # the file was created, but cannot be locked
+        with suppress(OSError):
+            os.unlink(lock.lock_file)
+        return False
+    return True
+
+
+def _remove_lock(lock: BaseFileLock) -> None:
+    """Release a lock and remove its file, also if a signal interrupted its acquisition."""
+    if not lock.is_locked and not os.path.lexists(lock.lock_file):
+        return
+    if not lock.is_locked and not _acquire(lock, wait=False):
+        return
+    # The file is removed while it is locked. A writer that waits for it notices that it is gone,
+    # and tries again with a new one. Later, it may be the lock of another writer.
+    with suppress(OSError):  # Windows removes no open file; there, release() removes it
+        os.unlink(lock.lock_file)
+    lock.release()
+
+
+def _clean_up_after_kill(scratch: Path) -> None:
+    """Remove a scratch folder out of use, and restore files that it was about to replace."""
+    if scratch.is_symlink():
+        return
+    in_use = _new_lock(scratch / IN_USE)
+    if not _acquire(in_use, wait=False):
         return
     try:
         if _put_back(scratch):
             shutil.rmtree(scratch, ignore_errors=True)
     finally:
-        os.close(lock)
+        in_use.release()
 
 
 def _put_back(scratch: Path) -> bool:
-    """Restore files that were moved aside but not replaced; False if other files exist there by
-    now.
+    """Restore files that were moved aside but not replaced.
+
+    Returns:
+        False if other files exist there by now.
     """
     before = scratch / BEFORE
     if not before.is_dir():
         return True
-    for old in sorted(
-        before.iterdir(), key=lambda path: path.name.endswith(INDEX)
-    ):  # the index last
+    # The index last, so that it never refers to missing files.
+    for old in sorted(before.iterdir(), key=lambda path: path.name.endswith(INDEX)):
         if os.path.lexists(scratch.parent / old.name):
             return False
         old.replace(scratch.parent / old.name)
@@ -333,12 +376,16 @@ def _put_back(scratch: Path) -> bool:
 
 
 def _remove_tree(folder: Path) -> None:
+    """Remove a folder, in which a library's thread may still be writing.
+
+    It waits for at most a quarter of a second, which is arbitrary.
+    """
     for _ in range(5):
         if not folder.exists():
             return
         shutil.rmtree(folder, ignore_errors=True)
         if folder.exists():
-            time.sleep(0.05)  # a library's thread may still be writing
+            time.sleep(0.05)
     shutil.rmtree(folder)
 
 
@@ -362,12 +409,10 @@ class Batch(NamedTuple):
 
 
 def move(*batches: Batch) -> None:
-    """Move written files into place: one file atomically; several files, or folders, all or
-    none.
-    """
+    """Move written files into place: one atomically; several, or folders, all or none."""
     if len(batches) == 1 and len(batches[0].names) == 1:
         (name,), scratch, folder, _ = batches[0]
-        if not (scratch / name).is_dir():
+        if not (scratch / name).is_dir():  # no existing folder can be replaced atomically
             (scratch / name).replace(folder / name)
             return
     try:
@@ -378,7 +423,8 @@ def move(*batches: Batch) -> None:
                 (scratch / name).replace(folder / name)
         for batch in batches:
             (batch.scratch / BEFORE).replace(batch.scratch / REPLACED)
-    except BaseException:  # also an interrupt after any of these lines; the disk shows the progress
+    except BaseException:
+        # Also an interrupt after any of these lines; the disk shows the progress.
         is_complete = all((batch.scratch / REPLACED).is_dir() for batch in batches)
         if not is_complete:
             for batch in reversed(batches):
@@ -391,10 +437,8 @@ def _set_aside(batch: Batch) -> None:
     names, scratch, folder, stale = batch
     before = scratch / BEFORE
     before.mkdir()
-    for name in (
-        *reversed(names),
-        *stale,
-    ):  # the index first, so that it never refers to wrong files
+    # The index first, so that it never refers to wrong files.
+    for name in (*reversed(names), *stale):
         if os.path.lexists(folder / name):
             (folder / name).replace(before / name)
 
@@ -429,8 +473,9 @@ def _flush_file(path: Path) -> None:
 
 @contextmanager
 def flushing(folder: Path) -> Iterator[None]:
-    """Write a folder to disk in the background while it is filled. At the end everything is on
-    disk.
+    """Write a folder to disk in the background while it is filled.
+
+    At the end everything is on disk.
     """
     is_full = threading.Event()
 
@@ -445,15 +490,15 @@ def flushing(folder: Path) -> Iterator[None]:
             yield
         finally:
             is_full.set()
-        repeated.result()  # an error of the disk is reported to one reader only
+        # An error of the disk is reported only once, perhaps to the thread.
+        repeated.result()
         flush(folder)
 
 
 def write_whole(
     path: str | os.PathLike[str], data: bytes, verify: Callable[[Path], None] = lambda written: None
 ) -> None:
-    """Write a file atomically: under a temporary name next to it, moved into place once it is on
-    disk.
+    """Write a file atomically: in a folder next to it, and moved into place once it is on disk.
 
     Args:
         path: file to write; an existing one is kept until the move.
@@ -464,9 +509,8 @@ def write_whole(
         OSError: if the file cannot be written.
     """
     with errors_name(path):
-        if os.path.exists(path) and not os.path.isfile(
-            path
-        ):  # a device or a pipe cannot be replaced
+        # A device or a pipe cannot be replaced.
+        if os.path.exists(path) and not os.path.isfile(path):
             Path(path).write_bytes(data)
             return
         check_place(path)
@@ -480,8 +524,7 @@ def write_whole(
 
 
 def write_files(files: Mapping[Path, bytes], *, overwrite: bool = True) -> None:
-    """Write several files, all or none: if one cannot be written, the others are as they were
-    before.
+    """Write several files, all or none: if one cannot be written, the others are unchanged.
 
     Args:
         files: contents by path.
@@ -515,13 +558,11 @@ def write_files(files: Mapping[Path, bytes], *, overwrite: bool = True) -> None:
             with errors_name(folder / names[0]):
                 _flush_file(scratch)
             batches.append(Batch(names, scratch, folder))
-        for folder in sorted(
-            scratch_of
-        ):  # in one order, so that two writers do not wait for each other
+        # In one order, so that two writers do not wait for each other.
+        for folder in sorted(scratch_of):
             stack.enter_context(locked(folder))
-        _check_free(
-            files, overwrite=overwrite
-        )  # again, because others may have written there meanwhile
+        # Again, because others may have written there meanwhile.
+        _check_free(files, overwrite=overwrite)
         with errors_name(next(iter(files))):
             move(*batches)
 
@@ -539,14 +580,15 @@ def _check_free(paths: Iterable[Path], *, overwrite: bool) -> None:
 
 @contextmanager
 def errors_name(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Name the file that is being written in errors that name none, such as that of a full disk, or
-    a scratch file.
+    """Name the file that is being written in errors that name none, or a scratch file.
+
+    The error of a full disk names none.
     """
     try:
         yield
     except OSError as error:
-        named = error.filename
-        is_scratch = isinstance(named, (str, os.PathLike)) and SCRATCH in os.fspath(named)
-        if error.errno is None or (named is not None and not is_scratch):
+        name = error.filename
+        is_scratch = isinstance(name, (str, os.PathLike)) and SCRATCH in os.fspath(name)
+        if error.errno is None or (name is not None and not is_scratch):
             raise
         raise OSError(error.errno, error.strerror, os.fspath(path)) from None

@@ -26,16 +26,23 @@ from parity.measure.text import in_line
 
 Shape = tuple[int, ...]
 
-MAX_ENTRIES = 1_000_000  # of a tree; a small file may reference one part many times
+MAX_ENTRIES = 1_000_000
+"""Most entries of a tree. A small file may reference one part many times."""
+
 MAX_DEPTH = 64
-MAX_NAME = 1000  # characters of a tensor's name
-PIECE = (
-    2**20
-)  # bytes that are read, hashed and written at a time, while they are in a processor's cache
-BUFFERS = 4  # for pieces that are read, hashed and written at once
-UNHASHED = (
-    2**24
-)  # bytes of tensors that may wait in memory for their hash, while the next one is read
+"""Most levels of a tree, far fewer than Python's recursion allows."""
+
+MAX_NAME = 1000
+"""Most characters of a tensor's name."""
+
+PIECE = 2**20
+"""Bytes that are read, hashed and written at a time, while they are in a processor's cache."""
+
+BUFFERS = 4
+"""Buffers for pieces that are read, hashed and written at once."""
+
+UNHASHED = 2**24
+"""Bytes of tensors that may wait in memory for their hash, while the next one is read."""
 
 
 class TensorInfo(NamedTuple):
@@ -48,9 +55,8 @@ class TensorInfo(NamedTuple):
     @classmethod
     def of(cls, shape: Any, dtype: np.dtype) -> TensorInfo:
         """Describe an array; its shape is validated."""
-        if not isinstance(shape, (tuple, list)) or not all(
-            type(size) is int and size >= 0 for size in shape
-        ):
+        is_shape = isinstance(shape, (tuple, list))
+        if not is_shape or not all(type(size) is int and size >= 0 for size in shape):
             raise InputError("a shape", "consist of integers >= 0", str(shape))
         return cls(tuple(shape), dtype, math.prod(shape) * dtype.itemsize)
 
@@ -63,12 +69,13 @@ class FileOffset(NamedTuple):
 
     def read_into(self, buffer: memoryview) -> None:
         """Fill a buffer with the bytes from here on. Threads may do so at the same time."""
-        count = 0
-        while count < len(buffer):
-            read = os.preadv(self.file.fileno(), [buffer[count:]], self.offset + count)
-            if not read:
-                raise InputError(f"{len(buffer)} bytes", "be there", str(count))
-            count += read
+        num_read = 0
+        while num_read < len(buffer):  # one call reads at most 2 GiB
+            rest = buffer[num_read:]
+            count = os.preadv(self.file.fileno(), [rest], self.offset + num_read)
+            if not count:
+                raise InputError(f"{len(buffer)} bytes", "be there", str(num_read))
+            num_read += count
 
 
 def _closed(name: str) -> NoReturn:
@@ -139,8 +146,9 @@ class TensorFile:
         return array
 
     def read_entry(self, name: str, index: int) -> np.ndarray:
-        """Read one entry of the first axis of a tensor, see `read`; only this part if the format
-        allows it.
+        """Read one entry of the first axis of a tensor; only this part if the format allows it.
+
+        Errors as in `read`.
         """
         info = self._info(name)
         if name not in self.places:
@@ -156,20 +164,20 @@ class TensorFile:
         return FileTensor(self, name, *self._info(name)[:2])
 
     def pieces(self, name: str) -> Iterator[memoryview]:
-        """Read a tensor in pieces of its bytes. Each is valid until `BUFFERS` more of the file are
-        read.
+        """Read a tensor in pieces of its bytes.
 
-        Errors as in `read`.
+        Each is valid until `BUFFERS` more of the file are read. Errors as in `read`.
         """
         if name not in self.places:
             yield from pieces_of(self.read(name))
             return
-        (file, offset), size = self.places[name], self._info(name).nbytes
-        buffers = (
-            self._buffers.pop()
-            if self._buffers
-            else deque(memoryview(bytearray(PIECE)) for _ in range(BUFFERS))
-        )
+        file, offset = self.places[name]
+        size = self._info(name).nbytes
+        # Two threads may read pieces at once, each with buffers of its own.
+        if self._buffers:
+            buffers = self._buffers.pop()
+        else:
+            buffers = deque(memoryview(bytearray(PIECE)) for _ in range(BUFFERS))
         try:
             for begin in range(0, size, PIECE):
                 buffers.rotate()
@@ -190,16 +198,17 @@ class TensorFile:
         names = [name for name in self.infos if name in self.places]
         with ThreadPoolExecutor(2) as pool:
             digests = dict(zip(names, pool.map(self._digest, names), strict=True))
-        return hash_of(
-            self.infos, {name: digests.get(name) or self._digest(name) for name in self.infos}
-        )
+        # The libraries that read the other tensors may not be called from several threads.
+        for name in self.infos:
+            if name not in digests:
+                digests[name] = self._digest(name)
+        return hash_of(self.infos, digests)
 
     def _digest(self, name: str) -> str:
         return digest(self.pieces(name))
 
     def verify(self) -> None:
-        """Read all tensors and compare their hash with that in the metadata, written by
-        `write_tensors`.
+        """Read all tensors, and compare their hash with that in the metadata of `write_tensors`.
 
         Raises:
             ValueError: if they differ, or the metadata have none.
@@ -207,12 +216,12 @@ class TensorFile:
         expected = self.metadata.get("sha256")
         if expected is None:
             raise InputError(self.path, "have a sha256 in its metadata", str(sorted(self.metadata)))
-        found = self.sha256()
-        if found != expected:
+        actual = self.sha256()
+        if actual != expected:
             raise InputError(
                 self.path,
                 "be unchanged since it was written",
-                f"sha256={found} and {expected} in its metadata",
+                f"sha256={actual} and {expected} in its metadata",
             )
 
 
@@ -256,18 +265,18 @@ def pieces_of(array: np.ndarray) -> Iterator[memoryview]:
 
 def digest(pieces: Iterable[memoryview]) -> str:
     """Return the sha256 of bytes in pieces."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for piece in pieces:
-        found.update(piece)
-    return found.hexdigest()
+        sha256.update(piece)
+    return sha256.hexdigest()
 
 
 def hash_of(infos: Mapping[str, TensorInfo], digests: Mapping[str, str]) -> str:
     """Return one sha256 for tensors, independent of order, from the hash of each."""
-    lines = (
-        json.dumps([name, infos[name].dtype.name, infos[name].shape, digests[name]])
-        for name in sorted(infos)
-    )
+    lines = []
+    for name in sorted(infos):
+        info = infos[name]
+        lines.append(json.dumps([name, info.dtype.name, info.shape, digests[name]]))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -278,19 +287,19 @@ class Tensors:
     Attributes:
         infos: facts of the tensors of the file.
         source: returns a tensor.
-        given: metadata without the hash.
+        own_metadata: metadata without the hash.
         pool: pool of one thread for hashing.
     """
 
     infos: Mapping[str, TensorInfo]
     source: Callable[[str], np.ndarray | FileTensor]
-    given: Mapping[str, str]
+    own_metadata: Mapping[str, str]
     pool: ThreadPoolExecutor
     _digests: dict[str, Future[str]] = field(default_factory=dict)
-    _arrays: deque[tuple[Future[str], int]] = field(
-        default_factory=deque
-    )  # that may not be hashed yet, with sizes
-    _pieces: deque[Future[None]] = field(default_factory=deque)  # of files
+    # Hashes of arrays, which stay in memory until these are done, and their sizes.
+    _pending_arrays: deque[tuple[Future[str], int]] = field(default_factory=deque)
+    # Updates of hashes by pieces of files, whose buffers will be filled again.
+    _pending_pieces: deque[Future[None]] = field(default_factory=deque)
 
     def read(self, name: str) -> np.ndarray:
         """Read a tensor, in C order.
@@ -309,24 +318,28 @@ class Tensors:
             self._hash(name, pieces_of(tensor))
             yield from pieces_of(tensor)
             return
-        found = hashlib.sha256()
+        sha256 = hashlib.sha256()
         for piece in tensor.pieces():
-            if len(self._pieces) == BUFFERS - 1:
-                self._pieces.popleft().result()  # its memory holds the next piece
-            self._pieces.append(self.pool.submit(found.update, piece))
+            if len(self._pending_pieces) == BUFFERS - 1:
+                self._pending_pieces.popleft().result()  # its memory holds the next piece
+            self._pending_pieces.append(self.pool.submit(sha256.update, piece))
             yield piece
-        self._digests[name] = self.pool.submit(found.hexdigest)
+        self._digests[name] = self.pool.submit(sha256.hexdigest)
 
     def _hash(self, name: str, pieces: Iterable[memoryview]) -> None:
         self._digests[name] = self.pool.submit(digest, pieces)
-        self._arrays.append((self._digests[name], self.infos[name].nbytes))
+        self._pending_arrays.append((self._digests[name], self.infos[name].nbytes))
 
     def _checked(self, name: str) -> np.ndarray | FileTensor:
         info = self.infos[name]
-        while self._arrays and sum(size for _, size in self._arrays) + info.nbytes > UNHASHED:
-            self._arrays.popleft()[0].result()
+        while self._pending_arrays:
+            num_pending = sum(size for _, size in self._pending_arrays)
+            if num_pending + info.nbytes <= UNHASHED:
+                break
+            self._pending_arrays.popleft()[0].result()
         tensor = self.source(name)
-        tensor = tensor if isinstance(tensor, FileTensor) else np.asarray(tensor, order="C")
+        if not isinstance(tensor, FileTensor):
+            tensor = np.asarray(tensor, order="C")
         if tensor.shape != info.shape or tensor.dtype != info.dtype:
             raise InputError(
                 name,
@@ -343,8 +356,10 @@ class Tensors:
     @property
     def metadata(self) -> dict[str, str]:
         """Metadata with the hash of all tensors; zeros of the same length until all are read."""
-        complete = self._digests.keys() == self.infos.keys()
-        return {**self.given, "sha256": hash_of(self.infos, self.digests) if complete else "0" * 64}
+        sha256 = "0" * 64
+        if self._digests.keys() == self.infos.keys():
+            sha256 = hash_of(self.infos, self.digests)
+        return {**self.own_metadata, "sha256": sha256}
 
 
 class Cursor:
@@ -372,9 +387,9 @@ class Cursor:
         return struct.unpack(code, self.take(struct.calcsize(code)))[0]
 
     def _within(self, count: int) -> int:
-        left = self.size - self.tell()
-        if count > left:
-            raise InputError(f"{count} more bytes", "be there", str(left))
+        num_left = self.size - self.tell()
+        if count > num_left:
+            raise InputError(f"{count} more bytes", "be there", str(num_left))
         return count
 
 
@@ -390,37 +405,45 @@ def flatten(tree: Any) -> dict[str, Any]:
         ValueError: if two leaves get the same name, or the tree is too deep or too large.
     """
     leaves: dict[str, Any] = {}
-    visits = itertools.count(1)
-
-    def visit(names: tuple[str, ...], node: Any) -> None:
-        if len(names) > MAX_DEPTH or next(visits) > MAX_ENTRIES:
+    for name, leaf in _leaves(tree, (), itertools.count(1)):
+        if name in leaves:
             raise InputError(
-                "names", f"have at most {MAX_DEPTH} levels, and be at most {MAX_ENTRIES}", "more"
+                "names", "differ after their levels are joined with dots", f"{name} twice"
             )
-        if isinstance(node, Mapping):
-            if (
-                names
-                and list(node) == ["value"]
-                and not isinstance(node["value"], (Mapping, list, tuple))
-            ):
-                visit(names, node["value"])
-                return
-            children = node.items()
-        elif isinstance(node, (list, tuple)):
-            children = enumerate(node)
-        else:
-            name = ".".join(names)
-            if name in leaves:
-                raise InputError(
-                    "names", "differ after their levels are joined with dots", f"{name} twice"
-                )
-            leaves[name] = node
-            return
-        for key, child in children:
-            visit((*names, str(key)), child)
-
-    visit((), tree)
+        leaves[name] = leaf
     return leaves
+
+
+def _leaves(node: Any, levels: tuple[str, ...], visits: Iterator[int]) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of a node in order, with their names.
+
+    Args:
+        node: a tree, or a part of it.
+        levels: names of the levels above it.
+        visits: counts the visited nodes of the whole tree.
+    """
+    if len(levels) > MAX_DEPTH or next(visits) > MAX_ENTRIES:
+        raise InputError(
+            "names", f"have at most {MAX_DEPTH} levels, and be at most {MAX_ENTRIES}", "more"
+        )
+    if isinstance(node, Mapping):
+        if levels and _is_variable_of_nnx(node):
+            yield from _leaves(node["value"], levels, visits)
+            return
+        children = node.items()
+    elif isinstance(node, (list, tuple)):
+        children = enumerate(node)
+    else:
+        yield ".".join(levels), node
+        return
+    for key, child in children:
+        yield from _leaves(child, (*levels, str(key)), visits)
+
+
+def _is_variable_of_nnx(node: Mapping[Any, Any]) -> bool:
+    if list(node) != ["value"]:
+        return False
+    return not isinstance(node["value"], (Mapping, list, tuple))
 
 
 def nest(names: Iterable[str]) -> dict[str, Any]:
@@ -432,17 +455,18 @@ def nest(names: Iterable[str]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for name in names:
         *levels, last = name.split(".")
-        node = tree
+        node: Any = tree
         for level in levels:
-            node = node.setdefault(level, {}) if isinstance(node, dict) else node
+            if isinstance(node, dict):
+                node = node.setdefault(level, {})
         if not isinstance(node, dict) or last in node:
             raise ValueError(
                 f"no name may be a level of another one where names are nested, got {name} and "
                 f"another"
             )
         node[last] = name
-    for kept, name in flatten(tree).items():
-        if kept != name:
+    for flattened_name, name in flatten(tree).items():
+        if flattened_name != name:
             raise ValueError(
                 f"no name may end in a level that nnx adds where names are nested, got {name}"
             )
@@ -472,17 +496,21 @@ def in_one_line(path: Path, kind: str) -> Iterator[None]:
     except (ImportError, FileNotFoundError, PermissionError):
         raise
     except InputError as error:
-        raise (error if str(path) in str(error) else error.within(str(path))) from None
+        if str(path) not in str(error):
+            error = error.within(str(path))
+        raise error from None
     except Exception as error:
-        text = in_line(str(error).strip().partition("\n")[0] or type(error).__name__)
+        first_line = str(error).strip().partition("\n")[0]
+        text = in_line(first_line or type(error).__name__)
         if isinstance(error, OSError):
-            raise OSError(text if str(path) in text else f"{path}: {text}") from None
+            if str(path) not in text:
+                text = f"{path}: {text}"
+            raise OSError(text) from None
         raise InputError(path, f"be a whole {kind} file", text) from None
 
 
 def check_names(names: Iterable[str], metadata: Mapping[str, str]) -> None:
-    """Refuse text that cannot be printed or written: JSON can represent it, and files may contain
-    anything.
+    """Refuse text that cannot be printed or written, which files may contain.
 
     Raises:
         ValueError: if a name is too long or has a control character, or any text has a lone
@@ -499,8 +527,9 @@ def check_names(names: Iterable[str], metadata: Mapping[str, str]) -> None:
 
 def check_unique(names: Iterable[str]) -> None:
     """Refuse duplicate names."""
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise InputError("names", "differ", f"{twice[0]} twice")
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise InputError("names", "differ", f"{name} twice")
 
 
 def parse_json(data: bytes) -> Any:
@@ -532,14 +561,19 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def text_by_name(entries: Any) -> dict[str, str]:
-    """Return metadata if they are text by name; otherwise none, because other programs may store
-    anything.
-    """
-    if isinstance(entries, dict) and all(
-        isinstance(text, str) for pair in entries.items() for text in pair
-    ):
-        return entries
-    return {}
+    """Return metadata if they are text by name, otherwise none: programs may store anything."""
+    if not isinstance(entries, dict):
+        return {}
+    texts = itertools.chain(entries, entries.values())
+    return entries if all(isinstance(text, str) for text in texts) else {}
+
+
+def as_texts(entries: Mapping[str, Any]) -> dict[str, str]:
+    """Return metadata of other programs as text; other values become JSON."""
+    texts = {}
+    for name, value in entries.items():
+        texts[name] = value if isinstance(value, str) else json.dumps(value)
+    return texts
 
 
 # ---- Dtypes --------------------------------------------------------------------------------------
@@ -547,15 +581,29 @@ def text_by_name(entries: Any) -> dict[str, str]:
 NATIVE = {
     name: np.dtype(name)
     for name in (
-        *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
-        *("float16", "float32", "float64", "complex64", "complex128"),
+        "bool",
+        "int8",
+        "uint8",
+        "int16",
+        "uint16",
+        "int32",
+        "uint32",
+        "int64",
+        "uint64",
+        "float16",
+        "float32",
+        "float64",
+        "complex64",
+        "complex128",
     )
 }
+"""NumPy's own dtypes by name."""
+
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
-DTYPES = {
-    **NATIVE,
-    "bfloat16": BFLOAT16,
-    **{name: np.dtype(getattr(ml_dtypes, name)) for name in FLOAT8 if hasattr(ml_dtypes, name)},
+# Older versions of ml_dtypes lack some.
+_FLOAT8_DTYPES = {
+    name: np.dtype(getattr(ml_dtypes, name)) for name in FLOAT8 if hasattr(ml_dtypes, name)
 }
+DTYPES = {**NATIVE, "bfloat16": BFLOAT16, **_FLOAT8_DTYPES}
 """Supported dtypes of tensors by name."""

@@ -55,7 +55,10 @@ LIBRARIES = {"torch": "torch", "msgpack": "msgpack", "orbax": "orbax.checkpoint"
 """Libraries that writing a format requires."""
 
 SHARDED = ("safetensors", "torch")
-COMPUTED = ("sha256", "total_size")  # metadata that are computed for each file
+"""Formats whose files may be split."""
+
+COMPUTED = ("sha256", "total_size")
+"""Metadata that are computed for each file."""
 
 
 def write_tensors(
@@ -106,28 +109,29 @@ def write_tensors(
         with open_tensors("model.safetensors") as file:
             write_tensors("model.npz", file.infos, file.tensor, file.metadata)
     """
-    given, path = os.fspath(path), Path(path)
+    path_text, path = os.fspath(path), Path(path)
     kind = _kind(path)
-    check_place(
-        given.rstrip(os.sep) if kind == "orbax" else given
-    )  # an orbax checkpoint is a folder
-    for text in itertools.chain.from_iterable((metadata or {}).items()):
+    if kind == "orbax":  # a folder, whose name may end in /
+        path_text = path_text.rstrip(os.sep)
+    check_place(path_text)
+    metadata = metadata or {}
+    for text in itertools.chain.from_iterable(metadata.items()):
         if not isinstance(text, str):
             raise InputTypeError("metadata", "be text by name", metadata=text)
-    metadata = {name: text for name, text in (metadata or {}).items() if name not in COMPUTED}
+    metadata = {name: text for name, text in metadata.items() if name not in COMPUTED}
     check_names(infos, metadata)
     checked = _checked_infos(path, kind, infos)
     parts = _shards(checked, max_shard_bytes, path, kind)
     if len(parts) == 1:
-        written, place = path, Path(os.path.realpath(path))  # the target of a link, not the link
+        # The target of a link is written, not the link.
+        written, place = path, Path(os.path.realpath(path))
         shards = {place.name: parts[0]}
-        names = [*shards]
+        names = [place.name]
     else:
         written = place = path.with_name(f"{path.name}{INDEX}")
-        shards = {
-            f"{path.stem}-{i:05}-of-{len(parts):05}{path.suffix}": part
-            for i, part in enumerate(parts, 1)
-        }
+        shards = {}
+        for number, part in enumerate(parts, 1):
+            shards[f"{path.stem}-{number:05}-of-{len(parts):05}{path.suffix}"] = part
         names = [*shards, place.name]
     check_target(path, kind, names, place.parent, overwrite=overwrite, source=source)
     if kind in LIBRARIES:
@@ -140,7 +144,7 @@ def write_tensors(
         scratch_beside(place) as scratch,
         ThreadPoolExecutor(1) as pool,  # hashes tensors while they are written
     ):
-        if dry_run:
+        if dry_run:  # only now: the scratch folder shows that the folder is writable
             return written
         with flushing(scratch):
             digests: dict[str, str] = {}
@@ -150,12 +154,7 @@ def write_tensors(
                 digests |= tensors.digests
             metadata["sha256"] = hash_of(checked, digests)
             if len(shards) > 1:
-                total = sum(info.nbytes for info in checked.values())
-                shard_of = {tensor: shard for shard, part in shards.items() for tensor in part}
-                index = {"metadata": {**metadata, "total_size": total}, "weight_map": shard_of}
-                (scratch / place.name).write_bytes(
-                    f"{json.dumps(index, indent=2, sort_keys=True)}\n".encode()
-                )
+                (scratch / place.name).write_bytes(_index_of(shards, metadata))
             _verify(path, scratch / place.name, checked, metadata)
         with locked(place.parent):  # check again, because others may have written there meanwhile
             stale = check_target(
@@ -163,6 +162,18 @@ def write_tensors(
             )
             move(Batch(names, scratch, place.parent, stale))
     return written
+
+
+def _index_of(shards: Mapping[str, Mapping[str, TensorInfo]], metadata: Mapping[str, str]) -> bytes:
+    """Return the index of shards, like Hugging Face's."""
+    shard_of = {}
+    total_size = 0
+    for shard, infos in shards.items():
+        for name, info in infos.items():
+            shard_of[name] = shard
+            total_size += info.nbytes
+    index = {"metadata": {**metadata, "total_size": total_size}, "weight_map": shard_of}
+    return f"{json.dumps(index, indent=2, sort_keys=True)}\n".encode()
 
 
 # ---- Validation ----------------------------------------------------------------------------------
@@ -182,12 +193,14 @@ def _kind(path: Path) -> str:
 def _checked_infos(
     path: Path, kind: str, infos: Mapping[str, TensorInfo | tuple[Shape, Any]]
 ) -> dict[str, TensorInfo]:
-    held = WRITERS[kind][1]
+    """Return infos with checked names and shapes, and with dtypes that the format supports."""
+    dtypes = WRITERS[kind][1]
     checked = {}
-    for name, (shape, dtype) in ((name, info[:2]) for name, info in infos.items()):
+    for name, info in infos.items():
+        shape, dtype = info[:2]
         dtype = np.dtype(dtype).newbyteorder("=")
-        if dtype.name not in held:
-            raise InputError(path, f"hold one of {sorted(held)}", f"{dtype} for {name}")
+        if dtype.name not in dtypes:
+            raise InputError(path, f"hold one of {sorted(dtypes)}", f"{dtype} for {name}")
         if name.partition(".")[0] == METADATA:
             raise InputError("names", f"not be {METADATA}, which stands for metadata", names=name)
         checked[name] = TensorInfo.of(tuple(map(operator.index, shape)), dtype)

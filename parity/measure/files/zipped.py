@@ -46,9 +46,14 @@ if TYPE_CHECKING:
     import torch
 
 
-# bytes; 64 axes need about 300. Far below the limits of Python's parser, which NumPy uses
 MAX_HEADER = 1_000
-ALIGNMENT = 64  # of torch's memory-mapped data
+"""Most bytes of the header of an array: 64 axes need about 300.
+
+Far below the limits of Python's parser, which NumPy uses.
+"""
+
+ALIGNMENT = 64
+"""Alignment of torch's memory-mapped data in bytes."""
 
 
 # ---- Archives ------------------------------------------------------------------------------------
@@ -61,20 +66,19 @@ def open_zip(file: BinaryIO) -> zipfile.ZipFile:
         ValueError: if it has. (The library raises many other errors.)
     """
     archive = zipfile.ZipFile(file)
+    # zipfile accepts an archive with other bytes after it silently. The record of its end has 22
+    # bytes; the last two are the length of the comment, which follows.
     file.seek(-22 - len(archive.comment), 2)
     end = file.read(22)
     if end[:4] != b"PK\5\6" or int.from_bytes(end[20:], "little") != len(archive.comment):
-        raise InputError(
-            "an archive", "end where it says, but it does not"
-        )  # zipfile accepts it silently
+        raise InputError("an archive", "end where it says, but it does not")
     members = archive.infolist()
     check_unique(member.filename for member in members)
     size = file.seek(0, 2)
     for member in members:
-        if (
-            member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-            or member.flag_bits & 1
-        ):
+        is_readable = member.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+        is_encrypted = member.flag_bits & 1
+        if not is_readable or is_encrypted:
             raise InputError(
                 "members", "be stored or deflated, and not encrypted", member=member.filename
             )
@@ -109,13 +113,17 @@ def new_zip(path: Path, tensors: Tensors) -> Iterator[zipfile.ZipFile]:
 
 
 def new_member(archive: zipfile.ZipFile, name: str, alignment: int = 1) -> IO[bytes]:
-    """Open an uncompressed member for writing, with a fixed date so that equal contents result in
-    equal files.
+    """Open an uncompressed member for writing, whose bytes are aligned.
+
+    Its date is fixed, so that equal contents result in equal files.
     """
     member = zipfile.ZipInfo(name)
-    begin = archive.start_dir + 30 + len(name.encode()) + 20 + 4  # 64-bit sizes take 20
-    padding = -begin % alignment
-    member.extra = struct.pack("<HH", 0x4246, padding) + bytes(padding) if alignment > 1 else b""
+    if alignment > 1:
+        # Before the bytes come a header of 30 bytes, the name, and extra fields: 64-bit sizes of 20
+        # bytes, and one for padding as torch writes it, "FB", with a head of 4.
+        begin = archive.start_dir + 30 + len(name.encode()) + 20 + 4
+        padding = -begin % alignment
+        member.extra = struct.pack("<HH", 0x4246, padding) + bytes(padding)
     return archive.open(member, "w", force_zip64=True)
 
 
@@ -125,7 +133,8 @@ def _comment(metadata: Mapping[str, str]) -> bytes:
 
 def _metadata(archive: zipfile.ZipFile) -> dict[str, str]:
     with suppress(ValueError, RecursionError):
-        if metadata := text_by_name(parse_json(archive.comment)):
+        metadata = text_by_name(parse_json(archive.comment))
+        if metadata:
             return metadata
     text = archive.comment.decode(errors="replace")  # of other programs
     return {"comment": text} if text else {}
@@ -143,8 +152,9 @@ def write_npz(path: Path, tensors: Tensors) -> None:
 
 
 def open_npz(path: Path, file: BinaryIO) -> TensorFile:
-    """Open an archive of .npy files. Names are not paths on disk; `a/b` of other programs is read
-    as `a.b`.
+    """Open an archive of .npy files.
+
+    Names are not paths on disk; `a/b` of other programs is read as `a.b`.
     """
     archive = open_zip(file)
     infos: dict[str, TensorInfo] = {}
@@ -162,7 +172,8 @@ def open_npz(path: Path, file: BinaryIO) -> TensorFile:
         infos[member.filename.removesuffix(".npy")] = info
     metadata = _metadata(archive)
     members = {_dotted(name): name for name in infos}
-    if "sha256" in metadata or len(members) < len(infos):
+    is_ours = "sha256" in metadata
+    if is_ours or len(members) < len(infos):  # or two names would become one
         members = {name: name for name in infos}
     infos = {name: infos[member] for name, member in members.items()}
 
@@ -175,32 +186,31 @@ def open_npz(path: Path, file: BinaryIO) -> TensorFile:
             if stream.read(1):  # reading to the end compares the checksum
                 raise InputError(name, f"have {array.nbytes} bytes", "more")
         dtype = infos[name].dtype
-        return np.asarray(
-            array.view(dtype) if dtype == BFLOAT16 else array.astype(dtype, copy=False), order="C"
-        )
+        if dtype == BFLOAT16:
+            array = array.view(dtype)
+        return np.asarray(array, dtype, order="C")  # swaps the bytes of a big-endian one
 
     return TensorFile(path, "npz", infos, metadata, fetch=fetch, ignored=ignored)
 
 
 def _dotted(name: str) -> str:
-    """Return a name with levels joined by dots instead of slashes; names that look like paths are
-    unchanged.
-    """
+    """Return a name with dots instead of slashes, unless it looks like a path."""
     levels = name.split("/")
-    return name if "." in name or not all(levels) else ".".join(levels)
+    looks_like_path = "." in name or not all(levels)
+    return name if looks_like_path else ".".join(levels)
 
 
 def _read_header(stream: IO[bytes]) -> TensorInfo:
     """Read the header of a .npy file."""
     version = npy.read_magic(stream)
-    read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}.get(version)
-    if read is None:
+    readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+    if version not in readers:
         raise InputError("an array", "be of version 1 or 2 of .npy", str(version))
     with warnings.catch_warnings(action="ignore"):  # about unusual text, which is rejected
-        shape, _, stored = read(stream, max_header_size=MAX_HEADER)
-    dtype = (
-        BFLOAT16 if stored == np.dtype("V2") else stored.newbyteorder("=")
-    )  # NumPy has no name for bfloat16
+        shape, _, stored = readers[version](stream, max_header_size=MAX_HEADER)
+    dtype = stored.newbyteorder("=")
+    if dtype == np.dtype("V2"):  # NumPy has no name for bfloat16
+        dtype = BFLOAT16
     if dtype not in (*NATIVE.values(), BFLOAT16):
         raise InputError("an array", f"hold one of {sorted(NATIVE)} or bfloat16", str(stored))
     return TensorInfo.of(shape, dtype)
@@ -236,37 +246,40 @@ def write_torch(path: Path, tensors: Tensors) -> None:
     entries: dict[str, _Tensor] = {}
     for i, (name, info) in enumerate(tensors.infos.items()):
         dtype = getattr(torch, info.dtype.name)
-        kind = torch.storage._dtype_to_storage_type_map().get(dtype)  # of torch's oldest dtypes
-        size = info.nbytes // info.dtype.itemsize if kind else info.nbytes
-        storage = _Storage(
-            ("storage", getattr(torch, kind or "UntypedStorage"), str(i), "cpu", size)
-        )
-        strides = tuple(math.prod(info.shape[axis + 1 :]) for axis in range(len(info.shape)))
-        arguments = (storage, 0, info.shape, strides, False, OrderedDict())
-        made_by = (
-            (_rebuild_tensor_v2, arguments) if kind else (_rebuild_tensor_v3, (*arguments, dtype))
-        )
-        entries[name] = _Tensor(*made_by)
+        strides = [math.prod(info.shape[axis + 1 :]) for axis in range(len(info.shape))]
+        # torch's oldest dtypes have a class of storages each, whose size is a number of values. The
+        # others have one class, whose size is in bytes.
+        storage_class = torch.storage._dtype_to_storage_type_map().get(dtype)
+        size = info.nbytes
+        if storage_class:
+            size //= info.dtype.itemsize
+        kind = getattr(torch, storage_class or "UntypedStorage")
+        storage = _Storage(("storage", kind, str(i), "cpu", size))
+        arguments = (storage, 0, info.shape, tuple(strides), False, OrderedDict())
+        if storage_class:
+            entries[name] = _Tensor(_rebuild_tensor_v2, arguments)
+        else:
+            entries[name] = _Tensor(_rebuild_tensor_v3, (*arguments, dtype))
     with new_zip(path, tensors) as archive:
         with new_member(archive, "archive/data.pkl") as member:
             _Pickler(member, protocol=2).dump(entries)
-        for name, content in {"version": b"3\n", "byteorder": b"little"}.items():
-            with new_member(archive, f"archive/{name}") as member:
-                member.write(content)
+        with new_member(archive, "archive/version") as member:
+            member.write(b"3\n")
+        with new_member(archive, "archive/byteorder") as member:
+            member.write(b"little")
         for i, name in enumerate(entries):
             with new_member(archive, f"archive/data/{i}", ALIGNMENT) as member:
                 member.writelines(tensors.pieces(name))
 
 
 LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""First bytes of files of torch.save before 1.6: a sequence of pickles, then the bytes of all
-tensors.
-"""
+"""First bytes of files of torch.save before 1.6: pickles, then the bytes of all tensors."""
 
 
 def open_torch(path: Path, file: BinaryIO) -> TensorFile:
-    """Open a file of `torch.save` with `weights_only`, which executes nothing; memory-mapped,
-    except old formats.
+    """Open a file of `torch.save` with `weights_only`, which executes nothing.
+
+    It is memory-mapped, except in old formats.
     """
     if zipfile.is_zipfile(file):
         archive = open_zip(file)
@@ -282,66 +295,88 @@ def open_torch(path: Path, file: BinaryIO) -> TensorFile:
         members, metadata = None, {}
     torch = library(path, "torch")
     tree = _load(path, mmap=members is not None)
-    leaves = flatten({"": tree} if isinstance(tree, torch.Tensor) else tree)
-    found = {name: leaf.detach() for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
-    infos = {name: _info(name, tensor) for name, tensor in found.items()}
-    check_inflation(
-        sum(info.nbytes for info in infos.values()), file.seek(0, 2)
-    )  # a tensor may repeat a number
-    checksums: dict[int, set[int]] = {0: set()}
-    for member in members or ():
-        checksums.setdefault(member.file_size, set()).add(member.CRC)
-    # A storage with a wrong, larger size would extend into the next one.
-    if members is not None and any(
-        tensor.untyped_storage().nbytes() not in checksums for tensor in found.values()
-    ):
-        raise InputError("each storage", "be as long as the member that holds it, but one is not")
-    unread = (
-        {tensor.untyped_storage().data_ptr() for tensor in found.values()}
-        if _has_checksums(members)
-        else set()
-    )
+    if isinstance(tree, torch.Tensor):
+        tree = {"": tree}
+    leaves = flatten(tree)
+    tensors = {}
+    ignored = []
+    for name, leaf in leaves.items():
+        if isinstance(leaf, torch.Tensor):
+            tensors[name] = leaf.detach()
+        else:
+            ignored.append(name)
+    infos = {name: _info(name, tensor) for name, tensor in tensors.items()}
+    # A small file may have a large tensor that repeats a number.
+    check_inflation(sum(info.nbytes for info in infos.values()), file.seek(0, 2))
+    checksums = _Checksums(members or ())
+    if members is not None:
+        checksums.check_sizes(tensors.values())
 
     def fetch(name: str) -> np.ndarray:
-        tensor, dtype = found[name], infos[name].dtype
-        storage = tensor.untyped_storage()
-        if (
-            storage.data_ptr() in unread
-        ):  # only torch knows its member; damaged bytes match no other checksum
-            content = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-            if content.nbytes and zlib.crc32(raw(content)) not in checksums[content.nbytes]:
-                raise InputError(name, "have the CRC-32 that its archive says", "damaged bytes")
-            unread.discard(storage.data_ptr())
+        tensor, dtype = tensors[name], infos[name].dtype
+        checksums.check(name, tensor)
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
-        if (
-            dtype.name not in NATIVE
-        ):  # torch cannot convert these to NumPy dtypes; the bits are equal
+        if dtype.name not in NATIVE:
+            # torch cannot convert these to NumPy's dtypes; the bits are equal.
             tensor = tensor.view(getattr(torch, f"int{8 * dtype.itemsize}"))
         return tensor.numpy().copy().view(dtype)
 
-    ignored = [name for name in leaves if name not in found]
     return TensorFile(path, "torch", infos, metadata, fetch=fetch, ignored=ignored)
 
 
-def _check_members(archive: zipfile.ZipFile, members: Iterable[zipfile.ZipInfo]) -> None:
-    """Refuse an archive that torch cannot memory-map, and damage in members that describe
-    tensors.
+class _Checksums:
+    """The CRC-32 of storages, compared when a storage is first read; torch compares none.
+
+    Only torch knows which member holds a storage. The checksums of all members of its size are
+    allowed, which damaged bytes do not match either.
     """
-    if any(member.compress_type != zipfile.ZIP_STORED for member in members):
-        raise InputError("members of an archive of torch's", "not be compressed, but they are")
-    for member in members if _has_checksums(members) else ():
-        if "/data/" not in member.filename:  # torch compares no checksums; zipfile does
-            content = archive.read(member)
-            if member.filename.endswith("/byteorder") and content != sys.byteorder.encode():
-                # torch swaps the bytes, which changes checksums
+
+    def __init__(self, members: Iterable[zipfile.ZipInfo]) -> None:
+        self._are_present = _has_checksums(members)
+        self._by_size: dict[int, set[int]] = {0: set()}
+        for member in members:
+            self._by_size.setdefault(member.file_size, set()).add(member.CRC)
+        self._checked: set[int] = set()
+
+    def check_sizes(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Refuse a storage with a wrong, larger size, which would extend into the next one."""
+        for tensor in tensors:
+            if tensor.untyped_storage().nbytes() not in self._by_size:
                 raise InputError(
-                    "numbers", f"be {sys.byteorder}-endian", byteorder=content.decode()
+                    "each storage", "be as long as the member that holds it, but one is not"
                 )
 
+    def check(self, name: str, tensor: torch.Tensor) -> None:
+        """Refuse a tensor whose storage is damaged."""
+        import torch
 
-def _has_checksums(members: Iterable[zipfile.ZipInfo] | None) -> bool:
+        storage = tensor.untyped_storage()
+        if not self._are_present or storage.data_ptr() in self._checked:
+            return
+        content = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+        if content.nbytes and zlib.crc32(raw(content)) not in self._by_size[content.nbytes]:
+            raise InputError(name, "have the CRC-32 that its archive says", "damaged bytes")
+        self._checked.add(storage.data_ptr())
+
+
+def _check_members(archive: zipfile.ZipFile, members: Iterable[zipfile.ZipInfo]) -> None:
+    """Refuse an archive that torch cannot memory-map, and damage in members besides storages."""
+    if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+        raise InputError("members of an archive of torch's", "not be compressed, but they are")
+    if not _has_checksums(members):
+        return
+    for member in members:
+        if "/data/" in member.filename:
+            continue
+        content = archive.read(member)  # zipfile compares the checksum, which torch does not
+        if member.filename.endswith("/byteorder") and content != sys.byteorder.encode():
+            # torch swaps the bytes, which changes checksums.
+            raise InputError("numbers", f"be {sys.byteorder}-endian", byteorder=content.decode())
+
+
+def _has_checksums(members: Iterable[zipfile.ZipInfo]) -> bool:
     """Return whether members have a CRC-32; torch can save without."""
-    return any(member.CRC for member in members or ())
+    return any(member.CRC for member in members)
 
 
 def _load(path: Path, *, mmap: bool) -> Any:

@@ -36,8 +36,9 @@ def path(name: str) -> Path:
 
 
 PACKED = ".q4_1"
-"""Suffix of weights that their publisher quantized to 4 bits, and stored as such at a sixth of the
-size.
+"""Suffix of weights that their publisher quantized to 4 bits.
+
+They are stored as such, at a sixth of the size.
 """
 
 
@@ -47,16 +48,16 @@ def unpacked(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     Args:
         tensors: tensors by name; rows of Q4_1 (bytes,) are blocks of 32 weights in 20 bytes.
     """
-    return {
-        name.removesuffix(PACKED): _dequantized(x) if name.endswith(PACKED) else x
-        for name, x in tensors.items()
-    }
+    arrays = {}
+    for name, x in tensors.items():
+        if name.endswith(PACKED):
+            x = _dequantized(x)
+        arrays[name.removesuffix(PACKED)] = x
+    return arrays
 
 
 def _dequantized(rows: np.ndarray) -> np.ndarray:
-    """Dequantize blocks: scale and minimum in float16, then 32 levels of 4 bits, low halves
-    first.
-    """
+    """Dequantize blocks: scale and minimum in float16, then 32 levels of 4 bits, low ones first."""
     blocks = rows.reshape(len(rows), -1, 20)
     scale, least = np.split(blocks[..., :4].copy().view("<f2").astype(np.float32), 2, axis=-1)
     levels = np.concatenate([blocks[..., 4:] & 15, blocks[..., 4:] >> 4], axis=-1)

@@ -43,9 +43,9 @@ class ShardPlan:
             object.__setattr__(self, name, as_count(name, getattr(self, name)))
 
     def __str__(self) -> str:
-        return f"tensor={self.tensor}" + (
-            f" and context={self.context}" if self.context > 1 else ""
-        )
+        if self.context == 1:
+            return f"tensor={self.tensor}"
+        return f"tensor={self.tensor} and context={self.context}"
 
     @property
     def num_ranks(self) -> int:
@@ -68,12 +68,14 @@ def shard_spec(
     spec: AttentionSpec, plan: ShardPlan, rank: int, *, alone: bool = True
 ) -> AttentionSpec:
     """Return the specification of a rank; see `shard`, also for errors."""
-    held = local_heads(spec, plan, rank)
+    heads = local_heads(spec, plan, rank)
     if alone and plan.tensor > 1:
         _check_alone(spec)
-    has_bias = spec.out_bias and (rank % plan.tensor == 0 or not spec.out_proj)
+    out_bias = spec.out_bias
+    if spec.out_proj and rank % plan.tensor != 0:
+        out_bias = False  # the first rank adds it, because outputs are summed
     return replace(
-        spec, num_heads=len(held.queries), num_kv_heads=len(held.keys), out_bias=has_bias
+        spec, num_heads=len(heads.queries), num_kv_heads=len(heads.keys), out_bias=out_bias
     )
 
 
@@ -122,19 +124,21 @@ def shard(
 
     Source: Megatron-LM, arXiv:1909.08053, section 3.
     """
-    own, held = shard_spec(spec, plan, rank, alone=alone), local_heads(spec, plan, rank)
-    whole, part = check_weights(weights, spec), {}
-    for name, shape in own.weight_shapes.items():
-        part[name] = np.empty(shape, whole[name].dtype)
-        _by_heads(name, part[name], own)[...] = _by_heads(name, whole[name], spec)[
-            _heads_in(name, spec, held)
-        ]
-    return part, own
+    own_spec = shard_spec(spec, plan, rank, alone=alone)
+    heads = local_heads(spec, plan, rank)
+    weights = check_weights(weights, spec)
+    own_weights: Weights = {}
+    for name, shape in own_spec.weight_shapes.items():
+        own_weights[name] = np.empty(shape, weights[name].dtype)
+        own_heads = _by_heads(name, own_weights[name], own_spec)
+        own_heads[...] = _by_heads(name, weights[name], spec)[_heads_in(name, spec, heads)]
+    return own_weights, own_spec
 
 
 def unshard(shards: Sequence[Mapping[str, Any]], spec: AttentionSpec, plan: ShardPlan) -> Weights:
-    """Return the weights of a layer from those of all ranks: the exact inverse of `shard`, with or
-    without `alone`.
+    """Return the weights of a layer from those of all ranks.
+
+    This is the exact inverse of `shard`, with or without `alone`.
 
     Args:
         shards: canonical weights of each rank, in order, as arrays of any framework.
@@ -151,30 +155,47 @@ def unshard(shards: Sequence[Mapping[str, Any]], spec: AttentionSpec, plan: Shar
     _check(spec, plan, 0)
     if len(shards) != plan.num_ranks:
         raise InputError("shards", "have one entry per rank", f"{len(shards)} of them and {plan}")
-    ranks = [_checked(shard, spec, plan, rank) for rank, shard in enumerate(shards)]
-    dtypes = list(dict.fromkeys(weight.dtype for held, _ in ranks for weight in held.values()))
+    ranks = [_checked(weights, spec, plan, rank) for rank, weights in enumerate(shards)]
+    dtype = _common_dtype([weights for weights, _ in ranks])
+    whole = {name: np.empty(shape, dtype) for name, shape in spec.weight_shapes.items()}
+    for name, weight in whole.items():
+        _fill(name, _by_heads(name, weight, spec), ranks, spec, plan)
+    return whole
+
+
+def _common_dtype(shards: Sequence[Weights]) -> np.dtype:
+    """Return the dtype of all weights, or raise an error if there are several."""
+    dtypes: dict[np.dtype, None] = {}
+    for weights in shards:
+        for weight in weights.values():
+            dtypes[weight.dtype] = None
     if len(dtypes) > 1:
         raise InputTypeError("shards", "have one dtype", str(sorted(map(str, dtypes))))
-    whole = {name: np.empty(shape, dtypes[0]) for name, shape in spec.weight_shapes.items()}
-    for name, weight in whole.items():
-        heads = _by_heads(name, weight, spec)
-        parts = [
-            (
-                rank,
-                _heads_in(name, spec, local_heads(spec, plan, rank)),
-                _by_heads(name, held[name], own),
+    return next(iter(dtypes))
+
+
+def _fill(
+    name: str,
+    heads: np.ndarray,
+    ranks: Sequence[tuple[Weights, AttentionSpec]],
+    spec: AttentionSpec,
+    plan: ShardPlan,
+) -> None:
+    """Fill the heads of a weight with those of all ranks, which must agree on shared ones."""
+    parts = []
+    for rank, (weights, own_spec) in enumerate(ranks):
+        if name in weights:  # only the first rank has the bias of out_proj
+            own_heads = _heads_in(name, spec, local_heads(spec, plan, rank))
+            part = _by_heads(name, weights[name], own_spec)
+            parts.append((rank, own_heads, part))
+            heads[own_heads] = part
+    # Only now, because each rank has overwritten what it shares with earlier ones. Bytes are
+    # compared, so that a NaN equals itself and 0 differs from -0.
+    for rank, own_heads, part in parts:
+        if heads[own_heads].tobytes() != part.tobytes():
+            raise InputError(
+                name, "be equal on all ranks that share it", f"different values on rank {rank}"
             )
-            for rank, (held, own) in enumerate(ranks)
-            if name in held
-        ]
-        for _, which, part in parts:
-            heads[which] = part
-        for rank, which, part in parts:
-            if heads[which].tobytes() != part.tobytes():
-                raise InputError(
-                    name, "be equal on all ranks that share it", f"different values on rank {rank}"
-                )
-    return whole
 
 
 # ---- Validation ----------------------------------------------------------------------------------
@@ -206,8 +227,7 @@ def _check_alone(spec: AttentionSpec) -> None:
             raise InputError(
                 name,
                 "be over='head' for a rank to compute its part alone, since a norm over the "
-                "width of all heads "
-                "needs a sum over ranks",
+                "width of all heads needs a sum over ranks",
                 {name: norm, "alone": True},
             )
     if spec.alibi is not None:
@@ -231,9 +251,9 @@ def _checked(
     weights: Mapping[str, Any], spec: AttentionSpec, plan: ShardPlan, rank: int
 ) -> tuple[Weights, AttentionSpec]:
     """Return the weights of a rank, as NumPy arrays, and its specification."""
-    own = shard_spec(spec, plan, rank, alone=False)
+    own_spec = shard_spec(spec, plan, rank, alone=False)
     try:
-        return check_weights(weights, own), own
+        return check_weights(weights, own_spec), own_spec
     except InputError as refusal:
         raise refusal.within(f"rank {rank}") from None
 
@@ -242,21 +262,26 @@ def _checked(
 
 
 def _by_heads(name: str, weight: np.ndarray, spec: AttentionSpec) -> np.ndarray:
-    """Return a view of a weight with its heads on the first axis; weights without heads count as
-    one head.
+    """Return a view of a weight with its heads on the first axis.
+
+    A weight without heads counts as one head.
     """
     axis = axis_of_heads(name, spec)
     if axis is None:
         return weight[None]
-    count = spec.num_kv_heads if name.partition(".")[0] in OF_KEYS else spec.num_heads
-    heads = weight.reshape(
-        *weight.shape[:axis], count, weight.shape[axis] // count, *weight.shape[axis + 1 :]
-    )
+    count = spec.num_kv_heads if _is_of_keys(name) else spec.num_heads
+    before, size, after = weight.shape[:axis], weight.shape[axis], weight.shape[axis + 1 :]
+    heads = weight.reshape(*before, count, size // count, *after)
     return np.moveaxis(heads, axis, 0)
 
 
-def _heads_in(name: str, spec: AttentionSpec, held: LocalHeads) -> list[int]:
+def _heads_in(name: str, spec: AttentionSpec, heads: LocalHeads) -> list[int]:
     """Return the heads of a weight that a rank has."""
     if axis_of_heads(name, spec) is None:
         return [0]
-    return held.keys if name.partition(".")[0] in OF_KEYS else list(held.queries)
+    return heads.keys if _is_of_keys(name) else list(heads.queries)
+
+
+def _is_of_keys(name: str) -> bool:
+    """Return whether the heads of a weight are key/value heads."""
+    return name.partition(".")[0] in OF_KEYS

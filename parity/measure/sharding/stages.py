@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,79 +44,131 @@ def unshard_stages(
     """
     if len(shards) != plan.num_ranks:
         raise InputError("shards", "have one entry per rank", f"{len(shards)} of them and {plan}")
-    held = [local_heads(spec, plan, rank) for rank in range(plan.tensor)]
-    names = [name for name in shards[0] if all(name in shard for shard in shards)]
-    if plan.context > 1 and (cached := [name for name in names if "cache." in name]):
-        raise InputError("stages", "have no cache if tokens are divided", stages=cached[0])
-
-    def joined(name: str) -> np.ndarray:
+    heads_by_rank = [local_heads(spec, plan, rank) for rank in range(plan.tensor)]
+    names = list(shards[0])
+    for shard in shards:
+        names = [name for name in names if name in shard]
+    if plan.context > 1:
+        for name in names:
+            if "cache." in name:
+                raise InputError("stages", "have no cache if tokens are divided", stages=name)
+    stages = {}
+    for name in names:
         parts = [to_numpy(shard[name]) for shard in shards]
-        by_tokens = [
-            parts[begin : begin + plan.tensor] for begin in range(0, plan.num_ranks, plan.tensor)
-        ]
-        found = [_joined(name, part, spec, held, summed) for part in by_tokens]
-        return found[0] if len(found) == 1 else np.concatenate(found, axis=found[0].ndim - 2)
-
-    return {name: joined(name) for name in names}
+        stages[name] = _joined_over_tokens(name, parts, spec, heads_by_rank, summed)
+    return stages
 
 
-def part_of(name: str, stage: np.ndarray, spec: AttentionSpec, held: LocalHeads) -> np.ndarray:
-    """Return a rank's part of a stage of the whole layer: its heads; all of stages without
+def part_of(name: str, stage: np.ndarray, spec: AttentionSpec, heads: LocalHeads) -> np.ndarray:
+    """Return a rank's part of a stage of the whole layer: its heads, or all of a stage without
     heads.
     """
-    axis, heads, count = _place(name, spec, held)
-    if axis is None:
+    place = _place_of_heads(name, spec)
+    if place is None:
         return stage
-    if axis == stage.ndim - 1:  # concatenated features of heads
-        by_heads = stage.reshape(*stage.shape[:-1], count, -1)
-        return by_heads[..., heads, :].reshape(*stage.shape[:-1], -1)
-    return stage[:, heads]
+    own_heads = place.heads_in(heads)
+    if place.axis == stage.ndim - 1:  # concatenated features of heads
+        by_heads = stage.reshape(*stage.shape[:-1], place.num_heads, -1)
+        return by_heads[..., own_heads, :].reshape(*stage.shape[:-1], -1)
+    return stage[:, own_heads]
 
 
-def _place(name: str, spec: AttentionSpec, held: LocalHeads) -> tuple[int | None, list[int], int]:
-    """Return the axis of heads in a stage, the heads of a rank, and their number."""
+class _PlaceOfHeads(NamedTuple):
+    """Where a stage has heads.
+
+    Attributes:
+        axis: axis of heads, 1, or of their concatenated features, 2.
+        num_heads: number of heads of the whole layer.
+        is_of_keys: they are key/value heads.
+    """
+
+    axis: int
+    num_heads: int
+    is_of_keys: bool
+
+    def heads_in(self, heads: LocalHeads) -> list[int]:
+        """Return those heads of a rank that the stage has."""
+        return heads.keys if self.is_of_keys else list(heads.queries)
+
+
+def _place_of_heads(name: str, spec: AttentionSpec) -> _PlaceOfHeads | None:
+    """Return where a stage has heads, or None if it has none."""
     stage = stage_named(name)
     if stage.is_gradient or stage.kind not in STAGES:
         raise InputError(
             "stages", "be those of a forward pass, by the names of the stages", stages=name
         )
-    quantity, queries = stage.quantity, list(held.queries)
+    quantity = stage.quantity
     if quantity in KEYS and spec.latent is None:
-        return 1, held.keys, spec.num_kv_heads
-    if quantity in QUERIES or quantity in KEYS:
-        return 1, queries, spec.num_heads
-    is_wide = quantity == "gate" or (quantity == "output" and not spec.out_proj)
-    return (2 if is_wide else None), queries, spec.num_heads
+        return _PlaceOfHeads(1, spec.num_kv_heads, is_of_keys=True)
+    if quantity in QUERIES or quantity in KEYS:  # with latents, each query head has its own keys
+        return _PlaceOfHeads(1, spec.num_heads, is_of_keys=False)
+    if quantity == "gate" or (quantity == "output" and not spec.out_proj):
+        return _PlaceOfHeads(2, spec.num_heads, is_of_keys=False)
+    return None
 
 
-def _joined(
-    name: str, parts: list[np.ndarray], spec: AttentionSpec, held: list[LocalHeads], summed: bool
+def _joined_over_tokens(
+    name: str,
+    parts: list[np.ndarray],
+    spec: AttentionSpec,
+    heads_by_rank: list[LocalHeads],
+    summed: bool,
 ) -> np.ndarray:
-    axis, _, count = _place(name, spec, held[0])
-    if axis is None:
-        if stage_named(name).quantity == "output" and not summed:
-            return np.sum([part.astype(np.float64) for part in parts], axis=0).astype(
-                parts[0].dtype
-            )
-        whole = parts[0]
+    """Return a stage from the parts of all ranks, which divide tokens, and then heads."""
+    size = len(heads_by_rank)
+    by_tokens = []
+    for begin in range(0, len(parts), size):
+        by_tokens.append(
+            _joined_over_heads(name, parts[begin : begin + size], spec, heads_by_rank, summed)
+        )
+    if len(by_tokens) == 1:
+        return by_tokens[0]
+    return np.concatenate(by_tokens, axis=by_tokens[0].ndim - 2)
+
+
+def _joined_over_heads(
+    name: str,
+    parts: list[np.ndarray],
+    spec: AttentionSpec,
+    heads_by_rank: list[LocalHeads],
+    summed: bool,
+) -> np.ndarray:
+    """Return a stage of the same tokens from the parts of ranks that divide heads."""
+    place = _place_of_heads(name, spec)
+    if place is not None:
+        whole = _with_all_heads(name, parts, place, heads_by_rank)
+    elif stage_named(name).quantity == "output" and not summed:
+        # Rounded once, however many ranks there are.
+        total = np.sum([part.astype(np.float64) for part in parts], axis=0)
+        return total.astype(parts[0].dtype)
     else:
-        heads = [_place(name, spec, each)[1] for each in held]
-        split = [
-            _by_heads(name, part, axis, len(own)) for part, own in zip(parts, heads, strict=True)
-        ]
-        shape = list(split[0].shape)
-        shape[axis] = count
-        by_heads = np.empty(shape, split[0].dtype)
-        for part, own in zip(split, heads, strict=True):
-            by_heads[(slice(None),) * axis + (own,)] = part
-        whole = by_heads.reshape(*shape[:2], -1) if axis == 2 else by_heads
-    for rank, (part, own) in enumerate(zip(parts, held, strict=True)):
-        if not np.array_equal(
-            part, part_of(name, whole, spec, own), equal_nan=part.dtype.kind == "f"
-        ):
+        whole = parts[0]
+    for rank, (part, heads) in enumerate(zip(parts, heads_by_rank, strict=True)):
+        expected = part_of(name, whole, spec, heads)
+        if not np.array_equal(part, expected, equal_nan=part.dtype.kind == "f"):
             raise InputError(
                 name, "be equal on all ranks that share it", f"different values on rank {rank}"
             )
+    return whole
+
+
+def _with_all_heads(
+    name: str, parts: list[np.ndarray], place: _PlaceOfHeads, heads_by_rank: list[LocalHeads]
+) -> np.ndarray:
+    """Return a stage with the heads of all ranks; of heads that ranks share, the last one's."""
+    heads = [place.heads_in(heads) for heads in heads_by_rank]
+    split = []
+    for part, own_heads in zip(parts, heads, strict=True):
+        split.append(_by_heads(name, part, place.axis, len(own_heads)))
+    shape = list(split[0].shape)
+    shape[place.axis] = place.num_heads
+    whole = np.empty(shape, split[0].dtype)
+    before = (slice(None),) * place.axis
+    for part, own_heads in zip(split, heads, strict=True):
+        whole[(*before, own_heads)] = part
+    if place.axis == 2:
+        return whole.reshape(*shape[:2], -1)
     return whole
 
 
@@ -124,6 +176,6 @@ def _by_heads(name: str, part: np.ndarray, axis: int, count: int) -> np.ndarray:
     """Return a part with an axis of only its heads."""
     if axis == 2 and part.ndim == 3 and part.shape[2] % count == 0:
         return part.reshape(*part.shape[:2], count, -1)
-    if axis == 2 or part.ndim != 4 or part.shape[1] != count:
-        raise InputError(name, f"have the {count} heads of its rank", {f"{name}.shape": part.shape})
-    return part
+    if axis == 1 and part.ndim == 4 and part.shape[1] == count:
+        return part
+    raise InputError(name, f"have the {count} heads of its rank", {f"{name}.shape": part.shape})

@@ -60,7 +60,8 @@ def load_adapter(name: str) -> Adapter:
     adapters: list[Adapter] = importlib.import_module(
         f"parity.port.foreign.{LAYERS[name].adapter}"
     ).ADAPTERS
-    return next(adapter for adapter in adapters if adapter.name == name)
+    (adapter,) = (adapter for adapter in adapters if adapter.name == name)
+    return adapter
 
 
 def load_into(module: Any, weights: Any, spec: AttentionSpec | None = None) -> Any:
@@ -117,8 +118,9 @@ def weights_of(module: Any) -> Weights:
 
 
 def spec_of(module: Any) -> AttentionSpec:
-    """Return the specification of a module, which `save`, `verify` and `load_into` need with its
-    weights.
+    """Return the specification of a module.
+
+    `save`, `verify` and `load_into` need it with the module's weights.
 
     Args:
         module: a module that `load_into` accepts. For another library's layer, the specification
@@ -173,10 +175,13 @@ def save(
             the layer.
     """
     if not isinstance(weights, Mapping):
-        known = spec_of(weights)
-        if spec is not None:
-            check_same_layer(known, spec, "the module", "spec")
-        weights, spec = weights_of(weights), spec or known
+        module = weights
+        module_spec = spec_of(module)
+        if spec is None:
+            spec = module_spec
+        else:
+            check_same_layer(module_spec, spec, "the module", "spec")
+        weights = weights_of(module)
     convert.save(path, weights, spec, layout, prefix=prefix)
 
 
@@ -186,32 +191,30 @@ def check_same_layer(spec: AttentionSpec, other: AttentionSpec, what: str, whose
     Raises:
         ValueError: if they differ in more than dropout and fused q, k and v.
     """
-    fields, others = vars(unheld(spec)), vars(unheld(other))
-    differ = [name for name in fields if fields[name] != others[name]]
+    fields, other_fields = vars(unheld(spec)), vars(unheld(other))
+    differ = [name for name in fields if fields[name] != other_fields[name]]
     if differ:
-        one, two = (
-            ", ".join(f"{name}={each[name]}" for name in differ) for each in (fields, others)
-        )
-        raise InputError(what, f"have the same specification as {whose}", f"{one} and {two}")
+        values = ", ".join(f"{name}={fields[name]}" for name in differ)
+        other_values = ", ".join(f"{name}={other_fields[name]}" for name in differ)
+        rule = f"have the same specification as {whose}"
+        raise InputError(what, rule, f"{values} and {other_values}")
 
 
 def _adapter_of(module: Any) -> Adapter | Port:
-    """Return the adapter of a module: its implementation's backend, or that of another library's
-    layer.
-    """
-    if backend := backend_of(module):
+    """Return the adapter of a module of ours, or of another library's layer."""
+    backend = backend_of(module)
+    if backend:
         return load_backend(backend)
-    for each in type(module).__mro__:
-        for name, kind in LAYERS.items():
-            if each.__qualname__ == kind.qualname and f"{each.__module__}.".startswith(
-                f"{kind.module}."
-            ):
+    # A subclass of a layer is one.
+    for base in type(module).__mro__:
+        for name, layer in LAYERS.items():
+            is_in_library = f"{base.__module__}.".startswith(f"{layer.module}.")
+            if is_in_library and base.__qualname__ == layer.qualname:
                 return load_adapter(name)
     if isinstance(module, type):
         raise InputTypeError("module", "be a module, not its class", module=module.__name__)
-    others, got = ", ".join(LAYERS), type(module).__name__
+    class_name = type(module).__name__
     if type(module).__module__.startswith("transformers."):
-        got += "; parity.from_transformers accepts it with its model's configuration"
-    raise InputTypeError(
-        "module", f"be one of mha_jax, mha_torch or mha_tt, or of {others}", str(got)
-    )
+        class_name += "; parity.from_transformers accepts it with its model's configuration"
+    supported = f"be one of mha_jax, mha_torch or mha_tt, or of {', '.join(LAYERS)}"
+    raise InputTypeError("module", supported, class_name)

@@ -1,6 +1,4 @@
-"""Base class of the adapters of other libraries' layers: which layers can be made, and which
-weights fit.
-"""
+"""Base class of the adapters of other libraries' layers."""
 
 from __future__ import annotations
 
@@ -17,21 +15,21 @@ from parity.port.conversion.layouts import LAYOUTS, from_canonical, to_canonical
 from parity.port.conversion.layouts.canonical import shapes_in
 from parity.port.conversion.layouts.detection import find_spec
 
-HELD = frozenset(
-    {
-        *(
-            "d_model",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "d_in",
-            "d_kv",
-            "qkv_bias",
-            "out_bias",
-            "out_proj",
-        ),
-        *("value_head_dim", "fused_qkv", "dropout"),
-    }
+SUPPORTED_FIELDS = frozenset(
+    (
+        "d_model",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "d_in",
+        "d_kv",
+        "qkv_bias",
+        "out_bias",
+        "out_proj",
+        "value_head_dim",
+        "fused_qkv",
+        "dropout",
+    )
 )
 """Fields of a specification that other libraries' layers support, as far as their layouts allow.
 (`fused_qkv` only concerns how our modules store the same weights.) No other field is supported.
@@ -70,12 +68,14 @@ class Adapter(ABC):
 
     @abstractmethod
     def write(self, module: Any, tensors: Weights) -> Any:
-        """Replace the module's weights by fitting ones; return the module, or a new one if it is
-        immutable.
+        """Replace the module's weights by fitting ones.
+
+        Returns:
+            The module, or a new one if it is immutable.
         """
 
     @abstractmethod
-    def known(self, module: Any) -> dict[str, Any]:
+    def open_fields(self, module: Any) -> dict[str, Any]:
         """Return fields that the shapes of the weights may leave open: the heads and `dropout`.
 
         Raises:
@@ -93,8 +93,9 @@ class Adapter(ABC):
         mask: Any = None,
         train: bool = False,
     ) -> tuple[Any, Any]:
-        """Call the layer with its library's arrays; subclasses accept further options of their
-        library.
+        """Call the layer with its library's arrays.
+
+        Subclasses accept further options of their library.
 
         Args:
             module: the layer.
@@ -118,29 +119,28 @@ class Adapter(ABC):
             ValueError: if it holds weights outside its layout, or computes something that no
                 specification expresses.
         """
-        known = self.known(module)
-        dropout = float(known.pop("dropout"))
+        fields = self.open_fields(module)
+        dropout = float(fields.pop("dropout"))
         shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors(module).items()}
-        return replace(
-            find_spec(shapes, LAYOUTS[self.layout], LayerHints(**known)), dropout=dropout
-        )
+        spec = find_spec(shapes, LAYOUTS[self.layout], LayerHints(**fields))
+        return replace(spec, dropout=dropout)
 
     def load_into(self, module: Any, weights: Mapping[str, Any]) -> Any:
-        """Load canonical weights into a module, bit for bit, and return it; on error it stays
-        unchanged.
+        """Load canonical weights into a module, bit for bit; on error it stays unchanged.
+
+        Returns:
+            The module, or a new one if it is immutable.
         """
         tensors = from_canonical(weights, self.spec_of(module), LAYOUTS[self.layout])
-        fitting = {name: _shape_and_dtype(tensor) for name, tensor in tensors.items()}
-        wanted = {name: _shape_and_dtype(tensor) for name, tensor in self.tensors(module).items()}
-        if fitting != wanted:
-            name = min(
-                name for name in {*fitting, *wanted} if fitting.get(name) != wanted.get(name)
-            )
-            raise InputTypeError(
-                name,
-                f"have the shape and dtype of the module's, {wanted.get(name, 'none')}",
-                str(fitting.get(name, "none")),
-            )
+        passed = {name: _shape_and_dtype(tensor) for name, tensor in tensors.items()}
+        expected = {name: _shape_and_dtype(tensor) for name, tensor in self.tensors(module).items()}
+        for name in sorted({*passed, *expected}):
+            if passed.get(name) != expected.get(name):
+                raise InputTypeError(
+                    name,
+                    f"have the shape and dtype of the module's, {expected.get(name, 'none')}",
+                    str(passed.get(name, "none")),
+                )
         return self.write(module, tensors)
 
     def weights_of(self, module: Any) -> Weights:
@@ -162,9 +162,12 @@ class Adapter(ABC):
             ValueError: if there are unsupported fields; it names them.
         """
         shapes_in(LAYOUTS[self.layout], spec)
-        others = {name: value for name, value in spec.given().items() if name not in HELD}
-        if others:
-            raise InputError(f"the spec of a {self.name}", f"have no {' or '.join(others)}", others)
+        unsupported = {
+            name: value for name, value in spec.given().items() if name not in SUPPORTED_FIELDS
+        }
+        if unsupported:
+            rule = f"have no {' or '.join(unsupported)}"
+            raise InputError(f"the spec of a {self.name}", rule, unsupported)
 
 
 def _shape_and_dtype(tensor: Any) -> str:
@@ -172,18 +175,18 @@ def _shape_and_dtype(tensor: Any) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def refuse_where(computes: Mapping[str, Any], what: str) -> None:
+def refuse_options(options: Mapping[str, Any], layer: str) -> None:
     """Reject a module with options that no specification expresses.
 
     Args:
-        computes: options of the module by name; all must be None or false.
-        what: the name of the layer.
+        options: options of the module by name; all must be None or false.
+        layer: name of the layer.
 
     Raises:
         ValueError: if an option is set; it names the options.
     """
-    others = {
-        name: value for name, value in computes.items() if value is not None and value is not False
+    set_options = {
+        name: value for name, value in options.items() if value is not None and value is not False
     }
-    if others:
-        raise InputError(f"a {what}", f"have no {' or '.join(others)}", others)
+    if set_options:
+        raise InputError(f"a {layer}", f"have no {' or '.join(set_options)}", set_options)

@@ -27,36 +27,37 @@ class EquinoxMultiheadAttention(Adapter):
 
     def make(self, spec: AttentionSpec, dtype: str = "float32", **options: Any) -> Any:
         self.check_can_be(spec)
-        given = {
+        arguments = {
             "key_size": spec.d_kv,
             "value_size": spec.d_kv,
             "output_size": spec.d_model,
             "qk_size": spec.head_dim,
             "vo_size": spec.head_dim,
-            **{f"use_{name}_bias": spec.qkv_bias for name in ("query", "key", "value")},
+            "use_query_bias": spec.qkv_bias,
+            "use_key_bias": spec.qkv_bias,
+            "use_value_bias": spec.qkv_bias,
             "use_output_bias": spec.out_bias,
             "dropout_p": spec.dropout,
             "dtype": jnp.dtype(dtype),
             "key": jax.random.key(0),
         }
-        return equinox.nn.MultiheadAttention(spec.num_heads, spec.d_in, **(given | options))
+        return equinox.nn.MultiheadAttention(spec.num_heads, spec.d_in, **(arguments | options))
 
     def tensors(self, module: Any) -> Mapping[str, Any]:
         leaves = jax.tree_util.tree_leaves_with_path(equinox.filter(module, equinox.is_array))
         return {_name(path): leaf for path, leaf in leaves}
 
     def write(self, module: Any, tensors: Weights) -> Any:
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: to_jax(tensors[_name(path)]) if equinox.is_array(leaf) else leaf,
-            module,
-        )
+        def replaced(path: Any, leaf: Any) -> Any:
+            return to_jax(tensors[_name(path)]) if equinox.is_array(leaf) else leaf
 
-    def known(self, module: Any) -> dict[str, Any]:
+        return jax.tree_util.tree_map_with_path(replaced, module)
+
+    def open_fields(self, module: Any) -> dict[str, Any]:
         for one, other in (("qk_size", "vo_size"), ("key_size", "value_size")):
-            if (size := getattr(module, one)) != (others := getattr(module, other)):
-                raise InputError(
-                    "module", f"have {one} equal to {other}", {one: size, other: others}
-                )
+            sizes = {one: getattr(module, one), other: getattr(module, other)}
+            if sizes[one] != sizes[other]:
+                raise InputError("module", f"have {one} equal to {other}", sizes)
         return {
             "num_heads": module.num_heads,
             "head_dim": module.qk_size,
@@ -75,15 +76,16 @@ class EquinoxMultiheadAttention(Adapter):
     ) -> tuple[Any, Any]:
         if mask is not None:
             mask = jnp.broadcast_to(mask, (query.shape[0], *mask.shape[1:]))
-            mask = mask[:, 0] if mask.shape[1] == 1 else mask
+            if mask.shape[1] == 1:
+                mask = mask[:, 0]
 
-        def one(query: Any, key: Any, value: Any, mask: Any, rng: Any) -> Any:
+        def call_one(query: Any, key: Any, value: Any, mask: Any, rng: Any) -> Any:
             return module(query, key, value, mask, key=rng, inference=not train)
 
         rngs = jax.random.split(jax.random.key(0), query.shape[0])
-        return jax.vmap(one, in_axes=(0, 0, 0, None if mask is None else 0, 0))(
-            query, key, value, mask, rngs
-        ), None
+        mask_axis = None if mask is None else 0
+        call_each = jax.vmap(call_one, in_axes=(0, 0, 0, mask_axis, 0))
+        return call_each(query, key, value, mask, rngs), None
 
 
 def _name(path: Any) -> str:

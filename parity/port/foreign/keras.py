@@ -1,6 +1,4 @@
-"""`keras.layers.MultiHeadAttention` and `keras.layers.GroupQueryAttention`, on any framework of
-Keras.
-"""
+"""`keras.layers.MultiHeadAttention` and `GroupQueryAttention`, on any framework of Keras."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from mha_spec import AttentionSpec, InputError
 from parity.measure.core.arrays import to_jax, to_torch
 from parity.measure.core.weights import Weights
 from parity.measure.files.small import read_json
-from parity.port.foreign.adapter import Adapter, refuse_where
+from parity.port.foreign.adapter import Adapter, refuse_options
 
 
 def import_keras(framework: str | None = None) -> ModuleType:
@@ -44,8 +42,9 @@ def import_keras(framework: str | None = None) -> ModuleType:
 
 
 def _configured_framework() -> str:
-    """Return the framework of the user's settings if it is installed; Keras may write one that is
-    not.
+    """Return the framework of the user's settings, if it is installed.
+
+    Keras may write one that is not.
     """
     settings = Path(os.environ.get("KERAS_HOME", Path.home() / ".keras")) / "keras.json"
     chosen = read_json(settings).get("backend") if settings.exists() else None
@@ -116,7 +115,7 @@ class KerasMultiHeadAttention(_KerasAttention):
 
     def make(self, spec: AttentionSpec, dtype: str = "float32", **options: Any) -> Any:
         self.check_can_be(spec)
-        given = {
+        arguments = {
             "use_bias": spec.qkv_bias,
             "output_shape": spec.d_model,
             "dropout": spec.dropout,
@@ -124,20 +123,20 @@ class KerasMultiHeadAttention(_KerasAttention):
             "seed": 0,
         }
         layer = import_keras().layers.MultiHeadAttention(
-            spec.num_heads, spec.head_dim, **(given | options)
+            spec.num_heads, spec.head_dim, **(arguments | options)
         )
         layer.build((None, None, spec.d_in), (None, None, spec.d_kv))
         return layer
 
-    def known(self, module: Any) -> dict[str, Any]:
+    def open_fields(self, module: Any) -> dict[str, Any]:
         config = module.get_config()
-        others = {name: config.get(name) for name in ("use_gate", "sliding_window")}
+        unsupported = _later_options(config)
         axes = config["attention_axes"]
-        others["attention_axes"] = None if axes is None or tuple(axes) == (1,) else axes
-        others["value_dim"] = (
-            None if config["value_dim"] == config["key_dim"] else config["value_dim"]
-        )
-        refuse_where(others, self.name)
+        if axes is not None and tuple(axes) != (1,):
+            unsupported["attention_axes"] = axes
+        if config["value_dim"] != config["key_dim"]:
+            unsupported["value_dim"] = config["value_dim"]
+        refuse_options(unsupported, self.name)
         return {"num_heads": config["num_heads"], "dropout": config["dropout"]}
 
 
@@ -156,15 +155,20 @@ class KerasGroupQueryAttention(_KerasAttention):
                 {"spec.d_model": spec.d_model, "spec.d_in": spec.d_in},
             )
         heads = (spec.head_dim, spec.num_heads, spec.num_kv_heads)
-        given = {"use_bias": spec.qkv_bias, "dropout": spec.dropout, "dtype": dtype, "seed": 0}
-        layer = import_keras().layers.GroupQueryAttention(*heads, **(given | options))
+        arguments = {"use_bias": spec.qkv_bias, "dropout": spec.dropout, "dtype": dtype, "seed": 0}
+        layer = import_keras().layers.GroupQueryAttention(*heads, **(arguments | options))
         layer.build((None, None, spec.d_in), (None, None, spec.d_kv))
         return layer
 
-    def known(self, module: Any) -> dict[str, Any]:
+    def open_fields(self, module: Any) -> dict[str, Any]:
         config = module.get_config()
-        refuse_where({name: config.get(name) for name in ("use_gate", "sliding_window")}, self.name)
+        refuse_options(_later_options(config), self.name)
         return {"num_heads": config["num_query_heads"], "dropout": config["dropout"]}
+
+
+def _later_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that older versions of Keras lack, and no specification expresses."""
+    return {"use_gate": config.get("use_gate"), "sliding_window": config.get("sliding_window")}
 
 
 ADAPTERS = [KerasMultiHeadAttention(), KerasGroupQueryAttention()]

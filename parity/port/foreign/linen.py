@@ -18,7 +18,7 @@ from mha_spec import AttentionSpec, InputError
 from parity.measure.core.arrays import to_jax
 from parity.measure.core.weights import Weights
 from parity.measure.files.tensor_file import flatten
-from parity.port.foreign.adapter import Adapter, refuse_where
+from parity.port.foreign.adapter import Adapter, refuse_options
 
 
 class LinenMultiHeadDotProductAttention(Adapter):
@@ -30,25 +30,19 @@ class LinenMultiHeadDotProductAttention(Adapter):
 
     def make(self, spec: AttentionSpec, dtype: str = "float32", **options: Any) -> Any:
         self.check_can_be(spec)
-        sizes = {
+        arguments = {
             "qkv_features": spec.q_width,
             "out_features": spec.d_model,
             "use_bias": spec.qkv_bias,
-        }
-        dtypes = {
             "dtype": jnp.dtype(dtype),
             "param_dtype": jnp.dtype(dtype),
             "dropout_rate": spec.dropout,
         }
-        module = flax.linen.MultiHeadDotProductAttention(
-            spec.num_heads, **(sizes | dtypes | options)
-        )
-        query, key = (
-            jnp.zeros((1, 1, width), jnp.dtype(dtype)) for width in (spec.d_in, spec.d_kv)
-        )
-        return module.bind(
-            module.init({"params": jax.random.key(0)}, query, key, **_mode(module, train=False))
-        )
+        module = flax.linen.MultiHeadDotProductAttention(spec.num_heads, **(arguments | options))
+        query = jnp.zeros((1, 1, spec.d_in), jnp.dtype(dtype))
+        key = jnp.zeros((1, 1, spec.d_kv), jnp.dtype(dtype))
+        rngs = {"params": jax.random.key(0)}
+        return module.bind(module.init(rngs, query, key, **_mode(module, train=False)))
 
     def tensors(self, module: Any) -> Mapping[str, Any]:
         if module.scope is None:
@@ -61,13 +55,12 @@ class LinenMultiHeadDotProductAttention(Adapter):
 
     def write(self, module: Any, tensors: Weights) -> Any:
         module, variables = module.unbind()
-        params = flax.traverse_util.unflatten_dict(
-            {name: to_jax(x) for name, x in tensors.items()}, sep="."
-        )
+        arrays = {name: to_jax(x) for name, x in tensors.items()}
+        params = flax.traverse_util.unflatten_dict(arrays, sep=".")
         return module.bind({**variables, "params": params})
 
-    def known(self, module: Any) -> dict[str, Any]:
-        refuse_where({"normalize_qk": module.normalize_qk}, self.name)
+    def open_fields(self, module: Any) -> dict[str, Any]:
+        refuse_options({"normalize_qk": module.normalize_qk}, self.name)
         return {"num_heads": module.num_heads, "dropout": module.dropout_rate}
 
     def call(
@@ -95,14 +88,15 @@ class LinenMultiHeadDotProductAttention(Adapter):
             mutable=["intermediates"],
             **_mode(module, train),
         )
-        return output, jax.tree.leaves(changed)[0] if need_weights else None
+        attn_weights = jax.tree.leaves(changed)[0] if need_weights else None
+        return output, attn_weights
 
 
 def _mode(module: Any, train: bool) -> dict[str, Any]:
-    """Return the keyword argument that enables dropout, unless the module was constructed with
-    it.
-    """
-    return {"deterministic": not train} if module.deterministic is None else {}
+    """Return the keyword argument that enables dropout, unless the module was made with it."""
+    if module.deterministic is not None:
+        return {}
+    return {"deterministic": not train}
 
 
 ADAPTERS = [LinenMultiHeadDotProductAttention()]

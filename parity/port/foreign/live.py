@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
@@ -35,8 +35,7 @@ OBSERVE = "parity.layers_of(model, inputs) finds what it computes by observation
 def from_transformers(
     module: Any, config: Any = None, layer_idx: int | None = None, *, path: str | None = None
 ) -> tuple[AttentionSpec, Weights]:
-    """Return the specification and canonical weights of a transformers attention module, bit for
-    bit.
+    """Return the specification and canonical weights of a transformers module, bit for bit.
 
     Args:
         module: module of one layer, `model.model.layers[3].self_attn`; or the whole model, with
@@ -72,95 +71,155 @@ def find_layer(
     Raises:
         OSError, TypeError, ValueError: as in `from_transformers`.
     """
-    values = values_of(getattr(module, "config", None) if config is None else config)
+    if config is None:
+        config = getattr(module, "config", None)
+    values = values_of(config)
     path = path or None
-    model = module if path in dict(module.named_modules()) else None
-    module = module if path is None or model is None else model.get_submodule(path)
-    index = getattr(module, "layer_idx", None) if layer_idx is None else layer_idx
+    model = None
+    if path is not None and path in dict(module.named_modules()):
+        model, module = module, module.get_submodule(path)
+    index = layer_idx if layer_idx is not None else getattr(module, "layer_idx", None)
     if model is None and (isinstance(index, bool) or not isinstance(index, int)):
         raise InputTypeError("layer_idx", "be the number of a layer", layer_idx=index)
-    words = (path or "").split(".")
-    around = (
-        []
-        if model is None
-        else [model.get_submodule(".".join(words[:end])) for end in range(len(words))][::-1]
-    )
-    parts = _parts_of(_family_of(*module.modules(), *around), values)
-    named = sections_named(path or "", sections_of(values))
-    chosen = [
-        part
-        for name, part in parts.items()
-        if not named or not name or name.partition(".")[0] in named
-    ]
-    layers = [layer for part in chosen for layer in specs_of(part)]
-    found: dict[AttentionSpec, tuple[ModelLayer, Weights]] = {}
+    modules = list(module.modules())
+    if model is not None and path is not None:
+        modules += ancestors(model, path)
+    layers = _layers_of(values, _family_of(modules), path)
+    candidates = []
+    number = index
+    if model is not None and path is not None:
+        candidates = list(_in_files(model, path, layers))
+        # The path determines the layer; modules may be numbered otherwise.
+        number = None
+    if not candidates:
+        candidates = list(_in_memory(module, layers, number, path))
+    matches, refusals = _matches(candidates, _num_heads(module), path)
+    if len(matches) == 1:
+        return next(iter(matches.values()))
+    hint = OBSERVE
+    if path and model is None:
+        hint = "parity.from_transformers(model, path=…) finds it by its name in the files"
+    if matches:
+        reason = f"{' or '.join(map(str, matches))}; path=… selects one"
+    elif refusals:
+        reason = " or ".join(refusals)
+    else:
+        reason = "the model has no layer"
+        if index is not None:
+            reason += f" {index}"
+        if path is not None:
+            reason += f" at {path}"
+    raise InputError("module", "be one layer of the model", reason, hint=hint)
+
+
+def _matches(
+    candidates: Iterable[tuple[ModelLayer, Mapping[str, Any]]],
+    num_heads: int | None,
+    path: str | None,
+) -> tuple[dict[AttentionSpec, tuple[ModelLayer, Weights]], list[str]]:
+    """Return the layers that a module may be, with their weights, and why it cannot be others.
+
+    Layers of one specification count as one, with any number.
+
+    Args:
+        candidates: layers, and the module's tensors by the names of each.
+        num_heads: number of the module's query heads; None if unknown.
+        path: path of the module in its model.
+    """
+    matches: dict[AttentionSpec, tuple[ModelLayer, Weights]] = {}
     refusals: list[str] = []
-    candidates = [] if model is None else [*_in_files(model, path or "", layers)]
-    for layer, tensors in candidates or _in_memory(
-        module, layers, index if model is None else None, path
-    ):
-        if layer.spec is None:
+    for layer, tensors in candidates:
+        spec = layer.spec
+        if spec is None:
             refusals.append(
                 f"layer {layer.index} is {layer.kind}, which is not attention over keys"
             )
-        elif (count := _num_heads(module)) not in (None, layer.spec.num_heads):
-            refusals.append(f"{count} heads where layer {layer.index} has {layer.spec.num_heads}")
-        else:
-            try:
-                found[layer.spec] = layer, _canonical(tensors, layer)
-            except LayoutMismatchError as error:
-                _check_borrowed(tensors, layer, path)
-                refusals.append(str(error))
-    if len(found) != 1:
-        which = "; path=… selects one" if found else ""
-        none = (
-            f"the model has no "
-            f"layer{'' if index is None else f' {index}'}{'' if path is None else f' at {path}'}"
-        )
-        reasons = [str(spec) for spec in found] if found else refusals or [none]
-        hint = (
-            "parity.from_transformers(model, path=…) finds it by its name in the files"
-            if path and model is None
-            else OBSERVE
-        )
-        raise InputError(
-            "module", "be one layer of the model", f"{' or '.join(reasons)}{which}", hint=hint
-        )
-    return next(iter(found.values()))
+            continue
+        if num_heads is not None and num_heads != spec.num_heads:
+            refusals.append(f"{num_heads} heads where layer {layer.index} has {spec.num_heads}")
+            continue
+        try:
+            matches[spec] = layer, _canonical(tensors, layer)
+        except LayoutMismatchError as error:
+            _check_borrowed(tensors, layer, path)
+            refusals.append(str(error))
+    return matches, refusals
+
+
+def ancestors(model: Any, path: str) -> list[Any]:
+    """Return the modules of a model that contain that at a path, the innermost first."""
+    words = path.split(".")
+    paths = [".".join(words[:count]) for count in range(len(words))]
+    return [model.get_submodule(ancestor) for ancestor in reversed(paths)]
+
+
+def _layers_of(values: Mapping[str, Any], family: str | None, path: str | None) -> list[ModelLayer]:
+    """Return the layers that a module may be.
+
+    Args:
+        values: configuration of its model.
+        family: family of the module, by its own configuration.
+        path: its path in the model; it may begin with the name of a part.
+    """
+    sections_in_path = sections_named(path or "", sections_of(values))
+    layers: list[ModelLayer] = []
+    for name, part in _parts_of(family, values).items():
+        if not sections_in_path or not name or name.partition(".")[0] in sections_in_path:
+            layers.extend(specs_of(part))
+    return layers
 
 
 def _in_files(
     model: Any, path: str, layers: Iterable[ModelLayer]
 ) -> Iterator[tuple[ModelLayer, Mapping[str, Any]]]:
-    """Yield the layers that a model's module is, by the names in the model's files, with its
-    tensors in that form.
-    """
-    tensors = {
-        f"{path}.{name}": tensor for name, tensor in model.get_submodule(path).state_dict().items()
-    }
+    """Yield the layers that a model's module is, with its tensors, by the names in files."""
+    state = model.get_submodule(path).state_dict()
+    tensors = {f"{path}.{name}": tensor for name, tensor in state.items()}
     if hasattr(model, "config"):
         tensors = names_in_files(model, tensors)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for layer in layers:
-        cut = {name: f".{name}".rpartition(f".{layer.path}.") for name in tensors}
-        begins = {before for before, *_ in cut.values()}
-        if layer.path and len(begins) == 1 and all(between for _, between, _ in cut.values()):
-            held = {short: tensors[name] for name, (*_, short) in cut.items()}
-            lent = {
-                short: f"{min(begins)}.{other}"[1:]
-                for short, other in layer.shared.items()
-                if short not in held
-            }
-            yield (
-                layer,
-                held
-                | {short: parameters[name] for short, name in lent.items() if name in parameters},
-            )
+        split = names_at(layer.path, tensors) if layer.path else None
+        if split is None:
+            continue
+        prefix, short_names = split
+        layer_tensors = {short: tensors[name] for name, short in short_names.items()}
+        for short, owner_path in layer.shared.items():
+            owner = f"{prefix}.{owner_path}".removeprefix(".")
+            if short not in layer_tensors and owner in parameters:
+                layer_tensors[short] = parameters[owner]
+        yield layer, layer_tensors
+
+
+def names_at(path: str, names: Iterable[str]) -> tuple[str, dict[str, str]] | None:
+    """Split the names of a layer's tensors at its path.
+
+    Args:
+        path: path of the layer, perhaps without the parts of the model that contain it.
+        names: names of tensors.
+
+    Returns:
+        The prefix before the path, and the rest of each name after it. None unless all names
+        contain the path, after the same prefix.
+    """
+    prefixes = set()
+    short_names = {}
+    for name in names:
+        before, separator, short_names[name] = f".{name}".rpartition(f".{path}.")
+        if not separator:
+            return None
+        prefixes.add(before.removeprefix("."))
+    if len(prefixes) != 1:
+        return None
+    return prefixes.pop(), short_names
 
 
 def names_in_files(model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return tensors of a transformers model, named as in memory, by the names and in the form of
-    the model's files.
+    """Return tensors of a transformers model by the names, and in the form, of its files.
+
+    Args:
+        model: the model.
+        tensors: its tensors, named as in memory.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -168,28 +227,30 @@ def names_in_files(model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _in_memory(
-    module: Any, layers: Iterable[ModelLayer], index: int | None, path: str | None
+    module: Any, layers: Sequence[ModelLayer], index: int | None, path: str | None
 ) -> Iterator[tuple[ModelLayer, Mapping[str, Any]]]:
-    """Yield the layers that a module may be, by its number and its path in memory, with its
-    tensors.
+    """Yield the layers that a module may be, by its number and path in memory, with its tensors.
 
     Paths may differ from those in files. If no layer has this one, it must be the usual path of
     self-attention.
     """
-    layers, tensors = [*layers], module.state_dict()
-    is_known = path is None or index is None or any(layer.is_at(path) for layer in layers)
+    tensors = module.state_dict()
+    is_path_in_files = index is None or any(layer.is_at(path) for layer in layers if path)
     usual = USUAL.fullmatch(path or "")
+    is_usual_path = usual is not None and usual[1] == str(index)
     for layer in layers:
-        is_here = path is None or (
-            layer.is_at(path) if is_known else bool(usual and usual[1] == str(index))
-        )
+        if path is None:
+            is_here = True
+        elif is_path_in_files:
+            is_here = layer.is_at(path)
+        else:
+            is_here = is_usual_path
         if is_here and (index is None or layer.index == index):
             yield layer, tensors
 
 
 def _canonical(tensors: Mapping[str, Any], layer: ModelLayer) -> Weights:
-    """Return the canonical weights of a layer whose tensors have the names of its files, or of
-    another layout.
+    """Return the canonical weights of a layer, named as in its files or as in another layout.
 
     Modules of transformers 5 use few sets of names, but load files with many; each set is also a
     layout.
@@ -200,13 +261,17 @@ def _canonical(tensors: Mapping[str, Any], layer: ModelLayer) -> Weights:
     try:
         return to_canonical(tensors, LAYOUTS[layer.layout], spec=layer.spec)[0]
     except LayoutMismatchError:
-        read: list[Weights] = []
+        readings: list[Weights] = []
         for layout in LIVE:
             with suppress(LayoutMismatchError, UnknownSpecError):
-                read.append(to_canonical(tensors, LAYOUTS[layout], spec=layer.spec)[0])
-        if not read or any((one[name] != read[0][name]).any() for one in read for name in one):
+                readings.append(to_canonical(tensors, LAYOUTS[layout], spec=layer.spec)[0])
+        if not readings:
             raise
-        return read[0]
+        first, *other_readings = readings
+        for other in other_readings:
+            if any((other[name] != first[name]).any() for name in other):
+                raise
+        return first
 
 
 def _parts_of(own: str | None, values: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -230,31 +295,34 @@ def _parts_of(own: str | None, values: Mapping[str, Any]) -> dict[str, Mapping[s
             several,
             hint="parity.from_transformers(model, path=…)",
         )
-    sections = _all_sections(values)
-    if found := {
-        name: part for name, part in (sections | parts).items() if part.get("model_type") == own
-    }:
-        if own in FAMILIES:
-            return found
-        name, part = next(iter(found.items()))
+    # A known part replaces the section that it was read from.
+    sections = {**_all_sections(values), **parts}
+    own_parts = {name: part for name, part in sections.items() if part.get("model_type") == own}
+    if own_parts and own in FAMILIES:
+        return own_parts
+    if own_parts:
+        name, part = next(iter(own_parts.items()))
         reason = f"one of {name or 'the model itself'}: {why_unknown(part)}"
     else:
         reason = f"one of {own!r}, which no part of {values['model_type']!r} is"
     raise InputError("module", "be of a part of a known family", reason, hint=OBSERVE)
 
 
-def _all_sections(values: Mapping[str, Any], where: str = "") -> dict[str, Mapping[str, Any]]:
+def _all_sections(values: Mapping[str, Any], prefix: str = "") -> dict[str, Mapping[str, Any]]:
     """Return the configurations of a model and of all its nested parts, by the path of keys."""
-    found = {where.removesuffix("."): values}
+    sections = {prefix.removesuffix("."): values}
     for name in sections_of(values):
-        found |= _all_sections(values[name], f"{where}{name}.")
-    return found
+        sections |= _all_sections(values[name], f"{prefix}{name}.")
+    return sections
 
 
-def _family_of(*modules: Any) -> str | None:
+def _family_of(modules: Iterable[Any]) -> str | None:
     """Return the family of the first module with a configuration: each has that of its own part."""
-    families = (getattr(getattr(module, "config", None), "model_type", None) for module in modules)
-    return next(filter(None, families), None)
+    for module in modules:
+        family = getattr(getattr(module, "config", None), "model_type", None)
+        if family:
+            return family
+    return None
 
 
 def _check_borrowed(tensors: Mapping[str, Any], layer: ModelLayer, path: str | None) -> None:
@@ -264,11 +332,11 @@ def _check_borrowed(tensors: Mapping[str, Any], layer: ModelLayer, path: str | N
         ValueError: if only such a weight is missing from the tensors.
     """
     borrowed = layer.shared.keys() - tensors.keys()
-    wanted = (
-        shapes_in(LAYOUTS[layer.layout], layer.spec) if borrowed and layer.spec is not None else {}
-    )
-    own = {name: shape for name, shape in wanted.items() if name not in borrowed}
-    if borrowed and own == {name: tuple(tensor.shape) for name, tensor in tensors.items()}:
+    if not borrowed or layer.spec is None:
+        return
+    expected = shapes_in(LAYOUTS[layer.layout], layer.spec)
+    expected = {name: shape for name, shape in expected.items() if name not in borrowed}
+    if expected == {name: tuple(tensor.shape) for name, tensor in tensors.items()}:
         which = "" if path else ", unless path=… names another layer"
         raise InputError(
             "module",
@@ -284,8 +352,9 @@ HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 
 def _num_heads(module: Any) -> int | None:
     """Return the number of query heads that a module specifies, or None."""
-    for each in module.modules():
+    for submodule in module.modules():
         for name in HEAD_COUNTS:
-            if type(count := getattr(each, name, None)) is int:
+            count = getattr(submodule, name, None)
+            if type(count) is int:
                 return count
     return None

@@ -13,7 +13,7 @@ from mha_spec import AttentionSpec
 from parity.measure.core.arrays import to_jax
 from parity.measure.core.weights import Weights
 from parity.measure.files.tensor_file import flatten
-from parity.port.foreign.adapter import Adapter, refuse_where
+from parity.port.foreign.adapter import Adapter, refuse_options
 
 
 class NnxMultiHeadAttention(Adapter):
@@ -25,7 +25,7 @@ class NnxMultiHeadAttention(Adapter):
 
     def make(self, spec: AttentionSpec, dtype: str = "float32", **options: Any) -> Any:
         self.check_can_be(spec)
-        given = {
+        arguments = {
             "num_kv_heads": None if spec.num_kv_heads == spec.num_heads else spec.num_kv_heads,
             "in_kv_features": spec.d_kv,
             "use_bias": spec.qkv_bias,
@@ -36,7 +36,7 @@ class NnxMultiHeadAttention(Adapter):
             "rngs": nnx.Rngs(0),
         }
         return nnx.MultiHeadAttention(
-            spec.num_heads, spec.d_in, spec.q_width, spec.d_model, **(given | options)
+            spec.num_heads, spec.d_in, spec.q_width, spec.d_model, **(arguments | options)
         )
 
     def tensors(self, module: Any) -> Mapping[str, Any]:
@@ -48,8 +48,8 @@ class NnxMultiHeadAttention(Adapter):
             getattr(getattr(module, layer), leaf)[...] = to_jax(tensor)
         return module
 
-    def known(self, module: Any) -> dict[str, Any]:
-        refuse_where({"normalize_qk": module.normalize_qk}, self.name)
+    def open_fields(self, module: Any) -> dict[str, Any]:
+        refuse_options({"normalize_qk": module.normalize_qk}, self.name)
         return {"num_heads": module.num_heads, "dropout": module.dropout_rate}
 
     def call(
@@ -78,9 +78,9 @@ class NnxMultiHeadAttention(Adapter):
             deterministic=not train,
             rngs=nnx.Rngs(dropout=0),
         )
-        return output, jax.tree.leaves(nnx.pop(module, nnx.Intermediate))[
-            0
-        ] if need_weights else None
+        if not need_weights:
+            return output, None
+        return output, jax.tree.leaves(nnx.pop(module, nnx.Intermediate))[0]
 
 
 ADAPTERS = [NnxMultiHeadAttention()]

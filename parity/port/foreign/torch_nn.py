@@ -22,14 +22,15 @@ class TorchMultiheadAttention(Adapter):
 
     def make(self, spec: AttentionSpec, dtype: str = "float32", **options: Any) -> Any:
         self.check_can_be(spec)
-        sizes = {
+        arguments: dict[str, Any] = {
             "kdim": spec.d_kv,
             "vdim": spec.d_kv,
             "bias": spec.qkv_bias,
             "dropout": spec.dropout,
+            "batch_first": True,
+            "dtype": getattr(torch, dtype),
         }
-        given = {"batch_first": True, "dtype": getattr(torch, dtype), **sizes, **options}
-        return torch.nn.MultiheadAttention(spec.d_model, spec.num_heads, **given)
+        return torch.nn.MultiheadAttention(spec.d_model, spec.num_heads, **(arguments | options))
 
     def tensors(self, module: Any) -> Mapping[str, Any]:
         return module.state_dict()
@@ -40,7 +41,7 @@ class TorchMultiheadAttention(Adapter):
                 parameter.copy_(to_torch(tensors[name]))
         return module
 
-    def known(self, module: Any) -> dict[str, Any]:
+    def open_fields(self, module: Any) -> dict[str, Any]:
         if module.kdim != module.vdim:
             raise InputError(
                 "module", "have kdim equal to vdim", kdim=module.kdim, vdim=module.vdim
@@ -67,10 +68,10 @@ class TorchMultiheadAttention(Adapter):
         need_weights: bool = False,
         train: bool = False,
     ) -> tuple[Any, Any]:
-        """Call the layer as `Adapter.call` does; `padding` is (B, S), and `is_causal` requires the
-        mask.
+        """Call the layer as `Adapter.call` does.
 
-        The module stays in the mode of the call.
+        `padding` is (B, S), and `is_causal` requires the mask, of which it is only a hint. The
+        module stays in the mode of the call.
         """
         if not module.batch_first:
             query, key, value = (x.swapaxes(0, 1) for x in (query, key, value))
@@ -87,7 +88,9 @@ class TorchMultiheadAttention(Adapter):
             need_weights=need_weights,
             average_attn_weights=False,
         )
-        return output if module.batch_first else output.swapaxes(0, 1), attn_weights
+        if not module.batch_first:
+            output = output.swapaxes(0, 1)
+        return output, attn_weights
 
 
 ADAPTERS = [TorchMultiheadAttention()]

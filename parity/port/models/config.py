@@ -13,8 +13,10 @@ from parity.measure.files.small import read_json
 from parity.port.models.keys import check_kind
 
 ABOUT_ATTENTION = re.compile(
-    r"attn|attention|rope|rotary|theta|yarn|ntk|mscale|window|sliding|chunk|softcap|alibi|relative|clip_qkv|lora_rank|"
-    r"temperature|layer_types|position|causal|query|softmax|(^|_)(q|k|v|kv|qk|qkv|n?heads?|headdim|sinks?|bias|scale)(_|$)",
+    r"attn|attention|rope|rotary|theta|yarn|ntk|mscale|window|sliding|chunk|softcap|alibi|relative|"
+    r"clip_qkv|lora_rank|temperature|layer_types|position|causal|query|softmax|"
+    # Whole words of a name: `n_head` and `kv_n_heads`, but not `header`.
+    r"(^|_)(q|k|v|kv|qk|qkv|n?heads?|headdim|sinks?|bias|scale)(_|$)",
     re.IGNORECASE,
 )
 """Keys that may concern attention; one that is neither read nor known to be irrelevant is
@@ -22,9 +24,10 @@ rejected.
 """
 
 SAYS_NOTHING = re.compile(
-    r"(output|router?|routed|mlp|lm_head|residual|embedding|embd|expert|moe|mtp|logit|final|linear|first_k|tie)_.*|"
-    r"_?attn_implementation.*|max_position_embeddings|chunk_size_feed_forward|cross_attention_hidden_size|"
-    r"scale_emb|scale_depth|max_window_layers|temperature|top_k"
+    r"(output|router?|routed|mlp|lm_head|residual|embedding|embd|expert|moe|mtp|logit|final|linear|"
+    r"first_k|tie)_.*|"
+    r"_?attn_implementation.*|max_position_embeddings|chunk_size_feed_forward|"
+    r"cross_attention_hidden_size|scale_emb|scale_depth|max_window_layers|temperature|top_k"
 )
 """Such keys that are irrelevant in all families."""
 
@@ -83,9 +86,14 @@ class Value(NamedTuple):
     value: Any
     origin: str
 
+    @classmethod
+    def derived(cls, value: Any, *sources: Value) -> Value:
+        """Return a value that follows from others, with all of their origins."""
+        return cls(value, ", ".join(source.origin for source in sources))
+
 
 class Config:
-    """Values of a configuration; None counts as missing, except in `asked`.
+    """Values of a configuration; None counts as missing, except in `required_or_none`.
 
     Attributes:
         where: prefix of key names in messages: empty, or `rope_parameters.`.
@@ -103,6 +111,7 @@ class Config:
         self.where = where
         self.looked_up = [] if looked_up is None else looked_up
         self._values = dict(values)
+        # A key that is present and None has no default.
         self._defaults = {
             name: value for name, value in (defaults or {}).items() if name not in values
         }
@@ -112,14 +121,15 @@ class Config:
     def __contains__(self, name: str) -> bool:
         return self._values.get(name) is not None
 
-    def asked(self, *names: str) -> Value | None:
-        """Return the value of the first key that is present, which may be None.
+    def required_or_none(self, *names: str) -> Value | None:
+        """Return the value of the first key that is present; one of them must be, but may be None.
 
         Raises:
             MissingKeyError: if all keys are missing.
         """
-        if self._values.keys().isdisjoint(names) and self._defaults.keys().isdisjoint(names):
-            self.read(*names)
+        has_none = self._values.keys().isdisjoint(names) and self._defaults.keys().isdisjoint(names)
+        if has_none:
+            return self.read(*names)  # raises the error
         return self.find(*names)
 
     def find(self, *names: str) -> Value | None:
@@ -134,9 +144,10 @@ class Config:
             if name in self:
                 check_kind(name, self._values[name], self.where)
                 return Value(self._values[name], f"{self.where}{name}")
-        return next(
-            (_default(name, self._defaults[name]) for name in names if name in self._defaults), None
-        )
+        for name in names:
+            if name in self._defaults:
+                return _default(name, self._defaults[name])
+        return None
 
     def read(self, *names: str, default: Any = None) -> Value:
         """Return the value of the first key that is present, or this family's default.
@@ -144,9 +155,9 @@ class Config:
         Raises:
             MissingKeyError: if all keys are missing and there is no default.
         """
-        found = self.find(*names)
-        if found is not None:
-            return found
+        value = self.find(*names)
+        if value is not None:
+            return value
         if default is None:
             raise MissingKeyError(
                 "the configuration", f"have {self.where}{' or '.join(names)}, and it is not there"
@@ -173,46 +184,51 @@ class Config:
             ValueError: if it is not a mapping.
         """
         if name not in self._sections:
-            held = self.read(name).value
-            if not isinstance(held, Mapping):
-                raise InputError(f"{self.where}{name}", "hold values by name", {name: held})
-            self._sections[name] = Config(held, f"{self.where}{name}.", looked_up=self.looked_up)
+            values = self.read(name).value
+            if not isinstance(values, Mapping):
+                raise InputError(f"{self.where}{name}", "hold values by name", {name: values})
+            self._sections[name] = Config(values, f"{self.where}{name}.", looked_up=self.looked_up)
         return self._sections[name]
 
     def names_read(self) -> set[str]:
         """Return the keys that were read and have values, with those of sections, by their own
         names.
         """
-        own = {name for name in self._read if name in self}
-        return own.union(*(section.names_read() for section in self._sections.values()))
+        names = {name for name in self._read if name in self}
+        for section in self._sections.values():
+            names |= section.names_read()
+        return names
 
     def numbers_read(self) -> dict[str, Any]:
         """Return the numbers and lists among the values that were read, with those of sections."""
-        found: dict[str, Any] = {}
+        numbers: dict[str, Any] = {}
         for name in sorted(self._read & self._values.keys()):
             value = self._values[name]
             if isinstance(value, int | float | list | tuple) and not isinstance(value, bool):
-                found[f"{self.where}{name}"] = value
+                numbers[f"{self.where}{name}"] = value
         for section in self._sections.values():
-            found |= section.numbers_read()
-        return found
+            numbers |= section.numbers_read()
+        return numbers
 
     def unread(self, says_nothing: Collection[str]) -> Iterator[tuple[str, Any]]:
-        """Return unread keys that may concern attention, with their values; in sections, all unread
-        keys.
+        """Yield the unread keys that may concern attention, with their values; in sections, all
+        unread keys.
         """
         for name, value in self._values.items():
-            if (
-                value is None
-                or name in self._read
-                or name in says_nothing
-                or (name in SAYS_NOTHING_IF_EMPTY and not value)
-            ):
+            if value is None or name in self._read or name in says_nothing:
                 continue
-            if self.where or (ABOUT_ATTENTION.search(name) and not SAYS_NOTHING.fullmatch(name)):
+            if name in SAYS_NOTHING_IF_EMPTY and not value:
+                continue
+            # All keys of a section are about its subject, such as RoPE.
+            if self.where or is_about_attention(name):
                 yield f"{self.where}{name}", value
         for section in self._sections.values():
             yield from section.unread(says_nothing)
+
+
+def is_about_attention(name: str) -> bool:
+    """Return whether a key may concern attention, by its name alone."""
+    return bool(ABOUT_ATTENTION.search(name)) and not SAYS_NOTHING.fullmatch(name)
 
 
 def _default(name: str, value: Any) -> Value:

@@ -62,10 +62,12 @@ def _section(name: str, value: Any) -> None:
 
 
 def _list_of(check: Check) -> Check:
+    """Return a check for lists of values that pass a check."""
+
     def check_list(name: str, value: Any) -> None:
         _list(name, value)
-        for place, each in enumerate(value):
-            check(f"{name}[{place}]", each)
+        for place, item in enumerate(value):
+            check(f"{name}[{place}]", item)
 
     return check_list
 
@@ -81,25 +83,28 @@ def _size(name: str, value: Any) -> None:
 
 
 MOST_REPETITIONS = 10_000
-"""Times that a pattern of layers may be repeated: a small file must not fill the memory."""
+"""Times that a pattern of layers may be repeated, as many as a model may have layers: a small file
+must not fill the memory.
+"""
 
 
 def _patterns(name: str, value: Any) -> None:
-    """Check a list of patterns, each with its number of repetitions: `[[["global", "local"],
-    12]]`.
-    """
+    """Check a list of patterns, each with its repetitions: `[[["global", "local"], 12]]`."""
     _list(name, value)
-    for place, each in enumerate(value):
+    for place, pattern in enumerate(value):
         at = f"{name}[{place}]"
-        if not isinstance(each, list | tuple) or len(each) != 2:
-            raise InputError(at, "be a list of kinds and a number of repetitions", {at: each})
-        _list_of(_text)(f"{at}[0]", each[0])
-        _count(f"{at}[1]", each[1])
-        if each[1] > MOST_REPETITIONS:
-            raise InputError(f"{at}[1]", f"be at most {MOST_REPETITIONS}", {f"{at}[1]": each[1]})
+        if not isinstance(pattern, list | tuple) or len(pattern) != 2:
+            raise InputError(at, "be a list of kinds and a number of repetitions", {at: pattern})
+        kinds, repetitions = pattern
+        _list_of(_text)(f"{at}[0]", kinds)
+        _count(f"{at}[1]", repetitions)
+        if repetitions > MOST_REPETITIONS:
+            rule = f"be at most {MOST_REPETITIONS}"
+            raise InputError(f"{at}[1]", rule, {f"{at}[1]": repetitions})
 
 
 def _checks(check: Check, names: str) -> dict[str, Check]:
+    """Return the check of several keys, whose names are separated by spaces."""
     return dict.fromkeys(names.split(), check)
 
 
@@ -107,40 +112,34 @@ KINDS: Mapping[str, Check] = {
     # ---- Sizes -----------------------------------------------------------------------------------
     **_checks(
         _count,
-        "d_model dim embed_dim hidden_size n_embd n_embed "
-        "d_kv head_dim attention_head_dim global_head_dim v_head_dim qk_nope_head_dim "
-        "qk_rope_head_dim rotary_dim "
-        "kv_lora_rank q_lora_rank "
-        "num_attention_heads attention_heads num_heads n_head n_heads encoder_attention_heads "
-        "decoder_attention_heads "
-        "encoder_num_attention_heads decoder_num_attention_heads "
-        "num_key_value_heads num_kv_heads kv_n_heads num_global_key_value_heads "
-        "encoder_num_key_value_heads decoder_num_key_value_heads "
+        "d_model dim embed_dim hidden_size n_embd n_embed d_kv head_dim attention_head_dim "
+        "global_head_dim v_head_dim qk_nope_head_dim qk_rope_head_dim rotary_dim kv_lora_rank "
+        "q_lora_rank num_attention_heads attention_heads num_heads n_head n_heads "
+        "encoder_attention_heads decoder_attention_heads encoder_num_attention_heads "
+        "decoder_num_attention_heads num_key_value_heads num_kv_heads kv_n_heads "
+        "num_global_key_value_heads encoder_num_key_value_heads decoder_num_key_value_heads "
         "num_hidden_layers num_layers n_layer n_layers layers encoder_layers decoder_layers "
-        "num_decoder_layers "
-        "encoder_num_hidden_layers decoder_num_hidden_layers num_hidden_groups inner_group_num "
-        "max_position_embeddings original_max_position_embeddings floor_scale "
-        "relative_attention_num_buckets relative_attention_max_distance "
-        "sliding_window_pattern _sliding_window_pattern prefix_dense_sliding_window_pattern "
-        "attn_layer_period full_attention_interval global_attn_every_n_layers "
-        "no_rope_layer_interval",
+        "num_decoder_layers encoder_num_hidden_layers decoder_num_hidden_layers num_hidden_groups "
+        "inner_group_num max_position_embeddings original_max_position_embeddings floor_scale "
+        "relative_attention_num_buckets relative_attention_max_distance sliding_window_pattern "
+        "_sliding_window_pattern prefix_dense_sliding_window_pattern attn_layer_period "
+        "full_attention_interval global_attn_every_n_layers no_rope_layer_interval",
     ),
     # Some configurations mark an unused window by 0 or -1; one that is used must be a count in
     # AttentionSpec.
     **_checks(
         _integer,
-        "sliding_window sliding_window_size attention_window_size window_size "
-        "attention_chunk_size local_attention "
-        "num_kv_shared_layers max_window_layers first_k_dense_replace attn_layer_offset "
-        "full_attn_mod",
+        "sliding_window sliding_window_size attention_window_size window_size attention_chunk_size "
+        "local_attention num_kv_shared_layers max_window_layers first_k_dense_replace "
+        "attn_layer_offset full_attn_mod",
     ),
     **_checks(_size, "image_size patch_size"),
     # ---- Numbers ---------------------------------------------------------------------------------
     **_checks(
         as_factor,
         "rope_theta theta rotary_emb_base rope_local_base_freq global_rope_theta local_rope_theta "
-        "factor alpha low_freq_factor high_freq_factor attention_factor "
-        "rms_norm_eps layer_norm_eps layer_norm_epsilon layernorm_epsilon norm_eps norm_epsilon "
+        "factor alpha low_freq_factor high_freq_factor attention_factor rms_norm_eps "
+        "layer_norm_eps layer_norm_epsilon layernorm_epsilon norm_eps norm_epsilon "
         "query_pre_attn_scalar attn_logit_softcapping clip_qkv",
     ),
     **_checks(
@@ -153,18 +152,15 @@ KINDS: Mapping[str, Check] = {
     **_checks(
         as_rate,
         "attention_dropout attention_probs_dropout_prob attn_pdrop dropout_rate "
-        "hidden_dropout_prob resid_dropout "
-        "resid_pdrop residual_dropout dropout hidden_dropout",
+        "hidden_dropout_prob resid_dropout resid_pdrop residual_dropout dropout hidden_dropout",
     ),
     # ---- Choices ---------------------------------------------------------------------------------
     **_checks(
         as_boolean,
         "alibi attention_bias attention_out_bias attention_k_eq_v attn_temperature_tuning bias "
-        "enable_bias is_decoder "
-        "is_encoder_decoder mrope_interleaved multi_query new_decoder_architecture qk_layernorm "
-        "qkv_bias "
-        "rope_interleave scale_attn_by_inverse_layer_idx scale_attn_weights truncate use_bias "
-        "use_qk_norm "
+        "enable_bias is_decoder is_encoder_decoder mrope_interleaved multi_query "
+        "new_decoder_architecture qk_layernorm qkv_bias rope_interleave "
+        "scale_attn_by_inverse_layer_idx scale_attn_weights truncate use_bias use_qk_norm "
         "use_qkv_bias use_relative_position_bias use_shared_relative_position_bias "
         "use_sliding_window",
     ),
@@ -173,8 +169,8 @@ KINDS: Mapping[str, Check] = {
     **_checks(
         _list,
         "architectures attention_layers attn_layer_indices attn_type_list block_types "
-        "full_attn_idxs "
-        "full_attn_layers kda_layers layer_types layers_block_type mlp_layer_types no_rope_layers",
+        "full_attn_idxs full_attn_layers kda_layers layer_types layers_block_type mlp_layer_types "
+        "no_rope_layers",
     ),
     **_checks(_list_of(as_factor), "short_factor long_factor"),
     **_checks(_list_of(_number), "layer_rope_theta"),

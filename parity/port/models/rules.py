@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from mha_spec import InputError, Norm, Temperature
 from mha_spec.rules import as_count
@@ -13,25 +13,39 @@ from parity.port.models.config import Config, MissingKeyError, Value
 from parity.port.models.rope import read_rope
 
 NOTHING = Value(None, "")
+"""The value of a field that has its default."""
 
 
-class ConfigLayer(NamedTuple):
+@dataclass(frozen=True)
+class ConfigLayer:
     """Layer of a model.
 
     Attributes:
         config: configuration of the model.
-        layer: index of the layer, from 0.
+        index: index of the layer, from 0.
         kind: `full_attention`, `sliding_attention`, …
         kinds: of all layers of its stack.
     """
 
     config: Config
-    layer: int
+    index: int
     kind: str
     kinds: tuple[str, ...] = ()
 
 
 Rule = Callable[[ConfigLayer], Value]
+
+
+def _always_full(config: Config, index: int) -> str:
+    return "full_attention"
+
+
+def _never(layer: ConfigLayer) -> bool:
+    return False
+
+
+def _no_layer(layer: ConfigLayer) -> None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -55,7 +69,7 @@ class Stack:
     """
 
     fields: Mapping[str, Any]
-    kind: Callable[[Config, int], str] = lambda config, index: "full_attention"
+    kind: Callable[[Config, int], str] = _always_full
     part: str = ""
     count: tuple[str, ...] = ("num_hidden_layers", "n_layer")
     path: str = "layers.{i}.self_attn"
@@ -63,8 +77,8 @@ class Stack:
     is_causal: bool | Callable[[Config], bool] = True
     shared: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
-    keys_are_values: Callable[[ConfigLayer], bool] = lambda place: False
-    kv_source: Callable[[ConfigLayer], int | None] = lambda place: None
+    keys_are_values: Callable[[ConfigLayer], bool] = _never
+    kv_source: Callable[[ConfigLayer], int | None] = _no_layer
 
 
 @dataclass(frozen=True)
@@ -84,26 +98,50 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
 
+# ---- Rules for the values of keys ----------------------------------------------------------------
+
+
 def key(*names: str, default: Any = None, power: float = 1.0) -> Rule:
     """Return a rule for the value of a key, or a power of it; default: the family's, if any."""
 
-    def rule(place: ConfigLayer) -> Value:
-        found = place.config.read(*names, default=default)
-        return found if power == 1.0 else Value(found.value**power, f"{found.origin} ** {power}")
+    def rule(layer: ConfigLayer) -> Value:
+        value = layer.config.read(*names, default=default)
+        if power == 1.0:
+            return value
+        return Value(value.value**power, f"{value.origin} ** {power}")
 
     return rule
 
 
 def optional(*names: str) -> Rule:
     """Return a rule for the value of a key, if present."""
-    return lambda place: place.config.find(*names) or NOTHING
+
+    def rule(layer: ConfigLayer) -> Value:
+        return layer.config.find(*names) or NOTHING
+
+    return rule
 
 
-def asked(*names: str) -> Rule:
+def required_or_none(*names: str) -> Rule:
     """Return a rule for a required key, which may be None: without it transformers has its own
     default.
     """
-    return lambda place: place.config.asked(*names) or NOTHING
+
+    def rule(layer: ConfigLayer) -> Value:
+        return layer.config.required_or_none(*names) or NOTHING
+
+    return rule
+
+
+def entry_of(values: Value, index: int, rule: str = "be one for each layer") -> Any:
+    """Return the entry of a layer in a list with one for each.
+
+    Raises:
+        ValueError: if the list is shorter; `rule` is the rule that it breaks.
+    """
+    if index >= len(values.value):
+        raise InputError(values.origin, rule, str(len(values.value)))
+    return values.value[index]
 
 
 def rope(
@@ -115,39 +153,80 @@ def rope(
     `fraction` some features may be rotated, by default this fraction; without it all are.
     """
 
-    def rule(place: ConfigLayer) -> Value:
+    def rule(layer: ConfigLayer) -> Value:
         fields = dict(options)
-        size = head_dim(place) if of is None else place.config.read(of).value
-        if of is not None:
+        if of is None:
+            size = head_dim(layer)
+        else:
+            size = layer.config.read(of).value
             fields |= {"rotary_dim": size, "rotated": "last", "fraction": 1.0}
-        told = None if count is None else place.config.find(count)
-        if told is not None:
-            fields["fraction"] = told.value / size
-        found = read_rope(place.config, size, layer_type=place.kind, theta=theta, **fields)
-        return found if told is None else Value(found.value, f"{found.origin}, {told.origin}")
+        num_rotated = None if count is None else layer.config.find(count)
+        if num_rotated is not None:
+            fields["fraction"] = num_rotated.value / size
+        rotation = read_rope(layer.config, size, layer_type=layer.kind, theta=theta, **fields)
+        if num_rotated is None:
+            return rotation
+        return Value.derived(rotation.value, rotation, num_rotated)
 
     return rule
 
 
-def head_dim(place: ConfigLayer) -> int:
+def norm(*args: Any, eps: str = "rms_norm_eps", **fields: Any) -> Rule:
+    """Return a rule for a norm with the model's eps."""
+
+    def rule(layer: ConfigLayer) -> Value:
+        value = layer.config.read(eps)
+        origin = f"{value.origin}; else as every layer of this family"
+        return Value(Norm(*args, eps=value.value, **fields), origin)
+
+    return rule
+
+
+def head_dim(layer: ConfigLayer) -> int:
     """Return the features of a head."""
-    found = place.config.find("head_dim")
-    return found.value if found else place.config.read("hidden_size").value // heads(place)
+    size = layer.config.find("head_dim")
+    if size is not None:
+        return size.value
+    return layer.config.read("hidden_size").value // heads(layer)
 
 
-def heads(place: ConfigLayer) -> int:
+def heads(layer: ConfigLayer) -> int:
     """Return the number of query heads."""
-    return place.config.read("num_attention_heads").value
+    return layer.config.read("num_attention_heads").value
+
+
+def tempered_by_rope(layer: ConfigLayer) -> Value:
+    """Return the temperature, which Mistral stores among the parameters of RoPE."""
+    values = layer.config.section("rope_parameters")
+    values.find("max_position_embeddings")  # also a key of the model
+    scale = values.find("llama_4_scaling_beta")
+    if scale is None:
+        return NOTHING
+    length = values.read("original_max_position_embeddings")
+    return Value.derived(Temperature(length.value, scale.value), scale, length)
+
+
+# ---- Rules for some layers -----------------------------------------------------------------------
+
+
+def read_if_possible(rule: Rule, layer: ConfigLayer) -> Value:
+    """Return the value of a rule, whose keys then count as read; nothing if a key is missing.
+
+    A layer to which a rule does not apply has its keys all the same, because a configuration has
+    those of all layers.
+    """
+    with suppress(MissingKeyError):
+        return rule(layer)
+    return NOTHING
 
 
 def only(kind: str, rule: Rule) -> Rule:
     """Return a rule for layers of one kind; its keys also count as read in the others."""
 
-    def in_kind(place: ConfigLayer) -> Value:
-        if place.kind == kind:
-            return rule(place)
-        with suppress(MissingKeyError):  # not required here
-            rule(place)
+    def in_kind(layer: ConfigLayer) -> Value:
+        if layer.kind == kind:
+            return rule(layer)
+        read_if_possible(rule, layer)
         return NOTHING
 
     return in_kind
@@ -156,89 +235,84 @@ def only(kind: str, rule: Rule) -> Rule:
 def where(name: str, rule: Rule, *, default: bool | None = None) -> Rule:
     """Return a rule that applies if a key is true."""
 
-    def if_true(place: ConfigLayer) -> Value:
-        found, then = place.config.read(name, default=default), rule(place)
-        return Value(then.value, f"{found.origin}, {then.origin}") if found.value else NOTHING
+    def if_true(layer: ConfigLayer) -> Value:
+        condition = layer.config.read(name, default=default)
+        value = rule(layer)
+        if not condition.value:
+            return NOTHING
+        return Value.derived(value.value, condition, value)
 
     return if_true
 
 
-def positioned(word: str, rule: Rule, *, others: tuple[str, ...]) -> Rule:
-    """Return a rule for RoPE in models that select it by a word; its keys also count as read in the
-    others.
+def positioned(word: str, rule: Rule, *, without: tuple[str, ...]) -> Rule:
+    """Return a rule for RoPE in models that select it by a word, and no RoPE by the words
+    `without`; its keys also count as read in models without RoPE.
 
     Raises:
         ValueError: if the word is unknown.
     """
 
-    def if_asked(place: ConfigLayer) -> Value:
-        told = place.config.find("position_embedding_type")
-        if told is not None and told.value not in (word, *others):
+    def if_selected(layer: ConfigLayer) -> Value:
+        selected = layer.config.find("position_embedding_type")
+        if selected is not None and selected.value not in (word, *without):
             raise InputError(
                 "position_embedding_type",
-                f"be one of {(word, *others)}",
-                position_embedding_type=told.value,
+                f"be one of {(word, *without)}",
+                position_embedding_type=selected.value,
             )
-        if told is not None and told.value == word:
-            found = rule(place)
-            return Value(found.value, f"{told.origin} {word}, {found.origin}")
-        with suppress(MissingKeyError):
-            rule(place)
+        if selected is not None and selected.value == word:
+            rotation = rule(layer)
+            return Value(rotation.value, f"{selected.origin} {word}, {rotation.origin}")
+        read_if_possible(rule, layer)
         return NOTHING
 
-    return if_asked
+    return if_selected
 
 
-def norm(*args: Any, eps: str = "rms_norm_eps", **fields: Any) -> Rule:
-    """Return a rule for a norm with the model's eps."""
-
-    def rule(place: ConfigLayer) -> Value:
-        found = place.config.read(eps)
-        return Value(
-            Norm(*args, eps=found.value, **fields),
-            f"{found.origin}; else as every layer of this family",
-        )
-
-    return rule
+# ---- Layers that share keys and values -----------------------------------------------------------
 
 
-def kv_source(place: ConfigLayer) -> int | None:
-    """The last layer of its kind before those that share keys and values, for each of the last
-    `num_kv_shared_layers`.
+def kv_source(layer: ConfigLayer) -> int | None:
+    """Return the last layer of the same kind before those that share keys and values, for each of
+    the last `num_kv_shared_layers`; None for the others.
 
     Raises:
         ValueError: if there is no such layer.
     """
-    told = place.config.find("num_kv_shared_layers")
-    count = 0 if told is None else told.value
-    before = len(place.kinds) - as_count("num_kv_shared_layers", count, minimum=0)
-    if place.layer < before:
+    shared = layer.config.find("num_kv_shared_layers")
+    num_shared = 0 if shared is None else shared.value
+    num_own = len(layer.kinds) - as_count("num_kv_shared_layers", num_shared, minimum=0)
+    if layer.index < num_own:
         return None
-    found = [
-        index for index, kind in enumerate(place.kinds[: max(before, 0)]) if kind == place.kind
-    ]
-    if not found:
-        rule = f"leave a layer of kind {place.kind!r} with keys of its own"
-        raise InputError("num_kv_shared_layers", rule, num_kv_shared_layers=count)
-    return found[-1]
+    for index in reversed(range(num_own)):
+        if layer.kinds[index] == layer.kind:
+            return index
+    rule = f"leave a layer of kind {layer.kind!r} with keys of its own"
+    raise InputError("num_kv_shared_layers", rule, num_kv_shared_layers=num_shared)
 
 
 def own_keys(rule: Rule) -> Rule:
-    """A field of layers that make their own keys and values."""
+    """Return a rule for layers that make their own keys and values."""
 
-    def if_own(place: ConfigLayer) -> Value:
-        found = rule(place)
-        return found if kv_source(place) is None else NOTHING
+    def if_own(layer: ConfigLayer) -> Value:
+        value = rule(layer)
+        if kv_source(layer) is not None:
+            return NOTHING
+        return value
 
     return if_own
 
 
-def shares_keys(place: ConfigLayer) -> Value:
-    """True for a layer that shares the keys and values of another one."""
-    source = kv_source(place)
-    return (
-        NOTHING if source is None else Value(True, f"num_kv_shared_layers: those of layer {source}")
-    )
+def shares_keys(layer: ConfigLayer) -> Value:
+    """Return True for a layer that shares the keys and values of another one."""
+    source = kv_source(layer)
+    if source is None:
+        return NOTHING
+    return Value(True, f"num_kv_shared_layers: those of layer {source}")
+
+
+# ---- Kinds of layers -----------------------------------------------------------------------------
 
 
 def of_kind(kind: str) -> Callable[[Config, int], str]:
@@ -246,7 +320,7 @@ def of_kind(kind: str) -> Callable[[Config, int], str]:
     return lambda config, index: kind
 
 
-def told_kind(config: Config, index: int) -> str:
+def require_layer_types(config: Config, index: int) -> str:
     """Return the default kind, for families that require `layer_types`.
 
     Raises:
@@ -262,14 +336,10 @@ def first_of(period: int, *names: str) -> Callable[[Config, int], str]:
     """
 
     def kind(config: Config, index: int) -> str:
-        told = config.find(*names)
-        count = period if told is None else as_count(told.origin, told.value)
-        return "sliding_attention" if index % count else "full_attention"
+        is_first = index % _length_of(period, config.find(*names)) == 0
+        return "full_attention" if is_first else "sliding_attention"
 
     return kind
-
-
-SLIDING = only("sliding_attention", asked("sliding_window"))
 
 
 def every(period: int, *names: str) -> Callable[[Config, int], str]:
@@ -278,23 +348,23 @@ def every(period: int, *names: str) -> Callable[[Config, int], str]:
     """
 
     def kind(config: Config, index: int) -> str:
-        last = is_last(index, config.find(*names), period)
-        return "full_attention" if last else "sliding_attention"
+        is_full = is_last(index, config.find(*names), period)
+        return "full_attention" if is_full else "sliding_attention"
 
     return kind
 
 
-def is_last(index: int, told: Value | None, period: int) -> bool:
+def is_last(index: int, configured: Value | None, period: int) -> bool:
     """Return whether a layer is the last of its period, which the configuration may contain."""
-    return (index + 1) % (period if told is None else as_count(told.origin, told.value)) == 0
+    return (index + 1) % _length_of(period, configured) == 0
 
 
-def tempered_by_rope(place: ConfigLayer) -> Value:
-    """Return the temperature, which Mistral stores among the parameters of RoPE."""
-    values = place.config.section("rope_parameters")
-    values.find("max_position_embeddings")  # also a key of the model
-    scale = values.find("llama_4_scaling_beta")
-    if scale is None:
-        return NOTHING
-    length = values.read("original_max_position_embeddings")
-    return Value(Temperature(length.value, scale.value), f"{scale.origin}, {length.origin}")
+def _length_of(period: int, configured: Value | None) -> int:
+    """Return the length of a period: the configuration's, or the family's."""
+    if configured is None:
+        return period
+    return as_count(configured.origin, configured.value)
+
+
+SLIDING = only("sliding_attention", required_or_none("sliding_window"))
+"""The rule for the window of most families."""

@@ -13,11 +13,10 @@ from mha_spec import AttentionSpec, InputError
 from mha_spec.rules import as_count
 from parity.measure.text import did_you_mean, some_of
 from parity.port.models.config import (
-    ABOUT_ATTENTION,
-    SAYS_NOTHING,
     Config,
     MissingKeyError,
     Value,
+    is_about_attention,
     values_of,
 )
 from parity.port.models.families import FAMILIES
@@ -142,20 +141,23 @@ def read_layers(
         see `specs_of`, except for unread keys.
     """
     values = part_of(config, part)
-    family = _family(values, f"{part}." if part else "")
-    read = Config(values, defaults=family.defaults)
-    _check_fixed(family, read)
+    where = f"{part}." if part else ""
+    family = _family(values, where)
+    keys = Config(values, defaults=family.defaults)
+    _check_fixed(family, keys)
+    layers: list[ModelLayer] = []
     try:
-        layers = [layer for stack in family.stacks for layer in _layers(stack, read)]
+        for stack in family.stacks:
+            layers += _layers(stack, keys)
     except InputError:
         raise
     except (ArithmeticError, LookupError, AttributeError, TypeError, ValueError) as error:
         # Each value is of the right kind, as checked when it was read. Together they are wrong: for
         # example, their product is beyond the largest float.
         raise InputError(
-            "the values of a configuration", "fit each other", read.numbers_read()
+            "the values of a configuration", "fit each other", keys.numbers_read()
         ) from error
-    return layers, dict(read.unread(family.says_nothing))
+    return layers, dict(keys.unread(family.says_nothing))
 
 
 def part_of(config: Mapping[str, Any], part: str | None) -> Mapping[str, Any]:
@@ -164,9 +166,12 @@ def part_of(config: Mapping[str, Any], part: str | None) -> Mapping[str, Any]:
     Raises:
         ValueError: if the part does not exist.
     """
+    if part is None:
+        return config
     where = ""
-    for name in () if part is None else part.split("."):
-        config, where = _part(config, name, where), f"{where}{name}."
+    for name in part.split("."):
+        config = _part(config, name, where)
+        where += f"{name}."
     return config
 
 
@@ -174,10 +179,15 @@ def known_parts(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return the configurations of parts with known families, by their keys; the model's own under
     the empty key.
     """
+    # A model of text and images may have the name of a family and its keys in the text section.
     if _is_known(config) and "text_config" not in config:
         return {"": config}
-    parts = {name: _part(config, name) for name in sections_of(config)}
-    return {name: part for name, part in parts.items() if _is_known(part)}
+    parts = {}
+    for name in sections_of(config):
+        part = _part(config, name)
+        if _is_known(part):
+            parts[name] = part
+    return parts
 
 
 def layers_of_parts(config: Mapping[str, Any]) -> list[ModelLayer]:
@@ -187,31 +197,40 @@ def layers_of_parts(config: Mapping[str, Any]) -> list[ModelLayer]:
     Raises:
         see `specs_of`.
     """
-    return [
-        replace(layer, part=layer.part or name.removesuffix("_config"))
-        for name, part in (known_parts(config) or {"": config}).items()
-        for layer in specs_of(part)
-    ]
+    # Without a known part, `specs_of` says what is unknown about the whole.
+    parts = known_parts(config) or {"": config}
+    layers = []
+    for name, part in parts.items():
+        for layer in specs_of(part):
+            layers.append(replace(layer, part=layer.part or name.removesuffix("_config")))
+    return layers
 
 
 def sections_of(config: Mapping[str, Any]) -> list[str]:
     """Return the keys of the configurations of parts, with known and unknown families."""
-    return [
-        name
-        for name, part in config.items()
-        if isinstance(part, Mapping)
-        and (part.get("model_type") or name in ("vision_config", "audio_config"))
-    ]
+    names = []
+    for name, part in config.items():
+        if not isinstance(part, Mapping):
+            continue
+        # Other sections, such as `rope_parameters`, are no parts; older models have parts of these
+        # names without a family.
+        if part.get("model_type") or name in ("vision_config", "audio_config"):
+            names.append(name)
+    return names
 
 
 def unknown_parts(config: Mapping[str, Any]) -> dict[str, str]:
     """Return why other parts are not read, by their keys; the model's own layers under the empty
     key.
     """
-    known = known_parts(config)
-    others = {name: _part(config, name) for name in sections_of(config) if name not in known}
-    beside = {"": config} if str(config.get("model_type")) in NOT_COVERED else {}
-    return {name: why_unknown(part) for name, part in (beside | others).items()}
+    reasons = {}
+    if str(config.get("model_type")) in NOT_COVERED:
+        reasons[""] = why_unknown(config)
+    readable_parts = known_parts(config)
+    for name in sections_of(config):
+        if name not in readable_parts:
+            reasons[name] = why_unknown(_part(config, name))
+    return reasons
 
 
 def sections_named(label: str, sections: Iterable[str]) -> set[str]:
@@ -219,11 +238,12 @@ def sections_named(label: str, sections: Iterable[str]) -> set[str]:
     `text_model.layers.0`.
     """
     words = label.split(".")
-    return {
-        name
-        for name in sections
-        if any(word.startswith(name.removesuffix("_config")) for word in words)
-    }
+    named = set()
+    for section in sections:
+        part = section.removesuffix("_config")
+        if any(word.startswith(part) for word in words):
+            named.add(section)
+    return named
 
 
 def _part(config: Mapping[str, Any], name: str, where: str = "") -> Mapping[str, Any]:
@@ -232,23 +252,23 @@ def _part(config: Mapping[str, Any], name: str, where: str = "") -> Mapping[str,
     `where` is the path of keys to `config`, for nested parts.
     """
     if name not in sections_of(config):
-        parts = (
-            _in_words(config, where) or f"none, for {where.removesuffix('.') or 'the model'} is one"
-        )
+        whole_name = where.removesuffix(".") or "the model"
+        parts = _in_words(config, where) or f"none, for {whole_name} is one"
         raise InputError("part", f"be a part of the model: {parts}", part=where + name)
-    part, whole = config[name], config.get("model_type")
-    own = part.get("model_type")
-    return (
-        part
-        if own and own != whole
-        else {**part, "model_type": f"{whole}_{name.removesuffix('_config')}"}
-    )
+    part = config[name]
+    family_of_part, family_of_whole = part.get("model_type"), config.get("model_type")
+    if family_of_part and family_of_part != family_of_whole:
+        return part
+    return {**part, "model_type": f"{family_of_whole}_{name.removesuffix('_config')}"}
 
 
 def _in_words(config: Mapping[str, Any], where: str) -> str:
-    return " or ".join(
-        f"{where}{name} ({_part(config, name)['model_type']})" for name in sections_of(config)
-    )
+    """Return the parts of a configuration, each with its family."""
+    parts = []
+    for name in sections_of(config):
+        family = _part(config, name)["model_type"]
+        parts.append(f"{where}{name} ({family})")
+    return " or ".join(parts)
 
 
 def _is_known(config: Mapping[str, Any]) -> bool:
@@ -257,76 +277,98 @@ def _is_known(config: Mapping[str, Any]) -> bool:
 
 
 MOST_LAYERS = 10_000
-"""No model has more; prevents small files from using up memory."""
+"""An arbitrary number, about eighty times the layers of a large model: a small file must not fill
+the memory.
+"""
 
 PART_ALONE = re.compile("Encoder|Decoder|CausalLM|Audio|TokenClassification")
 """Matches class names of models with only some stacks of their family."""
 
 
-def _check_fixed(family: Family, read: Config) -> None:
+def _check_fixed(family: Family, config: Config) -> None:
     """Refuse keys with values that would change layers, and incomplete models."""
     for name, value in family.fixed.items():
         section, _, leaf = name.rpartition(".")
-        if section and section not in read:
-            continue
-        found = (read.section(section) if section else read).find(leaf)
-        if found is not None and found.value != value:
-            raise InputError(name, f"be {value!r} in models of this family", {name: found.value})
-    classes = read.find("architectures")
-    if classes is None or len({stack.part for stack in family.stacks}) == 1:
+        keys = config
+        if section:
+            if section not in config:
+                continue
+            keys = config.section(section)
+        configured = keys.find(leaf)
+        if configured is not None and configured.value != value:
+            rule = f"be {value!r} in models of this family"
+            raise InputError(name, rule, {name: configured.value})
+    classes = config.find("architectures")
+    parts = {stack.part for stack in family.stacks}
+    if classes is None or len(parts) == 1:
         return
-    if any(PART_ALONE.search(str(each)) for each in classes.value):
+    if any(PART_ALONE.search(str(name)) for name in classes.value):
         raise InputError("architectures", "be those of a whole model", architectures=classes.value)
 
 
-def _layers(stack: Stack, read: Config) -> list[ModelLayer]:
+def _layers(stack: Stack, config: Config) -> list[ModelLayer]:
     """Return the layers of a stack, in order."""
-    found = read.read(*stack.count)
-    count = as_count(
-        found.origin, len(found.value) if isinstance(found.value, list | tuple) else found.value
-    )
-    if count > MOST_LAYERS:
-        raise InputError(found.origin, f"be at most {MOST_LAYERS}", str(count))
-    told = read.find("layer_types")
-    if told is not None and (not isinstance(told.value, list | tuple) or len(told.value) != count):
-        raise InputError(
-            "layer_types", f"be one for each of {count} layers", layer_types=told.value
-        )
-    kinds = []
-    for index in range(count):
-        if told is None:
-            kind = stack.kind(read, index)
-        else:
-            kind = str(told.value[index])
-            kind = OLDER_KINDS.get(kind, kind)
-            with suppress(TypeError, ValueError):  # other keys with the same meaning count as read
-                stack.kind(read, index)
-        kinds.append(kind)
-    layers = [
-        _layer(stack, ConfigLayer(read, index, kind, tuple(kinds)))
-        for index, kind in enumerate(kinds)
-    ]
-    if all(layer.spec is None for layer in layers):  # keys of other kinds count as read
+    kinds = _kinds(stack, config)
+    layers = []
+    for index, kind in enumerate(kinds):
+        layers.append(_layer(stack, ConfigLayer(config, index, kind, kinds)))
+    if all(layer.spec is None for layer in layers):
+        # Keys about attention count as read, although no layer has any.
         for rule in stack.fields.values():
             with suppress(TypeError, ValueError):
-                _ruled(rule, ConfigLayer(read, 0, "full_attention"))
+                _ruled(rule, ConfigLayer(config, 0, "full_attention"))
     return layers
 
 
+def _kinds(stack: Stack, config: Config) -> tuple[str, ...]:
+    """Return the kind of each layer of a stack."""
+    count = _number_of_layers(stack, config)
+    layer_types = config.find("layer_types")
+    if layer_types is None:
+        return tuple(stack.kind(config, index) for index in range(count))
+    is_list = isinstance(layer_types.value, list | tuple)
+    if not is_list or len(layer_types.value) != count:
+        raise InputError(
+            "layer_types", f"be one for each of {count} layers", layer_types=layer_types.value
+        )
+    kinds = []
+    for index, name in enumerate(layer_types.value):
+        # Other keys with the same meaning count as read, whether or not they are right.
+        with suppress(TypeError, ValueError):
+            stack.kind(config, index)
+        kinds.append(OLDER_KINDS.get(str(name), str(name)))
+    return tuple(kinds)
+
+
+def _number_of_layers(stack: Stack, config: Config) -> int:
+    """Return the number of layers; the key may also be a list with an entry for each."""
+    configured = config.read(*stack.count)
+    number = configured.value
+    if isinstance(number, list | tuple):
+        number = len(number)
+    count = as_count(configured.origin, number)
+    if count > MOST_LAYERS:
+        raise InputError(configured.origin, f"be at most {MOST_LAYERS}", str(count))
+    return count
+
+
 def _family(values: Mapping[str, Any], where: str) -> Family:
+    """Return the family of a configuration, which is at `where` in that of the whole model."""
     if "" in known_parts(values):
         return FAMILIES[str(values["model_type"])]
-    if sections_of(values) and str(values.get("model_type")) not in NOT_COVERED:
-        if not any(map(_is_known, (_part(values, name) for name in sections_of(values)))):
-            why = "; ".join(
-                f"{where}{name}: {why_unknown(_part(values, name))}" for name in sections_of(values)
-            )
-            raise InputError("a part of the model", f"have a known family: {why}")
-        part = where.removesuffix(".") or None
-        raise InputError(
-            "part", f"select a part of the model: {_in_words(values, where)}", part=part
-        )
     name = str(values.get("model_type"))
+    sections = sections_of(values)
+    if sections and name not in NOT_COVERED:
+        reasons = []
+        has_known_part = False
+        for section in sections:
+            part = _part(values, section)
+            has_known_part = has_known_part or _is_known(part)
+            reasons.append(f"{where}{section}: {why_unknown(part)}")
+        if not has_known_part:
+            raise InputError("a part of the model", f"have a known family: {'; '.join(reasons)}")
+        rule = f"select a part of the model: {_in_words(values, where)}"
+        raise InputError("part", rule, part=where.removesuffix(".") or None)
     if name in NOT_COVERED or name in WITHOUT_ATTENTION:
         hint = why_unknown(values)
     else:
@@ -344,98 +386,143 @@ def why_unknown(values: Mapping[str, Any]) -> str:
         return f"model_type {name!r} is not covered: {NOT_COVERED[name]}"
     if isinstance(name, str) and name in WITHOUT_ATTENTION:
         return f"model_type {name!r} has no attention"
-    if parts := sections_of(values):
+    parts = sections_of(values)
+    if parts:
         return f"model_type {name!r} has several parts of its own: {', '.join(parts)}"
     return f"model_type {name!r} is unknown; {_unknown_keys(values)}"
 
 
 def _unknown_keys(values: Mapping[str, Any]) -> str:
     """Name the keys about attention of a configuration without a known family."""
-    read = sorted(
-        key for key in values if ABOUT_ATTENTION.search(key) and not SAYS_NOTHING.fullmatch(key)
-    )
-    return f"the meaning of {some_of(read)} is unknown" if read else "no key is about attention"
+    keys = sorted(filter(is_about_attention, values))
+    if not keys:
+        return "no key is about attention"
+    return f"the meaning of {some_of(keys)} is unknown"
 
 
-def _ruled(rule: Any, place: ConfigLayer) -> Value:
-    if not callable(rule):
-        return Value(rule, "every layer of this family")
-    found: Any = rule(place)
-    return found
+# ---- One layer -----------------------------------------------------------------------------------
 
 
-def _keys_of(error: InputError, config: Config) -> str:
-    """Return the keys that a rule read, unless its refusal names one of them."""
-    keys = [
-        name
-        for name in dict.fromkeys(config.looked_up)
-        if name.rpartition(".")[2] in config.names_read()
-    ]
-    if not keys or any(name.rpartition(".")[2] in str(error) for name in keys):
-        return ""
-    return f"it follows from {', '.join(keys)}"
+def _layer(stack: Stack, layer: ConfigLayer) -> ModelLayer:
+    """Return a layer of a stack.
 
-
-def _origins_in(error: InputError, held: Mapping[str, Value]) -> str:
-    """Return the keys of the fields that a refusal names or, if it names none of them, those of its
-    sizes.
+    Raises:
+        ValueError: if its kind is unknown, or no specification has these values.
     """
-    words = set(re.findall(r"\w+", str(error)))
-    fields = [name for name in held if name in words] or [name for name in SIZES if name in held]
-    return ", ".join(f"{name} is {held[name].origin}" for name in fields)
-
-
-def _layer(stack: Stack, place: ConfigLayer) -> ModelLayer:
-    path = stack.path.replace("{i}", str(place.layer))
-    if place.kind in NOT_ATTENTION:
-        return ModelLayer(place.layer, place.kind, None, {}, stack.part, path=path)
-    if place.kind not in KINDS:
-        hint = " and ".join(name for name in KEYS_OF_KINDS if name in place.config)
-        known = ", ".join((*KINDS, *NOT_ATTENTION))
-        raise InputError(
-            f"layer {place.layer}",
-            f"be one of {known}",
-            repr(place.kind),
-            hint=hint and f"by {hint}",
-        )
-    found: dict[str, Value] = {}
-    for name, rule in stack.fields.items():
-        place.config.looked_up.clear()
-        try:
-            found[name] = _ruled(rule, place)
-        except MissingKeyError:
-            raise
-        except InputError as error:
-            rule, keys = f"be supported by AttentionSpec: {error}", _keys_of(error, place.config)
-            raise InputError(f"layer {place.layer}", rule, hint=keys) from error
-    held = {name: each for name, each in found.items() if each.value is not None}
-    try:
-        spec = AttentionSpec(**{name: each.value for name, each in held.items()})
-    except InputError as error:
-        rule = f"be supported by AttentionSpec: {error}"
-        raise InputError(f"layer {place.layer}", rule, hint=_origins_in(error, held)) from error
-    needed = KINDS[place.kind]
-    if needed is not None and getattr(spec, needed) is None:
-        place.config.looked_up.clear()
-        _ruled(stack.fields.get(needed), place)
-        keys = " or ".join(dict.fromkeys(place.config.looked_up))
-        rule = f"have a {needed} to be of kind {place.kind!r}"
-        if keys:
-            raise InputError(f"layer {place.layer}", rule, "none", hint=f"{keys} sets it")
-        raise InputError(f"layer {place.layer}", rule, "none in this family")
-    origins = {name: each.origin for name, each in held.items()}
-    is_causal = stack.is_causal(place.config) if callable(stack.is_causal) else stack.is_causal
+    path = stack.path.replace("{i}", str(layer.index))
+    if layer.kind in NOT_ATTENTION:
+        return ModelLayer(layer.index, layer.kind, None, {}, stack.part, path=path)
+    if layer.kind not in KINDS:
+        raise _unknown_kind(layer)
+    fields = _fields(stack, layer)
+    spec = _spec(layer, fields)
+    required = KINDS[layer.kind]
+    if required is not None and getattr(spec, required) is None:
+        raise _missing_field(required, stack, layer)
+    is_causal = stack.is_causal
+    if callable(is_causal):
+        is_causal = is_causal(layer.config)
     return ModelLayer(
-        place.layer,
-        place.kind,
+        layer.index,
+        layer.kind,
         spec,
-        origins,
+        {name: value.origin for name, value in fields.items()},
         stack.part,
         is_causal,
         path,
         stack.layout,
         stack.shared,
         stack.ignored,
-        stack.keys_are_values(place),
-        stack.kv_source(place),
+        stack.keys_are_values(layer),
+        stack.kv_source(layer),
     )
+
+
+def _ruled(rule: Any, layer: ConfigLayer) -> Value:
+    """Return the value of a field of a stack, which is a rule or the value itself."""
+    if not callable(rule):
+        return Value(rule, "every layer of this family")
+    value: Any = rule(layer)
+    return value
+
+
+def _fields(stack: Stack, layer: ConfigLayer) -> dict[str, Value]:
+    """Return the fields of a specification that have a value, by the rules of a stack."""
+    fields: dict[str, Value] = {}
+    for name, rule in stack.fields.items():
+        layer.config.looked_up.clear()
+        try:
+            value = _ruled(rule, layer)
+        except MissingKeyError:
+            raise
+        except InputError as error:
+            hint = _keys_of(error, layer.config)
+            raise _unsupported(layer, error, hint) from error
+        if value.value is not None:
+            fields[name] = value
+    return fields
+
+
+def _spec(layer: ConfigLayer, fields: Mapping[str, Value]) -> AttentionSpec:
+    """Return the specification with these fields."""
+    try:
+        return AttentionSpec(**{name: value.value for name, value in fields.items()})
+    except InputError as error:
+        raise _unsupported(layer, error, _origins_in(error, fields)) from error
+
+
+def _unsupported(layer: ConfigLayer, error: InputError, hint: str) -> InputError:
+    """Return the error for a layer that no specification has; `hint` has the keys at fault."""
+    rule = f"be supported by AttentionSpec: {error}"
+    return InputError(f"layer {layer.index}", rule, hint=hint)
+
+
+def _keys_of(error: InputError, config: Config) -> str:
+    """Return the keys that a rule read, unless its error names one of them."""
+    names_read = config.names_read()
+    keys = []
+    for key in dict.fromkeys(config.looked_up):
+        if _name_in_section(key) in names_read:
+            keys.append(key)
+    message = str(error)
+    if not keys or any(_name_in_section(key) in message for key in keys):
+        return ""
+    return f"it follows from {', '.join(keys)}"
+
+
+def _name_in_section(key: str) -> str:
+    """Return the name of a key without that of its section: `rope_theta` of
+    `rope_parameters.rope_theta`.
+    """
+    return key.rpartition(".")[2]
+
+
+def _origins_in(error: InputError, fields: Mapping[str, Value]) -> str:
+    """Return the keys of the fields that an error names or, if it names none of them, those of the
+    sizes.
+    """
+    words = set(re.findall(r"\w+", str(error)))
+    named = [name for name in fields if name in words]
+    if not named:
+        named = [name for name in SIZES if name in fields]
+    return ", ".join(f"{name} is {fields[name].origin}" for name in named)
+
+
+def _unknown_kind(layer: ConfigLayer) -> InputError:
+    """Return the error for an unknown kind of layer."""
+    kinds = ", ".join((*KINDS, *NOT_ATTENTION))
+    keys = [name for name in KEYS_OF_KINDS if name in layer.config]
+    hint = f"by {' and '.join(keys)}" if keys else ""
+    return InputError(f"layer {layer.index}", f"be one of {kinds}", repr(layer.kind), hint=hint)
+
+
+def _missing_field(name: str, stack: Stack, layer: ConfigLayer) -> InputError:
+    """Return the error for a layer without the field that its kind requires."""
+    layer.config.looked_up.clear()
+    _ruled(stack.fields.get(name), layer)
+    keys = dict.fromkeys(layer.config.looked_up)
+    rule = f"have a {name} to be of kind {layer.kind!r}"
+    if keys:
+        hint = f"{' or '.join(keys)} sets it"
+        return InputError(f"layer {layer.index}", rule, "none", hint=hint)
+    return InputError(f"layer {layer.index}", rule, "none in this family")

@@ -39,7 +39,7 @@ def tap(model: Any, layers: str | Sequence[str] | None = None) -> AbstractContex
         TypeError: if the model is neither a torch nor a Flax module.
         ValueError: if it has no such layers, or is compiled.
     """
-    packages = {kind.__module__.partition(".")[0]: kind.__module__ for kind in type(model).__mro__}
+    packages = {kind.__module__.partition(".")[0] for kind in type(model).__mro__}
     patterns = patterns_of(layers)
     if "torch" in packages:
         from parity.port.tapping.torch import tap_torch
@@ -54,4 +54,6 @@ def tap(model: Any, layers: str | Sequence[str] | None = None) -> AbstractContex
 
 def patterns_of(layers: str | Sequence[str] | None) -> tuple[str, ...] | None:
     """Return the names of the requested layers; None for all."""
-    return None if layers is None else (layers,) if isinstance(layers, str) else tuple(layers)
+    if layers is None:
+        return None
+    return (layers,) if isinstance(layers, str) else tuple(layers)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -15,17 +14,23 @@ from flax import linen, nnx
 
 from mha_spec import InputError, InputTypeError
 from parity.measure.core.arrays import to_numpy
-from parity.port.tapping.record import Tapped, TappedCall, TappedLayer, chosen
+from parity.port.tapping.record import Tapped, TappedCall, TappedLayer, chosen, fits
 
 HEADS = {"query": "q", "key": "k", "value": "v", "query_ln": "q", "key_ln": "k"}
-"""Submodules of Flax's own attention layers that return heads (B, T, N, H), by name; the last call
-counts.
+"""Submodules of Flax's own attention layers that return heads (B, T, N, H), by name.
 
-In other libraries, submodules of these names may return heads before norms and RoPE, so they are
-ignored there.
+The last call counts. In other libraries, submodules of these names may return heads before norms
+and RoPE, so they are ignored there.
 """
 
 ATTENTION = "Attention"
+"""Part of the name of attention classes."""
+
+KEY_INPUTS = ("inputs_k", "inputs_kv", "key")
+"""Names of the parameters of attention layers that receive the input of keys."""
+
+VALUE_INPUTS = ("inputs_v", "value")
+"""Names of the parameters of attention layers that receive the input of values."""
 
 POSITIONS = ("positions", "inputs_positions", "segment_pos")
 """Names of the parameters of attention layers that receive positions."""
@@ -51,10 +56,11 @@ class _FlaxListener:
     """Record inputs and outputs of one layer during a call."""
 
     def __init__(self, layer: TappedLayer, module: Any, kind: type) -> None:
-        self.layer, self.module = layer, module
+        self.layer = layer
+        self.module = module
         self.is_flaxs = any(
-            each.__module__.startswith("flax.") and ATTENTION in each.__name__
-            for each in kind.__mro__
+            base.__module__.startswith("flax.") and ATTENTION in base.__name__
+            for base in kind.__mro__
         )
         self.values: dict[str, np.ndarray] = {}
         self.past: int | None = 0
@@ -73,10 +79,9 @@ class _FlaxListener:
             result = function(*args, **kwargs)
         finally:
             _OPEN.remove(self)
-        arrays = [
-            each for each in (result if isinstance(result, tuple) else (result,)) if _is_array(each)
-        ]
-        if arrays:  # some return their cache first
+        results = result if isinstance(result, tuple) else (result,)
+        arrays = [x for x in results if _is_array(x)]  # some return their cache first
+        if arrays:
             self.values["output"] = _values_of(arrays[0])
         if _is_ours(module) and arrays[1:]:
             self.values["attn_weights"] = _values_of(arrays[1])
@@ -90,36 +95,41 @@ class _FlaxListener:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        told = _arguments(function, args, kwargs)
-        arrays = {name: x for name, x in told.items() if _is_array(x)}
-        name, given = next(iter(arrays.items()), ("", None))
-        self.values = {} if given is None else {"input": _values_of(given)}
-        other = next(
-            (arrays[each] for each in ("inputs_k", "inputs_kv", "key") if each in arrays), None
-        )
-        if other is not None and other is not given and _differ(other, given):
-            self.values["key_input"] = _values_of(other)
-        made_of = arrays.get("inputs_v", arrays.get("value"))
-        if (
-            made_of is not None
-            and made_of is not other
-            and _differ(made_of, given if other is None else other)
-        ):
-            self.values["value_input"] = _values_of(made_of)
-        positions = next(
-            (arrays[each] for each in POSITIONS if each in arrays and each != name), None
-        )
+        """Record what the layer receives."""
+        arguments = _arguments(function, args, kwargs)
+        arrays = {name: x for name, x in arguments.items() if _is_array(x)}
+        self.values = {}
+        if arrays:
+            self._record_inputs(arrays)
+        mask: Any = arguments.get("mask")
+        if _is_array(mask) and mask.ndim == 4:
+            if _is_ours(module):
+                self.values["mask"] = _values_of(mask).astype(bool)
+            elif type(module).__module__.startswith("flax."):
+                # Flax's masks show keys, and may be numbers.
+                self.values["mask"] = ~_values_of(mask).astype(bool)
+        self.past = _num_cached(module, arguments)
+
+    def _record_inputs(self, arrays: dict[str, Any]) -> None:
+        """Record the inputs of queries, keys and values, and positions.
+
+        Args:
+            arrays: arguments of the call that are arrays, at least one.
+        """
+        other_arrays = dict(arrays)
+        layer_input = other_arrays.pop(next(iter(arrays)))
+        self.values["input"] = _values_of(layer_input)
+        key_input = _first_of(other_arrays, KEY_INPUTS)
+        if key_input is None:
+            key_input = layer_input
+        elif _differ(key_input, layer_input):
+            self.values["key_input"] = _values_of(key_input)
+        value_input = _first_of(other_arrays, VALUE_INPUTS)
+        if value_input is not None and _differ(value_input, key_input):
+            self.values["value_input"] = _values_of(value_input)
+        positions = _first_of(other_arrays, POSITIONS)
         if positions is not None:
             self.values["positions"] = _values_of(positions)
-        mask: Any = told.get("mask")
-        if (
-            _is_array(mask)
-            and mask.ndim == 4
-            and type(module).__module__.startswith(("mha_jax.", "flax."))
-        ):
-            shows = _values_of(mask).astype(bool)  # Flax masks may be numbers
-            self.values["mask"] = shows if _is_ours(module) else ~shows
-        self.past = _cached(module, told)
 
     def part_called(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         """Record the output of a submodule."""
@@ -132,19 +142,31 @@ class _FlaxListener:
 
     def sown(self, name: str, value: Any) -> None:
         """Record a value that the layer sows."""
-        if _is_array(value):
-            self.values["attn_weights" if name == "attention_weights" else f"sown.{name}"] = (
-                _values_of(value)
-            )
+        if not _is_array(value):
+            return
+        name = "attn_weights" if name == "attention_weights" else f"sown.{name}"
+        self.values[name] = _values_of(value)
 
 
 _OPEN: list[_FlaxListener] = []
 """Listeners of the running layers, the innermost last."""
 
 
+def _first_of(arrays: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """Return the first array among these names; None if there is none."""
+    for name in names:
+        if name in arrays:
+            return arrays[name]
+    return None
+
+
 def _differ(one: Any, other: Any) -> bool:
     """Return whether arrays hold different values."""
-    return one.shape != other.shape or not np.array_equal(_values_of(one), _values_of(other))
+    if one is other:
+        return False
+    if one.shape != other.shape:
+        return True
+    return not np.array_equal(_values_of(one), _values_of(other))
 
 
 def _values_of(x: Any) -> np.ndarray:
@@ -168,52 +190,60 @@ def _is_ours(module: Any) -> bool:
 def _arguments(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
+    """Return the arguments of a call, by name; by number if the names are unknown."""
     try:
         bound = inspect.signature(function).bind_partial(*args, **kwargs)
     except (TypeError, ValueError):
-        return {**{str(place): x for place, x in enumerate(args)}, **kwargs}
+        numbered = {str(place): x for place, x in enumerate(args)}
+        return {**numbered, **kwargs}
     return {**bound.arguments, **bound.arguments.get("kwargs", {})}
 
 
-def _cached(module: Any, told: dict[str, Any]) -> int | None:
-    """Return the number of cached tokens before a call; None if sequences differ, or it is
-    unknown.
+def _num_cached(module: Any, arguments: dict[str, Any]) -> int | None:
+    """Return the number of cached tokens before a call.
+
+    None if it is unknown, or differs between sequences.
     """
-    lengths = getattr(told.get("cache"), "lengths", None)
+    lengths = getattr(arguments.get("cache"), "lengths", None)
     if lengths is not None:
-        found = set(_values_of(lengths).tolist())
-        return int(found.pop()) if len(found) == 1 else None
-    if not (told.get("decode") or getattr(module, "decode", None)):
-        return 0 if told.get("cache") is None else None  # an unsupported kind of cache
+        different_lengths = set(_values_of(lengths).tolist())
+        if len(different_lengths) != 1:
+            return None
+        return int(different_lengths.pop())
+    if not arguments.get("decode") and not getattr(module, "decode", None):
+        if arguments.get("cache") is not None:
+            return None  # an unsupported kind of cache
+        return 0
     if isinstance(module, nnx.Module):
         index = getattr(module, "cache_index", None)
-        return None if index is None else int(_values_of(index[...]))
-    has_index = module.has_variable("cache", "cache_index")
-    return int(_values_of(module.get_variable("cache", "cache_index"))) if has_index else None
+        if index is None:
+            return None
+        return int(_values_of(index[...]))
+    if not module.has_variable("cache", "cache_index"):
+        return None
+    return int(_values_of(module.get_variable("cache", "cache_index")))
 
 
 def _listen_to_sow(stack: ExitStack) -> None:
+    """Let the innermost running layer record what it sows; the stack restores `sow`."""
     owners: tuple[Any, ...] = (nnx.Module, linen.Module)
     for owner in owners:
-        original = owner.sow
+        stack.callback(setattr, owner, "sow", owner.sow)
+        owner.sow = _recording_sow(owner.sow)
 
-        def sow(
-            self: Any,
-            collection: Any,
-            name: str,
-            value: Any,
-            *args: Any,
-            original: Any = original,
-            **kw: Any,
-        ) -> Any:
-            if _OPEN and (
-                _OPEN[-1].module is self or _OPEN[-1].module == getattr(self, "path", None)
-            ):
+
+def _recording_sow(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a replacement of `Module.sow`."""
+
+    def sow(self: Any, collection: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if _OPEN:
+            # Listeners of nnx hold the module, and those of linen its path.
+            layer = _OPEN[-1].module
+            if layer is self or layer == getattr(self, "path", None):
                 _OPEN[-1].sown(name, value)
-            return original(self, collection, name, value, *args, **kw)
+        return original(self, collection, name, value, *args, **kwargs)
 
-        owner.sow = sow
-        stack.callback(setattr, owner, "sow", original)
+    return sow
 
 
 # ---- nnx -----------------------------------------------------------------------------------------
@@ -236,18 +266,24 @@ def _tap_nnx(
             child = getattr(module, part, None)
             if isinstance(child, nnx.Module):
                 parts[id(child)] = (listener, part)
-    for owner in {
-        type(module)
-        for module in modules.values()
-        if id(module) in (listeners.keys() | parts.keys())
-    }:
+    recorded = listeners.keys() | parts.keys()
+    # A call is looked up in the class, not in the instance.
+    classes = {type(module) for module in modules.values() if id(module) in recorded}
+    for owner in classes:
         _around_class(owner, listeners, parts, stack)
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:
     """Return a sort key that orders names by the numbers in them: layers.2 before layers.10."""
-    parts = (part for part in re.split(r"(\d+)|\.", name) if part)
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+    key = []
+    for part in re.split(r"(\d+)|\.", name):
+        if not part:  # nothing between two separators, or a point
+            continue
+        if part.isdigit():
+            key.append((int(part), ""))
+        else:
+            key.append((-1, part))
+    return key
 
 
 def _around_class(
@@ -256,7 +292,9 @@ def _around_class(
     parts: dict[int, tuple[_FlaxListener, str]],
     stack: ExitStack,
 ) -> None:
-    original, is_own = owner.__call__, "__call__" in vars(owner)
+    """Wrap the calls of a class: layers are recorded, and their submodules by their layers."""
+    original = owner.__call__
+    is_inherited = "__call__" not in vars(owner)
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -270,13 +308,13 @@ def _around_class(
 
     owner.__call__ = call
 
-    def put_back() -> None:
-        if is_own:
-            owner.__call__ = original
-        else:
+    def restore() -> None:
+        if is_inherited:
             del owner.__call__
+        else:
+            owner.__call__ = original
 
-    stack.callback(put_back)
+    stack.callback(restore)
 
 
 # ---- linen ---------------------------------------------------------------------------------------
@@ -298,30 +336,25 @@ class _LinenTap:
         if context.method_name != "__call__" or module.is_initializing():
             return call(*args, **kwargs)
         path = tuple(module.path)
-        if self._is_chosen("/".join(path), type(module).__name__):
+        name, class_name = "/".join(path), type(module).__name__
+        if self._is_chosen(name, class_name):
             if path not in self.listeners:
-                layer = TappedLayer("/".join(path), len(self.listeners), type(module).__name__)
+                layer = TappedLayer(name, len(self.listeners), class_name)
                 self.listeners[path] = _FlaxListener(layer, path, type(module))
+            # `call` takes any arguments; the names of the module's parameters are needed.
             function = functools.wraps(functools.partial(type(module).__call__, module))(call)
             return self.listeners[path].around(module, function, args, kwargs)
         result = call(*args, **kwargs)
-        if (
-            path
-            and path[:-1] in self.listeners
-            and _OPEN
-            and _OPEN[-1] is self.listeners[path[:-1]]
-        ):
+        if path and _OPEN and _OPEN[-1] is self.listeners.get(path[:-1]):
             _OPEN[-1].part_called(path[-1], args, result)
         return result
 
-    def _is_chosen(self, name: str, kind: str) -> bool:
+    def _is_chosen(self, name: str, class_name: str) -> bool:
         if self.patterns is None:
-            return ATTENTION in kind
-        found = {
-            each for each in self.patterns if fnmatchcase(name, each) or fnmatchcase(kind, each)
-        }
-        self.fitting |= found
-        return bool(found)
+            return ATTENTION in class_name
+        fitting = {pattern for pattern in self.patterns if fits(pattern, name, class_name)}
+        self.fitting |= fitting
+        return bool(fitting)
 
     def finish(self) -> None:
         """Keep the innermost layers, in the order of their first calls.
@@ -329,18 +362,20 @@ class _LinenTap:
         Raises:
             ValueError: if a pattern matches no module that was called.
         """
-        if missing := [each for each in self.patterns or () if each not in self.fitting]:
+        missing = [pattern for pattern in self.patterns or () if pattern not in self.fitting]
+        if missing:
             raise InputError(
                 "layers", "be names of modules or classes that are called", str(missing)
             )
         paths = list(self.listeners)
         if self.patterns is None:
-            paths = [
-                path
-                for path in paths
-                if not any(each != path and each[: len(path)] == path for each in paths)
-            ]
+            paths = [path for path in paths if not _contains_another(path, paths)]
         for place, path in enumerate(paths):
             layer = self.listeners[path].layer
             layer.index = place
             self.tapped.layers.append(layer)
+
+
+def _contains_another(path: tuple[str, ...], paths: list[tuple[str, ...]]) -> bool:
+    """Return whether one of the paths is that of a module inside this one."""
+    return any(other != path and other[: len(path)] == path for other in paths)

@@ -8,11 +8,10 @@ batched matrix products.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import permutations
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 LEAST_HIDDEN = -5000.0
-"""Largest number that hides a key, relative to the maximum of its row: masks add -1e4, or fill in
--1e9.
+"""Largest number that hides a key, relative to the maximum of its row.
+
+Masks add -1e4, or fill in -1e9: half of the former leaves room for biases in the same row.
 """
 
 SOFTMAX = ("_softmax", "_safe_softmax", "_masked_softmax", "_log_softmax", "_sparse_softmax")
@@ -41,8 +41,9 @@ class Product:
 
 @dataclass(frozen=True)
 class Scores:
-    """Values computed from a product: factor * product or bound * tanh(factor * product), plus an
-    optional addend.
+    """Values computed from a product, plus an optional addend.
+
+    They are factor * product, or bound * tanh(factor * product).
     """
 
     product: Product
@@ -52,23 +53,38 @@ class Scores:
     @property
     def scale(self) -> float:
         """Return the factor of small products."""
-        return self.factor if self.bound is None else self.factor * self.bound
+        if self.bound is None:
+            return self.factor
+        return self.factor * self.bound
 
-    def made_of(self, products: Tensor) -> Tensor:
+    def of_products(self, products: Tensor) -> Tensor:
         """Return the scores of products, without biases."""
-        made = self.factor * products
-        return made if self.bound is None else self.bound * torch.tanh(made)
+        scaled = self.factor * products
+        if self.bound is None:
+            return scaled
+        return self.bound * torch.tanh(scaled)
 
 
 @dataclass(frozen=True, eq=False)
 class Softmax:
-    """A softmax over an axis, with the name of its operation and copies of its input and result."""
+    """A softmax over an axis.
+
+    Attributes:
+        name: of its operation.
+        origins: scores and other softmaxes that its input came from.
+        scores, weights: copies of its input and result, which later operations may overwrite.
+        axis: axis that it normalizes, >= 0.
+    """
 
     name: str
-    given: tuple[Scores | Softmax, ...]
+    origins: Origins
     scores: Tensor
     weights: Tensor
     axis: int
+
+
+Origins: TypeAlias = tuple[Scores | Softmax, ...]
+"""Scores and softmaxes that a tensor was computed from."""
 
 
 @dataclass(frozen=True)
@@ -103,74 +119,101 @@ class LayerOperations:
         sees_functions: whether calls of `scaled_dot_product_attention` are recorded themselves.
             Code that detects such recording, such as the fast path of `nn.MultiheadAttention`, then
             computes in another way.
+        softmaxes: recorded softmaxes.
+        contexts: products of attention weights and values, weights first.
+        calls: arguments by name and results of calls of `scaled_dot_product_attention`.
+        is_inside: whether a function runs that is recorded as a whole.
     """
 
     sees_functions: bool = False
     softmaxes: list[Softmax] = field(default_factory=list)
     contexts: list[Product] = field(default_factory=list)
     calls: list[tuple[dict[str, Any], Tensor]] = field(default_factory=list)
-    is_inside: bool = False  # inside a function that was recorded as a whole
-    _known: dict[int, tuple[Tensor, tuple[Scores | Softmax, ...]]] = field(default_factory=dict)
-    _scaled: dict[int, tuple[Tensor, Tensor, float]] = field(
-        default_factory=dict
-    )  # what a number was multiplied by
+    is_inside: bool = False
+    # Both by the id of a tensor, which they hold as well: the id of a freed one is used again.
+    _origins: dict[int, tuple[Tensor, Origins]] = field(default_factory=dict)
+    _scaled: dict[int, _Scaled] = field(default_factory=dict)
     _modes: ExitStack = field(default_factory=ExitStack)
 
-    def watch(self) -> None:
+    def start(self) -> None:
         """Begin to record operations."""
         self.softmaxes, self.contexts, self.calls = [], [], []
         if self.sees_functions:
             self._modes.enter_context(_FunctionMode(self))
         self._modes.enter_context(_DispatchMode(self))
 
-    def close(self) -> None:
-        """Stop recording operations."""
+    def stop(self) -> None:
+        """Stop recording operations; keep the recorded ones."""
         self._modes.close()
-        self._known.clear()
+        self._origins.clear()
         self._scaled.clear()
 
-    def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Record an operation."""
         name = func._schema.name.partition("::")[2].rstrip("_")  # in-place operations count as well
         if name.startswith("_scaled_dot_product") and "backward" not in name:
-            names = [each.name for each in func._schema.arguments]
-            self.calls.append(
-                ({**dict(zip(names, args, strict=False)), **kwargs}, tree_leaves(result)[0])
-            )
+            names = [argument.name for argument in func._schema.arguments]
+            arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+            self.calls.append((arguments, tree_leaves(result)[0]))
             return
-        given = self._given(tree_leaves((args, kwargs)))
+        origins = self._origins_of(tree_leaves((args, kwargs)))
         if name in PRODUCTS:
-            left, right = (args[place] for place in PRODUCTS[name])
-            if any(isinstance(each, Softmax) for each in self._given([left, right])):
-                self.contexts.append(
-                    _with_weights_first(Product(left, right, result), self._given([right]))
-                )
-            else:
-                right, factor = self._scaled.get(id(right), (None, right, 1.0))[1:]
-                scores = Scores(
-                    Product(left, right, result), factor * float(kwargs.get("alpha", 1.0))
-                )
-                self._known[id(result)] = result, (scores,)
+            self._record_product(name, args, kwargs, result)
         elif name in SOFTMAX:
-            copies = args[0].detach().clone(), result.detach().clone()
-            softmax = Softmax(name, given, *copies, args[1] % args[0].ndim)
+            scores, weights = args[0].detach().clone(), result.detach().clone()
+            softmax = Softmax(name, origins, scores, weights, args[1] % args[0].ndim)
             self.softmaxes.append(softmax)
-            self._known[id(result)] = result, (softmax,)
-        elif not given and (factor := _factor_of(name, args)) is not None:
-            given_tensors = [x for x in args if isinstance(x, Tensor)]
-            self._scaled[id(result)] = result, max(given_tensors, key=Tensor.numel), factor
-        elif given:
-            given = tuple(
-                _after(name, args, each) if isinstance(each, Scores) else each for each in given
-            )
-            self._known |= {id(x): (x, given) for x in tree_leaves(result) if isinstance(x, Tensor)}
+            self._origins[id(result)] = result, (softmax,)
+        elif origins:
+            self._record_derived(name, args, origins, result)
+        else:
+            factor = _factor_of(name, args)
+            if factor is not None:
+                # The other tensor, if there is one, is the factor.
+                tensors = [x for x in args if isinstance(x, Tensor)]
+                scaled = max(tensors, key=Tensor.numel)
+                self._scaled[id(result)] = _Scaled(result, scaled, factor)
 
-    def _given(self, values: list[Any]) -> tuple[Scores | Softmax, ...]:
-        """Return the products and softmaxes that some values came from, each once."""
-        known = (
-            self._known[id(x)][1] for x in values if isinstance(x, Tensor) and id(x) in self._known
-        )
-        return tuple(dict.fromkeys(each for of_one in known for each in of_one))
+    def _record_product(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
+    ) -> None:
+        """Record a product as one with attention weights, or as new scores."""
+        left_place, right_place = PRODUCTS[name]
+        left, right = args[left_place], args[right_place]
+        if _has_softmax(self._origins_of([right])):  # values · weights, both transposed
+            self.contexts.append(Product(right.mT, left.mT, result.mT))
+            return
+        if _has_softmax(self._origins_of([left])):
+            self.contexts.append(Product(left, right, result))
+            return
+        factor = float(kwargs.get("alpha", 1.0))
+        # Keys may be scaled before the product. Those without the factor are the layer's keys.
+        scaled_keys = self._scaled.get(id(right))
+        if scaled_keys is not None:
+            right = scaled_keys.tensor
+            factor *= scaled_keys.factor
+        self._origins[id(result)] = result, (Scores(Product(left, right, result), factor),)
+
+    def _record_derived(
+        self, name: str, args: tuple[Any, ...], origins: Origins, result: Any
+    ) -> None:
+        """Record where the results of an operation on scores or attention weights come from."""
+        origins_of_result = []
+        for origin in origins:
+            if isinstance(origin, Scores):
+                origin = _after(name, args, origin)
+            origins_of_result.append(origin)
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor):
+                self._origins[id(x)] = x, tuple(origins_of_result)
+
+    def _origins_of(self, values: list[Any]) -> Origins:
+        """Return the scores and softmaxes that some values came from, each once."""
+        origins: dict[Scores | Softmax, None] = {}
+        for x in values:
+            if isinstance(x, Tensor) and id(x) in self._origins:
+                origins |= dict.fromkeys(self._origins[id(x)][1])
+        return tuple(origins)
 
     def attention(self, batch_size: int, num_tokens: int | None) -> Attended | str:
         """Return the recorded attention, or the reason why there is none.
@@ -181,26 +224,35 @@ class LayerOperations:
                 if unknown.
         """
         if len(self.softmaxes) + len(self.calls) != 1:
-            calls = (
-                f" and {len(self.calls)} calls of scaled_dot_product_attention"
-                if self.calls
-                else ""
-            )
+            calls = ""
+            if self.calls:
+                calls = f" and {len(self.calls)} calls of scaled_dot_product_attention"
             return f"{len(self.softmaxes)} softmaxes{calls} instead of one"
         if self.calls:
             return _of_call(*self.calls[0], batch_size)
         (softmax,) = self.softmaxes
-        shape = self.contexts[0].left.shape if len(self.contexts) == 1 else None
-        scores = [each for each in softmax.given if isinstance(each, Scores)]
-        if len(scores) > 1:  # of others, with vectors of distances, the numbers may be fitted
-            scores = [each for each in scores if each.product.result.shape == shape]
-        if len(scores) != 1 or any(isinstance(each, Softmax) for each in softmax.given):
-            return f"scores that come from {len(softmax.given)} products of queries and keys"
+        scores = [origin for origin in softmax.origins if isinstance(origin, Scores)]
+        if len(scores) > 1:
+            # Scores of the shape of the weights are those of queries and keys. Others are products
+            # of vectors of distances, which may be fitted to the numbers.
+            shape = self.contexts[0].left.shape if len(self.contexts) == 1 else None
+            scores = [origin for origin in scores if origin.product.result.shape == shape]
+        if len(scores) != 1 or _has_softmax(softmax.origins):
+            return f"scores that come from {len(softmax.origins)} products of queries and keys"
         if len(self.contexts) != 1:
             return f"attention weights that are multiplied by values {len(self.contexts)} times"
         if softmax.name != "_softmax":
             return f"{softmax.name} instead of a softmax of scores"
         return _of_softmax(softmax, scores[0], self.contexts[0], batch_size, num_tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class _Scaled:
+    """A tensor times a factor."""
+
+    result: Tensor
+    tensor: Tensor
+    factor: float
 
 
 class _DispatchMode(TorchDispatchMode):
@@ -226,13 +278,14 @@ class _DispatchMode(TorchDispatchMode):
             return parts
         result = func(*args, **kwargs)
         if not self.operations.is_inside:
-            self.operations.ran(func, args, kwargs, result)
+            self.operations.record(func, args, kwargs, result)
         return result
 
 
 class _FunctionMode(TorchFunctionMode):
-    """Record calls of `scaled_dot_product_attention`, which may be several operations below
-    autograd.
+    """Record calls of `scaled_dot_product_attention`.
+
+    Below autograd, one may be several operations.
     """
 
     def __init__(self, operations: LayerOperations) -> None:
@@ -249,26 +302,21 @@ class _FunctionMode(TorchFunctionMode):
         finally:
             self.operations.is_inside = False
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        self.operations.calls.append(({**dict(zip(names, args, strict=False)), **kwargs}, result))
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        self.operations.calls.append((arguments, result))
         return result
 
 
-def _with_weights_first(product: Product, of_right: tuple[Any, ...]) -> Product:
-    """Return the product of attention weights and values, which may have been computed
-    transposed.
-    """
-    if not any(isinstance(each, Softmax) for each in of_right):
-        return product
-    return Product(product.right.mT, product.left.mT, product.result.mT)
+def _has_softmax(origins: Origins) -> bool:
+    return any(isinstance(origin, Softmax) for origin in origins)
 
 
 def _after(name: str, args: tuple[Any, ...], scores: Scores) -> Scores:
-    """Return scores after an operation. The effect of unknown operations shows in the scores
-    themselves.
-    """
+    """Return scores after an operation. The effect of unknown ones shows in the scores' values."""
     if name == "tanh" and scores.bound is None:
         return replace(scores, bound=1.0)
-    if (factor := _factor_of(name, args)) is None:
+    factor = _factor_of(name, args)
+    if factor is None:
         return scores
     if scores.bound is None:
         return replace(scores, factor=scores.factor * factor)
@@ -277,32 +325,40 @@ def _after(name: str, args: tuple[Any, ...], scores: Scores) -> Scores:
 
 def _factor_of(name: str, args: tuple[Any, ...]) -> float | None:
     """Return the number that an operation multiplies a tensor by; None if it does not."""
-    numbers = [
-        float(x)
-        for x in args
-        if isinstance(x, (int, float)) or (isinstance(x, Tensor) and x.numel() == 1)
-    ]
-    if name not in ("mul", "div") or len(numbers) != 1:
+    if name not in ("mul", "div"):
         return None
-    return numbers[0] if name == "mul" else 1.0 / numbers[0] if numbers[0] else 0.0
+    numbers = [float(x) for x in args if _is_number(x)]
+    if len(numbers) != 1:
+        return None
+    (number,) = numbers
+    if name == "mul":
+        return number
+    if number == 0.0:
+        return 0.0  # any factor will do: the scores are infinite or NaN
+    return 1.0 / number
 
 
-def _of_call(given: dict[str, Any], context: Tensor, batch_size: int) -> Attended | str:
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) or (isinstance(x, Tensor) and x.numel() == 1)
+
+
+def _of_call(arguments: dict[str, Any], context: Tensor, batch_size: int) -> Attended | str:
     """Return the attention of a call of `scaled_dot_product_attention`."""
-    q, k, v = (given[name] for name in ("query", "key", "value"))
-    if q.ndim == 3 and q.shape[0] % batch_size == 0 and given.get("attn_mask") is None:
+    q, k, v = arguments["query"], arguments["key"], arguments["value"]
+    mask = arguments.get("attn_mask")
+    if q.ndim == 3 and q.shape[0] % batch_size == 0 and mask is None:
         q, k, v, context = (x.unflatten(0, (batch_size, -1)) for x in (q, k, v, context))
     if q.ndim != 4:
         return f"a call of scaled_dot_product_attention with queries {tuple(q.shape)}"
-    if given.get("dropout_p"):
+    if arguments.get("dropout_p"):
         return "dropout"
-    mask = next(
-        (given[name] for name in ("attn_mask", "attn_bias") if given.get(name) is not None), None
-    )
+    if mask is None:
+        mask = arguments.get("attn_bias")  # so the operations below autograd call it
     if mask is None:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
-        mask = mask.tril() if given.get("is_causal") else mask
-    scale = given.get("scale")
+        if arguments.get("is_causal"):
+            mask = mask.tril()
+    scale = arguments.get("scale")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     return Attended(q, *_grouped(k, v), context, mask[(None,) * (4 - mask.ndim)], scale)
 
@@ -310,8 +366,9 @@ def _of_call(given: dict[str, Any], context: Tensor, batch_size: int) -> Attende
 def _of_softmax(
     softmax: Softmax, scores: Scores, context: Product, batch_size: int, num_tokens: int | None
 ) -> Attended | str:
-    """Return the attention of a softmax between two products, with heads separated from
-    sequences.
+    """Return the attention of a softmax between two products.
+
+    Heads, which share an axis with sequences in batched products, are separated from them.
     """
     folded, rows, _ = context.left.shape
     if scores.product.result.shape != context.left.shape or folded % batch_size:
@@ -321,30 +378,33 @@ def _of_softmax(
         )
     if num_tokens is not None and rows % num_tokens:
         return f"{rows} queries of {num_tokens} tokens"
-    order = next(
-        (each for each in _orders(softmax) if _is_aligned(softmax, each, context.left)), None
-    )
+    order = _order_of_weights(softmax, context.left)
     if order is None:
         return (
             "attention weights that are not over keys, or change before they are multiplied by "
             "values"
         )
-    tokens = num_tokens or rows
-    sizes = [
-        softmax.weights.shape[axis] for axis in range(softmax.weights.ndim) if axis != softmax.axis
-    ]
-    q = _heads(scores.product.left, batch_size, tokens, sizes)
-    sizes = [softmax.weights.shape[axis] for axis in order[:-1]]
-    received = softmax.scores.permute(order).reshape(context.left.shape)
-    received, weights, out = (
-        _heads(x, batch_size, tokens, sizes) for x in (received, context.left, context.result)
-    )
-    k, v = (x.unflatten(0, (batch_size, -1)) for x in (scores.product.right.mT, context.right))
-    added = received - scores.made_of(q @ k.repeat_interleave(rows // tokens, 1).mT)
-    seen = (received > 0.5 * torch.finfo(received.dtype).min) & (
-        added > added.amax(-1, True) + LEAST_HIDDEN
-    )
-    return Attended(q, *_grouped(k, v), out, seen, scores.scale, scores.bound, received, weights)
+    if num_tokens is None:
+        num_tokens = rows
+    sizes = list(softmax.weights.shape)
+    del sizes[softmax.axis]
+    q = _heads(scores.product.left, batch_size, num_tokens, sizes)
+    # The weights were multiplied by values with their axes in another order.
+    logits = softmax.scores.permute(order)
+    sizes = list(logits.shape[:-1])
+    logits = _heads(logits.reshape(context.left.shape), batch_size, num_tokens, sizes)
+    weights = _heads(context.left, batch_size, num_tokens, sizes)
+    output = _heads(context.result, batch_size, num_tokens, sizes)
+    k = scores.product.right.mT.unflatten(0, (batch_size, -1))
+    v = context.right.unflatten(0, (batch_size, -1))
+    products = q @ k.repeat_interleave(rows // num_tokens, 1).mT
+    addend = logits - scores.of_products(products)
+    # In a row whose keys are all hidden, none is hidden relative to the others, but each has about
+    # the lowest number: the products add little to it.
+    is_above_lowest = logits > 0.5 * torch.finfo(logits.dtype).min
+    is_visible = is_above_lowest & (addend > addend.amax(-1, True) + LEAST_HIDDEN)
+    k, v = _grouped(k, v)
+    return Attended(q, k, v, output, is_visible, scores.scale, scores.bound, logits, weights)
 
 
 def _heads(x: Tensor, batch_size: int, num_tokens: int, sizes: list[int]) -> Tensor:
@@ -364,29 +424,31 @@ def _heads(x: Tensor, batch_size: int, num_tokens: int, sizes: list[int]) -> Ten
     return x.transpose(2, 3).flatten(1, 2)
 
 
-def _is_aligned(softmax: Softmax, order: tuple[int, ...], weights: Tensor) -> bool:
-    """Return whether the result of a softmax, with axes in this order, is the weights that multiply
-    values.
+def _order_of_weights(softmax: Softmax, weights: Tensor) -> tuple[int, ...] | None:
+    """Return the order of the softmax's axes in the weights that multiply values.
+
+    The softmax's axis comes last, since it is that of keys. None if the weights are not its result.
     """
-    result = softmax.weights.permute(order)
-    return result.numel() == weights.numel() and torch.equal(
-        result.to(weights.dtype).reshape(weights.shape), weights
-    )
-
-
-def _orders(softmax: Softmax) -> Iterator[tuple[int, ...]]:
-    """Yield the orders of axes that put the softmax axis last."""
-    others = [axis for axis in range(softmax.scores.ndim) if axis != softmax.axis]
-    yield from ((*order, softmax.axis) for order in permutations(others))
+    other_axes = list(range(softmax.scores.ndim))
+    other_axes.remove(softmax.axis)
+    for order_of_others in permutations(other_axes):
+        order = (*order_of_others, softmax.axis)
+        result = softmax.weights.permute(order)
+        if result.numel() != weights.numel():
+            continue
+        if torch.equal(result.to(weights.dtype).reshape(weights.shape), weights):
+            return order
+    return None
 
 
 def _grouped(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct heads of keys and values, if each is repeated for a group of query
-    heads.
-    """
-    for count in range(1, k.shape[1]):
-        if k.shape[1] % count == 0 and all(_is_repeated(x, count) for x in (k, v)):
-            step = k.shape[1] // count
+    """Return the distinct heads, as few as possible, if each is repeated for a group of queries."""
+    num_heads = k.shape[1]
+    for num_distinct in range(1, num_heads):
+        if num_heads % num_distinct:
+            continue
+        if _is_repeated(k, num_distinct) and _is_repeated(v, num_distinct):
+            step = num_heads // num_distinct
             return k[:, ::step], v[:, ::step]
     return k, v
 

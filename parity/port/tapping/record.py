@@ -15,6 +15,7 @@ import numpy as np
 from mha_spec import InputError, InputTypeError
 from parity.measure.core.weights import FORMAT, load_tensors, save_tensors
 from parity.measure.files.tensor_file import parse_json
+from parity.measure.text import counted
 
 VALUES = {
     "input": ("B", "T", "d_in"),
@@ -109,12 +110,14 @@ class TappedLayer:
     calls: list[TappedCall] = field(default_factory=list, repr=False)
 
     def __str__(self) -> str:
-        seen = {name for call in self.calls for name in call.values}
-        names = [name for name in VALUES if name in seen] + sorted(seen - VALUES.keys())
-        count = f"{len(self.calls)} call{'' if len(self.calls) == 1 else 's'}"
-        return f"{self.title}, {self.name}: {count}" + (
-            f", with {', '.join(names)}" if names else ""
-        )
+        recorded: set[str] = set()
+        for call in self.calls:
+            recorded.update(call.values)
+        names = [name for name in VALUES if name in recorded] + sorted(recorded - VALUES.keys())
+        text = f"{self.title}, {self.name}: {counted(len(self.calls), 'call')}"
+        if names:
+            text += f", with {', '.join(names)}"
+        return text
 
     @property
     def is_cross(self) -> bool:
@@ -124,7 +127,9 @@ class TappedLayer:
     @property
     def title(self) -> str:
         """Return its title in reports: `layer 17 (sliding_attention)`."""
-        return f"layer {self.index}" + (f" ({self.kind})" if self.kind else "")
+        if not self.kind:
+            return f"layer {self.index}"
+        return f"layer {self.index} ({self.kind})"
 
 
 @dataclass
@@ -151,18 +156,18 @@ class Tapped:
             OSError: if it cannot be written.
             ValueError: if `save_tensors` rejects the path.
         """
-        layers, tensors = [], {}
+        layers = []
+        tensors = {}
         for place, layer in enumerate(self.layers):
-            told = {name: value for name, value in vars(layer).items() if name != "calls"}
-            calls = [{"past": call.past, "first_key": call.first_key} for call in layer.calls]
-            layers.append({**told, "calls": calls})
+            calls = []
             for number, call in enumerate(layer.calls):
-                tensors |= {
-                    f"{place}/{number}/{name}": value for name, value in call.values.items()
-                }
-        told = {"layers": layers, "config": self.config, "model": self.model}
-        metadata = {"format": FORMAT, "kind": "tap", "tap": json.dumps(told, sort_keys=True)}
-        save_tensors(path, tensors, metadata)
+                calls.append({"past": call.past, "first_key": call.first_key})
+                for name, value in call.values.items():
+                    tensors[f"{place}/{number}/{name}"] = value
+            layers.append({**vars(layer), "calls": calls})
+        description = {"layers": layers, "config": self.config, "model": self.model}
+        text = json.dumps(description, sort_keys=True)
+        save_tensors(path, tensors, {"format": FORMAT, "kind": "tap", "tap": text})
 
 
 def load_tap(path: str | os.PathLike[str]) -> Tapped:
@@ -178,10 +183,9 @@ def load_tap(path: str | os.PathLike[str]) -> Tapped:
             path, f"be a recording of parity.tap in format {FORMAT}", str(sorted(metadata))
         )
     try:
-        told = parse_json(metadata["tap"].encode())
-        tapped = Tapped(
-            [_read_layer(each) for each in told["layers"]], told["config"], told["model"]
-        )
+        description = parse_json(metadata["tap"].encode())
+        layers = [_read_layer(fields) for fields in description["layers"]]
+        tapped = Tapped(layers, description["config"], description["model"])
         if not isinstance(tapped.config, dict) or not isinstance(tapped.model, str):
             raise InputTypeError(
                 "config", "be a dict, and model text", config=tapped.config, model=tapped.model
@@ -199,97 +203,113 @@ def load_tap(path: str | os.PathLike[str]) -> Tapped:
     return tapped
 
 
-def _read_layer(told: Mapping[str, Any]) -> TappedLayer:
-    calls = [TappedCall({}, call["past"], call["first_key"]) for call in told["calls"]]
-    layer = TappedLayer(**{**told, "calls": calls})
+def _read_layer(fields: Mapping[str, Any]) -> TappedLayer:
+    """Return a layer from its fields in a file, without values.
+
+    Raises:
+        TypeError: if a field is missing or unknown, or its type is wrong.
+    """
+    calls = []
+    counts = []
+    for call in fields["calls"]:
+        past, first_key = call["past"], call["first_key"]
+        calls.append(TappedCall({}, past, first_key))
+        counts += [number for number in (past, first_key) if number is not None]
+    layer = TappedLayer(**{**fields, "calls": calls})
+    counts += [layer.index, layer.training]
     texts = (layer.name, layer.module, layer.kind, layer.attention, layer.not_seen)
-    numbers = [layer.index, layer.training]
-    numbers += [
-        number for call in calls for number in (call.past, call.first_key) if number is not None
-    ]
-    told_numbers = (layer.scale, layer.window, layer.soft_cap)
-    if not all(isinstance(text, str) for text in texts) or not all(
-        isinstance(number, (int, float, type(None))) for number in told_numbers
-    ):
+    arguments = (layer.scale, layer.window, layer.soft_cap)
+    are_texts = all(isinstance(text, str) for text in texts)
+    are_numbers = all(isinstance(number, (int, float, type(None))) for number in arguments)
+    if not are_texts or not are_numbers:
         raise InputTypeError(
             "names",
             "be text, and a scale, a window and a cap numbers",
             names=texts,
-            numbers=told_numbers,
+            numbers=arguments,
         )
-    if not all(isinstance(number, int) and number >= 0 for number in numbers):
-        raise InputTypeError("numbers of layers and tokens", "be integers >= 0", str(numbers))
+    if not all(isinstance(count, int) and count >= 0 for count in counts):
+        raise InputTypeError("numbers of layers and tokens", "be integers >= 0", str(counts))
     return layer
 
 
 def _check_shapes(layer: str, values: Mapping[str, np.ndarray]) -> None:
-    """Reject arrays with wrong axes, or whose batch size or number of tokens differs from the
-    input's.
-    """
+    """Reject arrays with wrong axes, or with another batch size or number of tokens than others."""
     sizes: dict[str, int] = {}
     for name, x in values.items():
         axes = VALUES.get(name, x.shape)
-        if x.ndim != len(axes) and not (name == "positions" and x.ndim == len(axes) + 1):
+        # Positions may have a leading axis, for rows and columns.
+        are_on_grid = name == "positions" and x.ndim == len(axes) + 1
+        if x.ndim != len(axes) and not are_on_grid:
             raise InputError(f"{name} of {layer}", f"be {axes}", {f"{name}.shape": x.shape})
-        if name in ("input", "output", "q", "context", "is_real"):
-            for axis, size in zip(axes, x.shape, strict=True):
-                if axis in ("B", "T") and sizes.setdefault(axis, size) != size:
-                    rule = f"be {axes} with {axis} = {sizes[axis]}"
-                    raise InputError(f"{name} of {layer}", rule, {f"{name}.shape": x.shape})
+        # k, v and masks are left out: they may have the tokens of another sequence.
+        if name not in ("input", "output", "q", "context", "is_real"):
+            continue
+        for axis, size in zip(axes, x.shape, strict=True):
+            if axis in ("B", "T") and sizes.setdefault(axis, size) != size:
+                rule = f"be {axes} with {axis} = {sizes[axis]}"
+                raise InputError(f"{name} of {layer}", rule, {f"{name}.shape": x.shape})
 
 
 def chosen(modules: Mapping[str, Any], patterns: tuple[str, ...] | None) -> list[str]:
-    """Return the names of the modules to tap: those that match patterns, or the innermost attention
-    modules.
+    """Return the names of the modules to tap.
+
+    They are those that match patterns, or the innermost attention modules.
 
     Raises:
         ValueError: if there are none.
     """
     classes = {name: type(module).__name__ for name, module in modules.items()}
     attention = [name for name in modules if "Attention" in classes[name]]
-    innermost = [
-        name
-        for name in attention
-        if not any(each != name and (not name or each.startswith(f"{name}.")) for each in attention)
-    ]
+    innermost = [name for name in attention if not _contains_another(name, attention)]
     if patterns is None:
-        found = innermost
+        names = innermost
     else:
-        fits = {
-            pattern: [
-                name
-                for name in modules
-                if fnmatchcase(name, pattern) or fnmatchcase(classes[name], pattern)
-            ]
-            for pattern in patterns
-        }
-        if missing := [pattern for pattern, names in fits.items() if not names]:
-            raise InputError(
-                "layers",
-                f"be names of modules or classes of the model, such as {innermost[:3]}",
-                str(missing),
-            )
-        found = [name for name in modules if any(name in names for names in fits.values())]
-    if not found:
+        fitting: set[str] = set()
+        missing = []
+        for pattern in patterns:
+            fitting_pattern = [name for name in modules if fits(pattern, name, classes[name])]
+            if not fitting_pattern:
+                missing.append(pattern)
+            fitting.update(fitting_pattern)
+        if missing:
+            rule = f"be names of modules or classes of the model, such as {innermost[:3]}"
+            raise InputError("layers", rule, str(missing))
+        names = [name for name in modules if name in fitting]
+    if not names:
         raise InputError(
             "model", "have modules whose class is named …Attention…, or layers must be their names"
         )
-    return found
+    return names
+
+
+def fits(pattern: str, name: str, class_name: str) -> bool:
+    """Return whether a pattern matches a module's name, or that of its class."""
+    return fnmatchcase(name, pattern) or fnmatchcase(class_name, pattern)
+
+
+def _contains_another(name: str, names: list[str]) -> bool:
+    """Return whether one of the names is that of a module inside this one; "" is the model."""
+    if not name:
+        return any(names)
+    return any(other.startswith(f"{name}.") for other in names)
 
 
 def is_hidden(mask: np.ndarray) -> np.ndarray:
-    """Return where a mask hides a key: it is True, or adds a number near the lowest one of its
-    dtype.
-    """
+    """Return where a mask hides a key: it is True, or adds about the lowest number of its dtype."""
     if mask.dtype == np.bool_:
         return mask
+    # Half of the lowest one, since masks may be sums of that number and a bias.
     lowest = float(ml_dtypes.finfo(mask.dtype).min)
     return mask.astype(np.float64) <= 0.5 * lowest
 
 
 def kinds_of(config: Mapping[str, Any]) -> list[str]:
     """Return the type of each layer in a configuration; empty if it specifies none."""
-    for part in (config, *(value for value in config.values() if isinstance(value, Mapping))):
-        if isinstance(part.get("layer_types"), list | tuple):
-            return [str(kind) for kind in part["layer_types"]]
+    for part in (config, *config.values()):
+        if not isinstance(part, Mapping):
+            continue
+        kinds = part.get("layer_types")
+        if isinstance(kinds, list | tuple):
+            return [str(kind) for kind in kinds]
     return []

@@ -1,5 +1,6 @@
-"""Record attention layers of a torch model by hooks on modules, on two functions of transformers,
-and on operations.
+"""Record attention layers of a torch model by hooks.
+
+They are on modules, on two functions of transformers, and on operations.
 
 The attention function is intercepted in `AttentionInterface.get_interface`, where layers look it
 up. That covers all functions, including eager ones, which are in no table, and leaves the model's
@@ -32,14 +33,16 @@ OF_FUNCTION = ("q", "k", "v", "mask", "context", "attn_weights")
 """Inputs and outputs of the attention function."""
 
 COUNTING = ("RoFormerSinusoidalPositionalEmbedding",)
-"""Modules that count positions themselves, including padding, and return the angles that layers
-rotate by.
-"""
+"""Modules that count positions themselves, padding included, and return the angles of RoPE."""
+
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
 KEY_INPUTS = ("key_value_states", "encoder_hidden_states", "key")
 """Names of parameters of attention layers that receive the input of keys; the first tensor
 counts.
 """
+
+TRACEABLE = ("eager", "sdpa")
+"""Attention functions of transformers whose operations may be recorded: others may be compiled."""
 
 
 @contextmanager
@@ -55,18 +58,16 @@ def tap_torch(
             function calls. Layers may then compute their results in another way.
     """
     modules = dict(model.named_modules())
-    if any(
-        type(each).__name__ == "OptimizedModule" or each._compiled_call_impl
-        for each in modules.values()
-    ):
+    if any(_is_compiled(module) for module in modules.values()):
         raise InputError("model", "not be compiled, because hooks do not run in compiled models")
     names = chosen(modules, patterns)
     config: Any = getattr(model, "config", None)
-    told = (
-        json.loads(json.dumps(config.to_dict(), default=str)) if hasattr(config, "to_dict") else {}
-    )
-    kinds = kinds_of(told)
-    tapped = Tapped([], told, type(model).__name__)
+    config_values = {}
+    if hasattr(config, "to_dict"):
+        # As in the file of a recording: dtypes and other objects become text.
+        config_values = json.loads(json.dumps(config.to_dict(), default=str))
+    kinds = kinds_of(config_values)
+    tapped = Tapped([], config_values, type(model).__name__)
     with ExitStack() as stack:
         model_state = _ModelState()
         for module in modules.values():
@@ -74,20 +75,38 @@ def tap_torch(
         listeners: dict[nn.Module, _TorchListener] = {}
         for place, name in enumerate(names):
             module = modules[name]
-            index = getattr(module, "layer_idx", None)
-            index = index if isinstance(index, int) else place
-            kind = kinds[index] if 0 <= index < len(kinds) else ""
-            is_causal = getattr(module, "is_causal", None)
-            is_causal = is_causal if isinstance(is_causal, bool) else None
-            layer = TappedLayer(name, index, type(module).__name__, kind, is_causal)
+            layer = _new_layer(name, module, place, kinds)
             tapped.layers.append(layer)
             operations = LayerOperations(sees_functions=sees_functions)
-            listeners[module] = _TorchListener(
-                module, layer, model_state, getattr(module, "config", config), operations
-            )
-            listeners[module].listen(stack)
+            module_config = getattr(module, "config", config)
+            listener = _TorchListener(module, layer, model_state, module_config, operations)
+            listener.listen(stack)
+            listeners[module] = listener
         stack.enter_context(_listening(listeners))
         yield tapped
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return type(module).__name__ == "OptimizedModule" or bool(module._compiled_call_impl)
+
+
+def _new_layer(name: str, module: nn.Module, place: int, kinds: list[str]) -> TappedLayer:
+    """Return an empty recording of a module.
+
+    Args:
+        name: of the module.
+        module: the module.
+        place: its place among the tapped modules.
+        kinds: type of each layer of the model; empty if unknown.
+    """
+    index = getattr(module, "layer_idx", None)
+    if not isinstance(index, int):
+        index = place
+    kind = kinds[index] if 0 <= index < len(kinds) else ""
+    is_causal = getattr(module, "is_causal", None)
+    if not isinstance(is_causal, bool):
+        is_causal = None
+    return TappedLayer(name, index, type(module).__name__, kind, is_causal)
 
 
 # ---- Functions of transformers -------------------------------------------------------------------
@@ -114,12 +133,11 @@ def _listening(listeners: Mapping[nn.Module, _TorchListener]) -> Iterator[None]:
     try:
         yield
     finally:
-        _LISTENING[:] = [each for each in _LISTENING if each is not listeners]
+        # Taps may close in any order; the last one to close restores the functions.
+        _LISTENING.remove(listeners)
         if not _LISTENING:
-            interface.get_interface, cache.update = (
-                _ORIGINALS["get_interface"],
-                _ORIGINALS["update"],
-            )
+            interface.get_interface = _ORIGINALS["get_interface"]
+            cache.update = _ORIGINALS["update"]
 
 
 def _get_interface(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -127,30 +145,22 @@ def _get_interface(self: Any, *args: Any, **kwargs: Any) -> Any:
     function = _ORIGINALS["get_interface"](self, *args, **kwargs)
 
     @functools.wraps(function)
-    def heard(
+    def recording_attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **keywords: Any
     ) -> Any:
-        listening = [each[module] for each in _LISTENING if module in each]
+        listeners_here = [listeners[module] for listeners in _LISTENING if module in listeners]
         mask = rest[0] if rest else keywords.get("attention_mask")
-        scale, window, cap = (
-            keywords.get(name) for name in ("scaling", "sliding_window", "softcap")
-        )
-        for listener in listening:
-            listener.layer.scale = float(scale) if isinstance(scale, int | float) else None
-            listener.layer.window = window if type(window) is int else None
-            listener.layer.soft_cap = float(cap) if isinstance(cap, int | float) else None
+        for listener in listeners_here:
+            listener.function_configured(
+                keywords.get("scaling"), keywords.get("sliding_window"), keywords.get("softcap")
+            )
             listener.function_called(query, key, value, mask)
-            if not listener.operations.sees_functions or listener.layer.attention not in (
-                "eager",
-                "sdpa",
-            ):
-                listener.operations.close()  # other functions may be compiled
         result = function(module, query, key, value, *rest, **keywords)
-        for listener in listening:
+        for listener in listeners_here:
             listener.function_returned(result)
         return result
 
-    return heard
+    return recording_attention
 
 
 def _update(self: Any, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -158,7 +168,7 @@ def _update(self: Any, key_states: Tensor, value_states: Tensor, *args: Any, **k
     for listeners in _LISTENING:
         for listener in listeners.values():
             if listener.cache is self:
-                listener.cached(key_states, value_states)
+                listener.cache_updated(key_states, value_states)
     return _ORIGINALS["update"](self, key_states, value_states, *args, **kwargs)
 
 
@@ -166,16 +176,19 @@ def _update(self: Any, key_states: Tensor, value_states: Tensor, *args: Any, **k
 
 
 class _ModelState:
-    """State of a model that its layers don't receive: the positions of tokens, and which are
-    padding.
+    """State of a model that its layers do not receive.
+
+    Attributes:
+        positions: positions of the tokens; None if unknown.
+        padding: mask of the tokens, False for padding; None if the model received none.
+        key_padding: the same of the sequence that cross-attention attends to.
+        has_other_mask, has_other_key_mask: whether it received another kind of mask.
     """
 
     def __init__(self) -> None:
         self.positions: Tensor | None = None
         self.padding: Tensor | None = None
-        self.key_padding: Tensor | None = (
-            None  # padding of the sequence that cross-attention attends to
-        )
+        self.key_padding: Tensor | None = None
         self.has_other_mask = False
         self.has_other_key_mask = False
 
@@ -191,36 +204,51 @@ class _ModelState:
     def _model_called(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        told = arguments_of(module, args, kwargs)
+        arguments = arguments_of(module, args, kwargs)
         self.positions = None
-        self.padding, self.has_other_mask = _padding(told.get("attention_mask"))
-        self.key_padding, self.has_other_key_mask = _padding(told.get("encoder_attention_mask"))
+        self.padding, self.has_other_mask = _padding(arguments.get("attention_mask"))
+        self.key_padding, self.has_other_key_mask = _padding(
+            arguments.get("encoder_attention_mask")
+        )
 
     def _rotary_called(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        positions = _first(arguments_of(module, args, kwargs), POSITIONS)
+        positions = _first_tensor(arguments_of(module, args, kwargs), POSITIONS)
         if positions is not None:
             self.positions = positions
 
     def _counted(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        told = arguments_of(module, args, kwargs)
-        begin = told.get("past_key_values_length") or 0
-        self.positions = torch.arange(begin, begin + told["input_ids_shape"][1])[None]
+        arguments = arguments_of(module, args, kwargs)
+        begin = arguments.get("past_key_values_length") or 0
+        num_tokens = arguments["input_ids_shape"][1]
+        self.positions = torch.arange(begin, begin + num_tokens)[None]
 
 
 def _padding(mask: Any) -> tuple[Tensor | None, bool]:
-    """Return a padding mask or None, and whether there is another mask instead, as with a static
-    cache.
-    """
-    is_padding = isinstance(mask, Tensor) and mask.ndim == 2
-    return mask if is_padding else None, mask is not None and not is_padding
+    """Return a padding mask or None, and whether there is another mask, as with a static cache."""
+    if mask is None:
+        return None, False
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        return mask, False
+    return None, True
 
 
 class _TorchListener:
     """Record inputs and outputs of one layer.
 
     The values of a call are collected while it runs, and recorded when the layer returns.
+
+    Attributes:
+        values: values of the running call.
+        projections: outputs of the projections in the running call, the latest one last.
+        past: number of tokens cached before the call; None if unknown.
+        first_key: index of the first key that the call attends to.
+        cache: cache of the running call.
+        adds_residual: whether the call receives a residual, which the layer adds to its output.
+        num_keys: length of the other sequence; 0 for self-attention.
+        history: keys and values of all calls so far, or of the other sequence and its input.
+        segments: values of the attention function in its earlier calls of this layer's call.
     """
 
     def __init__(
@@ -231,34 +259,29 @@ class _TorchListener:
         config: Any,
         operations: LayerOperations,
     ) -> None:
-        self.module, self.layer, self.model, self.config, self.operations = (
-            module,
-            layer,
-            model,
-            config,
-            operations,
-        )
+        self.module = module
+        self.layer = layer
+        self.model = model
+        self.config = config
+        self.operations = operations
         self.values: dict[str, np.ndarray] = {}
         self.projections: dict[str, np.ndarray] = {}
         self.past: int | None = None
         self.first_key = 0
-        self.cache: Any = None  # while the call lasts
+        self.cache: Any = None
         self.adds_residual = False
-        self.key_len = 0  # length of the other sequence; 0 for self-attention
-        self.seen: dict[str, np.ndarray] = {}  # keys and values so far, or of the other sequence
-        self.segments: list[
-            dict[str, np.ndarray]
-        ] = []  # values of the attention function in earlier calls
+        self.num_keys = 0
+        self.history: dict[str, np.ndarray] = {}
+        self.segments: list[dict[str, np.ndarray]] = []
 
     def listen(self, stack: ExitStack) -> None:
         """Register hooks on the module and its projections; the stack removes them."""
         # torch calls no hook if the module raises a BaseException, such as SystemExit or an
         # interrupt.
-        stack.callback(self.operations.close)
+        stack.callback(self.operations.stop)
         if isinstance(self.module, nn.MultiheadAttention):
-            _around_forward(
-                self.module, self._called, self._left, self._returned, stack
-            )  # hooks change its path
+            # It leaves its fast path if it has hooks.
+            _around_forward(self.module, self._called, self._left, self._returned, stack)
             return
         _pre_hook(self.module, self._called, stack)
         handle = self.module.register_forward_hook(self._left, always_call=True)
@@ -271,251 +294,340 @@ class _TorchListener:
                 handle = child.register_forward_hook(functools.partial(self._projected, name))
                 stack.callback(handle.remove)
 
+    # The call of the layer begins.
+
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record what the layer receives."""
         if torch.compiler.is_compiling():
             raise RuntimeError(
                 "model must not be compiled while it is tapped: pass disable_compile=True to "
                 "generate"
             )
-        told = arguments_of(module, args, kwargs)
-        name, given = next(
-            ((name, each) for name, each in told.items() if isinstance(each, Tensor)), ("", None)
-        )
+        arguments = arguments_of(module, args, kwargs)
         self.values, self.projections, self.segments, self.first_key = {}, {}, [], 0
         self.layer.training = self.layer.training or module.training
         self.layer.attention = str(getattr(self.config, "_attn_implementation", None) or "")
-        if given is None:
+        input_name = _name_of_first_tensor(arguments)
+        if input_name is None:
             return
-        self.values["input"] = x = self._batched(given)
-        other = _first({each: told[each] for each in told if each != name}, KEY_INPUTS)
-        length = x.shape[-2] if x.ndim > 1 else 0
-        self.adds_residual = told.get("residual") is not None
-        self.cache = next((told[each] for each in CACHES if told.get(each) is not None), None)
-        self.past, self.key_len = _cached(self.cache, self.layer.index), 0
-        if self.cache is not None and getattr(
-            module, "is_kv_shared_layer", False
-        ):  # others have appended this call's
-            self.past = (_cached(self.cache, 0) or length) - length
-        if other is not None and other is not given:
-            self._attends_to(other, length)
-        values = told.get("value")
-        if (
-            isinstance(values, Tensor)
-            and name != "value"
-            and values is not (given if other is None else other)
-        ):
-            self.values["value_input"] = self._batched(values)
-        own = _first(told, POSITIONS)
-        places = [
-            x
-            for x in (own, self.model.positions)
-            if x is not None and x.ndim > 1 and x.shape[-1] == length
-        ]
-        if places:  # a layer may receive text positions only, without RoPE's axes
-            self.values["positions"] = to_numpy(max(places, key=lambda x: x.ndim))
-        padding = self.model.padding
-        if padding is not None and padding.shape == (x.shape[0], (self.past or 0) + length):
-            is_real = to_numpy(padding[:, padding.shape[1] - length :]).astype(bool)
-            if not is_real.all():
-                self.values["is_real"] = is_real
-        self.operations.watch()
+        other_arguments = dict(arguments)
+        layer_input = other_arguments.pop(input_name)
+        x = self.values["input"] = self._batched(layer_input)
+        num_tokens = x.shape[-2] if x.ndim > 1 else 0
+        self.adds_residual = arguments.get("residual") is not None
+        self._open_cache(arguments, num_tokens)
+        key_input = _first_tensor(other_arguments, KEY_INPUTS)
+        if key_input is None:
+            key_input = layer_input
+        if key_input is not layer_input:
+            self._attends_to(key_input, num_tokens)
+        value_input = other_arguments.get("value")
+        if isinstance(value_input, Tensor) and value_input is not key_input:
+            self.values["value_input"] = self._batched(value_input)
+        self._record_positions(_first_tensor(arguments, POSITIONS), num_tokens)
+        self._record_padding(x, num_tokens)
+        self.operations.start()
 
-    def _left(self, *_: Any) -> None:
-        """Clean up when the module is left, also by an exception."""
-        self.operations.close()
+    def _open_cache(self, arguments: Mapping[str, Any], num_tokens: int) -> None:
+        """Find the cache among the arguments of a call, and the number of tokens in it."""
+        self.cache = None
+        for name in CACHES:
+            if arguments.get(name) is not None:
+                self.cache = arguments[name]
+                break
+        self.past = _num_cached(self.cache, self.layer.index)
+        self.num_keys = 0
+        if self.cache is not None and getattr(self.module, "is_kv_shared_layer", False):
+            # It has no keys of its own; the first layer has already appended those of this call.
+            self.past = (_num_cached(self.cache, 0) or num_tokens) - num_tokens
 
-    def _attends_to(self, other: Tensor, length: int) -> None:
-        """Record another sequence that the keys of this call come from; with a cache, the first
-        call records it.
+    def _attends_to(self, other: Tensor, num_tokens: int) -> None:
+        """Record the other sequence that the keys of this call come from.
+
+        With a cache, only the first call records it.
         """
-        if self.cache is not None:  # self-attention has already cached this call's tokens
-            is_known = hasattr(self.cache, "cross_attention_cache") and self.past is not None
-            self.past = (self.past or 0) - length if is_known else None
-        x, padding = self._batched(other), self.model.key_padding
-        self.key_len = x.shape[-2]
-        if not self.past or not _is_same(self.seen.get("key_input", x[:0]), x):
-            self.values["key_input"] = self.seen["key_input"] = x
+        if self.cache is not None:
+            # Self-attention, which comes first, has already cached this call's tokens.
+            if self.past is not None and hasattr(self.cache, "cross_attention_cache"):
+                self.past -= num_tokens
+            else:
+                self.past = None
+        x = self._batched(other)
+        self.num_keys = x.shape[-2]
+        if not self.past or not _is_same(self.history.get("key_input", x[:0]), x):
+            self.values["key_input"] = self.history["key_input"] = x
+        padding = self.model.key_padding
         if padding is not None and padding.shape == x.shape[:2] and not bool(padding.all()):
             self.values["key_is_real"] = to_numpy(padding).astype(bool)
+
+    def _record_positions(self, positions: Tensor | None, num_tokens: int) -> None:
+        """Record the positions that the layer received or the model did, those with more axes."""
+        recorded = None
+        for x in (positions, self.model.positions):
+            if x is None or x.ndim < 2 or x.shape[-1] != num_tokens:
+                continue
+            # A layer may receive the positions in the text only, without the axes of RoPE.
+            if recorded is None or x.ndim > recorded.ndim:
+                recorded = x
+        if recorded is not None:
+            self.values["positions"] = to_numpy(recorded)
+
+    def _record_padding(self, x: np.ndarray, num_tokens: int) -> None:
+        """Record which of the call's tokens are padding, if the model's mask covers them."""
+        padding = self.model.padding
+        num_past = self.past or 0
+        if padding is None or padding.shape != (*x.shape[:1], num_past + num_tokens):
+            return
+        is_real = to_numpy(padding[:, num_past:]).astype(bool)
+        if not is_real.all():
+            self.values["is_real"] = is_real
 
     def _batched(self, x: Tensor) -> np.ndarray:
         if x.ndim == 2:  # tokens of one sequence
             return to_numpy(x)[None]
         if x.ndim == 4:  # rows and columns of tokens
             x = x.flatten(1, 2)
-        is_batched = x.ndim != 3 or getattr(self.module, "batch_first", True)
-        return to_numpy(x if is_batched else x.transpose(0, 1))
+        if x.ndim == 3 and not getattr(self.module, "batch_first", True):
+            x = x.transpose(0, 1)
+        return to_numpy(x)
+
+    # The layer calls its attention function, and before it the cache.
+
+    def cache_updated(self, key: Tensor, value: Tensor) -> None:
+        """Record new keys and values that enter the cache."""
+        if "input" not in self.values or self.num_keys:
+            return
+        if key.ndim == 4 and key.shape[2] == self.values["input"].shape[1]:
+            self.values |= {"k": to_numpy(key), "v": to_numpy(value)}
+
+    def function_configured(self, scale: Any, window: Any, soft_cap: Any) -> None:
+        """Record arguments of the attention function that are no tensors, and may be missing."""
+        self.layer.scale = _as_float(scale)
+        self.layer.window = window if type(window) is int else None
+        self.layer.soft_cap = _as_float(soft_cap)
+        if not self.operations.sees_functions or self.layer.attention not in TRACEABLE:
+            self.operations.stop()
 
     def function_called(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> None:
         """Record the heads that the attention function receives."""
         if "q" in self.values:
-            self.segments.append(
-                {name: self.values.pop(name) for name in OF_FUNCTION if name in self.values}
-            )
+            # It is called once for each segment of the sequence.
+            segment = {name: x for name, x in self.values.items() if name in OF_FUNCTION}
+            self.segments.append(segment)
+            for name in segment:
+                del self.values[name]
         self.values["q"] = to_numpy(query)
-        if self.key_len:
+        if self.num_keys:
             self._cross_function_called(query, key, value, mask)
             return
         if isinstance(mask, Tensor):
-            self.values["mask"] = to_numpy(~mask if mask.dtype == torch.bool else mask)
-            if self.model.has_other_mask:
-                sees = (~is_hidden(self.values["mask"])).any(axis=(1, 3))
-                shape = (query.shape[0], query.shape[2])
-                self.values |= (
-                    {} if sees.all() else {"is_real": np.broadcast_to(sees, shape).copy()}
-                )
-        length, past = query.shape[-2], self.past or 0
-        if (
-            self.cache is None and key.ndim == 4 and key.shape[2] > length
-        ):  # some keys belong to other tokens
-            self.key_len = key.shape[2]
+            self._record_mask(query, mask)
+        num_tokens = query.shape[-2]
+        has_heads = key.ndim == 4
+        if self.cache is None and has_heads and key.shape[2] > num_tokens:
+            # Some keys belong to other tokens.
+            self.num_keys = key.shape[2]
             self._cross_function_called(query, key, value, mask)
-            return
-        if key.ndim != 4 or key.shape[2] < length:
+        elif not has_heads or key.shape[2] < num_tokens:
             self.values |= {"k": to_numpy(key), "v": to_numpy(value)}
+        else:
+            num_past = self.past or 0
+            # A window's cache drops older keys.
+            self.first_key = max(0, num_past + num_tokens - key.shape[2])
+            self._record_self_keys("k", "cache.keys", key, num_past, num_tokens)
+            self._record_self_keys("v", "cache.values", value, num_past, num_tokens)
+
+    def _record_mask(self, query: Tensor, mask: Tensor) -> None:
+        """Record a mask of self-attention, and padding, if only this mask shows it."""
+        self.values["mask"] = _hiding(mask)
+        if not self.model.has_other_mask:
             return
-        all_keys = past + length
-        self.first_key = first = max(0, all_keys - key.shape[2])
-        for name, part, x in (("k", "keys", key), ("v", "values", value)):
-            tokens = to_numpy(x[:, :, : all_keys - first])  # a static cache has unused slots
-            new = self.values.get(name)
-            if new is None or (*new.shape[:2], new.shape[3]) != (
-                *x.shape[:2],
-                x.shape[3],
-            ):  # or latents are cached
-                new = self.values[name] = tokens[
-                    :, :, past - first :
-                ].copy()  # a view would keep all of them alive
-            seen = (
-                np.concatenate([self.seen[name][:, :, :past], new], axis=2)
-                if past and name in self.seen
-                else new
-            )
-            if not _is_same(seen[:, :, -tokens.shape[2] :], tokens):
-                self.values[f"cache.{part}"] = tokens
-            self.seen[name] = seen
+        is_real = (~is_hidden(self.values["mask"])).any(axis=(1, 3))
+        if not is_real.all():
+            shape = (query.shape[0], query.shape[2])
+            self.values["is_real"] = np.broadcast_to(is_real, shape).copy()
+
+    def _record_self_keys(
+        self, name: str, cache_name: str, x: Tensor, num_past: int, num_tokens: int
+    ) -> None:
+        """Record keys or values of self-attention, and those of its cache if they differ.
+
+        Args:
+            name: of the call's own keys or values.
+            cache_name: of all that the function received.
+            x: keys or values that the attention function received.
+            num_past: number of tokens before the call.
+            num_tokens: number of tokens in the call.
+        """
+        # A static cache has unused slots at its end.
+        num_used = num_past + num_tokens - self.first_key
+        received = to_numpy(x[:, :, :num_used])
+        own = self.values.get(name)
+        # The cache may have been updated with latents, or with other heads.
+        if own is None or not _has_same_heads(own, x):
+            # A view would keep all keys alive.
+            own = received[:, :, num_past - self.first_key :].copy()
+            self.values[name] = own
+        so_far = own
+        if num_past and name in self.history:
+            so_far = np.concatenate([self.history[name][:, :, :num_past], own], axis=2)
+        if not _is_same(so_far[:, :, -received.shape[2] :], received):
+            self.values[cache_name] = received
+        self.history[name] = so_far
 
     def _cross_function_called(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> None:
+        """Record heads of attention to another sequence."""
+        batch_size, num_tokens = query.shape[0], query.shape[2]
         if mask is None:
-            self.values["mask"] = np.zeros((query.shape[0], 1, query.shape[2], self.key_len), bool)
+            self.values["mask"] = np.zeros((batch_size, 1, num_tokens, self.num_keys), bool)
         elif isinstance(mask, Tensor) and mask.ndim == 4:
-            x = to_numpy(~mask if mask.dtype == torch.bool else mask)[..., : self.key_len]
-            sees = (~is_hidden(x)).any(axis=(1, 2))
-            self.values |= {
-                "mask": np.broadcast_to(x, (*x.shape[:2], query.shape[2], self.key_len)).copy()
-            }
-            if self.model.has_other_key_mask and not sees.all():
-                self.values["key_is_real"] = np.broadcast_to(
-                    sees, (query.shape[0], self.key_len)
-                ).copy()
-        for name, part, x in (("k", "keys", key), ("v", "values", value)):
-            tokens = to_numpy(x[:, :, : self.key_len])
+            x = _hiding(mask)[..., : self.num_keys]
+            shape = (*x.shape[:2], num_tokens, self.num_keys)
+            self.values["mask"] = np.broadcast_to(x, shape).copy()
+            is_real = (~is_hidden(x)).any(axis=(1, 2))
+            if self.model.has_other_key_mask and not is_real.all():
+                shape = (batch_size, self.num_keys)
+                self.values["key_is_real"] = np.broadcast_to(is_real, shape).copy()
+        for name, cache_name, x in (("k", "cache.keys", key), ("v", "cache.values", value)):
+            received = to_numpy(x[:, :, : self.num_keys])
             if not self.past:
-                self.values[name] = self.seen[name] = tokens
-            elif not _is_same(self.seen.get(name, tokens[:0]), tokens):
-                self.values[f"cache.{part}"] = tokens
-
-    def cached(self, key: Tensor, value: Tensor) -> None:
-        """Record new keys and values that enter the cache."""
-        if (
-            "input" in self.values
-            and not self.key_len
-            and key.ndim == 4
-            and key.shape[2] == self.values["input"].shape[1]
-        ):
-            self.values |= {"k": to_numpy(key), "v": to_numpy(value)}
+                self.values[name] = self.history[name] = received
+            elif not _is_same(self.history.get(name, received[:0]), received):
+                self.values[cache_name] = received
 
     def function_returned(self, result: Any) -> None:
-        """Record the context (B, T, N, H) that the attention function returns, and its weights if
-        present.
-        """
-        context, *more = result if isinstance(result, tuple) else (result,)
+        """Record the context (B, T, N, H) of the attention function, and its weights if present."""
+        context, *rest = result if isinstance(result, tuple) else (result,)
         if isinstance(context, Tensor) and context.ndim == 4:
             self.values["context"] = to_numpy(context.transpose(1, 2))
-        if more and isinstance(more[0], Tensor) and more[0].ndim == 4:
-            self.values["attn_weights"] = to_numpy(more[0])
+        if rest and isinstance(rest[0], Tensor) and rest[0].ndim == 4:
+            self.values["attn_weights"] = to_numpy(rest[0])
 
-    def _operations_ran(self) -> None:
-        """Record operations if the module called no attention function, or if its inner scores are
-        requested.
-        """
-        x = self.values.get("input")
-        if x is None or ("q" in self.values and not self.operations.sees_functions):
-            return
-        attended = self.operations.attention(x.shape[0], x.shape[1] if x.ndim == 3 else None)
-        if not isinstance(attended, Attended):
-            self.layer.not_seen = "" if "q" in self.values else attended
-            return
-        if "q" not in self.values:
-            dtype = getattr(torch, x.dtype.name)
-            q, k, v = (_narrowed(each, dtype) for each in (attended.q, attended.k, attended.v))
-            self.function_called(q, k, v, attended.mask)
-            self.function_returned((attended.context.transpose(1, 2), attended.weights))
-        elif not self.past:
-            self.values["mask"] = to_numpy(
-                ~attended.mask if attended.mask.dtype == torch.bool else attended.mask
-            )
-        self.layer.scale, self.layer.soft_cap = attended.scale, attended.soft_cap
-        if attended.scores is not None:
-            self.values["scores"] = to_numpy(attended.scores)
+    # The call of the layer ends.
 
     def _projected(self, name: str, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         if isinstance(result, Tensor):
+            # Removed first, so that the latest projection is last.
             self.projections.pop(f"projections.{name}", None)
             self.projections[f"projections.{name}"] = to_numpy(result)
+
+    def _left(self, *_: Any) -> None:
+        """Clean up when the module is left, also by an exception."""
+        self.operations.stop()
 
     def _returned(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        self._operations_ran()
-        first, *more = result if isinstance(result, tuple | list) else (result,)
-        if (
-            self.adds_residual and self.projections
-        ):  # as in BLOOM: take the output before the residual
+        """Record what the layer returns, and the call."""
+        self._record_operations()
+        output, *rest = result if isinstance(result, tuple | list) else (result,)
+        if self.adds_residual and self.projections:
+            # As in BLOOM: the output before the residual is that of the last projection.
             self.values["output"] = list(self.projections.values())[-1]
-        elif isinstance(first, Tensor):
-            self.values["output"] = self._batched(first)
+        elif isinstance(output, Tensor):
+            self.values["output"] = self._batched(output)
         is_ours = type(module).__module__.startswith("mha_torch.")
-        if is_ours and more and isinstance(more[0], Tensor):
-            self.values["attn_weights"] = to_numpy(more[0])
+        if is_ours and rest and isinstance(rest[0], Tensor):
+            self.values["attn_weights"] = to_numpy(rest[0])
         if self.segments:
             self.values |= _joined([*self.segments, self.values])
-        values = self.values if "q" in self.values else {**self.values, **self.projections}
-        self.layer.calls.append(TappedCall(values, self.past, self.first_key))
+        if "q" not in self.values:
+            self.values |= self.projections
+        self.layer.calls.append(TappedCall(self.values, self.past, self.first_key))
         self.values, self.projections, self.segments, self.cache = {}, {}, [], None
+
+    def _record_operations(self) -> None:
+        """Record attention from operations.
+
+        It is needed if the module called no attention function, or if the scores inside of one are
+        requested.
+        """
+        x = self.values.get("input")
+        if x is None:
+            return
+        called_function = "q" in self.values
+        if called_function and not self.operations.sees_functions:
+            return
+        num_tokens = x.shape[1] if x.ndim == 3 else None
+        attended = self.operations.attention(x.shape[0], num_tokens)
+        if not isinstance(attended, Attended):
+            self.layer.not_seen = "" if called_function else attended
+            return
+        if not called_function:
+            dtype = getattr(torch, x.dtype.name)
+            q = _narrowed(attended.q, dtype)
+            k = _narrowed(attended.k, dtype)
+            v = _narrowed(attended.v, dtype)
+            self.function_called(q, k, v, attended.mask)
+            self.function_returned((attended.context.transpose(1, 2), attended.weights))
+        elif not self.past:
+            # A function may add to its mask or build one, so what the operations hide is exact.
+            # With a cache, whose unused slots they include, the mask that was passed stays.
+            self.values["mask"] = _hiding(attended.mask)
+        self.layer.scale, self.layer.soft_cap = attended.scale, attended.soft_cap
+        if attended.scores is not None:
+            self.values["scores"] = to_numpy(attended.scores)
 
 
 def _joined(segments: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Return joined values of the attention function over segments; empty if they don't cover the
-    sequence.
+    """Return joined values of the attention function over segments.
+
+    Empty if the segments do not cover the sequence, each attending to itself.
     """
-    num_tokens, lengths = segments[-1]["input"].shape[1], [each["q"].shape[2] for each in segments]
-    is_whole = sum(lengths) == num_tokens and all(
-        len(each["q"]) == 1 and "mask" not in each for each in segments
-    )
-    if not is_whole or any(each["k"].shape[2] != each["q"].shape[2] for each in segments):
+    num_tokens = segments[-1]["input"].shape[1]
+    lengths = [segment["q"].shape[2] for segment in segments]
+    if sum(lengths) != num_tokens or not all(_is_whole(segment) for segment in segments):
         return {}
-    found = {"segment_ids": np.repeat(np.arange(len(segments)), lengths)[None]}
+    joined = {"segment_ids": np.repeat(np.arange(len(segments)), lengths)[None]}
     for name in ("q", "k", "v", "context"):
-        if all(name in each for each in segments):
-            found[name] = np.concatenate([each[name] for each in segments], axis=2)
-    if all("attn_weights" in each for each in segments):
-        weights = [each["attn_weights"] for each in segments]
-        whole = found["attn_weights"] = np.zeros(
-            (*weights[0].shape[:2], num_tokens, num_tokens), weights[0].dtype
-        )
-        for stop, each in zip(np.cumsum(lengths), weights, strict=True):
-            start = stop - each.shape[2]
-            whole[:, :, start:stop, start:stop] = each
-    return found
+        if all(name in segment for segment in segments):
+            joined[name] = np.concatenate([segment[name] for segment in segments], axis=2)
+    if all("attn_weights" in segment for segment in segments):
+        joined["attn_weights"] = _block_diagonal([segment["attn_weights"] for segment in segments])
+    return joined
+
+
+def _is_whole(segment: Mapping[str, np.ndarray]) -> bool:
+    """Return whether one sequence attends to all of its own tokens."""
+    q, k = segment["q"], segment["k"]
+    return len(q) == 1 and k.shape[2] == q.shape[2] and "mask" not in segment
+
+
+def _block_diagonal(blocks: list[np.ndarray]) -> np.ndarray:
+    """Return matrices (B, N, T, T) as blocks on the diagonal of one."""
+    num_tokens = sum(block.shape[2] for block in blocks)
+    whole = np.zeros((*blocks[0].shape[:2], num_tokens, num_tokens), blocks[0].dtype)
+    start = 0
+    for block in blocks:
+        stop = start + block.shape[2]
+        whole[:, :, start:stop, start:stop] = block
+        start = stop
+    return whole
+
+
+def _has_same_heads(own: np.ndarray, x: Tensor) -> bool:
+    """Return whether keys of some tokens, and those of others, have the same axes but tokens."""
+    return (*own.shape[:2], own.shape[3]) == (*x.shape[:2], x.shape[3])
+
+
+def _hiding(mask: Tensor) -> np.ndarray:
+    """Return a mask that is True where a key is hidden; torch's is True where it is not."""
+    if mask.dtype == torch.bool:
+        mask = ~mask
+    return to_numpy(mask)
+
+
+def _as_float(number: Any) -> float | None:
+    """Return an argument as a number; None if it is something else, such as a tensor."""
+    return float(number) if isinstance(number, int | float) else None
 
 
 def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return heads in the dtype of their layer if it represents them: scores may use a wider
-    dtype.
-    """
+    """Return heads in their layer's dtype if it represents them: scores may use a wider one."""
     narrow = x.to(dtype)
-    return narrow if torch.equal(narrow.to(x.dtype), x) else x
+    if torch.equal(narrow.to(x.dtype), x):
+        return narrow
+    return x
 
 
 def _is_same(one: np.ndarray, other: np.ndarray) -> bool:
@@ -534,10 +646,11 @@ def _around_forward(
     stack: ExitStack,
 ) -> None:
     """Wrap the forward method as hooks would, without registering hooks on the module."""
-    forward, own = module.forward, module.__dict__.get("forward")
+    forward = module.forward
+    own_forward = module.__dict__.get("forward")  # of another open tap, for instance
 
     @functools.wraps(forward)
-    def heard(*args: Any, **kwargs: Any) -> Any:
+    def recording_forward(*args: Any, **kwargs: Any) -> Any:
         called(module, args, kwargs)
         try:
             result = forward(*args, **kwargs)
@@ -546,13 +659,13 @@ def _around_forward(
         returned(module, args, kwargs, result)
         return result
 
-    def put_back() -> None:
+    def restore() -> None:
         module.__dict__.pop("forward", None)
-        if own is not None:
-            module.__dict__["forward"] = own
+        if own_forward is not None:
+            module.__dict__["forward"] = own_forward
 
-    module.__dict__["forward"] = heard
-    stack.callback(put_back)
+    module.__dict__["forward"] = recording_forward
+    stack.callback(restore)
 
 
 def arguments_of(
@@ -564,26 +677,40 @@ def arguments_of(
         bound = signature.bind_partial(*args, **kwargs)
     except TypeError:  # the module itself will raise it
         return dict(kwargs)
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         kind = signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_KEYWORD:
-            found |= value
+            arguments |= value
         elif kind is inspect.Parameter.VAR_POSITIONAL:
-            found |= {f"{name}{place}": each for place, each in enumerate(value)}
+            for place, x in enumerate(value):
+                arguments[f"{name}{place}"] = x
         else:
-            found[name] = value
-    return found
+            arguments[name] = value
+    return arguments
 
 
-def _first(told: Mapping[str, Any], names: tuple[str, ...]) -> Tensor | None:
+def _name_of_first_tensor(arguments: Mapping[str, Any]) -> str | None:
+    """Return the name of the first argument that is a tensor."""
+    for name, x in arguments.items():
+        if isinstance(x, Tensor):
+            return name
+    return None
+
+
+def _first_tensor(arguments: Mapping[str, Any], names: tuple[str, ...]) -> Tensor | None:
     """Return the first tensor among these names."""
-    return next((told[name] for name in names if isinstance(told.get(name), Tensor)), None)
+    for name in names:
+        x = arguments.get(name)
+        if isinstance(x, Tensor):
+            return x
+    return None
 
 
-def _cached(cache: Any, index: int) -> int | None:
-    """Return the number of tokens that a cache holds for a layer; 0 without a cache, None if
-    unknown or ragged.
+def _num_cached(cache: Any, index: int) -> int | None:
+    """Return the number of tokens that a cache holds for a layer.
+
+    0 without a cache; None if it is unknown, or differs between sequences.
     """
     if cache is None:
         return 0

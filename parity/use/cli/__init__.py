@@ -1,6 +1,9 @@
-"""The command line, `mha-parity`: one module for each command.
+"""The command line, `mha-parity`: one module for each command, imported when the command runs.
 
-Start at `main.main`. A command's module has two functions: one adds its options to a parser, the
-other runs it and returns the exit code and the content of its JSON report. Several commands share
-the modules `options` and `paths`.
+- `COMMANDS` (`main`): the module of each command, which has a `PAGE`, `add_arguments` and `run`.
+- `Page` (`help`): the help of a command.
+- `Result` (`help`): what `run` returns, the exit status and the content of the JSON report.
+
+Start at `main.main`. Commands share `options`, `layers` (of weight files), `paths`, `reports` and
+`messages`; `ranks` and `taps` are forms of `diagnose` and `compare`.
 """

@@ -9,9 +9,8 @@ from parity.use.cli.messages import refusal
 
 PAGE = Page(
     "describe known bugs: symptoms, reproduction, fix",
-    "Describe known bugs: their symptoms, a few lines that reproduce them, and the fix. Without "
-    "a name, list the "
-    "pages. `diagnose` and failing tests name these pages.",
+    "Describe known bugs: their symptoms, a few lines that reproduce them, and the fix. Without a "
+    "name, list the pages. `diagnose` and failing tests name these pages.",
     "mha-parity bugs rope-pairs",
     "printed",
 )

@@ -7,7 +7,8 @@ import argparse
 from parity.use.cli.help import Page, Result
 from parity.use.cli.options import check_names, check_range, dtype_name
 
-MOST_SIZE = 2**63 - 1  # of an axis of an array
+MOST_SIZE = 2**63 - 1
+"""The largest size of an axis of an array."""
 
 PAGE = Page(
     "compute the memory of a key/value cache",
@@ -56,12 +57,10 @@ def run(options: argparse.Namespace) -> Result:
         dtype_named(options.dtype),
         num_layers=options.num_layers,
     )
-    out = console()
-    out.print(
+    sizes = (
         f"2 x {options.batch_size} sequences x {options.num_kv_heads} heads x {options.capacity} "
-        f"slots x "
-        f"{options.head_dim} features x {options.num_layers} layers in {options.dtype}: "
-        f"{nbytes} bytes = {nbytes / 2**30:.3g} GiB",
-        soft_wrap=True,
+        f"slots x {options.head_dim} features x {options.num_layers} layers in {options.dtype}"
     )
+    text = f"{sizes}: {nbytes} bytes = {nbytes / 2**30:.3g} GiB"
+    console().print(text, soft_wrap=True)
     return 0, {"nbytes": nbytes}

@@ -6,9 +6,8 @@ import argparse
 import fnmatch
 from typing import TYPE_CHECKING
 
-from parity.measure.text import did_you_mean
 from parity.use.cli.help import Page, Result
-from parity.use.cli.messages import refusal
+from parity.use.cli.messages import names_like, refusal
 
 if TYPE_CHECKING:
     from parity.measure.core.case import Case
@@ -46,9 +45,11 @@ def cases_named(flag: str, pattern: str, may_be_none: bool = False) -> list[Case
     from parity.measure.core.cases import CASES, find_case
 
     cases = [case for name, case in CASES.items() if fnmatch.fnmatchcase(name, pattern)]
-    if not cases and (case := find_case(pattern)):
-        cases = [case]
-    if not (cases or may_be_none):
-        advice = filter(None, (did_you_mean(pattern, CASES), "`mha-parity cases` lists them"))
-        raise refusal(flag, "match a case", {flag: pattern}, hint=" ".join(advice))
+    if not cases:
+        # Random cases, of which there is one for each number, are not listed.
+        case = find_case(pattern)
+        cases = [] if case is None else [case]
+    if not cases and not may_be_none:
+        hint = names_like(pattern, CASES, "`mha-parity cases` lists them")
+        raise refusal(flag, "match a case", {flag: pattern}, hint=hint)
     return cases

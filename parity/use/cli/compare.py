@@ -16,9 +16,9 @@ from parity.use.cli.reports import (
 
 PAGE = Page(
     "check traces saved elsewhere, or recordings of models",
-    "Check traces that `run --save-traces` wrote in another environment or on another machine. "
-    "Or check a "
-    "recording of `parity.tap` layer by layer, against the model in --model or a second recording.",
+    "Check traces that `run --save-traces` wrote in another environment or on another machine. Or "
+    "check a recording of `parity.tap` layer by layer, against the model in --model or a second "
+    "recording.",
     "mha-parity compare traces/torch traces/tt",
     "every stage of all inputs agrees",
     "a stage differs",
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> Result:
     from parity.use.running.run import compare_traces
 
     if taps.are_taps(options.traces):
-        return taps.compare(options)
+        return taps.compare_recordings(options)
     if options.model is not None:
         raise refusal("--model", "be passed with recordings", " ".join(options.traces))
     maps = attention_maps(options)

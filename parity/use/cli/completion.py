@@ -5,6 +5,7 @@ bugs, and files.
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 SHELLS = ("bash", "zsh", "tcsh", "fish")
 
@@ -25,21 +26,29 @@ def completion_for(shell: str, parser: argparse.ArgumentParser) -> str:
     check_installed("--print-completion", "shtab")
     import shtab
 
-    (commands,) = (
+    (commands,) = [
         action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
-    )
+    ]
     commands.help = "command"  # shtab leaves out hidden arguments
     names = _names()
     for command in commands.choices.values():
+        command_name = command.prog.split()[-1]
         for action in command._actions:
             metavar = str(action.metavar)
-            if metavar in (*FOLDERS, *FILES):
-                action.complete = shtab.DIRECTORY if metavar in FOLDERS else shtab.FILE  # pyright: ignore[reportAttributeAccessIssue]
-            elif (
-                known := names.get((command.prog.split()[-1], metavar)) or names.get(("", metavar))
-            ) is not None:
-                action.choices = known
+            if metavar in FOLDERS:
+                _complete(action, shtab.DIRECTORY)
+            elif metavar in FILES:
+                _complete(action, shtab.FILE)
+            elif (command_name, metavar) in names:
+                action.choices = names[command_name, metavar]
+            elif ("", metavar) in names:
+                action.choices = names["", metavar]
     return shtab.complete(parser, shell)
+
+
+def _complete(action: Any, kind: Any) -> None:
+    """Set what completes the value of an option, in the attribute that shtab reads."""
+    action.complete = kind
 
 
 def _names() -> dict[tuple[str, str], list[str]]:

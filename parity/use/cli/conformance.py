@@ -16,13 +16,15 @@ from parity.use.cli.options import (
     name_list,
 )
 
+DECLARATIONS = ("framework", "params", "axes", "d_model", "num_heads", "num_kv_heads")
+DECLARATIONS += ("mask_name", "mask_true", "causal_name", "causal_alignment")
+"""Options that declare properties of the callable."""
+
 PAGE = Page(
     "report how an attention treats masks, empty rows and NaN",
     "Report the conventions of an attention (mask polarity, causal alignment, fully masked rows, "
-    "…) and the "
-    "guarantees that it breaks. It is your own function or module, or one of torch, JAX, Flax, "
-    "Keras and "
-    "Equinox.",
+    "…) and the guarantees that it breaks. It is your own function or module, or one of torch, "
+    "JAX, Flax, Keras and Equinox.",
     "mha-parity conformance my_package.attention:attention --mask-true hides",
     "no guarantee is broken",
     "one is broken",
@@ -87,9 +89,11 @@ def run(options: argparse.Namespace) -> Result:
 
     if options.libraries == (options.subject is not None):
         raise refusal("PKG.MODULE:CALLABLE or --libraries", "be passed, and not both")
-    names = ("framework", "params", "axes", "d_model", "num_heads", "num_kv_heads")
-    names += ("mask_name", "mask_true", "causal_name", "causal_alignment")
-    declared = {name: value for name in names if (value := getattr(options, name)) is not None}
+    declared = {}
+    for name in DECLARATIONS:
+        value = getattr(options, name)
+        if value is not None:
+            declared[name] = value
     flags = {flag_of(name): value for name, value in declared.items()}
     check_names("--dtypes", options.dtypes, DTYPES)
     check_names("--checks", options.checks, QUESTIONS)
@@ -98,26 +102,35 @@ def run(options: argparse.Namespace) -> Result:
             raise refusal("--libraries", f"not be combined with {', '.join(flags)}")
         names = matching("--only", options.only or ["*"], PEERS)
         with progress_bar(len(names)) as on_subject:
-            found = examine_peers(names, options.checks, options.dtypes, on_subject=on_subject)
+            answers = examine_peers(names, options.checks, options.dtypes, on_subject=on_subject)
     else:
         if options.only is not None:
-            raise refusal(
-                "--only", "be passed with --libraries", {"--only": ",".join(options.only)}
-            )
+            only = ",".join(options.only)
+            raise refusal("--only", "be passed with --libraries", {"--only": only})
         if options.params is not None:
             declared["params"] = load_params(options.params)
         if "causal_alignment" in declared:
             declared["causal"] = declared.pop("causal_alignment")
         target = load_callable(options.subject)
-        found = [examine(target, options.checks, options.dtypes, name=options.subject, **declared)]
+        answers = [
+            examine(target, options.checks, options.dtypes, name=options.subject, **declared)
+        ]
 
-    def again(subject: str, question: str) -> str:
+    def command_for(subject: str, question: str) -> str:
+        """Return the command line that repeats one check."""
         words = ["mha-parity", "conformance"]
-        words += ["--libraries", "--only", subject] if options.libraries else [options.subject]
+        if options.libraries:
+            words += ["--libraries", "--only", subject]
+        else:
+            words.append(options.subject)
         for flag, value in flags.items():
             words += [flag, str(value)]
         return shlex.join([*words, "--checks", question])
 
-    print_conformance(found, console(), again)
-    content = {"packages": installed(), "subjects": found, "not_examined": unexamined_dtypes(found)}
-    return exit_status(found), content
+    print_conformance(answers, console(), command_for)
+    content = {
+        "packages": installed(),
+        "subjects": answers,
+        "not_examined": unexamined_dtypes(answers),
+    }
+    return exit_status(answers), content

@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from parity.measure.text import some_of
 from parity.use.cli.help import Page, Result
-from parity.use.cli.layers import add_layer_options, layer_options, said_of_layers, warn_of_parts
+from parity.use.cli.layers import (
+    add_layer_options,
+    layer_options,
+    warn_of_parts,
+)
 from parity.use.cli.messages import refusal, warn
 from parity.use.cli.options import name_list
 
@@ -23,15 +27,16 @@ if TYPE_CHECKING:
     from parity.port.conversion.layouts.losses import LossyError as LossyType
     from parity.port.conversion.plan import Converted
 
-MOST_GIB = 2**20  # of a shard: a pebibyte
+MOST_GIB = 2**20
+"""The largest size of a shard, a pebibyte. The number is a choice: larger than any file, and small
+enough for its bytes to be an exact integer.
+"""
 
 PAGE = Page(
     "convert attention weights between layouts",
     "Convert the attention layers of a checkpoint between layouts, tensor by tensor, and keep or "
-    "drop all "
-    "other tensors. If the file is ambiguous, an error names the flag that decides. DST is "
-    "written completely "
-    "or not at all.",
+    "drop all other tensors. If the file is ambiguous, an error names the flag that decides. DST "
+    "is written completely or not at all.",
     "mha-parity convert model.safetensors flax.safetensors --from transformers.LLaMA \\\n"
     "      --to flax.nnx --prefix 'model.layers.{i}.self_attn' --num-heads 32",
     "written",
@@ -116,20 +121,28 @@ def may_write(options: argparse.Namespace, path: str) -> bool:
 def _accepting(words: Sequence[str], lossy: LossyType) -> str:
     """Return the command line of this process with the options that accept its losses."""
     remedy: Mapping[str, Any] = dict(cast(Any, lossy.remedy))
-    kept: list[str] = []
-    skips_value = False
-    for word in words:
-        if skips_value:
-            skips_value = False
-        elif "drop" in remedy and word == "--drop":
-            skips_value = True
-        elif "drop" not in remedy or not word.startswith("--drop="):
-            kept.append(word)
+    words = list(words)
     if "drop" in remedy:
-        kept += ["--drop", remedy["drop"]]
+        # The remedy has all features to drop, also those that were passed.
+        words = _without_drop(words)
+        words += ["--drop", remedy["drop"]]
     if "fill_bias" in remedy:
-        kept.append("--fill-bias")
-    return shlex.join(["mha-parity", *kept])
+        words.append("--fill-bias")
+    return shlex.join(["mha-parity", *words])
+
+
+def _without_drop(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line without `--drop` and its value."""
+    remaining: list[str] = []
+    is_value = False
+    for word in words:
+        if is_value:
+            is_value = False
+        elif word == "--drop":
+            is_value = True
+        elif not word.startswith("--drop="):
+            remaining.append(word)
+    return remaining
 
 
 def run(options: argparse.Namespace) -> Result:
@@ -196,8 +209,7 @@ def run(options: argparse.Namespace) -> Result:
         ),
         (
             "norms over the width of all heads: each rank has its own weights, and code that "
-            "computes with them must "
-            "add up the squares of all ranks",
+            "computes with them must add up the squares of all ranks",
             converted.joined,
         ),
         (
@@ -212,7 +224,7 @@ def run(options: argparse.Namespace) -> Result:
 
 def _may_observe(options: argparse.Namespace) -> bool:
     """Return whether layers that no rules specify can be observed, and no option specifies them."""
-    if said_of_layers(options):
+    if passed_layer_flags(options):
         return False
     return find_spec("torch") is not None and find_spec("transformers") is not None
 

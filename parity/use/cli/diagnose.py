@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from parity.use.cli.former import warn_of_former
 from parity.use.cli.help import Page, Result
 from parity.use.cli.layers import (
     ASSUMED_CAUSAL,
@@ -27,13 +26,13 @@ if TYPE_CHECKING:
 
     from parity.explain.diagnosis.diagnose import Diagnosis
     from parity.measure.core.problem import Problem
+    from parity.port.conversion.differences import WeightsComparison
     from parity.use.running.report import Report
 
 PAGE = Page(
     "name the wrong layer, the wrong stage and the bug",
     "Find out why an implementation differs from the reference. The result is the known bug, or "
-    "the two, that "
-    "explain the difference.",
+    "the two, that explain the difference.",
     "mha-parity diagnose my_package.attention:attention --weights layer.safetensors",
     "nothing differs by more than rounding",
     "something differs",
@@ -114,43 +113,23 @@ def run(options: argparse.Namespace) -> Result:
     from parity.use.reporting.diagnosis import print_diagnosis
     from parity.use.running.run import compare_traces
 
-    out, files = console(), " ".join(options.files)
+    out = console()
+    inputs = " ".join(options.files)
     if options.mesh is not None:
-        for flag, value in {"--framework": options.framework, "--params": options.params}.items():
-            if value is not None:
-                raise refusal(flag, "be passed with PKG.MODULE:FUNCTION", files)
-        if options.html is not None:
-            raise refusal("--html", "be left out with --mesh")
-        return ranks.diagnose(options)
+        _check_for_ranks(options, inputs)
+        return ranks.diagnose_division(options)
     if options.case is not None:
         raise refusal("--case", "be passed with --mesh")
-    of_function = {
-        "--framework": options.framework,
-        "--params": options.params,
-        "--causal": options.causal,
-    }
     if taps.are_taps(options.files):
-        if options.weights is not None:
-            warn_of_former("--weights for recordings", "--model")
-            options.model, options.weights = options.weights, None
-        of_others = {
-            **of_function,
-            "--from": options.layouts or None,
-            "--prefix": options.prefix or None,
-        }
-        if given := [flag for flag, value in of_others.items() if value is not None]:
-            raise refusal(", ".join(given), "be left out for recordings", files)
-        return taps.diagnose(options)
+        _check_for_recordings(options, inputs)
+        return taps.diagnose_recordings(options)
     if options.model is not None:
-        raise refusal("--model", "be passed with recordings", files)
-    is_function = (
-        len(options.files) == 1 and ":" in options.files[0] and not Path(options.files[0]).exists()
-    )
-    of_function["--weights"] = options.weights
-    if not is_function and (
-        given := [flag for flag, value in of_function.items() if value is not None]
-    ):
-        raise refusal(", ".join(given), "be passed with PKG.MODULE:FUNCTION", files)
+        raise refusal("--model", "be passed with recordings", inputs)
+    is_function = _is_function(options.files)
+    if not is_function:
+        needless = _passed({**_of_function(options), "--weights": options.weights})
+        if needless:
+            raise refusal(needless, "be passed with PKG.MODULE:FUNCTION", inputs)
     maps = attention_maps(options)
     if is_function:
         diagnosis, report = _diagnose_function(options, out)
@@ -161,10 +140,49 @@ def run(options: argparse.Namespace) -> Result:
         return _diagnose_weights(options, out)
     else:
         kinds = "PKG.MODULE:FUNCTION, one or two traces, one or two recordings, or two weight files"
-        raise refusal("INPUT", f"be {kinds}", files)
+        raise refusal("INPUT", f"be {kinds}", inputs)
     print_diagnosis(diagnosis, out, is_right=not diagnosis.is_wrong, verbose=options.verbose)
     write_page(options, report, maps)
     return 1 if diagnosis.is_wrong else 0, diagnosis.to_dict()
+
+
+def _check_for_ranks(options: argparse.Namespace, inputs: str) -> None:
+    """Reject options that do not concern the stages of ranks."""
+    for flag, value in {"--framework": options.framework, "--params": options.params}.items():
+        if value is not None:
+            raise refusal(flag, "be passed with PKG.MODULE:FUNCTION", inputs)
+    if options.html is not None:
+        raise refusal("--html", "be left out with --mesh")
+
+
+def _check_for_recordings(options: argparse.Namespace, inputs: str) -> None:
+    """Reject options that do not concern recordings."""
+    if options.weights is not None:
+        hint = "--model has the folder of their model"
+        raise refusal("--weights", "be left out for recordings", inputs, hint=hint)
+    of_files = {"--from": options.layouts or None, "--prefix": options.prefix or None}
+    needless = _passed({**_of_function(options), **of_files})
+    if needless:
+        raise refusal(needless, "be left out for recordings", inputs)
+
+
+def _of_function(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that only a function has, with their values."""
+    return {
+        "--framework": options.framework,
+        "--params": options.params,
+        "--causal": options.causal,
+    }
+
+
+def _passed(values: Mapping[str, Any]) -> str:
+    """Return the options that were passed; empty if none was."""
+    return ", ".join(flag for flag, value in values.items() if value is not None)
+
+
+def _is_function(files: Sequence[str]) -> bool:
+    """Return whether the input is `package.module:name`, and no file has this name."""
+    return len(files) == 1 and ":" in files[0] and not Path(files[0]).exists()
 
 
 def _diagnose_weights(options: argparse.Namespace, out: Console) -> Result:
@@ -178,32 +196,33 @@ def _diagnose_weights(options: argparse.Namespace, out: Console) -> Result:
 
     if options.html is not None:
         raise refusal("--html", "be left out for weight files")
-    shown: tuple[Any, Any] | None = None
+    diagnosis = Diagnosis("none")
+    shown: WeightsComparison | None = None
     with pairs_of_layers(options) as pairs:
         for one, other in pairs.layers:
             layers = (*one.load(), *other.load())
             weights = compare_weights(*layers)
             if shown is None or not weights.same:
-                shown = weights, Diagnosis("none") if weights.same else diagnose_weights(*layers)
+                shown = weights
             if not weights.same:
+                diagnosis = diagnose_weights(*layers)
                 if len(pairs.layers) > 1:
-                    first = (
-                        f"{one.label} and {other.label} are the first of {len(pairs.layers)} "
-                        f"layers that differ"
-                    )
-                    out.print(first, soft_wrap=True)
+                    labels = f"{one.label} and {other.label}"
+                    text = f"{labels} are the first of {len(pairs.layers)} layers that differ"
+                    out.print(text, soft_wrap=True)
                 break
-    weights, diagnosis = cast(Any, shown)  # there is a layer
-    print_weights(weights, diagnosis, out, verbose=options.verbose)
-    return status_of(weights.same, pairs), {
+    comparison = cast("WeightsComparison", shown)  # there is a layer
+    print_weights(comparison, diagnosis, out, verbose=options.verbose)
+    content = {
         **diagnosis.to_dict(),
-        "weights": weights,
+        "weights": comparison,
         "not_compared": pairs.not_compared,
     }
+    return status_of(comparison.same, pairs), content
 
 
 def _are_traces(files: Sequence[str]) -> bool:
-    """Return if the files are traces; reject a mixture."""
+    """Return whether the files are traces; reject a mixture."""
     kinds = [kind_of(path) == "trace" for path in files]
     if any(kinds) and not all(kinds):
         raise refusal("both files", "be traces, or neither", " ".join(files))
@@ -222,9 +241,8 @@ def _diagnose_traces(files: Sequence[str], out: Console, *, verbose: bool) -> Di
     traces = [load_trace(path) for path in files]
     if len({trace.problem.digest for trace in traces}) > 1:
         raise refusal("traces", "be of one case and dtype", " ".join(files))
-    if len({trace.title for trace in traces}) < len(
-        traces
-    ):  # of one backend: files distinguish them
+    if len({trace.title for trace in traces}) < len(traces):
+        # Two traces of one backend have the same title: their files distinguish them.
         traces = [
             replace(trace, folder=path, is_named_by_folder=True)
             for trace, path in zip(traces, files, strict=True)
@@ -232,19 +250,22 @@ def _diagnose_traces(files: Sequence[str], out: Console, *, verbose: bool) -> Di
     sides = judge_together(traces)
     if len(traces) > 1:
         print_divergence(sides, distances(traces[0], traces[1], sides), out, verbose=verbose)
-    elif difference := first_difference(sides[0]):
-        title, _, numbers = str(difference).partition("\n")
-        out.print(title, style="red", soft_wrap=True)
-        if verbose:
-            out.print(numbers, soft_wrap=True)
+    else:
+        difference = first_difference(sides[0])
+        if difference is not None:
+            title, _, numbers = str(difference).partition("\n")
+            out.print(title, style="red", soft_wrap=True)
+            if verbose:
+                out.print(numbers, soft_wrap=True)
     return diagnose_worst(traces, sides)
 
 
 def _diagnose_function(
     options: argparse.Namespace, out: Console
 ) -> tuple[Diagnosis, Report | None]:
-    """Return the diagnosis of a function, and a report if a page is requested; print
-    assumptions.
+    """Return the diagnosis of a function, and a report if a page is requested.
+
+    Prints that the function is assumed to be causal, and what would be found if it is not.
     """
     from parity.explain.diagnosis.diagnose import SECONDS, diagnose, observe
     from parity.measure.backends import FRAMEWORKS, load_backend
@@ -252,9 +273,8 @@ def _diagnose_function(
 
     function, problem, framework = _function(options)
     case = problem.case
-    with load_backend(FRAMEWORKS[framework]).lock(
-        problem.dtype
-    ) as settings:  # what a layer keeps lasts for both calls
+    # A layer may keep state under these settings, such as a compiled program, for both calls.
+    with load_backend(FRAMEWORKS[framework]).lock(problem.dtype) as settings:
         arithmetic = settings.get("arithmetic", "ieee")
         observed = observe(function, problem, framework)
         diagnosis = diagnose(observed, problem, arithmetic=arithmetic)
@@ -267,29 +287,31 @@ def _diagnose_function(
         if is_assumed:
             out.print(f"{options.files[0]} {ASSUMED_CAUSAL}", soft_wrap=True, highlight=False)
         if is_assumed and diagnosis.is_wrong:
-            other = replace(problem, case=replace(case, is_causal=False))
-            observed, seconds = (
-                observe(function, other, framework),
-                SECONDS if diagnosis.unknowns else 0.0,
-            )
-            words = _words_of(diagnose(observed, other, arithmetic=arithmetic, seconds=seconds))
-            if words and words != _words_of(diagnosis):
-                out.print(
-                    f"with --no-causal, {words}", style="bold", soft_wrap=True, highlight=False
-                )
+            not_causal = replace(problem, case=replace(case, is_causal=False))
+            observed = observe(function, not_causal, framework)
+            # Known bugs are tried at once. The slow search is worth its time only if something is
+            # still unknown.
+            seconds = SECONDS if diagnosis.unknowns else 0.0
+            other = diagnose(observed, not_causal, arithmetic=arithmetic, seconds=seconds)
+            words = _in_words(other)
+            if words and words != _in_words(diagnosis):
+                text = f"with --no-causal, {words}"
+                out.print(text, style="bold", soft_wrap=True, highlight=False)
     return diagnosis, report
 
 
-def _words_of(diagnosis: Diagnosis) -> str:
-    """Return the result under another assumption, if it leaves nothing unexplained."""
+def _in_words(diagnosis: Diagnosis) -> str:
+    """Return a diagnosis in a few words; empty if something is unexplained."""
     if not diagnosis.is_wrong:
         return "nothing differs"
-    names = [name for explanation in diagnosis.explanations for name in explanation.bugs]
-    return (
-        ""
-        if diagnosis.unknowns or not names
-        else f"known bugs explain every difference: {', '.join(names)}"
-    )
+    if diagnosis.unknowns:
+        return ""
+    names: list[str] = []
+    for explanation in diagnosis.explanations:
+        names += explanation.bugs
+    if not names:
+        return ""
+    return f"known bugs explain every difference: {', '.join(names)}"
 
 
 def _function(options: argparse.Namespace) -> tuple[Any, Problem, str]:
@@ -301,25 +323,26 @@ def _function(options: argparse.Namespace) -> tuple[Any, Problem, str]:
     from parity.port.conversion.convert import load
     from parity.port.conversion.verify import probe_case
 
+    name = options.files[0]
     if options.weights is None:
-        raise refusal(
-            "--weights",
-            f"be passed for a function: the file of the correct weights of {options.files[0]}",
-        )
-    function = load_callable(options.files[0])
+        rule = f"be passed for a function: the file of the correct weights of {name}"
+        raise refusal("--weights", rule)
+    function = load_callable(name)
     if isinstance(function, type):
-        raise refusal(options.files[0], "be a function, or an instance of a layer", "a class")
-    function = made(function, options.files[0], options.params and load_params(options.params))
-    check_has_weights(function, options.files[0])
+        raise refusal(name, "be a function, or an instance of a layer", "a class")
+    params = load_params(options.params) if options.params else None
+    function = made(function, name, params)
+    check_has_weights(function, name)
     framework = options.framework or framework_of(function)
     if framework is None:
-        raise refusal(
-            "--framework", f"be the framework of {options.files[0]}, one of {', '.join(FRAMEWORKS)}"
-        )
-    if reason := why_missing(FRAMEWORKS[framework]):
+        rule = f"be the framework of {name}, one of {', '.join(FRAMEWORKS)}"
+        raise refusal("--framework", rule)
+    reason = why_missing(FRAMEWORKS[framework])
+    if reason:
         raise ModuleNotFoundError(reason)
-    layouts, prefixes = options.layouts or [None], options.prefix or [None]
-    weights, spec = load(options.weights, layouts[0], prefix=prefixes[0], **layer_options(options))
+    layout = options.layouts[0] if options.layouts else None
+    prefix = options.prefix[0] if options.prefix else None
+    weights, spec = load(options.weights, layout, prefix=prefix, **layer_options(options))
     case = probe_case("diagnose", spec, is_causal=options.causal)
     dtype = "bfloat16" if framework == "ttnn" else "float32"  # the dtype of its fused kernels
     return function, make_problem(case, dtype, weights), framework

@@ -11,8 +11,7 @@ from parity.use.cli.options import check_names, name_list
 PAGE = Page(
     "report what is installed and what would be skipped",
     "Report which packages are installed, on which devices and with which numerics settings the "
-    "backends run, "
-    "what would be skipped, and how to get it.",
+    "backends run, what would be skipped, and how to get it.",
     "mha-parity doctor --require torch,jax",
     "reported",
     "something of --require is missing",
@@ -37,21 +36,28 @@ def run(options: argparse.Namespace) -> Result:
     from parity.use.reporting.environment import print_environment
 
     check_names("--require", options.require, list(dict.fromkeys((*BACKENDS, *OPTIONAL))))
-    missing = {name: reason for name in BACKENDS if (reason := why_missing(name))}
-    for name in BACKENDS.keys() - missing.keys():
+    missing = {}
+    for name in BACKENDS:
+        reason = why_missing(name)
+        if reason:
+            missing[name] = reason
+    for name in BACKENDS:
+        if name in missing:
+            continue
         try:
             environment([name])
         except Exception as error:  # reported like a backend that is not installed
             missing[name] = f"{name} does not start: {type(error).__name__}: {error}"
-    found = environment(name for name in BACKENDS if name not in missing)
+    report = environment(name for name in BACKENDS if name not in missing)
     optional = {name: version_of(name) if is_installed(name) else None for name in OPTIONAL}
-    print_environment(found, {name: missing.get(name) for name in BACKENDS}, optional, console())
-    lacking = {name: missing[name] for name in options.require or () if name in missing}
-    lacking |= {
-        name: f"{name} is not installed: pip install {name}"
-        for name in options.require or ()
-        if name not in BACKENDS and optional[name] is None
-    }
-    if lacking:
-        say_error(f"--require: {'; '.join(lacking.values())}", 1)
-    return int(bool(lacking)), {"environment": found, "missing": missing, "optional": optional}
+    reasons = {name: missing.get(name) for name in BACKENDS}
+    print_environment(report, reasons, optional, console())
+    unmet = []
+    for name in options.require or ():
+        if name in missing:
+            unmet.append(missing[name])
+        elif name not in BACKENDS and optional[name] is None:
+            unmet.append(f"{name} is not installed: pip install {name}")
+    if unmet:
+        say_error(f"--require: {'; '.join(unmet)}", 1)
+    return int(bool(unmet)), {"environment": report, "missing": missing, "optional": optional}

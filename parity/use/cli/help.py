@@ -38,8 +38,15 @@ class Page(NamedTuple):
     @property
     def epilog(self) -> str:
         """Forms, example and exit status, below the options."""
-        forms = "".join(f"  {arguments:38} {meaning}\n" for arguments, meaning in self.forms)
-        wrong = f"; 1 {self.wrong}" if self.wrong else ""
-        status = f"0 {self.well}{wrong}; 2 bad usage or something missing"
-        before = f"forms:\n{forms}\n" if forms else ""
-        return f"{before}example:\n  {self.example}\n\nexit status:\n  {status}"
+        parts = []
+        if self.forms:
+            parts.append("forms:")
+            for arguments, meaning in self.forms:
+                parts.append(f"  {arguments:38} {meaning}")
+            parts.append("")
+        status = f"0 {self.well}"
+        if self.wrong:
+            status += f"; 1 {self.wrong}"
+        parts += ["example:", f"  {self.example}", ""]
+        parts += ["exit status:", f"  {status}; 2 bad usage or something missing"]
+        return "\n".join(parts)

@@ -34,17 +34,25 @@ def run(options: argparse.Namespace) -> Result:
 
     with Checkpoint.open(options.file) as checkpoint:
         file = checkpoint.file
-        found = find_layers(checkpoint, **layer_options(options))
-        dtypes = {dtype: dtype.name for dtype in {info.dtype for info in file.infos.values()}}
-        infos: dict[str, dict[str, Any]] = {}
+        layers = find_layers(checkpoint, **layer_options(options))
+        # NumPy computes the name of a dtype in Python: once for each, not for each of many tensors.
+        dtypes = {info.dtype for info in file.infos.values()}
+        names_of_dtypes = {dtype: dtype.name for dtype in dtypes}
+        tensors: dict[str, dict[str, Any]] = {}
         for name, info in file.infos.items():
-            infos[name] = {"shape": list(info.shape), "dtype": dtypes[info.dtype]}
+            tensors[name] = {"shape": list(info.shape), "dtype": names_of_dtypes[info.dtype]}
         for name, kind in file.quantised.items():
-            infos[name]["quantised"] = kind
+            tensors[name]["quantised"] = kind
         proposal = ""
-        if not found:
+        if not layers:
             proposal = propose_table(checkpoint.tensors.shapes)
-        print_inspection(options.file, file, found, console(), proposal)
-        told = {"file_format": file.format, "metadata": dict(file.metadata), "tensors": infos}
+        print_inspection(options.file, file, layers, console(), proposal)
+        content = {
+            "file_format": file.format,
+            "metadata": dict(file.metadata),
+            "tensors": tensors,
+            "layers": layers,
+            "proposed_layout": proposal,
+        }
     warn_of_parts(checkpoint)
-    return 0, {**told, "layers": found, "proposed_layout": proposal}
+    return 0, content

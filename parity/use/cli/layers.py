@@ -73,11 +73,12 @@ def layer_options(options: argparse.Namespace) -> LayerKeywords:
     }
 
 
-def said_of_layers(options: argparse.Namespace) -> list[str]:
+def passed_layer_flags(options: argparse.Namespace) -> list[str]:
     """Return the options about layers of files that were passed."""
-    said = {"--from": options.layout, "--prefix": options.prefix}
-    said |= {flag_of(name): value for name, value in layer_options(options).items()}
-    return [flag for flag, value in said.items() if value is not None]
+    values = {"--from": options.layout, "--prefix": options.prefix}
+    for name, value in layer_options(options).items():
+        values[flag_of(name)] = value
+    return [flag for flag, value in values.items() if value is not None]
 
 
 def warn_of_parts(checkpoint: Checkpoint) -> None:
@@ -105,7 +106,10 @@ class Pairs(NamedTuple):
 
 def status_of(same: bool, pairs: Pairs) -> int:
     """Return the exit status of a comparison: 0 only if everything was compared and is the same."""
-    return (2 if any(each.is_open for each in pairs.not_compared) else 0) if same else 1
+    if not same:
+        return 1
+    is_complete = all(not part.is_open for part in pairs.not_compared)
+    return 0 if is_complete else 2
 
 
 @contextmanager
@@ -122,57 +126,82 @@ def pairs_of_layers(options: argparse.Namespace) -> Iterator[Pairs]:
         of_files,
     )
 
-    def each(flag: str, values: list[str]) -> list[str | None]:
-        if len(values) > 2:
-            raise refusal(flag, "be passed once or twice", {flag: values})
-        return [values[0], values[-1]] if values else [None, None]
-
-    layouts, prefixes = each("--from", options.layouts), each("--prefix", options.prefix)
+    layouts = _for_each_file("--from", options.layouts)
+    prefixes = _for_each_file("--prefix", options.prefix)
     hints = LayerHints.by(CALLER, **layer_options(options))
     with ExitStack() as stack:
         checkpoints = [stack.enter_context(Checkpoint.open(path)) for path in options.files]
-        if len(options.layouts) == 1:  # it holds for the file without metadata, or for both
-            named = [checkpoint.own.names_layout for checkpoint in checkpoints]
-            if not all(named):
-                layouts = [None if is_named else layouts[0] for is_named in named]
-        opened = [
-            checkpoint.layers(hints, layout, prefix)
-            for checkpoint, layout, prefix in zip(checkpoints, layouts, prefixes, strict=True)
-        ]
-        one, other = opened[0].in_order, _in_order_of(opened[0].in_order, opened[1].in_order)
-        places = [[layer.place for layer in layers] for layers in (one, other)]
-        if places[0] != places[1] and not len(one) == len(other) == 1:
+        if len(options.layouts) == 1:
+            layouts = _layouts_without_metadata(checkpoints, options.layouts[0])
+        opened = []
+        for checkpoint, layout, prefix in zip(checkpoints, layouts, prefixes, strict=True):
+            opened.append(checkpoint.layers(hints, layout, prefix))
+        first = opened[0].in_order
+        second = _in_order_of(first, opened[1].in_order)
+        have_one_layer = len(first) == len(second) == 1
+        if _places(first) != _places(second) and not have_one_layer:
             for words in by_reason(of_files(options.files, opened)):
                 warn(f"not compared: {words}")
-            counts = " and ".join(
-                f"{len(layers)} ({layers[0].label}, …)" for layers in (one, other)
+            counts = [f"{len(layers)} ({layers[0].label}, …)" for layers in (first, second)]
+            raise refusal(
+                "both files", "have layers of the same numbers to be compared", " and ".join(counts)
             )
-            raise refusal("both files", "have layers of the same numbers to be compared", counts)
-        pairs = list(zip(one, other, strict=True))
-        left_out = find_not_compared(pairs, options.files, opened)
-        for words in by_reason(left_out):
+        pairs = list(zip(first, second, strict=True))
+        not_compared = find_not_compared(pairs, options.files, opened)
+        for words in by_reason(not_compared):
             warn(f"not compared: {words}")
+        restored = [(_restored(one, other), _restored(other, one)) for one, other in pairs]
         only_in_one = find_only_in_one(pairs, options.files, opened)
-        yield Pairs(
-            [(_restored(each, beside), _restored(beside, each)) for each, beside in pairs],
-            left_out,
-            only_in_one,
-        )
+        yield Pairs(restored, not_compared, only_in_one)
 
 
-def _in_order_of(layers: list[FileLayer], others: list[FileLayer]) -> list[FileLayer]:
-    """Return the other layers in the order of the first ones, by their labels or the model's, or
+def _for_each_file(flag: str, values: list[str]) -> list[str | None]:
+    """Return the value of an option for each of two files."""
+    if len(values) > 2:
+        raise refusal(flag, "be passed once or twice", {flag: values})
+    if not values:
+        return [None, None]
+    return [values[0], values[-1]]
+
+
+def _layouts_without_metadata(checkpoints: list[Checkpoint], layout: str) -> list[str | None]:
+    """Return the layout that was passed once: for the file without metadata, or for both.
+
+    Metadata decide if they can: a file that mha-parity wrote may be compared with its source, whose
+    layout alone is unknown.
+    """
+    have_metadata = [checkpoint.own.names_layout for checkpoint in checkpoints]
+    if all(have_metadata):
+        return [layout, layout]
+    return [None if has_metadata else layout for has_metadata in have_metadata]
+
+
+def _places(layers: list[FileLayer]) -> list[Any]:
+    return [layer.place for layer in layers]
+
+
+def _in_order_of(first: list[FileLayer], second: list[FileLayer]) -> list[FileLayer]:
+    """Return the second layers in the order of the first ones, by their labels or the model's, or
     else unchanged.
 
     Each file has its own order of the parts of a model.
     """
-    for name_of in (lambda layer: layer.label, lambda layer: layer.model and layer.model.path):
-        held = {name_of(layer): layer for layer in others}
-        if len(held) == len(others) == len(layers) and held.keys() == {
-            name_of(layer) for layer in layers
-        }:
-            return [held[name_of(layer)] for layer in layers]
-    return others
+    for name_of in (_label, _path_in_model):
+        names = [name_of(layer) for layer in first]
+        by_name = {name_of(layer): layer for layer in second}
+        # Names must be different: in some models, several layers have none.
+        are_unique = len(by_name) == len(second) == len(first)
+        if are_unique and by_name.keys() == set(names):
+            return [by_name[name] for name in names]
+    return second
+
+
+def _label(layer: FileLayer) -> str:
+    return layer.label
+
+
+def _path_in_model(layer: FileLayer) -> str | None:
+    return None if layer.model is None else layer.model.path
 
 
 def _restored(layer: FileLayer, other: FileLayer) -> FileLayer:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
-from parity.measure.text import in_line
+from parity.measure.text import did_you_mean, in_line
 
 if TYPE_CHECKING:
     from mha_spec import InputError
 
-MAX_LINE = 2000  # characters of a message
+MAX_LINE = 2000
+"""Characters of a message. The number is a choice: text of hostile files may be of any length."""
 
 
 def say(text: str, status: int) -> int:
@@ -34,9 +35,10 @@ def warn(text: object) -> None:
 
 def _print(text: str) -> None:
     """Print a line on standard error if possible: the exit status must not depend on it."""
+    if sys.stderr is None:  # it is closed, and print would write to standard output
+        return
     with suppress(OSError, ValueError):
-        if sys.stderr is not None:  # if it is closed, print would write to standard output
-            print(in_line(text, MAX_LINE), file=sys.stderr, flush=True)
+        print(in_line(text, MAX_LINE), file=sys.stderr, flush=True)
 
 
 def print_out(text: str, stream: TextIO | None = None) -> None:
@@ -47,7 +49,8 @@ def print_out(text: str, stream: TextIO | None = None) -> None:
         text: the text, with its line ends.
         stream: default: standard output.
     """
-    stream = sys.stdout if stream is None else stream
+    if stream is None:
+        stream = sys.stdout
     try:
         print(text, end="", file=stream, flush=True)
     except BrokenPipeError:
@@ -55,15 +58,17 @@ def print_out(text: str, stream: TextIO | None = None) -> None:
 
 
 def is_writable(stream: TextIO | None) -> bool:
-    """Flush a stream of this process. If that fails, drop its output, so that the interpreter does
-    not try again.
+    """Flush a stream of this process, and return whether that worked.
+
+    If it fails, the output is dropped, so that the interpreter does not try again.
     """
+    if stream is None:
+        return True
     try:
-        if stream is not None:
-            stream.flush()
+        stream.flush()
     except (OSError, ValueError):
         with suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # pyright: ignore[reportOptionalMemberAccess]
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return False
     return True
 
@@ -71,12 +76,22 @@ def is_writable(stream: TextIO | None) -> bool:
 def refusal(
     argument: str, rule: str, got: Mapping[str, Any] | str = "", /, **values: Any
 ) -> InputError:
-    """Return a refusal of an argument of a command line; its class is imported late, because help
-    must be fast.
-    """
+    """Return a refusal of an argument of a command line."""
+    # The import is here because help must be fast, and needs no errors.
     from mha_spec import InputError
 
     return InputError(argument, rule, got, **values)
+
+
+def names_like(name: str, known_names: Iterable[str], listed: str) -> str:
+    """Return a hint for an unknown name: names that are spelled like it, and what lists all."""
+    similar = did_you_mean(name, known_names)
+    return f"{similar} {listed}" if similar else listed
+
+
+def add_hint(error: InputError, hint: str) -> None:
+    """Append a sentence to the hint of a refusal."""
+    error.hint = f"{error.hint}; {hint}" if error.hint else hint
 
 
 def no_framework() -> str:
@@ -85,6 +100,6 @@ def no_framework() -> str:
 
     reasons = "; ".join(str(why_missing(name)) for name in BACKENDS)
     return (
-        f"at least one backend must be installed: {reasons}. One is enough: pip install torch, "
-        f"or jax and flax"
+        f"at least one backend must be installed: {reasons}. One is enough: pip install torch, or "
+        f"jax and flax"
     )

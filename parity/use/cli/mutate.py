@@ -13,11 +13,13 @@ from parity.use.cli.options import add_declarations, check_range, matching, name
 if TYPE_CHECKING:
     from mha_spec import InputError
 
+CLAIMS = ("framework", "axes", "mask_name", "mask_true", "padding_true", "causal_name")
+"""Options that declare properties of the callable, under the names of `view_of`."""
+
 PAGE = Page(
     "report which known bugs your tests miss",
-    "Inject known bugs into your own attention, one at a time, run your tests for each, and "
-    "report the bugs "
-    "that no test notices.",
+    "Inject known bugs into your own attention, one at a time, run your tests for each, and report "
+    "the bugs that no test notices.",
     "mha-parity mutate my_package.attention:attention --jobs 2 -- pytest -q "
     "tests/test_attention.py",
     "every bug was noticed",
@@ -69,54 +71,53 @@ def run(options: argparse.Namespace) -> Result:
     check_range(options, "jobs", 1)
     if options.timeout is not None and not options.timeout > 0:
         raise refusal("--timeout", "be above 0", {"--timeout": options.timeout})
-    wanted = _wanted(options.only, options.skip)
-    claims = ("framework", "axes", "mask_name", "mask_true", "padding_true", "causal_name")
+    requested = _requested(options.only, options.skip)
     params = None if options.params is None else load_params(options.params)
-    claimed = {
-        **{name: getattr(options, name) for name in claims},
-        "causal": options.causal_alignment,
-    }
-    view = view_of(options.subject, params=params, **claimed)
-    fit, reasons = injections_for(view)
-    names = [name for name in fit if name in wanted]
-    left_out = {name: reason for name, reason in reasons.items() if name in wanted}
+    claims = {name: getattr(options, name) for name in CLAIMS}
+    view = view_of(options.subject, params=params, causal=options.causal_alignment, **claims)
+    injections, reasons = injections_for(view)
+    names = [name for name in injections if name in requested]
+    not_injected = {name: reason for name, reason in reasons.items() if name in requested}
     if not names:
-        raise _nothing(options, left_out)
+        raise _nothing_to_inject(options, not_injected)
     tests = Suite(options.subject, view, options.tests, options.timeout)
+    outcomes = []
+    # The first run is that of the tests without a bug.
     with progress_bar(1 + len(names)) as on_bug:
-        outcomes = list(mutate(tests, names, jobs=options.jobs, on_bug=on_bug))
-    left_out |= {
-        outcome.bug: outcome.by for outcome in outcomes if outcome.status is Status.NOT_INJECTED
-    }
-    outcomes = [outcome for outcome in outcomes if outcome.status is not Status.NOT_INJECTED]
+        for outcome in mutate(tests, names, jobs=options.jobs, on_bug=on_bug):
+            if outcome.status is Status.NOT_INJECTED:
+                not_injected[outcome.bug] = outcome.by
+            else:
+                outcomes.append(outcome)
     if not outcomes:
-        raise _nothing(options, left_out)
-    print_mutations(options.subject, outcomes, left_out, console(), view.note)
-    found = {
+        raise _nothing_to_inject(options, not_injected)
+    print_mutations(options.subject, outcomes, not_injected, console(), view.note)
+    content = {
         "subject": options.subject,
         "not_examined": view.note,
         "outcomes": outcomes,
-        "not_injected": left_out,
+        "not_injected": not_injected,
     }
-    return 0 if all(outcome.is_caught for outcome in outcomes) else 1, found
+    return 0 if all(outcome.is_caught for outcome in outcomes) else 1, content
 
 
-def _nothing(options: argparse.Namespace, left_out: Mapping[str, str]) -> InputError:
+def _nothing_to_inject(options: argparse.Namespace, not_injected: Mapping[str, str]) -> InputError:
     """Return the error if none of the requested bugs can be injected."""
     flags = [f"--{name}" for name in ("only", "skip") if getattr(options, name)]
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:3])
+    examples = list(not_injected.items())[:3]
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in examples)
     if flags:
-        return refusal(
-            " and ".join(flags), f"leave a bug that can be injected into {options.subject}", reasons
-        )
+        rule = f"leave a bug that can be injected into {options.subject}"
+        return refusal(" and ".join(flags), rule, reasons)
     return refusal(options.subject, "be a target for a known bug", reasons)
 
 
-def _wanted(only: list[str] | None, skip: list[str] | None) -> set[str]:
+def _requested(only: list[str] | None, skip: list[str] | None) -> set[str]:
     """Return the names of the requested bugs."""
     from parity.explain.mutating.bugs import names
 
-    known, lister = names(), "mha-parity bugs --all"
-    return {*matching("--only", only or ["*"], known, lister)} - {
-        *matching("--skip", skip or [], known, lister)
-    }
+    known_bugs = names()
+    lister = "mha-parity bugs --all"
+    included = matching("--only", only or ["*"], known_bugs, lister)
+    excluded = matching("--skip", skip or [], known_bugs, lister)
+    return set(included) - set(excluded)

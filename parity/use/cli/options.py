@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from parity.measure.text import did_you_mean, some_of
-from parity.use.cli.messages import refusal
+from parity.use.cli.messages import names_like, refusal
 
 if TYPE_CHECKING:
     from mha_spec import InputError
@@ -47,8 +47,11 @@ def in_flags(refused: InputError, options: argparse.Namespace) -> InputError:
     """Return a refusal of a function's argument as one of the option for it: `--to-prefix` for
     `to_prefix`.
     """
-    names = {**{name: name for name in ARGUMENTS}, **OTHER_ARGUMENTS}
-    flags = {name: flag_of(option) for name, option in names.items() if hasattr(options, option)}
+    flags = {}
+    for name in (*ARGUMENTS, *OTHER_ARGUMENTS):
+        option = OTHER_ARGUMENTS.get(name, name)
+        if hasattr(options, option):
+            flags[name] = flag_of(option)
     if hasattr(options, "layout") or hasattr(options, "layouts"):
         flags |= {"source": "--from", "layout": "--from"}
     if hasattr(options, "to"):
@@ -57,11 +60,10 @@ def in_flags(refused: InputError, options: argparse.Namespace) -> InputError:
     def rename(name: str, value: Any) -> tuple[str, Any]:
         if name == "keep_rest":
             return "--rest", "drop"
-        # Layouts have rules about numbers of heads that were not passed.
-        is_passed = name not in HEADS or (
-            value is not None and value == getattr(options, name, None)
-        )
-        return flags.get(name, name) if is_passed else name, value
+        if name in HEADS and (value is None or value != getattr(options, name, None)):
+            # Layouts have rules about numbers of heads that were not passed.
+            return name, value
+        return flags.get(name, name), value
 
     return refused.renamed(rename)
 
@@ -128,10 +130,11 @@ def add_causal_option(parser: argparse.ArgumentParser, about: str) -> None:
 
 def name_list(text: str) -> list[str]:
     """Parse names with commas between them."""
-    found = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not found:
+    names = [name.strip() for name in text.split(",")]
+    names = list(dict.fromkeys(filter(None, names)))
+    if not names:
         raise argparse.ArgumentTypeError("must have at least one name")
-    return found
+    return names
 
 
 def dtype_name(text: str) -> str:
@@ -154,12 +157,15 @@ def named_path(text: str) -> tuple[str, str]:
 
 def range_list(text: str) -> list[int]:
     """Parse numbers and ranges of numbers: `0,5-7`."""
-    found: list[int] = []
+    numbers: list[int] = []
     with suppress(ValueError):
-        for first, dash, last in (word.partition("-") for word in name_list(text)):
-            found += range(int(first), int(last if dash else first) + 1)
-        if found:
-            return found
+        for word in name_list(text):
+            first, dash, last = word.partition("-")
+            if not dash:
+                last = first
+            numbers += range(int(first), int(last) + 1)
+        if numbers:
+            return numbers
     raise argparse.ArgumentTypeError(f"must be numbers and ranges, such as 0,5-7, got {text}")
 
 
@@ -172,17 +178,16 @@ def check_range(options: argparse.Namespace, name: str, least: int, most: float 
         raise refusal(flag_of(name), f"be at most {most}", {flag_of(name): value})
 
 
-def check_names(flag: str, given: Sequence[str] | None, known: Collection[str]) -> None:
+def check_names(flag: str, names: Sequence[str] | None, known_names: Collection[str]) -> None:
     """Reject an unknown name of a short list."""
-    for name in given or ():
-        if name not in known:
-            raise refusal(
-                flag, f"be one of {', '.join(known)}", {flag: name}, hint=did_you_mean(name, known)
-            )
+    for name in names or ():
+        if name not in known_names:
+            hint = did_you_mean(name, known_names)
+            raise refusal(flag, f"be one of {', '.join(known_names)}", {flag: name}, hint=hint)
 
 
 def matching(
-    flag: str, globs: Sequence[str], known: Collection[str], lister: str = ""
+    flag: str, globs: Sequence[str], known_names: Collection[str], lister: str = ""
 ) -> list[str]:
     """Return the known names that patterns match, in their order; reject a pattern that matches
     none.
@@ -190,12 +195,14 @@ def matching(
     Args:
         flag: the option that has the patterns.
         globs: the patterns.
-        known: all names.
+        known_names: all names.
         lister: the command that lists all names, if they are many.
     """
+    matches = set()
     for glob in globs:
-        if not fnmatch.filter(known, glob):
-            listed = f"`{lister}` lists all" if lister else f"there are {some_of(known)}"
-            hint = " ".join(filter(None, (did_you_mean(glob, known), listed)))
+        if not fnmatch.filter(known_names, glob):
+            listed = f"`{lister}` lists all" if lister else f"there are {some_of(known_names)}"
+            hint = names_like(glob, known_names, listed)
             raise refusal(flag, "match a known name", {flag: glob}, hint=hint)
-    return [name for name in known if any(fnmatch.fnmatchcase(name, glob) for glob in globs)]
+        matches.update(name for name in known_names if fnmatch.fnmatchcase(name, glob))
+    return [name for name in known_names if name in matches]

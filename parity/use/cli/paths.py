@@ -33,31 +33,45 @@ def check_paths(
     from parity.measure.files.target import check_writable
     from parity.use.reporting.earlier import check_report
 
-    paths: list[tuple[str, str]] = []
+    paths = _paths_of(options)
+    for name, path in paths:
+        if name == "save_traces":
+            folder = _existing_folder(path)
+            check_writable(os.path.join(folder, f".{os.getpid()}"), "--save-traces", path)
+        if name not in (*REPORTS, "output") or path in STANDARD_OUTPUT:
+            continue
+        flag = _flag(name, options)
+        check_writable(path, flag)
+        for other_name, other_path in paths:
+            if name != other_name and _is_same(path, other_path):
+                other_flag = _flag(other_name, options)
+                values = {flag: path, other_flag: other_path}
+                raise refusal(flag, f"be another file than {other_flag}", values)
+        if name in REPORTS:
+            if may_write is not None and may_write(options, path):
+                raise refusal(flag, "be another file than those to write", {flag: path})
+            check_report(path, flag)
+
+
+def _paths_of(options: argparse.Namespace) -> list[tuple[str, str]]:
+    """Return the paths of a command line, each with the name of its option."""
+    paths = []
     for name in PATHS:
-        values = getattr(options, name, None)
-        for path in values if isinstance(values, list) else [values]:
+        value = getattr(options, name, None)
+        for path in value if isinstance(value, list) else [value]:
             if path == "":
                 raise refusal(_flag(name, options), "be a file or a folder", "an empty name")
             if path is not None:
                 paths.append((name, path))
-    for name, path in paths:
-        if name == "save_traces":
-            there = os.path.abspath(path)
-            while not os.path.lexists(there):
-                there = os.path.dirname(there)
-            check_writable(os.path.join(there, f".{os.getpid()}"), "--save-traces", path)
-        if name in (*REPORTS, "output") and path not in STANDARD_OUTPUT:
-            flag = _flag(name, options)
-            check_writable(path, flag)
-            for other, second in paths:
-                if name != other and _is_same(path, second):
-                    given = {flag: path, _flag(other, options): second}
-                    raise refusal(flag, f"be another file than {_flag(other, options)}", given)
-            if name in REPORTS:
-                if may_write is not None and may_write(options, path):
-                    raise refusal(flag, "be another file than those to write", {flag: path})
-                check_report(path, flag)
+    return paths
+
+
+def _existing_folder(path: str) -> str:
+    """Return the nearest folder above a path, or the path itself, that exists."""
+    path = os.path.abspath(path)
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    return path
 
 
 def _flag(name: str, options: argparse.Namespace) -> str:
@@ -71,7 +85,7 @@ def _flag(name: str, options: argparse.Namespace) -> str:
 
 
 def _is_same(path: str, other: str) -> bool:
-    """Return if two names are of one file, which may not exist yet."""
+    """Return whether two names are of one file, which may not exist yet."""
     try:
         return os.path.samefile(path, other) and os.path.isfile(path)
     except OSError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from parity.use.cli.paths import kind_of
 
 PAGE = Page(
     "draw attention heat maps, head by head",
-    "Draw a heat map of attention for each head, queries by keys, from a trace or from a layer "
-    "and its input.",
+    "Draw a heat map of attention for each head, queries by keys, from a trace or from a layer and "
+    "its input.",
     "mha-parity plot layer.safetensors attention.png --case causal --heads 0,1",
     "drawn",
 )
@@ -26,11 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "source", metavar="SRC", help="a trace, or a file with the weights of a layer"
     )
     parser.add_argument("target", metavar="DST", help="picture to write, .png or .svg")
-    given = parser.add_mutually_exclusive_group()
-    given.add_argument(
+    inputs = parser.add_mutually_exclusive_group()
+    inputs.add_argument(
         "--input", metavar="NPY", help="input of the layer, (tokens, width) or (B, tokens, width)"
     )
-    given.add_argument("--case", metavar="NAME", help="apply the layer to the inputs of this case")
+    inputs.add_argument("--case", metavar="NAME", help="apply the layer to the inputs of this case")
     parser.add_argument(
         "--key-input",
         metavar="NPY",
@@ -64,36 +65,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Result:
     """Draw, and print a summary."""
-    from parity.measure.files.small import read_text
     from parity.use.reporting.console import console
     from parity.use.reporting.plot import check_destination, plot_attention
 
     check_destination(options.target, "DST")
-    if options.labels_file is not None:
-        labels = read_text(options.labels_file).splitlines()
-    else:
-        labels = None if options.labels is None else options.labels.split(",")
+    labels = _labels(options)
+    query_labels = None if options.query_labels is None else options.query_labels.split(",")
     stage, attn_weights = _attention(options)
-    heads = list(range(attn_weights.shape[1]) if options.heads is None else options.heads)
+    heads = options.heads
+    if heads is None:
+        heads = list(range(attn_weights.shape[1]))
     plot_attention(
         attn_weights,
         path=options.target,
         tokens=labels,
-        query_tokens=None if options.query_labels is None else options.query_labels.split(","),
+        query_tokens=query_labels,
         heads=options.heads,
         sequence=options.sequence,
         title=f"{Path(options.source).name}\n{stage}, sequence {options.sequence}",
     )
-    drawn = f"head{'s' if len(heads) != 1 else ''} {', '.join(map(str, heads))}"
-    told = f"{stage}, sequence {options.sequence}, {drawn}; wrote {options.target}"
-    console().print(told, soft_wrap=True)
+    noun = "head" if len(heads) == 1 else "heads"
+    drawn = f"{noun} {', '.join(map(str, heads))}"
+    summary = f"{stage}, sequence {options.sequence}, {drawn}; wrote {options.target}"
+    console().print(summary, soft_wrap=True)
     content = {
         "stage": stage,
         "sequence": options.sequence,
         "heads": heads,
         "shape": list(attn_weights.shape),
+        "target": options.target,
     }
-    return 0, {**content, "target": options.target}
+    return 0, content
+
+
+def _labels(options: argparse.Namespace) -> list[str] | None:
+    """Return the labels of the keys; None without any."""
+    from parity.measure.files.small import read_text
+
+    if options.labels_file is not None:
+        return read_text(options.labels_file).splitlines()
+    if options.labels is not None:
+        return options.labels.split(",")
+    return None
 
 
 def _attention(options: argparse.Namespace) -> tuple[str, Any]:
@@ -110,23 +123,26 @@ def _attention(options: argparse.Namespace) -> tuple[str, Any]:
 
     case = None if options.case is None else case_named(options.case)
     of_input = {"--causal": options.causal, "--key-input": options.key_input}
-    of_layer = {
-        "--input": options.input,
-        "--case": options.case,
-        **of_input,
-        "--from": options.layout,
-    }
-    of_layer |= {"--prefix": options.prefix}
     if kind_of(options.source) == "trace":
-        if needless := [flag for flag, value in of_layer.items() if value]:
+        of_layer = {
+            "--input": options.input,
+            "--case": options.case,
+            **of_input,
+            "--from": options.layout,
+            "--prefix": options.prefix,
+        }
+        needless = _passed(of_layer)
+        if needless:
             raise refusal(", ".join(needless), "be left out for a trace", str(options.source))
         return attention_in(load_trace(options.source), options.stage)
     if options.stage is not None:
         raise refusal("--stage", "be left out for a file of weights", {"--stage": options.stage})
-    if options.input is None and (needless := [flag for flag, value in of_input.items() if value]):
-        raise refusal(", ".join(needless), "be passed with --input")
-    if options.input is None and case is None:
-        raise refusal("--input or --case", "be passed with a file of weights")
+    if options.input is None:
+        needless = _passed(of_input)
+        if needless:
+            raise refusal(", ".join(needless), "be passed with --input")
+        if case is None:
+            raise refusal("--input or --case", "be passed with a file of weights")
     weights, spec = load(
         options.source, options.layout, prefix=options.prefix, **layer_options(options)
     )
@@ -135,3 +151,8 @@ def _attention(options: argparse.Namespace) -> tuple[str, Any]:
     query = read_array(str(options.input))
     key = None if options.key_input is None else read_array(options.key_input)
     return "attn_weights", attention_for(weights, spec, query, key, is_causal=bool(options.causal))
+
+
+def _passed(values: Mapping[str, Any]) -> list[str]:
+    """Return the options that have a value; `--no-causal` is the default and does not count."""
+    return [flag for flag, value in values.items() if value]

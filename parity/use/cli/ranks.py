@@ -21,41 +21,47 @@ if TYPE_CHECKING:
 
     from parity.measure.core.problem import Problem
 
-    Stages = dict[str, np.ndarray]
+    Arrays = dict[str, np.ndarray]
 
 INPUTS = ("query", "key", "cotangent")
 """Arrays of a file in addition to stages, if the layer is that of --weights."""
 
 
-def diagnose(options: argparse.Namespace) -> Result:
+def diagnose_division(options: argparse.Namespace) -> Result:
     """Print which ranks are wrong, and which bug of dividing explains all of them."""
     from parity.explain.diagnosis.ranks import diagnose_ranks
     from parity.measure.core.weights import load_tensors
     from parity.use.reporting.console import console
     from parity.use.reporting.diagnosis import print_diagnosis
 
-    divided = _divided(options.mesh)
-    size, paths = max(divided.values()), options.files
-    if len(paths) != size:
+    division = _division(options.mesh)
+    (num_ranks,) = division.values()
+    paths = options.files
+    if len(paths) != num_ranks:
         got = f"{len(paths)}: {' '.join(paths)}"
         raise refusal(
-            f"--mesh {options.mesh}", f"be passed with one file per rank, {size} in order", got
+            f"--mesh {options.mesh}",
+            f"be passed with one file per rank, {num_ranks} in order",
+            got,
         )
-    if twice := next((path for path in paths if paths.count(path) > 1), ""):
-        raise refusal("each rank", "have a file of its own", f"{twice} twice")
+    for path in paths:
+        if paths.count(path) > 1:
+            raise refusal("each rank", "have a file of its own", f"{path} twice")
     _check_order(paths)
-    files = {path: load_tensors(path)[0] for path in paths}
-    problem = (
-        _problem_of_case(options, files)
-        if options.weights is None
-        else _problem_of_layer(options, files)
-    )
-    observed = [
-        {name: x for name, x in held.items() if name not in INPUTS} for held in files.values()
-    ]
-    diagnosis = diagnose_ranks(observed, problem, **divided)
+    arrays = {path: load_tensors(path)[0] for path in paths}
+    if options.weights is None:
+        problem = _problem_of_case(options, arrays)
+    else:
+        problem = _problem_of_layer(options, arrays)
+    observed = [_without_inputs(arrays_of_rank) for arrays_of_rank in arrays.values()]
+    diagnosis = diagnose_ranks(observed, problem, **division)
     print_diagnosis(diagnosis, console(), is_right=not diagnosis.is_wrong, verbose=options.verbose)
     return 1 if diagnosis.is_wrong else 0, diagnosis.to_dict()
+
+
+def _without_inputs(arrays: Arrays) -> Arrays:
+    """Return the stages among the arrays of a rank."""
+    return {name: array for name, array in arrays.items() if name not in INPUTS}
 
 
 def _check_order(paths: Sequence[str]) -> None:
@@ -71,7 +77,7 @@ def _numbers(path: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", path)]
 
 
-def _divided(text: str) -> dict[str, int]:
+def _division(text: str) -> dict[str, int]:
     """Return the dimension that ranks divide and their number, an argument of `diagnose_ranks`."""
     name, _, size = text.partition("=")
     names = {"tensor": "tensor", "sequence": "tokens"}
@@ -81,31 +87,29 @@ def _divided(text: str) -> dict[str, int]:
     return {names[name]: int(size)}
 
 
-def _problem_of_case(options: argparse.Namespace, files: Mapping[str, Stages]) -> Problem:
+def _problem_of_case(options: argparse.Namespace, arrays: Mapping[str, Arrays]) -> Problem:
     """Return the problem of a known case."""
     from parity.measure.core.cases import case_named
     from parity.measure.core.problem import make_problem
 
     if options.case is None:
         raise refusal("--weights or --case", "be the layer that the ranks divide", "--mesh alone")
-    given = {
+    of_layer = {
         "from": options.layouts,
         "prefix": options.prefix,
         "causal": options.causal is not None,
+        **layer_options(options),
     }
-    if needless := [
-        flag_of(name) for name, value in (given | layer_options(options)).items() if value
-    ]:
+    needless = [flag_of(name) for name, value in of_layer.items() if value]
+    if needless:
         raise refusal(", ".join(needless), "be passed with --weights")
     case = case_named(options.case)
-    _check_names(options, files, ())
-    return make_problem(case, _dtype_of(files))
+    _check_names(options, arrays, ())
+    return make_problem(case, _dtype_of(arrays))
 
 
-def _problem_of_layer(options: argparse.Namespace, files: Mapping[str, Stages]) -> Problem:
+def _problem_of_layer(options: argparse.Namespace, arrays: Mapping[str, Arrays]) -> Problem:
     """Return the problem of the layer of a file and the input of all ranks."""
-    import numpy as np
-
     from parity.measure.core.case import DTYPES, Case
     from parity.measure.core.problem import Problem
     from parity.measure.core.weights import dtype_named
@@ -114,37 +118,27 @@ def _problem_of_layer(options: argparse.Namespace, files: Mapping[str, Stages]) 
 
     if options.case is not None:
         raise refusal("--case", "not be combined with --weights, which has a layer of its own")
-    layout, prefix = (options.layouts or [None])[0], (options.prefix or [None])[0]
+    layout = options.layouts[0] if options.layouts else None
+    prefix = options.prefix[0] if options.prefix else None
     weights, spec = load(options.weights, layout, prefix=prefix, **layer_options(options))
-    _check_names(options, files, INPUTS)
+    _check_names(options, arrays, INPUTS)
     inputs = {}
     for name in INPUTS:
-        parts = [held[name] for held in files.values() if name in held]
-        if not parts and name != "query":
-            continue
-        if len(parts) < len(files):
-            lacking = next(path for path, held in files.items() if name not in held)
-            raise refusal(
-                name, "be in the file of each rank, next to the stages", f"none in {lacking}"
-            )
-        if any(part.ndim != 3 for part in parts):
-            shapes = [part.shape for part in parts]
-            raise refusal(name, "be (batch, tokens, features)", f"{name} of the shapes {shapes}")
-        if options.mesh.startswith("sequence"):
-            inputs[name] = np.concatenate(parts, 1)
-        elif all(np.array_equal(part, parts[0], equal_nan=True) for part in parts):
-            inputs[name] = parts[0]
-        else:
-            raise refusal(name, "be the same on all ranks of a tensor mesh", "different arrays")
-    query, dtype = inputs["query"], inputs["query"].dtype.name
+        is_recorded = any(name in arrays_of_rank for arrays_of_rank in arrays.values())
+        if is_recorded or name == "query":
+            inputs[name] = _whole_input(name, arrays, options.mesh)
+    query = inputs["query"]
+    dtype = query.dtype.name
     widths = {"query": spec.d_in, "key": spec.d_kv, "cotangent": spec.output_width}
-    for name, x in inputs.items():
-        if x.shape[2] != widths[name] or x.dtype.name not in DTYPES:
-            of_layer = f"{widths[name]} features of one of {', '.join(DTYPES)}"
-            raise refusal(name, f"have {of_layer}", {f"{name}.shape": x.shape, "dtype": x.dtype})
-    is_causal = "key" not in inputs if options.causal is None else options.causal
-    if is_causal and options.causal is None:
-        console().print(f"the layer {ASSUMED_CAUSAL}", soft_wrap=True)
+    for name, array in inputs.items():
+        if array.shape[2] != widths[name] or array.dtype.name not in DTYPES:
+            rule = f"have {widths[name]} features of one of {', '.join(DTYPES)}"
+            raise refusal(name, rule, {f"{name}.shape": array.shape, "dtype": array.dtype})
+    is_causal = options.causal
+    if is_causal is None:
+        is_causal = "key" not in inputs
+        if is_causal:
+            console().print(f"the layer {ASSUMED_CAUSAL}", soft_wrap=True)
     case = Case(
         "ranks",
         replace(spec, dropout=0.0, output_dropout=0.0),
@@ -154,36 +148,63 @@ def _problem_of_layer(options: argparse.Namespace, files: Mapping[str, Stages]) 
         seq_len_k=inputs["key"].shape[1] if "key" in inputs else None,
         is_causal=is_causal,
     )
-    return Problem(
-        case,
-        dtype,
-        {name: weight.astype(dtype_named(dtype)) for name, weight in weights.items()},
-        inputs,
-    )
+    rounded = {name: weight.astype(dtype_named(dtype)) for name, weight in weights.items()}
+    return Problem(case, dtype, rounded, inputs)
+
+
+def _whole_input(name: str, arrays: Mapping[str, Arrays], mesh: str) -> np.ndarray:
+    """Return an input of the undivided layer from the parts of all ranks."""
+    import numpy as np
+
+    parts = []
+    for path, arrays_of_rank in arrays.items():
+        if name not in arrays_of_rank:
+            rule = "be in the file of each rank, next to the stages"
+            raise refusal(name, rule, f"none in {path}")
+        parts.append(arrays_of_rank[name])
+    shapes = [part.shape for part in parts]
+    if any(len(shape) != 3 for shape in shapes):
+        raise refusal(name, "be (batch, tokens, features)", f"{name} of the shapes {shapes}")
+    if mesh.startswith("sequence"):
+        return np.concatenate(parts, 1)
+    for part in parts:
+        if not np.array_equal(part, parts[0], equal_nan=True):
+            raise refusal(name, "be the same on all ranks of a tensor mesh", "different arrays")
+    return parts[0]
 
 
 def _check_names(
-    options: argparse.Namespace, files: Mapping[str, Stages], inputs: Sequence[str]
+    options: argparse.Namespace, arrays: Mapping[str, Arrays], inputs: Sequence[str]
 ) -> None:
     """Reject a file that has other arrays than stages, or no stage."""
     from parity.explain.diagnosis.ranks import JUDGED
 
-    stages = {*JUDGED, *(["grad.query"] if options.mesh.startswith("sequence") else [])}
-    for path, held in files.items():
-        if (unknown := sorted(held.keys() - stages - {*inputs})) or not held.keys() & stages:
-            known = ", ".join([*JUDGED, *sorted(stages - {*JUDGED}), *inputs])
-            raise refusal(
-                path, f"have stages, out of {known}", ", ".join(unknown or sorted(held)) or "none"
-            )
+    stages: list[str] = [*JUDGED]
+    if options.mesh.startswith("sequence"):
+        stages.append("grad.query")
+    for path, arrays_of_rank in arrays.items():
+        names = arrays_of_rank.keys()
+        unknown = names - {*stages, *inputs}
+        if not unknown and names & {*stages}:
+            continue
+        allowed = ", ".join([*stages, *inputs])
+        got = ", ".join(sorted(unknown or names)) or "none"
+        raise refusal(path, f"have stages, out of {allowed}", got)
 
 
-def _dtype_of(files: Mapping[str, Stages]) -> str:
+def _dtype_of(arrays: Mapping[str, Arrays]) -> str:
     """Return the dtype that ranks computed in: the narrowest of their stages, because scores may be
     wider.
     """
     from parity.measure.core.case import DTYPES
 
-    dtypes = {x.dtype for held in files.values() for x in held.values() if x.dtype.name in DTYPES}
-    if not dtypes:
+    sizes = set()
+    for arrays_of_rank in arrays.values():
+        for array in arrays_of_rank.values():
+            if array.dtype.name in DTYPES:
+                sizes.add((array.dtype.itemsize, array.dtype.name))
+    if not sizes:
         raise refusal("stages", f"have one of the dtypes {', '.join(DTYPES)}", "none")
-    return min(dtypes, key=lambda dtype: (dtype.itemsize, dtype.name)).name
+    # The name decides between dtypes of one size: any rule would do that is always the same.
+    _, narrowest = min(sizes)
+    return narrowest

@@ -49,30 +49,36 @@ def attention_maps(options: argparse.Namespace) -> Any:
         ModuleNotFoundError: if a library that makes the page is not installed.
     """
     if options.html is None:
-        return lambda trace, reference, comparisons: None
+        return _keep_nothing
     from parity.use.reporting.html import AttentionMaps
 
     return AttentionMaps()
 
 
-def print_and_write(options: argparse.Namespace, results: Any, maps: Any) -> Result:
+def _keep_nothing(trace: Any, reference: Any, comparisons: Any) -> None:
+    """Ignore the traces of a run without a page."""
+
+
+def print_and_write(options: argparse.Namespace, report: Any, maps: Any) -> Result:
     """Print a report, and write it to the files of the options."""
     from parity.use.reporting.console import console
     from parity.use.reporting.run import print_report
 
-    results = replace(results, allow_skipped=options.allow_skipped)
-    print_report(results, console(), verbose=options.verbose, quiet=options.quiet)
+    report = replace(report, allow_skipped=options.allow_skipped)
+    print_report(report, console(), verbose=options.verbose, quiet=options.quiet)
     if options.junit is not None:
         from parity.use.reporting.junit import write_junit
 
-        write_junit(options.junit, results)
-    write_page(options, results, maps)
-    return results.status, {} if options.json is None else results.to_dict()
+        write_junit(options.junit, report)
+    write_page(options, report, maps)
+    # A report of many cases is long: its JSON is made only on request.
+    content = {} if options.json is None else report.to_dict()
+    return report.status, content
 
 
-def write_page(options: argparse.Namespace, results: Any, maps: Any) -> None:
+def write_page(options: argparse.Namespace, report: Any, maps: Any) -> None:
     """Write a report as a page, if one is requested."""
     if options.html is not None:
         from parity.use.reporting.html import write_html
 
-        write_html(options.html, results, maps)
+        write_html(options.html, report, maps)

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 from parity.measure.backends import BACKENDS
 from parity.use.cli.cases import cases_named
 from parity.use.cli.help import Page, Result
-from parity.use.cli.layers import add_layer_options, layer_options, said_of_layers
-from parity.use.cli.messages import no_framework, refusal
+from parity.use.cli.layers import add_layer_options, layer_options, passed_layer_flags
+from parity.use.cli.messages import add_hint, no_framework, refusal
 from parity.use.cli.options import (
     check_names,
     check_range,
     dtype_list,
-    flag_of,
     name_list,
     named_path,
     range_list,
@@ -34,17 +33,16 @@ from parity.use.cli.reports import (
 
 if TYPE_CHECKING:
     from parity.measure.core.case import Case
-    from parity.measure.sharding.mesh import MeshPlan
     from parity.use.running.report import Report
 
-MOST_RANDOM = 10_000  # cases; they run for hours
+MOST_RANDOM = 10_000
+"""The largest number of random cases. It is a choice: that many run for hours."""
 
 PAGE = Page(
     "run test cases or a model's layers, and check every stage",
-    "Run test cases in each framework and compare each stage (q, k, v, scores, attention "
-    "weights, context, "
-    "output, cache, gradients) with the float64 reference. The tolerance follows from rounding "
-    "in the dtype.",
+    "Run test cases in each framework and compare each stage (q, k, v, scores, attention weights, "
+    "context, output, cache, gradients) with the float64 reference. The tolerance follows from "
+    "rounding in the dtype.",
     "mha-parity run --model checkpoints/llama --layers 0,5-7 --against transformers",
     "every requested stage agrees",
     "a stage differs",
@@ -118,26 +116,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also check the traces of this folder",
     )
 
-    mesh = parser.add_argument_group("meshes of devices")
-    mesh.add_argument(
-        "--mesh",
-        metavar="data=2,tensor=4",
-        help=(
-            "divide each case over devices: its sequences (data), heads (tensor), tokens (sequence)"
-        ),
-    )
-    mesh.add_argument(
-        "--virtual-devices", type=int, metavar="N", help="with --mesh: make N devices of this CPU"
-    )
-    mesh.add_argument(
-        "--axis-types",
-        choices=("automatic", "explicit"),
-        help=(
-            "with --mesh: JAX's mesh axes; automatic (default): XLA decides, explicit: the types "
-            "of arrays do"
-        ),
-    )
-
     reading = parser.add_argument_group("reading weights")
     reading.add_argument(
         "--from", dest="layout", metavar="LAYOUT", help="layout; default: from the file's metadata"
@@ -171,123 +149,94 @@ def run(options: argparse.Namespace) -> Result:
         check_range(options, "seq_len", SHORTEST, LONGEST)
     seq_len = SEQ_LEN if options.seq_len is None else options.seq_len
     if options.jobs > 1 and options.model is not None:
-        raise refusal(
-            "--jobs",
-            "be 1 with --model, because layers are read one at a time",
-            {"--jobs": options.jobs},
-        )
-    cases, maps = _chosen_cases(options), attention_maps(options)
+        rule = "be 1 with --model, because layers are read one at a time"
+        raise refusal("--jobs", rule, {"--jobs": options.jobs})
+    cases = _chosen_cases(options)
+    maps = attention_maps(options)
     _check_weight_options(options)
     pythons = dict(options.python)
     check_names("--python", [*pythons], BACKENDS)
-    if any(why_missing(name) is None for name in pythons):  # they must not run here also
-        if options.backends is None:
-            options.backends = [name for name in BACKENDS if why_missing(name) is None]
-        options.backends = [name for name in options.backends if name not in pythons]
-    asked = BACKENDS if options.backends is None else options.backends
-    backends = [name for name in asked if why_missing(name) is None]
+    installed = [name for name in BACKENDS if why_missing(name) is None]
+    if not set(pythons).isdisjoint(installed):
+        # A backend that another Python runs must not run here also.
+        requested = installed if options.backends is None else options.backends
+        options.backends = [name for name in requested if name not in pythons]
+    backends = installed
+    if options.backends is not None:
+        backends = [name for name in options.backends if name in installed]
     if not (backends or options.backends or options.join or pythons):
         raise ModuleNotFoundError(no_framework())
-    told = {"with_gradients": options.grad, "mesh": _mesh(options, backends), "on_judged": maps}
-    told["device"] = "cpu" if "torch" in pythons else options.device
+    arguments: dict[str, Any] = {
+        "with_gradients": options.grad,
+        "on_judged": maps,
+        # The device is that of torch, wherever it runs.
+        "device": "cpu" if "torch" in pythons else options.device,
+    }
     if options.model is not None:
-        told["seq_len"] = seq_len
-        results = _run_model(options, told)
-        return print_and_write(options, results, maps)
-    weights, spec, name = None, None, ""
+        report = _run_model(options, {**arguments, "seq_len": seq_len})
+        return print_and_write(options, report, maps)
+    weights, spec, case_name = None, None, ""
     if options.weights is not None:
         weights, spec = load(
             options.weights, options.layout, prefix=options.prefix, **layer_options(options)
         )
-        name = f"weights-{Path(options.weights).stem}"
-        cases = cases_of(name, spec, seq_len=seq_len)
-    runs = sum(1 if case.dtype else len(options.dtypes) for case in cases) * len(backends)
-    with progress_bar(runs) as on_case, ExitStack() as stack:
+        case_name = f"weights-{Path(options.weights).stem}"
+        cases = cases_of(case_name, spec, seq_len=seq_len)
+    with ExitStack() as stack:
+        on_case = stack.enter_context(progress_bar(_num_runs(cases, options.dtypes, backends)))
         num_processes = max(options.jobs, 1) + len(pythons)
-        elsewhere = [
-            stack.enter_context(Elsewhere(path, _told_elsewhere(options, name), num_processes))
-            for name, path in pythons.items()
-        ]
-        join = [*options.join, *elsewhere]
-        told |= {
-            "weights": weights,
-            "traces": options.save_traces,
-            "join": join,
-            "on_case": on_case,
-        }
-        told["jobs"] = options.jobs
-        results = run_cases(cases, options.backends, options.dtypes, **told)
-    if spec is not None:
-        results = replace(
-            results, not_exercised=not_exercised([(name, spec)], seq_len, options.dtypes)
+        join: list[Any] = [*options.join]
+        for name, path in pythons.items():
+            elsewhere = Elsewhere(path, _options_elsewhere(options, name), num_processes)
+            join.append(stack.enter_context(elsewhere))
+        report = run_cases(
+            cases,
+            options.backends,
+            options.dtypes,
+            **arguments,
+            weights=weights,
+            traces=options.save_traces,
+            join=join,
+            jobs=options.jobs,
+            on_case=on_case,
         )
-    return print_and_write(options, results, maps)
+    if spec is not None:
+        features = not_exercised([(case_name, spec)], seq_len, options.dtypes)
+        report = replace(report, not_exercised=features)
+    return print_and_write(options, report, maps)
 
 
-def _told_elsewhere(options: argparse.Namespace, backend: str) -> list[str]:
-    """Return the words of `mha-parity run` for the same cases on a backend with another Python."""
-    told = [
-        "--backends",
-        backend,
-        "--dtypes",
-        ",".join(options.dtypes),
-        "--random",
-        str(options.random),
-    ]
-    # Cases that it skips count in the report of all.
-    told.append("--allow-skipped")
-    given = {
-        name: getattr(options, name) for name in ("cases", "mesh", "virtual_devices", "axis_types")
-    }
-    told += [
-        word
-        for name, value in given.items()
-        if value is not None
-        for word in (flag_of(name), str(value))
-    ]
-    told += ["--device", options.device] if backend == "torch" else []
-    return [*told, *(["--grad"] if options.grad else [])]
-
-
-def _mesh(options: argparse.Namespace, backends: Sequence[str]) -> MeshPlan | None:
-    """Return the mesh that divides cases, after making its virtual devices; None for a single
-    device.
+def _num_runs(cases: Sequence[Case], dtypes: Sequence[str], backends: Sequence[str]) -> int:
+    """Return the number of runs here: of each case in each dtype, or in its only one, and
+    backend.
     """
-    from parity.measure.backends import BACKENDS, load_divided
-    from parity.measure.sharding.mesh import parse_mesh
+    num_with_dtype = 0
+    for case in cases:
+        num_with_dtype += 1 if case.dtype else len(dtypes)
+    return num_with_dtype * len(backends)
 
-    if options.mesh is None:
-        if needless := [
-            name for name in ("virtual_devices", "axis_types") if getattr(options, name) is not None
-        ]:
-            raise refusal(" and ".join(map(flag_of, needless)), "be passed with --mesh")
-        return None
-    mesh = parse_mesh(options.mesh, options.axis_types or "automatic")
-    if (count := options.virtual_devices) is not None:
-        if count < mesh.size:
-            flag = "--virtual-devices"
-            raise refusal(flag, f"be at least the {mesh.size} of --mesh {mesh}", {flag: count})
-        virtual = [
-            name
-            for name in backends
-            if BACKENDS[name].divided and not BACKENDS[name].has_own_device
-        ]
-        if not virtual:
-            raise refusal(
-                "--virtual-devices",
-                "be passed with a backend on this CPU",
-                f"{', '.join(backends)} alone",
-            )
-        for name in virtual:
-            load_divided(name).make_devices(count)
-    return mesh
+
+def _options_elsewhere(options: argparse.Namespace, backend: str) -> list[str]:
+    """Return the options of `run` for the same cases on a backend with another Python."""
+    words = ["--backends", backend, "--dtypes", ",".join(options.dtypes)]
+    words += ["--random", str(options.random)]
+    # Cases that it skips count in the report of all.
+    words.append("--allow-skipped")
+    if options.cases is not None:
+        words += ["--cases", options.cases]
+    if backend == "torch":
+        words += ["--device", options.device]
+    if options.grad:
+        words.append("--grad")
+    return words
 
 
 def _check_weight_options(options: argparse.Namespace) -> None:
     """Reject options about weights without weights, and options about cases with weights."""
-    source = "--model" if options.model is not None else "--weights"
-    if getattr(options, source[2:]) is None:
-        needless = said_of_layers(options) + (["--seq-len"] if options.seq_len is not None else [])
+    if options.model is None and options.weights is None:
+        needless = passed_layer_flags(options)
+        if options.seq_len is not None:
+            needless.append("--seq-len")
         if needless:
             raise refusal(", ".join(needless), "be passed with --weights or --model")
     elif (
@@ -297,16 +246,16 @@ def _check_weight_options(options: argparse.Namespace) -> None:
         or options.join
         or options.python
     ):
-        raise refusal(
-            source, "not be combined with --cases, --random, --save-traces, --join or --python"
-        )
-    if options.model is None and (
-        given := [flag for flag in ("layers", "against") if getattr(options, flag)]
-    ):
-        raise refusal(f"--{' and --'.join(given)}", "be passed with --model")
+        source = "--model" if options.model is not None else "--weights"
+        rule = "not be combined with --cases, --random, --save-traces, --join or --python"
+        raise refusal(source, rule)
+    if options.model is None:
+        flags = [flag for flag in ("layers", "against") if getattr(options, flag)]
+        if flags:
+            raise refusal(f"--{' and --'.join(flags)}", "be passed with --model")
 
 
-def _run_model(options: argparse.Namespace, told: dict[str, Any]) -> Report:
+def _run_model(options: argparse.Namespace, arguments: dict[str, Any]) -> Report:
     """Run the layers of a model."""
     from mha_spec import InputError
     from parity.port.conversion.checkpoint import Checkpoint
@@ -328,7 +277,7 @@ def _run_model(options: argparse.Namespace, told: dict[str, Any]) -> Report:
                 layout=options.layout,
                 prefix=options.prefix,
                 on_case=on_case,
-                **told,
+                **arguments,
                 **layer_options(options),
             )
         except InputError as error:
@@ -336,8 +285,7 @@ def _run_model(options: argparse.Namespace, told: dict[str, Any]) -> Report:
                 with Checkpoint.open(options.model) as checkpoint:
                     is_unknown = checkpoint.is_unknown
                 if is_unknown:
-                    advice = "--against transformers observes its layers"
-                    error.hint = f"{error.hint}; {advice}" if error.hint else advice
+                    add_hint(error, "--against transformers observes its layers")
             raise
 
 
@@ -345,9 +293,14 @@ def _chosen_cases(options: argparse.Namespace) -> list[Case]:
     from parity.measure.core.cases import QUICK, random_case
 
     check_range(options, "random", 0, MOST_RANDOM)
-    drawn = {case.name: case for case in map(random_case, range(options.random))}
     named = QUICK
     if options.cases is not None:
         pattern = "*" if options.cases == "all" else options.cases
-        named = {case.name: case for case in cases_named("--cases", pattern, bool(drawn))}
+        cases = cases_named("--cases", pattern, may_be_none=options.random > 0)
+        named = {case.name: case for case in cases}
+    # A random case that is also named runs once.
+    drawn = {}
+    for number in range(options.random):
+        case = random_case(number)
+        drawn[case.name] = case
     return list((named | drawn).values())

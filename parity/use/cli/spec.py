@@ -6,15 +6,13 @@ import argparse
 from collections.abc import Mapping
 
 from parity.use.cli.help import Page, Result
-from parity.use.cli.messages import refusal
+from parity.use.cli.messages import add_hint, refusal
 
 PAGE = Page(
     "read what each attention layer of a model computes",
     "Read the configuration of a Hugging Face model. Report what each of its attention layers "
-    "computes, and "
-    "which key specifies it. With --live, observe a model in memory instead, report how each "
-    "field was "
-    "found, and check the rules of its family against it.",
+    "computes, and which key specifies it. With --live, observe a model in memory instead, report "
+    "how each field was found, and check the rules of its family against it.",
     "mha-parity spec checkpoints/llama",
     "every layer is understood",
     "a live layer is rejected",
@@ -46,12 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Result:
     """Print the specifications."""
-    given = [options.path is not None, options.live is not None, options.families]
-    if given.count(True) != 1:
+    forms = [options.path is not None, options.live is not None, options.families]
+    if forms.count(True) != 1:
         raise refusal("PATH, --live or --families", "be passed, and only one of them")
     if options.families:
         return _list_families(options)
-    return _read(options) if options.live is None else _observe(options)
+    if options.live is not None:
+        return _observe_model(options)
+    return _read_configuration(options)
 
 
 def _list_families(options: argparse.Namespace) -> Result:
@@ -65,7 +65,7 @@ def _list_families(options: argparse.Namespace) -> Result:
     return 0, {"families": sorted(FAMILIES)}
 
 
-def _observe(options: argparse.Namespace) -> Result:
+def _observe_model(options: argparse.Namespace) -> Result:
     """Print the specification of each layer of a live model, or why there is none."""
     from parity.explain.conformance.discover import load_callable
     from parity.explain.identification.layers import layers_of
@@ -76,20 +76,21 @@ def _observe(options: argparse.Namespace) -> Result:
         raise refusal("--part", "be passed with PATH", {"--part": options.part})
     function = load_callable(options.live)
     with user_code(options.live):
-        made = function()
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping)):
-        got = ", ".join(
-            type(each).__name__ for each in (made if isinstance(made, tuple) else (made,))
-        )
+        result = function()
+    values = result if isinstance(result, tuple) else (result,)
+    if len(values) != 2 or not isinstance(values[1], Mapping):
+        got = ", ".join(type(value).__name__ for value in values)
         raise refusal("--live", "be a function that returns a model and its inputs by name", got)
-    found, out = layers_of(*made), console()
-    for layer in found:
+    model, inputs = values
+    layers = layers_of(model, inputs)
+    out = console()
+    for layer in layers:
         out.print(str(layer), markup=False, highlight=False, soft_wrap=True)
-    told = [layer.to_dict() for layer in found]
-    return int(any(layer.spec is None for layer in found)), {"layers": told}
+    is_rejected = any(layer.spec is None for layer in layers)
+    return int(is_rejected), {"layers": [layer.to_dict() for layer in layers]}
 
 
-def _read(options: argparse.Namespace) -> Result:
+def _read_configuration(options: argparse.Namespace) -> Result:
     """Print the specifications of the layers of a configuration."""
     from mha_spec import InputError
     from parity.port.conversion.model_config import ModelConfig
@@ -97,25 +98,28 @@ def _read(options: argparse.Namespace) -> Result:
     from parity.use.reporting.console import console
     from parity.use.reporting.models import print_heading, print_layers
 
-    config, out = ModelConfig.read(options.path), console()
-    values = config.values
-    names, unread = [options.part], {}
+    out = console()
+    config = ModelConfig.read(options.path)
     if options.part is None:
-        # Without a known part, the whole model has the error that says why.
-        names, unread = list(config.parts) or [""], config.unknown_parts
+        # The empty name is that of a model without parts.
+        names = list(config.parts) or [""]
+        not_read = config.unknown_parts
+    else:
+        names = [options.part]
+        not_read = {}
     try:
-        layers = {name: specs_of(values, part=name or None) for name in names}
+        layers = {name: specs_of(config.values, part=name or None) for name in names}
     except InputError as error:
-        advice = "--live observes a model that runs"
-        error.hint = f"{error.hint}; {advice}" if error.hint else advice
+        add_hint(error, "--live observes a model that runs")
         raise
-    for name, found in layers.items():
+    records = []
+    for name, layers_of_part in layers.items():
         if name:
             print_heading(name, out)
-        print_layers(str(part_of(values, name or None)["model_type"]), found, out)
-    for name, why in unread.items():
-        print_heading(name or str(values["model_type"]), out, f"not read: {why}")
-    told = [
-        {**layer.to_dict(), "section": name} for name, found in layers.items() for layer in found
-    ]
-    return 0, {"layers": told, "not_read": unread}
+        family = str(part_of(config.values, name or None)["model_type"])
+        print_layers(family, layers_of_part, out)
+        for layer in layers_of_part:
+            records.append({**layer.to_dict(), "section": name})
+    for name, why in not_read.items():
+        print_heading(name or str(config.values["model_type"]), out, f"not read: {why}")
+    return 0, {"layers": records, "not_read": not_read}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def are_taps(paths: Sequence[str]) -> bool:
-    """Return if paths are recordings, one or two; reject a mixture."""
+    """Return whether paths are recordings, one or two; reject a mixture."""
     kinds = [Path(path).is_file() and kind_of(path) == "tap" for path in paths]
     if not any(kinds):
         return False
@@ -25,7 +25,7 @@ def are_taps(paths: Sequence[str]) -> bool:
     return True
 
 
-def compare(options: argparse.Namespace) -> Result:
+def compare_recordings(options: argparse.Namespace) -> Result:
     """Compare recordings with their model, as a report; or two with each other."""
     from parity.use.cli.reports import attention_maps, print_and_write
     from parity.use.running.taps import compare_with, report_of
@@ -34,14 +34,16 @@ def compare(options: argparse.Namespace) -> Result:
         _check_no_report({"--html": options.html, "--junit": options.junit})
         status, content = _compare_two(options.traces, with_table=True)
         # Layers of one recording alone have nothing to be compared with.
-        is_less = bool(content["alone"]) and not options.allow_skipped
-        return 2 if status == 0 and is_less else status, content
+        is_incomplete = bool(content["alone"]) and not options.allow_skipped
+        if status == 0 and is_incomplete:
+            status = 2
+        return status, content
     maps = attention_maps(options)
     verdicts = compare_with(options.model, options.traces)
     return print_and_write(options, report_of(verdicts), maps)
 
 
-def diagnose(options: argparse.Namespace) -> Result:
+def diagnose_recordings(options: argparse.Namespace) -> Result:
     """Print which layer goes wrong, at which stage, and why."""
     from parity.use.cli.reports import attention_maps, write_page
     from parity.use.reporting.console import console
@@ -53,18 +55,22 @@ def diagnose(options: argparse.Namespace) -> Result:
         return _compare_two(options.files, with_table=False)
     maps = attention_maps(options)
     verdicts = compare_with(options.model, options.files)
+    status = 0
+    recordings = []
     for path, verdict in verdicts.items():
-        print_verdict(
-            verdict, path if len(verdicts) > 1 else "", console(), verbose=options.verbose
-        )
+        title = path if len(verdicts) > 1 else ""
+        print_verdict(verdict, title, console(), verbose=options.verbose)
+        recordings.append({"recording": path, **verdict.to_dict()})
+        if not verdict.passed:
+            status = 1
     write_page(options, report_of(verdicts), maps)
-    told = [{"recording": path, **verdict.to_dict()} for path, verdict in verdicts.items()]
-    return 0 if all(verdict.passed for verdict in verdicts.values()) else 1, {"recordings": told}
+    return status, {"recordings": recordings}
 
 
 def _check_no_report(paths: Mapping[str, str | None]) -> None:
-    if given := [flag for flag, path in paths.items() if path is not None]:
-        raise refusal(", ".join(given), "be passed with --model", "recordings alone")
+    flags = [flag for flag, path in paths.items() if path is not None]
+    if flags:
+        raise refusal(", ".join(flags), "be passed with --model", "recordings alone")
 
 
 def _compare_two(paths: Sequence[str], *, with_table: bool) -> Result:
@@ -77,6 +83,7 @@ def _compare_two(paths: Sequence[str], *, with_table: bool) -> Result:
         raise refusal(
             "--model", f"be the folder of the model of {paths[0]}, unless there are two recordings"
         )
-    difference: TapDifference = compare_taps(*map(load_tap, paths))
+    first, second = paths
+    difference: TapDifference = compare_taps(load_tap(first), load_tap(second))
     print_difference(difference, console(), with_table=with_table)
     return 0 if difference.agrees else 1, difference.to_dict()

@@ -29,10 +29,8 @@ READ_ALONE = {"__init__", "__main__", "conftest"}
 PAGE = Page(
     "write one layer as plain code, with a test",
     "Write one attention layer of a model as a file of plain code, without options, branches or "
-    "imports of "
-    "this package. The file ends with a function that makes its weights from the checkpoint's "
-    "tensors. --test "
-    "also writes a test.",
+    "imports of this package. The file ends with a function that makes its weights from the "
+    "checkpoint's tensors. --test also writes a test.",
     "mha-parity write checkpoints/llama --layers 3 --to torch --cache static -o attention.py",
     "written",
 )
@@ -84,11 +82,11 @@ def run(options: argparse.Namespace) -> Result:
     from parity.port.conversion.hints import CALLER, LayerHints
     from parity.use.running.models import chosen_layers
 
-    _check_output(options)
+    _check_module(options)
     paths = _paths(options)
     if may_write(options, options.source):
-        given = {"MODEL": options.source, "--output": options.output}
-        raise refusal("MODEL", "be another file than those to write", given)
+        values = {"MODEL": options.source, "--output": options.output}
+        raise refusal("MODEL", "be another file than those to write", values)
     _check_free(paths, force=options.force)
     with Checkpoint.open(options.source) as checkpoint:
         hints = LayerHints.by(CALLER, **layer_options(options))
@@ -154,22 +152,19 @@ def _contents(layer: FileLayer, options: argparse.Namespace) -> list[bytes]:
     return contents
 
 
-def _check_output(options: argparse.Namespace) -> None:
+def _check_module(options: argparse.Namespace) -> None:
+    """Reject a file that is not that of a new module, and options that it cannot have."""
     if options.mask and options.cache is not None:
         raise refusal("--mask", "not be combined with --cache")
     if options.output is None:
         if options.test is not None:
-            raise refusal(
-                "--test", "be passed with --output, because the test is a file next to it"
-            )
+            rule = "be passed with --output, because the test is a file next to it"
+            raise refusal("--test", rule)
         return
     path = Path(options.output)
     if path.suffix != ".py" or not _is_free(path.stem):
-        raise refusal(
-            "--output",
-            "be the file of a new module, such as attention.py",
-            {"--output": options.output},
-        )
+        rule = "be the file of a new module, such as attention.py"
+        raise refusal("--output", rule, {"--output": options.output})
 
 
 def _is_free(name: str) -> bool:
@@ -180,10 +175,9 @@ def _is_free(name: str) -> bool:
         return False
     if unicodedata.normalize("NFKC", name) != name:  # Python imports the normalized name
         return False
-    is_collected = name.startswith("test_") or name.endswith(
-        "_test"
-    )  # by pytest, as a file of tests
-    return not is_collected and name not in IMPORTED | READ_ALONE
+    if name.startswith("test_") or name.endswith("_test"):  # pytest collects it as a file of tests
+        return False
+    return name not in IMPORTED | READ_ALONE
 
 
 def _check_free(paths: list[Path], *, force: bool) -> None:

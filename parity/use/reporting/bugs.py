@@ -13,7 +13,9 @@ from rich.text import Text
 
 from mha_spec import InputError
 from parity.measure.text import did_you_mean
-from parity.use.reporting.console import print_table
+from parity.use.reporting.console import print_line, print_table
+
+TITLE = "Known bugs: `mha-parity bugs NAME` describes one"
 
 LINK = re.compile(r"\[([^\]]*)\]\(([^)#]*)(?:#[^)]*)?\)")
 
@@ -28,7 +30,8 @@ def bug_lines() -> dict[str, str]:
 
 def bug_pages() -> dict[str, str]:
     """Return the name of the page of each bug, by the name of the bug."""
-    from parity.explain.diagnosis.bugs import page_by_bug  # which takes longer than to print a page
+    # Imported here, because it takes longer than to print a page.
+    from parity.explain.diagnosis.bugs import page_by_bug
 
     return page_by_bug()
 
@@ -45,42 +48,31 @@ def bug_page(name: str) -> str:
     pages, page_by_bug = _texts(), bug_pages()
     page = pages.get(name) or pages.get(page_by_bug.get(name, ""))
     if page is None:
-        advice = (
-            did_you_mean(name, [*bug_lines(), *page_by_bug]),
-            "`mha-parity bugs` lists all pages, --all all bugs",
-        )
-        raise InputError(
-            "NAME", "be a known bug or page", NAME=name, hint=" ".join(filter(None, advice))
-        )
-    return LINK.sub(lambda link: _without_link(link[1], link[2]), page)
+        similar = did_you_mean(name, [*bug_lines(), *page_by_bug])
+        hint = f"{similar} `mha-parity bugs` lists all pages, --all all bugs".lstrip()
+        raise InputError("NAME", "be a known bug or page", NAME=name, hint=hint)
+    return LINK.sub(_without_link, page)
 
 
 def print_list(lines: Mapping[str, str], out: Console) -> None:
     """Print the pages, one in each row."""
     rows = [(name, Text(line.replace("`", ""))) for name, line in lines.items()]
-    print_table(
-        out,
-        "Known bugs: `mha-parity bugs NAME` describes one",
-        (Column("name", no_wrap=True), "bug"),
-        rows,
-    )
+    print_table(out, TITLE, (Column("name", no_wrap=True), "bug"), rows)
 
 
 def print_bugs(pages: Mapping[str, str], out: Console) -> None:
     """Print all bugs with their pages, one in each row."""
     columns = (Column("bug", no_wrap=True), Column("page", no_wrap=True))
-    print_table(
-        out, "Known bugs: `mha-parity bugs NAME` describes one", columns, sorted(pages.items())
-    )
+    print_table(out, TITLE, columns, sorted(pages.items()))
 
 
 def print_pages(pages: Iterable[str], out: Console) -> None:
     """Print pages of Markdown: laid out on a terminal, unchanged in a pipe."""
     for page in pages:
-        out.print(
-            Markdown(page) if out.is_terminal else Text(page.rstrip()),
-            soft_wrap=not out.is_terminal,
-        )
+        if out.is_terminal:
+            out.print(Markdown(page))
+        else:
+            print_line(out, page.rstrip())
 
 
 def _texts() -> dict[str, str]:
@@ -89,10 +81,13 @@ def _texts() -> dict[str, str]:
     return {page.name.removesuffix(".md"): page.read_text("utf-8") for page in folder.iterdir()}
 
 
-def _without_link(text: str, target: str) -> str:
+def _without_link(link: re.Match[str]) -> str:
     """Return the text of a link, with the command that prints its target if that is a page."""
+    text, target = link.groups()
     if "/" in target:
         return f"{text} ({target.removeprefix('../../')} in the repository)"
     name = target.removesuffix(".md")
     command = f"`mha-parity bugs {name}`"
-    return command if text.strip("`") == name else f"{text} ({command})"
+    if text.strip("`") == name:
+        return command
+    return f"{text} ({command})"

@@ -10,7 +10,8 @@ from rich.text import Text
 
 from parity.explain.conformance.answers import Answer, Conformance, unexamined_dtypes
 from parity.measure.text import and_listed, counted
-from parity.use.reporting.console import print_table
+from parity.use.reporting.console import Row, print_line, print_table, width_between_columns
+from parity.use.reporting.grouping import grouped
 
 STYLES = {
     "ok": "green",
@@ -19,103 +20,123 @@ STYLES = {
     "differs": "bold red",
     "broken": "bold red",
 }
-LABEL, CELL = 16, 18  # columns
+
+LABEL = 16
+"""Width of the column of checks, in characters: that of the longest name."""
+
+CELL = 18
+"""Least width of the column of a target, in characters: its words are folded between words."""
+
+MOST_OF_A_CELL = 40
+"""Largest width of the column of a target, in characters: an arbitrary number, so that two targets
+do not spread over a wide terminal.
+"""
 
 
 def print_conformance(
-    found: Sequence[Conformance], out: Console, again: Callable[[str, str], str]
+    subjects: Sequence[Conformance], out: Console, again: Callable[[str, str], str]
 ) -> None:
     """Print the matrix, with as many targets side by side as fit, and each broken guarantee below
     it.
 
     `again` returns the command that repeats a check, from the names of a target and a check.
     """
-    examined = [subject for subject in found if not subject.missing]
-    between = 3 if out.is_terminal else 2
-    side_by_side = max(1, (out.width - LABEL - between) // (CELL + between))
-    for start in range(0, len(examined), side_by_side):
-        block = examined[start : start + side_by_side]
-        versions = dict.fromkeys(subject.version or subject.framework for subject in block)
-        width = min(40, (out.width - LABEL - between) // len(block) - between)
-        columns = [Column("", no_wrap=True, min_width=LABEL)]
-        for subject in block:
-            name = subject.name if ":" in subject.name else ".\n".join(subject.name.rsplit(".", 1))
-            columns.append(Column(name, overflow="fold", min_width=CELL, max_width=width))
-        questions = [answer.question for answer in block[0].answers]
-        rows = [
-            [question, *(_cell(subject[question]) for subject in block)] for question in questions
-        ]
-        print_table(out, f"Conformance: {', '.join(versions)}", columns, rows)
-    for subject in found:
+    examined = [subject for subject in subjects if not subject.missing]
+    between = width_between_columns(out)
+    num_columns = max(1, (out.width - LABEL - between) // (CELL + between))
+    for start in range(0, len(examined), num_columns):
+        _print_matrix(examined[start : start + num_columns], out)
+    for subject in subjects:
         if subject.missing:
-            out.print(Text(f"{subject.name}: {subject.missing}", style="dim"), soft_wrap=True)
-    answers = [(subject, answer) for subject in examined for answer in subject.answers]
-    refusals = [
-        _refusal(subject.name, group) for subject in examined for group in _refused_alike(subject)
-    ]
-    if refusals:
-        out.print(Text("\n" + "\n".join(refusals), style="dim"), soft_wrap=True)
+            print_line(out, f"{subject.name}: {subject.missing}", "dim")
+    _print_refusals(examined, out)
     for subject in examined:
-        for first, *others in _broken_alike(subject):
-            out.print()
-            out.print(Text(first.example, style="red"), soft_wrap=True)
-            if others:
-                questions = ", ".join(answer.question for answer in others)
-                out.print(
-                    Text(f"  also    {questions}, by the same error", style="red"), soft_wrap=True
-                )
-            out.print(Text(f"  again   {again(subject.name, first.question)}"), soft_wrap=True)
+        _print_broken(subject, out, again)
     out.print()
-    done, broken = (
-        sum(answer.was_asked for _, answer in answers),
-        sum(answer.is_broken for _, answer in answers),
-    )
-    verdict = (
-        counted(broken, "broken guarantee")
-        if broken
-        else "no broken guarantees"
-        if done
-        else "nothing to check"
-    )
-    words = (
-        f"{counted(len(examined), 'target')} examined, {done} of {len(answers)} checks answered: "
-        f"{verdict}"
-    )
-    gaps = unexamined_dtypes(examined)
-    for name, dtypes in gaps.items():
-        out.print(
-            Text(f"{name}: no check examined {and_listed(dtypes)}", style="bold red"),
-            soft_wrap=True,
-        )
-    if gaps:
-        words += "; not every requested dtype was examined"
-    out.print(
-        Text(words, style="bold red" if broken or gaps or not done else "bold green"),
-        soft_wrap=True,
-    )
+    _print_verdict(examined, out)
 
 
-def _refused_alike(subject: Conformance) -> list[list[Answer]]:
-    """Return the answers with a rejected call, those with the same path and reason together."""
-    groups: dict[str, list[Answer]] = {}
-    for answer in subject.answers:
-        if answer.refusal:
-            groups.setdefault(answer.refusal, []).append(answer)
-    return list(groups.values())
-
-
-def _refusal(name: str, answers: Sequence[Answer]) -> str:
-    questions = ", ".join(answer.question for answer in answers)
-    return f"{name}, {questions}: refused ({answers[0].refusal})"
-
-
-def _broken_alike(subject: Conformance) -> list[list[Answer]]:
-    """Return the broken guarantees, those by the same error of the subject's code together."""
-    groups: dict[str, list[Answer]] = {}
-    for answer in subject.broken:
-        groups.setdefault(answer.error or answer.question, []).append(answer)
-    return list(groups.values())
+def _print_matrix(subjects: Sequence[Conformance], out: Console) -> None:
+    """Print the answers of some targets side by side, a row for each check."""
+    versions = dict.fromkeys(subject.version or subject.framework for subject in subjects)
+    between = width_between_columns(out)
+    room = (out.width - LABEL - between) // len(subjects) - between
+    columns = [Column("", no_wrap=True, min_width=LABEL)]
+    for subject in subjects:
+        name = subject.name
+        # The name of a library's function is broken before its last part; `module:name` is not.
+        if ":" not in name:
+            name = ".\n".join(name.rsplit(".", 1))
+        width = min(MOST_OF_A_CELL, room)
+        columns.append(Column(name, overflow="fold", min_width=CELL, max_width=width))
+    rows: list[Row] = []
+    for first_answer in subjects[0].answers:
+        cells = [_cell(subject[first_answer.question]) for subject in subjects]
+        rows.append([first_answer.question, *cells])
+    print_table(out, f"Conformance: {', '.join(versions)}", columns, rows)
 
 
 def _cell(answer: Answer) -> Text:
-    return Text("! " * answer.is_broken + answer.words, style=STYLES[answer.status])
+    words = answer.words
+    if answer.is_broken:
+        words = f"! {words}"
+    return Text(words, style=STYLES[answer.status])
+
+
+def _print_refusals(subjects: Sequence[Conformance], out: Console) -> None:
+    """Print the rejected calls of each target, checks with the same path and reason in one line."""
+    lines = []
+    for subject in subjects:
+        rejected = [answer for answer in subject.answers if answer.refusal]
+        by_refusal = grouped(rejected, lambda answer: answer.refusal)
+        for refusal, answers in by_refusal.items():
+            lines.append(f"{subject.name}, {_questions(answers)}: refused ({refusal})")
+    if lines:
+        print_line(out, "\n" + "\n".join(lines), "dim")
+
+
+def _print_broken(subject: Conformance, out: Console, again: Callable[[str, str], str]) -> None:
+    """Print the broken guarantees of a target, those by the same error of its code together."""
+    by_error = grouped(subject.broken, lambda answer: answer.error or answer.question)
+    for answers in by_error.values():
+        first = answers[0]
+        out.print()
+        print_line(out, first.example, "red")
+        if len(answers) > 1:
+            print_line(out, f"  also    {_questions(answers[1:])}, by the same error", "red")
+        print_line(out, f"  again   {again(subject.name, first.question)}")
+
+
+def _questions(answers: Sequence[Answer]) -> str:
+    return ", ".join(answer.question for answer in answers)
+
+
+def _print_verdict(subjects: Sequence[Conformance], out: Console) -> None:
+    """Print the dtypes that no check examined, and a last line with the numbers of answers."""
+    num_answers = 0
+    num_answered = 0
+    num_broken = 0
+    for subject in subjects:
+        for answer in subject.answers:
+            num_answers += 1
+            num_answered += answer.was_asked
+            num_broken += answer.is_broken
+    if num_broken:
+        verdict = counted(num_broken, "broken guarantee")
+    elif num_answered:
+        verdict = "no broken guarantees"
+    else:
+        verdict = "nothing to check"
+    gaps = unexamined_dtypes(subjects)
+    for name, dtypes in gaps.items():
+        print_line(out, f"{name}: no check examined {and_listed(dtypes)}", "bold red")
+    if gaps:
+        verdict += "; not every requested dtype was examined"
+    is_well = num_answered and not num_broken and not gaps
+    style = "bold green" if is_well else "bold red"
+    print_line(
+        out,
+        f"{counted(len(subjects), 'target')} examined, {num_answered} of {num_answers} checks "
+        f"answered: {verdict}",
+        style,
+    )

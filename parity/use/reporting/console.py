@@ -1,4 +1,4 @@
-"""Output: tables with lines and color on a terminal, plain lines in a pipe, a progress bar on
+"""Output: tables with lines and color on a terminal, plain lines in a pipe, and a progress bar on
 standard error.
 """
 
@@ -22,14 +22,19 @@ from rich.text import Text
 from parity.measure.text import printable
 
 PIPE_WIDTH = 100
+"""Least width of the output in a pipe, which has no width of its own."""
 
 MOST_ROWS = 200
-"""Rows of a table: of more, a terminal shows the first, and plain output has a line of plain text
-for each.
+"""Most rows of a table that Rich lays out: about 0.3 ms for each, a hundred times as long as a line
+of plain text. The number is arbitrary; more rows are not read on a terminal.
+
+A terminal shows the first rows of a longer table, and a pipe has a line of plain text for each.
 """
 
 NARROWEST = 9
-"""Least width of a column whose text is folded: a verdict is `FAIL 1.03`."""
+"""Least width of a column whose text is folded: that of the verdict `FAIL 1.03`."""
+
+Row = Sequence[str | Text]
 
 
 class _Console(Console):
@@ -39,22 +44,25 @@ class _Console(Console):
         super().__init__(highlight=False, markup=False, emoji=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(
-            printable(text), **options
-        )  # before the widths of columns are known
+        # Escaped here, because Rich computes the widths of columns from this text.
+        return super().render_str(printable(text), **options)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
         for segment in super().render(renderable, options):
-            is_plain = segment.control or segment.text == "\n" or segment.text.isprintable()
-            yield segment if is_plain else segment._replace(text=printable(segment.text))
+            is_safe = segment.control or segment.text == "\n" or segment.text.isprintable()
+            if is_safe:
+                yield segment
+            else:
+                yield segment._replace(text=printable(segment.text))
 
     def on_broken_pipe(self) -> None:
         """Continue without output if the reader of a pipe has stopped: the exit status is that of
         the work.
         """
         self.quiet = True
+        # Otherwise Python reports another broken pipe when it flushes standard output at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -65,15 +73,24 @@ def console() -> Console:
     terminal = _Console()
     if terminal.is_terminal:
         return terminal
-    told = os.environ.get("COLUMNS", "")
-    return _Console(width=max(PIPE_WIDTH, int(told) if told.isdigit() else 0))
+    columns = os.environ.get("COLUMNS", "")
+    requested_width = int(columns) if columns.isdigit() else 0
+    return _Console(width=max(PIPE_WIDTH, requested_width))
+
+
+def print_line(out: Console, text: str, style: str = "") -> None:
+    """Print text without folding it: a terminal breaks it at its width, a pipe has it whole."""
+    out.print(Text(text, style=style), soft_wrap=True)
+
+
+# ---- Tables --------------------------------------------------------------------------------------
 
 
 def print_table(
     out: Console,
     title: str,
     columns: Sequence[str | Column],
-    rows: Iterable[Sequence[str | Text]],
+    rows: Iterable[Row],
     styles: Iterable[str] = repeat(""),
 ) -> None:
     """Print a title and a table: with lines on a terminal, columns of plain text elsewhere.
@@ -91,39 +108,77 @@ def print_table(
         styles: style of each row.
     """
     out.print(Text(title, style="bold"))
-    drawn = [Column(each, overflow="fold") if isinstance(each, str) else each for each in columns]
-    table = Table(
-        *drawn,
-        box=box.ROUNDED if out.is_terminal else None,
-        padding=(0, 1),
-        show_header=bool(columns),
-    )
-    styled = list(zip(rows, styles, strict=False))
-    num_hidden = max(0, len(styled) - MOST_ROWS)
+    folded_columns = _folded(columns)
+    styled_rows = list(zip(rows, styles, strict=False))
+    all_rows = [row for row, _ in styled_rows]
+    num_hidden = max(0, len(all_rows) - MOST_ROWS)
     if num_hidden and not out.is_terminal:
-        _print_plain(out, drawn, [row for row, _ in styled])
+        _print_unlimited(out, folded_columns, all_rows)
         return
-    styled = styled[:MOST_ROWS]
-    for row, style in styled:
-        table.add_row(*row, style=style)
-    between = 3 if out.is_terminal else 2
-    if (
-        not drawn
-        or _least_width(drawn, [row for row, _ in styled]) + between * len(drawn) + 1 <= out.width
-    ):
-        out.print(table)
+
+    shown_rows = all_rows[:MOST_ROWS]
+    if _fits(out, folded_columns, shown_rows):
+        _print_grid(out, folded_columns, styled_rows[:MOST_ROWS])
     else:
-        for row, style in styled:
-            cells = (
-                Text(f"{column.header} ").append(cell)
-                for column, cell in zip(drawn[1:], row[1:], strict=True)
-            )
-            out.print(Text(f"{row[0]}: ", style=style, overflow="fold") + Text(", ").join(cells))
+        _print_sentences(out, folded_columns, styled_rows[:MOST_ROWS])
     if num_hidden:
         out.print(
             f"… and {num_hidden} more rows: a pipe shows all, such as one to `less`, and so does "
             f"--json"
         )
+
+
+def _folded(columns: Sequence[str | Column]) -> list[Column]:
+    """Return columns whose text is folded, unless they are columns already."""
+    folded_columns = []
+    for column in columns:
+        if isinstance(column, str):
+            column = Column(column, overflow="fold")
+        folded_columns.append(column)
+    return folded_columns
+
+
+def width_between_columns(out: Console) -> int:
+    """Return the characters between two columns: spaces, on a terminal with a line."""
+    if out.is_terminal:
+        return 3
+    return 2
+
+
+def _fits(out: Console, columns: Sequence[Column], rows: Sequence[Row]) -> bool:
+    """Return whether a table is not wider than the output; one without headers always fits."""
+    if not columns:
+        return True
+    least_width = 1 + width_between_columns(out) * len(columns)
+    for place, column in enumerate(columns):
+        longest = cell_len(str(column.header))
+        for row in rows:
+            longest = max(longest, cell_len(str(row[place])))
+        least_width += longest if column.no_wrap else min(longest, NARROWEST)
+    return least_width <= out.width
+
+
+def _print_grid(
+    out: Console, columns: Sequence[Column], styled_rows: Sequence[tuple[Row, str]]
+) -> None:
+    """Print a table of Rich."""
+    lines = box.ROUNDED if out.is_terminal else None
+    table = Table(*columns, box=lines, padding=(0, 1), show_header=bool(columns))
+    for row, style in styled_rows:
+        table.add_row(*row, style=style)
+    out.print(table)
+
+
+def _print_sentences(
+    out: Console, columns: Sequence[Column], styled_rows: Sequence[tuple[Row, str]]
+) -> None:
+    """Print a table that is too wide: a line for each row, `cell: header cell, header cell`."""
+    for row, style in styled_rows:
+        cells = []
+        for column, cell in zip(columns[1:], row[1:], strict=True):
+            cells.append(Text(f"{column.header} ").append(cell))
+        begin = Text(f"{row[0]}: ", style=style, overflow="fold")
+        out.print(begin + Text(", ").join(cells))
 
 
 class _Lines:
@@ -138,34 +193,29 @@ class _Lines:
             yield Segment.line()
 
 
-def _print_plain(
-    out: Console, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]
-) -> None:
+def _print_unlimited(out: Console, columns: Sequence[Column], rows: Sequence[Row]) -> None:
     """Print a long table as lines of plain text, which takes a hundredth of the time of a table
-    that is laid out.
+    that Rich lays out.
     """
-    texts = [[printable(str(cell), keep="") for cell in row] for row in rows]
-    if any(column.header for column in columns):
-        texts.insert(0, [str(column.header) for column in columns])
+    texts: list[list[str]] = []
+    headers = [str(column.header) for column in columns]
+    if any(headers):
+        texts.append(headers)
+    for row in rows:
+        texts.append([printable(str(cell), keep="") for cell in row])
     widths = [max(map(cell_len, cells)) for cells in zip(*texts, strict=True)]
     lines: list[str] = []
     for row in texts:
-        padded = [
-            cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)
-        ]
-        lines.append(f" {'  '.join(padded)}".rstrip())
+        line = ""
+        for cell, width in zip(row, widths, strict=True):
+            # Spaces by the width on a terminal: str.ljust counts a wide character as one.
+            padding = " " * (width - cell_len(cell))
+            line += f" {cell}{padding} "
+        lines.append(line.rstrip())
     out.print(_Lines(lines), crop=False)
 
 
-def _least_width(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]) -> int:
-    """Return the least width of the columns in characters; folded text needs only a few."""
-    least = 0
-    for place, column in enumerate(columns):
-        longest = max(
-            cell_len(str(cell)) for cell in (column.header, *(row[place] for row in rows))
-        )
-        least += longest if column.no_wrap else min(longest, NARROWEST)
-    return least
+# ---- Progress and numbers ------------------------------------------------------------------------
 
 
 @contextmanager
@@ -187,12 +237,13 @@ def progress_bar(total: int | None) -> Iterator[Any]:
         *columns, console=errors, transient=True, disable=not errors.is_terminal
     ) as progress:
         task = progress.add_task("", total=total)
-        started = False
+        num_begun = 0
 
-        def begin(*what: str) -> None:
-            nonlocal started
-            progress.update(task, description=" ".join(what), advance=1 if started else 0)
-            started = True
+        def begin(*words: str) -> None:
+            nonlocal num_begun
+            # The items that began before this one are complete.
+            progress.update(task, description=" ".join(words), completed=num_begun)
+            num_begun += 1
 
         yield begin
 
@@ -201,4 +252,6 @@ def short_ratio(ratio: float | None) -> str:
     """Return an error over its budget in few characters; a dash for None."""
     if ratio is None:
         return "—"
-    return f"{ratio:.2f}" if ratio < 100 else f"{ratio:.0e}"
+    if ratio < 100:
+        return f"{ratio:.2f}"
+    return f"{ratio:.0e}"

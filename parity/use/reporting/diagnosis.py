@@ -10,11 +10,14 @@ from rich.table import Column
 from rich.text import Text
 
 from parity.measure.core.compare import Comparison, first_difference
-from parity.use.reporting.console import print_table, short_ratio
+from parity.use.reporting.console import print_line, print_table, short_ratio
 
 if TYPE_CHECKING:
     from parity.explain.diagnosis.diagnose import Diagnosis
     from parity.port.conversion.differences import WeightsComparison
+
+INDENT = 4
+"""Spaces before the second and further lines of a diagnosis."""
 
 
 class HasLines(Protocol):
@@ -37,21 +40,27 @@ def print_diagnosis(
         verbose: also print alternatives, patterns, nearest bugs and conventions.
     """
     for label, text in diagnosis.lines(verbose=verbose):
-        line = Text(f"{label}: " if label else "", style="bold")
-        line.append(
-            text,
-            "bold green"
-            if is_right
-            else "bold red"
-            if label.startswith("Likely bug")
-            else "not bold",
-        )
+        style = "not bold"
+        if is_right:
+            style = "bold green"
+        elif label.startswith("Likely bug"):
+            style = "bold red"
+        line = Text(style="bold")
+        if label:
+            line.append(f"{label}: ")
+        line.append(text, style)
         if out.is_terminal:
-            parts = line.wrap(out, out.width - 4) or [line]
-            for part in parts:
-                part.rstrip()
-            line = Text("\n    ").join(parts)
+            line = _indented(line, out)
         out.print(line, soft_wrap=True)
+
+
+def _indented(line: Text, out: Console) -> Text:
+    """Return a line folded at the width of the terminal, with an indent after each break."""
+    # An empty line folds into no parts.
+    parts = line.wrap(out, out.width - INDENT) or [line]
+    for part in parts:
+        part.rstrip()
+    return Text("\n" + " " * INDENT).join(parts)
 
 
 def print_failure(
@@ -61,18 +70,19 @@ def print_failure(
     bug is known.
     """
     title, _, numbers = str(comparison).partition("\n")
-    out.print(Text(title, style="red"), soft_wrap=True)
+    print_line(out, title, "red")
     if diagnosis is not None:
         print_diagnosis(diagnosis, out, is_right=False, verbose=verbose)
     if numbers and (verbose or diagnosis is None or not diagnosis.likely_bug):
-        out.print(Text(numbers), soft_wrap=True)
+        print_line(out, numbers)
 
 
 def print_weights(
     weights: WeightsComparison, diagnosis: Diagnosis, out: Console, *, verbose: bool = False
 ) -> None:
     """Print the tensors of two files that differ and the pattern of each, then the diagnosis."""
-    out.print(Text(str(weights), style="bold green" if weights.same else ""), soft_wrap=True)
+    style = "bold green" if weights.same else ""
+    print_line(out, str(weights), style)
     print_explanation(weights, diagnosis, out, verbose=verbose)
 
 
@@ -85,7 +95,7 @@ def print_explanation(
     if weights.same:
         return
     if diagnosis.kind == "none":
-        out.print("on probe inputs, no stage differs by more than rounding", soft_wrap=True)
+        print_line(out, "on probe inputs, no stage differs by more than rounding")
     elif diagnosis.kind == "structure" or weights.unexplained:
         print_diagnosis(diagnosis, out, is_right=not diagnosis.is_wrong, verbose=verbose)
 
@@ -100,26 +110,40 @@ def print_divergence(
     """Print the errors of two traces and their distance, stage by stage, and the first wrong stage
     of each.
     """
-    names = [side[0].backend for side in sides]
-    title = "Error / budget of each against the reference, and their difference"
-    by_stage = [{comparison.stage: comparison for comparison in side} for side in sides]
-    rows, styles = [], []
+    columns = [Column("stage", no_wrap=True)]
+    sides_by_stage = []
+    for comparisons in sides:
+        columns.append(Column(comparisons[0].backend, justify="right"))
+        sides_by_stage.append({comparison.stage: comparison for comparison in comparisons})
+    columns.append(Column("difference", justify="right"))
+    rows = []
+    styles = []
     for stage, distance in distances.items():
-        found = [side.get(stage) for side in by_stage]
-        ratios = ("—" if each is None else short_ratio(each.worse_ratio) for each in found)
-        styles.append("" if all(each is None or each.passed for each in found) else "red")
-        rows.append([stage, *ratios, f"{distance:.1e}"])
-    columns = [
-        Column("stage", no_wrap=True),
-        *(Column(name, justify="right") for name in (*names, "difference")),
-    ]
+        row = [stage]
+        style = ""
+        for by_stage in sides_by_stage:
+            comparison = by_stage.get(stage)
+            if comparison is None:
+                row.append(short_ratio(None))
+                continue
+            row.append(short_ratio(comparison.worse_ratio))
+            if not comparison.passed:
+                style = "red"
+        rows.append([*row, f"{distance:.1e}"])
+        styles.append(style)
+    title = "Error / budget of each against the reference, and their difference"
     print_table(out, title, columns, rows, styles)
-    for side in sides:
-        wrong = first_difference(side)
-        words = "is right" if wrong is None else f"is wrong from {wrong.stage}"
-        out.print(
-            Text(f"{side[0].backend} {words}", style="green" if wrong is None else "red"),
-            soft_wrap=True,
-        )
-        if wrong is not None and verbose:
-            out.print(Text(str(wrong)))
+    for comparisons in sides:
+        _print_side(comparisons, out, verbose=verbose)
+
+
+def _print_side(comparisons: list[Comparison], out: Console, *, verbose: bool) -> None:
+    """Print whether a trace is right, or its first wrong stage."""
+    backend = comparisons[0].backend
+    wrong = first_difference(comparisons)
+    if wrong is None:
+        print_line(out, f"{backend} is right", "green")
+        return
+    print_line(out, f"{backend} is wrong from {wrong.stage}", "red")
+    if verbose:
+        out.print(Text(str(wrong)))

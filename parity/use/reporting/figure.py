@@ -14,14 +14,11 @@ class NotebookFigure(Figure):
 
     def image(self, kind: Literal["png", "svg"]) -> bytes:
         """Return the picture; text stays text in an SVG."""
+        # Dates, versions and random identifiers would make other bytes of the same drawing.
+        metadata = {"Date": None} if kind == "svg" else {"Software": None}
         file = io.BytesIO()
         with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "mha-parity"}):
-            self.savefig(
-                file,
-                format=kind,
-                dpi=120,
-                metadata={"Date": None} if kind == "svg" else {"Software": None},
-            )
+            self.savefig(file, format=kind, dpi=120, metadata=metadata)
         return file.getvalue()
 
     def _repr_png_(self) -> bytes:

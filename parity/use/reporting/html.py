@@ -30,11 +30,12 @@ from parity.measure.core.trace import Reference, Trace
 from parity.measure.files.target import write_whole
 from parity.measure.text import printable
 from parity.use.reporting.console import short_ratio
+from parity.use.reporting.grouping import grouped
 from parity.use.reporting.plot import downsample
 from parity.use.reporting.summary import (
+    case_grid,
     not_exercised_line,
     reproduction,
-    sent_by_program,
     skipped_reasons,
     summary_line,
     worst_of,
@@ -45,34 +46,51 @@ Key = tuple[str, str, str]
 """Case, dtype and backend."""
 
 MOST_HEADS = 8
-MOST_CELLS = 32  # of an attention map, along queries and along keys
-MOST_OPEN = 5  # failed cases that are unfolded when the page opens
+"""Most heads of a case in a page, an arbitrary number: a layer may have more than a hundred."""
 
-# An attention map has levels: steps of 1/14, finer than the eye distinguishes, and one for
-# non-finite weights.
+MOST_CELLS = 32
+"""Most cells of an attention map along queries and along keys, an arbitrary number: the page
+contains its pictures.
+"""
+
+MOST_OPEN = 5
+"""Failed cases that are unfolded when the page opens, as many as a terminal shows in full."""
+
 STEPS = 14
+"""Steps of the levels of an attention map, finer than the eye distinguishes: with level 0, and one
+for non-finite weights, they are the 16 colors of a PNG with 4 bits.
+"""
+
 NOT_FINITE = STEPS + 1
+"""Level of non-finite weights."""
+
 INKS = {
     "expected": (37, 99, 235),
     "actual": (37, 99, 235),
     "difference": (217, 72, 15),
     "not finite": (220, 38, 38),
 }
+"""Color of each kind of map, and of non-finite weights in all."""
 
-BUDGET_MARK = (
-    70  # where on a bar, in percent, the budget ends: linear up to there, logarithmic beyond
-)
-FARTHEST = 6  # powers of ten beyond the budget at which a bar is full
+BUDGET_MARK = 70
+"""Place of the budget on a bar, in percent: linear up to there, logarithmic beyond."""
+
+EXCESS = 4
+"""Percent by which a bar at least exceeds the mark if an error exceeds its budget, so that a slight
+excess is visible.
+"""
+
+FARTHEST = 6
+"""Powers of ten beyond the budget at which a bar is full: an arbitrary number."""
 
 HEAT = (0.03, 0.1, 0.3, 1.0)
 """Shares of the budget at which the next color begins; the last is the budget itself."""
 
 
 def check_installed(*, pictures: bool = False) -> None:
-    """Raise an error if a library for the page, with attention maps or without, is not
-    installed.
-    """
-    packages.check_installed("an HTML report", "jinja2", *(["pillow"] if pictures else []))
+    """Raise an error if a library that makes the page, or its attention maps, is not installed."""
+    libraries = ["jinja2", "pillow"] if pictures else ["jinja2"]
+    packages.check_installed("an HTML report", *libraries)
 
 
 # ---- Attention maps ------------------------------------------------------------------------------
@@ -116,43 +134,48 @@ class AttentionMaps(dict[Key, AttentionMap]):
 
     def __call__(self, trace: Trace, reference: Reference, comparisons: list[Comparison]) -> None:
         """Keep the maps of a trace, if it has any."""
-        stages = [
+        of_weights = [
             comparison
             for comparison in comparisons
             if stage_named(comparison.stage).kind == "attn_weights"
         ]
-        if not stages:
+        if not of_weights:
             return
-        failed = first_difference(comparisons)
-        shown = first_difference(stages) or stages[-1]
-        expected, actual = reference.accumulated[shown.stage], trace.accumulated.get(shown.stage)
-        if actual is None or actual.shape != expected.shape or actual.size == 0:
+        # The last step of a cache attends to all tokens.
+        drawn = first_difference(of_weights) or of_weights[-1]
+        has_failed = first_difference(comparisons) is not None
+        all_expected = reference.accumulated[drawn.stage]
+        all_actual = trace.accumulated.get(drawn.stage)
+        if all_actual is None or all_actual.shape != all_expected.shape or all_actual.size == 0:
             return
-        sequence, heads = (
-            shown.worst_index.get("B", 0) if failed else 0,
-            list(range(expected.shape[1]))[:MOST_HEADS],
-        )
-        if failed and (worst := shown.worst_index.get("N", 0)) not in heads:
-            heads[-1] = worst
-        expected, actual = (np.asarray(x[sequence, heads], np.float64) for x in (expected, actual))
-        difference = errors_of(whole_rows(actual, shown.stage), expected)
-        finite = difference[np.isfinite(difference)]
-        largest = float(finite.max()) if finite.size == difference.size else math.inf
+        sequence = 0
+        heads = list(range(all_expected.shape[1]))[:MOST_HEADS]
+        if has_failed:
+            sequence = drawn.worst_index.get("B", 0)
+            worst_head = drawn.worst_index.get("N", 0)
+            if worst_head not in heads:
+                heads[-1] = worst_head
+        expected = np.asarray(all_expected[sequence, heads], np.float64)
+        actual = np.asarray(all_actual[sequence, heads], np.float64)
+        difference = errors_of(whole_rows(actual, drawn.stage), expected)
+        largest_finite = difference[np.isfinite(difference)].max(initial=0.0)
+        largest = float(largest_finite) if np.isfinite(difference).all() else math.inf
         pictures = {"expected": _picture(expected), "actual": _picture(actual)}
-        if failed:
-            pictures["difference"] = _picture(difference, finite.max(initial=0.0) or 1.0)
+        if has_failed:
+            pictures["difference"] = _picture(difference, largest_finite or 1.0)
         key = (trace.problem.case.name, trace.problem.dtype, trace.title)
-        shape = (expected.shape[1], expected.shape[2])
-        self[key] = AttentionMap(shown.stage, sequence, tuple(heads), shape, pictures, largest)
+        _, num_queries, num_keys = expected.shape
+        shape = (num_queries, num_keys)
+        self[key] = AttentionMap(drawn.stage, sequence, tuple(heads), shape, pictures, largest)
 
 
 def levels(maps: np.ndarray) -> np.ndarray:
     """Return values from 0 to 1 as levels (heads, queries, keys); a cell is the largest of the
     values that share it.
     """
-    rounded = np.clip(np.nan_to_num(maps, nan=0.0) * STEPS, 0, STEPS).round()
-    found = np.where(np.isfinite(maps), rounded, NOT_FINITE).astype(np.uint8)
-    return downsample(found, MOST_CELLS)
+    finite_levels = np.clip(np.nan_to_num(maps, nan=0.0) * STEPS, 0, STEPS).round()
+    all_levels = np.where(np.isfinite(maps), finite_levels, NOT_FINITE).astype(np.uint8)
+    return downsample(all_levels, MOST_CELLS)
 
 
 def png(picture: np.ndarray, ink: tuple[int, int, int]) -> str:
@@ -171,14 +194,17 @@ def png(picture: np.ndarray, ink: tuple[int, int, int]) -> str:
 
 def _picture(maps: np.ndarray, scale: float = 1.0) -> list[tuple[np.ndarray, str]]:
     """Return the levels of each head, and its largest value and place in words."""
+    words = map(_largest_in_words, maps)
+    return list(zip(levels(maps / scale), words, strict=True))
 
-    def in_words(values: np.ndarray) -> str:
-        if lost := np.count_nonzero(~np.isfinite(values)):
-            return f"NaN or infinite at {lost} of {values.size} places"
-        query, key = np.unravel_index(int(values.argmax()), values.shape)
-        return f"largest {values[query, key]:.3g} at t={query}, s={key}"
 
-    return list(zip(levels(maps / scale), map(in_words, maps), strict=True))
+def _largest_in_words(values: np.ndarray) -> str:
+    """Return the largest value of a head and its place, or how many are not finite."""
+    num_not_finite = np.count_nonzero(~np.isfinite(values))
+    if num_not_finite:
+        return f"NaN or infinite at {num_not_finite} of {values.size} places"
+    query, key = np.unravel_index(int(values.argmax()), values.shape)
+    return f"largest {values[query, key]:.3g} at t={query}, s={key}"
 
 
 # ---- The page ------------------------------------------------------------------------------------
@@ -224,9 +250,9 @@ def html_page(report: Report, maps: Mapping[Key, AttentionMap] | None = None) ->
     templates.globals.update(
         first_difference=first_difference, reproduction=reproduction, worst_of=worst_of
     )
-    style = (resources.files("parity.use.reporting") / "html_report" / "style.css").read_text(
-        "utf-8"
-    )
+    folder = resources.files("parity.use.reporting") / "html_report"
+    style = (folder / "style.css").read_text("utf-8")
+    # The policy permits this style alone, by its hash.
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     page = templates.get_template("page.html").render(
         style=style,
@@ -239,12 +265,12 @@ def html_page(report: Report, maps: Mapping[Key, AttentionMap] | None = None) ->
         not_exercised=not_exercised_line(report),
         layers=_layers(report),
         cases=_cases(report, maps or {}),
-        sent=sent_by_program(report),
         skipped=skipped_reasons(report),
         environments=list(_environments(report.environment)),
         mark=BUDGET_MARK,
     )
-    return page.encode("utf-8", "replace")  # a folder's name need not be Unicode
+    # The name of a folder in the report need not be Unicode.
+    return page.encode("utf-8", "replace")
 
 
 def _layers(report: Report) -> list[dict[str, Any]]:
@@ -257,68 +283,74 @@ def _layers(report: Report) -> list[dict[str, Any]]:
     for (case, _, backend), comparisons in report.groups().items():
         worst.setdefault(backend, {})[case] = worst_of(comparisons)
     strips = []
-    for backend, of_layers in worst.items():
+    for backend, by_layer in worst.items():
         cells = []
+        beyond_budget = []
         for place, layer in enumerate(report.layers):
-            shown = of_layers.get(layer)
-            if shown is None:
-                cells.append({"path": "", "level": 0, "words": f"{layer}: not compared"})
-                continue
-            level = _level(shown.worse_ratio)
-            path = f"M{place} {8 - 2 * level}h1v{2 * level + 2}h-1z"
-            cells.append(
-                {
-                    "path": path,
-                    "level": level,
-                    "words": f"{layer}, {shown.stage} {_ratio(shown.worse_ratio)}",
-                }
-            )
-        wrong = [cell["words"] for cell in cells if cell["level"] == len(HEAT)]
-        words = f"{len(cells)} layers, beyond the budget: {'; '.join(wrong) or 'none'}"
+            cell = _layer_cell(place, layer, by_layer.get(layer))
+            cells.append(cell)
+            if cell["level"] == len(HEAT):
+                beyond_budget.append(cell["words"])
+        wrong = "; ".join(beyond_budget) or "none"
+        words = f"{len(cells)} layers, beyond the budget: {wrong}"
         strips.append({"backend": backend, "cells": cells, "words": words})
     return strips
 
 
+def _layer_cell(place: int, layer: str, worst: Comparison | None) -> dict[str, Any]:
+    """Return the cell of a layer in its strip; it is empty if the layer was not compared."""
+    if worst is None:
+        return {"path": "", "level": 0, "words": f"{layer}: not compared"}
+    level = _level(worst.worse_ratio)
+    words = f"{layer}, {worst.stage} {_ratio(worst.worse_ratio)}"
+    return {"path": _bar_path(place, 1, level), "level": level, "words": words}
+
+
 def _level(share: float) -> int:
     """Return the color of a share of the budget, from 0."""
+    # NaN is beyond every limit.
     return sum(not share <= limit for limit in HEAT)
+
+
+def _bar_path(start: int, length: int, level: int) -> str:
+    """Return the SVG path of adjacent cells of one level, which stand on the lower edge of a strip
+    of height 10.
+    """
+    height = 2 * level + 2
+    return f"M{start} {10 - height}h{length}v{height}h-{length}z"
 
 
 def _cases(report: Report, maps: Mapping[Key, AttentionMap]) -> list[dict[str, Any]]:
     """Return the results of every backend for each case and dtype."""
-    skipped = {
-        (each.case, each.dtype, each.backend): each.reason
-        for each in report.skipped_cases
-        if not each.stage
-    }
+    skipped = {}
+    for case in report.skipped_cases:
+        # A case whose gradients alone were skipped has its other stages.
+        if not case.stage:
+            skipped[case.case, case.dtype, case.backend] = case.reason
     groups = report.groups()
-    backends = list(dict.fromkeys(backend for _, _, backend in [*groups, *skipped]))
-    pairs = list(dict.fromkeys((case, dtype) for case, dtype, _ in [*groups, *skipped]))
-    # A case that has one dtype of its own has it in its name.
-    dtypes = {
-        dtype for case, dtype in pairs if (known := find_case(case)) is None or known.dtype is None
-    }
+    grid = case_grid([*groups, *skipped])
     cases = []
-    opened = 0
-    for case, dtype in pairs:
-        known = find_case(case)
-        keys = [(case, dtype, backend) for backend in backends]
-        cells = [
-            {"backend": key[2], "rows": groups.get(key, []), "skipped": skipped.get(key, "")}
-            for key in keys
-        ]
-        failed = any(first_difference(cell["rows"]) for cell in cells)
-        opened += failed
+    num_failed = 0
+    for name, dtype in grid.rows:
+        cells = []
+        has_failed = False
+        for backend in grid.backends:
+            key = (name, dtype, backend)
+            rows = groups.get(key, [])
+            cells.append({"backend": backend, "rows": rows, "skipped": skipped.get(key, "")})
+            has_failed = has_failed or first_difference(rows) is not None
+        num_failed += has_failed
+        case = find_case(name)
         cases.append(
             {
-                "name": case,
+                "name": name,
                 "dtype": dtype,
-                "shows_dtype": len(dtypes) > 1,
-                "about": known.about if known else "",
+                "shows_dtype": grid.shows_dtypes,
+                "about": case.about if case is not None else "",
                 "cells": cells,
-                "failed": failed,
-                "open": failed and opened <= MOST_OPEN,
-                "galleries": list(_galleries(case, dtype, backends, maps)),
+                "failed": has_failed,
+                "open": has_failed and num_failed <= MOST_OPEN,
+                "galleries": list(_galleries(name, dtype, grid.backends, maps)),
             }
         )
     return cases
@@ -330,43 +362,44 @@ def _galleries(
     """Yield attention maps of a case side by side; backends with the same heads share the map of
     the reference.
     """
-    found = [
-        (backend, maps[case, dtype, backend])
-        for backend in backends
-        if (case, dtype, backend) in maps
-    ]
-
-    def place(of_backend: tuple[str, AttentionMap]) -> tuple[str, int, tuple[int, ...]]:
-        return of_backend[1].stage, of_backend[1].sequence, of_backend[1].heads
-
-    for (stage, sequence, heads), group in groupby(sorted(found, key=place), place):
-        group = list(group)
-        first = group[0][1]
+    of_case = []
+    for backend in backends:
+        if (case, dtype, backend) in maps:
+            of_case.append((backend, maps[case, dtype, backend]))
+    of_places = grouped(of_case, lambda entry: (entry[1].stage, entry[1].sequence, entry[1].heads))
+    for (stage, sequence, heads), entries in sorted(of_places.items()):
+        _, first = entries[0]
         rows = [("reference", "", _images(first, "expected"))]
-        for backend, shown in group:
-            largest = _number(shown.largest_difference)
-            rows.append((backend, f"differs by {largest}", _images(shown, "actual")))
-            if "difference" in shown.pictures:
-                rows.append(
-                    (
-                        f"|{backend} − reference|",
-                        f"most ink: {largest}",
-                        _images(shown, "difference"),
-                    )
-                )
+        for backend, attention_map in entries:
+            rows += _rows_of_backend(backend, attention_map)
+        levels_of_first_head, _ = first.pictures["expected"][0]
         yield {
             "stage": stage,
             "sequence": sequence,
             "heads": heads,
             "rows": rows,
             "shape": first.shape,
-            "cells": first.pictures["expected"][0][0].shape,
+            "cells": levels_of_first_head.shape,
         }
 
 
-def _images(shown: AttentionMap, what: str) -> list[tuple[str, str]]:
+def _rows_of_backend(
+    backend: str, attention_map: AttentionMap
+) -> list[tuple[str, str, list[tuple[str, str]]]]:
+    """Return the rows of a gallery for a backend, each with a label and words about it: its maps
+    and, if it failed, their differences from the reference.
+    """
+    largest = _number(attention_map.largest_difference)
+    rows = [(backend, f"differs by {largest}", _images(attention_map, "actual"))]
+    if "difference" in attention_map.pictures:
+        images = _images(attention_map, "difference")
+        rows.append((f"|{backend} − reference|", f"most ink: {largest}", images))
+    return rows
+
+
+def _images(attention_map: AttentionMap, kind: str) -> list[tuple[str, str]]:
     """Return the picture and words of each head."""
-    return [(png(picture, INKS[what]), words) for picture, words in shown.pictures[what]]
+    return [(png(picture, INKS[kind]), words) for picture, words in attention_map.pictures[kind]]
 
 
 def _environments(
@@ -377,27 +410,34 @@ def _environments(
     A run has its own environment and those of joined traces. A comparison of traces has one for
     each folder.
     """
-    here = {name: value for name, value in environment.items() if name != "joined"}
-    places = (
-        {"this run": here, **environment.get("joined", {})}
-        if "python" in environment
-        else environment
-    )
+    places = environment
+    if "python" in environment:
+        here = {name: value for name, value in environment.items() if name != "joined"}
+        places = {"this run": here, **environment.get("joined", {})}
     for place, settings in places.items():
-        settings = dict(settings) if isinstance(settings, Mapping) else {"value": settings}
-        of_backends = settings.pop("backends", {})
-        tables: dict[str, Mapping[str, Any]] = {"machine and packages": settings}
-        for backend, facts in of_backends.items() if isinstance(of_backends, Mapping) else ():
-            tables[f"{backend}: device and numerics lock"] = (
-                facts if isinstance(facts, Mapping) else {"value": facts}
-            )
-        yield (
-            place or "this machine",
-            [(name, flattened(table)) for name, table in tables.items() if table],
-        )
+        tables = [(name, flattened(table)) for name, table in _tables(settings) if table]
+        yield place or "this machine", tables
+
+
+def _tables(settings: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the tables of an environment by name; it may come from a file, and contain anything."""
+    of_machine = dict(_as_table(settings))
+    of_backends = of_machine.pop("backends", {})
+    yield "machine and packages", of_machine
+    if isinstance(of_backends, Mapping):
+        for backend, facts in of_backends.items():
+            yield f"{backend}: device and numerics lock", _as_table(facts)
+
+
+def _as_table(settings: Any) -> Mapping[str, Any]:
+    """Return settings by name; a value without a name has a row of its own."""
+    if isinstance(settings, Mapping):
+        return settings
+    return {"value": settings}
 
 
 def _anchor(key: tuple[str, ...]) -> str:
+    """Return the name of a place in the page, from a case and a dtype."""
     return re.sub(r"[^\w.-]+", "-", f"case-{key[0]}-{key[1]}")
 
 
@@ -405,20 +445,27 @@ def _anchor(key: tuple[str, ...]) -> str:
 
 
 def _ratio(ratio: float | None) -> str:
-    return short_ratio(ratio) if ratio is None or math.isfinite(ratio) else "∞"
+    if ratio is not None and not math.isfinite(ratio):
+        return "∞"
+    return short_ratio(ratio)
 
 
 def _number(number: float) -> str:
-    return "∞" if math.isinf(number) else f"{number:.1e}" if number else "0"
+    if math.isinf(number):
+        return "∞"
+    if number == 0:
+        return "0"
+    return f"{number:.1e}"
 
 
 def _bar(ratio: float) -> str:
     """Return the length of a bar in percent."""
     if ratio <= 1.0:
         return f"{BUDGET_MARK * ratio:.3g}"
-    beyond = min(math.log10(ratio), FARTHEST) / FARTHEST if math.isfinite(ratio) else 1.0
-    # the 4 makes a slight excess visible
-    return f"{BUDGET_MARK + 4 + (96 - BUDGET_MARK) * beyond:.3g}"
+    beyond = 1.0
+    if math.isfinite(ratio):
+        beyond = min(math.log10(ratio), FARTHEST) / FARTHEST
+    return f"{BUDGET_MARK + EXCESS + (100 - EXCESS - BUDGET_MARK) * beyond:.3g}"
 
 
 def _heat(comparison: Comparison) -> dict[str, Any]:
@@ -426,19 +473,18 @@ def _heat(comparison: Comparison) -> dict[str, Any]:
     budget.
     """
     shares = comparison.by_position
-    level_of = list(map(_level, shares))
     paths: dict[int, str] = {}
     start = 0
-    for level, run in groupby(level_of):
-        length, height = len(list(run)), 2 * level + 2
-        paths[level] = f"{paths.get(level, '')}M{start} {10 - height}h{length}v{height}h-{length}z"
+    for level, run in groupby(map(_level, shares)):
+        length = len(list(run))
+        paths[level] = paths.get(level, "") + _bar_path(start, length, level)
         start += length
-    sizes = dict(
-        zip(axis_names(comparison.stage, len(comparison.shape)), comparison.shape, strict=True)
-    )
-    letter = "T" if "T" in sizes else "S"
-    places = f"{letter.lower()} = 0 … {sizes.get(letter, 0) - 1}"
-    if sizes.get(letter, 0) != len(shares):
+    axes = axis_names(comparison.stage, len(comparison.shape))
+    sizes = dict(zip(axes, comparison.shape, strict=True))
+    axis = "T" if "T" in sizes else "S"
+    size = sizes.get(axis, 0)
+    places = f"{axis.lower()} = 0 … {size - 1}"
+    if size != len(shares):
         places += f", {len(shares)} runs of adjacent places"
     return {
         "size": len(shares),
@@ -451,6 +497,5 @@ def _breakable(text: str) -> Any:
     """Return a dotted name with possible line breaks after dots and underscores."""
     from markupsafe import Markup, escape
 
-    return Markup("<wbr>").join(
-        escape(part) for part in re.findall(r"[^._]*[._]|[^._]+", printable(text))
-    )
+    parts = re.findall(r"[^._]*[._]|[^._]+", printable(text))
+    return Markup("<wbr>").join(map(escape, parts))

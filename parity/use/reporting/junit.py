@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from itertools import chain
 from xml.etree import ElementTree
 
 from parity.measure.core.compare import Comparison, first_difference
 from parity.measure.files.target import write_whole
-from parity.measure.sharding.mesh import words_of
 from parity.measure.text import printable
 from parity.use.reporting.summary import not_exercised_line, reproduction, summary_line
-from parity.use.running.report import Report
+from parity.use.running.report import Report, SkippedCase
 
 
 def write_junit(path: str | os.PathLike[str], report: Report) -> None:
@@ -32,61 +33,65 @@ def write_junit(path: str | os.PathLike[str], report: Report) -> None:
 
 def junit_xml(report: Report) -> bytes:
     """Return the XML that `write_junit` writes."""
-    suites: dict[str, list[ElementTree.Element]] = {}
-    for (case, dtype, backend), comparisons in report.groups().items():
-        test = _test(case, dtype, backend, comparisons[0].test)
-        if difference := first_difference(comparisons):
-            test.append(_failure(difference, report))
-        suites.setdefault(f"{backend} {dtype}", []).append(test)
-    for sent in report.needless:
-        test = _element(
-            "testcase", classname=sent.backend, name=f"{sent.case}-{sent.dtype}-{sent.program}"
-        )
-        message = f"devices send {words_of(sent.counted)}, needed {words_of(sent.ideal)}"
-        test.append(_element("failure", message=message, type="collectives"))
-        suites.setdefault(f"{sent.backend} {sent.dtype}", []).append(test)
-    for tag, more, unjudged in (
-        ("skipped", {}, report.skipped_cases),
-        ("error", {"type": "missing"}, report.missing),
-    ):
-        for each in unjudged:
-            name = each.case if each.stage is None else f"{each.case}-{each.stage}"
-            test = _test(name, each.dtype, each.backend)
-            test.append(_element(tag, message=each.reason, **more))
-            suites.setdefault(f"{each.backend} {each.dtype}", []).append(test)
-    for backend, reason in report.skipped.items():
-        test = _element("testcase", classname=backend, name="every case")
-        test.append(_element("skipped", message=reason))
-        suites.setdefault(backend, []).append(test)
-    for part in report.left_out:
-        test = _element("testcase", classname="not compared", name=part.what)
-        test.append(_element("skipped", message=part.reason))
-        suites.setdefault("not compared", []).append(test)
-
-    everything = [test for tests in suites.values() for test in tests]
-    totals = _counts(everything)
-    del totals["skipped"]  # some schemas allow it for suites only
+    suites = _suites(report)
+    totals = _counts(list(chain.from_iterable(suites.values())))
+    # Some schemas of JUnit XML allow this attribute for suites only.
+    del totals["skipped"]
     root = _element("testsuites", name="mha-parity", **totals)
-    output = [f"warning: {warning}" for warning in report.warnings]
-    if report.not_compared:
-        output.append(summary_line(report).plain)
-    if report.not_exercised:
-        output.append(not_exercised_line(report))
+    output = "\n".join(_last_lines(report))
+    settings = report.settings()
     for name, tests in suites.items():
         suite = _element("testsuite", name=name, **_counts(tests))
-        properties = _element("properties")
-        properties.extend(
-            _element("property", name=name, value=value)
-            for name, value in report.settings().items()
-        )
-        if len(properties):
-            suite.append(properties)
+        if settings:
+            suite.append(_properties(settings))
         suite.extend(tests)
         if output:
-            suite.append(_element("system-out", "\n".join(output)))
+            suite.append(_element("system-out", output))
         root.append(suite)
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="utf-8", xml_declaration=True) + b"\n"
+
+
+def _suites(report: Report) -> dict[str, list[ElementTree.Element]]:
+    """Return the test cases of each suite, by its name."""
+    suites: dict[str, list[ElementTree.Element]] = {}
+    for (case, dtype, backend), comparisons in report.groups().items():
+        test = _test(case, dtype, backend, comparisons[0].test)
+        difference = first_difference(comparisons)
+        if difference is not None:
+            test.append(_failure(difference, report))
+        suites.setdefault(f"{backend} {dtype}", []).append(test)
+    for skipped in report.skipped_cases:
+        test = _test_without_result(skipped, _element("skipped", message=skipped.reason))
+        suites.setdefault(f"{skipped.backend} {skipped.dtype}", []).append(test)
+    for missing in report.missing:
+        error = _element("error", message=missing.reason, type="missing")
+        test = _test_without_result(missing, error)
+        suites.setdefault(f"{missing.backend} {missing.dtype}", []).append(test)
+    for backend, reason in report.skipped.items():
+        suites.setdefault(backend, []).append(_skipped_test(backend, "every case", reason))
+    for part in report.left_out:
+        test = _skipped_test("not compared", part.what, part.reason)
+        suites.setdefault("not compared", []).append(test)
+    return suites
+
+
+def _last_lines(report: Report) -> list[str]:
+    """Return the last lines of the printed report: warnings, and what was not compared."""
+    lines = [f"warning: {warning}" for warning in report.warnings]
+    if report.not_compared:
+        lines.append(summary_line(report).plain)
+    if report.not_exercised:
+        lines.append(not_exercised_line(report))
+    return lines
+
+
+def _properties(settings: Mapping[str, str]) -> ElementTree.Element:
+    """Return the environment of a suite."""
+    properties = _element("properties")
+    for name, value in settings.items():
+        properties.append(_element("property", name=name, value=value))
+    return properties
 
 
 def _test(
@@ -97,32 +102,59 @@ def _test(
     return _element("testcase", classname=classname, name=f"{name}-{dtype}")
 
 
+def _test_without_result(skipped: SkippedCase, reason: ElementTree.Element) -> ElementTree.Element:
+    """Return a test case that has only the reason why there is no comparison."""
+    name = skipped.case
+    if skipped.stage is not None:
+        name += f"-{skipped.stage}"
+    test = _test(name, skipped.dtype, skipped.backend)
+    test.append(reason)
+    return test
+
+
+def _skipped_test(classname: str, name: str, reason: str) -> ElementTree.Element:
+    """Return a skipped test case that belongs to no case of the report."""
+    test = _element("testcase", classname=classname, name=name)
+    test.append(_element("skipped", message=reason))
+    return test
+
+
 def _failure(difference: Comparison, report: Report) -> ElementTree.Element:
     """Return the failure of a case: its cause as the message if it is known; then the diagnosis and
     the difference.
     """
     diagnosis = report.diagnoses.get((difference.case, difference.dtype, difference.backend))
-    raised = difference.stage == "run"  # the backend did not reach any stage
-    cause = diagnosis.cause if diagnosis is not None else ""
-    message = cause or f"{difference.stage}: {difference.worse_ratio:.3g} times the error budget"
-    message = difference.reason if raised else message
-    again = reproduction(difference, report)
-    found = "" if diagnosis is None else f"{diagnosis.text}\n"
-    text = "\n".join(
-        filter(None, (found, str(difference), f"  again       {again}" if again else ""))
-    )
-    return _element("error" if raised else "failure", text, message=message, type=difference.stage)
+    message = f"{difference.stage}: {difference.worse_ratio:.3g} times the error budget"
+    tag = "failure"
+    if difference.stage == "run":
+        # The backend raised an error before it reached any stage.
+        tag = "error"
+        message = difference.reason
+    elif diagnosis is not None and diagnosis.cause:
+        message = diagnosis.cause
+    paragraphs = []
+    if diagnosis is not None:
+        paragraphs.append(f"{diagnosis.text}\n")
+    paragraphs.append(str(difference))
+    command = reproduction(difference, report)
+    if command:
+        paragraphs.append(f"  again       {command}")
+    return _element(tag, "\n".join(paragraphs), message=message, type=difference.stage)
 
 
 def _counts(tests: list[ElementTree.Element]) -> dict[str, str]:
-    tags = {"failures": "failure", "errors": "error", "skipped": "skipped"}
-    counts = {name: sum(test.find(tag) is not None for test in tests) for name, tag in tags.items()}
-    return {name: str(count) for name, count in ({"tests": len(tests)} | counts).items()}
+    """Return the numbers of test cases, as attributes of a suite."""
+    counts = {"tests": str(len(tests))}
+    for name, tag in {"failures": "failure", "errors": "error", "skipped": "skipped"}.items():
+        count = sum(test.find(tag) is not None for test in tests)
+        counts[name] = str(count)
+    return counts
 
 
 def _element(tag: str, text: str = "", **attributes: str) -> ElementTree.Element:
-    element = ElementTree.Element(
-        tag, {name: printable(value) for name, value in attributes.items()}
-    )
+    """Return an element whose text and attributes have no characters that XML does not allow."""
+    printable_attributes = {name: printable(value) for name, value in attributes.items()}
+    element = ElementTree.Element(tag, printable_attributes)
+    # An empty text would be an opening and a closing tag.
     element.text = printable(text) or None
     return element

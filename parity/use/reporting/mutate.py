@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
@@ -10,7 +11,8 @@ from rich.text import Text
 
 from parity.explain.mutating.run import Outcome, Status
 from parity.measure.text import counted
-from parity.use.reporting.console import print_table
+from parity.use.reporting.console import print_line, print_table
+from parity.use.reporting.grouping import grouped
 
 STYLES = {
     Status.NOTICED: "green",
@@ -33,46 +35,45 @@ def print_mutations(
 
     `note` is the reason why the callable could not be examined beforehand, or empty.
     """
-    columns = [Column(name, no_wrap=True) for name in ("bug", "page (mha-parity bugs …)")]
-    rows = [
-        (each.bug, each.page, Text(_words(each), style=STYLES[each.status])) for each in outcomes
-    ]
-    print_table(out, f"Bugs injected into {target}", [*columns, "noticed by"], rows)
+    _print_outcomes(target, outcomes, out)
     if note:
-        out.print(
-            Text(
-                f"\nnot examined, so that only declared properties are known: {note}", style="dim"
-            ),
-            soft_wrap=True,
-        )
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in left_out.items():
-        by_reason.setdefault(reason, []).append(name)
-    if lines := [
-        f"not injected, {reason}: {', '.join(names)}" for reason, names in by_reason.items()
-    ]:
-        out.print(Text("\n" + "\n".join(lines), style="dim"), soft_wrap=True)
+        reason = f"\nnot examined, so that only declared properties are known: {note}"
+        print_line(out, reason, "dim")
+    if left_out:
+        by_reason = grouped(left_out, left_out.__getitem__)
+        lines = [f"not injected, {why}: {', '.join(names)}" for why, names in by_reason.items()]
+        print_line(out, "\n" + "\n".join(lines), "dim")
     out.print()
     for outcome in outcomes:
         if outcome.status is Status.SURVIVED:
-            line = (
-                f"{outcome.bug}: {outcome.about}, and every test passes; mha-parity bugs "
-                f"{outcome.page}"
-            )
-            out.print(Text(line, style="red"), soft_wrap=True)
-    counts = {status: sum(outcome.status is status for outcome in outcomes) for status in Status}
-    verdict = ", ".join(f"{count} {status.value}" for status, count in counts.items() if count)
+            passes = f"{outcome.bug}: {outcome.about}, and every test passes"
+            print_line(out, f"{passes}; mha-parity bugs {outcome.page}", "red")
+    numbers = Counter(outcome.status for outcome in outcomes)
+    verdict = ", ".join(f"{numbers[status]} {status.value}" for status in Status if numbers[status])
     is_well = all(outcome.is_caught for outcome in outcomes)
-    words = f"{counted(len(outcomes), 'bug')} injected: {verdict}"
-    out.print(Text(words, style="bold green" if is_well else "bold red"), soft_wrap=True)
+    style = "bold green" if is_well else "bold red"
+    print_line(out, f"{counted(len(outcomes), 'bug')} injected: {verdict}", style)
 
 
-def _words(outcome: Outcome) -> str:
+def _print_outcomes(target: str, outcomes: Sequence[Outcome], out: Console) -> None:
+    """Print a table with a row for each bug."""
+    bug, page = (Column(name, no_wrap=True) for name in ("bug", "page (mha-parity bugs …)"))
+    rows = []
+    for outcome in outcomes:
+        noticed_by = Text(_noticed_by(outcome), style=STYLES[outcome.status])
+        rows.append((outcome.bug, outcome.page, noticed_by))
+    print_table(out, f"Bugs injected into {target}", [bug, page, "noticed by"], rows)
+
+
+def _noticed_by(outcome: Outcome) -> str:
+    """Return the last cell of a row: the test that noticed a bug, or why none did."""
     if outcome.status is Status.NOTICED:
         return outcome.by
     if outcome.status is Status.REFUSED:
         return f"the callable itself: {outcome.by}"
-    word = (
-        outcome.status.value.upper() if outcome.status is Status.SURVIVED else outcome.status.value
-    )
-    return f"{word}: {outcome.by}" if outcome.by else word
+    status = outcome.status.value
+    if outcome.status is Status.SURVIVED:
+        status = status.upper()
+    if outcome.by:
+        return f"{status}: {outcome.by}"
+    return status

@@ -8,15 +8,15 @@ from rich.console import Console
 from rich.table import Column
 from rich.text import Text
 
-from parity.measure.core.cases import find_case
 from parity.measure.core.compare import Comparison
 from parity.measure.core.stages import stage_named
-from parity.use.reporting.console import NARROWEST, print_table, short_ratio
+from parity.use.reporting.console import NARROWEST, print_line, print_table, short_ratio
 from parity.use.reporting.diagnosis import print_failure
+from parity.use.reporting.grouping import grouped
 from parity.use.reporting.summary import (
+    case_grid,
     not_exercised_line,
     reproduction,
-    sent_by_program,
     skipped_reasons,
     summary_line,
     worst_of,
@@ -25,7 +25,8 @@ from parity.use.reporting.summary import (
 if TYPE_CHECKING:
     from parity.use.running.report import Report
 
-DETAILED_FAILURES = 5  # in full on the terminal; all are in the JSON
+DETAILED_FAILURES = 5
+"""Failed cases that a terminal shows in full, an arbitrary number; the JSON has all."""
 
 
 def print_report(
@@ -42,100 +43,83 @@ def print_report(
     if not quiet:
         print_case_table(report, out)
         print_stage_table(report, out)
-    if report.needless or not quiet:
-        print_collectives(report, out)
     differences = report.first_differences()
-    for comparison in differences[:DETAILED_FAILURES]:
-        diagnosis = report.diagnoses.get((comparison.case, comparison.dtype, comparison.backend))
-        out.print()
-        print_failure(comparison, diagnosis, out, verbose=verbose)
-        if command := reproduction(comparison, report):
-            out.print(f"  again       {command}", soft_wrap=True)
-    if len(differences) > DETAILED_FAILURES:
-        out.print(f"\n… and {len(differences) - DETAILED_FAILURES} more; --json has all")
+    _print_failures(report, differences, out, verbose=verbose)
     if differences or not quiet:
         out.print()
     if not quiet:
         for warning in report.warnings:
-            out.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+            print_line(out, f"warning: {warning}", "yellow")
         for reason in skipped_reasons(report):
-            out.print(Text(f"skipped: {reason}", style="yellow"), soft_wrap=True)
-    if words := not_exercised_line(report):
-        out.print(Text(words, style="yellow"), soft_wrap=True)
+            print_line(out, f"skipped: {reason}", "yellow")
+    not_exercised = not_exercised_line(report)
+    if not_exercised:
+        print_line(out, not_exercised, "yellow")
     out.print(summary_line(report), soft_wrap=True)
 
 
-def print_collectives(report: Report, out: Console) -> None:
-    """Print what the devices of a mesh send each other and what they need, one line per kind of
-    program.
-    """
-    if sent := sent_by_program(report):
-        out.print(
-            Text("Traffic between devices: program, operations, number of cases", style="bold")
-        )
-    for each in sent:
-        needed = "" if each.counted == each.needed else f", needed {each.needed}"
-        excuse = f": {each.excuse}" if each.excuse else ""
-        named = "" if each.passed and not each.excuse else f" ({', '.join(each.cases)})"
-        line = (
-            f"{each.backend} {each.program}: {each.counted}{needed}{excuse}: "
-            f"{len(each.cases)}{named}"
-        )
-        out.print(Text(line, style="" if each.passed else "red", overflow="fold"))
+def _print_failures(
+    report: Report, differences: list[Comparison], out: Console, *, verbose: bool
+) -> None:
+    """Print the first differences with their diagnoses, and how many more there are."""
+    for comparison in differences[:DETAILED_FAILURES]:
+        diagnosis = report.diagnoses.get((comparison.case, comparison.dtype, comparison.backend))
+        out.print()
+        print_failure(comparison, diagnosis, out, verbose=verbose)
+        command = reproduction(comparison, report)
+        if command:
+            out.print(f"  again       {command}", soft_wrap=True)
+    num_hidden = len(differences) - DETAILED_FAILURES
+    if num_hidden > 0:
+        out.print(f"\n… and {num_hidden} more; --json has all")
 
 
 def print_case_table(report: Report, out: Console) -> None:
-    """Print the worst stage and its share of the budget, one row per case and dtype, one column per
+    """Print the worst stage and its share of the budget: one row per case and dtype, one column per
     backend.
     """
     groups = report.groups()
-    for key in sorted(
-        (skipped.case, skipped.dtype, skipped.backend) for skipped in report.skipped_cases
-    ):
+    skipped_keys = sorted((case.case, case.dtype, case.backend) for case in report.skipped_cases)
+    for key in skipped_keys:
         groups.setdefault(key, [])
-    backends = list(dict.fromkeys(backend for _, _, backend in groups))
-    # A case that has one dtype of its own has it in its name.
-    dtypes = {
-        dtype
-        for case, dtype, _ in groups
-        if (known := find_case(case)) is None or known.dtype is None
-    }
-    pairs = list(dict.fromkeys((case, dtype) for case, dtype, _ in groups))
+    grid = case_grid(groups)
     columns = [Column("case", no_wrap=True)]
-    columns += [Column("dtype", no_wrap=True)] if len(dtypes) > 1 else []
+    if grid.shows_dtypes:
+        columns.append(Column("dtype", no_wrap=True))
     columns.append(Column("stages", justify="right", no_wrap=True))
-    columns += [
-        Column(Text(name, no_wrap=True, overflow="ellipsis"), min_width=NARROWEST)
-        for name in backends
-    ]
+    for backend in grid.backends:
+        header = Text(backend, no_wrap=True, overflow="ellipsis")
+        columns.append(Column(header, min_width=NARROWEST))
     rows = []
-    for case, dtype in pairs:
-        of_backends = [groups.get((case, dtype, backend)) for backend in backends]
-        row = [
-            case,
-            *([dtype] if len(dtypes) > 1 else []),
-            str(max(len(group or []) for group in of_backends)),
-        ]
-        rows.append([*row, *map(_verdict, of_backends)])
+    for case, dtype in grid.rows:
+        num_stages = 0
+        verdicts = []
+        for backend in grid.backends:
+            comparisons = groups.get((case, dtype, backend))
+            verdicts.append(_verdict(comparisons))
+            num_stages = max(num_stages, len(comparisons or []))
+        row: list[str | Text] = [case]
+        if grid.shows_dtypes:
+            row.append(dtype)
+        rows.append([*row, str(num_stages), *verdicts])
     print_table(out, "Worst error / budget of each case (1.00 is the limit)", columns, rows)
 
 
 def _verdict(comparisons: list[Comparison] | None) -> Text:
-    """Return the text of a cell; the stage may be cut off if it passed, and is folded if it
-    failed.
+    """Return the text of a cell: the stage may be cut off if it passed, and is folded if it failed.
+
+    `comparisons` is empty if the backend skipped the case, and None if it does not belong to it.
     """
+    if comparisons is None:
+        return Text("—", style="dim")
     if not comparisons:
-        return Text("—" if comparisons is None else "skipped", style="dim")
+        return Text("skipped", style="dim")
     worst = worst_of(comparisons)
     if not worst.passed:
         words = f"FAIL {short_ratio(worst.worse_ratio)} {worst.stage}"
         return Text(words, style="bold red", overflow="fold")
-    return Text(
-        f"ok {short_ratio(worst.ratio)} {worst.stage}",
-        style="green",
-        no_wrap=True,
-        overflow="ellipsis",
-    )
+    words = f"ok {short_ratio(worst.ratio)} {worst.stage}"
+    return Text(words, style="green", no_wrap=True, overflow="ellipsis")
 
 
 def print_stage_table(report: Report, out: Console) -> None:
@@ -143,45 +127,51 @@ def print_stage_table(report: Report, out: Console) -> None:
     row per stage.
     """
     backends = list(dict.fromkeys(comparison.backend for comparison in report.comparisons))
-    kinds: dict[str, list[Comparison]] = {}
-    for comparison in report.comparisons:
-        kinds.setdefault(stage_named(comparison.stage).kind, []).append(comparison)
+    of_kinds = grouped(report.comparisons, lambda comparison: stage_named(comparison.stage).kind)
     rows = []
-    for kind, comparisons in kinds.items():
+    for kind, comparisons in of_kinds.items():
+        of_backends = grouped(comparisons, lambda comparison: comparison.backend)
         row: list[str | Text] = [kind]
         for backend in backends:
-            found = [comparison for comparison in comparisons if comparison.backend == backend]
-            style = "" if all(comparison.passed for comparison in found) else "bold red"
-            ratio = short_ratio(max((comparison.worse_ratio for comparison in found), default=None))
-            size = f" ({max(comparison.max_abs for comparison in found):.1e})" if found else ""
-            row.append(Text.assemble((ratio, style), size))
+            row.append(_largest_errors(of_backends.get(backend, [])))
         worst = max(comparisons, key=lambda comparison: comparison.worse_ratio)
         place = f"{worst.case} ({worst.backend})" if worst.worse_ratio else ""
         rows.append([*row, Text(place, style="dim", no_wrap=True, overflow="ellipsis")])
-    columns = [
-        Column("stage", no_wrap=True),
-        *(Column(name, justify="right") for name in backends),
-        "worst in",
-    ]
+    columns: list[str | Column] = [Column("stage", no_wrap=True)]
+    for backend in backends:
+        columns.append(Column(backend, justify="right"))
+    columns.append("worst in")
     print_table(out, "Stage by stage: worst error / budget (largest absolute error)", columns, rows)
+
+
+def _largest_errors(comparisons: list[Comparison]) -> Text:
+    """Return the text of a cell: the worst error / budget, and the largest absolute error."""
+    if not comparisons:
+        return Text(short_ratio(None))
+    ratio = max(comparison.worse_ratio for comparison in comparisons)
+    max_abs = max(comparison.max_abs for comparison in comparisons)
+    has_failed = any(not comparison.passed for comparison in comparisons)
+    style = "bold red" if has_failed else ""
+    return Text.assemble((short_ratio(ratio), style), f" ({max_abs:.1e})")
 
 
 def print_comparison_table(report: Report, out: Console) -> None:
     """Print every comparison in a row."""
-    styles = ["" if each.passed else "red" for each in report.comparisons]
-    columns = ["case", "stage", Column("dtype"), Column("backend")]
-    columns += [
-        Column(name, justify="right")
-        for name in ("error", "budget", "ratio", "local", "max abs", "max ulp")
-    ]
+    columns: list[str | Column] = ["case", "stage", Column("dtype"), Column("backend")]
+    for name in ("error", "budget", "ratio", "local", "max abs", "max ulp"):
+        columns.append(Column(name, justify="right"))
     rows = []
-    for each in report.comparisons:
+    styles = []
+    for comparison in report.comparisons:
+        names = (comparison.case, comparison.stage, comparison.dtype, comparison.backend)
         errors = (
-            f"{each.error:.0e}",
-            f"{each.budget:.0e}",
-            short_ratio(each.ratio),
-            short_ratio(each.local_ratio),
+            f"{comparison.error:.0e}",
+            f"{comparison.budget:.0e}",
+            short_ratio(comparison.ratio),
+            short_ratio(comparison.local_ratio),
         )
-        sizes = (f"{each.max_abs:.0e}", f"{each.max_ulp:.4g}")
-        rows.append((each.case, each.stage, each.dtype, each.backend, *errors, *sizes))
+        sizes = (f"{comparison.max_abs:.0e}", f"{comparison.max_ulp:.4g}")
+        style = "" if comparison.passed else "red"
+        rows.append((*names, *errors, *sizes))
+        styles.append(style)
     print_table(out, "Every comparison", columns, rows, styles)

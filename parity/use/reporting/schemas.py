@@ -25,7 +25,10 @@ class Schema(NamedTuple):
     @property
     def keys(self) -> Keys:
         """The keys of all forms."""
-        return {name: about for keys in self.forms.values() for name, about in keys.items()}
+        keys_of_all: dict[str, str] = {}
+        for keys in self.forms.values():
+            keys_of_all.update(keys)
+        return keys_of_all
 
 
 REPORT = {
@@ -43,7 +46,6 @@ REPORT = {
         "gaps in the comparison, by reason; `is_open` if requested, so that the exit status is 2"
     ),
     "not_exercised": "features of layers of a model that more tokens would test, and how many",
-    "collectives": "traffic between devices, for cases on a mesh",
     "diagnoses": "a diagnosis for each of the first failed cases",
 }
 
@@ -86,9 +88,9 @@ FINDING = {
 }
 
 SCHEMAS = {
-    "run": Schema(3, {"": REPORT}),
+    "run": Schema(4, {"": REPORT}),
     "compare": Schema(
-        3,
+        4,
         {
             "traces, or recordings with `--model`": REPORT,
             "two recordings without `--model`": TWO_RECORDINGS,
@@ -105,7 +107,7 @@ SCHEMAS = {
         },
     ),
     "mutate": Schema(
-        2,
+        3,
         {
             "": {
                 "subject": "the callable",
@@ -116,7 +118,7 @@ SCHEMAS = {
         },
     ),
     "verify": Schema(
-        3,
+        4,
         {
             "": {
                 "results": "a record for each stage of each pair of layers",
@@ -128,7 +130,7 @@ SCHEMAS = {
         },
     ),
     "diagnose": Schema(
-        3,
+        4,
         {
             "a function, or traces": DIAGNOSIS | FINDING,
             "two weight files": DIAGNOSIS
@@ -143,7 +145,6 @@ SCHEMAS = {
                 "is_wrong": "true if a rank differs by more than rounding",
                 "wrong": "first wrong stage of each wrong rank",
                 "bugs": "bugs that explain all ranks",
-                "mistakes": "former name of bugs",
                 **FINDING,
             },
         },
@@ -239,7 +240,8 @@ SCHEMAS = {
             }
         },
     ),
-    "selftest": Schema(2, {"": {"outcomes": "result of each injected bug"}}),
+    "selftest": Schema(3, {"": {"outcomes": "result of each injected bug"}}),
+    "mesh": Schema(1, {"": REPORT | {"collectives": "what the devices of each program send"}}),
     "bench": Schema(
         1,
         {
@@ -270,7 +272,6 @@ FILES = {
         "environment": "versions, processors and settings",
         "skipped": "why the backend did not run the case",
         "error": "error of the backend",
-        "collectives": "traffic between devices",
     },
     "recording": {
         "format": "version of the format",

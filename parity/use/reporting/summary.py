@@ -1,11 +1,12 @@
-"""Parts of a report that the terminal, the page and JUnit share: last lines, skipped cases,
-commands to repeat.
+"""Parts of a report that the terminal, the page and JUnit share: the last line, skipped cases, the
+rows of the table of cases, and commands that repeat a case.
 """
 
 from __future__ import annotations
 
 import shlex
 from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from rich.text import Text
@@ -13,7 +14,6 @@ from rich.text import Text
 from parity.measure.core.cases import find_case
 from parity.measure.core.compare import first_difference
 from parity.measure.core.stages import stage_named
-from parity.measure.sharding.mesh import words_of
 from parity.measure.text import and_listed, counted, some_of
 
 if TYPE_CHECKING:
@@ -22,68 +22,102 @@ if TYPE_CHECKING:
 
 
 MOST_IN_LINE = 3
-"""Largest number of gaps in the last line; lines above it have all."""
+"""Largest number of gaps in the last line; the lines above it have all."""
 
 STYLES = {0: "bold green", 1: "bold red", 2: "bold yellow"}
 """Style of the last line for each exit status."""
 
 
+# ---- The last lines ------------------------------------------------------------------------------
+
+
 def summary_line(report: Report) -> Text:
     """Return one line: how many stages agree, how many do not, and what was not compared."""
-    summary, groups = report.summary, report.groups()
-    less = _not_compared_words(report)
+    groups = report.groups()
+    gaps = _gaps_in_words(report)
     if not groups:
-        return Text(f"nothing was compared{less}", style="bold yellow")
+        return Text(f"nothing was compared{gaps}", style="bold yellow")
     backends = sorted({backend for _, _, backend in groups})
-    count = len({case for case, _, _ in groups})
-    one = len(backends) == 1
-    verdict = (
-        ("agrees" if one else "agree")
-        if not summary["failed"]
-        else ("does" if one else "do") + " NOT agree"
-    )
+    num_cases = len({case for case, _, _ in groups})
+    summary = report.summary
+    verdict = _verdict(len(backends), has_failed=summary["failed"] > 0)
     counts = f"{summary['passed']} stages passed, {summary['failed']} failed"
     if report.skipped:
         counts += f", {counted(len(report.skipped), 'backend')} skipped"
-    if report.needless:
-        counts += f", {counted(len(report.needless), 'program')} sent more than needed"
-    by_reference = all(comparison.by_reference for comparison in report.comparisons)
-    expected = "the float64 reference" if by_reference else "the expected values"
+    expected = "the float64 reference"
+    if not all(comparison.by_reference for comparison in report.comparisons):
+        expected = "the expected values"
     return Text(
-        f"{and_listed(backends)} {verdict} with {expected}: {counted(count, 'case')}, "
-        f"{counts}{less}",
+        f"{and_listed(backends)} {verdict} with {expected}: {counted(num_cases, 'case')}, "
+        f"{counts}{gaps}",
         style=STYLES[report.status],
     )
 
 
-def _not_compared_words(report: Report) -> str:
-    """Return the end of the last line: what was not compared, with the reasons; empty if everything
-    was.
+def _verdict(num_backends: int, *, has_failed: bool) -> str:
+    """Return the verb of the last line, which has the backends as its subject."""
+    if num_backends == 1:
+        return "does NOT agree" if has_failed else "agrees"
+    return "do NOT agree" if has_failed else "agree"
+
+
+def _gaps_in_words(report: Report) -> str:
+    """Return the end of the last line: the gaps of the comparison with their reasons, requested
+    ones first; empty if there are none.
     """
-    wanted = [f"{each.what} ({each.reason})" for each in report.not_compared if each.is_open]
-    others = [f"{each.what} ({each.reason})" for each in report.not_compared if not each.is_open]
+    requested = []
+    not_applicable = []
+    for gap in report.not_compared:
+        entry = f"{gap.what} ({gap.reason})"
+        if gap.is_open:
+            requested.append(entry)
+        else:
+            not_applicable.append(entry)
     words = ""
-    if wanted:
+    if requested:
         permitted = ", as --allow-skipped permits" if report.allow_skipped else ""
-        words += f"; NOT compared{permitted}: {some_of(wanted, MOST_IN_LINE)}"
-    if others:
-        words += f"; nothing to compare in {some_of(others, MOST_IN_LINE)}"
+        words += f"; NOT compared{permitted}: {some_of(requested, MOST_IN_LINE)}"
+    if not_applicable:
+        words += f"; nothing to compare in {some_of(not_applicable, MOST_IN_LINE)}"
     return words
 
 
 def not_exercised_line(report: Report) -> str:
-    """Return in a line what the length of the sequences left untested, and the length that tests
-    it; or nothing.
+    """Return a line with the features that sequences of this length leave untested, and the length
+    that tests them; empty if there are none.
     """
     if not report.not_exercised:
         return ""
     entries = []
-    for each in report.not_exercised:
-        where = some_of(each.layers, MOST_IN_LINE)
-        memory = f", with about {each.gib:.0f} GiB of memory" if each.gib >= 1.0 else ""
-        entries.append(f"{each.what} in {where} (--seq-len {each.needed} would{memory})")
-    number = report.not_exercised[0].num_tokens
-    return f"NOT exercised by {counted(number, 'token')}: {'; '.join(entries)}"
+    for feature in report.not_exercised:
+        layers = some_of(feature.layers, MOST_IN_LINE)
+        needed = f"--seq-len {feature.needed} would"
+        # A run of less than a gibibyte fits any machine.
+        if feature.gib >= 1.0:
+            needed += f", with about {feature.gib:.0f} GiB of memory"
+        entries.append(f"{feature.what} in {layers} ({needed})")
+    num_tokens = report.not_exercised[0].num_tokens
+    return f"NOT exercised by {counted(num_tokens, 'token')}: {'; '.join(entries)}"
+
+
+def skipped_reasons(report: Report) -> list[str]:
+    """Return each reason for which something was not compared, once."""
+    reasons = list(report.skipped.values())
+    num_cases = Counter(
+        (case.backend, case.dtype, case.stage, case.reason) for case in report.skipped_cases
+    )
+    for (backend, dtype, stage, reason), number in num_cases.items():
+        skipped = ", ".join(filter(None, (backend, dtype, stage)))
+        reasons.append(f"{skipped}: {reason} ({counted(number, 'case')})")
+    for gap in report.left_out:
+        skipped = gap.what
+        if gap.labels:
+            skipped += f" of {some_of(gap.labels)}"
+        reasons.append(f"{skipped}: {gap.reason}")
+    return reasons
+
+
+# ---- Cases ---------------------------------------------------------------------------------------
 
 
 def worst_of(comparisons: list[Comparison]) -> Comparison:
@@ -95,52 +129,36 @@ def worst_of(comparisons: list[Comparison]) -> Comparison:
     )
 
 
-def skipped_reasons(report: Report) -> list[str]:
-    """Return each reason for which something was not compared, once."""
-    cases = Counter(
-        (each.backend, each.dtype, each.stage, each.reason) for each in report.skipped_cases
-    )
-    reasons = [*report.skipped.values()]
-    for (backend, dtype, stage, reason), number in cases.items():
-        whose = ", ".join(filter(None, (backend, dtype, stage)))
-        reasons.append(f"{whose}: {reason} ({counted(number, 'case')})")
-    for each in report.left_out:
-        whose = f"{each.what} of {some_of(each.labels)}" if each.labels else each.what
-        reasons.append(f"{whose}: {each.reason}")
-    return reasons
+class CaseGrid(NamedTuple):
+    """The table of cases: a row for each case and dtype, a column for each backend.
 
-
-class Sent(NamedTuple):
-    """Operations in which devices of a mesh send each other data, in one kind of program, and its
-    cases.
-
-    `counted` and `needed` are words, and `excuse` the reason for sending more than needed. `passed`
-    is True if nothing is sent needlessly, or the excuse holds.
+    Attributes:
+        rows: case and dtype of each row.
+        backends: backend of each column.
+        shows_dtypes: the name of a case does not determine its dtype.
     """
 
-    backend: str
-    program: str
-    counted: str
-    needed: str
-    excuse: str
-    passed: bool
-    cases: list[str]
+    rows: list[tuple[str, str]]
+    backends: list[str]
+    shows_dtypes: bool
 
 
-def sent_by_program(report: Report) -> list[Sent]:
-    """Return the traffic of each kind of program, with equal cases in one entry; more than needed
-    comes last.
-    """
-    alike: dict[tuple[bool, str, str, str, str, str], dict[str, None]] = {}
-    for each in report.collectives:
-        words = (words_of(each.counted), words_of(each.ideal), "" if each.is_ideal else each.excuse)
-        alike.setdefault((not each.passed, each.backend, each.program, *words), {})[each.case] = (
-            None
-        )
-    return [
-        Sent(backend, program, counted, needed, excuse, not has_failed, list(cases))
-        for (has_failed, backend, program, counted, needed, excuse), cases in sorted(alike.items())
-    ]
+def case_grid(keys: Iterable[tuple[str, str, str]]) -> CaseGrid:
+    """Return rows and columns for cases, dtypes and backends, in the order of their first key."""
+    rows: dict[tuple[str, str], None] = {}
+    backends: dict[str, None] = {}
+    dtypes = set()
+    for name, dtype, backend in keys:
+        rows[name, dtype] = None
+        backends[backend] = None
+        case = find_case(name)
+        # A case with a dtype of its own has it in its name.
+        if case is None or case.dtype is None:
+            dtypes.add(dtype)
+    return CaseGrid(list(rows), list(backends), len(dtypes) > 1)
+
+
+# ---- Commands ------------------------------------------------------------------------------------
 
 
 def reproduction(comparison: Comparison, report: Report) -> str:

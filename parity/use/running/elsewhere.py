@@ -13,7 +13,10 @@ from mha_spec import InputError
 from parity.measure.core.blas import share_of_cores
 from parity.measure.core.safe_path import SAFE_PATH
 
-MAX_ERRORS = 1 << 16  # bytes, the last that a program printed
+MAX_ERRORS = 1 << 16
+"""Largest part of a program's standard error that is read, in bytes, from its end. The number is a
+choice: enough for the line that is shown, and little for a program that prints without end.
+"""
 
 
 class Elsewhere:
@@ -31,28 +34,18 @@ class Elsewhere:
         Raises:
             ValueError: if there is no such program.
         """
-        self.python, program = python, shutil.which(python)
+        program = shutil.which(python)
         if program is None:
-            raise InputError(
-                "--python",
-                "be BACKEND=PATH with an interpreter that can be run",
-                {"--python": python},
-            )
+            rule = "be BACKEND=PATH with an interpreter that can be run"
+            raise InputError("--python", rule, {"--python": python})
+        self.python = python
         self.folder = tempfile.TemporaryDirectory(prefix="mha-parity-")
         # A pipe would stay open until every process that the program started has ended.
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115
+        command = [program, "-P", "-m", "parity", "run", *options]
+        command += ["--save-traces", self.folder.name, "--quiet"]
         self.process = subprocess.Popen(
-            [
-                program,
-                "-P",
-                "-m",
-                "parity",
-                "run",
-                *options,
-                "--save-traces",
-                self.folder.name,
-                "--quiet",
-            ],
+            command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self.errors,
@@ -70,7 +63,7 @@ class Elsewhere:
             raise OSError(
                 f"{self.python} must run its cases, got exit status {status}: {self._reason()}"
             )
-        if next(Path(self.folder.name).rglob("*.safetensors"), None) is None:
+        if not any(Path(self.folder.name).rglob("*.safetensors")):
             raise OSError(
                 f"{self.python} must save traces, got none and exit status {status}: "
                 f"{self._reason()}"
@@ -81,12 +74,14 @@ class Elsewhere:
         """Return the last line of the program on standard error, preferably one of mha-parity."""
         self.errors.seek(max(0, self.errors.seek(0, os.SEEK_END) - MAX_ERRORS))
         lines = self.errors.read().decode(errors="replace").splitlines()
-        own = [
-            line.removeprefix("mha-parity: ") for line in lines if line.startswith("mha-parity: ")
-        ]
-        return (own or [line for line in lines if line.strip()] or ["nothing on standard error"])[
-            -1
-        ]
+        last = "nothing on standard error"
+        last_of_ours = ""
+        for line in lines:
+            if line.startswith("mha-parity: "):
+                last_of_ours = line.removeprefix("mha-parity: ")
+            if line.strip():
+                last = line
+        return last_of_ours or last
 
     def __enter__(self) -> Elsewhere:
         return self

@@ -33,7 +33,7 @@ def by_processes(
         BrokenProcessPool: if one of the processes ends, for example for lack of memory.
     """
     results = _results(function, items, jobs, cost)
-    next(results)
+    next(results)  # starts the processes
     return results
 
 
@@ -44,22 +44,26 @@ def _results(
     cost: Callable[[Item], float],
 ) -> Generator[Any, None, None]:
     """Yield None when processes have begun, then the results."""
-    others = set(multiprocessing.active_children())
-    # A forked process would share the threads and locks of frameworks that are loaded here.
+    processes_of_others = set(multiprocessing.active_children())
     num_processes = max(1, min(jobs, len(items)))
-    context, surroundings = multiprocessing.get_context("spawn"), share_of_cores(num_processes)
-    dearest_first = sorted(range(len(items)), key=lambda i: -cost(items[i]))
+    # A forked process would share the threads and locks of frameworks that are loaded here.
+    context = multiprocessing.get_context("spawn")
+    surroundings = share_of_cores(num_processes)
+    # The dearest first: an expensive item that begins last would keep one process busy alone.
+    indices = sorted(range(len(items)), key=lambda index: -cost(items[index]))
     with safe_path(**surroundings):
         pool = ProcessPoolExecutor(num_processes, context, initializer=_end_with_parent)
     try:
+        # The first items start the processes, which inherit the surroundings.
         with safe_path(**surroundings):
-            begun = {i: pool.submit(function, items[i]) for i in dearest_first}
+            futures = {index: pool.submit(function, items[index]) for index in indices}
         yield None
-        for i in range(len(items)):
-            yield begun.pop(i).result()
+        for index in range(len(items)):
+            # A future keeps its result: it is dropped, because traces are large.
+            yield futures.pop(index).result()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        for process in set(multiprocessing.active_children()) - others:
+        for process in set(multiprocessing.active_children()) - processes_of_others:
             process.terminate()
 
 
@@ -67,4 +71,9 @@ def _end_with_parent() -> None:
     """End this process when its parent ends, even if that was killed."""
     parent = multiprocessing.parent_process()
     if parent is not None:
-        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+        threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
+
+
+def _end_after(parent: Any) -> None:
+    parent.join()
+    os._exit(1)

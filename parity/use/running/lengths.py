@@ -20,11 +20,12 @@ from parity.measure.core.compare import unit_of_rounding
 from parity.measure.core.records import JsonRecord
 
 SCORES = 24
-"""Arrays of scores in float64 that a comparison of all stages holds at its peak; measured with 1024
-tokens.
+"""Arrays of scores in float64 that a comparison of all stages has in memory at its peak; measured
+with 1024 tokens.
 """
 
 GIB = 1 << 30
+"""Bytes of a GiB."""
 
 
 def gib_of(spec: AttentionSpec, num_tokens: int, batch: int = 2) -> float:
@@ -39,12 +40,12 @@ def check_memory(spec: AttentionSpec, num_tokens: int) -> None:
         ValueError: if they do.
     """
     try:
-        held = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     except (AttributeError, OSError, ValueError):  # unknown on this system
         return
     needed = gib_of(spec, num_tokens)
-    if needed > held:
-        rule = f"be small enough for {held:.0f} GiB of memory"
+    if needed > memory:
+        rule = f"be small enough for {memory:.0f} GiB of memory"
         raise InputError("seq_len", rule, f"{num_tokens}, which needs about {needed:.0f} GiB")
 
 
@@ -80,13 +81,14 @@ def not_exercised(
     """
     # The finest dtype of the run shows the most.
     rounding = min(map(unit_of_rounding, dtypes))
-    found: dict[NotExercised, NotExercised] = {}
+    # Equal features of several layers are one, because their layers do not count.
+    features: dict[NotExercised, NotExercised] = {}
     for name, spec in specs:
         for what, needed in _lengths(spec, rounding):
             if num_tokens < needed:
                 feature = NotExercised(what, num_tokens, needed, round(gib_of(spec, needed), 2))
-                found.setdefault(feature, feature).layers.append(name)
-    return list(found.values())
+                features.setdefault(feature, feature).layers.append(name)
+    return list(features.values())
 
 
 def _lengths(spec: AttentionSpec, rounding: float) -> Iterator[tuple[str, int]]:
@@ -101,16 +103,15 @@ def _lengths(spec: AttentionSpec, rounding: float) -> Iterator[tuple[str, int]]:
         # The factor is 1 until the position + first_position reaches the length.
         first = max(0, spec.temperature.length - spec.temperature.first_position)
         yield f"a temperature that grows every {spec.temperature.length} tokens", first + 1
-    bias, products = spec.relative_bias, spec.relative_products
+    bias = spec.relative_bias
     if isinstance(bias, RelativeBias):
         yield f"all {bias.num_buckets} relative biases", _length_of_all_buckets(bias.buckets())
     if isinstance(bias, GridBias):
         yield f"all offsets on a grid of {bias.height} x {bias.width}", bias.num_tokens
+    products = spec.relative_products
     if products is not None:
-        yield (
-            f"all {products.num_buckets} relative vectors",
-            _length_of_all_buckets(products.buckets()),
-        )
+        needed = _length_of_all_buckets(products.buckets())
+        yield f"all {products.num_buckets} relative vectors", needed
     yield from _lengths_of_rope(spec, rounding)
 
 
@@ -121,8 +122,8 @@ def _length_of_all_buckets(buckets: np.ndarray) -> int:
         buckets: bucket of each distance from -farthest to farthest.
     """
     farthest = len(buckets) // 2
-    away = np.abs(np.arange(-farthest, farthest + 1))
-    nearest = [away[buckets == bucket].min() for bucket in np.unique(buckets)]
+    distances = np.abs(np.arange(-farthest, farthest + 1))
+    nearest = [distances[buckets == bucket].min() for bucket in np.unique(buckets)]
     return int(max(nearest)) + 1
 
 
@@ -136,15 +137,12 @@ def _lengths_of_rope(spec: AttentionSpec, rounding: float) -> Iterator[tuple[str
             yield "the long factors of LongRoPE", scaling.original_length + 1
         return
     if isinstance(scaling, DynamicScaling):
-        yield (
-            f"dynamic scaling of RoPE beyond {scaling.original_length} tokens",
-            scaling.original_length + 1,
-        )
+        what = f"dynamic scaling of RoPE beyond {scaling.original_length} tokens"
+        yield what, scaling.original_length + 1
         return
-    unscaled = replace(spec.rope, scaling=None)
-    change = np.abs(
-        spec.rope.frequencies(spec.head_dim) - unscaled.frequencies(spec.head_dim)
-    ).max()
+    scaled = spec.rope.frequencies(spec.head_dim)
+    unscaled = replace(spec.rope, scaling=None).frequencies(spec.head_dim)
+    change = np.abs(scaled - unscaled).max()
     if change > 0.0:
         # With fewer tokens no angle changes by a unit of rounding. More may be needed: this is only
         # what is certain.

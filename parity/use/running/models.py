@@ -25,14 +25,13 @@ from parity.measure.core.compare import SAME_PRECISION, Label, compare
 from parity.measure.core.problem import Problem, make_problem
 from parity.measure.core.stages import run_steps
 from parity.measure.files.small import check_small_files
-from parity.measure.sharding.mesh import MeshPlan
 from parity.measure.text import counted, printable, some_of
 from parity.port.conversion.checkpoint import Checkpoint, CheckpointLayers
 from parity.port.conversion.hints import CALLER, LayerHints, LayerKeywords
 from parity.port.conversion.layers import FileLayer
 from parity.port.conversion.not_compared import NotCompared
 from parity.port.models.config import read_config
-from parity.port.models.specs import layers_of_parts
+from parity.port.models.specs import ModelLayer, layers_of_parts
 from parity.use.running.lengths import check_memory, not_exercised
 from parity.use.running.report import Report, SkippedCase
 from parity.use.running.run import OnJudged, run_cases
@@ -44,12 +43,16 @@ if TYPE_CHECKING:
 AGAINST = ("transformers",)
 """Libraries whose own modules run in addition to the backends."""
 
-
 SEQ_LEN = 9
 """Default number of tokens."""
 
-SHORTEST, LONGEST = 4, 1 << 17
-"""Smallest number of tokens, a prompt and two steps, and the largest."""
+SHORTEST = 4
+"""Smallest number of tokens: a prompt of two, and two steps."""
+
+LONGEST = 1 << 17
+"""Largest number of tokens, the context of most models. No machine has the memory for the scores of
+that many: see `check_memory`.
+"""
 
 
 def cases_of(
@@ -79,15 +82,13 @@ def cases_of(
         raise InputError("seq_len", f"be from {SHORTEST} to {LONGEST}", seq_len=seq_len)
     bias = spec.relative_bias
     if isinstance(bias, GridBias) and bias.num_tokens < seq_len:
+        # A default, unlike a requested number, becomes smaller without an error.
         if seq_len != SEQ_LEN:
-            raise InputError(
-                "seq_len",
-                f"be at most {bias.num_tokens}, the tokens of the grid of {name}",
-                seq_len=seq_len,
-            )
+            rule = f"be at most {bias.num_tokens}, the tokens of the grid of {name}"
+            raise InputError("seq_len", rule, seq_len=seq_len)
         seq_len = bias.num_tokens
     check_memory(spec, seq_len)
-    name = printable(name, keep="")  # made of a file's
+    name = printable(name, keep="")  # it comes from a file
     if is_cross or spec.d_kv != spec.d_in:
         num_queries = seq_len - seq_len // 3
         about = "queries and keys of different sequences"
@@ -103,7 +104,9 @@ def cases_of(
     )
     if is_causal is None:
         return [full, causal, decode]
-    return [causal, decode] if is_causal else [full]
+    if is_causal:
+        return [causal, decode]
+    return [full]
 
 
 def run_model(
@@ -115,7 +118,6 @@ def run_model(
     against: str | None = None,
     seq_len: int = SEQ_LEN,
     with_gradients: bool = False,
-    mesh: MeshPlan | None = None,
     device: str = "cpu",
     on_case: Callable[[str, str, str], None] = lambda case, dtype, backend: None,
     on_judged: OnJudged = lambda trace, reference, comparisons: None,
@@ -130,8 +132,7 @@ def run_model(
 
     Args:
         path: a folder with a config.json and weights, or a file of weights.
-        backends, dtypes, with_gradients, mesh, device, on_case, on_judged: arguments of
-            `run_cases`.
+        backends, dtypes, with_gradients, device, on_case, on_judged: arguments of `run_cases`.
         layers: numbers of the layers; default: all.
         against: `transformers`, to also compare the output of the library's own module, in float32.
             If no rules describe the model, its layers are observed, and the warnings of the report
@@ -142,8 +143,8 @@ def run_model(
 
     Returns:
         The report of all layers. The cases are named after layers: `layer-17-decode`. Attention
-            layers of the model
-        that are not read count as not compared, unless `layers` or `prefix` selects some.
+        layers of the model that are not read count as not compared, unless `layers` or `prefix`
+        selects some.
 
     Raises:
         ModuleNotFoundError, OSError, ValueError: as `run_cases` and `load`, or if a layer does not
@@ -162,58 +163,47 @@ def run_model(
         if against is not None and not is_told:
             source, observed = _observed(checkpoint, stack)
         opened = source.layers(LayerHints.by(CALLER, **said), layout, prefix)
-        found = opened.in_order
-        names = names_of(found)
-        chosen = chosen_layers(found, layers)
+        all_layers = opened.in_order
+        names = names_of(all_layers)
+        chosen = chosen_layers(all_layers, layers)
         if against:
             _check_known(chosen, against, observed)
         skeleton = skeleton_of(path) if against and not observed else None
         # All before any of them runs, because a length that does not fit one is an error.
         for layer in chosen:
             live = observed.get(layer.label)
-            is_causal = None
-            if live is not None:
-                is_causal = live.is_causal
-            elif layer.model is not None:
-                is_causal = layer.model.is_causal
-            cases_by_layer[layer.label] = cases_of(
-                names[layer.label],
-                layer.spec,
-                is_causal=is_causal,
-                is_cross=layer.is_cross,
-                seq_len=seq_len,
+            cases_by_layer[layer.label] = _cases_of_layer(
+                names[layer.label], layer, live, seq_len=seq_len
             )
         for layer in chosen:
-            live, cases = observed.get(layer.label), cases_by_layer[layer.label]
+            live = observed.get(layer.label)
+            cases = cases_by_layer[layer.label]
             weights, spec = layer.load()
             specs.append((names[layer.label], spec))
-            told = {
-                "with_gradients": with_gradients,
-                "weights": weights,
-                "mesh": mesh,
-                "device": device,
-            }
-            received = _received(layer, found, cases)
-            one = run_cases(
+            received = _received(layer, all_layers, cases)
+            report_of_layer = run_cases(
                 cases,
                 backends,
                 dtypes,
-                **told,
+                with_gradients=with_gradients,
+                weights=weights,
+                device=device,
                 received=received,
                 on_case=on_case,
                 on_judged=on_judged,
             )
+            # The library has no cache of ours: its module runs the first case, which has none.
             if skeleton is not None:
                 problem = make_problem(cases[0], "float32", weights, received.get(cases[0].name))
-                _judge_own_module(one, layer, problem, skeleton)
-            if live:
-                _add_observed(one, live, cases[0])
-            reports.append(one)
+                _judge_own_module(report_of_layer, layer, problem, skeleton)
+            if live is not None:
+                _add_observed(report_of_layer, live, cases[0])
+            reports.append(report_of_layer)
     if not reports:
         raise InputError("there", "be an attention layer to run", f"none in {path}")
     report = reports[0]
-    for one in reports[1:]:
-        report.add(one)
+    for report_of_layer in reports[1:]:
+        report.add(report_of_layer)
     if layers is None:
         for live in observed.values():
             if live.spec is None:
@@ -222,22 +212,34 @@ def run_model(
                 )
     if layers is None and prefix is None:
         report.left_out.extend(_left_out(checkpoint, opened, is_observed=bool(observed)))
-    ran = (observed[layer.label] for layer in chosen if layer.label in observed)
-    report.warnings.extend(
-        f"no rules of a family, observed with random inputs: {each}" for each in ran
-    )
+    for layer in chosen:
+        if layer.label in observed:
+            live = observed[layer.label]
+            report.warnings.append(f"no rules of a family, observed with random inputs: {live}")
     return replace(report, not_exercised=not_exercised(specs, seq_len, dtypes))
+
+
+def _cases_of_layer(
+    name: str, layer: FileLayer, live: LiveLayer | None, *, seq_len: int
+) -> list[Case]:
+    """Return the cases of a layer, causal as observed, or as the model's configuration says."""
+    is_causal = None
+    if live is not None:
+        is_causal = live.is_causal
+    elif layer.model is not None:
+        is_causal = layer.model.is_causal
+    return cases_of(name, layer.spec, is_causal=is_causal, is_cross=layer.is_cross, seq_len=seq_len)
 
 
 def _observed(checkpoint: Checkpoint, stack: ExitStack) -> tuple[Checkpoint, dict[str, LiveLayer]]:
     """Return the checkpoint to read layers from, and its observed layers by name, of which there
     are none if rules specify its layers.
     """
-    observed: dict[str, LiveLayer] = {}
-    if checkpoint.is_unknown:
-        observed = {layer.name: layer for layer in observe_folder(checkpoint.path)}
+    if not checkpoint.is_unknown:
+        return checkpoint, {}
+    observed = {layer.name: layer for layer in observe_folder(checkpoint.path)}
     if not observed:
-        return checkpoint, observed
+        return checkpoint, {}
     path = stack.enter_context(observed_file([*observed.values()]))
     return stack.enter_context(Checkpoint.open(path)), observed
 
@@ -278,18 +280,16 @@ def _left_out(
         config = checkpoint.config_of_folder
         if config is None:
             return
-        values, unknown = config.values, config.unknown_parts
-        kinds = Counter(layer.kind for layer in layers_of_parts(values) if layer.spec is None)
-    except (
-        OSError,
-        ValueError,
-        RecursionError,
-    ):  # no configuration, or one of which nothing was read
+        unknown = config.unknown_parts
+        kinds = Counter(
+            layer.kind for layer in layers_of_parts(config.values) if layer.spec is None
+        )
+    except (OSError, ValueError, RecursionError):
+        # There is no configuration, or nothing of it was read.
         return
     for name, reason in unknown.items():
-        yield NotCompared(
-            printable(name or str(values["model_type"]), keep=""), printable(reason, keep="")
-        )
+        what = name or str(config.values["model_type"])
+        yield NotCompared(printable(what, keep=""), printable(reason, keep=""))
     for kind, number in kinds.items():
         reason = f"{printable(kind, keep='')} is not attention over keys"
         yield NotCompared(counted(number, "layer"), reason, is_open=False)
@@ -298,55 +298,67 @@ def _left_out(
 def _received(
     layer: FileLayer, layers: Sequence[FileLayer], cases: Sequence[Case]
 ) -> dict[str, dict[str, np.ndarray]]:
-    """The keys and values that the layer whose they are makes of inputs of its own, by case; none
-    if it makes its own.
+    """Return the keys and values that a layer receives from another one, by case; none if it makes
+    its own.
+
+    The other layer makes them of inputs of its own.
 
     Raises:
         ValueError: if that layer is not there.
     """
     if layer.model is None or layer.model.kv_source is None:
         return {}
-    of_part = [
-        each for each in layers if each.model is not None and each.model.part == layer.model.part
-    ]
-    found = [
-        each
-        for each in of_part
-        if each.model is not None and each.model.index == layer.model.kv_source
-    ]
-    if not found:
-        rule = f"have layer {layer.model.kv_source}, whose keys and values it shares"
-        raise InputError(layer.label, rule, "no such layer in the file")
-    source = next((each for each in found if _before(each) == _before(layer)), found[0])
-    weights, spec = source.load()
+    weights, spec = _source_of(layer, layer.model, layers).load()
     received = {}
     for case in cases:
-        own = replace(case, name=f"{case.name}-source", spec=spec, chunks=(), capacity=0)
-        heads = reference.Layer(
-            make_problem(own, "float32", weights), reference.Arithmetic(np.dtype(np.float32))
-        ).qkv({})
-        received[case.name] = {name: heads[name] for name in "kv"}
+        source = replace(case, name=f"{case.name}-source", spec=spec, chunks=(), capacity=0)
+        problem = make_problem(source, "float32", weights)
+        arithmetic = reference.Arithmetic(np.dtype(np.float32))
+        heads = reference.Layer(problem, arithmetic).qkv({})
+        received[case.name] = {"k": heads["k"], "v": heads["v"]}
     return received
 
 
-def _before(layer: FileLayer) -> str:
-    """The beginning of a label before the path of its layer, the same for all layers of a part."""
-    return layer.label.removesuffix("" if layer.model is None else layer.model.path)
+def _source_of(layer: FileLayer, model: ModelLayer, layers: Sequence[FileLayer]) -> FileLayer:
+    """Return the layer whose keys and values another one shares."""
+    candidates = []
+    for other in layers:
+        if other.model is None or other.model.part != model.part:
+            continue
+        if other.model.index == model.kv_source:
+            candidates.append(other)
+    if not candidates:
+        rule = f"have layer {model.kv_source}, whose keys and values it shares"
+        raise InputError(layer.label, rule, "no such layer in the file")
+    # Parts of one name may be under several prefixes: that of the layer itself is the right one.
+    for candidate in candidates:
+        if _label_before_path(candidate) == _label_before_path(layer):
+            return candidate
+    return candidates[0]
 
 
-def chosen_layers(found: Sequence[FileLayer], numbers: Collection[int] | None) -> list[FileLayer]:
+def _label_before_path(layer: FileLayer) -> str:
+    """Return the beginning of a label before the path of its layer, the same for all layers of a
+    part.
+    """
+    path = "" if layer.model is None else layer.model.path
+    return layer.label.removesuffix(path)
+
+
+def chosen_layers(layers: Sequence[FileLayer], numbers: Collection[int] | None) -> list[FileLayer]:
     """Return the layers of some numbers, or all.
 
     Raises:
         ValueError: if a number has no layer.
     """
-    chosen = [layer for layer in found if numbers is None or number_of(layer) in numbers]
-    if missing := sorted(set(numbers or ()) - {number_of(layer) for layer in chosen}):
-        held = sorted({number_of(layer) for layer in found})
-        raise InputError(
-            "layers", f"be among the layers with attention over keys, {held}", layers=missing
-        )
-    return chosen
+    if numbers is None:
+        return list(layers)
+    existing = {number_of(layer) for layer in layers}
+    missing = sorted(set(numbers) - existing)
+    if missing:
+        rule = f"be among the layers with attention over keys, {sorted(existing)}"
+        raise InputError("layers", rule, layers=missing)
+    return [layer for layer in layers if number_of(layer) in numbers]
 
 
 def number_of(layer: FileLayer) -> int:
@@ -359,11 +371,11 @@ def number_of(layer: FileLayer) -> int:
 def names_of(layers: Sequence[FileLayer]) -> dict[str, str]:
     """Return the names of the cases of layers, by label: made of the numbers if these differ."""
     numbers = [number_of(layer) for layer in layers]
-    if len(set(numbers)) == len(numbers):
-        return {
-            layer.label: f"layer-{number}" for layer, number in zip(layers, numbers, strict=True)
-        }
-    return {layer.label: layer.label for layer in layers}
+    are_unique = len(set(numbers)) == len(numbers)
+    names = {}
+    for layer, number in zip(layers, numbers, strict=True):
+        names[layer.label] = f"layer-{number}" if are_unique else layer.label
+    return names
 
 
 # ---- The model's own module ----------------------------------------------------------------------
@@ -384,20 +396,24 @@ def skeleton_of(path: str | os.PathLike[str], attn_implementation: str = "eager"
     check_small_files(folder)
     read_config(folder)
     with code_of_transformers(folder):
-        return Skeleton(
-            AutoConfig.from_pretrained(folder, local_files_only=True), attn_implementation
-        )
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        return Skeleton(config, attn_implementation)
 
 
 def _add_observed(report: Report, layer: LiveLayer, case: Case) -> None:
     """Add the comparisons of an observed layer to a report, or the reason why there are none."""
-    own = {"case": case.name, "backend": "transformers", "library": "transformers"}
-    report.comparisons.extend(replace(comparison, **own) for comparison in layer.comparisons)
+    for comparison in layer.comparisons:
+        report.comparisons.append(
+            replace(comparison, case=case.name, backend="transformers", library="transformers")
+        )
     if not layer.comparisons:
-        words = {**layer.identification.inputs, "output": layer.identification.output}
-        known = ", ".join(f"{name}={each}" for name, each in words.items())
-        reason = f"its module is more than attention: {known}"
-        report.skipped_cases.append(SkippedCase(case.name, "float32", "transformers", reason))
+        meanings = {**layer.identification.inputs, "output": layer.identification.output}
+        parts = ", ".join(f"{name}={meaning}" for name, meaning in meanings.items())
+        _skip_own_module(report, case, f"its module is more than attention: {parts}")
+
+
+def _skip_own_module(report: Report, case: Case, reason: str) -> None:
+    report.skipped_cases.append(SkippedCase(case.name, "float32", "transformers", reason))
 
 
 def _judge_own_module(
@@ -407,33 +423,29 @@ def _judge_own_module(
     none.
     """
     case = problem.case
-
-    def skip(reason: str) -> None:
-        report.skipped_cases.append(SkippedCase(case.name, "float32", "transformers", reason))
-
     if layer.model is None:
-        skip("its configuration does not determine its module")
+        _skip_own_module(report, case, "its configuration does not determine its module")
         return
     from parity.port.foreign.transformers import NotAlone
 
-    positions = case.positions() if case.spec.rope is not None and case.spec.rope.sections else None
+    # With sections a token has several positions, which the module does not count by itself.
+    has_sections = case.spec.rope is not None and bool(case.spec.rope.sections)
     try:
-        keys = problem.inputs.get("key")
-        ran = skeleton.run(
+        result = skeleton.run(
             layer.model,
             layer.label,
             layer.tensors(),
             problem.inputs["query"],
-            keys=keys,
-            positions=positions,
+            keys=problem.inputs.get("key"),
+            positions=case.positions() if has_sections else None,
         )
     except NotAlone as error:
-        skip(str(error))
+        _skip_own_module(report, case, str(error))
         return
-    problem = replace(problem, inputs={**problem.inputs, "query": ran.given})
+    # The model may change its input before the module, whose own input the reference starts from.
+    problem = replace(problem, inputs={**problem.inputs, "query": result.input})
     expected = run_steps(reference.steps(problem, "float64"))["output"]
     same = run_steps(reference.steps(problem, SAME_PRECISION["float32"]))["output"]
-    verdict = compare(
-        ran.output, expected, same, Label(case.name, "transformers", "float32", "output")
-    )
-    report.comparisons.append(replace(verdict, library="transformers"))
+    label = Label(case.name, "transformers", "float32", "output")
+    comparison = compare(result.output, expected, same, label)
+    report.comparisons.append(replace(comparison, library="transformers"))

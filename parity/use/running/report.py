@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -11,9 +11,8 @@ import numpy as np
 from parity.explain.diagnosis.diagnose import Diagnosis
 from parity.measure.core.compare import Comparison, Label, first_difference
 from parity.measure.core.problem import Problem
-from parity.measure.core.records import as_html
+from parity.measure.core.records import JsonRecord, as_html
 from parity.measure.core.trace import Reference
-from parity.measure.sharding.mesh import Collectives
 from parity.measure.text import counted, printable
 from parity.port.conversion.not_compared import NotCompared
 from parity.use.running.lengths import NotExercised
@@ -52,7 +51,6 @@ class Report:
         skipped_cases: cases that a backend did not run, or whose gradients it did not compute.
         diagnoses: diagnoses of the first failed cases, by case, dtype and backend.
         missing: traces that another backend has and this one lacks, among those that were read.
-        collectives: traffic between devices, for cases on a mesh.
         layers: names of the cases that are layers of a model, in its order.
         left_out: parts of a model or of all cases that no backend computed.
         not_exercised: features of layers that sequences of this length cannot show.
@@ -66,7 +64,6 @@ class Report:
     skipped_cases: list[SkippedCase] = field(default_factory=list)
     diagnoses: dict[tuple[str, str, str], Diagnosis] = field(default_factory=dict)
     missing: list[SkippedCase] = field(default_factory=list)
-    collectives: list[Collectives] = field(default_factory=list)
     layers: tuple[str, ...] = ()
     left_out: list[NotCompared] = field(default_factory=list)
     not_exercised: list[NotExercised] = field(default_factory=list)
@@ -74,10 +71,10 @@ class Report:
 
     def __str__(self) -> str:
         counts = ", ".join(f"{number} {what}" for what, number in self.summary.items())
-        first = self.first_differences()[:MOST_SHOWN]
-        return "\n".join(
-            (f"{counted(len(self.groups()), 'case')}, stages: {counts}", *map(str, first))
-        )
+        lines = [f"{counted(len(self.groups()), 'case')}, stages: {counts}"]
+        for difference in self.first_differences()[:MOST_SHOWN]:
+            lines.append(str(difference))
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         return as_html(self)
@@ -88,21 +85,15 @@ class Report:
         return [comparison for comparison in self.comparisons if not comparison.passed]
 
     @property
-    def needless(self) -> list[Collectives]:
-        """The programs whose devices send more than they need."""
-        return [collectives for collectives in self.collectives if not collectives.passed]
-
-    @property
     def summary(self) -> dict[str, int]:
         """Count the comparisons that passed and failed, skipped backends and cases, and missing
         traces.
         """
-        failed, skipped = len(self.failed), len(self.skipped) + len(self.skipped_cases)
-        passed = len(self.comparisons) - failed
+        num_failed = len(self.failed)
         return {
-            "passed": passed,
-            "failed": failed,
-            "skipped": skipped,
+            "passed": len(self.comparisons) - num_failed,
+            "failed": num_failed,
+            "skipped": len(self.skipped) + len(self.skipped_cases),
             "missing": len(self.missing),
         }
 
@@ -110,58 +101,63 @@ class Report:
     def not_compared(self) -> list[NotCompared]:
         """Gaps in the comparison, one entry per reason; an open one was requested."""
         backends = {comparison.backend for comparison in self.comparisons}
-        missing = [
-            replace(each, reason="no trace of it, though others have one") for each in self.missing
-        ]
+        reason = "no trace of it, though others have one"
+        missing = [replace(case, reason=reason) for case in self.missing]
         entries = _by_reason([*self.skipped_cases, *missing], backends)
-        for each in self.left_out:
-            what = (
-                f"{each.what} of {counted(len(each.labels), 'case')}" if each.labels else each.what
-            )
-            entries.append(replace(each, what=what))
+        for part in self.left_out:
+            what = part.what
+            if part.labels:
+                what = f"{what} of {counted(len(part.labels), 'case')}"
+            entries.append(replace(part, what=what))
         return entries
 
     @property
     def status(self) -> int:
         """The exit status of commands.
 
-        1 if a comparison failed or a program sent too much. 2 if nothing was compared, or, unless
+        1 if a comparison failed. 2 if nothing was compared, or, unless
         that is allowed, less than was requested. Backends that no one named do not count.
         """
-        if self.failed or self.needless:
+        if self.failed:
             return 1
-        if not self.comparisons and not self.collectives:
+        if not self.comparisons:
             return 2
-        is_less = any(each.is_open for each in self.not_compared)
-        return 2 if is_less and not self.allow_skipped else 0
+        is_incomplete = any(part.is_open for part in self.not_compared)
+        return 2 if is_incomplete and not self.allow_skipped else 0
 
     def groups(self) -> dict[tuple[str, str, str], list[Comparison]]:
         """The comparisons by case, dtype and backend."""
         groups: dict[tuple[str, str, str], list[Comparison]] = {}
         for comparison in self.comparisons:
-            groups.setdefault((comparison.case, comparison.dtype, comparison.backend), []).append(
-                comparison
-            )
+            key = (comparison.case, comparison.dtype, comparison.backend)
+            groups.setdefault(key, []).append(comparison)
         return groups
 
     def first_differences(self) -> list[Comparison]:
         """Return the first difference of each case, dtype and backend that failed."""
-        found = (first_difference(group) for group in self.groups().values())
-        return [comparison for comparison in found if comparison is not None]
+        differences = []
+        for comparisons in self.groups().values():
+            difference = first_difference(comparisons)
+            if difference is not None:
+                differences.append(difference)
+        return differences
 
     def add(self, other: Report) -> None:
         """Add the results of another run in the same environment."""
         self.comparisons.extend(other.comparisons)
-        self.warnings.extend(each for each in other.warnings if each not in self.warnings)
+        for warning in other.warnings:
+            if warning not in self.warnings:
+                self.warnings.append(warning)
         self.skipped_cases.extend(other.skipped_cases)
         self.missing.extend(other.missing)
         self.diagnoses.update(other.diagnoses)
-        self.collectives.extend(other.collectives)
-        for each in other.left_out:
-            if each in self.left_out:
-                self.left_out[self.left_out.index(each)].labels.extend(each.labels)
+        for part in other.left_out:
+            # Parts are equal whatever their labels, which are those of both runs then.
+            if part in self.left_out:
+                index = self.left_out.index(part)
+                self.left_out[index].labels.extend(part.labels)
             else:
-                self.left_out.append(each)
+                self.left_out.append(part)
 
     def settings(self) -> dict[str, str]:
         """Return the environment as one list of text: `packages.numpy`,
@@ -171,32 +167,31 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report for JSON."""
-        skipped = [
-            {
-                "case": None,
-                "backend": backend,
-                "dtype": None,
-                "stage": None,
-                "status": "skipped",
-                "reason": reason,
-            }
-            for backend, reason in self.skipped.items()
-        ]
-        skipped += [{**asdict(case), "status": "skipped"} for case in self.skipped_cases]
-        skipped += [{**asdict(case), "status": "missing"} for case in self.missing]
+        results = _as_dicts(self.comparisons)
+        for backend, reason in self.skipped.items():
+            of_no_case = {"case": None, "backend": backend, "dtype": None, "stage": None}
+            results.append({**of_no_case, "status": "skipped", "reason": reason})
+        for case in self.skipped_cases:
+            results.append({**asdict(case), "status": "skipped"})
+        for case in self.missing:
+            results.append({**asdict(case), "status": "missing"})
+        diagnoses = []
+        for (case, dtype, backend), diagnosis in self.diagnoses.items():
+            about = {"case": case, "dtype": dtype, "backend": backend}
+            diagnoses.append({**about, **diagnosis.to_dict()})
         return {
             "environment": self.environment,
             "warnings": self.warnings,
             "summary": self.summary,
-            "results": [*(comparison.to_dict() for comparison in self.comparisons), *skipped],
-            "not_compared": [each.to_dict() for each in self.not_compared],
-            "not_exercised": [each.to_dict() for each in self.not_exercised],
-            "collectives": [collectives.to_dict() for collectives in self.collectives],
-            "diagnoses": [
-                {"case": case, "dtype": dtype, "backend": backend, **diagnosis.to_dict()}
-                for (case, dtype, backend), diagnosis in self.diagnoses.items()
-            ],
+            "results": results,
+            "not_compared": _as_dicts(self.not_compared),
+            "not_exercised": _as_dicts(self.not_exercised),
+            "diagnoses": diagnoses,
         }
+
+
+def _as_dicts(records: Iterable[JsonRecord]) -> list[dict[str, Any]]:
+    return [record.to_dict() for record in records]
 
 
 def _by_reason(cases: Sequence[SkippedCase], backends: Collection[str]) -> list[NotCompared]:
@@ -207,14 +202,19 @@ def _by_reason(cases: Sequence[SkippedCase], backends: Collection[str]) -> list[
         backends: the backends that computed something.
     """
     names: dict[tuple[str, str, str | None, str], list[str]] = {}
-    for each in cases:
-        names.setdefault((each.backend, each.dtype, each.stage, each.reason), []).append(each.case)
+    for case in cases:
+        key = (case.backend, case.dtype, case.stage, case.reason)
+        names.setdefault(key, []).append(case.case)
     entries = []
     for (backend, dtype, stage, reason), labels in names.items():
-        every = "" if backend in backends else "all "
-        of_stage = f"{stage} of " if stage is not None else ""
-        in_dtype = f" in {dtype}" if dtype else ""
-        what = f"{backend}, {of_stage}{every}{counted(len(labels), 'case')}{in_dtype}"
+        what = counted(len(labels), "case")
+        if backend not in backends:
+            what = f"all {what}"
+        if stage is not None:
+            what = f"{stage} of {what}"
+        if dtype:
+            what = f"{what} in {dtype}"
+        what = f"{backend}, {what}"
         entries.append(NotCompared(what, reason, labels))
     return entries
 
@@ -239,22 +239,20 @@ def report_of_stages(
         diagnosis: the diagnosis of the stages.
     """
     reference = Reference(problem, stages=frozenset(stages))
-    comparable = [
-        stage
-        for stage in reference.accumulated
-        if stage in stages and stage not in diagnosis.conventions
-    ]
-    labels = {stage: Label(name, backend, problem.dtype, stage) for stage in comparable}
-    comparisons = [
-        reference.compare(stages[stage], label, arithmetic) for stage, label in labels.items()
-    ]
+    comparisons = []
+    for stage in reference.accumulated:
+        if stage in stages and stage not in diagnosis.conventions:
+            label = Label(name, backend, problem.dtype, stage)
+            comparisons.append(reference.compare(stages[stage], label, arithmetic))
     diagnoses = {(name, problem.dtype, backend): diagnosis} if diagnosis.is_wrong else {}
     return Report(comparisons, {}, {}, diagnoses=diagnoses)
 
 
 def flattened(values: Mapping[str, Any], prefix: str = "", depth: int = 6) -> dict[str, str]:
-    """Return nested settings under joined names, as text. A trace comes from a file and may contain
-    anything.
+    """Return nested settings under joined names, as text.
+
+    A trace comes from a file and may contain anything, so `depth` bounds the recursion: 6 levels
+    are more than the settings of any backend have.
     """
     flat: dict[str, str] = {}
     for name, value in values.items():
@@ -262,6 +260,7 @@ def flattened(values: Mapping[str, Any], prefix: str = "", depth: int = 6) -> di
         if isinstance(value, Mapping) and value and depth:
             flat |= flattened(value, f"{path}.", depth - 1)
         else:
-            text = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+            is_list = isinstance(value, (list, tuple))
+            text = ", ".join(map(str, value)) if is_list else str(value)
             flat[path] = printable(text)
     return flat

@@ -1,6 +1,4 @@
-"""Cases x backends -> report: record the stages of a backend as a trace, and compare it with the
-reference.
-"""
+"""Cases x backends -> report: the stages of each backend are compared with the reference."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ import numpy as np
 
 from mha_spec import InputError
 from parity.explain.diagnosis.diagnose import Diagnosis, diagnose_trace
-from parity.measure.backends import BACKENDS, load_backend, load_divided, why_missing
+from parity.measure.backends import BACKENDS, load_backend, why_missing
 from parity.measure.backends.numerics import environment, on_device
 from parity.measure.backends.record import record
 from parity.measure.core.case import DTYPES, Case
@@ -27,8 +25,7 @@ from parity.measure.core.compare import Comparison
 from parity.measure.core.problem import make_problem
 from parity.measure.core.trace import Reference, Trace, judge
 from parity.measure.core.weights import Weights, weight_shapes
-from parity.measure.sharding.mesh import MeshPlan, collectives_of
-from parity.measure.text import printable, some_of
+from parity.measure.text import counted, printable, some_of
 from parity.port.conversion.not_compared import NotCompared
 from parity.use.running.elsewhere import Elsewhere
 from parity.use.running.jobs import by_processes
@@ -36,9 +33,7 @@ from parity.use.running.report import Report, SkippedCase
 from parity.use.running.traces import load_traces, save_trace
 
 OnJudged = Callable[[Trace, Reference, list[Comparison]], None]
-"""Called with each compared trace, its reference and the comparisons, before the arrays are
-freed.
-"""
+"""Called with each compared trace, its reference and its comparisons, while the arrays exist."""
 
 
 def run_cases(
@@ -49,7 +44,6 @@ def run_cases(
     with_gradients: bool = False,
     weights: Weights | None = None,
     received: Mapping[str, Mapping[str, np.ndarray]] | None = None,
-    mesh: MeshPlan | None = None,
     traces: str | os.PathLike[str] | None = None,
     join: Sequence[str | os.PathLike[str] | Elsewhere] = (),
     jobs: int = 1,
@@ -67,7 +61,6 @@ def run_cases(
         with_gradients: also compare the gradients of inputs and weights, for cases without a cache.
         weights: canonical weights for all cases; by default each case has its own.
         received: keys and values of another layer, by case, see `make_problem`.
-        mesh: devices that divide each case; cases that it cannot divide are skipped.
         traces: folder to save the traces in.
         join: folders of saved traces, with subfolders; those of the same cases and dtypes are also
             compared. Or an `Elsewhere`, which is awaited.
@@ -83,7 +76,7 @@ def run_cases(
     Raises:
         ModuleNotFoundError: if a named backend can neither run here nor is joined.
         OSError: if a trace cannot be read or saved.
-        ValueError: if a backend, dtype or mesh does not exist, there is nothing to run, also on a
+        ValueError: if a backend or dtype does not exist, there is nothing to run, also on a
             single named backend, a file to join is not a trace of a known case, or `jobs` does not
             fit.
     """
@@ -91,7 +84,6 @@ def run_cases(
     about: dict[str, Any] = {
         "with_gradients": with_gradients,
         "weights": weights,
-        "mesh": mesh,
         "device": device,
     }
     about["received"] = received or {}
@@ -101,9 +93,9 @@ def run_cases(
     report = _report_of(judged, joined)
     if with_gradients:
         report.left_out.extend(_without_gradients(cases))
-    where = plan.where | (
-        {"joined": {trace.folder: trace.environment for trace in joined}} if joined else {}
-    )
+    where = dict(plan.where)
+    if joined:
+        where["joined"] = {trace.folder: trace.environment for trace in joined}
     return replace(report, skipped=plan.skipped(joined), environment=where)
 
 
@@ -119,7 +111,6 @@ class _Task(NamedTuple):
     weights: Weights | None
     received: Mapping[str, Mapping[str, np.ndarray]]
     with_gradients: bool
-    mesh: MeshPlan | None
     device: str
 
     def expected(self) -> Reference:
@@ -131,25 +122,30 @@ class _Task(NamedTuple):
 
     def attempts(self, expected: Reference) -> Iterator[Trace]:
         """Run the case on each backend in turn."""
-        return (_attempt(name, expected, self.mesh) for name in self.backends)
+        return (_attempt(name, expected) for name in self.backends)
 
     def cost(self) -> float:
         """Return the rough relative cost of the case: its calls times the size of its weights."""
-        return (len(self.case.chunks) + 1) * sum(
-            map(math.prod, weight_shapes(self.case.spec).values())
-        )
+        num_calls = len(self.case.chunks) + 1
+        return num_calls * sum(map(math.prod, weight_shapes(self.case.spec).values()))
 
 
 @dataclass(frozen=True)
 class _RunPlan:
-    """Checked plan of a run: its cases, the backends that run here, and by name the reasons why
-    others do not.
+    """Checked plan of a run.
+
+    Attributes:
+        tasks: its cases.
+        here: the backends that run here.
+        missing: by name, the reason why another backend does not.
+        are_named: the backends were named: then none may be skipped.
+        where: environment of the run.
     """
 
     tasks: list[_Task]
     here: list[str]
     missing: dict[str, str]
-    are_named: bool  # named backends must not be skipped
+    are_named: bool
     where: dict[str, Any]
 
     def skipped(self, joined: Iterable[Trace]) -> dict[str, str]:
@@ -166,7 +162,6 @@ def _plan_of(
     are_joined: bool,
     jobs: int,
     weights: Weights | None,
-    mesh: MeshPlan | None,
     device: str,
     **about: Any,
 ) -> _RunPlan:
@@ -177,84 +172,57 @@ def _plan_of(
     if are_joined and weights is not None:
         raise InputError("traces to join", "be of the cases' own weights", "weights")
     asked = BACKENDS if backends is None else backends
-    missing = {name: reason for name in asked if (reason := _why_missing(name, mesh, backends))}
+    missing = {name: reason for name in asked if (reason := why_missing(name))}
     here = [name for name in asked if name not in missing]
     if backends and missing and not are_joined:
         raise ModuleNotFoundError("; ".join(missing.values()))
-    chosen = [
-        (case, dtype) for case in cases for dtype in ((case.dtype,) if case.dtype else dtypes)
-    ]
-    if not (chosen and dtypes and (here or are_joined)):
-        raise InputError(
-            "there", "be something to run", f"{len(cases)} cases on {here} in {list(dtypes)}"
-        )
+    chosen = []
+    for case in cases:
+        for dtype in [case.dtype] if case.dtype else dtypes:
+            chosen.append((case, dtype))
+    if not chosen or not dtypes or not (here or are_joined):
+        counts = f"{len(cases)} cases on {here} in {list(dtypes)}"
+        raise InputError("there", "be something to run", counts)
     for name in here if backends else ():
-        reasons = dict.fromkeys(_why_skipped(name, case, dtype, mesh) for case, dtype in chosen)
+        reasons = dict.fromkeys(_why_skipped(name, case, dtype) for case, dtype in chosen)
         if None not in reasons:
             raise InputError(name, "be able to run one of the cases", some_of(map(str, reasons)))
-    _check_device(here, jobs, mesh, device)
-    more: dict[str, Any] = {**about, "weights": weights, "mesh": mesh, "device": device}
+    _check_device(here, jobs, device)
+    more: dict[str, Any] = {**about, "weights": weights, "device": device}
     tasks = [_Task(case, dtype, tuple(here), **more) for case, dtype in chosen]
     with on_device(device):
         return _RunPlan(tasks, here, missing, bool(backends), environment(here))
 
 
-def _check_device(backends: Sequence[str], jobs: int, mesh: MeshPlan | None, device: str) -> None:
-    """Reject jobs, a mesh and a device of torch that exclude each other or do not fit the
-    backends.
-    """
+def _check_device(backends: Sequence[str], jobs: int, device: str) -> None:
+    """Reject jobs and a device of torch that do not fit the backends."""
     if jobs < 1:
         raise InputError("jobs", "be at least 1", jobs=jobs)
     if jobs > 1 and (alone := [name for name in backends if BACKENDS[name].has_own_device]):
         raise InputError(
             "jobs", f"be 1 with {', '.join(alone)}, whose device is one process's", jobs=jobs
         )
-    if jobs > 1 and mesh is not None:
-        raise InputError(
-            "jobs", "be 1 with a mesh, which has processes or devices of its own", jobs=jobs
-        )
-    if device != "cpu" and (mesh is not None or "torch" not in backends):
-        raise InputError(
-            "device", "be cpu with a mesh, or without the backend torch", device=device
-        )
+    if device != "cpu" and "torch" not in backends:
+        raise InputError("device", "be cpu without the backend torch", device=device)
 
 
 def _without_gradients(cases: Iterable[Case]) -> Iterator[NotCompared]:
     """Yield the cases whose gradients nothing could compare, and why."""
-    without = [case for case in cases if not case.has_gradients]
-    for reason, names in {
-        "with a cache": [case.name for case in without if case.is_cached],
-        "a visible NaN makes all of them NaN": [
-            case.name for case in without if not case.is_cached
-        ],
-    }.items():
-        if names:
-            yield NotCompared("gradients", reason, names, is_open=False)
+    with_cache = []
+    with_nan = []
+    for case in cases:
+        if not case.has_gradients:
+            (with_cache if case.is_cached else with_nan).append(case.name)
+    if with_cache:
+        yield NotCompared("gradients", "with a cache", with_cache, is_open=False)
+    if with_nan:
+        reason = "a visible NaN makes all of them NaN"
+        yield NotCompared("gradients", reason, with_nan, is_open=False)
 
 
-def _why_missing(backend: str, mesh: MeshPlan | None, named: Sequence[str] | None) -> str | None:
-    """Return why a backend cannot run here or on the mesh, or None. A named backend raises the
-    error of the mesh.
-    """
-    if (reason := why_missing(backend)) or mesh is None:
-        return reason
-    if not BACKENDS[backend].divided:
-        return f"{backend} runs on one device here, not on a mesh"
-    try:
-        load_divided(backend).check_devices(mesh)
-    except ValueError as error:
-        if named:
-            raise
-        return f"{backend}: {error}"
-    return None
-
-
-def _why_skipped(backend: str, case: Case, dtype: str, mesh: MeshPlan | None) -> str | None:
+def _why_skipped(backend: str, case: Case, dtype: str) -> str | None:
     """Return why a backend cannot run a case in a dtype, or None."""
-    reason = load_backend(backend).why_skipped(case, dtype)
-    return (
-        reason if reason or mesh is None else load_divided(backend).why_skipped(case, dtype, mesh)
-    )
+    return load_backend(backend).why_skipped(case, dtype)
 
 
 # ---- Sources: here, other processes, joined traces -----------------------------------------------
@@ -269,17 +237,26 @@ def _sources(
     """
     with ExitStack() as stack:
         attempts = repeat(None)
-        if jobs > 1 and plan.here:  # begun first, because traces may still be in the making
-            begun = by_processes(_attempts, plan.tasks, jobs, cost=_Task.cost)
-            attempts = stack.enter_context(closing(begun))
-        folders = (folder.wait() if isinstance(folder, Elsewhere) else folder for folder in join)
-        joined = load_traces(folders, plan.here)
-        if plan.are_named and (skipped := plan.skipped(joined)):
+        if jobs > 1 and plan.here:
+            # The processes begin before the wait for traces that are still in the making.
+            results = by_processes(_attempts_of, plan.tasks, jobs, cost=_Task.cost)
+            attempts = stack.enter_context(closing(results))
+        joined = load_traces(_ready(join), plan.here)
+        skipped = plan.skipped(joined)
+        if plan.are_named and skipped:
             raise ModuleNotFoundError("; ".join(skipped.values()))
         yield joined, attempts
 
 
-def _attempts(task: _Task) -> list[Trace]:
+def _ready(
+    join: Sequence[str | os.PathLike[str] | Elsewhere],
+) -> Iterator[str | os.PathLike[str]]:
+    """Yield the folders of traces, after waiting for those that another Python writes."""
+    for source in join:
+        yield source.wait() if isinstance(source, Elsewhere) else source
+
+
+def _attempts_of(task: _Task) -> list[Trace]:
     """Return the traces of each backend, from another process."""
     with on_device(task.device):
         return list(task.attempts(task.expected()))
@@ -295,12 +272,14 @@ def _record_all(
     """Yield each trace with its reference. Those made here, which are saved in the folder, precede
     joined ones.
     """
-    for task, found in zip(plan.tasks, attempts, strict=False):
+    # Without other processes, `attempts` repeats None forever.
+    for task, finished in zip(plan.tasks, attempts, strict=False):
         case, dtype, expected = task.case, task.dtype, task.expected()
-        made = iter(task.attempts(expected) if found is None else found)
+        traces = iter(task.attempts(expected) if finished is None else finished)
         for name in plan.here:
+            # Before the trace is made, if this process makes it.
             on_case(case.name, dtype, name)
-            trace = next(made)
+            trace = next(traces)
             trace = replace(trace, environment=_with_numerics(plan.where, name, trace.numerics))
             if folder is not None:
                 save_trace(folder, trace)
@@ -310,31 +289,31 @@ def _record_all(
                 yield trace, expected
 
 
-def _attempt(backend: str, reference: Reference, mesh: MeshPlan | None) -> Trace:
+def _attempt(backend: str, reference: Reference) -> Trace:
     """Return a trace; it is empty if the backend does not support the case or raises an error."""
     nothing = Trace(reference.problem, backend, {}, {})
-    if reason := _why_skipped(backend, reference.problem.case, reference.problem.dtype, mesh):
+    if reason := _why_skipped(backend, reference.problem.case, reference.problem.dtype):
         return replace(nothing, skipped=reason)
     try:
-        return (
-            record(backend, reference)
-            if mesh is None
-            else load_divided(backend).record(reference, mesh)
-        )
+        return record(backend, reference)
     except Exception as error:
         return replace(nothing, error=f"{type(error).__name__}: {error}")
 
 
 def _with_numerics(where: dict[str, Any], backend: str, numerics: dict[str, Any]) -> dict[str, Any]:
     """Return the environment of a case, with its numerics lock if it ran."""
-    known = where["backends"][backend]
-    backends = {**where["backends"], backend: {**known, "numerics": numerics or known["numerics"]}}
-    return {**where, "backends": backends}
+    settings = where["backends"][backend]
+    if numerics:
+        settings = {**settings, "numerics": numerics}
+    return {**where, "backends": {**where["backends"], backend: settings}}
 
 
 # ---- Judged --------------------------------------------------------------------------------------
 
-DIAGNOSED = 5  # cases, because most failures of a run have one cause
+DIAGNOSED = 5
+"""Number of failed cases that are diagnosed: a diagnosis takes seconds, and most failures of a run
+have one cause.
+"""
 
 
 @dataclass(frozen=True)
@@ -347,32 +326,35 @@ class _Judged:
     lacks_gradients: bool
 
     @property
-    def place(self) -> tuple[str, str, str]:
+    def key(self) -> tuple[str, str, str]:
         """The case, the dtype, and the name of the backend in reports."""
         return self.trace.problem.case.name, self.trace.problem.dtype, self.trace.title
 
 
 def _judge_all(traces: Iterable[tuple[Trace, Reference]], on_judged: OnJudged) -> list[_Judged]:
     """Compare each trace with its reference, and diagnose the first that differ."""
-    found: list[_Judged] = []
+    judged: list[_Judged] = []
+    num_diagnosed = 0
     for trace, expected in traces:
-        diagnosis, comparisons = None, [] if trace.skipped else judge(trace, expected)
+        comparisons = []
         if not trace.skipped:
+            comparisons = judge(trace, expected)
             on_judged(trace, expected, comparisons)
+        diagnosis = None
         is_wrong = not all(comparison.passed for comparison in comparisons)
-        if (
-            is_wrong
-            and trace.accumulated
-            and sum(each.diagnosis is not None for each in found) < DIAGNOSED
-        ):
+        if is_wrong and trace.accumulated and num_diagnosed < DIAGNOSED:
             diagnosis = diagnose_trace(trace)
-            if not diagnosis.is_wrong:  # only a gradient differs, which no known bug explains
+            if diagnosis.is_wrong:
+                num_diagnosed += 1
+            else:
+                # Only a gradient differs, which no known bug explains.
                 diagnosis = None
         lacks_gradients = expected.with_gradients and not (trace.with_gradients or trace.error)
+        # All traces of a run would not fit into memory: their arrays are dropped.
         problem = replace(trace.problem, weights={}, inputs={})
-        bare = replace(trace, problem=problem, accumulated={}, local={})
-        found.append(_Judged(bare, comparisons, diagnosis, lacks_gradients))
-    return found
+        without_arrays = replace(trace, problem=problem, accumulated={}, local={})
+        judged.append(_Judged(without_arrays, comparisons, diagnosis, lacks_gradients))
+    return judged
 
 
 # ---- Report --------------------------------------------------------------------------------------
@@ -383,75 +365,98 @@ def _report_of(judged: Sequence[_Judged], joined: Iterable[Trace]) -> Report:
 
     All traces that were read count as expected, even if they are not compared.
     """
-    skipped = [
-        SkippedCase(*each.place, each.trace.skipped) for each in judged if each.trace.skipped
-    ]
-    ran = [each for each in judged if not each.trace.skipped]
-    for each in ran:
-        if each.lacks_gradients:
-            reason = f"{each.trace.backend} has no gradients"
-            if each.trace.folder:
+    skipped = []
+    gradients_skipped = []
+    comparisons = []
+    diagnoses = {}
+    computed = []
+    for result in judged:
+        trace = result.trace
+        if trace.skipped:
+            skipped.append(SkippedCase(*result.key, trace.skipped))
+            continue
+        computed.append(trace)
+        comparisons += result.comparisons
+        if result.diagnosis is not None:
+            diagnoses[result.key] = result.diagnosis
+        if result.lacks_gradients:
+            reason = f"{trace.backend} has no gradients"
+            if trace.folder:
                 reason = "these traces have no gradients"
-            skipped.append(SkippedCase(*each.place, reason, "gradients"))
-    comparisons = [comparison for each in ran for comparison in each.comparisons]
+            gradients_skipped.append(SkippedCase(*result.key, reason, "gradients"))
+    skipped += gradients_skipped
     if not comparisons:
         raise InputError(
             "there", "be something to compare", f"{len(skipped)} skipped cases and no other"
         )
     missing = _missing(judged, joined)
-    warnings = [*_different_locks(each.trace for each in judged)]
-    for backend in dict.fromkeys(each.backend for each in missing):
-        lacking = (f"{each.case} in {each.dtype}" for each in missing if each.backend == backend)
-        warnings.append(f"{backend} has no trace of {some_of(lacking)}")
-    warnings.extend(_told_of_values(each.trace for each in ran))
-    diagnoses = {each.place: each.diagnosis for each in ran if each.diagnosis is not None}
-    collectives = [one for each in ran for one in collectives_of(each.trace)]
-    return Report(comparisons, {}, {}, warnings, skipped, diagnoses, missing, collectives)
+    warnings = [*_warnings_of_locks(judged)]
+    warnings += _warnings_of_missing(missing)
+    warnings += _warnings_of_values(computed)
+    return Report(comparisons, {}, {}, warnings, skipped, diagnoses, missing)
 
 
-def _different_locks(traces: Iterable[Trace]) -> Iterator[str]:
+def _warnings_of_missing(missing: Sequence[SkippedCase]) -> Iterator[str]:
+    """Yield a warning for each backend that lacks traces."""
+    cases_by_backend: dict[str, list[str]] = {}
+    for case in missing:
+        cases_by_backend.setdefault(case.backend, []).append(f"{case.case} in {case.dtype}")
+    for backend, cases in cases_by_backend.items():
+        yield f"{backend} has no trace of {some_of(cases)}"
+
+
+def _warnings_of_locks(judged: Iterable[_Judged]) -> Iterator[str]:
     """Yield warnings of backends whose traces were made under different numerics locks."""
     locks: dict[str, dict[str, Any]] = {}
-    for trace in traces:
+    for result in judged:
+        trace = result.trace
         locks.setdefault(trace.backend, {})[trace.folder or "here"] = trace.numerics
-    for backend, held in locks.items():
-        if len({json.dumps(settings, sort_keys=True) for settings in held.values()}) > 1:
-            yield f"traces of {backend} were made under different numerics locks: {held}"
+    for backend, locks_by_folder in locks.items():
+        # Dictionaries cannot be in a set, their JSON can.
+        different = {json.dumps(lock, sort_keys=True) for lock in locks_by_folder.values()}
+        if len(different) > 1:
+            text = f"traces of {backend} were made under different numerics locks"
+            yield f"{text}: {locks_by_folder}"
 
 
 def _missing(judged: Iterable[_Judged], joined: Iterable[Trace]) -> list[SkippedCase]:
     """List the traces that a backend lacks though another has them."""
-    had: dict[str, set[tuple[str, str]]] = {trace.title: set() for trace in joined}
-    for each in judged:
-        case, dtype, title = each.place
-        had.setdefault(title, set()).add((case, dtype))
-    every = set().union(*had.values())
-    return [
-        SkippedCase(case, dtype, backend, f"{backend} has no trace of {case} in {dtype}")
-        for backend in sorted(had)
-        for case, dtype in sorted(every - had[backend])
-    ]
+    cases_by_backend: dict[str, set[tuple[str, str]]] = {}
+    for trace in joined:
+        cases_by_backend[trace.title] = set()
+    for result in judged:
+        case, dtype, title = result.key
+        cases_by_backend.setdefault(title, set()).add((case, dtype))
+    all_cases = set().union(*cases_by_backend.values())
+    missing = []
+    for backend in sorted(cases_by_backend):
+        for case, dtype in sorted(all_cases - cases_by_backend[backend]):
+            reason = f"{backend} has no trace of {case} in {dtype}"
+            missing.append(SkippedCase(case, dtype, backend, reason))
+    return missing
 
 
-def _told_of_values(traces: Iterable[Trace]) -> Iterator[str]:
+def _warnings_of_values(traces: Iterable[Trace]) -> Iterator[str]:
     """Yield warnings about values that were not computed by the hardware of their backend."""
     counts: Counter[tuple[str, str]] = Counter()
-    others: dict[str, list[str]] = {}
+    unlike_recorded: dict[str, list[str]] = {}
     for trace in traces:
-        backend, numerics = trace.title, trace.numerics
-        if (values := numerics.get("values", "device")) != "device":
-            counts[backend, printable(str(values))] += 1
-        if differs := numerics.get("not_as_recorded"):
-            others.setdefault(backend, []).append(
-                f"{trace.problem.case.name} in {trace.problem.dtype}: {printable(str(differs))}"
-            )
+        numerics = trace.numerics
+        values = numerics.get("values", "device")
+        if values != "device":
+            counts[trace.title, printable(str(values))] += 1
+        difference = numerics.get("not_as_recorded")
+        if difference:
+            case = f"{trace.problem.case.name} in {trace.problem.dtype}"
+            text = f"{case}: {printable(str(difference))}"
+            unlike_recorded.setdefault(trace.title, []).append(text)
     for (backend, values), count in counts.items():
-        cases = "1 case" if count == 1 else f"{count} cases"
+        cases = counted(count, "case")
         yield f"{backend} ran without its hardware: in {cases} its values come from {values}"
-    for backend, told in others.items():
+    for backend, cases in unlike_recorded.items():
         yield (
             f"{backend} ran another program than the recorded one; golden functions decide: "
-            f"{some_of(told, 3)}"
+            f"{some_of(cases, 3)}"
         )
 
 
@@ -460,8 +465,7 @@ def compare_traces(
     *,
     on_judged: OnJudged = lambda trace, reference, comparisons: None,
 ) -> Report:
-    """Compare saved traces, from any number of machines and environments, with the reference
-    computed here.
+    """Compare saved traces, from any machines and environments, with the reference computed here.
 
     Args:
         folders: folders of traces, with subfolders, or single trace files.
@@ -472,16 +476,21 @@ def compare_traces(
         ValueError: if there is no trace, or a file is not a trace of a known case.
     """
     traces = load_traces(folders)
+    # Cases are in the order of `CASES`, and random ones come last.
     order = {name: index for index, name in enumerate(CASES)}
-    of_cases: dict[tuple[str, str], list[Trace]] = {}
+    traces_by_case: dict[tuple[str, str], list[Trace]] = {}
     for trace in sorted(traces, key=lambda trace: order.get(trace.problem.case.name, len(order))):
-        of_cases.setdefault((trace.problem.case.name, trace.problem.dtype), []).append(trace)
-
-    def read() -> Iterator[tuple[Trace, Reference]]:
-        for of_case in of_cases.values():
-            expected = Reference(of_case[0].problem, any(trace.with_gradients for trace in of_case))
-            for trace in of_case:
-                yield trace, expected
-
-    report = _report_of(_judge_all(read(), on_judged), traces)
+        key = (trace.problem.case.name, trace.problem.dtype)
+        traces_by_case.setdefault(key, []).append(trace)
+    judged = _judge_all(_with_references(traces_by_case.values()), on_judged)
+    report = _report_of(judged, traces)
     return replace(report, environment={trace.folder: trace.environment for trace in traces})
+
+
+def _with_references(groups: Iterable[list[Trace]]) -> Iterator[tuple[Trace, Reference]]:
+    """Yield each trace with the reference that the traces of its case share."""
+    for traces in groups:
+        with_gradients = any(trace.with_gradients for trace in traces)
+        expected = Reference(traces[0].problem, with_gradients)
+        for trace in traces:
+            yield trace, expected

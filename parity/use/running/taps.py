@@ -24,8 +24,8 @@ def compare_with(weights: str | os.PathLike[str], paths: Sequence[str]) -> dict[
         OSError: if a file cannot be read.
         ValueError: if a file is not a recording of the model.
     """
-    specs, held = layers_in(weights)
-    return {path: check_tap(load_tap(path), specs, held) for path in paths}
+    specs, weights_by_layer = layers_in(weights)
+    return {path: check_tap(load_tap(path), specs, weights_by_layer) for path in paths}
 
 
 def layers_in(folder: str | os.PathLike[str]) -> tuple[list[ModelLayer], dict[str, Weights]]:
@@ -52,16 +52,23 @@ def layers_in(folder: str | os.PathLike[str]) -> tuple[list[ModelLayer], dict[st
 
 def report_of(verdicts: Mapping[str, TapVerdict]) -> Report:
     """Return the report of compared recordings, by the names that it uses for them."""
-    layers = dict.fromkeys(layer.layer for verdict in verdicts.values() for layer in verdict.layers)
-    report = Report([], {}, {}, layers=tuple(layers))
+    report = Report([], {}, {}, layers=_layers_of(verdicts))
     for name, verdict in verdicts.items():
         for layer in verdict.layers:
-            report.comparisons.extend(
-                replace(comparison, backend=name) for comparison in layer.comparisons
-            )
+            for comparison in layer.comparisons:
+                report.comparisons.append(replace(comparison, backend=name))
             reason = layer.not_compared or layer.left_out
             if reason:
                 report.skipped_cases.append(SkippedCase(layer.layer, "", name, reason))
             if layer.diagnosis is not None and not layer.not_compared:
                 report.diagnoses[layer.layer, layer.comparisons[0].dtype, name] = layer.diagnosis
     return report
+
+
+def _layers_of(verdicts: Mapping[str, TapVerdict]) -> tuple[str, ...]:
+    """Return the names of all recorded layers, in order."""
+    names: dict[str, None] = {}
+    for verdict in verdicts.values():
+        for layer in verdict.layers:
+            names[layer.layer] = None
+    return tuple(names)

@@ -20,8 +20,10 @@ from parity.measure.core.problem import make_problem
 from parity.measure.core.stages import TUTORIAL, stage_named
 from parity.measure.core.trace import Trace
 from parity.measure.core.weights import FORMAT, load_tensors, save_tensors
-from parity.measure.sharding.mesh import parse_mesh
 from parity.measure.text import printable
+
+REQUIRED = {"format", "kind", "case", "dtype", "backend", "digest", "environment"}
+"""Metadata that each trace has; the others have been added since."""
 
 
 def save_trace(folder: str | os.PathLike[str], trace: Trace) -> Path:
@@ -33,8 +35,10 @@ def save_trace(folder: str | os.PathLike[str], trace: Trace) -> Path:
     case, dtype = trace.problem.case, trace.problem.dtype
     path = Path(folder) / f"{case.name}-{dtype}-{trace.backend}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {f"accumulated/{name}": value for name, value in trace.accumulated.items()}
-    tensors |= {f"local/{name}": value for name, value in trace.local.items()}
+    tensors = {}
+    for part, stages in (("accumulated", trace.accumulated), ("local", trace.local)):
+        for name, value in stages.items():
+            tensors[f"{part}/{name}"] = value
     metadata = {
         "format": FORMAT,
         "kind": "trace",
@@ -46,7 +50,6 @@ def save_trace(folder: str | os.PathLike[str], trace: Trace) -> Path:
         "environment": json.dumps(trace.environment, sort_keys=True),
         "skipped": trace.skipped,
         "error": trace.error,
-        "collectives": json.dumps(trace.collectives, sort_keys=True),
     }
     save_tensors(path, tensors, metadata)
     return path
@@ -61,16 +64,11 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
             case has here.
     """
     tensors, metadata = load_tensors(path)
-    wanted = {"format", "kind", "case", "dtype", "backend", "digest", "environment"}
     if metadata.get("kind") != "trace":
         hint = "`mha-parity verify` compares weights"
-        raise InputError(
-            path,
-            "be a trace, as `run --save-traces` writes it",
-            "another file of tensors",
-            hint=hint,
-        )
-    if metadata.get("format") != FORMAT or not wanted <= metadata.keys():
+        rule = "be a trace, as `run --save-traces` writes it"
+        raise InputError(path, rule, "another file of tensors", hint=hint)
+    if metadata.get("format") != FORMAT or not metadata.keys() >= REQUIRED:
         raise InputError(path, f"be a trace in format {FORMAT}", f"metadata {sorted(metadata)}")
     case = find_case(metadata["case"])
     if case is None or metadata["dtype"] not in DTYPES or metadata["backend"] not in BACKENDS:
@@ -78,9 +76,8 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
         raise InputError(path, "be of a known case, dtype and backend", str(got))
     problem = make_problem(case, metadata["dtype"])
     if problem.digest != metadata["digest"]:
-        raise InputError(
-            path, f"have the weights and inputs of case {problem.case.name}; its digest differs"
-        )
+        rule = f"have the weights and inputs of case {problem.case.name}; its digest differs"
+        raise InputError(path, rule)
     parts: dict[str, dict[str, np.ndarray]] = {"accumulated": {}, "local": {}}
     for name, value in tensors.items():
         part, _, stage = name.partition("/")
@@ -99,39 +96,21 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
             skipped=printable(metadata.get("skipped", "")),
             error=printable(metadata.get("error", "")),
             folder=str(Path(path).parent),
-            collectives=json.loads(metadata.get("collectives", "{}")),
         )
         arithmetic = trace.arithmetic
-        if case.is_plain and "mesh" not in trace.numerics:
+        if case.is_plain:
             trace = replace(trace, paths=(*trace.paths, TUTORIAL))
     except (ValueError, RecursionError, AttributeError):
         raise InputError(
             path, "have its environment as JSON", repr(metadata["environment"][:80])
         ) from None
-    known = list(reference.ARITHMETICS) if BACKENDS[trace.backend].has_own_arithmetic else ["ieee"]
-    if arithmetic not in known:
-        raise InputError(
-            path, f"have an arithmetic of {trace.backend}, one of {known}", arithmetic=arithmetic
-        )
-    _check_collectives(path, trace)
+    arithmetics = ["ieee"]
+    if BACKENDS[trace.backend].has_own_arithmetic:
+        arithmetics = list(reference.ARITHMETICS)
+    if arithmetic not in arithmetics:
+        rule = f"have an arithmetic of {trace.backend}, one of {arithmetics}"
+        raise InputError(path, rule, arithmetic=arithmetic)
     return trace
-
-
-def _check_collectives(path: str | os.PathLike[str], trace: Trace) -> None:
-    """Reject counts that are not counts, or have no mesh."""
-    counts = trace.collectives
-    are_dicts = isinstance(counts, dict) and all(
-        isinstance(counted, dict) for counted in counts.values()
-    )
-    numbers = (
-        [number for counted in counts.values() for number in counted.values()]
-        if are_dicts
-        else [None]
-    )
-    if not all(type(number) is int and number >= 0 for number in numbers):
-        raise InputError(path, "have collectives as counts by program", collectives=counts)
-    if counts:
-        parse_mesh(str(trace.numerics.get("mesh", "")))
 
 
 def load_traces(folders: Iterable[str | os.PathLike[str]], here: Sequence[str] = ()) -> list[Trace]:
@@ -139,11 +118,12 @@ def load_traces(folders: Iterable[str | os.PathLike[str]], here: Sequence[str] =
     with its folder.
     """
     traces = []
-    seen: dict[tuple[str, str, str], str] = {}
+    first_folders: dict[tuple[str, str, str], str] = {}
     for path in _trace_files(folders):
         trace = load_trace(path)
         key = (trace.problem.case.name, trace.problem.dtype, trace.backend)
-        if trace.backend in here or seen.setdefault(key, trace.folder) != trace.folder:
+        first_folder = first_folders.setdefault(key, trace.folder)
+        if trace.backend in here or trace.folder != first_folder:
             trace = replace(trace, is_named_by_folder=True)
         traces.append(trace)
     return traces
@@ -151,21 +131,17 @@ def load_traces(folders: Iterable[str | os.PathLike[str]], here: Sequence[str] =
 
 def _trace_files(folders: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
     for folder in folders:
-        if not os.fspath(
-            folder
-        ):  # it would be the current folder, for an unset variable of a shell
+        if not os.fspath(folder):
+            # It would be the current folder, for an unset variable of a shell.
             raise InputError("a folder of traces", "have a name", repr(folder))
         if not os.path.exists(folder):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(folder))
-        files = (
-            [Path(folder)]
-            if Path(folder).is_file()
-            else sorted(Path(folder).rglob("*.safetensors"))
-        )
+        path = Path(folder)
+        if path.is_file():
+            yield path
+            continue
+        files = sorted(path.rglob("*.safetensors"))
         if not files:
-            raise InputError(
-                folder,
-                "be a trace or a folder of traces",
-                "no *.safetensors in it or its subfolders",
-            )
+            rule = "be a trace or a folder of traces"
+            raise InputError(folder, rule, "no *.safetensors in it or its subfolders")
         yield from files

@@ -6,12 +6,11 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mha_spec import InputError, InputTypeError
-from parity.explain.diagnosis.diagnose import Diagnosis, diagnose_stages
 from parity.measure.core.arrays import arithmetic_of, stages_of
 from parity.measure.core.case import DTYPES
 from parity.measure.core.compare import (
@@ -33,6 +32,9 @@ from parity.measure.core.stages import STAGES, stage_named
 from parity.measure.core.trace import Reference
 from parity.measure.text import some_of
 
+if TYPE_CHECKING:
+    from parity.explain.diagnosis.diagnose import Diagnosis
+
 Stages = Mapping[str, np.ndarray]
 
 UNITS = {"float64": 16, "float32": 16, "bfloat16": 4, "float16": 4}
@@ -47,14 +49,14 @@ it needs 71 in float32, 4.3 in float16.
 
 
 class ConventionWarning(UserWarning):
-    """A stage is right and recorded in another convention, or computed in a legitimate other
-    way.
-    """
+    """A stage is right and recorded in another convention, or computed in another correct way."""
 
 
 NEXT = "pass problem=parity.make_problem(case, dtype) instead of expected, to search for the bug"
+"""The next step if arrays differ from expected ones."""
 
-LARGEST_INTEGER = 2**53  # up to which float64 represents integers exactly
+LARGEST_INTEGER = 2**53
+"""Integers are compared in float64, which represents them exactly up to this one."""
 
 
 def assert_parity(
@@ -99,13 +101,11 @@ def assert_parity(
             simulator.
 
     Without `same_precision` and `problem` a coarse rule applies: the root mean square of the error
-        may be 16 units of
-    rounding (4 in bfloat16 and float16, see `UNITS`) of the root mean square of `expected`, and its
-    maximum the same of the maximum. That is 2e-6 in float32 and 3% in bfloat16. Forward stages of
-    correct implementations stay within it
-    while logits are small. Large logits and gradients may exceed it: pass `same_precision` or
-        `problem` for those, and
-    to detect smaller bugs.
+    may be 16 units of rounding (4 in bfloat16 and float16, see `UNITS`) of the root mean square of
+    `expected`, and its maximum the same of the maximum. That is 2e-6 in float32 and 3% in bfloat16.
+    Forward stages of correct implementations stay within it while logits are small. Large logits
+    and gradients may exceed it: pass `same_precision` or `problem` for those, and to detect smaller
+    bugs.
 
     Raises:
         AssertionError: if they differ.
@@ -124,7 +124,9 @@ def assert_parity(
         diagnose=diagnose,
         arithmetic=arithmetic,
     )
-    if text := message(comparisons, diagnosis, next_step="" if problem else NEXT):
+    next_step = "" if problem else NEXT
+    text = message(comparisons, diagnosis, next_step)
+    if text:
         raise AssertionError(text)
 
 
@@ -145,34 +147,46 @@ def judge(
         The comparisons, of which those that a convention explains pass, with a warning if nothing
         is wrong; and the diagnosis, or None if nothing differs.
     """
-    reference = _reference_for(actual, problem, stage)  # once for both
-    about: dict[str, Any] = {
-        "problem": problem,
-        "stage": stage,
-        "arithmetic": arithmetic,
-        "reference": reference,
-    }
-    comparisons = compare_arrays(actual, expected, **about, **options)
-    difference = first_difference(comparisons)
-    stages = stages_of("actual", actual, stage) if diagnose and difference is not None else {}
-    if reference is None or not any(stage_named(name).kind in STAGES for name in stages):
+    # The comparison and the diagnosis share a reference, which computes each stage once.
+    reference = None
+    if isinstance(problem, Problem):
+        reference = _reference_for(actual, problem, stage)
+    comparisons = compare_arrays(
+        actual,
+        expected,
+        problem=problem,
+        stage=stage,
+        arithmetic=arithmetic,
+        reference=reference,
+        **options,
+    )
+    if reference is None or not diagnose or first_difference(comparisons) is None:
         return comparisons, None
-    arithmetic = arithmetic or arithmetic_of(actual)
+    stages = stages_of("actual", actual, stage)
+    if not any(stage_named(name).kind in STAGES for name in stages):
+        return comparisons, None
+    # Only a difference needs the diagnosis, which is most of the package.
+    from parity.explain.diagnosis.diagnose import diagnose_stages
+
+    if arithmetic is None:
+        arithmetic = arithmetic_of(actual)
     diagnosis = diagnose_stages(stages, reference, arithmetic, comparisons=comparisons)
-    judged = _as_recorded(comparisons, diagnosis, reference, arithmetic)
-    if not diagnosis.is_wrong and judged != comparisons:
+    as_recorded = _as_recorded(comparisons, diagnosis, reference, arithmetic)
+    if not diagnosis.is_wrong and as_recorded != comparisons:
+        # The warning is that of the caller of `assert_parity`, or of the fixture.
         warnings.warn(f"{comparisons[0].case}: {diagnosis}", ConventionWarning, stacklevel=3)
-    return judged, diagnosis
+    return as_recorded, diagnosis
 
 
-def _reference_for(actual: Any, problem: Problem | None, stage: str) -> Reference | None:
+def _reference_for(actual: Any, problem: Problem, stage: str) -> Reference:
     """Return the reference of a problem for the stages of some arrays."""
-    if not isinstance(problem, Problem):
-        return None
-    stages = [stage_named(name) for name in (actual if isinstance(actual, Mapping) else [stage])]
-    with_gradients = any(each.is_gradient for each in stages) and problem.case.has_gradients
-    is_known = all(each.kind in STAGES for each in stages)  # otherwise all are listed
-    return Reference(problem, with_gradients, frozenset(map(str, stages)) if is_known else None)
+    names = list(actual) if isinstance(actual, Mapping) else [stage]
+    parsed = [stage_named(name) for name in names]
+    with_gradients = problem.case.has_gradients and any(each.is_gradient for each in parsed)
+    if _are_known(names):
+        return Reference(problem, with_gradients, frozenset(map(str, parsed)))
+    # The message about an unknown stage lists all known ones, so all are computed.
+    return Reference(problem, with_gradients)
 
 
 def compare_arrays(
@@ -190,51 +204,75 @@ def compare_arrays(
     """Return the comparisons of `assert_parity`, one for each stage, in the order of the data
     flow.
     """
+    _check_arguments(actual, expected, same_precision, problem, dtype, arithmetic)
+    arguments = {"actual": actual, "expected": expected, "same_precision": same_precision}
+    arguments = {role: value for role, value in arguments.items() if value is not None}
+    _check_roles(arguments)
+    arrays = {role: stages_of(role, value, stage) for role, value in arguments.items()}
+    if not any(arrays.values()):
+        label = Label(name, "actual", dtype or "no dtype", stage)
+        return [failure(np.empty(0), "there are no stages to compare", label)]
+    if arithmetic is None:
+        arithmetic = arithmetic_of(actual)
+    with np.errstate(over="ignore", invalid="ignore"):  # infinite errors are reported
+        if problem is None:
+            return _compare_with_expected(arrays, dtype, name, arithmetic)
+        if reference is None:
+            reference = _reference_for(actual, problem, stage)
+        return _compare_with_reference(arrays["actual"], reference, name, arithmetic)
+
+
+def _check_arguments(
+    actual: Any,
+    expected: Any,
+    same_precision: Any,
+    problem: Problem | None,
+    dtype: str | None,
+    arithmetic: str | None,
+) -> None:
+    """Reject arguments of `assert_parity` that are unknown, missing or contradict each other."""
     if dtype is not None and dtype not in DTYPES:
         raise InputError("dtype", f"be one of {list(DTYPES)}", dtype=dtype)
     if arithmetic not in (None, *ARITHMETICS):
         raise InputError("arithmetic", f"be one of {list(ARITHMETICS)}", arithmetic=arithmetic)
-    if (expected is None) == (problem is None):
-        raise InputTypeError(
-            "one of expected and problem", "be given", str("neither" if problem is None else "both")
-        )
-    if problem is not None and not (same_precision is None and dtype is None):
-        raise InputTypeError(
-            "problem", "not be combined with same_precision or dtype, because it determines both"
-        )
-    if problem is not None and not isinstance(problem, Problem):
-        raise InputTypeError(
-            "problem", "be a Problem, see parity.make_problem", type(problem).__name__
-        )
+    if expected is None and problem is None:
+        raise InputTypeError("one of expected and problem", "be given", "neither")
+    if expected is not None and problem is not None:
+        raise InputTypeError("one of expected and problem", "be given", "both")
+    if problem is not None:
+        if same_precision is not None or dtype is not None:
+            raise InputTypeError(
+                "problem",
+                "not be combined with same_precision or dtype, because it determines both",
+            )
+        if not isinstance(problem, Problem):
+            raise InputTypeError(
+                "problem", "be a Problem, see parity.make_problem", type(problem).__name__
+            )
     if actual is None:
         raise InputTypeError(
             "actual",
             "be an array or a mapping of arrays by stage",
             "None: is there a return missing?",
         )
-    given = {"actual": actual, "expected": expected, "same_precision": same_precision}
-    given = {role: value for role, value in given.items() if value is not None}
-    if len({isinstance(value, Mapping) for value in given.values()}) > 1:
-        kinds = ", ".join(f"{role}={type(value).__name__}" for role, value in given.items())
+
+
+def _check_roles(arguments: Mapping[str, Any]) -> None:
+    """Reject a mixture of arrays and mappings, and actual arrays as `same_precision`."""
+    are_mappings = {isinstance(value, Mapping) for value in arguments.values()}
+    if len(are_mappings) > 1:
+        kinds = [f"{role}={type(value).__name__}" for role, value in arguments.items()]
         raise InputTypeError(
-            ", ".join(given), "all be arrays or all be mappings of arrays by stage", str(kinds)
+            ", ".join(arguments),
+            "all be arrays or all be mappings of arrays by stage",
+            ", ".join(kinds),
         )
-    if same_precision is not None and _share_an_array(
-        actual, same_precision
-    ):  # which would allow any error
+    same_precision = arguments.get("same_precision")
+    if same_precision is not None and _share_an_array(arguments["actual"], same_precision):
+        # Any error would be allowed: it would be its own noise.
         raise InputTypeError(
             "same_precision", "come from another implementation", "the arrays of actual"
         )
-    arrays = {role: stages_of(role, value, stage) for role, value in given.items()}
-    if not any(arrays.values()):
-        nowhere = Label(name, "actual", dtype or "no dtype", stage)
-        return [failure(np.empty(0), "there are no stages to compare", nowhere)]
-    arithmetic = arithmetic or arithmetic_of(actual)
-    with np.errstate(over="ignore", invalid="ignore"):  # infinite errors are reported
-        if problem is not None:
-            reference = reference or _reference_for(actual, problem, stage) or Reference(problem)
-            return _compare_with_reference(arrays["actual"], reference, name, arithmetic)
-        return _compare_with_expected(arrays, dtype, name, arithmetic)
 
 
 def message(
@@ -260,16 +298,23 @@ def message(
     difference = first_difference(comparisons)
     if difference is None:
         return ""
-    is_diagnosed = diagnosis is not None and diagnosis.is_wrong
-    lines = (
-        [diagnosis.as_text(verbose=verbose), ""] if diagnosis is not None and is_diagnosed else []
-    )
+    lines = []
+    if diagnosis is not None and diagnosis.is_wrong:
+        lines += [diagnosis.as_text(verbose=verbose), ""]
     lines.append(str(difference))
-    if agreed := [comparison.stage for comparison in comparisons if comparison.passed]:
-        lines.append(f"  agree       {some_of(agreed)}")
-    if later := [each.stage for each in comparisons if not each.passed and each is not difference]:
-        lines.append(f"  also differ {some_of(later)}")
-    lines += [f"  next        {next_step}"] if next_step else []
+    agreeing = []
+    differing = []
+    for comparison in comparisons:
+        if comparison.passed:
+            agreeing.append(comparison.stage)
+        elif comparison is not difference:
+            differing.append(comparison.stage)
+    if agreeing:
+        lines.append(f"  agree       {some_of(agreeing)}")
+    if differing:
+        lines.append(f"  also differ {some_of(differing)}")
+    if next_step:
+        lines.append(f"  next        {next_step}")
     return "\n".join(lines)
 
 
@@ -281,103 +326,138 @@ def _as_recorded(
     Stages outside of the diagnosis, such as gradients, are unchanged. If nothing is wrong, all
     other stages pass.
     """
-    shapes = {each.stage: each.shape for each in comparisons if not each.passed}
-    taken = {name: x for name, x in diagnosis.taken.items() if shapes.get(name) == x.shape}
-    with np.errstate(over="ignore", invalid="ignore"):
-        found = (
-            _compare_with_reference(taken, reference, comparisons[0].case, arithmetic)
-            if taken
-            else []
-        )
-    again = {each.stage: each for each in found}
-    return [
-        _passed_as_recorded(again.get(each.stage, each), diagnosis, each.stage in again)
-        for each in comparisons
-    ]
+    converted = {}
+    for comparison in comparisons:
+        array = diagnosis.taken.get(comparison.stage)
+        # A convention that changes the shape cannot be shown at the places of the recorded array.
+        if not comparison.passed and array is not None and array.shape == comparison.shape:
+            converted[comparison.stage] = array
+    repeated = {}
+    if converted:
+        with np.errstate(over="ignore", invalid="ignore"):
+            for comparison in _compare_with_reference(
+                converted, reference, comparisons[0].case, arithmetic
+            ):
+                repeated[comparison.stage] = comparison
+    results = []
+    for comparison in comparisons:
+        is_repeated = comparison.stage in repeated
+        latest = repeated[comparison.stage] if is_repeated else comparison
+        results.append(_passed_as_recorded(latest, diagnosis, is_repeated))
+    return results
 
 
-def _passed_as_recorded(comparison: Comparison, diagnosis: Diagnosis, is_again: bool) -> Comparison:
-    stage, words = stage_named(comparison.stage), diagnosis.conventions.get(comparison.stage, "")
+def _passed_as_recorded(
+    comparison: Comparison, diagnosis: Diagnosis, is_repeated: bool
+) -> Comparison:
+    """Return a comparison that passes if a convention, or a choice, explains it.
+
+    Args:
+        comparison: of a stage, after undoing its convention if `is_repeated`.
+        diagnosis: of all stages.
+        is_repeated: the stage was compared again.
+    """
+    stage = stage_named(comparison.stage)
+    convention = diagnosis.conventions.get(comparison.stage, "")
     if comparison.passed:
-        return replace(comparison, reason=words)
-    if (
-        stage.is_gradient
-        or stage.kind not in STAGES
-        or (diagnosis.is_wrong and (is_again or not words))
-    ):
+        return replace(comparison, reason=convention)
+    if stage.is_gradient or stage.kind not in STAGES:
         return comparison
-    passed = replace(comparison, status="passed", reason=words or diagnosis.choice)
+    if diagnosis.is_wrong and (is_repeated or not convention):
+        return comparison
+    passed = replace(comparison, status="passed", reason=convention or diagnosis.choice)
     # A stage that cannot be converted to the reference's convention agrees with the reference in
     # its own.
-    if is_again or (not words and math.isfinite(comparison.ratio)):
+    has_distance = is_repeated or (not convention and math.isfinite(comparison.ratio))
+    if has_distance:
         return passed
-    no_distance = {
-        "error": 0.0,
-        "ratio": 0.0,
-        "max_abs": 0.0,
-        "max_ulp": 0.0,
-        "mismatched": 0,
-        "pcc": None,
-    }
-    return replace(passed, **no_distance, worst_index={}, worst_values=None, by_position=())
+    return replace(
+        passed,
+        error=0.0,
+        ratio=0.0,
+        max_abs=0.0,
+        max_ulp=0.0,
+        mismatched=0,
+        pcc=None,
+        worst_index={},
+        worst_values=None,
+        by_position=(),
+    )
 
 
 def _compare_with_reference(
     actual: Stages, reference: Reference, name: str, arithmetic: str
 ) -> list[Comparison]:
     _check_has(arithmetic, reference.problem.dtype)
-    expected, dtype = reference.accumulated, reference.problem.dtype
-    unknown = f"the reference has no such stage, only {', '.join(expected)}"
-    known = [Label(name, "actual", dtype, stage) for stage in expected if stage in actual]
-    lacking = [Label(name, "actual", dtype, stage) for stage in actual if stage not in expected]
-    found = [reference.compare_used(actual[label.stage], label, arithmetic) for label in known]
-    return [
-        *(_explained(comparison, "the same-precision reference") for comparison in found),
-        *(failure(actual[label.stage], unknown, label) for label in lacking),
-    ]
+    dtype = reference.problem.dtype
+    expected = reference.accumulated
+    comparisons = []
+    for stage in expected:
+        if stage in actual:
+            label = Label(name, "actual", dtype, stage)
+            comparison = reference.compare_used(actual[stage], label, arithmetic)
+            comparisons.append(_explained(comparison, "the same-precision reference"))
+    for stage, array in actual.items():
+        if stage not in expected:
+            reason = f"the reference has no such stage, only {', '.join(expected)}"
+            comparisons.append(failure(array, reason, Label(name, "actual", dtype, stage)))
+    return comparisons
 
 
 def _compare_with_expected(
     arrays: Mapping[str, Stages], dtype: str | None, name: str, arithmetic: str
 ) -> list[Comparison]:
-    dtypes = {array.dtype.name: None for stages in arrays.values() for array in stages.values()}
-    floating = [each for each in dtypes if each in DTYPES]
-    dtype = dtype or max(floating, key=unit, default=next(iter(dtypes)))
+    dtypes = []
+    for stages in arrays.values():
+        dtypes += [array.dtype.name for array in stages.values()]
+    floating = [kind for kind in dtypes if kind in DTYPES]
+    if dtype is None:
+        # The coarsest unit of rounding is that of the narrowest dtype.
+        dtype = max(floating, key=unit) if floating else dtypes[0]
     if floating:
         _check_has(arithmetic, dtype)
-    return [
-        replace(_compare_stage(arrays, stage, dtype, name, arithmetic), by_reference=False)
-        for stage in _in_order({**arrays["expected"], **arrays["actual"]})
-    ]
+    comparisons = []
+    for stage in _in_order({**arrays["expected"], **arrays["actual"]}):
+        comparison = _compare_stage(arrays, stage, dtype, name, arithmetic)
+        comparisons.append(replace(comparison, by_reference=False))
+    return comparisons
 
 
 def _compare_stage(
     arrays: Mapping[str, Stages], stage: str, dtype: str, name: str, arithmetic: str
 ) -> Comparison:
     label = Label(name, "actual", dtype, stage)
-    there = {role: stages[stage] for role, stages in arrays.items() if stage in stages}
-    if lacking := [role for role in arrays if role not in there]:
-        shown = there.get("expected", next(iter(there.values())))
-        return failure(shown, f"{' and '.join(lacking)} must also have this stage", label)
-    actual, expected, same_precision = (
-        there["actual"],
-        there["expected"],
-        there.get("same_precision"),
-    )
-    if reason := _why_incomparable(actual, expected, same_precision):
+    of_stage = {role: stages[stage] for role, stages in arrays.items() if stage in stages}
+    missing = [role for role in arrays if role not in of_stage]
+    if missing:
+        shown = of_stage.get("expected", next(iter(of_stage.values())))
+        return failure(shown, f"{' and '.join(missing)} must also have this stage", label)
+    actual = of_stage["actual"]
+    expected = of_stage["expected"]
+    same_precision = of_stage.get("same_precision")
+    reason = _why_not_comparable(actual, expected, same_precision)
+    if reason:
         return failure(expected, reason, label)
     if actual.dtype.name not in DTYPES:
         return _explained(measure(actual, expected, NOTHING, label, ulps_of="float32"))
     wide = expected.astype(np.float64)
-    if same_precision is not None:
+    if same_precision is None:
+        noise, allowed = "", _coarse_budget(wide, dtype, arithmetic)
+    else:
+        noise = "same_precision"
         allowed = budget(wide, same_precision, dtype, None, arithmetic, dtype, has_slope=False)
-        return _explained(
-            measure(actual, wide, allowed, label, ulps_of=actual.dtype.name), "same_precision"
-        )
-    scale = {"rms": float(np.sqrt(np.mean(wide**2))), "max": float(np.abs(wide).max())}
-    one = unit(dtype) if arithmetic == "ieee" else max(unit(dtype), TENSIX_FLOOR[dtype])
-    allowed = {norm: UNITS[dtype] * one * size for norm, size in scale.items()}
-    return _explained(measure(actual, wide, allowed, label, ulps_of=actual.dtype.name))
+    return _explained(measure(actual, wide, allowed, label, ulps_of=actual.dtype.name), noise)
+
+
+def _coarse_budget(expected: np.ndarray, dtype: str, arithmetic: str) -> dict[str, float]:
+    """Return the error that is allowed without knowledge of the noise, by norm: see `UNITS`."""
+    rounding = unit(dtype)
+    if arithmetic != "ieee":
+        rounding = max(rounding, TENSIX_FLOOR[dtype])
+    rms = float(np.sqrt(np.mean(expected**2)))
+    largest = float(np.abs(expected).max())
+    relative = UNITS[dtype] * rounding
+    return {"rms": relative * rms, "max": relative * largest}
 
 
 def _check_has(arithmetic: str, dtype: str) -> None:
@@ -404,39 +484,48 @@ def _explained(comparison: Comparison, noise: str = "") -> Comparison:
     return replace(comparison, reason=reason)
 
 
-def _why_incomparable(
+def _why_not_comparable(
     actual: np.ndarray, expected: np.ndarray, same_precision: np.ndarray | None
 ) -> str:
     """Return the reason why arrays cannot be compared; empty if they can."""
-    if reason := why_incomparable(actual, expected):
+    reason = why_incomparable(actual, expected)
+    if reason:
         return reason
     for array in (actual, expected):
         if not _kind(array):
             return f"dtype {array.dtype}, must be bool, an integer or one of {', '.join(DTYPES)}"
     if _kind(actual) != _kind(expected):
         return f"dtype {actual.dtype}, expected {expected.dtype}"
-    if not_finite := np.count_nonzero(~np.isfinite(expected)):
+    not_finite = np.count_nonzero(~np.isfinite(expected))
+    if not_finite:
         return f"{not_finite} elements of expected are NaN or infinite"
     if _kind(actual) == "integer" and max(_largest(actual), _largest(expected)) > LARGEST_INTEGER:
         return f"integers beyond {LARGEST_INTEGER} cannot be compared"
-    if same_precision is not None:
-        if same_precision.shape != expected.shape:
-            return f"same_precision has shape {same_precision.shape}, expected {expected.shape}"
-        if same_precision.dtype != actual.dtype:
-            return f"dtype {actual.dtype}, that of same_precision is {same_precision.dtype}"
-        if not_finite := np.count_nonzero(~np.isfinite(same_precision)):
-            return f"{not_finite} elements of same_precision are NaN or infinite"
+    if same_precision is None:
+        return ""
+    if same_precision.shape != expected.shape:
+        return f"same_precision has shape {same_precision.shape}, expected {expected.shape}"
+    if same_precision.dtype != actual.dtype:
+        return f"dtype {actual.dtype}, that of same_precision is {same_precision.dtype}"
+    not_finite = np.count_nonzero(~np.isfinite(same_precision))
+    if not_finite:
+        return f"{not_finite} elements of same_precision are NaN or infinite"
     return ""
 
 
 def _kind(array: np.ndarray) -> str:
     """Return the kind of values of an array; empty if it cannot be compared."""
-    if array.dtype.kind in "biu":
-        return "bool" if array.dtype.kind == "b" else "integer"
-    return "floating" if array.dtype.name in DTYPES else ""
+    if array.dtype.kind == "b":
+        return "bool"
+    if array.dtype.kind in "iu":
+        return "integer"
+    if array.dtype.name in DTYPES:
+        return "floating"
+    return ""
 
 
 def _largest(array: np.ndarray) -> int:
+    # Python's integers have no bounds: an int64 has no magnitude of the least int64.
     return max(abs(int(array.min())), abs(int(array.max())))
 
 
@@ -446,17 +535,24 @@ def _share_an_array(actual: Any, other: Any) -> bool:
     return actual is other
 
 
-def _in_order(stages: Iterable[str]) -> list[str]:
-    """Return stages in the order of the data flow (`jax.jit` sorts mappings by name); unknown ones
-    stay in place.
+def _are_known(names: Iterable[str]) -> bool:
+    """Return whether all names are those of stages."""
+    return all(stage_named(name).kind in STAGES for name in names)
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    """Return stages in the order of the data flow (`jax.jit` sorts mappings by name).
+
+    If one is unknown, all stay in place.
     """
-    stages, order = list(stages), list(STAGES)
-    known = {stage: stage_named(stage) for stage in stages}
-    if not all(stage.kind in STAGES for stage in known.values()):
-        return stages
+    names = list(names)
+    if not _are_known(names):
+        return names
+    kinds = list(STAGES)
 
-    def place(name: str) -> tuple[int, int]:
-        stage = known[name]
-        return -1 if stage.step is None else stage.step, order.index(stage.kind)
+    def place_in_flow(name: str) -> tuple[int, int]:
+        stage = stage_named(name)
+        step = -1 if stage.step is None else stage.step
+        return step, kinds.index(stage.kind)
 
-    return sorted(stages, key=place)
+    return sorted(names, key=place_in_flow)

@@ -1,5 +1,5 @@
-"""Each ttnn operation of a program, compared with its golden function: the first wrong one, and its
-place.
+"""Each ttnn operation of a program, compared with its golden function: the first wrong one, and
+where the program calls it.
 """
 
 from __future__ import annotations
@@ -8,12 +8,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from parity.measure.core.arrays import arithmetic_of, to_numpy, to_torch
 from parity.use.testing.assertion import compare_arrays, message
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 MOVES = (
     "from_torch",
@@ -62,88 +65,95 @@ def assert_operations(*, arithmetic: str | None = None) -> Iterator[Operations]:
     """
     import ttnn  # pyright: ignore[reportMissingImports]  (it lies in the other environment)
 
-    judge, fast = _Judge(arithmetic), ttnn.CONFIG.enable_fast_runtime_mode
+    observer = _OperationObserver(arithmetic)
+    config = ttnn.CONFIG
     with ExitStack() as stack:
-        stack.callback(setattr, ttnn.CONFIG, "enable_fast_runtime_mode", fast)
-        ttnn.CONFIG.enable_fast_runtime_mode = (
-            False  # ttnn calls hooks outside of the fast mode only
-        )
-        stack.enter_context(ttnn.register_pre_operation_hook(judge.before))
-        stack.enter_context(ttnn.register_post_operation_hook(judge.after))
-        yield judge.found
+        stack.callback(setattr, config, "enable_fast_runtime_mode", config.enable_fast_runtime_mode)
+        # ttnn calls hooks outside of the fast mode only.
+        config.enable_fast_runtime_mode = False
+        stack.enter_context(ttnn.register_pre_operation_hook(observer.before))
+        stack.enter_context(ttnn.register_post_operation_hook(observer.after))
+        yield observer.operations
 
 
-class _Judge:
-    """The current operation: its golden function, and its inputs."""
+class _OperationObserver:
+    """Hooks that read the inputs of each operation, and compare its results.
+
+    Attributes:
+        operations: the compared operations.
+    """
 
     def __init__(self, arithmetic: str | None) -> None:
-        self.found, self._arithmetic, self._count, self._is_reading = (
-            Operations(),
-            arithmetic,
-            0,
-            False,
-        )
-        self._given: tuple[Any, Any] | None = None
+        self.operations = Operations()
+        self._arithmetic = arithmetic
+        self._count = 0
+        self._is_reading = False
+        # Inputs of the current operation, by position and by name; None if it is not compared.
+        self._inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def before(self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Read the inputs, which the operation may overwrite."""
         if self._is_reading:
             return
-        self._count, self._given = self._count + 1, None
+        self._count += 1
+        self._inputs = None
         name = operation.python_fully_qualified_name
         if name.rpartition(".")[2] in MOVES:
             return
         if _golden(operation) is None:
-            self.found.not_compared[name] = "it has no golden function; ttnn_mock.golden takes one"
+            reason = "it has no golden function; ttnn_mock.golden takes one"
+            self.operations.not_compared[name] = reason
             return
         with self._reading():
-            self._given = (
-                tuple(map(_read, arguments)),
-                {key: _read(x) for key, x in keywords.items()},
-            )
+            by_position = tuple(map(_as_golden_input, arguments))
+            by_name = {key: _as_golden_input(value) for key, value in keywords.items()}
+            self._inputs = by_position, by_name
 
     def after(
         self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any
     ) -> None:
         """Compare the results."""
-        if self._is_reading or self._given is None:
+        if self._is_reading or self._inputs is None:
             return
-        name, (given, named) = operation.python_fully_qualified_name, self._given
+        name = operation.python_fully_qualified_name
+        by_position, by_name = self._inputs
         with self._reading():
-            values = _golden(operation)(*given, **named)
-            results, values = (
-                [x] if not isinstance(x, list | tuple) else x for x in (result, values)
-            )
-            for tensor, value in zip(results, values, strict=True):
-                self._judge(name, tensor, value, arguments)
-        self.found.judged += name not in self.found.not_compared
+            expected = _golden(operation)(*by_position, **by_name)
+            for tensor, value in zip(_listed(result), _listed(expected), strict=True):
+                self._compare(name, tensor, value, arguments)
+        if name not in self.operations.not_compared:
+            self.operations.judged += 1
 
-    def _judge(self, name: str, tensor: Any, value: Any, arguments: tuple[Any, ...]) -> None:
+    def _compare(self, name: str, tensor: Any, value: Any, arguments: tuple[Any, ...]) -> None:
         if "BFLOAT8" in str(tensor.dtype) or "BFLOAT4" in str(tensor.dtype):
-            self.found.not_compared[name] = "blocks that share an exponent have no budget"
+            reason = "blocks that share an exponent have no budget"
+            self.operations.not_compared[name] = reason
             return
-        actual, expected = to_numpy(tensor), to_numpy(value)
+        actual = to_numpy(tensor)
+        expected = to_numpy(value)
         if actual.shape == expected.shape and "int" not in actual.dtype.name:
-            is_known = np.isfinite(expected)  # unwritten values are NaN, and a mask may be infinite
-            actual, expected = (
-                np.where(is_known, x, np.zeros_like(x))
-                for x in (actual, expected.astype(np.float32))
-            )
+            # Unwritten values are NaN, and a mask may be infinite: these places have no budget.
+            is_finite = np.isfinite(expected)
+            actual = np.where(is_finite, actual, np.zeros_like(actual))
+            expected = expected.astype(np.float32)
+            expected = np.where(is_finite, expected, np.zeros_like(expected))
         if not actual.size:
             return
         arithmetic = self._arithmetic or arithmetic_of(tensor)
         stage = name.rpartition(".")[2]
-        if text := message(
-            compare_arrays(actual, expected, name=name, stage=stage, arithmetic=arithmetic)
-        ):
-            shapes = ", ".join(str(tuple(x.shape)) for x in arguments if hasattr(x, "tensor_id"))
+        comparisons = compare_arrays(
+            actual, expected, name=name, stage=stage, arithmetic=arithmetic
+        )
+        text = message(comparisons)
+        if text:
+            shapes = [str(tuple(x.shape)) for x in arguments if hasattr(x, "tensor_id")]
             raise AssertionError(
-                f"operation {self._count}, {name} of {shapes}, {_place()}:\n{text}"
+                f"operation {self._count}, {name} of {', '.join(shapes)}, {_call_site()}:\n{text}"
             )
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """True while tensors are read, which also runs operations."""
+        """Ignore the operations that reading a tensor runs."""
         self._is_reading = True
         try:
             yield
@@ -157,24 +167,30 @@ def _golden(operation: Any) -> Any:
     return golden_function(operation)
 
 
-def _read(x: Any) -> Any:
+def _listed(result: Any) -> Any:
+    """Return the results of an operation, which may return one or several."""
+    return result if isinstance(result, list | tuple) else [result]
+
+
+def _as_golden_input(x: Any) -> Any:
     """Return an argument for golden functions: tensors as torch's, floating-point ones in
     float32.
     """
     if isinstance(x, list | tuple):
-        return type(x)(map(_read, x))
+        return type(x)(map(_as_golden_input, x))
     if not hasattr(x, "tensor_id"):
         return x
     value = to_torch(to_numpy(x))
     return value.float() if value.is_floating_point() else value
 
 
-def _place() -> str:
-    """Return the call site of the operation: the first line outside of ttnn and of this module."""
+def _call_site() -> str:
+    """Return the call site of the operation: the first line outside of ttnn and of this package."""
     frame = sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in (
-        "ttnn",
-        "parity",
-    ):
+    while frame.f_back is not None and _package_of(frame) in ("ttnn", "parity"):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _package_of(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__", "").partition(".")[0]

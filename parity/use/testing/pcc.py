@@ -39,31 +39,35 @@ def assert_with_pcc(
     __tracebackhide__ = True
     comparisons = compare_arrays(actual, expected, **options)
     summary = "; ".join(map(_summary, comparisons))
-    less = [each for each in comparisons if each.pcc is not None and each.pcc < pcc]
+    uncorrelated = [
+        comparison
+        for comparison in comparisons
+        if comparison.pcc is not None and comparison.pcc < pcc
+    ]
     difference = first_difference(comparisons)
-    if difference is not None and difference not in less:
+    if difference is not None and difference not in uncorrelated:
         raise AssertionError(
             f"PCC {_correlation(difference)} and wrong: {summary}\n{message(comparisons)}"
         )
-    if less:
-        within = (
-            "\nthe error is within its budget"
-            if difference is None
-            else f"\n{message(comparisons)}"
+    if uncorrelated:
+        budget = message(comparisons) or "the error is within its budget"
+        raise AssertionError(
+            f"PCC {_correlation(uncorrelated[0])} is less than {pcc}: {summary}\n{budget}"
         )
-        raise AssertionError(f"PCC {_correlation(less[0])} is less than {pcc}: {summary}{within}")
     print(summary)
     return True, summary
 
 
 def _summary(comparison: Comparison) -> str:
-    return (
-        f"{comparison.stage}: PCC {_correlation(comparison)}, {comparison.ratio:.2g} of its budget"
-    )
+    correlation = _correlation(comparison)
+    return f"{comparison.stage}: PCC {correlation}, {comparison.ratio:.2g} of its budget"
 
 
 def _correlation(comparison: Comparison) -> str:
-    """Return the correlation; constants and non-finite values have none. It is rounded down,
-    because 1 means equal.
+    """Return the correlation; constants and non-finite values have none.
+
+    It is rounded down, because 1 means equal.
     """
-    return "none" if comparison.pcc is None else f"{int(comparison.pcc * 1e6) / 1e6:.6f}"
+    if comparison.pcc is None:
+        return "none"
+    return f"{int(comparison.pcc * 1e6) / 1e6:.6f}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +31,12 @@ FROM_WORKER = "parity_report"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("mha-parity")
-    about = (
-        f"write every comparison of the fixture assert_parity to this file ({', '.join(WRITERS)})"
+    suffixes = ", ".join(WRITERS)
+    group.addoption(
+        "--parity-report",
+        metavar="PATH",
+        help=f"write every comparison of the fixture assert_parity to this file ({suffixes})",
     )
-    group.addoption("--parity-report", metavar="PATH", help=about)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -66,17 +69,17 @@ def assert_parity(request: pytest.FixtureRequest) -> Callable[..., None]:
         comparisons, diagnosis = judge(actual, expected, name=title, **options)
         if recorder is not None:
             test = _test_of(request.node, name)
-            recorder.comparisons.extend(
-                replace(comparison, test=test) for comparison in comparisons
-            )
+            for comparison in comparisons:
+                recorder.comparisons.append(replace(comparison, test=test))
             if diagnosis is not None:
                 first = comparisons[0]
                 key = (first.case, first.dtype, first.backend)
+                # A report does not need the converted arrays, which may be large.
                 recorder.diagnoses.setdefault(key, replace(diagnosis, taken={}))
         verbose = request.config.get_verbosity() > 0
-        if text := message(
-            comparisons, diagnosis, "" if options.get("problem") else NEXT, verbose=verbose
-        ):
+        next_step = "" if options.get("problem") else NEXT
+        text = message(comparisons, diagnosis, next_step, verbose=verbose)
+        if text:
             raise AssertionError(text)
 
     return assert_parity
@@ -87,13 +90,13 @@ def _test_of(node: pytest.Item, name: str) -> tuple[str, str]:
     the comparison.
     """
     chain = node.listchain()
-    file = max(
-        (index for index, each in enumerate(chain) if isinstance(each, pytest.File)), default=0
-    )
-    module = chain[file].nodeid.removesuffix(".py").replace("/", ".")
-    return ".".join(
-        [module, *(each.name for each in chain[file + 1 : -1])]
-    ), f"{node.name} {name}".rstrip()
+    index_of_file = 0
+    for index, collector in enumerate(chain):
+        if isinstance(collector, pytest.File):
+            index_of_file = index
+    module = chain[index_of_file].nodeid.removesuffix(".py").replace("/", ".")
+    classes = [collector.name for collector in chain[index_of_file + 1 : -1]]
+    return ".".join([module, *classes]), f"{node.name} {name}".rstrip()
 
 
 class _Recorder:
@@ -125,12 +128,13 @@ class _Controller(_Recorder):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
-        self.silent: dict[str, None] = {}  # workers that have sent nothing
+        self.silent: list[str] = []
+        """Workers that have sent nothing."""
         self.error: OSError | ValueError | None = None
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodeready(self, node: Any) -> None:
-        self.silent[node.gateway.id] = None
+        self.silent.append(node.gateway.id)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
@@ -138,12 +142,13 @@ class _Controller(_Recorder):
 
         output = getattr(node, "workeroutput", {})  # a crashed worker has none
         if FROM_WORKER in output:
-            comparisons, diagnoses = pickle.loads(output[FROM_WORKER])  # of our own process
-            self.comparisons = sorted(
-                [*self.comparisons, *comparisons], key=lambda comparison: comparison.case
-            )
+            # A worker is our own process, so its pickle can be trusted.
+            comparisons, diagnoses = pickle.loads(output[FROM_WORKER])
+            # Which worker ran a test is chance: reports are in the order of the tests' names.
+            self.comparisons = sorted([*self.comparisons, *comparisons], key=attrgetter("case"))
             self.diagnoses |= diagnoses
-            self.silent.pop(node.gateway.id, None)
+            if node.gateway.id in self.silent:
+                self.silent.remove(node.gateway.id)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -156,11 +161,10 @@ class _Controller(_Recorder):
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.error is not None:
-            terminalreporter.write_line(
-                f"ERROR: --parity-report cannot be written: {self.error}", red=True
-            )
+            text = f"ERROR: --parity-report cannot be written: {self.error}"
+            terminalreporter.write_line(text, red=True)
             return
-        failed = sum(not comparison.passed for comparison in self.comparisons)
+        failed = len([comparison for comparison in self.comparisons if not comparison.passed])
         counts = f"{len(self.comparisons)} comparisons, {failed} failed"
         terminalreporter.write_sep("-", f"parity report: {self.path} ({counts})")
 
@@ -180,9 +184,9 @@ class _Controller(_Recorder):
         check_writable(self.path, "--parity-report")
         check_report(self.path, "--parity-report")
         module = importlib.import_module(WRITERS[suffix][0])
-        getattr(
-            module, "check_installed", lambda: None
-        )()  # the libraries of the page are imported when it is written
+        # The page alone needs other libraries, which it imports when it is written.
+        if hasattr(module, "check_installed"):
+            module.check_installed()
 
     def write(self) -> None:
         from parity.measure.backends.numerics import environment
@@ -192,6 +196,9 @@ class _Controller(_Recorder):
             f"worker {worker} went down: its comparisons are missing" for worker in self.silent
         ]
         report = Report(self.comparisons, {}, environment([]), warnings, diagnoses=self.diagnoses)
-        module, function = WRITERS[self.path.suffix.lower()]
-        write = getattr(importlib.import_module(module), function)
-        write(self.path, *(("run", report.to_dict()) if function == "write_json" else (report,)))
+        module, name = WRITERS[self.path.suffix.lower()]
+        write = getattr(importlib.import_module(module), name)
+        if name == "write_json":
+            write(self.path, "run", report.to_dict())
+        else:
+            write(self.path, report)

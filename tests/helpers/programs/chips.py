@@ -21,11 +21,11 @@ from mha_tt import parallel
 from mha_tt.device import upload_parts
 from mha_tt.parallel import local
 from parity.measure.backends import tt as backend
-from parity.measure.backends import tt_mesh
 from parity.measure.core.cases import CASES
 from parity.measure.core.weights import random_weights
-from parity.measure.sharding.mesh import MeshPlan
-from parity.use.running.run import run_cases
+from parity_lab.mesh import tt as tt_mesh
+from parity_lab.mesh.plan import MeshPlan
+from parity_lab.mesh.run import run_on_mesh
 
 JUDGED = {
     "n300": {
@@ -68,7 +68,7 @@ def judged(plan, names, dtype="float32"):
     """Return the number of compared stages, those outside the undivided layer's budget, and the
     collectives.
     """
-    report = run_cases([CASES[name] for name in names], ["tt"], [dtype], mesh=plan)
+    report = run_on_mesh([CASES[name] for name in names], ["tt"], plan, [dtype])
     failed = {
         f"{each.case} {each.dtype} {each.stage}": each.reason
         for each in report.comparisons

@@ -29,8 +29,8 @@ from mha_jax import parallel
 from mha_jax.kernels.fused import FusedAttention
 from mha_spec import Alibi, AttentionSpec, Gate, Latent, Norm, Rope
 from parity.measure.core.cases import CASES
-from parity.measure.sharding.mesh import MeshPlan
-from parity.use.running.run import run_cases
+from parity_lab.mesh.plan import MeshPlan
+from parity_lab.mesh.run import run_on_mesh
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -70,12 +70,9 @@ def on(mesh, *axes):
 
 
 def judged(kind):
-    """Return the number of compared stages of each case in `mha-parity run --mesh`, and the
-    errors.
-    """
-    report = run_cases(
-        JUDGED[kind], ["jax"], with_gradients=True, mesh=MeshPlan(data=2, tensor=2, axes=kind)
-    )
+    """Return the number of compared stages of each case in `mha-parity mesh`, and the errors."""
+    plan = MeshPlan(data=2, tensor=2, axes=kind)
+    report = run_on_mesh(JUDGED[kind], ["jax"], plan, with_gradients=True)
     wrong = [f"{each.case} {each.stage}: {each.reason}" for each in report.failed]
     wrong += [f"{each.case} {each.program}: {each.counted}" for each in report.needless]
     return [Counter(each.case for each in report.comparisons), wrong]

@@ -25,9 +25,10 @@ from mha_jax.kernels.fused import FusedAttention
 from mha_jax.parallel import ContextParallel
 from mha_spec import Alibi, AttentionSpec, Norm, RelativeBias, Rope
 from parity.measure.backends.jax import QUICKLY
-from parity.measure.sharding.hlo import collectives_in, counts_of
-from parity.measure.sharding.mesh import MeshPlan
 from parity_lab.costs import cost_of
+from parity_lab.mesh.hlo import collectives_in, counts_of
+from parity_lab.mesh.plan import MeshPlan
+from parity_lab.mesh.run import run_on_mesh
 
 KINDS = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
 SMALL_BLOCKS = FusedAttention(few_scores=0, queries=8, keys=8, last_keys=4)
@@ -188,7 +189,7 @@ def attended(name):
 
 
 def judged():
-    """Return the number of passed stages in `mha-parity run` of cases with divided tokens, and the
+    """Return the number of passed stages in `mha-parity mesh` of cases with divided tokens, and the
     errors.
     """
     found = {}
@@ -201,7 +202,7 @@ def judged():
         (MeshPlan(tensor=2, sequence=3), width),
         (MeshPlan(data=2, sequence=3, axes="explicit"), parity.CASES["norm-width"]),
     ):
-        report = parity.run_cases([case], ["jax"], with_gradients=True, mesh=plan)
+        report = run_on_mesh([case], ["jax"], plan, with_gradients=True)
         wrong = [f"{each.case} {each.stage}: {each.reason}" for each in report.failed]
         wrong += [f"{each.case} {each.program}: {each.counted}" for each in report.needless]
         found[f"{plan} {plan.axes}"] = [report.summary["passed"], wrong]

@@ -1,5 +1,5 @@
-"""Cases on a mesh of torch processes, as in `run --mesh`: stages are gathered, and communication is
-counted.
+"""Cases on a mesh of torch processes, as in `mha-parity mesh`: stages are gathered, and
+communication is counted.
 """
 
 from dataclasses import replace
@@ -12,10 +12,11 @@ from mha_spec import AttentionSpec, Norm, Rope
 from mha_torch.masks import Mask
 from mha_torch.parallel.ring import check_ring_supports
 from mha_torch.scores import Scores
-from parity import CASES, run_cases
-from parity.measure.backends import torch_mesh
+from parity import CASES
 from parity.measure.core.cases import random_case
-from parity.measure.sharding.mesh import MeshPlan
+from parity_lab.mesh import torch as torch_mesh
+from parity_lab.mesh.plan import MeshPlan
+from parity_lab.mesh.run import run_on_mesh
 
 HEADS = [  # features of heads, whole outputs, caches; WIDTHS has projections
     *(CASES[name] for name in ("norm-per-head", "decode-sinks", "decode-latent")),
@@ -70,7 +71,7 @@ def test_divided_cases_match_without_waste(devices, kind):
     needless.
     """
     cases = CASES_OF[kind]
-    report = run_cases(cases, ["torch"], mesh=PLANS[devices, kind], with_gradients=True)
+    report = run_on_mesh(cases, ["torch"], PLANS[devices, kind], with_gradients=True)
     assert {each.case for each in report.comparisons} == {case.name for case in cases}
     assert report.failed == [], "\n".join(map(str, report.first_differences()))
     assert report.needless == []
@@ -109,7 +110,7 @@ def test_ring_rejects_relative_products():
 def test_too_many_mesh_devices_raise(devices):
     """A mesh of 8 devices over two processes raises an error."""
     with refuses("mesh", f"data=8 and {devices}"):
-        run_cases([CASES["gqa"]], ["torch"], mesh=MeshPlan(data=8))
+        run_on_mesh([CASES["gqa"]], ["torch"], MeshPlan(data=8))
 
 
 @pytest.mark.costly("a device of torch is a process")
@@ -118,14 +119,13 @@ def test_too_many_mesh_devices_raise(devices):
 def test_process_error_fails_only_its_case(monkeypatch):
     """An error in a process is reported as the failed stage "run", and the next case passes."""
     plan = MeshPlan(tensor=2)
-    real = torch_mesh.Given
-    monkeypatch.setattr(
-        torch_mesh, "Given", lambda *given: real(given[0], given[1], {})
-    )  # without the inputs of stages
-    report = run_cases([CASES["gqa"]], ["torch"], mesh=plan)
+    real = torch_mesh.ProblemPart
+    # Without the inputs of stages.
+    monkeypatch.setattr(torch_mesh, "ProblemPart", lambda *fields: real(*fields[:2], {}))
+    report = run_on_mesh([CASES["gqa"]], ["torch"], plan)
     assert [each.stage for each in report.failed] == ["run"]
     assert "process" in report.failed[0].reason
     monkeypatch.undo()
-    report = run_cases([CASES["gqa"]], ["torch"], mesh=plan)
+    report = run_on_mesh([CASES["gqa"]], ["torch"], plan)
     assert report.comparisons
     assert report.failed == []

@@ -4,13 +4,13 @@ communication.
 The processes start once and compute all results: see processes.py.
 """
 
-import fcntl
 import os
 import subprocess
 import sys
 
 import pytest
 import torch
+from filelock import FileLock
 from helpers import PYTHONPATH
 from helpers.programs import processes, rings
 from helpers.programs.processes import (
@@ -49,8 +49,7 @@ def found(tmp_path_factory):
     """Return the results of the processes, which one worker starts for all."""
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
-    with open(folder / "processes.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(folder / "processes.lock"):
         if not (folder / "found.pt").exists():
             program = [sys.executable, "-m", "helpers.programs.processes", str(folder)]
             subprocess.run(program, env=environment() | {"PYTHONPATH": PYTHONPATH}, check=True)

@@ -4,13 +4,13 @@ are detected.
 helpers/programs/chips.py computes the results, in one process for each board.
 """
 
-import fcntl
 import json
 import os
 import subprocess
 import sys
 
 import pytest
+from filelock import FileLock
 from helpers import PYTHONPATH, ROOT
 from helpers.programs.chips import JUDGED
 from helpers.refusals import refuses, refuses_type
@@ -32,8 +32,7 @@ def found(tmp_path_factory):
 
     def of_board(board):
         path = folder / f"{board}.json"
-        with open(folder / f"{board}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with FileLock(folder / f"{board}.lock"):
             if not path.exists():
                 program = [sys.executable, "-m", "helpers.programs.chips", board]
                 kept = {

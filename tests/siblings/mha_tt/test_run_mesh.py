@@ -1,4 +1,4 @@
-"""`mha-parity run --mesh` on mock boards of several chips, and its errors; test_parallel.py checks
+"""`mha-parity mesh` on mock boards of several chips, and its errors; test_parallel.py checks
 the results.
 """
 
@@ -14,10 +14,9 @@ from helpers.refusals import refuses
 
 from mha_spec import AttentionSpec, Norm
 from parity import CASES
-from parity.measure.backends import tt_mesh
-from parity.measure.sharding.mesh import MeshPlan, collectives_of
 from parity.use.cli.main import main
-from parity.use.running.traces import load_trace
+from parity_lab.mesh import tt as tt_mesh
+from parity_lab.mesh.plan import MeshPlan
 
 pytestmark = pytest.mark.usefixtures("only_mock")
 
@@ -27,10 +26,11 @@ import os, sys
 import torch, ttnn
 from parity.use.cli.main import main
 
-run = ["run", "--backends", "tt", "--cases", "*qa-causal"]
-for more in ([], sys.argv[1:]):  # each a fork, for a process opens chips or a mesh of them, and imports take longest
+what = ["--backends", "tt", "--cases", "*qa-causal"]
+# Each is a fork, for a process opens chips or a mesh of them, and imports take longest.
+for command in (["run"], ["mesh", "tensor=2", *sys.argv[1:]]):
     if not os.fork():
-        code = main([*run, *more])
+        code = main([*command, *what])
         sys.stdout.flush()
         os._exit(code)
     if os.wait()[1]:
@@ -43,29 +43,27 @@ for more in ([], sys.argv[1:]):  # each a fork, for a process opens chips or a m
 @pytest.mark.thorough
 def test_mesh_run_reports_stages_and_traffic(tmp_path):
     """Runs on one chip and on both report passed stages; only the latter reports traffic, one all-
-    reduce, and saves it in its trace.
+    reduce for each program.
     """
-    report = tmp_path / "report.json"
-    mesh = ["--mesh", "tensor=2", "--json", str(report), "--save-traces", str(tmp_path)]
+    path = tmp_path / "report.json"
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TT_METAL")}
     kept |= {"MHA_TT_MOCK": "n300", "PYTHONPATH": str(ROOT)}
     options = {"env": kept, "cwd": tmp_path, "capture_output": True, "text": True, "timeout": 300}
-    done = subprocess.run([sys.executable, "-c", RUNS, *mesh], check=False, **options)
+    program = [sys.executable, "-c", RUNS, "--json", str(path)]
+    done = subprocess.run(program, check=False, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     alone, printed, _ = done.stdout.split("====\n")
     assert "tt agrees with the float64 reference: 1 case, 11 stages passed" in alone
     assert "Traffic between devices" not in alone
     assert "tt fused.forward: 1 all-reduce: 1" in printed
-    held = json.loads(report.read_text())
-    stages = {each["stage"] for each in held["results"] if each["status"] == "passed"}
+    report = json.loads(path.read_text())
+    stages = {each["stage"] for each in report["results"] if each["status"] == "passed"}
     assert {"q", "k", "v", "scores", "attn_weights", "context", "output", "fused.output"} <= stages
-    assert len(held["environment"]["backends"]["tt"]["devices"]) == 2
-    trace = load_trace(tmp_path / "gqa-causal-float32-tt.safetensors")
-    assert trace.numerics["mesh"] == "tensor=2"
-    assert [(each.program, each.is_ideal) for each in collectives_of(trace)] == [
-        ("forward", True),
-        ("fused.forward", True),
-    ]
+    assert len(report["environment"]["backends"]["tt"]["devices"]) == 2
+    assert report["environment"]["mesh"] == "tensor=2"
+    programs = [each["program"] for each in report["collectives"]]
+    assert programs == ["forward", "fused.forward"]
+    assert all(each["counted"] == each["ideal"] for each in report["collectives"])
 
 
 def test_indivisible_cases_are_skipped():
@@ -87,17 +85,15 @@ def test_indivisible_cases_are_skipped():
 @pytest.mark.parametrize(
     ("arguments", "refusal"),
     [
-        (["--mesh", "data=2"], refuses("mesh", "data=2")),
-        (["--mesh", "sequence=2,tensor=2"], refuses("mesh", "tensor=2,sequence=2")),
-        (["--mesh", "tensor=16"], refuses("mesh", "tensor=16")),
-        (["--mesh", "tensor=2", "--virtual-devices", "2"], refuses("--virtual-devices", "tt")),
+        (["data=2"], refuses("mesh", "data=2")),
+        (["sequence=2,tensor=2"], refuses("mesh", "tensor=2,sequence=2")),
+        (["tensor=16"], refuses("mesh", "tensor=16")),
+        (["tensor=2", "--virtual-devices", "2"], refuses("--virtual-devices", "tt")),
     ],
 )
 def test_unsupported_meshes_fail_in_one_line(arguments, refusal, capsys):
-    """`run` with a mesh that chips do not support exits with 2 and prints one line that names the
-    mesh.
-    """
-    assert main(["run", "--backends", "tt", "--cases", "causal", *arguments]) == 2
+    """A mesh that chips do not support exits with 2 and prints one line that names the mesh."""
+    assert main(["mesh", *arguments, "--backends", "tt", "--cases", "causal"]) == 2
     said = capsys.readouterr().err
     assert refusal.is_printed_in(said)
     assert said.count("\n") == 1

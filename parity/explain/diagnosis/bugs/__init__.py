@@ -35,9 +35,12 @@ from parity.explain.diagnosis.bugs import (
 from parity.explain.diagnosis.bugs.heads import permuted_heads
 from parity.explain.diagnosis.bugs.precision import FIDELITIES, PRECISIONS, low_products
 from parity.explain.diagnosis.bugs.record import Bug, Change, Override
+from parity.explain.diagnosis.changed_layer import ChangedLayer
+from parity.explain.diagnosis.sample import SampledProblem
+from parity.explain.diagnosis.sampled_layer import SampledLayer
+from parity.explain.diagnosis.work import CountedArithmetic
 from parity.measure.core.cases import CASES, Case
 from parity.measure.core.problem import Problem
-from parity.measure.core.reference import Arithmetic, Layer
 from parity.measure.core.weights import dtype_named
 
 __all__ = [
@@ -154,12 +157,13 @@ def wrong_layer(
     dtype: str,
     bugs: Sequence[Change],
     arithmetic: str = "ieee",
-    asked: str = "qkv",
-) -> Layer:
+    requested: str = "qkv",
+) -> ChangedLayer:
     """Return the reference with bugs injected, the first of them outermost, in a dtype and an
     arithmetic.
     """
-    layer = Layer(problem, Arithmetic(dtype_named(dtype), arithmetic), asked)
+    layer_type = SampledLayer if isinstance(problem, SampledProblem) else ChangedLayer
+    layer = layer_type(problem, CountedArithmetic(dtype_named(dtype), arithmetic), requested)
     for bug in reversed(bugs):
         for method, override in bug.in_reference.items():
             layer.override(**{method: partial(override, layer, getattr(layer, method))})

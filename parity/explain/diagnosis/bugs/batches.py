@@ -8,6 +8,7 @@ import numpy as np
 
 from parity.explain.diagnosis.bugs.families import SEQUENCES
 from parity.explain.diagnosis.bugs.record import Bug, Override
+from parity.explain.diagnosis.sample import sample_of
 from parity.measure.core.case import Case
 from parity.measure.core.reference import Layer
 from parity.measure.core.stages import Values
@@ -56,7 +57,8 @@ def _attending(
 def _exchanged(case: Case) -> Override:
     def entered(layer: Layer, x: np.ndarray) -> np.ndarray:
         """Return the attending tokens as sequences."""
-        rows = slice(None) if layer.problem.sample is None else layer.problem.sample.rows
+        sample = sample_of(layer.problem)
+        rows = slice(None) if sample is None else sample.rows
         return (x[:, :, rows] if x.shape[2] == layer.problem.case.seq_len else x).swapaxes(0, 2)
 
     def mask(layer: Layer) -> np.ndarray:
@@ -79,7 +81,7 @@ def _flattened(case: Case) -> Override:
         places, hidden = np.arange(count), np.zeros((1, count), bool)
         if lengths is not None:
             hidden = layer.is_padding(places % case.key_len, np.repeat(lengths, case.key_len))[None]
-        sample = layer.problem.sample
+        sample = sample_of(layer.problem)
         rows = (
             places
             if sample is None

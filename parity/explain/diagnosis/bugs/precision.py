@@ -17,12 +17,12 @@ import numpy as np
 
 from parity.explain.diagnosis.bugs.record import Bug, Changed, Override
 from parity.explain.diagnosis.bugs.sites import Overrides, before, weights
+from parity.explain.diagnosis.work import PER_MULTIPLICATION, PER_ROUNDED, ask, begin
 from parity.measure.core.case import Case
 from parity.measure.core.reference import Layer
 from parity.measure.core.reference.arithmetic import MANTISSA, multiplications
 from parity.measure.core.stages import Values
 from parity.measure.core.weights import dtype_named, is_floating
-from parity.measure.core.work import PER_MULTIPLICATION, PER_ROUNDED, ask, begin
 
 DTYPES = ("bfloat16", "float16")
 """Dtypes to which float32 is rounded."""

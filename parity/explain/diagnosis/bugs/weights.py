@@ -10,6 +10,7 @@ import numpy as np
 from parity.explain.diagnosis.bugs.families import BIAS, HEAD_ORDER, SWAPPED, TRANSPOSED
 from parity.explain.diagnosis.bugs.record import Bug, Override
 from parity.explain.diagnosis.bugs.sites import Overrides, packed, projected, read_as, weights
+from parity.explain.diagnosis.sample import residual_of
 from parity.measure.core.case import Case
 from parity.measure.core.reference import Layer
 from parity.measure.core.stages import Values
@@ -236,9 +237,8 @@ def residual(case: Case) -> Iterator[Bug]:
 
     def output(layer: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
         a = layer.arithmetic
-        return {
-            "output": a.keep(a.widen(original(values)["output"]) + a.widen(layer.problem.residual))
-        }
+        output = a.widen(original(values)["output"])
+        return {"output": a.keep(output + a.widen(residual_of(layer.problem)))}
 
     if spec.out_proj and spec.d_in == spec.d_model and not case.is_cached and not case.not_finite:
         yield Bug(

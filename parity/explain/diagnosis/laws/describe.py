@@ -20,6 +20,7 @@ from parity.explain.diagnosis.laws.rows import attn_weights, contexts, masks, sc
 from parity.explain.diagnosis.laws.turned import turned
 from parity.explain.diagnosis.laws.values import constants, factors, offsets
 from parity.explain.diagnosis.laws.words import is_round
+from parity.explain.diagnosis.sample import sample_of
 from parity.measure.core.compare import (
     NOTHING,
     axis_names,
@@ -134,7 +135,7 @@ def describe(
     if isinstance(seen, Findings):
         return seen
     with np.errstate(all="ignore"):
-        is_sample = problem is not None and problem.sample is not None
+        is_sample = problem is not None and sample_of(problem) is not None
         found = [law for group in (OF_SAMPLES if is_sample else GROUPS) for law in group(seen)]
         if problem is not None and recompute is not None:
             found += fits(seen, recompute)

@@ -16,6 +16,7 @@ from parity.explain.diagnosis.bugs.families import BugFamily
 from parity.explain.diagnosis.laws.record import Law, Seen
 from parity.explain.diagnosis.laws.rotation import as_exponent
 from parity.explain.diagnosis.laws.words import LOOSEST, is_round
+from parity.explain.diagnosis.sample import sample_of
 from parity.measure.core.reference import Arithmetic, Layer
 from parity.measure.core.stages import stage_named
 
@@ -222,7 +223,7 @@ def _of_rope_factor(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
 
 
 def _of_leak(_: Law, seen: Seen, __: AttentionSpec) -> Families:
-    if seen.problem is None or seen.stage.step is not None or seen.problem.sample is not None:
+    if seen.problem is None or seen.stage.step is not None or sample_of(seen.problem) is not None:
         return ()
     right = Layer(seen.problem, Arithmetic(np.dtype(np.float64))).mask({})["mask"]
     is_right = seen.hidden is not None and np.array_equal(right, seen.hidden)

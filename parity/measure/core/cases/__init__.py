@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 
 from mha_spec import InputError
@@ -32,7 +33,7 @@ _TABLES = (
     TRAINED,
 )
 
-CASES: dict[str, Case] = {case.name: case for table in _TABLES for case in table}
+CASES: dict[str, Case] = {case.name: case for case in itertools.chain(*_TABLES)}
 """Cases by name, simple ones first, trained layers last."""
 
 QUICK = {name: case for name, case in CASES.items() if name not in MORE}
@@ -41,8 +42,12 @@ QUICK = {name: case for name, case in CASES.items() if name not in MORE}
 
 def find_case(name: str) -> Case | None:
     """Return the case of a name: one of `CASES`, or `random-N` for any N."""
+    if name in CASES:
+        return CASES[name]
     drawn = re.fullmatch(r"random-(\d{1,6})", name)
-    return CASES.get(name) or (random_case(int(drawn[1])) if drawn else None)
+    if drawn is None:
+        return None
+    return random_case(int(drawn[1]))
 
 
 def case_named(name: str) -> Case:

@@ -74,7 +74,8 @@ _PER_HEAD = AttentionSpec(
     v_norm=Norm("layer"),
 )
 _SHARED_KV = AttentionSpec(
-    *(48, 6),
+    48,
+    6,
     num_kv_heads=2,
     head_dim=12,
     shared_kv=True,
@@ -90,7 +91,8 @@ _L2 = AttentionSpec(
 )
 _CLIP = AttentionSpec(32, 4, num_kv_heads=2, clip_qkv=0.75, rope=Rope(10000.0))
 _VALUES = AttentionSpec(
-    *(32, 4),
+    32,
+    4,
     num_kv_heads=2,
     head_dim=12,
     value_head_dim=8,
@@ -99,7 +101,8 @@ _VALUES = AttentionSpec(
     gate=Gate(),
 )
 _LATENT = AttentionSpec(
-    *(48, 4),
+    48,
+    4,
     head_dim=24,
     value_head_dim=12,
     qkv_bias=False,
@@ -109,7 +112,8 @@ _LATENT = AttentionSpec(
 )
 _LATENT_FACTORS = replace(_LATENT, latent=Latent(16, 8, q_rank=20, q_factor=1.6, kv_factor=1.75))
 _LATENT_YARN = AttentionSpec(
-    *(32, 4),
+    32,
+    4,
     head_dim=16,
     value_head_dim=8,
     latent=Latent(40, 8, eps=0.01),
@@ -155,8 +159,9 @@ def _rotating(rope: Rope, head_dim: int = 8) -> AttentionSpec:
 def _calls(
     *chunks: int, capacity: int, new_lengths: tuple[tuple[int, ...], ...] = ()
 ) -> dict[str, Any]:
-    """Return keywords of a case whose tokens arrive in calls of these sizes, with new_lengths real
-    tokens each.
+    """Return keywords of a case whose tokens arrive in calls of these sizes.
+
+    `new_lengths` are the real tokens of each sequence.
     """
     return {
         "seq_len": sum(chunks),
@@ -440,7 +445,8 @@ LAYERS = [
     Case(
         "shared-kv-window",
         AttentionSpec(
-            *(32, 4),
+            32,
+            4,
             num_kv_heads=1,
             value_head_dim=12,
             shared_kv=True,
@@ -846,64 +852,61 @@ TRAINED = [
 
 MORE = frozenset(
     {
-        *(
-            "biases-of-some",
-            "soft-cap-bias",
-            "window-both-ways",
-            "window-far",
-            "chunk-both-ways",
-            "norm-per-head",
-        ),
-        *(
-            "value-head-dim-fused-qkv",
-            "decode-value-head-dim",
-            "temperature-rope",
-            "decode-temperature",
-        ),
-        *(
-            "norm-after-rope",
-            "gate-per-head",
-            "rope-linear",
-            "rope-yarn-last",
-            "rope-dynamic",
-            "rope-proportional",
-        ),
-        *("rope-partial", "rope-sections", "nan-hidden-norm", "decode-soft-cap", "decode-chunk"),
-        *(
-            "decode-biases-of-some",
-            "decode-clip-qkv",
-            "decode-norm-width",
-            "decode-l2-norm",
-            "decode-dynamic",
-        ),
-        *(
-            "decode-sections",
-            "random-3",
-            "random-4",
-            "random-5",
-            "decode-scale",
-            "decode-gate",
-            "decode-fused-qkv",
-        ),
-        *(
-            "rope-longrope",
-            "rope-partial-interleaved",
-            "fused-qkv-gqa",
-            "bias",
-            "causal-tall",
-            "no-bias",
-            "one-key",
-        ),
-        *("nan-hidden-cross", "random-1", "random-2"),
-        *("latent-yarn", "latent-window", "decode-latent-yarn"),
-        *("decode-latent-factors", "sinks-masked", "decode-sinks", "alibi-both-ways"),
-        *(
-            "decode-alibi",
-            "relative-bias-padded",
-            "decode-relative-bias",
-            "decode-grid-bias",
-            "decode-norm-context",
-        ),
+        "biases-of-some",
+        "soft-cap-bias",
+        "window-both-ways",
+        "window-far",
+        "chunk-both-ways",
+        "norm-per-head",
+        "value-head-dim-fused-qkv",
+        "decode-value-head-dim",
+        "temperature-rope",
+        "decode-temperature",
+        "norm-after-rope",
+        "gate-per-head",
+        "rope-linear",
+        "rope-yarn-last",
+        "rope-dynamic",
+        "rope-proportional",
+        "rope-partial",
+        "rope-sections",
+        "nan-hidden-norm",
+        "decode-soft-cap",
+        "decode-chunk",
+        "decode-biases-of-some",
+        "decode-clip-qkv",
+        "decode-norm-width",
+        "decode-l2-norm",
+        "decode-dynamic",
+        "decode-sections",
+        "random-3",
+        "random-4",
+        "random-5",
+        "decode-scale",
+        "decode-gate",
+        "decode-fused-qkv",
+        "rope-longrope",
+        "rope-partial-interleaved",
+        "fused-qkv-gqa",
+        "bias",
+        "causal-tall",
+        "no-bias",
+        "one-key",
+        "nan-hidden-cross",
+        "random-1",
+        "random-2",
+        "latent-yarn",
+        "latent-window",
+        "decode-latent-yarn",
+        "decode-latent-factors",
+        "sinks-masked",
+        "decode-sinks",
+        "alibi-both-ways",
+        "decode-alibi",
+        "relative-bias-padded",
+        "decode-relative-bias",
+        "decode-grid-bias",
+        "decode-norm-context",
     }
 )
 """Variations of other cases, which run only if all cases, or they by name, are selected."""

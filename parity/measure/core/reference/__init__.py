@@ -16,7 +16,6 @@ from parity.measure.core.reference.arithmetic import ARITHMETICS, MANTISSA, UNFU
 from parity.measure.core.reference.backward import Backward
 from parity.measure.core.reference.blocks import BLOCK, without_scores
 from parity.measure.core.reference.layer import Layer
-from parity.measure.core.reference.remembered import Remembered
 from parity.measure.core.stages import Step
 from parity.measure.core.weights import dtype_named
 
@@ -27,7 +26,6 @@ __all__ = [
     "UNFUSED",
     "Arithmetic",
     "Layer",
-    "Remembered",
     "gradient_magnitudes",
     "gradients",
     "steps",
@@ -36,15 +34,14 @@ __all__ = [
 
 
 def steps(problem: Problem, dtype: str, arithmetic: str = "ieee") -> Sequence[Step]:
-    """Return the stages of a problem as functions, in the order of the data flow, in a dtype and an
-    arithmetic.
-    """
+    """Return the stages of a problem as functions, in the order of the data flow."""
     return Layer(problem, Arithmetic(dtype_named(dtype), arithmetic)).steps()
 
 
 def gradients(problem: Problem, dtype: str, *, fused: bool = False) -> dict[str, np.ndarray]:
-    """Return gradients of sum(output * cotangent) by the chain rule: `grad.query`,
-    `grad.q_proj.weight`, …
+    """Return gradients of sum(output * cotangent) by the chain rule.
+
+    Their names are `grad.query`, `grad.q_proj.weight`, …
 
     Args:
         problem: problem to differentiate.

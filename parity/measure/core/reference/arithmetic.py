@@ -1,6 +1,4 @@
-"""Storage and summation of numbers: in float64, in the compared dtypes, and in the arithmetic of
-the hardware.
-"""
+"""Storage and summation of numbers in float64, in other dtypes, and on hardware."""
 
 from __future__ import annotations
 
@@ -11,15 +9,6 @@ from functools import cached_property
 import numpy as np
 
 from mha_spec import InputError
-from parity.measure.core.work import (
-    PER_FACTOR,
-    PER_MULTIPLICATION,
-    PER_NOISE,
-    PER_SUM,
-    PER_TERM,
-    begin,
-    spend,
-)
 
 UNFUSED = ("unfused", "unfused-scores")
 """IEEE 754 with each operation of norms, RoPE and gates rounded to the dtype of the inputs, as in
@@ -75,8 +64,9 @@ references; they model products of insufficient precision.
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Storage and summation of numbers: `dtype` in memory, `wide` inside a stage, `kind` of
-    hardware.
+    """Storage and summation of numbers.
+
+    `dtype` is that in memory, `wide` that inside a stage; `kind` is that of the hardware.
     """
 
     dtype: np.dtype
@@ -89,11 +79,9 @@ class Arithmetic:
     @cached_property
     def wide(self) -> np.dtype:
         """float64 for float64, otherwise float32."""
-        return (
-            np.promote_types(np.float32, self.dtype)
-            if self.dtype.kind == "f"
-            else np.dtype(np.float32)
-        )
+        if self.dtype == np.float64:
+            return self.dtype
+        return np.dtype(np.float32)
 
     def widen(self, x: np.ndarray) -> np.ndarray:
         """Return x, stored in memory, in the dtype of sums."""
@@ -105,157 +93,184 @@ class Arithmetic:
 
     def between(self, x: np.ndarray) -> np.ndarray:
         """Return x between two operations on heads: wide, or rounded for storage."""
-        return self.keep(x).astype(self.wide) if self.kind in UNFUSED else x
+        if self.kind in UNFUSED:
+            return self.keep(x).astype(self.wide)
+        return x
 
     def between_scores(self, x: np.ndarray) -> np.ndarray:
         """Return scores between two operations: wide, or rounded for storage."""
-        return self.between(x) if self.kind == "unfused-scores" else x
+        if self.kind == "unfused-scores":
+            return self.between(x)
+        return x
 
     def enter(self, x: np.ndarray) -> np.ndarray:
         """Return wide x as it enters a matrix product: whole, or with a truncated mantissa."""
-        return _cut(x, MANTISSA[self.kind])
+        return _with_mantissa(x, MANTISSA[self.kind])
 
     def weight(self, weight: np.ndarray) -> np.ndarray:
         """Return a weight (out, in) as stored."""
-        return _sharing(weight, 0) if self._is_shared else weight
+        if not self._has_shared_exponents:
+            return weight
+        return _with_shared_exponents(weight, 0)
 
     def cached(self, x: np.ndarray) -> np.ndarray:
         """Return keys or values (…, H) as stored in a cache."""
-        return self.keep(_sharing(self.widen(x), -1)) if self._is_shared else x
+        if not self._has_shared_exponents:
+            return x
+        return self.keep(_with_shared_exponents(self.widen(x), -1))
 
     @property
-    def _is_shared(self) -> bool:
+    def _has_shared_exponents(self) -> bool:
         return self.kind.endswith("bfloat8_b") and self.wide != np.float64
 
-    def matmul(
-        self,
-        a: np.ndarray,
-        b: np.ndarray,
-        start: np.ndarray | float = 0.0,
-        exact: np.ndarray | None = None,
-    ) -> np.ndarray:
-        """Return the product of wide matrices, (…, m, k) and (…, k, n), added to `start` term by
-        term.
+    # ---- Products --------------------------------------------------------------------------------
 
-        An implementation may sum in any order. This is the simplest, with the largest error of the
-        common ones (matrix libraries also start with the bias). A better order here would require
-        the same of every implementation. float64 may use any order. Large products use BLAS's order
-        plus the noise that it saves; or the float64 product, if it is known and all bits enter the
-        product.
+    def matmul(self, a: np.ndarray, b: np.ndarray, start: np.ndarray | float = 0.0) -> np.ndarray:
+        """Return the product of wide matrices, (…, m, k) and (…, k, n).
+
+        Its terms are added to `start` one by one. An implementation may sum in any order. This is
+        the simplest, with the largest error of the common ones (matrix libraries also start with
+        the bias). A better order here would require the same of every implementation. float64 may
+        use any order. Large products use BLAS's order plus the noise that it saves.
         """
         if self.wide == np.float64:
-            return _by_blas(a, b) + start
-        bits = (MANTISSA[self.kind], MANTISSA[self.kind])
-        bits = next(
-            (bits for fidelity, bits in OPERANDS.items() if f"tensix-{fidelity}" in self.kind), bits
-        )
-        a, b = _cut(a, bits[0]), _cut(b, bits[1])
-        mantissa = PRODUCT_MANTISSA.get(self.kind, 23)
-        if mantissa < 23 or multiplications(a, b) <= LARGE:
-            return _plainly(a, b, start, mantissa)
-        enters_whole = MANTISSA[self.kind] == 23
-        fast = exact.astype(np.float32) if exact is not None and enters_whole else _by_blas(a, b)
-        fast += _more_noise(a, b, fast)
-        return fast + start
+            product = self.blas_product(a, b)
+            product += start
+            return product
+        first_bits, second_bits = self._operand_bits
+        a, b = _with_mantissa(a, first_bits), _with_mantissa(b, second_bits)
+        if not self.is_only_sampled(a, b):
+            return self.simplest_product(a, b, start)
+        product = self.blas_product(a, b)
+        product += self.excess_noise(a, b, product)
+        product += start
+        return product
 
+    def is_only_sampled(self, a: np.ndarray, b: np.ndarray) -> bool:
+        """Return whether a float32 product takes too long in the simplest order."""
+        # BLAS cannot truncate the products before it sums them, as a matrix engine does.
+        is_truncated = self._product_bits < FLOAT32_BITS
+        if self.wide == np.float64 or is_truncated:
+            return False
+        return multiplications(a, b) > LARGE
+
+    @property
+    def takes_whole_operands(self) -> bool:
+        """True if all bits of float32 enter matrix products."""
+        return MANTISSA[self.kind] == FLOAT32_BITS
+
+    @property
+    def _operand_bits(self) -> tuple[int, int]:
+        """Explicit bits of the first and second operand that enter a product."""
+        for fidelity, bits in OPERANDS.items():
+            if f"tensix-{fidelity}" in self.kind:
+                return bits
+        return MANTISSA[self.kind], MANTISSA[self.kind]
+
+    @property
+    def _product_bits(self) -> int:
+        """Explicit bits of each product that enter the sum."""
+        return PRODUCT_MANTISSA.get(self.kind, FLOAT32_BITS)
+
+    def blas_product(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """Return the product in BLAS's order."""
+        return a @ b
+
+    def simplest_product(
+        self, a: np.ndarray, b: np.ndarray, start: np.ndarray | float
+    ) -> np.ndarray:
+        """Return the float32 product, summed term by term."""
+        b = np.ascontiguousarray(b)  # rows are read one by one
+        batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        total = np.zeros((*batch, a.shape[-2], b.shape[-1]), a.dtype)
+        total += start
+        term, bits = np.empty_like(total), self._product_bits
+        for k in range(a.shape[-1]):
+            np.multiply(a[..., :, k, None], b[..., None, k, :], out=term)
+            if bits < FLOAT32_BITS:
+                total += _with_mantissa(term, bits)
+            else:
+                total += term
+        return total
+
+    def excess_noise(self, a: np.ndarray, b: np.ndarray, product: np.ndarray) -> np.ndarray:
+        """Return random rounding errors of the simplest order in excess of those of a product.
+
+        They are too many to compute. The error of an element grows with the root of the sum of
+        squares of its terms, and with the root of their number. A sample of elements, summed in
+        both orders, determines the factor.
+        """
+        rows, columns = _evenly_spaced(a.shape[-2]), _evenly_spaced(b.shape[-1])
+        some_a, some_b = a[..., rows, :], b[..., columns]
+        exact = some_a.astype(np.float64) @ some_b.astype(np.float64)
+        error_size = _size_of_errors(some_a, some_b)
+        is_measured = np.isfinite(exact) & (error_size > 0.0)
+
+        def mean_square(product: np.ndarray) -> float:
+            """Return the mean square of the errors of the sample, relative to their size."""
+            if not is_measured.any():
+                return 0.0
+            errors = (product - exact)[is_measured]
+            return float(np.mean((errors / error_size[is_measured]) ** 2))
+
+        excess = mean_square(self.simplest_product(some_a, some_b, 0.0))
+        excess -= mean_square(product[..., rows[:, None], columns])
+        noise = np.random.default_rng(0).standard_normal(product.shape, np.float32)
+        noise *= _size_of_errors(a, b)
+        noise *= np.float32(math.sqrt(max(excess, 0.0)))
+        return noise
+
+
+FLOAT32_BITS = 23
+"""Explicit bits of a float32 mantissa."""
 
 LARGE = 2**25
 """Multiplications in a float32 product above which the simplest order is too slow and only
-sampled.
+sampled: NumPy needs about ten milliseconds for that many.
 """
 
 SAMPLED = 32
-"""Rows and columns of a large product that are summed in the simplest order, to measure its
-error.
+"""Rows and columns of a large product that are summed in the simplest order, to measure its error:
+1,024 elements, whose mean square is known to a few percent.
 """
 
 
 def multiplications(a: np.ndarray, b: np.ndarray) -> int:
     """Return the number of multiplications in the product of matrices (…, m, k) and (…, k, n)."""
-    return (
-        math.prod(np.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
-        * a.shape[-2]
-        * a.shape[-1]
-        * b.shape[-1]
-    )
+    batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    return math.prod(batch) * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
 
-def _by_blas(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the product in BLAS's order."""
-    begin(
-        PER_MULTIPLICATION * multiplications(a, b) * a.itemsize / 8 + PER_FACTOR * (a.size + b.size)
-    )
-    return a @ b
-
-
-def _plainly(a: np.ndarray, b: np.ndarray, start: np.ndarray | float, mantissa: int) -> np.ndarray:
-    """Return the float32 product, summed term by term; `mantissa` bits of each term enter the
-    sum.
-    """
-    begin(PER_TERM * multiplications(a, b) + PER_SUM * a.shape[-1])
-    b = np.ascontiguousarray(b)  # rows are read one by one
-    total = np.zeros(
-        (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]), a.dtype
-    )
-    total += start
-    term = np.empty_like(total)
-    for k in range(a.shape[-1]):
-        np.multiply(a[..., :, k, None], b[..., None, k, :], out=term)
-        total += _cut(term, mantissa) if mantissa < 23 else term
-    return total
-
-
-def _more_noise(a: np.ndarray, b: np.ndarray, fast: np.ndarray) -> np.ndarray:
-    """Return random rounding errors of the simplest order in excess of a fast one: too many to
-    compute.
-
-    The error of an element grows with the root of the sum of squares of its terms, and with the
-    root of their number. A sample of elements, summed in both orders, determines the factor.
-    """
-    spend(PER_NOISE * fast.size + PER_FACTOR * (a.size + b.size))
-    rows, columns = (
-        np.unique(np.linspace(0, n - 1, SAMPLED, dtype=int)) for n in (a.shape[-2], b.shape[-1])
-    )
-    some_a, some_b, some = a[..., rows, :], b[..., columns], fast[..., rows[:, None], columns]
-    exact = some_a.astype(np.float64) @ some_b.astype(np.float64)
-    size = _size_of_errors(some_a, some_b)
-    known = np.isfinite(exact) & (size > 0.0)
-    plain = _plainly(some_a, some_b, 0.0, 23)
-    squares = [
-        np.mean(((x - exact)[known] / size[known]) ** 2) if known.any() else 0.0
-        for x in (plain, some)
-    ]
-    noise = np.random.default_rng(0).standard_normal(fast.shape, np.float32)
-    noise *= _size_of_errors(a, b)
-    noise *= np.float32(math.sqrt(max(squares[0] - squares[1], 0.0)))
-    return noise
+def _evenly_spaced(size: int) -> np.ndarray:
+    """Return at most `SAMPLED` indices of an axis, from its first to its last."""
+    return np.unique(np.linspace(0, size - 1, SAMPLED, dtype=int))
 
 
 def _size_of_errors(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return the error of each element of a float32 product, up to a factor."""
-    number = np.sqrt(np.count_nonzero(a, axis=-1, keepdims=True), dtype=np.float32)
+    num_terms = np.sqrt(np.count_nonzero(a, axis=-1, keepdims=True), dtype=np.float32)
     if b.ndim == 2:  # a weight, whose terms have similar sizes
-        return (
-            number
-            * np.linalg.norm(a, axis=-1, keepdims=True)
-            * np.linalg.norm(b, axis=-2, keepdims=True)
-        )
-    return number * np.sqrt(np.square(a) @ np.square(b))
+        row_norms = np.linalg.norm(a, axis=-1, keepdims=True)
+        return num_terms * row_norms * np.linalg.norm(b, axis=-2, keepdims=True)
+    return num_terms * np.sqrt(np.square(a) @ np.square(b))
 
 
-def _sharing(x: np.ndarray, axis: int) -> np.ndarray:
+def _with_shared_exponents(x: np.ndarray, axis: int) -> np.ndarray:
     """Return x in bfloat8_b: with the exponent of the largest of each 16 along an axis."""
     x = np.moveaxis(x, axis, -1)
     size = x.shape[-1]
-    blocks = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -size % SHARED)]).reshape(
-        *x.shape[:-1], -1, SHARED
-    )
+    num_blocks = -(-size // SHARED)
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, num_blocks * SHARED - size)]
+    blocks = np.pad(x, padding).reshape(*x.shape[:-1], num_blocks, SHARED)
     _, exponent = np.frexp(np.abs(blocks).max(axis=-1, keepdims=True))
     step = np.ldexp(np.ones_like(blocks, shape=exponent.shape), exponent - 7)
-    rounded = (np.rint(blocks / step) * step).reshape(*x.shape[:-1], -1)[..., :size]
-    return np.moveaxis(rounded, -1, axis)
+    rounded = (np.rint(blocks / step) * step).reshape(*x.shape[:-1], num_blocks * SHARED)
+    return np.moveaxis(rounded[..., :size], -1, axis)
 
 
-def _cut(x: np.ndarray, mantissa: int) -> np.ndarray:
-    lost = 23 - mantissa
-    return (x.astype(np.float32).view(np.uint32) >> lost << lost).view(np.float32) if lost else x
+def _with_mantissa(x: np.ndarray, bits: int) -> np.ndarray:
+    """Return float32 numbers truncated to some explicit bits of their mantissa."""
+    lost = FLOAT32_BITS - bits
+    if not lost:
+        return x
+    return (x.astype(np.float32).view(np.uint32) >> lost << lost).view(np.float32)

@@ -41,9 +41,11 @@ class Backward:
         if problem.spec.sinks:
             values["sink_weights"] = self.sink_weights(values)
         if self.magnitude:
-            values = {
-                name: value if name == "gate" else np.abs(value) for name, value in values.items()
-            }
+            # The gate is inside a sigmoid, so its absolute value is not that of a term.
+            gate = values.get("gate")
+            values = {name: np.abs(x) for name, x in values.items()}
+            if gate is not None:
+                values["gate"] = gate
             cotangent, query = np.abs(cotangent), np.abs(query)
             entered = {side: np.abs(x) for side, x in entered.items()}
         grads: dict[str, np.ndarray] = {}
@@ -51,10 +53,8 @@ class Backward:
         d_context, d_query = self.of_context(values, query, cotangent, grads)
         d_q, d_k, d_v = self.of_heads(values, d_context, slope, grads)
 
-        d_inputs = {
-            **{side: np.zeros(x.shape, a.wide) for side, x in entered.items()},
-            "query": d_query,
-        }
+        d_inputs = {side: np.zeros(x.shape, a.wide) for side, x in entered.items()}
+        d_inputs["query"] = d_query
         positions = problem.case.positions()
         if problem.spec.latent is not None:
             d_query += self.of_latent_queries(query, d_q, positions, grads)
@@ -65,9 +65,8 @@ class Backward:
                 d_inputs[side] += d_heads
                 continue
             d_projected = self.of_entering(name, a.keep(d_heads), positions, grads)
-            d_inputs[side] += a.widen(
-                self.of_linear(f"{name}_proj", entered[side], d_projected, grads)
-            )
+            d_input = self.of_linear(f"{name}_proj", entered[side], d_projected, grads)
+            d_inputs[side] += a.widen(d_input)
         for side, d_input in reversed(d_inputs.items()):
             grads[f"grad.{side}"] = a.keep(self.of_replaced(side, d_input))
         return grads
@@ -83,47 +82,43 @@ class Backward:
             return d_input
         return np.where(np.isfinite(x), d_input, np.zeros_like(d_input))
 
-    # ---- Parts: gradient of the output in, gradient of the input out
-    # -------------------------------------------------
+    # ---- Parts: gradient of the output in, gradient of the input out -----------------------------
 
     def of_context(
         self, values: Values, query: np.ndarray, d_output: np.ndarray, grads: dict[str, np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the gradient of the context (B, N, T, H), and the gate's contribution to that of
-        the query.
-        """
+        """Return the gradients of the context (B, N, T, H), and of the query through the gate."""
         layer, a = self.layer, self.arithmetic
         if layer.problem.spec.out_proj:
             d_output = self.of_linear("out_proj", layer.combined(values), d_output, grads)
-        d_output = self.of_norm(
-            "context", layer.combine_heads(layer.gated(values)), d_output, grads
-        )
-        d_context, nothing = (
-            layer.split_heads(a.widen(d_output), layer.num_heads("q")),
-            np.zeros(query.shape, a.wide),
-        )
+        combined = layer.combine_heads(layer.gated(values))
+        d_output = self.of_norm("context", combined, d_output, grads)
+        d_context = layer.split_heads(a.widen(d_output), layer.num_heads("q"))
         gate = layer.problem.spec.gate
         if gate is None:
-            return d_context, nothing
+            return d_context, np.zeros(query.shape, a.wide)
         openness = layer.openness(values)
         d_gate = d_context * a.widen(values["context"]) * openness * (1.0 - openness)
-        d_gate = layer.combine_heads(
-            d_gate.sum(axis=-1, keepdims=True) if gate.per_head else d_gate
-        )
+        if gate.per_head:
+            d_gate = d_gate.sum(axis=-1, keepdims=True)
+        d_gate = layer.combine_heads(d_gate)
         d_query = self.of_linear("gate_proj", query, a.keep(d_gate), grads)
         return d_context * openness, a.widen(d_query)
 
     def of_entering(
         self, name: str, d_heads: np.ndarray, positions: np.ndarray, grads: dict[str, np.ndarray]
     ) -> np.ndarray:
-        """Return the gradient of projected features, (B, T, width), from that of the heads that
-        enter attention.
+        """Return the gradient of projected features, (B, T, width).
+
+        `d_heads` is that of the heads that enter attention.
         """
         layer, norm, a = self.layer, self.layer.norm(name), self.arithmetic
         x = self.entered(layer.problem.sides[name])
-        limit = layer.problem.spec.clip_qkv
-        found = x if norm is None and limit is None else layer.linear(f"{name}_proj", x)
-        projected, num_heads = layer.clipped(name, found), layer.num_heads(name)
+        limit, num_heads = layer.problem.spec.clip_qkv, layer.num_heads(name)
+        unclipped = x
+        if norm is not None or limit is not None:  # only these need the projected features
+            unclipped = layer.linear(f"{name}_proj", x)
+        projected = layer.clipped(name, unclipped)
         if name == "q" and layer.problem.spec.temperature is not None:
             d_heads = a.keep(a.widen(d_heads) * layer.factors(positions))
         if norm is not None and norm.after_rope:
@@ -137,9 +132,8 @@ class Backward:
         if norm is not None and norm.over == "width":
             d_projected = self.of_norm(name, projected, d_projected, grads)
         if limit is not None:
-            d_projected = np.where(
-                np.abs(a.widen(found)) <= limit, a.widen(d_projected), a.wide.type(0.0)
-            )
+            is_within = np.abs(a.widen(unclipped)) <= limit
+            d_projected = np.where(is_within, a.widen(d_projected), a.wide.type(0.0))
         return a.keep(d_projected)
 
     def of_latent_queries(
@@ -165,15 +159,14 @@ class Backward:
         positions: np.ndarray,
         grads: dict[str, np.ndarray],
     ) -> np.ndarray:
-        """Return the gradient of the input of a layer with latents, from those of its keys and
-        values.
+        """Return the gradient of the input of a layer with latents.
+
+        `d_k` and `d_v` are those of its keys and values.
         """
         layer, a, rank = self.layer, self.arithmetic, self.layer.latent().kv_rank
         entered = self.entered("query")
-        latents, compressed = (
-            layer.latents(entered, positions)[:, 0],
-            layer.linear("kv_a_proj", entered),
-        )
+        latents = layer.latents(entered, positions)[:, 0]
+        compressed = layer.linear("kv_a_proj", entered)
         own_features = layer.problem.spec.head_dim - (latents.shape[-1] - rank)
         d_shared = d_k[..., own_features:].sum(axis=1, keepdims=True)
         d_kv = layer.combine_heads(a.keep(np.concatenate([d_k[..., :own_features], d_v], axis=-1)))
@@ -187,7 +180,9 @@ class Backward:
 
     def sized(self, x: np.ndarray) -> np.ndarray:
         """Return x, or its absolute values if all terms are made positive."""
-        return np.abs(x) if self.magnitude else x
+        if self.magnitude:
+            return np.abs(x)
+        return x
 
     def turned_back(self, d_heads: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Return the gradient of features before rotation, from that after it."""
@@ -198,8 +193,9 @@ class Backward:
     def of_latent_norm(
         self, name: str, x: np.ndarray, d_y: np.ndarray, grads: dict[str, np.ndarray]
     ) -> np.ndarray:
-        """Return the gradient of the input of a latent's norm, whose output is multiplied by its
-        factor.
+        """Return the gradient of the input of a latent's norm.
+
+        The output of the norm is multiplied by the latent's factor.
         """
         d_normed = self.arithmetic.keep(self.arithmetic.widen(d_y) * self.layer.latent_factor(name))
         return self.of_norm(name, x, d_normed, grads)
@@ -207,8 +203,9 @@ class Backward:
     def of_norm(
         self, name: str, x: np.ndarray, d_y: np.ndarray, grads: dict[str, np.ndarray]
     ) -> np.ndarray:
-        """Return the gradient of the input of a norm; those of its weight and bias are added to
-        `grads`.
+        """Return the gradient of the input of a norm.
+
+        The gradients of its weight and bias are added to `grads`.
         """
         layer, norm, a = self.layer, self.layer.norm(name), self.arithmetic
         if norm is None:
@@ -218,12 +215,11 @@ class Backward:
         if norm.bias:
             grads[f"grad.{name}_norm.bias"] = a.keep(norms.summed(d_hat, norm))
         if norm.weight is not None:
-            terms = d_hat * (np.abs(x_hat) if self.magnitude else x_hat)
+            terms = d_hat * self.sized(x_hat)
             grads[f"grad.{name}_norm.weight"] = a.keep(norms.summed(terms, norm))
-            factor = norms.broadcast(
-                norms.factor(a.widen(layer.parameter(f"{name}_norm.weight")), norm), norm
-            )
-            d_hat = d_hat * (np.abs(factor) if self.magnitude else factor)
+            weight = a.widen(layer.parameter(f"{name}_norm.weight"))
+            factor = norms.broadcast(norms.factor(weight, norm), norm)
+            d_hat = d_hat * self.sized(factor)
         return a.keep(norms.back_through(d_hat, x_hat, s, norm, magnitude=self.magnitude))
 
     def of_heads(
@@ -244,23 +240,22 @@ class Backward:
             attn_weights, d_attn_weights = a.widen(values["attn_weights"]), a.widen(d_attn_weights)
             weighed = (attn_weights * d_attn_weights).sum(axis=-1, keepdims=True)
         d_v = self.per_kv_head(a.matmul(attn_weights.swapaxes(2, 3), d_context))
-        difference = d_attn_weights + weighed if self.magnitude else d_attn_weights - weighed
+        # All terms of a magnitude are positive, also those that are subtracted.
+        sign = a.wide.type(1.0 if self.magnitude else -1.0)
+        difference = d_attn_weights + sign * weighed
         d_scores = attn_weights * difference  # a masked weight is 0, and so is its gradient
         if "bias" in layer.problem.inputs:
             grads["grad.bias"] = a.keep(d_scores)
         if layer.problem.spec.sinks:  # of the sink's weight, whose value is 0
-            passed_on = a.widen(values["sink_weights"]) * weighed
-            grads["grad.sinks"] = a.keep(
-                (passed_on if self.magnitude else -passed_on).sum(axis=(0, 2, 3))
-            )
+            d_sinks = sign * a.widen(values["sink_weights"]) * weighed
+            grads["grad.sinks"] = a.keep(d_sinks.sum(axis=(0, 2, 3)))
         if layer.problem.spec.relative_bias is not None:
             grads["grad.relative_bias"] = a.keep(self.of_relative_bias(d_scores))
         d_scores, scale = d_scores * slope, a.wide.type(layer.scale())
-        d_q, d_k = a.matmul(d_scores, layer.per_query_head(k)), a.matmul(d_scores.swapaxes(2, 3), q)
+        repeated_k = layer.per_query_head(k)
+        d_q, d_k = a.matmul(d_scores, repeated_k), a.matmul(d_scores.swapaxes(2, 3), q)
         if layer.problem.spec.relative_products is not None:
-            of_q, of_k = self.of_relative_products(
-                d_scores, q, layer.per_query_head(k), scale, grads
-            )
+            of_q, of_k = self.of_relative_products(d_scores, q, repeated_k, scale, grads)
             d_q, d_k = d_q + of_q, d_k + of_k
         return d_q / scale, self.per_kv_head(d_k / scale), d_v
 
@@ -272,102 +267,102 @@ class Backward:
         scale: np.floating,
         grads: dict[str, np.ndarray],
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return gradients of q and k, (B, N, ·, H), through products with vectors of distances,
-        not scaled.
+        """Return gradients of q and k, (B, N, ·, H), through products with vectors of distances.
+
+        They are not scaled.
         """
-        layer, a, held = self.layer, self.arithmetic, self.layer.distance_record()
+        layer, a, record = self.layer, self.arithmetic, self.layer.distance_record()
         num_queries, num_keys = d_scores.shape[2:]
         buckets = layer.distance_bucket(np.arange(num_keys) - np.arange(num_queries)[:, None])
-        is_in = (buckets[..., None] == np.arange(held.num_buckets)).astype(
-            a.wide
-        )  # (T, S, buckets)
-        sides = {"relative_keys": (held.of_queries, q, "bnts,tsc->bntc")}
-        sides["relative_queries"] = (held.of_keys, k, "bnts,tsc->bnsc")
-        found = []
-        for name, (is_there, x, sums) in sides.items():
-            if not is_there:
-                found.append(np.zeros_like(x))
-                continue
-            by_bucket = np.einsum(sums, d_scores, is_in)
-            found.append(a.matmul(by_bucket, self.sized(layer.distance_vectors(name))))
+        is_in = buckets[..., None] == np.arange(record.num_buckets)  # (T, S, buckets)
+        is_in = is_in.astype(a.wide)
+
+        def of_side(name: str, x: np.ndarray, by_bucket: np.ndarray) -> np.ndarray:
+            """Return the gradient of q or k, by the gradients of its products with each vector."""
             d_table = (by_bucket.swapaxes(2, 3) @ x).sum(axis=0) / scale  # (N, buckets, H)
-            grads[f"grad.{name}"] = a.keep(
-                d_table.swapaxes(0, 1) if held.per_head else d_table.sum(axis=0)
-            )
-        return found[0], found[1]
+            d_table = d_table.swapaxes(0, 1) if record.per_head else d_table.sum(axis=0)
+            grads[f"grad.{name}"] = a.keep(d_table)
+            return a.matmul(by_bucket, self.sized(layer.distance_vectors(name)))
+
+        d_q, d_k = np.zeros_like(q), np.zeros_like(k)
+        if record.of_queries:
+            d_q = of_side("relative_keys", q, np.einsum("bnts,tsc->bntc", d_scores, is_in))
+        if record.of_keys:
+            d_k = of_side("relative_queries", k, np.einsum("bnts,tsc->bnsc", d_scores, is_in))
+        return d_q, d_k
 
     def of_relative_bias(self, d_scores: np.ndarray) -> np.ndarray:
-        """Return the gradient of the table, (num_buckets, N): that of the scores, summed within
-        buckets.
+        """Return the gradient of the table, (num_buckets, N).
+
+        It is that of the scores, summed within buckets.
         """
         layer = self.layer
         (buckets,) = layer.buckets(np.arange(d_scores.shape[2])[None], d_scores.shape[3])
         by_place = np.moveaxis(d_scores.sum(axis=0), 0, -1)  # (T, S, N)
-        return np.stack(
-            [by_place[buckets == i].sum(axis=0) for i in range(len(layer.relative_table()))]
-        )
+        num_buckets = len(layer.relative_table())
+        return np.stack([by_place[buckets == i].sum(axis=0) for i in range(num_buckets)])
 
     def slope_of_cap(self, values: Values) -> np.ndarray | float:
-        """Return the derivative of the capped scores by the scores, (B, N, T, S): 1 - tanh(s / cap)
-        ** 2.
+        """Return the derivative of the capped scores by the scores, (B, N, T, S).
+
+        It is 1 - tanh(s / cap) ** 2 for scores s.
         """
         cap = self.layer.soft_cap()
-        return (
-            1.0
-            if cap is None
-            else 1.0 - np.square(self.layer.capped(self.layer.products(values)) / cap)
-        )
+        if cap is None:
+            return 1.0
+        capped = self.layer.capped(self.layer.products(values))
+        return 1.0 - np.square(capped / cap)
 
     def per_kv_head(self, x: np.ndarray) -> np.ndarray:
-        """Return the gradient of `Layer.per_query_head`: the sum over the query heads of a
-        group.
-        """
+        """Return the gradient of `Layer.per_query_head`: the sum over a group's query heads."""
         batch, _, seq_len, head_dim = x.shape
-        return x.reshape(batch, self.layer.problem.spec.num_kv_heads, -1, seq_len, head_dim).sum(
-            axis=2
-        )
+        num_kv_heads = self.layer.problem.spec.num_kv_heads
+        return x.reshape(batch, num_kv_heads, -1, seq_len, head_dim).sum(axis=2)
 
     def log_sum_exp(self, values: Values) -> np.ndarray:
         """Return the log-sum-exp of scores, (B, N, T, 1); 0 for a fully masked row."""
-        shown, sinks = np.where(values["mask"], -np.inf, values["scores"]), self.layer.sinks()
-        highest = np.maximum(
-            shown.max(axis=-1, keepdims=True, initial=-np.inf), -np.inf if sinks is None else sinks
-        )
-        highest = np.where(np.isfinite(highest), highest, 0.0).astype(shown.dtype)
-        total = np.exp(shown - highest).sum(axis=-1, keepdims=True)
-        total = total if sinks is None else total + np.exp(sinks - highest)
-        return highest + np.log(np.where(total == 0.0, 1.0, total)).astype(shown.dtype)
+        visible_scores = np.where(values["mask"], -np.inf, values["scores"])
+        sinks, dtype = self.layer.sinks(), visible_scores.dtype
+        highest = visible_scores.max(axis=-1, keepdims=True, initial=-np.inf)
+        if sinks is not None:
+            highest = np.maximum(highest, sinks)
+        highest = np.where(np.isfinite(highest), highest, 0.0).astype(dtype)
+        total = np.exp(visible_scores - highest).sum(axis=-1, keepdims=True)
+        if sinks is not None:
+            total = total + np.exp(sinks - highest)
+        return highest + np.log(np.where(total == 0.0, 1.0, total)).astype(dtype)
 
     def sink_weights(self, values: Values) -> np.ndarray:
         """Return the weight of the sink in each row, (B, N, T, 1)."""
         return np.exp(self.layer.sinks() - self.log_sum_exp(values))
 
     def recomputed_attn_weights(self, values: Values) -> np.ndarray:
-        """Return exp(score - log sum exp) of recomputed scores: scaled queries, summed from the
-        last feature.
+        """Return exp(score - log sum exp) of recomputed scores.
+
+        Queries are scaled, and products are summed from the last feature.
         """
         a, log_sum_exp = self.arithmetic, self.log_sum_exp(values)
-        q, k = (
-            a.widen(values["q"]) / a.wide.type(self.layer.scale()),
-            self.layer.per_query_head(a.widen(values["k"])),
-        )
+        q = a.widen(values["q"]) / a.wide.type(self.layer.scale())
+        k = self.layer.per_query_head(a.widen(values["k"]))
         products = a.matmul(q[..., ::-1], k[..., ::-1].swapaxes(2, 3))
-        again = self.layer.scores(values, products=products)["scores"]
-        return np.exp(np.where(values["mask"], -np.inf, again) - log_sum_exp)
+        scores = self.layer.scores(values, products=products)["scores"]
+        return np.exp(np.where(values["mask"], -np.inf, scores) - log_sum_exp)
 
     def of_linear(
         self, name: str, x: np.ndarray, d_y: np.ndarray, grads: dict[str, np.ndarray]
     ) -> np.ndarray:
-        """Return the gradient of the input of a projection; those of its weight and bias are added
-        to `grads`.
+        """Return the gradient of the input of a projection.
+
+        The gradients of its weight and bias are added to `grads`.
         """
         a, weights = self.arithmetic, self.layer.problem.weights
-        flat_x, flat_d_y = (a.widen(array).reshape(-1, array.shape[-1]) for array in (x, d_y))
+        flat_x = a.widen(x).reshape(-1, x.shape[-1])
+        flat_d_y = a.widen(d_y).reshape(-1, d_y.shape[-1])
         grads[f"grad.{name}.weight"] = a.keep(a.matmul(flat_d_y.T, flat_x))
         if f"{name}.bias" in weights:
             grads[f"grad.{name}.bias"] = a.keep(flat_d_y.sum(axis=0))
         weight = a.widen(weights[f"{name}.weight"])
-        return a.keep(a.matmul(a.widen(d_y), np.abs(weight) if self.magnitude else weight))
+        return a.keep(a.matmul(a.widen(d_y), self.sized(weight)))
 
 
 def _without_bad_tokens(x: np.ndarray) -> np.ndarray:

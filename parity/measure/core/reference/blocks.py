@@ -9,32 +9,39 @@ import numpy as np
 
 from parity.measure.core.problem import Problem
 from parity.measure.core.reference.layer import Layer
-from parity.measure.core.sample import Sample
 
 BLOCK = 2**21
-"""Number of scores that are computed at once if none are stored."""
+"""Number of scores that are computed at once if none are stored: 16 MiB in float64."""
 
 
 def without_scores(layer: Layer) -> dict[str, np.ndarray]:
-    """Return all stages except scores and attention weights, which are computed for a block of rows
-    and discarded.
+    """Return all stages except scores and attention weights.
+
+    These are computed for a block of rows and discarded.
     """
     values: dict[str, np.ndarray] = layer.mask({})
     values |= layer.qkv(values)
-    found: list[np.ndarray] = []
+    contexts: list[np.ndarray] = []
     for rows in _blocks(layer.problem):
-        sample = Sample(rows, np.arange(layer.problem.spec.output_width))
-        part = Layer(replace(layer.problem, sample=sample), layer.arithmetic)
-        some = {**values, "mask": values["mask"][:, :, rows], "q": values["q"][:, :, rows]}
-        some |= part.scores(some, rows[None])
-        some |= part.attn_weights(some)
-        found.append(part.context(some)["context"])
-    values["context"] = np.concatenate(found, axis=2)
+        layer_of_rows = Layer(_with_bias_of(rows, layer.problem), layer.arithmetic)
+        block = {**values, "mask": values["mask"][:, :, rows], "q": values["q"][:, :, rows]}
+        block |= layer_of_rows.scores(block, rows[None])
+        block |= layer_of_rows.attn_weights(block)
+        contexts.append(layer_of_rows.context(block)["context"])
+    values["context"] = np.concatenate(contexts, axis=2)
     return values | layer.output(values)
 
 
+def _with_bias_of(rows: np.ndarray, problem: Problem) -> Problem:
+    """Return a problem whose bias is that of some rows of the scores."""
+    if problem.bias is None:
+        return problem
+    return replace(problem, inputs={**problem.inputs, "bias": problem.bias[:, :, rows]})
+
+
 def _blocks(problem: Problem) -> Iterator[np.ndarray]:
-    """Return the query tokens in blocks of similar size."""
+    """Yield the query tokens in blocks of similar size."""
     case = problem.case
-    count = -(-case.batch * case.spec.num_heads * case.seq_len * case.key_len // BLOCK)
-    yield from np.array_split(np.arange(case.seq_len), min(count, case.seq_len))
+    num_scores = case.batch * case.spec.num_heads * case.seq_len * case.key_len
+    num_blocks = -(-num_scores // BLOCK)
+    yield from np.array_split(np.arange(case.seq_len), min(num_blocks, case.seq_len))

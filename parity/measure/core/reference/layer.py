@@ -1,13 +1,13 @@
-"""Attention stage by stage, directly from the formulas: each method is a step that a known bug may
-replace.
+"""Attention stage by stage, directly from the formulas.
+
+Each method is a step that a known bug may replace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
@@ -26,55 +26,29 @@ from parity.measure.core.problem import Problem
 from parity.measure.core.reference import norms
 from parity.measure.core.reference.arithmetic import Arithmetic
 from parity.measure.core.reference.rope import amplitude, axes, frequencies, pair_slices
-from parity.measure.core.sample import of_paths, steps_of_sample
-from parity.measure.core.stages import Step, Values, steps_of
+from parity.measure.core.stages import Step, Values, of_paths, steps_of
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Layer of a problem in some arithmetic; known bugs override parts of it.
+    """Layer of a problem in some arithmetic.
+
+    A search replaces methods, see `parity.explain.diagnosis.changed_layer`. So each part of a
+    formula that an implementation may get wrong is a method of its own, called by its name.
 
     Attributes:
         problem: problem to compute.
         arithmetic: arithmetic of the computation.
-        asked: which of q, k and v to compute.
-        overrides: functions that replace methods, by name; other methods have no overhead.
+        requested: which of q, k and v to compute.
     """
 
     problem: Problem
     arithmetic: Arithmetic
-    asked: str = "qkv"
-    overrides: dict[str, Callable[..., Any]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-
-    def override(self, **methods: Callable[..., Any]) -> None:
-        """Replace methods of this layer by functions."""
-        self.overrides.update(methods)
-        self.__dict__.update(methods)  # instance attributes hide methods of the class
-
-    @contextmanager
-    def overriding(self, **methods: Callable[..., Any]) -> Iterator[None]:
-        """Replace methods of this layer by functions within the block."""
-        before = {name: self.overrides[name] for name in methods if name in self.overrides}
-        self.override(**methods)
-        try:
-            yield
-        finally:
-            for name in methods:
-                del self.overrides[name], self.__dict__[name]
-            self.override(**before)
-
-    def asking(self, names: str) -> Layer:
-        """Return a layer that computes only some of q, k and v."""
-        other = replace(self, asked=names)
-        other.override(**self.overrides)
-        return other
+    requested: str = "qkv"
 
     def steps(self) -> Sequence[Step]:
         """Return the stages as functions: see `parity.measure.core.stages`."""
-        case, sample = self.problem.case, self.problem.sample
-        return steps_of(self, case) if sample is None else steps_of_sample(self, sample, case)
+        return steps_of(self, self.problem.case)
 
     # ---- Stages ----------------------------------------------------------------------------------
 
@@ -82,7 +56,9 @@ class Layer:
         case = self.problem.case
         t, s = np.arange(case.seq_len)[:, None], np.arange(case.key_len)[None, :]
         shape = (case.batch, case.spec.num_heads, case.seq_len, case.key_len)
-        masked = np.zeros(shape if case.random_mask else (case.batch, 1, *shape[2:]), bool)
+        # Only a random mask differs between heads.
+        num_masks = case.spec.num_heads if case.random_mask else 1
+        masked = np.zeros((case.batch, num_masks, case.seq_len, case.key_len), bool)
         if case.is_causal:
             masked |= self.is_later(t, s)
         if case.window_size is not None:
@@ -96,116 +72,128 @@ class Layer:
         return {"mask": np.broadcast_to(self.hidden(masked), shape)}
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
-        entering = {
-            name: self.problem.finite_in_padding(side) for name, side in self.problem.sides.items()
-        }
-        return self.project(entering, self.problem.case.positions())
+        problem = self.problem
+        inputs = {name: problem.finite_in_padding(side) for name, side in problem.sides.items()}
+        return self.project(inputs, problem.case.positions())
 
     def scores(
         self, values: Values, places: np.ndarray | None = None, products: np.ndarray | None = None
     ) -> dict[str, np.ndarray]:
-        """Return the scores of queries at positions (B or 1, T), default 0, 1, …; from their
-        products, if given.
+        """Return the scores of queries at positions (B or 1, T), default 0, 1, …
+
+        `products` are those of queries and keys; default: computed from `values`.
         """
-        scores = self.capped(self.products(values) if products is None else products)
-        bias, keep = self.score_bias(), self.arithmetic.between_scores
+        spec, a = self.problem.spec, self.arithmetic
+        keep = a.between_scores
+        if products is None:
+            products = self.products(values)
+        scores, bias = self.capped(products), self.score_bias()
         places = np.arange(scores.shape[2])[None] if places is None else places
-        if self.problem.spec.alibi is not None:
-            scores = keep(
-                scores - keep(self.lost_by_distance(self.distances(places, scores.shape[3])))
-            )
-        if self.problem.spec.relative_bias is not None:
+        if spec.alibi is not None:
+            penalty = self.lost_by_distance(self.distances(places, scores.shape[3]))
+            scores = keep(scores - keep(penalty))
+        if spec.relative_bias is not None:
             scores = keep(scores + self.gained_by_distance(self.buckets(places, scores.shape[3])))
-        if self.problem.spec.relative_products is not None:
-            for products in self.relative_products(values, places):
-                scores = keep(
-                    scores
-                    + keep(keep(products) / self.arithmetic.wide.type(self.scale_of_distances()))
-                )
-        return {"scores": scores if bias is None else keep(scores + self.arithmetic.widen(bias))}
+        if spec.relative_products is not None:
+            for distance_products in self.relative_products(values, places):
+                scale = a.wide.type(self.scale_of_distances())
+                scores = keep(scores + keep(keep(distance_products) / scale))
+        if bias is not None:
+            scores = keep(scores + a.widen(bias))
+        return {"scores": scores}
 
     def products(self, values: Values) -> np.ndarray:
         """Return the scaled products of queries and keys."""
-        q, k = self.arithmetic.widen(values["q"]), self.arithmetic.widen(values["k"])
-        keep = self.arithmetic.between_scores
-        return keep(
-            keep(self.by_group(q, k.swapaxes(2, 3))) / self.arithmetic.wide.type(self.scale())
-        )
+        a = self.arithmetic
+        keep = a.between_scores
+        products = self.by_group(a.widen(values["q"]), a.widen(values["k"]).swapaxes(2, 3))
+        return keep(keep(products) / a.wide.type(self.scale()))
 
     def attn_weights(self, values: Values) -> dict[str, np.ndarray]:
-        # ttnn's softmax passes scores and exponentials through the matrix engine.
-        enter = self.arithmetic.enter if self.arithmetic.kind.startswith("tensix") else lambda x: x
-        scores, mask = enter(values["scores"].astype(self.arithmetic.wide)), values["mask"]
-        shown, sinks = np.where(mask, -np.inf, scores), self.sinks()
-        highest = np.maximum(
-            shown.max(axis=-1, keepdims=True, initial=-np.inf), -np.inf if sinks is None else sinks
-        )
+        scores, mask = self.entering_softmax(values["scores"]), values["mask"]
+        visible_scores, sinks = np.where(mask, -np.inf, scores), self.sinks()
+        highest = visible_scores.max(axis=-1, keepdims=True, initial=-np.inf)
+        if sinks is not None:
+            highest = np.maximum(highest, sinks)
         highest = np.where(np.isfinite(highest), highest, 0.0).astype(scores.dtype)
-        exponentials = enter(np.exp(shown - highest))
-        bias = self.score_bias()
-        is_hidden = (
-            mask if bias is None or not np.isneginf(bias).any() else mask | np.isneginf(bias)
-        )
-        # Only rows whose keys are all hidden are fully masked. Non-finite scores remain 0 / 0 =
-        # NaN.
+        exponentials = self.entering_softmax(np.exp(visible_scores - highest))
         total = exponentials.sum(axis=-1, keepdims=True)
-        is_empty = np.logical_and(is_hidden.all(axis=-1, keepdims=True), sinks is None)
-        total = (
-            np.where(is_empty, 1.0, total)
-            if sinks is None
-            else total + enter(np.exp(enter(sinks) - highest))
-        )
+        if sinks is None:
+            # Only rows whose keys are all hidden are fully masked. Non-finite scores remain 0 / 0 =
+            # NaN.
+            is_empty = np.all(self.hidden_keys(mask), axis=-1, keepdims=True)
+            total = np.where(is_empty, 1.0, total)
+        else:
+            is_empty = np.zeros(total.shape, bool)
+            of_sinks = np.exp(self.entering_softmax(sinks) - highest)
+            total = total + self.entering_softmax(of_sinks)
         attn_weights = self.arithmetic.keep(exponentials / total.astype(exponentials.dtype))
         return {"attn_weights": self.of_empty_rows(attn_weights, scores, is_empty)}
 
+    def entering_softmax(self, x: np.ndarray) -> np.ndarray:
+        """Return wide scores or exponentials as the softmax takes them."""
+        x = x.astype(self.arithmetic.wide, copy=False)
+        # ttnn's softmax passes both through the matrix engine.
+        if self.arithmetic.kind.startswith("tensix"):
+            return self.arithmetic.enter(x)
+        return x
+
+    def hidden_keys(self, mask: np.ndarray) -> np.ndarray:
+        """Return the keys that the mask or an infinite bias hides."""
+        bias = self.score_bias()
+        if bias is None or not np.isneginf(bias).any():
+            return mask
+        return mask | np.isneginf(bias)
+
     def context(self, values: Values) -> dict[str, np.ndarray]:
-        """Return the weighted sums of visible values; hidden values have no effect, whatever they
-        contain.
+        """Return the weighted sums of visible values.
+
+        Hidden values have no effect, whatever they contain.
         """
-        is_bad = ~np.isfinite(values["v"])
-        if not is_bad.any():
+        v = values["v"]
+        is_not_finite = ~np.isfinite(v)
+        if not is_not_finite.any():
             return self.weighed(values)
-        finite = np.where(is_bad, np.zeros_like(values["v"]), values["v"])
+        finite = np.where(is_not_finite, np.zeros_like(v), v)
         context = self.weighed({**values, "v": finite})["context"]
-        is_bad = np.any(self.per_query_head(is_bad), axis=-1)[:, :, None, :]
-        sees_bad = np.any(is_bad & ~values["mask"], axis=-1, keepdims=True)
-        return {"context": np.where(sees_bad, np.full_like(context, np.nan), context)}
+        is_bad_key = np.any(self.per_query_head(is_not_finite), axis=-1)[:, :, None, :]
+        attends_to_bad = np.any(is_bad_key & ~values["mask"], axis=-1, keepdims=True)
+        return {"context": np.where(attends_to_bad, np.full_like(context, np.nan), context)}
 
     def weighed(self, values: Values) -> dict[str, np.ndarray]:
         """Return the formula, in which 0 * NaN is NaN."""
-        attn_weights, v = (
-            self.arithmetic.widen(values["attn_weights"]),
-            self.arithmetic.widen(values["v"]),
-        )
-        return {"context": self.arithmetic.keep(self.by_group(attn_weights, v))}
+        a = self.arithmetic
+        sums = self.by_group(a.widen(values["attn_weights"]), a.widen(values["v"]))
+        return {"context": a.keep(sums)}
 
     def output(self, values: Values) -> dict[str, np.ndarray]:
-        combined = self.combined(values)
-        return {
-            "output": self.linear("out_proj", combined) if self.problem.spec.out_proj else combined
-        }
+        output = self.combined(values)
+        if self.problem.spec.out_proj:
+            output = self.linear("out_proj", output)
+        return {"output": output}
 
     def combined(self, values: Values) -> np.ndarray:
-        """Return the concatenated context of all heads, (B, T, N * H), gated or normalized as the
-        layer requires.
+        """Return the concatenated context of all heads, (B, T, N * H).
+
+        It is gated or normalized as the layer requires.
         """
         context, norm = self.combine_heads(self.gated(values)), self.norm("context")
-        return context if norm is None else self.normed("context", context, norm)
+        if norm is None:
+            return context
+        return self.normed("context", context, norm)
 
     def whole(self, _: Values) -> dict[str, np.ndarray]:
         return of_paths(self.forward())
 
     def forward(self) -> dict[str, np.ndarray]:
-        values = dict[str, np.ndarray]()
-        for stage in (
-            self.mask,
-            self.qkv,
-            self.scores,
-            self.attn_weights,
-            self.context,
-            self.output,
-        ):
-            values |= stage(values)
+        """Return all stages but those of a module's paths."""
+        values: dict[str, np.ndarray] = {}
+        values |= self.mask(values)
+        values |= self.qkv(values)
+        values |= self.scores(values)
+        values |= self.attn_weights(values)
+        values |= self.context(values)
+        values |= self.output(values)
         return values
 
     # ---- With a cache ----------------------------------------------------------------------------
@@ -225,15 +213,14 @@ class Layer:
         added: np.ndarray,
     ) -> dict[str, np.ndarray]:
         """Return the cache with the real new tokens in the slots from `before` on."""
-        case, grown = self.problem.case, {}
+        case, a, grown = self.problem.case, self.arithmetic, {}
         for name, x in new.items():
             shape = (case.batch, x.shape[1], case.capacity, x.shape[3])
-            old = values.get(f"previous.{cache}{name}", np.zeros(shape, self.arithmetic.dtype))
-            slots = self.arithmetic.keep(old).copy()
+            empty = np.zeros(shape, a.dtype)
+            slots = a.keep(values.get(f"previous.{cache}{name}", empty)).copy()
             for b in range(case.batch):
-                slots[b, :, before[b] : before[b] + added[b]] = self.arithmetic.cached(
-                    x[b, :, : added[b]]
-                )
+                end = before[b] + added[b]
+                slots[b, :, before[b] : end] = a.cached(x[b, :, : added[b]])
             grown[f"{cache}{name}"] = slots
         return {**grown, f"{cache}lengths": (before + added).astype(np.int32)}
 
@@ -247,19 +234,14 @@ class Layer:
         return s <= t - size
 
     def is_out_of_reach(self, t: np.ndarray, s: np.ndarray) -> np.ndarray:
-        """Return whether a key at position s is outside the window or chunk of a query at position
-        t.
-        """
+        """Return whether a key at position s is outside the window or chunk of a query at t."""
         spec = self.problem.spec
         if spec.window_size is not None:
-            return self.is_before_window(t, s, spec.window_size) | self.is_after_window(
-                t, s, spec.window_size
-            )
-        return (
-            np.zeros(1, bool)
-            if spec.chunk_size is None
-            else self.is_in_another_chunk(t, s, spec.chunk_size)
-        )
+            is_before = self.is_before_window(t, s, spec.window_size)
+            return is_before | self.is_after_window(t, s, spec.window_size)
+        if spec.chunk_size is not None:
+            return self.is_in_another_chunk(t, s, spec.chunk_size)
+        return np.zeros(1, bool)
 
     def is_after_window(self, t: np.ndarray, s: np.ndarray, size: int) -> np.ndarray:
         return s >= t + size
@@ -293,23 +275,26 @@ class Layer:
 
     def lost_by_distance(self, distances: np.ndarray) -> np.ndarray:
         """Return the penalty of ALiBi on scores, (B or 1, N, T, S)."""
-        return (
-            self.slopes()[:, None, None].astype(wide := self.arithmetic.wide)
-        ) * distances.astype(wide)
+        wide = self.arithmetic.wide
+        return self.slopes()[:, None, None].astype(wide) * distances.astype(wide)
 
     def slopes(self) -> np.ndarray:
         """Return ALiBi's slope of each head, (N,)."""
         spec = self.problem.spec
         alibi = cast(Alibi, spec.alibi)  # only called if the layer has one
         n = np.arange(1, spec.num_heads + 1)
+        # The paper defines slopes for powers of two; other heads have those between them.
         largest = 2 ** int(np.log2(spec.num_heads))
         of_rest = (2 * (n - largest) - 1) / (2 * largest)
         slopes = 2.0 ** (-alibi.max_bias * np.where(n <= largest, n / largest, of_rest))
-        return slopes / self.scale() if alibi.scaled else slopes
+        if alibi.scaled:
+            return slopes / self.scale()
+        return slopes
 
     def gained_by_distance(self, buckets: np.ndarray) -> np.ndarray:
-        """Return the relative bias of the scores, (B or 1, N, T, S), by the buckets of distances (B
-        or 1, T, S).
+        """Return the relative bias of the scores, (B or 1, N, T, S).
+
+        `buckets` are those of distances, (B or 1, T, S).
         """
         return np.moveaxis(self.arithmetic.widen(self.relative_table())[buckets], -1, 1)
 
@@ -318,8 +303,9 @@ class Layer:
         return self.parameter("relative_bias")
 
     def buckets(self, places: np.ndarray, key_len: int) -> np.ndarray:
-        """Return the buckets of distances from queries to keys, or of their grid offsets, (B or 1,
-        T, S).
+        """Return the buckets of distances from queries to keys, (B or 1, T, S).
+
+        On a grid, they are those of the offsets.
         """
         grid = self.problem.spec.relative_bias
         if isinstance(grid, GridBias):
@@ -329,134 +315,141 @@ class Layer:
     def bucket_on(self, grid: GridBias, query: np.ndarray, key: np.ndarray) -> np.ndarray:
         """Return the bucket of a query and a key on a grid."""
         first = int(grid.class_token)
-        (row, column), (key_row, key_column) = (
-            np.divmod(place - first, grid.width) for place in (query, key)
-        )
-        rows, columns = row - key_row + grid.height - 1, column - key_column + grid.width - 1
-        of_difference = rows * (2 * grid.width - 1) + columns
-        of_class = grid.num_buckets - np.where(query > 0, 2, np.where(key > 0, 3, 1))
-        return np.where(grid.class_token & ((query == 0) | (key == 0)), of_class, of_difference)
+        query_row, query_column = np.divmod(query - first, grid.width)
+        key_row, key_column = np.divmod(key - first, grid.width)
+        row_offset = query_row - key_row + grid.height - 1
+        column_offset = query_column - key_column + grid.width - 1
+        of_patches = row_offset * (2 * grid.width - 1) + column_offset
+        if not grid.class_token:
+            return of_patches
+        # The last three buckets: from the class token to patches, to it, and to itself.
+        of_class_token = grid.num_buckets - np.where(query > 0, 2, np.where(key > 0, 3, 1))
+        return np.where((query == 0) | (key == 0), of_class_token, of_patches)
 
     def bucket(self, distance: np.ndarray) -> np.ndarray:
         """Return the bucket of the distance from a query to a key, negative for an earlier key."""
         relative = self.relative_bias()
         if not relative.bidirectional:
-            return self.bucket_of_direction(
-                np.where(distance < 0, -distance, 0), relative.num_buckets
-            )
+            steps_back = np.where(distance < 0, -distance, 0)
+            return self.bucket_of_direction(steps_back, relative.num_buckets)
         half = relative.num_buckets // 2
         return self.bucket_of_direction(np.abs(distance), half) + np.where(distance > 0, half, 0)
 
     def bucket_of_direction(self, away: np.ndarray, count: int) -> np.ndarray:
-        """Return one of `count` buckets: the first half have one distance each, the others
-        widen.
+        """Return one of `count` buckets.
+
+        The first half have one distance each, the others widen.
         """
         exact = count // 2
         steps = self.share_of_logarithm(np.maximum(away, exact), exact) * np.float32(count - exact)
-        return np.where(
-            away < exact, away, np.minimum(exact + np.floor(steps).astype(np.int64), count - 1)
-        )
+        widening = np.minimum(exact + np.floor(steps).astype(np.int64), count - 1)
+        return np.where(away < exact, away, widening)
 
     def share_of_logarithm(self, away: np.ndarray, exact: int) -> np.ndarray:
-        """Return the logarithmic position of a distance from the first inexact one (0) to the
-        largest (1); float32.
+        """Return the logarithmic position of a distance, float32.
+
+        It is 0 for the first inexact distance, and 1 for the largest.
         """
         largest = np.log(self.relative_bias().max_distance / exact)
         ratio = away.astype(np.float32) / np.float32(exact)
         return np.log(ratio.astype(np.float64)).astype(np.float32) / np.float32(largest)
 
     def relative_bias(self) -> RelativeBias:
-        """Relative bias of the layer."""
-        return cast(
-            RelativeBias, self.problem.spec.relative_bias
-        )  # only called if the layer has one
+        """Return the relative bias of the layer, which must have one."""
+        return cast(RelativeBias, self.problem.spec.relative_bias)
 
     def relative_products(self, values: Values, places: np.ndarray) -> list[np.ndarray]:
-        """Return products of queries and of keys with the vectors of distances, (B, N, T, S) each,
-        not scaled.
+        """Return products of queries and of keys with the vectors of distances, not scaled.
+
+        Each is (B, N, T, S).
         """
-        held, a = self.distance_record(), self.arithmetic
+        record, a = self.distance_record(), self.arithmetic
         q, k = a.widen(values["q"]), self.per_query_head(a.widen(values["k"]))
-        found, buckets = (
-            [],
-            self.distance_bucket(np.arange(k.shape[2]) - places[:, :, None])[:, None],
-        )  # (B, 1, T, S)
-        buckets = np.broadcast_to(buckets, (*q.shape[:3], k.shape[2]))
-        if held.of_queries:
+        buckets = self.distance_bucket(np.arange(k.shape[2]) - places[:, :, None])
+        buckets = np.broadcast_to(buckets[:, None], (*q.shape[:3], k.shape[2]))  # (B, N, T, S)
+        products = []
+        if record.of_queries:
             by_bucket = a.matmul(q, self.distance_vectors("relative_keys").swapaxes(1, 2))
-            found.append(np.take_along_axis(by_bucket, buckets, axis=3))
-        if held.of_keys:
+            products.append(np.take_along_axis(by_bucket, buckets, axis=3))
+        if record.of_keys:
             by_bucket = a.matmul(k, self.distance_vectors("relative_queries").swapaxes(1, 2))
-            found.append(
-                np.take_along_axis(by_bucket, buckets.swapaxes(2, 3), axis=3).swapaxes(2, 3)
-            )
-        return found
+            of_keys = np.take_along_axis(by_bucket, buckets.swapaxes(2, 3), axis=3)
+            products.append(of_keys.swapaxes(2, 3))
+        return products
 
     def distance_vectors(self, name: str) -> np.ndarray:
         """Return the vectors of all buckets, (N or 1, num_buckets, H)."""
         table = self.arithmetic.widen(self.parameter(name))
-        return table.swapaxes(0, 1) if self.distance_record().per_head else table[None]
+        if self.distance_record().per_head:
+            return table.swapaxes(0, 1)
+        return table[None]
 
     def distance_bucket(self, distance: np.ndarray) -> np.ndarray:
         """Return the bucket of a distance from a query to a key, below 0 for a key before it."""
-        held = self.distance_record()
+        record = self.distance_record()
         away = np.abs(distance)
-        steps = np.where(away <= (held.num_exact or away), away, self.logarithmic_step(away))
-        return (
-            np.clip(np.sign(distance) * steps, -held.num_before, held.num_after) + held.num_before
-        )
+        steps = away
+        if record.num_exact is not None:
+            steps = np.where(away <= record.num_exact, away, self.logarithmic_step(away))
+        offset = np.clip(np.sign(distance) * steps, -record.num_before, record.num_after)
+        return offset + record.num_before
 
     def logarithmic_step(self, away: np.ndarray) -> np.ndarray:
         """Return the number of a bucket that far distances share, counted as near distances are."""
-        held = self.distance_record()
-        if held.num_exact is None or held.max_distance is None:
+        record = self.distance_record()
+        if record.num_exact is None or record.max_distance is None:
             return away
-        exact, wide = held.num_exact, np.float32
-        largest = np.log(wide((held.max_distance - 1) / exact))
-        share = np.log((np.maximum(away, exact) / exact).astype(wide)) / largest
-        return exact + np.ceil(share * wide(exact - 1)).astype(np.int64)
+        exact = record.num_exact
+        # float32, and in this order, as DeBERTa's code: another rounding moves borders.
+        largest = np.log(np.float32((record.max_distance - 1) / exact))
+        ratio = (np.maximum(away, exact) / exact).astype(np.float32)
+        share = np.log(ratio) / largest
+        return exact + np.ceil(share * np.float32(exact - 1)).astype(np.int64)
 
     def scale_of_distances(self) -> float:
         """Return the divisor of products with vectors of distances."""
         return self.scale()
 
     def distance_record(self) -> RelativeProducts:
-        """Return the record of products with vectors of distances."""
-        return cast(RelativeProducts, self.problem.spec.relative_products)  # which is there
+        """Return the record of products with vectors of distances, which the layer must have."""
+        return cast(RelativeProducts, self.problem.spec.relative_products)
 
     def scale(self) -> float:
         """Divisor of the products of queries and keys."""
         spec = self.problem.spec
-        return (
-            np.sqrt(spec.head_dim) / self.mscale() ** 2 if spec.scale is None else 1.0 / spec.scale
-        )
+        if spec.scale is not None:
+            return 1.0 / spec.scale
+        return np.sqrt(spec.head_dim) / self.mscale() ** 2
 
     def mscale(self) -> float:
         """Factor of queries and of keys in a layer with latents and YaRN."""
-        scaling = None if self.problem.spec.rope is None else self.problem.spec.rope.scaling
-        if (
-            self.problem.spec.latent is None
-            or not isinstance(scaling, YarnScaling)
-            or scaling.mscale_all_dim is None
-        ):
+        spec = self.problem.spec
+        if spec.latent is None or spec.rope is None:
+            return 1.0
+        scaling = spec.rope.scaling
+        if not isinstance(scaling, YarnScaling) or scaling.mscale_all_dim is None:
             return 1.0
         return 1.0 + 0.1 * scaling.mscale_all_dim * np.log(max(scaling.factor, 1.0))
 
     def capped(self, scores: np.ndarray) -> np.ndarray:
         """Return the scores with the soft cap, if any."""
         cap, keep = self.soft_cap(), self.arithmetic.between_scores
-        return scores if cap is None else keep(cap * keep(np.tanh(keep(scores / cap))))
+        if cap is None:
+            return scores
+        return keep(cap * keep(np.tanh(keep(scores / cap))))
 
     def soft_cap(self) -> np.floating | None:
         """Bound of the scores, or None."""
-        return (
-            None if (cap := self.problem.spec.soft_cap) is None else self.arithmetic.wide.type(cap)
-        )
+        cap = self.problem.spec.soft_cap
+        if cap is None:
+            return None
+        return self.arithmetic.wide.type(cap)
 
     def sinks(self) -> np.ndarray | None:
         """Attention sinks, (1, N, 1, 1), or None."""
-        held = self.arithmetic.widen(self.parameter("sinks")) if self.problem.spec.sinks else None
-        return None if held is None else held.reshape(1, -1, 1, 1)
+        if not self.problem.spec.sinks:
+            return None
+        return self.arithmetic.widen(self.parameter("sinks")).reshape(1, -1, 1, 1)
 
     def has_bias(self, name: str) -> bool:
         """Return whether a projection has a bias."""
@@ -467,57 +460,66 @@ class Layer:
         return self.problem.weights[name]
 
     def linear(self, name: str, x: np.ndarray) -> np.ndarray:
-        a, sample = self.arithmetic, self.problem.sample
-        made = slice(None) if sample is None or name != "out_proj" else sample.features
-        bias = a.widen(self.parameter(f"{name}.bias")[made]) if self.has_bias(name) else 0.0
-        return a.keep(
-            a.matmul(a.widen(x), a.weight(a.widen(self.parameter(f"{name}.weight")[made])).T, bias)
-        )
+        """Return a projection of features by its name."""
+        bias = None
+        if self.has_bias(name):
+            bias = self.parameter(f"{name}.bias")
+        return self.projected(x, self.parameter(f"{name}.weight"), bias)
+
+    def projected(self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+        """Return the features that a weight (out, in) and a bias make of others."""
+        a = self.arithmetic
+        start = 0.0 if bias is None else a.widen(bias)
+        return a.keep(a.matmul(a.widen(x), a.weight(a.widen(weight)).T, start))
 
     def project(
-        self, given: Mapping[str, np.ndarray], positions: np.ndarray
+        self, inputs: Mapping[str, np.ndarray], positions: np.ndarray
     ) -> dict[str, np.ndarray]:
-        query = given["q"]
+        """Return q, k and v by their inputs, as they enter attention, and the gate, if any."""
+        query = inputs["q"]
         if self.problem.spec.latent is not None:
             latents = self.latents(query, positions)
-            heads = {
-                "q": self.latent_queries(query, positions),
-                "latents": latents,
-                **self.expanded(latents),
-            }
+            heads = {"q": self.latent_queries(query, positions), "latents": latents}
+            heads |= self.expanded(latents)
         else:
-            own = "q" if self.problem.spec.shared_kv else "qkv"
-            projected = {
-                name: self.linear(f"{name}_proj", given[name]) for name in self.asked if name in own
-            }
-            heads = {name: self.entering(name, x, positions) for name, x in projected.items()}
-            received = (name for name in self.asked if name not in own)
-            heads |= {name: self.received(name, given[name], positions) for name in received}
-        return (
-            heads
-            if self.problem.spec.gate is None
-            else {**heads, "gate": self.linear("gate_proj", query)}
-        )
+            heads = self.heads(inputs, positions)
+        if self.problem.spec.gate is not None:
+            heads["gate"] = self.linear("gate_proj", query)
+        return heads
+
+    def heads(
+        self, inputs: Mapping[str, np.ndarray], positions: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """Return the requested ones of q, k and v of a layer without latents."""
+        own = "q" if self.problem.spec.shared_kv else "qkv"
+        projected = {}
+        for name in self.requested:
+            if name in own:
+                projected[name] = self.linear(f"{name}_proj", inputs[name])
+        heads = {name: self.entering(name, x, positions) for name, x in projected.items()}
+        for name in self.requested:
+            if name not in own:
+                heads[name] = self.received(name, inputs[name], positions)
+        return heads
 
     def gated(self, values: Values) -> np.ndarray:
         """Return the context times the sigmoid of the gate."""
-        context = values["context"]
+        a, context = self.arithmetic, values["context"]
         if self.problem.spec.gate is None:
             return context
-        return self.arithmetic.keep(
-            self.arithmetic.widen(context) * self.arithmetic.between(self.openness(values))
-        )
+        return a.keep(a.widen(context) * a.between(self.openness(values)))
 
     def openness(self, values: Values) -> np.ndarray:
         """Return the factor of the context, (B, N, T, H or 1), between 0 and 1."""
         gate = self.arithmetic.widen(values["gate"])
         gate = gate.reshape(*gate.shape[:2], self.problem.spec.num_heads, -1).swapaxes(1, 2)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore"):  # exp may be infinite, and the factor is then 0
             return 1.0 / (1.0 + np.exp(-gate))
 
     def entering(self, name: str, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Return projected features as heads that enter attention: clipped, split, normalized and
-        rotated.
+        """Return projected features as heads that enter attention.
+
+        They are clipped, split, normalized and rotated.
         """
         norm, x = self.norm(name), self.clipped(name, x)
         if norm is not None and norm.over == "width":
@@ -526,7 +528,8 @@ class Layer:
         if norm is not None and norm.over == "head" and not norm.after_rope:
             x = self.normed(name, x, norm)
         x = self.turned(name, x, positions)
-        x = self.normed(name, x, norm) if norm is not None and norm.after_rope else x
+        if norm is not None and norm.after_rope:
+            x = self.normed(name, x, norm)
         return self.tempered(name, x, positions)
 
     def received(self, name: str, heads: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -535,22 +538,21 @@ class Layer:
 
     def latent_queries(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Return the queries of a layer with latents."""
-        q = (
-            self.linear("q_b_proj", self.query_latents(x))
-            if self.latent().q_rank
-            else self.linear("q_proj", x)
-        )
-        return self.tempered(
-            "q", self.turned("q", self.split_heads(q, self.num_heads("q")), positions), positions
-        )
+        if self.latent().q_rank:
+            q = self.linear("q_b_proj", self.query_latents(x))
+        else:
+            q = self.linear("q_proj", x)
+        q = self.split_heads(q, self.num_heads("q"))
+        return self.tempered("q", self.turned("q", q, positions), positions)
 
     def query_latents(self, x: np.ndarray) -> np.ndarray:
         """Return the query latents, (B, T, q_rank)."""
         return self.normed_latent("q_a", self.linear("q_a_proj", x))
 
     def latents(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Return the cached vector of each token: latent and shared features of keys, (B, 1, T,
-        W).
+        """Return the cached vector of each token, (B, 1, T, W).
+
+        It consists of the latent and the shared features of keys.
         """
         latent, shared = np.split(self.linear("kv_a_proj", x), [self.latent().kv_rank], axis=-1)
         latents = np.concatenate([self.normed_latent("kv_a", latent), shared], axis=-1)
@@ -568,8 +570,8 @@ class Layer:
         }
 
     def latent(self) -> Latent:
-        """Latents of keys and values."""
-        return cast(Latent, self.problem.spec.latent)  # only called if the layer has one
+        """Return the latents of keys and values, which the layer must have."""
+        return cast(Latent, self.problem.spec.latent)
 
     def normed_latent(self, name: str, x: np.ndarray) -> np.ndarray:
         """Return a latent after its norm, times its factor."""
@@ -588,13 +590,12 @@ class Layer:
 
     def factors(self, positions: np.ndarray) -> np.ndarray:
         """Return the temperature of queries by position, (B or 1, 1, T, 1)."""
-        temperature, wide = cast(Temperature, self.problem.spec.temperature), self.arithmetic.wide
-        lengths = self.lengths_passed(
-            positions + temperature.first_position, temperature.length
-        ).astype(wide)
-        return (wide.type(1.0) + wide.type(temperature.scale) * np.log(wide.type(1.0) + lengths))[
-            :, None, :, None
-        ]
+        temperature = cast(Temperature, self.problem.spec.temperature)
+        wide = self.arithmetic.wide
+        of_call = positions + temperature.first_position
+        lengths = self.lengths_passed(of_call, temperature.length).astype(wide)
+        one, scale = wide.type(1.0), wide.type(temperature.scale)
+        return (one + scale * np.log(one + lengths))[:, None, :, None]
 
     def lengths_passed(self, positions: np.ndarray, length: int) -> np.ndarray:
         """Return the number of whole lengths before a position."""
@@ -602,12 +603,10 @@ class Layer:
 
     def clipped(self, name: str, x: np.ndarray) -> np.ndarray:
         """Return q, k or v, clipped."""
-        limit = self.problem.spec.clip_qkv
-        return (
-            x
-            if limit is None
-            else self.arithmetic.keep(np.clip(self.arithmetic.widen(x), -limit, limit))
-        )
+        a, limit = self.arithmetic, self.problem.spec.clip_qkv
+        if limit is None:
+            return x
+        return a.keep(np.clip(a.widen(x), -limit, limit))
 
     def norm(self, name: str) -> Norm | None:
         """Return the norm of q, k, v or the context."""
@@ -630,7 +629,9 @@ class Layer:
 
     def num_heads(self, name: str) -> int:
         """Return the number of heads of q, k or v."""
-        return self.problem.spec.num_heads if name == "q" else self.problem.spec.num_kv_heads
+        if name == "q":
+            return self.problem.spec.num_heads
+        return self.problem.spec.num_kv_heads
 
     def split_heads(self, x: np.ndarray, num_heads: int) -> np.ndarray:
         """Return (B, T, N * H) as (B, N, T, H)."""
@@ -642,31 +643,30 @@ class Layer:
 
     def turned(self, name: str, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Return q or k, rotated by position if the layer has RoPE; v unchanged."""
-        return x if self.problem.spec.rope is None or name == "v" else self.rotate(x, positions)
+        if self.problem.spec.rope is None or name == "v":
+            return x
+        return self.rotate(x, positions)
 
     def rotate(self, x: np.ndarray, positions: np.ndarray, direction: int = 1) -> np.ndarray:
         """Rotate the pairs of x by position; direction -1 is the inverse rotation."""
         first, second = pair_slices(self.rope(), x.shape[-1])
-        (cos, sin), keep, x = (
-            self.tables(positions),
-            self.arithmetic.between,
-            self.arithmetic.widen(x),
-        )
-        rotated, sin = x.copy(), direction * sin  # features outside pairs are unchanged
+        cos, sin = self.tables(positions)
+        sin = direction * sin
+        keep, x = self.arithmetic.between, self.arithmetic.widen(x)
+        rotated = x.copy()  # features outside pairs are unchanged
         rotated[..., first] = keep(x[..., first] * cos) - keep(x[..., second] * sin)
         rotated[..., second] = keep(x[..., second] * cos) + keep(x[..., first] * sin)
         return self.arithmetic.keep(rotated)
 
     def tables(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the cosines and sines of the rotations, (B or 1, 1, T, pairs) each."""
-        angles, factor = self.angles(positions), self.arithmetic.wide.type(self.attention_factor())
-        return self.arithmetic.between(factor * np.cos(angles)), self.arithmetic.between(
-            factor * np.sin(angles)
-        )
+        angles, keep = self.angles(positions), self.arithmetic.between
+        factor = self.arithmetic.wide.type(self.attention_factor())
+        return keep(factor * np.cos(angles)), keep(factor * np.sin(angles))
 
     def rope(self) -> Rope:
-        """RoPE of the layer."""
-        return cast(Rope, self.problem.spec.rope)  # only called if the layer has one
+        """Return the RoPE of the layer, which must have one."""
+        return cast(Rope, self.problem.spec.rope)
 
     def attention_factor(self) -> float:
         """Factor of cosines and sines."""
@@ -674,51 +674,56 @@ class Layer:
 
     def angles(self, positions: np.ndarray) -> np.ndarray:
         """Return the angle of each pair and token, (B or 1, 1, T, pairs)."""
-        wide = self.arithmetic.wide
-        of_axes = positions if positions.ndim == 3 else positions[None]
-        lengths, head_dim = self.lengths(of_axes.max(axis=0)), self.problem.spec.head_dim
-        known, number = np.unique(lengths, return_inverse=True)
-        tables = np.array(
-            [frequencies(self.rope(), head_dim, int(n), wide.type) for n in known], np.float64
-        )
-        of_tokens = tables[number.reshape(lengths.shape)]  # (B or 1, T, pairs)
-        which = axes(self.rope(), head_dim) if positions.ndim == 3 else [0] * of_tokens.shape[-1]
-        angles = np.moveaxis(of_axes[which], 0, -1).astype(wide) * of_tokens.astype(wide)
-        return angles[:, None]
+        wide, rope, head_dim = self.arithmetic.wide, self.rope(), self.problem.spec.head_dim
+        has_axes = positions.ndim == 3
+        of_axes = positions if has_axes else positions[None]
+        lengths = self.lengths(of_axes.max(axis=0))
+        distinct_lengths, index = np.unique(lengths, return_inverse=True)
+        tables = [frequencies(rope, head_dim, int(n), wide.type) for n in distinct_lengths]
+        # (B or 1, T, pairs); the shape of the index differs between versions of NumPy.
+        of_tokens = np.array(tables, np.float64)[index.reshape(lengths.shape)]
+        axis_of_pairs = axes(rope, head_dim) if has_axes else [0] * of_tokens.shape[-1]
+        of_pairs = np.moveaxis(of_axes[axis_of_pairs], 0, -1)
+        return (of_pairs.astype(wide) * of_tokens.astype(wide))[:, None]
 
     def lengths(self, positions: np.ndarray) -> np.ndarray:
-        """Return the length that frequencies depend on, by position (B or 1, T): its sequence's
-        last position + 1.
+        """Return the length that frequencies depend on, by position (B or 1, T).
+
+        It is the last position of a sequence, plus 1.
         """
         return np.broadcast_to(
             positions.max(axis=-1, keepdims=True, initial=0) + 1, positions.shape
         )
 
     def by_group(self, of_queries: np.ndarray, of_keys: np.ndarray) -> np.ndarray:
-        """Return the products of query heads (B, N, T, …) and their key/value heads (B, K, …), (B,
-        N, T, …).
+        """Return the products of query heads and their key/value heads, (B, N, T, …).
+
+        Query heads are (B, N, T, …), key/value heads (B, K, …).
         """
-        per_query_head = self.per_query_head
         batch, heads, tokens, width = of_queries.shape
-        if heads == of_keys.shape[1] or "per_query_head" in self.overrides:
-            return self.arithmetic.matmul(of_queries, per_query_head(of_keys))
+        if heads == of_keys.shape[1]:
+            return self.arithmetic.matmul(of_queries, of_keys)
         # The same products as of repeated heads, without their copies.
         grouped = of_queries.reshape(batch, of_keys.shape[1], -1, tokens, width)
-        found = self.arithmetic.matmul(grouped, of_keys[:, :, None])
-        return found.reshape(batch, heads, tokens, -1)
+        products = self.arithmetic.matmul(grouped, of_keys[:, :, None])
+        return products.reshape(batch, heads, tokens, -1)
 
     def per_query_head(self, x: np.ndarray) -> np.ndarray:
-        """Return key/value heads (B, K, S, H) repeated for query heads: head n // (N // K) for head
-        n.
+        """Return key/value heads (B, K, S, H) repeated for query heads.
+
+        Query head n has key/value head n // (N // K).
         """
         group = self.problem.spec.num_heads // self.problem.spec.num_kv_heads
-        return x if group == 1 else x.repeat(group, axis=1)
+        if group == 1:
+            return x
+        return x.repeat(group, axis=1)
 
 
 @dataclass(frozen=True)
 class CachedCall:
-    """One call with a cache: new tokens `x`, `added` of them real, after `before` tokens of each
-    sequence.
+    """One call with a cache: new tokens `x`.
+
+    `added` of them are real; they follow `before` tokens of each sequence.
     """
 
     layer: Layer
@@ -741,8 +746,10 @@ class CachedCall:
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
         problem = self.layer.problem
-        given = {name: problem.step_input(self.index, side) for name, side in problem.sides.items()}
-        return self.layer.project({**given, "q": self.x}, problem.case.positions(self.index))
+        inputs = {
+            name: problem.step_input(self.index, side) for name, side in problem.sides.items()
+        }
+        return self.layer.project({**inputs, "q": self.x}, problem.case.positions(self.index))
 
     def scores(self, values: Values) -> dict[str, np.ndarray]:
         return self.layer.scores(values, self.slots)
@@ -755,11 +762,13 @@ class CachedCall:
         self, cache: str, values: Values, own: Values
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Return the cache with the call's new tokens, and the keys and values to attend to."""
-        is_latent = self.layer.problem.spec.latent is not None
-        new = {"latents": own["latents"]} if is_latent else {"keys": own["k"], "values": own["v"]}
-        grown = self.layer.appended(cache, values, new, self.before, self.added)
-        if is_latent:
-            return grown, self.layer.expanded(grown[f"{cache}latents"])
+        layer = self.layer
+        if layer.problem.spec.latent is not None:
+            new = {"latents": own["latents"]}
+            grown = layer.appended(cache, values, new, self.before, self.added)
+            return grown, layer.expanded(grown[f"{cache}latents"])
+        new = {"keys": own["k"], "values": own["v"]}
+        grown = layer.appended(cache, values, new, self.before, self.added)
         return grown, {"k": grown[f"{cache}keys"], "v": grown[f"{cache}values"]}
 
     def whole(self, values: Values) -> dict[str, np.ndarray]:
@@ -770,8 +779,7 @@ class CachedCall:
         for stage in (self.scores, layer.attn_weights, layer.context, layer.output):
             own |= stage(own)
         is_real = np.arange(self.x.shape[1]) < self.added[:, None]
-        zero = np.zeros(
-            (), layer.arithmetic.dtype
-        )  # a plain 0.0 has no common dtype with bfloat16 in NumPy 1
+        # A plain 0.0 has no common dtype with bfloat16 in NumPy 1.
+        zero = np.zeros((), layer.arithmetic.dtype)
         output = np.where(is_real[:, :, None], own["output"], zero)
         return {"module.output": output, "blocks.output": output, "plain.output": output, **grown}

@@ -21,30 +21,38 @@ def standardised(x: np.ndarray, norm: Norm) -> tuple[np.ndarray, np.ndarray]:
 
 def factor(weight: np.ndarray, norm: Norm) -> np.ndarray:
     """Return the factor of x̂ from the weight, ready to broadcast."""
-    return weight + weight.dtype.type(1.0) if norm.weight == "1+w" else weight
+    if norm.weight == "1+w":
+        return weight + weight.dtype.type(1.0)
+    return weight
 
 
 def broadcast(parameter: np.ndarray, norm: Norm) -> np.ndarray:
     """Return a parameter (H,) or (width,) unchanged, (heads, H) as (heads, 1, H)."""
-    return parameter[:, None, :] if norm.per_head else parameter
+    if norm.per_head:
+        return parameter[:, None, :]
+    return parameter
 
 
 def summed(grad: np.ndarray, norm: Norm) -> np.ndarray:
-    """Return the gradient of a parameter, (H,), (heads, H) or (width,), from that of each
-    element.
-    """
-    kept = (1, grad.ndim - 1) if norm.per_head else (grad.ndim - 1,)
-    return grad.sum(axis=tuple(axis for axis in range(grad.ndim) if axis not in kept))
+    """Return the gradient of a parameter, (H,), (heads, H) or (width,), by that of each element."""
+    all_axes = tuple(range(grad.ndim - 1))
+    if norm.per_head:
+        head_axis = 1
+        return grad.sum(axis=tuple(axis for axis in all_axes if axis != head_axis))
+    return grad.sum(axis=all_axes)
 
 
 def back_through(
     d_hat: np.ndarray, x_hat: np.ndarray, s: np.ndarray, norm: Norm, *, magnitude: bool
 ) -> np.ndarray:
-    """Return the gradient of x from that of x̂; `magnitude` makes all terms of all sums and
-    differences positive.
+    """Return the gradient of x from that of x̂.
+
+    `magnitude` makes all terms of all sums and differences positive.
     """
-    x_hat, sign = (np.abs(x_hat), 1.0) if magnitude else (x_hat, -1.0)
-    d_x = d_hat + d_hat.dtype.type(sign) * x_hat * (d_hat * x_hat).mean(axis=-1, keepdims=True)
+    sign = d_hat.dtype.type(-1.0)
+    if magnitude:
+        x_hat, sign = np.abs(x_hat), d_hat.dtype.type(1.0)
+    d_x = d_hat + sign * x_hat * (d_hat * x_hat).mean(axis=-1, keepdims=True)
     if norm.kind == "layer":
-        d_x = d_x + d_hat.dtype.type(sign) * d_hat.mean(axis=-1, keepdims=True)
+        d_x = d_x + sign * d_hat.mean(axis=-1, keepdims=True)
     return d_x / s

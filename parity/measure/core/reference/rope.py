@@ -8,6 +8,7 @@ the tables of the released models.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -50,17 +51,23 @@ def axes(rope: Rope, head_dim: int) -> list[int]:
     count = count_rotated(rope, head_dim) // 2
     if rope.sections is None:
         return [0] * count
+    axis_of_pairs = [0] * count
     if rope.section_order == "contiguous":
-        return [axis for axis, size in enumerate(rope.sections) for _ in range(size)]
-    found = [0] * count
+        start = 0
+        for axis, size in enumerate(rope.sections):
+            axis_of_pairs[start : start + size] = [axis] * size
+            start += size
+        return axis_of_pairs
+    # Axes take turns until a section is used up; remaining pairs belong to the first axis.
+    num_axes = len(rope.sections)
     for axis, size in enumerate(rope.sections):
-        for pair in range(axis, min(size * len(rope.sections), count), len(rope.sections)):
-            found[pair] = axis
-    return found
+        for pair in range(axis, min(size * num_axes, count), num_axes):
+            axis_of_pairs[pair] = axis
+    return axis_of_pairs
 
 
 def amplitude(rope: Rope) -> float:
-    """Factor of cosines and sines."""
+    """Return the factor of cosines and sines."""
     scaling = rope.scaling
     if not isinstance(scaling, (YarnScaling, LongRopeScaling)):
         return 1.0
@@ -81,56 +88,54 @@ def frequencies(
 
     Frequencies that implementations compute during the call are in `wide`, the others float32.
     """
-    count = count_rotated(rope, head_dim)
     divisors = [_power(rope.theta, *place) for place in _places_in_series(rope, head_dim)]
-    plain = [ONE / divisor for divisor in divisors]
-    scaling = rope.scaling
+    scaled = _scaled(rope, count_rotated(rope, head_dim), divisors, length, wide)
+    return [float(frequency) for frequency in scaled]
+
+
+def _scaled(
+    rope: Rope, count: int, divisors: list[np.float32], length: int, wide: type[np.floating]
+) -> Sequence[np.floating]:
+    """Return the frequencies of pairs, by their divisors, after the scaling of a RoPE."""
+    plain, scaling = [ONE / divisor for divisor in divisors], rope.scaling
     if isinstance(scaling, LinearScaling):
-        found = [frequency / np.float32(scaling.factor) for frequency in plain]
-    elif isinstance(scaling, DynamicScaling):
-        found = (
-            plain
-            if length <= scaling.original_length
-            else _dynamic(rope.theta, scaling, count, length, wide)
-        )
-    elif isinstance(scaling, Llama3Scaling):
-        found = [_llama3(frequency, scaling) for frequency in plain]
-    elif isinstance(scaling, YarnScaling):
-        found = _yarn(rope.theta, scaling, divisors)
-    elif isinstance(scaling, LongRopeScaling):
-        factors = (
-            scaling.long_factors if length > scaling.original_length else scaling.short_factors
-        )
-        found = [
-            ONE / (np.float32(factor) * divisor)
-            for divisor, factor in zip(divisors, factors, strict=True)
-        ]
-    elif isinstance(scaling, ProportionalScaling):
-        rotated = int(scaling.fraction * count // 2)
-        found = [frequency / np.float32(scaling.factor) for frequency in plain[:rotated]]
-        found += [np.float32(0)] * (count // 2 - rotated)
-    else:
-        found = plain
-    return [float(frequency) for frequency in found]
+        return [frequency / np.float32(scaling.factor) for frequency in plain]
+    if isinstance(scaling, DynamicScaling) and length > scaling.original_length:
+        return _dynamic(rope.theta, scaling, count, length, wide)
+    if isinstance(scaling, Llama3Scaling):
+        return [_llama3(frequency, scaling) for frequency in plain]
+    if isinstance(scaling, YarnScaling):
+        return _yarn(rope.theta, scaling, divisors)
+    if isinstance(scaling, LongRopeScaling):
+        factors = scaling.short_factors
+        if length > scaling.original_length:
+            factors = scaling.long_factors
+        pairs_of_factors = zip(factors, divisors, strict=True)
+        return [ONE / (np.float32(factor) * divisor) for factor, divisor in pairs_of_factors]
+    if isinstance(scaling, ProportionalScaling):
+        num_rotated = int(scaling.fraction * count // 2)
+        rotated = [frequency / np.float32(scaling.factor) for frequency in plain[:num_rotated]]
+        return rotated + [np.float32(0)] * (count // 2 - num_rotated)
+    return plain
 
 
 def _places_in_series(rope: Rope, head_dim: int) -> list[tuple[int, int]]:
-    """Return the place of each pair in the series of its frequency, and the number of features of
-    that series.
+    """Return the place of each pair in the series of its frequency.
+
+    Each comes with the number of features of that series.
     """
     count, sections = count_rotated(rope, head_dim), rope.sections or ()
     if rope.section_frequencies == "shared":
         return [(pair, count) for pair in range(count // 2)]
-    found, held = list[tuple[int, int]](), [0] * len(sections)
+    places, num_earlier = list[tuple[int, int]](), [0] * len(sections)
     for axis in axes(rope, head_dim):
-        place, size = held[axis], 2 * sections[axis]
-        found.append(
-            (place, size)
-            if rope.section_frequencies == "own"
-            else (len(sections) * place + axis, count)
-        )
-        held[axis] += 1
-    return found
+        place = num_earlier[axis]  # within the section
+        if rope.section_frequencies == "own":
+            places.append((place, 2 * sections[axis]))
+        else:
+            places.append((len(sections) * place + axis, count))
+        num_earlier[axis] += 1
+    return places
 
 
 def _power(theta: float, pair: int, count: int) -> np.float32:
@@ -145,23 +150,16 @@ def _exponent(pair: int, count: int) -> np.float32:
 def _dynamic(
     theta: float, scaling: DynamicScaling, count: int, length: int, wide: type[np.floating]
 ) -> list[np.floating]:
-    growth = wide(scaling.factor) * wide(length) / wide(scaling.original_length) - wide(
-        scaling.factor - 1
-    )
+    stretch = wide(scaling.factor) * wide(length) / wide(scaling.original_length)
+    growth = stretch - wide(scaling.factor - 1)
     base = wide(theta) * growth ** wide(count / (count - 2))
     return [wide(1) / base ** wide(_exponent(pair, count)) for pair in range(count // 2)]
 
 
 def _llama3(frequency: np.float32, scaling: Llama3Scaling) -> np.float32:
-    wavelength, original = (
-        ONE / frequency * np.float32(2 * math.pi),
-        np.float32(scaling.original_length),
-    )
-    low, high, factor = (
-        scaling.low_freq_factor,
-        scaling.high_freq_factor,
-        np.float32(scaling.factor),
-    )
+    wavelength = ONE / frequency * np.float32(2 * math.pi)
+    original, factor = np.float32(scaling.original_length), np.float32(scaling.factor)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
     if wavelength < np.float32(scaling.original_length / high):
         return frequency
     if wavelength > np.float32(scaling.original_length / low):
@@ -174,26 +172,23 @@ def _yarn(theta: float, scaling: YarnScaling, divisors: list[np.float32]) -> lis
     count = 2 * len(divisors)
 
     def pair_with(turns: float) -> float:
-        """Return the pair with this many turns in the original length, 2 pi turns theta ** (2 pair
-        / count).
+        """Return the pair with this many turns in the original length.
+
+        The length of its turn is 2 pi theta ** (2 pair / count).
         """
-        return (
-            count
-            * math.log(scaling.original_length / (turns * 2 * math.pi))
-            / (2 * math.log(theta))
-        )
+        divisor = scaling.original_length / (turns * 2 * math.pi)
+        return count * math.log(divisor) / (2 * math.log(theta))
 
     begin, end = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
     if scaling.truncate:
         begin, end = math.floor(begin), math.ceil(end)
     begin, end = max(begin, 0), min(end, count - 1)
     if begin == end:
-        end += 0.001
-    found = []
+        end += 0.001  # as in YaRN's code, so that the ramp is not divided by 0
+    scaled = []
     for pair, divisor in enumerate(divisors):
         ramp = (np.float32(pair) - np.float32(begin)) / np.float32(end - begin)
-        kept = ONE - np.clip(ramp, np.float32(0), ONE)
-        found.append(
-            ONE / (np.float32(scaling.factor) * divisor) * (ONE - kept) + ONE / divisor * kept
-        )
-    return found
+        unscaled_share = ONE - np.clip(ramp, np.float32(0), ONE)
+        stretched = ONE / (np.float32(scaling.factor) * divisor) * (ONE - unscaled_share)
+        scaled.append(stretched + ONE / divisor * unscaled_share)
+    return scaled

@@ -19,13 +19,14 @@ from parity.port.models.families.usual import (
     family,
 )
 from parity.port.models.keys import check_kind
+from parity.port.models.rope import rope_section
 from parity.port.models.rules import (
     NOTHING,
     SLIDING,
     ConfigLayer,
     Family,
     Rule,
-    asked,
+    entry_of,
     every,
     first_of,
     head_dim,
@@ -36,34 +37,32 @@ from parity.port.models.rules import (
     only,
     optional,
     own_keys,
+    require_layer_types,
+    required_or_none,
     rope,
     shares_keys,
     tempered_by_rope,
-    told_kind,
     where,
 )
 
 
-def _qwen(config: Config, index: int) -> str:
-    uses = config.read("use_sliding_window", default=False).value
-    return (
-        "sliding_attention"
-        if uses and index >= config.read("max_window_layers").value
-        else "full_attention"
-    )
+def _kind_of_qwen(config: Config, index: int) -> str:
+    """Return the kind of a layer: windows, if they are used, from a layer on."""
+    uses_windows = config.read("use_sliding_window", default=False).value
+    if uses_windows and index >= config.read("max_window_layers").value:
+        return "sliding_attention"
+    return "full_attention"
 
 
 def _rotates(config: Config, index: int) -> Value:
     """Return whether a layer has RoPE: the last of each period has none."""
-    told, period = config.find("no_rope_layers"), config.find("no_rope_layer_interval")
-    if told is None or not told.value:
-        return Value(
-            not is_last(index, period, 4),
-            period.origin if period else "every fourth: this family's default",
-        )
-    if index >= len(told.value):
-        raise InputError("no_rope_layers", "be one for each layer", str(len(told.value)))
-    return Value(bool(told.value[index]), f"no_rope_layers[{index}]")
+    # Despite its name, an entry of the list is 1 for layers with RoPE.
+    layers = config.find("no_rope_layers")
+    period = config.find("no_rope_layer_interval")
+    if layers is not None and layers.value:
+        return Value(bool(entry_of(layers, index)), f"no_rope_layers[{index}]")
+    origin = "every fourth: this family's default" if period is None else period.origin
+    return Value(not is_last(index, period, 4), origin)
 
 
 def _where_rotated(rule: Rule, *, rotated: bool = True) -> Rule:
@@ -71,63 +70,72 @@ def _where_rotated(rule: Rule, *, rotated: bool = True) -> Rule:
     others.
     """
 
-    def in_some(place: ConfigLayer) -> Value:
-        rotates, found = _rotates(place.config, place.layer), rule(place)
-        return (
-            Value(found.value, f"{found.origin}, {rotates.origin}")
-            if rotates.value == rotated
-            else NOTHING
-        )
+    def in_some(layer: ConfigLayer) -> Value:
+        rotates = _rotates(layer.config, layer.index)
+        value = rule(layer)
+        if rotates.value != rotated:
+            return NOTHING
+        return Value.derived(value.value, value, rotates)
 
     return in_some
 
 
 def _kind_of_smollm3(config: Config, index: int) -> str:
-    has_window = (
-        config.read("use_sliding_window", default=False).value and "sliding_window" in config
-    )
-    return (
-        "sliding_attention"
-        if has_window and not _rotates(config, index).value
-        else "full_attention"
-    )
+    """Return the kind of a layer: windows, if they are used, in layers without RoPE."""
+    uses_windows = config.read("use_sliding_window", default=False).value
+    if uses_windows and "sliding_window" in config and not _rotates(config, index).value:
+        return "sliding_attention"
+    return "full_attention"
 
 
-def _exaone4(place: ConfigLayer) -> Value:
-    """If some layers have windows, only these have RoPE."""
-    window, turned = place.config.find("sliding_window"), rope()(place)
-    rotates = window is None or place.kind == "sliding_attention"
-    return Value(
-        turned.value if rotates else None, turned.origin + (f", {window.origin}" if window else "")
-    )
+def _rope_of_exaone4(layer: ConfigLayer) -> Value:
+    """Return the RoPE of a layer: if some layers have windows, only these rotate."""
+    window = layer.config.find("sliding_window")
+    rotation = rope()(layer)
+    if window is None:
+        return rotation
+    if layer.kind != "sliding_attention":
+        return Value.derived(None, rotation, window)
+    return Value.derived(rotation.value, rotation, window)
 
 
 def _kind_of_exaone4(config: Config, index: int) -> str:
     """Return the kind of a layer like `every`, in models with windows."""
-    if config.asked("sliding_window") is None:
+    if config.required_or_none("sliding_window") is None:
         return "full_attention"
     return every(4, "sliding_window_pattern")(config, index)
 
 
 def _kind_of_ministral(config: Config, index: int) -> str:
-    return "full_attention" if config.asked("sliding_window") is None else "sliding_attention"
+    """Return the kind of all layers: windows, if the configuration has their size."""
+    if config.required_or_none("sliding_window") is None:
+        return "full_attention"
+    return "sliding_attention"
 
 
-def _temperature_of_llama4(place: ConfigLayer) -> Value:
-    length, scale = (place.config.read(name) for name in ("floor_scale", "attn_scale"))
-    return Value(
-        Temperature(length.value, scale.value, first_position=1), f"{length.origin}, {scale.origin}"
-    )
+def _temperature_of_llama4(layer: ConfigLayer) -> Value:
+    length = layer.config.read("floor_scale")
+    scale = layer.config.read("attn_scale")
+    temperature = Temperature(length.value, scale.value, first_position=1)
+    return Value.derived(temperature, length, scale)
+
+
+def _kind_of_llama4(config: Config, index: int) -> str:
+    """Return the kind of a layer: chunks in layers with RoPE."""
+    if _rotates(config, index).value:
+        return "chunked_attention"
+    return "full_attention"
 
 
 def _kind_of_minimax_m2(config: Config, index: int) -> str:
     """Return the kind of a layer from numbers: 1 is full attention."""
-    told = config.find("attn_type_list")
-    if told is None:
+    numbers = config.find("attn_type_list")
+    if numbers is None:
         return "full_attention"
-    if index >= len(told.value):
-        raise InputError("attn_type_list", "be one for each layer", str(len(told.value)))
-    return "full_attention" if told.value[index] == 1 else f"attn_type_list {told.value[index]}"
+    number = entry_of(numbers, index)
+    if number == 1:
+        return "full_attention"
+    return f"attn_type_list {number}"  # an unknown kind, which is an error
 
 
 def _of_gemma4(name: str, of_full: str) -> Rule:
@@ -135,134 +143,139 @@ def _of_gemma4(name: str, of_full: str) -> Rule:
     layer.
     """
 
-    def rule(place: ConfigLayer) -> Value:
-        usual, shared = place.config.read(name), place.config.find("attention_k_eq_v")
-        each, own = place.config.find("per_layer_config"), place.config.find(of_full)
-        if place.kind != "full_attention":
+    def rule(layer: ConfigLayer) -> Value:
+        # All of these keys count as read, also those that this layer does not use.
+        usual = layer.config.read(name)
+        keys_are_values = layer.config.find("attention_k_eq_v")
+        by_layer = layer.config.find("per_layer_config")
+        full = layer.config.find(of_full)
+        if layer.kind != "full_attention":
             return usual
-        if each is not None:
-            of_layer = each.value.get(place.layer, each.value.get(str(place.layer), {}))
-            where = f"{each.origin}.{place.layer}"
-            if not isinstance(of_layer, Mapping):
-                raise InputError(where, "hold values by name", {where: of_layer})
-            if name not in of_layer:
-                return usual
-            check_kind(name, of_layer[name], f"{where}.")
-            return Value(of_layer[name], f"{where}.{name}")
+        if by_layer is not None:
+            return _of_layer(by_layer, layer.index, name) or usual
         if name == "num_key_value_heads":
-            return own if own is not None and shared is not None and shared.value else usual
-        return place.config.read(of_full)
+            # transformers reads the other number only if keys are values.
+            if full is None or keys_are_values is None or not keys_are_values.value:
+                return usual
+            return full
+        return layer.config.read(of_full)
 
     return rule
 
 
-def _has_one_projection(place: ConfigLayer) -> bool:
+def _of_layer(by_layer: Value, index: int, name: str) -> Value | None:
+    """Return a value of one layer from sections by the number of a layer, or None."""
+    # The keys are integers in Python, and text in JSON.
+    section = by_layer.value.get(index, by_layer.value.get(str(index), {}))
+    where = f"{by_layer.origin}.{index}"
+    if not isinstance(section, Mapping):
+        raise InputError(where, "hold values by name", {where: section})
+    if name not in section:
+        return None
+    check_kind(name, section[name], f"{where}.")
+    return Value(section[name], f"{where}.{name}")
+
+
+def _has_one_projection(layer: ConfigLayer) -> bool:
     """Return whether a layer of Gemma 4 has one projection for keys and values."""
-    told = place.config.find("attention_k_eq_v")
-    return (
-        kv_source(place) is None
-        and place.kind == "full_attention"
-        and told is not None
-        and bool(told.value)
-    )
+    keys_are_values = layer.config.find("attention_k_eq_v")
+    if keys_are_values is None or not keys_are_values.value:
+        return False
+    return kv_source(layer) is None and layer.kind == "full_attention"
 
 
 def _kind_of_gemma4(config: Config, index: int) -> str:
     """Return the kind of a layer like `every`, except that the very last layer has no window."""
-    is_end = index + 1 == config.read("num_hidden_layers").value
-    return "full_attention" if is_end else every(6)(config, index)
+    if index + 1 == config.read("num_hidden_layers").value:
+        return "full_attention"
+    return every(6)(config, index)
 
 
-def _rope_of_each_layer(place: ConfigLayer) -> Value:
+def _rope_of_each_layer(layer: ConfigLayer) -> Value:
     """Return the RoPE of a layer from a base for each, 0 for no RoPE; by default one base for
     all.
     """
-    bases, turned = place.config.find("layer_rope_theta"), rope()(place)
+    bases = layer.config.find("layer_rope_theta")
+    rotation = rope()(layer)
     if bases is None:
-        return turned
-    if place.layer >= len(bases.value):
-        raise InputError("layer_rope_theta", "be one for each layer", str(len(bases.value)))
-    base = bases.value[place.layer]
-    origin = f"{bases.origin}[{place.layer}], {turned.origin}"
-    return Value(dataclasses.replace(turned.value, theta=base) if base else None, origin)
+        return rotation
+    base = entry_of(bases, layer.index)
+    origin = f"{bases.origin}[{layer.index}], {rotation.origin}"
+    if not base:
+        return Value(None, origin)
+    return Value(dataclasses.replace(rotation.value, theta=base), origin)
 
 
-def _width_of_hunyuan(place: ConfigLayer) -> Value:
-    older = place.config.find("attention_head_dim")
-    if older is not None and older.value != head_dim(place):  # transformers reads the other key
+def _width_of_hunyuan(layer: ConfigLayer) -> Value:
+    """Return the features of a head, which an older key may repeat."""
+    # transformers ignores the older key.
+    older = layer.config.find("attention_head_dim")
+    if older is not None and older.value != head_dim(layer):
         raise InputError(
-            "attention_head_dim", f"be head_dim={head_dim(place)}", {older.origin: older.value}
+            "attention_head_dim", f"be head_dim={head_dim(layer)}", {older.origin: older.value}
         )
-    return place.config.find("head_dim") or NOTHING
+    return layer.config.find("head_dim") or NOTHING
 
 
-def _rope_of_hunyuan(place: ConfigLayer) -> Value:
+def _rope_of_hunyuan(layer: ConfigLayer) -> Value:
     """Return the RoPE of HunYuan: with an `alpha`, "dynamic" is plain RoPE with another base, for
     any length.
     """
-    own = [name for name in ("rope_parameters", "rope_scaling") if name in place.config]
-    alpha = place.config.section(own[0]).find("alpha") if own else None
-    if alpha is None:
-        return rope()(place)
-    values, size = place.config.section(own[0]), head_dim(place)
+    values = rope_section(layer.config)
+    alpha = None if values is None else values.find("alpha")
+    if values is None or alpha is None:
+        return rope()(layer)
+    size = head_dim(layer)
     kind = values.find("rope_type", "type")
     if kind is None or kind.value != "dynamic":
-        raise InputError("alpha", "be that of rope_type dynamic", repr(kind and kind.value))
-    values.find(
-        "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"
-    )  # which transformers then ignores
-    base = values.find("rope_theta") or place.config.read("rope_theta")
+        other_kind = None if kind is None else kind.value
+        raise InputError("alpha", "be that of rope_type dynamic", repr(other_kind))
+    # transformers ignores these keys if there is an alpha.
+    values.find("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    base = values.find("rope_theta") or layer.config.read("rope_theta")
     theta = base.value * alpha.value ** (size / (size - 2))
     return Value(Rope(theta), f"{base.origin} * {alpha.origin} ** (H / (H - 2))")
 
 
-def _scale_of_hyperclovax(place: ConfigLayer) -> Value:
-    told = place.config.find("attention_multiplier")
-    return told or Value(head_dim(place) ** -0.5, "1 / sqrt(H): attention_multiplier is not set")
+def _scale_of_hyperclovax(layer: ConfigLayer) -> Value:
+    scale = layer.config.find("attention_multiplier")
+    if scale is not None:
+        return scale
+    return Value(head_dim(layer) ** -0.5, "1 / sqrt(H): attention_multiplier is not set")
 
 
-def _window_of_modernbert_decoder(place: ConfigLayer) -> Value:
-    whole, half = (
-        place.config.read("local_attention", default=128),
-        place.config.find("sliding_window"),
-    )
-    if (
-        half is not None and half.value != whole.value // 2
-    ):  # transformers derives one from the other unless both are present
+def _window_of_modernbert_decoder(layer: ConfigLayer) -> Value:
+    whole = layer.config.read("local_attention", default=128)
+    half = layer.config.find("sliding_window")
+    # transformers derives one from the other unless both are present.
+    if half is not None and half.value != whole.value // 2:
         raise InputError(
             "sliding_window",
             "be local_attention // 2",
             f"sliding_window={half.value} and local_attention={whole.value} ({whole.origin})",
         )
-    return (
-        Value(whole.value // 2, f"{whole.origin} // 2")
-        if place.kind == "sliding_attention"
-        else NOTHING
-    )
+    if layer.kind != "sliding_attention":
+        return NOTHING
+    return Value(whole.value // 2, f"{whole.origin} // 2")
 
 
-def _rotated_of_cohere2_moe(place: ConfigLayer) -> Value:
+def _rope_of_cohere2_moe(layer: ConfigLayer) -> Value:
     """Return RoPE for layers with a window, and for those of the dense prefix if all of it has full
     attention.
     """
-    found, period = (
-        rope(pairs="interleaved")(place),
-        place.config.read("prefix_dense_sliding_window_pattern", default=1),
-    )
-    dense, prefix = (
-        place.config.find("mlp_layer_types"),
-        place.config.read("first_k_dense_replace", default=0),
-    )
-    if dense is not None and place.layer >= len(dense.value):
-        raise InputError("mlp_layer_types", "be one for each layer", str(len(dense.value)))
-    is_dense = dense.value[place.layer] == "dense" if dense else place.layer < prefix.value
-    if place.kind == "sliding_attention":
-        return found
-    return (
-        Value(found.value, f"{found.origin}, {period.origin}")
-        if is_dense and period.value == 1
-        else NOTHING
-    )
+    rotation = rope(pairs="interleaved")(layer)
+    period = layer.config.read("prefix_dense_sliding_window_pattern", default=1)
+    types = layer.config.find("mlp_layer_types")
+    num_dense = layer.config.read("first_k_dense_replace", default=0)
+    if types is None:
+        is_dense = layer.index < num_dense.value
+    else:
+        is_dense = entry_of(types, layer.index) == "dense"
+    if layer.kind == "sliding_attention":
+        return rotation
+    if not is_dense or period.value != 1:
+        return NOTHING
+    return Value.derived(rotation.value, rotation, period)
 
 
 def _kind_of_cohere2_moe(config: Config, index: int) -> str:
@@ -275,16 +288,23 @@ def _kind_of_cohere2_moe(config: Config, index: int) -> str:
     return every(4, "sliding_window_pattern")(config, index - prefix)
 
 
-def _heads_of_mimo(place: ConfigLayer) -> Value:
+def _heads_of_mimo(layer: ConfigLayer) -> Value:
     """Return the key/value heads: twice as many in layers with a window."""
-    found = place.config.read("num_key_value_heads")
-    is_local = place.kind == "sliding_attention"
-    return Value(2 * found.value, f"2 * {found.origin}, with a window") if is_local else found
+    num_heads = layer.config.read("num_key_value_heads")
+    if layer.kind != "sliding_attention":
+        return num_heads
+    return Value(2 * num_heads.value, f"2 * {num_heads.origin}, with a window")
+
+
+def _sinks_of_mimo(layer: ConfigLayer) -> Value:
+    return Value(layer.kind == "sliding_attention", "with a window: this family's rule")
 
 
 def _kind_of_mimo(config: Config, index: int) -> str:
     """Return the kind of a layer like `every`, except that the very first layer has no window."""
-    return every(6)(config, index) if index else "full_attention"
+    if index == 0:
+        return "full_attention"
+    return every(6)(config, index)
 
 
 OF_LLAMA = {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32}
@@ -294,15 +314,13 @@ OF_GEMMA = {
     "num_attention_heads": 16,
     "num_hidden_layers": 28,
     "num_key_value_heads": 16,
+    "head_dim": 256,
 }
-OF_GEMMA |= {"head_dim": 256}
 OF_GEMMA3 = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 256,
     "query_pre_attn_scalar": 256,
-}
-OF_GEMMA3 |= {
     "rms_norm_eps": 1e-6,
     "sliding_window": 4096,
     "hidden_size": 2304,
@@ -343,28 +361,35 @@ DECODERS: dict[str, Family] = {
     ),
     "eurobert": family(BIASES, is_causal=False),
     "mistral": family(
-        HEADS, window_size=asked("sliding_window"), rope=rope(theta=1e4), defaults=OF_MISTRAL
+        HEADS,
+        window_size=required_or_none("sliding_window"),
+        rope=rope(theta=1e4),
+        defaults=OF_MISTRAL,
     ),
     "mixtral": family(HEADS, window_size=optional("sliding_window")),
     "ministral3": family(
         HEADS, WIDTH, window_size=optional("sliding_window"), temperature=tempered_by_rope
     ),
-    "qwen2": family(HEADS, qkv_bias=True, window_size=SLIDING, kind=_qwen),
+    "qwen2": family(HEADS, qkv_bias=True, window_size=SLIDING, kind=_kind_of_qwen),
     "qwen2_moe": family(
-        HEADS, qkv_bias=key("qkv_bias", default=True), window_size=SLIDING, kind=_qwen
+        HEADS, qkv_bias=key("qkv_bias", default=True), window_size=SLIDING, kind=_kind_of_qwen
     ),
     **dict.fromkeys(
         ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_5_omni_text"),
         family(
-            HEADS, rope=rope(sections=(16, 24, 24)), qkv_bias=True, window_size=SLIDING, kind=_qwen
+            HEADS,
+            rope=rope(sections=(16, 24, 24)),
+            qkv_bias=True,
+            window_size=SLIDING,
+            kind=_kind_of_qwen,
         ),
     ),
-    "qwen3": family(HEADS, WIDTH, BIASES, qk_norm=norm(), window_size=SLIDING, kind=_qwen),
+    "qwen3": family(HEADS, WIDTH, BIASES, qk_norm=norm(), window_size=SLIDING, kind=_kind_of_qwen),
     "qwen3_moe": family(
         HEADS,
         BIASES,
         qk_norm=norm(),
-        window_size=where("use_sliding_window", asked("sliding_window"), default=False),
+        window_size=where("use_sliding_window", required_or_none("sliding_window"), default=False),
     ),
     **dict.fromkeys(
         ("qwen3_vl_text", "qwen3_vl_moe_text"),
@@ -386,7 +411,7 @@ DECODERS: dict[str, Family] = {
         sinks=True,
         window_size=SLIDING,
         rope=only("sliding_attention", rope()),
-        kind=told_kind,
+        kind=require_layer_types,
     ),
     "cwm": family(HEADS, WIDTH, window_size=SLIDING, kind=first_of(4)),
     "gemma": family(HEADS, WIDTH, BIASES, rope=rope(theta=1e4), defaults=OF_GEMMA),
@@ -397,8 +422,10 @@ DECODERS: dict[str, Family] = {
             WIDTH,
             BIASES,
             scale=key("query_pre_attn_scalar", power=-0.5),
-            soft_cap=asked("attn_logit_softcapping"),
-            window_size=only("sliding_attention", asked("sliding_window", "sliding_window_size")),
+            soft_cap=required_or_none("attn_logit_softcapping"),
+            window_size=only(
+                "sliding_attention", required_or_none("sliding_window", "sliding_window_size")
+            ),
             kind=every(2),
         ),
     ),
@@ -496,12 +523,10 @@ DECODERS: dict[str, Family] = {
         layout="transformers.MiMo-V2",
         rope=rope(fraction=1.0),
         num_kv_heads=_heads_of_mimo,
-        value_head_dim=asked("v_head_dim"),
+        value_head_dim=required_or_none("v_head_dim"),
         qkv_bias=SOME_BIAS,
         window_size=SLIDING,
-        sinks=lambda place: Value(
-            place.kind == "sliding_attention", "with a window: this family's rule"
-        ),
+        sinks=_sinks_of_mimo,
         kind=_kind_of_mimo,
         defaults={"attention_value_scale": 0.707},
         fixed={"attention_value_scale": 1.0},
@@ -511,7 +536,7 @@ DECODERS: dict[str, Family] = {
         WIDTH,
         BIASES,
         window_size=SLIDING,
-        rope=_rotated_of_cohere2_moe,
+        rope=_rope_of_cohere2_moe,
         kind=_kind_of_cohere2_moe,
     ),
     "arcee": family(BIASES),
@@ -562,7 +587,7 @@ DECODERS: dict[str, Family] = {
     ),
     "hyperclovax": family(BIASES, scale=_scale_of_hyperclovax),
     "kolibri1": family(
-        HEADS, WIDTH, qk_norm=norm(), window_size=SLIDING, rope=_exaone4, kind=every(5)
+        HEADS, WIDTH, qk_norm=norm(), window_size=SLIDING, rope=_rope_of_exaone4, kind=every(5)
     ),
     "ernie4_5_moe": family(
         HEADS,
@@ -591,7 +616,7 @@ DECODERS: dict[str, Family] = {
             HEADS,
             qk_norm=norm(),
             window_size=SLIDING,
-            rope=_exaone4,
+            rope=_rope_of_exaone4,
             kind=_kind_of_exaone4,
             says_nothing={"sliding_window_pattern"},
         ),
@@ -627,10 +652,8 @@ DECODERS: dict[str, Family] = {
         HEADS,
         WIDTH,
         BIASES,
-        chunk_size=only("chunked_attention", asked("attention_chunk_size")),
-        kind=lambda config, index: (
-            "chunked_attention" if _rotates(config, index).value else "full_attention"
-        ),
+        chunk_size=only("chunked_attention", required_or_none("attention_chunk_size")),
+        kind=_kind_of_llama4,
         rope=_where_rotated(rope(pairs="interleaved")),
         qk_norm=_where_rotated(where("use_qk_norm", norm(weight=None, after_rope=True))),
         temperature=_where_rotated(

@@ -17,8 +17,11 @@ SAYS_NOTHING = {
     "scale_decoder_outputs",
     "max_source_positions",
     "max_target_positions",
+    "static_position_embeddings",
+    "add_bias_logits",
+    "n_positions",
 }
-SAYS_NOTHING |= {"static_position_embeddings", "add_bias_logits", "n_positions"}
+"""Keys of these families that are irrelevant for attention layers."""
 
 
 def family_of(*stacks: Stack, fixed: Mapping[str, Any] | None = None) -> Family:
@@ -32,14 +35,12 @@ def family_of(*stacks: Stack, fixed: Mapping[str, Any] | None = None) -> Family:
 # ---- BART ----------------------------------------------------------------------------------------
 
 
-def _bart(
+def _stacks_of_bart(
     dropout: float = 0.0, cross: str = "encoder_attn", **fields: Any
 ) -> tuple[Stack, Stack, Stack]:
-    """Return the stacks of BART: encoder, decoder and cross-attention, each as wide as the
-    model.
-    """
+    """Return the stacks of BART: encoder, decoder and cross-attention, as wide as the model."""
 
-    def part(name: str, **others: Any) -> Stack:
+    def stack_of(name: str, **overrides: Any) -> Stack:
         own: dict[str, Any] = {
             "part": name,
             "count": (f"{name}_layers",),
@@ -48,12 +49,12 @@ def _bart(
             "num_heads": key(f"{name}_attention_heads"),
             "dropout": key("attention_dropout", default=dropout),
         }
-        return stack(PLAIN, own, fields, others)
+        return stack(PLAIN, own, fields, overrides)
 
     return (
-        part("encoder"),
-        part("decoder", is_causal=True),
-        part("decoder", kind=of_kind("cross_attention"), path=f"decoder.layers.{{i}}.{cross}"),
+        stack_of("encoder"),
+        stack_of("decoder", is_causal=True),
+        stack_of("decoder", kind=of_kind("cross_attention"), path=f"decoder.layers.{{i}}.{cross}"),
     )
 
 
@@ -65,21 +66,22 @@ def _relative_bias(bidirectional: bool) -> Rule:
     weights.
     """
 
-    def rule(place: ConfigLayer) -> Value:
-        buckets = place.config.read("relative_attention_num_buckets", default=32)
-        farthest = place.config.read("relative_attention_max_distance", default=128)
+    def rule(layer: ConfigLayer) -> Value:
+        buckets = layer.config.read("relative_attention_num_buckets", default=32)
+        farthest = layer.config.read("relative_attention_max_distance", default=128)
         bias = RelativeBias(buckets.value, farthest.value, bidirectional=bidirectional)
-        return Value(bias, f"{buckets.origin}, {farthest.origin}")
+        return Value.derived(bias, buckets, farthest)
 
     return rule
 
 
 def _of_first(part: str) -> dict[str, str]:
+    """Return the weights that all layers of a stack share, with their path in its first layer."""
     name = "relative_attention_bias.weight"
     return {name: f"{part}.block.0.layer.0.SelfAttention.{name}"}
 
 
-def _t5(
+def _stacks_of_t5(
     count: tuple[str, ...] = ("num_decoder_layers", "num_layers"),
 ) -> tuple[Stack, Stack, Stack]:
     fields: dict[str, Any] = {
@@ -126,10 +128,10 @@ def _t5(
 # ---- Moonshine -----------------------------------------------------------------------------------
 
 
-def _moonshine() -> tuple[Stack, Stack, Stack]:
+def _stacks_of_moonshine() -> tuple[Stack, Stack, Stack]:
     """Return the stacks of Moonshine: encoder and decoder have RoPE, cross-attention has none."""
 
-    def part(name: str, **others: Any) -> Stack:
+    def stack_of(name: str, **overrides: Any) -> Stack:
         own: dict[str, Any] = {
             "part": name,
             "count": (f"{name}_num_hidden_layers",),
@@ -143,12 +145,12 @@ def _moonshine() -> tuple[Stack, Stack, Stack]:
             "dropout": key("attention_dropout", default=0.0),
             "rope": _rope_of_moonshine(name),
         }
-        return stack(PLAIN, own, others)
+        return stack(PLAIN, own, overrides)
 
     return (
-        part("encoder"),
-        part("decoder", is_causal=True),
-        part(
+        stack_of("encoder"),
+        stack_of("decoder", is_causal=True),
+        stack_of(
             "decoder",
             kind=of_kind("cross_attention"),
             path="decoder.layers.{i}.encoder_attn",
@@ -160,13 +162,12 @@ def _moonshine() -> tuple[Stack, Stack, Stack]:
 def _rope_of_moonshine(part: str) -> Rule:
     """Return interleaved RoPE in nine tenths of a head."""
 
-    def rule(place: ConfigLayer) -> Value:
-        size = (
-            place.config.read("hidden_size").value
-            // place.config.read(f"{part}_num_attention_heads").value
-        )
+    def rule(layer: ConfigLayer) -> Value:
+        config = layer.config
+        width = config.read("hidden_size").value
+        size = width // config.read(f"{part}_num_attention_heads").value
         return read_rope(
-            place.config, size, layer_type=place.kind, theta=None, fraction=0.9, pairs="interleaved"
+            config, size, layer_type=layer.kind, theta=None, fraction=0.9, pairs="interleaved"
         )
 
     return rule
@@ -175,19 +176,18 @@ def _rope_of_moonshine(part: str) -> Rule:
 ENCODER_DECODERS: dict[str, Family] = {
     **dict.fromkeys(
         ("bart", "mbart", "pegasus", "marian", "blenderbot", "blenderbot-small"),
-        family_of(*_bart()),
+        family_of(*_stacks_of_bart()),
     ),
-    **dict.fromkeys(("m2m_100", "plbart"), family_of(*_bart(0.1))),
-    "nllb-moe": family_of(*_bart(0.1, cross="cross_attention")),
-    "mvp": family_of(*_bart(), fixed={"use_prompt": False}),
-    "speech_to_text": family_of(*_bart()),
-    "whisper": family_of(*_bart(qkv_bias=(True, False, True))),
+    **dict.fromkeys(("m2m_100", "plbart"), family_of(*_stacks_of_bart(0.1))),
+    "nllb-moe": family_of(*_stacks_of_bart(0.1, cross="cross_attention")),
+    "mvp": family_of(*_stacks_of_bart(), fixed={"use_prompt": False}),
+    "speech_to_text": family_of(*_stacks_of_bart()),
+    "whisper": family_of(*_stacks_of_bart(qkv_bias=(True, False, True))),
     "moonshine": replace(
-        family_of(*_moonshine()), says_nothing=frozenset({"pad_head_dim_to_multiple_of"})
+        family_of(*_stacks_of_moonshine()), says_nothing=frozenset({"pad_head_dim_to_multiple_of"})
     ),
-    **dict.fromkeys(("t5", "mt5"), family_of(*_t5())),
-    "umt5": family_of(
-        *(replace(stack, shared={}) for stack in _t5())
-    ),  # each layer has its own bias
-    "switch_transformers": family_of(*_t5(("num_decoder_layers",))),
+    **dict.fromkeys(("t5", "mt5"), family_of(*_stacks_of_t5())),
+    # Each layer of UMT5 has its own bias.
+    "umt5": family_of(*(replace(stack_of_t5, shared={}) for stack_of_t5 in _stacks_of_t5())),
+    "switch_transformers": family_of(*_stacks_of_t5(("num_decoder_layers",))),
 }

@@ -7,7 +7,16 @@ from typing import Any
 from mha_spec import GridBias, InputError, RelativeBias, Rope
 from parity.port.models.config import Config, Value
 from parity.port.models.families.usual import PLAIN, SOME_BIAS, family
-from parity.port.models.rules import ConfigLayer, Family, first_of, key, optional, positioned, rope
+from parity.port.models.rules import (
+    NOTHING,
+    ConfigLayer,
+    Family,
+    first_of,
+    key,
+    optional,
+    positioned,
+    rope,
+)
 
 # ---- Text ----------------------------------------------------------------------------------------
 
@@ -15,21 +24,22 @@ DROPPED: dict[str, Any] = {
     "dropout": key("attention_probs_dropout_prob", default=0.1),
     "output_dropout": key("hidden_dropout_prob", default=0.1),
 }
-
+"""Dropout by default."""
 
 UNDROPPED: dict[str, Any] = {
     "dropout": key("attention_probs_dropout_prob", default=0.0),
     "output_dropout": key("hidden_dropout_prob", default=0.0),
 }
-
+"""No dropout by default."""
 
 UNDROPPED_SCORES: dict[str, Any] = {"dropout": UNDROPPED["dropout"]}
+"""No dropout of attention weights by default."""
 
 
 def is_decoder(config: Config) -> bool:
     """Return whether a model that may be either is a decoder."""
-    found: bool = config.read("is_decoder", default=False).value
-    return found
+    value: bool = config.read("is_decoder", default=False).value
+    return value
 
 
 BERT: dict[str, Any] = {
@@ -43,11 +53,11 @@ ABSOLUTE = {"position_embedding_type": "absolute"}
 """Models with another value have scores that depend on distance."""
 
 
-def _window_of_modernbert(place: ConfigLayer) -> Value:
+def _window_of_modernbert(layer: ConfigLayer) -> Value:
     """Return the window: half before and half after a token, plus its own position."""
-    whole = place.config.read("local_attention", default=128)
-    if place.kind != "sliding_attention":
-        return Value(None, "")
+    whole = layer.config.read("local_attention", default=128)
+    if layer.kind != "sliding_attention":
+        return NOTHING
     return Value(whole.value // 2 + 1, f"{whole.origin} // 2 + 1")
 
 
@@ -61,8 +71,12 @@ LIKE_BERT = (
     "ernie",
     "data2vec-text",
     "xlm-roberta-xl",
+    "xmod",
+    "bert-generation",
+    "roc_bert",
+    "megatron-bert",
+    "roberta-prelayernorm",
 )
-LIKE_BERT += ("xmod", "bert-generation", "roc_bert", "megatron-bert", "roberta-prelayernorm")
 
 OF_TABLES = {"aggregation_temperature", "reset_position_index_per_cell"}
 PARTS_LIKE_BERT = (
@@ -70,8 +84,11 @@ PARTS_LIKE_BERT = (
     "bridgetower_text_model",
     "chinese_clip_text_model",
     "clap_text_model",
+    "dpr",
+    "markuplm",
+    "tapas",
+    "visual_bert",
 )
-PARTS_LIKE_BERT += ("dpr", "markuplm", "tapas", "visual_bert")
 
 OF_MODERNBERT: dict[str, Any] = {
     **PLAIN,
@@ -105,7 +122,7 @@ TEXT: dict[str, Family] = {
         BERT, UNDROPPED_SCORES, is_causal=False, path="encoder.layers.{i}.attention"
     ),
     "rembert": family(BERT, UNDROPPED),
-    "esm": family(BERT, rope=positioned("rotary", rope(theta=1e4), others=("absolute",))),
+    "esm": family(BERT, rope=positioned("rotary", rope(theta=1e4), without=("absolute",))),
     "roformer": family(
         BERT,
         rope=Rope(pairs="interleaved"),
@@ -188,25 +205,23 @@ CLIP: dict[str, Any] = {**PLAIN, "dropout": key("attention_dropout", default=0.0
 OF_GRID = "attention.relative_position_bias.relative_position_bias_table"
 
 
-def _grid_of_beit(place: ConfigLayer) -> Value:
+def _grid_of_beit(layer: ConfigLayer) -> Value:
     """Return the grid bias of each layer, or of all; with both, two tables would be added."""
-    own, common = (f"use_{which}relative_position_bias" for which in ("", "shared_"))
-    has_own, has_common = (place.config.read(name, default=False) for name in (own, common))
+    own, common = "use_relative_position_bias", "use_shared_relative_position_bias"
+    has_own = layer.config.read(own, default=False)
+    has_common = layer.config.read(common, default=False)
     if not has_own.value and not has_common.value:
-        return Value(None, "")
+        return NOTHING
     if has_own.value and has_common.value:
         raise InputError(common, f"be False with {own}", {common: True})
-    image, patch = (
-        place.config.read("image_size", default=224),
-        place.config.read("patch_size", default=16),
-    )
-    height, width = (
-        image.value if isinstance(image.value, (tuple, list)) else (image.value, image.value)
-    )
+    image = layer.config.read("image_size", default=224)
+    patch = layer.config.read("patch_size", default=16)
+    height = width = image.value
+    if isinstance(image.value, tuple | list):
+        height, width = image.value
     grid = GridBias(height // patch.value, width // patch.value, class_token=True)
-    return Value(
-        grid, f"{(has_own if has_own.value else has_common).origin}, {image.origin}, {patch.origin}"
-    )
+    reason = has_own if has_own.value else has_common
+    return Value.derived(grid, reason, image, patch)
 
 
 AIMV2: dict[str, Any] = {
@@ -216,38 +231,46 @@ AIMV2: dict[str, Any] = {
     "out_bias": key("qkv_bias", default=False),
 }
 
-LIKE_VIT = ("vit", "deit", "dinov2", "dinov2_with_registers", "vit_msn", "ijepa", "yolos")
-LIKE_VIT += (
+LIKE_VIT = (
+    "vit",
+    "deit",
+    "dinov2",
+    "dinov2_with_registers",
+    "vit_msn",
+    "ijepa",
+    "yolos",
     "audio-spectrogram-transformer",
     "flava_image_model",
     "flava_text_model",
     "flava_multimodal_model",
+    "pixio",
 )
-LIKE_VIT += ("pixio",)
 SIZES_OF_VIT = {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12}
 """Defaults of configurations that are parts of a model."""
-LIKE_CLIP = ("chinese_clip_vision_model",)
-LIKE_CLIP += (
+LIKE_CLIP = (
+    "chinese_clip_vision_model",
     "siglip2_text_model",
     "siglip2_vision_model",
     "altclip_vision_model",
     "clipseg_vision_model",
-)
-LIKE_CLIP += (
     "git_vision_model",
     "idefics2_vision",
     "idefics3_vision",
     "smolvlm_vision",
     "kosmos_2_vision_model",
-)
-LIKE_CLIP += (
     "metaclip_2_vision_model",
     "owlvit_vision_model",
     "owlv2_vision_model",
     "phi4_multimodal_vision",
 )
-TEXT_OF_CLIP = ("clipseg_text_model", "groupvit_text_model", "metaclip_2_text_model")
-TEXT_OF_CLIP += ("owlvit_text_model", "owlv2_text_model", "xclip_text_model")
+TEXT_OF_CLIP = (
+    "clipseg_text_model",
+    "groupvit_text_model",
+    "metaclip_2_text_model",
+    "owlvit_text_model",
+    "owlv2_text_model",
+    "xclip_text_model",
+)
 
 IMAGES: dict[str, Family] = {
     **dict.fromkeys(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from mha_spec import Alibi, InputError, Rope
-from parity.port.models.config import Config, MissingKeyError, Value
+from parity.port.models.config import Config, Value
 from parity.port.models.families.usual import IN_PART, MOST_BIAS, PLAIN, family
 from parity.port.models.rope import read_rope
 from parity.port.models.rules import (
@@ -14,59 +14,63 @@ from parity.port.models.rules import (
     ConfigLayer,
     Family,
     Rule,
+    entry_of,
     key,
     norm,
     only,
     optional,
+    read_if_possible,
     rope,
     where,
 )
 
 
-def _scale_of_gpt2(place: ConfigLayer) -> Value:
+def _scale_of_gpt2(layer: ConfigLayer) -> Value:
     """Return 1 / sqrt(H), optionally divided by the layer number, or 1."""
-    config, factor = place.config, 1.0
-    by_root, by_layer = (
-        config.read(name, default=default)
-        for name, default in (
-            ("scale_attn_weights", True),
-            ("scale_attn_by_inverse_layer_idx", False),
-        )
-    )
+    by_root = layer.config.read("scale_attn_weights", default=True)
+    by_layer = layer.config.read("scale_attn_by_inverse_layer_idx", default=False)
     if by_root.value and not by_layer.value:
         return NOTHING
+    scale = 1.0
     if by_root.value:
-        factor = (config.read("n_embd").value / config.read("n_head").value) ** -0.5
-    return Value(
-        factor / (place.layer + 1 if by_layer.value else 1), f"{by_root.origin}, {by_layer.origin}"
-    )
+        scale = (layer.config.read("n_embd").value / layer.config.read("n_head").value) ** -0.5
+    if by_layer.value:
+        scale /= layer.index + 1
+    return Value.derived(scale, by_root, by_layer)
 
 
-def _scale_of_bigcode(place: ConfigLayer) -> Value:
+def _scale_of_bigcode(layer: ConfigLayer) -> Value:
     """Return 1 / sqrt(H), or 1."""
-    scaled = place.config.read("scale_attn_weights", default=True)
-    return NOTHING if scaled.value else Value(1.0, scaled.origin)
+    by_root = layer.config.read("scale_attn_weights", default=True)
+    if by_root.value:
+        return NOTHING
+    return Value(1.0, by_root.origin)
 
 
-def _one_head(place: ConfigLayer) -> Value:
+def _one_head(layer: ConfigLayer) -> Value:
     """Return one key/value head in models with multi-query attention."""
-    found = place.config.read("multi_query", default=True)
-    return Value(1, found.origin) if found.value else NOTHING
+    is_multi_query = layer.config.read("multi_query", default=True)
+    if not is_multi_query.value:
+        return NOTHING
+    return Value(1, is_multi_query.origin)
 
 
-def _heads_of_falcon(place: ConfigLayer) -> Value:
+def _heads_of_falcon(layer: ConfigLayer) -> Value:
     """Return the key/value heads: groups in the newer architecture; otherwise one for all, or one
     for each.
     """
-    config = place.config
-    newer, told = (
-        config.read("new_decoder_architecture", default=False),
-        config.find("num_kv_heads"),
-    )
-    if not newer.value:
-        return _one_head(place)
-    _one_head(place)  # counts as read
-    return NOTHING if told is None else Value(told.value, f"{newer.origin}, {told.origin}")
+    is_newer = layer.config.read("new_decoder_architecture", default=False)
+    groups = layer.config.find("num_kv_heads")
+    of_older = _one_head(layer)  # its key counts as read
+    if not is_newer.value:
+        return of_older
+    if groups is None:
+        return NOTHING
+    return Value.derived(groups.value, is_newer, groups)
+
+
+def _scaled_alibi(layer: ConfigLayer) -> Value:
+    return Value(Alibi(scaled=True), "every layer of this family")
 
 
 def _with_alibi(rule: Rule, *, is_with: bool = True) -> Rule:
@@ -74,32 +78,26 @@ def _with_alibi(rule: Rule, *, is_with: bool = True) -> Rule:
     others.
     """
 
-    def if_so(place: ConfigLayer) -> Value:
-        has_alibi = place.config.read("alibi", default=False)
-        found = Value(None, "")
-        with suppress(MissingKeyError):
-            found = rule(place)
-        return (
-            Value(found.value, f"{has_alibi.origin}, {found.origin}")
-            if has_alibi.value == is_with
-            else NOTHING
-        )
+    def in_some(layer: ConfigLayer) -> Value:
+        has_alibi = layer.config.read("alibi", default=False)
+        value = read_if_possible(rule, layer)
+        if has_alibi.value != is_with:
+            return NOTHING
+        return Value.derived(value.value, has_alibi, value)
 
-    return if_so
+    return in_some
 
 
-def _some_of_a_head(place: ConfigLayer) -> Value:
+def _rope_of_gptj(layer: ConfigLayer) -> Value:
     """Return GPT-J's RoPE: interleaved, in the first features of a head."""
-    count = place.config.read("rotary_dim", default=64)
-    return Value(
-        Rope(rotary_dim=count.value, pairs="interleaved"),
-        f"{count.origin}; else as every layer of this family",
-    )
+    count = layer.config.read("rotary_dim", default=64)
+    rotation = Rope(rotary_dim=count.value, pairs="interleaved")
+    return Value(rotation, f"{count.origin}; else as every layer of this family")
 
 
-def _in_the_last_layer(place: ConfigLayer) -> Value:
+def _in_the_last_layer(layer: ConfigLayer) -> Value:
     """Return True for the last layer."""
-    is_last = place.layer + 1 == place.config.read("num_hidden_layers").value
+    is_last = layer.index + 1 == layer.config.read("num_hidden_layers").value
     return Value(is_last, "num_hidden_layers: the last layer alone has one")
 
 
@@ -107,26 +105,22 @@ def _kind_of_gpt_neo(config: Config, index: int) -> str:
     """Return the kind of a layer, `global` or `local`, from a list of layers or a repeated
     pattern.
     """
-    told, pattern = (
-        config.find("attention_layers"),
-        config.read("attention_types", default=[[["global", "local"], 12]]),
-    )
-    each = (
-        told.value
-        if told
-        else [kind for kinds, count in pattern.value for _ in range(count) for kind in kinds]
-    )
-    if index >= len(each):
-        raise InputError("attention_layers", "be one for each layer", str(len(each)))
-    if each[index] not in KINDS_OF_GPT_NEO:
-        hint = f"by {'attention_layers' if told else 'attention_types'}"
-        raise InputError(
-            f"layer {index}",
-            f"be one of {', '.join(KINDS_OF_GPT_NEO)}",
-            repr(each[index]),
-            hint=hint,
-        )
-    return KINDS_OF_GPT_NEO[each[index]]
+    layers = config.find("attention_layers")
+    pattern = config.read("attention_types", default=[[["global", "local"], 12]])
+    if layers is None:
+        repeated = []
+        for kinds, count in pattern.value:
+            repeated += list(kinds) * count
+        # An error names the list, even if it follows from the pattern.
+        layers = Value(repeated, "attention_layers")
+        key_of_kinds = "attention_types"
+    else:
+        key_of_kinds = "attention_layers"
+    kind = entry_of(layers, index)
+    if kind not in KINDS_OF_GPT_NEO:
+        rule = f"be one of {', '.join(KINDS_OF_GPT_NEO)}"
+        raise InputError(f"layer {index}", rule, repr(kind), hint=f"by {key_of_kinds}")
+    return KINDS_OF_GPT_NEO[kind]
 
 
 KINDS_OF_GPT_NEO = {"global": "full_attention", "local": "sliding_attention"}
@@ -134,25 +128,28 @@ KINDS_OF_GPT_NEO = {"global": "full_attention", "local": "sliding_attention"}
 
 def _in_section(name: str, rule: Rule) -> Rule:
     """Return a rule for a section of the configuration."""
-    return lambda place: rule(place._replace(config=place.config.section(name)))
+
+    def in_section(layer: ConfigLayer) -> Value:
+        return rule(replace(layer, config=layer.config.section(name)))
+
+    return in_section
 
 
-def _rope_of_dbrx(place: ConfigLayer) -> Value:
+def _rope_of_dbrx(layer: ConfigLayer) -> Value:
     """Return the RoPE of DBRX: released files have the base among the attention keys, transformers
     in the model.
     """
-    own = place.config.section("attn_config").find("rope_theta")
-    if own is None or "rope_theta" in place.config or "rope_parameters" in place.config:
-        size = (
-            place.config.read("d_model", "hidden_size").value // place.config.read("n_heads").value
-        )
-        found = read_rope(place.config, size, layer_type=place.kind, theta=None)
-        if own is not None and own.value != found.value.theta:
-            raise InputError(
-                "attn_config.rope_theta", f"be {found.origin}={found.value.theta}", str(own.value)
-            )
-        return found
-    return Value(Rope(own.value), own.origin)
+    config = layer.config
+    of_section = config.section("attn_config").find("rope_theta")
+    model_has_base = "rope_theta" in config or "rope_parameters" in config
+    if of_section is not None and not model_has_base:
+        return Value(Rope(of_section.value), of_section.origin)
+    size = config.read("d_model", "hidden_size").value // config.read("n_heads").value
+    rotation = read_rope(config, size, layer_type=layer.kind, theta=None)
+    if of_section is not None and of_section.value != rotation.value.theta:
+        rule = f"be {rotation.origin}={rotation.value.theta}"
+        raise InputError("attn_config.rope_theta", rule, str(of_section.value))
+    return rotation
 
 
 OF_MPT = {
@@ -161,28 +158,24 @@ OF_MPT = {
     "alibi_bias_max": 8,
     "prefix_lm": False,
     "qk_ln": False,
+    "attn_uses_sequence_id": False,
 }
-OF_MPT |= {"attn_uses_sequence_id": False}
 """The released code reads these keys, transformers none of them."""
 
 OF_SECTIONS = {
-    *(
-        "architectures",
-        "chunk_size_feed_forward",
-        "dtype",
-        "id2label",
-        "label2id",
-        "is_encoder_decoder",
-        "model_type",
-    ),
-    *(
-        "output_attentions",
-        "output_hidden_states",
-        "problem_type",
-        "return_dict",
-        "_name_or_path",
-        "attn_impl",
-    ),
+    "architectures",
+    "chunk_size_feed_forward",
+    "dtype",
+    "id2label",
+    "label2id",
+    "is_encoder_decoder",
+    "model_type",
+    "output_attentions",
+    "output_hidden_states",
+    "problem_type",
+    "return_dict",
+    "_name_or_path",
+    "attn_impl",
     "transformers_version",
 }
 """Keys of all sections of a configuration."""
@@ -197,7 +190,7 @@ NAMES: dict[str, Any] = {
 
 OF_GPTJ: dict[str, Any] = {
     "path": "h.{i}.attn",
-    "rope": _some_of_a_head,
+    "rope": _rope_of_gptj,
     "dropout": key("attn_pdrop", default=0.0),
     "output_dropout": key("resid_pdrop", default=0.0),
     "fixed": {"rotary": True, "scale_attn_weights": True},
@@ -328,7 +321,7 @@ GPT_LIKE: dict[str, Family] = {
         qkv_bias=key("bias", default=False),
         out_bias=key("bias", default=False),
         rope=_with_alibi(rope(theta=1e4), is_with=False),
-        alibi=_with_alibi(lambda place: Value(Alibi(scaled=True), "every layer of this family")),
+        alibi=_with_alibi(_scaled_alibi),
         dropout=_with_alibi(key("attention_dropout", default=0.0)),  # no dropout with RoPE
         says_nothing={"parallel_attn", "num_ln_in_parallel_attn"},
     ),

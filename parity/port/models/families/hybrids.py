@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 from mha_spec import Gate, InputError
@@ -13,66 +13,81 @@ from parity.port.models.rules import (
     NOTHING,
     ConfigLayer,
     Family,
-    asked,
+    entry_of,
     head_dim,
     is_last,
     key,
     norm,
     positioned,
+    require_layer_types,
+    required_or_none,
     rope,
-    told_kind,
 )
 
 FULL, LINEAR = "full_attention", "linear_attention"
 
 
-def _qwen3_next(config: Config, index: int) -> str:
-    return FULL if is_last(index, config.find("full_attention_interval"), 4) else LINEAR
+def _kind_of_qwen3_next(config: Config, index: int) -> str:
+    if is_last(index, config.find("full_attention_interval"), 4):
+        return FULL
+    return LINEAR
 
 
-def _gate_with_bias(place: ConfigLayer) -> Value:
-    """Return a gate that is packed with the queries, with a bias iff they have one."""
-    bias = SOME_BIAS(place)
+def _gate_with_bias(layer: ConfigLayer) -> Value:
+    """Return a gate that is packed with the queries, and has a bias if they have one."""
+    bias = SOME_BIAS(layer)
     return Value(Gate(bias=bias.value), f"every layer of this family; {bias.origin}")
 
 
 def _kind_of_lfm2(config: Config, index: int) -> str:
     """Return the kind of a layer from the numbers of attention layers; default: all."""
-    told = config.find("full_attn_idxs")
-    return FULL if told is None or index in told.value else "conv"
+    numbers = config.find("full_attn_idxs")
+    if numbers is None or index in numbers.value:
+        return FULL
+    return "conv"
 
 
-def _rope_of_lfm2(place: ConfigLayer) -> Value:
+def _rope_of_lfm2(layer: ConfigLayer) -> Value:
     """Return the RoPE of LFM2: released models contain the base twice."""
-    found, again = rope()(place), place.config.find("theta")
-    if again is not None and again.value != found.value.theta:
-        raise InputError(
-            "theta", "be rope_theta", f"theta={again.value} and {found.origin} {found.value.theta}"
-        )
-    return found
+    rotation = rope()(layer)
+    again = layer.config.find("theta")
+    if again is not None and again.value != rotation.value.theta:
+        both = f"theta={again.value} and {rotation.origin} {rotation.value.theta}"
+        raise InputError("theta", "be rope_theta", both)
+    return rotation
+
+
+def _kind_of_minimax(config: Config, index: int) -> str:
+    """Return the kind of a layer: attention in the first of each pair."""
+    if index % 2 == 0:
+        return FULL
+    return LINEAR
 
 
 def _kind_of_jamba(config: Config, index: int) -> str:
-    period, offset = (
-        config.read("attn_layer_period", default=8),
-        config.read("attn_layer_offset", default=4),
-    )
-    return FULL if index % as_count(period.origin, period.value) == offset.value else "mamba"
+    """Return the kind of a layer: attention at one place of each period."""
+    period = config.read("attn_layer_period", default=8)
+    offset = config.read("attn_layer_offset", default=4)
+    if index % as_count(period.origin, period.value) == offset.value:
+        return FULL
+    return "mamba"
 
 
 def _kind_of_bamba(config: Config, index: int) -> str:
-    told = config.find("attn_layer_indices")
-    return FULL if told is not None and index in told.value else "mamba"
+    """Return the kind of a layer from the numbers of attention layers; default: none."""
+    numbers = config.find("attn_layer_indices")
+    if numbers is not None and index in numbers.value:
+        return FULL
+    return "mamba"
 
 
 def _kind_of_nemotron_h(config: Config, index: int) -> str:
     """Return the kind of a layer from a word or letter for each."""
-    words, letters = config.find("layers_block_type"), config.find("hybrid_override_pattern")
-    each = words or letters or config.read("layers_block_type")
-    if index >= len(each.value):
-        raise InputError(each.origin, "have a word for each layer", str(len(each.value)))
-    told: str = each.value[index]
-    return KINDS_OF_NEMOTRON_H.get(told, told)
+    words = config.find("layers_block_type")
+    letters = config.find("hybrid_override_pattern")
+    kinds = words or letters or config.read("layers_block_type")
+    kind: str = entry_of(kinds, index, "have a word for each layer")
+    return KINDS_OF_NEMOTRON_H.get(kind, kind)
 
 
 KINDS_OF_NEMOTRON_H = {"M": "mamba", "E": "moe", "-": "mlp", "*": FULL, "attention": FULL}
@@ -81,36 +96,40 @@ KINDS_OF_NEMOTRON_H = {"M": "mamba", "E": "moe", "-": "mlp", "*": FULL, "attenti
 def _kind_of_recurrent_gemma(config: Config, index: int) -> str:
     """Return the kind of a layer from a repeated pattern."""
     pattern = config.read("block_types", default=("recurrent", "recurrent", "attention")).value
-    return (
-        "sliding_attention"
-        if pattern[index % as_count("block_types", len(pattern))] == "attention"
-        else "recurrent"
-    )
+    kind = pattern[index % as_count("block_types", len(pattern))]
+    if kind == "attention":
+        return "sliding_attention"
+    return "recurrent"
 
 
-def _multiplied_scale(place: ConfigLayer) -> Value:
+def _multiplied_scale(layer: ConfigLayer) -> Value:
     """Return the scale, including the factor of keys before RoPE."""
-    factor = place.config.read("key_multiplier", default=1.0)
-    return (
-        Value(factor.value * head_dim(place) ** -0.5, f"{factor.origin} / sqrt(H)")
-        if factor.value != 1
-        else NOTHING
-    )
+    factor = layer.config.read("key_multiplier", default=1.0)
+    if factor.value == 1:
+        return NOTHING
+    return Value(factor.value * head_dim(layer) ** -0.5, f"{factor.origin} / sqrt(H)")
 
 
-def _mamba(kind: Callable[[Config, int], str] | None = None, *others: Any, **fields: Any) -> Family:
+def _mamba(*bases: Mapping[str, Any], **fields: Any) -> Family:
     """Return a family with state-space layers, whose keys are irrelevant for attention."""
-    return family(
-        *others, says_nothing=OF_MAMBA, **({} if kind is None else {"kind": kind}), **fields
-    )
+    return family(*bases, says_nothing=OF_MAMBA, **fields)
 
 
 OF_MAMBA = {
-    f"mamba_{name}"
-    for name in ("conv_bias", "proj_bias", "n_heads", "d_head", "num_heads", "head_dim")
+    "mamba_conv_bias",
+    "mamba_proj_bias",
+    "mamba_n_heads",
+    "mamba_d_head",
+    "mamba_num_heads",
+    "mamba_head_dim",
+    "mamba_chunk_size",
+    "chunk_size",
+    "use_conv_bias",
+    "use_bias",
+    "projectors_bias",
+    "attention_in_multiplier",
+    "attention_out_multiplier",
 }
-OF_MAMBA |= {"mamba_chunk_size", "chunk_size", "use_conv_bias", "use_bias", "projectors_bias"}
-OF_MAMBA |= {f"attention_{name}_multiplier" for name in ("in", "out")}
 
 OF_QWEN3_NEXT: dict[str, Any] = {
     **HEADS,
@@ -119,7 +138,7 @@ OF_QWEN3_NEXT: dict[str, Any] = {
     "layout": "transformers.Qwen3-Next",
     "qk_norm": norm(weight="1+w"),
     "gate": _gate_with_bias,
-    "kind": _qwen3_next,
+    "kind": _kind_of_qwen3_next,
 }
 
 ALWAYS_GATED = {"attn_output_gate": True}
@@ -139,7 +158,7 @@ HYBRIDS: dict[str, Family] = {
     ),
     "minimax": family(
         HEADS,
-        kind=lambda config, index: LINEAR if index % 2 else FULL,
+        kind=_kind_of_minimax,
         says_nothing={"full_attn_alpha_factor", "full_attn_beta_factor"},
     ),
     **dict.fromkeys(
@@ -160,26 +179,26 @@ HYBRIDS: dict[str, Family] = {
             },
         ),
     ),
-    "jamba": _mamba(_kind_of_jamba, HEADS, rope=None),
+    "jamba": _mamba(HEADS, kind=_kind_of_jamba, rope=None),
     "bamba": _mamba(
-        _kind_of_bamba, HEADS, BIASES, rope=rope(fraction=0.5, count="attn_rotary_emb")
+        HEADS, BIASES, kind=_kind_of_bamba, rope=rope(fraction=0.5, count="attn_rotary_emb")
     ),
     "granitemoehybrid": _mamba(
-        told_kind,
         BIASES,
+        kind=require_layer_types,
         scale=key("attention_multiplier"),
-        rope=positioned("rope", rope(), others=("nope",)),
+        rope=positioned("rope", rope(), without=("nope",)),
     ),
     "nemotron_h": _mamba(
-        _kind_of_nemotron_h,
         HEADS,
-        head_dim=asked("head_dim", "attention_head_dim"),
+        kind=_kind_of_nemotron_h,
+        head_dim=required_or_none("head_dim", "attention_head_dim"),
         path="layers.{i}.mixer",
         count=("layers_block_type", "num_hidden_layers"),
         rope=None,
         fixed={"attention_bias": False},  # transformers never reads it
     ),
-    "falcon_h1": _mamba(None, HEADS, BIASES, scale=_multiplied_scale),
+    "falcon_h1": _mamba(HEADS, BIASES, scale=_multiplied_scale),
     "recurrent_gemma": family(
         path="layers.{i}.temporal_block",
         qkv_bias=SOME_BIAS,
@@ -189,5 +208,5 @@ HYBRIDS: dict[str, Family] = {
         kind=_kind_of_recurrent_gemma,
         says_nothing={"w_init_variance_scale"},
     ),
-    "olmo_hybrid": family(BIASES, qk_norm=norm(over="width"), kind=told_kind),
+    "olmo_hybrid": family(BIASES, qk_norm=norm(over="width"), kind=require_layer_types),
 }

@@ -9,11 +9,13 @@ from typing import Any
 from mha_spec import InputError, Latent, YarnScaling
 from parity.port.models.config import Config, Value
 from parity.port.models.families.usual import SOME_BIAS, family, stack
+from parity.port.models.rope import rope_section
 from parity.port.models.rules import (
     NOTHING,
     ConfigLayer,
     Family,
     Rule,
+    Stack,
     heads,
     key,
     rope,
@@ -21,96 +23,115 @@ from parity.port.models.rules import (
 )
 
 
-def _latent(place: ConfigLayer) -> Value:
-    kv_rank, rope_dim = (place.config.read(name) for name in ("kv_lora_rank", "qk_rope_head_dim"))
-    q_rank = (
-        place.config.asked("q_lora_rank") or NOTHING
-    )  # without it there is one query projection
-    origins = [each.origin for each in (kv_rank, rope_dim, q_rank) if each.value is not None]
-    return Value(Latent(kv_rank.value, rope_dim.value, q_rank.value), ", ".join(origins))
+def _latent(layer: ConfigLayer) -> Value:
+    """Return the ranks of the latents; queries need not have any."""
+    kv_rank = layer.config.read("kv_lora_rank")
+    rope_dim = layer.config.read("qk_rope_head_dim")
+    q_rank = layer.config.required_or_none("q_lora_rank")
+    if q_rank is None:
+        # Queries have one projection, without latents.
+        return Value.derived(Latent(kv_rank.value, rope_dim.value, None), kv_rank, rope_dim)
+    latent = Latent(kv_rank.value, rope_dim.value, q_rank.value)
+    return Value.derived(latent, kv_rank, rope_dim, q_rank)
 
 
-def _scaled_latent(place: ConfigLayer) -> Value:
+def _scaled_latent(layer: ConfigLayer) -> Value:
     """Return latents with the factors sqrt(d_model / rank)."""
-    found, width = _latent(place), place.config.read("hidden_size").value
-    if found.value.q_rank is None:
+    latent, origin = _latent(layer)
+    width = layer.config.read("hidden_size").value
+    if latent.q_rank is None:
         raise InputError(
             "the configuration", "have q_lora_rank: there is no layer without it", q_lora_rank=None
         )
-    q_factor, kv_factor = (
-        math.sqrt(width / rank) for rank in (found.value.q_rank, found.value.kv_rank)
+    scaled = replace(
+        latent,
+        q_factor=math.sqrt(width / latent.q_rank),
+        kv_factor=math.sqrt(width / latent.kv_rank),
     )
-    factors = replace(found.value, q_factor=q_factor, kv_factor=kv_factor)
-    return Value(factors, f"{found.origin}, factors of hidden_size over both ranks")
+    return Value(scaled, f"{origin}, factors of hidden_size over both ranks")
 
 
 def _sum(*names: str) -> Rule:
-    return lambda place: Value(
-        sum(place.config.read(name).value for name in names), " + ".join(names)
-    )
+    """Return a rule for the sum of keys."""
+
+    def rule(layer: ConfigLayer) -> Value:
+        total = sum(layer.config.read(name).value for name in names)
+        return Value(total, " + ".join(names))
+
+    return rule
 
 
-def _pairs_of_latents(place: ConfigLayer) -> Value:
-    paired = place.config.read("rope_interleave", default=True)
-    found = rope(of="qk_rope_head_dim", pairs="interleaved" if paired.value else "half")(place)
-    return Value(found.value, f"{found.origin}, {paired.origin}")
+def _pairs_of_latents(layer: ConfigLayer) -> Value:
+    """Return the RoPE of the rotated features, whose pairs a key selects."""
+    is_interleaved = layer.config.read("rope_interleave", default=True)
+    pairs = "interleaved" if is_interleaved.value else "half"
+    rotation = rope(of="qk_rope_head_dim", pairs=pairs)(layer)
+    return Value.derived(rotation.value, rotation, is_interleaved)
 
 
-def _biases(place: ConfigLayer) -> Value:
+def _biases(layer: ConfigLayer) -> Value:
     """Return the biases of projections to latents; q_proj has none."""
-    found: Value = SOME_BIAS(place)
-    at_once = place.config.asked("q_lora_rank") is None
-    return found._replace(value=(False, True, True)) if at_once and found.value else found
+    bias: Value = SOME_BIAS(layer)
+    has_latent_queries = layer.config.required_or_none("q_lora_rank") is not None
+    if has_latent_queries or not bias.value:
+        return bias
+    return bias._replace(value=(False, True, True))
 
 
-def _scale(place: ConfigLayer) -> Value:
+def _scale(layer: ConfigLayer) -> Value:
     """Return the scale, with the square of YaRN's factor if there is a mscale_all_dim, even if RoPE
     ignores it.
 
     RoPE reads it only together with mscale and without attention_factor; the scale then follows
     from RoPE.
     """
-    own = [name for name in ("rope_parameters", "rope_scaling") if name in place.config]
-    told = place.config.section(own[0]).find("mscale_all_dim") if own else None
-    scaling = rope(of="qk_rope_head_dim", theta=1e4)(place).value.scaling
-    if (
-        not told
-        or not told.value
-        or not isinstance(scaling, YarnScaling)
-        or scaling.mscale_all_dim is not None
-    ):
+    parameters = rope_section(layer.config)
+    mscale = None if parameters is None else parameters.find("mscale_all_dim")
+    # The base is of no importance here, but a configuration need not have one.
+    scaling = rope(of="qk_rope_head_dim", theta=1e4)(layer).value.scaling
+    if mscale is None or not mscale.value:
         return NOTHING
-    squared = replace(
-        scaling, attention_factor=None, mscale=told.value, mscale_all_dim=told.value
-    ).score_factor
-    width = WIDTH(place)
-    return Value(
-        squared * width.value**-0.5, f"({width.origin}) ** -0.5, {told.origin} of RoPE's factor"
+    if not isinstance(scaling, YarnScaling) or scaling.mscale_all_dim is not None:
+        return NOTHING
+    applied = replace(
+        scaling, attention_factor=None, mscale=mscale.value, mscale_all_dim=mscale.value
     )
+    width = WIDTH(layer)
+    scale = applied.score_factor * width.value**-0.5
+    return Value(scale, f"({width.origin}) ** -0.5, {mscale.origin} of RoPE's factor")
 
 
-def _width_of_values(place: ConfigLayer) -> Value:
+def _width_of_values(layer: ConfigLayer) -> Value:
     """Return the value width of MiniCPM3, whose released configurations omit it."""
-    told, width = place.config.find("v_head_dim"), place.config.read("hidden_size")
-    return told or Value(
-        width.value // heads(place), "hidden_size // num_attention_heads: v_head_dim is not set"
-    )
+    configured = layer.config.find("v_head_dim")
+    width = layer.config.read("hidden_size").value
+    if configured is not None:
+        return configured
+    origin = "hidden_size // num_attention_heads: v_head_dim is not set"
+    return Value(width // heads(layer), origin)
 
 
 def _kind_of_kimi_linear(config: Config, index: int) -> str:
     """Return the kind of a layer from the numbers of both kinds, from 1; default: every fourth."""
     if "linear_attn_config" not in config:
-        return "full_attention" if index and index % 4 == 0 else "linear_attention"
-    full, linear = (
-        config.section("linear_attn_config").find(f"{name}_layers") for name in ("full_attn", "kda")
-    )
-    if full is None or linear is None or (index + 1 in full.value) == (index + 1 in linear.value):
-        got = {
-            f"{name}_layers": each and each.value
-            for name, each in (("full_attn", full), ("kda", linear))
+        # The default of transformers counts from 0, so that these are the fifth, the ninth, …
+        if index and index % 4 == 0:
+            return "full_attention"
+        return "linear_attention"
+    section = config.section("linear_attn_config")
+    full = section.find("full_attn_layers")
+    linear = section.find("kda_layers")
+    is_full = full is not None and index + 1 in full.value
+    is_linear = linear is not None and index + 1 in linear.value
+    if full is None or linear is None or is_full == is_linear:
+        numbers = {
+            "full_attn_layers": None if full is None else full.value,
+            "kda_layers": None if linear is None else linear.value,
         }
-        raise InputError("linear_attn_config", "say one kind of each layer", got)
-    return "full_attention" if index + 1 in full.value else "linear_attention"
+        raise InputError("linear_attn_config", "say one kind of each layer", numbers)
+    if is_full:
+        return "full_attention"
+    return "linear_attention"
 
 
 WIDTH = _sum("qk_nope_head_dim", "qk_rope_head_dim")
@@ -130,14 +151,18 @@ OF_LATENTS = {"head_dim", "qk_head_dim", "num_key_value_heads"}
 """Keys of configurations with latents that layers do not read."""
 
 
-PARTS_OF_LONGCAT = {
-    part: {
-        "path": f"layers.{{i}}.self_attn.{number}",
-        "rope": rope(of="qk_rope_head_dim", pairs="interleaved"),
-    }
-    for number, part in enumerate(("first", "second"))
-}
-"""Each layer has two attention layers."""
+def _half_of_longcat(part: str, number: int) -> Stack:
+    """Return one of the two attention layers that each layer has."""
+    return stack(
+        LATENTS,
+        part=part,
+        path=f"layers.{{i}}.self_attn.{number}",
+        layout="transformers.LongCat",
+        count=("num_layers",),
+        rope=rope(of="qk_rope_head_dim", pairs="interleaved"),
+        latent=_scaled_latent,
+    )
+
 
 WITH_LATENTS: dict[str, Family] = {
     "deepseek_v2": family(
@@ -161,16 +186,7 @@ WITH_LATENTS: dict[str, Family] = {
         says_nothing=OF_LATENTS | {"short_conv_kernel_size", "num_heads", "rope_theta"},
     ),
     "longcat_flash": Family(
-        tuple(
-            stack(
-                *(LATENTS, more),
-                part=part,
-                layout="transformers.LongCat",
-                count=("num_layers",),
-                latent=_scaled_latent,
-            )
-            for part, more in PARTS_OF_LONGCAT.items()
-        ),
+        (_half_of_longcat("first", 0), _half_of_longcat("second", 1)),
         frozenset(OF_LATENTS),
         fixed={"attention_method": "MLA", "mla_scale_q_lora": True, "mla_scale_kv_lora": True},
     ),

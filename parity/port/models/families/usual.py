@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from parity.port.models.rules import Family, Stack, asked, key, optional, rope
+from parity.port.models.rules import Family, Stack, key, optional, required_or_none, rope
 
 USUAL: dict[str, Any] = {
     "d_model": key("hidden_size"),
@@ -18,14 +18,20 @@ USUAL: dict[str, Any] = {
     "out_bias": False,
     "rope": rope(),
 }
+"""LLaMA's keys, which most families share. A family is defined by the fields that differ."""
 
-SOME_BIAS, MOST_BIAS = (key("attention_bias", default=default) for default in (False, True))
+SOME_BIAS = key("attention_bias", default=False)
+"""Biases only if the configuration has them."""
+
+MOST_BIAS = key("attention_bias", default=True)
+"""Biases unless the configuration excludes them."""
+
+# Fields in which several families differ from the usual ones.
 BIASES = {"qkv_bias": SOME_BIAS, "out_bias": SOME_BIAS}
-HEADS = {"num_kv_heads": asked("num_key_value_heads")}
-WIDTH = {"head_dim": asked("head_dim")}
+HEADS = {"num_kv_heads": required_or_none("num_key_value_heads")}
+WIDTH = {"head_dim": required_or_none("head_dim")}
 PAIRED = {"rope": rope(pairs="interleaved")}
 IN_PART = {"rope": rope(fraction=0.5)}
-
 
 PLAIN: dict[str, Any] = {
     "path": "encoder.layers.{i}.self_attn",
@@ -41,25 +47,28 @@ PLAIN: dict[str, Any] = {
 
 
 def family(
-    *others: Mapping[str, Any],
+    *bases: Mapping[str, Any],
     says_nothing: Iterable[str] = (),
     defaults: Mapping[str, Any] | None = None,
     fixed: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> Family:
     """Return a family of one stack, see `stack`."""
-    return Family((stack(*others, **fields),), frozenset(says_nothing), defaults or {}, fixed or {})
+    return Family((stack(*bases, **fields),), frozenset(says_nothing), defaults or {}, fixed or {})
 
 
-def stack(*others: Mapping[str, Any], **fields: Any) -> Stack:
-    """Return a stack of layers with the default fields except for these; also accepts fields of
-    `Stack`.
+def stack(*bases: Mapping[str, Any], **fields: Any) -> Stack:
+    """Return a stack of layers with the usual fields, except for those of the bases and then these;
+    also accepts fields of `Stack`.
     """
-    held = dict(USUAL)
-    for each in (*others, fields):
-        held |= each
-    own = {name: held.pop(name) for name in OF_STACK & held.keys()}
-    return Stack(held, **own)
+    of_spec = dict(USUAL)
+    for overrides in (*bases, fields):
+        of_spec |= overrides
+    of_stack = {}
+    for name in FIELDS_OF_STACK & of_spec.keys():
+        of_stack[name] = of_spec.pop(name)
+    return Stack(of_spec, **of_stack)
 
 
-OF_STACK = {each.name for each in dataclasses.fields(Stack)} - {"fields"}
+FIELDS_OF_STACK = {field.name for field in dataclasses.fields(Stack)} - {"fields"}
+"""Fields of `Stack` itself; all others are fields of `AttentionSpec`."""

@@ -14,22 +14,23 @@ from helpers.samples import sample
 import parity
 from mha_spec import AttentionSpec, Rope
 from parity import Case, make_problem
+from parity.explain.diagnosis.absorbed import DeferredHeads
 from parity.explain.diagnosis.at_size import RowSamples, TokenSamples
 from parity.explain.diagnosis.bugs import bugs_for, wrong_layer
 from parity.explain.diagnosis.bugs.record import Changed
 from parity.explain.diagnosis.diagnose import diagnose, diagnose_stages
 from parity.explain.diagnosis.flow import flow_of
+from parity.explain.diagnosis.remembered import Remembered, RememberingReference, product_of
 from parity.explain.diagnosis.replay import Replay, remembering
+from parity.explain.diagnosis.sample import Sample, SampledProblem, rows_of_query
 from parity.explain.diagnosis.sampling import Whole, in_order, multiplications
 from parity.explain.diagnosis.whole import WholeStages
-from parity.measure.core.absorbed import Unmade, rows_of_query
+from parity.explain.diagnosis.work import CountedArithmetic, Work, ask, uncounted
 from parity.measure.core.compare import kept_dtype
-from parity.measure.core.reference import Arithmetic, Layer, Remembered, arithmetic
-from parity.measure.core.sample import Sample
+from parity.measure.core.reference import Arithmetic, arithmetic
 from parity.measure.core.stages import run_steps
 from parity.measure.core.trace import Reference
 from parity.measure.core.weights import dtype_named
-from parity.measure.core.work import Work, ask, uncounted
 
 LLAMA = Case(
     "llama",
@@ -76,9 +77,9 @@ def work(monkeypatch):
     """Count the multiplications of all products as they are computed."""
     counted, product = [], Arithmetic.matmul
 
-    def matmul(self, a, b, start=0.0, exact=None):
-        counted.append(arithmetic.multiplications(a, b) if exact is None else 0)
-        return product(self, a, b, start, exact)
+    def matmul(self, a, b, start=0.0):
+        counted.append(arithmetic.multiplications(a, b))
+        return product(self, a, b, start)
 
     monkeypatch.setattr(Arithmetic, "matmul", matmul)
     return counted
@@ -121,15 +122,15 @@ def test_bug_is_named_from_a_sample(problems, work, layer, name):
 def test_search_reuses_full_projections(monkeypatch, name):
     """The search computes no projection of all queries again: the reference has made them."""
     problem = make_problem(replace(BERT, spec=AttentionSpec(1024, 8), seq_len=256), "float32")
-    reference, made, product = Reference(problem), [], Remembered._product
+    reference, made, product = RememberingReference(problem), [], Remembered._product
     assert reference.accumulated
     assert reference.same_precision(local=False)
 
-    def _product(self, source, given, layer, x):
+    def _product(self, source, side, layer, x):
         known = len(self._products)
-        found = product(self, source, given, layer, x)
-        if len(self._products) > known and given == "query":
-            made.append((source, given))
+        found = product(self, source, side, layer, x)
+        if len(self._products) > known and side == "query":
+            made.append((source, side))
         return found
 
     output = given_by(problem, name)["output"]
@@ -139,6 +140,25 @@ def test_search_reuses_full_projections(monkeypatch, name):
     )  # as in a layer eight times as wide
     assert named_bugs(diagnose_stages({"output": output}, reference, "ieee")) == [name]
     assert not made
+
+
+@pytest.mark.parametrize("of_reference", [True, False])
+def test_reference_products_have_no_limit(problems, of_reference):
+    """A part out of work may project all queries only if the reference also has them."""
+    problem, rows = problems["bert"], np.array([1, 9])
+    some = {rows_of_query(rows): problem.inputs["query"][:, rows]}
+    with_rows = replace(problem, inputs=problem.inputs | some)
+    part = SampledProblem.of(with_rows, Sample(rows, np.arange(16)))
+    base = remembering(Remembered(of_reference=of_reference))
+    layer, work = wrong_layer(part, "float64", [base]), Work(1.0)
+    with work.counted(), work.inside("a part", most=0.0):
+        if of_reference:
+            q = layer.linear("q_proj", problem.inputs["query"])
+            assert q.shape == (1, 160, 256)
+        else:
+            with pytest.raises(TimeoutError):
+                layer.linear("q_proj", problem.inputs["query"])
+    assert work.spent == 0.0
 
 
 @sample(2)
@@ -261,7 +281,7 @@ def test_product_over_limit_raises(rng):
     a, search, float64 = (
         rng.standard_normal((512, 512)),
         Work(2e-3),
-        Arithmetic(dtype_named("float64")),
+        CountedArithmetic(dtype_named("float64")),
     )
     with search.counted(), pytest.raises(TimeoutError), search.inside("a product"):
         float64.matmul(a, a)
@@ -281,9 +301,9 @@ def test_nested_work_counts_for_both(rng):
     a, outer, inner = rng.standard_normal((64, 64)), Work(1.0), Work(0.5)
     with outer.counted():
         with inner.counted():
-            Arithmetic(dtype_named("float64")).matmul(a, a)
+            CountedArithmetic(dtype_named("float64")).matmul(a, a)
         with uncounted():
-            Arithmetic(dtype_named("float64")).matmul(a, a)
+            CountedArithmetic(dtype_named("float64")).matmul(a, a)
     assert 0.0 < inner.spent == outer.spent
 
 
@@ -305,13 +325,13 @@ def test_known_reference_changes_no_work():
 def test_reference_is_computed_once(monkeypatch):
     """A failing `assert_parity` computes the reference once in each precision."""
     problem = make_problem(replace(BERT, seq_len=24, name="small"), "float32")
-    output, computed, stages = given_by(problem)["output"], [], Reference._computed
+    output, computed, stages = given_by(problem)["output"], [], Reference._compute
 
     def counted(self, dtype, *inputs):
         computed.append(dtype)
         return stages(self, dtype, *inputs)
 
-    monkeypatch.setattr(Reference, "_computed", counted)
+    monkeypatch.setattr(Reference, "_compute", counted)
     with pytest.raises(AssertionError, match="out_proj-bias-missing"):
         parity.assert_parity(output - problem.weights["out_proj.bias"], problem=problem)
     assert computed == ["float64", "float32"]
@@ -340,7 +360,7 @@ def test_correct_layer_passes_each_sample(case):
     kinds = (TokenSamples(whole), RowSamples(whole))
     judged = set()
     for part in (part for samples in kinds for part in (*samples.parts(), *samples.confirming())):
-        values = run_steps(Layer(part.problem, Arithmetic(dtype_named("float64"))).steps())
+        values = run_steps(wrong_layer(part.problem, "float64", ()).steps())
         for stage, x in part.observed.items():
             if part.judged is None or stage in part.judged:
                 judged.add(stage)
@@ -369,14 +389,13 @@ def test_absorbed_projections_are_exact(spec, name):
     problem, rows = make_problem(replace(BERT, spec=spec, seq_len=24), "float32"), np.array([1, 9])
     made = [each for each in bugs_for(problem.case) if each.name == name][:1]
     some = {rows_of_query(rows): problem.inputs["query"][:, rows]}
-    plain = replace(problem, sample=Sample(rows, np.arange(16)))
-    short = replace(
-        problem, inputs=problem.inputs | some, sample=Sample(rows, np.arange(16), absorbs=True)
-    )
+    plain = SampledProblem.of(problem, Sample(rows, np.arange(16)))
+    with_rows = replace(problem, inputs=problem.inputs | some)
+    short = SampledProblem.of(with_rows, Sample(rows, np.arange(16), absorbs=True))
     expected, found = (
         run_steps(wrong_layer(each, "float64", made).steps()) for each in (plain, short)
     )
-    assert [each for each in "kv" if isinstance(found[each], Unmade)] == [
+    assert [each for each in "kv" if isinstance(found[each], DeferredHeads)] == [
         each for each in "kv" if f"{each}_proj" in name
     ]
     for stage in ("q", "scores", "attn_weights", "context", "output"):
@@ -429,12 +448,12 @@ def test_drawn_noise_matches_real_noise(rng, monkeypatch):
     plain = float32.matmul(a, b) - exact
     monkeypatch.setattr(arithmetic, "LARGE", 0)
     for known in (None, exact):
-        drawn = float32.matmul(a, b, exact=known) - exact
+        drawn = product_of(float32, a, b.T, known) - exact
         assert 0.8 < drawn.std() / plain.std() < 1.25
     cut = Arithmetic(
         dtype_named("float32"), "tf32"
     )  # which has fewer bits of the operands than the exact product
-    np.testing.assert_array_equal(cut.matmul(a, b, exact=exact), cut.matmul(a, b))
+    np.testing.assert_array_equal(product_of(cut, a, b.T, exact), cut.matmul(a, b))
 
 
 def test_quick_noise_grows_with_the_values(problems):

@@ -13,6 +13,7 @@ from helpers.samples import sample
 import parity.explain.diagnosis.replay
 from mha_spec import AttentionSpec, Norm, Rope
 from parity import Case, make_problem
+from parity.explain.diagnosis.changed_layer import ChangedLayer
 from parity.explain.diagnosis.replay import Replay
 from parity.measure.core.reference import Arithmetic, Layer
 from parity.measure.core.stages import run_steps
@@ -36,7 +37,7 @@ CAPPED = replace(GROUPED, spec=replace(GROUPED.spec, soft_cap=1.0))
 
 def run(problem, change=lambda layer: None):
     """Return every stage of a float32 layer with a change."""
-    layer = Layer(problem, Arithmetic(dtype_named("float32")))
+    layer = ChangedLayer(problem, Arithmetic(dtype_named("float32")))
     change(layer)
     return run_steps(layer.steps())
 

@@ -271,6 +271,13 @@ def test_block_shares_an_exponent():
     np.testing.assert_array_equal(arithmetic.weight(x.T), expected.T)
 
 
+def test_empty_call_is_cached_in_blocks():
+    """A call of a cache that adds no token stores no block of bfloat8_b."""
+    arithmetic = Arithmetic(dtype_named("bfloat16"), "tensix-bfloat8_b")
+    no_tokens = np.zeros((2, 0, 24), dtype_named("bfloat16"))
+    assert arithmetic.cached(no_tokens).shape == (2, 0, 24)
+
+
 def test_lofi_is_not_an_arithmetic():
     """LoFi is not one of the arithmetics that a trace is compared with."""
     assert "tensix-lofi" not in reference.ARITHMETICS

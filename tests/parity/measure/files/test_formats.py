@@ -1,5 +1,7 @@
 """Files of named tensors: exact, written whole or not at all, and always safe to open."""
 
+import errno
+import fcntl
 import hashlib
 import io
 import itertools
@@ -16,6 +18,7 @@ import time
 import zipfile
 from pathlib import Path
 
+import filelock
 import flax.serialization
 import gguf
 import huggingface_hub
@@ -39,7 +42,7 @@ from parity import to_numpy
 from parity.measure.files import gguf as gguf_format
 from parity.measure.files import msgpack as msgpack_format
 from parity.measure.files import open_tensors, write_tensors
-from parity.measure.files.target import BEFORE, SCRATCH
+from parity.measure.files.target import BEFORE, FOLDER_LOCK, SCRATCH, locked
 from parity.measure.files.tensor_file import flatten, hash_of, nest, parse_json
 from parity.measure.files.zipped import ALIGNMENT
 
@@ -1307,7 +1310,8 @@ def test_next_write_cleans_up_after_kill(tmp_path, suffix, when):
     write(path, {"old": np.ones(1)})
     killed = subprocess.run([sys.executable, "-c", WRITE_AND_DIE, path, when], check=False)
     assert killed.returncode == -9
-    (left,) = (name for name in os.listdir(tmp_path) if name != path.name)
+    # The lock file of the folder is there if it was killed while it moved files.
+    (left,) = (name for name in os.listdir(tmp_path) if name not in (path.name, FOLDER_LOCK))
     assert left.endswith(SCRATCH)
     # If it was killed between two moves, the old folder was set aside; it is restored before
     # anything else.
@@ -1332,6 +1336,75 @@ def test_scratch_folder_in_use_is_kept(tmp_path):
     write_tensors(path, {"a": ((1,), float)}, read)
     assert list(read_tensors(path)) == ["a"]
     assert os.listdir(tmp_path) == ["w.npz"]
+
+
+def test_second_writer_waits_for_the_folder(tmp_path):
+    """A writer moves its files only once no other writer has the folder's lock."""
+    moved = threading.Event()
+
+    def read(name):
+        # The scratch folder exists by now, so that only the moves still need the lock.
+        has_read.set()
+        has_lock.wait()
+        return np.ones(1)
+
+    def write_and_report():
+        write_tensors(tmp_path / "w.npz", {"a": ((1,), float)}, read)
+        moved.set()
+
+    has_read, has_lock = threading.Event(), threading.Event()
+    writer = threading.Thread(target=write_and_report)
+    writer.start()
+    has_read.wait()
+    with locked(tmp_path):
+        has_lock.set()
+        assert not moved.wait(timeout=0.3)
+        assert "w.npz" not in os.listdir(tmp_path)
+    writer.join()
+    assert os.listdir(tmp_path) == ["w.npz"]
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_leftover_lock_blocks_no_writer(tmp_path, kind):
+    """A lock file that a killed writer left is removed; a path that cannot be locked is kept."""
+    lock = tmp_path / FOLDER_LOCK
+    if kind == "file":
+        lock.touch()
+    else:
+        lock.mkdir()
+    write(tmp_path / "w.npz", {"a": np.ones(1)})
+    expected = ["w.npz"] if kind == "file" else [FOLDER_LOCK, "w.npz"]
+    assert sorted(os.listdir(tmp_path)) == expected
+
+
+def test_file_system_without_locks(tmp_path, monkeypatch):
+    """Where files cannot be locked, a file is written, and no lock file remains."""
+
+    def no_lock(descriptor, operation):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", no_lock)
+    write(tmp_path / "w.npz", {"a": np.ones(1)})
+    assert os.listdir(tmp_path) == ["w.npz"]
+
+
+@pytest.mark.parametrize("function", ["acquire", "release"])
+def test_interrupted_lock_leaves_no_file(tmp_path, monkeypatch, function):
+    """If a signal interrupts the acquisition or the release of a lock, its file is removed."""
+    original = getattr(filelock.BaseFileLock, function)
+    interrupts = iter([KeyboardInterrupt])
+
+    def interrupted(self, *args, **keywords):
+        if function == "acquire":
+            Path(self.lock_file).touch()
+        for interrupt in interrupts:
+            raise interrupt
+        return original(self, *args, **keywords)
+
+    monkeypatch.setattr(filelock.BaseFileLock, function, interrupted)
+    with pytest.raises(KeyboardInterrupt), locked(tmp_path):
+        pass
+    assert os.listdir(tmp_path) == []
 
 
 # ---- Errors of writing ---------------------------------------------------------------------------

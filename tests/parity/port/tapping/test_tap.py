@@ -1489,7 +1489,7 @@ def recordings(tmp_path_factory):
 @pytest.mark.costly("judges a recording of six layers and diagnoses one")
 def test_diagnose_command_uses_model(recordings, tmp_path, capsys):
     """`diagnose --model` finds the bug of a recording and exits with 1, or with 0 if there is none;
-    `--weights` is deprecated.
+    `--weights` raises an error that names `--model`.
     """
     model, right, wrong = recordings
     assert main(["diagnose", wrong, "--model", model, "--json", str(tmp_path / "told.json")]) == 1
@@ -1502,11 +1502,10 @@ def test_diagnose_command_uses_model(recordings, tmp_path, capsys):
     assert main(["diagnose", right, "--model", model, "--html", str(page)]) == 0
     assert "6 layers agree with the reference, each for its own input" in capsys.readouterr().out
     assert page.read_text("utf-8").count('<svg class="heat layers"') == 1
-    assert main(["diagnose", right, "--weights", model]) == 0
+    assert main(["diagnose", right, "--weights", model]) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith("mha-parity: warning: --weights for recordings is deprecated")
-    assert captured.err.endswith("use --model\n")
-    assert "6 layers agree with the reference" in captured.out
+    assert refuses("--weights", right, hint="--model").is_printed_in(captured.err)
+    assert captured.out == ""
 
 
 def test_compare_command_with_recordings(recordings, tmp_path, capsys):

@@ -84,8 +84,8 @@ def test_convert_prints_one_line_summary(source, tmp_path, capsys):
     assert main(convert(source, target, "--to", "meta.LLaMA")) == 0
     captured = capsys.readouterr()
     assert captured.out == (
-        "2 attention layers, 4 x 6, key/value 2: transformers.LLaMA -> meta.LLaMA; other "
-        "tensors: 2 kept, 0 dropped; "
+        "converted 2 attention layers (4 heads x 6, 2 key/value heads) from transformers.LLaMA "
+        "to meta.LLaMA; copied 2 other tensors; "
         f"wrote {target}\n"
     )
     assert captured.err == ""
@@ -114,7 +114,7 @@ def test_convert_drops_rest_and_renames(source, tmp_path, capsys):
     assert names_in(target) == [
         f"l{i}.att.W_{letter}.weight" for i in range(2) for letter in "qkvo"
     ]
-    assert "other tensors: 0 kept, 2 dropped" in capsys.readouterr().out
+    assert "copied 0 other tensors and dropped 2;" in capsys.readouterr().out
 
 
 def test_convert_writes_shards(source, tmp_path):
@@ -226,11 +226,12 @@ def test_convert_writes_json_report(source, tmp_path):
 
 
 def test_convert_summary_of_one_layer(tmp_path, capsys):
-    """The summary for one layer begins with '1 attention layer', in the singular."""
+    """The summary for one layer has '1 attention layer', in the singular."""
     save(tmp_path / "a.npz", random_weights(SPEC), SPEC)
     assert main(["convert", str(tmp_path / "a.npz"), str(tmp_path / "b.npz"), "--to", "ttnn"]) == 0
     assert capsys.readouterr().out.startswith(
-        "1 attention layer, 4 x 6, key/value 2: canonical -> ttnn; other tensors: 0 kept"
+        "converted 1 attention layer (4 heads x 6, 2 key/value heads) from canonical to ttnn; "
+        "copied 0 other tensors; wrote "
     )
 
 
@@ -361,7 +362,8 @@ def test_dry_run_prints_plan(source, tmp_path, capsys):
     )
     out = " ".join(capsys.readouterr().out.split())
     assert os.listdir(tmp_path) == ["source.safetensors"]
-    assert f"would write {tmp_path / 'b.npz'}" in out
+    assert out.startswith("would convert 2 attention layers (4 heads x 6, 2 key/value heads) from ")
+    assert f"would copy 0 other tensors and drop 2; would write {tmp_path / 'b.npz'}" in out
     assert (
         f"{PREFIX} 2 transformers.LLaMA: the caller num_heads 4: the caller; num_kv_heads 2: the "
         f"caller" in out
@@ -1061,7 +1063,8 @@ def test_config_json_determines_heads(source, tmp_path, capsys):
         PREFIX,
     ]
     assert main(["convert", *arguments, "--to", "meta.LLaMA"]) == 0
-    assert "4 x 6, key/value 2 (from config.json, RoPE theta 500): " in capsys.readouterr().out
+    heads = "(4 heads x 6, 2 key/value heads, RoPE theta 500, from config.json)"
+    assert heads in capsys.readouterr().out
     with open_tensors(tmp_path / "b.npz") as file:
         assert AttentionSpec.from_json(file.metadata["spec"]) == SPEC
     assert main(["inspect", source]) == 0
@@ -1118,7 +1121,7 @@ def test_inexpressible_rope_requires_drop(source, tmp_path, capsys, rope, drop):
     ]
     assert main(["convert", *arguments, "--to", "meta.LLaMA"]) == 2
     assert main(["convert", *arguments, "--to", "meta.LLaMA", "--drop", drop]) == 0
-    assert "(from config.json): " in capsys.readouterr().out
+    assert ", from config.json) from " in capsys.readouterr().out
 
 
 ROPE_NOT_CARRIED = {
@@ -1202,7 +1205,7 @@ def test_flags_override_config_json(source, tmp_path, capsys):
         "2",
     ]
     assert main(["convert", *arguments, "--to", "meta.LLaMA"]) == 0
-    assert "2 x 12, key/value 1: " in capsys.readouterr().out
+    assert "(2 heads x 12, 1 key/value head)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flag", ["--from", "--prefix"])

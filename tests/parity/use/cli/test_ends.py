@@ -55,7 +55,7 @@ sys.exit(main())
 
 
 @pytest.mark.costly("a signal to a new process")
-@pytest.mark.parametrize("module", ["parity.use.cli.main", "argparse", "parity.use.cli.run"])
+@pytest.mark.parametrize("module", ["parity.use.cli.main", "argparse", "parity.use.cli.doctor"])
 def test_interrupted_import_exits_130(module):
     """SIGINT during an import exits with status 130, and standard error has only the line
     about it.

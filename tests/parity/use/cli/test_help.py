@@ -29,14 +29,13 @@ from parity.measure.core.packages import OPTIONAL
 from parity.port.models.families import FAMILIES
 from parity.use.cli.clone import FROM_A_CLONE
 from parity.use.cli.completion import SHELLS
-from parity.use.cli.former import FORMER_NAMES, with_new_names
-from parity.use.cli.main import COMMANDS, main, make_parser
+from parity.use.cli.main import COMMANDS, command_named, main, make_parser
 from parity.use.cli.options import dtype_list
 from parity.use.reporting.bugs import bug_page
 from parity.use.reporting.cases import covers
 from parity_lab.selftest import SELFTEST_CASES
 
-PAGES = {name: command.PAGE for name, command in COMMANDS.items()}
+PAGES = {name: command_named(name).PAGE for name in COMMANDS}
 
 
 def commands():
@@ -62,7 +61,7 @@ def test_every_command_module_is_registered():
         for found in pkgutil.iter_modules(package.__path__)
     ]
     assert {module.__name__ for module in modules if hasattr(module, "PAGE")} == {
-        command.__name__ for command in COMMANDS.values()
+        *COMMANDS.values()
     }
     assert commands().keys() == COMMANDS.keys()
 
@@ -280,67 +279,6 @@ def test_case_summary_mentions_nan(not_finite):
 
 
 # ---- Names ---------------------------------------------------------------------------------------
-
-
-FORMER_LINES = (
-    "run --mesh data=2 --axes explicit --devices=2",
-    "compare a.safetensors --weights model",
-    "diagnose a.safetensors b.safetensors --ranks tensor=2 --not-causal",
-    "conformance --peers --only keras* --questions mask --causal top-left",
-    "mutate own:attention --causal bottom-right -- pytest --what --causal",
-    "plot a b --from W_q --tokens a,b --query-tokens c",
-    "plot a b --tokens-file labels",
-    "cache-size --num-kv-heads 2 --head-dim 4 --batch 3 --seq-len 5",
-    "bench --what cores --frameworks torch",
-)
-
-
-@pytest.mark.parametrize("line", FORMER_LINES)
-def test_former_option_names_are_deprecated(line, capsys):
-    """A former name of an option is parsed like the current one, with a warning that has the
-    current name, and is not in the help.
-    """
-    name, *_ = words = line.split()
-    names = FORMER_NAMES[name]
-    own = words[: words.index("--")] if "--" in words else words
-    former = [word.partition("=")[0] for word in own if word.partition("=")[0] in names]
-    now = [
-        f"{names.get(flag, flag)}{equals}{value}"
-        for flag, equals, value in (word.partition("=") for word in own)
-    ]
-    parsed = make_parser().parse_args(with_new_names(words))
-    lines = [f"mha-parity: warning: {flag} is deprecated" for flag in former]
-    printed = capsys.readouterr().err.splitlines()
-    assert [each.partition(", and")[0] for each in printed] == lines
-    assert [each.rpartition(" ")[2] for each in printed] == [names[flag] for flag in former]
-    expected = make_parser().parse_args([*now, *words[len(own) :]])
-    assert {**vars(parsed), "parser": None} == {**vars(expected), "parser": None}
-    shown = re.findall(r"--[\w-]+", commands()[name].format_help().partition("options:")[2])
-    assert not {*former} & {*shown}
-
-
-def test_former_option_names_are_listed():
-    """Every former name of an option is in FORMER_LINES and, with the current name, in the
-    changelog.
-    """
-    changes = (ROOT / "CHANGELOG.md").read_text("utf-8")
-    for command, names in FORMER_NAMES.items():
-        lines = [line.split() for line in FORMER_LINES if line.startswith(f"{command} ")]
-        given = {word.partition("=")[0] for line in lines for word in line}
-        assert names.keys() <= given
-        missing = [f"`{command} {old}`: `{new}`" for old, new in names.items()]
-        assert [line for line in missing if line not in changes] == []
-
-
-def test_former_option_name_has_same_result(capsys):
-    """`cache-size` prints the same with --batch and --seq-len as with --batch-size and
-    --capacity.
-    """
-    heads = ["cache-size", "--num-kv-heads", "2", "--head-dim", "4"]
-    assert main([*heads, "--batch-size", "3", "--capacity", "5"]) == 0
-    printed = capsys.readouterr().out
-    assert main([*heads, "--batch", "3", "--seq-len=5"]) == 0
-    assert capsys.readouterr().out == printed
 
 
 def test_option_type_is_same_everywhere():

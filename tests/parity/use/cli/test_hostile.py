@@ -243,7 +243,7 @@ def test_jobs_ignore_current_folder(in_a_trap):
 
 def test_mesh_processes_have_safe_path(monkeypatch):
     """Both processes of a mesh start with PYTHONSAFEPATH=1 and the import path of this process."""
-    from parity.measure.backends import processes
+    from parity_lab.mesh import processes
 
     began = []
 
@@ -422,15 +422,12 @@ def trace(tmp_path_factory):
 @pytest.mark.parametrize(
     "entries",
     [
-        {"collectives": '{"a": {"all-reduce": 1}}'},
-        {"collectives": "[1]"},
-        {"collectives": '{"a": "b"}'},
-        {"collectives": '{"a": {"b": NaN}}'},
+        {"environment": "[1]"},
         {"environment": '{"backends": {"torch": {"numerics": {"arithmetic": "tensix"}}}}'},
     ],
 )
 def test_invalid_trace_metadata_exits_2(tmp_path, trace, entries, capsys):
-    """A trace with invalid collectives or numerics in its metadata exits with status 2 and
+    """A trace with an invalid environment or numerics in its metadata exits with status 2 and
     one line.
     """
     save_tensors(tmp_path / "a.safetensors", trace[0], trace[1] | entries)

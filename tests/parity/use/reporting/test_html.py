@@ -13,7 +13,6 @@ from helpers.pages import Diagnosis, broken_softmax, hostile_report, page_of
 
 import parity.use.running.run
 from parity.measure.core.compare import POSITIONS, Label, compare
-from parity.measure.sharding.mesh import Collectives
 from parity.use.cli.main import main
 from parity.use.reporting.html import (
     MOST_CELLS,
@@ -173,37 +172,6 @@ def test_skipped_cases_have_reasons(good):
     assert "x, float16: why (1 case)" in page.text
     assert "x skipped it: why" in page.text
     assert len(page.of("td", "none")) > 0
-
-
-def test_excess_mesh_traffic_is_marked(good):
-    """Traffic between devices has a row per program; more than needed is marked as a failure,
-    unless it is excused.
-    """
-    needed = Collectives(
-        "textbook", "float32", "jax", "forward", {"all-reduce": 1}, {"all-reduce": 1}
-    )
-    gathered = replace(needed, case="gqa-causal", counted={"all-gather": 2, "all-reduce": 1})
-    excused = replace(gathered, program="fused.gradient", excuse="for a <reason>")
-    page = Page(
-        html_page(
-            replace(good[0], collectives=[needed, replace(needed, case="gqa-causal"), excused])
-        )
-    )
-    assert len(page.of("table", "sent")) == 1
-    assert "jaxforward1 all-reduce1 all-reduce—2" in page.text
-    assert (
-        "jaxfused.gradient2 all-gather, 1 all-reduce1 all-reducefor a <reason>1: gqa-causal"
-        in page.text
-    )
-    assert page.of("h1", "good")
-    assert page.of("tr", "fail") == []
-    page = Page(html_page(replace(good[0], collectives=[needed, gathered])))
-    assert page.of("h1", "bad")
-    assert len(page.of("tr", "fail")) == 1
-    assert "✗ forward2 all-gather, 1 all-reduce1 all-reduce—1: gqa-causal" in page.text
-    assert "Devices send more than they need in 1 program: traffic between devices" in page.text
-    assert "all stages agree, devices send too much" in page.text
-    assert "Traffic between devices" not in Page(good[2]).text
 
 
 def test_backend_exception_is_shown(monkeypatch):

@@ -7,7 +7,11 @@ import pytest
 from rich.console import Console
 
 from parity.measure.core.compare import Label, compare
+from parity.port.conversion.layouts import LAYOUTS
+from parity.port.conversion.layouts.layout import RULES
+from parity.port.conversion.plan import Converted
 from parity.use.reporting.console import short_ratio
+from parity.use.reporting.conversion import print_conversion, print_layout
 from parity.use.reporting.diagnosis import print_divergence
 from parity.use.reporting.run import print_case_table, print_comparison_table, print_stage_table
 from parity.use.running.report import Report
@@ -122,4 +126,21 @@ def test_two_traces_are_shown_side_by_side(terminal):
         f"{WRONG}:jax" in text
         if terminal.width == 40
         else any(WRONG in line for line in lines if "│" in line)
+    )
+
+
+def test_lines_below_tables_are_whole(terminal):
+    """At 40 and 80 columns, the properties of a layout and the sentence about a conversion are
+    lines that are not folded; layers that differ have no heads in the sentence.
+    """
+    layout = LAYOUTS["transformers.LongCat"]
+    print_layout(layout, terminal)
+    print_conversion(Converted("canonical", ["a", "b"], None, [], ["c"]), "ttnn", terminal)
+    lines, _ = words(terminal)
+    rules = [f"rule: {RULES[name].words}" for name in layout.rules]
+    assert max(map(len, rules)) > terminal.width
+    assert set(rules) <= set(lines)
+    assert lines[-1] == (
+        "converted 2 attention layers from canonical to ttnn; copied 0 other tensors and dropped "
+        "1; wrote "
     )

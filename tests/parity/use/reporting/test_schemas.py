@@ -81,6 +81,7 @@ CALLS = {
     ],
     "bench": ["--suites cores --backends torch --quick"],
     "selftest": ["--backends torch --cases mha"],
+    "mesh": ["data=1 --backends jax --cases gqa-causal"],
 }
 """Arguments of each command, for each form of its result."""
 

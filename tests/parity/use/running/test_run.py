@@ -588,21 +588,8 @@ def test_torch_uses_the_device_of_the_run():
         (["--backends", "torch", "--device", "cuda:9"], ("one that torch has here", "cuda:9")),
         (["--backends", "torch", "--device", "gpu"], ("one that torch has here", "gpu")),
         (["--backends", "jax", "--device", "cuda"], ("without the backend torch",)),
-        (
-            [
-                "--backends",
-                "torch",
-                "--mesh",
-                "data=2",
-                "--virtual-devices",
-                "2",
-                "--device",
-                "cuda",
-            ],
-            ("with a mesh",),
-        ),
     ],
-    ids=["absent", "unknown", "not-torch", "mesh"],
+    ids=["absent", "unknown", "not-torch"],
 )
 def test_unavailable_device_fails_first(capsys, options, words):
     """A device that is unavailable or cannot apply exits with 2,

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from helpers.refusals import refuses
 
-import parity.measure.core.trace
 import parity.use.running.run
 from parity import CASES, AttentionSpec, load_tensors, random_weights, run_cases, save_tensors
 from parity.measure.backends import torch as torch_backend
 from parity.measure.core.cases import random_case
+from parity.measure.core.trace import Reference
 from parity.use.cli.main import main
 from parity.use.reporting.summary import reproduction
 from parity.use.running.report import SkippedCase
@@ -318,21 +318,26 @@ def test_joined_traces_share_the_reference(tt_traces, monkeypatch):
     """A run with joined traces computes its reference once per
     dtype and kind, four times in all.
     """
-    made = []
-    computed = parity.measure.core.trace.Reference._computed
+    computed = []
 
-    def note(self, dtype, *given):
-        made.append(dtype)
-        return computed(self, dtype, *given)
+    def noting(name):
+        compute = getattr(Reference, name)
 
-    monkeypatch.setattr(parity.measure.core.trace.Reference, "_computed", note)
+        def note(self, dtype, arithmetic):
+            computed.append((name, dtype))
+            return compute(self, dtype, arithmetic)
+
+        return note
+
+    for name in ("_compute", "_compute_local"):
+        monkeypatch.setattr(Reference, name, noting(name))
     joined(tt_traces)
-    assert sorted(made) == [
-        "float32",
-        "float32",
-        "float64",
-        "float64",
-    ]  # accumulated and local, once
+    assert sorted(computed) == [
+        ("_compute", "float32"),
+        ("_compute", "float64"),
+        ("_compute_local", "float32"),
+        ("_compute_local", "float64"),
+    ]
 
 
 def test_traces_outside_the_run_are_ignored(tt_traces):

@@ -27,20 +27,21 @@ from mha_spec.shares import local_heads
 from mha_tt import parallel
 from mha_tt.device import upload_parts
 from mha_tt.parallel.local import all_reduce, check_divides, lines_of
-from parity.measure.backends import tt as port
+from parity.measure.backends import tt as one_device
+from parity.measure.backends.driver import combine
 from parity.measure.backends.port import OF_KEYS
-from parity.measure.backends.record import OnMesh, trace_on_mesh
 from parity.measure.core.case import Case
 from parity.measure.core.problem import Problem
-from parity.measure.core.trace import Reference, Trace
-from parity.measure.sharding.mesh import MeshPlan, why_not_divided
+from parity.measure.core.trace import Reference
+from parity_lab.mesh.backend import MeshPort, MeshTrace, name_of_call, record_with
+from parity_lab.mesh.plan import MeshPlan, why_not_divided
 from ttnn_mock.boards import MESHES
 from ttnn_mock.goldens import is_collective
 
 HEADS = 1
 """Mesh dimension that heads are divided over: columns."""
 
-WORDS = {
+KINDS = {
     "ttnn.all_reduce": "all-reduce",
     "ttnn.all_gather": "all-gather",
     "ttnn.reduce_scatter": "reduce-scatter",
@@ -58,21 +59,24 @@ def check_devices(plan: MeshPlan) -> None:
         raise InputError(
             "mesh", "divide only tensor with tt, whose chips can only divide heads", str(plan)
         )
-    if (count := port.num_chips()) % plan.tensor:
-        others = ", ".join(f"{board} has {math.prod(shape)}" for board, shape in MESHES.items())
-        hint = f"MHA_TT_MOCK selects another: {others}" if mha_tt.target() == "mock" else ""
+    count = one_device.num_chips()
+    if count % plan.tensor:
+        hint = ""
+        if mha_tt.target() == "mock":
+            boards = [f"{board} has {math.prod(shape)}" for board, shape in MESHES.items()]
+            hint = f"MHA_TT_MOCK selects another: {', '.join(boards)}"
         raise InputError(
             "mesh", "divide the chips of the board", f"{plan} and {count} chips", hint=hint
         )
-    port.open_device((count // plan.tensor, plan.tensor))
+    one_device.open_device((count // plan.tensor, plan.tensor))
 
 
 def why_skipped(case: Case, dtype: str, plan: MeshPlan) -> str | None:
     """Return why a case cannot run on a mesh, or None."""
-    unfused = replace(
-        case, spec=replace(case.spec, fused_qkv=False)
-    )  # q, k and v are packed on each chip
-    if reason := why_not_divided(unfused, plan):
+    # Each chip packs its own q, k and v, so fused_qkv may be divided.
+    unfused = replace(case, spec=replace(case.spec, fused_qkv=False))
+    reason = why_not_divided(unfused, plan)
+    if reason is not None:
         return reason
     try:
         check_divides(case.spec, plan.tensor)
@@ -83,12 +87,12 @@ def why_skipped(case: Case, dtype: str, plan: MeshPlan) -> str | None:
     return None
 
 
-def record(reference: Reference, plan: MeshPlan) -> Trace:
+def record(reference: Reference, plan: MeshPlan) -> MeshTrace:
     """Run a problem on a mesh, with all stages gathered."""
-    return trace_on_mesh("tt", _TtOnMesh(plan), reference)
+    return record_with("tt", _TtOnMesh(plan), reference)
 
 
-class _TtParts(port.Padded):
+class _ChipShapes(one_device.Padded):
     """Stages and caches of each chip's heads."""
 
     port: Any
@@ -112,80 +116,97 @@ class _TtParts(port.Padded):
         return super().to_numpy(name, x)
 
 
-class _TtOnMesh(OnMesh):
-    """Port of ttnn with heads divided over chips."""
+class _TtOnMesh(MeshPort):
+    """Port of ttnn with heads divided over chips.
 
-    SHAPES = _TtParts
+    Attributes:
+        mesh: mesh of chips.
+        case, dtype: case of the problem, and its dtype.
+        own_spec: specification of a chip's heads.
+        queries, keys: query and key/value heads of each chip of a row.
+    """
 
     def __init__(self, plan: MeshPlan) -> None:
-        super().__init__(port, plan)
-        self.mesh = port.open_device()
-        self.rows = lines_of(tuple(self.mesh.shape), HEADS)
+        super().__init__(one_device, plan, shapes=_ChipShapes)
+        self.mesh = one_device.open_device()
+        self._rows = lines_of(tuple(self.mesh.shape), HEADS)
+        # The driver calls `filled` before all else, which sets these.
         self.case: Any = None
         self.dtype = ttnn.float32
-        self.own: Any = None
-        self.queries: Sequence[list[int]] = ()
-        self.keys: Sequence[list[int]] = ()
+        self.own_spec: Any = None
+        self.queries: list[list[int]] = []
+        self.keys: list[list[int]] = []
 
     def filled(self, problem: Problem) -> _TtModuleOnMesh:
-        self.case, size = problem.case, self.plan.tensor
-        self.dtype = port.DTYPES[problem.dtype]
-        self.queries, self.keys = zip(
-            *(map(list, local_heads(problem.spec, size, chip)) for chip in range(size)), strict=True
-        )
+        self.case = problem.case
+        self.dtype = one_device.DTYPES[problem.dtype]
+        self.queries, self.keys = [], []
+        for chip in range(self.plan.tensor):
+            queries, keys = local_heads(problem.spec, self.plan.tensor, chip)
+            self.queries.append(list(queries))
+            self.keys.append(list(keys))
         filled = _TtModuleOnMesh(problem, self)
-        self.own = filled.module.spec
+        self.own_spec = filled.module.spec
         return filled
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run a stage for the heads of each chip; outputs are summed over chips."""
         spec = self.case.spec
-        found = port.call(
-            function, *(self.own if argument is spec else argument for argument in arguments)
-        )
-        is_part = spec.out_proj and function.__name__ == "_combine"
-        return all_reduce(found, HEADS) if is_part else found
+        own_arguments = [self.own_spec if x is spec else x for x in arguments]
+        result = super().call(function, *own_arguments)
+        if function is combine and spec.out_proj:
+            result = all_reduce(result, HEADS)
+        return result
 
     def from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
         """Replicate tokens (B, T, ·), and divide (B, N, T, ·) by heads."""
-        return self.divided(x, self.queries, 1) if x.ndim == 4 else port.from_numpy(x)
+        if x.ndim == 4:
+            return self.divided(x, self.queries, 1)
+        return super().from_numpy(x)
 
     def to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
         """Return (B, N, T, ·) of all heads."""
         return self.joined(x, self.queries, 1)
 
-    def beside(self, x: np.ndarray) -> Any:
+    def argument(self, x: np.ndarray) -> Any:
         """Return masks (…, T, S), equal for all heads, biases (B, N, T, S) divided by heads, and
         others whole.
         """
         if x.ndim != 4:
             return x
-        return x[:, :1] if x.dtype == bool else self.divided(x, self.queries, 1, self.dtype)
+        if x.dtype == bool:
+            return x[:, :1]
+        return self.divided(x, self.queries, 1, self.dtype)
 
     def divided(
         self,
         x: np.ndarray,
-        heads: Sequence[list[int]],
+        heads_by_chip: Sequence[list[int]],
         axis: int,
         dtype: ttnn.DataType | None = None,
     ) -> ttnn.Tensor:
         """Upload an array with its heads divided over chips, in a dtype or its own."""
-        parts = [x.take(own, axis) for own in heads]
-        return upload_parts(
-            parts, axis=HEADS, device=self.mesh, dtype=dtype or port.DTYPES[x.dtype.name]
-        )
+        parts = [x.take(heads, axis) for heads in heads_by_chip]
+        if dtype is None:
+            dtype = one_device.DTYPES[x.dtype.name]
+        return upload_parts(parts, axis=HEADS, device=self.mesh, dtype=dtype)
 
-    def joined(self, x: ttnn.Tensor, heads: Sequence[list[int]], axis: int) -> np.ndarray:
+    def joined(self, x: ttnn.Tensor, heads_by_chip: Sequence[list[int]], axis: int) -> np.ndarray:
         """Concatenate the heads of all chips on an axis; replicated ones must be equal."""
-        parts = [port.to_numpy(part) for part in ttnn.get_device_tensors(x)]
-        held = [(own, chip) for row in self.rows for own, chip in zip(heads, row, strict=True)]
-        shape, before = list(parts[0].shape), (slice(None),) * axis
-        shape[axis] = 1 + max(map(max, heads))
+        parts = [one_device.to_numpy(part) for part in ttnn.get_device_tensors(x)]
+        shape = list(parts[0].shape)
+        shape[axis] = 1 + max(max(heads) for heads in heads_by_chip)
         whole = np.empty(shape, parts[0].dtype)
-        for own, chip in held:
-            whole[(*before, own)] = parts[chip]
-        for own, chip in held:
-            if not np.array_equal(whole[(*before, own)], parts[chip], equal_nan=True):
+        before = (slice(None),) * axis
+        # Each row has the whole layer, so that later rows write the same heads.
+        places = []
+        for row in self._rows:
+            for heads, chip in zip(heads_by_chip, row, strict=True):
+                places.append(((*before, heads), chip))
+        for place, chip in places:
+            whole[place] = parts[chip]
+        for place, chip in places:
+            if not np.array_equal(whole[place], parts[chip], equal_nan=True):
                 raise InputError("heads that chips share", "be alike", f"others on chip {chip}")
         return whole
 
@@ -196,34 +217,34 @@ class _TtOnMesh(OnMesh):
 
         def note(operation: Any, *_: Any) -> None:
             name: str = operation.python_fully_qualified_name
-            if name in WORDS or is_collective(name, operation.golden_function):
-                counts[WORDS.get(name, name)] += 1
+            if name in KINDS or is_collective(name, operation.golden_function):
+                counts[KINDS.get(name, name)] += 1
 
-        fast = ttnn.CONFIG.enable_fast_runtime_mode
+        was_fast = ttnn.CONFIG.enable_fast_runtime_mode
         ttnn.CONFIG.enable_fast_runtime_mode = False  # ttnn calls hooks only outside the fast mode
         try:
             with ttnn.register_pre_operation_hook(note):
                 yield
         finally:
-            ttnn.CONFIG.enable_fast_runtime_mode = fast
-        self.sent[program] = dict(counts)
+            ttnn.CONFIG.enable_fast_runtime_mode = was_fast
+        self.counts[program] = dict(counts)
 
 
-class _TtModuleOnMesh(port.TtModule):
+class _TtModuleOnMesh(one_device.TtModule):
     """Module with the weights of a problem, divided by heads; collectives of calls are counted."""
 
-    def __init__(self, problem: Problem, on_mesh: _TtOnMesh) -> None:
+    def __init__(self, problem: Problem, port: _TtOnMesh) -> None:
         super().__init__(problem)
-        self.on_mesh = on_mesh
-        parallel.shard(self.module, on_mesh.mesh, heads=HEADS)
+        self.port = port
+        parallel.shard(self.module, port.mesh, heads=HEADS)
         self.weights = self.module.weights
 
     def outputs(
         self, query: ttnn.Tensor, **inputs: Any
     ) -> tuple[ttnn.Tensor, dict[str, ttnn.Tensor]]:
-        with self.on_mesh.counting("forward"):
+        with self.port.counting("forward"):
             output, attn_weights = self.module(query, **inputs, need_weights=True)
-        with self.on_mesh.counting("fused.forward"):
+        with self.port.counting("fused.forward"):
             fused, _ = self.module(query, **inputs)
         return attn_weights, {"module": output, "fused": fused}
 
@@ -234,5 +255,5 @@ class _TtModuleOnMesh(port.TtModule):
         new_lengths: np.ndarray | None,
         positions: np.ndarray | None,
     ) -> tuple[dict[str, ttnn.Tensor], Any]:
-        with self.on_mesh.counting("step" if x.shape[1] == 1 else "prompt"):
+        with self.port.counting(name_of_call(x.shape[1])):
             return super().step(x, cache, new_lengths, positions)

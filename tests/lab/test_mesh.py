@@ -1,7 +1,6 @@
-"""`mha-parity run --mesh`: cases divided over virtual devices, their collectives, and invalid
-meshes.
-"""
+"""`mha-parity mesh`: cases divided over virtual devices, their collectives, and invalid meshes."""
 
+import io
 import json
 import subprocess
 import sys
@@ -10,31 +9,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers.refusals import refuses
+from rich.console import Console
 
-from parity import AttentionSpec, Case, Norm, Rope, make_problem
-from parity.measure.backends import BACKENDS
+from parity import AttentionSpec, Case, Norm, Rope, run_cases
 from parity.measure.core.cases import CASES
-from parity.measure.core.trace import Trace
-from parity.measure.sharding.mesh import (
-    Collectives,
-    MeshPlan,
-    collectives_of,
-    excuse_of,
-    ideal_collectives,
-    parse_mesh,
-    why_not_divided,
-)
+from parity.measure.core.compare import Label, failure
 from parity.use.cli.main import main
-from parity.use.reporting.junit import junit_xml
-from parity.use.running.report import Report
-from parity.use.running.traces import load_trace, save_trace
+from parity_lab.mesh import backend as mesh_backend
+from parity_lab.mesh.collectives import Collectives, excuse_of, ideal_collectives
+from parity_lab.mesh.plan import MeshPlan, parse_mesh, why_not_divided
+from parity_lab.mesh.printing import print_mesh_report
+from parity_lab.mesh.run import MeshReport, run_on_mesh
 
 
 def command(*arguments, status=0):
     """Return the output of the command, run in a new process because JAX keeps its number of
     devices.
     """
-    program = [sys.executable, "-m", "parity", "run", "--backends", "jax", *arguments]
+    program = [sys.executable, "-m", "parity", "mesh", *arguments, "--backends", "jax"]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
     assert done.returncode == status, done.stdout + done.stderr
     return " ".join((done.stdout + done.stderr).split())
@@ -45,22 +37,20 @@ def command(*arguments, status=0):
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """Run `causal` and `textbook` on eight devices; return the output, the JSON report and the
-    folder of traces.
-    """
-    folder = tmp_path_factory.mktemp("mesh")
-    report = folder / "report.json"
-    mesh = ["--virtual-devices", "8", "--mesh", "data=2,tensor=4", "--grad", "--allow-skipped"]
+    """Run `causal` and `textbook` on eight devices; return the output and the JSON report."""
+    path = tmp_path_factory.mktemp("mesh") / "report.json"
     printed = command(
-        *mesh,
+        "data=2,tensor=4",
+        "--virtual-devices",
+        "8",
+        "--grad",
+        "--allow-skipped",
         "--cases",
         "[ct][ae][ux][st][ab]*[lk]",
         "--json",
-        str(report),
-        "--save-traces",
-        str(folder),
+        str(path),
     )
-    return printed, json.loads(report.read_text()), folder
+    return printed, json.loads(path.read_text())
 
 
 @pytest.mark.costly("a process in which JAX has more devices")
@@ -68,14 +58,14 @@ def test_mesh_run_counts_collectives(ran):
     """On a 2x4 mesh no stage fails, and each fused forward
     pass sends exactly the ideal collectives.
     """
-    printed, report, _ = ran
+    printed, report = ran
     assert report["summary"]["failed"] == 0
     assert report["summary"]["passed"] > 30
     stages = {each["stage"] for each in report["results"] if each["status"] == "passed"}
     assert {"scores", "fused.output", "blocks.grad.q_proj.weight"} <= stages
     forward = [each for each in report["collectives"] if each["program"] == "fused.forward"]
     assert forward
-    assert all(each["counted"] == each["ideal"] for each in forward)
+    assert all(each["counted"] == each["ideal"] == {"all-reduce": 1} for each in forward)
     assert all(each["passed"] for each in report["collectives"])
     assert (
         "Traffic between devices: program, operations, number of cases jax blocks.forward: 1 "
@@ -89,7 +79,7 @@ def test_undivided_cases_are_skipped(ran):
     """Cases that the mesh does not divide are skipped with
     this reason, and their number is printed.
     """
-    printed, report, _ = ran
+    printed, report = ran
     reasons = {
         each["case"]: each["reason"] for each in report["results"] if each["status"] == "skipped"
     }
@@ -99,28 +89,26 @@ def test_undivided_cases_are_skipped(ran):
 
 
 @pytest.mark.costly("a process in which JAX has more devices")
-def test_trace_records_its_mesh(ran):
-    """A trace records its mesh, its kind of axes and its collectives, which all pass."""
-    _, _, folder = ran
-    trace = load_trace(folder / "causal-float32-jax.safetensors")
-    assert trace.numerics["mesh"] == "data=2,tensor=4"
-    assert trace.numerics["axes"] == "automatic"
-    assert trace.collectives["fused.forward"] == {"all-reduce": 1}
-    assert all(each.passed for each in collectives_of(trace))
+def test_report_records_its_mesh(ran):
+    """A report records its mesh and its kind of axes."""
+    _, report = ran
+    assert report["environment"]["mesh"] == "data=2,tensor=4"
+    assert report["environment"]["axes"] == "automatic"
 
 
 DIVIDED = """
 import json
 import sys
 from dataclasses import replace
-from parity import CASES, run_cases
-from parity.measure.backends import jax_mesh
-from parity.measure.sharding.mesh import MeshPlan
+from parity import CASES
+from parity_lab.mesh import jax as jax_mesh
+from parity_lab.mesh.plan import MeshPlan
+from parity_lab.mesh.run import run_on_mesh
 
 jax_mesh.make_devices(2)
 CASES["nan"] = replace(CASES["nan-visible-causal"], name="nan", seq_len=8)
 cases = [CASES[name] for name in sys.argv[1:]]
-report = run_cases(cases, ["jax"], mesh=MeshPlan(sequence=2), with_gradients=True)
+report = run_on_mesh(cases, ["jax"], MeshPlan(sequence=2), with_gradients=True)
 print(json.dumps([[*map(str, report.failed)], len(report.comparisons), [*map(str, report.needless)]]))
 """
 
@@ -144,40 +132,32 @@ def test_sequence_mesh_divides_tokens():
 @pytest.mark.costly("a process in which JAX has more devices")
 def test_too_large_mesh_fails(capsys):
     """A mesh larger than the number of devices exits with 2 and names `--virtual-devices`."""
-    said = command("--virtual-devices", "2", "--mesh", "data=4", "--cases", "causal", status=2)
+    said = command("data=4", "--virtual-devices", "2", "--cases", "causal", status=2)
     assert refuses("--virtual-devices", {"--virtual-devices": 2}).is_printed_in(said)
-    assert main(["run", "--backends", "jax", "--mesh", "data=2,tensor=4", "--cases", "causal"]) == 2
+    assert main(["mesh", "data=2,tensor=4", "--backends", "jax", "--cases", "causal"]) == 2
     refusal = refuses("mesh", "data=2,tensor=4 and 1", hint="--virtual-devices 8")
     assert refusal.is_printed_in(capsys.readouterr().err)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "refusal"),
-    [
-        (["--virtual-devices", "8"], refuses("--virtual-devices")),
-        (
-            ["--axis-types", "explicit", "--virtual-devices", "2"],
-            refuses("--virtual-devices and --axis-types"),
-        ),
-        *(
-            (["--mesh", mesh], refuses("mesh", mesh=mesh))
-            for mesh in ("heads=2", "data=2,data=2", "data=0", "data")
-        ),
-    ],
-)
-def test_invalid_mesh_options_fail(arguments, refusal, capsys):
-    """A mesh with an unknown, repeated, zero or missing size, or
-    its options without a mesh, exit with 2.
-    """
-    assert main(["run", "--backends", "jax", "--cases", "causal", *arguments]) == 2
-    assert refusal.is_printed_in(capsys.readouterr().err)
+@pytest.mark.parametrize("mesh", ["heads=2", "data=2,data=2", "data=0", "data"])
+def test_invalid_mesh_fails(mesh, capsys):
+    """A mesh with an unknown, repeated, zero or missing size exits with 2."""
+    assert main(["mesh", mesh, "--backends", "jax", "--cases", "causal"]) == 2
+    assert refuses("mesh", mesh=mesh).is_printed_in(capsys.readouterr().err)
 
 
 def test_mesh_with_one_device_backend_fails(capsys, monkeypatch):
-    """`--mesh` with a backend that runs on one device exits with 2 and names the backend."""
-    monkeypatch.setitem(BACKENDS, "torch", BACKENDS["torch"]._replace(divided=""))
-    assert main(["run", "--backends", "torch", "--cases", "causal", "--mesh", "data=2"]) == 2
-    assert "torch runs on one device here, not on a mesh" in capsys.readouterr().err
+    """A mesh with a backend that runs on one device exits with 2 and names the backend."""
+    monkeypatch.setattr(mesh_backend, "BACKENDS_ON_MESH", ("jax",))
+    assert main(["mesh", "data=2", "--backends", "torch", "--cases", "causal"]) == 2
+    assert refuses("mesh", backend="torch").is_printed_in(capsys.readouterr().err)
+
+
+def test_mesh_that_divides_no_case_fails():
+    """A run whose cases are all skipped is an error with the reasons."""
+    case = Case("a", AttentionSpec(32, 4, shared_kv=True), "")
+    with refuses("mesh", "the keys and values of another layer"):
+        run_on_mesh([case], ["jax"], MeshPlan())
 
 
 # ---- Division and necessary collectives ----------------------------------------------------------
@@ -303,27 +283,36 @@ def test_width_norms_need_all_reduces():
 
 
 def test_needless_collectives_fail():
-    """Needless collectives fail the report and its JUnit file, unless they have an excuse."""
+    """Needless collectives fail the report, which names the program and the case, unless they have
+    an excuse.
+    """
     needed = Collectives("full", "float32", "jax", "forward", {"all-reduce": 1}, {"all-reduce": 1})
     gathered = replace(needed, counted={"all-reduce": 1, "all-gather": 2})
-    assert (needed.passed, gathered.passed) == (True, False)
-    assert replace(gathered, excuse="for a reason").passed
-    report = Report([], {}, {}, collectives=[needed, gathered])
-    assert (report.status, report.needless) == (1, [gathered])
-    assert Report([], {}, {}, collectives=[needed]).status == 0
-    xml = junit_xml(report).decode()
-    assert 'failures="1"' in xml
-    assert 'message="devices send 1 all-reduce, 2 all-gather, needed 1 all-reduce"' in xml
+    excused = replace(gathered, program="gradient", excuse="for a reason")
+    assert (needed.passed, gathered.passed, excused.passed) == (True, False, True)
+    stages = run_cases([CASES["textbook"]], ["torch"]).comparisons
+    report = MeshReport(stages, {}, {})
+    wasteful = replace(report, collectives=[needed, excused, gathered])
+    assert (wasteful.status, wasteful.needless) == (1, [gathered])
+    assert replace(report, collectives=[needed, excused]).status == 0
+    printed = shown(wasteful)
+    assert "jax forward: 1 all-reduce: 1\n" in printed
+    assert (
+        "jax gradient: 1 all-reduce, 2 all-gather, needed 1 all-reduce: for a reason: 1 (full)\n"
+        "jax forward: 1 all-reduce, 2 all-gather, needed 1 all-reduce: 1 (full)\n" in printed
+    )
+    assert printed.endswith("1 program sent more than needed\n")
+    assert "sent more than needed" not in shown(report)
 
 
-def test_trace_file_keeps_collectives(tmp_path):
-    """Collectives of a trace survive its file, and needless ones still fail."""
-    problem = make_problem(CASES["causal"], "float32")
-    where = {"backends": {"jax": {"numerics": {"mesh": "tensor=2", "axes": "explicit"}}}}
-    sent = {"fused.forward": {"all-gather": 3}}
-    stages = {"output": np.zeros(1, np.float32)}
-    trace = Trace(problem, "jax", stages, {}, environment=where, collectives=sent)
-    read = load_trace(save_trace(tmp_path, trace))
-    assert read.collectives == sent
-    (found,) = collectives_of(read)
-    assert not found.passed
+def test_failed_stage_fails_mesh_report():
+    """A failed stage has exit status 1 on a mesh also."""
+    lost = failure(np.ones(1), "reason", Label("full", "jax", "float32", "q"))
+    assert MeshReport([lost], {}, {}).status == 1
+
+
+def shown(report):
+    """Return what the command prints about a report."""
+    out = Console(width=200, file=io.StringIO())
+    print_mesh_report(report, out, verbose=False, quiet=True)
+    return out.file.getvalue()

@@ -1,7 +1,8 @@
 """Work counted instead of timed: a search limited by a clock has other results on a busy machine.
 
 Each product, step and comparison adds the seconds that it takes on one core of a typical machine,
-estimated from the sizes of its arrays.
+estimated from the sizes of its arrays. `CountedArithmetic` counts products; nothing in
+`parity.measure` does, so the reference's own computations are neither counted nor limited.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from contextvars import ContextVar
 
 import numpy as np
 
+from parity.measure.core.reference import Arithmetic
+from parity.measure.core.reference.arithmetic import multiplications
 from parity.measure.core.stages import Step, Values
 
 _current: ContextVar[Work | None] = ContextVar("_current", default=None)
@@ -34,9 +37,7 @@ class Work:
 
     @property
     def untried(self) -> str:
-        """Comma-separated names of the parts of the search that were cut short; empty if none
-        was.
-        """
+        """Comma-separated names of the parts of the search that were cut short, if any."""
         return ", ".join(self._untried)
 
     @property
@@ -45,8 +46,9 @@ class Work:
         return max(self.seconds - self.spent, 0.0)
 
     def is_over(self, what: str, share: float = 1.0) -> bool:
-        """Return whether a part of the search has used up its share of the seconds; record it as
-        cut short.
+        """Return whether a part of the search has used up its share of the seconds.
+
+        If so, the part is recorded as cut short.
         """
         if self.spent < share * self.seconds:
             return False
@@ -55,10 +57,12 @@ class Work:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count the computations within the block, also for an enclosing count, whose limits also
-        apply.
+        """Count the computations within the block.
+
+        They also count for an enclosing count, whose limits also apply.
         """
-        if (outer := _current.get()) is self:
+        outer = _current.get()
+        if outer is self:
             yield
             return
         token, self._outer = _current.set(self), outer
@@ -70,8 +74,9 @@ class Work:
 
     @contextmanager
     def inside(self, what: str, share: float = 1.0, most: float = math.inf) -> Iterator[None]:
-        """Raise a TimeoutError if a part of the search is over, and before each product that would
-        exceed it.
+        """Raise a TimeoutError if a part of the search is over.
+
+        Within the block, each product that would exceed it also raises one.
 
         Args:
             what: name of the part.
@@ -91,8 +96,12 @@ class Work:
         alone.
         """
         for what, limit in self._limits:
-            if self.spent + seconds > limit and not (of_part and what):
-                self._untried |= {what: None} if what else {}
+            is_of_part_alone = not what  # which can be resumed, so it is not cut short
+            if of_part and not is_of_part_alone:
+                continue
+            if self.spent + seconds > limit:
+                if what:
+                    self._untried[what] = None
                 raise TimeoutError
         if self._outer is not None:
             self._outer.ask(seconds, of_part=of_part)
@@ -109,7 +118,8 @@ def ask(seconds: float, *, of_part: bool = False) -> None:
 
     For uncounted work, `of_part` checks only the limit of the running part alone.
     """
-    if (work := _current.get()) is not None:
+    work = _current.get()
+    if work is not None:
         work.ask(seconds, of_part=of_part)
 
 
@@ -121,13 +131,14 @@ def begin(seconds: float) -> None:
 
 def spend(seconds: float) -> None:
     """Add spent seconds to the active count, if any."""
-    if (work := _current.get()) is not None:
+    work = _current.get()
+    if work is not None:
         work.add(seconds)
 
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Disable counting within the block: the reference's own computations are not limited."""
+    """Disable counting within the block, for results that right layers need as well."""
     token = _current.set(None)
     try:
         yield
@@ -135,8 +146,8 @@ def uncounted() -> Iterator[None]:
         _current.reset(token)
 
 
-# ---- Seconds, measured on one core of a server of 2023, OpenBLAS with AVX-512
-# ----------------------------------------
+# ---- Seconds -------------------------------------------------------------------------------------
+# Measured on one core of a server of 2023, OpenBLAS with AVX-512.
 
 PER_MULTIPLICATION = 5e-11
 """Seconds per multiplication of a float64 product by BLAS; float32 takes half."""
@@ -153,7 +164,6 @@ PER_NOISE = 1.2e-8
 PER_STEP, PER_NUMBER = 5e-5, 5e-9
 """Seconds per step of a layer or comparison, and per number in it."""
 
-
 PER_ROUNDED = 2e-8
 """Seconds per number that is rounded to a narrower dtype."""
 
@@ -165,8 +175,33 @@ def spend_on(*arrays: np.ndarray) -> None:
 
 def run(step: Step, values: Values) -> dict[str, np.ndarray]:
     """Run a step of a layer, and add its work to that of its products."""
-    found = step(values)
-    spend_on(
-        *[x for x in found.values() if isinstance(x, np.ndarray) and x.flags.writeable]
-    )  # others are cached
-    return found
+    stages = step(values)
+    computed = []
+    for x in stages.values():
+        # Cached arrays are read-only. Deferred heads are not arrays.
+        if isinstance(x, np.ndarray) and x.flags.writeable:
+            computed.append(x)
+    spend_on(*computed)
+    return stages
+
+
+class CountedArithmetic(Arithmetic):
+    """Arithmetic whose products count as work, and are not begun if a limit forbids."""
+
+    def blas_product(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """Return the product in BLAS's order."""
+        seconds = PER_MULTIPLICATION * multiplications(a, b) * a.itemsize / 8
+        begin(seconds + PER_FACTOR * (a.size + b.size))
+        return super().blas_product(a, b)
+
+    def simplest_product(
+        self, a: np.ndarray, b: np.ndarray, start: np.ndarray | float
+    ) -> np.ndarray:
+        """Return the float32 product, summed term by term."""
+        begin(PER_TERM * multiplications(a, b) + PER_SUM * a.shape[-1])
+        return super().simplest_product(a, b, start)
+
+    def excess_noise(self, a: np.ndarray, b: np.ndarray, product: np.ndarray) -> np.ndarray:
+        """Return random rounding errors of the simplest order in excess of those of a product."""
+        spend(PER_NOISE * product.size + PER_FACTOR * (a.size + b.size))
+        return super().excess_noise(a, b, product)

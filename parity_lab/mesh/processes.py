@@ -10,6 +10,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,15 +19,21 @@ import torch.multiprocessing
 
 from parity.measure.core.problem import Problem
 from parity.measure.core.safe_path import safe_path
-from parity.measure.core.trace import Trace
-from parity.measure.sharding.mesh import MeshPlan
+from parity_lab.mesh.backend import MeshTrace
+from parity_lab.mesh.plan import MeshPlan
 
 PATIENCE = 600
 """Timeout of a problem in seconds: longer waits are deadlocks."""
 
+CLONE = str(Path(__file__).parents[2])
+"""Folder of `parity_lab`, which no installation lists: other processes must find it by path."""
 
-class Given(NamedTuple):
-    """Part of a `Reference` that a process needs, without computation."""
+
+class ProblemPart(NamedTuple):
+    """Part of a `Reference` that a process needs, computed already.
+
+    Its fields have the names of those of `Reference`.
+    """
 
     problem: Problem
     with_gradients: bool
@@ -37,7 +44,7 @@ class Given(NamedTuple):
 # seconds each.
 START = "forkserver" if sys.platform == "linux" else "spawn"
 
-Work = Callable[[Given, MeshPlan], Trace]
+Work = Callable[[ProblemPart, MeshPlan], MeshTrace]
 """Function that each process calls with a problem, together with the others; importable from a
 module.
 """
@@ -50,21 +57,29 @@ class Processes:
         self.size, context = size, torch.multiprocessing.get_context(START)
         context.set_forkserver_preload(["__main__", work.__module__])
         self._folder = tempfile.TemporaryDirectory()
+        if CLONE not in sys.path:
+            sys.path.append(CLONE)
         # The fork server imports before it knows this process's path.
-        with safe_path(PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
+        with safe_path(PYTHONPATH=os.pathsep.join(folder for folder in sys.path if folder)):
             self._problems = [context.SimpleQueue() for _ in range(size)]
-            self._found: Any = context.Queue()
-            args = [
-                (rank, size, work, self._folder.name, self._problems[rank], self._found)
-                for rank in range(size)
-            ]
-            self._running = [context.Process(target=_run, args=each, daemon=True) for each in args]
-            for process in self._running:
+            self._results: Any = context.Queue()
+            self._running = []
+            for rank in range(size):
+                arguments = (
+                    rank,
+                    size,
+                    work,
+                    self._folder.name,
+                    self._problems[rank],
+                    self._results,
+                )
+                process = context.Process(target=_run, args=arguments, daemon=True)
                 process.start()
+                self._running.append(process)
         atexit.register(self.stop)
 
-    def record(self, given: Given, plan: MeshPlan) -> Trace:
-        """Run a problem on all processes, as a mesh; return the trace of the first, with gathered
+    def record(self, part: ProblemPart, plan: MeshPlan) -> MeshTrace:
+        """Run a problem on all processes, as a mesh; return the result of the first, with gathered
         stages.
 
         Raises:
@@ -72,30 +87,32 @@ class Processes:
                 wait for it.
         """
         for problems in self._problems:
-            problems.put((given, plan))
+            problems.put((part, plan))
         waited = 0
         while True:
             try:
-                rank, error, trace = self._found.get(timeout=1)
+                rank, error, result = self._results.get(timeout=1)
             except queue.Empty:
                 waited += 1
-                ended = [
-                    rank for rank, process in enumerate(self._running) if not process.is_alive()
-                ]
-                if ended or waited > PATIENCE:
+                reason = self._why_in_vain(waited)
+                if reason is not None:
                     self.stop()
-                    why = (
-                        f"process {ended[0]} ended"
-                        if ended
-                        else f"there was no result within {PATIENCE} seconds"
-                    )
-                    raise RuntimeError(why) from None
+                    raise RuntimeError(reason) from None
                 continue
             if error:
                 self.stop()
                 raise RuntimeError(f"process {rank}: {error}")
-            if trace is not None:
-                return trace
+            if result is not None:
+                return result
+
+    def _why_in_vain(self, waited: int) -> str | None:
+        """Return why no result will come, after a number of seconds, or None."""
+        for rank, process in enumerate(self._running):
+            if not process.is_alive():
+                return f"process {rank} ended"
+        if waited > PATIENCE:
+            return f"there was no result within {PATIENCE} seconds"
+        return None
 
     @property
     def is_running(self) -> bool:
@@ -112,9 +129,9 @@ class Processes:
         atexit.unregister(self.stop)
 
 
-def _run(rank: int, size: int, work: Work, folder: str, problems: Any, found: Any) -> None:
+def _run(rank: int, size: int, work: Work, folder: str, problems: Any, results: Any) -> None:
     """Run all received problems in one process."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # processes share the cores
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
@@ -123,10 +140,12 @@ def _run(rank: int, size: int, work: Work, folder: str, problems: Any, found: An
         timeout=timedelta(seconds=PATIENCE),
     )
     while True:
-        given, plan = problems.get()
+        part, plan = problems.get()
         try:
-            trace = work(given, plan)
-            found.put((rank, "", trace if rank == 0 else None))
+            result = work(part, plan)
+            if rank > 0:
+                result = None  # all have gathered the same stages
+            results.put((rank, "", result))
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
-            found.put((rank, f"{type(error).__name__}: {error} ({where.name})", None))
+            results.put((rank, f"{type(error).__name__}: {error} ({where.name})", None))

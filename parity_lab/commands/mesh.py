@@ -1,0 +1,111 @@
+"""`mha-parity mesh`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+
+from parity.measure.backends import BACKENDS
+from parity.use.cli.cases import cases_named
+from parity.use.cli.help import Page, Result
+from parity.use.cli.messages import no_framework, refusal
+from parity.use.cli.options import check_names, dtype_list, name_list
+from parity.use.cli.reports import add_length_options, add_skip_option
+
+PAGE = Page(
+    "run test cases on a mesh of devices, and count their collectives",
+    "Divide test cases over devices, gather every stage and compare it with the float64 reference, "
+    "within the tolerance of one device. Count the collective operations of each program, and "
+    "compare them with the necessary ones.",
+    "mha-parity mesh data=2,tensor=4 --backends jax --virtual-devices 8",
+    "all agrees",
+    "a stage differs or too much is sent",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "mesh",
+        metavar="data=2,tensor=4",
+        help="devices that divide sequences (data), heads (tensor) and tokens (sequence)",
+    )
+    parser.add_argument(
+        "--virtual-devices", type=int, metavar="N", help="make N devices of this CPU"
+    )
+    parser.add_argument(
+        "--axis-types",
+        choices=("automatic", "explicit"),
+        default="automatic",
+        help=(
+            "JAX's mesh axes; automatic (default): XLA decides, explicit: the types of arrays do"
+        ),
+    )
+    parser.add_argument(
+        "--cases", metavar="GLOB", help="names such as 'rope*', or all; default: every feature once"
+    )
+    parser.add_argument(
+        "--backends",
+        type=name_list,
+        metavar="A,B",
+        help=f"{', '.join(BACKENDS)}; default: all that are installed",
+    )
+    parser.add_argument(
+        "--dtypes",
+        type=dtype_list,
+        default=["float32"],
+        metavar="A,B",
+        help="float32, bfloat16, float16, float64, or fp32, …; default: float32",
+    )
+    parser.add_argument("--grad", action="store_true", help="also compare gradients")
+    add_skip_option(parser)
+    add_length_options(parser)
+
+
+def run(options: argparse.Namespace) -> Result:
+    """Run the cases on the mesh, and print the report."""
+    from parity.measure.backends import why_missing
+    from parity.measure.core.case import DTYPES
+    from parity.measure.core.cases import CASES, QUICK
+    from parity.use.reporting.console import console, progress_bar
+    from parity_lab.mesh.plan import parse_mesh
+    from parity_lab.mesh.printing import print_mesh_report
+    from parity_lab.mesh.run import run_on_mesh
+
+    check_names("--backends", options.backends, BACKENDS)
+    check_names("--dtypes", options.dtypes, DTYPES)
+    plan = parse_mesh(options.mesh, options.axis_types)
+    backends = options.backends or [name for name in BACKENDS if not why_missing(name)]
+    if not backends:
+        raise ModuleNotFoundError(no_framework())
+    if options.cases is None:
+        cases = list(QUICK.values())
+    elif options.cases == "all":
+        cases = list(CASES.values())
+    else:
+        cases = cases_named("--cases", options.cases)
+    if options.virtual_devices is not None:
+        _make_devices(options.virtual_devices, plan.size, str(plan), backends)
+    # Some cases have one dtype of their own.
+    dtypes_of_cases = [1 if case.dtype else len(options.dtypes) for case in cases]
+    with progress_bar(sum(dtypes_of_cases) * len(backends)) as on_case:
+        report = run_on_mesh(
+            cases, backends, plan, options.dtypes, with_gradients=options.grad, on_case=on_case
+        )
+    report = replace(report, allow_skipped=options.allow_skipped)
+    print_mesh_report(report, console(), verbose=options.verbose, quiet=options.quiet)
+    return report.status, report.to_dict()
+
+
+def _make_devices(count: int, needed: int, mesh: str, backends: Sequence[str]) -> None:
+    """Make virtual devices for each backend on this CPU."""
+    from parity_lab.mesh.backend import can_make_devices, load_mesh_backend
+
+    flag = "--virtual-devices"
+    if count < needed:
+        raise refusal(flag, f"be at least the {needed} of {mesh}", {flag: count})
+    on_cpu = [name for name in backends if can_make_devices(name)]
+    if not on_cpu:
+        raise refusal(flag, "be passed with a backend on this CPU", f"{', '.join(backends)} alone")
+    for name in on_cpu:
+        load_mesh_backend(name).make_devices(count)
