@@ -191,7 +191,7 @@ def check_same_layer(spec: AttentionSpec, other: AttentionSpec, what: str, whose
     Raises:
         ValueError: if they differ in more than dropout and fused q, k and v.
     """
-    fields, other_fields = vars(unheld(spec)), vars(unheld(other))
+    fields, other_fields = unheld(spec).values(), unheld(other).values()
     differ = [name for name in fields if fields[name] != other_fields[name]]
     if differ:
         values = ", ".join(f"{name}={fields[name]}" for name in differ)

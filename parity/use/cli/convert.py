@@ -16,6 +16,7 @@ from parity.use.cli.help import Page, Result
 from parity.use.cli.layers import (
     add_layer_options,
     layer_options,
+    passed_layer_flags,
     warn_of_parts,
 )
 from parity.use.cli.messages import refusal, warn
