@@ -839,7 +839,7 @@ def test_other_layer_types_are_not_converted(capsys, tmp_path):
     out = said(
         capsys, "convert", tmp_path / "model", tmp_path / "c.safetensors", "--to", "canonical"
     )
-    assert out.startswith("1 attention layer,")
+    assert out.startswith("converted 1 attention layer ")
     assert "bit for bit" in said(capsys, "verify", tmp_path / "model", tmp_path / "c.safetensors")
 
 
@@ -920,7 +920,7 @@ def test_extra_layers_are_not_converted(llama, capsys, tmp_path):
             "layers.1.self_attn",
         ]
     out = said(capsys, "convert", folder, tmp_path / "c.safetensors", "--to", "canonical")
-    assert out.startswith("2 attention layers")
+    assert out.startswith("converted 2 attention layers ")
     out = said(capsys, "verify", folder, tmp_path / "c.safetensors", status=2)
     assert "not compared: layers.{i}.self_attn" in out
     layers = ("--prefix", "layers.{i}.self_attn")
