@@ -1,5 +1,9 @@
 """Copies attention weights between JAX, PyTorch and TTNN, and proves that they agree or says where
 they do not.
+
+Four wings, each of which imports those before it: `measure` computes and compares, `port` carries
+weights, `explain` says why a result is wrong, and `use` is what people and CI jobs call. `bugs` has
+a page for each kind of bug. `__init__.pyi` lists the public names.
 """
 
 import ast

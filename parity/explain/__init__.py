@@ -7,5 +7,8 @@
 - `conformance`: the conventions of an implementation, by asking it questions.
 - `mutating`: whether a test suite notices known bugs.
 
-A passing comparison or a conversion by rules imports nothing of this wing.
+A passing `assert_parity` or a conversion by rules imports nothing of this wing.
+
+Bugs lie in three places: their pages in `parity/bugs`, those injected into the reference in
+`diagnosis.bugs`, and those injected into a user's code in `mutating.bugs`.
 """

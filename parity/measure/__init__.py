@@ -1,7 +1,8 @@
 """Run cases in each framework and compare them with a float64 reference, stage by stage.
 
-The lowest wing: it knows what attention computes, what its weights are called and where they lie,
-and how large an error may be. It knows no other libraries' names, no bugs, and prints nothing.
+The lowest wing: it knows what attention computes, the canonical names and shapes of its weights,
+and how large an error may be. It knows no weight names of other libraries and no bugs, and it
+prints nothing.
 
 - `core`: cases, the reference, the error budget, comparisons. Start at `core.problem.make_problem`
   and `core.compare.first_difference`.
@@ -9,4 +10,5 @@ and how large an error may be. It knows no other libraries' names, no bugs, and 
 - `sharding`: weights and stages divided over ranks.
 - `files`: reading and writing named tensors.
 - `pretrained`: trained layers with real inputs.
+- `text`: text of files and errors, made safe to print.
 """

@@ -4,8 +4,9 @@ For a library whose documentation does not say whether True masks, where a causa
 lengths begins, or what an empty row returns.
 
 - `Subject` (`subjects`): how an implementation is called.
-- `Question` (`questions`): one convention, with the calls that tell its answers apart.
+- `Question` (`answers`): one convention, with the calls that tell its answers apart; `questions`
+  has all of them.
 - `Conformance` (`answers`): an answer to each question.
 
-Start at `examine.examine`. Only the command line and the reports import this room.
+Start at `examine.examine`. Only `mutating`, the command line and the reports import this room.
 """

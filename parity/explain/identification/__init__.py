@@ -1,4 +1,11 @@
-"""Identify attention layers of a live model by observation."""
+"""Identify attention layers of a live model by observation.
+
+- `Identification`: the specification and weights of a layer, and the evidence for them.
+- `observe`: the recorded calls of a layer; `observe_flax` those of JAX.
+- `fit`: the fields of the specification that explain them, one module for each kind.
+
+Start at `identify`.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 package.
 
 Each framework has a template: a plain definition of attention with a branch for each field of a
-specification. `specialize` keeps the parts that a layer needs.
+specification. `specialize` keeps the parts that a layer needs, and `check` runs what was
+written. Start at `source_of`.
 """
 
 from __future__ import annotations

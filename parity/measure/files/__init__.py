@@ -11,6 +11,9 @@
 
 No file is trusted: incomplete or damaged ones raise a `ValueError` or `OSError` of one line, and no
 content is ever executed. bfloat16 and float16 are preserved bit for bit.
+
+Each format has a module; torch and npz are in `zipped`. Start at `reading.open_tensors` and
+`writing.write_tensors`.
 """
 
 from parity.measure.files.reading import open_tensors

@@ -2,8 +2,8 @@
 
 - `Layout` (`layouts`): the names, packing and axes of a layer's weights in one kind of checkpoint.
 - `Checkpoint` (`checkpoint`): an open checkpoint. `Checkpoint.open(path)` reads tensors, own
-  metadata and configuration once each, `layers(hints)` finds the layers, `plan(layout)` lists the
-  tensors of a target, and `write(path)` writes them.
+  metadata and configuration once each. Its `layers(hints)` returns `CheckpointLayers`, whose
+  `plan(layout)` returns a `Plan` (`plan`), whose `write(path)` writes the tensors of the target.
 - `FileLayer` (`layers`): one layer, with its specification and the places of its weights.
 
 Start at `convert.convert_file`, which is these four calls, or at `convert.convert` for weights in
@@ -15,7 +15,7 @@ caller, the file's own metadata (`metadata`), otherwise the configuration of its
 docs/reference/conversion.md shows that order as a table. `LayerHints` (`hints`) are what one source
 says about one layer.
 
-Beside the way of a conversion: `inspect` lists the layers of a file, `ranks` reads and writes files
+Outside of a conversion, `inspect` lists the layers of a file, `ranks` reads and writes files
 of several ranks, `sharing` follows weights that layers share, and `differences`, `laws` and
 `same_function` compare two sets of weights.
 """

@@ -2,6 +2,11 @@
 
 Each kind of layer has one adapter. Neither an adapter nor its library is imported before it is
 requested by name, or a module of the library is passed.
+
+- `Adapter` (`adapter`): reads, fills and calls one kind of layer.
+- `live`: layers of transformers models, by `from_transformers`.
+
+Start at `load_into` and `weights_of`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""Record the inputs and outputs of a live model's attention layers while it runs."""
+"""Record the inputs and outputs of a live model's attention layers while it runs.
+
+- `Tapped` (`record`): a recording, and its file.
+- `torch` and `flax`: how layers of each are observed; `operations`: attention in the operations of
+  a torch module.
+
+Start at `tap`.
+"""
 
 from __future__ import annotations
 

@@ -5,5 +5,6 @@
 - `Result` (`help`): what `run` returns, the exit status and the content of the JSON report.
 
 Start at `main.main`. Commands share `options`, `layers` (of weight files), `paths`, `reports` and
-`messages`; `ranks` and `taps` are forms of `diagnose` and `compare`.
+`messages`; `ranks` and `taps` are forms of `diagnose` and `compare`. `clone` finds the commands of
+`parity_lab`, and `completion` completes words in shells.
 """

@@ -4,6 +4,6 @@
 - `ConventionWarning` (`assertion`): a stage is right, but recorded in another convention.
 - `Operations` (`operations`): which ttnn operations of a program were compared.
 
-Start at `assertion.assert_parity`. It imports the diagnosis only when a comparison fails, and no
-cases, files or reports.
+Start at `assertion.assert_parity`. It imports the diagnosis only when a comparison fails,
+and no cases, files or reports.
 """

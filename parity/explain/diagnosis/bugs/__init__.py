@@ -1,4 +1,4 @@
-"""The known bugs of attention layers: one record each, by family.
+"""The known bugs of attention layers: one record each, by topic.
 
 `parity.diagnose` searches for the bugs that, injected into the reference, reproduce an
 implementation.

@@ -1,4 +1,4 @@
-"""Patterns: where and how a stage differs that no known bug explains.
+"""Laws, which users see as patterns: where a stage differs that no known bug explains, and how.
 
 `describe` returns the heads, sequences, positions and features that exceed the budget, and the
 operation on the expected values there: multiplied, exchanged, rotated by another frequency. A

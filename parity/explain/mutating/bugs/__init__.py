@@ -1,4 +1,4 @@
-"""The known bugs that can be injected into a user's attention, by the names of `mha-parity
+"""The known bugs that can be injected into a user's attention, under their names in `mha-parity
 bugs`.
 """
 

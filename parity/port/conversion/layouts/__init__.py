@@ -2,8 +2,10 @@
 
 A `Layout` is a declaration, tensor by tensor (`layout`). This package lists many, in `tables`,
 `of_transformers` and `of_others`; users describe others in TOML files (`custom`); all are in
-`registry`. `detection` finds the form of a layout, and the layer that some shapes represent. A
-`Placement` is a layer in a layout, and converts in both directions. Begin with `layout.Tensor`.
+`registry`. `detection` finds which form of a layout a file has, and the specification that fits its
+shapes; `propose` a table for a file that no layout fits. A `Placement` (`placement`) is a layer in
+a layout, and converts in both directions; `losses` says what a layout cannot hold. Begin with
+`layout.Tensor`.
 """
 
 from parity.port.conversion.layouts.canonical import from_canonical, to_canonical

@@ -1,4 +1,6 @@
-"""All layouts, as tables; `parity.port.conversion.layouts.layout` explains the fields."""
+"""Layouts of frameworks and other programs as tables, and `LAYOUTS`, which has all; `layout`
+explains the fields.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 """Model families: their layers, and the configuration keys that determine them.
 
+`decoders` has LLaMA, Gemma and others like them; `gpt`, `encoders`, `encoder_decoders`, `hybrids`
+and `latents` the rest. To find a family, search for its `model_type`. `usual` has the defaults, and
+`not_covered` says which families are missing and why.
+
 A family has a rule for each field of `AttentionSpec`: a constant, or a function that reads it.
 
 Source: the modules of transformers 5.23; tests compare layers of these specifications with them.
