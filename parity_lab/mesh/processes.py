@@ -37,7 +37,7 @@ class ProblemPart(NamedTuple):
 
     problem: Problem
     with_gradients: bool
-    given: dict[str, Any]
+    rounded: dict[str, Any]
 
 
 # Forks of a process that has imported everything and started no thread: imports take several

@@ -1,6 +1,6 @@
 """Tests of the documentation: code, shown output, pages of bugs and links.
 
-If the printed text of a page changed, `PYTHONPATH=tests python tests/repository/test_docs.py`
+If the printed text of a page changed, `PYTHONPATH=.:tests python tests/repository/test_docs.py`
 updates the pages of bugs, and the same command with `README.md` the sessions of that page.
 """
 
@@ -103,7 +103,7 @@ def test_reproduction_prints_shown_output(page):
     printed = reproduce(page)
     shown = block_of(sections_of(page)["How the tool shows it"], "text")
     assert without_errors(printed) == without_errors(shown), (
-        "run `PYTHONPATH=tests python tests/repository/test_docs.py` to update the pages"
+        "run `PYTHONPATH=.:tests python tests/repository/test_docs.py` to update the pages"
     )
     assert re.search(rf"^More: mha-parity bugs .*\b{page}\b", printed, flags=re.MULTILINE)
 
@@ -268,7 +268,7 @@ def test_code_of_page_runs(path, importable_folder, monkeypatch, own_layouts):
         elif os.name == "posix":
             printed = run_session(block, importable_folder)
             assert shows(commands_of(block)[1], printed), (
-                f"run `PYTHONPATH=tests python tests/repository/test_docs.py {path.name}` to "
+                f"run `PYTHONPATH=.:tests python tests/repository/test_docs.py {path.name}` to "
                 f"update it:\n{printed}"
             )
     for test in [value for name, value in names.items() if name.startswith("test_")]:
@@ -427,7 +427,7 @@ def update(names):
             for language, block in blocks_of(path):
                 if not is_run(language, block):
                     continue
-                if language == "python":
+                if language in ("python", "toml"):
                     run_code(path, block, names_of_page, Path(folder))
                 else:
                     printed = run_session(block, Path(folder))

@@ -1,6 +1,6 @@
 """Tests of the example in PyTorch and JAX: its page shows the actual output, and its story holds.
 
-If the output changed, `PYTHONPATH=tests python tests/repository/test_examples.py` updates the page.
+If the output changed, `PYTHONPATH=.:tests python tests/repository/test_examples.py` updates the page.
 """
 
 import os
@@ -70,7 +70,7 @@ def test_page_shows_actual_command_output(port, commands, shown):
     assert not any(status for status, _ in results[:-1])
     printed = "".join(printed for _, printed in results)
     assert shows(shown, printed), (
-        f"run `PYTHONPATH=tests python {Path(__file__).relative_to(ROOT)}` to update the "
+        f"run `PYTHONPATH=.:tests python {Path(__file__).relative_to(ROOT)}` to update the "
         f"page:\n{printed}"
     )
 
