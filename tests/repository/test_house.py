@@ -87,6 +87,41 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
+VAGUE = {"found", "held", "told", "said", "unsaid", "beside", "asked", "lent", "seen", "given"}
+"""Names that say where a value comes from, or nothing, but not what it is."""
+
+
+def vague_names(source):
+    """Return the variables, parameters, functions and classes in a module with vague names, each
+    with its line.
+    """
+    names = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.append((node.id, node.lineno))
+        elif isinstance(node, ast.arg):
+            names.append((node.arg, node.lineno))
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.append((node.name, node.lineno))
+    return [(name, line) for name, line in names if name.strip("_").lower() in VAGUE]
+
+
+@pytest.mark.parametrize("wing", ["measure", "port", "use"])
+def test_names_say_what_they_hold(wing):
+    """No variable, parameter, function or class of a wing has a vague name."""
+    vague = {
+        str(path.relative_to(ROOT)): vague_names(path.read_text(encoding="utf-8"))
+        for path in (ROOT / "parity" / wing).rglob("*.py")
+    }
+    assert {path: names for path, names in vague.items() if names} == {}
+
+
+def test_vague_names_are_found():
+    """The check of names finds variables, targets of loops, parameters and functions."""
+    source = "def found(given, x): seen = [held for held in x]; y = x; return seen"
+    assert [name for name, _ in vague_names(source)] == ["found", "given", "seen", "held"]
+
+
 def test_private_names_are_not_imported():
     """No module uses private names of another module of this project."""
     paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]

@@ -123,7 +123,7 @@ def run_model(
     on_judged: OnJudged = lambda trace, reference, comparisons: None,
     layout: str | None = None,
     prefix: str | None = None,
-    **said: Unpack[LayerKeywords],
+    **keywords: Unpack[LayerKeywords],
 ) -> Report:
     """Run the attention layers of a model on backends, each with its own weights, and check every
     stage.
@@ -139,7 +139,7 @@ def run_model(
             have the evidence.
         seq_len: number of tokens. The report lists features of the layers that more tokens would
             test.
-        layout, prefix, said: arguments of `load`.
+        layout, prefix, keywords: arguments of `load`.
 
     Returns:
         The report of all layers. The cases are named after layers: `layer-17-decode`. Attention
@@ -155,14 +155,14 @@ def run_model(
     reports: list[Report] = []
     specs: list[tuple[str, AttentionSpec]] = []
     cases_by_layer: dict[str, list[Case]] = {}
-    is_told = layout is not None or any(value is not None for value in said.values())
+    is_specified = layout is not None or any(value is not None for value in keywords.values())
     observed: dict[str, LiveLayer] = {}
     with ExitStack() as stack:
         checkpoint = stack.enter_context(Checkpoint.open(path))
         source = checkpoint
-        if against is not None and not is_told:
+        if against is not None and not is_specified:
             source, observed = _observed(checkpoint, stack)
-        opened = source.layers(LayerHints.by(CALLER, **said), layout, prefix)
+        opened = source.layers(LayerHints.by(CALLER, **keywords), layout, prefix)
         all_layers = opened.in_order
         names = names_of(all_layers)
         chosen = chosen_layers(all_layers, layers)

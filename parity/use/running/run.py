@@ -171,9 +171,15 @@ def _plan_of(
             raise InputError("dtype", f"be one of {', '.join(DTYPES)}", dtype=dtype)
     if are_joined and weights is not None:
         raise InputError("traces to join", "be of the cases' own weights", "weights")
-    asked = BACKENDS if backends is None else backends
-    missing = {name: reason for name in asked if (reason := why_missing(name))}
-    here = [name for name in asked if name not in missing]
+    requested = BACKENDS if backends is None else backends
+    missing: dict[str, str] = {}
+    here = []
+    for name in requested:
+        reason = why_missing(name)
+        if reason:
+            missing[name] = reason
+        else:
+            here.append(name)
     if backends and missing and not are_joined:
         raise ModuleNotFoundError("; ".join(missing.values()))
     chosen = []

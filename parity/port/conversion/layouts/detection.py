@@ -163,9 +163,9 @@ def placements(spec: AttentionSpec, layout: Layout) -> tuple[Placement, ...]:
         for tensor in (*form, *layout.others):
             if required & {*tensor.parts}:
                 tensors.append(tensor)
-        held = parts_of(tensors)
-        nameless &= required - held
-        if held == required and not any(_packs_two_sizes(tensor, spec) for tensor in tensors):
+        parts = parts_of(tensors)
+        nameless &= required - parts
+        if parts == required and not any(_packs_two_sizes(tensor, spec) for tensor in tensors):
             fitting.append(Placement(layout, spec, tuple(tensors)))
     if not fitting:
         raise _has_no_form(layout, required, nameless)
