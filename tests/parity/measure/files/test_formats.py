@@ -582,6 +582,18 @@ def test_empty_tensor_in_orbax_is_refused(tmp_path):
         write(tmp_path / "w.orbax", {"a": np.ones(2), "empty": np.ones((0, 2))})
 
 
+def test_orbax_writing_error_is_one_line(tmp_path, monkeypatch):
+    """An error of the library while it writes an Orbax checkpoint is an OSError in one line."""
+
+    def fail(*_, **__):
+        raise RuntimeError("no room\nfor a")
+
+    monkeypatch.setattr(ocp.PyTreeCheckpointer, "save", fail)
+    with pytest.raises(OSError, match=r"must be written by orbax, got no room.*for a") as error:
+        write(tmp_path / "w.orbax", {"a": np.ones(2)})
+    assert "\n" not in str(error.value)
+
+
 def test_float64_orbax_is_read_without_x64(tmp_path):
     """An Orbax checkpoint of float64 is read as NumPy float64, although x64 is off in JAX."""
     with jax.enable_x64(True), ocp.PyTreeCheckpointer() as checkpointer:
