@@ -241,8 +241,8 @@ class JaxModule:
 def _unfilled(kind: Callable[..., Any], spec: AttentionSpec, dtype: str) -> tuple[Any, Any]:
     """Return a split module in evaluation mode without weights, to avoid their initialization.
 
-    Modules merged from these same parts share what is compiled; modules that are built anew do not,
-    because each has its own initializers.
+    Modules merged from these same parts share what is compiled; new modules do not, because
+    each has its own initializers.
     """
     module = nnx.eval_shape(lambda: kind(spec, param_dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
     module.eval()

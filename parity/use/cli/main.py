@@ -230,7 +230,7 @@ def _check_output() -> None:
         if sys.stdout is not None:  # None if it is closed
             sys.stdout.flush()
     except BrokenPipeError:
-        return  # the reader has what it wanted
+        return  # the reader needs no more
     except OSError as error:
         raise OSError(error.errno, error.strerror, "standard output") from None
 

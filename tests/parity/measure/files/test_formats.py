@@ -542,7 +542,7 @@ def test_reads_orbax_checkpoints(tmp_path):
 
 @pytest.mark.parametrize("name", ["../a", "a/../b", "/a"])
 def test_orbax_names_stay_in_the_folder(tmp_path, monkeypatch, name):
-    """Names that lead out of the folder of an Orbax checkpoint are refused, which closes it."""
+    """Names that lead out of the folder of an Orbax checkpoint raise an error, which closes it."""
     with ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "checkpoint", {name: np.ones(2)})
     closed = []
@@ -558,16 +558,16 @@ def test_orbax_names_stay_in_the_folder(tmp_path, monkeypatch, name):
     assert len(closed) == 1
 
 
-def test_unsupported_orbax_dtype_is_refused(tmp_path):
-    """An array of 4-bit integers in an Orbax checkpoint is refused by its name and dtype."""
+def test_unsupported_orbax_dtype_raises(tmp_path):
+    """An array of 4-bit integers in an Orbax checkpoint raises an error with its name and dtype."""
     with ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "checkpoint", {"a": np.ones(2, ml_dtypes.int4)})
     with refuses("a", {"a": ...}):
         open_tensors(tmp_path / "checkpoint")
 
 
-def test_several_orbax_folders_are_refused(tmp_path):
-    """A folder with two Orbax checkpoints is refused; the hint is to name one of them."""
+def test_several_orbax_folders_raise(tmp_path):
+    """A folder with two Orbax checkpoints raises an error; the hint is to name one of them."""
     with ocp.PyTreeCheckpointer() as checkpointer:
         for name in ("params", "state"):
             checkpointer.save(tmp_path / "step" / name, {"a": np.ones(2)})
@@ -576,8 +576,8 @@ def test_several_orbax_folders_are_refused(tmp_path):
         open_tensors(tmp_path / "step")
 
 
-def test_empty_tensor_in_orbax_is_refused(tmp_path):
-    """A tensor without elements, which Orbax cannot hold, is refused by name."""
+def test_empty_tensor_in_orbax_raises(tmp_path):
+    """A tensor without elements, which Orbax cannot hold, raises an error with its name."""
     with refuses("tensors", {"tensors": "empty"}):
         write(tmp_path / "w.orbax", {"a": np.ones(2), "empty": np.ones((0, 2))})
 
@@ -589,7 +589,7 @@ def test_orbax_writing_error_is_one_line(tmp_path, monkeypatch):
         raise RuntimeError("no room\nfor a")
 
     monkeypatch.setattr(ocp.PyTreeCheckpointer, "save", fail)
-    with pytest.raises(OSError, match=r"must be written by orbax, got no room.*for a") as error:
+    with pytest.raises(OSError, match=r"by orbax, got no room.*for a") as error:
         write(tmp_path / "w.orbax", {"a": np.ones(2)})
     assert "\n" not in str(error.value)
 

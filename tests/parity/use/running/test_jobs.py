@@ -213,7 +213,7 @@ def test_other_python_error_is_one_line(tmp_path, capsys):
 
 @pytest.mark.costly("a program in place of an interpreter")
 def test_warning_does_not_hide_a_crash(tmp_path):
-    """The last line of a native crash is told, although a warning of ours came before."""
+    """The last line of a native crash is reported, although a warning of ours came before."""
     python = tmp_path / "python"
     python.write_text(
         "#!/bin/sh\necho 'mha-parity: warning: a setting is ignored' >&2\n"
