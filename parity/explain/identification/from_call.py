@@ -154,10 +154,10 @@ Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 def _arguments(layer: ObservedLayer) -> dict[str, Any]:
     """Return the arguments of a layer's call, by name."""
-    from parity.port.tapping.torch import arguments_of
+    from parity.port.tapping.arguments import arguments_of
 
     args, kwargs = layer.call or ((), {})
-    return arguments_of(layer.module, args, dict(kwargs))
+    return arguments_of(layer.module.forward, args, kwargs)
 
 
 def _with_argument(layer: ObservedLayer, name: str, value: Any) -> Call:

@@ -247,10 +247,10 @@ def _multiplier(factors: Mapping[int, float], count: Callable[[], int]) -> Any:
 def _beginner(calls: list[_Call]) -> Any:
     """Return a hook that begins the record of a call of a layer, with its arguments."""
 
-    from parity.port.tapping.torch import arguments_of
+    from parity.port.tapping.arguments import arguments_of
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = arguments_of(module, args, kwargs)
+        given = arguments_of(module.forward, args, kwargs)
         arguments = {name: to_numpy(x) for name, x in given.items() if _is_floating(x)}
         numbers = {name: _integers(x) for name, x in given.items() if _are_integers(x)}
         # Copies, because a model may change its tensors in place after the call.

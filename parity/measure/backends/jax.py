@@ -112,10 +112,10 @@ def to_params(weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> Params:
     params: Params = {}
     for name, weight in weights.items():
         projection, _, leaf = name.partition(".")
-        if not leaf:
+        if not leaf:  # a parameter of the layer itself, such as sinks
             params[name] = from_numpy(weight)
             continue
-        if leaf == "weight" and projection.endswith("_proj"):
+        if leaf == "weight" and projection.endswith("_proj"):  # norms keep `weight`
             leaf, weight = "kernel", weight.T  # (out, in) to (in, out)
         params.setdefault(projection, {})[leaf] = from_numpy(weight)
     return params
@@ -236,12 +236,13 @@ class JaxModule:
         return {"module": output, "blocks": in_blocks}, grown
 
 
+# Not a tight bound: shapes only, without weights or compiled code.
 @lru_cache(maxsize=64)
 def _unfilled(kind: Callable[..., Any], spec: AttentionSpec, dtype: str) -> tuple[Any, Any]:
     """Return a split module in evaluation mode without weights, to avoid their initialization.
 
-    Modules merged from the same parts are compiled once, while each new module has its own
-    initializers.
+    Modules merged from these same parts share what is compiled; new modules do not, because
+    each has its own initializers.
     """
     module = nnx.eval_shape(lambda: kind(spec, param_dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
     module.eval()
@@ -268,7 +269,7 @@ def tutorial(problem: Problem) -> Any:
     return module
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=64)  # as above
 def _unfilled_tutorial(
     kind: Callable[..., Any], d_model: int, num_heads: int, bias: bool
 ) -> tuple[Any, Any]:

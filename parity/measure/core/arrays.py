@@ -101,7 +101,7 @@ def to_numpy_by_name(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
     Raises:
         TypeError: if an entry is not an array, or `arrays` is not a mapping.
-        ValueError: if two of them get the same name.
+        ValueError: if two arrays get the same name.
     """
     if not isinstance(arrays, Mapping):
         raise InputTypeError("weights", "be a mapping of arrays by name", type(arrays).__name__)

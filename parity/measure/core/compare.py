@@ -442,14 +442,14 @@ def norms_of(x: np.ndarray, counted: np.ndarray) -> dict[str, float]:
 def _what_is_not_finite(actual: np.ndarray, expected: np.ndarray) -> str:
     """Describe values that are wrongly finite, NaN or infinite; empty if there are none."""
     must_be_nan = np.isnan(expected)
-    num_finite = np.count_nonzero(must_be_nan & ~np.isnan(actual))
-    num_not_finite = np.count_nonzero(~must_be_nan & ~np.isfinite(actual))
+    num_not_nan = np.count_nonzero(must_be_nan & ~np.isnan(actual))
+    num_wrongly_not_finite = np.count_nonzero(~must_be_nan & ~np.isfinite(actual))
     reasons = []
-    if num_finite:
-        reasons.append(f"{num_finite} elements are not NaN where the reference is")
-    if num_not_finite:
+    if num_not_nan:
+        reasons.append(f"{num_not_nan} elements are not NaN where the reference is")
+    if num_wrongly_not_finite:
         where = " where the reference is finite" if must_be_nan.any() else ""
-        reasons.append(f"{num_not_finite} elements are NaN or infinite{where}")
+        reasons.append(f"{num_wrongly_not_finite} elements are NaN or infinite{where}")
     return ", ".join(reasons)
 
 
@@ -629,12 +629,15 @@ def _spacing(expected: np.ndarray, dtype: str) -> np.ndarray:
 
 def _correlation(actual: np.ndarray, expected: np.ndarray) -> float | None:
     """Return the Pearson correlation; None if it is not defined."""
-    counted = ~np.isnan(expected)
-    actual, expected = actual[counted], expected[counted]
+    has_expected = ~np.isnan(expected)
+    actual, expected = actual[has_expected], expected[has_expected]
     if not (actual.size and np.isfinite(actual).all()):
         return None
-    x, y = actual - actual.mean(), expected - expected.mean()
-    norms = math.sqrt((x**2).sum() * (y**2).sum())
-    if not norms > 0.0:  # a constant, or NaN
+    # The mean of equal floats may differ from them by rounding, which would correlate.
+    if actual.min() == actual.max() or expected.min() == expected.max():
         return None
-    return float((x * y).sum() / norms)
+    x, y = actual - actual.mean(), expected - expected.mean()
+    product_of_norms = math.sqrt((x**2).sum() * (y**2).sum())
+    if not product_of_norms > 0.0:  # the squares are too small, or NaN
+        return None
+    return float((x * y).sum() / product_of_norms)

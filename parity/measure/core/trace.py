@@ -347,7 +347,9 @@ def nudged(problem: Problem, rng: np.random.Generator, arithmetic: str = "ieee")
 def nudged_values(
     values: Mapping[str, np.ndarray], unit: float, rng: np.random.Generator
 ) -> dict[str, np.ndarray]:
-    """Return floating-point arrays randomly perturbed by at most one unit; others unchanged."""
+    """Return floating-point arrays, each element perturbed by a relative -`unit`, 0 or +`unit` at
+    random; others unchanged.
+    """
     nudged_by_name = {}
     for name, x in values.items():
         if is_floating(x.dtype):
@@ -396,8 +398,9 @@ def _judge_stage(trace: Trace, reference: Reference, label: Label, *, local: boo
         return failure(expected, "the trace lacks this stage", label)
     actual = values[label.stage]
     comparison = reference.compare(actual, label, trace.arithmetic, local=local)
-    # A path starts from the inputs in both.
+    # A path other than the module's starts from the inputs, whether or not the comparison is local.
     is_whole = not local or stage_named(label.stage).path != ""
+    # Gradients, which have magnitudes, are no part of the samples of the noise.
     if is_whole and label.stage not in reference.magnitudes:
         return reference.compare_noise(comparison, actual, label, trace.arithmetic, local=local)
     return comparison

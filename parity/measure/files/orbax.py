@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -57,37 +58,45 @@ def open_orbax(path: Path) -> TensorFile:
 
     folder = _arrays_in(path)
     handler = ocp.PyTreeCheckpointHandler()
-    checkpointer = ocp.Checkpointer(handler)
-    tree = handler.metadata(folder).tree
-    leaves = flatten(tree)
-    infos = {}
-    for name, leaf in leaves.items():
-        if type(leaf) is not ocp.metadata.ArrayMetadata:
-            continue  # text or a Python number
-        if ".." in name.split("/"):  # some checkpoints have one folder per array
-            raise InputError("names", "not lead out of the folder", names=name)
-        dtype = np.dtype(leaf.dtype).name
-        if dtype not in DTYPES:
-            raise InputError(name, f"hold one of {sorted(DTYPES)}", {name: leaf.dtype})
-        infos[name] = TensorInfo.of(leaf.shape, DTYPES[dtype])
-    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    check_inflation(sum(info.nbytes for info in infos.values()), size)
+    with ExitStack() as stack:
+        checkpointer = stack.enter_context(ocp.Checkpointer(handler))
+        tree = handler.metadata(folder).tree
+        leaves = flatten(tree)
+        infos = {}
+        for name, leaf in leaves.items():
+            if type(leaf) is not ocp.metadata.ArrayMetadata:
+                continue  # text or a Python number, whose class is a subclass
+            infos[name] = _info(name, leaf)
+        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        check_inflation(sum(info.nbytes for info in infos.values()), size)
 
-    def fetch(name: str) -> np.ndarray:
-        # The library reads no placeholders. It returns JAX's arrays by default, which would narrow
-        # float64.
-        requested = jax.tree.map(
-            lambda leaf: leaf if leaf is leaves[name] else ocp.PLACEHOLDER, tree
+        def fetch(name: str) -> np.ndarray:
+            # The library reads no placeholders. It returns JAX's arrays by default, which would
+            # narrow float64.
+            requested = jax.tree.map(
+                lambda leaf: leaf if leaf is leaves[name] else ocp.PLACEHOLDER, tree
+            )
+            as_numpy = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+            args = ocp.args.PyTreeRestore(requested, as_numpy)
+            return flatten(checkpointer.restore(folder, args=args))[name]
+
+        ignored = [name for name in leaves if name not in infos]
+        metadata = _metadata(folder)
+        release = stack.pop_all().close
+        return TensorFile(
+            path, "orbax", infos, metadata, fetch=fetch, release=release, ignored=ignored
         )
-        as_numpy = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-        restored = checkpointer.restore(folder, args=ocp.args.PyTreeRestore(requested, as_numpy))
-        return flatten(restored)[name]
 
-    ignored = [name for name in leaves if name not in infos]
-    release = checkpointer.close
-    return TensorFile(
-        path, "orbax", infos, _metadata(folder), fetch=fetch, release=release, ignored=ignored
-    )
+
+def _info(name: str, leaf: Any) -> TensorInfo:
+    """Return the shape and the dtype of an array in a checkpoint."""
+    # Some checkpoints have one folder per array; an absolute name would replace the folder.
+    if name.startswith("/") or ".." in name.split("/"):
+        raise InputError("names", "not lead out of the folder", names=name)
+    dtype = np.dtype(leaf.dtype).name
+    if dtype not in DTYPES:
+        raise InputError(name, f"hold one of {sorted(DTYPES)}", {name: leaf.dtype})
+    return TensorInfo.of(leaf.shape, DTYPES[dtype])
 
 
 def _arrays_in(path: Path) -> Path:

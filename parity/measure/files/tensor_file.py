@@ -450,7 +450,8 @@ def nest(names: Iterable[str]) -> dict[str, Any]:
     """Return the nested dicts that `flatten` maps to these names; each leaf is its name.
 
     Raises:
-        ValueError: if there are none.
+        ValueError: if no nested dicts have these names: one is a level of another, or ends in a
+            level that `flatten` omits.
     """
     tree: dict[str, Any] = {}
     for name in names:

@@ -264,11 +264,14 @@ class CheckpointLayers:
         """Warn if the layers differ from those of the configuration.
 
         Warns:
-            IgnoredSettingsWarning: for missing layers, and for layers that it does not describe.
+            IgnoredSettingsWarning: for missing layers, and for layers that the configuration does
+                not describe.
         """
         path = self.checkpoint.path
+        # The level is that of the caller of `load`. Other callers are programs of the command line,
+        # which prints warnings without their places.
         if self.missing:
-            words = f"not in {path}, although its config.json describes them: "
+            words = f"not in {path}, although its configuration or its metadata describes them: "
             warnings.warn(words + some_of(self.missing), IgnoredSettingsWarning, stacklevel=3)
         if self.undescribed:
             words = f"not read, because the config.json of {path} does not describe them: "

@@ -282,29 +282,32 @@ def _bias_of_one(
 def _same_values(
     one: Weights, two: Weights, differences: list[TensorDifference], max_ulp: float
 ) -> tuple[str, str]:
-    """Return the kind of a comparison of equal or nearly equal weights, and its description."""
+    """Return the kind of a comparison and its description; "different" and no description if the
+    values are not nearly equal.
+    """
     dtype, other_dtype = _dtype_of(one).name, _dtype_of(two).name
     if not differences:
-        in_dtypes = f"in {dtype} and in {other_dtype}"
+        how = f"in {dtype} and in {other_dtype}"
         if dtype == other_dtype:
-            in_dtypes = "except for signs of zeros, or zero biases of one"
-        return "values", f"weights the same values, {in_dtypes}"
+            how = "except for signs of zeros, or zero biases of one"
+        return "values", f"weights the same values, {how}"
     if max_ulp > MOST_ULPS:
         return "different", ""
     for difference in differences:
-        # A tensor of tiny values that became zeros is lost, however few units that are.
+        # A tensor whose tiny values all became zeros is lost, even within a few units in the last
+        # place.
         if one[difference.name].any() != two[difference.name].any():
             return "different", ""
     coarse = coarser(_dtype_of(one), _dtype_of(two)).name
     rounded = f"weights the same up to rounding in {coarse}: "
     apart = f"at most {max_ulp:.3g} units in the last place apart"
     if dtype != other_dtype and all(is_copy(one[name], two[name]) for name in one):
-        which, fine = "second is the first", dtype
+        claim, fine = "second is the first", dtype
         if coarse == dtype:
-            which, fine = "first is the second", other_dtype
+            claim, fine = "first is the second", other_dtype
         num_gone = sum(np.count_nonzero((one[name] == 0) != (two[name] == 0)) for name in one)
         zeros = f", {num_gone} elements to 0" if num_gone else ""
-        words = f"{rounded}the {which}, {fine} rounded to {coarse}, {apart}{zeros}"
+        words = f"{rounded}the {claim}, {fine} rounded to {coarse}, {apart}{zeros}"
         return "copy", words
     num_differing = sum(difference.differing for difference in differences)
     size = sum(x.size for x in one.values())

@@ -151,7 +151,7 @@ def of_files(files: Sequence[Path], opened: Sequence[CheckpointLayers]) -> list[
     parts: list[NotCompared] = []
     for path, layers in zip(files, opened, strict=True):
         if layers.missing:
-            reason = f"not in {path}, although its configuration has it"
+            reason = f"not in {path}, although its configuration or its metadata has it"
             parts.append(NotCompared(some_of(layers.missing), reason))
         if layers.undescribed:
             reason = f"in {path}, whose config.json does not describe it"

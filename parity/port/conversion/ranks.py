@@ -215,7 +215,9 @@ def _check_same_tensors(folder: Path, files: list[TensorFile], paths: list[Path]
         for name in {**first.infos, **file.infos}:
             if first.infos.get(name) != file.infos.get(name):
                 raise InputError(
-                    path, "hold the tensors of rank 0, with equal shapes", f"others: {name}"
+                    path,
+                    "hold the tensors of rank 0, with equal shapes and dtypes",
+                    f"others: {name}",
                 )
 
 

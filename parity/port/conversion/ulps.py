@@ -9,7 +9,6 @@ import numpy as np
 
 from parity.measure.core.compare import unit_of_rounding
 from parity.measure.core.packages import is_installed
-from parity.measure.core.weights import dtype_named
 
 MOST_ULPS = 4.0
 """Largest distance of equal weights, in units in the last place. A conversion that computes, such
@@ -56,7 +55,7 @@ def is_copy(one: np.ndarray, other: np.ndarray) -> bool:
 # ---- Fewer bits in the same dtype ----------------------------------------------------------------
 
 
-Lessen = Callable[[np.ndarray], np.ndarray]
+Reduction = Callable[[np.ndarray], np.ndarray]
 """A conversion of float32 to fewer bits, which returns float32."""
 
 
@@ -65,22 +64,20 @@ def _unchanged(x: np.ndarray) -> np.ndarray:
     return x
 
 
-def _through(name: str) -> Lessen:
+def _through(name: str) -> Reduction:
     """Return the conversion that rounds to a dtype."""
-    if name in ("bfloat16", "float16"):
-        dtype = dtype_named(name)
-    else:
-        dtype = np.dtype(getattr(ml_dtypes, name))
-    most = float(ml_dtypes.finfo(dtype).max)
+    dtype = np.dtype(getattr(ml_dtypes, name, name))  # float16 is NumPy's
+    largest = float(ml_dtypes.finfo(dtype).max)
 
     def round_to_dtype(x: np.ndarray) -> np.ndarray:
-        # Converters saturate: without the clip, large values would become infinite, or NaN in e4m3.
-        return np.clip(x, -most, most).astype(dtype).astype(np.float32)
+        # Converters to float8 usually saturate: without the clip, large values would become
+        # infinite, or NaN in e4m3.
+        return np.clip(x, -largest, largest).astype(dtype).astype(np.float32)
 
     return round_to_dtype
 
 
-def _cut_off(bits: int) -> Lessen:
+def _cut_off(bits: int) -> Reduction:
     """Return the conversion that sets the lowest bits to 0."""
     mask = np.uint32(0xFFFFFFFF << bits & 0xFFFFFFFF)
 
@@ -99,7 +96,7 @@ def _to_tf32(x: np.ndarray) -> np.ndarray:
     return (rounded & np.uint32(0xFFFFE000)).view(np.float32)
 
 
-FEWER_BITS: dict[str, Lessen] = {
+FEWER_BITS: dict[str, Reduction] = {
     "rounded to float32": _unchanged,
     "rounded to TF32": _to_tf32,
     "cut off to TF32": _cut_off(13),
@@ -118,10 +115,10 @@ def ways_to_fewer_bits(one: np.ndarray, other: np.ndarray) -> list[str]:
     if not np.array_equal(fewer, other):
         return []
     ways = []
-    for words, lessen in FEWER_BITS.items():
+    for words, reduce in FEWER_BITS.items():
         # The first row usually shows that it is another conversion.
-        is_equal = np.array_equal(lessen(wide[:1]), fewer[:1])
-        if is_equal and np.array_equal(lessen(wide), fewer):
+        is_equal = np.array_equal(reduce(wide[:1]), fewer[:1])
+        if is_equal and np.array_equal(reduce(wide), fewer):
             ways.append(words)
     return ways
 

@@ -47,6 +47,7 @@ LAYERS = {
         "flax.linen", "MultiHeadDotProductAttention", "linen"
     ),
     "keras.layers.MultiHeadAttention": LayerClass("keras", "MultiHeadAttention", "keras"),
+    # Its exported name lacks "ed".
     "keras.layers.GroupQueryAttention": LayerClass("keras", "GroupedQueryAttention", "keras"),
     "equinox.nn.MultiheadAttention": LayerClass("equinox.nn", "MultiheadAttention", "equinox"),
 }
@@ -218,8 +219,8 @@ def _adapter_of(module: Any) -> Adapter | Port:
                 return load_adapter(name)
     if isinstance(module, type):
         raise InputTypeError("module", "be a module, not its class", module=module.__name__)
-    class_name = type(module).__name__
+    got = type(module).__name__
     if type(module).__module__.startswith("transformers."):
-        class_name += "; parity.from_transformers accepts it with its model's configuration"
+        got += "; parity.from_transformers accepts it with its model's configuration"
     supported = f"be one of mha_jax, mha_torch or mha_tt, or of {', '.join(LAYERS)}"
-    raise InputTypeError("module", supported, class_name)
+    raise InputTypeError("module", supported, got)

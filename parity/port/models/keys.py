@@ -82,15 +82,16 @@ def _size(name: str, value: Any) -> None:
     _list_of(_count)(name, value)
 
 
-MOST_REPETITIONS = 10_000
-"""Times that a pattern of layers may be repeated, as many as a model may have layers: a small file
-must not fill the memory.
+MOST_LAYERS = 10_000
+"""Layers of the largest model, stack or list of patterns. An arbitrary number, about eighty times
+the layers of a large model: a small file must not fill the memory.
 """
 
 
 def _patterns(name: str, value: Any) -> None:
     """Check a list of patterns, each with its repetitions: `[[["global", "local"], 12]]`."""
     _list(name, value)
+    num_layers = 0
     for place, pattern in enumerate(value):
         at = f"{name}[{place}]"
         if not isinstance(pattern, list | tuple) or len(pattern) != 2:
@@ -98,9 +99,10 @@ def _patterns(name: str, value: Any) -> None:
         kinds, repetitions = pattern
         _list_of(_text)(f"{at}[0]", kinds)
         _count(f"{at}[1]", repetitions)
-        if repetitions > MOST_REPETITIONS:
-            rule = f"be at most {MOST_REPETITIONS}"
-            raise InputError(f"{at}[1]", rule, {f"{at}[1]": repetitions})
+        num_layers += len(kinds) * repetitions
+        if num_layers > MOST_LAYERS:
+            rule = f"describe at most {MOST_LAYERS} layers"
+            raise InputError(name, rule, f"{num_layers} up to {at}")
 
 
 def _checks(check: Check, names: str) -> dict[str, Check]:

@@ -21,6 +21,7 @@ from parity.port.models.config import (
 )
 from parity.port.models.families import FAMILIES
 from parity.port.models.families.not_covered import NOT_COVERED, WITHOUT_ATTENTION
+from parity.port.models.keys import MOST_LAYERS
 from parity.port.models.rules import ConfigLayer, Family, Stack
 
 KINDS = {
@@ -275,11 +276,6 @@ def _is_known(config: Mapping[str, Any]) -> bool:
     name = config.get("model_type")
     return isinstance(name, str) and name in FAMILIES
 
-
-MOST_LAYERS = 10_000
-"""An arbitrary number, about eighty times the layers of a large model: a small file must not fill
-the memory.
-"""
 
 PART_ALONE = re.compile("Encoder|Decoder|CausalLM|Audio|TokenClassification")
 """Matches class names of models with only some stacks of their family."""

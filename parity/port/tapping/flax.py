@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,6 +13,7 @@ from flax import linen, nnx
 
 from mha_spec import InputError, InputTypeError
 from parity.measure.core.arrays import to_numpy
+from parity.port.tapping.arguments import arguments_of
 from parity.port.tapping.record import Tapped, TappedCall, TappedLayer, chosen, fits
 
 HEADS = {"query": "q", "key": "k", "value": "v", "query_ln": "q", "key_ln": "k"}
@@ -96,7 +96,7 @@ class _FlaxListener:
         kwargs: dict[str, Any],
     ) -> None:
         """Record what the layer receives."""
-        arguments = _arguments(function, args, kwargs)
+        arguments = arguments_of(function, args, kwargs)
         arrays = {name: x for name, x in arguments.items() if _is_array(x)}
         self.values = {}
         if arrays:
@@ -185,18 +185,6 @@ def _is_array(x: Any) -> bool:
 
 def _is_ours(module: Any) -> bool:
     return type(module).__module__.startswith("mha_jax.")
-
-
-def _arguments(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the arguments of a call, by name; by number if the names are unknown."""
-    try:
-        bound = inspect.signature(function).bind_partial(*args, **kwargs)
-    except (TypeError, ValueError):
-        numbered = {str(place): x for place, x in enumerate(args)}
-        return {**numbered, **kwargs}
-    return {**bound.arguments, **bound.arguments.get("kwargs", {})}
 
 
 def _num_cached(module: Any, arguments: dict[str, Any]) -> int | None:

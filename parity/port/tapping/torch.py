@@ -12,7 +12,6 @@ function, its operations are recorded: see `parity.port.tapping.operations`.
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from mha_spec import InputError
 from parity.measure.core.arrays import to_numpy
+from parity.port.tapping.arguments import arguments_of
 from parity.port.tapping.operations import Attended, LayerOperations
 from parity.port.tapping.record import Tapped, TappedCall, TappedLayer, chosen, is_hidden, kinds_of
 
@@ -204,7 +204,7 @@ class _ModelState:
     def _model_called(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        arguments = arguments_of(module, args, kwargs)
+        arguments = arguments_of(module.forward, args, kwargs)
         self.positions = None
         self.padding, self.has_other_mask = _padding(arguments.get("attention_mask"))
         self.key_padding, self.has_other_key_mask = _padding(
@@ -214,12 +214,12 @@ class _ModelState:
     def _rotary_called(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        positions = _first_tensor(arguments_of(module, args, kwargs), POSITIONS)
+        positions = _first_tensor(arguments_of(module.forward, args, kwargs), POSITIONS)
         if positions is not None:
             self.positions = positions
 
     def _counted(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        arguments = arguments_of(module, args, kwargs)
+        arguments = arguments_of(module.forward, args, kwargs)
         begin = arguments.get("past_key_values_length") or 0
         num_tokens = arguments["input_ids_shape"][1]
         self.positions = torch.arange(begin, begin + num_tokens)[None]
@@ -303,7 +303,7 @@ class _TorchListener:
                 "model must not be compiled while it is tapped: pass disable_compile=True to "
                 "generate"
             )
-        arguments = arguments_of(module, args, kwargs)
+        arguments = arguments_of(module.forward, args, kwargs)
         self.values, self.projections, self.segments, self.first_key = {}, {}, [], 0
         self.layer.training = self.layer.training or module.training
         self.layer.attention = str(getattr(self.config, "_attn_implementation", None) or "")
@@ -361,9 +361,10 @@ class _TorchListener:
             self.values["key_is_real"] = to_numpy(padding).astype(bool)
 
     def _record_positions(self, positions: Tensor | None, num_tokens: int) -> None:
-        """Record the positions that the layer received or the model did, those with more axes."""
+        """Record the positions of the layer or of the model, whichever have more axes."""
         recorded = None
         for x in (positions, self.model.positions):
+            # Without an axis of sequences, or of other tokens, such as those of the whole cache.
             if x is None or x.ndim < 2 or x.shape[-1] != num_tokens:
                 continue
             # A layer may receive the positions in the text only, without the axes of RoPE.
@@ -666,28 +667,6 @@ def _around_forward(
 
     module.__dict__["forward"] = recording_forward
     stack.callback(restore)
-
-
-def arguments_of(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the arguments of a module's call, by name."""
-    signature = inspect.signature(module.forward)
-    try:
-        bound = signature.bind_partial(*args, **kwargs)
-    except TypeError:  # the module itself will raise it
-        return dict(kwargs)
-    arguments: dict[str, Any] = {}
-    for name, value in bound.arguments.items():
-        kind = signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_KEYWORD:
-            arguments |= value
-        elif kind is inspect.Parameter.VAR_POSITIONAL:
-            for place, x in enumerate(value):
-                arguments[f"{name}{place}"] = x
-        else:
-            arguments[name] = value
-    return arguments
 
 
 def _name_of_first_tensor(arguments: Mapping[str, Any]) -> str | None:

@@ -197,7 +197,10 @@ def run(options: argparse.Namespace) -> Result:
         )
     warn_of_parts(checkpoint)
     for what, names in (
-        ("missing in the file, though its config.json requires them", converted.missing),
+        (
+            "missing in the file, though its configuration or its metadata requires them",
+            converted.missing,
+        ),
         ("left out, because they are not tensors", converted.left_out),
         ("metadata of the source that the target cannot hold", converted.metadata_left_out),
         (

@@ -227,10 +227,10 @@ def _write_bug(text: str) -> str:
 def _check_output() -> None:
     """Raise an error if something printed cannot be written. Readers of a pipe may stop early."""
     try:
-        if sys.stdout is not None:
+        if sys.stdout is not None:  # None if it is closed
             sys.stdout.flush()
     except BrokenPipeError:
-        return
+        return  # the reader needs no more
     except OSError as error:
         raise OSError(error.errno, error.strerror, "standard output") from None
 

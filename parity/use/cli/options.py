@@ -75,10 +75,10 @@ def register_tables(options: argparse.Namespace) -> None:
     with `.toml`, so files are not confused with names; names in the metadata of files are not read
     here, so no file can have another one opened.
     """
-    from_options = {name: getattr(options, name, None) for name in LAYOUT_OPTIONS}
-    for name, value in from_options.items():
+    values_by_option = {name: getattr(options, name, None) for name in LAYOUT_OPTIONS}
+    for name, value in values_by_option.items():
         if isinstance(value, list):
-            setattr(options, name, [_layout_name(each) for each in value])
+            setattr(options, name, [_layout_name(text) for text in value])
         elif value is not None:
             setattr(options, name, _layout_name(value))
 

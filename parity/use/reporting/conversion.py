@@ -264,9 +264,9 @@ class Verdict:
         }
 
     def __str__(self) -> str:
-        wrong = first_difference(self.stages)
-        if wrong is not None:
-            return f"{self.one} and {self.other} differ first at {wrong.stage}"
+        first_wrong = first_difference(self.stages)
+        if first_wrong is not None:
+            return f"{self.one} and {self.other} differ first at {first_wrong.stage}"
         names = ", ".join(difference.name for difference in self.weights.differences)
         return f"{self.one} and {self.other} differ in {names}, and at no stage beyond rounding"
 
@@ -329,12 +329,12 @@ def _print_difference(verdict: Verdict, diagnosis: Diagnosis, out: Console) -> N
     """Print which tensors differ, which stages show it, and the explanation."""
     print_line(out, str(verdict.weights))
     _print_stages(verdict.stages, out)
-    # A conversion, which this module also prints, needs no diagnosis.
+    # Imported here, because conversions, which this module also prints, need no diagnosis.
     from parity.use.reporting.diagnosis import print_explanation
 
-    wrong = first_difference(verdict.stages)
-    if wrong is not None:
-        print_line(out, str(wrong), "red")
+    first_wrong = first_difference(verdict.stages)
+    if first_wrong is not None:
+        print_line(out, str(first_wrong), "red")
     print_explanation(verdict.weights, diagnosis, out)
 
 

@@ -71,13 +71,15 @@ class Elsewhere:
         return self.folder.name
 
     def _reason(self) -> str:
-        """Return the last line of the program on standard error, preferably one of mha-parity."""
+        """Return the last error of mha-parity on standard error, or else the last line there."""
         self.errors.seek(max(0, self.errors.seek(0, os.SEEK_END) - MAX_ERRORS))
         lines = self.errors.read().decode(errors="replace").splitlines()
         last = "nothing on standard error"
         last_of_ours = ""
         for line in lines:
-            if line.startswith("mha-parity: "):
+            # An earlier warning would hide the last line of a native crash.
+            is_warning = line.startswith("mha-parity: warning: ")
+            if line.startswith("mha-parity: ") and not is_warning:
                 last_of_ours = line.removeprefix("mha-parity: ")
             if line.strip():
                 last = line

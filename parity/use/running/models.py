@@ -270,7 +270,8 @@ def _left_out(
     path = checkpoint.path
     if opened.missing:
         what = f"{counted(len(opened.missing), 'layer')}, {some_of(opened.missing)}"
-        yield NotCompared(what, f"not in {path}, although its config.json describes them")
+        reason = f"not in {path}, although its configuration or its metadata describes them"
+        yield NotCompared(what, reason)
     if opened.undescribed:
         reason = f"not read, because the config.json of {path} does not describe them"
         yield NotCompared(some_of(opened.undescribed), reason)

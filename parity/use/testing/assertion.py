@@ -407,14 +407,14 @@ def _compare_with_reference(
 def _compare_with_expected(
     arrays: Mapping[str, Stages], dtype: str | None, name: str, arithmetic: str
 ) -> list[Comparison]:
-    dtypes = []
+    names_of_dtypes = []
     for stages in arrays.values():
-        dtypes += [array.dtype.name for array in stages.values()]
-    floating = [kind for kind in dtypes if kind in DTYPES]
+        names_of_dtypes += [array.dtype.name for array in stages.values()]
+    floating_names = [name_of_dtype for name_of_dtype in names_of_dtypes if name_of_dtype in DTYPES]
     if dtype is None:
         # The coarsest unit of rounding is that of the narrowest dtype.
-        dtype = max(floating, key=unit) if floating else dtypes[0]
-    if floating:
+        dtype = max(floating_names, key=unit) if floating_names else names_of_dtypes[0]
+    if floating_names:
         _check_has(arithmetic, dtype)
     comparisons = []
     for stage in _in_order({**arrays["expected"], **arrays["actual"]}):

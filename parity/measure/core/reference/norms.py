@@ -47,7 +47,7 @@ def back_through(
 ) -> np.ndarray:
     """Return the gradient of x from that of x̂.
 
-    `magnitude` makes all terms of all sums and differences positive.
+    `magnitude` makes all terms of all sums and differences positive. The caller passes |d_hat|.
     """
     sign = d_hat.dtype.type(-1.0)
     if magnitude:

@@ -26,14 +26,12 @@ from parity.port.conversion.layouts.layout import (
     weights_of_norm,
 )
 from parity.port.conversion.layouts.placement import Placement, head_counts, padded_width
+from parity.port.models.keys import MOST_LAYERS
 
 MAX_SIZE = 1 << 24
 """Size of the longest axis. The widest models have about 1 << 16; the bound limits how many
 divisors a hostile file has tried.
 """
-
-MAX_LAYERS = 10_000
-"""Layers of the largest stack."""
 
 USUAL = (64, 128, 32, 80, 96, 256)
 """Usual head sizes, the most frequent first, which are listed first if several fit."""
@@ -316,9 +314,11 @@ def stack_size(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> int | N
         return None
     stacked = (*num_axes, *names_of(layout.others, shapes))
     sizes = sorted({shapes[name][0] for name in stacked})
-    if len(sizes) > 1 or not 1 <= sizes[0] <= MAX_LAYERS:
+    if len(sizes) > 1 or not 1 <= sizes[0] <= MOST_LAYERS:
         raise InputError(
-            "stacked tensors", f"have the same number of layers, from 1 to {MAX_LAYERS}", str(sizes)
+            "stacked tensors",
+            f"have the same number of layers, from 1 to {MOST_LAYERS}",
+            str(sizes),
         )
     return sizes[0]
 
@@ -367,7 +367,7 @@ def find_spec(
         _check_not_of_rank(fitting, layout)
     if len(fitting) > 1:
         rule = f"be given for {layout.name}, whose shapes fit {_options(fitting)}"
-        raise UnknownHeadsError("the heads", rule, hint=f"{_deciding(fitting)} decides")
+        raise UnknownHeadsError("the heads", rule, hint=f"{_deciding_flags(fitting)} decides")
     return fitting[0]
 
 
@@ -474,21 +474,23 @@ def _rows_of(tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> int:
     return size
 
 
-def _deciding(specs: list[AttentionSpec]) -> str:
-    """Return the fewest command-line flags that distinguish specifications."""
+def _deciding_flags(specs: list[AttentionSpec]) -> str:
+    """Return the smallest sets of command-line flags that distinguish specifications, joined by
+    "or"; empty if none does.
+    """
     names = []
     for name in COUNTS:
         if len({getattr(spec, name) for spec in specs}) > 1:
             names.append(name)
     for count in range(1, len(names) + 1):
-        enough = []
+        alternatives = []
         for subset in itertools.combinations(names, count):
             values = set(map(operator.attrgetter(*subset), specs))
             if len(values) == len(specs):
                 flags = [f"--{name.replace('_', '-')}" for name in subset]
-                enough.append(" with ".join(flags))
-        if enough:
-            return " or ".join(enough)
+                alternatives.append(" with ".join(flags))
+        if alternatives:
+            return " or ".join(alternatives)
     return ""
 
 

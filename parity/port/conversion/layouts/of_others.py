@@ -71,7 +71,9 @@ def _maxtext_separate(
 def _maxtext_fused(
     words: str, name: str = ".qkv_proj", rules: tuple[str, ...] = (), **options: Any
 ) -> Layout:
-    """Return a layout of one kernel for q, k and v; shapes do not show how a mesh divided it."""
+    """Return a layout of one kernel for q, k and v; shapes do not show how a mesh divided it, so
+    each division has its own layout.
+    """
     return _maxtext(
         name,
         f"fused_qkv: qkv_proj.kernel (in, N + 2 K, H), {words}. out.kernel, scan and scale as in "

@@ -133,7 +133,7 @@ OF_TRANSFORMERS = [
         "GPT2",
         "Conv1D c_attn and c_proj, which keep (in, out)",
         "gpt2",
-        packed("c_attn", "c_proj", rows=COLUMNS, columns="(n h) e"),
+        packed("c_attn", "c_proj", heads=COLUMNS, back="(n h) e"),
         rules=(*ALIKE, "biases"),
         ignored=("bias", "masked_bias"),
         prefixes=("transformer.h.{i}.attn", "h.{i}.attn"),

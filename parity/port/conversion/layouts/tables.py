@@ -81,7 +81,7 @@ _TABLE = [
         "as mha_jax, with one projection for q, k and v",
         "mha_jax.MultiHeadAttention, fused_qkv=True",
         with_and_without_out(
-            packed("qkv_proj", "out_proj", leaf="kernel", rows=COLUMNS, columns="(n h) e")
+            packed("qkv_proj", "out_proj", leaf="kernel", heads=COLUMNS, back="(n h) e")
         ),
         others=_OF_JAX,
         rules=("one width",),

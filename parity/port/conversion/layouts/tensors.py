@@ -48,13 +48,20 @@ def separate(
 
 
 def packed(
-    qkv: str, out: str, *, leaf: str = "weight", rows: str = ROWS, columns: str = "e (n h)"
+    qkv: str, out: str, *, leaf: str = "weight", heads: str = ROWS, back: str = "e (n h)"
 ) -> tuple[Tensor, ...]:
-    """Return one tensor for q, k and v, and one for the output."""
+    """Return one weight for q, k and v, one for the output, and their biases.
+
+    Args:
+        qkv, out: names of the layers.
+        leaf: name of their weights.
+        heads: axes of the weight of q, k and v.
+        back: axes of the output.
+    """
     return (
-        Tensor(f"{qkv}.{leaf}", "qkv", "weight", rows),
+        Tensor(f"{qkv}.{leaf}", "qkv", "weight", heads),
         Tensor(f"{qkv}.bias", "qkv", "bias", "(n h)"),
-        Tensor(f"{out}.{leaf}", "out", "weight", columns),
+        Tensor(f"{out}.{leaf}", "out", "weight", back),
         Tensor(f"{out}.bias", "out", "bias", "e"),
     )
 

@@ -73,19 +73,20 @@ def _scaled_alibi(layer: ConfigLayer) -> Value:
     return Value(Alibi(scaled=True), "every layer of this family")
 
 
-def _with_alibi(rule: Rule, *, is_with: bool = True) -> Rule:
+def _with_alibi(rule: Rule, *, when: bool = True) -> Rule:
     """Return a rule for models with ALiBi, or those with RoPE; its keys also count as read in the
     others.
     """
 
-    def in_some(layer: ConfigLayer) -> Value:
+    def if_alibi_is(layer: ConfigLayer) -> Value:
         has_alibi = layer.config.read("alibi", default=False)
-        value = read_if_possible(rule, layer)
-        if has_alibi.value != is_with:
+        if has_alibi.value != when:
+            read_if_possible(rule, layer)
             return NOTHING
+        value = rule(layer)
         return Value.derived(value.value, has_alibi, value)
 
-    return in_some
+    return if_alibi_is
 
 
 def _rope_of_gptj(layer: ConfigLayer) -> Value:
@@ -320,7 +321,7 @@ GPT_LIKE: dict[str, Family] = {
         num_kv_heads=_heads_of_falcon,
         qkv_bias=key("bias", default=False),
         out_bias=key("bias", default=False),
-        rope=_with_alibi(rope(theta=1e4), is_with=False),
+        rope=_with_alibi(rope(theta=1e4), when=False),
         alibi=_with_alibi(_scaled_alibi),
         dropout=_with_alibi(key("attention_dropout", default=0.0)),  # no dropout with RoPE
         says_nothing={"parallel_attn", "num_ln_in_parallel_attn"},

@@ -268,10 +268,13 @@ def test_correlation_does_not_decide(expected, rng):
     assert not comparison.passed
 
 
-def test_constant_has_no_correlation():
-    """The correlation of constants is None."""
-    ones = np.ones((1, 1, 2, 2))
-    assert compare(ones, ones, ones, **ABOUT).pcc is None
+@pytest.mark.parametrize("value", [1.0, 0.1])
+def test_constant_has_no_correlation(value, rng):
+    """The correlation of constants, or with one, is None, also if their mean is inexact."""
+    constant = np.full((1, 1, 1, 3), value)
+    others = rng.standard_normal(constant.shape)
+    for actual, expected in [(7.0 * constant, constant), (constant, others), (others, constant)]:
+        assert compare(actual, expected, expected, **ABOUT).pcc is None
 
 
 def test_budget_grows_with_the_noise(expected, rng):

@@ -540,6 +540,60 @@ def test_reads_orbax_checkpoints(tmp_path):
     assert same_tensors(read_tensors(tmp_path / "checkpoint"), expected)
 
 
+@pytest.mark.parametrize("name", ["../a", "a/../b", "/a"])
+def test_orbax_names_stay_in_the_folder(tmp_path, monkeypatch, name):
+    """Names that lead out of the folder of an Orbax checkpoint raise an error, which closes it."""
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "checkpoint", {name: np.ones(2)})
+    closed = []
+    close = ocp.Checkpointer.close
+
+    def counting_close(self):
+        closed.append(self)
+        close(self)
+
+    monkeypatch.setattr(ocp.Checkpointer, "close", counting_close)
+    with refuses("names", {"names": name}):
+        open_tensors(tmp_path / "checkpoint")
+    assert len(closed) == 1
+
+
+def test_unsupported_orbax_dtype_raises(tmp_path):
+    """An array of 4-bit integers in an Orbax checkpoint raises an error with its name and dtype."""
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "checkpoint", {"a": np.ones(2, ml_dtypes.int4)})
+    with refuses("a", {"a": ...}):
+        open_tensors(tmp_path / "checkpoint")
+
+
+def test_several_orbax_folders_raise(tmp_path):
+    """A folder with two Orbax checkpoints raises an error; the hint is to name one of them."""
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        for name in ("params", "state"):
+            checkpointer.save(tmp_path / "step" / name, {"a": np.ones(2)})
+    (tmp_path / "step" / "_CHECKPOINT_METADATA").write_text("{}")
+    with refuses("…/step", "['params', 'state']", hint="name one"):
+        open_tensors(tmp_path / "step")
+
+
+def test_empty_tensor_in_orbax_raises(tmp_path):
+    """A tensor without elements, which Orbax cannot hold, raises an error with its name."""
+    with refuses("tensors", {"tensors": "empty"}):
+        write(tmp_path / "w.orbax", {"a": np.ones(2), "empty": np.ones((0, 2))})
+
+
+def test_orbax_writing_error_is_one_line(tmp_path, monkeypatch):
+    """An error of the library while it writes an Orbax checkpoint is an OSError in one line."""
+
+    def fail(*_, **__):
+        raise RuntimeError("no room\nfor a")
+
+    monkeypatch.setattr(ocp.PyTreeCheckpointer, "save", fail)
+    with pytest.raises(OSError, match=r"by orbax, got no room.*for a") as error:
+        write(tmp_path / "w.orbax", {"a": np.ones(2)})
+    assert "\n" not in str(error.value)
+
+
 def test_float64_orbax_is_read_without_x64(tmp_path):
     """An Orbax checkpoint of float64 is read as NumPy float64, although x64 is off in JAX."""
     with jax.enable_x64(True), ocp.PyTreeCheckpointer() as checkpointer:

@@ -438,6 +438,27 @@ def test_layers_may_differ_in_shape(tmp_path):
     assert bits_of(read_tensors(tmp_path / "c.npz")) == bits_of(tensors)
 
 
+def test_layer_missing_by_metadata_is_told(tmp_path):
+    """A layer that only metadata of ours describe is warned about, at the line of the caller."""
+    weights = {0: random_weights(GQA), 1: random_weights(replace(GQA, num_heads=6))}
+    tensors = {}
+    for index, of_layer in weights.items():
+        for name, x in of_layer.items():
+            tensors[f"{PREFIX.format(i=index)}.{name.replace('out_', 'o_')}"] = x
+    heads = {"num_kv_heads": 2, "head_dim": 6, "rope": Rope(500.0)}
+    source = write_tensor_file(tmp_path / "a.npz", tensors)
+    whole = tmp_path / "b.npz"
+    convert_file(
+        source, whole, source="transformers.LLaMA", target="canonical", prefix=PREFIX, **heads
+    )
+    metadata = {name: text for name, text in read_metadata(whole).items() if name != "sha256"}
+    of_first = {name: x for name, x in read_tensors(whole).items() if ".1." not in name}
+    part = write_tensor_file(tmp_path / "c.npz", of_first, metadata)
+    with pytest.warns(IgnoredSettingsWarning, match=r"or its metadata describes .*\.1\.") as warned:
+        load(part)
+    assert warned[0].filename == __file__
+
+
 def test_ignored_buffer_is_kept(tmp_path):
     """A buffer in a layer that the layout ignores is kept bit for bit under its name."""
     tensors = checkpoint() | {

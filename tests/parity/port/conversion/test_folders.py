@@ -937,14 +937,17 @@ def test_layers_missing_in_file_are_named(llama, capsys, tmp_path):
     some = {name: x for name, x in tensors.items() if "layers.1." not in name}
     save_file(some, tmp_path / "part" / "model.safetensors")
     (tmp_path / "part" / "config.json").write_text((llama / "config.json").read_text())
-    words = "missing in the file, though its config.json requires them: layers.1.self_attn (1)"
+    words = (
+        "missing in the file, though its configuration or its metadata requires them: "
+        "layers.1.self_attn (1)"
+    )
     assert words in said(
         capsys, "convert", tmp_path / "part", tmp_path / "c.npz", "--to", "canonical"
     )
     assert words not in said(capsys, "convert", llama, tmp_path / "d.npz", "--to", "canonical")
     words = (
         f"NOT compared: 1 layer, layers.1.self_attn (not in {tmp_path / 'part'}, although its "
-        f"config.json"
+        f"configuration or its metadata"
     )
     assert words in said(
         capsys, "run", "--backends", "torch", "--model", tmp_path / "part", status=2

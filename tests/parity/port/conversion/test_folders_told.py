@@ -92,7 +92,7 @@ def test_layer_missing_in_one_part_is_named(part, tmp_path, capsys):
         main(["convert", str(tmp_path / "model"), str(tmp_path / "whole.npz"), "--to", "canonical"])
         == 0
     )
-    assert "its config.json requires" not in capsys.readouterr().err
+    assert "its metadata requires" not in capsys.readouterr().err
     rewritten(
         tmp_path / "model" / "model.safetensors",
         names=without(f"{part}_model", "layers.1.self_attn"),
@@ -113,7 +113,7 @@ def test_shared_layers_are_not_missing(tmp_path, capsys):
         tmp_path / "model",
     )
     converted(tmp_path / "model", tmp_path / "c.npz")
-    assert "its config.json requires" not in capsys.readouterr().err
+    assert "its metadata requires" not in capsys.readouterr().err
 
 
 def test_attention_is_found_in_mixed_layers(tmp_path):

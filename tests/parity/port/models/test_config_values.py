@@ -14,7 +14,7 @@ import transformers
 from helpers.refusals import refuses
 
 from mha_spec import InputError
-from parity.port.models.config import Config
+from parity.port.models.config import Config, MissingKeyError
 from parity.port.models.families import FAMILIES
 from parity.port.models.keys import KINDS
 from parity.port.models.specs import read_layers, specs_of
@@ -225,6 +225,29 @@ def test_huge_pattern_repeat_raises():
         "attention_types": [[["global"], 10**12]],
     }
     with pytest.raises(InputError, match="attention_types"):
+        specs_of(values)
+
+
+def test_many_pattern_repeats_raise():
+    """Patterns that are short enough one by one raise an error if their sum is too large."""
+    values = {
+        **values_of("gpt_neo"),
+        "attention_layers": None,
+        "attention_types": [[["global", "local"], 3_000]] * 2,
+    }
+    with refuses("attention_types", "12000"):
+        specs_of(values)
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+def test_falcon_rope_needs_its_keys(alibi):
+    """RoPE of Falcon whose configuration lacks a key raises an error, unless it has ALiBi."""
+    values = {**values_of("falcon"), "alibi": alibi}
+    values["rope_parameters"] = {"rope_type": "linear", "rope_theta": 1e4}
+    if alibi:
+        assert specs_of(values)[0].spec.rope is None
+        return
+    with pytest.raises(MissingKeyError, match="factor"):
         specs_of(values)
 
 

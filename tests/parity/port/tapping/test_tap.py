@@ -1379,6 +1379,28 @@ class OthersAttention(nnx.Module):
         return None, self.inner(x, positions=segment_pos, is_causal=True)[0]
 
 
+class CatchAllAttention(nnx.Module):
+    """Attention whose other arguments have no names of their own."""
+
+    def __init__(self):
+        self.inner = mha_jax.MultiHeadAttention(FULL, rngs=nnx.Rngs(0))
+
+    def __call__(self, *inputs, **options):
+        return self.inner(inputs[0], key=inputs[1], positions=options["positions"])
+
+
+def test_flax_catch_all_is_recorded_by_name(rng):
+    """Inputs in `*inputs` and positions in `**options` of a Flax layer are recorded."""
+    x, y = jnp.asarray(rng.standard_normal((2, 1, 6, 32), dtype=np.float32))
+    positions = jnp.arange(6)[None]
+    model = nnx.List([CatchAllAttention()])
+    with parity.tap(model, "CatchAllAttention") as tapped:
+        model[0](x, y, positions=positions)
+    (call,) = tapped.layers[0].calls
+    assert np.array_equal(call.values["input"], x)
+    assert np.array_equal(call.values["positions"], positions)
+
+
 class Underscored(nnx.Module):
     """Layers whose numbers are parts of names."""
 

@@ -211,6 +211,22 @@ def test_other_python_error_is_one_line(tmp_path, capsys):
     ).is_printed_in(said)
 
 
+@pytest.mark.costly("a program in place of an interpreter")
+def test_warning_does_not_hide_a_crash(tmp_path):
+    """The last line of a native crash is reported, although a warning of ours came before."""
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/sh\necho 'mha-parity: warning: a setting is ignored' >&2\n"
+        "echo 'Fatal Python error: Aborted' >&2\nexit 134\n"
+    )
+    python.chmod(0o755)
+    with (
+        Elsewhere(str(python), []) as elsewhere,
+        pytest.raises(OSError, match="exit status 134: Fatal Python error: Aborted"),
+    ):
+        elsewhere.wait()
+
+
 @pytest.mark.parametrize(
     ("told", "got"),
     [("torch=nowhere", "nowhere"), ("caffe=python", "caffe")],
