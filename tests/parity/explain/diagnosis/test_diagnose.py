@@ -588,7 +588,7 @@ def test_wrong_module_output_is_a_law():
         0.5, 2.0, 32, dtype=np.float32
     )
     diagnosis = diagnose(observed, problem)
-    assert (diagnosis.kind, diagnosis.unexplained) == ("law", "module.output")
+    assert (diagnosis.kind, diagnosis.unexplained) == ("pattern", "module.output")
 
 
 @pytest.mark.costly("the search tries all pairs of bugs before laws")

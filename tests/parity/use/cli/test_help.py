@@ -648,7 +648,7 @@ def test_wheel_is_small_and_complete(tmp_path):
     assert {f"parity/bugs/{page.name}" for page in (ROOT / "parity" / "bugs").glob("*.md")} <= held
     assert {"parity/__init__.pyi", "parity/py.typed"} <= held
     assert not any(name.startswith("parity_lab") for name in held)
-    assert wheel.stat().st_size < 4_000_000
+    assert wheel.stat().st_size < 4_200_000
     zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
     command = [sys.executable, "-m", "parity", "bench"]  # -m imports the package in this folder
     done = subprocess.run(
