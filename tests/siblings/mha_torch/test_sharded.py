@@ -156,9 +156,13 @@ def test_non_finite_head_spoils_every_rank(found):
 
 def test_nan_padding_of_divided_heads(found):
     """With NaN in padding, outputs of real tokens and gradients match one process."""
-    expected = processes.padded(make(mha_torch.MultiHeadSelfAttention, processes.GIVEN))
-    assert all(x.isfinite().all() for x in expected)
-    torch.testing.assert_close(found["beside"]["padded"], expected, rtol=1e-4, atol=1e-5)
+    output, *grads = processes.padded(make(mha_torch.MultiHeadSelfAttention, processes.GIVEN))
+    own_output, *own_grads = found["beside"]["padded"]
+    assert all(x.isfinite().all() for x in (output, *grads))
+    torch.testing.assert_close(own_output, output, rtol=1e-4, atol=1e-5)
+    # The gradient of the keys' bias is 0 but for rounding of terms as large as other gradients.
+    largest = max(float(grad.abs().max()) for grad in grads)
+    torch.testing.assert_close(own_grads, grads, rtol=1e-4, atol=1e-6 * largest)
 
 
 @pytest.mark.parametrize("name", ["compiled", "compiled norms", "ragged"])
