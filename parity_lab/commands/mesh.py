@@ -100,10 +100,13 @@ def run(options: argparse.Namespace) -> Result:
 def _make_devices(count: int, needed: int, mesh: str, backends: Sequence[str]) -> None:
     """Make virtual devices for each backend on this CPU."""
     from parity_lab.mesh.backend import can_make_devices, load_mesh_backend
+    from parity_lab.mesh.plan import MOST_VIRTUAL
 
     flag = "--virtual-devices"
     if count < needed:
         raise refusal(flag, f"be at least the {needed} of {mesh}", {flag: count})
+    if count > MOST_VIRTUAL:
+        raise refusal(flag, f"be at most {MOST_VIRTUAL}", {flag: count})
     on_cpu = [name for name in backends if can_make_devices(name)]
     if not on_cpu:
         raise refusal(flag, "be passed with a backend on this CPU", f"{', '.join(backends)} alone")

@@ -23,7 +23,7 @@ from parity.measure.core.trace import Reference
 from parity.measure.core.weights import Weights
 from parity_lab.mesh.backend import MeshPort, MeshTrace, name_of_call, name_of_gradient, record_with
 from parity_lab.mesh.hlo import collectives_in, counts_of
-from parity_lab.mesh.plan import MeshPlan, why_not_divided
+from parity_lab.mesh.plan import MeshPlan, advice_on_devices, why_not_divided
 
 AXIS_TYPES = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
 
@@ -51,7 +51,7 @@ def check_devices(plan: MeshPlan) -> None:
             "mesh",
             "have no more devices than JAX",
             f"{plan} and {count}",
-            hint=f"--virtual-devices {plan.size} makes them",
+            hint=advice_on_devices(plan, "makes"),
         )
 
 

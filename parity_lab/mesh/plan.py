@@ -57,6 +57,21 @@ class MeshPlan:
         return ",".join(f"{name}={size}" for name, size in self.shape.items())
 
 
+MOST_VIRTUAL = 1024
+"""The largest number of virtual devices of a CPU.
+
+The number is a choice: each is a process of torch, or threads and buffers of JAX, so that many more
+exhaust the memory; cases have fewer sequences, heads and tokens to divide.
+"""
+
+
+def advice_on_devices(plan: MeshPlan, verb: str) -> str:
+    """Return how the missing devices of a mesh are made, if a CPU can be that many."""
+    if plan.size > MOST_VIRTUAL:
+        return f"--virtual-devices makes at most {MOST_VIRTUAL}"
+    return f"--virtual-devices {plan.size} {verb} them"
+
+
 DIMENSIONS = tuple(field.name for field in fields(MeshPlan) if field.name != "axes")
 
 

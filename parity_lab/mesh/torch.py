@@ -38,7 +38,7 @@ from parity.measure.core.trace import Reference
 from parity.measure.core.weights import Weights
 from parity.measure.sharding.shard import ShardPlan, local_heads, shard
 from parity_lab.mesh.backend import MeshPort, MeshTrace, name_of_call, name_of_gradient, record_with
-from parity_lab.mesh.plan import MeshPlan, why_not_divided
+from parity_lab.mesh.plan import MeshPlan, advice_on_devices, why_not_divided
 from parity_lab.mesh.processes import ProblemPart, Processes
 
 KINDS = {
@@ -65,7 +65,7 @@ def check_devices(plan: MeshPlan) -> None:
             "mesh",
             "have no more devices than torch has processes",
             f"{plan} and {_most_processes}",
-            hint=f"--virtual-devices {plan.size} starts them",
+            hint=advice_on_devices(plan, "starts"),
         )
 
 

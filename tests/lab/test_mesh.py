@@ -17,7 +17,7 @@ from parity.measure.core.compare import Label, failure
 from parity.use.cli.main import main
 from parity_lab.mesh import backend as mesh_backend
 from parity_lab.mesh.collectives import Collectives, excuse_of, ideal_collectives
-from parity_lab.mesh.plan import MeshPlan, parse_mesh, why_not_divided
+from parity_lab.mesh.plan import MeshPlan, advice_on_devices, parse_mesh, why_not_divided
 from parity_lab.mesh.printing import print_mesh_report
 from parity_lab.mesh.run import MeshReport, run_on_mesh
 
@@ -102,7 +102,7 @@ import sys
 from dataclasses import replace
 from parity import CASES
 from parity_lab.mesh import jax as jax_mesh
-from parity_lab.mesh.plan import MeshPlan
+from parity_lab.mesh.plan import MeshPlan, advice_on_devices
 from parity_lab.mesh.run import run_on_mesh
 
 jax_mesh.make_devices(2)
@@ -137,6 +137,17 @@ def test_too_large_mesh_fails(capsys):
     assert main(["mesh", "data=2,tensor=4", "--backends", "jax", "--cases", "causal"]) == 2
     refusal = refuses("mesh", "data=2,tensor=4 and 1", hint="--virtual-devices 8")
     assert refusal.is_printed_in(capsys.readouterr().err)
+
+
+def test_impossible_mesh_gets_no_hint(capsys):
+    """No hint promises more virtual devices than a CPU can be, and the option rejects them."""
+    wanted = 99_999_999_999
+    plan = MeshPlan(tensor=wanted)
+    assert advice_on_devices(plan, "makes") == "--virtual-devices makes at most 1024"
+    words = ["mesh", f"tensor={wanted}", "--cases", "causal", "--backends", "jax"]
+    assert main([*words, "--virtual-devices", str(wanted)]) == 2
+    flag = "--virtual-devices"
+    assert refuses(flag, {flag: wanted}).is_printed_in(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("mesh", ["heads=2", "data=2,data=2", "data=0", "data"])

@@ -68,14 +68,14 @@ def read_small(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
     return content
 
 
-def read_text(path: str | os.PathLike[str]) -> str:
-    """Return the text of a small file in UTF-8.
+def read_text(path: str | os.PathLike[str], most: int = LARGEST) -> str:
+    """Return the text of a small file of at most `most` bytes, in UTF-8.
 
     Raises:
         OSError, ValueError: as `read_small`, or if it is not text.
     """
     try:
-        return read_small(path).decode("utf-8-sig")
+        return read_small(path, most).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(path, "be text in UTF-8", f"byte {error.start}") from None
 

@@ -191,7 +191,16 @@ class Checkpoint:
             hints = hints.without_grid_biases(self.tensors.infos, layouts)
         groups: list[LayerGroup] = []
         for place in places:
-            layers = layers_under(self.tensors, place.prefix, place.layout, hints)
+            try:
+                layers = layers_under(self.tensors, place.prefix, place.layout, hints)
+            except InputError as error:
+                own_prefix = place.layout.prefix
+                is_of_table = prefix is None and own_prefix and place.prefix == own_prefix
+                if error.argument == "prefix" and is_of_table:
+                    # The caller passed no prefix that could be wrong.
+                    error.argument, error.got = "the key prefix", repr(place.prefix)
+                    error.where = f"the layout {place.layout.name}"
+                raise
             groups.append(LayerGroup(place.prefix, layers))
         return CheckpointLayers(self, hints, groups, layout, prefix)
 

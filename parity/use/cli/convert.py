@@ -196,6 +196,10 @@ def run(options: argparse.Namespace) -> Result:
             "distinguish them"
         )
     warn_of_parts(checkpoint)
+    prefix = "--prefix"
+    if options.prefix is None:
+        # The table, the file's metadata or the model decided.
+        prefix = "the layout's prefix"
     for what, names in (
         (
             "missing in the file, though its configuration or its metadata requires them",
@@ -204,7 +208,7 @@ def run(options: argparse.Namespace) -> Result:
         ("left out, because they are not tensors", converted.left_out),
         ("metadata of the source that the target cannot hold", converted.metadata_left_out),
         (
-            f"kept in {converted.source}, because --prefix does not match them",
+            f"kept in {converted.source}, because {prefix} does not match them",
             converted.unconverted,
         ),
         (

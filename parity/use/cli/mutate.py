@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import fnmatch
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from parity.measure.text import some_of
 from parity.use.cli.help import Page, Result
 from parity.use.cli.messages import refusal
 from parity.use.cli.options import add_declarations, check_range, matching, name_list
@@ -117,7 +119,23 @@ def _requested(only: list[str] | None, skip: list[str] | None) -> set[str]:
     from parity.explain.mutating.bugs import names
 
     known_bugs = names()
+    _check_injectable("--only", only or (), known_bugs)
+    _check_injectable("--skip", skip or (), known_bugs)
     lister = "mha-parity bugs --all"
     included = matching("--only", only or ["*"], known_bugs, lister)
     excluded = matching("--skip", skip or [], known_bugs, lister)
     return set(included) - set(excluded)
+
+
+def _check_injectable(flag: str, globs: Sequence[str], known_bugs: Sequence[str]) -> None:
+    """Reject a pattern that matches only bugs that have a page, but no injection."""
+    for glob in globs:
+        if fnmatch.filter(known_bugs, glob):
+            continue
+        # It is slow to import.
+        from parity.explain.diagnosis.bugs import bug_by_name
+
+        others = fnmatch.filter(bug_by_name(), glob)
+        if others:
+            hint = f"mutate cannot inject {some_of(others, 3)}"
+            raise refusal(flag, "match a bug that can be injected", {flag: glob}, hint=hint)

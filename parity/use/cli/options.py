@@ -71,24 +71,32 @@ def in_flags(refused: InputError, options: argparse.Namespace) -> InputError:
 def register_tables(options: argparse.Namespace) -> None:
     """Register the tables of layouts on a command line, and replace the path of each by its name.
 
-    This comes before the work, so that a bad table costs nothing. A name of a layout does not end
-    with `.toml`, so files are not confused with names; names in the metadata of files are not read
-    here, so no file can have another one opened.
+    This comes before the work, so that a bad table costs nothing. Each value of `--layout` is a
+    file, whatever its suffix. Elsewhere a name of a layout does not end with `.toml`, so files are
+    not confused with names; names in the metadata of files are not read here, so no file can have
+    another one opened.
     """
     values_by_option = {name: getattr(options, name, None) for name in LAYOUT_OPTIONS}
     for name, value in values_by_option.items():
-        if isinstance(value, list):
+        if name == "layout_files":
+            setattr(options, name, [_registered_name(path) for path in value or ()])
+        elif isinstance(value, list):
             setattr(options, name, [_layout_name(text) for text in value])
         elif value is not None:
             setattr(options, name, _layout_name(value))
 
 
 def _layout_name(text: str) -> str:
-    if not text.endswith(".toml"):
+    # Suffixes in upper case are usual on some systems.
+    if not text.lower().endswith(".toml"):
         return text
+    return _registered_name(text)
+
+
+def _registered_name(path: str) -> str:
     from parity.port.conversion.layouts import register_layout
 
-    return register_layout(text).name
+    return register_layout(path).name
 
 
 def add_params_option(parser: argparse.ArgumentParser) -> None:

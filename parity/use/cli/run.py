@@ -235,6 +235,8 @@ def _check_weight_options(options: argparse.Namespace) -> None:
     """Reject options about weights without weights, and options about cases with weights."""
     if options.model is None and options.weights is None:
         needless = passed_layer_flags(options)
+        if options.layout_files:
+            needless.append("--layout")
         if options.seq_len is not None:
             needless.append("--seq-len")
         if needless:

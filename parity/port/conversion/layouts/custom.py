@@ -37,7 +37,23 @@ from parity.port.conversion.layouts.layout import (
 from parity.port.conversion.layouts.tensors import EVERYTHING, NARROW, SCORES
 
 SUFFIX = ".toml"
-"""Suffix by which a command line distinguishes the file of a table from the name of a layout."""
+"""Suffix, in any case, by which a command line distinguishes the file of a table from the name of a
+layout.
+"""
+
+LARGEST_TABLE = 1 << 16
+"""Bytes of the largest file of a table.
+
+Real ones have a few thousand. The time of tomllib grows with the square of the number of dots in a
+key: one of 50 kB takes seconds, and one as large as other small files may be would take days.
+"""
+
+MOST_DOTS = 1000
+"""Dots in a line of a table.
+
+The number is a choice: lines of real tables have a few. For a key with this many, tomllib takes
+milliseconds, but for one that fills the largest table seconds.
+"""
 
 KEYS: dict[str, type] = {
     "name": str,
@@ -86,6 +102,9 @@ WHOLE_AXES = ("...", "d e", "d n h")
 NAME = re.compile(r"\w[\w.+-]*", re.ASCII)
 """Names of layouts, which are words of a command line."""
 
+ENTRY = re.compile(r"\[\d+\]\Z")
+"""End of the label of one layer of a stack, as in `layers[3]`."""
+
 GROUP = r"(?:[nhdep1]|\([nhdep](?: [nhdep])*\))"
 AXES = re.compile(rf"{GROUP}(?: {GROUP})*")
 """Axes of tensors with heads: letters, those of one axis in parentheses."""
@@ -110,7 +129,10 @@ def read_table(path: str | os.PathLike[str]) -> Layout:
     import tomllib
 
     try:
-        table = tomllib.loads(read_text(path))
+        text = read_text(path, LARGEST_TABLE)
+        if any(line.count(".") > MOST_DOTS for line in text.split("\n")):
+            raise InputError(path, f"have at most {MOST_DOTS} dots in a line")
+        table = tomllib.loads(text)
     except RecursionError:
         raise InputError(path, "be TOML", "lists or tables that are nested too deeply") from None
     except InputError:
@@ -251,7 +273,7 @@ def check_layout(layout: Layout, where: str = "") -> None:
             tensor or two of them, or a rule or feature is unknown.
     """
     where = where or f"the layout {layout.name}"
-    if not NAME.fullmatch(layout.name) or layout.name.endswith(SUFFIX):
+    if not NAME.fullmatch(layout.name) or layout.name.lower().endswith(SUFFIX):
         rule = f"consist of letters, digits and any of . _ + -, and not end with {SUFFIX}"
         raise InputError("the key name", rule, repr(layout.name), where=where)
     for key, text in {"about": layout.about, "source": layout.source}.items():
@@ -293,6 +315,9 @@ def _check_prefix(prefix: str, where: str) -> None:
     has_braces = {"{", "}"} & {*prefix.replace("{i}", "")}
     if has_braces or prefix.startswith(".") or prefix.endswith("."):
         rule = "be the beginning of names up to a dot, with {i} for the number of a layer"
+        raise InputError("the key prefix", rule, repr(prefix), where=where)
+    if ENTRY.search(prefix):
+        rule = "not end with a number in brackets, which is the label of one layer of a stack"
         raise InputError("the key prefix", rule, repr(prefix), where=where)
 
 

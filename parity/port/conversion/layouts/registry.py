@@ -79,25 +79,52 @@ def register_packages() -> list[Layout]:
 def load_entry_points() -> None:
     """Register the entry points of the group `mha_parity.layouts`, once in a process.
 
-    Each is anything that `register_layout` accepts, or a list of such things. One that fails is
-    left out with a warning: a broken package must not prevent conversions that do not need it.
+    Each is anything that `register_layout` accepts, or a list of such things. One that fails, or
+    tries to end the program, is left out as a whole with a warning: a broken package must not
+    prevent conversions that do not need it.
     """
     # It imports about 40 modules, which no conversion between known layouts needs.
     from importlib import metadata
 
     for entry_point in metadata.entry_points(group=ENTRY_POINTS):
         try:
-            sources = entry_point.load()
-            if isinstance(sources, Layout | Mapping | str | os.PathLike):
-                sources = [sources]
-            for source in sources:
-                layout = _read(source)
-                # Installing a package must not replace a layout that users registered themselves.
-                _check_free(layout, {*BUILT_IN, *LAYOUTS})
-                LAYOUTS[layout.name] = layout
-        except Exception as error:  # code of another package may raise anything
-            words = in_line(f"{entry_point.name} = {entry_point.value}: {error}")
+            layouts = _layouts_of_package(entry_point.load())
+        except KeyboardInterrupt:  # of the user
+            raise
+        except BaseException as error:  # code of another package may raise anything
+            words = in_line(f"{entry_point.name} = {entry_point.value}: {_text_of(error)}")
             warnings.warn(f"layouts of a package are left out: {words}", stacklevel=2)
+        else:
+            # Only now, so that a list whose last layout fails leaves none.
+            LAYOUTS.update(layouts)
+
+
+def _layouts_of_package(sources: Any) -> dict[str, Layout]:
+    """Return the layouts of an entry point's value by their names; reject names that are taken."""
+    if isinstance(sources, Layout | Mapping | str | os.PathLike):
+        sources = [sources]
+    layouts: dict[str, Layout] = {}
+    for source in sources:
+        layout = _read(source)
+        # Installing a package must not replace a layout that users registered themselves.
+        _check_free(layout, {*BUILT_IN, *LAYOUTS, *layouts})
+        layouts[layout.name] = layout
+    return layouts
+
+
+def _text_of(error: BaseException) -> str:
+    """Return the text of an error of another package, whose `__str__` may fail as well."""
+    kind = type(error).__name__
+    try:
+        text = str(error)
+    except KeyboardInterrupt:  # of the user
+        raise
+    except BaseException:
+        return kind
+    if text and isinstance(error, Exception):
+        return text
+    # The text of SystemExit is a number.
+    return f"{kind} {text}".rstrip()
 
 
 def find_layout(name: str, what: str = "layout") -> Layout:

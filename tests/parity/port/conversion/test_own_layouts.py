@@ -408,6 +408,8 @@ BAD = {
     "unknown key": (changed(rop="half"), "rop", "did you mean rope"),
     "name of two words": (changed(name="my own"), "name", "letters"),
     "name like a file": (changed(name="own.toml"), "name", ".toml"),
+    "name like a file in capitals": (changed(name="own.TOML"), "name", ".toml"),
+    "prefix of one layer": (changed(prefix="a[0]"), "prefix", "one layer of a stack"),
     "name of a terminal": (changed(name="\x1b[2J"), "name", "letters"),
     "name that is taken": (changed(name="flax.nnx"), "name", "no other layout"),
     "name of an alias": (changed(name="mha_torch"), "name", "no other layout"),
@@ -602,6 +604,68 @@ def test_broken_package_only_warns(package):
         "taken",
     }
     assert LAYOUTS["flax.nnx"] is flax
+
+
+ENDS = """
+import sys
+
+class Silent(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+class Ending(BaseException):
+    def __str__(self):
+        sys.exit(0)
+
+def raising(error):
+    yield {**TABLE, "name": "first"}
+    raise error
+
+EXITS, SILENT, ENDING = raising(SystemExit(0)), raising(Silent()), raising(Ending())
+"""
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [("EXITS", "SystemExit 0"), ("SILENT", "Silent"), ("ENDING", "Ending")]
+)
+def test_package_that_ends_only_warns(package, value, words):
+    """An entry point that ends the program, or whose error has no text, is left out as a whole."""
+    package(TABLE_CODE + ENDS, bad=f"nebula_weights:{value}", good="nebula_weights:TABLE")
+    with pytest.warns(UserWarning, match=f"left out: bad = nebula_weights:{value}: {words}$"):
+        assert [layout.name for layout in register_packages()] == ["own"]
+
+
+def test_package_cannot_hide_interrupts(package):
+    """An interrupt by the user while a package is imported ends the command."""
+    package("raise KeyboardInterrupt", bad="nebula_weights:TABLE")
+    with pytest.raises(KeyboardInterrupt):
+        register_packages()
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"), [("a." * 2000 + "b = 1", "1000 dots"), ("#" * 70_000, "65536 bytes")]
+)
+def test_costly_toml_is_not_parsed(tmp_path, monkeypatch, text, rule):
+    """A file whose parsing could take hours is rejected before: a long one, or one of many dots."""
+    monkeypatch.setattr("tomllib.loads", None)
+    path = tmp_path / "own.toml"
+    path.write_text(f"# a table\n{text}\n")
+    with pytest.raises(InputError, match=rule):
+        register_layout(path)
+
+
+def test_wrong_prefix_of_a_table_is_named(tmp_path, rng):
+    """A table's prefix without layers is reported as its key, and the fitting one as the remedy."""
+    register_layout(changed(prefix="wrong.{i}"))
+    path = tmp_path / "own.safetensors"
+    names = [f"right.0.{name}" for name in GOOD["tensors"]]
+    parity.save_tensors(path, {name: rng.standard_normal((8, 8)) for name in names}, {})
+    with refuses("the key prefix", "'wrong.{i}'") as refusal:
+        parity.load(path, "own", num_heads=2)
+    assert refusal.value.where == "the layout own"
+    assert refusal.value.remedy == [{"prefix": "right.{i}"}]
+    with refuses("prefix", prefix="other"):
+        parity.load(path, "own", prefix="other", num_heads=2)
 
 
 def test_unknown_name_leads_to_tables():

@@ -5,6 +5,7 @@ import shlex
 
 import numpy as np
 import pytest
+from helpers.refusals import refuses
 
 import parity
 from parity.port.conversion.layouts import LAYOUTS
@@ -134,6 +135,55 @@ def test_missing_table_is_named(folder, capsys):
     """The path of a missing table is in the error."""
     assert run("layouts missing.toml") == 2
     assert "missing.toml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "layouts --layout missing",
+        "inspect nebula.safetensors --layout missing.txt",
+        "run --layout missing --cases textbook",
+        "run --layout neb.txt --cases textbook",
+    ],
+)
+def test_useless_layout_option_is_refused(folder, command, capsys):
+    """`--layout` with a missing file, or without weights to read, is one line that names it."""
+    (folder / "neb.txt").write_text(TABLE)
+    assert run(command) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    if "missing" in command:
+        assert "missing" in error
+    else:
+        assert refuses("--layout").is_printed_in(error)
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "option", ["--layout neb.txt", "--layout N.TOML", "--from N.TOML"], ids=str.split
+)
+def test_table_of_any_suffix_is_read(folder, option, capsys):
+    """`--layout` takes a file of any suffix, and other options one with `.toml` in any case."""
+    for name in ("neb.txt", "N.TOML"):
+        (folder / name).write_text(TABLE)
+    command = f"convert nebula.safetensors jax.npz --to mha_jax {HEADS} {option}"
+    if "--from" not in option:
+        command += " --from nebula"
+    assert run(command) == 0
+
+
+def test_warning_names_the_tables_prefix(folder, rng, capsys):
+    """Other attentions in a file are kept because of the layout's prefix if none was passed."""
+    tensors, _ = parity.load_tensors("nebula.safetensors")
+    others = {f"ema.{name}": value for name, value in tensors.items()}
+    parity.save_tensors("two.safetensors", {**tensors, **others}, {})
+    command = f"convert two.safetensors jax.npz --to mha_jax --from nebula.toml --force {HEADS}"
+    assert run(command) == 0
+    assert "because the layout's prefix does not match them: ema.blk.{i}" in (
+        capsys.readouterr().err
+    )
+    assert run(f"{command} --prefix blk.{{i}}") == 0
+    assert "because --prefix does not match them" in capsys.readouterr().err
 
 
 def test_report_may_not_replace_a_table(folder, capsys):

@@ -235,6 +235,11 @@ def test_unknown_value_names_its_option(capsys, arguments, refusal):
             "did you mean rope-pairs or rope-positions or rope-theta? `mha-parity bugs`",
         ),
         ("mutate math:floor --only maks -- true", "--only", "`mha-parity bugs --all`"),
+        (
+            "mutate math:floor --only fused-qkv* -- true",
+            "--only",
+            "mutate cannot inject fused-qkv-read-as-thirds",
+        ),
         ("layouts llama", "layout", "`mha-parity layouts`"),
         ("conformance --libraries --only torhc", "--only", "there are "),
         (
