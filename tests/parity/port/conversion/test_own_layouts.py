@@ -3,6 +3,7 @@ of packages; and the tables that are proposed for unknown files.
 """
 
 import sys
+import tomllib
 
 import numpy as np
 import pytest
@@ -744,3 +745,136 @@ def test_norms_are_proposed_as_norms(tmp_path):
     layout = register_layout(tmp_path / "table.toml")
     assert {tensor.holds for tensor in layout.others} == {"q_norm.weight", "k_norm.weight"}
     assert layout.ignored == ("other",)
+
+
+def proposed(**names):
+    """The text of the table for two layers of one attention, and its layout."""
+    shapes = {f"l.{i}.{name}": shape for i in range(2) for name, shape in names.items()}
+    text = propose_table(shapes)
+    return text, register_layout({**tomllib.loads(text)})
+
+
+def comments_of(text):
+    """The comments of a table in a line."""
+    lines = [line.removeprefix("#") for line in text.splitlines() if line.startswith("#")]
+    return " ".join(lines)
+
+
+FOUR_WEIGHTS = {"wq": (64, 48), "wk": (16, 48), "wv": (16, 48), "wo": (48, 64)}
+SQUARE = {f"{name}.weight": (64, 64) for name in ("query", "key", "value")}
+THREE = {"q": (64, 48), "k": (16, 48), "v": (16, 48)}
+
+BIASES = {
+    "separate": (FOUR_WEIGHTS, {"bq": (64,), "bk": (16,), "bv": (16,), "bo": (48,)}),
+    "packed": ({"Wqkv": (96, 48), "Wo": (48, 64)}, {"bqkv": (96,), "bo": (48,)}),
+    "of an output of two": (
+        {**SQUARE, "out.weight": (64, 64), "ffn.out.weight": (64, 256)},
+        {"out_b": (64,), "ffn.out.bias": (64,)},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BIASES)
+def test_biases_of_short_names_are_held(case):
+    """Biases such as `bq`, `bqkv` and `bo` are held, and none of the MLP are."""
+    weights, biases = BIASES[case]
+    _, layout = proposed(**weights, **biases)
+    held = {tensor.name for tensor in layout.tensors if tensor.kind == "bias"}
+    assert held == {name for name in biases if "ffn" not in name}
+
+
+OUTPUTS = {
+    "an output of an MLP": (
+        SQUARE | {"dense.weight": (64, 64), "ffn.output.weight": (64, 256)},
+        "dense.weight",
+    ),
+    "a square output of an MLP": (
+        SQUARE | {"dense.weight": (64, 64), "mlp.output.weight": (64, 64)},
+        "dense.weight",
+    ),
+    "an output of other size": (
+        SQUARE | {"attention.output": (64, 64), "output.dense": (64, 256)},
+        "attention.output",
+    ),
+    "a projection and another matrix": (THREE | {"proj": (48, 64), "pos": (48, 64)}, "proj"),
+    "a longer prefix has no output": (
+        {f"self.{name}": shape for name, shape in THREE.items()} | {"proj": (48, 64)},
+        "proj",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OUTPUTS)
+def test_output_is_named_and_fits_heads(case):
+    """The output is the matrix with a name of one that has the size of the heads."""
+    shapes, expected = OUTPUTS[case]
+    text, layout = proposed(**shapes)
+    assert [tensor.name for tensor in layout.tensors if tensor.holds == "out"] == [expected]
+    assert "output" not in comments_of(text).replace('"output', "")
+
+
+DOUBTFUL = {
+    "two matrices": (THREE | {"a": (48, 64), "b": (48, 64)}, 0, ["add it", '"a", 48 x 64', '"b"']),
+    "none": (THREE, 0, ["add it"]),
+    "unnamed": (THREE | {"a": (48, 64)}, 1, ["No name says which tensor is the output"]),
+    "of other size": (SQUARE | {"output": (64, 256)}, 1, ["as many features as the inputs"]),
+}
+
+
+@pytest.mark.parametrize("case", DOUBTFUL)
+def test_doubtful_output_has_a_comment(case):
+    """A missing output, and one that only its shape or its name shows, has a comment."""
+    shapes, num_outputs, words = DOUBTFUL[case]
+    text, layout = proposed(**shapes)
+    assert [tensor.holds for tensor in layout.tensors].count("out") == num_outputs
+    assert [word for word in words if word not in comments_of(text)] == []
+
+
+LEFT_OUT = {
+    "sinks": (8,),
+    "gate.weight": (64, 48),
+    "rel_bias": (8, 32),
+    "relative_embedding": (8, 32),
+    "v_norm.weight": (8,),
+    "q_conv.weight": (64, 4),
+    "mystery": (8,),
+}
+OF_BLOCK = {
+    "attention_norm.weight": (48,),
+    "ln_1.bias": (48,),
+    "mlp.gate.weight": (192, 48),
+    "fc1.bias": (192,),
+    "pos_embedding": (512, 48),
+}
+
+
+def test_left_out_tensors_have_comments():
+    """Comments name ignored tensors that may belong to attention, and none of a block."""
+    text, layout = proposed(**FOUR_WEIGHTS, **LEFT_OUT, **OF_BLOCK)
+    assert {*layout.ignored} == {*LEFT_OUT, *OF_BLOCK}
+    comments = comments_of(text)
+    named = [name for name in layout.ignored if f'"{name}", ' in comments]
+    assert named == [*LEFT_OUT]
+    assert "converted layers would lack them" in comments
+
+
+def test_joined_norms_are_held_as_norms():
+    """`qnorm` and `knorm` are norms of queries and keys."""
+    _, layout = proposed(**FOUR_WEIGHTS, qnorm=(8,), knorm=(8,))
+    assert [tensor.holds for tensor in layout.others] == ["q_norm.weight", "k_norm.weight"]
+
+
+def test_axes_are_those_of_self_attention():
+    """Kernels (in, out) of grouped heads are not taken for those of cross-attention."""
+    text, layout = proposed(wq=(48, 64), wk=(48, 16), wv=(48, 16), wo=(64, 48))
+    axes = {tensor.name: tensor.axes for tensor in layout.tensors}
+    assert axes == {**dict.fromkeys(("wq", "wk", "wv"), "d (n h)"), "wo": "(n h) e"}
+    assert "may also be (n h) d" in comments_of(text)
+
+
+def test_other_attention_has_a_comment():
+    """If a layer has several attentions, a comment names those of which there is no table."""
+    names = [f"{part}.{name}" for part in ("self", "cross") for name in "qkvo"]
+    text, layout = proposed(**dict.fromkeys(names, (64, 64)))
+    assert layout.prefix == "l.{i}.self"
+    assert 'There is other attention, which needs a table: "l.{i}.cross".' in comments_of(text)
