@@ -14,6 +14,7 @@ from parity.use.cli.messages import names_like, refusal
 
 if TYPE_CHECKING:
     from mha_spec import InputError
+    from parity.port.conversion.layouts import Layout
 
 HEADS = ("num_heads", "num_kv_heads", "head_dim")
 
@@ -76,19 +77,33 @@ def register_tables(options: argparse.Namespace) -> None:
     here, so no file can have another one opened.
     """
     values_by_option = {name: getattr(options, name, None) for name in LAYOUT_OPTIONS}
+    tables: dict[str, tuple[str, Layout]] = {}
     for name, value in values_by_option.items():
         if isinstance(value, list):
-            setattr(options, name, [_layout_name(text) for text in value])
+            setattr(options, name, [_layout_name(text, tables) for text in value])
         elif value is not None:
-            setattr(options, name, _layout_name(value))
+            setattr(options, name, _layout_name(value, tables))
 
 
-def _layout_name(text: str) -> str:
+def _layout_name(text: str, tables: dict[str, tuple[str, Layout]]) -> str:
+    """Return the name of a layout, and register it if it is described in a file.
+
+    Args:
+        text: the name, or the path of the file.
+        tables: the file and the layout of each name on this command line, to which this one is
+            added. A second table of a name would replace the first, which was passed for other
+            files.
+    """
     if not text.endswith(".toml"):
         return text
     from parity.port.conversion.layouts import register_layout
 
-    return register_layout(text).name
+    layout = register_layout(text)
+    first_path, first_layout = tables.setdefault(layout.name, (text, layout))
+    if not layout.equals(first_layout):
+        rule = f"differ from that of {first_path}, which is another table"
+        raise refusal("the key name", rule, repr(layout.name), where=text)
+    return layout.name
 
 
 def add_params_option(parser: argparse.ArgumentParser) -> None:
