@@ -28,7 +28,13 @@ from parity.port.conversion.layouts.detection import (
 from parity.port.conversion.layouts.layout import unused_in
 from parity.port.conversion.layouts.placement import Placement
 from parity.port.conversion.not_carried import IgnoredSettingsWarning
-from parity.port.conversion.prefixes import ENTRY, Names, concrete_prefix, fitting_prefixes
+from parity.port.conversion.prefixes import (
+    ENTRY,
+    Names,
+    concrete_prefix,
+    fitting_prefixes,
+    numbered,
+)
 from parity.port.conversion.sharing import name_in_file
 from parity.port.models.specs import ModelLayer
 
@@ -482,7 +488,12 @@ def _identify(
             return [_IdentifiedLayer(None, layer_hints, spec, placement)], 0
     # Perhaps the tensors are stacked, and each entry of the stack has a specification.
     stacks: list[tuple[list[_IdentifiedLayer], int]] = []
-    for axis in range(layout.stack_axis + 1):
+    axes = sorted({0, layout.stack_axis})
+    own = hints.own
+    is_own_layer = own.prefix == numbered(prefix) or f"{prefix}[0]" in own.specs
+    if own.names_layout and own.layout == layout.name and is_own_layer:
+        axes = [layout.stack_axis]  # mha-parity wrote it, on no other
+    for axis in axes:
         sizes = {shape[axis : axis + 1] for shape in shapes.values()}
         if len(sizes) != 1 or sizes == {()} or hints.at(f"{prefix}[0]").spec is None:
             continue

@@ -435,6 +435,21 @@ def test_layers_stack_on_second_axis(tmp_path):
     assert bytes_of(parity.load_tensors(tmp_path / "d.safetensors")[0]) == bytes_of(tensors)
 
 
+def test_own_stack_has_a_known_axis(tmp_path, rng):
+    """A stack that mha-parity wrote is read on the axis of its table, even if both axes fit."""
+    register_layout(changed(stack_axis=1))
+    shape = (8, 8)
+    numbered = {
+        f"l.{i}.{name}": rng.standard_normal(shape, "float32") for i in range(8) for name in "qkvo"
+    }
+    parity.save_tensors(tmp_path / "a.safetensors", numbered, {})
+    options = {"source": "own", "target": "own", "prefix": "l.{i}", "num_heads": 2}
+    paths = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    parity.convert_file(*paths, to_prefix="b", **options)
+    parity.convert_file(paths[1], tmp_path / "c.safetensors", target="own", to_prefix="l.{i}")
+    assert bytes_of(parity.load_tensors(tmp_path / "c.safetensors")[0]) == bytes_of(numbered)
+
+
 @pytest.mark.parametrize("size", [3, 8])
 def test_foreign_stack_on_second_axis(tmp_path, rng, size):
     """A stack on the axis of the table is read by shapes; one that may be on either raises."""
