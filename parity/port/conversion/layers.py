@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -22,12 +22,19 @@ from parity.port.conversion.layouts.detection import (
     find_placement,
     find_spec,
     shorten,
-    stack_size,
+    stack_sizes,
+    without_axis,
 )
 from parity.port.conversion.layouts.layout import unused_in
 from parity.port.conversion.layouts.placement import Placement
 from parity.port.conversion.not_carried import IgnoredSettingsWarning
-from parity.port.conversion.prefixes import ENTRY, Names, concrete_prefix, fitting_prefixes
+from parity.port.conversion.prefixes import (
+    ENTRY,
+    Names,
+    concrete_prefix,
+    fitting_prefixes,
+    numbered,
+)
 from parity.port.conversion.sharing import name_in_file
 from parity.port.models.specs import ModelLayer
 
@@ -259,11 +266,13 @@ def layers_under(
     """Find the attention layers under a prefix.
 
     Raises:
-        ValueError: if there is none, or its tensors do not fit the layout.
+        ValueError: if there is none, its tensors do not fit the layout, or another table of this
+            name wrote the file.
 
     Warns:
         IgnoredSettingsWarning: as in `load`.
     """
+    hints.own.check_layout(layout, file.path)
     entry_of_stack = ENTRY.fullmatch(prefix)
     pattern = prefix if entry_of_stack is None else entry_of_stack[1]
     by_prefix = _tensors_by_prefix(file, pattern, layout, hints)
@@ -479,34 +488,62 @@ def _identify(
             return [_IdentifiedLayer(None, layer_hints, spec, placement)], 0
     # Perhaps the tensors are stacked, and each entry of the stack has a specification.
     stacks: list[tuple[list[_IdentifiedLayer], int]] = []
-    for axis in range(layout.stack_axis + 1):
+    axes = sorted({0, layout.stack_axis})
+    own = hints.own
+    is_own_layer = own.prefix == numbered(prefix) or f"{prefix}[0]" in own.specs
+    if own.names_layout and own.layout == layout.name and is_own_layer:
+        axes = [layout.stack_axis]  # mha-parity wrote it, on no other
+    for axis in axes:
         sizes = {shape[axis : axis + 1] for shape in shapes.values()}
         if len(sizes) != 1 or sizes == {()} or hints.at(f"{prefix}[0]").spec is None:
             continue
         ((size,),) = sizes
         try:
-            entries = _entries(_without_axis(axis, shapes), size, prefix, layout, hints)
+            entries = _entries(without_axis(axis, shapes), size, prefix, layout, hints)
         except LayoutMismatchError as error:
             mismatch = mismatch or error
         else:
             stacks.append((entries, axis))
     if len(stacks) > 1:
-        axes = [axis for _, axis in stacks]
-        raise LayoutMismatchError("the axis of a stack", "be plain", f"shapes that fit on {axes}")
+        raise _two_axes(axis for _, axis in stacks)
     if stacks:
         return stacks[0]
     if mismatch is not None:
         raise mismatch
-    return _identify_by_shapes(shapes, prefix, layout, hints), 0
+    return _identify_by_shapes(shapes, prefix, layout, hints)
 
 
 def _identify_by_shapes(
     shapes: Shapes, prefix: str, layout: Layout, hints: FileHints
-) -> list[_IdentifiedLayer]:
-    """Find the layers under a prefix that no source specifies."""
-    size = stack_size(shapes, layout)
-    if size is not None:
-        shapes = _without_axis(0, shapes)
+) -> tuple[list[_IdentifiedLayer], int]:
+    """Find the layers under a prefix that no source specifies, and the axis of their stack."""
+    sizes = stack_sizes(shapes, layout)
+    if sizes is None:
+        return [_layer_by_shapes(shapes, prefix, layout, hints)], 0
+    layers: dict[int, _IdentifiedLayer] = {}
+    mismatch: LayoutMismatchError | None = None
+    for axis in sizes:
+        try:
+            layers[axis] = _layer_by_shapes(without_axis(axis, shapes), prefix, layout, hints)
+        except LayoutMismatchError as error:
+            mismatch = mismatch or error
+    if mismatch is not None and not layers:
+        raise mismatch
+    if len(layers) > 1:
+        raise _two_axes(layers)
+    ((axis, layer),) = layers.items()
+    return [replace(layer, index=index) for index in range(sizes[axis])], axis
+
+
+def _two_axes(axes: Iterable[int]) -> LayoutMismatchError:
+    """Make the error for a stack whose shapes fit on two axes."""
+    return LayoutMismatchError("the axis of a stack", "be plain", f"shapes that fit on {[*axes]}")
+
+
+def _layer_by_shapes(
+    shapes: Shapes, prefix: str, layout: Layout, hints: FileHints
+) -> _IdentifiedLayer:
+    """Find a single layer, or one of a stack with equal layers, by its shapes."""
     layer_hints = hints.at(prefix)
     try:
         spec = find_spec(shapes, layout, layer_hints)
@@ -516,14 +553,7 @@ def _identify_by_shapes(
         spec = find_spec(shapes, layout, layer_hints)
     layer_hints = replace(layer_hints, spec=spec)
     placement = find_placement(shapes, spec, layout)
-    if size is None:
-        return [_IdentifiedLayer(None, layer_hints, spec, placement)]
-    return [_IdentifiedLayer(index, layer_hints, spec, placement) for index in range(size)]
-
-
-def _without_axis(axis: int, shapes: Shapes) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of one layer of a stack on an axis."""
-    return {name: (*shape[:axis], *shape[axis + 1 :]) for name, shape in shapes.items()}
+    return _IdentifiedLayer(None, layer_hints, spec, placement)
 
 
 def _entries(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -17,7 +18,11 @@ from parity.measure.files.writing import COMPUTED
 from parity.port.conversion.hints import COUNTS, METADATA, LayerHints, without_rope_keys
 from parity.port.conversion.layouts import Layout
 from parity.port.conversion.layouts.layout import DROPPABLE
+from parity.port.conversion.layouts.registry import BUILT_IN
 from parity.port.conversion.ranks import NORMS, NUM_RANKS
+
+DIGEST = "layout_digest"
+"""Key of the digest of a layout that is not of this package, whose table may change."""
 
 JsonValue = TypeVar("JsonValue", list, dict)
 
@@ -41,6 +46,8 @@ class OwnMetadata:
             values.
         shared: weights that layers share, by label and canonical name, each with its holder (see
             `sharing`).
+        layout_digest: `Layout.digest` of the layout that wrote the file; empty if it is one of this
+            package.
     """
 
     is_ours: bool = False
@@ -52,6 +59,7 @@ class OwnMetadata:
     ignored: tuple[str, ...] = ()
     unread: Mapping[str, Any] = field(default_factory=dict)
     shared: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    layout_digest: str = ""
 
     @classmethod
     def read(cls, file: TensorFile) -> OwnMetadata:
@@ -67,12 +75,14 @@ class OwnMetadata:
         if not layout and "spec" in metadata:
             layout = "canonical"  # `save_weights` writes no other, and does not name it
         prefix: str | None = None
+        digest = ""
         specs: dict[str, AttentionSpec] = {}
         if is_ours:
             prefix = metadata.get("prefix")
+            digest = metadata.get(DIGEST, "")
             specs = _read_specs(file)
         if not specs:
-            return cls(is_ours, names_layout, layout, prefix)
+            return cls(is_ours, names_layout, layout, prefix, layout_digest=digest)
         dropped = tuple(_read_json(file, "dropped", list))
         ignored = tuple(_read_json(file, "ignored", list))
         unread = _read_json(file, "unread", dict)
@@ -84,7 +94,34 @@ class OwnMetadata:
                 f"list only {', '.join(DROPPABLE)} as dropped",
                 ", ".join(sorted(unknown)),
             )
-        return cls(is_ours, names_layout, layout, prefix, specs, dropped, ignored, unread, shared)
+        return cls(
+            is_ours,
+            names_layout,
+            layout,
+            prefix,
+            specs,
+            dropped,
+            ignored,
+            unread,
+            shared,
+            digest,
+        )
+
+    def check_layout(self, layout: Layout, path: str | os.PathLike[str]) -> None:
+        """Reject a layout that has the name of the one that wrote the file, and differs from it.
+
+        Args:
+            layout: the layout.
+            path: path of the file.
+        """
+        if layout.name != self.layout or self.layout_digest in ("", layout.digest):
+            return
+        raise InputError(
+            f"the table of {layout.name}",
+            f"be the one that {path} was written by",
+            f"another one from {layout.source}",
+            hint="pass that table, or give this one another name if the file follows it",
+        )
 
     @property
     def specs_by_label(self) -> Mapping[str, AttentionSpec]:
@@ -202,6 +239,8 @@ def metadata_of(
         "layout": layout.name,
         "rope": layout.rope,
     }
+    if layout.name not in BUILT_IN:
+        metadata[DIGEST] = layout.digest
     if prefix is not None:
         metadata["prefix"] = prefix
     distinct = {*specs.values()}
@@ -224,7 +263,7 @@ def metadata_of(
 
 
 OURS = {"format", "mha_parity", "layout", "rope", "prefix", "spec", "specs", *COUNTS}
-OURS |= {"dropped", "ignored", "unread", "shared", NUM_RANKS, NORMS}
+OURS |= {"dropped", "ignored", "unread", "shared", NUM_RANKS, NORMS, DIGEST}
 """Reserved names in metadata: values that other programs store under them are not copied."""
 
 MOST_IN_ZIP = 65_000

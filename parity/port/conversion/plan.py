@@ -32,7 +32,15 @@ from parity.port.conversion.layers import (
 )
 from parity.port.conversion.layouts import Layout
 from parity.port.conversion.layouts.detection import LayoutMismatchError, placement_for, placements
-from parity.port.conversion.layouts.layout import CARRIED, lost_in, unused_in, without
+from parity.port.conversion.layouts.layout import (
+    CARRIED,
+    Tensor,
+    lost_in,
+    matches,
+    matches_any,
+    unused_in,
+    without,
+)
 from parity.port.conversion.layouts.losses import Written, check_losses, with_all_biases
 from parity.port.conversion.layouts.placement import Placement
 from parity.port.conversion.metadata import metadata_of, with_source
@@ -172,6 +180,7 @@ class Plan:
             holder.
         held_elsewhere: names of tensors that are not written, because the holder of their weight
             has them.
+        written_names: names of the layers' tensors after their prefixes.
     """
 
     source: TensorCache
@@ -189,6 +198,7 @@ class Plan:
     rest: list[str] = field(default_factory=list)
     holders: dict[str, dict[str, str]] = field(default_factory=dict)
     held_elsewhere: set[str] = field(default_factory=set)
+    written_names: set[str] = field(default_factory=set)
 
     def place_layers(
         self, groups: Sequence[LayerGroup], to_prefix: str | None, *, fill_bias: bool
@@ -253,6 +263,38 @@ class Plan:
             self.rest.append(name)
             if self.keep_rest:
                 self._add(name, CopiedTensor(self.source, name))
+        if self.keep_rest:
+            self._check_rest()
+
+    def _check_rest(self) -> None:
+        """Reject copied tensors with names that the target's layout has for weights of its layers.
+
+        The source's layout ignored them. The target's would read them as weights, which the layers
+        do not have, so no program could read the layers.
+        """
+        patterns = self._ignored_in_source()
+        ignored = self._ignored()
+        for name in self.rest:
+            words = name.split(".")
+            for length in range(len(words)):
+                prefix, short = ".".join(words[:length]), ".".join(words[length:])
+                if prefix not in self.layers or self.layout.ignores(short, ignored):
+                    continue
+                is_known = bool(self._tensors_named(short)) or matches_any(short, patterns)
+                unused = unused_in(self.layout, self.layers[prefix][0].to_spec)
+                if is_known and short not in unused and name not in self.held_elsewhere:
+                    raise InputError(
+                        name,
+                        f"not have a name of a weight in {self.layout.name}",
+                        "a tensor that the layer ignores",
+                        remedy={"keep_rest": False},
+                        hint="leaves out the tensors of no layer",
+                    )
+
+    def _tensors_named(self, short: str) -> list[Tensor]:
+        """Return the tensors of the target's layout that have a name."""
+        tensors = (*self.layout.tensors, *self.layout.others)
+        return [tensor for tensor in tensors if matches(tensor.name, [short])]
 
     @cached_property
     def _own(self) -> set[str]:
@@ -292,9 +334,13 @@ class Plan:
         for prefix in prefixes:
             group = self.layers[prefix]
             readers = [layer.read_written for layer in group]
-            placement = placement_for(readers, group[0].to_spec, self.layout)
+            try:
+                placement = placement_for(readers, group[0].to_spec, self.layout)
+            except LayoutMismatchError as error:
+                raise error.within(prefix or str(self.source.file.path)) from None
             placements_by_prefix[prefix] = placement
             names.update(dict.fromkeys(placement.shapes))
+        self.written_names.update(names)
         for name in names:
             for prefix, placement in placements_by_prefix.items():
                 full_name = join(prefix, name)
@@ -473,13 +519,24 @@ class Plan:
         """Return names (with wildcards) under layer prefixes that are weights of neither the layers
         nor the target.
         """
+        names = {tensor.name for tensor in (*self.layout.tensors, *self.layout.others)}
+        ignored = self._ignored_in_source() - names
+        # A name of another layout may contain wildcards that fit weights of this one.
+        return {pattern for pattern in ignored if not self._hides_weights(pattern)}
+
+    def _hides_weights(self, pattern: str) -> bool:
+        """Return whether a name with wildcards is that of a tensor of a layer in the target."""
+        return any(matches_any(short, [pattern]) for short in self.written_names)
+
+    def _ignored_in_source(self) -> set[str]:
+        """Return names (with wildcards) under layer prefixes that are no weights in the source."""
         ignored = {*self.hints.ignored}
         for layer in self.converted:
             ignored.update(layer.layout.ignored)
             ignored.update(unused_in(layer.layout, layer.spec))
             if layer.model is not None:
                 ignored.update(layer.model.ignored)
-        return ignored - {tensor.name for tensor in (*self.layout.tensors, *self.layout.others)}
+        return ignored
 
     def _record_of_layers(self) -> Converted:
         """Return the record of a conversion, without the fields about the written file."""

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from parity.port.conversion.hints import LayerHints
 from parity.port.conversion.layouts import Layout, find_spec
-from parity.port.conversion.layouts.detection import UnknownHeadsError, stack_size
+from parity.port.conversion.layouts.detection import UnknownHeadsError, stack_sizes, without_axis
 
 ENTRY = re.compile(r"(.*)\[(\d+)\]", re.DOTALL)
 """The label of one layer of a stack, such as `layers.self_attn[3]`."""
@@ -84,8 +84,17 @@ def _fits(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> bool:
     heads.
     """
     try:
-        if stack_size(shapes, layout) is not None:
-            shapes = {name: shape[1:] for name, shape in shapes.items()}
+        sizes = stack_sizes(shapes, layout)
+    except ValueError:
+        return False
+    if sizes is None:
+        return _fits_layer(shapes, layout)
+    return any(_fits_layer(without_axis(axis, shapes), layout) for axis in sizes)
+
+
+def _fits_layer(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> bool:
+    """Return whether tensors are a single layer in a layout, for some number of heads."""
+    try:
         find_spec(shapes, layout, LayerHints())
     except UnknownHeadsError:
         return True

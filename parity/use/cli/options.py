@@ -14,6 +14,7 @@ from parity.use.cli.messages import names_like, refusal
 
 if TYPE_CHECKING:
     from mha_spec import InputError
+    from parity.port.conversion.layouts import Layout
 
 HEADS = ("num_heads", "num_kv_heads", "head_dim")
 
@@ -77,26 +78,41 @@ def register_tables(options: argparse.Namespace) -> None:
     another one opened.
     """
     values_by_option = {name: getattr(options, name, None) for name in LAYOUT_OPTIONS}
+    tables: dict[str, tuple[str, Layout]] = {}
     for name, value in values_by_option.items():
         if name == "layout_files":
-            setattr(options, name, [_registered_name(path) for path in value or ()])
+            setattr(options, name, [_registered_name(path, tables) for path in value or ()])
         elif isinstance(value, list):
-            setattr(options, name, [_layout_name(text) for text in value])
+            setattr(options, name, [_layout_name(text, tables) for text in value])
         elif value is not None:
-            setattr(options, name, _layout_name(value))
+            setattr(options, name, _layout_name(value, tables))
 
 
-def _layout_name(text: str) -> str:
+def _layout_name(text: str, tables: dict[str, tuple[str, Layout]]) -> str:
+    """Return the name of a layout, and register it if it is described in a file."""
     # Suffixes in upper case are usual on some systems.
     if not text.lower().endswith(".toml"):
         return text
-    return _registered_name(text)
+    return _registered_name(text, tables)
 
 
-def _registered_name(path: str) -> str:
+def _registered_name(path: str, tables: dict[str, tuple[str, Layout]]) -> str:
+    """Return the name of the layout that a file describes, and register it.
+
+    Args:
+        path: the path of the file.
+        tables: the file and the layout of each name on this command line, to which this one is
+            added. A second table of a name would replace the first, which was passed for other
+            files.
+    """
     from parity.port.conversion.layouts import register_layout
 
-    return register_layout(path).name
+    layout = register_layout(path)
+    first_path, first_layout = tables.setdefault(layout.name, (path, layout))
+    if not layout.equals(first_layout):
+        rule = f"differ from that of {first_path}, which is another table"
+        raise refusal("the key name", rule, repr(layout.name), where=path)
+    return layout.name
 
 
 def add_params_option(parser: argparse.ArgumentParser) -> None:

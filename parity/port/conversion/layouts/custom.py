@@ -193,6 +193,8 @@ def layout_from_table(table: Mapping[str, Any], where: str = "a table of a layou
 
 def _tensor_from_table(name: str, entry: object, where: str) -> Tensor:
     """Return the tensor that an entry of `tensors` describes."""
+    if not isinstance(name, str):
+        raise InputTypeError("a key of tensors", "be text", repr(name), where=where)
     key = _tensor_key(name)
     if not isinstance(entry, Mapping):
         rule = 'be a table such as { holds = "q", axes = "(n h) d" }'
@@ -233,6 +235,9 @@ def _check_keys(
 ) -> None:
     """Reject unknown and missing keys, and values of another type."""
     for key, value in table.items():
+        if not isinstance(key, str):
+            owner = above.rstrip(".") or "the table"
+            raise InputTypeError(f"a key of {owner}", "be text", repr(key), where=where)
         if key not in types:
             rule = f"be one of {', '.join(types)}"
             hint = did_you_mean(str(key), types)

@@ -177,6 +177,10 @@ def placement_for(
 
     If the layout has a tensor for shared keys and values, it is used when both are equal in all
     layers.
+
+    Raises:
+        LayoutMismatchError: if no form can represent the layers, or only one in which keys and
+            values that differ are one tensor.
     """
     possible = placements(spec, layout)
     with_shared, separate = [], []
@@ -187,7 +191,11 @@ def placement_for(
             separate.append(placement)
     if with_shared and _hold_shared_weights(with_shared, readers):
         return with_shared[0]
-    return separate[0] if separate else possible[0]
+    if separate:
+        return separate[0]
+    names = [tensor.name for tensor in with_shared[0].tensors if tensor.is_shared]
+    rule = f"have keys equal to values, which {layout.name} stores once, as {', '.join(names)}"
+    raise LayoutMismatchError("the layer", rule, "keys and values that differ")
 
 
 def _hold_shared_weights(
@@ -299,11 +307,11 @@ def _difference(
     return " and ".join(words)
 
 
-def stack_size(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> int | None:
-    """Count the layers stacked on a leading axis, as `scan` and `vmap` store them; None for a
-    single layer.
+def stack_sizes(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> dict[int, int] | None:
+    """Count the layers of a stack by the axis that they may be stacked on; None for a single layer.
 
-    The number of axes decides: a stacked tensor has one more than the layout declares.
+    The number of axes decides: a stacked tensor has one more than the layout declares. Layers are
+    stacked on the first axis, as `scan` and `vmap` store them, or on that of the layout.
 
     Raises:
         ValueError: if the tensors are not of the layout, or not all of one stack.
@@ -313,14 +321,25 @@ def stack_size(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> int | N
     if any(len(shapes[name]) != count + 1 for name, count in num_axes.items()):
         return None
     stacked = (*num_axes, *names_of(layout.others, shapes))
-    sizes = sorted({shapes[name][0] for name in stacked})
-    if len(sizes) > 1 or not 1 <= sizes[0] <= MOST_LAYERS:
+    sizes_by_axis = {}
+    for axis in sorted({0, layout.stack_axis}):
+        sizes = {shapes[name][axis] for name in stacked if len(shapes[name]) > axis}
+        is_axis_of_all = all(len(shapes[name]) > axis for name in stacked)
+        if is_axis_of_all and len(sizes) == 1 and 1 <= min(sizes) <= MOST_LAYERS:
+            (sizes_by_axis[axis],) = sizes
+    if not sizes_by_axis:
+        sizes = {shapes[name][layout.stack_axis : layout.stack_axis + 1] for name in stacked}
         raise InputError(
             "stacked tensors",
             f"have the same number of layers, from 1 to {MOST_LAYERS}",
-            str(sizes),
+            str(sorted(itertools.chain(*sizes))),
         )
-    return sizes[0]
+    return sizes_by_axis
+
+
+def without_axis(axis: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of one layer of a stack on an axis."""
+    return {name: (*shape[:axis], *shape[axis + 1 :]) for name, shape in shapes.items()}
 
 
 def _num_axes(tensors: Iterable[Tensor], names: Collection[str]) -> dict[str, int]:

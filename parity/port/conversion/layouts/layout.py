@@ -8,6 +8,8 @@ ambiguous tensors raise an error that lists the alternatives: see `detection`.
 from __future__ import annotations
 
 import fnmatch
+import hashlib
+import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -212,6 +214,29 @@ class Layout(JsonRecord):
             tensors |= dict.fromkeys(form)
         return list(tensors)
 
+    def equals(self, other: Layout) -> bool:
+        """Return whether another layout is the same, except for the texts about it."""
+        return replace(self, about="", source="") == replace(other, about="", source="")
+
+    @cached_property
+    def digest(self) -> str:
+        """Return a hash of the fields that decide where the weights of a layer are.
+
+        Others may change without an effect on files that were written: the name, descriptions,
+        prefixes, which files hold themselves, and requirements on layers.
+        """
+        forms = [sorted(map(_fields_of_tensor, form)) for form in self.forms]
+        fields = {
+            "forms": sorted(forms),
+            "others": sorted(map(_fields_of_tensor, self.others)),
+            "grouped": self.grouped,
+            "blocks": self.blocks,
+            "rope": self.rope,
+            "padded": self.padded,
+            "stack_axis": self.stack_axis,
+        }
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
     @property
     def packing(self) -> str:
         """Describe the order of heads in packed tensors; empty if each holds one projection."""
@@ -241,7 +266,7 @@ class Layout(JsonRecord):
             name: the name after the prefix.
             others: names (with wildcards) that are not weights, besides those of the layout.
         """
-        return _matches_any(name, (*OTHERS, *self.ignored, *others))
+        return matches_any(name, (*OTHERS, *self.ignored, *others))
 
     def name_of(self, weight: str) -> str | None:
         """Return the name of the optional tensor of a canonical weight; None without one."""
@@ -252,10 +277,15 @@ class Layout(JsonRecord):
 
     def is_grid_bias(self, name: str) -> bool:
         """Return whether a name under the prefix of a layer is that of a bias on a grid."""
-        return _matches_any(name, self.grid_biases)
+        return matches_any(name, self.grid_biases)
 
 
-def _matches_any(name: str, patterns: Iterable[str]) -> bool:
+def _fields_of_tensor(tensor: Tensor) -> list[Any]:
+    return [tensor.name, tensor.holds, tensor.kind, tensor.axes, tensor.is_shared]
+
+
+def matches_any(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether a name fits one of some names with wildcards."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 

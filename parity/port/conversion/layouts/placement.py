@@ -124,10 +124,11 @@ class Placement:
             view = self._features(self._heads(_bits(laid_out), part, tensor), part)
             bits = _bits(weight)
             if tensor.is_per_head:
-                head = [*self._shapes[tensor]].index(name)
+                names_of_heads = [*self._shapes[tensor]]
                 if not tensor.is_whole:
-                    bits = bits.reshape(-1, view.shape[0], *weight.shape[1:])
-                bits = bits[head]
+                    # The view may have the features in two axes, so it does not show their number.
+                    bits = bits.reshape(len(names_of_heads), -1, *weight.shape[1:])
+                bits = bits[names_of_heads.index(name)]
             view[...] = bits.reshape(view.shape)
         if laid_out is None:
             raise ValueError(f"{name} holds no weight")

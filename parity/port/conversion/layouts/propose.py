@@ -19,7 +19,7 @@ from typing import Any
 from parity.measure.text import and_listed, some_of
 from parity.port.conversion.hints import LayerHints
 from parity.port.conversion.layouts.custom import layout_from_table
-from parity.port.conversion.layouts.detection import UnknownHeadsError, find_spec, stack_size
+from parity.port.conversion.layouts.detection import UnknownHeadsError, find_spec, stack_sizes
 from parity.port.conversion.layouts.layout import Layout
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -441,7 +441,7 @@ def _fits(tensors: Shapes, roles: _Roles, layout: Layout) -> bool:
         if name in roles.weights or name in roles.biases:
             shapes[name] = shape
     try:
-        if stack_size(shapes, layout) is not None:
+        if stack_sizes(shapes, layout) is not None:
             # Under a number, the additional axis is that of heads: layers are already numbered.
             if "{i}" in layout.prefix:
                 return False

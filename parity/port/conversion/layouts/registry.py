@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from typing import Any
 
-from mha_spec import InputError
+from mha_spec import InputError, InputTypeError
 from parity.measure.text import did_you_mean, in_line
 from parity.port.conversion.layouts.layout import Layout
 from parity.port.conversion.layouts.tables import ALIASES, LAYOUTS
@@ -38,6 +38,7 @@ def register_layout(layout: LayoutSource) -> Layout:
 
     Raises:
         OSError: if the file cannot be read.
+        TypeError: if it has another type.
         ValueError: if the table is not one of a layout, or a layout of this package has its name.
     """
     new = _read(layout)
@@ -54,7 +55,9 @@ def _read(layout: LayoutSource) -> Layout:
         return layout
     if isinstance(layout, Mapping):
         return layout_from_table(layout)
-    return read_table(layout)
+    if isinstance(layout, str | os.PathLike):
+        return read_table(layout)
+    raise InputTypeError("layout", "be a Layout, a table, or the path of one", repr(layout))
 
 
 def _check_free(layout: Layout, taken: Collection[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from helpers.refusals import refuses
 
 import parity
-from mha_spec import Gate, InputError, Norm
+from mha_spec import Gate, InputError, InputTypeError, Norm, Rope
 from parity import AttentionSpec, Layout, random_weights, register_layout
 from parity.port.conversion.layouts import LAYOUTS, Tensor, find_layout, register_packages
 from parity.port.conversion.layouts.custom import check_layout
@@ -108,6 +108,26 @@ def interleaved(w):
     return theirs
 
 
+def interleaved_heads(w):
+    """A tensor of each head, (out, in), with RoPE pairs (2 i, 2 i + 1) in queries and keys."""
+    rows = interleaved(w)
+    heads = {name: rows[name].reshape(-1, H, D) for name in "qkv"}
+    tensors = {f"{n}.{name}": x for name, of_all in heads.items() for n, x in enumerate(of_all)}
+    return {**tensors, "o": rows["o"]}
+
+
+def padded_heads(w):
+    """A tensor of each head whose halves are padded to 32 features, with its bias."""
+    tensors = {}
+    for name in "qkv":
+        for suffix, kind in {"": "weight", "_bias": "bias"}.items():
+            for n, x in enumerate(by_heads(w, f"{name}_proj.{kind}", ROTATED)):
+                halves = np.zeros((2, 32, *x.shape[1:]), x.dtype)
+                halves[:, : H // 2] = x.reshape(2, H // 2, *x.shape[1:])
+                tensors[f"{n}.{name}{suffix}"] = halves.reshape(64, *x.shape[1:])
+    return tensors
+
+
 def with_norms_and_gate(w):
     """The queries of a head, then its gate; norms have other names."""
     rows = np.stack([by_heads(w, f"{name}.weight") for name in ("q_proj", "gate_proj")], axis=1)
@@ -124,6 +144,7 @@ def with_norms_and_gate(w):
 FOUR = {name: {"holds": name, "axes": "(n h) d"} for name in "qkv"}
 OUT = {"holds": "out", "axes": "e (n h)"}
 NO_BIASES = {"qkv_bias": False, "out_bias": False}
+ROTATED = PLAIN.replace(rope=Rope(), out_proj=False, out_bias=False)
 NORMED = GROUPED.replace(**NO_BIASES, qk_norm=Norm(), gate=Gate())
 
 FEATURES = {
@@ -208,6 +229,29 @@ FEATURES = {
         GROUPED.replace(**NO_BIASES),
         {"rope": "interleaved", "tensors": {**FOUR, "o": OUT}},
     ),
+    "interleaved RoPE pairs of each head": (
+        interleaved_heads,
+        PLAIN.replace(**NO_BIASES),
+        {
+            "rope": "interleaved",
+            "tensors": {
+                **{f"{{n}}.{name}": {"holds": name, "axes": "h d"} for name in "qkv"},
+                "o": OUT,
+            },
+        },
+    ),
+    "padded halves of each head": (
+        padded_heads,
+        ROTATED,
+        {
+            "padded": True,
+            "carries": ["rope"],
+            "tensors": {
+                **{f"{{n}}.{name}": {"holds": name, "axes": "h d"} for name in "qkv"},
+                **{f"{{n}}.{name}_bias": {"holds": name, "axes": "h"} for name in "qkv"},
+            },
+        },
+    ),
     "norms and a gate": (
         with_norms_and_gate,
         NORMED,
@@ -245,7 +289,10 @@ def test_table_equals_numpy_by_hand(feature):
     assert bytes_of(back) == bytes_of(weights)
 
 
-@pytest.mark.parametrize("feature", [name for name in FEATURES if name != "norms and a gate"])
+NEED_SPEC = ("norms and a gate", "padded halves of each head")
+
+
+@pytest.mark.parametrize("feature", [name for name in FEATURES if name not in NEED_SPEC])
 def test_table_needs_only_heads(feature):
     """Without a specification, the numbers of heads determine the layer."""
     by_hand, spec, table = FEATURES[feature]
@@ -271,6 +318,20 @@ def test_shared_values_are_stored_once():
     assert sorted(laid_out) == ["k", "o", "q"]
     back = parity.convert(laid_out, source="own", target="canonical", spec=spec)
     assert bytes_of(back) == bytes_of(weights)
+
+
+def test_unequal_values_are_not_shared(tmp_path):
+    """Keys and values that differ are not written as one tensor, by function or by file."""
+    tensors = {"q": FOUR["q"], "kv": {**FOUR["k"], "holds": "kv", "shared": True}, "o": OUT}
+    register_layout({"name": "own", "tensors": tensors})
+    spec = GROUPED.replace(**NO_BIASES)
+    weights = random_weights(spec)
+    with pytest.raises(InputError, match="as kv, got keys and values that differ"):
+        parity.convert(weights, source="canonical", target="own", spec=spec)
+    parity.save(tmp_path / "a.safetensors", weights, spec, prefix="l.0")
+    with pytest.raises(InputError, match=r"l.0: .*as kv, got keys and values that differ"):
+        parity.convert_file(tmp_path / "a.safetensors", tmp_path / "b.safetensors", target="own")
+    assert not (tmp_path / "b.safetensors").exists()
 
 
 # ---- Files ---------------------------------------------------------------------------------------
@@ -373,6 +434,105 @@ def test_layers_stack_on_second_axis(tmp_path):
     back = {"target": "canonical", "to_prefix": "layers.{i}"}
     parity.convert_file(tmp_path / "c.safetensors", tmp_path / "d.safetensors", **back)
     assert bytes_of(parity.load_tensors(tmp_path / "d.safetensors")[0]) == bytes_of(tensors)
+
+
+def test_own_stack_has_a_known_axis(tmp_path, rng):
+    """A stack that mha-parity wrote is read on the axis of its table, even if both axes fit."""
+    register_layout(changed(stack_axis=1))
+    shape = (8, 8)
+    numbered = {
+        f"l.{i}.{name}": rng.standard_normal(shape, "float32") for i in range(8) for name in "qkvo"
+    }
+    parity.save_tensors(tmp_path / "a.safetensors", numbered, {})
+    options = {"source": "own", "target": "own", "prefix": "l.{i}", "num_heads": 2}
+    paths = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    parity.convert_file(*paths, to_prefix="b", **options)
+    parity.convert_file(paths[1], tmp_path / "c.safetensors", target="own", to_prefix="l.{i}")
+    assert bytes_of(parity.load_tensors(tmp_path / "c.safetensors")[0]) == bytes_of(numbered)
+
+
+@pytest.mark.parametrize("size", [3, 8])
+def test_foreign_stack_on_second_axis(tmp_path, rng, size):
+    """A stack on the axis of the table is read by shapes; one that may be on either raises."""
+    register_layout(changed(stack_axis=1, prefix="b"))
+    stacked = {f"b.{name}": rng.standard_normal((8, size, 8), "float32") for name in "qkvo"}
+    parity.save_tensors(tmp_path / "a.safetensors", stacked, {})
+    paths = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    options = {"source": "own", "target": "canonical", "to_prefix": "l.{i}", "num_heads": 2}
+    if size == 8:
+        with refuses("the axis of a stack"):
+            parity.convert_file(*paths, **options)
+        return
+    parity.convert_file(*paths, **options)
+    numbered, _ = parity.load_tensors(paths[1])
+    assert len(numbered) == 4 * size
+    for i in range(size):
+        assert np.array_equal(numbered[f"l.{i}.k_proj.weight"], stacked["b.k"][:, i])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope": "interleaved"},
+        {"padded": True},
+        {"tensors": {**FOUR, "k": FOUR["v"], "v": FOUR["k"], "o": OUT}},
+    ],
+    ids=["rope", "padded", "tensors"],
+)
+def test_edited_table_reads_no_older_file(tmp_path, changes):
+    """A file of a table is not read by another one of that name, but by an equal one."""
+    spec = PLAIN.replace(**NO_BIASES)
+    weights = random_weights(spec)
+    register_layout(changed())
+    parity.save(tmp_path / "a.safetensors", weights, spec, "own", prefix="l.0")
+    register_layout(changed(**changes))
+    with refuses("the table of own"):
+        parity.load(tmp_path / "a.safetensors")
+    with refuses("the table of own"):
+        parity.load(tmp_path / "a.safetensors", "own", prefix="l.0", num_heads=N)
+    in_other_order = dict(reversed(GOOD["tensors"].items()))
+    register_layout(changed(about="reworded", ignored=["x"], tensors=in_other_order))
+    loaded, _ = parity.load(tmp_path / "a.safetensors")
+    assert bytes_of(loaded) == bytes_of(weights)
+
+
+def test_built_in_layouts_have_no_digest(tmp_path):
+    """The metadata of a file in a layout of this package have no digest, also from a table's."""
+    spec = PLAIN.replace(**NO_BIASES)
+    register_layout(GOOD)
+    parity.save(tmp_path / "a.safetensors", random_weights(spec), spec, "own", prefix="l.0")
+    parity.convert_file(tmp_path / "a.safetensors", tmp_path / "b.safetensors", target="mha_jax")
+    assert "layout_digest" in parity.load_tensors(tmp_path / "a.safetensors")[1]
+    assert "layout_digest" not in parity.load_tensors(tmp_path / "b.safetensors")[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("sinks", "sinks"),
+        ("q_norm.weight", "q_norm.*"),
+        ("q_proj.bias", "*.bias"),
+        ("x_proj.weight", "*_proj.weight"),
+    ],
+)
+def test_kept_tensor_stays_ignored(tmp_path, name, pattern):
+    """An ignored tensor is kept only if the layer can be read again; `keep_rest` decides."""
+    spec = PLAIN.replace(**NO_BIASES)
+    weights = random_weights(spec)
+    register_layout(changed(prefix="l.{i}", ignored=[pattern]))
+    laid_out = parity.convert(weights, source="canonical", target="own", spec=spec)
+    tensors = {f"l.0.{own_name}": x for own_name, x in laid_out.items()}
+    tensors[f"l.0.{name}"] = np.ones(N, np.float32)
+    parity.save_tensors(tmp_path / "a.safetensors", tensors, {})
+    paths = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    options = {"source": "own", "target": "canonical", "num_heads": N}
+    if pattern in ("sinks", "*_proj.weight"):
+        with refuses(f"l.0.{name}", remedy={"keep_rest": False}):
+            parity.convert_file(*paths, **options)
+        options["keep_rest"] = False
+    parity.convert_file(*paths, **options)
+    again, _ = parity.load(paths[1])
+    assert bytes_of(again) == bytes_of(weights)
 
 
 def test_file_cannot_name_a_table_to_read(tmp_path, monkeypatch):
@@ -548,6 +708,27 @@ def test_unfit_layer_is_rejected_by_rule():
     register_layout({"name": "own", **FEATURES["axis of projections"][2]})
     with refuses("the layer", num_kv_heads=K, num_heads=N):
         parity.convert(random_weights(GROUPED), source="canonical", target="own", spec=GROUPED)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        None,
+        3,
+        b"own.toml",
+        [GOOD],
+        {**GOOD, 1: 2},
+        changed(tensors={**FOUR, 1: OUT}),
+        changed() | {None: 1},
+        changed(tensors={**FOUR, "o": {**OUT, 2: 3}}),
+    ],
+    ids=["none", "number", "bytes", "list", "key", "tensor", "null key", "key of a tensor"],
+)
+def test_sources_of_wrong_type_raise(source):
+    """Anything but a layout, a table with text as keys, or a path is one error of type."""
+    with pytest.raises(InputTypeError):
+        register_layout(source)
+    assert "own" not in LAYOUTS
 
 
 # ---- Packages ------------------------------------------------------------------------------------

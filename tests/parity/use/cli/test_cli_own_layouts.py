@@ -131,6 +131,59 @@ def test_bad_table_stops_before_work(folder, command, capsys):
     assert not (folder / "out.npz").exists()
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "convert nebula.safetensors out.npz --from nebula.toml --to second.toml",
+        "inspect nebula.safetensors --layout nebula.toml --layout second.toml",
+        "verify nebula.safetensors nebula.safetensors --from nebula.toml --from second.toml",
+    ],
+)
+def test_two_tables_of_one_name(folder, command, capsys):
+    """Two tables of one name on a command line are an error, unless they are equal."""
+    (folder / "second.toml").write_text(TABLE.replace("vkq", "qkv"))
+    assert run(f"{command} {HEADS}" if "inspect" not in command else command) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.startswith("mha-parity: error: second.toml: the key name ")
+    assert "nebula.toml" in error
+    assert error.count("\n") == 1
+    assert not (folder / "out.npz").exists()
+    (folder / "second.toml").write_text(TABLE.replace("of each group", "in groups"))
+    assert run(f"{command} {HEADS}" if "inspect" not in command else command) == 0
+
+
+def test_edited_table_is_rejected(folder, capsys):
+    """A file of a table is not read by another table of that name; `inspect` says so too."""
+    assert run(f"convert nebula.safetensors a.npz --from nebula.toml --to nebula.toml {HEADS}") == 0
+    (folder / "edited.toml").write_text(TABLE.replace("vkq", "qkv"))
+    capsys.readouterr()
+    assert run("convert a.npz b.npz --layout edited.toml --to mha_jax") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("mha-parity: error: the table of nebula ")
+    assert error.count("\n") == 1
+    assert run("inspect a.npz --layout edited.toml --json out.json") == 0
+    (layer,) = json.loads((folder / "out.json").read_text())["layers"]
+    assert layer["heads"].startswith("the table of nebula ")
+
+
+def test_ignored_tensor_needs_rest_drop(folder, capsys):
+    """An ignored tensor with a name of the target's layout raises an error with the option for it."""
+    tensors, _ = parity.load_tensors("nebula.safetensors")
+    tensors["blk.1.sinks"] = np.ones(4, np.float32)
+    parity.save_tensors("more.safetensors", tensors, {})
+    (folder / "nebula.toml").write_text(
+        TABLE.replace("[tensors]", 'ignored = ["sinks"]\n[tensors]')
+    )
+    command = f"convert more.safetensors a.npz --from nebula.toml --to mha_torch {HEADS}"
+    assert run(command) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("mha-parity: error: blk.1.sinks ")
+    assert "--rest drop" in error
+    assert run(f"{command} --rest drop") == 0
+    assert run("convert a.npz b.npz --to mha_jax") == 0
+
+
 def test_missing_table_is_named(folder, capsys):
     """The path of a missing table is in the error."""
     assert run("layouts missing.toml") == 2
