@@ -71,7 +71,7 @@ from parity.port.conversion.convert import (
 )
 from parity.port.conversion.differences import compare_weights as compare_weights
 from parity.port.conversion.layouts import Layout as Layout, register_layout as register_layout
-from parity.port.conversion.not_carried import IgnoredSettingsWarning as IgnoredSettingsWarning
+from parity.port.conversion.ignored_settings import IgnoredSettingsWarning as IgnoredSettingsWarning
 from parity.port.conversion.verify import verify as verify
 from parity.port.models.specs import specs_of as specs_of
 

@@ -22,6 +22,7 @@ from parity.measure.files import TensorFile
 from parity.measure.text import some_of
 from parity.port.conversion.file_hints import FileHints, places_of_layers
 from parity.port.conversion.hints import LayerHints
+from parity.port.conversion.ignored_settings import IgnoredSettingsWarning
 from parity.port.conversion.layers import FileLayer, LayerGroup, TensorCache, layers_under
 from parity.port.conversion.layouts import Layout
 from parity.port.conversion.layouts.layout import GRID_BIAS
@@ -32,7 +33,6 @@ from parity.port.conversion.model_config import (
     hints_of_config,
     hints_of_gguf,
 )
-from parity.port.conversion.not_carried import IgnoredSettingsWarning
 from parity.port.conversion.plan import Plan
 from parity.port.conversion.prefixes import fitting_prefixes, numbered
 from parity.port.conversion.ranks import open_checkpoint

@@ -16,6 +16,7 @@ from parity.measure.core.weights import Weights, is_finite, is_floating
 from parity.measure.files import FileTensor, TensorFile
 from parity.port.conversion.file_hints import FileHints
 from parity.port.conversion.hints import LayerHints, is_of_rope
+from parity.port.conversion.ignored_settings import IgnoredSettingsWarning
 from parity.port.conversion.layouts import Layout
 from parity.port.conversion.layouts.detection import (
     LayoutMismatchError,
@@ -27,7 +28,6 @@ from parity.port.conversion.layouts.detection import (
 )
 from parity.port.conversion.layouts.layout import unused_in
 from parity.port.conversion.layouts.placement import Placement
-from parity.port.conversion.not_carried import IgnoredSettingsWarning
 from parity.port.conversion.prefixes import (
     ENTRY,
     Names,

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from parity.measure.text import and_listed, did_you_mean
-from parity.port.conversion.not_carried import IgnoredSettingsWarning
+from parity.port.conversion.ignored_settings import IgnoredSettingsWarning
 from parity.use.cli.clone import FROM_A_CLONE, commands_of_a_clone
 from parity.use.cli.completion import SHELLS
 from parity.use.cli.help import EXIT_STATUS
