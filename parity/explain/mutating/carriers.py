@@ -11,7 +11,7 @@ from parity.explain.conformance.signatures import library_of
 from parity.explain.mutating.calls import Call, Function
 from parity.explain.mutating.compare import Unfit
 
-Path = tuple[Any, ...]
+LeafPath = tuple[Any, ...]
 """The names that lead to an array, such as `("attn", "q_proj", "weight")`."""
 
 
@@ -24,8 +24,8 @@ class Carrier:
         run: calls a function with some of them replaced, by their paths.
     """
 
-    leaves: Mapping[Path, Any]
-    run: Callable[[Function, Mapping[Path, Any]], Any]
+    leaves: Mapping[LeafPath, Any]
+    run: Callable[[Function, Mapping[LeafPath, Any]], Any]
 
 
 def carrier_of(call: Call) -> Carrier:
@@ -57,13 +57,13 @@ def carrier_of(call: Call) -> Carrier:
 def _carrier_of_parameters(call: Call) -> Carrier:
     """Return the arrays among a function's parameters, except queries, keys and values."""
     inputs = {call.view.roles.get(role) for role in ("query", "key", "value")}
-    leaves: dict[Path, Any] = {}
+    leaves: dict[LeafPath, Any] = {}
     for name in (*call.view.order, *call.kwargs):
         array = call.named(name)
         if name not in inputs and hasattr(array, "shape"):
             leaves[name,] = array
 
-    def run(function: Function, changed: Mapping[Path, Any]) -> Any:
+    def run(function: Function, changed: Mapping[LeafPath, Any]) -> Any:
         return function(call.but_named({name: array for (name,), array in changed.items()}))
 
     return Carrier(leaves, run)
@@ -77,7 +77,7 @@ def _carrier_of_mapping(call: Call, mapping: Any) -> Carrier:
             f"its weights are not a mapping of arrays by name, but {type(mapping).__name__}"
         )
 
-    def run(function: Function, changed: Mapping[Path, Any]) -> Any:
+    def run(function: Function, changed: Mapping[LeafPath, Any]) -> Any:
         replaced = with_leaves(mapping, lambda path, array: changed.get(path, array))
         return function(call.but(weights=replaced))
 
@@ -87,7 +87,7 @@ def _carrier_of_mapping(call: Call, mapping: Any) -> Carrier:
 def _carrier_of_torch(call: Call) -> Carrier:
     leaves = {tuple(name.split(".")): array for name, array in call.owner.named_parameters()}
 
-    def run(function: Function, changed: Mapping[Path, Any]) -> Any:
+    def run(function: Function, changed: Mapping[LeafPath, Any]) -> Any:
         by_name = {".".join(path): array for path, array in changed.items()}
         return replaced_in_torch(call, by_name, function)
 
@@ -118,11 +118,11 @@ def _carrier_of_nnx(call: Call) -> Carrier:
     parameters = dict(nnx.to_flat_state(nnx.state(call.owner, nnx.Param)))
     leaves = {path: parameter[...] for path, parameter in parameters.items()}
 
-    def put(arrays: Mapping[Path, Any]) -> None:
+    def put(arrays: Mapping[LeafPath, Any]) -> None:
         changed = [(path, parameters[path].replace(array)) for path, array in arrays.items()]
         nnx.update(call.owner, nnx.from_flat_state(changed))
 
-    def run(function: Function, changed: Mapping[Path, Any]) -> Any:
+    def run(function: Function, changed: Mapping[LeafPath, Any]) -> Any:
         put(changed)
         try:
             return function(call)
@@ -143,7 +143,7 @@ def _carrier_of_tree(tree: Any, call_with: Callable[[Any], Call]) -> Carrier:
     flat, structure = jax.tree_util.tree_flatten_with_path(tree)
     by_path = {tuple(map(_name_of_key, keys)): value for keys, value in flat}
 
-    def run(function: Function, changed: Mapping[Path, Any]) -> Any:
+    def run(function: Function, changed: Mapping[LeafPath, Any]) -> Any:
         values = [changed.get(path, value) for path, value in by_path.items()]
         return function(call_with(jax.tree_util.tree_unflatten(structure, values)))
 
@@ -167,7 +167,7 @@ def _carrier_of_linen(call: Call) -> Carrier:
 
     leaves = traverse_util.flatten_dict(core.unfreeze(call.owner.variables.get("params", {})))
 
-    def run(function: Function, changed: Mapping[Path, Any]) -> Any:
+    def run(function: Function, changed: Mapping[LeafPath, Any]) -> Any:
         owner = call.owner
         params = traverse_util.unflatten_dict({**leaves, **changed})
         rngs = {name: owner.make_rng(name) for name in owner.scope.rngs}

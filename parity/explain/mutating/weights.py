@@ -27,7 +27,7 @@ from parity.explain.conformance.signatures import (
     library_of,
 )
 from parity.explain.mutating.calls import Call, Function, taken
-from parity.explain.mutating.carriers import Carrier, Path, carrier_of
+from parity.explain.mutating.carriers import Carrier, LeafPath, carrier_of
 from parity.explain.mutating.compare import Unfit
 from parity.measure.text import some_of
 from parity.port.conversion.layouts import LAYOUTS, Layout
@@ -98,7 +98,7 @@ class Named:
         names: the last words of their paths, in lower case, as layouts have them.
     """
 
-    paths: dict[ArrayRole, Path]
+    paths: dict[ArrayRole, LeafPath]
     names: dict[ArrayRole, str]
 
     @property
@@ -503,7 +503,7 @@ class Projections:
 
     def run(self, function: Function, changed: Arrays) -> Any:
         """Call a function with some canonical weights replaced."""
-        stored: dict[Path, Any] = {}
+        stored: dict[LeafPath, Any] = {}
         for role, path in self.named.paths.items():
             names = [name for name, (holder, _) in self.order.places.items() if holder == role]
             if not any(name in changed for name in names):

@@ -16,7 +16,7 @@ from parity.port.conversion.prefixes import join
 if TYPE_CHECKING:
     from parity.port.conversion.checkpoint import CheckpointLayers
 
-Path = str | os.PathLike[str]
+FilePath = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class OnlyInOne(JsonRecord):
 
 def find_only_in_one(
     pairs: Sequence[tuple[FileLayer, FileLayer]],
-    files: Sequence[Path],
+    files: Sequence[FilePath],
     opened: Sequence[CheckpointLayers],
 ) -> list[OnlyInOne]:
     """Return the tensors that only one of two files has, apart from differences of layouts.
@@ -83,8 +83,8 @@ def find_only_in_one(
 
 
 def _only_in_first(
-    file: Path,
-    other_file: Path,
+    file: FilePath,
+    other_file: FilePath,
     layers: CheckpointLayers,
     other_layers: CheckpointLayers,
     pairs: Sequence[tuple[FileLayer, FileLayer]],
@@ -134,7 +134,7 @@ def by_reason(parts: Sequence[NotCompared]) -> list[str]:
 
 def find_not_compared(
     pairs: Sequence[tuple[FileLayer, FileLayer]],
-    files: Sequence[Path],
+    files: Sequence[FilePath],
     opened: Sequence[CheckpointLayers],
 ) -> list[NotCompared]:
     """Return what a comparison of pairs of layers in two files leaves out, each once."""
@@ -146,7 +146,7 @@ def find_not_compared(
     return [*distinct, *of_files(files, opened)]
 
 
-def of_files(files: Sequence[Path], opened: Sequence[CheckpointLayers]) -> list[NotCompared]:
+def of_files(files: Sequence[FilePath], opened: Sequence[CheckpointLayers]) -> list[NotCompared]:
     """Return layers that only the configurations of two files have, or only the files."""
     parts: list[NotCompared] = []
     for path, layers in zip(files, opened, strict=True):
@@ -159,7 +159,7 @@ def of_files(files: Sequence[Path], opened: Sequence[CheckpointLayers]) -> list[
     return parts
 
 
-def _of_pair(pair: tuple[FileLayer, FileLayer], files: Sequence[Path]) -> Iterator[NotCompared]:
+def _of_pair(pair: tuple[FileLayer, FileLayer], files: Sequence[FilePath]) -> Iterator[NotCompared]:
     """Yield what the comparison of a layer in two files leaves out."""
     # By path, so that a file that is compared with itself is reported once.
     layers = dict(zip(map(str, files), pair, strict=True))

@@ -33,7 +33,7 @@ class ConfigLayer:
     kinds: tuple[str, ...] = ()
 
 
-Rule = Callable[[ConfigLayer], Value]
+FieldRule = Callable[[ConfigLayer], Value]
 
 
 def _always_full(config: Config, index: int) -> str:
@@ -101,7 +101,7 @@ class Family:
 # ---- Rules for the values of keys ----------------------------------------------------------------
 
 
-def key(*names: str, default: Any = None, power: float = 1.0) -> Rule:
+def key(*names: str, default: Any = None, power: float = 1.0) -> FieldRule:
     """Return a rule for the value of a key, or a power of it; default: the family's, if any."""
 
     def rule(layer: ConfigLayer) -> Value:
@@ -113,7 +113,7 @@ def key(*names: str, default: Any = None, power: float = 1.0) -> Rule:
     return rule
 
 
-def optional(*names: str) -> Rule:
+def optional(*names: str) -> FieldRule:
     """Return a rule for the value of a key, if present."""
 
     def rule(layer: ConfigLayer) -> Value:
@@ -122,7 +122,7 @@ def optional(*names: str) -> Rule:
     return rule
 
 
-def required_or_none(*names: str) -> Rule:
+def required_or_none(*names: str) -> FieldRule:
     """Return a rule for a required key, which may be None: without it transformers has its own
     default.
     """
@@ -146,7 +146,7 @@ def entry_of(values: Value, index: int, rule: str = "be one for each layer") -> 
 
 def rope(
     *, theta: float | None = None, of: str | None = None, count: str | None = None, **options: Any
-) -> Rule:
+) -> FieldRule:
     """Return a rule for RoPE; `of` is the key of the number of features, if not those of a head.
 
     `count` is an optional key of the number of rotated features, if no key has their fraction. With
@@ -171,7 +171,7 @@ def rope(
     return rule
 
 
-def norm(*args: Any, eps: str = "rms_norm_eps", **fields: Any) -> Rule:
+def norm(*args: Any, eps: str = "rms_norm_eps", **fields: Any) -> FieldRule:
     """Return a rule for a norm with the model's eps."""
 
     def rule(layer: ConfigLayer) -> Value:
@@ -209,7 +209,7 @@ def tempered_by_rope(layer: ConfigLayer) -> Value:
 # ---- Rules for some layers -----------------------------------------------------------------------
 
 
-def read_if_possible(rule: Rule, layer: ConfigLayer) -> Value:
+def read_if_possible(rule: FieldRule, layer: ConfigLayer) -> Value:
     """Return the value of a rule, whose keys then count as read; nothing if a key is missing.
 
     A layer to which a rule does not apply has its keys all the same, because a configuration has
@@ -220,7 +220,7 @@ def read_if_possible(rule: Rule, layer: ConfigLayer) -> Value:
     return NOTHING
 
 
-def only(kind: str, rule: Rule) -> Rule:
+def only(kind: str, rule: FieldRule) -> FieldRule:
     """Return a rule for layers of one kind; its keys also count as read in the others."""
 
     def in_kind(layer: ConfigLayer) -> Value:
@@ -232,7 +232,7 @@ def only(kind: str, rule: Rule) -> Rule:
     return in_kind
 
 
-def where(name: str, rule: Rule, *, default: bool | None = None) -> Rule:
+def where(name: str, rule: FieldRule, *, default: bool | None = None) -> FieldRule:
     """Return a rule that applies if a key is true."""
 
     def if_true(layer: ConfigLayer) -> Value:
@@ -245,7 +245,7 @@ def where(name: str, rule: Rule, *, default: bool | None = None) -> Rule:
     return if_true
 
 
-def positioned(word: str, rule: Rule, *, without: tuple[str, ...]) -> Rule:
+def positioned(word: str, rule: FieldRule, *, without: tuple[str, ...]) -> FieldRule:
     """Return a rule for RoPE in models that select it by a word, and no RoPE by the words
     `without`; its keys also count as read in models without RoPE.
 
@@ -292,7 +292,7 @@ def kv_source(layer: ConfigLayer) -> int | None:
     raise InputError("num_kv_shared_layers", rule, num_kv_shared_layers=num_shared)
 
 
-def own_keys(rule: Rule) -> Rule:
+def own_keys(rule: FieldRule) -> FieldRule:
     """Return a rule for layers that make their own keys and values."""
 
     def if_own(layer: ConfigLayer) -> Value:

@@ -290,7 +290,7 @@ def matches_any(name: str, patterns: Iterable[str]) -> bool:
 
 
 @dataclass(frozen=True)
-class Rule:
+class Requirement:
     """A requirement of a layout on a layer: its description, its fields, and its predicate."""
 
     words: str
@@ -298,58 +298,60 @@ class Rule:
     holds: Callable[[AttentionSpec], bool]
 
 
-def _equal(one: str, other: str) -> Rule:
+def _equal(one: str, other: str) -> Requirement:
     words = f"{one} must equal {other}"
-    return Rule(words, (one, other), lambda spec: getattr(spec, one) == getattr(spec, other))
+    return Requirement(words, (one, other), lambda spec: getattr(spec, one) == getattr(spec, other))
 
 
-def _divisible(name: str, count: int) -> Rule:
-    return Rule(
+def _divisible(name: str, count: int) -> Requirement:
+    return Requirement(
         f"{name} must be divisible by {count}",
         (name,),
         lambda spec: getattr(spec, name) % count == 0,
     )
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, Requirement] = {
     "no groups": _equal("num_kv_heads", "num_heads"),
     "one width": _equal("d_kv", "d_in"),
     "one head_dim": _equal("value_head_dim", "head_dim"),
-    "square": Rule(
+    "square": Requirement(
         "d_in, d_model and num_heads * head_dim must be equal",
         ("d_in", "d_model", "num_heads", "head_dim"),
         lambda spec: spec.d_in == spec.d_model == spec.q_width,
     ),
-    "out_proj": Rule("there must be an out_proj", ("out_proj",), lambda spec: spec.out_proj),
-    "no out_proj": Rule("there must be no out_proj", ("out_proj",), lambda spec: not spec.out_proj),
-    "biases or none": Rule(
+    "out_proj": Requirement("there must be an out_proj", ("out_proj",), lambda spec: spec.out_proj),
+    "no out_proj": Requirement(
+        "there must be no out_proj", ("out_proj",), lambda spec: not spec.out_proj
+    ),
+    "biases or none": Requirement(
         "all projections must have a bias, or none",
         ("qkv_bias", "out_bias"),
         lambda spec: not spec.out_proj or spec.qkv_bias == spec.out_bias,
     ),
-    "biases": Rule(
+    "biases": Requirement(
         "all projections must have a bias",
         ("qkv_bias", "out_bias"),
         lambda spec: all(spec.qkv_biases) and spec.out_bias,
     ),
-    "out bias": Rule("out_proj must have a bias", ("out_bias",), lambda spec: spec.out_bias),
-    "no out bias": Rule(
+    "out bias": Requirement("out_proj must have a bias", ("out_bias",), lambda spec: spec.out_bias),
+    "no out bias": Requirement(
         "out_proj must have no bias", ("out_bias",), lambda spec: not spec.out_bias
     ),
-    "no biases": Rule(
+    "no biases": Requirement(
         "no projection may have a bias",
         ("qkv_bias", "out_bias"),
         lambda spec: not (any(spec.qkv_biases) or spec.out_bias),
     ),
-    "rms norms, w": Rule(
+    "rms norms, w": Requirement(
         "norms must have kind 'rms' and weight='w'", NORMS, lambda spec: _has_rms_norms(spec, "w")
     ),
-    "rms norms, 1+w": Rule(
+    "rms norms, 1+w": Requirement(
         "norms must have kind 'rms' and weight='1+w'",
         NORMS,
         lambda spec: _has_rms_norms(spec, "1+w"),
     ),
-    "scale told": Rule(
+    "scale given": Requirement(
         "scale must be set, to 1.0 if the query weights include it",
         ("scale",),
         lambda spec: spec.scale is not None,
@@ -357,12 +359,12 @@ RULES: dict[str, Rule] = {
     **{f"{count} parts": _divisible("num_kv_heads", count) for count in (2, 4, 8)},
     "four blocks": _divisible("num_heads", 4),
     "even": _divisible("head_dim", 2),
-    "factors of widths": Rule(
+    "factors of widths": Requirement(
         "latents must have the factors sqrt(d_model / q_rank) and sqrt(d_model / kv_rank)",
         ("d_model", "latent"),
         lambda spec: spec.latent is None or _has_factors_of_widths(spec.latent, spec.d_model),
     ),
-    "whole halves": Rule(
+    "whole halves": Requirement(
         "RoPE must rotate the pairs (i, i + H/2) of whole heads",
         ("rope",),
         lambda spec: (
@@ -370,7 +372,7 @@ RULES: dict[str, Rule] = {
             or (spec.rope.pairs, spec.rope.rotary_dim or spec.head_dim) == ("half", spec.head_dim)
         ),
     ),
-    "own keys": Rule(
+    "own keys": Requirement(
         "keys and values must be the layer's own", ("shared_kv",), lambda spec: not spec.shared_kv
     ),
 }

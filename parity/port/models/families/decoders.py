@@ -25,7 +25,7 @@ from parity.port.models.rules import (
     SLIDING,
     ConfigLayer,
     Family,
-    Rule,
+    FieldRule,
     entry_of,
     every,
     first_of,
@@ -65,7 +65,7 @@ def _rotates(config: Config, index: int) -> Value:
     return Value(not is_last(index, period, 4), origin)
 
 
-def _where_rotated(rule: Rule, *, rotated: bool = True) -> Rule:
+def _where_rotated(rule: FieldRule, *, rotated: bool = True) -> FieldRule:
     """Return a rule for layers with RoPE, or those without; its keys also count as read in the
     others.
     """
@@ -138,7 +138,7 @@ def _kind_of_minimax_m2(config: Config, index: int) -> str:
     return f"attn_type_list {number}"  # an unknown kind, which is an error
 
 
-def _of_gemma4(name: str, of_full: str) -> Rule:
+def _of_gemma4(name: str, of_full: str) -> FieldRule:
     """Return a size specific to layers without a window, from one value for all or one per
     layer.
     """

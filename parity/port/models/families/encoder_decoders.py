@@ -10,7 +10,7 @@ from mha_spec import RelativeBias
 from parity.port.models.config import Value
 from parity.port.models.families.usual import PLAIN, SOME_BIAS, stack
 from parity.port.models.rope import read_rope
-from parity.port.models.rules import ConfigLayer, Family, Rule, Stack, key, of_kind, optional
+from parity.port.models.rules import ConfigLayer, Family, FieldRule, Stack, key, of_kind, optional
 
 SAYS_NOTHING = {
     "scale_embedding",
@@ -61,7 +61,7 @@ def _stacks_of_bart(
 # ---- T5 ------------------------------------------------------------------------------------------
 
 
-def _relative_bias(bidirectional: bool) -> Rule:
+def _relative_bias(bidirectional: bool) -> FieldRule:
     """Return the relative bias, used in all layers of a stack, even if only the first layer has its
     weights.
     """
@@ -159,7 +159,7 @@ def _stacks_of_moonshine() -> tuple[Stack, Stack, Stack]:
     )
 
 
-def _rope_of_moonshine(part: str) -> Rule:
+def _rope_of_moonshine(part: str) -> FieldRule:
     """Return interleaved RoPE in nine tenths of a head."""
 
     def rule(layer: ConfigLayer) -> Value:

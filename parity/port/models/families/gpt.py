@@ -13,7 +13,7 @@ from parity.port.models.rules import (
     NOTHING,
     ConfigLayer,
     Family,
-    Rule,
+    FieldRule,
     entry_of,
     key,
     norm,
@@ -73,7 +73,7 @@ def _scaled_alibi(layer: ConfigLayer) -> Value:
     return Value(Alibi(scaled=True), "every layer of this family")
 
 
-def _with_alibi(rule: Rule, *, when: bool = True) -> Rule:
+def _with_alibi(rule: FieldRule, *, when: bool = True) -> FieldRule:
     """Return a rule for models with ALiBi, or those with RoPE; its keys also count as read in the
     others.
     """
@@ -127,7 +127,7 @@ def _kind_of_gpt_neo(config: Config, index: int) -> str:
 KINDS_OF_GPT_NEO = {"global": "full_attention", "local": "sliding_attention"}
 
 
-def _in_section(name: str, rule: Rule) -> Rule:
+def _in_section(name: str, rule: FieldRule) -> FieldRule:
     """Return a rule for a section of the configuration."""
 
     def in_section(layer: ConfigLayer) -> Value:

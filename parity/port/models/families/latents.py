@@ -14,7 +14,7 @@ from parity.port.models.rules import (
     NOTHING,
     ConfigLayer,
     Family,
-    Rule,
+    FieldRule,
     Stack,
     heads,
     key,
@@ -51,7 +51,7 @@ def _scaled_latent(layer: ConfigLayer) -> Value:
     return Value(scaled, f"{origin}, factors of hidden_size over both ranks")
 
 
-def _sum(*names: str) -> Rule:
+def _sum(*names: str) -> FieldRule:
     """Return a rule for the sum of keys."""
 
     def rule(layer: ConfigLayer) -> Value:
