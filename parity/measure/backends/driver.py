@@ -397,7 +397,7 @@ class _Call:
         capacity = self.case.capacity  # the device may have more slots
         keys = self.shapes.to_numpy("k", k)[:, :, :capacity]
         values_of_slots = self.shapes.to_numpy("v", v)[:, :, :capacity]
-        # Last, because recordings of a device have this order.
+        # The stages come after the keys and values, because recordings of a device have this order.
         stages = self._stages("cache", grown)
         return {**stages, "cache.keys": keys, "cache.values": values_of_slots}
 

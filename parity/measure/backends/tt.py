@@ -48,7 +48,8 @@ def from_numpy(x: np.ndarray) -> ttnn.Tensor:
 def to_numpy(x: ttnn.Tensor) -> np.ndarray:
     """Return the values of a tensor on host or device.
 
-    bfloat16 and block formats (8 or 4 bits) become bfloat16.
+    Integers and float32 keep their dtype; bfloat16 and block formats (8 or 4 bits) become
+    bfloat16.
     """
     kind = str(x.dtype).rpartition(".")[2].lower()
     if x.storage_type() == ttnn.StorageType.DEVICE:

@@ -329,7 +329,8 @@ def step_of(name: str) -> tuple[int | None, str]:
 
 
 RECOUNTS = 4
-"""Number of further measurements of the noise if a stage is over its budget.
+"""Number of further measurements of the noise if a stage is over its budget by a
+factor of at most `MOST_OVER`.
 
 In 60 problems with a saturated softmax, correct weights pass with 4 (`test_compare.py`).
 """

@@ -306,6 +306,10 @@ def locked(folder: Path) -> Iterator[None]:
         _remove_lock(lock)  # again, since a signal may have interrupted it
 
 
+WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
+"""Errors of a file system without locks, on which the lock file was created nevertheless."""
+
+
 def _new_lock(path: Path) -> BaseFileLock:
     import filelock  # takes 20 ms, which only writers need to spend
 
@@ -322,11 +326,13 @@ def _acquire(lock: BaseFileLock, *, wait: bool) -> bool:
     """
     try:
         lock.acquire(blocking=wait)
-    except (TimeoutError, PermissionError):  # the file is another writer's
+    except (TimeoutError, PermissionError):  # another writer's, or none may be created here
         return False
-    except OSError:  # the file was created, but cannot be locked
-        with suppress(OSError):
-            os.unlink(lock.lock_file)
+    except OSError as error:
+        # Other errors come from opening the file, which may be another writer's.
+        if error.errno in WITHOUT_LOCKS:
+            with suppress(OSError):
+                os.unlink(lock.lock_file)
         return False
     return True
 

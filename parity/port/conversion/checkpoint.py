@@ -84,7 +84,7 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> ModelConfig | None:
-        """Return the config.json in its folder; None if there is none.
+        """Return the configuration in the config.json of its folder; None if there is no such file.
 
         Raises:
             OSError: if it cannot be read.
@@ -98,7 +98,7 @@ class Checkpoint:
         try:
             return ModelConfig.read(path)
         except InputError as error:
-            # It is truncated, or another kind of file: no hint can be trusted.
+            # The file is truncated or of another kind. Without its hints a wrong layer may result.
             error.hint = "correct it, or remove it"
             raise
 

@@ -298,8 +298,8 @@ class Plan:
 
     @cached_property
     def _own(self) -> set[str]:
-        """Return the names of source tensors that belong to exactly one layer and are not
-        shared.
+        """Return the names of source tensors under the prefix of a layer that uses them. Those
+        elsewhere are shared, and also count as tensors of no layer.
         """
         own: set[str] = set()
         for layer in self.converted:

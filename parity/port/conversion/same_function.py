@@ -270,13 +270,16 @@ def _rescaled(views: Views, roles_by_name: Mapping[str, Role], spec: AttentionSp
         inverses = _factors(over, sides.tied)
         # Features of zeros on one side show their factor on the other, or need none.
         factors = np.where(np.isnan(factors), 1.0 / inverses, factors)
-        factors = np.where(np.isfinite(factors) & (factors != 0.0), factors, 1.0)[:, None, :, None]
+        is_known = np.isfinite(factors) & (factors != 0.0)
+        known_factors = factors[is_known]
+        factors = np.where(is_known, factors, 1.0)[:, None, :, None]
         if not _are_rescaled(times, np.multiply, factors):
             return None
         if not _are_rescaled(over, np.divide, factors):
             return None
         explained |= both.keys()
-        words.append(_describe(factors, sides, next(iter(both.values()))))
+        # Features of zeros on both sides have no factor to describe.
+        words.append(_describe(known_factors, sides, next(iter(both.values()))))
     others = {name: pair for name, pair in views.items() if name not in explained}
     if not words or not _all_agree(others):
         return None
@@ -306,7 +309,7 @@ def _describe(factors: np.ndarray, sides: _Sides, views: tuple[np.ndarray, np.nd
     if high - low <= 8.0 * unit_of_rounding(dtype.name) * abs(high):
         return f"{times} is multiplied by {high:.6g}, and {over} divided by that"
     return (
-        f"features of {times} are multiplied by {low:.3g} to {high:.3g}, and {over} divided by "
+        f"features of {times} are multiplied by {low:.6g} to {high:.6g}, and {over} divided by "
         f"the same"
     )
 

@@ -307,12 +307,16 @@ class Skeleton:
         return arranged
 
     def _allocate(self, name: str, module: nn.Module) -> None:
-        """Allocate and initialize a module without its submodules, unless it is."""
+        """Allocate and initialize the tensors of a module, but not of its submodules, if one of
+        them is on the meta device.
+        """
         own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
         if not any(tensor.is_meta for tensor in own):
             return
         module.to_empty(device="cpu", recurse=False)
-        # Models do not initialize everything: memory that is not would differ from run to run.
+        # Models do not initialize everything, and uninitialized memory would differ from run to
+        # run. Any finite values do, because the rules of the owners, below, come last: ones leave
+        # norms unchanged, and 0.02 is the usual initializer_range.
         for parameter in module.parameters(recurse=False):
             if parameter.ndim <= 1:
                 nn.init.ones_(parameter)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 PAGE = Page(
     "compare the attention weights of two files",
     "Check that two files hold the same attention, whatever their layouts. Tensors are compared "
-    "one by one and, if they differ, the stages computed with them. With {i} in --prefix, or a "
+    "one by one, and so are the stages computed with them. With {i} in --prefix, or a "
     "stack, all layers are compared. Parts that cannot be compared are named, and then the exit "
     "status is not 0. Tensors that only one file has are named. --from and --prefix hold for both "
     "files if passed once, and for each in turn if passed twice.",

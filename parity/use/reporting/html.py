@@ -84,7 +84,9 @@ FARTHEST = 6
 """Powers of ten beyond the budget at which a bar is full: an arbitrary number."""
 
 HEAT = (0.03, 0.1, 0.3, 1.0)
-"""Shares of the budget at which the next color begins; the last is the budget itself."""
+"""Shares of the budget at which the next color begins; the last is the budget itself. Half a power
+of ten apart, an arbitrary number.
+"""
 
 
 def check_installed(*, pictures: bool = False) -> None:

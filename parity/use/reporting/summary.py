@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 MOST_IN_LINE = 3
-"""Largest number of gaps in the last line; the lines above it have all."""
+"""Largest number of gaps in the last line, an arbitrary number; the lines above it have all."""
 
 STYLES = {0: "bold green", 1: "bold red", 2: "bold yellow"}
 """Style of the last line for each exit status."""
@@ -41,7 +41,7 @@ def summary_line(report: Report) -> Text:
     num_cases = len({case for case, _, _ in groups})
     summary = report.summary
     verdict = _verdict(len(backends), has_failed=summary["failed"] > 0)
-    counts = f"{summary['passed']} stages passed, {summary['failed']} failed"
+    counts = f"{counted(summary['passed'], 'stage')} passed, {summary['failed']} failed"
     if report.skipped:
         counts += f", {counted(len(report.skipped), 'backend')} skipped"
     expected = "the float64 reference"

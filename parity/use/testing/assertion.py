@@ -289,7 +289,7 @@ def message(
         comparisons: of all stages.
         diagnosis: of the difference, if there is one.
         next_step: a way to learn more.
-        verbose: also include all of the diagnosis.
+        verbose: include the whole diagnosis, not only its summary.
 
     Returns:
         The message; empty if no stage differs.
@@ -388,8 +388,8 @@ def _passed_as_recorded(
 def _compare_with_reference(
     actual: Stages, reference: Reference, name: str, arithmetic: str
 ) -> list[Comparison]:
-    _check_has(arithmetic, reference.problem.dtype)
     dtype = reference.problem.dtype
+    _check_has(arithmetic, dtype)
     expected = reference.accumulated
     comparisons = []
     for stage in expected:

@@ -425,38 +425,55 @@ def _check_not_of_rank(fitting: list[AttentionSpec], layout: Layout) -> None:
 def _fitting(
     present: list[Tensor], shapes: Mapping[str, tuple[int, ...]], layout: Layout, hints: LayerHints
 ) -> tuple[list[AttentionSpec], list[str]]:
-    """Return the layers with these tensors, and the reasons why other candidates do not fit."""
+    """Return the specifications that these tensors fit, and the reasons why other candidates do
+    not.
+    """
     widths = _widths(present, shapes)
     biases = parts_of(tensor for tensor in present if tensor.kind == "bias")
     fitting, reasons = [], []
     for num_heads, num_kv_heads, head_dim in _head_counts(present, shapes, layout, hints):
+        fields = {
+            "d_model": widths.get("out", num_heads * head_dim),
+            "num_heads": num_heads,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "d_in": widths["q"],
+            "d_kv": widths["k"],
+            "qkv_bias": "q_proj.bias" in biases,
+            "out_bias": "out_proj.bias" in biases,
+            "out_proj": "out" in widths,
+        }
         try:
-            spec = AttentionSpec(
-                d_model=widths.get("out", num_heads * head_dim),
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                d_in=widths["q"],
-                d_kv=widths["k"],
-                qkv_bias="q_proj.bias" in biases,
-                out_bias="out_proj.bias" in biases,
-                out_proj="out" in widths,
-                rope=hints.rope,
-            )
+            without_rope = AttentionSpec(**fields)
+            # Shapes are tested first, so that no reason is that of a layer with other shapes. Only
+            # the padding of heads depends on RoPE.
+            if not layout.padded and not _has_shapes(without_rope, present, shapes, layout):
+                continue
+            spec = AttentionSpec(**fields, rope=hints.rope)
         except ValueError as error:
             if isinstance(error, TypeError):  # independent of the heads
                 raise
             reasons.append(str(error))
             continue
-        if Placement(layout, spec, tuple(present)).shapes != shapes:
+        if not _has_shapes(spec, present, shapes, layout):
             continue
-        broken, fields = broken_rules(spec, layout)
+        broken, broken_fields = broken_rules(spec, layout)
         if broken:
-            values = [f"{name}={value}" for name, value in fields.items()]
+            values = [f"{name}={value}" for name, value in broken_fields.items()]
             reasons.append(f"{broken}, got {', '.join(values)}")
         else:
             fitting.append(spec)
     return fitting, reasons
+
+
+def _has_shapes(
+    spec: AttentionSpec,
+    present: list[Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    layout: Layout,
+) -> bool:
+    """Return whether a layer in a layout has these shapes."""
+    return Placement(layout, spec, tuple(present)).shapes == shapes
 
 
 def _options(fitting: list[AttentionSpec]) -> str:

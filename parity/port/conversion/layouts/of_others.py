@@ -59,8 +59,8 @@ def _maxtext_separate(
     return _maxtext(
         name,
         f"kernels (in, N, H) and (N, H, out), with {words}; scanned on the second axis, the "
-        "default. Scores are "
-        "not scaled: the query kernel includes the scale, or query_pre_attn_scalar specifies it",
+        "default. Scores are not scaled: the query kernel includes the scale, or "
+        "query_pre_attn_scalar specifies it",
         "layers/attentions.py",
         separate("query", "key", "value", "out", **EINSUM),
         rules=("out_proj", "one head_dim", "rms norms, w", "scale given", *rules),
@@ -127,8 +127,8 @@ _MAXTEXT = [
     _maxtext(
         ".MLA",
         "latents: wq_a, q_norm, wq_b (q_rank, N, H) or query (in, N, H); wkv_a, kv_norm, wkv_b "
-        "(kv_rank, N, H - R "
-        "+ Hv); out (N, Hv, out); scanned as in maxtext. The module scales the scores by itself",
+        "(kv_rank, N, H - R + Hv); out (N, Hv, out); scanned as in maxtext. The module scales the "
+        "scores by itself",
         "layers/attention_mla.py",
         (Tensor("query.kernel", "q", "weight", "d n h"), *_OUT),
         _OUT,

@@ -32,7 +32,7 @@ def separate(
         leaf: name of their weights.
         heads: axes of a projection.
         biases: axes of its bias.
-        back: axes of the output.
+        back: axes of the weight of the output.
     """
     names = {"q": q, "k": k, "v": v}
     weights = [Tensor(f"{name}.{leaf}", letter, "weight", heads) for letter, name in names.items()]
@@ -53,7 +53,7 @@ def packed(
     """Return one weight for q, k and v, one for the output, and their biases.
 
     Args:
-        qkv, out: names of the layers.
+        qkv, out: names of the two projections.
         leaf: name of their weights.
         heads: axes of the weight of q, k and v.
         back: axes of the output.

@@ -546,6 +546,36 @@ def test_canceled_factor_is_same_function(times, over, words):
     assert words in found.how
 
 
+def with_factors(factors):
+    """Return weights with zeros in the first feature of each head of q and k, and the same with q
+    multiplied and k divided by factors, one for each feature of a head.
+    """
+    weights = random_weights(PLAIN)
+    other = dict(weights)
+    for name in ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias"):
+        heads = weights[name].reshape(-1, PLAIN.head_dim, *weights[name].shape[1:]).copy()
+        heads[:, 0] = 0.0
+        scale = np.asarray(factors, np.float32).reshape(-1, *[1] * (heads.ndim - 2))
+        scaled = heads * scale if name.startswith("q") else heads / scale
+        other[name] = scaled.reshape(weights[name].shape)
+        weights[name] = heads.reshape(weights[name].shape)
+    return weights, other
+
+
+def test_zeros_have_no_factor():
+    """Features that are 0 in q and k do not count among the factors."""
+    weights, other = with_factors([2.0] * PLAIN.head_dim)
+    assert "q is multiplied by 2, and k divided" in compared(weights, other).how
+
+
+def test_close_factors_are_both_shown():
+    """The smallest and the largest factor of features are not printed as one number."""
+    weights, other = with_factors(np.linspace(1.0001, 1.004, PLAIN.head_dim))
+    numbers = compared(weights, other).how.partition("multiplied by ")[2].partition(",")[0]
+    smallest, largest = map(float, numbers.split(" to "))
+    assert smallest < largest == 1.004
+
+
 def test_rope_pairs_share_a_factor():
     """Factors on q divided out of k must be equal for both features of a RoPE pair."""
     weights, spec = random_weights(ROPE), ROPE

@@ -42,7 +42,7 @@ from parity import to_numpy
 from parity.measure.files import gguf as gguf_format
 from parity.measure.files import msgpack as msgpack_format
 from parity.measure.files import open_tensors, write_tensors
-from parity.measure.files.target import BEFORE, FOLDER_LOCK, SCRATCH, locked
+from parity.measure.files.target import BEFORE, FOLDER_LOCK, SCRATCH, _acquire, _new_lock, locked
 from parity.measure.files.tensor_file import flatten, hash_of, nest, parse_json
 from parity.measure.files.zipped import ALIGNMENT
 
@@ -1440,6 +1440,19 @@ def test_file_system_without_locks(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", no_lock)
     write(tmp_path / "w.npz", {"a": np.ones(1)})
     assert os.listdir(tmp_path) == ["w.npz"]
+
+
+def test_lock_that_cannot_be_opened_is_kept(tmp_path, monkeypatch):
+    """If no file can be opened, the lock file of another writer stays."""
+    lock = _new_lock(tmp_path / FOLDER_LOCK)
+    (tmp_path / FOLDER_LOCK).touch()
+
+    def too_many_files(self, *args, **keywords):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(type(lock), "acquire", too_many_files)
+    assert not _acquire(lock, wait=False)
+    assert os.listdir(tmp_path) == [FOLDER_LOCK]
 
 
 @pytest.mark.parametrize("function", ["acquire", "release"])

@@ -18,6 +18,7 @@ from helpers.limits import within
 from helpers.refusals import refuses
 
 import parity
+from mha_spec import InputError, Rope
 from parity import AttentionSpec, random_weights, save, save_tensors
 from parity.measure.files import open_tensors
 from parity.measure.text import in_line, printable
@@ -303,6 +304,16 @@ def test_absurd_sizes_raise_quickly(shape):
     }
     with within(5), refuses("shapes", {"q_proj.weight.shape": shape}):
         find_spec(shapes, LAYOUTS["canonical"], LayerHints())
+
+
+def test_reason_is_of_the_same_shapes():
+    """Heads of one feature, which RoPE rejects, are no reason if the shapes are not theirs."""
+    shapes = {"q_proj.weight": (64, 32), "k_proj.weight": (16, 32), "v_proj.weight": (12, 32)}
+    shapes["o_proj.weight"] = (32, 64)
+    with pytest.raises(InputError) as caught:
+        find_spec(shapes, LAYOUTS["transformers.LLaMA"], LayerHints(rope=Rope()))
+    assert caught.value.argument == "shapes"
+    assert "RoPE" not in str(caught.value)
 
 
 def test_head_search_tries_only_divisors():

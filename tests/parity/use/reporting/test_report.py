@@ -14,6 +14,7 @@ from parity.use.reporting.console import short_ratio
 from parity.use.reporting.conversion import print_conversion, print_layout
 from parity.use.reporting.diagnosis import print_divergence
 from parity.use.reporting.run import print_case_table, print_comparison_table, print_stage_table
+from parity.use.reporting.summary import summary_line
 from parity.use.running.report import Report
 from parity_lab.selftest import Outcome, print_selftest
 
@@ -31,6 +32,12 @@ def compared(backend, wrong=()):
         yield compare(
             actual, values, values.astype(np.float32), Label(CASE, backend, "float32", stage)
         )
+
+
+def test_one_stage_is_one():
+    """The last line of a run counts one stage in the singular."""
+    report = Report([*compared("torch")][:1], {}, {})
+    assert "1 stage passed, 0 failed" in summary_line(report).plain
 
 
 @pytest.fixture(params=[40, 80])
