@@ -107,8 +107,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with _SignalHandlers(for_good=arguments is None) as signals:
         try:
             options = _parse(words)
+            signals.raise_deferred()
             with _warnings_in_a_line():
                 status = _run_command(options)
+            # The command may have ended between an import and the next look at it.
+            signals.raise_deferred()
             _check_output()
             return status
         except (Exception, KeyboardInterrupt) as error:
@@ -294,6 +297,12 @@ class _SignalHandlers:
                 # Nothing would catch its KeyboardInterrupt after the command.
                 handler = signal.SIG_DFL
             signal.signal(number, handler)
+
+    def raise_deferred(self) -> None:
+        """Raise KeyboardInterrupt if a signal came during an import and has not raised it yet."""
+        if self.received is not None and not self._has_raised:
+            self._has_raised = True
+            raise KeyboardInterrupt
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
