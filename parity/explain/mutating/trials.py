@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,19 +18,15 @@ import numpy as np
 from parity.explain.conformance.calls import fresh_copies
 from parity.explain.conformance.signatures import library_of
 from parity.explain.mutating.calls import Call, Function
+from parity.explain.mutating.carriers import carrier_of
 from parity.explain.mutating.compare import Unfit, is_traced, outputs_in, same
-from parity.explain.mutating.weights import Order, Projections, heads_of, projections_in
+from parity.explain.mutating.weights import Order, Projections, heads_of
 from parity.measure.core.user_code import user_code
 
 _tried: dict[tuple[Any, ...], tuple[Order, Any]] = {}
 """Results by module, which is kept alive so that its id stays unique, and by heads and shapes. A
 process injects into one callable, so that a function without a module needs no name here.
 """
-
-
-def forget() -> None:
-    """Forget the results, for another callable in this process."""
-    _tried.clear()
 
 
 def with_order_tried(function: Function, candidates: list[Projections]) -> Projections:
@@ -51,8 +48,8 @@ def with_order_tried(function: Function, candidates: list[Projections]) -> Proje
     if key in _tried:
         order, _ = _tried[key]
         return next(each for each in candidates if each.order.is_same(order))
-    for number, candidate in enumerate(candidates):
-        if _is_right(call, function, number):
+    for candidate in candidates:
+        if _is_right(candidate, function):
             # Each call has a new module of the other libraries.
             if call.owner is None or library_of(call.owner) in ("torch", "nnx"):
                 _tried[key] = candidate.order, call.owner
@@ -66,36 +63,38 @@ def with_order_tried(function: Function, candidates: list[Projections]) -> Proje
     )
 
 
-def _is_right(call: Call, function: Function, number: int) -> bool:
-    """Return whether the attention computes with an order, by its number among those that fit."""
+def _is_right(candidate: Projections, function: Function) -> bool:
+    """Return whether the attention computes with projections in their order."""
 
     def output(*zeros: str, first_group_alone: bool) -> Any:
         """Return the output if some projections are 0."""
-        with _without_side_effects(call), user_code("the attention"):
-            candidate = projections_in(concrete_copy(call))[number]
+        with _without_side_effects(candidate.call), user_code("the attention"):
+            call = concrete_copy(candidate.call)
+            # The names and the order are those of the call that was copied.
+            projections = replace(candidate, call=call, carrier=carrier_of(call))
             changed = {}
-            for name in candidate.order.places:
+            for name in projections.order.places:
                 # The bias of the output does not depend on values.
                 if name.partition(".")[0] in zeros and name != "out_proj.bias":
-                    weight = candidate[name]
-                    kept = _outside_of_first_group(name, weight, candidate) * first_group_alone
-                    changed[name] = weight * candidate.call.array(kept, like=weight)
-            return outputs_in(candidate.run(function, changed))[0]
+                    weight = projections[name]
+                    kept = _outside_of_first_group(name, weight, projections) * first_group_alone
+                    changed[name] = weight * call.array(kept, like=weight)
+            return outputs_in(projections.run(function, changed))[0]
 
     try:
         right = output(first_group_alone=False)
         for first_group_alone in (False, True):
             without_queries = output("q_proj", first_group_alone=first_group_alone)
             without_both = output("q_proj", "k_proj", first_group_alone=first_group_alone)
-            if not same(without_queries, without_both):
+            # Zeros in either make the same scores 0.
+            without_keys = output("k_proj", first_group_alone=first_group_alone)
+            if not same(without_queries, without_both) or not same(without_queries, without_keys):
                 return False
             without_values = output("v_proj", first_group_alone=first_group_alone)
             without_output = output("v_proj", "out_proj", first_group_alone=first_group_alone)
             if same(without_values, right) or not same(without_values, without_output):
                 return False
-        without_keys = output("k_proj", first_group_alone=False)
-        without_queries = output("q_proj", first_group_alone=False)
-        return same(without_keys, without_queries)
+        return True
     except Exception as error:  # copies and such calls may raise anything
         raise Unfit(
             f"the order of its projections cannot be examined: {type(error).__name__}: {error}"

@@ -11,6 +11,7 @@ import importlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ class ArrayRole:
     kind: str
 
     def __str__(self) -> str:
-        return f"{'out' if self.holds == 'out' else self.holds}_proj.{self.kind}"
+        return f"{self.holds}_proj.{self.kind}"
 
 
 OUT_WEIGHT = ArrayRole("out", "weight")
@@ -217,6 +218,20 @@ def _number(call: Call, sources: Iterable[Any], names: Iterable[str]) -> int | N
 
 
 @dataclass(frozen=True)
+class Arrangement:
+    """The axes of each array, and the order of heads in a packed one.
+
+    Attributes:
+        tensors: the axes of each array, by its role.
+        grouped, blocks: as in `Layout`; False and 1 if no array is packed.
+    """
+
+    tensors: tuple[tuple[ArrayRole, Tensor], ...]
+    grouped: bool
+    blocks: int
+
+
+@dataclass(frozen=True)
 class Order:
     """Where the elements of canonical weights lie in the arrays of a call.
 
@@ -226,11 +241,14 @@ class Order:
             fit.
         places: by canonical name, the role of the array and the elements in it, flat, in the shape
             of the canonical weight.
+        parts: by role, the canonical names in the array, and the place of each of its elements in
+            these weights, flat and joined.
     """
 
     spec: AttentionSpec
     heads_are_known: bool
     places: dict[str, tuple[ArrayRole, np.ndarray]]
+    parts: dict[ArrayRole, tuple[list[str], np.ndarray]]
 
     def is_same(self, other: Order) -> bool:
         """Return whether both read the same weights."""
@@ -238,6 +256,9 @@ class Order:
             role == other.places[name][0] and np.array_equal(indices, other.places[name][1])
             for name, (role, indices) in self.places.items()
         )
+
+
+Shapes = dict[ArrayRole, tuple[int, ...]]
 
 
 def orders_of(call: Call, carrier: Carrier, named: Named) -> list[Order]:
@@ -248,9 +269,13 @@ def orders_of(call: Call, carrier: Carrier, named: Named) -> list[Order]:
     """
     heads = heads_of(call, named)
     shapes = {role: tuple(carrier.leaves[path].shape) for role, path in named.paths.items()}
+    # Many layouts arrange their arrays alike.
+    arrangements = dict.fromkeys(
+        (*_of_layouts(named, shapes), *_of_usual_axes(call, named, shapes))
+    )
     orders: list[Order] = []
-    for layout, tensors in (*_of_layouts(named, shapes), *_of_usual_axes(call, named, shapes)):
-        order = _order(layout, tensors, shapes, heads)
+    for arrangement in arrangements:
+        order = _order(arrangement, tuple(shapes.values()), heads)
         if order is not None and not any(map(order.is_same, orders)):
             orders.append(order)
     if orders:
@@ -260,13 +285,20 @@ def orders_of(call: Call, carrier: Carrier, named: Named) -> list[Order]:
     raise Unfit(f"its projections have shapes that no known order explains: {listed}; {stated}")
 
 
-Tensors = dict[ArrayRole, Tensor]
+def _arrangement(
+    named: Named, tensors: Mapping[ArrayRole, Tensor], *, grouped: bool, blocks: int
+) -> Arrangement:
+    """Return an arrangement without what only its layout has: names, and an order of packed heads
+    if none are packed.
+    """
+    if not named.has_packed:
+        grouped, blocks = False, 1
+    by_role = [(role, replace(tensor, name=str(role))) for role, tensor in tensors.items()]
+    return Arrangement(tuple(by_role), grouped, blocks)
 
 
-def _of_layouts(
-    named: Named, shapes: Mapping[ArrayRole, tuple[int, ...]]
-) -> Iterator[tuple[Layout, Tensors]]:
-    """Yield the layouts that have all these names, with as many axes."""
+def _of_layouts(named: Named, shapes: Shapes) -> Iterator[Arrangement]:
+    """Yield the arrangements of the layouts that have all these names, with as many axes."""
     for layout in LAYOUTS.values():
         if layout.padded:
             continue
@@ -283,14 +315,12 @@ def _of_layouts(
                 for role, tensor in tensors.items()
             )
             if has_all and fits:
-                yield layout, tensors
+                yield _arrangement(named, tensors, grouped=layout.grouped, blocks=layout.blocks)
 
 
-def _of_usual_axes(
-    call: Call, named: Named, shapes: Mapping[ArrayRole, tuple[int, ...]]
-) -> Iterator[tuple[Layout, Tensors]]:
-    """Yield orders by usual axes: kernels are (out, in), or (in, out), also with an axis of heads;
-    packed heads lie q after q, or head by head.
+def _of_usual_axes(call: Call, named: Named, shapes: Shapes) -> Iterator[Arrangement]:
+    """Yield arrangements by usual axes: kernels are (out, in), or (in, out), also with an axis of
+    heads; packed heads lie q after q, or head by head.
     """
     for out_first in _possible_axes(call, named, shapes):
         tensors = {}
@@ -300,12 +330,10 @@ def _of_usual_axes(
         if any(len(tensor.groups) != len(shapes[role]) for role, tensor in tensors.items()):
             continue
         for grouped in (False, True):
-            yield Layout("usual", "", "", (tuple(tensors.values()),), grouped=grouped), tensors
+            yield _arrangement(named, tensors, grouped=grouped, blocks=1)
 
 
-def _possible_axes(
-    call: Call, named: Named, shapes: Mapping[ArrayRole, tuple[int, ...]]
-) -> tuple[bool, ...]:
+def _possible_axes(call: Call, named: Named, shapes: Shapes) -> tuple[bool, ...]:
     """Return whether kernels may be (out, in), and whether they may not."""
     library = library_of(call.owner)
     names = {named.names[role] for role in shapes if role.kind == "weight"}
@@ -342,39 +370,52 @@ def _usual_axes(role: ArrayRole, ndim: int, *, out_first: bool) -> str:
     return "(n h) d" if out_first else "d (n h)"
 
 
+# Each call of a user's attention needs the few orders of its only layer, whose indices are as
+# large as the weights.
+@lru_cache(maxsize=8)
 def _order(
-    layout: Layout, tensors: Tensors, shapes: Mapping[ArrayRole, tuple[int, ...]], heads: Heads
+    arrangement: Arrangement, all_shapes: tuple[tuple[int, ...], ...], heads: Heads
 ) -> Order | None:
-    """Return where a layout has the canonical weights; None if the shapes do not fit it."""
-    sizes = _sizes(tensors, shapes, heads)
+    """Return where an arrangement has the canonical weights; None if the shapes do not fit it."""
+    roles = [role for role, _ in arrangement.tensors]
+    tensors = tuple(tensor for _, tensor in arrangement.tensors)
+    shapes = dict(zip(roles, all_shapes, strict=True))
+    sizes = _sizes(arrangement, shapes, heads)
     if sizes is None:
         return None
     fields, heads_are_known = sizes
     # Each block has its share of the heads.
-    if fields["num_kv_heads"] % layout.blocks:
+    if fields["num_kv_heads"] % arrangement.blocks:
         return None
+    layout = Layout(
+        "stored", "", "", (tensors,), grouped=arrangement.grouped, blocks=arrangement.blocks
+    )
+    shapes_by_name = {str(role): shape for role, shape in shapes.items()}
     try:
         spec = AttentionSpec(**fields)
-        # Pairs of rotated features stay as they are stored.
-        placement = Placement(replace(layout, rope="half"), spec, tuple(tensors.values()))
-        if any(placement.shapes[tensor.name] != shapes[role] for role, tensor in tensors.items()):
+        placement = Placement(layout, spec, tensors)
+        if placement.shapes != shapes_by_name:
             return None
     except ValueError:
         return None
-    roles = {tensor.name: role for role, tensor in tensors.items()}
     indices = {
-        tensor.name: np.arange(math.prod(shapes[role])).reshape(shapes[role])
-        for role, tensor in tensors.items()
+        name: np.arange(math.prod(shape)).reshape(shape) for name, shape in shapes_by_name.items()
     }
     places = {}
-    for tensor in tensors.values():
+    parts = {}
+    for role, tensor in arrangement.tensors:
         for name in tensor.parts:
-            places[name] = roles[tensor.name], placement.read_out(name, indices.__getitem__)
-    return Order(spec, heads_are_known, places)
+            places[name] = role, placement.read_out(name, indices.__getitem__)
+        # The parts of an array together have each of its elements once.
+        joined = np.concatenate([places[name][1].ravel() for name in tensor.parts])
+        inverse = np.empty_like(joined)
+        inverse[joined] = np.arange(len(joined))
+        parts[role] = tensor.parts, inverse
+    return Order(spec, heads_are_known, places, parts)
 
 
 def _sizes(
-    tensors: Tensors, shapes: Mapping[ArrayRole, tuple[int, ...]], heads: Heads
+    arrangement: Arrangement, shapes: Shapes, heads: Heads
 ) -> tuple[dict[str, Any], bool] | None:
     """Return the fields of the specification that shapes and heads show, and whether the heads are
     known; None if they contradict each other.
@@ -382,7 +423,7 @@ def _sizes(
     rows, widths, num_heads = {}, {}, heads.num_heads
     biases = dict.fromkeys("qkv", False)
     has_out_bias, d_model = False, None
-    for role, tensor in tensors.items():
+    for role, tensor in arrangement.tensors:
         if role.kind == "bias":
             has_out_bias = has_out_bias or role.holds == "out"
             biases |= dict.fromkeys(set(role.holds) & set("qkv"), True)
@@ -504,16 +545,14 @@ class Projections:
     def run(self, function: Function, changed: Arrays) -> Any:
         """Call a function with some canonical weights replaced."""
         stored: dict[LeafPath, Any] = {}
-        for role, path in self.named.paths.items():
-            names = [name for name, (holder, _) in self.order.places.items() if holder == role]
+        for role, (names, inverse) in self.order.parts.items():
             if not any(name in changed for name in names):
                 continue
-            # The parts of an array together have each of its elements once.
-            indices = np.concatenate([self.order.places[name][1].ravel() for name in names])
-            parts = [changed.get(name, self[name]).reshape(-1) for name in names]
-            joined = _concatenate(parts) if len(parts) > 1 else parts[0]
+            arrays = [changed[name] if name in changed else self[name] for name in names]
+            flat = [array.reshape(-1) for array in arrays]
+            joined = _concatenate(flat) if len(flat) > 1 else flat[0]
             shape = tuple(self._stored(role).shape)
-            stored[path] = taken(joined, np.argsort(indices), 0).reshape(shape)
+            stored[self.named.paths[role]] = taken(joined, inverse, 0).reshape(shape)
         return self.carrier.run(function, stored)
 
 
