@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from parity.measure.backends import BACKENDS
-from parity.use.cli.cases import cases_named
+from parity.use.cli.cases import chosen_cases, num_runs
 from parity.use.cli.help import Page, Result
 from parity.use.cli.messages import no_framework, refusal
-from parity.use.cli.options import check_names, dtype_list, name_list
+from parity.use.cli.options import add_backend_options, check_names
 from parity.use.cli.reports import add_length_options, add_skip_option
 
 PAGE = Page(
@@ -44,20 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cases", metavar="GLOB", help="names such as 'rope*', or all; default: every feature once"
     )
-    parser.add_argument(
-        "--backends",
-        type=name_list,
-        metavar="A,B",
-        help=f"{', '.join(BACKENDS)}; default: all that are installed",
-    )
-    parser.add_argument(
-        "--dtypes",
-        type=dtype_list,
-        default=["float32"],
-        metavar="A,B",
-        help="float32, bfloat16, float16, float64, or fp32, …; default: float32",
-    )
-    parser.add_argument("--grad", action="store_true", help="also compare gradients")
+    add_backend_options(parser, BACKENDS)
     add_skip_option(parser)
     add_length_options(parser)
 
@@ -66,7 +53,6 @@ def run(options: argparse.Namespace) -> Result:
     """Run the cases on the mesh, and print the report."""
     from parity.measure.backends import why_missing
     from parity.measure.core.case import DTYPES
-    from parity.measure.core.cases import CASES, QUICK
     from parity.use.reporting.console import console, progress_bar
     from parity_lab.mesh.plan import parse_mesh
     from parity_lab.mesh.printing import print_mesh_report
@@ -78,17 +64,10 @@ def run(options: argparse.Namespace) -> Result:
     backends = options.backends or [name for name in BACKENDS if not why_missing(name)]
     if not backends:
         raise ModuleNotFoundError(no_framework())
-    if options.cases is None:
-        cases = list(QUICK.values())
-    elif options.cases == "all":
-        cases = list(CASES.values())
-    else:
-        cases = cases_named("--cases", options.cases)
+    cases = chosen_cases(options.cases)
     if options.virtual_devices is not None:
         _make_devices(options.virtual_devices, plan.size, str(plan), backends)
-    # Some cases have one dtype of their own.
-    dtypes_of_cases = [1 if case.dtype else len(options.dtypes) for case in cases]
-    with progress_bar(sum(dtypes_of_cases) * len(backends)) as on_case:
+    with progress_bar(num_runs(cases, options.dtypes, backends)) as on_case:
         report = run_on_mesh(
             cases, backends, plan, options.dtypes, with_gradients=options.grad, on_case=on_case
         )

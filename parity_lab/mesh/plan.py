@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from mha_spec import InputError
 from mha_spec.rules import as_count
@@ -90,6 +91,15 @@ def parse_mesh(text: str, axes: AxisKind = "automatic") -> MeshPlan:
             raise InputError("mesh", f"{rule}, such as data=2,tensor=4", mesh=text)
         sizes[name] = int(size)
     return MeshPlan(**sizes, axes=axes)
+
+
+def why_rejected(check: Callable[..., None], *arguments: Any) -> str | None:
+    """Return why a check of an implementation rejects arguments, or None if it does not."""
+    try:
+        check(*arguments)
+    except InputError as refusal:
+        return f"{refusal.argument} must {refusal.rule}"
+    return None
 
 
 def why_not_divided(case: Case, plan: MeshPlan) -> str | None:

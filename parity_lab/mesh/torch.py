@@ -38,7 +38,7 @@ from parity.measure.core.trace import Reference
 from parity.measure.core.weights import Weights
 from parity.measure.sharding.shard import ShardPlan, local_heads, shard
 from parity_lab.mesh.backend import MeshPort, MeshTrace, name_of_call, name_of_gradient, record_with
-from parity_lab.mesh.plan import MeshPlan, advice_on_devices, why_not_divided
+from parity_lab.mesh.plan import MeshPlan, advice_on_devices, why_not_divided, why_rejected
 from parity_lab.mesh.processes import ProblemPart, Processes
 
 KINDS = {
@@ -72,12 +72,10 @@ def check_devices(plan: MeshPlan) -> None:
 def why_skipped(case: Case, dtype: str, plan: MeshPlan) -> str | None:
     """Return why a case cannot run on a mesh, or None."""
     reason = why_not_divided(case, plan)
+    if reason is None:
+        reason = why_rejected(check_divides, case.spec, plan.tensor)
     if reason is not None:
         return reason
-    try:
-        check_divides(case.spec, plan.tensor)
-    except InputError as refusal:
-        return f"{refusal.argument} must {refusal.rule}"
     if plan.sequence == 1:
         return None
     if _has_masks_or_biases(case):

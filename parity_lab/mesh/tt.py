@@ -34,7 +34,7 @@ from parity.measure.core.case import Case
 from parity.measure.core.problem import Problem
 from parity.measure.core.trace import Reference
 from parity_lab.mesh.backend import MeshPort, MeshTrace, name_of_call, record_with
-from parity_lab.mesh.plan import MeshPlan, why_not_divided
+from parity_lab.mesh.plan import MeshPlan, why_not_divided, why_rejected
 from ttnn_mock.boards import MESHES
 from ttnn_mock.goldens import is_collective
 
@@ -76,12 +76,10 @@ def why_skipped(case: Case, dtype: str, plan: MeshPlan) -> str | None:
     # Each chip packs its own q, k and v, so fused_qkv may be divided.
     unfused = replace(case, spec=replace(case.spec, fused_qkv=False))
     reason = why_not_divided(unfused, plan)
+    if reason is None:
+        reason = why_rejected(check_divides, case.spec, plan.tensor)
     if reason is not None:
         return reason
-    try:
-        check_divides(case.spec, plan.tensor)
-    except InputError as refusal:
-        return f"{refusal.argument} must {refusal.rule}"
     if case.random_mask and plan.tensor > 1:
         return "a mask per head would differ between chips, which run one program"
     return None

@@ -7,9 +7,8 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
-from parity.port.conversion.hints import LayerHints
-from parity.port.conversion.layouts import Layout, find_spec
-from parity.port.conversion.layouts.detection import UnknownHeadsError, stack_sizes, without_axis
+from parity.port.conversion.layouts import Layout
+from parity.port.conversion.layouts.detection import fits_layer, stack_sizes, without_axis
 
 ENTRY = re.compile(r"(.*)\[(\d+)\]", re.DOTALL)
 """The label of one layer of a stack, such as `layers.self_attn[3]`."""
@@ -88,19 +87,8 @@ def _fits(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> bool:
     except ValueError:
         return False
     if sizes is None:
-        return _fits_layer(shapes, layout)
-    return any(_fits_layer(without_axis(axis, shapes), layout) for axis in sizes)
-
-
-def _fits_layer(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> bool:
-    """Return whether tensors are a single layer in a layout, for some number of heads."""
-    try:
-        find_spec(shapes, layout, LayerHints())
-    except UnknownHeadsError:
-        return True
-    except ValueError:
-        return False
-    return True
+        return fits_layer(shapes, layout)
+    return any(fits_layer(without_axis(axis, shapes), layout) for axis in sizes)
 
 
 class Names:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from parity.use.cli.help import Page, Result
@@ -38,6 +39,23 @@ def run(options: argparse.Namespace) -> Result:
     print_cases(cases, console())
     listed = [{"covers": covers(case), **asdict(case)} for case in cases]
     return 0, {"cases": listed}
+
+
+def chosen_cases(pattern: str | None, *, may_be_none: bool = False) -> list[Case]:
+    """Return the cases of `--cases`: by default every feature once; all, or those that match."""
+    from parity.measure.core.cases import QUICK
+
+    if pattern is None:
+        return list(QUICK.values())
+    return cases_named("--cases", "*" if pattern == "all" else pattern, may_be_none=may_be_none)
+
+
+def num_runs(cases: Sequence[Case], dtypes: Sequence[str], backends: Sequence[str]) -> int:
+    """Return the number of runs: of each case in each dtype, or in its only one, and backend."""
+    num_with_dtype = 0
+    for case in cases:
+        num_with_dtype += 1 if case.dtype else len(dtypes)
+    return num_with_dtype * len(backends)
 
 
 def cases_named(flag: str, pattern: str, may_be_none: bool = False) -> list[Case]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +113,24 @@ def _registered_name(path: str, tables: dict[str, tuple[str, Layout]]) -> str:
         rule = f"differ from that of {first_path}, which is another table"
         raise refusal("the key name", rule, repr(layout.name), where=path)
     return layout.name
+
+
+def add_backend_options(parser: argparse._ActionsContainer, backends: Iterable[str]) -> None:
+    """Add the options for the backends of a run, their dtypes, and gradients."""
+    parser.add_argument(
+        "--backends",
+        type=name_list,
+        metavar="A,B",
+        help=f"{', '.join(backends)}; default: all that are installed",
+    )
+    parser.add_argument(
+        "--dtypes",
+        type=dtype_list,
+        default=["float32"],
+        metavar="A,B",
+        help="float32, bfloat16, float16, float64, or fp32, …; default: float32",
+    )
+    parser.add_argument("--grad", action="store_true", help="also compare gradients")
 
 
 def add_params_option(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
@@ -11,15 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parity.measure.backends import BACKENDS
-from parity.use.cli.cases import cases_named
+from parity.use.cli.cases import chosen_cases, num_runs
 from parity.use.cli.help import Page, Result
 from parity.use.cli.layers import add_layer_options, layer_options, passed_layer_flags
 from parity.use.cli.messages import add_hint, no_framework, refusal
 from parity.use.cli.options import (
+    add_backend_options,
     check_names,
     check_range,
-    dtype_list,
-    name_list,
     named_path,
     range_list,
 )
@@ -80,20 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
     how = parser.add_argument_group("how to run")
-    how.add_argument(
-        "--backends",
-        type=name_list,
-        metavar="A,B",
-        help=f"{', '.join(BACKENDS)}; default: all that are installed",
-    )
-    how.add_argument(
-        "--dtypes",
-        type=dtype_list,
-        default=["float32"],
-        metavar="A,B",
-        help="float32, bfloat16, float16, float64, or fp32, …; default: float32",
-    )
-    how.add_argument("--grad", action="store_true", help="also compare gradients")
+    add_backend_options(how, BACKENDS)
     how.add_argument(
         "-j", "--jobs", type=int, default=1, metavar="N", help="number of processes; default: 1"
     )
@@ -183,7 +168,7 @@ def run(options: argparse.Namespace) -> Result:
         case_name = f"weights-{Path(options.weights).stem}"
         cases = cases_of(case_name, spec, seq_len=seq_len)
     with ExitStack() as stack:
-        on_case = stack.enter_context(progress_bar(_num_runs(cases, options.dtypes, backends)))
+        on_case = stack.enter_context(progress_bar(num_runs(cases, options.dtypes, backends)))
         num_processes = max(options.jobs, 1) + len(pythons)
         join: list[Any] = [*options.join]
         for name, path in pythons.items():
@@ -204,16 +189,6 @@ def run(options: argparse.Namespace) -> Result:
         features = not_exercised([(case_name, spec)], seq_len, options.dtypes)
         report = replace(report, not_exercised=features)
     return print_and_write(options, report, maps)
-
-
-def _num_runs(cases: Sequence[Case], dtypes: Sequence[str], backends: Sequence[str]) -> int:
-    """Return the number of runs here: of each case in each dtype, or in its only one, and
-    backend.
-    """
-    num_with_dtype = 0
-    for case in cases:
-        num_with_dtype += 1 if case.dtype else len(dtypes)
-    return num_with_dtype * len(backends)
 
 
 def _options_elsewhere(options: argparse.Namespace, backend: str) -> list[str]:
@@ -292,14 +267,11 @@ def _run_model(options: argparse.Namespace, arguments: dict[str, Any]) -> Report
 
 
 def _chosen_cases(options: argparse.Namespace) -> list[Case]:
-    from parity.measure.core.cases import QUICK, random_case
+    from parity.measure.core.cases import random_case
 
     check_range(options, "random", 0, MOST_RANDOM)
-    named = QUICK
-    if options.cases is not None:
-        pattern = "*" if options.cases == "all" else options.cases
-        cases = cases_named("--cases", pattern, may_be_none=options.random > 0)
-        named = {case.name: case for case in cases}
+    cases = chosen_cases(options.cases, may_be_none=options.random > 0)
+    named = {case.name: case for case in cases}
     # A random case that is also named runs once.
     drawn = {}
     for number in range(options.random):

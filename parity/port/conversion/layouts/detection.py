@@ -337,6 +337,17 @@ def stack_sizes(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> dict[i
     return sizes_by_axis
 
 
+def fits_layer(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> bool:
+    """Return whether tensors are a single layer in a layout, for some number of heads."""
+    try:
+        find_spec(shapes, layout, LayerHints())
+    except UnknownHeadsError:
+        return True
+    except ValueError:
+        return False
+    return True
+
+
 def without_axis(axis: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of one layer of a stack on an axis."""
     return {name: (*shape[:axis], *shape[axis + 1 :]) for name, shape in shapes.items()}

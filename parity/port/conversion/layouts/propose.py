@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from parity.measure.text import and_listed, some_of
-from parity.port.conversion.hints import LayerHints
 from parity.port.conversion.layouts.custom import layout_from_table
-from parity.port.conversion.layouts.detection import UnknownHeadsError, find_spec, stack_sizes
+from parity.port.conversion.layouts.detection import fits_layer, stack_sizes, without_axis
 from parity.port.conversion.layouts.layout import Layout
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -445,13 +444,10 @@ def _fits(tensors: Shapes, roles: _Roles, layout: Layout) -> bool:
             # Under a number, the additional axis is that of heads: layers are already numbered.
             if "{i}" in layout.prefix:
                 return False
-            shapes = {name: shape[1:] for name, shape in shapes.items()}
-        find_spec(shapes, layout, LayerHints())
-    except UnknownHeadsError:
-        return True
+            shapes = without_axis(0, shapes)
     except ValueError:
         return False
-    return True
+    return fits_layer(shapes, layout)
 
 
 # ---- Text ----------------------------------------------------------------------------------------
