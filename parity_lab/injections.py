@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import InputError, LinearScaling, ProportionalScaling, Rope, YarnScaling
-from parity.explain.diagnosis.bugs import PRECISIONS, Bug, bugs_for
+from parity.explain.diagnosis.bugs import PRECISIONS, Edit, bugs_for
 from parity.measure.backends import BACKENDS, load_backend
 from parity.measure.backends.port import Port
 from parity.measure.core.case import Case
@@ -434,19 +434,19 @@ INJECTIONS: dict[str, Injection] = {
 
 
 @cache
-def bugs_to_inject(case: Case) -> dict[str, Bug]:
+def bugs_to_inject(case: Case) -> dict[str, Edit]:
     """Return the known bugs that can be injected into a case, by name; the more usual one of each
     name.
     """
     known = (*bugs_for(case), *(() if case.is_cached else PRECISIONS.values()))
-    found: dict[str, Bug] = {}
+    found: dict[str, Edit] = {}
     for bug in known:
         if bug.name in INJECTIONS and bug.shows_alone:
             found.setdefault(bug.name, bug)
     return found
 
 
-def bug_to_inject(name: str, case: Case) -> Bug:
+def bug_to_inject(name: str, case: Case) -> Edit:
     """Return the bug of a name, if it can be injected into a case.
 
     Raises:

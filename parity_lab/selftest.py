@@ -494,8 +494,8 @@ def run_with_bug(bug: str, case: Case, backend: str, *, seed: int = 0) -> Outcom
         seed,
         bug_to_inject(bug, case).stages if bug else (),
         "" if difference is None else stage_named(difference.stage).kind,
-        tuple(name for explanation in found.explanations for name in explanation.bugs),
-        tuple(words for explanation in found.explanations for words in explanation.others),
+        tuple(name for explanation in found.named for name in explanation.bugs),
+        tuple(words for explanation in found.named for words in explanation.others),
         found.kind,
     )
 

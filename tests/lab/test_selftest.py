@@ -11,8 +11,8 @@ from helpers.samples import sample
 
 import mha_torch
 from parity import CASES, make_problem, random_weights
-from parity.explain.diagnosis.bugs import page_by_bug, ranks, wrong_layer
-from parity.explain.diagnosis.replay import Replay
+from parity.explain.diagnosis.bugs import edited_layer, page_by_bug, ranks
+from parity.explain.diagnosis.trial import Trial
 from parity.measure.backends import driver, load_backend
 from parity.measure.core.stages import run_steps, stage_named
 from parity.use.cli.main import main
@@ -155,17 +155,17 @@ def test_injected_bug_matches_reference_bug(case, name):
         ):
             values |= (step_with_bug if is_changed else right_step)(values)
             num_run += is_changed
-    replay = Replay(problem, values, "ieee")
+    trial = Trial(problem, values, "ieee")
     assert num_run >= 1
-    wrong = replay.wrong(replay.stages, ())
+    wrong = trial.wrong(trial.stages, ())
     assert stage_named(wrong[0]).kind in made.stages
-    same = next(known for known in replay.known if (known.name, known.about) == (name, made.about))
-    assert replay.wrong(replay.stages, (same,)) == []
+    same = next(known for known in trial.known if (known.name, known.about) == (name, made.about))
+    assert trial.wrong(trial.stages, (same,)) == []
 
 
 def in_reference_with(made, problem):
     """Return the steps of the reference with a bug, and whether each changes outside of paths."""
-    wrong, right = (wrong_layer(problem, "float32", some).steps() for some in ([made], []))
+    wrong, right = (edited_layer(problem, "float32", some).steps() for some in ([made], []))
     with np.errstate(all="ignore"):
         values = run_steps(wrong)
         pairs = [(one(values), other(values)) for one, other in zip(wrong, right, strict=True)]

@@ -82,7 +82,7 @@ def judge(job: Job) -> Verdict:
         failed = {"verdict": "error", "seconds": time.process_time() - began, "names": []}
         return verdict | failed | {"text": f"{type(error).__name__}: {error}"}
     verdict |= {"verdict": said.kind, "seconds": time.process_time() - began, "text": str(said), "said": said.to_dict()}
-    explanations = verdict["said"]["explanations"]
+    explanations = _named(verdict)
     verdict["names"] = [name for each in explanations for name in each["bugs"]]
     verdict["others"] = [each["others"] for each in explanations]
     verdict["first"] = first_said(said.stage, said.malformed)
@@ -130,12 +130,17 @@ def is_caught(verdict: Verdict) -> bool:
 
 def is_placed(verdict: Verdict) -> bool:
     """Return whether it names a bug, or reports the place or the law of the first stage that differs."""
-    unknowns = verdict.get("said", {}).get("unknowns", [])
-    findings = unknowns[0]["findings"] if unknowns else None
-    is_somewhere = findings is not None and (
-        findings["place"]["words"] != "everywhere" or any("are NaN: only" in sign for sign in findings["signs"])
+    unnamed = [each for each in verdict.get("said", {}).get("findings", []) if not each["bugs"]]
+    description = unnamed[0]["description"] if unnamed else None
+    is_somewhere = description is not None and (
+        description["place"]["words"] != "everywhere" or any("are NaN: only" in sign for sign in description["signs"])
     )
-    return bool(verdict["names"]) or is_somewhere or bool(findings and findings["found"])
+    return bool(verdict["names"]) or is_somewhere or bool(description and description["patterns"])
+
+
+def _named(verdict: Verdict) -> list[dict[str, Any]]:
+    """Return the findings that have a name, or the page of a family."""
+    return [finding for finding in verdict["said"]["findings"] if finding["bugs"]]
 
 
 JUDGEMENTS = ("right", "one of several", "wrong", "none given", "to be judged")
@@ -153,18 +158,18 @@ def judged_names(verdict: Verdict) -> str:
     if verdict["id"] not in ACCEPTED:
         return "to be judged"
     accepted, pages = ACCEPTED[verdict["id"]], ACCEPTED_PAGES[verdict["id"]]
-    known = [each for each in verdict["said"]["explanations"] if not _is_of_law(each)]
-    laws = [each for each in verdict["said"]["explanations"] if _is_of_law(each)]
-    if all(accepted.issuperset(each["bugs"]) for each in known) and all(pages >= {*each["docs"]} for each in laws):
+    known = [each for each in _named(verdict) if not _is_of_law(each)]
+    laws = [each for each in _named(verdict) if _is_of_law(each)]
+    if all(accepted.issuperset(each["bugs"]) for each in known) and all(pages >= {*each["pages"]} for each in laws):
         return "right"
     words = _words_for(accepted, BUGS[verdict["id"]].problem.case)
     is_said = all(accepted.issuperset(each["bugs"]) or words & {*each["others"]} for each in known)
-    return "one of several" if is_said and all(pages & {*each["docs"]} for each in laws) else "wrong"
+    return "one of several" if is_said and all(pages & {*each["pages"]} for each in laws) else "wrong"
 
 
 def _is_of_law(explanation: dict[str, Any]) -> bool:
     """Return whether a law explains it: then it has the findings of the stage."""
-    return explanation.get("findings") is not None
+    return explanation.get("description") is not None
 
 
 def _words_for(names: Collection[str], case: Case) -> set[str]:

@@ -5,8 +5,8 @@ import plots
 from reference import simulated
 
 import parity
-from parity.explain.diagnosis.bugs import bugs_for, page_by_bug, wrong_layer
-from parity.explain.diagnosis.replay import Replay
+from parity.explain.diagnosis.bugs import bugs_for, page_by_bug, edited_layer
+from parity.explain.diagnosis.trial import Trial
 from parity.measure.core.compare import Label, compare
 from parity.measure.core.problem import Problem
 from parity.measure.core.trace import Reference
@@ -60,12 +60,12 @@ def errors_of_bugs(name: str) -> list[tuple[float, float]]:
     same = reference.same_precision(local=False)["output"]
     found = []
     for bug in bugs_for(problem.case):
-        exact = wrong_layer(problem, "float64", [bug]).forward()["output"]
+        exact = edited_layer(problem, "float64", [bug]).forward()["output"]
         if (
             np.isfinite(exact).all()
             and np.abs(exact - expected).max() > 1e-12 * np.abs(expected).max()
         ):
-            actual = wrong_layer(problem, "float32", [bug]).forward()["output"]
+            actual = edited_layer(problem, "float32", [bug]).forward()["output"]
             comparison = compare(
                 actual, expected, same, Label(name, "reference", "float32", "output")
             )
@@ -119,26 +119,26 @@ def searched_layer(bug: str) -> tuple[Problem, dict[str, np.ndarray]]:
     """A layer with shared heads, and its stages with a bug, in float32."""
     problem = parity.make_problem("gqa-causal", "float32")
     (injected,) = (each for each in bugs_for(problem.case) if each.name == bug)
-    values = wrong_layer(problem, "float32", [injected]).forward()
+    values = edited_layer(problem, "float32", [injected]).forward()
     return problem, {name: values[name] for name in STAGES}
 
 
 def funnel_counts(bug: str) -> tuple[dict[str, int], str]:
     """Numbers of bugs that remain after each rule of a search, and the name of the last one."""
     problem, observed = searched_layer(bug)
-    replay = Replay(problem, observed, "ieee")
-    wrong = replay.wrong(replay.stages, ())
-    right = [stage for stage in replay.stages if stage not in wrong]
+    trial = Trial(problem, observed, "ieee")
+    wrong = trial.wrong(trial.stages, ())
+    right = [stage for stage in trial.stages if stage not in wrong]
     stage = wrong[0]
-    expected = replay.stage(stage, ())
+    expected = trial.stage(stage, ())
     changing = [
-        bug for bug in replay.known if not np.array_equal(expected, replay.stage(stage, (bug,)))
+        bug for bug in trial.known if not np.array_equal(expected, trial.stage(stage, (bug,)))
     ]
-    fitting = [bug for bug in changing if replay.judgement(stage, (bug,)).ratio <= 1.0]
-    left = [bug for bug in fitting if not replay.wrong(right, (bug,))]
+    fitting = [bug for bug in changing if trial.judgement(stage, (bug,)).ratio <= 1.0]
+    left = [bug for bug in fitting if not trial.wrong(right, (bug,))]
     counts = {
         "known bugs": len(page_by_bug()),
-        "can occur in this layer": len(replay.known),
+        "can occur in this layer": len(trial.known),
         f"change its {stage}": len(changing),
         "explain them up to rounding": len(fitting),
         "spoil no correct stage": len(left),

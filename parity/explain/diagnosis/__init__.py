@@ -5,7 +5,7 @@ counts only if the changed reference reproduces the observed stages up to roundi
 
 - `Bug` (`bugs`): a known bug: what it overrides in the reference, and its page in
   `parity/bugs`.
-- `Replay` (`replay`): the reference, run again from a stage on with a bug in it.
+- `Trial` (`trial`): the reference, run again from a stage on with a bug in it.
 - `Diagnosis` (`verdicts`): the verdict, its evidence and a fix.
 
 Start at `diagnose.diagnose`; `search` decides which bugs and pairs of bugs are tried, and in which

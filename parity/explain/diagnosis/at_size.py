@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from parity.explain.diagnosis.laws import Findings
-from parity.explain.diagnosis.replay import EVERYTHING, Scope
+from parity.explain.diagnosis.findings import Diagnosis, Finding, order_of
+from parity.explain.diagnosis.laws import Description
 from parity.explain.diagnosis.sample import sample_of
 from parity.explain.diagnosis.sampling import (
     CONFIRMED,
@@ -24,10 +24,9 @@ from parity.explain.diagnosis.sampling import (
     is_causal,
     multiplications,
 )
-from parity.explain.diagnosis.verdicts import Diagnosis, Explanation, Unknown
+from parity.explain.diagnosis.trial import EVERYTHING, Scope
 from parity.explain.diagnosis.work import PER_MULTIPLICATION, Work
 from parity.measure.core.blas import single_threaded
-from parity.measure.core.stages import STAGES, stage_named
 
 Judge = Callable[[Part, Scope, Work], Diagnosis]
 """Diagnose a sample, within a scope and a limit of work."""
@@ -151,7 +150,7 @@ def diagnosed_by_samples(whole: Whole, judge: Judge, seconds: float) -> Diagnosi
         seconds: work of the search, see `parity.explain.diagnosis.work`, in addition to `SPARED`.
     """
     if not whole.compared.first_wrong():
-        return Diagnosis("none", has_stages=len(whole.observed) > 1)
+        return Diagnosis(has_stages=len(whole.observed) > 1)
     kinds: list[TokenSamples | RowSamples] = []
     if whole.stages_of_tokens:
         kinds.append(TokenSamples(whole))
@@ -181,10 +180,10 @@ def diagnosed_by_first_call(
     with work.counted(), single_threaded():
         if first is not None:
             found = diagnosed_by_samples(first, judge, CONFIRMS * seconds)
-            if found.explanations:
-                names = {name for each in found.explanations for name in (*each.bugs, *each.others)}
+            if found.known:
+                names = {name for each in found.known for name in (*each.bugs, *each.others)}
                 again = judge_all(Scope(only=frozenset(names), is_quick=True), Work(work.left))
-                if again.explanations and not again.unknowns:
+                if again.known and not again.leftover:
                     return replace(
                         again, sample=f"the first call ({found.sample}), confirmed by all calls"
                     )
@@ -195,27 +194,19 @@ def diagnosed_by_first_call(
 
 def _of_first_call(found: Diagnosis) -> Diagnosis:
     """Return the diagnosis of the first call, with the names of its stages in the whole."""
-    explanations = [
+    findings = [
         replace(
-            each,
-            stage=FIRST_CALL + each.stage,
-            stages=tuple(FIRST_CALL + stage for stage in each.stages),
+            finding,
+            stage=FIRST_CALL + finding.stage,
+            stages=tuple(FIRST_CALL + stage for stage in finding.stages),
+            follows=tuple(FIRST_CALL + stage for stage in finding.follows),
         )
-        for each in found.explanations
-    ]
-    unknowns = [
-        replace(
-            each,
-            stage=FIRST_CALL + each.stage,
-            stages=tuple(FIRST_CALL + stage for stage in each.stages),
-        )
-        for each in found.unknowns
+        for finding in found.findings
     ]
     return replace(
         found,
         stage=FIRST_CALL + found.stage,
-        explanations=explanations,
-        unknowns=unknowns,
+        findings=findings,
         sample=f"the first call ({found.sample}), {UNCONFIRMED}",
         taken={},
         agrees=False,
@@ -238,7 +229,7 @@ class _Search:
     samples: TokenSamples | RowSamples
     judge: Judge
     work: Work
-    found: dict[str, Explanation] = field(default_factory=dict)
+    found: dict[str, Finding] = field(default_factory=dict)
     first: tuple[Part, Diagnosis] | None = None
     agreed: Diagnosis | None = None
 
@@ -257,19 +248,19 @@ class _Search:
                 return confirmed
         if self.first is not None:
             return self.mixed() or self.thorough()
-        return self.agreed or Diagnosis("none")
+        return self.agreed or Diagnosis()
 
     def judged(self, part: Part, scope: Scope, share: float = 1.0) -> Diagnosis:
         """Diagnose a sample with a share of the remaining work."""
         if not part.observed:
-            return Diagnosis("none")
+            return Diagnosis()
         with self.work.counted(), single_threaded():
             return self.judge(part, scope, Work(share * self.work.left))
 
     def confirmed(self, diagnosis: Diagnosis) -> Diagnosis | None:
         """Return the diagnosis of a sample if it also explains another one."""
-        self.found |= {"\n".join(each.bugs): each for each in diagnosis.explanations}
-        if not diagnosis.explanations:
+        self.found |= {"\n".join(each.bugs): each for each in diagnosis.known}
+        if not diagnosis.known:
             return None
         contradicting, agreeing = list[str](), list[str]()
         for other in self.samples.confirming():
@@ -278,7 +269,7 @@ class _Search:
                 return self._merged(diagnosis, diagnosis, UNCONFIRMED)
             if not again.is_wrong:
                 agreeing.append(other.words)
-            elif again.unknowns or not again.explanations:
+            elif again.leftover or not again.known:
                 contradicting.append(other.words)
             else:
                 words = ", ".join(
@@ -299,26 +290,23 @@ class _Search:
         """Return the joint diagnosis of samples; among alternatives the confirming sample, which is
         larger, decides.
         """
-        by_name = self.found | {"\n".join(each.bugs): each for each in again.explanations}
-        confirmed_names = {each.bugs for each in again.explanations}
-        explanations = [
+        by_name = self.found | {"\n".join(each.bugs): each for each in again.known}
+        confirmed_names = {each.bugs for each in again.known}
+        findings = [
             each
             for each in by_name.values()
             if each.bugs in confirmed_names or not _is_other(each, again)
         ]
-        kind = "precision" if diagnosis.kind == again.kind == "precision" else "structure"
         first, shown = self.first if self.first is not None else (None, diagnosis)
         words = f"{first.words}, {words}" if first is not None else words
-        return replace(
-            shown, kind=kind, explanations=explanations, unknowns=[], untried="", sample=words
-        )
+        return replace(shown, findings=findings, untried="", sample=words)
 
     def mixed(self) -> Diagnosis | None:
         """Return an explanation by a bug that mixes rows."""
         with suppress(TimeoutError), self.work.counted(), self.work.inside("bugs that mix rows"):
             for part in self.samples.mixing():
                 diagnosis = self.judged(part, Scope(part.judged, MIXING, is_quick=True))
-                if diagnosis.explanations and not diagnosis.unknowns:
+                if diagnosis.known and not diagnosis.leftover:
                     return replace(diagnosis, sample=part.words)
         return None
 
@@ -327,13 +315,13 @@ class _Search:
         confirm a bug.
         """
         if self.first is None:
-            return Diagnosis("none")
+            return Diagnosis()
         part = self._to_search_thoroughly(self.first[0])
         diagnosis = self.judged(part, Scope(part.judged))
         if not diagnosis.is_wrong:  # the first tokens do not show it
             part = self.first[0]
             diagnosis = self.judged(part, Scope(part.judged))
-        if not diagnosis.unknowns and diagnosis.explanations and not self.found:
+        if not diagnosis.leftover and diagnosis.known and not self.found:
             self.first = (part, diagnosis)
             confirmed = self.confirmed(diagnosis)
             if confirmed is not None:
@@ -358,18 +346,18 @@ class _Search:
         other = next(self.samples.confirming())
         again = self.judged(other, Scope(other.judged, frozenset()))
         laws = [
-            [(each.stage, each.law and each.law.name) for each in found.unknowns]
+            [(each.stage, each.pattern and each.pattern.name) for each in found.leftover]
             for found in (diagnosis, again)
         ]
         if laws[0] == laws[1]:
             return replace(diagnosis, sample=f"{part.words}, confirmed by {other.words}")
-        unknowns = [replace(each, findings=None) for each in diagnosis.unknowns]
-        return replace(diagnosis, kind="unknown", unknowns=unknowns, sample=part.words)
+        unexplained = [replace(each, description=None) for each in diagnosis.leftover]
+        return replace(diagnosis, findings=[*diagnosis.known, *unexplained], sample=part.words)
 
 
-def _is_other(explanation: Explanation, confirmed: Diagnosis) -> bool:
+def _is_other(finding: Finding, confirmed: Diagnosis) -> bool:
     """Return True if a confirmed diagnosis explains the stages of an explanation by another bug."""
-    return any({*explanation.stages} & {*each.stages} for each in confirmed.explanations)
+    return any({*finding.stages} & {*each.stages} for each in confirmed.known)
 
 
 # ---- The verdict on the whole --------------------------------------------------------------------
@@ -379,36 +367,34 @@ def _joined(whole: Whole, diagnoses: Sequence[Diagnosis]) -> Diagnosis:
     """Return the diagnosis of a layer by those of its samples, and by the comparison of its whole
     stages.
     """
-    explanations = _distinct([each for diagnosis in diagnoses for each in diagnosis.explanations])
-    unknowns = [each for diagnosis in diagnoses for each in diagnosis.unknowns]
-    conventions = {
-        name: words for diagnosis in diagnoses for name, words in diagnosis.conventions.items()
-    }
-    malformed = {
-        name: reason for diagnosis in diagnoses for name, reason in diagnosis.malformed.items()
-    }
+    known = _distinct([finding for diagnosis in diagnoses for finding in diagnosis.known])
+    leftover = [finding for diagnosis in diagnoses for finding in diagnosis.leftover]
+    conventions: dict[str, str] = {}
+    malformed: dict[str, str] = {}
+    for diagnosis in diagnoses:
+        conventions |= diagnosis.conventions
+        malformed |= diagnosis.malformed
     first_wrong = whole.compared.first_wrong(conventions)
-    explained = [each.stage for each in (*explanations, *unknowns)]
-    if first_wrong and not any(_order(stage) <= _order(first_wrong) for stage in explained):
+    explained = [finding.stage for finding in (*known, *leftover)]
+    if first_wrong and not any(order_of(stage) <= order_of(first_wrong) for stage in explained):
         # The samples agree, but the whole stage does not, or only stages after it were found to
         # differ.
         comparison = whole.compared[first_wrong].comparison
-        unknowns = [Unknown(first_wrong, comparison.error, comparison.ratio), *unknowns]
-    unknowns = [_with_place(each, whole) for each in unknowns]
+        leftover = [Finding(first_wrong, comparison.error, comparison.ratio), *leftover]
+    leftover = [_with_place(finding, whole) for finding in leftover]
+    findings = sorted([*known, *leftover], key=lambda finding: order_of(finding.stage))
     wrong = [diagnosis for diagnosis in diagnoses if diagnosis.is_wrong]
     base = next(iter([*wrong, *diagnoses]))
-    stages = sorted([each.stage for each in (*explanations, *unknowns)], key=_order)
+    first = next(iter([*(finding.stage for finding in findings), *malformed]), "")
     joined = replace(
         base,
-        kind=_kind(explanations, unknowns, wrong, conventions),
-        stage=first_wrong or next(iter([*stages, *malformed]), ""),
-        explanations=sorted(explanations, key=lambda each: _order(each.stage)),
-        unknowns=sorted(unknowns, key=lambda each: _order(each.stage)),
+        stage=first_wrong or first,
+        findings=findings,
         has_stages=len(whole.observed) > 1,
         malformed=malformed,
         conventions=conventions,
         choice=next((diagnosis.choice for diagnosis in diagnoses if diagnosis.choice), ""),
-        untried=_listed(diagnosis.untried for diagnosis in diagnoses) if unknowns else "",
+        untried=_listed(diagnosis.untried for diagnosis in diagnoses) if leftover else "",
         taken={name: x for diagnosis in diagnoses for name, x in diagnosis.taken.items()},
         sample=_listed((diagnosis.sample for diagnosis in diagnoses), "; "),
     )
@@ -416,54 +402,30 @@ def _joined(whole: Whole, diagnoses: Sequence[Diagnosis]) -> Diagnosis:
     return replace(joined, agrees=joined.is_wrong and output is not None and output.passed)
 
 
-def _distinct(explanations: Sequence[Explanation]) -> list[Explanation]:
-    """Return explanations, each bug once, with all stages that it explains."""
-    by_bugs: dict[tuple[str, ...], Explanation] = {}
-    for each in explanations:
-        known = by_bugs.get(each.bugs)
-        if known is None:
-            by_bugs[each.bugs] = each
+def _distinct(findings: Sequence[Finding]) -> list[Finding]:
+    """Return findings, each bug once, with all stages that it explains."""
+    by_bugs: dict[tuple[str, ...], Finding] = {}
+    for finding in findings:
+        same = by_bugs.get(finding.bugs)
+        if same is None:
+            by_bugs[finding.bugs] = finding
         else:
-            stages = tuple(dict.fromkeys([*known.stages, *each.stages]))
-            by_bugs[each.bugs] = replace(known, stages=stages)
+            stages = tuple(dict.fromkeys([*same.stages, *finding.stages]))
+            by_bugs[finding.bugs] = replace(same, stages=stages)
     return list(by_bugs.values())
 
 
-def _with_place(unknown: Unknown, whole: Whole) -> Unknown:
+def _with_place(finding: Finding, whole: Whole) -> Finding:
     """Return an unexplained stage with the place in the whole stage, where it differs."""
-    place = whole.compared.findings(unknown.stage)
+    place = whole.compared.description(finding.stage)
     if place is None:
-        return unknown
-    if unknown.findings is None:
-        return replace(unknown, findings=place)
-    return replace(unknown, findings=Findings(place.place, unknown.findings.found, place.signs))
-
-
-def _kind(
-    explanations: Sequence[Explanation],
-    unknowns: Sequence[Unknown],
-    wrong: Sequence[Diagnosis],
-    conventions: dict[str, str],
-) -> str:
-    """Return the kind of the joint diagnosis."""
-    if unknowns:
-        return "pattern" if all(unknown.law is not None for unknown in unknowns) else "unknown"
-    if explanations:
-        return (
-            "precision"
-            if all(diagnosis.kind == "precision" for diagnosis in wrong)
-            else "structure"
-        )
-    if wrong:  # a stage that cannot be compared
-        return "unknown"
-    return "convention" if conventions else "none"
-
-
-def _order(stage: str) -> int:
-    """Return the place of a stage in the data flow."""
-    kind = stage_named(stage).kind
-    kinds = list(STAGES)
-    return kinds.index(kind) if kind in kinds else len(kinds)
+        return finding
+    if finding.description is None:
+        return replace(finding, description=place)
+    return replace(
+        finding,
+        description=Description(place.place, finding.description.patterns, place.signs),
+    )
 
 
 def _listed(texts: Iterator[str], between: str = ", ") -> str:

@@ -29,12 +29,12 @@ class Choice:
     Attributes:
         about: a description, with `{dtype}` for that of the problem.
         arithmetic: of the same-precision reference; by default that of the hardware.
-        in_reference: overrides of the same-precision reference.
+        overrides: overrides of the same-precision reference.
     """
 
     about: str
     arithmetic: str = ""
-    in_reference: Mapping[str, Override] = field(default_factory=dict)
+    overrides: Mapping[str, Override] = field(default_factory=dict)
 
 
 def _kept_softmax(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:

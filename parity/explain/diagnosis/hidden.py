@@ -9,9 +9,9 @@ from contextlib import suppress
 
 import numpy as np
 
-from parity.explain.diagnosis.bugs import Bug, bugs_for
+from parity.explain.diagnosis.bugs import Edit, bugs_for
 from parity.explain.diagnosis.choices import HALF
-from parity.explain.diagnosis.replay import Replay
+from parity.explain.diagnosis.trial import Trial
 from parity.explain.diagnosis.work import Work
 from parity.measure.core.blas import single_threaded
 from parity.measure.core.compare import judged
@@ -28,7 +28,7 @@ rest.
 """
 
 
-def hidden_bugs(right: Replay, stages: Sequence[str]) -> tuple[str, ...]:
+def hidden_bugs(right: Trial, stages: Sequence[str]) -> tuple[str, ...]:
     """Return the names of known bugs that would show in these stages in float32, and do not in the
     problem's dtype.
 
@@ -48,17 +48,17 @@ def hidden_bugs(right: Replay, stages: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _subtle_first(bugs: Sequence[Bug]) -> list[Bug]:
+def _subtle_first(bugs: Sequence[Edit]) -> list[Edit]:
     """Return bugs in the order of `SUBTLE`."""
 
-    def place(bug: Bug) -> int:
+    def place(bug: Edit) -> int:
         matching = (number for number, part in enumerate(SUBTLE) if part in bug.name)
         return next(matching, len(SUBTLE))
 
     return sorted(bugs, key=place)
 
 
-def _is_hidden(right: Replay, bug: Bug, stages: Sequence[str]) -> bool:
+def _is_hidden(right: Trial, bug: Edit, stages: Sequence[str]) -> bool:
     """Return True if a bug changes some stage, visibly in float32, and none beyond its budget."""
     would_show = False
     for name in stages:

@@ -3,40 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from mha_spec import InputError
-from parity.explain.diagnosis.bugs import wrong_layer
+from parity.explain.diagnosis.bugs import edited_layer
 from parity.explain.diagnosis.bugs.ranks import RankBug, SharedProblem, rank_bugs, without_widths
-from parity.explain.diagnosis.bugs.record import Changed
-from parity.explain.diagnosis.verdicts import FINDING, Line, text_of
+from parity.explain.diagnosis.bugs.record import Edit
+from parity.explain.diagnosis.findings import FINDING, Finding, Line, text_of
 from parity.measure.core.arrays import stages_of
 from parity.measure.core.compare import SAME_PRECISION, Comparison, Label, compare
 from parity.measure.core.problem import Problem
+from parity.measure.core.records import JsonRecord
 from parity.measure.core.stages import Values, run_steps
 from parity.measure.core.trace import Reference
 from parity.measure.sharding.shard import ShardPlan, shard_spec
 from parity.measure.sharding.stages import part_of
+from parity.measure.text import and_listed
 
 JUDGED = ("mask", "latents", "q", "k", "v", "gate", "scores", "attn_weights", "context", "output")
 """The compared stages of a rank; with divided tokens also `grad.query`."""
 
 
 @dataclass(frozen=True)
-class RankDiagnosis:
+class RankDiagnosis(JsonRecord):
     """The wrong ranks of a divided layer, and the bug that explains them.
 
     Attributes:
         wrong: the first wrong stage of each wrong rank, compared.
-        bugs: known bugs that explain the stages of all ranks; empty if none does, or nothing is
-            wrong.
+        findings: one, with the bug that explains the stages of all ranks, or with the first wrong
+            stage if no known bug does; empty if nothing is wrong.
     """
 
     wrong: dict[int, Comparison]
-    bugs: tuple[RankBug, ...] = ()
+    findings: list[Finding] = field(default_factory=list)
+
+    IN_JSON = ("is_wrong", *FINDING, "findings", "wrong")
 
     @property
     def is_wrong(self) -> bool:
@@ -45,58 +49,66 @@ class RankDiagnosis:
 
     @property
     def likely_bug(self) -> str:
-        """The name of the first bug; empty if there is none."""
-        return self.bugs[0].name if self.bugs else ""
+        """The name of the bug; empty if none is known."""
+        return self.findings[0].likely_bug if self.findings else ""
 
     @property
     def first_wrong_stage(self) -> str:
         """The first wrong stage of the first wrong rank; empty if nothing is wrong."""
-        return next((each.stage for each in self.wrong.values()), "")
+        return self.findings[0].stage if self.findings else ""
+
+    @property
+    def where(self) -> str:
+        """The wrong ranks."""
+        if not self.wrong:
+            return ""
+        return f"{'rank' if len(self.wrong) == 1 else 'ranks'} {and_listed(self.wrong)}"
 
     @property
     def evidence(self) -> str:
         """A statement that the bug explains all ranks; empty without one."""
-        return "with this bug, all ranks match the reference" if self.bugs else ""
+        return "with this bug, all ranks match the reference" if self.likely_bug else ""
 
     @property
     def fix(self) -> str:
-        """The fix of the first bug; empty if there is none."""
-        return self.bugs[0].fix if self.bugs else ""
+        """The fix of the bug; empty if none is known."""
+        return self.findings[0].fix if self.findings else ""
 
     @property
     def more(self) -> str:
         """The command that prints more; empty if there is no page."""
-        return f"mha-parity bugs {self.bugs[0].page}" if self.bugs else ""
+        return self.findings[0].more if self.findings else ""
 
     def __str__(self) -> str:
         return text_of(self.lines())
 
     def lines(self, *, verbose: bool = False) -> Iterator[Line]:
         """Yield labels and texts, as `Diagnosis.lines` does."""
-        if not self.wrong:
+        if not self.findings:
             yield "", "nothing differs by more than rounding on any rank"
             return
-        yield (
-            "Likely bug",
-            self.likely_bug or "unknown: no known bug of divided layers explains all ranks",
-        )
-        for number, bug in enumerate(self.bugs if verbose else self.bugs[:2]):
-            other = f"  or {bug.name}, {bug.about}: the observed stages cannot distinguish them"
-            yield "", other if number else f"  {bug.about}"
-        for rank, each in self.wrong.items():
+        finding = self.findings[0]
+        if not finding.is_explained:
+            yield "Likely bug", "unknown: no known bug of divided layers explains all ranks"
+        else:
+            yield "Likely bug", self.likely_bug
+            yield "", f"  {finding.about}"
+        for about in finding.others if verbose else finding.others[:1]:
+            yield "", f"  or {about}: the observed stages cannot distinguish them"
+        for rank, comparison in self.wrong.items():
             yield (
                 f"First wrong stage of rank {rank}",
-                f"{each.stage}, {each.ratio:.2g} times its budget",
+                f"{comparison.stage}, {comparison.ratio:.2g} times its budget",
             )
-        if self.bugs:
-            yield from (("Evidence", self.evidence), ("Fix", self.fix), ("More", self.more))
+        if finding.is_explained:
+            yield "Evidence", self.evidence
+            yield "Fix", self.fix
+            yield "More", self.more
 
     def to_dict(self) -> dict[str, Any]:
         """Return the diagnosis as values of JSON."""
-        bugs = [{"name": each.name, "about": each.about, "fix": each.fix} for each in self.bugs]
         wrong = [{"rank": rank, **each.to_dict()} for rank, each in self.wrong.items()]
-        finding = {name: getattr(self, name) for name in FINDING}
-        return {"is_wrong": self.is_wrong, **finding, "wrong": wrong, "bugs": bugs}
+        return {**super().to_dict(), "wrong": wrong}
 
 
 def diagnose_ranks(
@@ -144,10 +156,16 @@ def diagnose_ranks(
     }
     if not wrong:
         return RankDiagnosis({})
-    explain = [
+    first = next(iter(wrong.values()))
+    finding = Finding(first.stage, first.error, first.ratio)
+    explaining = [
         bug for bug in rank_bugs(problem, right.plan, tokens) if right.is_explained(given, bug)
     ]
-    return RankDiagnosis(wrong, tuple(explain))
+    if explaining:
+        bug, *others = explaining
+        edit = Edit(bug.name, bug.about, pages=(bug.page,), fixes=(bug.fix,))
+        finding = replace(finding, edits=(edit,), others=tuple(other.about for other in others))
+    return RankDiagnosis(wrong, [finding])
 
 
 class _RankStages:
@@ -162,8 +180,8 @@ class _RankStages:
         self.reference = Reference(problem, with_gradients)
         self.ranks = SharedProblem(problem, plan, tokens, self._changed)
 
-    def _changed(self, changed: Changed) -> Values:
-        return run_steps(wrong_layer(self.problem, "float64", [changed]).steps())
+    def _changed(self, changed: Edit) -> Values:
+        return run_steps(edited_layer(self.problem, "float64", [changed]).steps())
 
     def first_wrong(
         self, observed: Values, rank: int, bug: RankBug | None = None

@@ -15,9 +15,9 @@ from functools import cache, cached_property
 
 import numpy as np
 
-from parity.explain.diagnosis.bugs.record import Changed, instead
-from parity.explain.diagnosis.replay import Replay
+from parity.explain.diagnosis.bugs.record import Edit, instead
 from parity.explain.diagnosis.sample import sample_of
+from parity.explain.diagnosis.trial import Trial
 from parity.measure.core.stages import STAGES, Stage, stage_named
 from parity.measure.core.unused import unused_cells
 from parity.measure.core.weights import is_floating
@@ -69,24 +69,24 @@ class Read:
     reason: str = ""
 
 
-BEFORE_ROPE = Changed({"turned": lambda layer, original, name, x, positions: x})
-BEFORE_NORM = Changed(
-    {**BEFORE_ROPE.in_reference, "normed": lambda layer, original, name, x, norm: x}
+BEFORE_ROPE = Edit(overrides={"turned": lambda layer, original, name, x, positions: x})
+BEFORE_NORM = Edit(
+    overrides={**BEFORE_ROPE.overrides, "normed": lambda layer, original, name, x, norm: x}
 )
-BEFORE_SCALE = Changed({"scale": instead(lambda: 1.0)})
-BEFORE_CAP = Changed({"capped": instead(lambda x: x)})
-BEFORE_BIAS = Changed(
-    {"score_bias": instead(lambda: None)}
+BEFORE_SCALE = Edit(overrides={"scale": instead(lambda: 1.0)})
+BEFORE_CAP = Edit(overrides={"capped": instead(lambda x: x)})
+BEFORE_BIAS = Edit(
+    overrides={"score_bias": instead(lambda: None)}
     | dict.fromkeys(
         ("lost_by_distance", "gained_by_distance"), instead(lambda places: np.zeros(()))
     )
 )
-PRODUCTS = Changed(
-    {**BEFORE_SCALE.in_reference, **BEFORE_CAP.in_reference, **BEFORE_BIAS.in_reference}
+PRODUCTS = Edit(
+    overrides={**BEFORE_SCALE.overrides, **BEFORE_CAP.overrides, **BEFORE_BIAS.overrides}
 )
 
 
-def read(observed: Mapping[str, np.ndarray], right: Replay) -> dict[str, Read]:
+def read(observed: Mapping[str, np.ndarray], right: Trial) -> dict[str, Read]:
     """Return the readings of each recorded stage that the reference has."""
     return {
         name: _Reader(name, right).read(x) for name, x in observed.items() if name in right.values
@@ -102,7 +102,7 @@ class _Reader:
     """The reader of one stage."""
 
     name: str
-    right: Replay
+    right: Trial
 
     @cached_property
     def stage(self) -> Stage:
@@ -144,7 +144,7 @@ class _Reader:
         is_right = after_mask.values is not None and self._agrees(after_mask.values)
         return Read(after_mask, after_mask if is_right else agreed)
 
-    def _agrees(self, x: np.ndarray, changes: tuple[Changed, ...] = ()) -> bool:
+    def _agrees(self, x: np.ndarray, changes: tuple[Edit, ...] = ()) -> bool:
         """Return True if an array is the stage with changes, up to rounding, except in unused
         cells.
         """
@@ -327,7 +327,7 @@ class _Reader:
             _joined(form.words, AFTER_MASK), values, is_certain=True, masked=not_compared
         )
 
-    def _shown(self) -> Iterator[tuple[str, Changed]]:
+    def _shown(self) -> Iterator[tuple[str, Edit]]:
         """Yield the conventions that the reference itself can compute."""
         spec, quantity = self.right.problem.spec, self.stage.quantity
         if quantity in ("q", "k", "cache.keys", "latents", "cache.latents"):

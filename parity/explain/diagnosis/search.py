@@ -1,22 +1,30 @@
-"""The search for bugs that explain stages: single bugs, then pairs, up to a limit of work."""
+"""The search for the edits that explain stages.
+
+For each stage that differs, in the order of the data flow, candidates are tried in one order: known
+bugs alone, cheap ones first; known bugs that only lose precision; pairs of known bugs; and
+patterns, whose numbers are fitted to the stage. An edit explains a stage if the reference, computed
+with it from the observed stages before, differs by rounding alone, and if no other stage gets wrong.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
-from parity.explain.diagnosis.assumptions import assumption
-from parity.explain.diagnosis.bugs import Bug
-from parity.explain.diagnosis.laws import Findings
-from parity.explain.diagnosis.replay import Bugs, Replay, Scope
+from parity.explain.diagnosis.bugs.record import Edit, Edits
+from parity.explain.diagnosis.findings import Finding, plain
+from parity.explain.diagnosis.laws import EVERYWHERE, Description
+from parity.explain.diagnosis.patterns import injected_pattern
 from parity.explain.diagnosis.sample import sample_of
-from parity.explain.diagnosis.verdicts import EVERYWHERE, Explanation, Unknown
+from parity.explain.diagnosis.trial import Trial
 from parity.explain.diagnosis.work import Work
+from parity.measure.core.case import Case
 from parity.measure.core.compare import Judgement, norms_of
 from parity.measure.core.stages import stage_named
 
@@ -31,25 +39,54 @@ PARTS = {
 the others are paths of a module.
 """
 
-MOST_BUGS = 4  # searched at the same time
-MOST_BRANCHES = 6  # ways to explain a stage that are followed
-# the remaining error of one bug, over the tolerance, below which a second bug only fits noise
+MOST_EDITS = 4
+"""Edits that are searched at the same time."""
+
+MOST_BRANCHES = 6
+"""Ways to explain a stage that are followed."""
+
+FAR_OFF = 100.0
+"""The error with an edit, over its budget, above which no exact budget is needed to reject it."""
+
 NEARLY = 10.0
-# the share of an error that a bug may leave: a wrong one also moves rounded values, so a small gain
-# is chance
+"""The error with one bug, over its budget, below which a second bug only fits noise."""
+
 CHANCE = 0.5
+"""The share of an error that a bug may leave. A wrong one also moves rounded values, so that a small
+gain is chance.
+"""
+
 WIDE = ("float32", "float64")
-LEFT_BY_LOSS = 0.1  # the share of the mean error that a loss of precision may leave in these dtypes
-REPEATED = (
-    2.0  # the largest error of a module's path, in multiples of the change by a loss of precision
-)
-SMALL = 0.25  # the largest share of a stage that lost precision may change
-# the share of the work that a bug may take before it is postponed until the others were tried
+LEFT_BY_LOSS = 0.1
+"""The share of the mean error that a loss of precision may leave in these dtypes."""
+
+REPEATED = 2.0
+"""The largest error of a module's path, in multiples of the change by a loss of precision."""
+
+SMALL = 0.25
+"""The largest share of a stage that lost precision may change."""
+
+NEAREST = 3
+"""The bugs that are reported as the nearest ones to an unexplained stage."""
+
 CHEAP = 0.1
-FOR_LOSSES = 0.6  # of the work in a sample, including earlier work: other samples may show more
-# of the work in a sample, after which a bug that explains it is confirmed before others are tried
+"""The share of the work that a bug may take before it is postponed until the others were tried."""
+
+FOR_LOSSES = 0.6
+"""The share of the work, including earlier work, for lost precision in a sample: other samples may
+show more.
+"""
+
 FOR_OTHERS = 0.3
-FOR_BUGS = 0.7  # of the work; the rest describes stages that no bug explains
+"""The share of the work in a sample after which a bug that explains it is confirmed before others
+are tried.
+"""
+
+FOR_BUGS = 0.7
+"""The share of the work for known bugs; the rest describes stages that none explains."""
+
+
+# ---- The whole search ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -57,108 +94,96 @@ class SearchResult:
     """The result of a search.
 
     Attributes:
-        explanations: the bugs, in the order of the stages that they explain.
-        unknowns: the stages that still differ by themselves.
-        count: the number of bugs.
+        findings: one for each cause, in the order of the stages.
+        count: the number of known bugs.
     """
 
-    explanations: list[Explanation]
-    unknowns: list[Unknown]
+    findings: list[Finding]
     count: int
+
+    @property
+    def is_complete(self) -> bool:
+        """True if known bugs explain everything."""
+        return all(finding.edits for finding in self.findings)
 
     @property
     def cost(self) -> tuple[int, int]:
         """The cost of the result: fewer unexplained stages are better, then fewer bugs."""
-        return len(self.unknowns), self.count
+        return sum(not finding.edits for finding in self.findings), self.count
 
 
-def search(replay: Replay, work: Work, begin: Bugs = ()) -> SearchResult:
-    """Search for the bugs that explain all stages that differ, as far as possible.
+def search(trial: Trial, work: Work, begin: Edits = ()) -> SearchResult:
+    """Search for the edits that explain all stages that differ, as far as possible.
 
     Args:
-        replay: the reference, and the observed stages.
+        trial: the reference, and the observed stages.
         work: the limit of the search.
         begin: bugs that are assumed from the start.
     """
-    explanations: list[Explanation] = []
-    unknowns: list[Unknown] = []
-    of_stages, made = begin, list[Bug]()
-    count = len(begin)
-    for part, words in PARTS.items():
-        of_part = [stage for stage in replay.stages if stage_named(stage).path == part]
-        # A path of a module shares the bugs of the stage functions that both use.
-        counts = range(len(of_stages), -1, -1)
-        shared: list[Bugs] = [
-            some for number in counts for some in itertools.combinations(of_stages, number)
-        ]
-        found: Bugs = min(shared, key=lambda bugs: len(replay.wrong(of_part, bugs)))
-        while True:
-            path = _path(replay, of_part, found, work)
-            for choice in path.choices:
-                explanations.append(_explanation(replay, of_part, found, choice, words))
-                found = (*found, *choice.bugs)
-                made += [bug for bug in choice.bugs if bug not in made]
-                count += len(choice.bugs)
-            if not path.unexplained:
-                break
-            rest = of_part[of_part.index(path.unexplained) + 1 :]
-            if part and _repeats_a_loss(replay, path.unexplained, found):
-                of_part = rest
-                continue
-            unknown = _unknown(replay, path.unexplained, found, work)
-            assumed = assumption(replay, unknown, found)
-            unknowns.append(
-                unknown.explaining(
-                    replay.explained(of_part, found, assumed), [law.about for law in assumed]
-                )
-            )
-            found = (*found, *assumed)
-            of_part = rest
-        of_stages = found if part == "" else of_stages
-        if unknowns:  # the paths of a module contain the same
-            break
-    found_all = SearchResult(explanations, unknowns, count)
-    return _with_begin(replay, found_all, begin, tuple(made)) if begin else found_all
+    findings: list[Finding] = []
+    bugs: list[Edit] = []
+    edits_of_stages = begin
+    for part in PARTS:
+        edits = _shared_edits(trial, part, edits_of_stages)
+        part_search = _PartSearch(trial, work, part, edits)
+        part_search.run()
+        findings += part_search.findings
+        bugs += [bug for bug in part_search.bugs if bug not in bugs]
+        if part == "":
+            edits_of_stages = part_search.edits
+        if any(not finding.edits for finding in part_search.findings):
+            break  # the paths of a module contain the same
+    count = sum(len(finding.edits) for finding in findings)
+    if not begin:
+        return SearchResult(findings, count)
+    assumed = _finding_of_begin(trial, begin, tuple(bugs))
+    if assumed is None:
+        return SearchResult(findings, count)
+    findings.append(assumed)
+    findings.sort(key=lambda finding: trial.stages.index(finding.stage))
+    return SearchResult(findings, count + len(begin))
 
 
-def _repeats_a_loss(replay: Replay, stage: str, found: Bugs) -> bool:
-    """Return True if a module's own path only repeats a loss of precision that explains the stage
-    functions.
-
-    Its steps are not observed, so a number in the middle between two narrower ones may be rounded
-    either way, and all that follows differs. The values cannot be reproduced then. They differ as
-    much as the loss changes them.
+def _shared_edits(trial: Trial, part: str, edits: Edits) -> Edits:
+    """Return the edits of the stage functions that a path of a module shares: those with which
+    fewest of its stages are wrong, as many as possible.
     """
-    if not found or not all(getattr(bug, "is_loss", False) for bug in found):
-        return False
-    change = replay.stage(stage, found).astype(np.float64) - replay.stage(stage)
-    return (
-        replay.judgement(stage, ()).error <= REPEATED * norms_of(change, np.isfinite(change))["rms"]
-    )
+    stages = _of_part(trial.stages, part)
+    best = edits
+    fewest = len(trial.wrong(stages, edits))
+    for number in range(len(edits) - 1, -1, -1):
+        for some in itertools.combinations(edits, number):
+            wrong = len(trial.wrong(stages, some))
+            if wrong < fewest:
+                best, fewest = some, wrong
+    return best
 
 
-def _with_begin(replay: Replay, found: SearchResult, begin: Bugs, others: Bugs) -> SearchResult:
-    """Return a result with the assumed bugs and the stages that they explain; without them if there
-    are none.
-    """
-    wrong = replay.wrong(replay.stages, others)
-    still = replay.wrong(wrong, (*begin, *others))
-    explained = next((stage for stage in wrong if stage not in still), "")
-    if not explained:
-        return SearchResult(found.explanations, found.unknowns, found.count - len(begin))
-    explanation = _explanation(replay, replay.stages, others, _Choice(explained, begin), "")
-    order = replay.stages.index
-    explanations = sorted([*found.explanations, explanation], key=lambda each: order(each.stage))
-    return SearchResult(explanations, found.unknowns, found.count)
+def _finding_of_begin(trial: Trial, begin: Edits, others: Edits) -> Finding | None:
+    """Return the finding of bugs that were assumed; None if they explain nothing."""
+    wrong = trial.wrong(trial.stages, others)
+    still_wrong = trial.wrong(wrong, (*begin, *others))
+    for stage in wrong:
+        if stage not in still_wrong:
+            return _finding(trial, trial.stages, others, _Choice(stage, begin), "")
+    return None
+
+
+def _of_part(stages: Sequence[str], part: str) -> list[str]:
+    """Return the stages of a part."""
+    return [stage for stage in stages if stage_named(stage).path == part]
+
+
+# ---- The search in a part ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """Bugs that explain a stage, and alternatives."""
+    """Edits that explain a stage, and alternatives."""
 
     stage: str
-    bugs: Bugs
-    others: tuple[Bugs, ...] = ()
+    edits: Edits
+    others: tuple[Edits, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -172,285 +197,530 @@ class _Path:
 
     @property
     def length(self) -> int:
-        return sum(len(choice.bugs) for choice in self.choices)
+        """The number of edits."""
+        return sum(len(choice.edits) for choice in self.choices)
 
 
-def _path(replay: Replay, stages: Sequence[str], found: Bugs, work: Work) -> _Path:
-    """Return the shortest way to explain all stages, or one that reaches far: single bugs first,
-    then also pairs.
+class _PartSearch:
+    """The search in one part of a trace: the stage functions, or a path of a module.
+
+    Attributes:
+        findings: one for each cause so far.
+        edits: everything that is injected so far: known bugs, and patterns.
+        bugs: the known bugs that this part added.
     """
-    best = _walk(replay, stages, found, work, most=1)
-    if replay.scope.is_quick or not best.unexplained:
+
+    def __init__(self, trial: Trial, work: Work, part: str, edits: Edits) -> None:
+        self.trial = trial
+        self.work = work
+        self.part = part
+        self.findings: list[Finding] = []
+        self.edits = edits
+        self.bugs: list[Edit] = []
+
+    def run(self) -> None:
+        """Explain one stage after the other, until none is left."""
+        stages = _of_part(self.trial.stages, self.part)
+        bypassing = self._bypassing(stages)
+        self._explain([stage for stage in stages if stage not in bypassing])
+        for stage in bypassing:
+            self._follow(stage)
+
+    def _bypassing(self, stages: Sequence[str]) -> list[str]:
+        """Return the stages that are right as a whole, and wrong only for the values recorded
+        before them: these were recorded wrongly, and nothing was computed from them.
+        """
+        wrong = self.trial.wrong(stages, self.edits)
+        # The first wrong stage has no wrong one before it.
+        return [stage for stage in wrong[1:] if self.trial.is_right_as_a_whole(stage, self.edits)]
+
+    def _follow(self, stage: str) -> None:
+        """Add a stage to the last finding before it."""
+        place = self.trial.stages.index
+        for number in range(len(self.findings) - 1, -1, -1):
+            if place(self.findings[number].stage) < place(stage):
+                self._add_following(number, stage)
+                return
+
+    def _add_following(self, number: int, stage: str) -> None:
+        """Add a stage to the finding that it follows from."""
+        finding = self.findings[number]
+        follows = sorted([*finding.follows, stage], key=self.trial.stages.index)
+        self.findings[number] = replace(finding, follows=tuple(follows))
+
+    def _explain(self, stages: list[str]) -> None:
+        """Explain stages, one after the other."""
+        while True:
+            path = self._path(stages)
+            for choice in path.choices:
+                self.findings.append(
+                    _finding(self.trial, stages, self.edits, choice, PARTS[self.part])
+                )
+                self.edits = (*self.edits, *choice.edits)
+                self.bugs += choice.edits
+            unexplained = path.unexplained
+            if not unexplained:
+                return
+            if not (self.part and _repeats_a_loss(self.trial, unexplained, self.edits)):
+                self._leave(unexplained, stages)
+            # The next stages are computed from the observed values of this one.
+            stages = stages[stages.index(unexplained) + 1 :]
+
+    def _path(self, stages: Sequence[str]) -> _Path:
+        """Return the shortest way to explain all stages, or one that reaches far: single bugs
+        first, then also pairs.
+        """
+        trial = self.trial
+        best = self._walk(stages, self.edits, most=1)
+        if trial.scope.is_quick or not best.unexplained:
+            return best
+        is_of_module = bool(stage_named(best.unexplained).path)
+        if is_of_module and _repeats_a_loss(trial, best.unexplained, self.edits):
+            return best
+        if self.work.is_over("pairs of bugs", FOR_BUGS):
+            return best
+        with_pairs = self._walk(stages, self.edits, most=2)
+        if not with_pairs.unexplained:
+            return with_pairs
+        if stages.index(with_pairs.unexplained) > stages.index(best.unexplained):
+            return with_pairs
         return best
-    if stage_named(best.unexplained).path and _repeats_a_loss(replay, best.unexplained, found):
+
+    def _walk(self, stages: Sequence[str], edits: Edits, *, most: int) -> _Path:
+        """Return the best way to explain stages, with at most some edits for each."""
+        wrong = self.trial.wrong(stages, edits)
+        if not wrong:
+            return _Path()
+        stage = wrong[0]
+        best = _Path(unexplained=stage)
+        for at_once in range(1, most + 1):
+            if len(edits) + at_once > MOST_EDITS:
+                break
+            question = _Question(self.trial, stages, stage, edits)
+            candidates = _explaining(question, self.work, at_once)[:MOST_BRANCHES]
+            paths = {added: self._walk(stages, (*edits, *added), most=most) for added in candidates}
+            complete = {added: path for added, path in paths.items() if not path.unexplained}
+            if complete:
+                shortest = min(path.length for path in complete.values())
+                first, *others = [
+                    added for added, path in complete.items() if path.length == shortest
+                ]
+                choice = _Choice(stage, first, tuple(others))
+                return _Path((choice, *complete[first].choices))
+            for added, path in paths.items():
+                if stages.index(path.unexplained) > stages.index(best.unexplained):
+                    best = _Path((_Choice(stage, added), *path.choices), path.unexplained)
         return best
-    if not work.is_over("pairs of bugs", FOR_BUGS):
-        other = _walk(replay, stages, found, work, most=2)
-        if not other.unexplained or stages.index(other.unexplained) > stages.index(
-            best.unexplained
-        ):
-            return other
-    return best
+
+    def _leave(self, stage: str, stages: Sequence[str]) -> None:
+        """Report a stage that no known bug explains, unless it is wrong because of an earlier one;
+        the search goes on with the pattern that explains it, if there is one.
+        """
+        trial = self.trial
+        same_cause = self._same_cause(stage)
+        if same_cause is not None:
+            self._add_following(same_cause, stage)
+            return
+        finding = _unexplained(trial, stage, self.edits, self.work)
+        pattern: Edits = ()
+        if finding.description is not None:
+            pattern = injected_pattern(trial, stage, self.edits, finding.description.patterns)
+        stages_explained = trial.explained(stages, self.edits, pattern)
+        self.findings.append(_with_stages(finding, stages_explained, pattern))
+        self.edits = (*self.edits, *pattern)
+
+    def _same_cause(self, stage: str) -> int | None:
+        """Return the number of the finding that a wrong stage belongs to; None if it has one of its
+        own.
+
+        What no known bug explains in one call, and again in a later one, is one cause.
+        """
+        known = stage_named(stage)
+        for number, finding in enumerate(self.findings):
+            earlier = stage_named(finding.stage)
+            is_same = (earlier.quantity, earlier.path) == (known.quantity, known.path)
+            if is_same and not finding.edits:
+                return number
+        return None
 
 
-def _walk(replay: Replay, stages: Sequence[str], found: Bugs, work: Work, *, most: int) -> _Path:
-    left = replay.wrong(stages, found)
-    if not left:
-        return _Path()
-    best = _Path(unexplained=left[0])
-    for at_once in range(1, most + 1):
-        if len(found) + at_once > MOST_BUGS:
-            break
-        ways = {
-            added: _walk(replay, stages, (*found, *added), work, most=most)
-            for added in _explain(replay, stages, left[0], found, work, at_once=at_once)[
-                :MOST_BRANCHES
-            ]
-        }
-        whole = {added: way for added, way in ways.items() if not way.unexplained}
-        if whole:
-            shortest = min(way.length for way in whole.values())
-            added, *others = (added for added, way in whole.items() if way.length == shortest)
-            return _Path((_Choice(left[0], added, tuple(others)), *whole[added].choices))
-        for added, way in ways.items():
-            if stages.index(way.unexplained) > stages.index(best.unexplained):
-                best = _Path((_Choice(left[0], added), *way.choices), way.unexplained)
-    return best
+def _repeats_a_loss(trial: Trial, stage: str, edits: Edits) -> bool:
+    """Return True if a module's own path only repeats a loss of precision that explains the stage
+    functions.
+
+    Its steps are not observed, so a number in the middle between two narrower ones may be rounded
+    either way, and all that follows differs. The values cannot be reproduced then. They differ as
+    much as the loss changes them.
+    """
+    if not edits or not all(edit.is_loss for edit in edits):
+        return False
+    change = trial.stage(stage, edits).astype(np.float64) - trial.stage(stage)
+    size = norms_of(change, np.isfinite(change))["rms"]
+    return trial.judgement(stage, ()).error <= REPEATED * size
 
 
-def _explain(
-    replay: Replay, stages: Sequence[str], stage: str, found: Bugs, work: Work, *, at_once: int
-) -> list[Bugs]:
-    """Return the bugs that explain a stage in addition to those found, the best first; no correct
-    stage gets worse.
+# ---- Known bugs that explain a stage -------------------------------------------------------------
 
-    A bug that affects every call must also show in earlier and later calls, with the observed
-    values. Pairs are not tried if a stage has no finite number, because many bugs cause NaN.
 
-    Args:
-        replay: the reference, and the observed stages.
+@dataclass(frozen=True)
+class _Question:
+    """Which edits explain a stage, in addition to those before it?
+
+    Attributes:
+        trial: the reference, and the observed stages.
         stages: the stages to explain.
         stage: the first of them that differs.
-        found: the bugs before it.
-        work: the limit of the search.
-        at_once: number of bugs to add.
+        edits: those that are injected already.
     """
-    index = replay.step_of[stage]
-    of_part = [each for each in replay.stages if stage_named(each).path == stage_named(stage).path]
-    wrong = replay.wrong(of_part, found)
-    right = [each for each in of_part if each not in wrong]
-    earlier = [
-        each
-        for each in wrong
-        if each not in stages and stage_named(each).kind == stage_named(stage).kind
-    ]
-    if at_once > 1 and not np.isfinite(replay.observed[stage]).any():
-        return []
-    expected, before = replay.stage(stage, found), replay.judgement(stage, found)
-    words = "pairs of bugs"
-    most = 1.0 if replay.scope.is_quick else FOR_BUGS
 
-    def changes(bug: Bug) -> bool:
-        return not np.array_equal(expected, replay.stage(stage, (*found, bug)), equal_nan=True)
+    trial: Trial
+    stages: Sequence[str]
+    stage: str
+    edits: Edits
 
-    def explains(added: Bugs) -> bool:
-        bugs = (*found, *added)
-        # The budget of each wrong layer is expensive; that of the right layer is close to it. Not
+    @cached_property
+    def index(self) -> int:
+        """The step of the stage."""
+        return self.trial.step_of[self.stage]
+
+    @cached_property
+    def before(self) -> Judgement:
+        """The comparison without more edits."""
+        return self.trial.judgement(self.stage, self.edits)
+
+    @cached_property
+    def expected(self) -> np.ndarray:
+        """The stage without more edits."""
+        return self.trial.stage(self.stage, self.edits)
+
+    @cached_property
+    def _wrong(self) -> list[str]:
+        of_part = _of_part(self.trial.stages, stage_named(self.stage).path)
+        return self.trial.wrong(of_part, self.edits)
+
+    @cached_property
+    def right(self) -> list[str]:
+        """The stages of the same part that are right, and must stay so."""
+        of_part = _of_part(self.trial.stages, stage_named(self.stage).path)
+        return [stage for stage in of_part if stage not in self._wrong]
+
+    @cached_property
+    def given_up(self) -> list[str]:
+        """The same stage in earlier calls, if it differs there and nothing explains it."""
+        kind = stage_named(self.stage).kind
+        return [
+            stage
+            for stage in self._wrong
+            if stage not in self.stages and stage_named(stage).kind == kind
+        ]
+
+    @cached_property
+    def is_small(self) -> bool:
+        """True if the error is so small that lost precision may cause it."""
+        if stage_named(self.stage).is_exact:
+            return False
+        size = norms_of(self.expected, np.isfinite(self.expected))["rms"]
+        return self.before.error <= SMALL * size
+
+    def candidates(self, *, with_losses: bool) -> list[Edit]:
+        """Return the known bugs that may be tried, usual ones first."""
+        return [
+            bug
+            for bug in self.trial.known
+            if bug not in self.edits and (with_losses or not bug.is_loss)
+        ]
+
+    def changes(self, edit: Edit) -> bool:
+        """Return True if an edit changes the stage."""
+        with_edit = self.trial.stage(self.stage, (*self.edits, edit))
+        return not np.array_equal(self.expected, with_edit, equal_nan=True)
+
+    def explains(self, added: Edits) -> Edits:
+        """Return edits that leave only rounding, and spoil no right stage; empty if they do not.
+
+        A bug that would spoil stages of other calls is returned for the calls that show it, if
+        these have a name.
+        """
+        trial = self.trial
+        edits = (*self.edits, *added)
+        # The budget of each edited layer is expensive; that of the right layer is close to it. Not
         # so for lost precision, but a bug that explains much less than nearly all may be the loss
         # in another part.
-        if replay.judgement(stage, bugs, quick=True).ratio > 100.0:
-            return False
-        if at_once > 1 and any(
-            replay.judgement(stage, (*found, one)).ratio <= NEARLY for one in added
-        ):
-            return False
-        after = replay.judgement(stage, bugs)
-        if after.ratio > 1.0 or not _falls(before, after):
-            return False
-        if added[0].is_loss and not _reproduces(replay, stage, found, bugs):
-            return False
-        if replay.wrong(right, bugs):
-            return False
-        return all(replay.is_same(replay.step_of[each], found, added, [each]) for each in earlier)
+        if trial.judgement(self.stage, edits, quick=True).ratio > FAR_OFF:
+            return ()
+        if len(added) > 1 and any(self._is_nearly_explained_by(edit) for edit in added):
+            return ()
+        after = trial.judgement(self.stage, edits)
+        if after.ratio > 1.0 or not _falls(self.before, after):
+            return ()
+        if added[0].is_loss and not self._is_reproduced_by(edits):
+            return ()
+        if self._spoils_nothing(added):
+            return added
+        if len(added) > 1 or added[0].is_loss:
+            return ()
+        return self._in_calls(added[0])
 
-    may_lose = at_once == 1 and _is_small(replay, stage, found)
-    known = [each for each in replay.known if each not in found and (may_lose or not each.is_loss)]
-    fitting = list[Bugs]()
-    if at_once == 1:
-        in_order = sorted(known, key=lambda each: replay.cost(index, each))
-        fitting = _alone(
-            in_order, work, lambda each: changes(each) and explains((each,)), most, replay.scope
+    def _is_nearly_explained_by(self, edit: Edit) -> bool:
+        return self.trial.judgement(self.stage, (*self.edits, edit)).ratio <= NEARLY
+
+    def _is_reproduced_by(self, edits: Edits) -> bool:
+        """Return True if a loss of precision reproduces the stage, as far as numbers of the layer's
+        dtype can show.
+        """
+        trial = self.trial
+        if trial.problem.dtype not in WIDE:
+            return True
+        before = trial.distance(self.stage, self.expected)
+        after = trial.distance(self.stage, trial.stage(self.stage, edits))
+        return after <= LEFT_BY_LOSS * before
+
+    def _spoils_nothing(self, added: Edits) -> bool:
+        """Return True if more edits leave every right stage right, and do not change an earlier
+        one that they do not explain.
+        """
+        trial = self.trial
+        if trial.wrong(self.right, (*self.edits, *added)):
+            return False
+        return all(
+            trial.leaves(trial.step_of[stage], self.edits, added, [stage])
+            for stage in self.given_up
         )
-    else:
-        with suppress(TimeoutError):
-            with work.inside(words, most):
-                known = [each for each in known if changes(each) or not each.shows_alone]
-                known = [each for each in known if _is_made_in_sight(replay, index, found, each)]
-            for added in _orders(known, at_once):
-                with work.inside(words, most):
-                    if explains(added):
-                        fitting.append(added)
-    if at_once == 1:
-        place = {bug: number for number, bug in enumerate(known)}
-        fitting = sorted(fitting, key=lambda added: place[added[0]])
-    if len(fitting) > 1:
-        fitting = sorted(fitting, key=lambda added: len(replay.wrong(stages, (*found, *added))))
-    # Keep the form of each bug that explains the most.
-    best = dict[frozenset[str], Bugs]()
-    for added in fitting:
-        best.setdefault(frozenset(bug.name for bug in added), added)
-    return list(best.values())
+
+    def _in_calls(self, bug: Edit) -> Edits:
+        """Return a bug for those calls of a cache that show it, if they have a name."""
+        case = self.trial.problem.case
+        call = stage_named(self.stage).step
+        for when, calls in named_calls(case):
+            if call in calls:
+                limited = (replace(bug, calls=calls, when=when),)
+                if self._spoils_nothing(limited):
+                    return limited
+        return ()
 
 
-def _alone(
-    known: Sequence[Bug], work: Work, fits: Callable[[Bug], bool], most: float, scope: Scope
-) -> list[Bugs]:
-    """Return the bugs that fit, each alone, within a share of the work; bugs that only lose
-    precision come last.
+def named_calls(case: Case) -> Iterator[tuple[str, frozenset[int]]]:
+    """Yield the sets of calls of a cache in which a bug may show, with a description: the largest
+    first.
     """
-    fitting = list[Bugs]()
-    for is_loss in (False, True):
-        if is_loss and fitting and scope.is_quick:
-            break  # a full explanation is not lost precision
-        tried = [bug for bug in known if bug.is_loss == is_loss]
-        share = most * FOR_LOSSES if is_loss and scope.is_quick else most
-        for limit in (CHEAP * work.seconds, math.inf):  # expensive bugs are postponed
-            if limit == math.inf and fitting and scope.is_quick and scope.only is None:
-                break  # another sample has to confirm the result
-            put_off = list[Bug]()
-            for bug in tried:
-                if (
-                    fitting
-                    and scope.is_quick
-                    and scope.only is None
-                    and work.spent > FOR_OTHERS * work.seconds
-                ):
-                    return fitting
-                try:
-                    with work.inside("single bugs", share, limit):
-                        if fits(bug):
-                            fitting.append((bug,))
-                except TimeoutError:
-                    put_off.append(bug)
-            tried = put_off
-    return fitting
-
-
-def _orders(known: Sequence[Bug], at_once: int) -> Iterator[Bugs]:
-    """Yield combinations of bugs, usual ones first; in every order if they override the same
-    method.
-    """
-    for places in sorted(
-        itertools.combinations(range(len(known)), at_once), key=lambda places: places[::-1]
-    ):
-        some = tuple(known[place] for place in places)
-        overridden = [method for bug in some for method in bug.in_reference]
-        yield from itertools.permutations(some) if len({*overridden}) < len(overridden) else [some]
+    if not case.is_cached:
+        return
+    calls = range(len(case.chunks))
+    one_token = frozenset(call for call in calls if case.chunks[call] == 1)
+    yield "in calls after the first", frozenset(calls[1:])
+    if one_token and len(one_token) < len(calls):
+        yield "in calls of one token", one_token
+        yield "in calls of several tokens", frozenset(calls) - one_token
+    yield "in the first call", frozenset([0])
 
 
 def _falls(before: Judgement, after: Judgement) -> bool:
     """Return True if an error falls by more than chance, in the norm in which it exceeds its
     budget.
     """
-    return not after.error_in(before.norm) > CHANCE * before.error_in(
-        before.norm
-    )  # also if both are infinite
+    # Not "falls below": both may be infinite.
+    return not after.error_in(before.norm) > CHANCE * before.error_in(before.norm)
 
 
-def _reproduces(replay: Replay, stage: str, found: Bugs, with_loss: Bugs) -> bool:
-    """Return True if a loss of precision reproduces a stage, as far as numbers of the layer's dtype
-    can show.
+def _explaining(question: _Question, work: Work, at_once: int) -> list[Edits]:
+    """Return the known bugs that explain a stage, the best first.
+
+    Args:
+        question: the stage.
+        work: the limit of the search.
+        at_once: number of bugs to add.
     """
-    if replay.problem.dtype not in WIDE:
-        return True
-    before, after = (
-        replay.distance(stage, replay.stage(stage, bugs)) for bugs in (found, with_loss)
-    )
-    return after <= LEFT_BY_LOSS * before
+    trial = question.trial
+    if at_once == 1:
+        explaining = _single_bugs(question, work)
+        # A bug that holds in every call is simpler than one that only some calls have.
+        in_every_call = [added for added in explaining if added[0].calls is None]
+        explaining = in_every_call or explaining
+        place = {bug.about: number for number, bug in enumerate(trial.known)}
+        explaining.sort(key=lambda added: place[added[0].about])
+    elif np.isfinite(trial.observed[question.stage]).any():
+        explaining = _pairs_of_bugs(question, work)
+    else:
+        return []  # many pairs cause NaN
+    if len(explaining) > 1:
+        explaining.sort(
+            key=lambda added: len(trial.wrong(question.stages, (*question.edits, *added)))
+        )
+    # Keep the form of each bug that explains the most.
+    best: dict[frozenset[str], Edits] = {}
+    for added in explaining:
+        best.setdefault(frozenset(bug.name for bug in added), added)
+    return list(best.values())
 
 
-def _is_made_in_sight(replay: Replay, index: int, found: Bugs, bug: Bug) -> bool:
+def _single_bugs(question: _Question, work: Work) -> list[Edits]:
+    """Return the bugs that each explain a stage alone; those that only lose precision come last.
+
+    Bugs that are expensive to compute are postponed until the cheap ones were tried.
+    """
+    trial = question.trial
+    is_quick = trial.scope.is_quick
+    is_open = is_quick and trial.scope.only is None
+    known = question.candidates(with_losses=question.is_small)
+    known.sort(key=lambda bug: trial.cost(question.index, bug))
+    explaining: list[Edits] = []
+    for is_loss in (False, True):
+        if is_loss and explaining and is_quick:
+            break  # a full explanation is not lost precision
+        share = 1.0 if is_quick else FOR_BUGS
+        if is_loss and is_quick:
+            share *= FOR_LOSSES
+        untried = [bug for bug in known if bug.is_loss == is_loss]
+        for limit in (CHEAP * work.seconds, math.inf):
+            if limit == math.inf and explaining and is_open:
+                break  # another sample has to confirm the result
+            postponed: list[Edit] = []
+            for bug in untried:
+                if explaining and is_open and work.spent > FOR_OTHERS * work.seconds:
+                    return explaining
+                try:
+                    with work.inside("single bugs", share, limit):
+                        added = question.explains((bug,)) if question.changes(bug) else ()
+                except TimeoutError:
+                    postponed.append(bug)
+                    continue
+                if added:
+                    explaining.append(added)
+            untried = postponed
+    return explaining
+
+
+def _pairs_of_bugs(question: _Question, work: Work) -> list[Edits]:
+    """Return the pairs of bugs that explain a stage together."""
+    share = 1.0 if question.trial.scope.is_quick else FOR_BUGS
+    explaining: list[Edits] = []
+    with suppress(TimeoutError):
+        known: list[Edit] = []
+        with work.inside("pairs of bugs", share):
+            for bug in question.candidates(with_losses=False):
+                is_visible = question.changes(bug) or not bug.shows_alone
+                if is_visible and _is_in_sight(question, bug):
+                    known.append(bug)
+        for pair in _pairs(known):
+            with work.inside("pairs of bugs", share):
+                if question.explains(pair):
+                    explaining.append(pair)
+    return explaining
+
+
+def _pairs(known: Sequence[Edit]) -> Iterator[Edits]:
+    """Yield pairs of bugs, usual ones first; in both orders if they override the same method."""
+    for second_place in range(len(known)):
+        for first_place in range(second_place):
+            first, second = known[first_place], known[second_place]
+            yield first, second
+            if first.overrides.keys() & second.overrides.keys():
+                yield second, first
+
+
+def _is_in_sight(question: _Question, bug: Edit) -> bool:
     """Return True if a bug changes no step before which nothing was observed. Two bugs in
     unobserved steps explain too much, and an unknown bug looks like two known ones.
     """
-    unseen = (
-        i for i in range(index) if not any(name in replay.observed for name in replay.steps[i])
+    trial = question.trial
+    for step in range(question.index):
+        is_observed = any(name in trial.observed for name in trial.steps[step])
+        if not is_observed and not trial.leaves(step, question.edits, (bug,)):
+            return False
+    return True
+
+
+# ---- Findings ------------------------------------------------------------------------------------
+
+
+def _finding(
+    trial: Trial, stages: Sequence[str], edits: Edits, choice: _Choice, part: str
+) -> Finding:
+    """Return the finding of known bugs, in addition to earlier edits."""
+    added = choice.edits
+    if len(added) > 1:
+        added = tuple(sorted(added, key=lambda edit: _first_step(trial, edits, edit)))
+    before = trial.judgement(choice.stage, edits)
+    after = trial.judgement(choice.stage, (*edits, *choice.edits))
+    error_before, error = before.error, after.error
+    if not stage_named(choice.stage).is_exact:
+        error_before, error = before.error_in(before.norm), after.error_in(before.norm)
+    return Finding(
+        choice.stage,
+        error_before,
+        before.ratio,
+        tuple(plain(edit) for edit in added),
+        error,
+        after.ratio,
+        stages=tuple(trial.explained(stages, edits, choice.edits)),
+        others=tuple(about_of(other) for other in choice.others),
+        part=part,
     )
-    return all(replay.is_same(i, found, (bug,)) for i in unseen)
 
 
-def _is_small(replay: Replay, stage: str, found: Bugs) -> bool:
-    """Return True if the error of a stage is so small that lost precision may cause it."""
-    expected = replay.stage(stage, found)
-    if stage_named(stage).is_exact:
-        return False
-    return (
-        replay.judgement(stage, found).error
-        <= SMALL * norms_of(expected, np.isfinite(expected))["rms"]
-    )
+def _first_step(trial: Trial, edits: Edits, edit: Edit) -> int:
+    """Return the first step that an edit changes."""
+    for step in range(len(trial.steps)):
+        if not trial.leaves(step, edits, (edit,)):
+            return step
+    return len(trial.steps)
 
 
-def _unknown(replay: Replay, stage: str, found: Bugs, work: Work) -> Unknown:
-    """Describe a stage that no bug explains: where it differs, by which pattern, and the bugs that
-    reduce its error most.
+def about_of(edits: Edits) -> str:
+    """Return the description of one or two bugs."""
+    return ", and ".join(edit.sentence for edit in edits)
+
+
+def _unexplained(trial: Trial, stage: str, edits: Edits, work: Work) -> Finding:
+    """Describe a stage that no known bug explains: where it differs, by which pattern, and the bugs
+    that reduce its error most.
     """
-    verdict, may_lose = replay.judgement(stage, found), _is_small(replay, stage, found)
-    if replay.scope.is_quick:
-        return Unknown(stage, verdict.error, verdict.ratio)
-    findings = replay.findings(stage, found, lambda: work.inside("numbers and parts of the layer"))
-    if sample_of(replay.problem) is not None and findings is not None:
-        findings = _of_sample(findings)
-    nearest = []
-    with suppress(TimeoutError):
-        for bug in replay.known:
-            if bug not in found and (may_lose or not bug.is_loss):
-                with work.inside("the nearest bugs"):
-                    nearest.append(
-                        (bug.about, replay.judgement(stage, (*found, bug), quick=True).error)
-                    )
-    nearest = sorted(
-        (each for each in nearest if each[1] < 0.5 * verdict.error), key=lambda each: each[1]
+    before = trial.judgement(stage, edits)
+    finding = Finding(stage, before.error, before.ratio)
+    if trial.scope.is_quick:
+        return finding
+    description = trial.describe(
+        stage, edits, lambda: work.inside("numbers and parts of the layer")
     )
-    return Unknown(stage, verdict.error, verdict.ratio, findings, tuple(nearest[:3]))
+    if sample_of(trial.problem) is not None and description is not None:
+        description = _of_sample(description)
+    question = _Question(trial, [stage], stage, edits)
+    nearest: list[tuple[str, float]] = []
+    with suppress(TimeoutError):
+        for bug in question.candidates(with_losses=question.is_small):
+            with work.inside("the nearest bugs"):
+                error = trial.judgement(stage, (*edits, bug), quick=True).error
+            if error < 0.5 * before.error:
+                nearest.append((bug.about, error))
+    nearest.sort(key=lambda each: each[1])
+    return replace(finding, description=description, nearest=tuple(nearest[:NEAREST]))
 
 
-def _of_sample(findings: Findings) -> Findings | None:
+def _of_sample(description: Description) -> Description | None:
     """Return the patterns of a whole sample with at most one number; others need the whole
     layer.
     """
-    laws = tuple(law for law in findings.found if law.parameters <= 1)
-    return Findings(findings.place, laws) if laws and findings.place.words == EVERYWHERE else None
+    patterns = tuple(edit for edit in description.patterns if edit.parameters <= 1)
+    if not patterns or description.place.words != EVERYWHERE:
+        return None
+    return Description(description.place, patterns)
 
 
-def _explanation(
-    replay: Replay, stages: Sequence[str], found: Bugs, choice: _Choice, words: str
-) -> Explanation:
-    def made_in(bug: Bug) -> int:
-        """Return the first step that a bug changes."""
-        steps = range(len(replay.steps))
-        return next((step for step in steps if not replay.is_same(step, found, (bug,))), len(steps))
+def _with_stages(finding: Finding, stages: Sequence[str], pattern: Edits) -> Finding:
+    """Return a finding as plain data, with the stages that its pattern explains.
 
-    added = tuple(sorted(choice.bugs, key=made_in)) if len(choice.bugs) > 1 else choice.bugs
-    before, after = (
-        replay.judgement(choice.stage, found),
-        replay.judgement(choice.stage, (*found, *choice.bugs)),
+    If the stages are several, the pattern that explains all of them comes first.
+    """
+    description = finding.description
+    if description is None:
+        return finding
+    patterns = list(description.patterns)
+    if len(stages) > 1:
+        abouts = [edit.about for edit in pattern]
+        patterns.sort(key=lambda edit: edit.about not in abouts)
+    plain_patterns = tuple(plain(edit) for edit in patterns)
+    return replace(
+        finding,
+        description=replace(description, patterns=plain_patterns),
+        stages=tuple(stages) or (finding.stage,),
     )
-    still = replay.wrong(stages, (*found, *choice.bugs))
-    is_exact = stage_named(choice.stage).is_exact
-    return Explanation(
-        choice.stage,
-        tuple(stage for stage in replay.wrong(stages, found) if stage not in still),
-        tuple(bug.name for bug in added),
-        words + _words(added),
-        tuple(dict.fromkeys(bug.fix for bug in added)),
-        tuple(dict.fromkeys(bug.page for bug in added)),
-        before.error if is_exact else before.error_in(before.norm),
-        after.error if is_exact else after.error_in(before.norm),
-        after.ratio,
-        before.ratio,
-        tuple(map(_words, choice.others)),
-    )
-
-
-def _words(bugs: Bugs) -> str:
-    return ", and ".join(bug.about for bug in bugs)

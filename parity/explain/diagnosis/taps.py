@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec, InputError, InputTypeError
-from parity.explain.diagnosis.diagnose import SECONDS, Diagnosis, Unknown, diagnose
-from parity.explain.diagnosis.replay import Replay, Scope
+from parity.explain.diagnosis.bugs.record import Edit
+from parity.explain.diagnosis.diagnose import SECONDS, Diagnosis, diagnose
+from parity.explain.diagnosis.findings import Finding, Line, excess, text_of
 from parity.explain.diagnosis.sampling import is_large
 from parity.explain.diagnosis.search import search
 from parity.explain.diagnosis.tapped import Sequences, sequences_of
-from parity.explain.diagnosis.verdicts import Line, excess, text_of
+from parity.explain.diagnosis.trial import Scope, Trial
 from parity.explain.diagnosis.work import Work
 from parity.measure.core.compare import Comparison, Label, first_difference
 from parity.measure.core.problem import Problem
@@ -28,50 +29,6 @@ from parity.measure.core.trace import Reference
 from parity.measure.core.weights import Weights, check_weights, weight_shapes
 from parity.port.models.specs import ModelLayer
 from parity.port.tapping.record import Tapped, TappedLayer
-
-
-@dataclass(frozen=True)
-class LikeAnother(Diagnosis):
-    """The diagnosis of a layer that no bug explains, and that is correct as another layer of its
-    model.
-
-    Attributes:
-        like: the other layer, and the fields of its specification.
-    """
-
-    like: str = ""
-
-    @property
-    def likely_bug(self) -> str:
-        """The other layer."""
-        return self.like
-
-    @property
-    def cause(self) -> str:
-        """The other layer."""
-        return self.like
-
-    @property
-    def evidence(self) -> str:
-        """A statement that the other layer explains everything."""
-        return "with that specification, every stage matches the reference"
-
-    @property
-    def fix(self) -> str:
-        """The fix: the layer's own specification."""
-        return "use this layer's own configuration"
-
-    @property
-    def more(self) -> str:
-        """Empty, because this has no page."""
-        return ""
-
-    def lines(self, *, verbose: bool = False) -> Iterator[Line]:
-        """Yield labels and texts, as `Diagnosis.lines` does."""
-        yield "Likely bug", self.like
-        yield self.first_line
-        yield "Evidence", self.evidence
-        yield "Fix", self.fix
 
 
 @dataclass(frozen=True)
@@ -108,7 +65,6 @@ class LayerVerdict(JsonRecord):
         "left_out",
         "comparisons",
         "diagnosis",
-        "like",
     )
 
     @property
@@ -120,13 +76,6 @@ class LayerVerdict(JsonRecord):
     def passed(self) -> bool:
         """True if the layer was compared and every stage is within its budget."""
         return not self.not_compared and self.difference is None
-
-    @property
-    def like(self) -> str:
-        """The other layer of the model that explains the difference if no bug does; empty
-        otherwise.
-        """
-        return self.diagnosis.like if isinstance(self.diagnosis, LikeAnother) else ""
 
     def __str__(self) -> str:
         return text_of(self.lines())
@@ -201,6 +150,9 @@ class TapVerdict(JsonRecord):
                 found.setdefault(reason, []).append(layer.layer)
         return found
 
+
+OTHER_LAYER = "configuration-of-another-layer"
+"""The name of the bug that a layer is computed with the specification of another one."""
 
 CROSS = "cross_attention"
 """The kind of layers that attend to another sequence."""
@@ -423,10 +375,16 @@ class _TapJudge:
         if unknown is None or unknown.is_known:
             return verdict
         like = _like_another(layer, problems, _others(known, self.specs))
-        explained = (
-            LikeAnother(**{**vars(unknown), "kind": "like", "like": like}) if like else unknown
+        if like is None:
+            return verdict
+        finding = Finding(
+            unknown.stage,
+            unknown.error,
+            unknown.ratio,
+            (like,),
+            stages=tuple(unknown.findings[0].explained_stages) if unknown.findings else (),
         )
-        return replace(verdict, diagnosis=explained)
+        return replace(verdict, diagnosis=replace(unknown, findings=[finding], untried=""))
 
     def _judge(
         self, sequences: Sequences, problem: Problem, layer: TappedLayer, *, diagnoses: bool
@@ -487,27 +445,24 @@ def _explained_again(way: _TapWay, before: Diagnosis, arithmetic: str) -> Diagno
         found = _diagnosed_as(way, arithmetic)
         return found if _signature(found) == _signature(before) else None
     names: set[str] = set()
-    for explanation in before.explanations:
-        if explanation.findings is None:
-            names |= {*explanation.bugs, *explanation.others}
-    replay = Replay(way.problem, way.stages, arithmetic, scope=Scope(only=frozenset(names)))
+    for finding in before.known:
+        names |= {*finding.bugs, *finding.others}
+    trial = Trial(way.problem, way.stages, arithmetic, scope=Scope(only=frozenset(names)))
     work = Work(SECONDS)
     with np.errstate(all="ignore"), work.counted():
-        first_wrong = next(iter(replay.wrong(replay.stages, ())), "")
+        first_wrong = next(iter(trial.wrong(trial.stages, ())), "")
         if not first_wrong:
             return None
-        result = search(replay, work)
-    about = replay.judgement(first_wrong, ())
+        result = search(trial, work)
+    about = trial.judgement(first_wrong, ())
     found = Diagnosis(
-        "pattern" if result.unknowns else before.kind,
         first_wrong,
         about.error,
         about.ratio,
-        result.explanations,
-        result.unknowns,
-        has_stages=len(replay.stages) > 1,
+        result.findings,
+        has_stages=len(trial.stages) > 1,
         dtype=way.problem.dtype,
-    ).with_named_laws()
+    )
     return found if _signature(found) == _signature(before) else None
 
 
@@ -515,12 +470,9 @@ def _signature(diagnosis: Diagnosis) -> tuple[Any, ...]:
     """Return what two equal diagnoses have in common: the first wrong stage, the bugs and the
     patterns.
     """
-    bugs = [(explanation.bugs, explanation.about) for explanation in diagnosis.explanations]
-    patterns = [
-        (unknown.stage, "" if unknown.law is None else unknown.law.words)
-        for unknown in diagnosis.unknowns
+    return diagnosis.stage, [
+        (finding.stage, finding.bugs, finding.about) for finding in diagnosis.findings
     ]
-    return diagnosis.kind, diagnosis.stage, bugs, patterns
 
 
 def _sources(
@@ -560,9 +512,9 @@ def _like_another(
     layer: TappedLayer,
     problems: Sequence[tuple[Sequences, Problem]],
     others: Mapping[str, AttentionSpec],
-) -> str:
-    """Return the layer whose specification, one field or all, makes every stage right; empty if
-    there is none.
+) -> Edit | None:
+    """Return the specification of another layer, one field or all, that makes every stage right;
+    None if there is none.
     """
     spec = problems[0][1].spec
     own = spec.values()
@@ -581,8 +533,12 @@ def _like_another(
                 _is_right(layer, *each, like) for each in problems
             ):
                 fields = ", ".join(f"{name}={getattr(other, name)}" for name in names)
-                return f"the configuration of {title}: {fields}"
-    return ""
+                return Edit(
+                    OTHER_LAYER,
+                    f"it computes as with the configuration of {title}: {fields}",
+                    fixes=("use this layer's own configuration",),
+                )
+    return None
 
 
 def _is_right(
@@ -705,7 +661,7 @@ def _compared_stages(
     if stale := _of_other_keys(sequences, reference, layer.module, arithmetic):
         first = stale[0]
         about = (first.stage, first.error, first.ratio)
-        unknown = Diagnosis("unknown", *about, unknowns=[Unknown(*about)])
+        unknown = Diagnosis(*about, findings=[Finding(*about)])
         before = sum(each.stage in ("mask", "q", "k", "v") for each in comparisons)
         return [*comparisons[:before], *stale, *comparisons[before:]], unknown
     if first_difference(comparisons) is None:
@@ -779,13 +735,13 @@ def _compared(
     """Compare each stage with the reference: from the layer's input, and from the recorded stages
     before it.
     """
-    replay = Replay(reference.problem, observed, arithmetic)
+    trial = Trial(reference.problem, observed, arithmetic)
     found = []
     for stage in (stage for stage in reference.accumulated if stage in observed):
         label = Label(reference.problem.case.name, backend, reference.problem.dtype, stage)
         comparison = reference.compare(observed[stage], label, arithmetic)
         comparison = reference.compare_noise(comparison, observed[stage], label, arithmetic)
         found.append(
-            comparison.with_step(replay.judgement(stage, ()).ratio, "wrong for its recorded inputs")
+            comparison.with_step(trial.judgement(stage, ()).ratio, "wrong for its recorded inputs")
         )
     return found

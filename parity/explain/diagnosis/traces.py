@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from parity.explain.diagnosis.diagnose import Diagnosis, Unknown, diagnose_trace
+from parity.explain.diagnosis.diagnose import Diagnosis, Finding, diagnose_trace
 from parity.measure.core.compare import Comparison, first_difference
 from parity.measure.core.trace import Reference, Trace, judge
 
@@ -52,4 +52,4 @@ def diagnose_worst(traces: Sequence[Trace], sides: Sequence[Sequence[Comparison]
         return diagnosis
     # A gradient, a dtype or a missing stage: no bug in the formulas would explain it.
     about = (difference.stage, difference.error, difference.worse_ratio)
-    return Diagnosis("unknown", *about, unknowns=[Unknown(*about)])
+    return Diagnosis(*about, findings=[Finding(*about)])

@@ -11,7 +11,8 @@ from dataclasses import replace
 import numpy as np
 
 from mha_spec import AttentionSpec
-from parity.explain.diagnosis.diagnose import Diagnosis, Explanation, Unknown, diagnose
+from parity.explain.diagnosis.bugs.record import Edit
+from parity.explain.diagnosis.diagnose import Diagnosis, Finding, diagnose
 from parity.measure.core import reference
 from parity.measure.core.stages import run_steps
 from parity.measure.core.weights import Weights
@@ -34,52 +35,62 @@ def diagnose_weights(
     problem, other_problem = probe(weights, spec, other, other_spec)
     observed = run_steps(reference.steps(other_problem, problem.dtype))
     diagnosis = diagnose(observed, problem)
-    laws = [each for each in diagnosis.explanations if each.findings is not None]
-    if (
-        diagnosis.is_wrong
-        and (laws or diagnosis.kind != "structure")
-        and (ways := _common_ways(weights, other))
-    ):
-        return _rounded(diagnosis, ways)
-    if diagnosis.kind != "precision":
+    if not diagnosis.is_wrong:
         return diagnosis
-    if laws:
-        return replace(diagnosis, kind="structure")
-    unknowns = diagnosis.unknowns or [Unknown(diagnosis.stage, diagnosis.error, diagnosis.ratio)]
-    return replace(diagnosis, kind="unknown", explanations=[], unknowns=unknowns)
+    if any(finding.is_fitted for finding in diagnosis.findings) or diagnosis.kind != "structure":
+        ways = _common_ways(weights, other)
+        if ways:
+            return _rounded(diagnosis, ways)
+    # The weights are not the others in fewer bits, whatever the stages look like.
+    findings = [_without_loss(finding) for finding in diagnosis.findings]
+    return replace(diagnosis, findings=findings)
+
+
+def _without_loss(finding: Finding) -> Finding:
+    """Return a finding, unexplained if it is a loss of precision."""
+    if not finding.is_loss:
+        return finding
+    return Finding(finding.stage, finding.error_before, finding.ratio_before)
 
 
 def _common_ways(weights: Weights, other: Weights) -> list[str]:
     """Return the descriptions in which every differing tensor is exactly that of the first weights
     in fewer bits.
     """
-    differing = [
-        name for name, x in weights.items() if not np.array_equal(x, other[name], equal_nan=True)
-    ]
-    ways = [ways_to_fewer_bits(weights[name], other[name]) for name in differing]
-    common = [way for way in ways[0] if all(way in each for each in ways)] if ways else []
-    return sorted(common, key=lambda way: "TF32" in way)  # usual dtypes of weights first
+    common: list[str] | None = None
+    for name, x in weights.items():
+        if np.array_equal(x, other[name], equal_nan=True):
+            continue
+        ways = ways_to_fewer_bits(x, other[name])
+        if common is not None:
+            ways = [way for way in common if way in ways]
+        common = ways
+    return sorted(common or [], key=lambda way: "TF32" in way)  # usual dtypes of weights first
 
 
 def _rounded(diagnosis: Diagnosis, ways: list[str]) -> Diagnosis:
     """Return the diagnosis of weights in fewer bits, by the ways in which they may have been
     rounded.
     """
-    way, *others = [(f"the weights are {words}", f"weights-{_dtype(words)}") for words in ways]
-    found = Explanation(
-        diagnosis.stage,
-        (diagnosis.stage,),
-        (way[1],),
-        way[0],
-        ("keep the weights in the dtype of training, or compare with the rounded weights",),
-        ("low-precision",),
-        diagnosis.error,
-        0.0,
-        0.0,
-        diagnosis.ratio,
-        tuple(about for about, _ in others),
+    way, *others = ways
+    loss = Edit(
+        f"weights-{_dtype(way)}",
+        f"the weights are {way}",
+        pages=("low-precision",),
+        fixes=("keep the weights in the dtype of training, or compare with the rounded weights",),
+        is_loss=True,
     )
-    return replace(diagnosis, kind="precision", explanations=[found], unknowns=[])
+    finding = Finding(
+        diagnosis.stage,
+        diagnosis.error,
+        diagnosis.ratio,
+        (loss,),
+        error=0.0,
+        ratio=0.0,
+        stages=(diagnosis.stage,),
+        others=tuple(f"the weights are {other}" for other in others),
+    )
+    return replace(diagnosis, findings=[finding])
 
 
 def _dtype(words: str) -> str:

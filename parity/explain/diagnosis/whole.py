@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from parity.explain.diagnosis.laws import Findings, place_of
+from parity.explain.diagnosis.laws import Description, place_of
 from parity.measure.core.compare import FACTOR, Comparison, Label, floor, kept_dtype
 from parity.measure.core.stages import stage_named
 from parity.measure.core.trace import Reference
@@ -114,7 +114,7 @@ class WholeStages(Mapping[str, WholeStage]):
         ignored = {*besides} | self._passed
         return next((name for name in self if name not in ignored and not self[name].passed), "")
 
-    def findings(self, name: str) -> Findings | None:
+    def description(self, name: str) -> Description | None:
         """Describe where a stage differs, without a search for patterns; None if its shape is
         unknown.
         """

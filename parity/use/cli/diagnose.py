@@ -291,7 +291,7 @@ def _diagnose_function(
             observed = observe(function, not_causal, framework)
             # Known bugs are tried at once. The slow search is worth its time only if something is
             # still unknown.
-            seconds = SECONDS if diagnosis.unknowns else 0.0
+            seconds = SECONDS if diagnosis.unnamed else 0.0
             other = diagnose(observed, not_causal, arithmetic=arithmetic, seconds=seconds)
             words = _in_words(other)
             if words and words != _in_words(diagnosis):
@@ -304,10 +304,10 @@ def _in_words(diagnosis: Diagnosis) -> str:
     """Return a diagnosis in a few words; empty if something is unexplained."""
     if not diagnosis.is_wrong:
         return "nothing differs"
-    if diagnosis.unknowns:
+    if diagnosis.unnamed:
         return ""
     names: list[str] = []
-    for explanation in diagnosis.explanations:
+    for explanation in diagnosis.named:
         names += explanation.bugs
     if not names:
         return ""

@@ -396,5 +396,5 @@ def test_yarn_factor_is_kept_in_diagnosis():
     output, _ = mha_torch.multi_head_attention(
         torch.from_numpy(problem.inputs["query"]), weights, wrong
     )
-    (found,) = parity.diagnose({"output": output.numpy()}, problem).explanations
+    (found,) = parity.diagnose({"output": output.numpy()}, problem).named
     assert found.bugs == ("scale-by-value-head-dim",)

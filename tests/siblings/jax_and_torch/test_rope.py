@@ -453,7 +453,7 @@ def test_frequencies_over_head_dim_are_named(scaling, monkeypatch):
         torch.from_numpy(problem.inputs["query"]), weights, spec
     )
     monkeypatch.undo()
-    (found,) = parity.diagnose({"output": output.numpy()}, problem).explanations
+    (found,) = parity.diagnose({"output": output.numpy()}, problem).named
     assert found.bugs == ("rope-frequencies-over-head-dim",)
 
 
@@ -466,7 +466,7 @@ def test_ignored_sections_are_named(name):
     output, _ = mha_torch.multi_head_attention(
         x, weights, problem.spec, is_causal=problem.case.is_causal
     )
-    (found,) = parity.diagnose({"output": output.numpy()}, problem).explanations
+    (found,) = parity.diagnose({"output": output.numpy()}, problem).named
     assert found.bugs == ("rope-sections-ignored",)
 
 

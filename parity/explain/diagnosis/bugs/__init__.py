@@ -34,7 +34,8 @@ from parity.explain.diagnosis.bugs import (
 )
 from parity.explain.diagnosis.bugs.heads import permuted_heads
 from parity.explain.diagnosis.bugs.precision import FIDELITIES, PRECISIONS, low_products
-from parity.explain.diagnosis.bugs.record import Bug, Change, Override
+from parity.explain.diagnosis.bugs.record import Edit, Override
+from parity.explain.diagnosis.bugs.specs import edited_spec
 from parity.explain.diagnosis.changed_layer import ChangedLayer
 from parity.explain.diagnosis.sample import SampledProblem
 from parity.explain.diagnosis.sampled_layer import SampledLayer
@@ -46,14 +47,14 @@ from parity.measure.core.weights import dtype_named
 __all__ = [
     "FIDELITIES",
     "PRECISIONS",
-    "Bug",
+    "Edit",
     "Override",
     "bug_by_name",
     "bugs_for",
+    "edited_layer",
     "low_products",
     "page_by_bug",
     "permuted_heads",
-    "wrong_layer",
 ]
 
 GROUPS = (
@@ -121,18 +122,23 @@ OF_OWN_KEYS = re.compile("[kv]_proj-.*|.*-[qkv]|qkv-bias-missing|rope-on-values"
 """Names in groups for keys or values that a layer makes itself, or for queries alone."""
 
 
-def bugs_for(case: Case) -> list[Bug]:
+def bugs_for(case: Case) -> list[Edit]:
     """Return every bug that a case could have, usual ones first."""
     spec = case.spec
     left_out = (
         WITHOUT_KEYS if spec.shared_kv else frozenset() if spec.latent is None else WITHOUT_LATENTS
     )
-    found = [bug for group in GROUPS if group not in left_out for bug in group(case)]
-    return [each for each in found if not (spec.shared_kv and OF_OWN_KEYS.fullmatch(each.name))]
+    bugs: list[Edit] = []
+    for group in GROUPS:
+        if group not in left_out:
+            bugs += group(case)
+    if spec.shared_kv:
+        return [bug for bug in bugs if not OF_OWN_KEYS.fullmatch(bug.name)]
+    return bugs
 
 
 @cache
-def bug_by_name() -> dict[str, Bug]:
+def bug_by_name() -> dict[str, Edit]:
     """Return every bug that a layer could have, by name, as in the first case that could have
     it.
     """
@@ -152,19 +158,22 @@ def page_by_bug() -> dict[str, str]:
     return pages | dict.fromkeys(ranks.NAMES, ranks.PAGE)
 
 
-def wrong_layer(
+def edited_layer(
     problem: Problem,
     dtype: str,
-    bugs: Sequence[Change],
+    edits: Sequence[Edit],
     arithmetic: str = "ieee",
     requested: str = "qkv",
 ) -> ChangedLayer:
-    """Return the reference with bugs injected, the first of them outermost, in a dtype and an
+    """Return the reference with edits, the first of them outermost, in a dtype and an
     arithmetic.
     """
+    spec = edited_spec(problem.spec, edits)
+    if spec != problem.spec:
+        problem = replace(problem, case=replace(problem.case, spec=spec))
     layer_type = SampledLayer if isinstance(problem, SampledProblem) else ChangedLayer
     layer = layer_type(problem, CountedArithmetic(dtype_named(dtype), arithmetic), requested)
-    for bug in reversed(bugs):
-        for method, override in bug.in_reference.items():
+    for edit in reversed(edits):
+        for method, override in edit.overrides.items():
             layer.override(**{method: partial(override, layer, getattr(layer, method))})
     return layer

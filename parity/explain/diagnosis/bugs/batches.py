@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from parity.explain.diagnosis.bugs.families import SEQUENCES
-from parity.explain.diagnosis.bugs.record import Bug, Override
+from parity.explain.diagnosis.bugs.record import Edit, Override
 from parity.explain.diagnosis.sample import sample_of
 from parity.measure.core.case import Case
 from parity.measure.core.reference import Layer
 from parity.measure.core.stages import Values
 
 
-def batches(case: Case) -> Iterator[Bug]:
+def batches(case: Case) -> Iterator[Edit]:
     """Compute the context of the wrong tokens; weights of the expected shape are right."""
     spec = case.spec
     bug = SEQUENCES.seen_in("context", "module.output")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from parity.explain.diagnosis.bugs.families import CACHE_SLOTS
-from parity.explain.diagnosis.bugs.record import Bug, Override
+from parity.explain.diagnosis.bugs.record import Edit, Override
 from parity.explain.diagnosis.bugs.sites import before
 from parity.measure.core.case import Case
 from parity.measure.core.stages import Values
@@ -16,7 +16,7 @@ New = dict[str, np.ndarray]
 """Cached heads or latents, by `keys` and `values`, or by `latents`."""
 
 
-def caches(case: Case) -> Iterator[Bug]:
+def caches(case: Case) -> Iterator[Edit]:
     if not case.is_cached:
         return
     spec, capacity = case.spec, case.capacity

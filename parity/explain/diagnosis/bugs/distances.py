@@ -9,7 +9,7 @@ import numpy as np
 
 from mha_spec import GridBias, RelativeBias
 from parity.explain.diagnosis.bugs.families import ALIBI, RELATIVE_BIAS, RELATIVE_PRODUCTS
-from parity.explain.diagnosis.bugs.record import Bug, Override, instead
+from parity.explain.diagnosis.bugs.record import Edit, Override, instead
 from parity.explain.diagnosis.bugs.sites import Overrides, after, before
 from parity.measure.core.case import Case
 from parity.measure.core.reference import Layer
@@ -24,7 +24,7 @@ RESTARTED = (
 # ---- ALiBi ---------------------------------------------------------------------------------------
 
 
-def alibi(case: Case) -> Iterator[Bug]:
+def alibi(case: Case) -> Iterator[Edit]:
     spec, right = case.spec, case.spec.alibi
     if right is None:
         return
@@ -66,7 +66,7 @@ def alibi(case: Case) -> Iterator[Bug]:
 # ---- Relative bias -------------------------------------------------------------------------------
 
 
-def relative_bias(case: Case) -> Iterator[Bug]:
+def relative_bias(case: Case) -> Iterator[Edit]:
     spec = case.spec
     right, num_heads = spec.relative_bias, spec.num_heads
     if right is None:
@@ -94,7 +94,7 @@ def relative_bias(case: Case) -> Iterator[Bug]:
         yield bug("relative-bias-restarted", *RESTARTED)
 
 
-def _of_distances(right: RelativeBias) -> Iterator[Bug]:
+def _of_distances(right: RelativeBias) -> Iterator[Edit]:
     bug = RELATIVE_BIAS.seen_in("scores")
     if right.bidirectional and right.max_distance > right.num_buckets // 2:
         about = "later keys share the query's own bucket, as in a decoder"
@@ -116,7 +116,7 @@ def _of_distances(right: RelativeBias) -> Iterator[Bug]:
         yield bug("relative-bias-linear", about, {"share_of_logarithm": _share_of_distance})
 
 
-def _of_grid(right: GridBias) -> Iterator[Bug]:
+def _of_grid(right: GridBias) -> Iterator[Edit]:
     bug = RELATIVE_BIAS.seen_in("scores")
     first = int(right.class_token)
     about = "differences of rows and columns are counted as key - query instead of query - key"
@@ -148,7 +148,7 @@ def _of_grid(right: GridBias) -> Iterator[Bug]:
 # ---- Relative products ---------------------------------------------------------------------------
 
 
-def relative_products(case: Case) -> Iterator[Bug]:
+def relative_products(case: Case) -> Iterator[Edit]:
     spec, right = case.spec, case.spec.relative_products
     if right is None:
         return

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from mha_spec import AttentionSpec
-from parity.explain.diagnosis.bugs.record import Bug
+from parity.explain.diagnosis.bugs.record import Edit, known_bug
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class BugFamily:
         scaling = "none" if spec.rope is None or spec.rope.scaling is None else spec.rope.scaling
         return self.fix.format(spec=spec, root=math.sqrt(spec.head_dim), scaling=scaling)
 
-    def seen_in(self, *stages: str) -> partial[Bug]:
-        """Return a `Bug` of this family that lacks its name, description and overrides."""
-        return partial(Bug, fix=self.fix, page=self.page, stages=stages)
+    def seen_in(self, *stages: str) -> partial[Edit]:
+        """Return a `Edit` of this family that lacks its name, description and overrides."""
+        return partial(known_bug, fix=self.fix, page=self.page, stages=stages)
 
 
 # ---- Weights and inputs --------------------------------------------------------------------------

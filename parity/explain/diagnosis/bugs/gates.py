@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from parity.explain.diagnosis.bugs.families import GATE
-from parity.explain.diagnosis.bugs.record import Bug
+from parity.explain.diagnosis.bugs.record import Edit
 from parity.explain.diagnosis.bugs.sites import after, packed
 from parity.measure.core.case import Case
 
 
-def gates(case: Case) -> Iterator[Bug]:
+def gates(case: Case) -> Iterator[Edit]:
     spec = case.spec
     if spec.gate is None:
         return

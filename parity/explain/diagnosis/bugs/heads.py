@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from parity.explain.diagnosis.bugs.families import GROUPED, HEAD_ORDER
-from parity.explain.diagnosis.bugs.record import Bug, Override, instead
+from parity.explain.diagnosis.bugs.record import Edit, Override, instead, known_bug
 from parity.explain.diagnosis.bugs.sites import projected
 from parity.measure.core.case import Case
 from parity.measure.core.stages import Values
 
 
-def shared(case: Case) -> Iterator[Bug]:
+def shared(case: Case) -> Iterator[Edit]:
     num_heads, num_kv_heads = case.spec.num_heads, case.spec.num_kv_heads
     if 1 < num_kv_heads < num_heads:
         yield GROUPED.seen_in("scores")(
@@ -23,7 +23,7 @@ def shared(case: Case) -> Iterator[Bug]:
         )
 
 
-def split_or_combined(case: Case) -> Iterator[Bug]:
+def split_or_combined(case: Case) -> Iterator[Edit]:
     if case.spec.num_heads == 1:
         return
     split, combined = HEAD_ORDER.seen_in("q", "k"), HEAD_ORDER.seen_in("output")
@@ -57,7 +57,7 @@ def split_or_combined(case: Case) -> Iterator[Bug]:
     )
 
 
-def padded(case: Case) -> Iterator[Bug]:
+def padded(case: Case) -> Iterator[Edit]:
     """Values narrower than keys are padded for a kernel of one width, and cut too late."""
     spec = case.spec
     features, missing = spec.value_head_dim, spec.head_dim - spec.value_head_dim
@@ -67,7 +67,7 @@ def padded(case: Case) -> Iterator[Bug]:
         return original(wide)[..., : x.shape[1] * features]
 
     if missing > 0 and spec.num_heads > 1:
-        yield Bug(
+        yield known_bug(
             "value-padding-combined",
             "values are padded to head_dim, but the context is cut to value_head_dim after its "
             "heads are combined",
@@ -78,7 +78,7 @@ def padded(case: Case) -> Iterator[Bug]:
         )
 
 
-def reordered(case: Case) -> Iterator[Bug]:
+def reordered(case: Case) -> Iterator[Edit]:
     spec = case.spec
     if spec.num_heads == 1:
         return
@@ -90,7 +90,7 @@ def reordered(case: Case) -> Iterator[Bug]:
             yield _reordered(name, "rolled", "rolled", np.roll(heads, 1))
 
 
-def permuted_heads(expected: Values, observed: Values) -> list[Bug]:
+def permuted_heads(expected: Values, observed: Values) -> list[Edit]:
     """Return the heads of q, k or v in their observed order, if they are in another order.
 
     Args:
@@ -117,12 +117,12 @@ def permuted_heads(expected: Values, observed: Values) -> list[Bug]:
     return found
 
 
-def permuted(name: str, order: np.ndarray) -> Bug:
+def permuted(name: str, order: np.ndarray) -> Edit:
     """Return the heads of q, k or v in any order."""
     return _reordered(name, "permuted", f"in the order {' '.join(map(str, order))}", order)
 
 
-def _reordered(name: str, word: str, about: str, order: np.ndarray) -> Bug:
+def _reordered(name: str, word: str, about: str, order: np.ndarray) -> Edit:
     stages = ("q", "k") if name == "q" else (name,)
     return HEAD_ORDER.seen_in(*stages)(
         f"{name}-heads-{word}",

@@ -9,13 +9,13 @@ import numpy as np
 
 from mha_spec import AttentionSpec, Latent, YarnScaling
 from parity.explain.diagnosis.bugs.families import LATENTS
-from parity.explain.diagnosis.bugs.record import Bug, instead
+from parity.explain.diagnosis.bugs.record import Edit, instead
 from parity.explain.diagnosis.bugs.scores import yarn_factor
 from parity.explain.diagnosis.bugs.sites import Overrides, after
 from parity.measure.core.case import Case
 
 
-def latents(case: Case) -> Iterator[Bug]:
+def latents(case: Case) -> Iterator[Edit]:
     spec, latent = case.spec, case.spec.latent
     if latent is None:
         return
@@ -28,7 +28,7 @@ def latents(case: Case) -> Iterator[Bug]:
     yield from _other_scales(spec, latent, own_features)
 
 
-def _norm_missing(name: str, words: str, stage: str) -> Bug:
+def _norm_missing(name: str, words: str, stage: str) -> Edit:
     return LATENTS.seen_in(stage)(
         f"latent-{name}-norm-missing",
         f"{words} is not normalized",
@@ -41,7 +41,7 @@ def _norm_missing(name: str, words: str, stage: str) -> Bug:
     )
 
 
-def _other_factors(latent: Latent) -> Iterator[Bug]:
+def _other_factors(latent: Latent) -> Iterator[Edit]:
     """Factors of the latents: 1, the square of the right one, or that of the other latent."""
     for of, words, stage in (("q", "queries", "q"), ("kv", "keys and values", "latents")):
         name, factor = f"{of}_factor", getattr(latent, f"{of}_factor")
@@ -80,7 +80,7 @@ def _with(**factors: float) -> Overrides:
 
 def _columns_read_otherwise(
     spec: AttentionSpec, latent: Latent, own_features: int
-) -> Iterator[Bug]:
+) -> Iterator[Edit]:
     """Split the features of a projection in another order than its weight."""
     num_heads, value_dim, shared = spec.num_heads, spec.value_head_dim, latent.rope_dim
     of_keys, of_values = np.arange(num_heads * own_features), np.arange(num_heads * value_dim)
@@ -131,7 +131,7 @@ def _read(projection: str, order: np.ndarray) -> Overrides:
     }
 
 
-def _other_scales(spec: AttentionSpec, latent: Latent, own_features: int) -> Iterator[Bug]:
+def _other_scales(spec: AttentionSpec, latent: Latent, own_features: int) -> Iterator[Edit]:
     if spec.scale is not None:
         return
     kept = yarn_factor(spec)

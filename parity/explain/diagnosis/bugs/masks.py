@@ -8,11 +8,11 @@ from functools import partial
 import numpy as np
 
 from parity.explain.diagnosis.bugs.families import CAUSAL, CHUNK, PADDING, WINDOW
-from parity.explain.diagnosis.bugs.record import Bug, instead
+from parity.explain.diagnosis.bugs.record import Edit, instead, known_bug
 from parity.explain.diagnosis.bugs.sites import Overrides, before
 from parity.measure.core.case import Case
 
-of_mask = partial(Bug, stages=("mask",))
+of_mask = partial(known_bug, stages=("mask",))
 
 
 def _of_no_pair(t: np.ndarray, s: np.ndarray, *_: object) -> np.ndarray:
@@ -22,10 +22,10 @@ def _of_no_pair(t: np.ndarray, s: np.ndarray, *_: object) -> np.ndarray:
 # ---- Any mask ------------------------------------------------------------------------------------
 
 
-def used_or_made(case: Case) -> Iterator[Bug]:
+def used_or_made(case: Case) -> Iterator[Edit]:
     """A right mask that is wrongly used, which is more usual, or a wrong mask."""
     flipped = partial(
-        Bug,
+        known_bug,
         "mask-flipped",
         fix=(
             "invert the mask once: True hides a key here, but shows it in PyTorch's SDPA, JAX "
@@ -34,7 +34,7 @@ def used_or_made(case: Case) -> Iterator[Bug]:
         page="mask-polarity",
     )
     ignored = partial(
-        Bug,
+        known_bug,
         "mask-ignored",
         fix="pass the mask on every path (with attention weights, without, cached)",
         page="mask-ignored",
@@ -73,7 +73,7 @@ def _making(change: Callable[[np.ndarray], np.ndarray]) -> Overrides:
 # ---- The causal mask -----------------------------------------------------------------------------
 
 
-def causal(case: Case) -> Iterator[Bug]:
+def causal(case: Case) -> Iterator[Edit]:
     bug = CAUSAL.seen_in("mask")
     is_causal = case.is_causal or case.is_cached or case.window_size is not None
     if is_causal:
@@ -148,7 +148,7 @@ def _is_not_filled(t: np.ndarray, s: np.ndarray) -> np.ndarray:
 # ---- Padding and windows -------------------------------------------------------------------------
 
 
-def padding(case: Case) -> Iterator[Bug]:
+def padding(case: Case) -> Iterator[Edit]:
     lengths, key_len = case.key_padding_lengths, case.key_len
     if lengths is None:
         return
@@ -226,7 +226,7 @@ def padding(case: Case) -> Iterator[Bug]:
         )
 
 
-def window(case: Case) -> Iterator[Bug]:
+def window(case: Case) -> Iterator[Edit]:
     if case.window_size is not None:
         yield from _windows(WINDOW.fix, "is_before_window")
         yield WINDOW.seen_in("mask")(
@@ -236,7 +236,7 @@ def window(case: Case) -> Iterator[Bug]:
         )
 
 
-def _windows(fix: str, *methods: str) -> Iterator[Bug]:
+def _windows(fix: str, *methods: str) -> Iterator[Edit]:
     for word, step in (("wide", 1), ("narrow", -1)):
         yield of_mask(
             f"window-one-too-{word}",
@@ -247,7 +247,7 @@ def _windows(fix: str, *methods: str) -> Iterator[Bug]:
         )
 
 
-def reach(case: Case) -> Iterator[Bug]:
+def reach(case: Case) -> Iterator[Edit]:
     """A layer's own window, or its chunks."""
     if case.spec.window_size is not None:
         fix = "hide the keys s <= t - window_size and s >= t + window_size"

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 
 from mha_spec import Norm
-from parity.explain.diagnosis.bugs.record import Bug, Override
+from parity.explain.diagnosis.bugs.record import Edit, Override, known_bug
 from parity.explain.diagnosis.bugs.sites import Overrides, norm_with, read_as, weights
 from parity.measure.core.case import Case
 from parity.measure.core.reference import Layer
 
-of_norms = partial(Bug, page="qk-norm", stages=("q", "k"))
+of_norms = partial(known_bug, page="qk-norm", stages=("q", "k"))
 
 
-def norms(case: Case) -> Iterator[Bug]:
+def norms(case: Case) -> Iterator[Edit]:
     spec, norm = case.spec, case.spec.qk_norm
     if spec.v_norm is not None:
         yield _missing("v-norm-missing", "v", "values", stages=("v",))
@@ -91,14 +91,14 @@ def norms(case: Case) -> Iterator[Bug]:
     )
 
 
-def _missing(name: str, of: Collection[str], whose: str, **more: Any) -> Bug:
+def _missing(name: str, of: Collection[str], whose: str, **more: Any) -> Edit:
     without = {"norm": lambda _, original, which: None if which in of else original(which)}
     return of_norms(
         name, f"{whose} are not normalized", without, fix=f"normalize the {whose}", **more
     )
 
 
-def _of_weights(norm: Norm) -> Iterator[Bug]:
+def _of_weights(norm: Norm) -> Iterator[Edit]:
     lost = {"weight": norm.initial_weight} | ({"bias": 0.0} if norm.bias else {})
     for leaf, value in lost.items():
         names = [f"{each}_norm.{leaf}" for each in "qk"]

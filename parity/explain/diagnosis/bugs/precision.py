@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from parity.explain.diagnosis.bugs.record import Bug, Changed, Override
+from parity.explain.diagnosis.bugs.record import Edit, Override, known_bug
 from parity.explain.diagnosis.bugs.sites import Overrides, before, weights
 from parity.explain.diagnosis.work import PER_MULTIPLICATION, PER_ROUNDED, ask, begin
 from parity.measure.core.case import Case
@@ -44,10 +44,10 @@ LAST = np.uint32(63)
 Cut = Callable[[np.ndarray], np.ndarray]
 """Removes bits."""
 
-of_precision = partial(Bug, page="low-precision", is_loss=True)
+of_precision = partial(known_bug, page="low-precision", is_loss=True)
 
 
-def rounded_parts(case: Case) -> Iterator[Bug]:
+def rounded_parts(case: Case) -> Iterator[Edit]:
     """Lost precision in one part after the other, in each dtype; usual ones first."""
     projections = [name for name in STAGES if name != "out_proj" or case.spec.out_proj]
     for dtype in DTYPES:
@@ -79,7 +79,7 @@ def rounded_parts(case: Case) -> Iterator[Bug]:
                     stages=STAGES[name],
                 )
         yield from _stages(case, dtype, cut)
-    yield Bug(
+    yield known_bug(
         "exponentials-approximated",
         "exponentials are approximated by straight lines between powers of two",
         {"attn_weights": _by_lines},
@@ -155,7 +155,7 @@ def _entering(layer: Layer, projection: str, x: np.ndarray, cut: Cut) -> np.ndar
 # ---- Weights and projections ---------------------------------------------------------------------
 
 
-def _weights(case: Case, dtype: str, projection: str = "") -> Iterator[Bug]:
+def _weights(case: Case, dtype: str, projection: str = "") -> Iterator[Edit]:
     """Weights of the layer, or of one projection, with or without the biases."""
     names = [name for name in case.spec.weight_shapes if name.startswith(projection)]
     without = [name for name in names if not name.endswith(".bias")]
@@ -174,15 +174,15 @@ def _weights(case: Case, dtype: str, projection: str = "") -> Iterator[Bug]:
         )
 
 
-def layer_in(case: Case, dtype: str) -> Changed:
+def layer_in(case: Case, dtype: str) -> Edit:
     """Return the change to weights and inputs of a layer that is computed in a narrower dtype."""
     cut = _to(dtype)
 
     def rounded_inputs(inputs: Values, positions: np.ndarray) -> tuple[Values, np.ndarray]:
         return {name: cut(x) for name, x in inputs.items()}, positions
 
-    return Changed(
-        {**weights(cut, list(case.spec.weight_shapes)), "project": before(rounded_inputs)}
+    return Edit(
+        overrides={**weights(cut, list(case.spec.weight_shapes)), "project": before(rounded_inputs)}
     )
 
 
@@ -207,7 +207,7 @@ def _projection(projection: str, cut: Cut) -> Overrides:
 # ---- Stages --------------------------------------------------------------------------------------
 
 
-def _stages(case: Case, dtype: str, cut: Cut) -> Iterator[Bug]:
+def _stages(case: Case, dtype: str, cut: Cut) -> Iterator[Edit]:
     def tables(layer: Layer, original: Override, positions: np.ndarray) -> tuple[np.ndarray, ...]:
         return tuple(_rounded(layer, table, cut) for table in original(positions))
 
@@ -275,7 +275,7 @@ def _stages(case: Case, dtype: str, cut: Cut) -> Iterator[Bug]:
 # ---- Products ------------------------------------------------------------------------------------
 
 
-def low_products(case: Case) -> Iterator[Bug]:
+def low_products(case: Case) -> Iterator[Edit]:
     """Compute every product with fewer bits of its inputs: it explains an output alone.
 
     Scores may be scaled after the product or queries before it. Other bits are lost then, unless
@@ -285,11 +285,9 @@ def low_products(case: Case) -> Iterator[Bug]:
     for kind, bug in PRECISIONS.items():
         for is_rounded in (True, False):  # like a conversion, or a matrix unit with float32 inputs
             cut = partial(_with_bits, bits=MANTISSA[kind], is_rounded=is_rounded)
-            yield replace(bug, in_reference=_of_products(cut), is_loss=True)
+            yield replace(bug, overrides=_of_products(cut), is_loss=True)
             if not is_power_of_two:
-                yield replace(
-                    bug, in_reference=_of_products(cut, scales_queries=True), is_loss=True
-                )
+                yield replace(bug, overrides=_of_products(cut, scales_queries=True), is_loss=True)
 
 
 def _scaled_queries(layer: Layer, values: Values) -> np.ndarray:
@@ -306,7 +304,7 @@ def _scales_queries(layer: Layer, _: Override, values: Values) -> np.ndarray:
     )
 
 
-SCALED_QUERIES = Changed({"products": _scales_queries})
+SCALED_QUERIES = Edit(overrides={"products": _scales_queries})
 """Scales queries before their product with the keys, as many implementations do."""
 
 
@@ -352,14 +350,14 @@ def _with_bits(x: np.ndarray, bits: int, *, is_rounded: bool) -> np.ndarray:
     return (number >> lost << lost).view(x.dtype)
 
 
-def _products_of(kind: str, about: str, fix: str = "raise the math fidelity to HiFi4") -> Bug:
+def _products_of(kind: str, about: str, fix: str = "raise the math fidelity to HiFi4") -> Edit:
     """Return the bug that every matrix product rounds its inputs.
 
     In the reference it is another arithmetic (`reference.MANTISSA`) instead of an override. The
     lost bits depend on the order of a sum, so only the size of the error can be predicted, not its
     value.
     """
-    return Bug(
+    return known_bug(
         f"precision-{kind}", f"matrix products use {about}", {}, fix, "low-precision", ("q",)
     )
 

@@ -11,7 +11,7 @@ import numpy as np
 from mha_spec import AttentionSpec
 from mha_spec.attention import NORMS
 from mha_spec.shares import OUT_BIAS, LocalHeads
-from parity.explain.diagnosis.bugs.record import Changed
+from parity.explain.diagnosis.bugs.record import Edit
 from parity.measure.core.problem import Problem
 from parity.measure.core.reference import Arithmetic, Layer
 from parity.measure.core.reference.backward import Backward
@@ -52,7 +52,7 @@ class SharedProblem:
     problem: Problem
     plan: ShardPlan
     tokens: int
-    changed: Callable[[Changed], Values]
+    changed: Callable[[Edit], Values]
 
     @property
     def size(self) -> int:
@@ -256,8 +256,10 @@ def _with_bias(ranks: SharedProblem, rank: int) -> Values:
 
 def _with_local_positions(ranks: SharedProblem, rank: int) -> Values:
     part = ranks.problem.case.seq_len // ranks.size
-    turned = Changed(
-        {"rotate": lambda _, original, x, places, **more: original(x, places % part, **more)}
+    turned = Edit(
+        overrides={
+            "rotate": lambda _, original, x, places, **more: original(x, places % part, **more)
+        }
     )
     return ranks.of_tokens(ranks.changed(turned), np.arange(rank * part, (rank + 1) * part))
 
@@ -267,7 +269,7 @@ def _left_in_zigzag(ranks: SharedProblem, rank: int) -> Values:
     rows = np.concatenate(
         [np.arange(place * half, (place + 1) * half) for place in (rank, last - rank)]
     )
-    of_rows = ranks.of_tokens(ranks.changed(Changed({})), rows)
+    of_rows = ranks.of_tokens(ranks.changed(Edit(overrides={})), rows)
     return {name: of_rows[name] for name in ("context", "output")}
 
 

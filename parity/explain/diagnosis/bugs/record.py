@@ -1,59 +1,153 @@
-"""Records of bugs: their descriptions, and their overrides of the reference."""
+"""Edits of the reference: the ways in which a computation may be wrong.
+
+A known bug, a number that was fitted to a stage, and a weight taken for another one are the same
+kind of record. They differ only in how they are found.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
+
+from mha_spec import AttentionSpec
+from parity.measure.core.records import JsonRecord
 
 Override = Callable[..., Any]
 """Replaces a method of the reference: `override(layer, original, *inputs)`.
 
-The original is the replaced method, or the override of another bug.
+The original is the replaced method, or the override of another edit.
 """
 
 
-class Change(Protocol):
-    """A change of the reference."""
-
-    @property
-    def in_reference(self) -> Mapping[str, Override]: ...
-
-
 @dataclass(frozen=True, eq=False)
-class Changed:
-    """Overrides by the methods of `reference.Layer` alone."""
+class Edit(JsonRecord):
+    """One way in which a computation may be wrong.
 
-    in_reference: Mapping[str, Override]
-
-
-@dataclass(frozen=True, eq=False)
-class Bug:
-    """A bug that a case could have.
+    An edit that neither overrides a method nor changes the specification describes the values of
+    one stage alone: it explains them, and cannot be injected into the reference.
 
     Attributes:
-        name: its name in reports and on the command line; two forms of a bug may share one.
+        name: its name in reports and on the command line; two forms of a bug may share one. For a
+            pattern, its kind, such as `factor`.
         about: a description, such as `the scores are not scaled`.
-        in_reference: overrides that inject it, by the methods of `reference.Layer`.
-        fix: an instruction in one line.
-        page: its page in parity/bugs.
-        stages: the stages of which one must show it first.
+        overrides: what it overrides in the reference, by the methods of `reference.Layer`.
+        spec: the specification that the layer has instead of its own; None for its own.
+        pages: its pages in parity/bugs; several if it may belong to any of them.
+        fixes: an instruction in one line for each of them.
+        stages: the stages of which one must show it first; empty if any may.
         is_loss: True if it only loses precision. Such bugs are tried last and alone, if the error
             is small.
         shows_in_narrow: True if lost precision also shows in bfloat16 and float16.
         shows_alone: True if it shows in a layer that is otherwise right; otherwise it is tried with
             others.
+        calls: the calls of a cache that have it; None for every call.
+        when: the description of these calls; empty for every call.
+        numbers: the numbers that were fitted to a stage, by name.
+        parameters: how many they are: fewer are simpler.
     """
 
-    name: str
-    about: str
-    in_reference: Mapping[str, Override]
-    fix: str
-    page: str
-    stages: tuple[str, ...]
+    name: str = ""
+    about: str = ""
+    overrides: Mapping[str, Override] = field(default_factory=dict, repr=False)
+    spec: AttentionSpec | None = field(default=None, repr=False)
+    pages: tuple[str, ...] = ()
+    fixes: tuple[str, ...] = ()
+    stages: tuple[str, ...] = ()
     is_loss: bool = False
     shows_in_narrow: bool = False
     shows_alone: bool = True
+    calls: frozenset[int] | None = None
+    when: str = ""
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    parameters: int = 0
+
+    IN_JSON = ("name", "about", "numbers", "parameters", "pages", "fixes")
+
+    @property
+    def page(self) -> str:
+        """Its first page; empty if it has none."""
+        return self.pages[0] if self.pages else ""
+
+    @property
+    def fix(self) -> str:
+        """The fixes in a line."""
+        return "; ".join(self.fixes)
+
+    @property
+    def sentence(self) -> str:
+        """The description, with the calls that have it."""
+        return f"{self.about}, {self.when}" if self.when else self.about
+
+    @property
+    def is_injectable(self) -> bool:
+        """True if the reference can be computed with it."""
+        return bool(self.overrides) or self.spec is not None
+
+
+Edits = tuple[Edit, ...]
+"""Edits of one layer, the first of them outermost."""
+
+
+def known_bug(
+    name: str,
+    about: str,
+    overrides: Mapping[str, Override],
+    fix: str,
+    page: str,
+    stages: tuple[str, ...],
+    is_loss: bool = False,
+    shows_in_narrow: bool = False,
+    shows_alone: bool = True,
+) -> Edit:
+    """Return an edit that has a name, one page and one fix; see `Edit` for the arguments."""
+    return Edit(
+        name,
+        about,
+        overrides,
+        pages=(page,),
+        fixes=(fix,),
+        stages=stages,
+        is_loss=is_loss,
+        shows_in_narrow=shows_in_narrow,
+        shows_alone=shows_alone,
+    )
+
+
+def pattern(
+    name: str,
+    about: str,
+    numbers: Mapping[str, Any] | None = None,
+    parameters: int = 0,
+    *,
+    injected: Edit | None = None,
+) -> Edit:
+    """Return an edit that was fitted to a stage.
+
+    Args:
+        name: of its kind, such as `factor`.
+        about: a description, with the numbers.
+        numbers: the fitted numbers by name.
+        parameters: how many they are.
+        injected: the same change of the reference, in every call; None if the pattern concerns one
+            stage alone.
+    """
+    overrides: Mapping[str, Override] = {}
+    spec = None
+    if injected is not None:
+        overrides = injected.overrides
+        spec = injected.spec
+    return Edit(name, about, overrides, spec, numbers=numbers or {}, parameters=parameters)
+
+
+def overriding(**methods: Override) -> Edit:
+    """Return an edit without a name that overrides methods of the reference."""
+    return Edit(overrides=methods)
+
+
+def with_spec(spec: AttentionSpec) -> Edit:
+    """Return an edit without a name: the layer of another specification."""
+    return Edit(spec=spec)
 
 
 def instead(function: Callable[..., Any]) -> Override:

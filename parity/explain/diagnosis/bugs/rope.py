@@ -17,7 +17,7 @@ from parity.explain.diagnosis.bugs.families import (
     REVERSED_ROPE,
     THETA,
 )
-from parity.explain.diagnosis.bugs.record import Bug, Override
+from parity.explain.diagnosis.bugs.record import Edit, Override, known_bug
 from parity.explain.diagnosis.bugs.sites import after, positions, turned, weights
 from parity.measure.core.case import Case
 from parity.measure.core.reference import Layer
@@ -26,17 +26,17 @@ from parity.measure.core.weights import dtype_named
 
 THETAS = (1e2, 1e3, 1e4, 1e5, 5e5, 1e6, 1e7)  # bases in use
 
-of_rope = partial(Bug, page="rope-positions", stages=("q", "latents", "k"))
+of_rope = partial(known_bug, page="rope-positions", stages=("q", "latents", "k"))
 of_pairs = partial(of_rope, page="rope-pairs")
 
 
-def turned_alone(case: Case) -> Iterator[Bug]:
+def turned_alone(case: Case) -> Iterator[Edit]:
     """Other rotations of queries alone, or of keys alone."""
     yield from _turned_in(case, "q", "q's", "-q")
     yield from _turned_in(case, "k", "k's", "-k")
 
 
-def _turned_in(case: Case, of: str, whose: str, suffix: str) -> Iterator[Bug]:
+def _turned_in(case: Case, of: str, whose: str, suffix: str) -> Iterator[Edit]:
     """Return other rotations of queries, keys or both."""
     rope = case.spec.rope
     if rope is None:
@@ -48,7 +48,7 @@ def _turned_in(case: Case, of: str, whose: str, suffix: str) -> Iterator[Bug]:
         yield from _cached_positions(case, of, whose, suffix)
 
 
-def turned_otherwise(case: Case) -> Iterator[Bug]:
+def turned_otherwise(case: Case) -> Iterator[Edit]:
     """Other rotations of queries and keys."""
     rope, spec = case.spec.rope, case.spec
     if rope is None:
@@ -118,7 +118,7 @@ def _pairs_side_by_side(rope: Rope, size: int) -> np.ndarray:
     return order
 
 
-def _other_pairs(case: Case, rope: Rope, of: str, whose: str, suffix: str) -> Iterator[Bug]:
+def _other_pairs(case: Case, rope: Rope, of: str, whose: str, suffix: str) -> Iterator[Edit]:
     def interleaved(layer: Layer, x: np.ndarray, places: np.ndarray) -> np.ndarray:
         order = _pairs_side_by_side(rope, x.shape[-1])
         return layer.rotate(x[..., np.argsort(order)], places)[..., order]
@@ -161,7 +161,7 @@ def _other_pairs(case: Case, rope: Rope, of: str, whose: str, suffix: str) -> It
 # ---- Positions -----------------------------------------------------------------------------------
 
 
-def _turned(rope: Rope, of: str, whose: str, suffix: str) -> Iterator[Bug]:
+def _turned(rope: Rope, of: str, whose: str, suffix: str) -> Iterator[Edit]:
     yield of_rope(
         f"rope-missing{suffix}",
         "RoPE is missing" if of == "qk" else f"RoPE is missing on {of}",
@@ -223,7 +223,7 @@ def _with_rounded_frequencies(dtype: str) -> Override:
     return angles
 
 
-def _cached_positions(case: Case, of: str, whose: str, suffix: str) -> Iterator[Bug]:
+def _cached_positions(case: Case, of: str, whose: str, suffix: str) -> Iterator[Edit]:
     cached = partial(of_rope, fix=CACHE_POSITIONS.fix, page=CACHE_POSITIONS.page)
     yield cached(
         f"cache-position-off-by-one{suffix}",
@@ -247,7 +247,7 @@ def _cached_positions(case: Case, of: str, whose: str, suffix: str) -> Iterator[
 # ---- Theta ---------------------------------------------------------------------------------------
 
 
-def other_theta(case: Case) -> Iterator[Bug]:
+def other_theta(case: Case) -> Iterator[Edit]:
     """Another base, or other exponents, which equal another base: both are reported if that base is
     in use.
     """

@@ -18,7 +18,7 @@ from mha_spec import (
     Rope,
     YarnScaling,
 )
-from parity.explain.diagnosis.bugs.record import Bug, Override, instead
+from parity.explain.diagnosis.bugs.record import Edit, Override, instead
 from parity.explain.diagnosis.bugs.rope import of_pairs, of_rope
 from parity.explain.diagnosis.bugs.sites import Overrides, before
 from parity.measure.core.case import Case
@@ -39,7 +39,7 @@ def _as(wrong: Rope) -> Overrides:
 # ---- Scaling -------------------------------------------------------------------------------------
 
 
-def scaled(case: Case) -> Iterator[Bug]:
+def scaled(case: Case) -> Iterator[Edit]:
     """Frequencies that are scaled in another way, or not at all."""
     rope = case.spec.rope
     if rope is None or rope.scaling is None or isinstance(rope.scaling, ProportionalScaling):
@@ -127,7 +127,7 @@ def _lengths(case: Case, rope: Rope) -> tuple[bool, bool, bool]:
     return bool(beyond), len(beyond) < len(rows), any(row.min() + 1 <= original for row in beyond)
 
 
-def _inverted(case: Case, rope: Rope, scaling: Llama3Scaling) -> Iterator[Bug]:
+def _inverted(case: Case, rope: Rope, scaling: Llama3Scaling) -> Iterator[Edit]:
     """The ramp has the opposite direction, if it contains any frequency."""
     head_dim, single = case.spec.head_dim, np.float32
     right = np.array(frequencies(rope, head_dim, 0))
@@ -154,7 +154,7 @@ def _inverted(case: Case, rope: Rope, scaling: Llama3Scaling) -> Iterator[Bug]:
     )
 
 
-def _attention_factor(rope: Rope, scaling: YarnScaling | LongRopeScaling) -> Iterator[Bug]:
+def _attention_factor(rope: Rope, scaling: YarnScaling | LongRopeScaling) -> Iterator[Edit]:
     right = rope.attention_factor
     fix = (
         f"multiply cosines and sines by {right:.6g}, once, and leave the scale of the scores "
@@ -184,7 +184,7 @@ def _attention_factor(rope: Rope, scaling: YarnScaling | LongRopeScaling) -> Ite
 # ---- Parts of a head -----------------------------------------------------------------------------
 
 
-def partly(case: Case) -> Iterator[Bug]:
+def partly(case: Case) -> Iterator[Edit]:
     """Other features of a head are rotated, or by other frequencies."""
     rope, size = case.spec.rope, case.spec.head_dim
     if rope is None or rope.sections is not None:
@@ -229,7 +229,7 @@ def partly(case: Case) -> Iterator[Bug]:
         )
 
 
-def _whole_head(wrong: Rope, count: int, size: int) -> Bug:
+def _whole_head(wrong: Rope, count: int, size: int) -> Edit:
     return of_part(
         "rope-whole-head",
         f"all {size} features of a head are rotated instead of {count}",
@@ -238,7 +238,7 @@ def _whole_head(wrong: Rope, count: int, size: int) -> Bug:
     )
 
 
-def _proportional(rope: Rope, scaling: ProportionalScaling, size: int) -> Iterator[Bug]:
+def _proportional(rope: Rope, scaling: ProportionalScaling, size: int) -> Iterator[Edit]:
     count = 2 * int(scaling.fraction * size // 2)
     if count == size or not count:
         return
@@ -258,7 +258,7 @@ def _proportional(rope: Rope, scaling: ProportionalScaling, size: int) -> Iterat
 # ---- Several axes, neighbors ---------------------------------------------------------------------
 
 
-def on_several_axes(case: Case) -> Iterator[Bug]:
+def on_several_axes(case: Case) -> Iterator[Edit]:
     """Positions of another axis rotate a pair."""
     rope = case.spec.rope
     if rope is None or rope.sections is None:
@@ -313,7 +313,7 @@ def on_several_axes(case: Case) -> Iterator[Bug]:
         )
 
 
-def neighbours(case: Case) -> Iterator[Bug]:
+def neighbours(case: Case) -> Iterator[Edit]:
     """Pairs of neighbors are read as halves; the opposite is `rope-interleaved`."""
     rope = case.spec.rope
     if rope is not None and rope.pairs != "half":

@@ -10,18 +10,18 @@ import numpy as np
 
 from mha_spec import AttentionSpec, YarnScaling
 from parity.explain.diagnosis.bugs.families import SCORE_BIAS, SOFT_CAP, scale_family
-from parity.explain.diagnosis.bugs.record import Bug, Override, instead
+from parity.explain.diagnosis.bugs.record import Edit, Override, instead, known_bug
 from parity.explain.diagnosis.bugs.sites import attn_weights
 from parity.measure.core.case import Case
 from parity.measure.core.reference import Layer
 from parity.measure.core.stages import Values
 
-of_scores = partial(Bug, stages=("scores",))
+of_scores = partial(known_bug, stages=("scores",))
 
 # ---- Scale ---------------------------------------------------------------------------------------
 
 
-def scale(case: Case) -> Iterator[Bug]:
+def scale(case: Case) -> Iterator[Edit]:
     """Scores are divided by another number than sqrt(H), or than 1 / scale if the layer has its own
     scale.
 
@@ -78,7 +78,7 @@ def yarn_factor(spec: AttentionSpec) -> float:
 # ---- Soft cap ------------------------------------------------------------------------------------
 
 
-def soft_cap(case: Case) -> Iterator[Bug]:
+def soft_cap(case: Case) -> Iterator[Edit]:
     """Scores are softly capped after the scale, before the bias and the mask."""
     cap, scale = case.spec.soft_cap, case.spec.score_scale
     if cap is None:
@@ -132,7 +132,7 @@ def soft_cap(case: Case) -> Iterator[Bug]:
 # ---- Bias ----------------------------------------------------------------------------------------
 
 
-def bias(case: Case) -> Iterator[Bug]:
+def bias(case: Case) -> Iterator[Edit]:
     if not case.bias:
         return
     bug = SCORE_BIAS.seen_in("scores")
@@ -161,11 +161,11 @@ def bias(case: Case) -> Iterator[Bug]:
 # ---- NaN -----------------------------------------------------------------------------------------
 
 
-def not_finite(case: Case) -> Iterator[Bug]:
+def not_finite(case: Case) -> Iterator[Edit]:
     if case.not_finite == "visible" or (
         case.not_finite and not case.is_cached and case.seq_len_k is None
     ):
-        yield Bug(
+        yield known_bug(
             "nan-swallowed",
             "a row whose scores are NaN is 0, as if every key were hidden",
             {stage: _without_nan(stage) for stage in ("attn_weights", "context")},
@@ -174,7 +174,7 @@ def not_finite(case: Case) -> Iterator[Bug]:
             stages=("attn_weights",),
         )
     if case.not_finite and case.has_mask:
-        yield Bug(
+        yield known_bug(
             "nan-leaks",
             "a NaN in a hidden value reaches rows that do not attend to it: 0 * NaN is NaN",
             {"context": lambda layer, original, values: layer.weighed(values)},

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from parity.explain.diagnosis.bugs.families import SHARED_KV
-from parity.explain.diagnosis.bugs.record import Bug, Override
+from parity.explain.diagnosis.bugs.record import Edit, Override
 from parity.explain.diagnosis.bugs.sites import before
 from parity.measure.core.case import Case
 from parity.measure.core.reference import Layer
 
 
-def shared(case: Case) -> Iterator[Bug]:
+def shared(case: Case) -> Iterator[Edit]:
     spec = case.spec
     if not spec.shared_kv:
         return

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from parity.explain.diagnosis.bugs.families import DROPOUT, EMPTY_ROWS, LEAKING, SINKS
-from parity.explain.diagnosis.bugs.record import Bug, Override, instead
+from parity.explain.diagnosis.bugs.record import Edit, Override, instead, known_bug
 from parity.explain.diagnosis.bugs.sites import after, attn_weights
 from parity.measure.core.case import Case
 from parity.measure.core.reference import Layer
@@ -18,12 +18,12 @@ from parity.measure.core.stages import Values
 
 PENALTY = -10.0
 
-of_softmax = partial(Bug, stages=("attn_weights",))
+of_softmax = partial(known_bug, stages=("attn_weights",))
 
 # ---- The mask ------------------------------------------------------------------------------------
 
 
-def mask_as_number(case: Case) -> Iterator[Bug]:
+def mask_as_number(case: Case) -> Iterator[Edit]:
     """Hidden keys have other scores, and are visible."""
     if not (case.has_mask or case.is_cached):
         return
@@ -70,7 +70,7 @@ def _numbered(wrong: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Override
     return attn_weights
 
 
-def after_softmax(case: Case) -> Iterator[Bug]:
+def after_softmax(case: Case) -> Iterator[Edit]:
     def masked(_: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
         found = original({**values, "mask": np.zeros_like(values["mask"])})["attn_weights"]
         return {"attn_weights": np.where(values["mask"], np.zeros((), found.dtype), found)}
@@ -88,7 +88,7 @@ def after_softmax(case: Case) -> Iterator[Bug]:
 # ---- Another function ----------------------------------------------------------------------------
 
 
-def other_functions(case: Case) -> Iterator[Bug]:
+def other_functions(case: Case) -> Iterator[Edit]:
     """Functions that are used instead of a softmax."""
     bug = partial(
         of_softmax,
@@ -132,7 +132,7 @@ def other_functions(case: Case) -> Iterator[Bug]:
 # ---- Another axis --------------------------------------------------------------------------------
 
 
-def softmax_axis(case: Case) -> Iterator[Bug]:
+def softmax_axis(case: Case) -> Iterator[Edit]:
     for axis, words, length in (
         (2, "queries", case.seq_len),
         (1, "heads", 1 if case.spec.sinks else case.spec.num_heads),  # sinks belong to heads
@@ -159,7 +159,7 @@ def _over(axis: int) -> Override:
 # ---- Dropout -------------------------------------------------------------------------------------
 
 
-def dropout(_: Case) -> Iterator[Bug]:
+def dropout(_: Case) -> Iterator[Edit]:
     """The factor of a dropout that drops nothing. Dropped values are random and cannot be computed
     again.
     """
@@ -176,7 +176,7 @@ def dropout(_: Case) -> Iterator[Bug]:
 # ---- Sinks ---------------------------------------------------------------------------------------
 
 
-def sinks(case: Case) -> Iterator[Bug]:
+def sinks(case: Case) -> Iterator[Edit]:
     spec = case.spec
     if not spec.sinks:
         return
@@ -232,7 +232,7 @@ def _mask_not_shifted(layer: Layer, original: Override, values: Values) -> dict[
 # ---- Rows that see no key ------------------------------------------------------------------------
 
 
-def empty_rows(case: Case) -> Iterator[Bug]:
+def empty_rows(case: Case) -> Iterator[Edit]:
     """Masks may empty rows, at least wrong ones; a sink fills them."""
     if not (case.has_mask or case.is_cached) or case.spec.sinks:
         return

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parity.explain.diagnosis.bugs.families import TEMPERATURE
-from parity.explain.diagnosis.bugs.record import Bug
+from parity.explain.diagnosis.bugs.record import Edit
 from parity.explain.diagnosis.bugs.sites import before
 from parity.measure.core.case import Case
 
 
-def temperature(case: Case) -> Iterator[Bug]:
+def temperature(case: Case) -> Iterator[Edit]:
     right = case.spec.temperature
     if right is None:
         return

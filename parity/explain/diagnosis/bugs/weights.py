@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from parity.explain.diagnosis.bugs.families import BIAS, HEAD_ORDER, SWAPPED, TRANSPOSED
-from parity.explain.diagnosis.bugs.record import Bug, Override
+from parity.explain.diagnosis.bugs.record import Edit, Override, known_bug
 from parity.explain.diagnosis.bugs.sites import Overrides, packed, projected, read_as, weights
 from parity.explain.diagnosis.sample import residual_of
 from parity.measure.core.case import Case
@@ -21,7 +21,7 @@ STAGES = {"q_proj": ("q", "k"), "k_proj": ("k",), "v_proj": ("v",), "out_proj": 
 """Stages that show a bug in a projection first."""
 
 
-def transposed(case: Case) -> Iterator[Bug]:
+def transposed(case: Case) -> Iterator[Edit]:
     spec = case.spec
     square = {
         "q_proj": spec.q_width == spec.d_in,
@@ -38,7 +38,7 @@ def transposed(case: Case) -> Iterator[Bug]:
         )
 
 
-def swapped(case: Case) -> Iterator[Bug]:
+def swapped(case: Case) -> Iterator[Edit]:
     """Two projections are exchanged, or their weights alone. The latter are only searched for:
     loaders load each by itself.
     """
@@ -49,11 +49,11 @@ def swapped(case: Case) -> Iterator[Bug]:
     if spec.num_heads == spec.num_kv_heads and spec.d_in == spec.d_kv:
         pairs += [("q", "k", q, k), *([("q", "v", q, v)] if has_one_width else [])]
 
-    def bug(one: str, other: str, about: str, in_reference: Overrides) -> Bug:
+    def bug(one: str, other: str, about: str, overrides: Overrides) -> Edit:
         return SWAPPED.seen_in(one)(
             f"{one}-{other}-swapped",
             about,
-            in_reference,
+            overrides,
             fix=(
                 f"exchange {one}_proj and {other}_proj, or the order in which a packed "
                 f"projection is split"
@@ -91,13 +91,13 @@ def _of_others(names: dict[str, str]) -> Override:
     return lambda _, original, name: original(names.get(name, name))
 
 
-def fused_qkv(case: Case) -> Iterator[Bug]:
+def fused_qkv(case: Case) -> Iterator[Edit]:
     """One packed weight, its heads in the order q … k … v, or for each key/value head q … k v."""
     spec = case.spec
     if spec.num_kv_heads == 1 or isinstance(spec.qkv_bias, tuple):
         return
     if spec.value_head_dim != spec.head_dim:
-        yield Bug(
+        yield known_bug(
             "kv-read-as-halves",
             "a weight with keys and values per head is read as all keys, then all values",
             packed(QKV[1:], spec.num_kv_heads, ("weight", "bias"), by_head=True),
@@ -124,19 +124,19 @@ def fused_qkv(case: Case) -> Iterator[Bug]:
                 True,
             ),
         ):
-            bug = partial(Bug, name, fix=fix, page="fused-qkv", stages=("q", "k"))
+            bug = partial(known_bug, name, fix=fix, page="fused-qkv", stages=("q", "k"))
             read = partial(packed, QKV, spec.num_kv_heads, by_head=by_head)
             yield bug(about, read(leaves=("weight", "bias")))
             if any(spec.qkv_biases):  # loaded by themselves: only searched for
                 yield bug(f"{about}, but not its bias", read(leaves=("weight",)))
 
 
-def missing_biases(case: Case) -> Iterator[Bug]:
+def missing_biases(case: Case) -> Iterator[Edit]:
     spec = case.spec
     held = tuple(name for name, has_bias in zip(QKV, spec.qkv_biases, strict=True) if has_bias)
     out = ("out_proj",) if spec.out_proj and spec.out_bias else ()
 
-    def missing(name: str, projections: tuple[str, ...], whose: str = "") -> Bug:
+    def missing(name: str, projections: tuple[str, ...], whose: str = "") -> Edit:
         whose = whose or and_listed(projections)
         return BIAS.seen_in(*STAGES[projections[0]])(
             f"{name}-bias-missing",
@@ -184,9 +184,9 @@ def missing_biases(case: Case) -> Iterator[Bug]:
             )
 
 
-def not_clipped(case: Case) -> Iterator[Bug]:
+def not_clipped(case: Case) -> Iterator[Edit]:
     for of, whose in (("qkv", "q, k and v are"), ("v", "v is")) if case.spec.clip_qkv else ():
-        yield Bug(
+        yield known_bug(
             "clip-qkv-missing" if of == "qkv" else f"clip-qkv-missing-{of}",
             f"{whose} not clipped",
             {"clipped": lambda _, original, name, x, of=of: x if name in of else original(name, x)},
@@ -196,12 +196,12 @@ def not_clipped(case: Case) -> Iterator[Bug]:
         )
 
 
-def no_out_proj(case: Case) -> Iterator[Bug]:
+def no_out_proj(case: Case) -> Iterator[Edit]:
     def output(layer: Layer, _: object, values: Values) -> dict[str, np.ndarray]:
         return {"output": layer.combine_heads(layer.gated(values))}
 
     if case.spec.out_proj and case.spec.context_width == case.spec.d_model:
-        yield Bug(
+        yield known_bug(
             "out-proj-missing",
             "out_proj is missing",
             {"output": output},
@@ -211,7 +211,7 @@ def no_out_proj(case: Case) -> Iterator[Bug]:
         )
 
 
-def out_columns(case: Case) -> Iterator[Bug]:
+def out_columns(case: Case) -> Iterator[Edit]:
     """The columns of out_proj are in another order of heads than the context."""
     num_heads, size = case.spec.num_heads, case.spec.value_head_dim
     if (
@@ -231,7 +231,7 @@ def out_columns(case: Case) -> Iterator[Bug]:
         )
 
 
-def residual(case: Case) -> Iterator[Bug]:
+def residual(case: Case) -> Iterator[Edit]:
     """The residual connection of a block is added by its attention."""
     spec = case.spec
 
@@ -241,7 +241,7 @@ def residual(case: Case) -> Iterator[Bug]:
         return {"output": a.keep(output + a.widen(residual_of(layer.problem)))}
 
     if spec.out_proj and spec.d_in == spec.d_model and not case.is_cached and not case.not_finite:
-        yield Bug(
+        yield known_bug(
             "residual-added",
             "the input is added to the output",
             {"output": output},

@@ -6,6 +6,6 @@ pattern is verified: applied to the expected values, it leaves only rounding err
 """
 
 from parity.explain.diagnosis.laws.describe import EVERYWHERE, describe, place_of
-from parity.explain.diagnosis.laws.record import Findings, Law, Place
+from parity.explain.diagnosis.laws.record import Description, Place
 
-__all__ = ["EVERYWHERE", "Findings", "Law", "Place", "describe", "place_of"]
+__all__ = ["EVERYWHERE", "Description", "Place", "describe", "place_of"]

@@ -14,13 +14,13 @@ from mha_spec import Norm
 from mha_spec.features.relative_products import SIDES
 from parity.explain.diagnosis.bugs import families as of
 from parity.explain.diagnosis.bugs.families import BugFamily
-from parity.explain.diagnosis.bugs.record import Changed
+from parity.explain.diagnosis.bugs.record import Edit
 from parity.measure.core.problem import Problem
 from parity.measure.core.stages import Values
 from parity.measure.core.weights import QKV
 from parity.measure.text import and_listed
 
-Part = tuple[str, Changed, BugFamily | None]
+Part = tuple[str, Edit, BugFamily | None]
 """The description of a change, the change of the reference, and its family of bugs, if any."""
 
 Form = Callable[[np.ndarray], np.ndarray]
@@ -127,20 +127,20 @@ def _leaves(held: Mapping[str, np.ndarray], projection: str) -> dict[str, np.nda
     return {leaf: held[name] for leaf, name in names.items() if name in held}
 
 
-def multiple(name: str, times: float) -> Changed:
+def multiple(name: str, times: float) -> Edit:
     """Multiply a weight by a number."""
 
     def parameter(_: Any, original: Any, which: str) -> np.ndarray:
         return original(which).astype(np.float64) * times if which == name else original(which)
 
-    return Changed({"parameter": parameter})
+    return Edit(overrides={"parameter": parameter})
 
 
-def _replaced(others: Mapping[str, np.ndarray]) -> Changed:
+def _replaced(others: Mapping[str, np.ndarray]) -> Edit:
     def parameter(_: Any, original: Any, name: str) -> np.ndarray:
         return others[name] if name in others else original(name)
 
-    return Changed({"parameter": parameter})
+    return Edit(overrides={"parameter": parameter})
 
 
 def _together(names: list[str]) -> Iterator[list[str]]:
@@ -232,9 +232,11 @@ def inputs(problem: Problem) -> Iterator[Part]:
             )
 
 
-def _projecting(others: Mapping[str, np.ndarray]) -> Changed:
+def _projecting(others: Mapping[str, np.ndarray]) -> Edit:
     """Return the layer whose projections of some names read other inputs."""
-    return Changed({"linear": lambda _, original, name, x: original(name, others.get(name, x))})
+    return Edit(
+        overrides={"linear": lambda _, original, name, x: original(name, others.get(name, x))}
+    )
 
 
 # ---- Masks and biases ----------------------------------------------------------------------------
@@ -246,19 +248,21 @@ def masks_and_biases(problem: Problem) -> Iterator[Part]:
     if problem.case.is_causal and problem.case.key_padding_lengths is not None:
         yield (
             "a key is hidden only if all parts of the mask hide it, instead of any part",
-            Changed({"mask": _all_of}),
+            Edit(overrides={"mask": _all_of}),
             of.POLARITY,
         )
     if problem.case.has_mask:
         for words, form in forms.items():
-            changed = Changed({"hidden": lambda _, f, x, form=form: form(f(x))})
+            changed = Edit(overrides={"hidden": lambda _, f, x, form=form: form(f(x))})
             yield f"the mask is {words}", changed, _family_of_mask(problem, words)
     if problem.case.bias:
         others = {"subtracted": np.negative, "added twice": lambda x: x + x, **forms}
         for words, form in others.items():
             yield (
                 f"the bias of the scores is {words}",
-                Changed({"score_bias": lambda _, f, form=form: form(f().astype(np.float64))}),
+                Edit(
+                    overrides={"score_bias": lambda _, f, form=form: form(f().astype(np.float64))}
+                ),
                 of.SCORE_BIAS,
             )
 
@@ -316,7 +320,7 @@ def products(problem: Problem) -> Iterator[Part]:
     )
     yield (
         "the products of queries and keys are transposed",
-        Changed({"products": lambda _, f, values: f(values).swapaxes(2, 3)}),
+        Edit(overrides={"products": lambda _, f, values: f(values).swapaxes(2, 3)}),
         of.SWAPPED,
     )
     transposed = _given("weighed", attn_weights=lambda x: x.swapaxes(2, 3))
@@ -339,26 +343,30 @@ def products(problem: Problem) -> Iterator[Part]:
     yield from _heads_of("", "keys and values", spec.num_heads, spec.num_kv_heads)
     if spec.soft_cap is not None:
         cap = spec.soft_cap
-        yield "scores are capped twice", Changed({"capped": lambda _, f, x: f(f(x))}), of.SOFT_CAP
+        yield (
+            "scores are capped twice",
+            Edit(overrides={"capped": lambda _, f, x: f(f(x))}),
+            of.SOFT_CAP,
+        )
         yield (
             "scores are clipped instead of softly capped",
-            Changed({"capped": lambda _, f, x: np.clip(x, -cap, cap)}),
+            Edit(overrides={"capped": lambda _, f, x: np.clip(x, -cap, cap)}),
             of.SOFT_CAP,
         )
         yield (
             "the soft cap is not multiplied back",
-            Changed({"capped": lambda _, f, x: f(x) / cap}),
+            Edit(overrides={"capped": lambda _, f, x: f(x) / cap}),
             of.SOFT_CAP,
         )
 
 
-def _given(method: str, **forms: Form) -> Changed:
+def _given(method: str, **forms: Form) -> Edit:
     """Return the layer in which a method receives other values."""
 
     def override(_: Any, original: Any, values: Values) -> Any:
         return original({**values, **{name: form(values[name]) for name, form in forms.items()}})
 
-    return Changed({method: override})
+    return Edit(overrides={method: override})
 
 
 def _heads_of(method: str, whose: str, count: int, shared: int) -> Iterator[Part]:
@@ -378,7 +386,7 @@ def _heads_of(method: str, whose: str, count: int, shared: int) -> Iterator[Part
             yield f"the {whose} used are {words}", meeting(order, method), family
 
 
-def meeting(order: np.ndarray, method: str = "") -> Changed:
+def meeting(order: np.ndarray, method: str = "") -> Edit:
     """Return the layer whose query heads use other key/value heads: in scores and contexts, or in
     one method.
     """
@@ -387,10 +395,10 @@ def meeting(order: np.ndarray, method: str = "") -> Changed:
         return x[:, order]
 
     if not method:
-        return Changed({"per_query_head": lambda _, __, x: heads(x)})
+        return Edit(overrides={"per_query_head": lambda _, __, x: heads(x)})
 
     def override(layer: Any, original: Any, values: Values) -> Any:
         with layer.overriding(per_query_head=heads):
             return original(values)
 
-    return Changed({method: override})
+    return Edit(overrides={method: override})

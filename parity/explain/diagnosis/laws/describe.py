@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from mha_spec import InputError
+from parity.explain.diagnosis.bugs.record import Edit, pattern
 from parity.explain.diagnosis.laws.fits import Recompute, fits
 from parity.explain.diagnosis.laws.mixed import dropouts, lost_rows, mixtures
 from parity.explain.diagnosis.laws.orders import orders, other_stages, shifts, transposes
 from parity.explain.diagnosis.laws.pages import with_pages
 from parity.explain.diagnosis.laws.parts import parts
 from parity.explain.diagnosis.laws.places import find_place, wrong_elements
-from parity.explain.diagnosis.laws.record import Findings, Law, Place, Seen
+from parity.explain.diagnosis.laws.record import Description, Place, Seen
 from parity.explain.diagnosis.laws.rotation import rotations
 from parity.explain.diagnosis.laws.rounding import rounded, rounding_signs
 from parity.explain.diagnosis.laws.rows import attn_weights, contexts, masks, scores, weights_signs
@@ -34,7 +35,7 @@ from parity.measure.core.problem import Problem
 from parity.measure.core.stages import stage_named
 from parity.measure.core.zeros import with_wrong_zeros
 
-GROUPS: tuple[Callable[[Seen], Iterator[Law]], ...] = (
+GROUPS: tuple[Callable[[Seen], Iterator[Edit]], ...] = (
     constants,
     masks,
     factors,
@@ -110,7 +111,7 @@ def describe(
     recompute: Recompute | None = None,
     others: Mapping[str, np.ndarray] | None = None,
     unused: np.ndarray | None = None,
-) -> Findings:
+) -> Description:
     """Describe where a stage is wrong, and by which pattern.
 
     Args:
@@ -132,7 +133,7 @@ def describe(
         ValueError: if the shapes of the two arrays differ.
     """
     seen = _seen(stage, actual, expected, allowed, hidden, problem, others, unused)
-    if isinstance(seen, Findings):
+    if isinstance(seen, Description):
         return seen
     with np.errstate(all="ignore"):
         is_sample = problem is not None and sample_of(problem) is not None
@@ -145,7 +146,7 @@ def describe(
             found += parts(seen, recompute)
         signs = tuple(_signs(seen))
     found = sorted(_unlike(_not_by_chance(found)), key=lambda law: law.parameters)
-    return Findings(seen.place, tuple(with_pages(law, seen) for law in found), signs)
+    return Description(seen.place, tuple(with_pages(law, seen) for law in found), signs)
 
 
 def place_of(
@@ -157,7 +158,7 @@ def place_of(
     problem: Problem,
     arithmetic: str = "ieee",
     unused: np.ndarray | None = None,
-) -> Findings:
+) -> Description:
     """Describe where a stage is wrong and how much, in time that allows a whole large layer.
 
     Args:
@@ -174,10 +175,10 @@ def place_of(
             expected, same_precision, problem.dtype, arithmetic=arithmetic, stage=stage
         )
     seen = _seen(stage, actual, expected, allowed, None, problem, None, unused)
-    if isinstance(seen, Findings):
+    if isinstance(seen, Description):
         return seen
     with np.errstate(all="ignore"):
-        return Findings(seen.place, (), tuple(_signs(seen)))
+        return Description(seen.place, (), tuple(_signs(seen)))
 
 
 def _seen(
@@ -189,7 +190,7 @@ def _seen(
     problem: Problem | None,
     others: Mapping[str, np.ndarray] | None,
     unused: np.ndarray | None,
-) -> Seen | Findings:
+) -> Seen | Description:
     """Return the values of a stage and its place; the whole description if no element is wrong by
     itself.
     """
@@ -209,8 +210,8 @@ def _seen(
     if not bad.any():
         gain = _gain(actual, expected, allowed)
         if gain:
-            return Findings(Place(EVERYWHERE, wrong=bad.size, size=bad.size), (gain,))
-        return Findings(Place("no single element is over its budget", size=expected.size))
+            return Description(Place(EVERYWHERE, wrong=bad.size, size=bad.size), (gain,))
+        return Description(Place("no single element is over its budget", size=expected.size))
     letters = axis_names(stage, expected.ndim)
     place, part = find_place(
         known, letters, bad, box, hidden, None if problem is None else problem.spec
@@ -242,7 +243,7 @@ def _signs(seen: Seen) -> Iterator[str]:
         yield from rounding_signs(seen)
 
 
-def _gain(actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float]) -> Law | None:
+def _gain(actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float]) -> Edit | None:
     """Return the common factor of all values if the rounding of single ones hides it; None if the
     slope is allowed.
     """
@@ -251,7 +252,7 @@ def _gain(actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float]
         return None
     x = expected[known]
     factor = float((actual[known] * x).sum() / (x * x).sum())
-    return Law(
+    return pattern(
         "gain",
         f"all values together are {factor:.8g} times what they should be",
         {"factor": factor},
@@ -259,7 +260,7 @@ def _gain(actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float]
     )
 
 
-def _not_by_chance(laws: list[Law]) -> list[Law]:
+def _not_by_chance(laws: list[Edit]) -> list[Edit]:
     """Return the patterns without implausible numbers of RoPE's scaling, if its frequencies are
     known exactly.
 
@@ -273,7 +274,7 @@ def _not_by_chance(laws: list[Law]) -> list[Law]:
     return [law for law in laws if law not in of_scaling or is_round(law.numbers["value"], most)]
 
 
-def _unlike(laws: list[Law]) -> Iterator[Law]:
+def _unlike(laws: list[Edit]) -> Iterator[Edit]:
     """Yield the patterns without those that explain the same as a simpler one, with more
     numbers.
     """

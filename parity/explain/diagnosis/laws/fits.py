@@ -15,13 +15,14 @@ import numpy as np
 from mha_spec import AttentionSpec, LinearScaling, RelativeBias, Rope
 from mha_spec.features.scaling import Scaling
 from parity.explain.diagnosis.bugs.families import DIVIDED, THETA
-from parity.explain.diagnosis.bugs.record import Change, Changed, instead
-from parity.explain.diagnosis.laws.record import Law, OtherSpec, Seen
+from parity.explain.diagnosis.bugs.record import Edit, pattern, with_spec
+from parity.explain.diagnosis.bugs.specs import spec_edit
+from parity.explain.diagnosis.laws.record import Seen
 from parity.explain.diagnosis.laws.rotation import as_exponent
 from parity.explain.diagnosis.laws.words import readable, readable_apart
 
-Recompute = Callable[[Change], np.ndarray]
-"""Computes the stage with a change of the reference, from the same stages before it; TimeoutError
+Recompute = Callable[[Edit], np.ndarray]
+"""Computes the stage with an edit of the reference, from the same stages before it; TimeoutError
 at the limit.
 """
 
@@ -38,7 +39,7 @@ class Tried:
     def __init__(self, seen: Seen, recompute: Recompute) -> None:
         self.seen, self._recompute = seen, recompute
 
-    def stage(self, change: Change) -> np.ndarray | None:
+    def stage(self, change: Edit) -> np.ndarray | None:
         """Return the stage; None if there is no such layer."""
         try:
             with np.errstate(all="ignore"):
@@ -58,7 +59,7 @@ class Tried:
         size = _size(self.seen.expected)
         return self.seen.holds(x, max(1.0, _size(x) / size if size else 1.0))
 
-    def explains(self, change: Change) -> bool:
+    def explains(self, change: Edit) -> bool:
         """Return True if a change leaves only rounding."""
         return self.is_enough(self.stage(change))
 
@@ -173,27 +174,27 @@ class Fitted:
         return min(max(move, -2.0), 2.0)
 
 
-def fits(seen: Seen, recompute: Recompute) -> Iterator[Law]:
+def fits(seen: Seen, recompute: Recompute) -> Iterator[Edit]:
     """Yield the numbers of the specification that would each explain the stage."""
     if seen.problem is None or not np.isfinite(seen.expected).all():
         return
     tried = Tried(seen, recompute)
     for number in _numbers(seen.problem.spec, seen.actual.shape):
         made = number.made
-        fitted = Fitted(tried, replace(number, made=lambda x, made=made: OtherSpec(made(x))))
+        fitted = Fitted(tried, replace(number, made=lambda x, made=made: with_spec(made(x))))
         try:
             values = list(fitted.values()) if fitted.has_effect() else []
         except TimeoutError:
             return
         for value in values:
             numbers = {"value": value, "expected": number.right}
-            change = _made_in_reference(seen.problem.spec, made(value))
-            yield Law(
+            edit = spec_edit(seen.problem.spec, made(value))
+            yield pattern(
                 number.name,
                 _words(number, value, seen.problem.spec),
                 numbers,
                 0 if value is None else 1,
-                change=change,
+                injected=edit,
             )
 
 
@@ -211,21 +212,6 @@ def _words(number: Number, value: float | None, spec: AttentionSpec) -> str:
 
 def _number(value: float | None) -> str:
     return "none" if value is None else readable(value)
-
-
-def _made_in_reference(right: AttentionSpec, made: AttentionSpec) -> Changed | None:
-    """Return the change to another specification, if one method of the reference reads the
-    difference.
-    """
-    differ = [name for name, value in vars(made).items() if value != vars(right)[name]]
-    values = {
-        "rope": made.rope,
-        "scale": 1.0 / made.score_scale,
-        "relative_bias": made.relative_bias,
-    }
-    if len(differ) != 1 or differ[0] not in values or values[differ[0]] is None:
-        return None
-    return Changed({differ[0]: instead(lambda: values[differ[0]])})
 
 
 # ---- The numbers ---------------------------------------------------------------------------------

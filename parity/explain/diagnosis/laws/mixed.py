@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from parity.explain.diagnosis.laws.record import Law, Seen
+from parity.explain.diagnosis.bugs.record import Edit, pattern
+from parity.explain.diagnosis.laws.record import Seen
 from parity.explain.diagnosis.laws.words import readable
 from parity.measure.core.stages import Stage
 from parity.measure.text import and_listed
@@ -47,7 +48,7 @@ WORST = 1e4
 # ---- Dropout -------------------------------------------------------------------------------------
 
 
-def dropouts(seen: Seen) -> Iterator[Law]:
+def dropouts(seen: Seen) -> Iterator[Edit]:
     """Yield dropout in the stage, or in the weights before it."""
     if (
         seen.stage.is_exact
@@ -62,7 +63,7 @@ def dropouts(seen: Seen) -> Iterator[Law]:
         yield law
 
 
-def _dropped(seen: Seen) -> Law | None:
+def _dropped(seen: Seen) -> Edit | None:
     telling = np.abs(seen.expected) > 2.0 * seen.allowed["max"]
     lost, kept = telling & (seen.actual == 0.0), telling & (seen.actual != 0.0)
     a, e = seen.actual[kept], seen.expected[kept]
@@ -82,11 +83,11 @@ def _is_dropout(lost: np.ndarray, kept: np.ndarray, factor: float) -> bool:
     return bool(abs(some / n - p) <= DEVIATIONS * np.sqrt(p * (1.0 - p) / n))
 
 
-def _law(of: str, lost: np.ndarray, kept: np.ndarray, factor: float) -> Law:
+def _law(of: str, lost: np.ndarray, kept: np.ndarray, factor: float) -> Edit:
     some, p = np.count_nonzero(lost), 1.0 - 1.0 / factor
     zeros = f"{some} of {some + np.count_nonzero(kept)} {of} are 0"
     others = f"the others {readable(factor)} times what they should be"
-    return Law(
+    return pattern(
         "dropout",
         f"{zeros}, and {others}: dropout is active, with p = {p:.2g}",
         {"factor": factor, "p": p},
@@ -94,7 +95,7 @@ def _law(of: str, lost: np.ndarray, kept: np.ndarray, factor: float) -> Law:
     )
 
 
-def _dropped_behind(seen: Seen) -> Law | None:
+def _dropped_behind(seen: Seen) -> Edit | None:
     """Return dropout of the attention weights before a context, or an output."""
     weights, v = (seen.others.get(str(Stage(name))) for name in ("attn_weights", "v"))
     problem = seen.problem
@@ -164,7 +165,7 @@ def _out_proj(seen: Seen) -> tuple[np.ndarray, np.ndarray] | None:
 # ---- Heads in the output -------------------------------------------------------------------------
 
 
-def lost_rows(seen: Seen) -> Iterator[Law]:
+def lost_rows(seen: Seen) -> Iterator[Edit]:
     """Yield an output in which the context of some heads is 0 in some rows, as if a kernel lost
     them.
     """
@@ -186,10 +187,10 @@ def lost_rows(seen: Seen) -> Iterator[Law]:
         words = (
             f"the context of {count} of {size} rows of heads is 0 there, as if a kernel lost rows"
         )
-        yield Law("lost rows", words, {"head, sequence, position": lost}, 1)
+        yield pattern("lost rows", words, {"head, sequence, position": lost}, 1)
 
 
-def mixtures(seen: Seen) -> Iterator[Law]:
+def mixtures(seen: Seen) -> Iterator[Edit]:
     """Yield an output whose heads are multiplied, exchanged or mixed: one number for each pair of
     heads.
     """
@@ -210,7 +211,7 @@ def mixtures(seen: Seen) -> Iterator[Law]:
         and rank == heads**2
         and seen.holds((terms @ numbers).reshape(seen.expected.shape) + bias)
     ):
-        yield Law(
+        yield pattern(
             "heads in output", _mixture_words(mixture, wrong), {"heads": mixture.tolist()}, heads**2
         )
 

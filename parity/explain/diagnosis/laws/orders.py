@@ -9,7 +9,8 @@ from itertools import permutations
 
 import numpy as np
 
-from parity.explain.diagnosis.laws.record import Law, Seen
+from parity.explain.diagnosis.bugs.record import Edit, pattern
+from parity.explain.diagnosis.laws.record import Seen
 from parity.explain.diagnosis.laws.words import MOST_LISTED, noun
 from parity.measure.core.stages import stage_named
 
@@ -17,7 +18,7 @@ LARGEST = 1024
 """The longest axis whose order is searched."""
 
 
-def orders(seen: Seen) -> Iterator[Law]:
+def orders(seen: Seen) -> Iterator[Edit]:
     """Yield slices of one axis that have the values of others."""
     for axis in _axes(seen):
         box, size = seen.box[axis], seen.expected.shape[axis]
@@ -29,10 +30,10 @@ def orders(seen: Seen) -> Iterator[Law]:
         if seen.holds(seen.in_slices(np.take(seen.expected, source, axis=axis))):
             words, parameters = _order_words(seen, axis, box, order)
             numbers = {"axis": seen.letters[axis], "of": box.tolist(), "from": order.tolist()}
-            yield Law("order", words, numbers, parameters)
+            yield pattern("order", words, numbers, parameters)
 
 
-def shifts(seen: Seen) -> Iterator[Law]:
+def shifts(seen: Seen) -> Iterator[Edit]:
     """Yield tokens one place too late or too early, with any values at the end."""
     for axis in _axes(seen):
         if (
@@ -51,11 +52,11 @@ def shifts(seen: Seen) -> Iterator[Law]:
             if seen.holds(candidate):
                 zeros = ", and the one at the end is 0" if not came_in.any() else ""
                 text = f"shifted by one: each {one} has the values of the one {words}{zeros}"
-                yield Law("shift", text, {"axis": seen.letters[axis], "by": by}, 1)
+                yield pattern("shift", text, {"axis": seen.letters[axis], "by": by}, 1)
                 return
 
 
-def transposes(seen: Seen) -> Iterator[Law]:
+def transposes(seen: Seen) -> Iterator[Edit]:
     """Yield exchanges of two axes of one length, and heads split or combined by a reshape alone."""
     e = seen.expected
     if len(seen.letters) < 3 and e.ndim != 2:
@@ -74,7 +75,7 @@ def transposes(seen: Seen) -> Iterator[Law]:
                 axes = list(order)
                 words = f"axes are exchanged: instead of ({', '.join(seen.letters)}) they are "
                 words += f"({', '.join(seen.letters[axis] for axis in axes)})"
-            yield Law("transposed", words, {"axes": [seen.letters[axis] for axis in axes]})
+            yield pattern("transposed", words, {"axes": [seen.letters[axis] for axis in axes]})
     if e.ndim != 4 or "H" not in seen.letters:
         return
     batch, heads, tokens, features = e.shape
@@ -87,7 +88,7 @@ def transposes(seen: Seen) -> Iterator[Law]:
     }
     for words, values in ways.items():
         if heads > 1 and seen.holds(seen.in_slices(values)):
-            yield Law("reshaped", words)
+            yield pattern("reshaped", words)
 
 
 def _moved(order: tuple[int, ...]) -> int:
@@ -95,7 +96,7 @@ def _moved(order: tuple[int, ...]) -> int:
     return sum(axis != other for axis, other in enumerate(order))
 
 
-def other_stages(seen: Seen) -> Iterator[Law]:
+def other_stages(seen: Seen) -> Iterator[Edit]:
     """Yield the values of another stage, or of the step before."""
     for name, values in seen.others.items():
         other = stage_named(name)
@@ -110,7 +111,7 @@ def other_stages(seen: Seen) -> Iterator[Law]:
             if seen.holds(seen.within(x)):
                 before = other.quantity == seen.stage.quantity and other.step != seen.stage.step
                 whose = f"{name}, of another step" if before else name
-                yield Law(
+                yield pattern(
                     "other stage", f"the values there are those of {whose}{how}", {"stage": name}
                 )
 

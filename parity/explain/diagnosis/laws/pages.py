@@ -13,7 +13,8 @@ import numpy as np
 from mha_spec import AttentionSpec
 from parity.explain.diagnosis.bugs import families as of
 from parity.explain.diagnosis.bugs.families import BugFamily
-from parity.explain.diagnosis.laws.record import Law, Seen
+from parity.explain.diagnosis.bugs.record import Edit
+from parity.explain.diagnosis.laws.record import Seen
 from parity.explain.diagnosis.laws.rotation import as_exponent
 from parity.explain.diagnosis.laws.words import LOOSEST, is_round
 from parity.explain.diagnosis.sample import sample_of
@@ -43,7 +44,7 @@ ONE_FAMILY = {
 Families = tuple[BugFamily, ...]
 
 
-def with_families(law: Law, spec: AttentionSpec, *families: BugFamily) -> Law:
+def with_families(law: Edit, spec: AttentionSpec, *families: BugFamily) -> Edit:
     """Return a pattern with the pages and fixes of its families."""
     fixes = dict.fromkeys(family.fix_for(spec) for family in families if family.fix)
     return replace(
@@ -51,7 +52,7 @@ def with_families(law: Law, spec: AttentionSpec, *families: BugFamily) -> Law:
     )
 
 
-def with_pages(law: Law, seen: Seen) -> Law:
+def with_pages(law: Edit, seen: Seen) -> Edit:
     """Return a pattern with its pages, if its stage and its numbers determine them."""
     if law.pages or seen.problem is None:
         return law
@@ -60,12 +61,12 @@ def with_pages(law: Law, seen: Seen) -> Law:
     return with_families(law, spec, *families)
 
 
-def _of_nothing(_: Law, __: Seen, ___: AttentionSpec) -> Families:
+def _of_nothing(_: Edit, __: Seen, ___: AttentionSpec) -> Families:
     """Return no family."""
     return ()
 
 
-def _of_scaling(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
+def _of_scaling(law: Edit, seen: Seen, spec: AttentionSpec) -> Families:
     is_of_scaling = (
         law.name.startswith("rope ") and spec.rope is not None and spec.rope.scaling is not None
     )
@@ -83,7 +84,7 @@ def _is_of_steps(seen: Seen) -> bool:
     return bool(seen.stage.step)
 
 
-def _of_scale(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
+def _of_scale(law: Edit, seen: Seen, spec: AttentionSpec) -> Families:
     """Return the family of scales; after the scores also that of norms, which multiply queries and
     keys as well.
 
@@ -97,7 +98,7 @@ def _of_scale(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
     return (of.scale_family(spec), *([of.QK_NORM] if is_behind else []))
 
 
-def _of_theta(law: Law, _: Seen, spec: AttentionSpec) -> Families:
+def _of_theta(law: Edit, _: Seen, spec: AttentionSpec) -> Families:
     """Return the family of thetas, unless it is the right one, rounded.
 
     A theta that is not round is probably a different bug in the frequencies, which setting the
@@ -119,20 +120,20 @@ def _span_of(spec: AttentionSpec) -> BugFamily:
     return of.WINDOW if spec.window_size is not None else of.NO_WINDOW
 
 
-def _of_span(_: Law, seen: Seen, spec: AttentionSpec) -> Families:
+def _of_span(_: Edit, seen: Seen, spec: AttentionSpec) -> Families:
     is_of_case = seen.problem is not None and seen.problem.case.window_size is not None
     return (of.WINDOW if is_of_case else _span_of(spec),)
 
 
-def _of_cap(_: Law, __: Seen, spec: AttentionSpec) -> Families:
+def _of_cap(_: Edit, __: Seen, spec: AttentionSpec) -> Families:
     return (of.NO_CAP if spec.soft_cap is None else of.SOFT_CAP,)
 
 
-def _of_eps(law: Law, _: Seen, __: AttentionSpec) -> Families:
-    return (of.LATENTS if "latents" in law.words else of.QK_NORM,)
+def _of_eps(law: Edit, _: Seen, __: AttentionSpec) -> Families:
+    return (of.LATENTS if "latents" in law.about else of.QK_NORM,)
 
 
-def _of_factor(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
+def _of_factor(law: Edit, seen: Seen, spec: AttentionSpec) -> Families:
     axes, numbers = law.numbers["axes"], law.numbers["factors"]
     if seen.stage.quantity in ("q", "k", "v") and "H" not in axes and len(axes) > 1:
         return (of.QK_NORM, *([of.TEMPERATURE] if spec.temperature is not None else []))
@@ -149,7 +150,7 @@ def _of_factor(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
     return (of.scale_family(spec), *([of.QK_NORM] if spec.qk_norm is not None else []))
 
 
-def _of_offset(law: Law, seen: Seen, _: AttentionSpec) -> Families:
+def _of_offset(law: Edit, seen: Seen, _: AttentionSpec) -> Families:
     if seen.stage.kind == "cache.lengths":
         return (of.CACHE_SLOTS,)
     is_bias = {*law.numbers["axes"]} & {"H", "E", "W"} and not {*law.numbers["axes"]} & {
@@ -160,7 +161,7 @@ def _of_offset(law: Law, seen: Seen, _: AttentionSpec) -> Families:
     return (of.BIAS,) if is_bias and seen.stage.quantity in ("q", "k", "v") else ()
 
 
-def _of_order(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
+def _of_order(law: Edit, seen: Seen, spec: AttentionSpec) -> Families:
     axis, quantity = law.numbers["axis"], seen.stage.quantity
     if "cache" in seen.stage.kind:
         return (of.CACHE_SLOTS,) if axis in ("B", "S", "T") else ()
@@ -172,7 +173,7 @@ def _of_order(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
         is_shared = quantity == "context" and spec.num_kv_heads < spec.num_heads
         if quantity in ("q", "k", "v", "context"):
             return (of.GROUPED, of.HEAD_ORDER) if is_shared else (of.HEAD_ORDER,)
-    is_of_pairs = axis == "H" and spec.rope is not None and ", instead of" in law.words
+    is_of_pairs = axis == "H" and spec.rope is not None and ", instead of" in law.about
     return (of.PAIRS,) if is_of_pairs and quantity in ("q", "k") else ()
 
 
@@ -180,11 +181,11 @@ def _is_padded(seen: Seen) -> bool:
     return seen.problem is not None and seen.problem.case.key_padding_lengths is not None
 
 
-def _of_shift(_: Law, seen: Seen, __: AttentionSpec) -> Families:
+def _of_shift(_: Edit, seen: Seen, __: AttentionSpec) -> Families:
     return (of.CACHE_SLOTS,) if "cache" in seen.stage.kind else ()
 
 
-def _of_axes(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
+def _of_axes(law: Edit, seen: Seen, spec: AttentionSpec) -> Families:
     if "cache" in seen.stage.kind or seen.problem is None:
         return ()
     if seen.stage.kind == "scores":
@@ -198,7 +199,7 @@ def _of_axes(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
     return (of.HEAD_ORDER,) if seen.stage.quantity in ("q", "k", "v", "context", "output") else ()
 
 
-def _of_stage(law: Law, seen: Seen, _: AttentionSpec) -> Families:
+def _of_stage(law: Edit, seen: Seen, _: AttentionSpec) -> Families:
     other, own = stage_named(law.numbers["stage"]), seen.stage
     if "cache" in own.kind and other.step == own.step and "cache" in other.kind:
         return (of.CACHE_SLOTS,)
@@ -206,15 +207,15 @@ def _of_stage(law: Law, seen: Seen, _: AttentionSpec) -> Families:
     return (of.SWAPPED,) if {other.kind, own.kind} <= projections and other.step == own.step else ()
 
 
-def _of_offset_of_rope(_: Law, seen: Seen, __: AttentionSpec) -> Families:
+def _of_offset_of_rope(_: Edit, seen: Seen, __: AttentionSpec) -> Families:
     return (of.POSITIONS,) if seen.stage.step is None else (of.CACHE_POSITIONS, of.POSITIONS)
 
 
-def _of_exponent(law: Law, _: Seen, __: AttentionSpec) -> Families:
+def _of_exponent(law: Edit, _: Seen, __: AttentionSpec) -> Families:
     return (of.ROTARY_DIM if law.numbers["exponent"] == "2 i / head_dim" else of.EXPONENTS,)
 
 
-def _of_rope_factor(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
+def _of_rope_factor(law: Edit, seen: Seen, spec: AttentionSpec) -> Families:
     if not _has_positions(seen):
         return ()
     factor = float(law.numbers["factor" if law.name == "rope scaling" else "value"])
@@ -222,7 +223,7 @@ def _of_rope_factor(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
     return (of.SCALING,) if is_scaling else (of.SCALING, of.POSITIONS)
 
 
-def _of_leak(_: Law, seen: Seen, __: AttentionSpec) -> Families:
+def _of_leak(_: Edit, seen: Seen, __: AttentionSpec) -> Families:
     if seen.problem is None or seen.stage.step is not None or sample_of(seen.problem) is not None:
         return ()
     right = Layer(seen.problem, Arithmetic(np.dtype(np.float64))).mask({})["mask"]
@@ -230,7 +231,7 @@ def _of_leak(_: Law, seen: Seen, __: AttentionSpec) -> Families:
     return (of.LEAKING,) if is_right else ()  # otherwise the mask is wrong, or another one is used
 
 
-def _of_distances(_: Law, __: Seen, spec: AttentionSpec) -> Families:
+def _of_distances(_: Edit, __: Seen, spec: AttentionSpec) -> Families:
     if spec.alibi is not None:
         return (of.ALIBI,)
     if spec.relative_bias is not None:
@@ -238,7 +239,7 @@ def _of_distances(_: Law, __: Seen, spec: AttentionSpec) -> Families:
     return (of.RELATIVE_PRODUCTS,) if spec.relative_products is not None else ()
 
 
-def _of_mask(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
+def _of_mask(law: Edit, seen: Seen, spec: AttentionSpec) -> Families:
     if seen.problem is None or seen.problem.case.is_cached:
         return ()
     has_window = (spec.window_size or spec.chunk_size or seen.problem.case.window_size) is not None
@@ -247,14 +248,14 @@ def _of_mask(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
     return (*_of_span(law, seen, spec), of.CAUSAL) if has_window else (of.CAUSAL,)
 
 
-def _of_mixture(law: Law, _: Seen, __: AttentionSpec) -> Families:
+def _of_mixture(law: Edit, _: Seen, __: AttentionSpec) -> Families:
     mixture = np.array(law.numbers["heads"])
     places = np.abs(mixture) > 0.5
     is_order = (places.sum(axis=0) == 1).all() and (places.sum(axis=1) == 1).all()
     return (of.HEAD_ORDER,) if is_order and np.abs(mixture - places).max() < NEAR else ()
 
 
-_BY_NAME: dict[str, Callable[[Law, Seen, AttentionSpec], Families]] = {
+_BY_NAME: dict[str, Callable[[Edit, Seen, AttentionSpec], Families]] = {
     "theta": _of_theta,
     "rope theta": _of_theta,
     "scale": _of_scale,

@@ -10,10 +10,11 @@ from itertools import islice
 import numpy as np
 
 from parity.explain.diagnosis.bugs import families as of
+from parity.explain.diagnosis.bugs.record import Edit, pattern
 from parity.explain.diagnosis.laws import changes
 from parity.explain.diagnosis.laws.fits import Fitted, Number, Recompute, Tried
 from parity.explain.diagnosis.laws.pages import with_families
-from parity.explain.diagnosis.laws.record import Law, Seen
+from parity.explain.diagnosis.laws.record import Seen
 from parity.explain.diagnosis.laws.words import listed, readable_apart
 from parity.measure.core.problem import Problem
 
@@ -24,7 +25,7 @@ TIMES = (-1.0, 0.0, 2.0, 0.5)
 """Multiples of a weight that are tried before a number is fitted."""
 
 
-def parts(seen: Seen, recompute: Recompute) -> Iterator[Law]:
+def parts(seen: Seen, recompute: Recompute) -> Iterator[Edit]:
     """Yield the parts that would each explain the stage."""
     problem = seen.problem
     if problem is None or not np.isfinite(seen.expected).all():
@@ -35,7 +36,7 @@ def parts(seen: Seen, recompute: Recompute) -> Iterator[Law]:
         return
 
 
-def _weights_and_parts(tried: Tried, problem: Problem) -> Iterator[Law]:
+def _weights_and_parts(tried: Tried, problem: Problem) -> Iterator[Edit]:
     named = [name for name in problem.weights if _moves(tried, name)]
     groups = {
         "weight": changes.weights(problem, named),
@@ -45,7 +46,9 @@ def _weights_and_parts(tried: Tried, problem: Problem) -> Iterator[Law]:
     }
     found = (
         with_families(
-            Law(name, words, change=change), problem.spec, *([] if family is None else [family])
+            pattern(name, words, injected=change),
+            problem.spec,
+            *([] if family is None else [family]),
         )
         for name, group in groups.items()
         for words, change, family in group
@@ -65,21 +68,23 @@ def _moves(tried: Tried, name: str) -> bool:
     return x is not None and not bool((np.abs(x - seen.expected) <= seen.allowed["max"]).all())
 
 
-def _multiplied(tried: Tried, problem: Problem, name: str) -> Iterator[Law]:
+def _multiplied(tried: Tried, problem: Problem, name: str) -> Iterator[Edit]:
     """Return a multiple of a weight that would explain the stage."""
     is_whole = not (tried.seen.is_enough(1) and np.isfinite(tried.seen.actual).all())
     number = Number("multiple", name, 1.0, TIMES, lambda x: changes.multiple(name, x), is_whole)
     for times in Fitted(tried, number).values():
         words = f"{name} is multiplied by {readable_apart(times or 0.0, 1.0)[0]}"
         numbers = {"weight": name, "factor": times}
-        law = Law("multiple", words, numbers, int(times not in TIMES), change=number.made(times))
+        law = pattern(
+            "multiple", words, numbers, int(times not in TIMES), injected=number.made(times)
+        )
         family = changes.family_of(name)
         yield (
             law if family is of.SWAPPED else with_families(law, problem.spec, family)
         )  # a gain has no page
 
 
-def _met(tried: Tried, problem: Problem) -> Iterator[Law]:
+def _met(tried: Tried, problem: Problem) -> Iterator[Edit]:
     """Yield query heads that use other key/value heads: the nearest one for each."""
     seen, count, size = tried.seen, problem.spec.num_kv_heads, problem.spec.num_heads
     if seen.letters[1:2] != ("N",) or seen.stage.quantity not in ("scores", "context"):
@@ -95,7 +100,7 @@ def _met(tried: Tried, problem: Problem) -> Iterator[Law]:
             f"query heads 0 … {size - 1} use the {whose} of key/value heads "
             f"{listed(nearest.tolist())}"
         )
-        law = Law(
-            "heads", words, {"heads": nearest.tolist()}, size, change=changes.meeting(nearest)
+        law = pattern(
+            "heads", words, {"heads": nearest.tolist()}, size, injected=changes.meeting(nearest)
         )
         yield with_families(law, problem.spec, of.GROUPED)

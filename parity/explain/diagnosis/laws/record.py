@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec
-from parity.explain.diagnosis.bugs.record import Change, Override
+from parity.explain.diagnosis.bugs.record import Edit
 from parity.measure.core.problem import Problem
 from parity.measure.core.records import JsonRecord
 from parity.measure.core.stages import Stage
@@ -48,53 +46,17 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Law:
-    """A pattern: an operation on the expected values in a place that leaves only rounding.
-
-    Attributes:
-        name: of its kind, such as `factor`.
-        words: its description, with the numbers.
-        numbers: the fitted numbers by name, for JSON.
-        parameters: number of fitted numbers: fewer are simpler.
-        pages: pages of its families in parity/bugs; empty without a family.
-        fixes: a fix for each family.
-        change: injects it into the reference, in every call; None if it concerns this stage alone.
-            JSON omits it.
-    """
-
-    name: str
-    words: str
-    numbers: dict[str, Any] = field(default_factory=dict)
-    parameters: int = 0
-    pages: tuple[str, ...] = ()
-    fixes: tuple[str, ...] = ()
-    change: Change | None = field(default=None, repr=False, compare=False)
-
-
-@dataclass(frozen=True, eq=False)
-class OtherSpec:
-    """The layer of another specification, as a change of the reference."""
-
-    spec: AttentionSpec
-
-    @property
-    def in_reference(self) -> Mapping[str, Override]:
-        """No overrides, because the specification itself differs."""
-        return {}
-
-
-@dataclass(frozen=True)
-class Findings(JsonRecord):
+class Description(JsonRecord):
     """The description of a wrong stage.
 
     Attributes:
         place: where it is wrong.
-        found: the patterns that each explain it, the simplest first.
+        patterns: the edits that each explain it, the simplest first.
         signs: unexpected properties of the actual values, which explain nothing by themselves.
     """
 
     place: Place
-    found: tuple[Law, ...] = ()
+    patterns: tuple[Edit, ...] = ()
     signs: tuple[str, ...] = ()
 
     @property
@@ -103,13 +65,9 @@ class Findings(JsonRecord):
         return self.place.words
 
     @property
-    def laws(self) -> tuple[str, ...]:
+    def abouts(self) -> tuple[str, ...]:
         """The descriptions of the patterns, the simplest first."""
-        return tuple(law.words for law in self.found)
-
-    def plain(self) -> Findings:
-        """Return the findings as plain data, without changes of the reference."""
-        return replace(self, found=tuple(replace(law, change=None) for law in self.found))
+        return tuple(edit.about for edit in self.patterns)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ import numpy as np
 
 from mha_spec import AttentionSpec, Rope
 from parity.explain.diagnosis.bugs.families import THETA
-from parity.explain.diagnosis.bugs.record import Changed
-from parity.explain.diagnosis.laws.record import Law, Seen
+from parity.explain.diagnosis.bugs.record import Edit, pattern
+from parity.explain.diagnosis.laws.record import Seen
 from parity.explain.diagnosis.laws.words import listed, readable, readable_apart
 from parity.measure.core.reference.rope import frequencies, pairs
 
@@ -67,7 +67,7 @@ class _Turning:
         wrong[np.ix_(seen.box[0], seen.box[1])] = True
         return np.where(wrong, found, seen.expected)
 
-    def made(self, rule: _Rule) -> Changed:
+    def made(self, rule: _Rule) -> Edit:
         """Return the rotation as a change of the reference, for queries and keys in every call."""
         more = rule.used - self.right
 
@@ -77,12 +77,12 @@ class _Turning:
                 found.dtype
             )
 
-        changed = Changed({"angles": angles})
+        changed = Edit(overrides={"angles": angles})
         if rule.amplitude == 1.0:
             return changed
-        return Changed(
-            {
-                **changed.in_reference,
+        return Edit(
+            overrides={
+                **changed.overrides,
                 "attention_factor": lambda _, original: original() * rule.amplitude,
             }
         )
@@ -101,7 +101,7 @@ class _Rule:
     amplitude: float = 1.0
 
 
-def rotations(seen: Seen) -> Iterator[Law]:
+def rotations(seen: Seen) -> Iterator[Edit]:
     """Yield other frequencies, or other positions, of queries or keys."""
     turning = _turning(seen)
     if turning is None or seen.problem is None or seen.problem.spec.rope is None:
@@ -110,8 +110,12 @@ def rotations(seen: Seen) -> Iterator[Law]:
     for rules in (_offset, _forms, _scaled, _theta, *any_frequencies):
         for rule in rules(turning, seen.problem.spec.rope, seen.problem.spec):
             if seen.holds(turning.turned(seen, rule), rule.amplitude):
-                yield Law(
-                    rule.name, rule.words, rule.numbers, rule.parameters, change=turning.made(rule)
+                yield pattern(
+                    rule.name,
+                    rule.words,
+                    rule.numbers,
+                    rule.parameters,
+                    injected=turning.made(rule),
                 )
                 return
 

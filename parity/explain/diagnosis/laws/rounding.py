@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from parity.explain.diagnosis.laws.record import Law, Seen
+from parity.explain.diagnosis.bugs.record import Edit, pattern
+from parity.explain.diagnosis.laws.record import Seen
 from parity.explain.diagnosis.laws.words import readable
 
 FORMATS = {"bfloat16": 7, "float16 or TF32": 10}
@@ -16,14 +17,14 @@ LEAST = 8
 """The least number of nonzero values that is enough to detect fewer bits."""
 
 
-def rounded(seen: Seen) -> Iterator[Law]:
+def rounded(seen: Seen) -> Iterator[Edit]:
     """Yield rounding: every value is the expected one, rounded to a narrower format."""
     name = _format_of(seen)
     if name is None:
         return
     for share, how in ((0.5, "rounded"), (1.0, "cut off")):
         if _is_within(seen, FORMATS[name], share):
-            yield Law(
+            yield pattern(
                 "rounded",
                 f"the values are {how} to {name}",
                 {"format": name, "bits": FORMATS[name]},

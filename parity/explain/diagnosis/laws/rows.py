@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from parity.explain.diagnosis.laws.record import Law, Seen
+from parity.explain.diagnosis.bugs.record import Edit, pattern
+from parity.explain.diagnosis.laws.record import Seen
 from parity.explain.diagnosis.laws.values import sizes_of
 from parity.explain.diagnosis.laws.words import known_as, listed, number_words, readable
 from parity.measure.text import and_listed
@@ -18,7 +19,7 @@ SUMS = {0: "the batch", 1: "the heads", 2: "the queries"}
 # ---- Attention weights ---------------------------------------------------------------------------
 
 
-def attn_weights(seen: Seen) -> Iterator[Law]:
+def attn_weights(seen: Seen) -> Iterator[Edit]:
     """Yield rows of another softmax: scores times a number, uniform rows, each row times a
     number.
     """
@@ -38,10 +39,10 @@ def attn_weights(seen: Seen) -> Iterator[Law]:
         words = (
             f"each row there is multiplied by a different number, so that it sums to {_range(sums)}"
         )
-        yield Law("rows", words, {"sums": [float(sums.min()), float(sums.max())]}, rows)
+        yield pattern("rows", words, {"sums": [float(sums.min()), float(sums.max())]}, rows)
 
 
-def _power(seen: Seen) -> Iterator[Law]:
+def _power(seen: Seen) -> Iterator[Edit]:
     """Yield weights of multiplied scores: softmax(c s) is proportional to softmax(s) to the power
     of c.
     """
@@ -73,7 +74,7 @@ def _power(seen: Seen) -> Iterator[Law]:
     if seen.holds(seen.within(candidate), max(1.0, abs(power))):
         names = known_as(power, 1e-4, sizes_of(seen), seen.problem)
         words = f"rows result from scores times {number_words(power, names)}"
-        yield Law("power", words, {"factor": power}, 1)
+        yield pattern("power", words, {"factor": power}, 1)
 
 
 def _raised(weights: np.ndarray, power: float) -> np.ndarray:
@@ -83,14 +84,14 @@ def _raised(weights: np.ndarray, power: float) -> np.ndarray:
     return raised / np.where(sums > 0.0, sums, 1.0)
 
 
-def _uniform(seen: Seen) -> Iterator[Law]:
+def _uniform(seen: Seen) -> Iterator[Edit]:
     shown = seen.expected > 0.0
     count = shown.sum(axis=-1, keepdims=True)
     if count.max(initial=0) > 1 and seen.holds(seen.within(shown / np.maximum(count, 1))):
-        yield Law("uniform", "rows are uniform over the keys that they attend to")
+        yield pattern("uniform", "rows are uniform over the keys that they attend to")
 
 
-def _unmasked(seen: Seen) -> Iterator[Law]:
+def _unmasked(seen: Seen) -> Iterator[Edit]:
     """Yield weights of hidden keys, if shown keys are in the right proportion."""
     if seen.hidden is None or seen.hidden.shape != seen.actual.shape:
         return
@@ -110,7 +111,7 @@ def _unmasked(seen: Seen) -> Iterator[Law]:
             "hidden cells have weight, and shown ones are in the right proportion: the softmax "
             "includes hidden keys"
         )
-        yield Law("unmasked", words, {"most": float(a[seen.hidden].max())}, count)
+        yield pattern("unmasked", words, {"most": float(a[seen.hidden].max())}, count)
 
 
 def weights_signs(seen: Seen) -> Iterator[str]:
@@ -165,7 +166,7 @@ def _range(numbers: np.ndarray) -> str:
 # ---- Scores --------------------------------------------------------------------------------------
 
 
-def scores(seen: Seen) -> Iterator[Law]:
+def scores(seen: Seen) -> Iterator[Edit]:
     """Yield differences of scores that grow with the distance of a key, or depend on it alone."""
     if seen.stage.quantity != "scores" or seen.actual.ndim != 4 or not seen.usable.any():
         return
@@ -175,7 +176,7 @@ def scores(seen: Seen) -> Iterator[Law]:
     yield from _by_distance(seen, difference, distance)
 
 
-def _by_distance(seen: Seen, difference: np.ndarray, distance: np.ndarray) -> Iterator[Law]:
+def _by_distance(seen: Seen, difference: np.ndarray, distance: np.ndarray) -> Iterator[Edit]:
     """Yield a bias that depends on the distance between query and key: linearly, as in ALiBi, or in
     any way.
     """
@@ -200,7 +201,7 @@ def _by_distance(seen: Seen, difference: np.ndarray, distance: np.ndarray) -> It
                 f"slope * ({words}) is added there, as in ALiBi; the slopes of the heads: "
                 f"{listed(slopes)}"
             )
-            yield Law("slope", text, {"slopes": slopes}, heads)
+            yield pattern("slope", text, {"slopes": slopes}, heads)
             return
     queries, keys = difference.shape[2:]
     parameters = heads * (queries + keys - 1)
@@ -223,7 +224,7 @@ def _by_distance(seen: Seen, difference: np.ndarray, distance: np.ndarray) -> It
             f"a bias that depends only on the distance of query and key is added there: "
             f"{listed(numbers)}"
         )
-        yield Law(
+        yield pattern(
             "by distance",
             text,
             {"heads": list(map(int, seen.box[1])), "offsets": numbers},
@@ -234,7 +235,7 @@ def _by_distance(seen: Seen, difference: np.ndarray, distance: np.ndarray) -> It
 # ---- The mask ------------------------------------------------------------------------------------
 
 
-def masks(seen: Seen) -> Iterator[Law]:
+def masks(seen: Seen) -> Iterator[Edit]:
     """Yield a mask that is inverted, or shows other distances."""
     if seen.stage.kind != "mask" or seen.actual.ndim != 4:
         return
@@ -242,7 +243,7 @@ def masks(seen: Seen) -> Iterator[Law]:
         len(np.unique(seen.expected[seen.part])) > 1
     )  # equal cells say nothing about the mask
     if is_mixed and seen.holds(seen.within(1.0 - seen.expected)):
-        yield Law("inverted", "hidden cells are shown, and shown cells hidden")
+        yield pattern("inverted", "hidden cells are shown, and shown cells hidden")
     sequences = seen.box[0]
     positions = _query_positions(seen)[sequences]
     shows, should = (_band(mask[sequences], positions) for mask in (seen.actual, seen.expected))
@@ -251,7 +252,7 @@ def masks(seen: Seen) -> Iterator[Law]:
     keys = seen.actual.shape[3]
     right = "" if should is None else f" instead of {_band_words(should, positions, keys)}"
     words = f"a query attends to {_band_words(shows, positions, keys)}{right}"
-    yield Law("band", words, {"first": shows[0], "last": shows[1]}, 2)
+    yield pattern("band", words, {"first": shows[0], "last": shows[1]}, 2)
 
 
 def _query_positions(seen: Seen) -> np.ndarray:
@@ -294,7 +295,7 @@ def _away(distance: int) -> str:
 # ---- The context ---------------------------------------------------------------------------------
 
 
-def contexts(seen: Seen) -> Iterator[Law]:
+def contexts(seen: Seen) -> Iterator[Edit]:
     """Yield rows without a key that have the mean of all values."""
     if seen.stage.quantity != "context" or seen.place.cells != "empty rows":
         return
@@ -319,6 +320,6 @@ def contexts(seen: Seen) -> Iterator[Law]:
     # The tolerance of expected zeros is 0 in the part itself: the remainder is compared with the
     # size of the values.
     if seen.holds(seen.within(np.broadcast_to(mean, seen.expected.shape))):
-        yield Law(
+        yield pattern(
             "mean of v", "rows without a key are the mean of all values: their weights are uniform"
         )

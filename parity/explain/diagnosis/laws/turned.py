@@ -13,16 +13,17 @@ from dataclasses import replace
 
 import numpy as np
 
+from parity.explain.diagnosis.bugs.record import Edit, pattern
 from parity.explain.diagnosis.laws.orders import orders, transposes
 from parity.explain.diagnosis.laws.places import find_place, wrong_elements
-from parity.explain.diagnosis.laws.record import Law, Seen
+from parity.explain.diagnosis.laws.record import Seen
 from parity.explain.diagnosis.laws.values import factors, offsets, rows_and_features
 from parity.explain.diagnosis.laws.words import listed, noun
 from parity.measure.core.compare import errors_of
 from parity.measure.core.reference import Arithmetic, Layer
 from parity.measure.core.reference.rope import frequencies, pairs
 
-GROUPS: tuple[Callable[[Seen], Iterator[Law]], ...] = (
+GROUPS: tuple[Callable[[Seen], Iterator[Edit]], ...] = (
     factors,
     orders,
     transposes,
@@ -38,7 +39,7 @@ BEYOND = 8
 """The number of positions after the last one that are tried."""
 
 
-def turned(seen: Seen) -> Iterator[Law]:
+def turned(seen: Seen) -> Iterator[Edit]:
     """Yield patterns before RoPE, and rotations with the positions of other tokens."""
     problem = seen.problem
     if (
@@ -67,12 +68,12 @@ def turned(seen: Seen) -> Iterator[Law]:
 
     if norm is None or not norm.after_rope:
         for law in _laws_of(seen, back(seen.actual), back(seen.expected)):
-            yield replace(law, words=f"before RoPE: {law.words}")
+            yield replace(law, about=f"before RoPE: {law.about}")
     if positions.ndim == 2 and spec.rope.sections is None:
         yield from _positions(seen, positions)
 
 
-def _laws_of(seen: Seen, actual: np.ndarray, expected: np.ndarray) -> list[Law]:
+def _laws_of(seen: Seen, actual: np.ndarray, expected: np.ndarray) -> list[Edit]:
     allowed = {
         **seen.allowed,
         "max": np.sqrt(2.0) * seen.allowed["max"],
@@ -96,7 +97,7 @@ def _laws_of(seen: Seen, actual: np.ndarray, expected: np.ndarray) -> list[Law]:
     return [law for group in GROUPS for law in group(before)]
 
 
-def _positions(seen: Seen, positions: np.ndarray) -> Iterator[Law]:
+def _positions(seen: Seen, positions: np.ndarray) -> Iterator[Edit]:
     """Yield rotations of every token of every head by an integer position, the nearest for each."""
     problem, (tokens, features) = seen.problem, seen.expected.shape[2:]
     if problem is None or problem.spec.rope is None or problem.spec.rope.depends_on_length:
@@ -126,7 +127,7 @@ def _positions(seen: Seen, positions: np.ndarray) -> Iterator[Law]:
         yield _positions_law(seen, places[nearest])
 
 
-def _positions_law(seen: Seen, places: np.ndarray) -> Law:
+def _positions_law(seen: Seen, places: np.ndarray) -> Edit:
     """Return the pattern of positions (B, N, T), with its description."""
     several, kind = noun(seen.letters, 1)[1], "rope positions"
     if (places == places[:1, :1]).all():
@@ -138,4 +139,4 @@ def _positions_law(seen: Seen, places: np.ndarray) -> Law:
         )
     else:
         used, by = places.ravel(), "tokens are rotated by other positions:"
-    return Law(kind, f"{by} {listed(used.tolist())}", {"positions": places.tolist()}, len(used))
+    return pattern(kind, f"{by} {listed(used.tolist())}", {"positions": places.tolist()}, len(used))

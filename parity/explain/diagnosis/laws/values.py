@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from parity.explain.diagnosis.laws.record import Law, Seen
+from parity.explain.diagnosis.bugs.record import Edit, pattern
+from parity.explain.diagnosis.laws.record import Seen
 from parity.explain.diagnosis.laws.words import (
     NOUNS,
     known_as,
@@ -31,7 +32,7 @@ CONSTANTS = {
 # ---- Constants -----------------------------------------------------------------------------------
 
 
-def constants(seen: Seen) -> Iterator[Law]:
+def constants(seen: Seen) -> Iterator[Edit]:
     """Yield one value in the whole part."""
     values = seen.actual[seen.part]
     if not values.size:
@@ -39,7 +40,7 @@ def constants(seen: Seen) -> Iterator[Law]:
     value = float(values.flat[0]) if not np.isfinite(values).all() else float(np.median(values))
     if seen.stage.is_exact:
         if seen.stage.kind == "mask" and seen.count > 1 and seen.holds(seen.within(value)):
-            yield Law(
+            yield pattern(
                 "constant",
                 "all of them are hidden" if value else "none of them is hidden",
                 {"value": value},
@@ -47,11 +48,11 @@ def constants(seen: Seen) -> Iterator[Law]:
             )
         return
     if seen.holds(seen.within(0.0)):
-        yield Law("zeros", "all values there are 0")
+        yield pattern("zeros", "all values there are 0")
     elif math.isnan(value) and seen.holds(seen.within(value)):
-        yield Law("nan", "all values there are NaN")
+        yield pattern("nan", "all values there are NaN")
     elif math.isinf(value) and seen.holds(seen.within(value)):
-        yield Law(
+        yield pattern(
             "infinite",
             f"all values there are {'-' if value < 0 else ''}infinity",
             {"sign": math.copysign(1, value)},
@@ -62,7 +63,7 @@ def constants(seen: Seen) -> Iterator[Law]:
         ]
         if seen.stage.is_attn_weights and abs(value * seen.actual.shape[-1] - 1.0) < 1e-5:
             names = ["1/S: uniform rows"]
-        yield Law(
+        yield pattern(
             "constant", f"all values there are {number_words(value, names)}", {"value": value}, 1
         )
 
@@ -76,7 +77,7 @@ LATER = ("N", "K", "B", "T", "S", "H", "E", "W", "G", "d_in", "d_kv", "out", "in
 """The axes whose factors and offsets are tried, in this order."""
 
 
-def factors(seen: Seen) -> Iterator[Law]:
+def factors(seen: Seen) -> Iterator[Edit]:
     """Yield a multiple of the expected values: one factor, or one for each head, sequence, position
     or feature.
     """
@@ -100,7 +101,7 @@ def factors(seen: Seen) -> Iterator[Law]:
             seen.within(factor * seen.expected), np.where(seen.part, np.abs(factor), 1.0)
         ):
             numbers = _in_box(seen, factor, axes)
-            yield Law(
+            yield pattern(
                 "factor",
                 _factor_words(seen, axes, numbers),
                 _numbers(seen, axes, "factors", numbers),
@@ -109,7 +110,7 @@ def factors(seen: Seen) -> Iterator[Law]:
             return
 
 
-def offsets(seen: Seen) -> Iterator[Law]:
+def offsets(seen: Seen) -> Iterator[Edit]:
     """Yield an offset of the expected values: one number, or one for each feature, head or
     position.
     """
@@ -128,7 +129,7 @@ def offsets(seen: Seen) -> Iterator[Law]:
         )
         if seen.holds(seen.within(seen.expected + offset)):
             numbers = _in_box(seen, offset, axes)
-            yield Law(
+            yield pattern(
                 "offset",
                 _offset_words(seen, axes, numbers),
                 _numbers(seen, axes, "offsets", numbers),
@@ -137,7 +138,7 @@ def offsets(seen: Seen) -> Iterator[Law]:
             return
 
 
-def rows_and_features(seen: Seen) -> Iterator[Law]:
+def rows_and_features(seen: Seen) -> Iterator[Edit]:
     """Yield a multiple of the expected values with one factor per token and one per feature, in
     each head.
     """
@@ -162,7 +163,7 @@ def rows_and_features(seen: Seen) -> Iterator[Law]:
             "each token and each feature of a head is multiplied by a number, as by a norm over "
             "another axis"
         )
-        yield Law("tokens and features", words, {}, parameters)
+        yield pattern("tokens and features", words, {}, parameters)
 
 
 def _ratio(a: np.ndarray, x: np.ndarray, axis: int) -> np.ndarray:

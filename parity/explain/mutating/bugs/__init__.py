@@ -17,7 +17,7 @@ from parity.explain.mutating.calls import Injection
 from parity.explain.mutating.view import View
 
 if TYPE_CHECKING:
-    from parity.explain.diagnosis.bugs import Bug
+    from parity.explain.diagnosis.bugs import Edit
 
 BUGS = (*MASKS, *BUFFERS, *PROJECTED, *INPUTS, *HEADS_REORDERED, *EXTRAS, *ROPE, *OURS)
 """The bugs, in the order of injection; of several with one name, the first that a callable allows
@@ -68,7 +68,7 @@ def page_of(name: str) -> str:
     return _known(name).page
 
 
-def _known(name: str) -> Bug:
+def _known(name: str) -> Edit:
     from parity.explain.diagnosis.bugs import (
         bug_by_name,
     )  # slow to import, and a user's tests don't need it

@@ -16,14 +16,14 @@ from mha_spec import AttentionSpec, Rope
 from parity import Case, make_problem
 from parity.explain.diagnosis.absorbed import DeferredHeads
 from parity.explain.diagnosis.at_size import RowSamples, TokenSamples
-from parity.explain.diagnosis.bugs import bugs_for, wrong_layer
-from parity.explain.diagnosis.bugs.record import Changed
+from parity.explain.diagnosis.bugs import bugs_for, edited_layer
+from parity.explain.diagnosis.bugs.record import Edit
 from parity.explain.diagnosis.diagnose import diagnose, diagnose_stages
 from parity.explain.diagnosis.flow import flow_of
 from parity.explain.diagnosis.remembered import Remembered, RememberingReference, product_of
-from parity.explain.diagnosis.replay import Replay, remembering
 from parity.explain.diagnosis.sample import Sample, SampledProblem, rows_of_query
 from parity.explain.diagnosis.sampling import Whole, in_order, multiplications
+from parity.explain.diagnosis.trial import Trial, remembering
 from parity.explain.diagnosis.whole import WholeStages
 from parity.explain.diagnosis.work import CountedArithmetic, Work, ask, uncounted
 from parity.measure.core.compare import kept_dtype
@@ -58,18 +58,14 @@ def given_by(problem, name=None):
     made = [each for each in bugs_for(problem.case) if each.name == name][:1]
     assert name is None or made
     with np.errstate(all="ignore"):
-        values = wrong_layer(problem, "float64", made).forward()
+        values = edited_layer(problem, "float64", made).forward()
     return {stage: x.astype(kept_dtype(stage, "float32")) for stage, x in values.items()}
 
 
 def laws_of(diagnosis):
     """Return the simplest law of each stage that has laws, and its numbers."""
-    found = [
-        each.findings
-        for each in (*diagnosis.explanations, *diagnosis.unknowns)
-        if each.findings is not None
-    ]
-    return {each.found[0].name: each.found[0].numbers for each in found if each.found}
+    found = [each.description for each in diagnosis.findings if each.description is not None]
+    return {each.patterns[0].name: each.patterns[0].numbers for each in found if each.patterns}
 
 
 @pytest.fixture
@@ -150,7 +146,7 @@ def test_reference_products_have_no_limit(problems, of_reference):
     with_rows = replace(problem, inputs=problem.inputs | some)
     part = SampledProblem.of(with_rows, Sample(rows, np.arange(16)))
     base = remembering(Remembered(of_reference=of_reference))
-    layer, work = wrong_layer(part, "float64", [base]), Work(1.0)
+    layer, work = edited_layer(part, "float64", [base]), Work(1.0)
     with work.counted(), work.inside("a part", most=0.0):
         if of_reference:
             q = layer.linear("q_proj", problem.inputs["query"])
@@ -186,21 +182,21 @@ def test_cached_layer_bug_is_named(name):
     """Bugs of a cached layer are named from its outputs; only cache bugs need later calls."""
     problem = make_problem(DECODE, "float32")
     made = [each for each in bugs_for(DECODE) if each.name == name][:1]
-    values = run_steps(wrong_layer(problem, "float64", made).steps())
+    values = run_steps(edited_layer(problem, "float64", made).steps())
     outputs = {
         stage: values[stage].astype(np.float32) for stage in ("step0.output", "step1.output")
     }
     diagnosis = diagnose(outputs, problem, seconds=ENOUGH if name.startswith("cache") else 5.0)
     assert named_bugs(diagnosis) == [name]
     assert ("first call" in diagnosis.sample) == (not name.startswith("cache"))
-    assert {*outputs} >= {*diagnosis.explanations[0].stages} >= {"step1.output"}
+    assert {*outputs} >= {*diagnosis.named[0].stages} >= {"step1.output"}
 
 
 def test_bugs_in_two_stages_are_both_named(problems):
     """Rolled heads of v and a transposed output projection are both named."""
     given = given_by(problems["bert"], "v-heads-rolled")
     wrong = next(each for each in bugs_for(BERT) if each.name == "out_proj-transposed")
-    output = wrong_layer(problems["bert"], "float64", [wrong]).output(given)["output"]
+    output = edited_layer(problems["bert"], "float64", [wrong]).output(given)["output"]
     diagnosis = diagnose(
         {**given, "output": output.astype(np.float32)}, problems["bert"], seconds=ENOUGH
     )
@@ -355,12 +351,12 @@ def test_passing_assertion_is_cheap(problems, work):
 def test_correct_layer_passes_each_sample(case):
     """Each sample of a correct layer has the layer's values; together they cover eight stages."""
     problem = make_problem(case, "float32")
-    given = wrong_layer(problem, "float64", ()).forward()
+    given = edited_layer(problem, "float64", ()).forward()
     whole = Whole(problem, given, WholeStages(given, Reference(problem), "ieee"), Remembered())
     kinds = (TokenSamples(whole), RowSamples(whole))
     judged = set()
     for part in (part for samples in kinds for part in (*samples.parts(), *samples.confirming())):
-        values = run_steps(wrong_layer(part.problem, "float64", ()).steps())
+        values = run_steps(edited_layer(part.problem, "float64", ()).steps())
         for stage, x in part.observed.items():
             if part.judged is None or stage in part.judged:
                 judged.add(stage)
@@ -393,7 +389,7 @@ def test_absorbed_projections_are_exact(spec, name):
     with_rows = replace(problem, inputs=problem.inputs | some)
     short = SampledProblem.of(with_rows, Sample(rows, np.arange(16), absorbs=True))
     expected, found = (
-        run_steps(wrong_layer(each, "float64", made).steps()) for each in (plain, short)
+        run_steps(edited_layer(each, "float64", made).steps()) for each in (plain, short)
     )
     assert [each for each in "kv" if isinstance(found[each], DeferredHeads)] == [
         each for each in "kv" if f"{each}_proj" in name
@@ -409,12 +405,12 @@ def test_repacked_weights_need_no_product(problems, work):
     problem, remembered = problems["bert"], Remembered()
     made = next(each for each in bugs_for(problem.case) if each.name == "fused-qkv-read-per-head")
     base = remembering(remembered)
-    right, wrong = (wrong_layer(problem, "float64", changes) for changes in ([base], [made, base]))
+    right, wrong = (edited_layer(problem, "float64", changes) for changes in ([base], [made, base]))
     right.qkv({})
     work.clear()
     found = wrong.qkv({})
     assert not work
-    expected = wrong_layer(problem, "float64", [made]).qkv({})
+    expected = edited_layer(problem, "float64", [made]).qkv({})
     for name in "qkv":
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-9, atol=1e-12)
 
@@ -459,11 +455,11 @@ def test_drawn_noise_matches_real_noise(rng, monkeypatch):
 def test_quick_noise_grows_with_the_values(problems):
     """For logarithms of weights, the quick ratio is within a factor of 5 of the full one."""
     made = next(each for each in bugs_for(BERT) if each.name == "softmax-log")
-    replay = Replay(
+    trial = Trial(
         problems["bert"], {"output": given_by(problems["bert"], "softmax-log")["output"]}, "ieee"
     )
     ratios = [
-        replay.judgement("output", (made,), quick=is_quick).ratio for is_quick in (True, False)
+        trial.judgement("output", (made,), quick=is_quick).ratio for is_quick in (True, False)
     ]
     assert 0.2 < ratios[0] / ratios[1] < 5.0
 
@@ -484,7 +480,7 @@ def test_hidden_key_fails_in_16_bits(dtype):
         return masked
 
     def stages(changes):
-        values = wrong_layer(problem, dtype, changes).forward()
+        values = edited_layer(problem, dtype, changes).forward()
         return {
             name: values[name].astype(kept_dtype(name, dtype))
             for name in ("attn_weights", "context", "output")
@@ -492,4 +488,4 @@ def test_hidden_key_fails_in_16_bits(dtype):
 
     parity.assert_parity(stages([]), problem=problem)
     with pytest.raises(AssertionError):
-        parity.assert_parity(stages([Changed({"hidden": hidden})]), problem=problem)
+        parity.assert_parity(stages([Edit(overrides={"hidden": hidden})]), problem=problem)

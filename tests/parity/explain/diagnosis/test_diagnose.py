@@ -19,11 +19,10 @@ import parity
 from mha_spec import AttentionSpec, Llama3Scaling, RelativeBias, Rope
 from parity import CASES, Case, make_problem, random_weights
 from parity.explain.diagnosis.attention import attention_for
-from parity.explain.diagnosis.bugs import bugs_for, wrong_layer
-from parity.explain.diagnosis.bugs.record import Changed
+from parity.explain.diagnosis.bugs import bugs_for, edited_layer
+from parity.explain.diagnosis.bugs.record import Edit
 from parity.explain.diagnosis.diagnose import diagnose, observe
-from parity.explain.diagnosis.replay import Replay
-from parity.explain.diagnosis.verdicts import UNNAMED
+from parity.explain.diagnosis.trial import Trial
 from parity.explain.diagnosis.weights import diagnose_weights
 from parity.measure.backends import driver
 from parity.measure.backends.record import record
@@ -44,7 +43,7 @@ SPEC = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0))
 def observed_in(problem, bugs=()):
     """Return the stages of the reference with bugs, in the problem's dtype."""
     with np.errstate(all="ignore"):
-        values = run_steps(wrong_layer(problem, problem.dtype, bugs).steps())
+        values = run_steps(edited_layer(problem, problem.dtype, bugs).steps())
     return {name: x.astype(kept_dtype(name, problem.dtype)) for name, x in values.items()}
 
 
@@ -131,7 +130,7 @@ NEAREST = {
 ALIKE = {"padding-of-queries", "padding-off-by-one"}
 """Bugs that differ from others only in padding, which is not compared."""
 
-ONE_A_CODE = one_a_code(ALL, lambda each: bug(CASE_OF[each[0]], each[1]).in_reference)
+ONE_A_CODE = one_a_code(ALL, lambda each: bug(CASE_OF[each[0]], each[1]).overrides)
 
 
 @sample(64, where=lambda case, name: (case, name) in {*ONE_A_CODE, *NEAREST})
@@ -146,10 +145,10 @@ def test_each_bug_is_distinguished(case, name):
     ):  # the forms that share a name
         diagnosis = diagnose(observed_in(problem, [made]), problem)
         if is_nearest:
-            assert diagnosis.kind in UNNAMED
+            assert diagnosis.kind in ("pattern", "unknown")
             assert diagnosis.nearest[0][0] == made.about
             return
-        (explanation,) = diagnosis.explanations
+        (explanation,) = diagnosis.named
         assert named_bugs(diagnosis) == [name] or (
             name in ALIKE and made.about in explanation.others
         ), made.about
@@ -188,9 +187,9 @@ def test_bug_shows_first_at_its_stages(case, in_all):
     for made in visible(CASE_OF[case]):
         if in_all or FIRST_OF[made.name, made.about] == case:
             with np.errstate(all="ignore"):
-                replay = Replay(problem, observed_in(problem, [made]), "ieee")
-                wrong = replay.wrong(replay.stages, ())
-                left = replay.wrong(replay.stages, (made,))
+                trial = Trial(problem, observed_in(problem, [made]), "ieee")
+                wrong = trial.wrong(trial.stages, ())
+                left = trial.wrong(trial.stages, (made,))
             assert stage_named(wrong[0]).kind in made.stages, made.about
             assert (left == []) is ((case, made.name) not in ROUNDED), made.about
 
@@ -221,7 +220,7 @@ def test_bug_is_named_from_output_alone(case):
             continue
         output = observed_in(problem, [made])["output"]
         diagnosis = diagnose({"output": output}, problem)
-        (explanation, *_) = diagnosis.explanations or [None]
+        (explanation, *_) = diagnosis.named or [None]
         if np.allclose(output, clean, rtol=1e-5, atol=1e-5):
             seen = diagnosis.kind == "none"  # the bug cancels, as a shift of all positions does
         else:
@@ -239,7 +238,7 @@ def test_indistinguishable_bugs_are_listed():
     problem = make_problem(case, "float32")
     output = observed_in(problem, [bug(case, "rope-off-by-one-k")])["output"]
     found = diagnose({"output": output}, problem)
-    (explanation,) = found.explanations
+    (explanation,) = found.named
     told = {explanation.about, *explanation.others}
     assert told == {"q's RoPE positions are one too low", "k's RoPE positions are one too high"}
     assert f"or {explanation.others[0]}: the observed stages cannot distinguish them" in str(found)
@@ -313,7 +312,7 @@ def test_bugs_at_three_stages_are_named():
     names = ["rope-interleaved-k", "kv-heads-tiled", "heads-not-moved-back"]
     diagnosis = diagnose(observed_in(problem, [bug(case, name) for name in names]), problem)
     assert named_bugs(diagnosis) == names
-    assert [explanation.stage for explanation in diagnosis.explanations] == [
+    assert [explanation.stage for explanation in diagnosis.named] == [
         "k",
         "scores",
         "output",
@@ -333,12 +332,14 @@ def test_fused_path_bug_names_its_path(monkeypatch):
     expected = Reference(make_problem(CASES["causal"], "float32"))
     diagnosis = diagnose(record("torch", expected).accumulated, expected.problem)
     assert diagnosis.stage == "fused.output"
-    assert diagnosis.explanations[0].bugs == ("mask-ignored",)
-    assert diagnosis.explanations[0].about == "in the fused path: the mask is ignored"
+    assert diagnosis.named[0].bugs == ("mask-ignored",)
+    assert diagnosis.named[0].about == "in the fused path: the mask is ignored"
 
 
 def test_mask_wrong_only_in_later_calls():
-    """Masks wrong only in later calls are a law, not a bug that the first call would show."""
+    """A mask that is wrong only in later calls is one finding: the bug, with these calls; stages that
+    were not computed from it follow.
+    """
     problem = make_problem(CASE_OF["cached"], "float32")
     observed, wrong = (
         observed_in(problem),
@@ -355,8 +356,11 @@ def test_mask_wrong_only_in_later_calls():
         {name: x for name, x in observed.items() if not stage_named(name).path}, problem
     )
     assert not np.array_equal(observed["step0.mask"], wrong["step0.mask"])
-    assert (diagnosis.kind, named_bugs(diagnosis)) == ("pattern", [])
-    assert "to 1 before its own instead of" in diagnosis.unknowns[0].laws[0]
+    (finding,) = diagnosis.findings
+    assert (diagnosis.kind, finding.bugs) == ("structure", ("causal-excludes-self",))
+    assert finding.about.endswith(", in calls after the first")
+    assert finding.stages == ("step1.mask", "step2.mask")
+    assert finding.follows == ("step1.attn_weights", "step2.attn_weights")
 
 
 def test_two_bugs_need_observed_stages():
@@ -387,8 +391,8 @@ def test_swapped_weights_without_biases():
         )
 
 
-def test_earlier_call_can_rule_out_a_bug():
-    """A bug that later calls suggest is not named if the mask of the first call contradicts it."""
+def test_earlier_call_limits_a_bug():
+    """A bug of later calls that the first call contradicts is named for the later calls alone."""
     case = CASE_OF["cached"]
     problem = make_problem(case, "float32")
     empty = next(known for known in bugs_for(case) if known.about == "the mask is empty")
@@ -398,10 +402,10 @@ def test_earlier_call_can_rule_out_a_bug():
     mask = observed["step0.mask"].copy()
     mask[:, :, 2, 1] = True  # no known bug hides only this key
     diagnosis = diagnose({**later, "step0.mask": mask}, problem)
-    assert named_bugs(diagnosis) == []
-    assert [unknown.stage for unknown in diagnosis.unknowns] == [
-        f"step{index}.mask" for index in range(3)
-    ]
+    ignored, unknown = diagnosis.findings
+    assert (ignored.bugs, ignored.edits[0].when) == (("mask-ignored",), "in calls after the first")
+    assert ignored.stages == ("step1.mask", "step2.mask")
+    assert (unknown.stage, unknown.follows) == ("step0.mask", ())
 
 
 def test_all_nan_weights_name_no_bugs():
@@ -422,7 +426,7 @@ def test_rope_sin_cos_swap_is_named():
     problem = make_problem(case, "float32")
     observed = observed_in(problem, [bug(case, "rope-sin-cos-exchanged")])
     assert named_bugs(diagnose(observed, problem)) == ["rope-sin-cos-exchanged"]
-    (explanation,) = diagnose({"output": observed["output"]}, problem).explanations
+    (explanation,) = diagnose({"output": observed["output"]}, problem).named
     assert "RoPE's sines and cosines are exchanged" in (explanation.about, *explanation.others)
 
 
@@ -434,7 +438,7 @@ def test_rope_over_heads_is_named():
     problem = make_problem(case, "float32")
     observed = observed_in(problem, [bug(case, "rope-over-heads")])
     assert named_bugs(diagnose(observed, problem)) == ["rope-over-heads"]
-    (explanation,) = diagnose({"output": observed["output"]}, problem).explanations
+    (explanation,) = diagnose({"output": observed["output"]}, problem).named
     assert "RoPE rotates heads by their index instead of tokens by their position" in (
         explanation.about,
         *explanation.others,
@@ -451,12 +455,12 @@ def test_unexplained_factor_is_a_law():
     observed["context"] = observed["context"] * np.linspace(0.5, 2.0, 8, dtype=np.float32)
     del observed["output"]  # it agrees, so that nothing would be wrong
     diagnosis = diagnose(observed, problem)
-    assert (diagnosis.kind, diagnosis.stage, diagnosis.unexplained) == (
+    assert (diagnosis.kind, diagnosis.stage, diagnosis.unnamed[0].stage) == (
         "pattern",
         "context",
         "context",
     )
-    assert diagnosis.unknowns[0].law.name == "factor"
+    assert diagnosis.unnamed[0].pattern.name == "factor"
 
 
 def dropped(weights):
@@ -480,17 +484,15 @@ def test_a_verified_law_is_the_headline(change, law, number):
             "attn_weights": change(original(values)["attn_weights"])
         }
     }
-    observed = observed_in(problem, [Changed(override)])
+    observed = observed_in(problem, [Edit(overrides=override)])
     stages = ("q", "k", "v", "scores", "attn_weights", "context", "output")
     diagnosis = diagnose({name: observed[name] for name in stages}, problem)
     kind, pages = ("pattern", []) if number is None else ("structure", ["dropout"])
     assert (diagnosis.kind, diagnosis.stage, named_bugs(diagnosis)) == (kind, "attn_weights", pages)
-    found = (diagnosis.unknowns[0] if number is None else diagnosis.explanations[0]).findings.found[
-        0
-    ]
+    found = (diagnosis.unnamed[0] if number is None else diagnosis.named[0]).description.patterns[0]
     assert found.name == law
     assert number is None or found.numbers["p"] == pytest.approx(number, rel=1e-4)
-    assert diagnosis.cause.endswith(found.words)
+    assert diagnosis.cause.endswith(found.about)
     assert "unknown" not in str(diagnosis)
 
 
@@ -507,9 +509,9 @@ def test_relative_bias_distance_is_fitted():
     observed = observed_in(replace(problem, case=wrong))
     for stages in (("scores", "output"), ("output",)):
         diagnosis = diagnose({name: observed[name] for name in stages}, problem)
-        (found,) = diagnosis.explanations
-        law = found.findings.found[0]
-        assert (diagnosis.kind, found.docs, law.name) == (
+        (found,) = diagnosis.named
+        law = found.description.patterns[0]
+        assert (diagnosis.kind, found.pages, law.name) == (
             "structure",
             ("relative-bias",),
             "max_distance",
@@ -531,7 +533,7 @@ def frequencies_times(*factors):
         found = original(positions)
         return (found * np.array(factors)).astype(found.dtype)
 
-    return Changed({"angles": angles})
+    return Edit(overrides={"angles": angles})
 
 
 def test_law_hides_no_later_bug():
@@ -542,41 +544,44 @@ def test_law_hides_no_later_bug():
     law = frequencies_times(1.0, 0.9, 1.0, 0.93, 1.0, 1.0, 1.0, 1.0)
     observed = observed_in(problem, [*(bug(case, name) for name in names[::-1]), law])
     diagnosis = diagnose({name: x for name, x in observed.items() if "module" not in name}, problem)
-    (unknown,) = diagnosis.unknowns
+    (unknown,) = diagnosis.unnamed
     assert (diagnosis.kind, named_bugs(diagnosis)) == ("pattern", names)
-    assert (unknown.law.name, unknown.stages) == ("rope frequencies", ("step0.q", "step0.k"))
+    assert (unknown.pattern.name, unknown.stages) == ("rope frequencies", ("step0.q", "step0.k"))
     json.dumps(diagnosis.to_dict(), allow_nan=False)
 
 
 def test_law_must_hold_in_earlier_calls():
-    """New tokens rotated by their own factors, after a correct prompt, have a law each."""
+    """New tokens rotated by their own factors, after a correct prompt, are one law: that of the first
+    wrong call.
+    """
     spec = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0))
     case = Case("steps", spec, "a prompt, then tokens", seq_len=6, chunks=(4, 1, 1), capacity=8)
     factors = np.array([1.0, 1.0, 1.0, 1.0, 0.625, 0.5])
-    turned = Changed(
-        {"turned": lambda _, f, name, x, positions: f(name, x, positions * factors[positions])}
+    turned = Edit(
+        overrides={
+            "turned": lambda _, f, name, x, positions: f(name, x, positions * factors[positions])
+        }
     )
     problem = make_problem(case, "float32")
     names = [f"step{step}.q" for step in range(3)]
     observed = observed_in(problem, [turned])
     given = {name: observed[name] for name in names}
     given["step0.v"] = observed["step0.v"] * np.linspace(0.5, 2.0, 8, dtype=np.float32)
-    found = diagnose(given, problem).unknowns[1:]
-    assert [(each.stage, each.law.numbers["value"]) for each in found] == [
-        (names[1], 1.6),
-        (names[2], 2.0),
-    ]
+    of_values, of_queries = diagnose(given, problem).findings
+    assert of_values.stage == "step0.v"
+    assert (of_queries.stage, of_queries.follows) == (names[1], (names[2],))
+    assert of_queries.pattern.numbers["value"] == 1.6
 
 
 def test_chance_fit_of_rope_is_left_out():
     """One frequency times 0.9 has only the law of frequencies, not numbers that fit by chance."""
     problem = make_problem(Case("llama", LLAMA, "a prompt", seq_len=12, is_causal=True), "float32")
     observed = observed_in(problem, [frequencies_times(1.0, 0.9, *[1.0] * 6)])
-    (unknown,) = diagnose({"q": observed["q"]}, problem).unknowns
-    assert [law.name for law in unknown.findings.found] == ["rope frequencies"]
-    assert unknown.law.numbers["used"][1] / unknown.law.numbers["right"][1] == pytest.approx(
-        0.9, rel=1e-4
-    )
+    (unknown,) = diagnose({"q": observed["q"]}, problem).unnamed
+    assert [law.name for law in unknown.description.patterns] == ["rope frequencies"]
+    assert unknown.pattern.numbers["used"][1] / unknown.pattern.numbers["right"][
+        1
+    ] == pytest.approx(0.9, rel=1e-4)
 
 
 @pytest.mark.thorough
@@ -588,7 +593,7 @@ def test_wrong_module_output_is_a_law():
         0.5, 2.0, 32, dtype=np.float32
     )
     diagnosis = diagnose(observed, problem)
-    assert (diagnosis.kind, diagnosis.unexplained) == ("pattern", "module.output")
+    assert (diagnosis.kind, diagnosis.unnamed[0].stage) == ("pattern", "module.output")
 
 
 @pytest.mark.costly("the search tries all pairs of bugs before laws")
@@ -599,12 +604,12 @@ def test_bug_before_a_law_is_named():
     observed = observed_in(problem, [bug(case, "scale-missing")])
     observed["output"] = observed["output"] + np.float32(0.25)
     diagnosis = diagnose({name: x for name, x in observed.items() if "." not in name}, problem)
-    assert (diagnosis.kind, named_bugs(diagnosis), diagnosis.unexplained) == (
+    assert (diagnosis.kind, named_bugs(diagnosis), diagnosis.unnamed[0].stage) == (
         "pattern",
         ["scale-missing"],
         "output",
     )
-    assert diagnosis.unknowns[0].law.name == "offset"
+    assert diagnosis.unnamed[0].pattern.name == "offset"
     assert diagnosis.cause.startswith("scale-missing: ")
 
 
@@ -855,7 +860,7 @@ def test_two_weight_files_are_diagnosed(folder, capsys):
     assert main(["diagnose", "layer.safetensors", "swapped.safetensors", "--json", "out.json"]) == 1
     assert "k_proj and v_proj are exchanged" in capsys.readouterr().out
     content = json.loads((folder / "out.json").read_text())
-    assert content["explanations"][0]["bugs"] == ["k-v-swapped"]
+    assert content["findings"][0]["bugs"] == ["k-v-swapped"]
     assert main(["diagnose", "layer.safetensors", "layer.safetensors"]) == 0
 
 
@@ -1038,7 +1043,7 @@ def test_failed_run_has_a_diagnosis(capsys, tmp_path):
         "torch",
         "structure",
     )
-    assert diagnosis["explanations"][0]["bugs"] == ["scale-missing"]
+    assert diagnosis["findings"][0]["bugs"] == ["scale-missing"]
 
 
 PAIRED = (
@@ -1071,10 +1076,10 @@ def test_bugs_of_one_method_combine(name):
     problem = make_problem(name, "float64")
     misfits = set()
     for pair in itertools.permutations(bugs_for(CASES[name]), 2):
-        if pair[0].in_reference.keys() & pair[1].in_reference.keys():
+        if pair[0].overrides.keys() & pair[1].overrides.keys():
             try:
                 with np.errstate(all="ignore"):
-                    run_steps(steps_of(wrong_layer(problem, "float64", pair), CASES[name]))
+                    run_steps(steps_of(edited_layer(problem, "float64", pair), CASES[name]))
             except ValueError:
                 misfits.add((pair[0].name, pair[1].name))
     assert misfits == MISFITS.get(name, set())

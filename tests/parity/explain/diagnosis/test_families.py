@@ -76,8 +76,8 @@ def test_family_has_a_page_and_a_fix():
 def test_fitted_number_has_page_and_fix(wrong, page, about, fix):
     """A fitted number is reported with a page, its words and a fix, like a known bug."""
     diagnosis = diagnosed(PLAIN, replace(PLAIN, **wrong), "output")
-    (found,) = diagnosis.explanations
-    assert (diagnosis.kind, found.bugs, found.docs, diagnosis.unknowns) == (
+    (found,) = diagnosis.named
+    assert (diagnosis.kind, found.bugs, found.pages, diagnosis.unnamed) == (
         "structure",
         (page,),
         (page,),
@@ -88,9 +88,9 @@ def test_fitted_number_has_page_and_fix(wrong, page, about, fix):
     assert diagnosis.cause == f"{page}: {found.about}"
     assert (diagnosis.likely_bug, diagnosis.fix) == (page, found.fixes[0])
     assert diagnosis.more == f"mha-parity bugs {page}"
-    plain = diagnosis.to_dict()["explanations"][0]
-    assert plain["docs"] == [page]
-    assert plain["findings"]["found"][0]["pages"] == [page]
+    plain = diagnosis.to_dict()["findings"][0]
+    assert plain["pages"] == [page]
+    assert plain["description"]["patterns"][0]["pages"] == [page]
 
 
 def test_law_without_family_has_no_name():
@@ -98,14 +98,14 @@ def test_law_without_family_has_no_name():
     problem = make_problem(Case("layer", PLAIN, "", seq_len=12, is_causal=True), "float32")
     values = run_steps(steps(problem, "float32"))
     diagnosis = parity.diagnose({"output": values["output"] * np.float32(0.9)}, problem)
-    assert (diagnosis.kind, diagnosis.explanations) == ("pattern", [])
+    assert (diagnosis.kind, diagnosis.named) == ("pattern", [])
 
 
 def test_law_of_two_families_has_two_pages():
     """With a norm of q and k, a wrong scale has the pages of both families."""
     spec = replace(PLAIN, qk_norm=Norm())
     diagnosis = diagnosed(spec, replace(spec, scale=0.123), "output")
-    assert diagnosis.explanations[0].docs == ("scale", "qk-norm")
+    assert diagnosis.named[0].pages == ("scale", "qk-norm")
 
 
 def test_assert_parity_shows_page_of_law():

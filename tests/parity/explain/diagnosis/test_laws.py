@@ -29,9 +29,9 @@ from mha_spec import (
     YarnScaling,
 )
 from parity import Case, make_problem
-from parity.explain.diagnosis.bugs import wrong_layer
-from parity.explain.diagnosis.laws import Findings, describe
-from parity.explain.diagnosis.laws.record import OtherSpec
+from parity.explain.diagnosis.bugs import edited_layer
+from parity.explain.diagnosis.laws import Description, describe
+from parity.explain.diagnosis.bugs.record import with_spec
 from parity.measure.core.compare import budget
 from parity.measure.core.reference import Arithmetic, Layer
 from parity.measure.core.stages import run_steps
@@ -97,7 +97,7 @@ def described(stage, wrong, expected, rng, **known):
 
 
 def names(findings):
-    return [law.name for law in findings.found]
+    return [law.name for law in findings.patterns]
 
 
 def causal(queries=6, keys=7):
@@ -165,7 +165,7 @@ def test_nothing_is_wrong_within_the_budget():
     """Values within the budget have no place, no law and no sign."""
     expected, rng = drawn("q", 0)
     findings = described("q", expected, expected, rng)
-    assert (findings.where, findings.laws, findings.signs) == (
+    assert (findings.where, findings.abouts, findings.signs) == (
         "no single element is over its budget",
         (),
         (),
@@ -301,7 +301,7 @@ def test_random_errors_have_no_law(stage, seed, size, where):
     findings = described(
         stage, expected + np.where(kept, error, 0.0), expected, rng, hidden=causal()
     )
-    assert findings.laws == ()
+    assert findings.abouts == ()
 
 
 @sample(size=[1e-3], stage=[*SHAPES][::2])
@@ -314,7 +314,8 @@ def test_errors_over_budget_have_no_law(stage, size):
             expected, rng = drawn(stage, seed)
             wrong = expected + beyond * 4.0 * size * rng.standard_normal(expected.shape)
             assert (
-                describe(stage, wrong, expected, {"rms": 4.0 * size, "max": 16.0 * size}).laws == ()
+                describe(stage, wrong, expected, {"rms": 4.0 * size, "max": 16.0 * size}).abouts
+                == ()
             )
 
 
@@ -362,7 +363,7 @@ def test_constant_has_a_law(value, law, words):
     findings = describe(
         "scores", np.where(hidden, value, expected), expected, ALLOWED, hidden=hidden
     )
-    assert (findings.where, findings.laws[0], names(findings)[0]) == (
+    assert (findings.where, findings.abouts[0], names(findings)[0]) == (
         "only hidden cells",
         words,
         law,
@@ -401,14 +402,14 @@ def test_known_factor_is_explained(factor, words):
     expected, rng = drawn("q", 0)
     findings = described("q", factor * expected, expected, rng)
     assert names(findings) == ["factor"]
-    assert words in findings.laws[0]
-    assert findings.found[0].numbers["factors"] == pytest.approx([factor], rel=1e-5)
+    assert words in findings.abouts[0]
+    assert findings.patterns[0].numbers["factors"] == pytest.approx([factor], rel=1e-5)
 
 
 def test_score_factor_is_shown_as_a_root():
     """A factor of 8 on the scores is shown as sqrt(64), since scores do not show head_dim."""
     expected, rng = drawn("scores", 0)
-    assert "are 8 (sqrt(64)) times" in described("scores", 8 * expected, expected, rng).laws[0]
+    assert "are 8 (sqrt(64)) times" in described("scores", 8 * expected, expected, rng).abouts[0]
 
 
 @quick
@@ -421,8 +422,8 @@ def test_factor_is_found_in_any_part(stage, part, factor, is_divided, seed):
     wrong[part] *= factor
     findings = described(stage, wrong, expected, rng)
     assert names(findings)[0] == "factor"
-    assert findings.found[0].numbers["factors"] == pytest.approx([factor], rel=1e-4)
-    assert findings.found[0].parameters == 1
+    assert findings.patterns[0].numbers["factors"] == pytest.approx([factor], rel=1e-4)
+    assert findings.patterns[0].parameters == 1
 
 
 @quick
@@ -436,7 +437,7 @@ def test_factors_along_an_axis_are_found(stage, axis, seed):
     shape = [-1 if each == axis else 1 for each in range(expected.ndim)]
     findings = described(stage, expected * factors.reshape(shape), expected, rng)
     assert names(findings)[0] == "factor"
-    assert findings.found[0].numbers["factors"] == pytest.approx(factors, rel=1e-4)
+    assert findings.patterns[0].numbers["factors"] == pytest.approx(factors, rel=1e-4)
 
 
 @pytest.mark.parametrize("stage", ["q", "k", "latents"])
@@ -446,7 +447,7 @@ def test_missing_norm_has_a_law(stage):
     normed = x / np.sqrt((x**2).mean(axis=-1, keepdims=True))
     findings = described(stage, x, normed, rng)
     assert names(findings) == ["factor"]
-    assert "as by a missing or additional norm" in findings.laws[0]
+    assert "as by a missing or additional norm" in findings.abouts[0]
 
 
 @quick
@@ -458,8 +459,8 @@ def test_offset_is_found_in_any_part(stage, part, seed):
     wrong[part] += 0.375
     findings = described(stage, wrong, expected, rng)
     assert names(findings)[0] == "offset"
-    assert findings.found[0].numbers["offsets"] == pytest.approx([0.375], abs=1e-5)
-    assert "0.375 is added to all values there" in findings.laws
+    assert findings.patterns[0].numbers["offsets"] == pytest.approx([0.375], abs=1e-5)
+    assert "0.375 is added to all values there" in findings.abouts
 
 
 @pytest.mark.parametrize(
@@ -490,8 +491,8 @@ def test_offsets_along_axes_have_a_law(stage, shape, words):
     """Offsets by feature, head, row or key have their words; a softmax ignores those by row."""
     expected, rng = drawn(stage, 0)
     findings = described(stage, expected + rng.standard_normal(shape), expected, rng)
-    assert findings.laws[0].startswith(words)
-    assert findings.laws[0].endswith("which a softmax ignores") == (shape == (2, 4, 6, 1))
+    assert findings.abouts[0].startswith(words)
+    assert findings.abouts[0].endswith("which a softmax ignores") == (shape == (2, 4, 6, 1))
 
 
 # ---- Order ---------------------------------------------------------------------------------------
@@ -508,7 +509,7 @@ def test_any_order_of_any_axis_is_found(stage, axis, seed):
     if np.array_equal(order, np.arange(len(order))):
         assert findings.where == "no single element is over its budget"
         return
-    (law,) = findings.found
+    (law,) = findings.patterns
     assert law.name == "order"
     wrong = np.flatnonzero(order != np.arange(len(order)))
     assert law.numbers["of"] == wrong.tolist()
@@ -538,7 +539,7 @@ def test_common_orders_have_words(stage, axis, order, words):
     """Common orders, such as reversed, rolled or interleaved, have their own words."""
     expected, rng = drawn(stage, 0)
     findings = described(stage, np.take(expected, order, axis=axis), expected, rng)
-    assert words in findings.laws[0]
+    assert words in findings.abouts[0]
 
 
 @pytest.mark.parametrize("stage", ["k", "output", "cache.keys"])
@@ -551,15 +552,15 @@ def test_shifted_tokens_have_a_law(stage, by, came_in):
     edge = wrong[..., 0 if by > 0 else -1, :]
     edge[...] = came_in * rng.standard_normal(edge.shape)
     findings = describe(stage, wrong.astype(np.float32), expected, ALLOWED)
-    assert findings.found[0].numbers["by"] == by
-    assert ("the one at the end is 0" in findings.laws[0]) == (came_in == 0.0)
+    assert findings.patterns[0].numbers["by"] == by
+    assert ("the one at the end is 0" in findings.abouts[0]) == (came_in == 0.0)
 
 
 def test_transposed_axes_have_a_law():
     """Transposed scores and weights and reshaped heads have their laws."""
     rng = np.random.default_rng(0)
     scores = rng.standard_normal((2, 3, 6, 6))
-    assert described("scores", scores.swapaxes(2, 3), scores, rng).laws == (
+    assert described("scores", scores.swapaxes(2, 3), scores, rng).abouts == (
         "queries and keys are exchanged: transposed",
     )
     weight = rng.standard_normal((8, 8))
@@ -577,7 +578,7 @@ def test_permuted_axes_have_a_law():
     rng = np.random.default_rng(0)
     k = rng.standard_normal((2, 4, 4, 4))
     findings = described("k", k.transpose(0, 2, 3, 1), k, rng)
-    assert findings.laws == ("axes are exchanged: instead of (B, K, S, H) they are (B, S, H, K)",)
+    assert findings.abouts == ("axes are exchanged: instead of (B, K, S, H) they are (B, S, H, K)",)
 
 
 def test_values_of_other_stage_have_a_law():
@@ -588,7 +589,7 @@ def test_values_of_other_stage_have_a_law():
     others = {"step1.k": k, "step1.v": v, "step0.k": before}
 
     def told(stage, wrong, expected):
-        return described(stage, wrong, expected, rng, others=others).laws
+        return described(stage, wrong, expected, rng, others=others).abouts
 
     assert told("step1.k", v, k) == ("the values there are those of step1.v",)
     others["module.step1.k"] = others["step1.module.k"] = k + 1.0
@@ -612,8 +613,8 @@ def test_distance_bias_has_a_law():
     distance = np.arange(12) - np.arange(12)[:, None]
     slopes = 2.0 ** -np.arange(1, 5)[:, None, None]
     findings = described("scores", expected - slopes * np.abs(distance), expected, rng)
-    assert findings.laws[0].startswith("slope * (|key - query|) is added there, as in ALiBi")
-    assert findings.found[0].numbers["slopes"] == pytest.approx(
+    assert findings.abouts[0].startswith("slope * (|key - query|) is added there, as in ALiBi")
+    assert findings.patterns[0].numbers["slopes"] == pytest.approx(
         [-0.5, -0.25, -0.125, -0.0625], abs=1e-5
     )
     learned = rng.standard_normal((4, 23))[:, distance + 11]
@@ -630,7 +631,7 @@ def test_factor_before_softmax_has_a_law(factor, is_causal, seed):
         "attn_weights", softmax(factor * x, hidden), softmax(x, hidden), rng, hidden=hidden
     )
     assert names(findings)[0] == "power"
-    assert findings.found[0].numbers["factor"] == pytest.approx(factor, rel=1e-3)
+    assert findings.patterns[0].numbers["factor"] == pytest.approx(factor, rel=1e-3)
 
 
 def test_uniform_rows_have_a_law():
@@ -638,7 +639,7 @@ def test_uniform_rows_have_a_law():
     rng = np.random.default_rng(0)
     expected = softmax(rng.standard_normal((2, 4, 6, 7)), causal())
     uniform = softmax(np.zeros((2, 4, 6, 7)), causal())
-    assert described("attn_weights", uniform, expected, rng, hidden=causal()).laws == (
+    assert described("attn_weights", uniform, expected, rng, hidden=causal()).abouts == (
         "rows are uniform over the keys that they attend to",
     )
     hidden = hidden_and_empty()
@@ -646,7 +647,7 @@ def test_uniform_rows_have_a_law():
     wrong = np.where(hidden.all(-1, keepdims=True), 1 / 7, expected)
     findings = described("attn_weights", wrong, expected, rng, hidden=hidden)
     assert findings.where == "only rows without a key"
-    assert findings.laws[0] == "all values there are 0.1429 (1/S: uniform rows)"
+    assert findings.abouts[0] == "all values there are 0.1429 (1/S: uniform rows)"
 
 
 def test_row_sums_are_reported():
@@ -696,7 +697,7 @@ def test_extra_hidden_weights_have_no_law():
     findings = described(
         "attn_weights", right + hidden * rng.random(right.shape), right, rng, hidden=hidden
     )
-    assert (findings.where, findings.laws) == ("only hidden cells", ())
+    assert (findings.where, findings.abouts) == ("only hidden cells", ())
 
 
 def test_wrong_masks_have_a_law():
@@ -717,13 +718,13 @@ def test_wrong_masks_have_a_law():
         (np.roll(right, 1, axis=2), "order", "queries are rolled by 1"),
     ):
         findings = describe("mask", wrong, right, EXACT, hidden=right)
-        assert (law, words) in {(each.name, each.words) for each in findings.found}
+        assert (law, words) in {(each.name, each.about) for each in findings.patterns}
         json.dumps(findings.to_dict(), allow_nan=False)
     findings = describe("mask", right & False, right, EXACT, hidden=right)
     assert findings.where == "only keys after the query"
     assert names(findings) == ["constant", "band"]
     findings = describe("cache.lengths", np.array([4, 6]), np.array([3, 5]), EXACT)
-    assert (findings.where, findings.laws) == ("everywhere", ("1 is added to all values there",))
+    assert (findings.where, findings.abouts) == ("everywhere", ("1 is added to all values there",))
 
 
 @settings(deadline=None, max_examples=50)
@@ -732,7 +733,7 @@ def test_random_masks_have_no_law(seed):
     """A random mask instead of another one has no law."""
     rng = np.random.default_rng(seed)
     wrong, right = rng.random((2, 2, 4, 5, 6)) < 0.4
-    assert describe("mask", wrong, right, EXACT).laws == ()
+    assert describe("mask", wrong, right, EXACT).abouts == ()
 
 
 def test_one_moved_value_is_not_an_order():
@@ -740,11 +741,11 @@ def test_one_moved_value_is_not_an_order():
     right = causal(6, 6).astype(bool)
     wrong = right.copy()
     wrong[1, 2, 3, 3] ^= True
-    assert describe("mask", wrong, right, EXACT).laws == ()
+    assert describe("mask", wrong, right, EXACT).abouts == ()
     expected, _ = drawn("q", 0)
     wrong = expected.copy()
     wrong[1, 2, 3, 3] = expected[1, 2, 3, 5]
-    assert describe("q", wrong, expected, ALLOWED).laws == ()
+    assert describe("q", wrong, expected, ALLOWED).abouts == ()
 
 
 def test_mean_of_v_in_empty_rows_is_a_law():
@@ -785,9 +786,9 @@ def test_rounded_values_have_a_law(stage, narrow, words):
     """Values rounded or cut off to fewer bits have a law, unless kept in a narrow dtype."""
     expected, rng = drawn(stage, 0)
     seen = observed(expected, rng)
-    assert words in describe(stage, narrow(seen), expected, ALLOWED).laws
+    assert words in describe(stage, narrow(seen), expected, ALLOWED).abouts
     as_it_is_kept = narrow(seen).astype(ml_dtypes.bfloat16)
-    assert describe(stage, as_it_is_kept, expected, ALLOWED).laws == ()
+    assert describe(stage, as_it_is_kept, expected, ALLOWED).abouts == ()
 
 
 def test_problem_dtype_is_not_rounding():
@@ -796,7 +797,7 @@ def test_problem_dtype_is_not_rounding():
     problem = make_problem(Case("laws", AttentionSpec(32, 4), "", seq_len=6), "bfloat16")
     wide = expected.astype(ml_dtypes.bfloat16).astype(np.float64)
     assert names(describe("q", wide, expected, ALLOWED)) == ["rounded"]
-    assert describe("q", wide, expected, ALLOWED, problem=problem).laws == ()
+    assert describe("q", wide, expected, ALLOWED, problem=problem).abouts == ()
 
 
 def test_wrong_narrow_values_are_a_sign():
@@ -804,7 +805,7 @@ def test_wrong_narrow_values_are_a_sign():
     expected, rng = drawn("q", 0)
     other = rng.standard_normal(expected.shape).astype(ml_dtypes.bfloat16).astype(np.float32)
     findings = describe("q", other, expected, ALLOWED)
-    assert findings.laws == ()
+    assert findings.abouts == ()
     assert "all values there are exactly representable in bfloat16" in findings.signs
 
 
@@ -813,7 +814,7 @@ def test_narrow_sized_errors_are_a_sign():
     expected, rng = drawn("q", 0)
     wrong = expected * (1.0 + 2.0**-9 * rng.uniform(-1.0, 1.0, expected.shape))
     findings = described("q", wrong, expected, rng)
-    assert findings.laws == ()
+    assert findings.abouts == ()
     assert "every error is within one unit of bfloat16 of its value" in findings.signs
     assert not any(
         "within one unit" in sign for sign in described("q", expected + 0.01, expected, rng).signs
@@ -832,8 +833,8 @@ def test_simpler_law_comes_first():
     )  # turned by 180 degrees, and its halves exchanged
     findings = described("q", -expected, expected, rng)
     assert names(findings) == ["order", "factor"]
-    assert [law.parameters for law in findings.found] == sorted(
-        law.parameters for law in findings.found
+    assert [law.parameters for law in findings.patterns] == sorted(
+        law.parameters for law in findings.patterns
     )
 
 
@@ -873,8 +874,7 @@ def computed(problem, spec, dtype="float64"):
 
 
 def changed(problem, change):
-    spec = change.spec if isinstance(change, OtherSpec) else problem.spec
-    return wrong_layer(replace(problem, case=replace(problem.case, spec=spec)), "float64", [change])
+    return edited_layer(problem, "float64", [change])
 
 
 def diagnosed(right, wrong, stage, *, alone=False, first_position=0, case=CASE):
@@ -898,7 +898,7 @@ def diagnosed(right, wrong, stage, *, alone=False, first_position=0, case=CASE):
             values |= step(values)
         return steps[index](values)[stage]
 
-    expected = recompute(OtherSpec(right))
+    expected = recompute(with_spec(right))
     found = describe(
         stage,
         seen[stage],
@@ -941,7 +941,7 @@ def with_rope(rope=ROPE, **fields):
 )
 def test_spec_number_is_fitted(wrong, stage, words):
     """A wrong number of the specification has a law with its value, at its stage."""
-    assert words in diagnosed(SPEC, wrong, stage).laws
+    assert words in diagnosed(SPEC, wrong, stage).abouts
 
 
 @sample(3)
@@ -964,7 +964,7 @@ def test_spec_number_is_fitted(wrong, stage, words):
 )
 def test_spec_number_is_fitted_from_output(wrong, words):
     """A wrong number of the specification is the only law of the output alone."""
-    (law,) = diagnosed(SPEC, wrong, "output", alone=True).laws
+    (law,) = diagnosed(SPEC, wrong, "output", alone=True).abouts
     assert law.startswith(words)
 
 
@@ -1039,7 +1039,7 @@ RECORDS = {
 def test_missing_window_is_reported_once(field):
     """A missing window or chunk size is the only law of the output alone."""
     words = {"window_size": "the window", "chunk_size": "the chunk size"}[field]
-    laws = diagnosed(replace(SPEC, **{field: 6}), SPEC, "output", alone=True).laws
+    laws = diagnosed(replace(SPEC, **{field: 6}), SPEC, "output", alone=True).abouts
     assert laws == (f"{words} is none instead of 6",)
 
 
@@ -1047,7 +1047,7 @@ def test_missing_window_is_reported_once(field):
 @pytest.mark.parametrize(("right", "wrong", "stage", "words"), RECORDS.values(), ids=[*RECORDS])
 def test_numbers_of_spec_parts_are_fitted(right, wrong, stage, words):
     """A wrong number or part of the specification has a law with its words, at its stage."""
-    assert any(law.startswith(words) for law in diagnosed(right, wrong, stage).laws)
+    assert any(law.startswith(words) for law in diagnosed(right, wrong, stage).abouts)
 
 
 NUM_PAIRS = SPEC.head_dim // 2
@@ -1077,7 +1077,7 @@ def test_rope_scaling_numbers_are_fitted(right, wrong, is_alone):
     ((name, value),) = wrong.items()
     stage = "output" if is_alone else "q"
     specs = [with_rope(scaling=right), with_rope(scaling=replace(right, **wrong))]
-    laws = diagnosed(*specs, stage, alone=is_alone).laws
+    laws = diagnosed(*specs, stage, alone=is_alone).abouts
     expected = getattr(right, name)
     assert f"the {name} of RoPE's {right.kind} scaling is {value:g} instead of {expected:g}" in laws
 
@@ -1087,14 +1087,14 @@ def test_rope_scaling_numbers_are_fitted(right, wrong, is_alone):
 def test_position_offset_has_a_law(offset, stage):
     """RoPE positions that are 1 to 100 too high have a law with the offset."""
     findings = diagnosed(SPEC, SPEC, stage, first_position=offset)
-    assert f"RoPE's positions are {offset} too high" in findings.laws
+    assert f"RoPE's positions are {offset} too high" in findings.abouts
 
 
 @settings(deadline=None, max_examples=15)
 @given(st.floats(110.0, 1e7).filter(lambda theta: abs(theta - 10000.0) > 100.0))
 def test_any_theta_is_found(theta):
     """Any wrong theta from 110 to 1e7 is the only law of q, with its value."""
-    (law,) = diagnosed(SPEC, with_rope(theta=theta), "q").found
+    (law,) = diagnosed(SPEC, with_rope(theta=theta), "q").patterns
     assert law.name == "rope theta"
     assert law.numbers["theta"] == pytest.approx(theta, rel=1e-3)
 
@@ -1104,7 +1104,7 @@ def test_theta_of_latents_is_fitted():
     rope = Rope(10000.0, rotary_dim=8, rotated="last")
     spec = AttentionSpec(64, 4, rope=rope, latent=Latent(16, 8))
     findings = diagnosed(spec, replace(spec, rope=replace(rope, theta=500.0)), "latents")
-    assert findings.laws == ("RoPE's theta is 500 instead of 10000",)
+    assert findings.abouts == ("RoPE's theta is 500 instead of 10000",)
 
 
 def test_random_errors_fit_no_number():
@@ -1131,8 +1131,8 @@ def test_random_errors_fit_no_number():
                     values
                 )[stage],
             )
-            assert isinstance(findings, Findings)
-            assert findings.laws == ()
+            assert isinstance(findings, Description)
+            assert findings.abouts == ()
 
 
 def test_number_of_fits_is_bounded():
@@ -1140,7 +1140,7 @@ def test_number_of_fits_is_bounded():
     calls = []
 
     def recompute(change):
-        if not isinstance(change, OtherSpec):
+        if change.spec is None:
             raise ValueError
         calls.append(change.spec)
         return (
@@ -1151,6 +1151,6 @@ def test_number_of_fits_is_bounded():
 
     problem = make_problem(CASE, "float32")
     ones = np.random.default_rng(0).standard_normal((2, 4, 24, 24))
-    expected = recompute(OtherSpec(SPEC))
+    expected = recompute(with_spec(SPEC))
     describe("scores", expected + ones**2, expected, ALLOWED, problem=problem, recompute=recompute)
     assert len(calls) <= 60

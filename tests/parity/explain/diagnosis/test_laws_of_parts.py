@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from helpers.samples import sample
 
-import parity.explain.diagnosis.replay
+import parity.explain.diagnosis.trial
 from mha_spec import AttentionSpec, Norm, Rope
 from parity import Case, make_problem
 from parity.explain.diagnosis.changed_layer import ChangedLayer
-from parity.explain.diagnosis.replay import Replay
+from parity.explain.diagnosis.trial import Trial
 from parity.measure.core.reference import Arithmetic, Layer
 from parity.measure.core.stages import run_steps
 from parity.measure.core.weights import dtype_named
@@ -44,10 +44,10 @@ def run(problem, change=lambda layer: None):
 
 def told(problem, observed, stage):
     """Return the laws of a stage, based on the observed stages before it."""
-    findings = Replay(problem, observed, "ieee").findings(stage, ())
+    findings = Trial(problem, observed, "ieee").describe(stage, ())
     assert findings is not None
     json.dumps(findings.to_dict(), allow_nan=False)
-    return findings.laws
+    return findings.abouts
 
 
 def with_weights(case, change):
@@ -455,10 +455,10 @@ def test_recomputations_are_bounded(monkeypatch):
     """The search for laws of an unexplained output computes the layer at most 2,000 times."""
     problem, calls = make_problem(NORMED, "float32"), []
     output = run(problem)["output"]
-    made = parity.explain.diagnosis.replay.wrong_layer
+    made = parity.explain.diagnosis.trial.edited_layer
     monkeypatch.setattr(
-        parity.explain.diagnosis.replay,
-        "wrong_layer",
+        parity.explain.diagnosis.trial,
+        "edited_layer",
         lambda *given: calls.append(1) or made(*given),
     )
     assert told(problem, {"output": output + np.float32(0.1) * output**2}, "output") == ()

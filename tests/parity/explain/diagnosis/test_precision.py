@@ -12,7 +12,7 @@ from helpers.samples import sample
 
 from mha_spec import AttentionSpec
 from parity import CASES, Case, diagnose, make_problem, random_weights
-from parity.explain.diagnosis.bugs import bugs_for, low_products, wrong_layer
+from parity.explain.diagnosis.bugs import bugs_for, edited_layer, low_products
 from parity.measure.backends.record import record
 from parity.measure.core.reference.arithmetic import MANTISSA
 from parity.measure.core.stages import run_steps, stage_named
@@ -33,7 +33,7 @@ LOSSES = {
 def exactly(problem, bugs=()):
     """Return the stages of the reference with bugs, computed in float64 and rounded to float32."""
     with np.errstate(all="ignore"):
-        values = run_steps(wrong_layer(problem, "float64", bugs).steps())
+        values = run_steps(edited_layer(problem, "float64", bugs).steps())
     return {
         name: x if stage_named(name).is_exact else x.astype(np.float32)
         for name, x in values.items()
@@ -60,7 +60,7 @@ def test_rounding_is_named_from_output(name):
     problem = make_problem(case, "float32", random_weights(case.spec, 3))
     made = known(case, name)
     diagnosis = diagnose(outputs(exactly(problem, [made])), problem, seconds=60.0)
-    (explanation,) = diagnosis.explanations
+    (explanation,) = diagnosis.named
     assert explanation.bugs == (name,) or made.about in explanation.others  # which explains as much
     assert diagnosis.kind == "precision"
 
@@ -81,7 +81,7 @@ def test_rounded_weights_are_named(projection, only):
     diagnosis = diagnose(
         only(exactly(replace(problem, weights={**problem.weights, **rounded}))), problem
     )
-    (explanation,) = diagnosis.explanations
+    (explanation,) = diagnosis.named
     assert explanation.bugs == ("-".join(filter(None, [projection, "weights-bfloat16"])),)
     assert explanation.about.endswith(
         f"rounded to bfloat16, but not {'its bias' if projection else 'the biases'}"
@@ -120,7 +120,7 @@ def test_low_products_named_from_output(case, kind):
         stages = record("torch", Reference(problem), given).accumulated
     diagnosis = diagnose({"output": stages["output"]}, problem)
     assert (diagnosis.kind, named_bugs(diagnosis)) == ("precision", [f"precision-{kind}"])
-    assert diagnosis.explanations[0].ratio <= 1.0
+    assert diagnosis.named[0].ratio <= 1.0
 
 
 SCALED = make_problem(CASES["causal"], "float32")

@@ -13,11 +13,11 @@ from helpers.samples import sample
 
 import parity
 from mha_spec import AttentionSpec, Rope
-from parity.explain.diagnosis.bugs import bugs_for, wrong_layer
+from parity.explain.diagnosis.bugs import bugs_for, edited_layer
 from parity.explain.diagnosis.choices import AS_THE_REFERENCE, LOG_SUM_EXP, SCORES, SOFTMAX
 from parity.explain.diagnosis.diagnose import diagnose
 from parity.explain.diagnosis.readings import BEFORE_ROPE, BEFORE_SCALE
-from parity.explain.diagnosis.replay import Replay, remembering
+from parity.explain.diagnosis.trial import Trial, remembering
 from parity.measure.core import reference
 from parity.measure.core.cases import CASES, Case
 from parity.measure.core.compare import MOST_OVER
@@ -46,7 +46,7 @@ def right(case, dtype="float32", *changes, arithmetic="ieee"):
     """Return a problem, and the stages of its layer in a dtype, with changes."""
     problem = make_problem(case, dtype)
     with np.errstate(all="ignore"):
-        values = run_steps(wrong_layer(problem, dtype, changes, arithmetic).steps())
+        values = run_steps(edited_layer(problem, dtype, changes, arithmetic).steps())
     return problem, {name: x for name, x in values.items() if not stage_named(name).path}
 
 
@@ -110,9 +110,7 @@ def test_bug_is_named_despite_conventions(recorded):
     diagnosis = diagnose(kept(values, RECORDED[recorded]), problem)
     assert diagnosis.is_wrong
     if recorded != "(T, B, E)":  # the form of the wrong stage itself
-        assert [each.bugs for each in diagnosis.explanations] == [("out_proj-transposed",)], str(
-            diagnosis
-        )
+        assert [each.bugs for each in diagnosis.named] == [("out_proj-transposed",)], str(diagnosis)
 
 
 FILLS = {"-inf": -np.inf, "-1e9": -1e9, "-1e4": -1e4, "the least": float(np.finfo(np.float32).min)}
@@ -128,10 +126,10 @@ def test_masked_scores_hide_no_bug(fill, name):
     shown = ~values["mask"] if name == "mask-flipped" else values["mask"]
     values["scores"] = np.where(shown, FILLS[fill], values["scores"]).astype(np.float32)
     diagnosis = diagnose(values, problem)
-    assert [each.bugs for each in diagnosis.explanations] == [(name,)], str(diagnosis)
-    assert not diagnosis.unknowns
+    assert [each.bugs for each in diagnosis.named] == [(name,)], str(diagnosis)
+    assert not diagnosis.unnamed
     assert set(diagnosis.conventions) == {"scores"}
-    assert all(each.error_before < 1e6 for each in diagnosis.explanations)
+    assert all(each.error_before < 1e6 for each in diagnosis.named)
 
 
 def test_penalty_in_scores_is_named():
@@ -140,7 +138,7 @@ def test_penalty_in_scores_is_named():
     problem, values = right(GQA, "float32", made)
     values["scores"] = np.where(values["mask"], np.float32(-10.0), values["scores"])
     for observed in (values, {"output": values["output"]}):
-        assert [each.bugs for each in diagnose(observed, problem).explanations] == [
+        assert [each.bugs for each in diagnose(observed, problem).named] == [
             ("mask-penalty-filled",)
         ]
 
@@ -150,7 +148,7 @@ def test_large_scores_are_not_masked():
     problem, values = right(GQA)
     values["scores"] = values["scores"] * np.float32(1e5)
     diagnosis = diagnose(values, problem)
-    assert [(each.stage, each.docs) for each in diagnosis.explanations] == [("scores", ("scale",))]
+    assert [(each.stage, each.pages) for each in diagnosis.named] == [("scores", ("scale",))]
 
 
 @sample(changed=["context"])
@@ -165,7 +163,7 @@ def test_convention_hides_no_later_error(changed):
     assert (diagnosis.is_wrong, diagnosis.stage) == (True, changed)
     assert diagnosis.agrees == (changed != "output")
     alone = diagnose({"q": before["q"]}, problem)
-    assert [each.bugs for each in alone.explanations] == [("rope-missing",)]
+    assert [each.bugs for each in alone.named] == [("rope-missing",)]
 
 
 def test_unscaled_scores_are_a_convention():
@@ -207,8 +205,8 @@ def test_pattern_is_found_with_padding():
     q = values["q"].copy()
     q[:, 3] *= np.float32(1.25)
     diagnosis = diagnose({"q": np.where(is_padding, np.float32(50.0), q)}, problem)
-    assert diagnosis.unknowns[0].laws[0].startswith("the values there are 1.25 ")
-    assert "only head 3" in diagnosis.unknowns[0].where
+    assert diagnosis.unnamed[0].description.abouts[0].startswith("the values there are 1.25 ")
+    assert "only head 3" in diagnosis.unnamed[0].where
 
 
 def test_unused_cache_slots_are_ignored():
@@ -255,7 +253,7 @@ def test_scores_in_16_bits_are_not_a_bug(dtype, choice, stages):
     diagnosis = diagnose(
         {"output": wrong["output"], "scores": wrong["scores"].astype(dtype_named(dtype))}, problem
     )
-    assert [each.bugs for each in diagnosis.explanations] == [("scale-missing",)]
+    assert [each.bugs for each in diagnosis.named] == [("scale-missing",)]
 
 
 def test_log_sum_exp_softmax_is_right():
@@ -288,7 +286,7 @@ def test_choice_keeps_float64_reference():
     """Another choice recomputes the float32 reference and keeps the float64 one."""
     problem = make_problem(GAIN, "float32")
     first, alone = (
-        Replay(problem, {}, "ieee", choice) for choice in (AS_THE_REFERENCE, LOG_SUM_EXP)
+        Trial(problem, {}, "ieee", choice) for choice in (AS_THE_REFERENCE, LOG_SUM_EXP)
     )
     before = {dtype: first.stage("attn_weights", (), dtype) for dtype in ("float32", "float64")}
     other = first.with_choice(LOG_SUM_EXP)
@@ -299,10 +297,10 @@ def test_choice_keeps_float64_reference():
 
 
 def test_replay_with_choice_is_independent():
-    """A replay with another choice has the verdict of a new one, even if noise is remeasured."""
+    """A trial with another choice has the verdict of a new one, even if noise is remeasured."""
     made = next(bug for bug in bugs_for(GAIN) if bug.name == "scale-missing")
     problem, values = right(GAIN, "float32", made)
-    rng, alone = np.random.default_rng(0), Replay(problem, values, "ieee", LOG_SUM_EXP)
+    rng, alone = np.random.default_rng(0), Trial(problem, values, "ieee", LOG_SUM_EXP)
     noise = {name: rng.standard_normal(values[name].shape) for name in ("attn_weights", "output")}
     noise["attn_weights"] *= ~values["mask"]
     for share in (1.1, 1.5, 3.0):
@@ -312,7 +310,7 @@ def test_replay_with_choice_is_independent():
             **{name: (values[name] + off[name]).astype(np.float32) for name in noise},
         }
         first, again = (
-            Replay(problem, observed, "ieee", choice) for choice in (AS_THE_REFERENCE, LOG_SUM_EXP)
+            Trial(problem, observed, "ieee", choice) for choice in (AS_THE_REFERENCE, LOG_SUM_EXP)
         )
         before = {name: first.judgement(name, (made,)) for name in noise}
         assert 1.0 < before["output"].ratio <= MOST_OVER
@@ -346,10 +344,10 @@ def test_bug_after_unknown_stage_is_named():
         layer = reference.Layer(problem, reference.Arithmetic(dtype_named("float32")))
         values |= layer.attn_weights(values)
         values |= layer.context(values)
-        values |= wrong_layer(problem, "float32", (made,)).output(values)
+        values |= edited_layer(problem, "float32", (made,)).output(values)
     diagnosis = diagnose(values, problem)
-    assert [unknown.stage for unknown in diagnosis.unknowns] == ["scores"]
-    assert [each.bugs for each in diagnosis.explanations] == [("out_proj-transposed",)]
+    assert [unknown.stage for unknown in diagnosis.unnamed] == ["scores"]
+    assert [each.bugs for each in diagnosis.named] == [("out_proj-transposed",)]
 
 
 def test_unexplained_q_has_place_and_law():
@@ -359,8 +357,8 @@ def test_unexplained_q_has_place_and_law():
     q[:, 3] *= np.float32(1.25)
     diagnosis = diagnose({"q": q}, problem)
     assert diagnosis.kind == "pattern"
-    assert "only head 3" in diagnosis.unknowns[0].where
-    assert "1.25" in diagnosis.unknowns[0].laws[0]
+    assert "only head 3" in diagnosis.unnamed[0].where
+    assert "1.25" in diagnosis.unnamed[0].description.abouts[0]
     assert "1.25" in str(diagnosis)
     found = json.loads(json.dumps(diagnosis.to_dict(), allow_nan=False))["unknowns"][0]["findings"]
     assert found["place"]["heads"] == [3]
@@ -393,7 +391,7 @@ def test_first_of_two_bugs_is_the_headline():
     )
     values["scores"] = np.where(values["mask"], -np.inf, values["scores"]).astype(np.float32)
     judged, diagnosis = judge(values, problem=problem)
-    assert [each.bugs for each in diagnosis.explanations] == [(name,) for name in names]
+    assert [each.bugs for each in diagnosis.named] == [(name,) for name in names]
     assert all(math.isfinite(each.ratio) for each in judged)
     assert (
         message(judged, diagnosis).splitlines()[0] == f"Likely bug 1 of 2: {diagnosis.likely_bug}"
@@ -514,8 +512,8 @@ def test_remembered_projections_are_exact(name):
     base = remembering()
     for bug in bugs_for(case):
         with np.errstate(all="ignore"):
-            fresh = run_steps(wrong_layer(problem, "float64", (bug,)).steps())
-            again = run_steps(wrong_layer(problem, "float64", (bug, base)).steps())
+            fresh = run_steps(edited_layer(problem, "float64", (bug,)).steps())
+            again = run_steps(edited_layer(problem, "float64", (bug, base)).steps())
         assert all(np.array_equal(fresh[stage], again[stage], equal_nan=True) for stage in fresh), (
             bug.name
         )

@@ -13,7 +13,7 @@ from helpers.samples import sample
 import parity
 from mha_spec import AttentionSpec, DynamicScaling, Latent, Llama3Scaling, Norm, Rope
 from parity import Case, make_problem
-from parity.explain.diagnosis.bugs import bugs_for, wrong_layer
+from parity.explain.diagnosis.bugs import bugs_for, edited_layer
 from parity.explain.diagnosis.laws.rotation import as_exponent
 from parity.explain.diagnosis.laws.words import readable_apart
 from parity.explain.diagnosis.sampling import is_large
@@ -43,7 +43,7 @@ def stages_with(problem, name, stages):
     """Return some stages of the reference with a known bug, in the problem's dtype."""
     made = [bug for bug in bugs_for(problem.case) if bug.name == name][:1]
     assert made
-    values = wrong_layer(problem, problem.dtype, made).forward()
+    values = edited_layer(problem, problem.dtype, made).forward()
     return {stage: values[stage].astype(kept_dtype(stage, problem.dtype)) for stage in stages}
 
 
@@ -108,7 +108,7 @@ def test_unknown_error_has_a_place(plain, stage):
     observed[stage][index] += 1.0
     diagnosis = parity.diagnose(observed, plain)
     assert (diagnosis.kind, diagnosis.stage) == ("unknown", stage)
-    assert "position 187" in diagnosis.unknowns[0].where
+    assert "position 187" in diagnosis.unnamed[0].where
     assert "the error is at most" in diagnosis.evidence
     assert "rounding" not in str(diagnosis)
 
@@ -193,7 +193,7 @@ def test_extra_rotation_is_wrong():
     """The same extra rotation of q and k is wrong at q, although the output agrees."""
     spec = AttentionSpec(32, 4, rope=Rope(10000.0))
     problem = make_problem(Case("turned", spec, "", batch=1, seq_len=12, is_causal=True), "float32")
-    values = wrong_layer(problem, "float32", ()).forward()
+    values = edited_layer(problem, "float32", ()).forward()
     angles = np.random.default_rng(0).uniform(0.0, 6.0, 4)
     cos, sin = np.cos(angles), np.sin(angles)
     for name in "qk":
@@ -313,7 +313,7 @@ def test_scale_fix_has_the_right_number():
     problem = make_problem(Case("mla", spec, "", seq_len=9, is_causal=True), "float32")
     diagnosis = parity.diagnose(stages_with(problem, "scale-squared", ("output",)), problem)
     assert diagnosis.fix == f"multiply the scores by {spec.score_scale:g}, once"
-    assert f"1 / sqrt(H) times {scaling.score_factor:.4g}" in diagnosis.explanations[0].about
+    assert f"1 / sqrt(H) times {scaling.score_factor:.4g}" in diagnosis.named[0].about
 
 
 def test_missing_dynamic_scaling_is_named():
@@ -419,9 +419,9 @@ def test_mask_of_longest_is_located():
     problem = make_problem(SERVED, "float32")
     diagnosis = parity.diagnose(served(problem, mask_of_longest=True), problem)
     assert diagnosis.stage == "step1.mask"
-    assert {each.stage for each in diagnosis.unknowns} == {"step1.mask", "step2.mask", "step3.mask"}
-    first = diagnosis.unknowns[0]
-    assert "the keys from the first key to 3 after its own" in first.laws[0]
+    assert {each.stage for each in diagnosis.unnamed} == {"step1.mask", "step2.mask", "step3.mask"}
+    first = diagnosis.unnamed[0]
+    assert "the keys from the first key to 3 after its own" in first.description.abouts[0]
     assert first.where.startswith("only sequence 1 (of 2)")
 
 
@@ -433,7 +433,7 @@ def at_size(dtype="float32", **fields):
     spec = AttentionSpec(256, 16, num_kv_heads=4, head_dim=16, **{"rope": Rope(10000.0), **fields})
     problem = make_problem(Case("whole", spec, "", batch=1, seq_len=TOKENS, is_causal=True), dtype)
     assert is_large(problem)
-    values = wrong_layer(problem, dtype, ()).forward()
+    values = edited_layer(problem, dtype, ()).forward()
     names = ("q", "k", "v", "scores", "context", "output")
     return problem, {name: values[name].astype(kept_dtype(name, dtype)) for name in names}
 
@@ -476,7 +476,7 @@ def test_convention_hides_no_wrong_token(name, position):
 def test_q_k_before_rope_pass_at_size():
     """q and k of a large layer recorded before RoPE pass with a ConventionWarning."""
     problem, values = at_size()
-    unrotated = wrong_layer(
+    unrotated = edited_layer(
         problem, "float32", [b for b in bugs_for(problem.case) if b.name == "rope-missing"]
     ).qkv({})
     observed = {**values, "q": unrotated["q"], "k": unrotated["k"]}
@@ -499,5 +499,5 @@ def test_shared_kv_layer_is_sampled():
         Case("lent", spec, "", batch=1, seq_len=TOKENS, is_causal=True), "float32"
     )
     assert is_large(problem)
-    output = wrong_layer(problem, "float32", ()).forward()["output"]
+    output = edited_layer(problem, "float32", ()).forward()["output"]
     assert parity.diagnose({"output": np.roll(output, 1, axis=1)}, problem).is_wrong

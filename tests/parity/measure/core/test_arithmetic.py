@@ -392,8 +392,8 @@ def test_rows_lost_by_kernel_are_a_law(case, only):
         given["context"] = context.astype(stages["context"].dtype)
     diagnosis = diagnose(given, problem, arithmetic="tensix")
     assert (diagnosis.kind, named_bugs(diagnosis)) == ("pattern", [])
-    assert diagnosis.unknowns[0].findings is not None
-    law = diagnosis.unknowns[0].findings.found[0]
+    assert diagnosis.unnamed[0].findings is not None
+    law = diagnosis.unnamed[0].description.patterns[0]
     if only:
         assert law.words.startswith(
             f"the context of {lost.sum()} of {lost.size} rows of heads is 0 there"

@@ -494,7 +494,7 @@ def test_injected_bug_is_found_in_16_bits(what):
     name = {"window wide": "gemma2", "no cap": "gemma2", "sinks of 0": "gpt_oss"}.get(what, "llama")
     verdict = judged(of_six_layers(name).to(torch.bfloat16), bug, 2)
     assert [each.index for each in verdict.layers if each.difference is not None] == [2]
-    (found,) = verdict.first.diagnosis.explanations
+    (found,) = verdict.first.diagnosis.named
     assert found.bugs[0] in bug.names
 
 
@@ -684,7 +684,7 @@ def test_cross_attention_bugs_are_found(tmp_path):
     with ExitStack() as stack:
         BUGS["k and v"].inject(model, module, stack)
         stage, diagnosis = wrong()
-    assert (stage, diagnosis.explanations[0].bugs) == ("k", ("k-v-swapped",))
+    assert (stage, diagnosis.named[0].bugs) == ("k", ("k-v-swapped",))
 
     def unmasked(_, args, kwargs):
         return args, {**kwargs, "attention_mask": None}
@@ -692,7 +692,7 @@ def test_cross_attention_bugs_are_found(tmp_path):
     handle = module.register_forward_pre_hook(unmasked, with_kwargs=True)
     stage, diagnosis = wrong()
     handle.remove()
-    assert (stage, diagnosis.explanations[0].bugs) == ("mask", ("mask-ignored",))
+    assert (stage, diagnosis.named[0].bugs) == ("mask", ("mask-ignored",))
 
     def forgetful(_, args, kwargs):
         cached = kwargs["past_key_values"].cross_attention_cache.layers[1]
@@ -849,7 +849,7 @@ def test_injected_bugs_are_found_and_named():
         wrong = [each.index for each in verdict.layers if each.difference is not None]
         first = verdict.first
         names = (
-            [each for found in first.diagnosis.explanations for each in found.bugs] if first else []
+            [each for found in first.diagnosis.named for each in found.bugs] if first else []
         )
         stage = stage_named(first.difference.stage).quantity if first else ""
         if (
@@ -1040,7 +1040,7 @@ def test_tap_of_mha_torch_modules():
     weights[1] = {**weights[1], "q_proj.weight": weights[1]["q_proj.weight"].T.copy()}
     verdict = parity.check_tap(tapped, dict.fromkeys(range(2), spec), weights)
     assert verdict.first.index == 1
-    assert verdict.first.diagnosis.explanations[0].bugs == ("q_proj-transposed",)
+    assert verdict.first.diagnosis.named[0].bugs == ("q_proj-transposed",)
 
 
 def test_tap_of_torch_fast_path():
@@ -1206,8 +1206,8 @@ def test_explanation_is_reused_in_layers(monkeypatch):
     assert of_first_layer == {"layer 0 (sliding_attention)"}
     for diagnosis in found[1:3]:
         assert (
-            diagnosis.explanations[0].about
-            == found[0].explanations[0].about
+            diagnosis.named[0].about
+            == found[0].named[0].about
             == "RoPE's positions are divided by 8"
         )
 
@@ -1309,7 +1309,7 @@ def test_linen_layers_pass(rng):
     weights[1] = {**weights[1], "k_proj.weight": weights[1]["k_proj.weight"].T.copy()}
     first = judged_in_flax(tapped, weights).first
     assert (first.index, first.difference.stage) == (1, "k")
-    assert first.diagnosis.explanations[0].bugs == ("k_proj-transposed",)
+    assert first.diagnosis.named[0].bugs == ("k_proj-transposed",)
 
 
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow")  # which remains without a capture

@@ -504,7 +504,7 @@ TESTS_WITH_STAGES = """
 import numpy as np
 import parity
 from parity.measure.core.stages import run_steps
-from parity.explain.diagnosis.bugs import bugs_for, wrong_layer
+from parity.explain.diagnosis.bugs import bugs_for, edited_layer
 
 CASE = parity.CASES["causal"]
 
@@ -512,7 +512,7 @@ CASE = parity.CASES["causal"]
 def stages(*names):
     problem = parity.make_problem(CASE, "float32")
     known = {each.name: each for each in reversed(bugs_for(CASE))}
-    values = run_steps(wrong_layer(problem, "float32", [known[name] for name in names]).steps())
+    values = run_steps(edited_layer(problem, "float32", [known[name] for name in names]).steps())
     recorded = {name: values[name].swapaxes(1, 2) for name in ("q", "k", "v", "context")}
     scores = np.where(values["mask"], np.float32(-1e9), values["scores"])
     return problem, {**recorded, "scores": scores, "output": values["output"]}

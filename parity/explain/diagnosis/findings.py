@@ -1,0 +1,624 @@
+"""What a diagnosis reports: one finding for each cause, and what applies to the whole.
+
+A finding has the same parts whether it is a known bug, a fitted pattern or an unexplained stage,
+and whether it is of a layer, of a rank or of two files of weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from parity.explain.diagnosis.bugs.record import Edit
+from parity.explain.diagnosis.laws import EVERYWHERE, Description
+from parity.measure.core.records import JsonRecord
+from parity.measure.core.stages import STAGES, stage_named
+from parity.measure.text import and_listed
+
+LOST = "low-precision"
+"""The page of bugs that only lose precision."""
+
+FINDING = ("likely_bug", "first_wrong_stage", "where", "evidence", "fix", "more")
+"""The parts of every finding, in JSON and in this order as text."""
+
+MOST_PAGES = 2
+"""The largest number of pages of a pattern that is reported as a known bug."""
+
+Line = tuple[str, str]
+"""A label and its text, such as `Fix` and `transpose out_proj.weight`."""
+
+
+def text_of(lines: Iterable[Line]) -> str:
+    """Return lines as text: `Fix: transpose out_proj.weight`."""
+    return "\n".join(f"{label}: {text}" if label else text for label, text in lines)
+
+
+# ---- One finding ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Finding(JsonRecord):
+    """One cause of a difference: known bugs, a pattern that was fitted to the stage, or neither.
+
+    Attributes:
+        stage: the first stage that is wrong because of it.
+        error_before: error of that stage (root mean square, or in the norm that decided), computed
+            from the observed stages before it.
+        ratio_before: that error / budget; NaN if it is unknown.
+        edits: the known bugs that together explain it, ordered by the step that they change; empty
+            if none do. JSON has their names as `bugs`.
+        error: the error with them in the reference; None if a pattern leaves rounding.
+        ratio: that error / budget; at most 1.
+        stages: all stages that the finding explains, in order.
+        others: descriptions of other explanations that the observed stages cannot distinguish.
+        description: where the stage differs, by which patterns, and what is unexpected; None if
+            known bugs explain it, or if the stage cannot be compared.
+        nearest: for an unexplained stage, the edits that reduce its error most: descriptions, and
+            the remaining error.
+        follows: later stages that are wrong because of the same cause, in order.
+        part: the part of a module that it is in, with a colon; empty for the stage functions.
+    """
+
+    stage: str
+    error_before: float = math.nan
+    ratio_before: float = math.nan
+    edits: tuple[Edit, ...] = ()
+    error: float | None = None
+    ratio: float = 1.0
+    stages: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    description: Description | None = None
+    nearest: tuple[tuple[str, float], ...] = ()
+    follows: tuple[str, ...] = ()
+    part: str = ""
+
+    IN_JSON = (
+        *FINDING,
+        "bugs",
+        "about",
+        "fixes",
+        "pages",
+        "stages",
+        "follows",
+        "error_before",
+        "ratio_before",
+        "error",
+        "ratio",
+        "others",
+        "description",
+        "nearest",
+    )
+
+    # ---- What it is ------------------------------------------------------------------------------
+
+    @property
+    def pattern(self) -> Edit | None:
+        """The simplest pattern that explains the stage; NaN or infinite values explain nothing."""
+        if self.description is None:
+            return None
+        for pattern in self.description.patterns:
+            if pattern.name not in ("nan", "infinite"):
+                return pattern
+        return None
+
+    @property
+    def is_explained(self) -> bool:
+        """True if known bugs or a pattern explain the stage."""
+        return bool(self.edits) or self.pattern is not None
+
+    @property
+    def is_fitted(self) -> bool:
+        """True if a pattern explains the stage, and no known bug."""
+        return not self.edits and self.pattern is not None
+
+    @property
+    def bugs(self) -> tuple[str, ...]:
+        """The names of the known bugs; for a pattern of a family of bugs, the page of the
+        family.
+        """
+        if self.edits:
+            return tuple(edit.name for edit in self.edits)
+        simplest = self._of_families()
+        return simplest[0].pages[:1] if simplest else ()
+
+    @property
+    def is_loss(self) -> bool:
+        """True if only precision is lost."""
+        return bool(self.bugs) and all(page == LOST for page in self.pages)
+
+    def _of_families(self) -> list[Edit]:
+        """Return the equally simple patterns that each belong to a family of bugs, the simplest
+        first; none if one of them does not, or if they have too many pages.
+        """
+        pattern = self.pattern
+        if pattern is None or self.description is None:
+            return []
+        simplest = [pattern]
+        # A pattern that also explains later stages is right, whatever else explains this one.
+        if len(self.stages) < 2:
+            simplest += [
+                other
+                for other in self.description.patterns
+                if other.about != pattern.about and other.parameters <= pattern.parameters
+            ]
+        pages = {page for edit in simplest for page in edit.pages}
+        if len(pages) > MOST_PAGES or not all(edit.pages for edit in simplest):
+            return []
+        return simplest
+
+    # ---- Its parts -------------------------------------------------------------------------------
+
+    @property
+    def likely_bug(self) -> str:
+        """The names of the bugs; empty if no known bug explains the stage."""
+        return ", ".join(self.bugs)
+
+    @property
+    def first_wrong_stage(self) -> str:
+        """The first stage that is wrong because of it."""
+        return self.stage
+
+    @property
+    def about(self) -> str:
+        """What is wrong, in a line; empty if nothing explains the stage."""
+        if self.edits:
+            return self.part + ", and ".join(edit.sentence for edit in self.edits)
+        return "" if self.pattern is None else self._in_place(self.pattern.about)
+
+    @property
+    def where(self) -> str:
+        """The heads, sequences, positions, features or cells that differ; empty if it is the whole
+        stage, or if known bugs explain it.
+        """
+        if self.description is None:
+            return ""
+        is_whole = self.description.where == EVERYWHERE and bool(self.bugs)
+        return "" if is_whole else self.description.where
+
+    @property
+    def evidence(self) -> str:
+        """How the error changes with the bugs or the pattern; without them, other signs."""
+        stages = some_of(self.explained_stages)
+        if not self.is_explained:
+            return "; ".join(self.signs)
+        if not self.bugs:
+            return (
+                f"with this pattern, the error of {stages} falls from {self.error_before:.2g} to "
+                f"rounding"
+            )
+        bugs = "this bug" if len(self.bugs) == 1 else "these bugs"
+        with_bugs = f"with {bugs} in the reference, the error of {stages}"
+        if self.error is None:
+            return f"{with_bugs} falls from {self.error_before:.2g} to rounding"
+        if self.error >= self.error_before:
+            return f"the error of {stages}, {self.error:.2g}, is as large as this loss of precision"
+        if not math.isfinite(self.error_before):
+            return f"{with_bugs} is {self.error:.2g}"
+        return f"{with_bugs} falls from {self.error_before:.2g} to {self.error:.2g}"
+
+    @property
+    def fixes(self) -> tuple[str, ...]:
+        """An instruction for each bug, or for each family of the pattern."""
+        return tuple(dict.fromkeys(fix for edit in self._reported() for fix in edit.fixes))
+
+    @property
+    def fix(self) -> str:
+        """The fixes in a line; empty if none is known."""
+        return "; ".join(self.fixes)
+
+    @property
+    def pages(self) -> tuple[str, ...]:
+        """The pages in parity/bugs."""
+        return tuple(dict.fromkeys(page for edit in self._reported() for page in edit.pages))
+
+    @property
+    def more(self) -> str:
+        """The command that prints the pages; empty if there are none."""
+        return f"mha-parity bugs {' '.join(self.pages)}" if self.pages else ""
+
+    def _reported(self) -> Sequence[Edit]:
+        """Return the edits whose fixes and pages are reported."""
+        if self.edits:
+            return self.edits
+        simplest = self._of_families()
+        if simplest:
+            return simplest
+        return [] if self.pattern is None else [self.pattern]
+
+    @property
+    def explained_stages(self) -> tuple[str, ...]:
+        """The stages that it explains; its own if nothing else is known."""
+        return self.stages or (self.stage,)
+
+    @property
+    def signs(self) -> tuple[str, ...]:
+        """Unexpected properties of the values, which explain nothing by themselves."""
+        return () if self.description is None else self.description.signs
+
+    @property
+    def alternatives(self) -> tuple[str, ...]:
+        """Descriptions of other bugs or patterns that explain the stage as well."""
+        if self.edits or self.description is None:
+            return self.others
+        abouts = [self._in_place(about) for about in self.description.abouts]
+        return tuple(about for about in dict.fromkeys(abouts) if about != self.about)
+
+    def _in_place(self, about: str) -> str:
+        """Return the description of a pattern; `there` refers to a place, unless it is the whole
+        stage.
+        """
+        is_whole = self.description is None or self.description.where == EVERYWHERE
+        return about.replace(" there", "", 1) if is_whole else about
+
+    # ---- Text ------------------------------------------------------------------------------------
+
+    @property
+    def headline(self) -> str:
+        """The finding in a line."""
+        if self.bugs:
+            return f"{self.likely_bug}: {self.about}"
+        if self.is_explained:
+            return f"not a known bug: in {some_of(self.explained_stages)}, {self.about}"
+        return f"unknown: no known bug explains {self.stage}"
+
+    @property
+    def heading(self) -> str:
+        """The name of the bug, or a statement that it has none."""
+        if self.bugs:
+            return self.likely_bug
+        return "not in the list of known bugs" if self.is_explained else "unknown"
+
+    def lines(self, wrong_stage: Line, *, verbose: bool = False) -> Iterator[Line]:
+        """Yield labels and texts for the lines below the heading; the first have no label.
+
+        Args:
+            wrong_stage: the line of the first wrong stage.
+            verbose: also include every alternative, nearest bugs and signs.
+        """
+        if self.about:
+            yield "", self.about
+        yield from self._alternatives(verbose=verbose)
+        yield wrong_stage
+        if self.where:
+            yield "Where", self.where
+        if self.evidence:
+            yield "Evidence", self.evidence
+        if self.follows:
+            verb = "differs" if len(self.follows) == 1 else "differ"
+            yield "Follows", f"{some_of(self.follows)} {verb} as well: compare again after the fix"
+        for fix in self.fixes:
+            yield "Fix", fix
+        if self.more:
+            yield "More", self.more
+        if not self.is_explained:
+            for about, error in self.nearest if verbose else self.nearest[:1]:
+                yield "Nearest", f"the error falls to {error:.2g} if {about}"
+        if verbose and self.is_explained:
+            if self.bugs:
+                yield "Explained", ", ".join(self.explained_stages)
+            for sign in self.signs:
+                yield "Also", sign
+
+    def _alternatives(self, *, verbose: bool) -> Iterator[Line]:
+        """Yield the line of the first alternative, or of each."""
+        alternatives = self.alternatives
+        shown = alternatives if verbose else alternatives[:1]
+        for about in shown:
+            if self.bugs:
+                yield "", f"or {about}: the observed stages cannot distinguish them"
+            else:
+                yield "", f"or {about}"
+        if self.bugs and len(shown) < len(alternatives):
+            yield "", f"or {len(alternatives) - len(shown)} more"
+
+
+# ---- All findings --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Diagnosis(JsonRecord):
+    """The causes of all differences that a search found.
+
+    `str(diagnosis)` is short; `diagnosis.text` contains everything.
+
+    Attributes:
+        stage: the first stage that differs; empty if none does.
+        error: its error (root mean square).
+        ratio: its error / budget.
+        findings: one for each cause: first known bugs, then patterns, then unexplained stages, each
+            in the order of the stages.
+        has_stages: True if more than the output was observed.
+        malformed: stages that cannot be compared, and why; the others are compared without them.
+        conventions: descriptions of how stages are recorded in another convention, by stage.
+        choice: a description of how the implementation computes differently; it is not a bug.
+        untried: the parts of the search that exceeded the time limit.
+        agrees: True if the output agrees all the same.
+        dtypes: of the stages whose dtype is not the problem's.
+        dtype: the problem's.
+        taken: the stages of another convention, converted to the reference's if that is possible.
+            JSON omits them.
+        sample: the part of a large layer that was searched.
+        hidden: if nothing is wrong in 16 bits, the known bugs that these stages would only show in
+            float32.
+    """
+
+    stage: str = ""
+    error: float = 0.0
+    ratio: float = 0.0
+    findings: list[Finding] = field(default_factory=list)
+    has_stages: bool = True
+    malformed: Mapping[str, str] = field(default_factory=dict)
+    conventions: Mapping[str, str] = field(default_factory=dict)
+    choice: str = ""
+    untried: str = ""
+    agrees: bool = False
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    dtype: str = ""
+    taken: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
+    sample: str = ""
+    hidden: tuple[str, ...] = ()
+
+    IN_JSON = ("kind", *FINDING, "*", "headline", "text")
+
+    def __post_init__(self) -> None:
+        in_order = sorted(self.findings, key=_rank_of)
+        object.__setattr__(self, "findings", in_order)
+
+    # ---- What is wrong ---------------------------------------------------------------------------
+
+    @property
+    def kind(self) -> str:
+        """`none`, nothing differs; `convention`, stages are recorded in a known convention, and
+        agree in it; `precision`, known bugs that only lose precision explain everything;
+        `structure`, known bugs do; `pattern`, verified patterns do, alone or in addition to bugs;
+        `unknown`, something remains.
+        """
+        if not self.findings:
+            if self.malformed:
+                return "unknown"
+            return "convention" if self.conventions else "none"
+        if self.unexplained:
+            return "unknown"
+        if not all(finding.bugs for finding in self.findings):
+            return "pattern"
+        return "precision" if all(finding.is_loss for finding in self.findings) else "structure"
+
+    @property
+    def is_wrong(self) -> bool:
+        """True if something is wrong: rounding within the budget is not, and a known convention is
+        not.
+        """
+        return self.kind not in ("none", "convention")
+
+    @property
+    def named(self) -> list[Finding]:
+        """The findings that have the name of a known bug, or the page of a family."""
+        return [finding for finding in self.findings if finding.bugs]
+
+    @property
+    def unnamed(self) -> list[Finding]:
+        """The other findings: patterns outside of all families, and unexplained stages."""
+        return [finding for finding in self.findings if not finding.bugs]
+
+    @property
+    def known(self) -> list[Finding]:
+        """The findings that known bugs explain."""
+        return [finding for finding in self.findings if finding.edits]
+
+    @property
+    def leftover(self) -> list[Finding]:
+        """The other findings: patterns, and unexplained stages."""
+        return [finding for finding in self.findings if not finding.edits]
+
+    @property
+    def unexplained(self) -> list[Finding]:
+        """The stages that neither a known bug nor a pattern explains."""
+        return [finding for finding in self.findings if not finding.is_explained]
+
+    @property
+    def is_known(self) -> bool:
+        """True if known bugs explain every difference, without a fitted pattern."""
+        if not self.findings:
+            return not self.malformed
+        return all(finding.edits for finding in self.findings)
+
+    # ---- The first finding -----------------------------------------------------------------------
+
+    @property
+    def likely_bug(self) -> str:
+        """The name of the first bug, or names if two explain the stage together; empty if there is
+        none.
+        """
+        return self.findings[0].likely_bug if self.findings else ""
+
+    @property
+    def first_wrong_stage(self) -> str:
+        """The first stage that is wrong; empty if none is."""
+        return self.stage if self.is_wrong else ""
+
+    @property
+    def where(self) -> str:
+        """The part of the stage that differs, `Finding.where` of the first finding."""
+        return self.findings[0].where if self.findings else ""
+
+    @property
+    def evidence(self) -> str:
+        """The evidence for the first finding, `Finding.evidence`."""
+        return self.findings[0].evidence if self.findings else ""
+
+    @property
+    def fix(self) -> str:
+        """The fix of the first finding; empty if none is known."""
+        return self.findings[0].fix if self.findings else ""
+
+    @property
+    def more(self) -> str:
+        """The command that prints more about the first finding; empty if there is no page."""
+        return self.findings[0].more if self.findings else ""
+
+    @property
+    def cause(self) -> str:
+        """The first bug, else the first verified pattern, in a line; empty if there is neither."""
+        if self.findings and self.findings[0].is_explained:
+            return self.findings[0].headline
+        return ""
+
+    @property
+    def headline(self) -> str:
+        """The diagnosis in a line: the cause, or a statement that there is none."""
+        if self.kind == "none":
+            return "nothing differs by more than rounding"
+        if self.kind == "convention":
+            return (
+                "nothing is wrong: stages are recorded in another convention, and everything "
+                "computed from them agrees"
+            )
+        if self.findings:
+            return self.findings[0].headline
+        return " ".join(next(iter(self.malformed.items()), (self.stage, "differs")))
+
+    # ---- Text ------------------------------------------------------------------------------------
+
+    @property
+    def text(self) -> str:
+        """The whole diagnosis as text."""
+        return self.as_text(verbose=True)
+
+    def __str__(self) -> str:
+        return self.as_text()
+
+    def as_text(self, *, verbose: bool = False) -> str:
+        """Return the diagnosis as text: `Likely bug`, `First wrong stage`, `Where`, `Evidence`,
+        `Fix` and `More`, a line each.
+
+        Args:
+            verbose: also include every alternative, all patterns and nearest bugs, and conventions.
+        """
+        return text_of(self.lines(verbose=verbose))
+
+    def lines(self, *, verbose: bool = False) -> Iterator[Line]:
+        """Yield the labels and texts of `as_text`; lines without a label are indented, or empty
+        between findings.
+        """
+        if not self.is_wrong:
+            yield "", self.headline
+        elif self.findings:
+            yield from self._findings(verbose=verbose)
+        else:
+            yield "Likely bug", "unexpected shape or dtype" if self.malformed else "unknown"
+            yield self.first_line
+        yield from self._notes(verbose=verbose)
+
+    def _findings(self, *, verbose: bool) -> Iterator[Line]:
+        """Yield the lines of each finding below its heading."""
+        findings = self.findings
+        first = next((finding for finding in findings if finding.stage == self.stage), findings[0])
+        for number, finding in enumerate(findings, 1):
+            label = "Likely bug"
+            if len(findings) > 1:
+                label += f" {number} of {len(findings)}"
+            if number > 1:
+                yield "", ""
+            yield label, finding.heading
+            stage = self.first_line
+            if finding is not first:
+                text = excess(finding.stage, finding.error_before, finding.ratio_before)
+                stage = ("Wrong stage", text)
+            for line_label, text in finding.lines(stage, verbose=verbose):
+                yield line_label, text if line_label else f"  {text}"
+        if self.unexplained and not self.has_stages:
+            yield (
+                "Next",
+                "pass the stages by name as well (q, k, v, scores, …), because they show more",
+            )
+
+    def _notes(self, *, verbose: bool) -> Iterator[Line]:
+        """Yield what applies to the whole diagnosis."""
+        if self.agrees and self.is_wrong:
+            yield "Note", "the output agrees with the reference all the same"
+        for stage, reason in self.malformed.items():
+            if stage != self.stage:
+                yield "Not comparable", f"{stage} {reason}"
+        if verbose or not self.is_wrong:
+            for words in _by_quantity(self.conventions):
+                yield "Convention", words
+            if self.choice:
+                yield "Choice", f"{self.choice}, which is not a bug"
+        yield from self._dtypes()
+        if self.sample:
+            yield "Searched", f"a sample, {self.sample}"
+        if self.untried:
+            yield "Not tried", f"{self.untried} (limit of the search)"
+        if self.hidden:
+            shown = some_of(self.hidden, most=len(self.hidden) if verbose else 3)
+            yield "Hidden", f"{shown} may not show in {self.dtype}: compare in float32 as well"
+
+    def _dtypes(self) -> Iterator[Line]:
+        """Yield the stages whose dtype is not the problem's, a line for each dtype."""
+        stages: dict[str, list[str]] = {}
+        for stage, dtype in self.dtypes.items():
+            stages.setdefault(dtype, []).append(stage)
+        for dtype, names in stages.items():
+            verb = "is" if len(names) == 1 else "are"
+            yield "Dtype", f"{some_of(names)} {verb} {dtype} in a {self.dtype} problem"
+
+    @property
+    def first_line(self) -> Line:
+        """The line of the first wrong stage."""
+        if self.stage in self.malformed:
+            return "First wrong stage", f"{self.stage}, which {self.malformed[self.stage]}"
+        return "First wrong stage", excess(self.stage, self.error, self.ratio)
+
+
+def plain(edit: Edit) -> Edit:
+    """Return an edit as plain data, without what it overrides in the reference."""
+    return replace(edit, overrides={}, spec=None)
+
+
+def excess(stage: str, error: float, ratio: float) -> str:
+    """Return a stage, and how far it exceeds its budget."""
+    if stage_named(stage).is_exact:
+        return f"{stage}, which should be exact"
+    if not math.isfinite(error):
+        return f"{stage}, which is not finite"
+    return f"{stage}, {ratio:.2g} times its budget" if math.isfinite(ratio) else stage
+
+
+def order_of(stage: str) -> tuple[int, int]:
+    """Return the place of a stage in the data flow, for sorting: its call, then its kind."""
+    kinds = list(STAGES)
+    known = stage_named(stage)
+    place = kinds.index(known.kind) if known.kind in kinds else len(kinds)
+    return known.step or 0, place
+
+
+def _rank_of(finding: Finding) -> int:
+    """Return the place of a finding among others: named, explained, unexplained."""
+    if finding.bugs:
+        return 0
+    return 1 if finding.is_explained else 2
+
+
+def _by_quantity(conventions: Mapping[str, str]) -> list[str]:
+    """Return descriptions of stages, one for all steps with the same words."""
+    steps: dict[tuple[str, str], list[str]] = {}
+    for name, words in conventions.items():
+        quantity = str(replace(stage_named(name), step=None))
+        steps.setdefault((quantity, words), []).append(name)
+    lines: list[str] = []
+    for (quantity, words), names in steps.items():
+        if len(names) == 1:
+            lines.append(f"{names[0]} {words}")
+        else:
+            lines.append(f"{quantity} {words}, in {len(names)} steps from {names[0]} on")
+    return lines
+
+
+def some_of(names: Sequence[str], most: int = 3) -> str:
+    """Return some names and the number of others: `q, k and 2 more`."""
+    if len(names) <= most:
+        return and_listed(names)
+    return and_listed([*names[:most], f"{len(names) - most} more"])

@@ -1,0 +1,706 @@
+"""The reference, computed again with edits, from the observed stages before each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from parity.explain.diagnosis.bugs import bugs_for, edited_layer, low_products, permuted_heads
+from parity.explain.diagnosis.bugs.record import Edit, Edits, overriding
+from parity.explain.diagnosis.choices import AS_THE_REFERENCE, Choice
+from parity.explain.diagnosis.flow import Flow, flow_of
+from parity.explain.diagnosis.laws import Description, describe
+from parity.explain.diagnosis.remembered import Remembered
+from parity.explain.diagnosis.work import run, spend_on
+from parity.measure.core.compare import (
+    NOT_MEASURED,
+    NOTHING,
+    SAME_PRECISION,
+    Judgement,
+    budget,
+    is_close,
+    judged,
+    norms_of,
+    unit_of_rounding,
+)
+from parity.measure.core.problem import Problem
+from parity.measure.core.stages import STEPS, Stage, Step, stage_named
+from parity.measure.core.trace import RECOUNTS, Reference, nudged, nudged_values, step_of
+from parity.measure.core.unused import without_unused
+
+Form = Callable[[np.ndarray], np.ndarray]
+
+ALL = "qkv"
+"""Stages of a step that projects, by default."""
+
+SOME_VALUES = 4096
+"""The number of values that decide if a stage is far off."""
+
+FAR_OFF = 0.5
+"""The relative error of a stage that no rounding explains."""
+
+WIDE_ENOUGH = ("float32", "float64")
+"""Dtypes in which every loss of precision shows. Narrow values may round to themselves."""
+
+MOST_KEPT = 256
+"""Edited layers whose steps are kept."""
+
+MOST_BYTES = 2**29
+"""Bytes of their steps."""
+
+_Layer = tuple[Edits, str, str, str]
+"""The edits of a layer, its dtype, its arithmetic if it is not the hardware's, and its
+projections.
+"""
+
+
+def remembering(remembered: Remembered | None = None) -> Edit:
+    """Return an edit that changes nothing, and computes each projection and table once for each
+    arithmetic.
+
+    It must be the innermost edit, and serve layers with the same weights and inputs.
+    """
+    if remembered is None:
+        remembered = Remembered()
+    return overriding(linear=remembered.linear, tables=remembered.tables)
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Limits of a search.
+
+    Attributes:
+        judged: names of the stages to compare; all observed stages by default.
+        only: names or descriptions of the bugs to try; all known bugs by default.
+        is_quick: True to try single bugs only, and to leave unexplained stages without a
+            description.
+    """
+
+    judged: frozenset[str] | None = None
+    only: frozenset[str] | None = None
+    is_quick: bool = False
+
+
+EVERYTHING = Scope()
+
+
+class Trial:
+    """Stages of a problem with edits, each computed from the observed stages before it.
+
+    It answers every question of the diagnosis: the values of a stage with an edit, their tolerance,
+    and whether only rounding remains. Results are cached, and work is counted. Without observed
+    stages, every stage is computed from its own stages before it.
+
+    Attributes:
+        observed: the stages, in the reference's shapes.
+
+    Args:
+        problem: the case, weights and inputs.
+        observed: observed stages, in the reference's shapes.
+        arithmetic: of the hardware.
+        choice: an allowed way to compute in the same precision.
+        base: the innermost edit of every layer, see `remembering`.
+        scope: the stages to compare, and the bugs to try.
+        reference: of the problem; its stages are not computed again.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        observed: Mapping[str, np.ndarray],
+        arithmetic: str,
+        choice: Choice = AS_THE_REFERENCE,
+        *,
+        base: Edit | None = None,
+        scope: Scope = EVERYTHING,
+        reference: Reference | None = None,
+    ) -> None:
+        self.problem = problem
+        self.arithmetic = arithmetic
+        self.choice = choice
+        self.scope = scope
+        self._base = remembering() if base is None else base
+        self._reference = reference
+        self._right: Trial | None = None
+        self._observe({}, {})
+        if observed:
+            self._right = copy(self)
+            self._observe(observed, {})
+
+    _is_nudged = False
+
+    def _observe(
+        self, observed: Mapping[str, np.ndarray], masked: Mapping[str, np.ndarray]
+    ) -> None:
+        """Start with other stages, and cells of them that are not compared."""
+        # Gradients are not explained: the reference's steps do not have them.
+        self.observed = {name: x for name, x in observed.items() if name in self.right.values}
+        self._masked = masked
+        self._forget()
+
+    def observing(
+        self, observed: Mapping[str, np.ndarray], masked: Mapping[str, np.ndarray]
+    ) -> Trial:
+        """Return the trial of other stages, and cells of them that are not compared."""
+        other = copy(self)
+        other._right = self.right
+        other._observe(observed, masked)
+        return other
+
+    def with_choice(self, choice: Choice) -> Trial:
+        """Return the trial with another choice; it shares the results in float64."""
+        other = copy(self)
+        other.choice = choice
+        other._forget()
+        other._computed = {
+            layer: steps for layer, steps in self._computed.items() if layer[1] == "float64"
+        }
+        return other
+
+    def _forget(self) -> None:
+        """Start without cached results."""
+        for name in ("stages", "known", "_unseen_before", "_recounts"):
+            vars(self).pop(name, None)
+        self._layers: dict[_Layer, Sequence[Step]] = {}
+        self._computed: dict[_Layer, dict[int, dict[str, np.ndarray]]] = {}
+        self._bytes = 0
+        self._budgets: dict[tuple[Any, ...], dict[str, float]] = {}
+        self._judgements: dict[tuple[Any, ...], Judgement] = {}
+
+    # ---- The right layer -------------------------------------------------------------------------
+
+    @property
+    def right(self) -> Trial:
+        """The trial without observed stages."""
+        return self if self._right is None else self._right
+
+    @cached_property
+    def by_step(self) -> list[dict[str, np.ndarray]]:
+        """Every stage of the right layer in float64, from its own stages before it, step by
+        step.
+        """
+        if self._right is not None:
+            return self._right.by_step
+        if self._reference is not None:
+            return self._reference.by_step("float64", self.arithmetic)
+        steps: list[dict[str, np.ndarray]] = []
+        values: dict[str, np.ndarray] = {}
+        for step in self._steps(((), "float64", "", ALL)):
+            with np.errstate(all="ignore"):
+                steps.append(run(step, values))
+            values |= steps[-1]
+        return steps
+
+    @cached_property
+    def values(self) -> dict[str, np.ndarray]:
+        """The stages of the right layer by name."""
+        return {name: x for step in self.by_step for name, x in step.items()}
+
+    @cached_property
+    def steps(self) -> list[list[str]]:
+        """The names of the stages of each step."""
+        return [list(step) for step in self.by_step]
+
+    @cached_property
+    def step_of(self) -> dict[str, int]:
+        """The step of each stage."""
+        return {name: index for index, names in enumerate(self.steps) for name in names}
+
+    # ---- Candidates ------------------------------------------------------------------------------
+
+    @cached_property
+    def stages(self) -> list[str]:
+        """The names of the compared stages, in the order of the data flow."""
+        stages = [name for name in self.values if name in self.observed]
+        judged = self.scope.judged
+        if judged is None:
+            return stages
+        return [name for name in stages if name in judged]
+
+    @cached_property
+    def known(self) -> list[Edit]:
+        """The known bugs that could affect them."""
+        known = [*bugs_for(self.problem.case), *permuted_heads(self.values, self.observed)]
+        # Tensix rounds the factors of products itself.
+        if not self.arithmetic.startswith("tensix"):
+            known += low_products(self.problem.case)
+        only = self.scope.only
+        if only is not None:
+            known = [bug for bug in known if bug.name in only or bug.about in only]
+        if self.problem.dtype in WIDE_ENOUGH:
+            return known
+        return [bug for bug in known if not bug.is_loss or bug.shows_in_narrow]
+
+    # ---- Stages with edits -----------------------------------------------------------------------
+
+    def stage(
+        self, name: str, edits: Edits = (), dtype: str = "float64", kind: str = ""
+    ) -> np.ndarray:
+        """Return a stage with edits."""
+        return self.computed(self.step_of[name], edits, dtype, kind, name)[name]
+
+    def computed(
+        self, index: int, edits: Edits, dtype: str = "float64", kind: str = "", stage: str = ""
+    ) -> dict[str, np.ndarray]:
+        """Return a step with edits, or at least one stage of it if only that is requested."""
+        if dtype == "float64" and not (edits or kind or self.observed):
+            return self.by_step[index]
+        whole = (edits, dtype, kind, ALL)
+        if index in self._computed.get(whole, ()):
+            return self._computed[whole][index]
+        quantity = stage_named(stage).quantity if stage and self.observed else ""
+        if quantity not in ("q", "k", "v"):
+            return self._until(index, whole)[1]
+        # One of three projections costs a third.
+        part = (edits, dtype, kind, quantity)
+        if index in self._computed.get(part, ()):
+            return self._computed[part][index]
+        try:
+            return self._until(index, part)[1]
+        except KeyError:  # a bug confuses two of them
+            return self._until(index, whole)[1]
+
+    def _until(
+        self, index: int, layer: _Layer
+    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Return the values before a step of a layer, and the step; empty arrays if edits do not
+        fit together.
+
+        It runs the earlier steps that later ones depend on and that were not observed. Steps
+        without an edit are those of the right layer.
+        """
+        values = dict(self.observed)
+        changed = set(self.observed)
+        step: dict[str, np.ndarray] = {}
+        try:
+            for number in (*self._unseen_before[index], index):
+                for name, x in step.items():
+                    if name not in self.observed:
+                        values[name] = x
+                of_call = self._in_call_of(number, layer)
+                overridden = self._overridden(of_call)
+                if overridden is not None and self._is_right(number, overridden, changed):
+                    step = self.by_step[number]
+                else:
+                    step = self._run(number, of_call, values)
+                    changed.update(step)
+        except ValueError:
+            step = {name: np.empty(0) for name in self.steps[index]}
+            self._keep(index, layer, step)
+        return values, step
+
+    def _in_call_of(self, index: int, layer: _Layer) -> _Layer:
+        """Return a layer with those of its edits that the call of a step has."""
+        edits, dtype, kind, requested = layer
+        if all(edit.calls is None for edit in edits):
+            return layer
+        call = stage_named(self.steps[index][0]).step
+        of_call = tuple(edit for edit in edits if edit.calls is None or call in edit.calls)
+        return of_call, dtype, kind, requested
+
+    def _is_right(self, index: int, overridden: set[str], changed: set[str]) -> bool:
+        """Return True if a step calls no overridden method, and reads no changed stage."""
+        flow = self._flow[index]
+        return flow.methods.isdisjoint(overridden) and flow.reads.isdisjoint(changed)
+
+    def _overridden(self, layer: _Layer) -> set[str] | None:
+        """Return the methods that edits of a layer override; None if the whole layer is
+        replaced.
+        """
+        edits, dtype, kind, _ = layer
+        has_other_spec = any(edit.spec is not None for edit in edits)
+        if dtype != "float64" or kind or has_other_spec or not self._flow:
+            return None
+        return {method for edit in edits for method in edit.overrides}
+
+    def _run(
+        self, index: int, layer: _Layer, values: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """Return a step of a layer, after the steps before it."""
+        kept = self._computed.get(layer, {}).get(index)
+        if kept is not None:
+            if next(iter(kept.values())).shape == (0,):
+                raise ValueError("edits do not fit together")
+            return kept
+        by_reference = self._of_reference(layer)
+        if by_reference:
+            return by_reference[index]
+        if layer not in self._layers:
+            self._layers[layer] = self._steps(layer)
+        with np.errstate(all="ignore"):
+            step = run(self._layers[layer][index], values)
+        self._keep(index, layer, step)
+        return step
+
+    def _of_reference(self, layer: _Layer) -> Sequence[dict[str, np.ndarray]]:
+        """Return the stages that the reference already computed for a right layer of lower
+        precision, step by step.
+        """
+        edits, dtype, kind, _ = layer
+        if self._reference is None or edits or kind or self.observed:
+            return ()
+        if self.choice.overrides or self.choice.arithmetic:
+            return ()
+        if dtype not in ("float64", SAME_PRECISION[self.problem.dtype]):
+            return ()
+        return self._reference.by_step(dtype, self.arithmetic)
+
+    def _steps(self, layer: _Layer) -> Sequence[Step]:
+        """Return the steps of the reference with edits, as functions."""
+        edits, dtype, kind, requested = layer
+        if dtype != "float64":
+            choice = self.choice
+            edits = (*edits, Edit(overrides=choice.overrides))
+            kind = kind or choice.arithmetic
+        arithmetic = kind or self.arithmetic
+        return edited_layer(
+            self.problem, dtype, (*edits, self._base), arithmetic, requested
+        ).steps()
+
+    def _keep(self, index: int, layer: _Layer, step: dict[str, np.ndarray]) -> None:
+        """Cache a step, and drop the oldest steps of edited layers if there are too many."""
+        self._bytes += sum(x.nbytes for x in step.values())
+        if len(self._computed) > MOST_KEPT or self._bytes > MOST_BYTES:
+            self._computed = {
+                other: steps
+                for other, steps in self._computed.items()
+                if not other[0] or other == layer
+            }
+            self._layers = {other: steps for other, steps in self._layers.items() if other == layer}
+            self._bytes = 0
+            for steps in self._computed.values():
+                for values in steps.values():
+                    self._bytes += sum(x.nbytes for x in values.values())
+        self._computed.setdefault(layer, {})[index] = step
+
+    def cost(self, index: int, edit: Edit) -> int:
+        """Return the share of a layer that an edit makes necessary to compute again: fewer steps
+        are cheaper.
+        """
+        for step, flow in enumerate(self._flow[1 : index + 1], 1):
+            if not flow.methods.isdisjoint(edit.overrides):
+                return index - step
+        return 0
+
+    @cached_property
+    def _flow(self) -> list[Flow]:
+        """Return the dependencies of each step of the right layer; empty for nudged numbers."""
+        if self._is_nudged:
+            return []
+        return flow_of(self.problem) if self._right is None else self._right._flow
+
+    @cached_property
+    def _unseen_before(self) -> list[list[int]]:
+        """Return for each step the earlier steps that it depends on and that were not observed.
+
+        The results of a module in one call affect only the module itself in the next, and nothing
+        else does.
+        """
+        unseen: dict[bool, list[int]] = {False: [], True: []}
+        before: list[list[int]] = []
+        for index, names in enumerate(self.steps):
+            stages = [stage_named(name) for name in names]
+            is_module = any(stage.path for stage in stages)
+            before.append([*unseen[is_module]])
+            for name, stage in zip(names, stages, strict=True):
+                if name not in self.observed and not stage.is_end:
+                    unseen[is_module].append(index)
+                    break
+        return before
+
+    # ---- Tolerances ------------------------------------------------------------------------------
+
+    def judgement(
+        self, stage: str, edits: Edits, *, quick: bool = False, kind: str = ""
+    ) -> Judgement:
+        """Compare an observed stage with the one that has edits.
+
+        Args:
+            stage: the stage.
+            edits: of the expected values.
+            quick: use approximately the budget of the right layer.
+            kind: the arithmetic that determines the budget.
+        """
+        key = (stage, edits, quick, kind)
+        if key not in self._judgements:
+            self._judgements[key] = self._judged(*key)
+        return self._judgements[key]
+
+    def _judged(self, stage: str, edits: Edits, quick: bool, kind: str) -> Judgement:
+        expected = self.stage(stage, edits)
+        if self.observed[stage].shape != expected.shape:
+            return NOT_MEASURED
+        spend_on(expected)
+        compared = self.compared(stage, expected)
+        if quick:
+            return judged(*compared, self._about_allowed(stage, expected), stage)
+        allowed = self.allowed(stage, edits, kind)
+        judgement = judged(*compared, allowed, stage)
+        if not is_close(judgement.ratio) or any(edit.is_loss for edit in edits):
+            return judgement
+        for recount in self._recounts:
+            again = recount.allowed(stage, edits, kind)
+            allowed = {norm: max(limit, again[norm]) for norm, limit in allowed.items()}
+        return judged(*compared, allowed, stage)
+
+    def compared(self, stage: str, expected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return an observed stage and its expected values without the cells that are not
+        compared.
+        """
+        return _compared_cells(self.observed[stage], expected, self._masked.get(stage), stage)
+
+    def distance(self, stage: str, expected: np.ndarray) -> float:
+        """Return the mean absolute difference of an observed stage, without the cells that are not
+        compared.
+
+        A number in the middle between two narrower ones may be rounded either way. A few such
+        numbers decide the largest difference, but not the mean.
+
+        Args:
+            stage: the stage.
+            expected: values of its shape.
+        """
+        actual, expected = self.compared(stage, expected)
+        difference = np.abs(actual.astype(np.float64) - expected)
+        difference = difference[np.isfinite(difference)]
+        return float(np.mean(difference)) if difference.size else 0.0
+
+    def _actual(self, stage: str, expected: np.ndarray) -> np.ndarray:
+        """Return an observed stage, with the expected values in cells that are not compared."""
+        actual = self.observed[stage]
+        masked = self._masked.get(stage)
+        if masked is None or expected.shape != actual.shape:
+            return actual
+        return np.where(masked, expected, actual).astype(actual.dtype)
+
+    def agrees(
+        self,
+        stage: str,
+        actual: np.ndarray,
+        edits: Edits = (),
+        unused: np.ndarray | None = None,
+        form: Form = np.asarray,
+    ) -> bool:
+        """Return True if an array is a stage with edits, in a form, up to rounding, except in
+        unused cells.
+        """
+        expected = form(self.stage(stage, edits))
+        if actual.shape != expected.shape:
+            return False
+        spend_on(expected)
+        actual, expected = _compared_cells(actual, expected, unused, stage)
+        return judged(actual, expected, self.allowed(stage, edits, form=form), stage).ratio <= 1.0
+
+    def allowed(
+        self, stage: str, edits: Edits, kind: str = "", dtype: str = "", form: Form = np.asarray
+    ) -> dict[str, float]:
+        """Return the budget of a stage with edits, in a form; in a dtype, by default that of the
+        problem.
+        """
+        if stage_named(stage).is_exact:
+            return NOTHING
+        key = (stage, edits, kind, dtype, form)
+        if key not in self._budgets:
+            dtype = dtype or self.problem.dtype
+            expected = form(self.stage(stage, edits)).astype(np.float64)
+            same = form(self.stage(stage, edits, SAME_PRECISION[dtype], kind))
+            spend_on(expected)
+            with np.errstate(all="ignore"):
+                self._budgets[key] = budget(
+                    expected, same, dtype, arithmetic=self.arithmetic, stage=stage
+                )
+        return self._budgets[key]
+
+    def _about_allowed(self, stage: str, expected: np.ndarray) -> dict[str, float]:
+        """Return the budget of the right layer for values of another size: noise grows with
+        them.
+        """
+        if stage_named(stage).is_exact:
+            return NOTHING
+        size = _size_of(expected)
+        right_size = _size_of(self.stage(stage))
+        growth = 1.0
+        if right_size > 0.0:
+            growth = max(size / right_size, 1.0)
+        return {norm: growth * limit for norm, limit in self.allowed(stage, ()).items()}
+
+    def has_wrong_zeros(self, stage: str) -> bool:
+        """Return True if attention weights are 0 for a visible key, or not 0 for a hidden key."""
+        expected = self.stage(stage)
+        if not stage_named(stage).is_attn_weights or expected.shape != self.observed[stage].shape:
+            return False
+        compared = self.compared(stage, expected)
+        return judged(*compared, self.allowed(stage, ()), stage).has_wrong_zeros
+
+    @cached_property
+    def _recounts(self) -> list[Trial]:
+        """Return the stage with inputs that are off by a random unit of rounding: one run is one
+        sample of the noise.
+
+        It decides if a bug explains nearly everything, see
+        `parity.measure.core.trace.Reference.recounted`.
+        """
+        dtype = SAME_PRECISION[self.problem.dtype]
+        if dtype != "float32":
+            return []
+        rng = np.random.default_rng(0)
+        recounts: list[Trial] = []
+        for _ in range(RECOUNTS):
+            other = copy(self)
+            other.problem = nudged(self.problem, rng)
+            other.observed = nudged_values(self.observed, unit_of_rounding(dtype), rng)
+            other._base = remembering()
+            other._is_nudged = True
+            vars(other).pop("_flow", None)
+            other._forget()
+            recounts.append(other)
+        return recounts
+
+    # ---- Explanations ----------------------------------------------------------------------------
+
+    def wrong(self, stages: Iterable[str], edits: Edits) -> list[str]:
+        """Return the stages that edits do not explain."""
+        return [stage for stage in stages if self.judgement(stage, edits).ratio > 1.0]
+
+    def is_right_as_a_whole(self, stage: str, edits: Edits) -> bool:
+        """Return True if a stage is that of the layer with edits, whatever was observed before."""
+        return self.right.agrees(stage, self.observed[stage], edits, self._masked.get(stage))
+
+    def explained(self, stages: Iterable[str], edits: Edits, added: Edits) -> list[str]:
+        """Return the stages that are wrong with some edits, and right with more."""
+        if not added:
+            return []
+        wrong = self.wrong(stages, edits)
+        still_wrong = self.wrong(wrong, (*edits, *added))
+        return [stage for stage in wrong if stage not in still_wrong]
+
+    def leaves(self, index: int, edits: Edits, added: Edits, names: Iterable[str] = ()) -> bool:
+        """Return True if more edits leave stages of a step, or the whole step, unchanged."""
+        before = self.computed(index, edits)
+        after = self.computed(index, (*edits, *added))
+        return all(
+            np.array_equal(before[name], after[name], equal_nan=True)
+            for name in names or self.steps[index]
+        )
+
+    def describe(
+        self,
+        stage: str,
+        edits: Edits,
+        limited: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Description | None:
+        """Describe where and by which pattern a stage differs from the one with edits; None if it
+        has another shape.
+
+        Args:
+            stage: the stage.
+            edits: of the expected values.
+            limited: a context that raises a TimeoutError if numbers of the specification, or parts
+                of the layer, exceed the limit of work.
+        """
+        expected = self.stage(stage, edits)
+        actual = self._actual(stage, expected)
+        if actual.shape != expected.shape:
+            return None
+        index = self.step_of[stage]
+        before = self._until(index, (edits, "float64", "", ALL))[0]
+        others = {
+            name: x for name, x in before.items() if self.step_of[name] <= index and name != stage
+        }
+        hidden = None
+        if not stage_named(stage).is_exact:
+            hidden = before.get(str(Stage("mask", step=stage_named(stage).step)))
+
+        again = copy(self)  # so that results of known bugs stay cached
+        again._layers, again._computed, again._bytes = {}, {}, 0
+
+        def recompute(edit: Edit) -> np.ndarray:
+            with limited():
+                return again.stage(stage, (*edits, edit))
+
+        return describe(
+            stage,
+            actual,
+            expected,
+            self.allowed(stage, edits),
+            hidden=hidden,
+            problem=self.problem,
+            recompute=recompute,
+            others=others,
+            unused=self._masked.get(stage),
+        )
+
+
+class WholeTrial(Trial):
+    """The trial of a large layer as a whole: its right stages are those of the reference, which may
+    lack scores.
+
+    It answers if a stage agrees. Stages after the scores cannot be computed with edits.
+    """
+
+    @cached_property
+    def by_step(self) -> list[dict[str, np.ndarray]]:
+        """Every stage of the right layer that the reference stores, step by step."""
+        return [] if self._reference is None else _by_step(self._reference.accumulated)
+
+    def agrees(
+        self,
+        stage: str,
+        actual: np.ndarray,
+        edits: Edits = (),
+        unused: np.ndarray | None = None,
+        form: Form = np.asarray,
+    ) -> bool:
+        """Return True if an array is a stage with edits. Some values reject an array that is far
+        off.
+        """
+        expected = form(self.stage(stage, edits))
+        if actual.shape == expected.shape and not stage_named(stage).is_exact and unused is None:
+            # An odd step, so that every row has other features.
+            step = max(1, expected.size // SOME_VALUES) | 1
+            some = expected.ravel()[::step]
+            error = norms_of(actual.ravel()[::step] - some, np.isfinite(some))["rms"]
+            if error > FAR_OFF * _size_of(some):
+                return False
+        return super().agrees(stage, actual, edits, unused, form)
+
+    def _of_reference(self, layer: _Layer) -> Sequence[dict[str, np.ndarray]]:
+        edits, dtype, kind, _ = layer
+        if self._reference is None or edits or self.choice.overrides or dtype == "float64":
+            return ()
+        arithmetic = kind or self.choice.arithmetic or self.arithmetic
+        return _by_step(self._reference.same_precision(local=False, arithmetic=arithmetic))
+
+
+def _size_of(x: np.ndarray) -> float:
+    """Return the root mean square of finite values."""
+    return norms_of(x, np.isfinite(x))["rms"]
+
+
+def _by_step(values: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+    """Return stages by the steps of a layer without a cache; a step whose stages are not stored is
+    empty.
+    """
+    steps: dict[str, dict[str, np.ndarray]] = {name: {} for name in STEPS}
+    for name, x in values.items():
+        if not stage_named(name).is_gradient:
+            _, step = step_of(name)
+            steps[step][name] = x
+    return list(steps.values())
+
+
+def _compared_cells(
+    actual: np.ndarray, expected: np.ndarray, masked: np.ndarray | None, stage: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return a stage and its expected values such that a comparison leaves out masked cells."""
+    if masked is None:
+        return actual, expected
+    if stage_named(stage).is_exact:
+        return np.where(masked, expected, actual), expected
+    return without_unused(actual, masked), without_unused(expected, masked)

@@ -1,0 +1,282 @@
+"""The ways to read observed stages: by their shapes alone, and in the conventions in which they
+agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mha_spec import InputError
+from parity.explain.diagnosis.choices import Choice, choices_for
+from parity.explain.diagnosis.findings import Diagnosis
+from parity.explain.diagnosis.readings import Read, Reading, read
+from parity.explain.diagnosis.search import SearchResult
+from parity.explain.diagnosis.trial import Trial, WholeTrial
+from parity.measure.core.compare import NOT_MEASURED, Judgement, judged
+from parity.measure.core.stages import STAGES, stage_named
+from parity.measure.core.weights import is_floating
+
+FAR_FROM_CHOICE = 16.0
+"""The ratio of a stage above which no other choice of precision is tried for a large layer."""
+
+Reads = Mapping[str, Read]
+"""The readings of each stage."""
+
+Readings = dict[str, Reading]
+"""One reading of each stage."""
+
+
+# ---- A layer ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class View:
+    """Observed stages in one reading.
+
+    Attributes:
+        trial: the reference, and the stages.
+        before: the error of each stage, computed from the stages before it.
+        conventions: descriptions of stages that are recorded in another convention.
+        malformed: stages that cannot be compared, and why.
+    """
+
+    trial: Trial
+    before: dict[str, Judgement]
+    conventions: dict[str, str]
+    malformed: dict[str, str]
+
+    @property
+    def wrong(self) -> list[str]:
+        """The stages that differ by themselves."""
+        return [stage for stage, judgement in self.before.items() if judgement.ratio > 1.0]
+
+    @property
+    def agrees_in_the_end(self) -> bool:
+        """True if the end of every call was recorded and agrees with the stages before it.
+
+        A wrong cache shows in later calls only, and nothing follows the outputs of a module's own
+        paths, so these must also agree.
+        """
+        trial = self.trial
+        ends: list[str] = []
+        for names in trial.steps:
+            ends += [name for name in names if stage_named(name).kind == "output"]
+        if not all(name in trial.observed for name in ends):
+            return False
+        kept = [name for name in trial.stages if "cache" in name or name.endswith(".output")]
+        return all(trial.right.agrees(name, trial.observed[name]) for name in (*ends, *kept))
+
+    def diagnosis(self, result: SearchResult | None = None, untried: str = "") -> Diagnosis:
+        """Return the diagnosis of this reading.
+
+        Args:
+            result: of the search; None if nothing was searched.
+            untried: the parts of the search that exceeded the time limit.
+        """
+        wrong = self.wrong
+        first = wrong[0] if wrong else next(iter(self.malformed), "")
+        judgement = Judgement(0.0, 0.0)
+        if first:
+            judgement = self.before.get(first, NOT_MEASURED)
+        trial = self.trial
+        taken = {name: x for name, x in trial.observed.items() if name in self.conventions}
+        diagnosis = Diagnosis(
+            first,
+            judgement.error,
+            judgement.ratio,
+            has_stages=len(trial.stages) > 1,
+            malformed=self.malformed,
+            conventions=self.conventions,
+            choice=trial.choice.about.format(dtype=trial.problem.dtype),
+            taken=taken,
+        )
+        if result is None:
+            return diagnosis
+        return replace(
+            diagnosis,
+            findings=result.findings,
+            untried="" if result.is_complete else untried,
+            agrees=self.agrees_in_the_end,
+        )
+
+
+def views_of(stages: Mapping[str, np.ndarray], right: Trial) -> list[View]:
+    """Return the readings of observed stages: by their shapes alone, and in the conventions in
+    which they agree.
+    """
+    reads = read(stages, right)
+    if not reads:
+        return []
+    plain = _plain(reads)
+    agreeing = confirmed_readings(reads)
+    views = [_view(right, reads, plain)]
+    is_other = any(
+        reading is not plain.get(name) and reading.words for name, reading in agreeing.items()
+    )
+    if is_other:
+        views.append(_view(right, reads, {**plain, **agreeing}))
+    return views
+
+
+def _view(right: Trial, reads: Reads, readings: Readings) -> View:
+    """Return the stages in one reading of each."""
+    values: dict[str, np.ndarray] = {}
+    masked: dict[str, np.ndarray] = {}
+    conventions: dict[str, str] = {}
+    for name, reading in readings.items():
+        if reading.values is not None:
+            values[name] = reading.values
+        if reading.masked is not None:
+            masked[name] = reading.masked
+        if reading.words:
+            conventions[name] = reading.words
+    trial = right.observing(values, masked)
+    before = {stage: trial.judgement(stage, ()) for stage in trial.stages}
+    return View(trial, before, conventions, _malformed(reads, readings))
+
+
+def _plain(reads: Reads) -> Readings:
+    """Return the readings by shapes alone, of the stages that have one."""
+    return {name: each.plain for name, each in reads.items() if each.plain is not None}
+
+
+def _malformed(reads: Reads, readings: Readings) -> dict[str, str]:
+    """Return the stages without a reading, and why."""
+    return {name: each.reason for name, each in reads.items() if name not in readings}
+
+
+def confirmed_readings(reads: Reads) -> Readings:
+    """Return the readings in which stages agree, if a later stage confirms them where that is
+    necessary.
+    """
+    return {
+        name: each.agreed
+        for name, each in reads.items()
+        if each.agreed is not None and _is_confirmed(name, reads)
+    }
+
+
+def _is_confirmed(name: str, reads: Reads) -> bool:
+    """Return True if a stage that depends on this one was also recorded in its step and can be
+    compared.
+    """
+    reading = reads[name].agreed
+    if reading is None or reading.is_certain or not reading.words:
+        return True
+    order = list(STAGES)
+    stage = stage_named(name)
+    first = max(order.index("scores"), order.index(stage.kind) + 1)
+    for other_name, other in reads.items():
+        other_stage = stage_named(other_name)
+        is_later = order.index(other_stage.kind) >= first and other_stage.step == stage.step
+        if is_later and (other.agreed is None or other.agreed.values is not None):
+            return True
+    return False
+
+
+# ---- A large layer as a whole --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WholeView:
+    """The stages of a large layer in one reading.
+
+    Attributes:
+        values: stages in the reference's convention, without those that cannot be converted.
+        agreed: the stages that are right as a whole, some of them in another convention.
+        conventions: descriptions of how stages are recorded.
+        malformed: stages that cannot be compared, and why.
+        choice: how the layer computes differently.
+    """
+
+    values: dict[str, np.ndarray]
+    agreed: frozenset[str]
+    conventions: dict[str, str]
+    malformed: dict[str, str]
+    choice: Choice
+
+    def completed(self, diagnosis: Diagnosis) -> Diagnosis:
+        """Return a diagnosis of the values with the conventions and faults of all stages."""
+        stage = diagnosis.stage
+        if not diagnosis.is_wrong:
+            stage = next(iter(self.malformed), "")
+        dtype = next((x.dtype.name for x in self.values.values() if is_floating(x.dtype)), "")
+        return replace(
+            diagnosis,
+            stage=stage,
+            conventions={**diagnosis.conventions, **self.conventions},
+            malformed={**diagnosis.malformed, **self.malformed},
+            choice=self.choice.about.format(dtype=dtype) or diagnosis.choice,
+            taken={name: self.values[name] for name in self.conventions if name in self.values},
+        )
+
+
+def whole_views(stages: Mapping[str, np.ndarray], right: WholeTrial) -> list[WholeView]:
+    """Return the readings of whole stages: by their shapes alone, and in the conventions in which
+    they agree.
+    """
+    # Choices that override a method would need the scores of all rows.
+    choice, *other_choices = (
+        each for each in choices_for(right.problem.dtype, stages) if not each.overrides
+    )
+    reads = read(stages, right.with_choice(choice))
+    if not reads:
+        raise InputError("observed", "have stages of the problem", str(sorted(stages)))
+    agreeing = confirmed_readings(reads)
+    for other in other_choices:
+        if len(agreeing) == len(reads):
+            break
+        if not _may_be_a_choice(reads, agreeing, right.with_choice(choice)):
+            break
+        if _number_agreeing(reads, right.with_choice(other)) > len(agreeing):
+            choice = other
+            reads = read(stages, right.with_choice(other))
+            agreeing = confirmed_readings(reads)
+    plain = _plain(reads)
+    as_recorded = {name: reading for name, reading in agreeing.items() if not reading.words}
+    view = _whole_view(reads, {**plain, **as_recorded}, frozenset(as_recorded), choice)
+    if len(as_recorded) == len(agreeing):
+        return [view]
+    converted = _whole_view(reads, {**plain, **agreeing}, frozenset(agreeing), choice)
+    return [converted] if len(agreeing) == len(reads) else [view, converted]
+
+
+def _may_be_a_choice(reads: Reads, agreeing: Readings, right: Trial) -> bool:
+    """Return True if stages that differ may do so because the layer computes in another valid way.
+
+    The noise of all stages but scores and attention weights grows by a small factor only.
+    """
+    for name, each in reads.items():
+        if name in agreeing or each.plain is None or each.plain.values is None:
+            continue
+        if stage_named(name).quantity in ("scores", "attn_weights"):
+            return True
+        judgement = judged(each.plain.values, right.stage(name), right.allowed(name, ()), name)
+        if judgement.ratio > FAR_FROM_CHOICE:
+            return False
+    return True
+
+
+def _number_agreeing(reads: Reads, right: Trial) -> int:
+    """Return the number of stages that agree by their shapes alone."""
+    number = 0
+    for name, reading in _plain(reads).items():
+        if reading.values is not None and right.agrees(name, reading.values, unused=reading.masked):
+            number += 1
+    return number
+
+
+def _whole_view(
+    reads: Reads, readings: Readings, agreed: frozenset[str], choice: Choice
+) -> WholeView:
+    values: dict[str, np.ndarray] = {}
+    conventions: dict[str, str] = {}
+    for name, reading in readings.items():
+        if reading.values is not None:
+            values[name] = reading.values
+        if reading.words:
+            conventions[name] = reading.words
+    return WholeView(values, agreed, conventions, _malformed(reads, readings), choice)
