@@ -486,7 +486,7 @@ def run_with_bug(bug: str, case: Case, backend: str, *, seed: int = 0) -> Outcom
     with inject(bug, problem, backend) as given:
         trace = record(backend, expected, given)
     difference = first_difference(judge(trace, expected))
-    found = diagnose(trace.accumulated, problem) if difference is not None else Diagnosis("none")
+    found = diagnose(trace.accumulated, problem) if difference is not None else Diagnosis()
     return Outcome(
         bug,
         case.name,
@@ -494,8 +494,8 @@ def run_with_bug(bug: str, case: Case, backend: str, *, seed: int = 0) -> Outcom
         seed,
         bug_to_inject(bug, case).stages if bug else (),
         "" if difference is None else stage_named(difference.stage).kind,
-        tuple(name for explanation in found.named for name in explanation.bugs),
-        tuple(words for explanation in found.named for words in explanation.others),
+        tuple(name for finding in found.named for name in finding.bugs),
+        tuple(about for finding in found.named for about in finding.others),
         found.kind,
     )
 

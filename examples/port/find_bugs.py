@@ -51,7 +51,7 @@ def run_port(query: np.ndarray) -> dict[str, Any]:
 def report(title: str, stages: Mapping[str, Any], *, in_full: bool = True) -> parity.Diagnosis:
     """Diagnose stages, and print the names of the bugs; the whole diagnosis also if `in_full`."""
     diagnosis = parity.diagnose(stages, PROBLEM)
-    bugs = ", ".join(explanation.likely_bug for explanation in diagnosis.named)
+    bugs = ", ".join(finding.likely_bug for finding in diagnosis.named)
     print(f"{title}: {bugs or diagnosis.headline}")
     if diagnosis.is_wrong and in_full:
         print(textwrap.indent(str(diagnosis), "  "))

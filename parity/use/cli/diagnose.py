@@ -196,7 +196,7 @@ def _diagnose_weights(options: argparse.Namespace, out: Console) -> Result:
 
     if options.html is not None:
         raise refusal("--html", "be left out for weight files")
-    diagnosis = Diagnosis("none")
+    diagnosis = Diagnosis()
     shown: WeightsComparison | None = None
     with pairs_of_layers(options) as pairs:
         for one, other in pairs.layers:
@@ -307,8 +307,8 @@ def _in_words(diagnosis: Diagnosis) -> str:
     if diagnosis.unnamed:
         return ""
     names: list[str] = []
-    for explanation in diagnosis.named:
-        names += explanation.bugs
+    for finding in diagnosis.named:
+        names += finding.bugs
     if not names:
         return ""
     return f"known bugs explain every difference: {', '.join(names)}"

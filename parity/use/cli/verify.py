@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> Result:
 
     verdicts: list[Verdict] = []
     results: list[Comparison] = []
-    diagnosis = Diagnosis("none")
+    diagnosis = Diagnosis()
     are_same = True
     quantized: dict[str, set[str]] = {path: set() for path in options.files}
     with pairs_of_layers(options) as pairs:

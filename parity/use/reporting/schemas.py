@@ -57,12 +57,11 @@ TWO_RECORDINGS = {
 }
 
 DIAGNOSIS = {
-    "kind": "none, convention, precision, structure, law or unknown",
+    "kind": "none, convention, precision, structure, pattern or unknown",
     "stage": "first stage that differs",
     "error": "its error, root mean square",
     "ratio": "its error / budget",
-    "explanations": "bugs, in the order of the stages that they explain",
-    "unknowns": "stages that no bug explains",
+    "findings": "one for each cause: known bugs, then patterns, then unexplained stages",
     "has_stages": "true if more than the output was observed",
     "malformed": "stages that cannot be compared, and why",
     "conventions": "stages in another convention, and which",
@@ -73,8 +72,6 @@ DIAGNOSIS = {
     "dtype": "dtype of the problem",
     "sample": "part of a large layer that was searched",
     "hidden": "known bugs that these stages would show in float32 only, if nothing differs",
-    "unexplained": "stages that nothing explains",
-    "nearest": "bug that reduces the error most, without explaining it",
     "headline": "diagnosis in a line",
     "text": "diagnosis as it is printed",
 }
@@ -82,15 +79,16 @@ DIAGNOSIS = {
 FINDING = {
     "likely_bug": "names of the bugs, joined by commas",
     "first_wrong_stage": "first wrong stage",
+    "where": "part of that stage that differs, or the wrong ranks",
     "evidence": "error with and without the bugs",
     "fix": "how to fix them",
     "more": "command that prints more",
 }
 
 SCHEMAS = {
-    "run": Schema(4, {"": REPORT}),
+    "run": Schema(5, {"": REPORT}),
     "compare": Schema(
-        4,
+        5,
         {
             "traces, or recordings with `--model`": REPORT,
             "two recordings without `--model`": TWO_RECORDINGS,
@@ -118,7 +116,7 @@ SCHEMAS = {
         },
     ),
     "verify": Schema(
-        4,
+        5,
         {
             "": {
                 "results": "a record for each stage of each pair of layers",
@@ -130,7 +128,7 @@ SCHEMAS = {
         },
     ),
     "diagnose": Schema(
-        4,
+        5,
         {
             "a function, or traces": DIAGNOSIS | FINDING,
             "two weight files": DIAGNOSIS
@@ -144,7 +142,7 @@ SCHEMAS = {
             "ranks, with `--mesh`": {
                 "is_wrong": "true if a rank differs by more than rounding",
                 "wrong": "first wrong stage of each wrong rank",
-                "bugs": "bugs that explain all ranks",
+                "findings": "the bug that explains all ranks, or the first wrong stage",
                 **FINDING,
             },
         },
@@ -241,7 +239,7 @@ SCHEMAS = {
         },
     ),
     "selftest": Schema(3, {"": {"outcomes": "result of each injected bug"}}),
-    "mesh": Schema(1, {"": REPORT | {"collectives": "what the devices of each program send"}}),
+    "mesh": Schema(2, {"": REPORT | {"collectives": "what the devices of each program send"}}),
     "bench": Schema(
         1,
         {

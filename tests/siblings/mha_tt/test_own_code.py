@@ -283,7 +283,7 @@ def test_diagnosis_uses_arithmetic_of_device(diagnosed, monkeypatch):
     monkeypatch.setattr(
         "parity.explain.diagnosis.diagnose.diagnose",
         lambda observed, problem, *, arithmetic, **_: (
-            given.append(arithmetic) or parity.Diagnosis("none")
+            given.append(arithmetic) or parity.Diagnosis()
         ),
     )
     lock = tt.lock
