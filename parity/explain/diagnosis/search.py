@@ -2,8 +2,9 @@
 
 For each stage that differs, in the order of the data flow, candidates are tried in one order: known
 bugs alone, cheap ones first; known bugs that only lose precision; pairs of known bugs; and
-patterns, whose numbers are fitted to the stage. An edit explains a stage if the reference, computed
-with it from the observed stages before, differs by rounding alone, and if no other stage gets wrong.
+patterns, whose numbers are fitted to the stage. An edit explains a stage if the reference, which is
+computed with it from the observed stages before, differs by rounding alone, and no other stage gets
+wrong.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ NEARLY = 10.0
 """The error with one bug, over its budget, below which a second bug only fits noise."""
 
 CHANCE = 0.5
-"""The share of an error that a bug may leave. A wrong one also moves rounded values, so that a small
-gain is chance.
+"""The share of an error that a bug may leave. A wrong one also moves rounded values: a small gain
+is chance.
 """
 
 WIDE = ("float32", "float64")

@@ -333,10 +333,27 @@ class Trial:
             return by_reference[index]
         if layer not in self._layers:
             self._layers[layer] = self._steps(layer)
-        with np.errstate(all="ignore"):
-            step = run(self._layers[layer][index], values)
+        step = self._run_step(self._layers[layer][index], values, edits=layer[0])
         self._keep(index, layer, step)
         return step
+
+    def _run_step(
+        self, step: Step, values: Mapping[str, np.ndarray], edits: Edits
+    ) -> dict[str, np.ndarray]:
+        """Return the stages of a step.
+
+        Raises:
+            ValueError: if edits do not fit together, or code of a registered bug fails.
+        """
+        try:
+            with np.errstate(all="ignore"):
+                return run(step, values)
+        except (TimeoutError, ValueError):
+            raise
+        except Exception as error:
+            if any(edit.is_registered for edit in edits):
+                raise ValueError("a registered bug fails") from error
+            raise
 
     def _of_reference(self, layer: _Layer) -> Sequence[dict[str, np.ndarray]]:
         """Return the stages that the reference already computed for a right layer of lower
@@ -669,6 +686,24 @@ class WholeTrial(Trial):
             if error > FAR_OFF * _size_of(some):
                 return False
         return super().agrees(stage, actual, edits, unused, form)
+
+    def _run_step(
+        self, step: Step, values: Mapping[str, np.ndarray], edits: Edits
+    ) -> dict[str, np.ndarray]:
+        """Return the stages of a step.
+
+        Raises:
+            ValueError: if edits do not fit together, or code of a registered bug fails.
+        """
+        try:
+            with np.errstate(all="ignore"):
+                return run(step, values)
+        except (TimeoutError, ValueError):
+            raise
+        except Exception as error:
+            if any(edit.is_registered for edit in edits):
+                raise ValueError("a registered bug fails") from error
+            raise
 
     def _of_reference(self, layer: _Layer) -> Sequence[dict[str, np.ndarray]]:
         edits, dtype, kind, _ = layer

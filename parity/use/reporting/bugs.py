@@ -25,7 +25,12 @@ ROW = re.compile(r"^\| \[([\w-]+)\]\(\1\.md\) \| (.*?) \|", re.MULTILINE)
 
 def bug_lines() -> dict[str, str]:
     """Return the bug of each page in one line, by the name of the page."""
-    return dict(ROW.findall(_texts()["README"]))
+    # Imported here, because it takes longer than to print a page.
+    from parity.explain.diagnosis.bugs.registry import OWN_BUGS, load_entry_points
+
+    load_entry_points()
+    lines = dict(ROW.findall(_texts()["README"]))
+    return lines | {name: bug.about for name, bug in OWN_BUGS.items()}
 
 
 def bug_pages() -> dict[str, str]:
@@ -45,7 +50,10 @@ def bug_page(name: str) -> str:
     Raises:
         ValueError: if there is none.
     """
-    pages, page_by_bug = _texts(), bug_pages()
+    from parity.explain.diagnosis.bugs.registry import OWN_BUGS
+
+    page_by_bug = bug_pages()
+    pages = _texts() | {bug.name: bug.page for bug in OWN_BUGS.values()}
     page = pages.get(name) or pages.get(page_by_bug.get(name, ""))
     if page is None:
         similar = did_you_mean(name, [*bug_lines(), *page_by_bug])

@@ -35,6 +35,7 @@ from parity.explain.diagnosis.bugs import (
 from parity.explain.diagnosis.bugs.heads import permuted_heads
 from parity.explain.diagnosis.bugs.precision import FIDELITIES, PRECISIONS, low_products
 from parity.explain.diagnosis.bugs.record import Edit, Override
+from parity.explain.diagnosis.bugs.registry import OWN_BUGS, load_entry_points, own_bugs
 from parity.explain.diagnosis.bugs.specs import edited_spec
 from parity.explain.diagnosis.changed_layer import ChangedLayer
 from parity.explain.diagnosis.sample import SampledProblem
@@ -52,8 +53,10 @@ __all__ = [
     "bug_by_name",
     "bugs_for",
     "edited_layer",
+    "known_bugs",
     "low_products",
     "page_by_bug",
+    "page_by_known_bug",
     "permuted_heads",
 ]
 
@@ -123,7 +126,12 @@ OF_OWN_KEYS = re.compile("[kv]_proj-.*|.*-[qkv]|qkv-bias-missing|rope-on-values"
 
 
 def bugs_for(case: Case) -> list[Edit]:
-    """Return every bug that a case could have, usual ones first."""
+    """Return every bug that a case could have, usual ones first, and last those from outside."""
+    return [*known_bugs(case), *own_bugs(case)]
+
+
+def known_bugs(case: Case) -> list[Edit]:
+    """Return every bug of this package that a case could have, usual ones first."""
     spec = case.spec
     left_out = (
         WITHOUT_KEYS if spec.shared_kv else frozenset() if spec.latent is None else WITHOUT_LATENTS
@@ -147,15 +155,21 @@ def bug_by_name() -> dict[str, Edit]:
         *CASES.values(),
         replace(CASES["padding"], batch=3, key_padding_lengths=(2, 1, 3)),
     )  # one in the middle
-    found = [bug for case in cases for bug in bugs_for(case)]
+    found = [bug for case in cases for bug in known_bugs(case)]
     found += [*PRECISIONS.values(), *FIDELITIES.values(), *in_any_order]
     return {bug.name: bug for bug in reversed(found)}
 
 
-def page_by_bug() -> dict[str, str]:
-    """Return the page of every known bug, by its name."""
+def page_by_known_bug() -> dict[str, str]:
+    """Return the page of every bug of this package, by its name."""
     pages = {name: bug.page for name, bug in bug_by_name().items()}
     return pages | dict.fromkeys(ranks.NAMES, ranks.PAGE)
+
+
+def page_by_bug() -> dict[str, str]:
+    """Return the page of every bug, by its name; a bug from outside has a page of its name."""
+    load_entry_points()
+    return page_by_known_bug() | {name: name for name in OWN_BUGS}
 
 
 def edited_layer(

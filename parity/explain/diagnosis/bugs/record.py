@@ -43,6 +43,7 @@ class Edit(JsonRecord):
             others.
         calls: the calls of a cache that have it; None for every call.
         when: the description of these calls; empty for every call.
+        is_registered: True if a user or another package registered it.
         numbers: the numbers that were fitted to a stage, by name.
         parameters: how many they are: fewer are simpler.
     """
@@ -59,6 +60,7 @@ class Edit(JsonRecord):
     shows_alone: bool = True
     calls: frozenset[int] | None = None
     when: str = ""
+    is_registered: bool = False
     numbers: Mapping[str, Any] = field(default_factory=dict)
     parameters: int = 0
 

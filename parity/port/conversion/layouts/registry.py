@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from typing import Any
 
 from mha_spec import InputError, InputTypeError
-from parity.measure.text import did_you_mean, in_line
+from parity.measure.core.plugins import load_plugins
+from parity.measure.text import did_you_mean
 from parity.port.conversion.layouts.layout import Layout
 from parity.port.conversion.layouts.tables import ALIASES, LAYOUTS
 
@@ -82,28 +82,13 @@ def register_packages() -> list[Layout]:
 def load_entry_points() -> None:
     """Register the entry points of the group `mha_parity.layouts`, once in a process.
 
-    Each is anything that `register_layout` accepts, or a list of such things. One that fails, or
-    tries to end the program, is left out as a whole with a warning: a broken package must not
-    prevent conversions that do not need it.
+    Each is anything that `register_layout` accepts, or a list of such things.
     """
-    # It imports about 40 modules, which no conversion between known layouts needs.
-    from importlib import metadata
-
-    for entry_point in metadata.entry_points(group=ENTRY_POINTS):
-        try:
-            layouts = _layouts_of_package(entry_point.load())
-        except KeyboardInterrupt:  # of the user
-            raise
-        except BaseException as error:  # code of another package may raise anything
-            words = in_line(f"{entry_point.name} = {entry_point.value}: {_text_of(error)}")
-            warnings.warn(f"layouts of a package are left out: {words}", stacklevel=2)
-        else:
-            # Only now, so that a list whose last layout fails leaves none.
-            LAYOUTS.update(layouts)
+    load_plugins(ENTRY_POINTS, "layouts", _register_package)
 
 
-def _layouts_of_package(sources: Any) -> dict[str, Layout]:
-    """Return the layouts of an entry point's value by their names; reject names that are taken."""
+def _register_package(sources: Any) -> None:
+    """Register the layouts of an entry point's value; reject names that are taken."""
     if isinstance(sources, Layout | Mapping | str | os.PathLike):
         sources = [sources]
     layouts: dict[str, Layout] = {}
@@ -112,22 +97,8 @@ def _layouts_of_package(sources: Any) -> dict[str, Layout]:
         # Installing a package must not replace a layout that users registered themselves.
         _check_free(layout, {*BUILT_IN, *LAYOUTS, *layouts})
         layouts[layout.name] = layout
-    return layouts
-
-
-def _text_of(error: BaseException) -> str:
-    """Return the text of an error of another package, whose `__str__` may fail as well."""
-    kind = type(error).__name__
-    try:
-        text = str(error)
-    except KeyboardInterrupt:  # of the user
-        raise
-    except BaseException:
-        return kind
-    if text and isinstance(error, Exception):
-        return text
-    # The text of SystemExit is a number.
-    return f"{kind} {text}".rstrip()
+    # Only now, so that a list whose last layout fails leaves none.
+    LAYOUTS.update(layouts)
 
 
 def find_layout(name: str, what: str = "layout") -> Layout:

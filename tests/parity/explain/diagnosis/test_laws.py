@@ -30,8 +30,8 @@ from mha_spec import (
 )
 from parity import Case, make_problem
 from parity.explain.diagnosis.bugs import edited_layer
-from parity.explain.diagnosis.laws import Description, describe
 from parity.explain.diagnosis.bugs.record import with_spec
+from parity.explain.diagnosis.laws import Description, describe
 from parity.measure.core.compare import budget
 from parity.measure.core.reference import Arithmetic, Layer
 from parity.measure.core.stages import run_steps

@@ -1,0 +1,199 @@
+"""Bugs that users and packages register are found, listed and rejected like those of the project."""
+
+from dataclasses import replace
+from importlib import metadata
+
+import numpy as np
+import pytest
+
+import parity
+from mha_spec import InputError, InputTypeError
+from parity.explain.diagnosis.bugs import bugs_for, edited_layer, registry
+from parity.measure.core.stages import run_steps
+from parity.use.cli.main import main
+
+PROBLEM = parity.make_problem("gqa-causal", "float32")
+
+SCALE = {
+    "about": "the scale is 1 / N instead of 1 / sqrt(H)",
+    "edit": lambda spec: replace(spec, scale=1.0 / spec.num_heads),
+    "fix": "divide the scores by sqrt(head_dim)",
+    "page": "# The scale is 1 / N\n\nSeen in kernels.",
+    "stages": ["scores"],
+}
+
+
+def squared(layer, original, values):
+    return {"attn_weights": original(values)["attn_weights"] ** 2}
+
+
+@pytest.fixture(autouse=True)
+def no_own_bugs(monkeypatch):
+    """Start without registered bugs, and leave none."""
+    monkeypatch.setattr(registry, "OWN_BUGS", {})
+    monkeypatch.setattr("parity.explain.diagnosis.bugs.OWN_BUGS", registry.OWN_BUGS)
+    registry.load_entry_points.cache_clear()
+    yield
+    registry.load_entry_points.cache_clear()
+
+
+def register(name="scale-by-heads", **changed):
+    values = {**SCALE, **changed}
+    parity.register_bug(name, values.pop("about"), **values)
+
+
+def stages_with(name):
+    """Return the stages of the reference with a registered bug, in float32."""
+    (bug,) = (bug for bug in bugs_for(PROBLEM.case) if bug.name == name)
+    return run_steps(edited_layer(PROBLEM, "float32", [bug]).steps())
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "stage"),
+    [
+        ("scale-by-heads", SCALE["edit"], "scores"),
+        ("weights-squared", lambda spec: {"attn_weights": squared}, "attn_weights"),
+    ],
+)
+@pytest.mark.parametrize("is_output", [False, True])
+def test_registered_bug_is_found(name, edit, stage, is_output):
+    """A specification or an override is named from all stages and from the output, with its fix and
+    page; before it is registered, it is not.
+    """
+    register(name, edit=edit, stages=[stage])
+    stages = stages_with(name)
+    if is_output:
+        stages = {"output": stages["output"]}
+    (finding,) = parity.diagnose(stages, PROBLEM).findings
+    assert finding.bugs == (name,)
+    assert finding.fixes == (SCALE["fix"],)
+    assert finding.more == f"mha-parity bugs {name}"
+    registry.OWN_BUGS.clear()
+    assert name not in [
+        bug for each in parity.diagnose(stages, PROBLEM).findings for bug in each.bugs
+    ]
+
+
+def test_right_layer_has_no_registered_bug():
+    """A registered bug is not reported for right stages."""
+    register()
+    right = run_steps(edited_layer(PROBLEM, "float32", []).steps())
+    assert not parity.diagnose(right, PROBLEM).is_wrong
+
+
+def test_edit_may_not_apply():
+    """A bug whose edit returns None, or the layer itself, is no candidate."""
+    register("never", edit=lambda spec: None)
+    register("the-same", edit=lambda spec: spec)
+    assert not {"never", "the-same"} & {bug.name for bug in bugs_for(PROBLEM.case)}
+
+
+def test_page_is_printed(capsys):
+    """`mha-parity bugs` lists a registered bug, and prints its page."""
+    register(page="# The scale\n\x1b[2J of heads")
+    assert main(["bugs"]) == 0
+    assert "scale-by-heads" in capsys.readouterr().out
+    assert main(["bugs", "scale-by-heads"]) == 0
+    printed = capsys.readouterr().out
+    assert "# The scale" in printed
+    assert "\x1b[2J" not in printed
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"name": "Scale By Heads"}, "name must be lowercase words, joined by hyphens"),
+        ({"name": "scale-missing"}, "name must be a name that no known bug or page has"),
+        ({"name": "rope-theta"}, "name must be a name that no known bug or page has"),
+        ({"about": " "}, "about must have a text"),
+        ({"fix": ""}, "fix must have a text"),
+        ({"stages": []}, "stages must be names of parity.STAGES"),
+        ({"stages": ["score"]}, "stages must be names of parity.STAGES"),
+    ],
+)
+def test_invalid_bug_is_rejected(changed, message):
+    """Invalid names, texts and stages raise an error that names them, and register nothing."""
+    with pytest.raises(InputError, match=message):
+        register(**changed)
+    assert not registry.OWN_BUGS
+
+
+@pytest.mark.parametrize(
+    "changed", [{"stages": "scores"}, {"edit": 1}, {"page": None}, {"about": 2}]
+)
+def test_wrong_types_are_rejected(changed):
+    """Arguments of another type raise a TypeError, and register nothing."""
+    with pytest.raises(InputTypeError):
+        register(**changed)
+    assert not registry.OWN_BUGS
+
+
+def fails(*_):
+    raise RuntimeError("out of luck")
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        fails,
+        lambda spec: 3,
+        lambda spec: {"no_method": squared},
+        lambda spec: {"_private": squared},
+        lambda spec: {"scores": 1},
+    ],
+)
+def test_bug_with_an_invalid_edit_is_left_out(edit):
+    """A bug whose edit fails, or returns nothing that the reference has, is left out with a
+    warning, and the diagnosis names the others.
+    """
+    register("broken", edit=edit)
+    register()
+    stages = stages_with_warning("scale-by-heads")
+    with pytest.warns(UserWarning, match="a registered bug is left out: broken"):
+        assert parity.diagnose(stages, PROBLEM).likely_bug == "scale-by-heads"
+
+
+def stages_with_warning(name):
+    with pytest.warns(UserWarning, match="broken"):
+        return stages_with(name)
+
+
+@pytest.mark.parametrize("wrong", [fails, lambda *_: 3, lambda *_: {"attn_weights": np.ones(2)}])
+def test_override_that_fails_explains_nothing(wrong):
+    """An override that fails, or returns something else than the stage, does not end a diagnosis."""
+    register("broken", edit=lambda spec: {"attn_weights": wrong}, stages=["attn_weights"])
+    register()
+    stages = stages_with("scale-by-heads")
+    assert parity.diagnose(stages, PROBLEM).likely_bug == "scale-by-heads"
+    assert parity.diagnose({"output": stages["output"]}, PROBLEM).likely_bug == "scale-by-heads"
+
+
+class EntryPoint:
+    """An entry point of a package that is not installed."""
+
+    name, value = "nebula", "nebula.bugs:register"
+
+    def __init__(self, register):
+        self.load = lambda: register
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_package_registers_bugs(monkeypatch, breaks):
+    """A function of an entry point registers bugs; if it fails, none of its bugs is known, and a
+    warning names the package.
+    """
+
+    def register_two():
+        register("first")
+        if breaks:
+            raise RuntimeError("no second")
+        register("second")
+
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [EntryPoint(register_two)])
+    if breaks:
+        with pytest.warns(UserWarning, match="bugs of a package are left out: nebula"):
+            bugs = bugs_for(PROBLEM.case)
+    else:
+        bugs = bugs_for(PROBLEM.case)
+    names = {bug.name for bug in bugs} & {"first", "second"}
+    assert names == (set() if breaks else {"first", "second"})
