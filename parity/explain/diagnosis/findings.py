@@ -33,7 +33,13 @@ Line = tuple[str, str]
 
 def text_of(lines: Iterable[Line]) -> str:
     """Return lines as text: `Fix: transpose out_proj.weight`."""
-    return "\n".join(f"{label}: {text}" if label else text for label, text in lines)
+    texts: list[str] = []
+    for label, text in lines:
+        if label:
+            texts.append(f"{label}: {text}")
+        else:
+            texts.append(text)
+    return "\n".join(texts)
 
 
 # ---- One finding ---------------------------------------------------------------------------------
@@ -121,8 +127,9 @@ class Finding(JsonRecord):
         """
         if self.edits:
             return tuple(edit.name for edit in self.edits)
-        simplest = self._of_families()
-        return simplest[0].pages[:1] if simplest else ()
+        for pattern in self._of_families():
+            return pattern.pages[:1]
+        return ()
 
     @property
     def is_loss(self) -> bool:
@@ -166,7 +173,9 @@ class Finding(JsonRecord):
         """What is wrong, in a line; empty if nothing explains the stage."""
         if self.edits:
             return self.part + ", and ".join(edit.sentence for edit in self.edits)
-        return "" if self.pattern is None else self._in_place(self.pattern.about)
+        if self.pattern is None:
+            return ""
+        return self._in_place(self.pattern.about)
 
     @property
     def where(self) -> str:
@@ -175,8 +184,9 @@ class Finding(JsonRecord):
         """
         if self.description is None:
             return ""
-        is_whole = self.description.where == EVERYWHERE and bool(self.bugs)
-        return "" if is_whole else self.description.where
+        if self.bugs and self.description.where == EVERYWHERE:
+            return ""
+        return self.description.where
 
     @property
     def evidence(self) -> str:
@@ -189,7 +199,9 @@ class Finding(JsonRecord):
                 f"with this pattern, the error of {stages} falls from {self.error_before:.2g} to "
                 f"rounding"
             )
-        bugs = "this bug" if len(self.bugs) == 1 else "these bugs"
+        bugs = "this bug"
+        if len(self.bugs) > 1:
+            bugs = "these bugs"
         with_bugs = f"with {bugs} in the reference, the error of {stages}"
         if self.error is None:
             return f"{with_bugs} falls from {self.error_before:.2g} to rounding"
@@ -202,7 +214,10 @@ class Finding(JsonRecord):
     @property
     def fixes(self) -> tuple[str, ...]:
         """An instruction for each bug, or for each family of the pattern."""
-        return tuple(dict.fromkeys(fix for edit in self._reported() for fix in edit.fixes))
+        fixes: dict[str, None] = {}
+        for edit in self._reported():
+            fixes |= dict.fromkeys(edit.fixes)
+        return tuple(fixes)
 
     @property
     def fix(self) -> str:
@@ -212,21 +227,26 @@ class Finding(JsonRecord):
     @property
     def pages(self) -> tuple[str, ...]:
         """The pages in parity/bugs."""
-        return tuple(dict.fromkeys(page for edit in self._reported() for page in edit.pages))
+        pages: dict[str, None] = {}
+        for edit in self._reported():
+            pages |= dict.fromkeys(edit.pages)
+        return tuple(pages)
 
     @property
     def more(self) -> str:
         """The command that prints the pages; empty if there are none."""
-        return f"mha-parity bugs {' '.join(self.pages)}" if self.pages else ""
+        if not self.pages:
+            return ""
+        return f"mha-parity bugs {' '.join(self.pages)}"
 
     def _reported(self) -> Sequence[Edit]:
         """Return the edits whose fixes and pages are reported."""
         if self.edits:
             return self.edits
         simplest = self._of_families()
-        if simplest:
-            return simplest
-        return [] if self.pattern is None else [self.pattern]
+        if not simplest and self.pattern is not None:
+            simplest = [self.pattern]
+        return simplest
 
     @property
     def explained_stages(self) -> tuple[str, ...]:
@@ -236,7 +256,9 @@ class Finding(JsonRecord):
     @property
     def signs(self) -> tuple[str, ...]:
         """Unexpected properties of the values, which explain nothing by themselves."""
-        return () if self.description is None else self.description.signs
+        if self.description is None:
+            return ()
+        return self.description.signs
 
     @property
     def alternatives(self) -> tuple[str, ...]:
@@ -250,8 +272,9 @@ class Finding(JsonRecord):
         """Return the description of a pattern; `there` refers to a place, unless it is the whole
         stage.
         """
-        is_whole = self.description is None or self.description.where == EVERYWHERE
-        return about.replace(" there", "", 1) if is_whole else about
+        if self.description is None or self.description.where == EVERYWHERE:
+            return about.replace(" there", "", 1)
+        return about
 
     # ---- Text ------------------------------------------------------------------------------------
 
@@ -269,7 +292,9 @@ class Finding(JsonRecord):
         """The name of the bug, or a statement that it has none."""
         if self.bugs:
             return self.likely_bug
-        return "not in the list of known bugs" if self.is_explained else "unknown"
+        if self.is_explained:
+            return "not in the list of known bugs"
+        return "unknown"
 
     def lines(self, wrong_stage: Line, *, verbose: bool = False) -> Iterator[Line]:
         """Yield labels and texts for the lines below the heading; the first have no label.
@@ -287,14 +312,19 @@ class Finding(JsonRecord):
         if self.evidence:
             yield "Evidence", self.evidence
         if self.follows:
-            verb = "differs" if len(self.follows) == 1 else "differ"
+            verb = "differ"
+            if len(self.follows) == 1:
+                verb = "differs"
             yield "Follows", f"{some_of(self.follows)} {verb} as well: compare again after the fix"
         for fix in self.fixes:
             yield "Fix", fix
         if self.more:
             yield "More", self.more
         if not self.is_explained:
-            for about, error in self.nearest if verbose else self.nearest[:1]:
+            nearest = self.nearest[:1]
+            if verbose:
+                nearest = self.nearest
+            for about, error in nearest:
                 yield "Nearest", f"the error falls to {error:.2g} if {about}"
         if verbose and self.is_explained:
             if self.bugs:
@@ -305,7 +335,9 @@ class Finding(JsonRecord):
     def _alternatives(self, *, verbose: bool) -> Iterator[Line]:
         """Yield the line of the first alternative, or of each."""
         alternatives = self.alternatives
-        shown = alternatives if verbose else alternatives[:1]
+        shown = alternatives[:1]
+        if verbose:
+            shown = alternatives
         for about in shown:
             if self.bugs:
                 yield "", f"or {about}: the observed stages cannot distinguish them"
@@ -379,12 +411,16 @@ class Diagnosis(JsonRecord):
         if not self.findings:
             if self.malformed:
                 return "unknown"
-            return "convention" if self.conventions else "none"
+            if self.conventions:
+                return "convention"
+            return "none"
         if self.unexplained:
             return "unknown"
         if not all(finding.bugs for finding in self.findings):
             return "pattern"
-        return "precision" if all(finding.is_loss for finding in self.findings) else "structure"
+        if all(finding.is_loss for finding in self.findings):
+            return "precision"
+        return "structure"
 
     @property
     def is_wrong(self) -> bool:
@@ -428,11 +464,16 @@ class Diagnosis(JsonRecord):
     # ---- The first finding -----------------------------------------------------------------------
 
     @property
+    def _first(self) -> Finding:
+        """The first finding; an empty one if there is none."""
+        return self.findings[0] if self.findings else Finding("")
+
+    @property
     def likely_bug(self) -> str:
         """The name of the first bug, or names if two explain the stage together; empty if there is
         none.
         """
-        return self.findings[0].likely_bug if self.findings else ""
+        return self._first.likely_bug
 
     @property
     def first_wrong_stage(self) -> str:
@@ -442,29 +483,27 @@ class Diagnosis(JsonRecord):
     @property
     def where(self) -> str:
         """The part of the stage that differs, `Finding.where` of the first finding."""
-        return self.findings[0].where if self.findings else ""
+        return self._first.where
 
     @property
     def evidence(self) -> str:
         """The evidence for the first finding, `Finding.evidence`."""
-        return self.findings[0].evidence if self.findings else ""
+        return self._first.evidence
 
     @property
     def fix(self) -> str:
         """The fix of the first finding; empty if none is known."""
-        return self.findings[0].fix if self.findings else ""
+        return self._first.fix
 
     @property
     def more(self) -> str:
         """The command that prints more about the first finding; empty if there is no page."""
-        return self.findings[0].more if self.findings else ""
+        return self._first.more
 
     @property
     def cause(self) -> str:
         """The first bug, else the first verified pattern, in a line; empty if there is neither."""
-        if self.findings and self.findings[0].is_explained:
-            return self.findings[0].headline
-        return ""
+        return self._first.headline if self._first.is_explained else ""
 
     @property
     def headline(self) -> str:
@@ -477,8 +516,10 @@ class Diagnosis(JsonRecord):
                 "computed from them agrees"
             )
         if self.findings:
-            return self.findings[0].headline
-        return " ".join(next(iter(self.malformed.items()), (self.stage, "differs")))
+            return self._first.headline
+        for stage, reason in self.malformed.items():
+            return f"{stage} {reason}"
+        return f"{self.stage} differs"
 
     # ---- Text ------------------------------------------------------------------------------------
 
@@ -508,7 +549,7 @@ class Diagnosis(JsonRecord):
         elif self.findings:
             yield from self._findings(verbose=verbose)
         else:
-            yield "Likely bug", "unexpected shape or dtype" if self.malformed else "unknown"
+            yield "Likely bug", "unexpected shape or dtype"
             yield self.first_line
         yield from self._notes(verbose=verbose)
 
@@ -528,7 +569,10 @@ class Diagnosis(JsonRecord):
                 text = excess(finding.stage, finding.error_before, finding.ratio_before)
                 stage = ("Wrong stage", text)
             for line_label, text in finding.lines(stage, verbose=verbose):
-                yield line_label, text if line_label else f"  {text}"
+                if line_label:
+                    yield line_label, text
+                else:
+                    yield "", f"  {text}"
         if self.unexplained and not self.has_stages:
             yield (
                 "Next",
@@ -553,8 +597,10 @@ class Diagnosis(JsonRecord):
         if self.untried:
             yield "Not tried", f"{self.untried} (limit of the search)"
         if self.hidden:
-            shown = some_of(self.hidden, most=len(self.hidden) if verbose else 3)
-            yield "Hidden", f"{shown} may not show in {self.dtype}: compare in float32 as well"
+            hidden = some_of(self.hidden)
+            if verbose:
+                hidden = and_listed(self.hidden)
+            yield "Hidden", f"{hidden} may not show in {self.dtype}: compare in float32 as well"
 
     def _dtypes(self) -> Iterator[Line]:
         """Yield the stages whose dtype is not the problem's, a line for each dtype."""
@@ -562,7 +608,9 @@ class Diagnosis(JsonRecord):
         for stage, dtype in self.dtypes.items():
             stages.setdefault(dtype, []).append(stage)
         for dtype, names in stages.items():
-            verb = "is" if len(names) == 1 else "are"
+            verb = "are"
+            if len(names) == 1:
+                verb = "is"
             yield "Dtype", f"{some_of(names)} {verb} {dtype} in a {self.dtype} problem"
 
     @property
@@ -584,22 +632,27 @@ def excess(stage: str, error: float, ratio: float) -> str:
         return f"{stage}, which should be exact"
     if not math.isfinite(error):
         return f"{stage}, which is not finite"
-    return f"{stage}, {ratio:.2g} times its budget" if math.isfinite(ratio) else stage
+    if not math.isfinite(ratio):
+        return stage
+    return f"{stage}, {ratio:.2g} times its budget"
 
 
 def order_of(stage: str) -> tuple[int, int]:
     """Return the place of a stage in the data flow, for sorting: its call, then its kind."""
     kinds = list(STAGES)
     known = stage_named(stage)
-    place = kinds.index(known.kind) if known.kind in kinds else len(kinds)
-    return known.step or 0, place
+    if known.kind in kinds:
+        return known.step or 0, kinds.index(known.kind)
+    return known.step or 0, len(kinds)
 
 
 def _rank_of(finding: Finding) -> int:
     """Return the place of a finding among others: named, explained, unexplained."""
     if finding.bugs:
         return 0
-    return 1 if finding.is_explained else 2
+    if finding.is_explained:
+        return 1
+    return 2
 
 
 def _by_quantity(conventions: Mapping[str, str]) -> list[str]:

@@ -449,18 +449,19 @@ class _Question:
         # in another part.
         if trial.judgement(self.stage, edits, quick=True).ratio > FAR_OFF:
             return ()
-        if len(added) > 1 and any(self._is_nearly_explained_by(edit) for edit in added):
+        first, *others = added
+        if others and any(self._is_nearly_explained_by(edit) for edit in added):
             return ()
         after = trial.judgement(self.stage, edits)
         if after.ratio > 1.0 or not _falls(self.before, after):
             return ()
-        if added[0].is_loss and not self._is_reproduced_by(edits):
+        if first.is_loss and not self._is_reproduced_by(edits):
             return ()
         if self._spoils_nothing(added):
             return added
-        if len(added) > 1 or added[0].is_loss:
+        if others or first.is_loss:
             return ()
-        return self._in_calls(added[0])
+        return self._in_calls(first)
 
     def _is_nearly_explained_by(self, edit: Edit) -> bool:
         return self.trial.judgement(self.stage, (*self.edits, edit)).ratio <= NEARLY

@@ -21,19 +21,21 @@ def distances(one: Trace, other: Trace, sides: Sequence[Sequence[Comparison]]) -
     """Return the largest difference between two traces, stage by stage; infinite if a stage cannot
     be compared.
     """
-    a, b = one.accumulated, other.accumulated
+    distances: dict[str, float] = {}
+    for comparisons in sides:
+        for comparison in comparisons:
+            stage = comparison.stage
+            distances[stage] = _distance(one.accumulated.get(stage), other.accumulated.get(stage))
+    return distances
 
-    def distance(stage: str) -> float:
-        if stage not in a or stage not in b or a[stage].shape != b[stage].shape:
-            return float("inf")
-        return float(
-            np.abs(a[stage].astype(np.float64) - b[stage].astype(np.float64)).max(initial=0.0)
-        )
 
+def _distance(one: np.ndarray | None, other: np.ndarray | None) -> float:
+    """Return the largest difference between two arrays; infinite if they cannot be compared."""
+    if one is None or other is None or one.shape != other.shape:
+        return float("inf")
     with np.errstate(invalid="ignore"):
-        return {
-            comparison.stage: distance(comparison.stage) for side in sides for comparison in side
-        }
+        difference = np.abs(one.astype(np.float64) - other.astype(np.float64))
+    return float(difference.max(initial=0.0))
 
 
 def diagnose_worst(traces: Sequence[Trace], sides: Sequence[Sequence[Comparison]]) -> Diagnosis:
@@ -43,11 +45,18 @@ def diagnose_worst(traces: Sequence[Trace], sides: Sequence[Sequence[Comparison]
         traces: of one problem.
         sides: the comparisons of each with the reference.
     """
-    wrong = [first_difference(side) for side in sides]
-    order = {comparison.stage: place for side in sides for place, comparison in enumerate(side)}
-    places = [len(order) if each is None else order[each.stage] for each in wrong]
-    worst = places.index(min(places))
-    diagnosis, difference = diagnose_trace(traces[worst]), wrong[worst]
+    order: dict[str, int] = {}
+    for comparisons in sides:
+        for place, comparison in enumerate(comparisons):
+            order[comparison.stage] = place
+    worst, difference = 0, None
+    for number, comparisons in enumerate(sides):
+        first = first_difference(comparisons)
+        if first is None:
+            continue
+        if difference is None or order[first.stage] < order[difference.stage]:
+            worst, difference = number, first
+    diagnosis = diagnose_trace(traces[worst])
     if diagnosis.is_wrong or difference is None or difference.stage in diagnosis.conventions:
         return diagnosis
     # A gradient, a dtype or a missing stage: no bug in the formulas would explain it.
