@@ -262,6 +262,6 @@ def test_unexplained_nan_is_located():
     }
     stages["context"][1, 2, 3] = np.nan
     diagnosis = diagnose(stages, problem)
-    assert (diagnosis.kind, diagnosis.unexplained) == ("unknown", "context")
+    assert (diagnosis.kind, diagnosis.unexplained[0].stage) == ("unknown", "context")
     told = str(diagnosis)
     assert all(words in told for words in ("NaN", "sequence 1", "head 2", "position 3"))

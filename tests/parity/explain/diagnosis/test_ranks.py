@@ -51,7 +51,7 @@ def test_rank_files_are_diagnosed(write, layer, tmp_path, capsys):
     assert "Likely bug: rank-first-sinks\n" in said
     found = json.loads((tmp_path / "found.json").read_text())
     assert [each["rank"] for each in found["wrong"]] == [1, 2, 3]
-    assert [each["name"] for each in found["bugs"]] == ["rank-first-sinks"]
+    assert [each["bugs"] for each in found["findings"]] == [["rank-first-sinks"]]
     assert found["likely_bug"] == "rank-first-sinks"
 
 

@@ -14,6 +14,7 @@ from helpers.samples import sample
 import parity
 from mha_spec import AttentionSpec, Rope
 from parity.explain.diagnosis.bugs import bugs_for, edited_layer
+from parity.explain.diagnosis.bugs.record import Edit
 from parity.explain.diagnosis.choices import AS_THE_REFERENCE, LOG_SUM_EXP, SCORES, SOFTMAX
 from parity.explain.diagnosis.diagnose import diagnose
 from parity.explain.diagnosis.readings import BEFORE_ROPE, BEFORE_SCALE
@@ -46,7 +47,8 @@ def right(case, dtype="float32", *changes, arithmetic="ieee"):
     """Return a problem, and the stages of its layer in a dtype, with changes."""
     problem = make_problem(case, dtype)
     with np.errstate(all="ignore"):
-        values = run_steps(edited_layer(problem, dtype, changes, arithmetic).steps())
+        edits = [Edit(overrides=change.overrides) for change in changes]
+        values = run_steps(edited_layer(problem, dtype, edits, arithmetic).steps())
     return problem, {name: x for name, x in values.items() if not stage_named(name).path}
 
 
@@ -360,7 +362,9 @@ def test_unexplained_q_has_place_and_law():
     assert "only head 3" in diagnosis.unnamed[0].where
     assert "1.25" in diagnosis.unnamed[0].description.abouts[0]
     assert "1.25" in str(diagnosis)
-    found = json.loads(json.dumps(diagnosis.to_dict(), allow_nan=False))["unknowns"][0]["findings"]
+    found = json.loads(json.dumps(diagnosis.to_dict(), allow_nan=False))["findings"][0][
+        "description"
+    ]
     assert found["place"]["heads"] == [3]
 
 

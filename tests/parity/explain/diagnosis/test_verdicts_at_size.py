@@ -419,8 +419,8 @@ def test_mask_of_longest_is_located():
     problem = make_problem(SERVED, "float32")
     diagnosis = parity.diagnose(served(problem, mask_of_longest=True), problem)
     assert diagnosis.stage == "step1.mask"
-    assert {each.stage for each in diagnosis.unnamed} == {"step1.mask", "step2.mask", "step3.mask"}
-    first = diagnosis.unnamed[0]
+    (first,) = diagnosis.findings
+    assert (first.stage, first.follows) == ("step1.mask", ("step2.mask", "step3.mask"))
     assert "the keys from the first key to 3 after its own" in first.description.abouts[0]
     assert first.where.startswith("only sequence 1 (of 2)")
 

@@ -848,9 +848,7 @@ def test_injected_bugs_are_found_and_named():
         verdict = judged(of_six_layers(name, seed=seed), bug, layer)
         wrong = [each.index for each in verdict.layers if each.difference is not None]
         first = verdict.first
-        names = (
-            [each for found in first.diagnosis.named for each in found.bugs] if first else []
-        )
+        names = [each for found in first.diagnosis.named for each in found.bugs] if first else []
         stage = stage_named(first.difference.stage).quantity if first else ""
         if (
             wrong != [layer]
