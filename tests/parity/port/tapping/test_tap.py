@@ -880,7 +880,7 @@ def test_verdict_names_layer_and_bug():
     assert "First wrong stage: mask, which should be exact" in str(verdict)
     told = verdict.to_dict()
     assert [layer["passed"] for layer in told["layers"]] == [True] * 4 + [False, True]
-    assert told["layers"][4]["diagnosis"]["explanations"][0]["bugs"] == ["window-one-too-wide"]
+    assert told["layers"][4]["diagnosis"]["findings"][0]["bugs"] == ["window-one-too-wide"]
 
 
 # ---- Two recordings ------------------------------------------------------------------------------
@@ -1464,11 +1464,14 @@ def test_rope_of_another_layer_is_named():
     rotary.sliding_attention_attention_scaling = rotary.full_attention_attention_scaling
     (wrong,) = judged_prompt().wrong
     assert (wrong.index, wrong.difference.stage) == (0, "q")
-    assert wrong.like.startswith("the configuration of layer 1 (full_attention): rope=")
-    assert wrong.to_dict()["like"] in str(wrong)
+    (finding,) = wrong.diagnosis.findings
+    assert finding.bugs == ("configuration-of-another-layer",)
+    assert "the configuration of layer 1 (full_attention): rope=" in finding.about
+    assert finding.fix == "use this layer's own configuration"
+    assert finding.about in str(wrong)
     rotary.sliding_attention_attention_scaling *= 1.5  # which no layer has
     (wrong,) = judged_prompt().wrong
-    assert wrong.like == ""
+    assert "configuration-of-another-layer" not in wrong.diagnosis.likely_bug
 
 
 def test_compiled_flax_model_raises(rng):
