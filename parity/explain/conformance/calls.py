@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec
-from parity.explain.conformance.subjects import Call, Inputs, Path, Subject
+from parity.explain.conformance.subjects import (
+    Call,
+    Inputs,
+    Path,
+    Subject,
+    by_letters,
+    from_letters,
+)
 from parity.measure.core.arrays import to_numpy
 from parity.measure.core.user_code import user_code
 from parity.measure.core.weights import Weights, dtype_named, is_floating
@@ -79,11 +86,10 @@ def run(
         Failed: if it raises another error, or does not return floating-point numbers with one row
             per query.
     """
-    distinct: dict[int, np.ndarray] = {}  # equal inputs are one array for the subject too
-    for x in inputs:
-        if id(x) not in distinct:
-            distinct[id(x)] = _as_argument(x, subject, path, strided)
-    places = list(distinct)
+    arrays: dict[str, np.ndarray] = {}  # equal inputs are one array for the subject too
+    for letters, x in by_letters(inputs).items():
+        arrays[letters] = _as_argument(x, subject, path, strided)
+    query, _, _ = from_letters(arrays)
     if cotangent is not None:
         cotangent = _as_argument(cotangent, subject, path)
     requested: dict[str, Any] = {}
@@ -95,8 +101,7 @@ def run(
     call = _SubjectCall(
         subject,
         path,
-        arrays=list(distinct.values()),
-        places=[places.index(id(x)) for x in inputs],
+        arrays=arrays,
         cotangent=cotangent,
         options=requested,
         spec=spec,
@@ -108,7 +113,7 @@ def run(
             warnings.simplefilter("ignore")
             returned = _RUNNERS[subject.framework](call)
         output = to_numpy(returned.output)
-        _check_output(subject, output, distinct[id(inputs[0])].shape)
+        _check_output(subject, output, query.shape)
         attn_weights = None
         if returned.attn_weights is not None:
             attn_weights = to_numpy(returned.attn_weights).astype(np.float64)
@@ -222,8 +227,7 @@ class _SubjectCall:
 
     Attributes:
         subject, path: what is called, and how.
-        arrays: the distinct inputs.
-        places: places of query, key and value in `arrays`.
+        arrays: the distinct inputs, see `by_letters`.
         cotangent: cotangent of the output; None for no gradients.
         options: arguments other than the inputs, see `Call`.
         spec, weights: of a layer with settable weights.
@@ -232,8 +236,7 @@ class _SubjectCall:
 
     subject: Subject
     path: Path
-    arrays: Sequence[np.ndarray]
-    places: Sequence[int]
+    arrays: Mapping[str, np.ndarray]
     cotangent: np.ndarray | None
     options: Mapping[str, Any]
     spec: AttentionSpec | None
@@ -262,7 +265,8 @@ class _SubjectCall:
         Raises:
             Failed: if the output is not an array of the framework.
         """
-        output, attn_weights = call(*(arrays[place] for place in self.places), **options)
+        inputs = from_letters(dict(zip(self.arrays, arrays, strict=True)))
+        output, attn_weights = call(*inputs, **options)
         if not isinstance(output, array_type):
             reason = f"the output is not an array but {type(output).__name__}"
             raise Failed("no array", reason)
@@ -283,7 +287,7 @@ def _run_torch(call: _SubjectCall) -> _Returned:
 
     from parity.measure.backends.torch import from_numpy
 
-    leaves = [from_numpy(x).requires_grad_(call.path.grad) for x in call.arrays]
+    leaves = [from_numpy(x).requires_grad_(call.path.grad) for x in call.arrays.values()]
     with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(call.path.grad):
         _seed_torch(0)
         attention = call.make()
@@ -321,7 +325,7 @@ def _run_jax(call: _SubjectCall) -> _Returned:
     ):
         attention = call.make()
         options = call.options_in(from_numpy)
-        leaves = [from_numpy(x) for x in call.arrays]
+        leaves = [from_numpy(x) for x in call.arrays.values()]
 
         def attend(*arrays: Any) -> tuple[Any, Any]:
             return call.attend(attention, arrays, options, (jax.Array, np.ndarray))
@@ -343,7 +347,7 @@ def _run_ttnn(call: _SubjectCall) -> _Returned:
     with lock(call.path.dtype):
         attention = call.make()
         options = call.options_in(np.asarray)
-        leaves = [from_numpy(x) for x in call.arrays]
+        leaves = [from_numpy(x) for x in call.arrays.values()]
         output, attn_weights = call.attend(attention, leaves, options, ttnn.Tensor)
         # Arrays leave the device before it is unlocked.
         if attn_weights is not None:

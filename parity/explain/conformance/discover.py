@@ -272,8 +272,8 @@ def made(target: Any, name: str, params: Any = None) -> Any:
             raise InputTypeError("a class", "need no arguments", f"{name}({', '.join(missing)})")
         with user_code(name):
             return target()
-    has_no_parameters = parameters is not None and not parameters
-    if not (has_no_parameters and inspect.isroutine(target)):
+    is_factory = inspect.isroutine(target) and parameters == {}
+    if not is_factory:
         return target
     with user_code(name):
         module = target()

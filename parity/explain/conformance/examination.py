@@ -23,6 +23,8 @@ from parity.explain.conformance.subjects import (
     Inputs,
     Path,
     Subject,
+    by_letters,
+    from_letters,
 )
 from parity.measure.core.compare import unit_of_rounding
 from parity.measure.core.weights import Weights
@@ -287,30 +289,26 @@ class Examination:
 
 
 def perturbed(
-    inputs: Inputs, token: int, path: Path, arrays: str = "qkv", scale: float | None = None
+    inputs: Inputs, token: int, path: Path, letters: str = "qkv", scale: float | None = None
 ) -> Inputs:
-    """Return the inputs with a large change of one token in each selected array (query, key,
-    value).
+    """Return the inputs with a large change of one token in each array that has one of the letters
+    (query, key, value).
     """
     if scale is None:
         scale = LARGE[path.dtype]
     rng = np.random.default_rng(SEED + 1)
-    changed: dict[int, np.ndarray] = {}  # equal inputs are changed together
-    for letter, x in zip("qkv", inputs, strict=True):
-        if letter not in arrays or id(x) in changed or token >= x.shape[-2]:
-            continue
-        other = x.copy()
-        other[..., token, :] = scale * rng.standard_normal(x[..., token, :].shape)
-        changed[id(x)] = other
-    query, key, value = (changed.get(id(x), x) for x in inputs)
-    return query, key, value
+    arrays = by_letters(inputs)
+    for own_letters, x in arrays.items():
+        if set(own_letters) & set(letters) and token < x.shape[-2]:
+            other = x.copy()
+            other[..., token, :] = scale * rng.standard_normal(x[..., token, :].shape)
+            arrays[own_letters] = other
+    return from_letters(arrays)
 
 
 def mapped(inputs: Inputs, function: Callable[[np.ndarray], np.ndarray]) -> Inputs:
     """Apply a function to each of the inputs; equal ones stay one array."""
-    by_id = {id(x): function(x) for x in inputs}
-    query, key, value = (by_id[id(x)] for x in inputs)
-    return query, key, value
+    return from_letters({letters: function(x) for letters, x in by_letters(inputs).items()})
 
 
 # ---- Compared outputs ----------------------------------------------------------------------------

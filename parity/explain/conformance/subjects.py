@@ -36,6 +36,28 @@ fast paths.
 """
 
 
+LETTERS = ("q", "k", "v")
+
+
+def by_letters(inputs: Inputs) -> dict[str, np.ndarray]:
+    """Return the distinct arrays of the inputs, by the letters of query, key and value: the keys
+    are `q` and `kv`, for example, or `qkv` for self-attention.
+    """
+    letters_by_id: dict[int, str] = {}
+    for letter, x in zip(LETTERS, inputs, strict=True):
+        letters_by_id[id(x)] = letters_by_id.get(id(x), "") + letter
+    return {letters: inputs[LETTERS.index(letters[0])] for letters in letters_by_id.values()}
+
+
+def from_letters(arrays: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """Return query, key and value of distinct arrays, the inverse of `by_letters`."""
+    by_letter: dict[str, Any] = {}
+    for letters, x in arrays.items():
+        for letter in letters:
+            by_letter[letter] = x
+    return by_letter["q"], by_letter["k"], by_letter["v"]
+
+
 @dataclass(frozen=True)
 class Path:
     """A way to call a subject: it should change only rounding, but makes libraries run different

@@ -10,8 +10,8 @@ import numpy as np
 
 from parity.explain.conformance.answers import Answer, Finding, Kind, Question, asks
 from parity.explain.conformance.calls import Failed, Refused
-from parity.explain.conformance.examination import Examination, change, numbers
-from parity.explain.conformance.subjects import BATCH, TOKENS, Path
+from parity.explain.conformance.examination import Examination, change, mapped, numbers
+from parity.explain.conformance.subjects import BATCH, TOKENS, Path, by_letters
 
 MANY_TOKENS = 600
 """Enough tokens for blockwise code: several blocks of keys, and more than 2^20 scores in total."""
@@ -251,16 +251,20 @@ def _outputs(
     options = _options_of(exam, way)
     outputs: list[np.ndarray] = []
     for start in range(0, len(sequences), BATCH):
-        batch = {id(x): np.repeat(x[:1], BATCH, axis=0) for x in inputs}
+        batch = mapped(inputs, _repeated)
         for i, poison in enumerate(sequences[start : start + BATCH]):
             if poison is None:
                 continue
-            for letter, x in zip("qkv", inputs, strict=True):
-                if letter in poison.letters:
-                    batch[id(x)][i, ..., poison.token, :] = poison.value
-        query, key, value = (batch[id(x)] for x in inputs)
-        outputs += list(exam.run(path, (query, key, value), **options).output)
+            for letters, x in by_letters(batch).items():
+                if set(letters) & set(poison.letters):
+                    x[i, ..., poison.token, :] = poison.value
+        outputs += list(exam.run(path, batch, **options).output)
     return outputs[: len(sequences)]
+
+
+def _repeated(x: np.ndarray) -> np.ndarray:
+    """Return a batch of copies of the first sequence."""
+    return np.repeat(x[:1], BATCH, axis=0)
 
 
 def _attends_to(way: Way, poison: Poison) -> np.ndarray:

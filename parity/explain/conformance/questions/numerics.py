@@ -77,7 +77,7 @@ def _of_scale(factor: float, evidence: str, head_dim: int) -> Finding:
     wrong_factors = {
         "1 (none)": np.sqrt(head_dim),
         "1/H": 1.0 / np.sqrt(head_dim),
-        "1/sqrt(E)": 1.0 / np.sqrt(NUM_HEADS),
+        "1/sqrt(E)": 1.0 / np.sqrt(NUM_HEADS),  # E = N * H
     }
     for words, wrong_factor in wrong_factors.items():
         if abs(factor / wrong_factor - 1.0) < 0.02:
@@ -118,19 +118,15 @@ def overflow(exam: Examination, question: Question) -> Answer:
 def _large_inputs(exam: Examination) -> tuple[Inputs, str]:
     """Return inputs whose logits exceed the range of float16, and their description."""
     subject = exam.subject
-    takes_value = "value" in subject.takes
-    if takes_value or not subject.is_layer:
-        query, _, value = exam.inputs(TOKENS)
-    else:
-        query, _, value = exam.inputs()
-    if subject.is_layer and not subject.has_settable_weights:
-        # Its projections are unknown, so only the size of the logits is known.
-        large = 1000.0 * query
-        if not takes_value:
-            value = large
-        return (large, large, value), "inputs of size 1000"
-    large = np.full_like(query, 200.0)
-    return (large, large, value), "query = key = 200, H = 8"
+    query, _, value = exam.inputs(TOKENS)
+    if not subject.is_layer or subject.has_settable_weights:
+        large = np.full_like(query, 200.0)
+        return (large, large, value), "query = key = 200, H = 8"
+    # Its projections are unknown, so only the size of the logits is known.
+    large = 1000.0 * query
+    if "value" not in subject.takes:
+        value = large
+    return (large, large, value), "inputs of size 1000"
 
 
 # ---- Agreement -----------------------------------------------------------------------------------
