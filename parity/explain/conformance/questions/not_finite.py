@@ -19,12 +19,12 @@ MANY_TOKENS = 600
 
 @asks("NaN seen", "does a NaN or infinity reach every output that attends to it?")
 def nan_seen(exam: Examination, question: Question) -> Answer:
-    return _answer(exam, question, SEEN)
+    return _answer(exam, question, IS_SEEN)
 
 
 @asks("NaN hidden", "does a NaN or infinity in a hidden key or value stay hidden?")
 def nan_hidden(exam: Examination, question: Question) -> Answer:
-    return _answer(exam, question, HIDDEN)
+    return _answer(exam, question, IS_HIDDEN)
 
 
 class Claim(NamedTuple):
@@ -40,8 +40,8 @@ class Claim(NamedTuple):
     kind: Kind
 
 
-SEEN = Claim("seen", "swallowed", Kind.BROKEN)
-HIDDEN = Claim("hidden", "leaks", Kind.NOTE)
+IS_SEEN = Claim("seen", "swallowed", Kind.BROKEN)
+IS_HIDDEN = Claim("hidden", "leaks", Kind.NOTE)
 
 
 def _answer(exam: Examination, question: Question, claim: Claim) -> Answer:
@@ -73,7 +73,7 @@ def _find(exam: Examination, path: Path, num_tokens: int, claim: Claim) -> Findi
     faults: dict[str, str] = {}
     for way, spread in _spreads(exam, path, num_tokens):
         fault = spread.swallowed
-        if claim is HIDDEN:
+        if claim is IS_HIDDEN:
             fault = spread.leaked
             if way.visible.all():  # nothing is hidden
                 continue
