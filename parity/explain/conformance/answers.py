@@ -40,13 +40,13 @@ class Finding:
     Attributes:
         words: text for people.
         kind: kind of the answer.
-        seen: observed numbers, or the reason of an error.
+        evidence: observed numbers, or the reason of an error.
         exception: the exception that the subject raised, if any.
     """
 
     words: str
     kind: Kind = Kind.KEPT
-    seen: str = field(default="", compare=False)
+    evidence: str = field(default="", compare=False)
     exception: BaseException | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
@@ -55,7 +55,9 @@ class Finding:
     @property
     def with_reason(self) -> str:
         """Return the words, with the reason of a rejection."""
-        return f"{self.words}: {self.seen}" if self.kind is Kind.REFUSED else self.words
+        if self.kind is Kind.REFUSED:
+            return f"{self.words}: {self.evidence}"
+        return self.words
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,9 @@ class Answer(JsonRecord):
     @property
     def status(self) -> str:
         """Return the kind for JSON, where a rejection counts as absent."""
-        return Kind.ABSENT.value if self.kind is Kind.REFUSED else self.kind.value
+        if self.kind is Kind.REFUSED:
+            return Kind.ABSENT.value
+        return self.kind.value
 
     @property
     def by_path(self) -> dict[str, str]:
@@ -113,19 +117,15 @@ class Question:
         name: name of the column.
         asks: text of the question.
         function: function that answers it: `(examination, question) -> answer`.
-        is_offered: whether it applies to the subject of an examination.
     """
 
     name: str
     asks: str
     function: Callable[[Any, Question], Answer]
-    is_offered: Callable[[Any], bool]
 
     def ask(self, examination: Any) -> Answer:
         """Answer the question for the subject under examination."""
-        return (
-            self.function(examination, self) if self.is_offered(examination) else self.not_offered
-        )
+        return self.function(examination, self)
 
     @property
     def not_offered(self) -> Answer:
@@ -133,11 +133,13 @@ class Question:
         return Answer(self.name, Kind.ABSENT, "—")
 
 
-def asks(
-    name: str, words: str, where: Callable[[Any], bool] = lambda examination: True
-) -> Callable[[Callable[[Any, Question], Answer]], Question]:
-    """Decorate the function that answers a question; `where` decides whether it applies."""
-    return lambda function: Question(name, words, function, where)
+def asks(name: str, words: str) -> Callable[[Callable[[Any, Question], Answer]], Question]:
+    """Decorate the function that answers a question."""
+
+    def question_of(function: Callable[[Any, Question], Answer]) -> Question:
+        return Question(name, words, function)
+
+    return question_of
 
 
 @dataclass(frozen=True)
@@ -163,9 +165,13 @@ class Conformance(JsonRecord):
     IN_JSON = ("name", "framework", "version", "missing", "answers")
 
     def __str__(self) -> str:
+        if self.missing:
+            return f"{self.name}: {self.missing}"
         counts = f"{len(self.answers)} questions, {counted(len(self.broken), 'broken promise')}"
-        broken = (f"{answer.question}: {answer.words}; {answer.example}" for answer in self.broken)
-        return "\n".join((f"{self.name}: {self.missing or counts}", *broken))
+        lines = [f"{self.name}: {counts}"]
+        for answer in self.broken:
+            lines.append(f"{answer.question}: {answer.words}; {answer.example}")
+        return "\n".join(lines)
 
     def __getitem__(self, question: str) -> Answer:
         """Return the answer to a question.
@@ -184,27 +190,42 @@ class Conformance(JsonRecord):
         return [answer for answer in self.answers if answer.is_broken]
 
     @property
+    def was_asked(self) -> bool:
+        """Return whether any question applied."""
+        return any(answer.was_asked for answer in self.answers)
+
+    @property
     def not_examined(self) -> list[str]:
         """Return the requested dtypes in which no question called the subject; the first is that of
         plain calls.
         """
-        examined = {path.dtype for answer in self.answers for path in answer.findings}
-        return [dtype for dtype in self.requested[1:] if dtype not in examined and not self.missing]
+        if self.missing:
+            return []
+        examined: set[str] = set()
+        for answer in self.answers:
+            examined.update(path.dtype for path in answer.findings)
+        return [dtype for dtype in self.requested[1:] if dtype not in examined]
 
 
-def unexamined_dtypes(found: Sequence[Conformance]) -> dict[str, list[str]]:
+def unexamined_dtypes(subjects: Sequence[Conformance]) -> dict[str, list[str]]:
     """Return the requested dtypes that no question examined, by the name of the subject; empty if
     there are none.
     """
-    return {subject.name: subject.not_examined for subject in found if subject.not_examined}
+    gaps: dict[str, list[str]] = {}
+    for subject in subjects:
+        if subject.not_examined:
+            gaps[subject.name] = subject.not_examined
+    return gaps
 
 
-def exit_status(found: Sequence[Conformance]) -> int:
+def exit_status(subjects: Sequence[Conformance]) -> int:
     """Return 1 if a promise is broken; 2 if no question applied, or none to a requested dtype;
     otherwise 0.
     """
-    if any(subject.broken for subject in found):
+    if any(subject.broken for subject in subjects):
         return 1
-    if unexamined_dtypes(found):
+    if unexamined_dtypes(subjects):
         return 2
-    return 0 if any(answer.was_asked for subject in found for answer in subject.answers) else 2
+    if not any(subject.was_asked for subject in subjects):
+        return 2
+    return 0

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mha_spec import AttentionSpec
-from parity.explain.conformance.subjects import Inputs, Path, Subject
+from parity.explain.conformance.subjects import (
+    Call,
+    Inputs,
+    Path,
+    Subject,
+    by_letters,
+    from_letters,
+)
 from parity.measure.core.arrays import to_numpy
 from parity.measure.core.user_code import user_code
 from parity.measure.core.weights import Weights, dtype_named, is_floating
@@ -28,8 +35,8 @@ class Failed(Exception):
         words: text for the cell of the matrix.
     """
 
-    def __init__(self, words: str, seen: str) -> None:
-        super().__init__(seen)
+    def __init__(self, words: str, reason: str) -> None:
+        super().__init__(reason)
         self.words = words
 
 
@@ -79,69 +86,76 @@ def run(
         Failed: if it raises another error, or does not return floating-point numbers with one row
             per query.
     """
-    dtype, swaps = dtype_named(path.dtype), subject.axes == "BTNH"
-
-    def ordered(x: np.ndarray) -> np.ndarray:
-        x = x.swapaxes(1, 2) if swaps else x
-        return (
-            np.ascontiguousarray(x.swapaxes(0, -1)).swapaxes(0, -1)
-            if strided
-            else np.ascontiguousarray(x)
-        )
-
-    given = {id(x): ordered(x.astype(dtype)) for x in inputs}
+    arrays: dict[str, np.ndarray] = {}  # equal inputs are one array for the subject too
+    for letters, x in by_letters(inputs).items():
+        arrays[letters] = _as_argument(x, subject, path, strided)
+    query, _, _ = from_letters(arrays)
     if cotangent is not None:
-        cotangent = cotangent.swapaxes(1, 2) if swaps else cotangent
-        cotangent = np.ascontiguousarray(cotangent.astype(dtype))
-    options = {
-        name: option
-        for name, option in options.items()
-        if option is not None and option is not False
-    }
-    options |= {"need_weights": True} if path.need_weights else {}
-
-    def prepare(from_numpy: Callable[[np.ndarray], Any], kind: Any) -> Attend:
-        call = (
-            subject.make(path) if spec is None else subject.make(path, spec=spec, weights=weights)
-        )
-        converted = {
-            name: from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in options.items()
-        }
-
-        def attend(*arrays: Any) -> tuple[Any, Any]:
-            by_id = dict(zip(given, arrays, strict=True))
-            output, attn_weights = call(*(by_id[id(x)] for x in inputs), **converted)
-            if not isinstance(output, kind):
-                raise Failed("no array", f"the output is not an array but {type(output).__name__}")
-            return output, attn_weights
-
-        return attend
-
+        cotangent = _as_argument(cotangent, subject, path)
+    requested: dict[str, Any] = {}
+    for name, option in options.items():
+        if option is not None and option is not False:
+            requested[name] = option
+    if path.need_weights:
+        requested["need_weights"] = True
+    call = _SubjectCall(
+        subject,
+        path,
+        arrays=arrays,
+        cotangent=cotangent,
+        options=requested,
+        spec=spec,
+        weights=weights,
+        seed=seed,
+    )
     try:
         with warnings.catch_warnings(), user_code(subject.name):
             warnings.simplefilter("ignore")
-            run_in = _RUNNERS[subject.framework]
-            output, attn_weights, grads = run_in(path, [*given.values()], prepare, cotangent, seed)
-        output = to_numpy(output)
-        _check_output(subject, output, given[id(inputs[0])].shape)
-        attn_weights = None if attn_weights is None else to_numpy(attn_weights).astype(np.float64)
-        grads = tuple(to_numpy(grad).astype(np.float64) for grad in grads)
+            returned = _RUNNERS[subject.framework](call)
+        output = to_numpy(returned.output)
+        _check_output(subject, output, query.shape)
+        attn_weights = None
+        if returned.attn_weights is not None:
+            attn_weights = to_numpy(returned.attn_weights).astype(np.float64)
+        grads = tuple(to_numpy(grad).astype(np.float64) for grad in returned.grads)
     except Failed:
         raise
     except Exception as error:  # other libraries may raise anything
-        kind = type(error).__name__
-        reason = str(error).strip().split("\n")[0]
-        reason = f"{kind}: {reason}" if reason else kind
-        if _is_overflow(error):
-            raise Failed(
-                "overflow",
-                f"{reason}; a constant in the code, such as -1e9, is out of range for {path.dtype}",
-            ) from error
-        if _is_meant(error, subject.framework):
-            raise Refused(reason) from error
-        raise Failed(kind, reason) from error
+        raise _classified(error, subject, path) from error
     output = output.astype(np.float64)
-    return Result(output.swapaxes(1, 2) if swaps else output, attn_weights, grads)
+    if subject.axes == "BTNH":
+        output = output.swapaxes(1, 2)
+    return Result(output, attn_weights, grads)
+
+
+def _as_argument(x: np.ndarray, subject: Subject, path: Path, strided: bool = False) -> np.ndarray:
+    """Return an array in the path's dtype and in the order of axes of the subject."""
+    x = x.astype(dtype_named(path.dtype))
+    if subject.axes == "BTNH":
+        x = x.swapaxes(1, 2)
+    if strided:
+        return np.ascontiguousarray(x.swapaxes(0, -1)).swapaxes(0, -1)
+    return np.ascontiguousarray(x)
+
+
+# ---- Errors --------------------------------------------------------------------------------------
+
+
+def _classified(error: Exception, subject: Subject, path: Path) -> Refused | Failed:
+    """Return the error of a subject as deliberate or accidental."""
+    kind = type(error).__name__
+    reason = kind
+    first_line = str(error).strip().split("\n")[0]
+    if first_line:
+        reason = f"{kind}: {first_line}"
+    if _is_overflow(error):
+        return Failed(
+            "overflow",
+            f"{reason}; a constant in the code, such as -1e9, is out of range for {path.dtype}",
+        )
+    if _is_deliberate(error, subject.framework):
+        return Refused(reason)
+    return Failed(kind, reason)
 
 
 def _is_overflow(error: Exception) -> bool:
@@ -158,65 +172,132 @@ def _is_overflow(error: Exception) -> bool:
     )
 
 
-def _is_meant(error: Exception, framework: str) -> bool:
+def _is_deliberate(error: Exception, framework: str) -> bool:
     """Return whether an error is deliberate, instead of an accident in the subject's own code."""
-    if isinstance(error, REFUSALS) or type(error).__module__.split(".")[0] in LIBRARIES:
+    if isinstance(error, REFUSALS) or _top_package(type(error).__module__) in LIBRARIES:
         return True
     if type(error) is RuntimeError:
         return framework != "jax"  # raised by their kernels
+    if isinstance(error, (AssertionError, LookupError)):
+        return _raised_in(error) in LIBRARIES
+    return False
+
+
+def _raised_in(error: Exception) -> str:
+    """Return the top-level package whose code raised an error; empty if unknown."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
+    if trace is None:
+        return ""
+    while trace.tb_next is not None:
         trace = trace.tb_next
-    raised_in = (
-        "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", "")).split(".")[0]
-    )
-    return isinstance(error, (AssertionError, LookupError)) and raised_in in LIBRARIES
+    return _top_package(str(trace.tb_frame.f_globals.get("__name__", "")))
+
+
+def _top_package(module_name: str) -> str:
+    return module_name.split(".")[0]
 
 
 def _check_output(subject: Subject, output: np.ndarray, query_shape: Sequence[int]) -> None:
+    """Check that an output is floating point, with one row per query.
+
+    Raises:
+        Failed: if it is not.
+    """
     if not is_floating(output.dtype):
         raise Failed(
             f"returns {output.dtype}",
             f"the output is of dtype {output.dtype}, which is not floating point",
         )
-    is_fit = (
-        output.ndim == 3 and output.shape[:2] == query_shape[:2]
-        if subject.is_layer
-        else output.shape == query_shape
-    )
-    if not is_fit:
-        wanted = (
-            f"({', '.join(map(str, query_shape[:2]))}, width)"
-            if subject.is_layer
-            else str(tuple(query_shape))
-        )
-        raise Failed("wrong shape", f"the output is of shape {output.shape}, not {wanted}")
+    if subject.is_layer:  # its outputs may have another width than its inputs
+        has_a_row_per_query = output.ndim == 3 and output.shape[:2] == query_shape[:2]
+        expected = f"({', '.join(map(str, query_shape[:2]))}, width)"
+    else:
+        has_a_row_per_query = output.shape == query_shape
+        expected = str(tuple(query_shape))
+    if not has_a_row_per_query:
+        raise Failed("wrong shape", f"the output is of shape {output.shape}, not {expected}")
 
 
-Arrays = Sequence[np.ndarray]
-Outputs = tuple[Any, Any, Sequence[Any]]
-Attend = Callable[..., tuple[Any, Any]]
-Prepare = Callable[[Callable[[np.ndarray], Any], Any], Attend]
-"""Prepares the subject, given a framework's conversion of arrays and the type of its outputs."""
+# ---- The frameworks ------------------------------------------------------------------------------
 
 
-def _run_torch(
-    path: Path, arrays: Arrays, prepare: Prepare, cotangent: np.ndarray | None, seed: int
-) -> Outputs:
+@dataclass(frozen=True)
+class _SubjectCall:
+    """One call of a subject, with NumPy arrays, to be run in its framework.
+
+    Attributes:
+        subject, path: what is called, and how.
+        arrays: the distinct inputs, see `by_letters`.
+        cotangent: cotangent of the output; None for no gradients.
+        options: arguments other than the inputs, see `Call`.
+        spec, weights: of a layer with settable weights.
+        seed: seed of torch for the call.
+    """
+
+    subject: Subject
+    path: Path
+    arrays: Mapping[str, np.ndarray]
+    cotangent: np.ndarray | None
+    options: Mapping[str, Any]
+    spec: AttentionSpec | None
+    weights: Weights | None
+    seed: int
+
+    def make(self) -> Call:
+        """Return the subject's callable for the path."""
+        if self.spec is None:
+            return self.subject.make(self.path)
+        return self.subject.make(self.path, spec=self.spec, weights=self.weights)
+
+    def options_in(self, from_numpy: Callable[[np.ndarray], Any]) -> dict[str, Any]:
+        """Return the options with arrays of a framework."""
+        options = dict(self.options)
+        for name, option in options.items():
+            if isinstance(option, np.ndarray):
+                options[name] = from_numpy(option)
+        return options
+
+    def attend(
+        self, call: Call, arrays: Sequence[Any], options: Mapping[str, Any], array_type: Any
+    ) -> tuple[Any, Any]:
+        """Return output and attention weights for the distinct inputs in a framework's arrays.
+
+        Raises:
+            Failed: if the output is not an array of the framework.
+        """
+        inputs = from_letters(dict(zip(self.arrays, arrays, strict=True)))
+        output, attn_weights = call(*inputs, **options)
+        if not isinstance(output, array_type):
+            reason = f"the output is not an array but {type(output).__name__}"
+            raise Failed("no array", reason)
+        return output, attn_weights
+
+
+@dataclass(frozen=True)
+class _Returned:
+    """Output, attention weights and gradients of a call, in the framework's arrays."""
+
+    output: Any
+    attn_weights: Any
+    grads: Sequence[Any] = ()
+
+
+def _run_torch(call: _SubjectCall) -> _Returned:
     import torch
 
     from parity.measure.backends.torch import from_numpy
 
-    leaves = [from_numpy(x).requires_grad_(path.grad) for x in arrays]
-    with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(path.grad):
+    leaves = [from_numpy(x).requires_grad_(call.path.grad) for x in call.arrays.values()]
+    with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(call.path.grad):
         _seed_torch(0)
-        attend = prepare(from_numpy, torch.Tensor)
-        _seed_torch(seed)
-        output, attn_weights = attend(*leaves)
-        grads = (
-            () if cotangent is None else torch.autograd.grad(output, leaves, from_numpy(cotangent))
-        )
-    return output, attn_weights, grads
+        attention = call.make()
+        options = call.options_in(from_numpy)
+        _seed_torch(call.seed)
+        output, attn_weights = call.attend(attention, leaves, options, torch.Tensor)
+        if call.cotangent is None:
+            return _Returned(output, attn_weights)
+        grads = torch.autograd.grad(output, leaves, from_numpy(call.cotangent))
+    return _Returned(output, attn_weights, grads)
 
 
 def _seed_torch(seed: int) -> None:
@@ -224,51 +305,64 @@ def _seed_torch(seed: int) -> None:
 
     # torch.manual_seed records a traceback for each uninitialized accelerator, which takes half the
     # time of a call.
-    seeded = torch if torch.accelerator.is_available() else torch.default_generator
-    seeded.manual_seed(seed)
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
 
 
-def _run_jax(
-    path: Path, arrays: Arrays, prepare: Prepare, cotangent: np.ndarray | None, _: int
-) -> Outputs:
+def _run_jax(call: _SubjectCall) -> _Returned:
     import jax
 
     from parity.measure.backends.jax import from_numpy
 
     with (
-        jax.numpy_dtype_promotion("standard"),  # the default
+        # The defaults of JAX, whatever the settings of this process.
+        jax.numpy_dtype_promotion("standard"),
         jax.numpy_rank_promotion("allow"),
-        jax.default_matmul_precision(
-            "highest"
-        ),  # no TF32, whose rounding would look like a difference
+        # No TF32, whose rounding would look like a difference.
+        jax.default_matmul_precision("highest"),
     ):
-        attend, leaves = (
-            prepare(from_numpy, (jax.Array, np.ndarray)),
-            [from_numpy(x) for x in arrays],
-        )
-        if not path.grad:
-            return *attend(*leaves), ()
+        attention = call.make()
+        options = call.options_in(from_numpy)
+        leaves = [from_numpy(x) for x in call.arrays.values()]
+
+        def attend(*arrays: Any) -> tuple[Any, Any]:
+            return call.attend(attention, arrays, options, (jax.Array, np.ndarray))
+
+        if not call.path.grad:
+            return _Returned(*attend(*leaves))
         output, backward, attn_weights = jax.vjp(attend, *leaves, has_aux=True)
-        grads = () if cotangent is None else backward(from_numpy(cotangent).astype(output.dtype))
-    return output, attn_weights, grads
+        if call.cotangent is None:
+            return _Returned(output, attn_weights)
+        grads = backward(from_numpy(call.cotangent).astype(output.dtype))
+    return _Returned(output, attn_weights, grads)
 
 
-def _run_ttnn(path: Path, arrays: Arrays, prepare: Prepare, *_: Any) -> Outputs:
+def _run_ttnn(call: _SubjectCall) -> _Returned:
     import ttnn  # pyright: ignore[reportMissingImports]  (installed in the other environment)
 
     from parity.measure.backends.tt import from_numpy, lock
 
-    with lock(path.dtype):
-        output, attn_weights = prepare(np.asarray, ttnn.Tensor)(*map(from_numpy, arrays))
-        return to_numpy(output), None if attn_weights is None else to_numpy(attn_weights), ()
+    with lock(call.path.dtype):
+        attention = call.make()
+        options = call.options_in(np.asarray)
+        leaves = [from_numpy(x) for x in call.arrays.values()]
+        output, attn_weights = call.attend(attention, leaves, options, ttnn.Tensor)
+        # Arrays leave the device before it is unlocked.
+        if attn_weights is not None:
+            attn_weights = to_numpy(attn_weights)
+        return _Returned(to_numpy(output), attn_weights)
 
 
 _RUNNERS = {"torch": _run_torch, "jax": _run_jax, "ttnn": _run_ttnn}
 
 
-def fresh_copies(
-    module: Any, change: Callable[[Any], Any] = lambda leaf: leaf
-) -> Callable[[], Any]:
+def _unchanged(leaf: Any) -> Any:
+    return leaf
+
+
+def fresh_copies(module: Any, change: Callable[[Any], Any] = _unchanged) -> Callable[[], Any]:
     """Return a function that copies an `nnx` module in its current state, random numbers included,
     for another trace.
 
@@ -280,4 +374,8 @@ def fresh_copies(
     from flax import nnx
 
     graph, state = nnx.split(module)
-    return lambda: nnx.merge(graph, jax.tree.map(change, state))
+
+    def fresh_copy() -> Any:
+        return nnx.merge(graph, jax.tree.map(change, state))
+
+    return fresh_copy

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
 from mha_spec import InputError
-from parity.explain.conformance.answers import Conformance
+from parity.explain.conformance.answers import Answer, Conformance
 from parity.explain.conformance.calls import Failed, Refused
 from parity.explain.conformance.discover import framework_of, made, subject_of
 from parity.explain.conformance.examination import Examination
@@ -38,38 +37,67 @@ def examine(
 
     Args:
         target: a `Subject`, or a function, module, class or factory in torch, JAX or ttnn, see
-            `discover.subject_of`.
+            `discover.made`.
         questions: names from `QUESTIONS`; default: all.
         dtypes: dtypes to test, the first also with dropout; default: all, or bfloat16 for ttnn.
-        declared: claims, and properties that cannot be detected: the keywords of `subject_of`.
+        declared: claims, and properties that cannot be detected: the keywords of
+            `discover.subject_of`, and `params` of `made`.
 
     Raises:
         ValueError: if a question or dtype is unknown, a declaration is missing, or a plain call
             fails.
         TypeError: if constructing the target requires arguments.
     """
-    questions = list(QUESTIONS if questions is None else questions)
-    for question in questions:
-        if question not in QUESTIONS:
-            meant = get_close_matches(question, QUESTIONS, 1)
-            hint = f"did you mean {meant[0]!r}?" if meant else ""
-            raise InputError(
-                "a question", f"be one of {', '.join(QUESTIONS)}", question=question, hint=hint
-            )
+    questions = _checked_questions(questions)
     if isinstance(target, Subject):
         framework = target.framework
     else:
         declared["name"] = declared.get("name") or name_of(target)
         target = made(target, declared["name"], declared.pop("params", None))
         framework = declared.get("framework") or framework_of(target)
-    known = TTNN_DTYPES if framework == "ttnn" else DTYPES
-    if unknown := [dtype for dtype in dtypes or () if dtype not in known]:
-        of = " for ttnn" if framework == "ttnn" else ""
-        raise InputError("a dtype", f"be one of {', '.join(known)}{of}", ", ".join(unknown))
+    _check_dtypes(dtypes or (), framework)
     with _surroundings(framework):
-        subject = target if isinstance(target, Subject) else subject_of(target, **declared)
-        found = _answers(subject, questions, dtypes or subject.dtypes)
-    return replace(found, requested=tuple(dtypes or ()))
+        subject = target
+        if not isinstance(subject, Subject):
+            subject = subject_of(target, **declared)
+        answers = tuple(_answers(subject, questions, dtypes or subject.dtypes))
+    requested = tuple(dtypes or ())
+    return Conformance(
+        subject.name, subject.framework, subject.version, answers, requested=requested
+    )
+
+
+def _checked_questions(questions: Iterable[str] | None) -> list[str]:
+    """Return the names of the requested questions, by default of all.
+
+    Raises:
+        ValueError: if a name is unknown.
+    """
+    if questions is None:
+        return list(QUESTIONS)
+    names = list(questions)
+    for name in names:
+        if name in QUESTIONS:
+            continue
+        hint = ""
+        similar = get_close_matches(name, QUESTIONS, 1)
+        if similar:
+            hint = f"did you mean {similar[0]!r}?"
+        raise InputError(
+            "a question", f"be one of {', '.join(QUESTIONS)}", question=name, hint=hint
+        )
+    return names
+
+
+def _check_dtypes(dtypes: Sequence[str], framework: str | None) -> None:
+    """Reject dtypes in which a framework cannot be examined."""
+    supported, suffix = DTYPES, ""
+    if framework == "ttnn":
+        supported, suffix = TTNN_DTYPES, " for ttnn"
+    unknown = [dtype for dtype in dtypes if dtype not in supported]
+    if unknown:
+        rule = f"be one of {', '.join(supported)}{suffix}"
+        raise InputError("a dtype", rule, ", ".join(unknown))
 
 
 @contextmanager
@@ -83,37 +111,36 @@ def _surroundings(framework: str | None) -> Iterator[None]:
 
         with load_backend("tt").lock(TTNN_DTYPES[0]):
             yield
-        return
-    if framework != "torch":
+    elif framework == "torch":
+        import torch
+
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(num_threads)
+    else:
         yield
-        return
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
-def _answers(subject: Subject, questions: Iterable[str], dtypes: Sequence[str]) -> Conformance:
+def _answers(subject: Subject, questions: Iterable[str], dtypes: Sequence[str]) -> Iterator[Answer]:
+    """Yield the answers to questions; an error outside of every path is an answer also."""
     examination = Examination(subject, dtypes)
-    answers = []
-    for question in map(QUESTIONS.__getitem__, questions):
+    for name in questions:
+        question = QUESTIONS[name]
         try:
             answer = question.ask(examination)
         except (Refused, Failed) as error:
             answer = examination.only(question, of_error(error))
-        answers.append(apply_promises(answer, subject))
-    return Conformance(subject.name, subject.framework, subject.version, tuple(answers))
+        yield apply_promises(answer, subject)
 
 
 def examine_peers(
     names: Iterable[str] | None = None,
     questions: Iterable[str] | None = None,
     dtypes: Sequence[str] | None = None,
-    on_subject: Callable[[str], None] = lambda name: None,
+    on_subject: Callable[[str], None] | None = None,
 ) -> list[Conformance]:
     """Examine the attention of torch, JAX, Flax, Keras, Equinox and mha_*, as far as they are
     installed.
@@ -121,22 +148,25 @@ def examine_peers(
     Args:
         names: names from `parity.explain.conformance.peers.PEERS`; default: all.
         questions, dtypes: as in `examine`.
-        on_subject: called before each subject, with its name.
+        on_subject: called before each subject, with its name; None for no calls.
 
     Raises:
         ImportError: if none of them is installed.
         ValueError: as in `examine`.
     """
-    found = []
-    for name in PEERS if names is None else names:
-        on_subject(name)
+    if names is None:
+        names = PEERS
+    reports = []
+    for name in names:
+        if on_subject is not None:
+            on_subject(name)
         try:
             subject = peer(name)
         except ImportError as error:
-            found.append(Conformance(name, "", "", missing=str(error)))
+            reports.append(Conformance(name, "", "", missing=str(error)))
             continue
-        found.append(examine(subject, questions, dtypes))
-    if found and all(subject.missing for subject in found):
-        missing = dict.fromkeys(subject.missing for subject in found)
-        raise ImportError(f"at least one library must be installed, got {'; '.join(missing)}")
-    return found
+        reports.append(examine(subject, questions, dtypes))
+    if reports and all(report.missing for report in reports):
+        reasons = dict.fromkeys(report.missing for report in reports)
+        raise ImportError(f"at least one library must be installed, got {'; '.join(reasons)}")
+    return reports

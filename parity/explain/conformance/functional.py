@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,10 +44,9 @@ class WithParams:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        others = [
-            parameter for name, parameter in self.signature.parameters.items() if name != self.name
-        ]
-        return self.signature.replace(parameters=others)
+        parameters = dict(self.signature.parameters)
+        del parameters[self.name]
+        return self.signature.replace(parameters=list(parameters.values()))
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         if self.name == next(iter(self.signature.parameters)):
@@ -59,16 +59,9 @@ class WithParams:
         if framework == "jax":
             import jax
 
-            params = jax.tree.map(lambda leaf: cast_in_jax(leaf, dtype), params)
+            params = jax.tree.map(partial(cast_in_jax, dtype=dtype), params)
         elif framework == "torch":
-            import torch
-
-            def convert(_: Any, leaf: Any) -> Any:
-                leaf = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
-                is_floating = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-                return leaf.detach().to(getattr(torch, dtype)) if is_floating else leaf
-
-            params = with_leaves(params, convert)
+            params = _cast_in_torch(params, dtype)
         return replace(self, params=params)
 
 
@@ -76,8 +69,23 @@ def cast_in_jax(leaf: Any, dtype: str) -> Any:
     """Cast a leaf of a JAX tree to a dtype if it is an array of floating-point numbers."""
     import jax.numpy as jnp
 
-    is_floating = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
-    return jnp.asarray(leaf, dtype) if is_floating else leaf
+    if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating):
+        return jnp.asarray(leaf, dtype)
+    return leaf
+
+
+def _cast_in_torch(tree: Any, dtype: str) -> Any:
+    """Return a tree with its arrays as tensors, those of floating-point numbers in a dtype."""
+    import torch
+
+    def cast(_: Any, leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray):
+            leaf = torch.from_numpy(leaf)
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            return leaf.detach().to(getattr(torch, dtype))
+        return leaf
+
+    return with_leaves(tree, cast)
 
 
 def with_params(target: Any, params: Any, name: str) -> WithParams:
@@ -92,18 +100,11 @@ def with_params(target: Any, params: Any, name: str) -> WithParams:
         ValueError: if `params` contains no arrays, or no parameter accepts weights.
         TypeError: if the target is a module that holds its weights, or a class.
     """
-    if not any(True for _ in arrays_in(params)):
+    if not has_arrays(params):
         raise InputError("params", "be a mapping or another tree of arrays", type(params).__name__)
-    if module := linen_module(target):
-
-        def apply(variables: Any, *args: Any, **named: Any) -> Any:
-            import jax
-
-            return module.apply(variables, *args, rngs={"dropout": jax.random.key(0)}, **named)
-
-        is_whole = isinstance(params, Mapping) and "params" in params
-        signature = inspect.signature(type(module).__call__)
-        return WithParams(apply, params if is_whole else {"params": params}, "self", signature)
+    module = linen_module(target)
+    if module is not None:
+        return _linen_with_params(module, params)
     if inspect.isclass(target):
         raise InputTypeError(
             "params", "belong to a function that accepts them", f"the class {name}"
@@ -117,8 +118,22 @@ def with_params(target: Any, params: Any, name: str) -> WithParams:
             "belong to a function of weights and inputs",
             f"{name}({', '.join(parameters)})",
         )
-    found = weights_parameter(target, parameters) or next(iter(parameters))
-    return WithParams(target, params, found, inspect.Signature(list(parameters.values())))
+    weights_name = weights_parameter(target, parameters) or next(iter(parameters))
+    return WithParams(target, params, weights_name, inspect.Signature(list(parameters.values())))
+
+
+def _linen_with_params(module: Any, params: Any) -> WithParams:
+    """Bind a flax.linen module to its weights, with a fixed key for its dropout."""
+    if not (isinstance(params, Mapping) and "params" in params):
+        params = {"params": params}
+
+    def apply(variables: Any, *args: Any, **named: Any) -> Any:
+        import jax
+
+        return module.apply(variables, *args, rngs={"dropout": jax.random.key(0)}, **named)
+
+    # The weights are passed instead of `self`, the first parameter.
+    return WithParams(apply, params, "self", inspect.signature(type(module).__call__))
 
 
 def linen_module(target: Any) -> Any:
@@ -127,7 +142,9 @@ def linen_module(target: Any) -> Any:
     """
     if inspect.ismethod(target) and target.__name__ == "apply":
         target = target.__self__
-    return target if library_of(target) == "linen" and not inspect.isclass(target) else None
+    if library_of(target) == "linen" and not inspect.isclass(target):
+        return target
+    return None
 
 
 def weights_parameter(function: Any, parameters: Parameters) -> str:
@@ -135,15 +152,18 @@ def weights_parameter(function: Any, parameters: Parameters) -> str:
 
     It is recognized by its name, or because the function looks up a key in it.
     """
-    if linen_module(function):
+    if linen_module(function) is not None:
         return next(iter(parameters))
-    roles, names = role_names(parameters), required(parameters)
-    if found := roles.get("weights"):
-        return found
+    roles = role_names(parameters)
+    if "weights" in roles:
+        return roles["weights"]
+    names = required(parameters)
     if len(names) < 2 or inspect.isclass(function):
         return ""
-    unknown = [name for name in names if name not in roles.values()]
-    return next((name for name in unknown if _looks_up_a_name(function, names, name)), "")
+    for name in names:
+        if name not in roles.values() and _looks_up_a_name(function, names, name):
+            return name
+    return ""
 
 
 def check_has_weights(target: Any, name: str, why: str = "") -> None:
@@ -153,29 +173,38 @@ def check_has_weights(target: Any, name: str, why: str = "") -> None:
         ValueError: if the function has a required parameter for its weights.
     """
     parameters = parameters_of(target) or {}
-    if (found := weights_parameter(target, parameters)) and found in required(parameters):
-        rule = f"be passed: {name} receives its weights as {found}"
+    weights_name = weights_parameter(target, parameters)
+    if weights_name and weights_name in required(parameters):
+        rule = f"be passed: {name} receives its weights as {weights_name}"
         raise InputError("params", rule, why, remedy={"params": "pkg.module:NAME"})
 
 
 def _looks_up_a_name(function: Callable[..., Any], names: Sequence[str], name: str) -> bool:
     """Return whether a call with an empty mapping fails because a key is missing in it."""
     x = np.zeros((BATCH, NUM_HEADS, NUM_HEADS * HEAD_DIM), np.float32)
+    arguments: dict[str, Any] = dict.fromkeys(names, x)
+    arguments[name] = {}
     try:
         with user_code(function):
-            function(*({} if each == name else x for each in names))
+            function(*arguments.values())
     except KeyError as error:
-        return isinstance(next(iter(error.args), None), str)
+        return bool(error.args) and isinstance(error.args[0], str)
     except Exception:  # such inputs may raise anything
         return False
     return False
 
 
+# ---- Trees of arrays -----------------------------------------------------------------------------
+
+
 def leaves_in(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Yield the leaves of nested mappings, lists and tuples, each with its path."""
-    if isinstance(tree, Mapping | list | tuple) and not hasattr(tree, "shape"):
-        for name, each in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
-            yield from leaves_in(each, (*path, name))
+    if isinstance(tree, Mapping) and not hasattr(tree, "shape"):
+        for name, branch in tree.items():
+            yield from leaves_in(branch, (*path, name))
+    elif isinstance(tree, list | tuple) and not hasattr(tree, "shape"):
+        for i, branch in enumerate(tree):
+            yield from leaves_in(branch, (*path, i))
     else:
         yield path, tree
 
@@ -188,9 +217,14 @@ def arrays_in(tree: Any) -> Iterator[Any]:
         if hasattr(leaf, "shape"):
             yield leaf
         elif "jax" in sys.modules:
-            yield from (
-                each for each in sys.modules["jax"].tree.leaves(leaf) if hasattr(each, "shape")
-            )
+            for jax_leaf in sys.modules["jax"].tree.leaves(leaf):
+                if hasattr(jax_leaf, "shape"):
+                    yield jax_leaf
+
+
+def has_arrays(tree: Any) -> bool:
+    """Return whether a tree contains an array."""
+    return next(arrays_in(tree), None) is not None
 
 
 def with_leaves(
@@ -198,10 +232,15 @@ def with_leaves(
 ) -> Any:
     """Return a copy of nested mappings, lists and tuples with leaves `change(path, leaf)`."""
     if isinstance(tree, Mapping):
-        inner = {name: with_leaves(each, change, (*path, name)) for name, each in tree.items()}
+        by_name: dict[Any, Any] = {}
+        for name, branch in tree.items():
+            by_name[name] = with_leaves(branch, change, (*path, name))
         with suppress(TypeError):  # the constructor of an npz file or a defaultdict differs
-            return type(tree)(inner)  # type: ignore[call-arg]
-        return inner
+            return type(tree)(by_name)  # type: ignore[call-arg]
+        return by_name
     if type(tree) in (list, tuple):
-        return type(tree)(with_leaves(each, change, (*path, i)) for i, each in enumerate(tree))
+        branches = []
+        for i, branch in enumerate(tree):
+            branches.append(with_leaves(branch, change, (*path, i)))
+        return type(tree)(branches)
     return change(path, tree)

@@ -4,9 +4,10 @@ documentation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from parity.explain.conformance.answers import Answer, Finding, Kind, Question, worst
@@ -21,12 +22,8 @@ def apply_promises(answer: Answer, subject: Subject) -> Answer:
     if answer.kind is Kind.NOTE and answer.question in subject.promises:
         answer = replace(answer, kind=Kind.BROKEN)
     if answer.is_broken and answer.question in subject.documented:
-        return Answer(
-            answer.question,
-            Kind.NOTE,
-            subject.documented[answer.question],
-            findings=answer.findings,
-        )
+        words = subject.documented[answer.question]
+        return Answer(answer.question, Kind.NOTE, words, findings=answer.findings)
     return answer
 
 
@@ -56,27 +53,49 @@ def merge(
     """
     if not findings:
         return question.not_offered
-    given = {finding for finding in findings.values() if finding.kind is not Kind.REFUSED}
-    kind = worst(finding.kind for finding in findings.values())
-    if len(given) > 1 and kind is not Kind.BROKEN:
-        kind = Kind.DIFFERS
+    kind = _common_kind(findings)
     words = by_rule(findings)
     if also is not None:
-        words, kind = f"{words}; {also.words}", worst((kind, also.kind))
-    first = next((path for path, finding in findings.items() if finding.kind is Kind.REFUSED), None)
-    refusal = "" if first is None else f"{first}: {findings[first].seen}"
-    exception = None if first is None else findings[first].exception
+        kind = worst((kind, also.kind))
+        words = f"{words}; {also.words}"
+
+    refusal, exception = "", None
+    refused_path = _first_path(findings, Kind.REFUSED)
+    if refused_path is not None:
+        refusal = f"{refused_path}: {findings[refused_path].evidence}"
+        exception = findings[refused_path].exception
     answer = Answer(question.name, kind, words, "", findings, refusal, exception)
     if not answer.is_broken:
         return answer
-    path = next(
-        (path for path, finding in findings.items() if finding.kind is Kind.BROKEN),
-        next(iter(findings)),
-    )
-    text = _example(subject, question, words, findings, path, about)
-    broken = findings[path]
-    error = "" if broken.exception is None else broken.seen
-    return replace(answer, example=text, error=error, exception=broken.exception or exception)
+
+    path = _first_path(findings, Kind.BROKEN)
+    if path is None:  # the paths differ, or only the additional finding is broken
+        path = next(iter(findings))
+    example = _example(subject, question, words, findings, path, about)
+    error = ""
+    if findings[path].exception is not None:
+        error = findings[path].evidence
+        exception = findings[path].exception
+    return replace(answer, example=example, error=error, exception=exception)
+
+
+def _common_kind(findings: Mapping[Path, Finding]) -> Kind:
+    """Return the kind of the answer to which findings lead: paths may reject a call, but otherwise
+    must agree.
+    """
+    kind = worst(finding.kind for finding in findings.values())
+    distinct = {finding for finding in findings.values() if finding.kind is not Kind.REFUSED}
+    if len(distinct) > 1 and kind is not Kind.BROKEN:
+        return Kind.DIFFERS
+    return kind
+
+
+def _first_path(findings: Mapping[Path, Finding], kind: Kind) -> Path | None:
+    """Return the first path whose finding is of a kind."""
+    for path, finding in findings.items():
+        if finding.kind is kind:
+            return path
+    return None
 
 
 def _example(
@@ -90,49 +109,52 @@ def _example(
     """Describe a failing example: the question, the inputs, the numbers on a path, and those of a
     differing path.
     """
-    if subject.is_layer:
-        given = (
-            f"x = numpy.random.default_rng({SEED}).standard_normal(({BATCH}, {TOKENS}, "
-            f"{subject.width}))"
-        )
-    else:
-        shape = f"({BATCH}, {NUM_HEADS}, {TOKENS}, {subject.head_dim})"
-        given = (
-            f"query, key, value, each {shape} (B N T H), from "
-            f"numpy.random.default_rng({SEED}).standard_normal"
-        )
     finding = findings[path]
-    lines = {
-        "asked": question.asks,
-        "inputs": about or given,
-        "path": path,
-        "seen": finding.seen or finding.words,
-    }
-    differs = (
-        other for other, but in findings.items() if but != finding and but.kind is not Kind.REFUSED
-    )
-    if other := next(differs, None):
-        but = findings[other]
-        lines["but"] = f"{but.words} ({other}){': ' if but.seen else ''}{but.seen}"
-    return "\n".join(
-        [
-            f"{subject.name}, {question.name}: {words}",
-            *(f"  {name:<7} {text}" for name, text in lines.items()),
-        ]
+    lines = [
+        f"{subject.name}, {question.name}: {words}",
+        f"  asked   {question.asks}",
+        f"  inputs  {about or _usual_inputs(subject)}",
+        f"  path    {path}",
+        f"  seen    {finding.evidence or finding.words}",
+    ]
+    for other_path, other in findings.items():
+        if other != finding and other.kind is not Kind.REFUSED:
+            contrast = f"{other.words} ({other_path})"
+            if other.evidence:
+                contrast += f": {other.evidence}"
+            lines.append(f"  but     {contrast}")
+            break
+    return "\n".join(lines)
+
+
+def _usual_inputs(subject: Subject) -> str:
+    """Describe the inputs of most questions, as code that creates them again."""
+    if subject.is_layer:
+        shape = f"({BATCH}, {TOKENS}, {subject.width})"
+        return f"x = numpy.random.default_rng({SEED}).standard_normal({shape})"
+    shape = f"({BATCH}, {NUM_HEADS}, {TOKENS}, {subject.head_dim})"
+    return (
+        f"query, key, value, each {shape} (B N T H), from "
+        f"numpy.random.default_rng({SEED}).standard_normal"
     )
 
 
 # ---- Answers by path -----------------------------------------------------------------------------
 
-ATTRIBUTES: dict[str, Callable[[Any], str]] = {
-    "need_weights": lambda value: "with weights" if value else "without weights",
-    "drops": lambda value: "while dropping" if value else "while not dropping",
-    "dropout": lambda value: "with dropout" if value else "without dropout",
-    "train": lambda value: "in train" if value else "in eval",
-    "grad": lambda value: "with grad" if value else "without grad",
-    "dtype": lambda value: f"in {value}",
+CONDITIONS = {
+    "need_weights": ("with weights", "without weights"),
+    "drops": ("while dropping", "while not dropping"),
+    "dropout": ("with dropout", "without dropout"),
+    "train": ("in train", "in eval"),
+    "grad": ("with grad", "without grad"),
 }
-"""Attributes that distinguish paths, in order of preference, with their descriptions."""
+"""Attributes of paths, each with the words for a true and for a false value."""
+
+ATTRIBUTES = (*CONDITIONS, "dtype")
+"""Attributes that distinguish paths, in order of preference."""
+
+MOST_CONDITIONS = 4
+"""More conditions than that are harder to read than the number of paths for each answer."""
 
 Rules = list[tuple[Hashable, str]]
 """Answers with their conditions; the first that holds applies, and the last condition is empty."""
@@ -142,40 +164,62 @@ def by_rule(answers: Mapping[Path, Hashable]) -> str:
     """Describe which path leads to which answer: 'NaN with weights, zeros in train or with grad,
     otherwise NaN'.
     """
-    for depth in range(5):
-        if found := list(_rules(dict(answers), depth)):
-            return _format(
-                min(found, key=lambda rules: len(list(groupby(answer for answer, _ in rules))))
-            )
-    counts = {
-        answer: list(answers.values()).count(answer) for answer in dict.fromkeys(answers.values())
-    }
+    for num_conditions in range(MOST_CONDITIONS + 1):
+        candidates = list(_rules(answers, num_conditions))
+        if candidates:
+            return _format(min(candidates, key=_num_changes))
+    counts: dict[Hashable, int] = {}
+    for answer in answers.values():
+        counts[answer] = counts.get(answer, 0) + 1
     return " or ".join(f"{answer} ({count} paths)" for answer, count in counts.items())
 
 
-def _rules(answers: dict[Path, Hashable], depth: int) -> Iterator[Rules]:
-    """Yield all lists of `depth` conditions that separate the answers."""
-    if len(set(answers.values())) == 1:
-        yield [(next(iter(answers.values())), "")]
-    elif depth:
-        for attribute, tell in ATTRIBUTES.items():
-            for value in dict.fromkeys(getattr(path, attribute) for path in answers):
-                rest = {
-                    path: answer
-                    for path, answer in answers.items()
-                    if getattr(path, attribute) != value
-                }
-                chosen = list({answer for path, answer in answers.items() if path not in rest})
-                if rest and len(chosen) == 1:
-                    for rules in _rules(rest, depth - 1):
-                        yield [(chosen[0], tell(value)), *rules]
+def _num_changes(rules: Rules) -> int:
+    """Return how often the answer changes from one rule to the next: fewer are easier to read."""
+    return len(list(groupby(rules, key=itemgetter(0))))
+
+
+def _rules(answers: Mapping[Path, Hashable], num_conditions: int) -> Iterator[Rules]:
+    """Yield all lists of that many conditions that separate the answers."""
+    distinct = set(answers.values())
+    if len(distinct) == 1:
+        yield [(distinct.pop(), "")]
+        return
+    if num_conditions == 0:
+        return
+    for attribute in ATTRIBUTES:
+        for value in dict.fromkeys(getattr(path, attribute) for path in answers):
+            chosen: set[Hashable] = set()
+            others: dict[Path, Hashable] = {}
+            for path, answer in answers.items():
+                if getattr(path, attribute) == value:
+                    chosen.add(answer)
+                else:
+                    others[path] = answer
+            if not others or len(chosen) > 1:
+                continue
+            first_rule = (chosen.pop(), _condition(attribute, value))
+            for other_rules in _rules(others, num_conditions - 1):
+                yield [first_rule, *other_rules]
+
+
+def _condition(attribute: str, value: Any) -> str:
+    """Describe the paths whose attribute has a value."""
+    if attribute == "dtype":
+        return f"in {value}"
+    if_true, if_false = CONDITIONS[attribute]
+    return if_true if value else if_false
 
 
 def _format(rules: Rules) -> str:
+    """Describe rules, with the conditions of successive rules for the same answer together."""
+    if len(rules) == 1:
+        return str(rules[0][0])
     parts = []
-    for answer, group in groupby(rules, key=lambda rule: rule[0]):
-        conditions = [condition for _, condition in group]
-        parts.append(
-            f"{answer} {' or '.join(conditions)}" if conditions[-1] else f"otherwise {answer}"
-        )
-    return ", ".join(parts) if len(rules) > 1 else str(rules[0][0])
+    for answer, rules_of_answer in groupby(rules, key=itemgetter(0)):
+        conditions = [condition for _, condition in rules_of_answer]
+        if conditions[-1]:
+            parts.append(f"{answer} {' or '.join(conditions)}")
+        else:
+            parts.append(f"otherwise {answer}")
+    return ", ".join(parts)

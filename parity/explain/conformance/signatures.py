@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Mapping
 from typing import Any, Unpack, get_args, get_origin
 
@@ -46,62 +47,43 @@ FIRST_WEIGHTS = ("p", "w")
 NO_MASKS = ("enable_gqa", "average_attn_weights", "inference", "rngs", "decode", "new_lengths")
 """Parameters without a role that are not masks."""
 
+
+def _input_names(input_name: str) -> tuple[str, ...]:
+    """Return the usual names of the projection of `query`, `key` or `value`."""
+    q = input_name[0]
+    return (
+        *(f"{q}_proj", f"w{q}", f"w_{q}", f"{q}_weight", f"{q}_kernel", f"{q}_lin"),
+        *(input_name, f"{input_name}_proj", f"to_{q}"),
+        *(f"linear_{q}", f"{q}_linear", q),
+    )
+
+
 PROJECTIONS = {
-    f"{name[0]}_proj": (
-        *(
-            f"{name[0]}_proj",
-            f"w{name[0]}",
-            f"w_{name[0]}",
-            f"{name[0]}_weight",
-            f"{name[0]}_kernel",
-            f"{name[0]}_lin",
-        ),
-        *(name, f"{name}_proj", f"to_{name[0]}", f"linear_{name[0]}", f"{name[0]}_linear", name[0]),
-    )
-    for name in ("query", "key", "value")
-} | {
+    "q_proj": _input_names("query"),
+    "k_proj": _input_names("key"),
+    "v_proj": _input_names("value"),
     "out_proj": (
-        *(
-            "out_proj",
-            "o_proj",
-            "wo",
-            "w_o",
-            "o_weight",
-            "out_weight",
-            "o_kernel",
-            "out_kernel",
-            "to_out",
-            "out_lin",
-        ),
-        *("output_proj", "linear_out", "out_linear", "dense", "out", "proj", "c_proj", "o"),
-    )
+        *("out_proj", "o_proj", "wo", "w_o", "o_weight", "out_weight", "o_kernel", "out_kernel"),
+        *("to_out", "out_lin", "output_proj", "linear_out", "out_linear", "dense", "out", "proj"),
+        *("c_proj", "o"),
+    ),
 }
 """Usual names of a projection in lower case: a parameter, a key of `weights` or an attribute of a
 module.
 """
 
-PROJECTION_NAMES = frozenset(name for names in PROJECTIONS.values() for name in names)
+PROJECTION_NAMES = frozenset(itertools.chain.from_iterable(PROJECTIONS.values()))
 
 PACKED = (
-    *(
-        "qkv_proj",
-        "qkv",
-        "wqkv",
-        "w_qkv",
-        "qkv_weight",
-        "qkv_kernel",
-        "to_qkv",
-        "c_attn",
-        "in_proj",
-        "in_proj_weight",
-    ),
-    *("query_key_value", "w_pack", "qkv_linear"),
+    *("qkv_proj", "qkv", "wqkv", "w_qkv", "qkv_weight", "qkv_kernel", "to_qkv", "c_attn"),
+    *("in_proj", "in_proj_weight", "query_key_value", "w_pack", "qkv_linear"),
 )
 """Usual names of a packed projection of queries, keys and values."""
 
 BIASES = {
-    f"{name}_proj": (f"b{name}", f"b_{name}", f"{name}_bias", f"{name}_proj_bias") for name in "qkv"
-} | {
+    "q_proj": ("bq", "b_q", "q_bias", "q_proj_bias"),
+    "k_proj": ("bk", "b_k", "k_bias", "k_proj_bias"),
+    "v_proj": ("bv", "b_v", "v_bias", "v_proj_bias"),
     "out_proj": ("bo", "b_o", "o_bias", "out_bias", "out_proj_bias", "o_proj_bias"),
     "qkv_proj": ("bqkv", "b_qkv", "qkv_bias", "qkv_proj_bias", "in_proj_bias"),
 }
@@ -120,68 +102,90 @@ Parameters = Mapping[str, inspect.Parameter]
 
 def parameters_of(target: Any) -> Parameters | None:
     """Return the parameters of a call, or None if a compiled function does not show them."""
-    if not inspect.isclass(target) and hasattr(target, "forward") and not inspect.isroutine(target):
-        target = target.forward
-    elif not inspect.isclass(target) and not inspect.isroutine(target) and callable(target):
-        target = target if hasattr(target, "func") else target.__call__
+    function = _called_by(target)
     try:
-        parameters = inspect.signature(target).parameters
+        parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return None
-    return {
-        own.name: own for parameter in parameters.values() for own in _spread(target, parameter)
-    }
+    by_name: dict[str, inspect.Parameter] = {}
+    for parameter in parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            keywords = _keywords_of(function, parameter)
+        else:
+            keywords = [parameter]
+        for keyword in keywords:
+            by_name[keyword.name] = keyword
+    return by_name
 
 
-def _spread(target: Any, parameter: inspect.Parameter) -> list[inspect.Parameter]:
+def _called_by(target: Any) -> Any:
+    """Return the method that a call of a module or instance runs; other targets are returned."""
+    if inspect.isclass(target) or inspect.isroutine(target):
+        return target
+    if hasattr(target, "forward"):
+        return target.forward
+    if callable(target) and not hasattr(target, "func"):  # a partial shows its own signature
+        return target.__call__
+    return target
+
+
+def _keywords_of(function: Any, parameter: inspect.Parameter) -> list[inspect.Parameter]:
     """Expand a parameter `**keywords: Unpack[AsTypedDict]` into its keywords; return others
     unchanged.
     """
-    kind = parameter.annotation
-    if parameter.kind is parameter.VAR_KEYWORD and isinstance(kind, str):
+    annotation = parameter.annotation
+    if isinstance(annotation, str):
         try:
-            kind = inspect.signature(target, eval_str=True).parameters[parameter.name].annotation
+            evaluated = inspect.signature(function, eval_str=True)
         except Exception:  # names that only a type checker can resolve
             return [parameter]
-    if parameter.kind is not parameter.VAR_KEYWORD or get_origin(kind) is not Unpack:
+        annotation = evaluated.parameters[parameter.name].annotation
+    if get_origin(annotation) is not Unpack:
         return [parameter]
-    return [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
-        for name in get_args(kind)[0].__annotations__
-    ]
+    names = get_args(annotation)[0].__annotations__
+    return [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
 
 
 def library_of(module: Any) -> str:
     """Return the library of a module or its class: `torch`, `equinox`, `linen` or `nnx`; empty if
     it is another.
     """
-    for kind in (module if inspect.isclass(module) else type(module)).__mro__:
-        library, _, rest = kind.__module__.partition(".")
-        if kind.__name__ == "Module" and library in ("torch", "equinox", "flax"):
-            return {"flax": rest.split(".")[0]}.get(library, library)
+    kind = type(module)
+    if inspect.isclass(module):
+        kind = module
+    for base in kind.__mro__:
+        if base.__name__ != "Module":
+            continue
+        package, _, inner = base.__module__.partition(".")
+        if package in ("torch", "equinox"):
+            return package
+        if package == "flax":
+            return inner.split(".")[0]
     return ""
 
 
 def required(parameters: Parameters) -> list[str]:
     """Return the names of the required parameters of a call."""
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [
-        name
-        for name, each in parameters.items()
-        if each.default is each.empty and each.kind not in variable
-    ]
+    names = []
+    for name, parameter in parameters.items():
+        if parameter.default is parameter.empty and parameter.kind not in variable:
+            names.append(name)
+    return names
 
 
 def role_names(parameters: Parameters) -> dict[str, str]:
     """Return the names of the parameters with a role, by role."""
-    found = {
-        role: next((name for name in names if name in parameters), "")
-        for role, names in ROLES.items()
-    }
+    roles: dict[str, str] = {}
+    for role, usual_names in ROLES.items():
+        for name in usual_names:
+            if name in parameters:
+                roles[role] = name
+                break
     first = next(iter(parameters), "")
-    if not found["weights"] and first in FIRST_WEIGHTS and len(parameters) > 1:
-        found["weights"] = first
-    return {role: name for role, name in found.items() if name}
+    if "weights" not in roles and first in FIRST_WEIGHTS and len(parameters) > 1:
+        roles["weights"] = first
+    return roles
 
 
 def roles_of(
@@ -203,25 +207,34 @@ def roles_of(
         ValueError: if a declared name is not a parameter, or an unrecognized parameter may be a
             mask.
     """
-    declared = {"mask": mask_name, "is_causal": causal_name}
-    takes_any = any(
-        parameter.kind is parameter.VAR_KEYWORD for parameter in (parameters or {}).values()
-    )
-    for role, wanted in declared.items():
-        if wanted and parameters is not None and wanted not in parameters and not takes_any:
-            raise InputError(
-                role,
-                f"be a parameter of {name}",
-                {role: wanted},
-                hint=f"there are {', '.join(parameters)}",
-            )
-    roles = role_names(parameters or {}) | {
-        role: wanted for role, wanted in declared.items() if wanted is not None
-    }
-    roles = {role: found for role, found in roles.items() if found}
+    roles = role_names(parameters or {})
+    for role, declared_name in (("mask", mask_name), ("is_causal", causal_name)):
+        if declared_name is None:
+            continue
+        if declared_name:
+            _check_is_parameter(name, parameters, role, declared_name)
+            roles[role] = declared_name
+        else:
+            roles.pop(role, None)
     if mask_name is None and "mask" not in roles:
         _check_for_a_mask(name, parameters, roles)
     return roles
+
+
+def _check_is_parameter(
+    name: str, parameters: Parameters | None, role: str, declared_name: str
+) -> None:
+    """Reject a declared name that is not a parameter, as far as the parameters are known."""
+    if parameters is None or declared_name in parameters:
+        return
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    raise InputError(
+        role,
+        f"be a parameter of {name}",
+        {role: declared_name},
+        hint=f"there are {', '.join(parameters)}",
+    )
 
 
 def _check_for_a_mask(name: str, parameters: Parameters | None, roles: Mapping[str, str]) -> None:
@@ -230,20 +243,19 @@ def _check_for_a_mask(name: str, parameters: Parameters | None, roles: Mapping[s
     Missing required parameters need no check: the call fails without them.
     """
     if parameters is None:
-        unknown = ["unknown parameters"]
+        candidates = ["unknown parameters"]
     else:
-        known = {*roles.values(), *NO_MASKS, *(name for names in ROLES.values() for name in names)}
-        unknown = [
-            str(parameter)
-            for parameter in parameters.values()
-            if parameter.name not in known
-            and (
+        recognized = {*roles.values(), *NO_MASKS, *itertools.chain.from_iterable(ROLES.values())}
+        candidates = []
+        for parameter in parameters.values():
+            is_optional = (
                 parameter.default is not parameter.empty or parameter.kind is parameter.VAR_KEYWORD
             )
-        ]
-    if unknown:
+            if is_optional and parameter.name not in recognized:
+                candidates.append(str(parameter))
+    if candidates:
         raise InputError(
             "mask_name",
             f"be the parameter of {name} for the mask, or '' if there is none (--mask-name)",
-            ", ".join(unknown),
+            ", ".join(candidates),
         )

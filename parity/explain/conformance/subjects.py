@@ -27,10 +27,35 @@ None)`, in the framework's arrays. Arguments that are None or False are not requ
 no booleans, it is a NumPy array on the host.
 """
 
+Decode = Callable[[np.ndarray, int, bool], np.ndarray]
+"""`(x, capacity, is_causal) -> output`: (B, T, E), one token at a time through a cache."""
+
 Inputs = tuple[np.ndarray, np.ndarray, np.ndarray]
 """query, key and value. Equal inputs are one array for the subject too, because self-attention has
 fast paths.
 """
+
+
+LETTERS = ("q", "k", "v")
+
+
+def by_letters(inputs: Inputs) -> dict[str, np.ndarray]:
+    """Return the distinct arrays of the inputs, by the letters of query, key and value: the keys
+    are `q` and `kv`, for example, or `qkv` for self-attention.
+    """
+    letters_by_id: dict[int, str] = {}
+    for letter, x in zip(LETTERS, inputs, strict=True):
+        letters_by_id[id(x)] = letters_by_id.get(id(x), "") + letter
+    return {letters: inputs[LETTERS.index(letters[0])] for letters in letters_by_id.values()}
+
+
+def from_letters(arrays: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """Return query, key and value of distinct arrays, the inverse of `by_letters`."""
+    by_letter: dict[str, Any] = {}
+    for letters, x in arrays.items():
+        for letter in letters:
+            by_letter[letter] = x
+    return by_letter["q"], by_letter["k"], by_letter["v"]
 
 
 @dataclass(frozen=True)
@@ -46,13 +71,13 @@ class Path:
     dropout: float = 0.0
 
     def __str__(self) -> str:
-        words = [
-            self.dtype,
-            "train" if self.train else "eval",
-            "with grad" if self.grad else "no grad",
-        ]
+        words = [self.dtype]
+        words.append("train" if self.train else "eval")
+        words.append("with grad" if self.grad else "no grad")
         words.append("with weights" if self.need_weights else "without weights")
-        return ", ".join(words + ([f"dropout {self.dropout}"] if self.dropout else []))
+        if self.dropout:
+            words.append(f"dropout {self.dropout}")
+        return ", ".join(words)
 
     @property
     def drops(self) -> bool:
@@ -81,7 +106,7 @@ class Subject:
         has_settable_weights: whether `make` accepts a spec and weights.
         has_groups: whether a layer supports fewer key/value heads in its spec; for split heads this
             is tested.
-        decode: `(x, capacity, is_causal) -> output`, one token at a time through its cache.
+        decode: decodes one token at a time through its cache, see `Decode`.
         mask_true, causal, num_kv_heads: its claims: True in a mask `hides` or `shows`; causal
             alignment `top-left` or `bottom-right`; support for fewer key/value than query heads.
         documented: by question, the warning in its documentation that covers its behavior.
@@ -101,7 +126,7 @@ class Subject:
     head_dim: int = HEAD_DIM
     has_settable_weights: bool = False
     has_groups: bool = False
-    decode: Callable[[np.ndarray, int, bool], np.ndarray] | None = None
+    decode: Decode | None = None
     mask_true: str | None = None
     causal: str | None = None
     num_kv_heads: int | None = None
@@ -116,20 +141,30 @@ class Subject:
     @property
     def dtypes(self) -> tuple[str, ...]:
         """Return the default dtypes: for ttnn, the one that its fused kernels support."""
-        return TTNN_DTYPES[:1] if self.framework == "ttnn" else DTYPES
+        if self.framework == "ttnn":
+            return TTNN_DTYPES[:1]
+        return DTYPES
 
     def paths(self, dtypes: Sequence[str]) -> Iterator[Path]:
         """Yield every path; dropout only in the first dtype, and no gradients for ttnn, which has
         none.
         """
-        grads = (False,) if self.framework == "ttnn" else (False, True)
         for dtype in dtypes:
-            modes = [(False, 0.0)]
-            if "train" in self.takes:
-                modes.append((True, 0.0))
-            if "dropout" in self.takes and dtype == dtypes[0]:
-                modes += [(False, DROPOUT), (True, DROPOUT)]
-            for need_weights in (False, True) if "need_weights" in self.takes else (False,):
-                for train, dropout in modes:
-                    for grad in grads:
-                        yield Path(dtype, need_weights, train, grad, dropout)
+            for need_weights in self._flags("need_weights"):
+                for train, dropout in self._modes(has_dropout=dtype == dtypes[0]):
+                    yield Path(dtype, need_weights, train, False, dropout)
+                    if self.framework != "ttnn":
+                        yield Path(dtype, need_weights, train, True, dropout)
+
+    def _flags(self, argument: str) -> tuple[bool, ...]:
+        """Return the values of a flag: only False if the subject does not support it."""
+        if argument in self.takes:
+            return (False, True)
+        return (False,)
+
+    def _modes(self, has_dropout: bool) -> list[tuple[bool, float]]:
+        """Return the modes of a call: whether in training, and the dropout rate."""
+        modes = [(train, 0.0) for train in self._flags("train")]
+        if has_dropout and "dropout" in self.takes:
+            modes += [(False, DROPOUT), (True, DROPOUT)]
+        return modes

@@ -12,7 +12,7 @@ import numpy as np
 
 from mha_spec import InputError
 from parity.explain.conformance.calls import Failed, Refused, run
-from parity.explain.conformance.discover import framework_of, load_callable, subject_of
+from parity.explain.conformance.discover import framework_of, load_callable, made, subject_of
 from parity.explain.conformance.examination import Examination
 from parity.explain.conformance.functional import linen_module, weights_parameter, with_params
 from parity.explain.conformance.questions.masks import causal as asks_causal
@@ -202,7 +202,14 @@ def view_of(
         "causal_name": causal_name,
     }
     try:
-        subject = subject_of(taken, target, framework=framework, causal=causal, **declared)  # type: ignore[arg-type]
+        module_or_function = made(taken, target)
+        subject = subject_of(
+            module_or_function,
+            target,
+            framework=framework,
+            causal=causal,
+            **declared,  # type: ignore[arg-type]
+        )
         found_out = _examined(plain, subject)
     except (ValueError, TypeError, Refused, Failed) as error:
         if not axes and {"key", "value"} <= roles.keys() and not plain.projections:

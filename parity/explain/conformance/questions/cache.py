@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from parity.explain.conformance.answers import Answer, Finding, Kind, Question, asks, worst
-from parity.explain.conformance.examination import Examination, change, numbers
-from parity.explain.conformance.subjects import SEED, TOKENS
+from parity.explain.conformance.examination import FUTURE_KEYS, Examination, change, numbers
+from parity.explain.conformance.subjects import SEED, TOKENS, Decode, Path
 
 
 @asks("cache", "does decoding token by token equal one pass, and is overflow refused?")
@@ -18,43 +18,62 @@ def cache(exam: Examination, question: Question) -> Answer:
     if decode is None:
         return question.not_offered
     x, *_ = exam.inputs()
-    whole = exam.run(
-        exam.base, (x, x, x), None if exam.is_causal_itself else ~np.tri(TOKENS, dtype=bool)
-    ).output
+    hidden = None
+    if not exam.is_causal_itself:
+        hidden = FUTURE_KEYS
+    whole = exam.run(exam.base, (x, x, x), hidden).output
 
-    def decoded(x: np.ndarray, capacity: int, is_causal: bool) -> np.ndarray:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return np.asarray(decode(x, capacity, is_causal), np.float64)
+    findings = [_compared(decode, exam.base, x, whole, is_causal=False)]
+    if "is_causal" in exam.subject.takes:
+        with_flag = _compared(decode, exam.base, x, whole, is_causal=True)
+        if with_flag.kind is Kind.BROKEN:
+            findings.append(replace(with_flag, words=f"with is_causal {with_flag.words}"))
+    findings.append(_overflowed(decode, x))
 
-    def compared(is_causal: bool) -> Finding:
-        output = decoded(x, TOKENS, is_causal)
-        differs, at = change(whole, output, exam.base, range(TOKENS))
-        if not differs:
-            return Finding("equals one pass")
-        others = x.copy()
-        others[:, 1:-1] = np.random.default_rng(SEED + 1).standard_normal(others[:, 1:-1].shape)
-        after = decoded(others, TOKENS, is_causal)[:, [-1]]
-        first_only = not change(output[:, [-1]], after, exam.base, [TOKENS - 1])[0]
-        seen = f"token by token{' with is_causal=True' if is_causal else ''}: {at}"
-        return Finding("sees only key 0" if first_only else "not one pass", Kind.BROKEN, seen)
+    words = "; ".join(finding.words for finding in findings)
+    kind = worst(finding.kind for finding in findings)
+    evidence = "; ".join(finding.evidence for finding in findings if finding.evidence)
+    return exam.only(question, Finding(words, kind, evidence))
 
-    def overflowing() -> Finding:
-        try:
-            output = decoded(x, TOKENS - 2, False)
-        except Exception as error:  # other libraries may raise anything
-            return Finding("overflow refused", Kind.KEPT, f"overflow: {error}", error)
-        last = numbers(output[0, -1])
-        seen = f"{TOKENS} tokens into {TOKENS - 2} slots: no error, the last output is {last}"
-        return Finding("overflow silent", Kind.BROKEN, seen)
 
-    findings = [compared(False)]
-    if "is_causal" in exam.subject.takes and (flagged := compared(True)).kind is Kind.BROKEN:
-        findings.append(replace(flagged, words=f"with is_causal {flagged.words}"))
-    findings.append(overflowing())
-    words, kind = (
-        "; ".join(finding.words for finding in findings),
-        worst(finding.kind for finding in findings),
-    )
-    seen = "; ".join(finding.seen for finding in findings if finding.seen)
-    return exam.only(question, Finding(words, kind, seen))
+def _outputs(decode: Decode, x: np.ndarray, capacity: int, is_causal: bool) -> np.ndarray:
+    """Return the outputs of decoding token by token."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return np.asarray(decode(x, capacity, is_causal), np.float64)
+
+
+def _compared(
+    decode: Decode, path: Path, x: np.ndarray, whole: np.ndarray, is_causal: bool
+) -> Finding:
+    """Compare decoding token by token with the outputs of one pass."""
+    output = _outputs(decode, x, TOKENS, is_causal)
+    differs, difference = change(whole, output, path, range(TOKENS))
+    if not differs:
+        return Finding("equals one pass")
+
+    # Does the last output depend on any token between the first and the last?
+    others = x.copy()
+    others[:, 1:-1] = np.random.default_rng(SEED + 1).standard_normal(others[:, 1:-1].shape)
+    after = _outputs(decode, others, TOKENS, is_causal)
+    feels_others, _ = change(output[:, [-1]], after[:, [-1]], path, [TOKENS - 1])
+
+    how = "token by token"
+    if is_causal:
+        how += " with is_causal=True"
+    evidence = f"{how}: {difference}"
+    if feels_others:
+        return Finding("not one pass", Kind.BROKEN, evidence)
+    return Finding("sees only key 0", Kind.BROKEN, evidence)
+
+
+def _overflowed(decode: Decode, x: np.ndarray) -> Finding:
+    """Decode more tokens than the cache has slots."""
+    capacity = TOKENS - 2
+    try:
+        output = _outputs(decode, x, capacity, False)
+    except Exception as error:  # other libraries may raise anything
+        return Finding("overflow refused", Kind.KEPT, f"overflow: {error}", error)
+    last = numbers(output[0, -1])
+    evidence = f"{TOKENS} tokens into {capacity} slots: no error, the last output is {last}"
+    return Finding("overflow silent", Kind.BROKEN, evidence)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from parity.explain.conformance.answers import Answer, Finding, Kind, Question, asks
 from parity.explain.conformance.calls import Result, run
 from parity.explain.conformance.examination import (
+    FUTURE_KEYS,
     Examination,
     change,
     mapped,
     numbers,
     perturbed,
     plain_layer,
+    relative_error,
 )
 from parity.explain.conformance.rules import merge, of_error
 from parity.explain.conformance.subjects import (
@@ -25,6 +28,7 @@ from parity.explain.conformance.subjects import (
     TOKENS,
     Inputs,
     Path,
+    Subject,
 )
 from parity.measure.core.compare import unit_of_rounding
 
@@ -32,109 +36,130 @@ from parity.measure.core.compare import unit_of_rounding
 @asks("attends", "do the outputs change with other tokens, and with each of the inputs?")
 def attends(exam: Examination, question: Question) -> Answer:
     felt = exam.felt
-    others = felt & ~np.eye(TOKENS, dtype=bool)
-    rows = "; ".join(
-        f"output {t} changes with tokens {np.flatnonzero(felt[t]).tolist()}" for t in range(TOKENS)
-    )
-    if not others.any():
-        return exam.only(question, Finding("to no other token", Kind.BROKEN, rows))
+    felt_others = felt & ~np.eye(TOKENS, dtype=bool)
+    if not felt_others.any():
+        rows = []
+        for t in range(TOKENS):
+            rows.append(f"output {t} changes with tokens {np.flatnonzero(felt[t]).tolist()}")
+        return exam.only(question, Finding("to no other token", Kind.BROKEN, "; ".join(rows)))
+    if felt.all():
+        attended = Finding("to all tokens")
+    elif exam.is_causal_itself:
+        attended = Finding("causally")
+    else:
+        attended = Finding("to some tokens")
+    if "key" not in exam.subject.takes:
+        return Answer(question.name, attended.kind, attended.words)
     inputs = exam.separate_inputs()
-    seen_by = Finding(
-        "to all tokens" if felt.all() else "causally" if exam.is_causal_itself else "to some tokens"
-    )
 
     def ask(path: Path) -> Finding:
-        for letters, what in (("q", "query"), *exam.separate_keys):
+        for letters, name in (("q", "query"), *exam.separate_keys):
             others = inputs
             for token in range(TOKENS):
                 others = perturbed(others, token, path, letters, scale=3.0)
-            if not exam.moved(path, inputs, others, range(TOKENS))[0]:
-                return Finding(
-                    f"{what} ignored",
-                    Kind.BROKEN,
-                    f"every {what} is changed, and the output is unchanged",
-                )
-        return seen_by
+            is_felt, _ = exam.moved(path, inputs, others, range(TOKENS))
+            if not is_felt:
+                evidence = f"every {name} is changed, and the output is unchanged"
+                return Finding(f"{name} ignored", Kind.BROKEN, evidence)
+        return attended
 
-    if "key" not in exam.subject.takes:
-        return Answer(question.name, seen_by.kind, seen_by.words)
     return exam.answer(question, ask, exam.plain_paths)
 
 
 @asks("other sequence", "does one sequence of the batch change the output of another?")
 def other_sequence(exam: Examination, question: Question) -> Answer:
     inputs = exam.inputs()
+    others = mapped(inputs, _with_other_sequence)
 
     def ask(path: Path) -> Finding:
-        def other(x: np.ndarray) -> np.ndarray:
-            x = x.copy()
-            x[1] = np.random.default_rng(SEED + 1).standard_normal(x[1].shape) * 10.0
-            return x
-
-        before, after = (
-            exam.run(path, given).output[:1] for given in (inputs, mapped(inputs, other))
-        )
-        mixes, seen = change(before, after, path, range(TOKENS))
-        return (
-            Finding("leaks", Kind.BROKEN, f"sequence 1 is changed: {seen}")
-            if mixes
-            else Finding("apart")
-        )
+        before = exam.run(path, inputs).output[:1]
+        after = exam.run(path, others).output[:1]
+        leaks, difference = change(before, after, path, range(TOKENS))
+        if leaks:
+            return Finding("leaks", Kind.BROKEN, f"sequence 1 is changed: {difference}")
+        return Finding("apart")
 
     return exam.answer(question, ask)
 
 
-@asks(
-    "weights",
-    "are the returned attention weights those that were used?",
-    lambda exam: "need_weights" in exam.subject.takes,
-)
+def _with_other_sequence(x: np.ndarray) -> np.ndarray:
+    """Return an input with large other numbers in sequence 1."""
+    other = x.copy()
+    other[1] = np.random.default_rng(SEED + 1).standard_normal(x[1].shape) * 10.0
+    return other
+
+
+# ---- Attention weights ---------------------------------------------------------------------------
+
+
+@asks("weights", "are the returned attention weights those that were used?")
 def weights(exam: Examination, question: Question) -> Answer:
     subject = exam.subject
-    if error := exam.weights_refusal:
-        return merge(subject, question, {replace(exam.base, need_weights=True): of_error(error)})
-    use_values = "value" in subject.takes
-    inputs = exam.inputs(TOKENS, TOKENS) if "key" in subject.takes else exam.inputs()
-    if use_values and subject.is_layer:
-        inputs = (*inputs[:2], np.random.default_rng(SEED + 4).standard_normal(inputs[1].shape))
-    hidden = ~np.tri(TOKENS, dtype=bool) if exam.takes_mask else None
+    if "need_weights" not in subject.takes:
+        return question.not_offered
+    if exam.weights_refusal is not None:
+        path = replace(exam.base, need_weights=True)
+        return merge(subject, question, {path: of_error(exam.weights_refusal)})
+    inputs = _inputs_with_values(exam)
+    hidden = None
+    if exam.takes_mask:
+        hidden = FUTURE_KEYS
 
     def ask(path: Path) -> Finding:
         result = exam.run(path, inputs, hidden)
-        attn_weights = result.attn_weights
-        if attn_weights is None:
-            return Finding("asked for, not given", Kind.BROKEN, "the attention weights are None")
-        shape = attn_weights.shape
-        if shape[-2:] != (TOKENS, TOKENS) or attn_weights.ndim not in (3, 4):
-            return Finding(
-                "of another shape", Kind.BROKEN, f"the attention weights have the shape {shape}"
-            )
-        kind = "per head" if attn_weights.ndim == 4 else "averaged"
-        if np.isnan(attn_weights).any():
-            return Finding(
-                "NaN",
-                Kind.BROKEN,
-                f"attn_weights[0, 0] = {numbers(attn_weights.reshape(-1, TOKENS)[0])}",
-            )
-        if path.drops:
-            return Finding(kind)
-        eps = unit_of_rounding(path.dtype)
-        sums = attn_weights.sum(axis=-1)
-        if np.abs(sums - 1.0).max() > 8 * eps:
-            seen = f"a row sums to {sums.flat[np.abs(sums - 1).argmax()]:.6g}"
-            return Finding("rows do not sum to 1", Kind.BROKEN, seen)
-        if hidden is not None and np.abs(attn_weights[..., hidden]).max() > 0.0:
-            seen = f"a hidden key weighs {attn_weights[..., hidden].max():.6g}"
-            return Finding("hidden keys weigh", Kind.BROKEN, seen)
-        if not use_values or attn_weights.ndim != 4 or path.dtype != exam.base.dtype:
-            return Finding(kind)
+        finding = _of_weights(result.attn_weights, hidden, path)
+        if finding.kind is Kind.BROKEN or path.drops or path.dtype != exam.base.dtype:
+            return finding
+        if "value" not in subject.takes or finding.words != PER_HEAD:
+            return finding
         error = _unexplained(exam, path, inputs, hidden, result)
-        if error > max(1e-3, 2 * eps):  # outputs and weights were both rounded
-            seen = f"weights @ values explains the output up to {error:.1%} of it only"
-            return Finding("not those used", Kind.BROKEN, seen)
-        return Finding(kind)
+        if error > max(1e-3, 2 * unit_of_rounding(path.dtype)):  # both were rounded
+            evidence = f"weights @ values explains the output up to {error:.1%} of it only"
+            return Finding("not those used", Kind.BROKEN, evidence)
+        return finding
 
     return exam.answer(question, ask, [path for path in exam.paths if path.need_weights])
+
+
+PER_HEAD = "per head"
+"""Words for attention weights (B, N, T, S), in contrast to their average over the heads."""
+
+
+def _inputs_with_values(exam: Examination) -> Inputs:
+    """Return inputs whose values differ from the keys, as far as the subject allows it."""
+    if "key" not in exam.subject.takes:
+        return exam.inputs()
+    query, key, value = exam.inputs(TOKENS, TOKENS)
+    if "value" in exam.subject.takes and exam.subject.is_layer:
+        value = np.random.default_rng(SEED + 4).standard_normal(key.shape)
+    return query, key, value
+
+
+def _of_weights(attn_weights: np.ndarray | None, hidden: np.ndarray | None, path: Path) -> Finding:
+    """Check returned attention weights by themselves: their shape, their sums, and hidden keys."""
+    if attn_weights is None:
+        return Finding("asked for, not given", Kind.BROKEN, "the attention weights are None")
+    shape = attn_weights.shape
+    if shape[-2:] != (TOKENS, TOKENS) or attn_weights.ndim not in (3, 4):
+        evidence = f"the attention weights have the shape {shape}"
+        return Finding("of another shape", Kind.BROKEN, evidence)
+    if np.isnan(attn_weights).any():
+        first_row = attn_weights.reshape(-1, TOKENS)[0]
+        return Finding("NaN", Kind.BROKEN, f"attn_weights[0, 0] = {numbers(first_row)}")
+    finding = Finding("averaged")
+    if attn_weights.ndim == 4:
+        finding = Finding(PER_HEAD)
+    if path.drops:  # the weights that are left are larger
+        return finding
+    sums = attn_weights.sum(axis=-1)
+    excess = np.abs(sums - 1.0)
+    if excess.max() > 8 * unit_of_rounding(path.dtype):
+        evidence = f"a row sums to {sums.flat[excess.argmax()]:.6g}"
+        return Finding("rows do not sum to 1", Kind.BROKEN, evidence)
+    if hidden is not None and np.abs(attn_weights[..., hidden]).max() > 0.0:
+        evidence = f"a hidden key weighs {attn_weights[..., hidden].max():.6g}"
+        return Finding("hidden keys weigh", Kind.BROKEN, evidence)
+    return finding
 
 
 def _unexplained(
@@ -155,7 +180,7 @@ def _unexplained(
     if not exam.subject.is_layer:
         groups = attn_weights.shape[1] // value.shape[1]
         expected = attn_weights @ np.repeat(value, groups, axis=1)
-        return float(np.abs(expected - result.output).max() / np.abs(result.output).max())
+        return relative_error(expected, result.output)
     u = np.random.default_rng(SEED + 5).standard_normal(value.shape[-1])
     moves = []
     for s in range(TOKENS):
@@ -163,55 +188,74 @@ def _unexplained(
         moved[:, s] += u
         moves.append(exam.run(path, (query, key, moved), hidden).output - result.output)
     move = np.stack(moves, axis=2)  # (B, T, S, E)
-    worst = 0.0
+    error = 0.0
     for b in range(BATCH):
-        known = attn_weights[b].reshape(attn_weights.shape[1], -1).T  # (T * S, N)
-        found = move[b].reshape(TOKENS * TOKENS, -1)
-        solution, *_ = np.linalg.lstsq(known, found, rcond=None)
-        worst = max(worst, float(np.abs(known @ solution - found).max() / np.abs(found).max()))
-    return worst
+        coefficients = attn_weights[b].reshape(attn_weights.shape[1], -1).T  # (T * S, N)
+        observed = move[b].reshape(TOKENS * TOKENS, -1)
+        contributions, *_ = np.linalg.lstsq(coefficients, observed, rcond=None)
+        error = max(error, relative_error(coefficients @ contributions, observed))
+    return error
+
+
+# ---- Grouped heads -------------------------------------------------------------------------------
+
+GROUP = NUM_HEADS // NUM_KV_HEADS
+
+HEAD_ORDERS = {
+    "repeat": (np.arange(NUM_HEADS) // GROUP, Kind.KEPT),
+    "tile": (np.arange(NUM_HEADS) % NUM_KV_HEADS, Kind.NOTE),
+}
+"""Known key/value heads of each query head, each with the kind of that answer."""
 
 
 @asks("grouped heads", "which key/value head does each query head use?")
 def grouped(exam: Examination, question: Question) -> Answer:
-    subject, head_dim = exam.subject, exam.subject.head_dim
-    groups = NUM_HEADS // NUM_KV_HEADS
-    known = {
-        "repeat": ([n // groups for n in range(NUM_HEADS)], Kind.KEPT),
-        "tile": ([n % NUM_KV_HEADS for n in range(NUM_HEADS)], Kind.NOTE),
-    }
+    subject = exam.subject
     if subject.is_layer and not subject.has_groups:
         if subject.num_kv_heads is None:
             return question.not_offered
         return Answer(question.name, Kind.ABSENT, "not observable in a layer")
-    # The values of key/value head g are g, for any input.
-    inputs, layer = exam.inputs(), {}
-    if subject.is_layer:
-        layer = plain_layer(subject, NUM_KV_HEADS)
-        layer["weights"]["v_proj.weight"][:] = 0.0
-        layer["weights"]["v_proj.bias"][:] = np.repeat(np.arange(NUM_KV_HEADS), head_dim)
-    else:
-        query, key, value = inputs
-        key, value = key[:, :NUM_KV_HEADS], np.zeros_like(value[:, :NUM_KV_HEADS])
-        inputs = (query, key, value + np.arange(NUM_KV_HEADS)[:, None, None])
+    inputs, layer = _inputs_with_numbered_heads(exam)
 
     def ask(path: Path) -> Finding:
         output = run(subject, path, inputs, **layer).output
-        heads = (
-            output[0, 0].reshape(NUM_HEADS, head_dim)[:, 0]
-            if subject.is_layer
-            else output[0, :, 0, 0]
-        )
-        seen = f"query heads 0 to {NUM_HEADS - 1} use key/value heads {np.round(heads, 2).tolist()}"
-        for words, (order, kind) in known.items():
+        heads = _heads_in(output, subject)
+        shown = np.round(heads, 2).tolist()
+        evidence = f"query heads 0 to {NUM_HEADS - 1} use key/value heads {shown}"
+        for words, (order, kind) in HEAD_ORDERS.items():
             if np.abs(heads - order).max() < 0.02:
-                return Finding(words, kind, seen)
-        return Finding("mixed", Kind.BROKEN, seen)
+                return Finding(words, kind, evidence)
+        return Finding("mixed", Kind.BROKEN, evidence)
 
     about = f"{NUM_HEADS} query heads, {NUM_KV_HEADS} key/value heads"
     answer = exam.answer(question, ask, exam.plain_paths, about)
     if answer.kind is Kind.REFUSED and subject.num_kv_heads is not None:
-        words, refusal = f"declared: {subject.num_kv_heads}, refused", answer.findings[exam.base]
+        refusal = answer.findings[exam.base]
+        words = f"declared: {subject.num_kv_heads}, refused"
         finding = Finding(words, Kind.BROKEN, refusal.with_reason, refusal.exception)
         return exam.only(question, finding, about)
     return answer
+
+
+def _inputs_with_numbered_heads(exam: Examination) -> tuple[Inputs, dict[str, Any]]:
+    """Return inputs, and a layer's spec and weights, with which the values of key/value head g are
+    g.
+    """
+    query, key, value = exam.inputs()
+    if exam.subject.is_layer:
+        layer = plain_layer(exam.subject, NUM_KV_HEADS)
+        layer["weights"]["v_proj.weight"][:] = 0.0
+        layer["weights"]["v_proj.bias"][:] = np.repeat(
+            np.arange(NUM_KV_HEADS), exam.subject.head_dim
+        )
+        return (query, key, value), layer
+    numbered = np.zeros_like(value[:, :NUM_KV_HEADS])
+    numbered += np.arange(NUM_KV_HEADS)[:, None, None]
+    return (query, key[:, :NUM_KV_HEADS], numbered), {}
+
+
+def _heads_in(output: np.ndarray, subject: Subject) -> np.ndarray:
+    """Return the first feature of each query head in the output of the first token, (N,)."""
+    if subject.is_layer:
+        return output[0, 0].reshape(NUM_HEADS, subject.head_dim)[:, 0]
+    return output[0, :, 0, 0]

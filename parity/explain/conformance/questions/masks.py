@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from parity.explain.conformance.answers import Answer, Finding, Kind, Question, asks
 from parity.explain.conformance.calls import Refused, run
 from parity.explain.conformance.examination import (
+    FUTURE_KEYS,
     Examination,
     change,
     changed_rows,
@@ -28,6 +30,16 @@ MOST_PENALTY = 1e9
 """The largest penalty that is measured; the perturbations do not outweigh larger ones."""
 
 
+def _hidden_key(token: int) -> np.ndarray:
+    """Return a mask (T, S) that hides a key from all queries."""
+    hidden = np.zeros((TOKENS, TOKENS), bool)
+    hidden[:, token] = True
+    return hidden
+
+
+# ---- Leaks and penalties -------------------------------------------------------------------------
+
+
 def _leak(
     exam: Examination,
     path: Path,
@@ -40,131 +52,186 @@ def _leak(
     """Check whether rows change with a token that is hidden from them, completely or by a finite
     penalty.
     """
-    leaks, seen = exam.moved(path, inputs, perturbed(inputs, token, path), rows, **options)
+    large = perturbed(inputs, token, path)
+    leaks, difference = exam.moved(path, inputs, large, rows, **options)
     if not leaks:
         return None
-    is_open, _ = exam.moved(
-        path, inputs, perturbed(inputs, token, path, scale=USUAL), rows, **options
-    )
-    return Finding(
-        "leaks" if is_open else _penalty(exam, **options), Kind.BROKEN, f"{about}: {seen}"
-    )
+    words = "leaks"
+    usual = perturbed(inputs, token, path, scale=USUAL)
+    is_open, _ = exam.moved(path, inputs, usual, rows, **options)
+    if not is_open:
+        words = _penalty(exam, **options)
+    return Finding(words, Kind.BROKEN, f"{about}: {difference}")
 
 
 def _penalty(exam: Examination, **options: Any) -> str:
     """Describe the finite penalty of hidden keys; for split heads, with its size."""
     if exam.subject.is_layer:
         return "a finite penalty"
-    query, key, value = exam.inputs()
-    hidden = options.get("hidden")
-    row, token = (
-        (0, TOKENS - 1) if hidden is None or hidden[0, -1] else map(int, np.argwhere(hidden)[0])
-    )
-    before = exam.run(exam.base, (query, key, value), **options).output[..., row, :]
-
-    def outweighs(score: float) -> bool:
-        others, one = key.copy(), query[..., row, :]
-        others[..., token, :] = (
-            one * score * np.sqrt(one.shape[-1]) / np.sum(one**2, -1, keepdims=True)
-        )
-        after = exam.run(exam.base, (query, others, value), **options).output[..., row, :]
-        return bool(np.abs(after - value[..., token, :]).max() < np.abs(after - before).max())
-
-    least, most = 1.0, MOST_PENALTY
-    if outweighs(least) or not outweighs(most):
+    row, token = _first_hidden(options.get("hidden"))
+    before = exam.run(exam.base, exam.inputs(), **options).output[..., row, :]
+    outweighs = partial(_outweighs, exam, row, token, before, options)
+    lower, upper = 1.0, MOST_PENALTY
+    if outweighs(lower) or not outweighs(upper):
         return "a finite penalty"
-    while most / least > 1.1:
-        middle = (least * most) ** 0.5
-        least, most = (least, middle) if outweighs(middle) else (middle, most)
-    return f"a finite penalty of about {-float(f'{most:.0e}'):g}"
+    while upper / lower > 1.1:
+        middle = (lower * upper) ** 0.5
+        if outweighs(middle):
+            upper = middle
+        else:
+            lower = middle
+    return f"a finite penalty of about {-float(f'{upper:.0e}'):g}"
 
 
-@asks(
-    "mask",
-    "which keys does a boolean mask with one True hide?",
-    lambda exam: "mask" in exam.subject.takes,
-)
+def _first_hidden(hidden: np.ndarray | None) -> tuple[int, int]:
+    """Return a query and a key that is hidden from it, the last key if possible; it is hidden from
+    the first query under causal attention also.
+    """
+    if hidden is None or hidden[0, -1]:
+        return 0, TOKENS - 1
+    row, token = np.argwhere(hidden)[0]
+    return int(row), int(token)
+
+
+def _outweighs(
+    exam: Examination,
+    row: int,
+    token: int,
+    before: np.ndarray,
+    options: Mapping[str, Any],
+    score: float,
+) -> bool:
+    """Return whether a query attends to a hidden key if their score is that large."""
+    query, key, value = exam.inputs()
+    # A key parallel to the query, so that q . k / sqrt(H) is the score.
+    one_query = query[..., row, :]
+    squared_length = np.sum(one_query**2, -1, keepdims=True)
+    other_key = key.copy()
+    other_key[..., token, :] = one_query * score * np.sqrt(one_query.shape[-1]) / squared_length
+    after = exam.run(exam.base, (query, other_key, value), **options).output[..., row, :]
+    distance_to_value = np.abs(after - value[..., token, :]).max()
+    return bool(distance_to_value < np.abs(after - before).max())
+
+
+# ---- Masks ---------------------------------------------------------------------------------------
+
+
+@asks("mask", "which keys does a boolean mask with one True hide?")
 def mask(exam: Examination, question: Question) -> Answer:
+    if "mask" not in exam.subject.takes:
+        return question.not_offered
     polarity, claimed = exam.polarity, exam.subject.mask_true
     if not exam.takes_mask:
         return exam.only(question, replace(polarity, words=f"mask {polarity.words}"))
     words = f"True {polarity.words}"
     if claimed is not None and claimed != polarity.words:
-        return exam.only(
-            question, replace(polarity, words=f"{words}, declared: {claimed}", kind=Kind.BROKEN)
-        )
+        contradicted = f"{words}, declared: {claimed}"
+        return exam.only(question, replace(polarity, words=contradicted, kind=Kind.BROKEN))
     floats = _floats(exam)
     return Answer(question.name, floats.kind, f"{words}; {floats}")
 
 
 def _floats(exam: Examination) -> Finding:
     """Determine the effect of a floating-point mask: 1 for True, or large negative numbers."""
-    hidden = np.zeros((TOKENS, TOKENS), bool)
-    hidden[:, 2] = True
+    hidden = _hidden_key(2)
     inputs = exam.inputs()
-    wanted = exam.run(exam.base, inputs, hidden).output
+    expected = exam.run(exam.base, inputs, hidden).output
+    booleans = exam.mask(hidden).astype(np.float32)
     additive = np.where(hidden, np.float32(-1e30), np.float32(0.0))[None, None]
-    as_booleans, added = Finding("floats as booleans"), Finding("floats added", Kind.NOTE)
-    for finding, mask in ((as_booleans, exam.mask(hidden).astype(np.float32)), (added, additive)):
+    for finding, float_mask in (
+        (Finding("floats as booleans"), booleans),
+        (Finding("floats added", Kind.NOTE), additive),
+    ):
         try:
-            output = run(exam.subject, exam.base, inputs, mask=mask).output
+            output = run(exam.subject, exam.base, inputs, mask=float_mask).output
         except Refused:
             return Finding("floats refused")
-        if np.abs(output - wanted).max() <= tolerance(wanted, exam.base.dtype):
+        if np.abs(output - expected).max() <= tolerance(expected, exam.base.dtype):
             return finding
     return Finding("floats taken for something else", Kind.NOTE)
+
+
+@asks("masked key", "does a token that the mask hides from all change another's output?")
+def masked_key(exam: Examination, question: Question) -> Answer:
+    if not exam.takes_mask:
+        return question.not_offered
+    inputs = exam.inputs()
+    hidden = _hidden_key(2)
+
+    def ask(path: Path) -> Finding:
+        about = "token 2, hidden from all, is changed"
+        leak = _leak(exam, path, inputs, 2, [0, 1, 3, 4], about, hidden=hidden)
+        return leak or Finding("hidden")
+
+    return exam.answer(question, ask)
+
+
+# ---- Causal attention ----------------------------------------------------------------------------
+
+TRIANGLES = {
+    "top-left": np.tri(FEW_TOKENS, TOKENS, dtype=bool),
+    "bottom-right": np.tri(FEW_TOKENS, TOKENS, TOKENS - FEW_TOKENS, dtype=bool),
+}
+"""The keys that each of few queries attends to, (T, S), by the alignment of the causal flag."""
 
 
 @asks(
     "causal",
     f"which of {TOKENS} keys does each of {FEW_TOKENS} queries attend to with the causal flag?",
-    lambda exam: "is_causal" in exam.subject.takes,
 )
 def causal(exam: Examination, question: Question) -> Answer:
     subject = exam.subject
+    if "is_causal" not in subject.takes:
+        return question.not_offered
     if "key" not in subject.takes:
         return Answer(question.name, Kind.KEPT, "T = S only")
     inputs = exam.inputs(TOKENS, FEW_TOKENS)
 
-    def ask_with(path: Path, scale: float | None = None) -> tuple[str | None, np.ndarray]:
-        before = exam.run(path, inputs, is_causal=True).output
-        sees = np.zeros((FEW_TOKENS, TOKENS), bool)
-        for s in range(TOKENS):
-            after = exam.run(path, perturbed(inputs, s, path, "kv", scale), is_causal=True).output
-            sees[:, s] = changed_rows(before, after, path)
-        offset = TOKENS - FEW_TOKENS
-        known = {
-            "top-left": np.tri(FEW_TOKENS, TOKENS),
-            "bottom-right": np.tri(FEW_TOKENS, TOKENS, offset),
-        }
-        return next(
-            (words for words, triangle in known.items() if (sees == triangle.astype(bool)).all()),
-            None,
-        ), sees
-
     def ask(path: Path) -> Finding:
-        found, sees = ask_with(path)
-        rows = "; ".join(
-            f"query {t} attends to {np.flatnonzero(sees[t]).tolist()}" for t in range(FEW_TOKENS)
-        )
-        if found is None and (small := ask_with(path, USUAL)[0]):
-            return Finding(
-                f"{small}, by {_penalty(exam, is_causal=True)}",
-                Kind.BROKEN,
-                f"for large keys {rows}",
-            )
-        if found is None:
-            return Finding("all keys seen" if sees.all() else "neither triangle", Kind.BROKEN, rows)
-        if subject.causal is not None and subject.causal != found:
-            return Finding(f"{found}, declared: {subject.causal}", Kind.BROKEN, rows)
-        return Finding(found, Kind.KEPT, rows)
+        visible = _visible_keys(exam, path, inputs)
+        alignment = _alignment_of(visible)
+        rows = []
+        for t in range(FEW_TOKENS):
+            rows.append(f"query {t} attends to {np.flatnonzero(visible[t]).tolist()}")
+        evidence = "; ".join(rows)
+        if alignment is None:
+            usual_alignment = _alignment_of(_visible_keys(exam, path, inputs, USUAL))
+            if usual_alignment is not None:
+                words = f"{usual_alignment}, by {_penalty(exam, is_causal=True)}"
+                return Finding(words, Kind.BROKEN, f"for large keys {evidence}")
+            if visible.all():
+                return Finding("all keys seen", Kind.BROKEN, evidence)
+            return Finding("neither triangle", Kind.BROKEN, evidence)
+        if subject.causal is not None and subject.causal != alignment:
+            return Finding(f"{alignment}, declared: {subject.causal}", Kind.BROKEN, evidence)
+        return Finding(alignment, Kind.KEPT, evidence)
 
-    answer = exam.answer(
-        question, ask, exam.plain_paths, f"{describe_shapes(inputs)}, is_causal=True"
-    )
-    return (
-        replace(answer, words="refused without a mask") if answer.kind is Kind.REFUSED else answer
-    )
+    about = f"{describe_shapes(inputs)}, is_causal=True"
+    answer = exam.answer(question, ask, exam.plain_paths, about)
+    if answer.kind is Kind.REFUSED:
+        return replace(answer, words="refused without a mask")
+    return answer
+
+
+def _visible_keys(
+    exam: Examination, path: Path, inputs: Inputs, scale: float | None = None
+) -> np.ndarray:
+    """Return which outputs change with which key under the causal flag, (T, S)."""
+    before = exam.run(path, inputs, is_causal=True).output
+    visible = np.zeros((FEW_TOKENS, TOKENS), bool)
+    for s in range(TOKENS):
+        others = perturbed(inputs, s, path, "kv", scale)
+        after = exam.run(path, others, is_causal=True).output
+        visible[:, s] = changed_rows(before, after, path)
+    return visible
+
+
+def _alignment_of(visible: np.ndarray) -> str | None:
+    """Return the alignment of a causal mask; None if it is not one."""
+    for alignment, triangle in TRIANGLES.items():
+        if (visible == triangle).all():
+            return alignment
+    return None
 
 
 @asks("causal and mask", "do the causal flag and a mask both hold?")
@@ -178,15 +245,16 @@ def causal_and_mask(exam: Examination, question: Question) -> Answer:
     options: dict[str, Any] = {"hidden": hidden, "is_causal": takes_flag}
 
     def ask(path: Path) -> Finding:
-        for token, rows, what, about in (
-            (1, [2, 3, 4], "mask", "token 1, hidden by the mask, is changed"),
-            (4, [0, 1, 2, 3], "causal", "token 4 is changed"),
+        for name, token, rows, about in (
+            ("mask", 1, [2, 3, 4], "token 1, hidden by the mask, is changed"),
+            ("causal", 4, [0, 1, 2, 3], "token 4 is changed"),
         ):
-            if leak := _leak(exam, path, inputs, token, rows, about, **options):
-                return replace(
-                    leak,
-                    words=f"{what} dropped" if leak.words == "leaks" else f"{what} by {leak.words}",
-                )
+            leak = _leak(exam, path, inputs, token, rows, about, **options)
+            if leak is None:
+                continue
+            if leak.words == "leaks":
+                return replace(leak, words=f"{name} dropped")
+            return replace(leak, words=f"{name} by {leak.words}")
         return Finding("both")
 
     return exam.answer(question, ask)
@@ -194,31 +262,32 @@ def causal_and_mask(exam: Examination, question: Question) -> Answer:
 
 @asks("future token", "does a later token change an earlier output, under causal attention?")
 def future_token(exam: Examination, question: Question) -> Answer:
-    takes = exam.subject.takes
     ways: dict[str, dict[str, Any]] = {}
     if exam.is_causal_itself:
         ways["no mask"] = {}
-    if "is_causal" in takes:
+    if "is_causal" in exam.subject.takes:
         ways["is_causal=True"] = {"is_causal": True}
     if exam.takes_mask:
-        ways["a causal mask"] = {"hidden": ~np.tri(TOKENS, dtype=bool)}
+        ways["a causal mask"] = {"hidden": FUTURE_KEYS}
     if not ways:
         return question.not_offered
     inputs = exam.inputs()
+    last = TOKENS - 1
 
     def ask(path: Path) -> Finding:
         refusals = []
         for way, options in ways.items():
+            about = f"token {last} is changed, with {way}"
             try:
-                about = f"token {TOKENS - 1} is changed, with {way}"
-                if leak := _leak(
-                    exam, path, inputs, TOKENS - 1, range(TOKENS - 1), about, **options
-                ):
+                leak = _leak(exam, path, inputs, last, range(last), about, **options)
+                if leak is not None:
                     return leak
-                if np.isnan(exam.run(path, inputs, **options).output[..., :-1, :]).any():
-                    return Finding("NaN", Kind.BROKEN, f"the output is NaN, with {way}")
+                output = exam.run(path, inputs, **options).output
             except Refused as refused:
                 refusals.append(refused)
+                continue
+            if np.isnan(output[..., :-1, :]).any():
+                return Finding("NaN", Kind.BROKEN, f"the output is NaN, with {way}")
         if len(refusals) == len(ways):
             raise refusals[0]
         return Finding("hidden")
@@ -226,70 +295,71 @@ def future_token(exam: Examination, question: Question) -> Answer:
     return exam.answer(question, ask)
 
 
-@asks(
-    "masked key",
-    "does a token that the mask hides from all change another's output?",
-    lambda exam: exam.takes_mask,
-)
-def masked_key(exam: Examination, question: Question) -> Answer:
-    hidden = np.zeros((TOKENS, TOKENS), bool)
-    hidden[:, 2] = True
-    inputs = exam.inputs()
+# ---- Padding -------------------------------------------------------------------------------------
 
-    def ask(path: Path) -> Finding:
-        about = "token 2, hidden from all, is changed"
-        return _leak(exam, path, inputs, 2, [0, 1, 3, 4], about, hidden=hidden) or Finding("hidden")
-
-    return exam.answer(question, ask)
+NUM_REAL = 3
+"""Real tokens of sequence 0, the only one with padding."""
 
 
-@asks(
-    "padding",
-    "does a padded token change the output of a real one?",
-    lambda exam: exam.subject.padding is not None,
-)
+@asks("padding", "does a padded token change the output of a real one?")
 def padding(exam: Examination, question: Question) -> Answer:
-    kind = exam.subject.padding
+    if exam.subject.padding is None:
+        return question.not_offered
     inputs = exam.inputs()
-    lengths = np.full(BATCH, TOKENS, np.int32)
-    lengths[0] = 3  # only the first sequence is padded
-    hidden = np.arange(TOKENS) >= lengths[:, None]
-    ways = (
-        {"by lengths": lengths}
-        if kind == "lengths"
-        else {"True hides": hidden, "True shows": ~hidden}
-    )
-    real, last = range(3), TOKENS - 1
-
-    def ask_with(path: Path, scale: float | None = None) -> tuple[str, str]:
-        def with_other_keys(x: np.ndarray) -> np.ndarray:
-            others = perturbed(perturbed((x, x, x), 3, path, scale=scale), last, path, scale=scale)[
-                0
-            ]
-            others[1:, ..., last, :] = x[
-                1:, ..., last, :
-            ]  # the last output shows whether key 3 has an effect
-            return others
-
-        others = mapped(inputs, with_other_keys)
-        seen = ""
-        for words, padding in ways.items():
-            before, after = (
-                exam.run(path, given, padding=padding).output for given in (inputs, others)
-            )
-            leaks, seen = change(before[:1, ..., :3, :], after[:1, ..., :3, :], path, real)
-            feels, _ = change(before[1:, ..., [last], :], after[1:, ..., [last], :], path, [last])
-            if feels and not leaks and np.isfinite(before[:, ..., :3, :]).all():
-                return words, seen
-        return "", seen
 
     def ask(path: Path) -> Finding:
-        words, seen = ask_with(path)
+        words, difference = _working_padding(exam, path, inputs)
         if words:
             return Finding(words)
-        seen = f"tokens 3 and 4, the padding of sequence 0, are changed: {seen}"
-        if words := ask_with(path, USUAL)[0]:
-            return Finding(f"{words}, by a finite penalty", Kind.BROKEN, seen)
-        return Finding("leaks", Kind.BROKEN, seen)
+        evidence = f"tokens 3 and 4, the padding of sequence 0, are changed: {difference}"
+        words, _ = _working_padding(exam, path, inputs, USUAL)
+        if words:
+            return Finding(f"{words}, by a finite penalty", Kind.BROKEN, evidence)
+        return Finding("leaks", Kind.BROKEN, evidence)
 
     return exam.answer(question, ask)
+
+
+def _paddings(exam: Examination) -> dict[str, np.ndarray]:
+    """Return the possible padding arguments, by how they are read."""
+    lengths = np.full(BATCH, TOKENS, np.int32)
+    lengths[0] = NUM_REAL
+    if exam.subject.padding == "lengths":
+        return {"by lengths": lengths}
+    hidden = np.arange(TOKENS) >= lengths[:, None]
+    return {"True hides": hidden, "True shows": ~hidden}
+
+
+def _working_padding(
+    exam: Examination, path: Path, inputs: Inputs, scale: float | None = None
+) -> tuple[str, str]:
+    """Return how a padding argument must be read so that it hides the padding and nothing else, or
+    ""; and the largest change of a real token's output.
+    """
+    others = mapped(inputs, partial(_with_other_padding, path=path, scale=scale))
+    last = TOKENS - 1
+    difference = ""
+    for words, argument in _paddings(exam).items():
+        before = exam.run(path, inputs, padding=argument).output
+        after = exam.run(path, others, padding=argument).output
+        leaks, difference = change(
+            before[:1, ..., :NUM_REAL, :], after[:1, ..., :NUM_REAL, :], path, range(NUM_REAL)
+        )
+        # In the other sequences key 3 is real, so that their last output must change.
+        feels, _ = change(before[1:, ..., [last], :], after[1:, ..., [last], :], path, [last])
+        if feels and not leaks and np.isfinite(before[:, ..., :NUM_REAL, :]).all():
+            return words, difference
+    return "", difference
+
+
+def _with_other_padding(x: np.ndarray, path: Path, scale: float | None) -> np.ndarray:
+    """Return an input with other tokens beyond the real ones of sequence 0, except for the last
+    token of the other sequences.
+    """
+    last = TOKENS - 1
+    other_inputs = (x, x, x)
+    for token in (NUM_REAL, last):
+        other_inputs = perturbed(other_inputs, token, path, scale=scale)
+    other = other_inputs[0]
+    other[1:, ..., last, :] = x[1:, ..., last, :]
+    return other
