@@ -41,18 +41,22 @@ def case_of(name: str, spec: AttentionSpec, call: CallForm) -> Case:
     """Return the test case of a written layer; with a cache, a prompt followed by steps of one and
     two tokens.
     """
-    options: dict[str, Any] = {"first_position": 3} if call.has_positions else {}
-    if call.cache is not None:
-        options |= {"chunks": (6, 1, 2), "seq_len": 9, "capacity": 10}
-        options |= {"new_lengths": ((6, 4), (1, 1), (0, 2))} if call.cache == "ragged" else {}
+    options: dict[str, Any] = {}
+    if call.has_positions:
+        options["first_position"] = 3
+    if call.cache is None:
+        options["seq_len"] = 9
+        options["is_causal"] = call.is_causal
+        options["random_mask"] = call.has_mask
+        options["bias"] = call.has_bias
+        if call.is_cross:
+            options["seq_len_k"] = 7
     else:
-        options |= {
-            "seq_len": 9,
-            "is_causal": call.is_causal,
-            "random_mask": call.has_mask,
-            "bias": call.has_bias,
-        }
-        options |= {"seq_len_k": 7} if call.is_cross else {}
+        options["chunks"] = (6, 1, 2)
+        options["seq_len"] = 9
+        options["capacity"] = 10
+        if call.cache == "ragged":
+            options["new_lengths"] = ((6, 4), (1, 1), (0, 2))
     return Case(name, spec, "a written layer", **options)
 
 
@@ -76,88 +80,86 @@ def check_of(
             cache=call.cache,
         )
     case = case_of(module, spec, call)
-    source = "\n".join(_lines(module, spec, framework, call, case, with_trace)) + "\n"
-    return Check(source, _trace_of(case) if with_trace else None)
+    written_test = _WrittenTest(module, FRAMEWORKS[framework], call, case)
+    if with_trace:
+        return Check("\n".join(written_test.by_trace()) + "\n", _trace_of(case))
+    return Check("\n".join(written_test.by_reference()) + "\n")
 
 
 # ---- The source ----------------------------------------------------------------------------------
 
 
-def _lines(
-    module: str, spec: AttentionSpec, framework: str, call: CallForm, case: Case, with_trace: bool
-) -> Iterator[str]:
-    against = "a trace of mha-parity" if with_trace else "the float64 reference of mha-parity"
-    yield f'"""Test that {module} agrees with {against}."""'
-    yield ""
-    if with_trace:
-        yield from ["from pathlib import Path", ""]
-    yield "import numpy as np"
-    yield from {
-        "jax": ["import jax", "import jax.numpy as jnp"],
-        "torch": ["import torch"],
-        "ttnn": ["import ttnn"],
-    }[framework]
-    entry = "attention" if framework == "jax" else "Attention"
-    names = f"{entry}, empty_cache" if call.cache is not None and framework != "ttnn" else entry
-    yield f"from {module} import {names}"
-    if not with_trace:
-        words = sorted(
-            {word for word in re.findall(r"[A-Z]\w+", repr(spec)) if hasattr(mha_spec, word)}
-        )
-        yield from [
-            "",
-            "import parity",
-            f"from mha_spec import {', '.join(words)}",
-            "",
-            *_wrapped(f"SPEC = {spec!r}"),
-        ]
-        yield from _wrapped(f"CASE = parity.Case({_arguments(case)})")
-    else:
-        yield from ["", f'with np.load(Path(__file__).with_name("{module}_trace.npz")) as file:']
-        yield from ["    TRACE = dict(file)", "SHAPES = {"]
-        yield from (f'    "{name}": {shape},' for name, shape in spec.weight_shapes.items())
-        yield "}"
-    yield from ["", ""]
-    if with_trace:
-        yield "def draw_weights():"
-        yield (
-            '    """Return the weights of the trace, which are drawn again because they are '
-            'large."""'
-        )
-        yield f"    rng = np.random.default_rng({SEED})"
-        yield "    return {"
-        yield "        name: rng.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5)"
-        yield "        for name, shape in SHAPES.items()"
-        yield "    }"
-        yield from ["", ""]
-    if framework == "jax":
-        yield _PARAMS_OF
-    yield f"def test_output({'request' if framework == 'ttnn' else ''}):"
-    if with_trace:
-        yield "    weights, inputs = draw_weights(), TRACE"
-    else:
-        yield '    problem = parity.make_problem(CASE, "float32")'
-        yield "    weights, inputs = problem.weights, problem.inputs"
-    yield from (f"    {line}" if line else "" for line in _LAYER[framework])
-    if call.cache is None:
-        yield from _one_call(framework, call, case, with_trace)
-    else:
-        yield from _steps(framework, call, case, with_trace)
-    if not with_trace:
-        yield "    parity.assert_parity(outputs, problem=problem)"
-    else:
-        yield "    for name, output in outputs.items():"
-        yield f"        error = np.abs({_to_numpy(framework)} - TRACE[name]).max()"
-        yield '        assert error <= TRACE[f"allowed.{name}"], f"{name} is off by {error}"'
+class Framework(NamedTuple):
+    """Parts of a test in a framework.
+
+    Attributes:
+        imports: modules, and the names that they are called by.
+        entry: name of the written layer or function.
+        fixture: argument of the test.
+        layer: statements that make the layer, given its weights.
+        weights: the argument before all others, if any.
+        empty_cache: the function that makes an empty cache.
+        input: an array of activations, from a NumPy array `{}`.
+        setting: masks, lengths and positions, from a NumPy array `{}`.
+        output: the NumPy array of an output.
+    """
+
+    imports: tuple[str, ...]
+    entry: str
+    fixture: str
+    layer: tuple[str, ...]
+    weights: tuple[str, ...]
+    empty_cache: str
+    input: str
+    setting: str
+    output: str
 
 
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(
-        text, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
-    )
+FRAMEWORKS = {
+    "jax": Framework(
+        imports=("import jax", "import jax.numpy as jnp"),
+        entry="attention",
+        fixture="",
+        layer=("layer = jax.jit(attention)", "params = params_of(weights)"),
+        weights=("params",),
+        empty_cache="empty_cache",
+        input="jnp.asarray({})",
+        setting="jnp.asarray({})",
+        output="np.asarray(output)",
+    ),
+    "torch": Framework(
+        imports=("import torch",),
+        entry="Attention",
+        fixture="",
+        layer=(
+            "layer = Attention().eval()",
+            "layer.load_state_dict("
+            "{name: torch.tensor(weight) for name, weight in weights.items()})",
+        ),
+        weights=(),
+        empty_cache="empty_cache",
+        input="torch.tensor({})",
+        setting="torch.tensor({})",
+        output="output.detach().numpy()",
+    ),
+    "ttnn": Framework(
+        imports=("import ttnn",),
+        entry="Attention",
+        fixture="request",
+        layer=(
+            "device = ttnn.open_device(device_id=0)",
+            "request.addfinalizer(lambda: ttnn.close_device(device))",
+            "layer = Attention(weights, device, ttnn.float32)",
+        ),
+        weights=(),
+        empty_cache="layer.empty_cache",
+        input="layer.upload({})",
+        setting="{}",
+        output="ttnn.to_torch(output).numpy()",
+    ),
+}
 
-
-_PARAMS_OF = '''def params_of(weights):
+PARAMS_OF = '''def params_of(weights):
     """Return weights as nested mappings, kernels (in, out)."""
     params = {}
     for name, weight in weights.items():
@@ -171,88 +173,157 @@ _PARAMS_OF = '''def params_of(weights):
     return params
 
 '''
+"""The function that JAX's tests need: `attention` takes nested mappings."""
 
-_LAYER = {
-    "torch": [
-        "layer = Attention().eval()",
-        "layer.load_state_dict({name: torch.tensor(weight) for name, weight in weights.items()})",
-    ],
-    "jax": ["layer = jax.jit(attention)", "params = params_of(weights)"],
-    "ttnn": [
-        "device = ttnn.open_device(device_id=0)",
-        "request.addfinalizer(lambda: ttnn.close_device(device))",
-        "layer = Attention(weights, device, ttnn.float32)",
-    ],
-}
+DRAW_WEIGHTS = f'''def draw_weights():
+    """Return the weights of the trace, which are drawn again because they are large."""
+    rng = np.random.default_rng({SEED})
+    return {{
+        name: rng.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5)
+        for name, shape in SHAPES.items()
+    }}
 
-
-def _one_call(framework: str, call: CallForm, case: Case, with_trace: bool) -> Iterator[str]:
-    names = ("query", *(("key",) if call.is_cross else ("k", "v") if case.spec.shared_kv else ()))
-    arguments = [_array(framework, f'inputs["{name}"]') for name in names]
-    arguments += [
-        _beside(framework, f'inputs["{name}"]')
-        for name in ("mask", "bias")
-        if name in _passed(call)
-    ]
-    arguments += [_beside(framework, _positions("", with_trace))] * call.has_positions
-    params = ["params"] if framework == "jax" else []
-    yield f'    outputs = {{"output": layer({", ".join(params + arguments)})}}'
+'''
+"""The function that tests by a trace need: as `_weights_of` draws them."""
 
 
-def _steps(framework: str, call: CallForm, case: Case, with_trace: bool) -> Iterator[str]:
-    empty = "layer.empty_cache" if framework == "ttnn" else "empty_cache"
-    yield f"    cache, outputs = {empty}({case.batch}, {case.capacity}), {{}}"
-    step = 'inputs[f"step{step}"]' if with_trace else "problem.step_input(step)"
-    new = 'inputs[f"new_lengths{step}"]' if with_trace else "np.array(CASE.added(step))"
-    arguments = ["params"] * (framework == "jax") + [_array(framework, step), "cache"]
-    arguments += [_beside(framework, new)] * (call.cache == "ragged")
-    arguments += [_beside(framework, _positions("step", with_trace))] * call.has_positions
-    yield f"    for step in range({len(case.chunks)}):"
-    yield f"        output, cache = layer({', '.join(arguments)})"
-    yield '        outputs[f"step{step}.module.output"] = output'
+class _WrittenTest:
+    """The test of a module, as lines."""
+
+    def __init__(self, module: str, framework: Framework, call: CallForm, case: Case) -> None:
+        self.module = module
+        self.framework = framework
+        self.call = call
+        self.case = case
+
+    def by_reference(self) -> Iterator[str]:
+        """Yield the lines of a test that computes what it expects."""
+        yield f'"""Test that {self.module} agrees with the float64 reference of mha-parity."""'
+        yield ""
+        yield from self._imports()
+        yield ""
+        yield "import parity"
+        yield f"from mha_spec import {', '.join(_records_in(self.case.spec))}"
+        yield ""
+        yield from _wrapped(f"SPEC = {self.case.spec!r}")
+        yield from _wrapped(f"CASE = parity.Case({_arguments(self.case)})")
+        yield ""
+        yield ""
+        yield from self._params_of()
+        yield f"def test_output({self.framework.fixture}):"
+        yield '    problem = parity.make_problem(CASE, "float32")'
+        yield "    weights, inputs = problem.weights, problem.inputs"
+        yield from self._layer()
+        if self.call.cache is None:
+            yield from self._one_call("CASE.positions()")
+        else:
+            yield from self._steps(
+                "problem.step_input(step)", "np.array(CASE.added(step))", "CASE.positions(step)"
+            )
+        yield "    parity.assert_parity(outputs, problem=problem)"
+
+    def by_trace(self) -> Iterator[str]:
+        """Yield the lines of a test that reads what it expects from a file next to it."""
+        yield f'"""Test that {self.module} agrees with a trace of mha-parity."""'
+        yield ""
+        yield "from pathlib import Path"
+        yield ""
+        yield from self._imports()
+        yield ""
+        yield f'with np.load(Path(__file__).with_name("{self.module}_trace.npz")) as file:'
+        yield "    TRACE = dict(file)"
+        yield "SHAPES = {"
+        for name, shape in self.case.spec.weight_shapes.items():
+            yield f'    "{name}": {shape},'
+        yield "}"
+        yield ""
+        yield ""
+        yield DRAW_WEIGHTS
+        yield from self._params_of()
+        yield f"def test_output({self.framework.fixture}):"
+        yield "    weights, inputs = draw_weights(), TRACE"
+        yield from self._layer()
+        if self.call.cache is None:
+            yield from self._one_call('inputs["positions"]')
+        else:
+            yield from self._steps(
+                'inputs[f"step{step}"]',
+                'inputs[f"new_lengths{step}"]',
+                'inputs[f"positions{step}"]',
+            )
+        yield "    for name, output in outputs.items():"
+        yield f"        error = np.abs({self.framework.output} - TRACE[name]).max()"
+        yield '        assert error <= TRACE[f"allowed.{name}"], f"{name} is off by {error}"'
+
+    def _imports(self) -> Iterator[str]:
+        yield "import numpy as np"
+        yield from self.framework.imports
+        names = self.framework.entry
+        if self.call.cache is not None and self.framework.empty_cache == "empty_cache":
+            names += ", empty_cache"
+        yield f"from {self.module} import {names}"
+
+    def _params_of(self) -> Iterator[str]:
+        if self.framework.weights:
+            yield PARAMS_OF
+
+    def _layer(self) -> Iterator[str]:
+        for statement in self.framework.layer:
+            yield f"    {statement}"
+
+    def _one_call(self, positions: str) -> Iterator[str]:
+        """Yield the call of a layer without a cache."""
+        arguments = [*self.framework.weights, self._input("query")]
+        if self.call.is_cross:
+            arguments.append(self._input("key"))
+        elif self.case.spec.shared_kv:
+            arguments += [self._input("k"), self._input("v")]
+        if self.call.has_mask:
+            arguments.append(self.framework.setting.format('inputs["mask"]'))
+        if self.call.has_bias:
+            arguments.append(self.framework.setting.format('inputs["bias"]'))
+        if self.call.has_positions:
+            arguments.append(self.framework.setting.format(positions))
+        yield f'    outputs = {{"output": layer({", ".join(arguments)})}}'
+
+    def _input(self, name: str) -> str:
+        return self.framework.input.format(f'inputs["{name}"]')
+
+    def _steps(self, tokens: str, new_lengths: str, positions: str) -> Iterator[str]:
+        """Yield the calls of a layer with a cache, one for each step."""
+        empty_cache = self.framework.empty_cache
+        yield f"    cache = {empty_cache}({self.case.batch}, {self.case.capacity})"
+        yield "    outputs = {}"
+        arguments = [*self.framework.weights, self.framework.input.format(tokens), "cache"]
+        if self.call.cache == "ragged":
+            arguments.append(self.framework.setting.format(new_lengths))
+        if self.call.has_positions:
+            arguments.append(self.framework.setting.format(positions))
+        yield f"    for step in range({len(self.case.chunks)}):"
+        yield f"        output, cache = layer({', '.join(arguments)})"
+        yield '        outputs[f"step{step}.module.output"] = output'
 
 
-def _positions(step: str, with_trace: bool) -> str:
-    if with_trace:
-        return 'inputs[f"positions{step}"]' if step else 'inputs["positions"]'
-    return f"CASE.positions({step})"
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
 
 
-def _passed(call: CallForm) -> list[str]:
-    return ["mask"] * call.has_mask + ["bias"] * call.has_bias
-
-
-def _array(framework: str, text: str) -> str:
-    return {
-        "torch": f"torch.tensor({text})",
-        "jax": f"jnp.asarray({text})",
-        "ttnn": f"layer.upload({text})",
-    }[framework]
-
-
-def _beside(framework: str, text: str) -> str:
-    return text if framework == "ttnn" else _array(framework, text)
-
-
-def _to_numpy(framework: str) -> str:
-    return {
-        "torch": "output.detach().numpy()",
-        "jax": "np.asarray(output)",
-        "ttnn": "ttnn.to_torch(output).numpy()",
-    }[framework]
+def _records_in(spec: AttentionSpec) -> list[str]:
+    """Return the names of `mha_spec` in the representation of a layer."""
+    words = set(re.findall(r"[A-Z]\w+", repr(spec)))
+    return sorted(word for word in words if hasattr(mha_spec, word))
 
 
 def _arguments(case: Case) -> str:
-    plain = Case(case.name, case.spec, case.about)
-    given = {name: value for name, value in vars(case).items() if getattr(plain, name) != value}
-    return ", ".join(
-        [
-            repr(case.name),
-            "SPEC",
-            repr(case.about),
-            *(f"{name}={value!r}" for name, value in given.items()),
-        ]
-    )
+    """Return the arguments that make a case, with `SPEC` for its layer."""
+    default = Case(case.name, case.spec, case.about)
+    arguments = [repr(case.name), "SPEC", repr(case.about)]
+    for name, value in vars(case).items():
+        if value != getattr(default, name):
+            arguments.append(f"{name}={value!r}")
+    return ", ".join(arguments)
 
 
 # ---- The trace -----------------------------------------------------------------------------------
@@ -262,28 +333,38 @@ def _trace_of(case: Case) -> bytes:
     """Return an npz file of the inputs of a case, its outputs in float64, and the allowed error of
     each.
     """
-    rng = np.random.default_rng(SEED)
-    weights = {
-        name: rng.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5)
-        for name, shape in case.spec.weight_shapes.items()
-    }
-    problem = make_problem(case, "float32", weights)
-    exact, same_precision = (run_steps(steps(problem, dtype)) for dtype in ("float64", "float32"))
+    problem = make_problem(case, "float32", _weights_of(case.spec))
+    exact = run_steps(steps(problem, "float64"))
+    same_precision = run_steps(steps(problem, "float32"))
     trace: dict[str, Any] = {name: x for name, x in problem.inputs.items() if name != "cotangent"}
-    trace |= _of_steps(problem) if case.is_cached else {"positions": case.positions()}
+    if case.is_cached:
+        trace |= _inputs_of_steps(problem)
+    else:
+        trace["positions"] = case.positions()
     for name, expected in exact.items():
         if name == "output" or name.endswith(".module.output"):
             allowed = budget(expected, same_precision[name], "float32")
-            trace |= {name: expected, f"allowed.{name}": np.array(allowed["max"])}
+            trace[name] = expected
+            trace[f"allowed.{name}"] = np.array(allowed["max"])
     file = io.BytesIO()
     np.savez(file, allow_pickle=False, **trace)
     return file.getvalue()
 
 
-def _of_steps(problem: Problem) -> dict[str, np.ndarray]:
-    case, found = problem.case, {}
+def _weights_of(spec: AttentionSpec) -> dict[str, np.ndarray]:
+    """Return random weights of a layer, as the written test draws them."""
+    rng = np.random.default_rng(SEED)
+    return {
+        name: rng.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5)
+        for name, shape in spec.weight_shapes.items()
+    }
+
+
+def _inputs_of_steps(problem: Problem) -> dict[str, np.ndarray]:
+    case = problem.case
+    inputs = {}
     for step in range(len(case.chunks)):
-        found[f"step{step}"] = problem.step_input(step)
-        found[f"new_lengths{step}"] = np.array(case.added(step))
-        found[f"positions{step}"] = case.positions(step)
-    return found
+        inputs[f"step{step}"] = problem.step_input(step)
+        inputs[f"new_lengths{step}"] = np.array(case.added(step))
+        inputs[f"positions{step}"] = case.positions(step)
+    return inputs

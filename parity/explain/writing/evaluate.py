@@ -27,6 +27,15 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 """Functions that templates call by name."""
 
+
+def _is_in(element: Any, container: Any) -> bool:
+    return element in container
+
+
+def _is_not_in(element: Any, container: Any) -> bool:
+    return element not in container
+
+
 COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -36,8 +45,8 @@ COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.GtE: operator.ge,
     ast.Is: operator.is_,
     ast.IsNot: operator.is_not,
-    ast.In: lambda element, container: element in container,
-    ast.NotIn: lambda element, container: element not in container,
+    ast.In: _is_in,
+    ast.NotIn: _is_not_in,
 }
 
 ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -91,8 +100,9 @@ def value_of(node: ast.expr, known: Mapping[str, Any]) -> Any:
         case ast.Compare():
             return _comparison(node, known)
         case ast.IfExp():
-            chosen = node.body if value_of(node.test, known) else node.orelse
-            return value_of(chosen, known)
+            if value_of(node.test, known):
+                return value_of(node.body, known)
+            return value_of(node.orelse, known)
         case ast.Call(func=ast.Name() | ast.Attribute()) if not node.keywords:
             function = value_of(node.func, known)
             return function(*(value_of(argument, known) for argument in node.args))

@@ -62,13 +62,20 @@ def loader_of(layer: FileLayer, framework: str) -> Loader:
 def _expressions(layer: FileLayer, framework: str, key_of: Callable[[str], str]) -> dict[str, str]:
     """Return an expression for each canonical weight; `key_of` writes the key of a tensor."""
 
-    def tensor(name: str) -> _Traced:
+    def traced_tensor(name: str) -> _Traced:
         source = layer.sources[name]
-        whole = _traced(f"{TENSORS}[{key_of(source)}]", layer.file.infos[source].shape, framework)
-        return whole if layer.index is None else whole[(slice(None),) * layer.axis + (layer.index,)]
+        text = f"{TENSORS}[{key_of(source)}]"
+        tensor = _traced(text, layer.file.infos[source].shape, framework)
+        if layer.index is None:
+            return tensor
+        return tensor[(slice(None),) * layer.axis + (layer.index,)]
 
-    read = {name: layer.placement.read_out(name, tensor) for name in layer.placement.weights}
-    return {name: each.text for name, each in read.items() if isinstance(each, _Traced)}
+    expressions = {}
+    for name in layer.placement.weights:
+        weight = layer.placement.read_out(name, traced_tensor)
+        if isinstance(weight, _Traced):
+            expressions[name] = weight.text
+    return expressions
 
 
 def _function(entries: Mapping[str, str], framework: str) -> str:
@@ -83,12 +90,14 @@ def _function(entries: Mapping[str, str], framework: str) -> str:
             "    }",
         ]
     else:
-        what = "state dict" if framework == "torch" else "weights"
+        result = "weights"
+        if framework == "torch":
+            result = "state dict"
         lines = [
             f"def weights_from({TENSORS}: Mapping[str, {array}]) -> dict[str, {array}]:",
-            f'    """Return the {what} of `Attention` from the tensors of a checkpoint."""',
+            f'    """Return the {result} of `Attention` from the tensors of a checkpoint."""',
             "    return {",
-            *_entries({string_literal(name): text for name, text in entries.items()}, 8),
+            *_entries(entries, 8),
             "    }",
         ]
     return "\n".join(lines) + "\n"
@@ -100,26 +109,38 @@ def _nested(entries: Mapping[str, str]) -> Iterator[str]:
     for name, text in entries.items():
         part, _, leaf = name.partition(".")
         if part.endswith("_proj") and leaf == "weight":
-            leaf, text = "kernel", text.removesuffix(".T") if text.endswith(".T") else f"{text}.T"
+            leaf = "kernel"
+            text = _transposed(text)
         parts.setdefault(part, {})[leaf] = text
-    for part, held in parts.items():
-        if "" in held:
-            yield from _entries({string_literal(part): held[""]}, 8)
+    for part, leaves in parts.items():
+        if "" in leaves:
+            # A weight of its own, such as the sinks.
+            yield from _entries({part: leaves[""]}, 8)
             continue
         yield f"        {string_literal(part)}: {{"
-        yield from _entries({string_literal(leaf): text for leaf, text in held.items()}, 12)
+        yield from _entries(leaves, 12)
         yield "        },"
 
 
+def _transposed(text: str) -> str:
+    """Return the expression of the transpose of a matrix."""
+    if text.endswith(".T"):
+        return text.removesuffix(".T")
+    return f"{text}.T"
+
+
 def _entries(entries: Mapping[str, str], indent: int) -> Iterator[str]:
+    """Yield the lines of a mapping's entries, which need a second line if they are long."""
+    spaces = " " * indent
     for name, text in entries.items():
-        line = f"{' ' * indent}{name}: {text},"
+        key = string_literal(name)
+        line = f"{spaces}{key}: {text},"
         if len(line) <= WIDTH:
             yield line
         else:
-            yield f"{' ' * indent}{name}: ("
-            yield f"{' ' * (indent + 4)}{text}"
-            yield f"{' ' * indent}),"
+            yield f"{spaces}{key}: ("
+            yield f"{spaces}    {text}"
+            yield f"{spaces}),"
 
 
 # ---- Expressions ---------------------------------------------------------------------------------
@@ -144,21 +165,30 @@ class _Traced(np.ndarray):
         return self
 
     def reshape(self, *shape: Any, **_: Any) -> _Traced:
-        made = self._plain.reshape(*shape)
-        base = self if self.base_array is None else self.base_array
-        if made.shape == base.shape:
+        result = self._plain.reshape(*shape)
+        # The second one of two reshapes in a row suffices.
+        base = self
+        if self.base_array is not None:
+            base = self.base_array
+        if result.shape == base.shape:
             return base
-        reshaped = self._made(made, f"{base.text}.reshape({', '.join(map(str, made.shape))})")
+        reshaped = self._made(result, f"{base.text}.reshape({_numbers(result.shape)})")
         reshaped.base_array = base
         return reshaped
 
     def transpose(self, *axes: Any) -> _Traced:
-        order = axes[0] if len(axes) == 1 else axes
+        order = axes
+        if len(axes) == 1:
+            order = axes[0]
         if tuple(order) == tuple(range(self.ndim)):
             return self
-        call = "permute" if self.framework == "torch" else "transpose"
-        text = ".T" if self.ndim == 2 else f".{call}({', '.join(map(str, order))})"
-        return self._made(self._plain.transpose(order), self.text + text)
+        if self.ndim == 2:
+            text = f"{self.text}.T"
+        elif self.framework == "torch":
+            text = f"{self.text}.permute({_numbers(order)})"
+        else:
+            text = f"{self.text}.transpose({_numbers(order)})"
+        return self._made(self._plain.transpose(order), text)
 
     def swapaxes(self, first: Any, second: Any, /) -> Any:
         return self._made(
@@ -166,7 +196,9 @@ class _Traced(np.ndarray):
         )
 
     def __getitem__(self, key: Any) -> _Traced:
-        keys = key if isinstance(key, tuple) else (key,)
+        keys = key
+        if not isinstance(key, tuple):
+            keys = (key,)
         return self._made(self._plain[key], f"{self.text}[{', '.join(map(_index, keys))}]")
 
     def __array_function__(
@@ -176,9 +208,13 @@ class _Traced(np.ndarray):
             return 0
         if function is not np.stack:
             return NotImplemented
-        module = "torch" if self.framework == "torch" else "np"
-        texts = ", ".join(each.text for each in args[0])
-        return self._made(np.stack([each._plain for each in args[0]]), f"{module}.stack([{texts}])")
+        module = "np"
+        if self.framework == "torch":
+            module = "torch"
+        arrays = args[0]
+        texts = ", ".join(array.text for array in arrays)
+        stacked = np.stack([array._plain for array in arrays])
+        return self._made(stacked, f"{module}.stack([{texts}])")
 
 
 def _traced(text: str, shape: tuple[int, ...], framework: str) -> _Traced:
@@ -187,7 +223,18 @@ def _traced(text: str, shape: tuple[int, ...], framework: str) -> _Traced:
     return array
 
 
+def _numbers(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
 def _index(key: Any) -> str:
+    """Return how Python writes an index, or a slice of step 1."""
     if not isinstance(key, slice):
         return str(key)
-    return f"{'' if key.start in (None, 0) else key.start}:{'' if key.stop is None else key.stop}"
+    start = ""
+    if key.start not in (None, 0):
+        start = str(key.start)
+    stop = ""
+    if key.stop is not None:
+        stop = str(key.stop)
+    return f"{start}:{stop}"

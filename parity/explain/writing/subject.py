@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
-from mha_spec import AttentionSpec, InputError
+from mha_spec import AttentionSpec, InputError, Norm
 
 
 class CallKeywords(TypedDict, total=False):
@@ -54,10 +54,19 @@ class CallForm:
 
 
 spec = AttentionSpec(64, 4, num_kv_heads=2)
-"""Placeholder for the layer in templates, so that they can be type-checked."""
+"""Placeholder for the layer in templates, so that a checker knows its type."""
 
 call = CallForm()
 """Placeholder for the form of its calls."""
 
-ABSENT: Any = None
-"""Value of a keyword argument to remove from a call."""
+norm = Norm()
+"""Placeholder for the norm of queries and keys, of values, of the context or of latents."""
+
+EPS = norm.eps
+"""Placeholder for the constant of that norm."""
+
+own_norms: tuple[str, ...] = ()
+"""Placeholder for the norms that have a class of their own in PyTorch: qk, v and context."""
+
+ABSENT: Any = object()
+"""Value of an argument to remove from a call."""

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import ttnn
 
+from parity.explain.writing.subject import ABSENT
 from parity.explain.writing.templates.names import *
 
 hides = call.has_mask or spec.span is not None or call.cache is not None or call.is_causal
@@ -35,7 +36,7 @@ class Attention:
     def __init__(
         self, weights: Mapping[str, np.ndarray], device: ttnn.Device, dtype: ttnn.DataType = ttnn.bfloat16
     ) -> None:
-        """Upload weights by name; those of projections are (out, in). The layer computes in their dtype."""
+        """Upload weights by name, those of projections (out, in). The layer has their dtype."""
         self.device, self.dtype = device, dtype
         # HiFi4 with float32 sums gives occasional wrong results on Wormhole (tt-metal#38306).
         is_wormhole = device.arch() == ttnn.Arch.WORMHOLE_B0
@@ -49,16 +50,18 @@ class Attention:
         if spec.sinks:
             self.sinks = self.upload(weights["sinks"].reshape(1, NUM_HEADS, 1, 1), ttnn.float32)
         if relative is not None:
-            self.relative_bias = weights["relative_bias"].astype(np.float32)  # (buckets, N), on the host
+            # On the host, (buckets, N).
+            self.relative_bias = weights["relative_bias"].astype(np.float32)
         if products is not None and products.of_queries:
             self.relative_keys = self.upload(by_heads(weights["relative_keys"]))  # (1, N, rows, H)
         if products is not None and products.of_keys:
-            self.relative_queries = self.upload(by_heads(weights["relative_queries"]))  # (1, N, rows, H)
+            # (1, N, rows, H)
+            self.relative_queries = self.upload(by_heads(weights["relative_queries"]))
 
     def upload(self, array: np.ndarray, dtype: ttnn.DataType | None = None) -> ttnn.Tensor:
         """Put an array on the device, in tiles."""
         host = torch.tensor(np.asarray(array, np.float32))
-        return ttnn.from_torch(host, dtype=dtype or self.dtype, layout=ttnn.TILE_LAYOUT, device=self.device)
+        return ttnn.from_torch(host, dtype or self.dtype, layout=ttnn.TILE_LAYOUT, device=self.device)
 
     if appends:
 
@@ -94,147 +97,145 @@ class Attention:
             key: (B, S, d_kv), the source of keys and values.
             other_k: (B, K, S, H), keys of another layer, after its norms and RoPE.
             other_v: (B, K, S, H), values of that layer.
-            cache: earlier tokens, from `empty_cache` or an earlier call; the updated cache is also returned.
+            cache: earlier tokens, from `empty_cache` or an earlier call; also returned, updated.
             other_cache: cache of another layer, which has already appended these tokens.
-            new_lengths: number of real tokens of each sequence in x, (B,); the rest is padding, at any position.
+            new_lengths: number of real tokens of each sequence in x, (B,); the rest is padding, at
+                any position.
             mask: boolean, True = masked, (B or 1, N or 1, T or 1, S). A fully masked row returns 0.
             bias: added to the scores; broadcasts to (B, N, T, S).
-            positions: position of each token, (B or 1, T); for RoPE with several axes also (axes, B or 1, T).
+            positions: position of each token, (B or 1, T); for RoPE with several axes also
+                (axes, B or 1, T).
         """
-        num_tokens = query.shape[1] if call.is_cross else x.shape[1]
-        if call.cache == "static" and spec.shared_kv:
-            token_positions = other_cache.lengths[:, None] - num_tokens + np.arange(num_tokens)  # (B, T)
-        elif call.cache == "static":
-            token_positions = cache.lengths[:, None] + np.arange(num_tokens)  # (B, T)
-        elif call.cache == "ragged":
-            is_real = np.arange(num_tokens) < new_lengths[:, None]  # (B, T)
+        num_tokens = query.shape[1]
+        if call.cache == "static":
             if spec.shared_kv:
-                lengths = other_cache.lengths - new_lengths  # before these tokens
-                token_positions = lengths[:, None] + np.where(is_real, np.arange(num_tokens), 0)  # (B, T)
+                token_positions = other_cache.lengths[:, None] - num_tokens + np.arange(num_tokens)
             else:
-                token_positions = cache.lengths[:, None] + np.where(is_real, np.arange(num_tokens), 0)  # (B, T)
+                token_positions = cache.lengths[:, None] + np.arange(num_tokens)  # (B, T)
+        elif call.cache == "ragged":
+            new_tokens = np.arange(num_tokens)
+            is_real = new_tokens < new_lengths[:, None]  # (B, T)
+            new_tokens = np.where(is_real, new_tokens, 0)  # (B, T)
+            if spec.shared_kv:
+                token_positions = (other_cache.lengths - new_lengths)[:, None] + new_tokens
+            else:
+                token_positions = cache.lengths[:, None] + new_tokens
             if call.has_positions:
                 positions = np.where(is_real, positions, 0)  # padding adds no length
             shown = self.upload(np.broadcast_to(is_real[:, :, None], tuple(x.shape)))
             x = ttnn.where(shown, x, 0.0)
         elif needs_positions or spec.has_positions:
             token_positions = np.arange(num_tokens)[None]  # (1, T)
-        if latent is None and not has_wide:
-            q = split_heads(self.linear("q_proj", query if call.is_cross else x), NUM_HEADS)  # (B, N, T, H)
-            if not spec.shared_kv:
-                k = split_heads(self.linear("k_proj", key if call.is_cross else x), NUM_KV_HEADS)  # (B, K, S, H)
-                v = split_heads(self.linear("v_proj", key if call.is_cross else x), NUM_KV_HEADS)  # (B, K, S, H)
-        elif latent is None:
-            q = self.linear("q_proj", query if call.is_cross else x)  # (B, T, N * H)
-            if not spec.shared_kv:
-                k = self.linear("k_proj", key if call.is_cross else x)  # (B, S, K * H)
-                v = self.linear("v_proj", key if call.is_cross else x)  # (B, S, K * H)
-            if spec.clip_qkv is not None:
-                if spec.shared_kv:
-                    q = ttnn.clamp(q, -CLIP, CLIP)
-                else:
-                    q, k, v = ttnn.clamp(q, -CLIP, CLIP), ttnn.clamp(k, -CLIP, CLIP), ttnn.clamp(v, -CLIP, CLIP)
-            if qk_norm is not None and qk_norm.over == "width":
-                if spec.shared_kv:
-                    q = self.normalize_qk("q_norm", q)
-                else:
-                    q, k = self.normalize_qk("q_norm", q), self.normalize_qk("k_norm", k)
-            if v_norm is not None and v_norm.over == "width":
-                v = self.normalize_v("v_norm", v)
-            q = split_heads(q, NUM_HEADS)  # (B, N, T, H)
-            if not spec.shared_kv:
-                k = split_heads(k, NUM_KV_HEADS)  # (B, K, S, H)
-                v = split_heads(v, NUM_KV_HEADS)  # (B, K, S, H)
-        if latent is None:
-            if qk_norm is not None and qk_norm.over == "head" and not qk_norm.after_rope:
-                if spec.shared_kv:
-                    q = self.normalize_qk("q_norm", q)
-                else:
-                    q, k = self.normalize_qk("q_norm", q), self.normalize_qk("k_norm", k)
-            if v_norm is not None and v_norm.over == "head":
-                v = self.normalize_v("v_norm", v)
-            if rope is not None:
-                cos, sin = self.rotation(positions if call.has_positions else token_positions)  # (B or 1, 1, T, R)
-                if spec.shared_kv:
-                    q = self.rotate(q, cos, sin)
-                else:
-                    q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
-            if qk_norm is not None and qk_norm.after_rope:
-                if spec.shared_kv:
-                    q = self.normalize_qk("q_norm", q)
-                else:
-                    q, k = self.normalize_qk("q_norm", q), self.normalize_qk("k_norm", k)
-        else:
+        if rope is not None:
+            cos, sin = self.rotation(positions)  # (B or 1, 1, T, R)
+        if latent is not None:
             if latent.q_rank is None:
-                q = self.linear("q_proj", x)
+                q = self.linear("q_proj", query)  # (B, T, N * H)
             else:
-                q_latents = self.normalize_latents("q_a_norm", self.linear("q_a_proj", x))
+                q_latents = self.linear("q_a_proj", query)  # (B, T, Q_RANK)
+                q_latents = normalize_latents(self.weights, "q_a_norm", q_latents, self.config)
                 if latent.q_factor != 1.0:
                     q_latents = ttnn.multiply(q_latents, Q_FACTOR)
-                q = self.linear("q_b_proj", q_latents)
+                q = self.linear("q_b_proj", q_latents)  # (B, T, N * H)
             q = split_heads(q, NUM_HEADS)  # (B, N, T, H)
-            compressed = split_heads(self.linear("kv_a_proj", x), 1)  # (B, 1, T, KV_RANK + ROPE_DIM)
+            compressed = self.linear("kv_a_proj", query)
+            compressed = split_heads(compressed, 1)  # (B, 1, T, KV_RANK + ROPE_DIM)
             latents, shared_k = compressed[:, :, :, :KV_RANK], compressed[:, :, :, KV_RANK:]
-            latents = self.normalize_latents("kv_a_norm", latents)
+            latents = normalize_latents(self.weights, "kv_a_norm", latents, self.config)
             if latent.kv_factor != 1.0:
                 latents = ttnn.multiply(latents, KV_FACTOR)
             if rope is not None:
-                # (B or 1, 1, T, ROPE_DIM)
-                cos, sin = self.rotation(positions if call.has_positions else token_positions)
-                rotated_q = self.rotate(q[:, :, :, OWN_DIM:], cos, sin)
-                q, shared_k = ttnn.concat([q[:, :, :, :OWN_DIM], rotated_q], dim=-1), self.rotate(shared_k, cos, sin)
-        if spec.shared_kv and call.cache is None:
+                own_q, shared_q = q[:, :, :, :OWN_DIM], q[:, :, :, OWN_DIM:]
+                q = ttnn.concat([own_q, self.rotate(shared_q, cos, sin)], dim=-1)
+                shared_k = self.rotate(shared_k, cos, sin)
+        else:
+            q = self.linear("q_proj", query)  # (B, T, N * H)
+            if spec.clip_qkv is not None:
+                q = ttnn.clamp(q, -CLIP, CLIP)
+            if qk_norm_of == "width":
+                q = normalize_qk(self.weights, "q_norm", q, self.config)
+            q = split_heads(q, NUM_HEADS)  # (B, N, T, H)
+            if qk_norm_of == "head":
+                q = normalize_qk(self.weights, "q_norm", q, self.config)
+            if rope is not None:
+                q = self.rotate(q, cos, sin)
+            if qk_norm_of == "rotated head":
+                q = normalize_qk(self.weights, "q_norm", q, self.config)
+            if not spec.shared_kv:
+                k = self.linear("k_proj", key)  # (B, S, K * H)
+                if spec.clip_qkv is not None:
+                    k = ttnn.clamp(k, -CLIP, CLIP)
+                if qk_norm_of == "width":
+                    k = normalize_qk(self.weights, "k_norm", k, self.config)
+                k = split_heads(k, NUM_KV_HEADS)  # (B, K, S, H)
+                if qk_norm_of == "head":
+                    k = normalize_qk(self.weights, "k_norm", k, self.config)
+                if rope is not None:
+                    k = self.rotate(k, cos, sin)
+                if qk_norm_of == "rotated head":
+                    k = normalize_qk(self.weights, "k_norm", k, self.config)
+                v = self.linear("v_proj", key)  # (B, S, K * H)
+                if spec.clip_qkv is not None:
+                    v = ttnn.clamp(v, -CLIP, CLIP)
+                if v_norm_of == "width":
+                    v = normalize_v(self.weights, "v_norm", v, self.config)
+                v = split_heads(v, NUM_KV_HEADS)  # (B, K, S, H)
+                if v_norm_of == "head":
+                    v = normalize_v(self.weights, "v_norm", v, self.config)
+        if temperature is not None:
+            lengths = (positions + FIRST_POSITION) // TEMPERATURE_LENGTH
+            factors = (1.0 + TEMPERATURE_SCALE * np.log1p(lengths))[:, None, :, None]
+            wide = ttnn.typecast(q, ttnn.float32)
+            q = ttnn.multiply(wide, self.upload(factors, ttnn.float32))
+            q = ttnn.typecast(q, self.dtype)
+        if appends:
+            capacity = cache[0].shape[2]
+            is_slot = np.arange(capacity)[:, None] == token_positions[:, None, None, :]  # (B, 1, S, T)
+            if call.cache == "ragged":
+                is_slot = is_slot & is_real[:, None, None, :]
+                assert token_positions[is_real].max(initial=0) < capacity, "the cache is full"
+                lengths = cache.lengths + new_lengths
+            else:
+                assert token_positions.max() < capacity, "the cache is full"
+                lengths = cache.lengths + num_tokens
+            if latent is None:
+                k = self.write(cache.keys, k, is_slot)
+                v = self.write(cache.values, v, is_slot)
+                cache = Cache(k, v, lengths)
+            else:
+                latents = self.write(cache.latents, latents, is_slot)
+                shared_k = self.write(cache.shared_keys, shared_k, is_slot)
+                cache = Cache(latents, shared_k, lengths)
+        elif takes_other_kv:
             k, v = other_k, other_v
         elif spec.shared_kv:
             k, v = other_cache.keys, other_cache.values
-        if temperature is not None:
-            lengths = ((positions if call.has_positions else token_positions) + FIRST_POSITION) // TEMPERATURE_LENGTH
-            factors = self.upload((1.0 + TEMPERATURE_SCALE * np.log1p(lengths))[:, None, :, None], ttnn.float32)
-            q = ttnn.typecast(ttnn.multiply(ttnn.typecast(q, ttnn.float32), factors), self.dtype)
-        if call.cache == "static" and not spec.shared_kv:
-            assert token_positions.max() < cache[0].shape[2], "the cache is full"
-            is_slot = np.arange(cache[0].shape[2])[:, None] == token_positions[:, None, None, :]  # (B, 1, S, T)
-            cache = Cache(
-                self.write(cache[0], k if latent is None else latents, is_slot),
-                self.write(cache[1], v if latent is None else shared_k, is_slot),
-                cache.lengths + num_tokens,
-            )
-        elif call.cache == "ragged" and not spec.shared_kv:
-            assert token_positions[is_real].max(initial=0) < cache[0].shape[2], "the cache is full"
-            is_slot = np.arange(cache[0].shape[2])[:, None] == token_positions[:, None, None, :]  # (B, 1, S, T)
-            is_slot = is_slot & is_real[:, None, None, :]
-            cache = Cache(
-                self.write(cache[0], k if latent is None else latents, is_slot),
-                self.write(cache[1], v if latent is None else shared_k, is_slot),
-                cache.lengths + new_lengths,
-            )
-        if appends and latent is None:
-            k, v = cache.keys, cache.values
-        elif appends:
-            latents, shared_k = cache.latents, cache.shared_keys
         if latent is not None:
-            batch_size, num_keys = latents.shape[0], latents.shape[2]
+            batch_size, _, num_keys, _ = latents.shape
             kv = self.linear("kv_b_proj", ttnn.reshape(latents, (batch_size, num_keys, KV_RANK)))
             kv = split_heads(kv, NUM_HEADS)  # (B, N, S, OWN_DIM + H)
             shared_k = ttnn.repeat(shared_k, (1, NUM_HEADS, 1, 1))
-            k, v = ttnn.concat([kv[:, :, :, :OWN_DIM], shared_k], dim=-1), kv[:, :, :, OWN_DIM:]
+            k = ttnn.concat([kv[:, :, :, :OWN_DIM], shared_k], dim=-1)  # (B, N, S, H)
+            v = kv[:, :, :, OWN_DIM:]
         if needs_positions or call.is_causal:
             key_positions = np.arange(k.shape[2])
         if needs_positions:
             query_positions = token_positions[:, None, :, None]  # (B or 1, 1, T, 1)
         elif call.is_causal:
             query_positions = np.arange(num_tokens)[None, None, :, None]  # (1, 1, T, 1)
-        if call.is_causal or spec.span is not None or call.cache is not None:
-            if call.is_causal or call.cache is not None:
-                hidden = key_positions > query_positions  # (B or 1, 1, T, S)
-                if spec.window_size is not None:
-                    hidden = hidden | (key_positions <= query_positions - WINDOW)
-            elif spec.window_size is not None:
+        if call.is_causal:
+            hidden = key_positions > query_positions  # (B or 1, 1, T, S)
+            if spec.window_size is not None:
+                hidden = hidden | (key_positions <= query_positions - WINDOW)
+            if spec.chunk_size is not None:
+                hidden = hidden | (key_positions // CHUNK != query_positions // CHUNK)
+            if call.has_mask:
+                hidden = hidden | mask
+        elif spec.span is not None:
+            if spec.window_size is not None:
                 hidden = np.abs(key_positions - query_positions) >= WINDOW
             else:
                 hidden = key_positions // CHUNK != query_positions // CHUNK
-            if spec.chunk_size is not None and (call.is_causal or call.cache is not None):
-                hidden = hidden | (key_positions // CHUNK != query_positions // CHUNK)
             if call.has_mask:
                 hidden = hidden | mask
         elif call.has_mask:
@@ -245,10 +246,12 @@ class Attention:
         scores = ttnn.matmul(q, k, transpose_b=True, dtype=ttnn.float32, compute_kernel_config=self.config)
         scores = ttnn.multiply(scores, SCALE)  # (B, N, T, S)
         if spec.soft_cap is not None:
-            scores = ttnn.multiply(ttnn.tanh(ttnn.multiply(scores, 1.0 / SOFT_CAP)), SOFT_CAP)
+            capped = ttnn.tanh(ttnn.multiply(scores, 1.0 / SOFT_CAP))
+            scores = ttnn.multiply(capped, SOFT_CAP)
         if alibi is not None:
             slopes = np.array(SLOPES)[:, None, None]  # (N, 1, 1)
-            scores = ttnn.subtract(scores, self.upload(slopes * np.abs(key_positions - query_positions), ttnn.float32))
+            decrease = slopes * np.abs(key_positions - query_positions)
+            scores = ttnn.subtract(scores, self.upload(decrease, ttnn.float32))
         if relative is not None:
             if grid is None:
                 buckets = bucket_of(key_positions - query_positions)[:, 0]  # (B or 1, T, S)
@@ -263,17 +266,14 @@ class Attention:
                 distance_products = self.products_of(q, self.relative_keys, rows)
                 scores = ttnn.add(scores, ttnn.multiply(distance_products, SCALE))
             if products.of_keys:
-                distance_products = ttnn.transpose(
-                    self.products_of(k, self.relative_queries, rows.swapaxes(2, 3)), 2, 3
-                )
+                distance_products = self.products_of(k, self.relative_queries, rows.swapaxes(2, 3))
+                distance_products = ttnn.transpose(distance_products, 2, 3)
                 scores = ttnn.add(scores, ttnn.multiply(distance_products, SCALE))
         if call.has_bias:
             scores = ttnn.add(scores, self.upload(bias, ttnn.float32))
         if hides:
-            masked = self.upload(
-                np.broadcast_to(hidden, (hidden.shape[0], hidden.shape[1], num_tokens, k.shape[2])), ttnn.float32
-            )
-            scores = ttnn.where(masked, MASKED, scores)
+            hidden = np.broadcast_to(hidden, (*hidden.shape[:2], num_tokens, k.shape[2]))
+            scores = ttnn.where(self.upload(hidden, ttnn.float32), MASKED, scores)
         if spec.sinks:
             sinks = ttnn.repeat(self.sinks, (scores.shape[0], 1, num_tokens, 1))
             scores = ttnn.concat([scores, sinks], dim=-1)
@@ -283,16 +283,18 @@ class Attention:
         attn_weights = ttnn.typecast(attn_weights, self.dtype)
         context = ttnn.matmul(attn_weights, v, dtype=self.dtype, compute_kernel_config=self.config)  # (B, N, T, H)
         if may_hide_all:
-            has_keys = self.upload(~hidden.all(axis=-1, keepdims=True))  # fully masked rows return 0
+            # Fully masked rows return 0.
+            has_keys = self.upload(~hidden.all(axis=-1, keepdims=True))
             context = ttnn.multiply(context, has_keys)
         if gate is not None:
-            gates = split_heads(self.linear("gate_proj", query if call.is_cross else x), NUM_HEADS)
+            gates = split_heads(self.linear("gate_proj", query), NUM_HEADS)
             gates = ttnn.sigmoid_accurate(ttnn.typecast(gates, ttnn.float32))
-            context = ttnn.typecast(ttnn.multiply(ttnn.typecast(context, ttnn.float32), gates), self.dtype)
+            context = ttnn.multiply(ttnn.typecast(context, ttnn.float32), gates)
+            context = ttnn.typecast(context, self.dtype)
         output = ttnn.transpose(context, 1, 2)
         output = ttnn.reshape(output, (output.shape[0], num_tokens, NUM_HEADS * VALUE_HEAD_DIM))
         if context_norm is not None:
-            output = self.normalize_context(output)
+            output = normalize_context(self.weights, "context_norm", output, self.config)
         if spec.out_proj:
             output = self.linear("out_proj", output)  # (B, T, E)
         if call.cache == "ragged":
@@ -304,10 +306,12 @@ class Attention:
 
     def linear(self, name: str, features: ttnn.Tensor) -> ttnn.Tensor:
         """Multiply features (B, T, in) by a matrix (in, out), and add the bias if there is one."""
+        weight = self.weights[f"{name}.weight"]
+        bias = self.weights.get(f"{name}.bias")
         return ttnn.linear(
             features,
-            self.weights[f"{name}.weight"],
-            bias=ABSENT if has_biases == "none" else self.weights.get(f"{name}.bias"),
+            weight,
+            bias=bias if True in biases else ABSENT,
             dtype=self.dtype,
             compute_kernel_config=self.config,
         )
@@ -318,38 +322,39 @@ class Attention:
             """Return the products of heads (B, N, T, H) with the vectors of rows (B, N, T, S)."""
             vectors = ttnn.repeat(vectors, (heads.shape[0], 1, 1, 1))
             by_row = ttnn.matmul(
-                heads, vectors, transpose_b=True, dtype=ttnn.float32, compute_kernel_config=self.config
+                heads,
+                vectors,
+                transpose_b=True,
+                dtype=ttnn.float32,
+                compute_kernel_config=self.config,
             )
             host = torch.tensor(rows.astype(np.int32))
             index = ttnn.from_torch(host, dtype=ttnn.uint32, layout=ttnn.TILE_LAYOUT, device=self.device)
             return ttnn.gather(by_row, 3, index)
 
-    if call.cache is not None:
+    if appends:
 
         def write(self, slots: ttnn.Tensor, new: ttnn.Tensor, is_slot: np.ndarray) -> ttnn.Tensor:
-            """Return slots (B, heads, S, H) with new tokens (B, heads, T, H); `is_slot` maps slots to tokens."""
+            """Return slots (B, heads, S, H) with new tokens (B, heads, T, H), by `is_slot`."""
             batch_size, num_heads, capacity, _ = slots.shape
             chosen = np.broadcast_to(is_slot, (batch_size, num_heads, capacity, new.shape[2]))
             moved = ttnn.matmul(self.upload(chosen), new, dtype=self.dtype, compute_kernel_config=self.config)
-            is_new = self.upload(np.broadcast_to(chosen.any(axis=-1, keepdims=True), tuple(slots.shape)))
-            return ttnn.where(is_new, moved, slots)
+            is_new = np.broadcast_to(chosen.any(axis=-1, keepdims=True), tuple(slots.shape))
+            return ttnn.where(self.upload(is_new), moved, slots)
 
     if rope is not None:
 
         def rotation(self, token_positions: np.ndarray) -> tuple[ttnn.Tensor, ttnn.Tensor]:
-            """Return cosines and sines, (B or 1, 1, T, R), from the host: the device is inexact for large angles."""
+            """Return cosines and sines, (B or 1, 1, T, R), from the host, exact at large angles."""
             if rope.sections is not None and call.has_positions:
-                angles = np.moveaxis(token_positions[list(AXES)], 0, -1) * frequencies(
-                    longest(token_positions) if rope.depends_on_length else ABSENT
-                )  # (B or 1, T, R/2)
+                by_pair = np.moveaxis(token_positions[list(AXES)], 0, -1)  # (B or 1, T, R/2)
+                angles = by_pair[:, None] * frequencies(longest(token_positions))
             else:
-                angles = token_positions[:, :, None] * frequencies(
-                    longest(token_positions) if rope.depends_on_length else ABSENT
-                )  # (B or 1, T, R/2)
+                angles = token_positions[:, None, :, None] * frequencies(longest(token_positions))
             if rope.pairs == "interleaved":
-                angles = np.repeat(angles, 2, axis=-1)[:, None]
+                angles = np.repeat(angles, 2, axis=-1)
             else:
-                angles = np.concatenate([angles, angles], axis=-1)[:, None]
+                angles = np.concatenate([angles, angles], axis=-1)
             if rope.attention_factor != 1.0:
                 cos, sin = ATTENTION_FACTOR * np.cos(angles), ATTENTION_FACTOR * np.sin(angles)
             else:
@@ -362,10 +367,12 @@ class Attention:
             if is_partial and rope.rotated == "first":
                 wide, rest = wide[:, :, :, :ROTARY_DIM], wide[:, :, :, ROTARY_DIM:]
             elif is_partial:
-                rest, wide = wide[:, :, :, : HEAD_DIM - ROTARY_DIM], wide[:, :, :, HEAD_DIM - ROTARY_DIM :]
+                num_rest = HEAD_DIM - ROTARY_DIM
+                rest, wide = wide[:, :, :, :num_rest], wide[:, :, :, num_rest:]
             if rope.pairs == "interleaved":
                 swap = np.zeros((ROTARY_DIM, ROTARY_DIM))  # pairs (2 i, 2 i + 1)
-                swap[1::2, 0::2], swap[0::2, 1::2] = -np.eye(ROTARY_DIM // 2), np.eye(ROTARY_DIM // 2)
+                swap[1::2, 0::2] = -np.eye(ROTARY_DIM // 2)
+                swap[0::2, 1::2] = np.eye(ROTARY_DIM // 2)
                 swapped = ttnn.linear(wide, self.upload(swap, ttnn.float32), compute_kernel_config=self.config)
             else:
                 first, second = wide[:, :, :, : ROTARY_DIM // 2], wide[:, :, :, ROTARY_DIM // 2 :]  # pairs (i, i + R/2)
@@ -377,151 +384,11 @@ class Attention:
                 rotated = ttnn.concat([rest, rotated], dim=-1)
             return ttnn.typecast(rotated, self.dtype)
 
-    if qk_norm is not None:
-
-        def normalize_qk(self, name: str, features: ttnn.Tensor) -> ttnn.Tensor:
-            """Normalize the last axis of queries or keys."""
-            wide = ttnn.typecast(features, ttnn.float32)
-            if qk_norm.kind == "layer":
-                wide = ttnn.subtract(wide, ttnn.mean(wide, dim=-1, keepdim=True, compute_kernel_config=self.config))
-            square = ttnn.mean(ttnn.square(wide), dim=-1, keepdim=True, compute_kernel_config=self.config)
-            wide = ttnn.multiply(wide, ttnn.rsqrt(ttnn.add(square, QK_EPS)))
-            if qk_norm.weight is not None:
-                weight = ttnn.typecast(self.weights[f"{name}.weight"], ttnn.float32)
-                if qk_norm.weight == "1+w":
-                    weight = ttnn.add(weight, 1.0)
-                if qk_norm.per_head:
-                    weight = ttnn.reshape(weight, (1, features.shape[1], 1, features.shape[3]))
-                wide = ttnn.multiply(wide, weight)
-            if qk_norm.bias:
-                bias_row = ttnn.typecast(self.weights[f"{name}.bias"], ttnn.float32)
-                if qk_norm.per_head:
-                    bias_row = ttnn.reshape(bias_row, (1, features.shape[1], 1, features.shape[3]))
-                wide = ttnn.add(wide, bias_row)
-            return ttnn.typecast(wide, self.dtype)
-
-    if v_norm is not None:
-
-        def normalize_v(self, name: str, features: ttnn.Tensor) -> ttnn.Tensor:
-            """Normalize the last axis of values."""
-            wide = ttnn.typecast(features, ttnn.float32)
-            if v_norm.kind == "layer":
-                wide = ttnn.subtract(wide, ttnn.mean(wide, dim=-1, keepdim=True, compute_kernel_config=self.config))
-            square = ttnn.mean(ttnn.square(wide), dim=-1, keepdim=True, compute_kernel_config=self.config)
-            wide = ttnn.multiply(wide, ttnn.rsqrt(ttnn.add(square, V_EPS)))
-            if v_norm.weight is not None:
-                weight = ttnn.typecast(self.weights[f"{name}.weight"], ttnn.float32)
-                if v_norm.weight == "1+w":
-                    weight = ttnn.add(weight, 1.0)
-                if v_norm.per_head:
-                    weight = ttnn.reshape(weight, (1, features.shape[1], 1, features.shape[3]))
-                wide = ttnn.multiply(wide, weight)
-            if v_norm.bias:
-                bias_row = ttnn.typecast(self.weights[f"{name}.bias"], ttnn.float32)
-                if v_norm.per_head:
-                    bias_row = ttnn.reshape(bias_row, (1, features.shape[1], 1, features.shape[3]))
-                wide = ttnn.add(wide, bias_row)
-            return ttnn.typecast(wide, self.dtype)
-
-    if context_norm is not None:
-
-        def normalize_context(self, features: ttnn.Tensor) -> ttnn.Tensor:
-            """Normalize the context of all heads."""
-            wide = ttnn.typecast(features, ttnn.float32)
-            if context_norm.kind == "layer":
-                wide = ttnn.subtract(wide, ttnn.mean(wide, dim=-1, keepdim=True, compute_kernel_config=self.config))
-            square = ttnn.mean(ttnn.square(wide), dim=-1, keepdim=True, compute_kernel_config=self.config)
-            wide = ttnn.multiply(wide, ttnn.rsqrt(ttnn.add(square, CONTEXT_EPS)))
-            if context_norm.weight is not None:
-                weight = ttnn.typecast(self.weights["context_norm.weight"], ttnn.float32)
-                if context_norm.weight == "1+w":
-                    weight = ttnn.add(weight, 1.0)
-                wide = ttnn.multiply(wide, weight)
-            if context_norm.bias:
-                wide = ttnn.add(wide, ttnn.typecast(self.weights["context_norm.bias"], ttnn.float32))
-            return ttnn.typecast(wide, self.dtype)
-
-    if latent is not None:
-
-        def normalize_latents(self, name: str, features: ttnn.Tensor) -> ttnn.Tensor:
-            """Divide by the root mean square of the last axis, and multiply by the weight."""
-            wide = ttnn.typecast(features, ttnn.float32)
-            square = ttnn.mean(ttnn.square(wide), dim=-1, keepdim=True, compute_kernel_config=self.config)
-            wide = ttnn.multiply(wide, ttnn.rsqrt(ttnn.add(square, LATENT_EPS)))
-            weight = ttnn.typecast(self.weights[f"{name}.weight"], ttnn.float32)
-            return ttnn.typecast(ttnn.multiply(wide, weight), self.dtype)
-
 
 def split_heads(features: ttnn.Tensor, num_heads: int) -> ttnn.Tensor:
     """Split the features of all heads: (B, T, heads * H) to (B, heads, T, H)."""
-    batch_size, num_tokens, width = features.shape
-    return ttnn.transpose(ttnn.reshape(features, (batch_size, num_tokens, num_heads, width // num_heads)), 1, 2)
-
-
-if rope is not None:
-
-    def frequencies(length: np.ndarray) -> np.ndarray:
-        if rope.depends_on_length:
-            """Return the angle of each pair of features per token, (B or 1, 1, R/2)."""
-        else:
-            """Return the angle of each pair of features per token, (R/2,)."""
-        if rope.section_frequencies != "shared":
-            exponents = np.array(EXPONENTS, np.float32)
-        else:
-            exponents = np.arange(0, ROTARY_DIM, 2, dtype=np.float32) / np.float32(ROTARY_DIM)
-        divisors = (THETA ** exponents.astype(np.float64)).astype(np.float32)
-        if isinstance(scaling, LinearScaling):
-            return 1.0 / divisors / scaling.factor
-        elif isinstance(scaling, ProportionalScaling):
-            is_rotated = np.arange(ROTARY_DIM // 2) < int(scaling.fraction * spec.head_dim // 2)
-            return is_rotated / divisors / scaling.factor
-        elif isinstance(scaling, Llama3Scaling):
-            turns = scaling.original_length / (2 * math.pi * divisors)  # within the original context length
-            share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-            share = np.clip(share, 0.0, 1.0)  # weight of the unscaled frequency
-            return (share + (1.0 - share) / scaling.factor) / divisors
-        elif isinstance(scaling, YarnScaling):
-            pairs = np.arange(ROTARY_DIM // 2)
-            share = 1.0 - np.clip(
-                (pairs - RAMP_BEGIN) / (RAMP_END - RAMP_BEGIN), 0.0, 1.0
-            )  # weight of the unscaled frequency
-            return (share + (1.0 - share) / scaling.factor) / divisors
-        elif isinstance(scaling, DynamicScaling):
-            growth = scaling.factor * (length - scaling.original_length) / scaling.original_length + 1.0
-            base = THETA * np.maximum(growth, 1.0) ** (ROTARY_DIM / (ROTARY_DIM - 2))
-            return np.where(length > scaling.original_length, 1.0 / base**exponents, 1.0 / divisors)
-        elif isinstance(scaling, LongRopeScaling):
-            short, long = np.array(SHORT_FACTORS, np.float32), np.array(LONG_FACTORS, np.float32)
-            return 1.0 / (np.where(length > scaling.original_length, long, short) * divisors)
-        else:
-            return 1.0 / divisors
-
-
-if rope is not None and rope.depends_on_length:
-
-    def longest(token_positions: np.ndarray) -> np.ndarray:
-        """Return the number of tokens up to the last position of each sequence, (B or 1, 1, 1)."""
-        if rope.sections is not None and call.has_positions:
-            token_positions = token_positions.max(axis=0)
-        return token_positions.max(axis=-1)[:, None, None] + 1
-
-
-if grid is not None:
-
-    def bucket_of(query_positions: np.ndarray, key_positions: np.ndarray) -> np.ndarray:
-        """Return the bucket of each query and key, by their positions on a grid in row-major order."""
-        if grid.class_token:
-            query_positions, key_positions = query_positions - 1, key_positions - 1  # the class token is at -1
-        rows = query_positions // GRID_WIDTH - key_positions // GRID_WIDTH + GRID_HEIGHT - 1
-        columns = query_positions % GRID_WIDTH - key_positions % GRID_WIDTH + GRID_WIDTH - 1
-        buckets = rows * (2 * GRID_WIDTH - 1) + columns
-        if grid.class_token:
-            class_buckets = np.where(key_positions < 0, NUM_BUCKETS - 1, NUM_BUCKETS - 3)
-            buckets = np.where(key_positions < 0, NUM_BUCKETS - 2, buckets)
-            buckets = np.where(query_positions < 0, class_buckets, buckets)
-        if call.cache is not None:
-            buckets = np.minimum(buckets, NUM_BUCKETS - 1)  # for padding
-        return buckets
+    batch_size, num_tokens, _ = features.shape
+    return ttnn.transpose(ttnn.reshape(features, (batch_size, num_tokens, num_heads, -1)), 1, 2)
 
 
 if products is not None:
@@ -533,25 +400,6 @@ if products is not None:
         else:
             return np.broadcast_to(table, (1, NUM_HEADS, *table.shape))
 
-    def row_of(distances: np.ndarray) -> np.ndarray:
-        """Return the row of the vectors of each distance, key - query."""
-        if products.num_exact is not None:
-            away = np.abs(distances)
-            farther = NUM_EXACT + np.searchsorted(STEPS, away, side="right")
-            distances = np.sign(distances) * np.where(away <= NUM_EXACT, away, farther)
-        return np.clip(distances, -NUM_BEFORE, NUM_AFTER) + NUM_BEFORE
 
-
-if relative is not None and grid is None:
-
-    def bucket_of(distances: np.ndarray) -> np.ndarray:
-        """Return the bucket of each distance, key - query."""
-        if relative.bidirectional:
-            first, away = (distances > 0) * (NUM_BUCKETS // 2), np.abs(distances)
-            last, exact = NUM_BUCKETS // 2 - 1, NUM_BUCKETS // 4  # half of the buckets hold a single distance
-        else:
-            first, away = 0, np.maximum(-distances, 0)
-            last, exact = NUM_BUCKETS - 1, NUM_BUCKETS // 2
-        ratios = (np.maximum(away, exact) / exact).astype(np.float32)
-        steps = np.log(ratios) / np.float32(math.log(MAX_DISTANCE / exact)) * np.float32(last + 1 - exact)
-        return first + np.where(away < exact, away, np.minimum(exact + steps.astype(np.int64), last))
+from parity.explain.writing.templates.grid import *
+from parity.explain.writing.templates.positions import *

@@ -73,9 +73,9 @@ def torch_layer(module: Any, problem: Problem) -> Any:
 def with_jax_defaults(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function with the promotion of ranks and dtypes that JAX allows by default."""
 
-    def call(*given: Any, **more: Any) -> Any:
+    def call(*arguments: Any, **keywords: Any) -> Any:
         with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-            return function(*given, **more)
+            return function(*arguments, **keywords)
 
     return call
 
@@ -150,7 +150,7 @@ EACH_BRANCH = (
         "latent-factors",
         "decode-latent-yarn",
         "shared-kv-window",
-        "decode-shared-kv-static",
+        "decode-shared-kv",
     ),
     *("norms-rms-head-none", "norms-rms-head-w", "norms-rms-head-w-bias", "norms-rms-head-1+w"),
     *("norms-layer-head-none", "norms-layer-head-w", "norms-layer-width-1+w-bias"),
@@ -235,12 +235,12 @@ def test_positions_of_padding_change_nothing(framework, name):
         )
         cache = mha_jax.init_cache(*cache_sizes)
 
-    def layer(x: Any, cache: Any, **given: Any) -> Any:
-        return attend(x, cache=cache, **given)
+    def layer(x: Any, cache: Any, **keywords: Any) -> Any:
+        return attend(x, cache=cache, **keywords)
 
-    found, written_cache = steps_of(written_layer, module.empty_cache(*sizes), as_array, case)
+    outputs, written_cache = steps_of(written_layer, module.empty_cache(*sizes), as_array, case)
     expected, own_cache = steps_of(layer, cache, as_array, case)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(outputs, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-6)
     np.testing.assert_allclose(to_numpy(written_cache.keys), to_numpy(own_cache.keys), atol=2e-6)
     np.testing.assert_array_equal(to_numpy(written_cache.lengths), to_numpy(own_cache.lengths))
@@ -261,11 +261,12 @@ FRAMEWORKS = ("jax", "torch", "ttnn")
 @pytest.fixture(scope="module")
 def sources() -> dict[str, str]:
     """Return the sources of cases that cover every part of every template, by file name."""
-    found = {}
+    source_of_file = {}
     for name in EACH_BRANCH:
         for framework in FRAMEWORKS:
-            found[f"{name.replace('-', '_')}_{framework}"] = written_case(name, framework)[0]
-    return found
+            file_name = f"{name.replace('-', '_')}_{framework}"
+            source_of_file[file_name] = written_case(name, framework)[0]
+    return source_of_file
 
 
 @pytest.mark.costly("writes and runs a layer for each branch of the templates")
@@ -315,13 +316,13 @@ def test_written_code_passes_ruff(sources, tmp_path):
         ["format", "--check", *options],
         ["check", "--select", "F,E,W,I,UP,B,PIE", *options],
     ):
-        found = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "ruff", *command, str(tmp_path)],
             capture_output=True,
             text=True,
             check=False,
         )
-        assert found.returncode == 0, found.stdout[-2000:]
+        assert process.returncode == 0, process.stdout[-2000:]
 
 
 @pytest.mark.parametrize("framework", ["jax", "torch", "ttnn"])
@@ -471,19 +472,53 @@ def scaled(x: float, bias: float, power: int) -> float:
     )
 '''
 
+UNUSED_PARAMETERS = '''import library
+
+UNIT = 1
+
+
+class Layer:
+    def apply(self, name: str, first: float, second: float) -> float:
+        """Apply it.
+
+        Args:
+            first: is used.
+            second: is not.
+        """
+        scale = library.linear(first, second)
+        return self.linear("unused", scaled(second, first), scale, apply=ABSENT)
+
+    def linear(self, name: str, x: float, y: float) -> float:
+        return library.linear(x, y, option=option)
+
+
+def scaled(number: float, factor: float) -> float:
+    return factor * UNIT
+'''
+
 
 def test_template_keeps_needed_parts():
-    """A template specialized for a layer is exactly the expected
-    text: needed parts with values inserted.
+    """A template specialized for a layer is exactly the expected text: needed parts with values
+    inserted, and without unused parameters and arguments.
     """
     known = {"spec": {"width": 2, "depth": 2, "factor": 0.5}, "ABSENT": None}
-    assert specialize(TEMPLATE, known, ["bias"], ["scaled"]) == (
+    assert specialize(TEMPLATE, known, ["scaled"]) == (
         '"""A module."""\n\nimport math\n\nWIDTH = 2\n\n\n'
         "def scaled(x: float, power: int) -> float:\n"
         '    """Scale.\n\n    Args:\n        x: a number.\n    """\n'
         "    # The factor is that of the width.\n    factor = math.sqrt(WIDTH * WIDTH) * 0.5\n"
         "    x = 2 * x  # doubled\n    return pow(factor * x, power)\n"
     )
+    absent = object()
+    known = {"ABSENT": absent, "option": absent}
+    source = specialize(UNUSED_PARAMETERS, known, ["Layer"], {"second": "first"})
+    assert "    def apply(self, first: float) -> float:\n" in source
+    assert '            first: is used.\n        """\n' in source
+    # A function of a library keeps its arguments, whatever its name is.
+    assert "        scale = library.linear(first, first)\n" in source
+    assert "        return self.linear(scaled(first), scale)\n" in source
+    assert "        return library.linear(x, y)\n" in source
+    assert "def scaled(factor: float) -> float:\n    return factor * UNIT\n" in source
 
 
 def test_template_branches_follow_the_layer():
@@ -491,7 +526,7 @@ def test_template_branches_follow_the_layer():
     the function and the branch that need it.
     """
     known = {"spec": {"width": 4, "depth": 3, "factor": 1.0, "bias": True}, "ABSENT": None}
-    source = specialize(TEMPLATE, known, [], ["scaled"])
+    source = specialize(TEMPLATE, known, ["scaled"])
     assert "WIDTH = 4\nDEPTH = 3\n" in source
     assert "def shifted(x: float, bias: float) -> float:" in source
     assert "    x = shifted(x, bias)\n" in source
@@ -580,11 +615,11 @@ def test_loader_reads_each_layout(layout, tmp_path):
         ),
         "ttnn": modules["ttnn"].weights_from(tensors),
     }
-    for framework, found in loaded.items():
+    for framework, weights in loaded.items():
         wanted = nested(expected, spec) if framework == "jax" else expected
         jax.tree.map(
             lambda one, other: np.testing.assert_array_equal(np.asarray(one), np.asarray(other)),
-            found,
+            weights,
             wanted,
         )
 
@@ -655,14 +690,14 @@ def test_command_writes_passing_tests(llama, tmp_path, framework, cache):
             == 0
         )
     assert "parity" not in (tmp_path / "test_by_trace.py").read_text().replace("mha-parity", "")
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert found.returncode == 0, found.stdout[-3000:]
-    assert "2 passed" in found.stdout
+    assert process.returncode == 0, process.stdout[-3000:]
+    assert "2 passed" in process.stdout
 
 
 @pytest.mark.costly("pytest as a user runs it")
@@ -679,14 +714,14 @@ def test_written_tests_detect_reversed_rope(llama, tmp_path):
         path.write_text(
             backwards.replace("second * cos + first * sin", "second * cos - first * sin")
         )
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert "2 failed" in found.stdout, found.stdout[-2000:]
-    assert "rope-reversed" in found.stdout  # the reference names what is wrong
+    assert "2 failed" in process.stdout, process.stdout[-2000:]
+    assert "rope-reversed" in process.stdout  # the reference names what is wrong
 
 
 def test_written_layer_matches_model(llama, tmp_path):
