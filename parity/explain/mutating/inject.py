@@ -128,7 +128,7 @@ class WithBug:
         except Unfit as error:
             note("unfit", str(error))
             return function(call)
-        # Of any kind, because sys.exit(0) in it would otherwise look like tests that pass.
+        # Not `Exception` alone: sys.exit(0) in it would look like tests that pass.
         except BaseException as error:
             note("reached")
             note("raised", f"{type(error).__name__}: {error}".split("\n")[0])

@@ -97,7 +97,10 @@ class OrderTrial:
     function: Function
 
     def depends_as_attention(self, right: Any, *, only_first_group: bool) -> bool:
-        """Return whether the output depends on what it should, if some projections are 0.
+        """Return whether the output depends on projections as that of attention does.
+
+        Without queries it does not depend on keys, and vice versa; without values not on the
+        columns of the output projection.
 
         Args:
             right: the output without zeros.

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mha_spec import AttentionSpec
+from parity.measure.core.orders import heads_innermost, of_whole_heads
 from parity.measure.core.weights import Weights
 from parity.port.conversion.roles import Role, digests, matched
 from parity.port.conversion.same_function import listed
@@ -314,11 +315,10 @@ def _of_heads(order: np.ndarray, num_heads: int, num_features: int) -> tuple[str
     """Describe a permutation of whole heads, with its page; otherwise two empty texts."""
     if num_heads < 2 or num_heads * num_features != len(order):
         return "", ""
-    places = np.arange(len(order)).reshape(num_heads, num_features)
-    moved = order.reshape(num_heads, num_features)[:, 0] // num_features
-    if np.array_equal(order, places[moved].reshape(-1)):
-        return f"its heads in the order {listed(moved)}", "head-order"
-    innermost = places.T.reshape(-1)
+    head_order = order.reshape(num_heads, num_features)[:, 0] // num_features
+    if np.array_equal(order, of_whole_heads(head_order, num_features)):
+        return f"its heads in the order {listed(head_order)}", "head-order"
+    innermost = heads_innermost(num_heads, num_features)
     if np.array_equal(order, innermost) or np.array_equal(order, np.argsort(innermost)):
         return "with heads innermost in one of the two", "head-order"
     return "", ""

@@ -20,7 +20,7 @@ def _with_other_mask(call: Call, *, hides: Callable[[Any], Any]) -> BuggyCall | 
         hides: returns the keys that the wrong mask hides, (T, S), for the mask.
 
     Raises:
-        Unfit: if it is no module of torch, or none of its buffers is a causal mask.
+        Unfit: if it has no module of torch, or none of its buffers is a causal mask.
     """
     if call.owner is None or library_of(call.owner) != "torch":
         raise Unfit("it has no mask among its parameters")
