@@ -226,8 +226,8 @@ class LinenCarrier:
         self.leaves = traverse_util.flatten_dict(params)
 
     def run(self, function: Function, changed: Leaves) -> Any:
-        """Call a function with a copy of the module, bound to the replaced arrays. Other collections
-        that the copy writes are copied back to the module.
+        """Call a function with a copy of the module that has the replaced arrays. Values that the
+        copy writes to other collections are put into the module.
         """
         from flax import traverse_util
 

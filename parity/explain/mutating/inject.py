@@ -57,7 +57,7 @@ def _wrapped(original: Any, view: View, is_method: bool, attention: Replacement)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         owner: Any = args[0] if is_method else None
         makes_weights = library_of(owner) == "linen" and owner.is_initializing()
-        # Trials and recursive calls are not to be changed again.
+        # Calls by a bug or by the attention itself get no bug.
         is_inside = getattr(thread, "is_attending", False)
         if is_inside or makes_weights:
             return original(*args, **kwargs)

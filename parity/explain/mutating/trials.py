@@ -43,8 +43,8 @@ def with_order_tried(function: Function, candidates: list[Projections]) -> Proje
     if len(candidates) == 1:
         return first
     owner = first.call.owner
-    shapes = [tuple(first.carrier.leaves[path].shape) for path in first.named.paths.values()]
-    key = (id(owner), heads_of(first.call, first.named), *shapes)
+    shapes = first.shapes()
+    key = (id(owner), heads_of(first.call, first.named), *shapes.values())
     if key in _tried:
         order, _ = _tried[key]
         for candidate in candidates:
@@ -52,13 +52,11 @@ def with_order_tried(function: Function, candidates: list[Projections]) -> Proje
                 return candidate
     for candidate in candidates:
         if _is_right(candidate, function):
-            # Each call has a new module of the other libraries.
+            # Modules of other libraries are new in each call, so an id would identify another one.
             if owner is None or library_of(owner) in ("torch", "nnx"):
                 _tried[key] = candidate.order, owner
             return candidate
-    listed = []
-    for role, shape in zip(first.named.paths, shapes, strict=True):
-        listed.append(f"{role} {shape}")
+    listed = [f"{role} {shape}" for role, shape in shapes.items()]
     reason = "the order of features in its projections cannot be detected by calling it"
     if not first.order.heads_are_known:
         reason += ", and the number of heads is unknown"
@@ -71,13 +69,13 @@ def _is_right(candidate: Projections, function: Function) -> bool:
     Raises:
         Unfit: if it cannot be called with copies of its arguments.
     """
-    trial = OrderTrial(candidate, function)
+    zeros_everywhere = OrderTrial(candidate, function, only_first_group=False)
+    zeros_in_first_group = OrderTrial(candidate, function, only_first_group=True)
     try:
-        right = trial.output()
-        for only_first_group in (False, True):
-            if not trial.depends_as_attention(right, only_first_group=only_first_group):
-                return False
-        return True
+        right = zeros_everywhere.output()
+        if not zeros_everywhere.shows_attention(right):
+            return False
+        return zeros_in_first_group.shows_attention(right)
     except Exception as error:  # copies and such calls may raise anything
         raise Unfit(
             f"the order of its projections cannot be examined: {type(error).__name__}: {error}"
@@ -91,37 +89,33 @@ class OrderTrial:
     Attributes:
         candidate: the projections, in an order that fits their names and shapes.
         function: the attention.
+        only_first_group: whether they are 0 only for the first key/value head and its queries.
     """
 
     candidate: Projections
     function: Function
+    only_first_group: bool
 
-    def depends_as_attention(self, right: Any, *, only_first_group: bool) -> bool:
-        """Return whether the output depends on projections as that of attention does.
-
-        Without queries it does not depend on keys, and vice versa; without values not on the
-        columns of the output projection.
+    def shows_attention(self, right: Any) -> bool:
+        """Return whether the output depends on the projections as that of attention does.
 
         Args:
             right: the output without zeros.
-            only_first_group: whether projections are 0 only for the first key/value head.
         """
-        without_queries = self.output("q_proj", only_first_group=only_first_group)
-        without_both = self.output("q_proj", "k_proj", only_first_group=only_first_group)
-        if not same(without_queries, without_both):
+        # Zeros in queries, in keys or in both make the same scores 0.
+        without_queries = self.output("q_proj")
+        if not same(without_queries, self.output("q_proj", "k_proj")):
             return False
-        # Zeros in either make the same scores 0.
-        without_keys = self.output("k_proj", only_first_group=only_first_group)
-        if not same(without_queries, without_keys):
+        if not same(without_queries, self.output("k_proj")):
             return False
-        without_values = self.output("v_proj", only_first_group=only_first_group)
+        # The output depends on values, and only by the columns of out_proj that multiply them.
+        without_values = self.output("v_proj")
         if same(without_values, right):
             return False
-        without_context = self.output("v_proj", "out_proj", only_first_group=only_first_group)
-        return same(without_values, without_context)
+        return same(without_values, self.output("v_proj", "out_proj"))
 
-    def output(self, *zeros: str, only_first_group: bool = False) -> Any:
-        """Return the output with some projections 0, for every head or those of one group."""
+    def output(self, *zeros: str) -> Any:
+        """Return the output with some projections 0."""
         with _without_side_effects(self.candidate.call), user_code("the attention"):
             call = concrete_copy(self.candidate.call)
             # The names and the order are those of the call that was copied.
@@ -133,7 +127,7 @@ class OrderTrial:
                     continue
                 weight = projections[name]
                 factors = np.zeros(tuple(weight.shape), np.float32)
-                if only_first_group:
+                if self.only_first_group:
                     factors = _outside_of_first_group(name, factors.shape, projections)
                 changed[name] = weight * call.array(factors, like=weight)
             return outputs_in(projections.run(self.function, changed))[0]

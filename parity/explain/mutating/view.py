@@ -311,6 +311,7 @@ def _examined(view: View, subject: Subject) -> View:
             view = replace(view, causal=alignment)
     if subject.axes != "BTE":
         view = replace(view, is_ours=_is_ours(exam))
+        # A call with fewer key/value heads shows whether they are supported.
         with suppress(Refused, Failed):
             query, key, value = exam.inputs()
             fewer_keys = key[:, :NUM_KV_HEADS].copy()

@@ -346,8 +346,8 @@ def _of_layouts(named: Named, shapes: Shapes) -> Iterator[Arrangement]:
 def _tensors_of(
     form: Iterable[Tensor], named: Named, shapes: Shapes
 ) -> dict[ArrayRole, Tensor] | None:
-    """Return the tensors of a layout by the roles of arrays; None if an array is not among them, or
-    has other projections or another number of axes.
+    """Return a layout's tensors by the roles of the arrays that have their names; None if an array
+    has no such tensor, or one of other projections or another number of axes.
     """
     by_name = {tensor.name.lower(): tensor for tensor in form}
     tensors = {}
@@ -432,10 +432,10 @@ def _order(
     """Return where an arrangement has the canonical weights; None if the shapes do not fit it."""
     roles = [role for role, _ in arrangement.tensors]
     shapes = dict(zip(roles, all_shapes, strict=True))
-    spec_and_knowledge = _spec_of(arrangement, shapes, heads)
-    if spec_and_knowledge is None:
+    heads = _with_axis_of_heads(heads, arrangement, shapes)
+    spec = _spec_of(arrangement, shapes, heads)
+    if spec is None:
         return None
-    spec, heads_are_known = spec_and_knowledge
     placement = _placement(arrangement, shapes, spec)
     if placement is None:
         return None
@@ -452,6 +452,7 @@ def _order(
         inverse = np.empty_like(joined)
         inverse[joined] = np.arange(len(joined))
         parts[role] = tensor.parts, inverse
+    heads_are_known = heads.num_heads is not None or heads.head_dim is not None
     return Order(spec, heads_are_known, places, parts)
 
 
@@ -474,16 +475,20 @@ def _placement(arrangement: Arrangement, shapes: Shapes, spec: AttentionSpec) ->
     return placement
 
 
-def _spec_of(
-    arrangement: Arrangement, shapes: Shapes, heads: Heads
-) -> tuple[AttentionSpec, bool] | None:
-    """Return the specification that shapes and heads show, and whether the heads are known; None if
-    they contradict each other.
-    """
+def _with_axis_of_heads(heads: Heads, arrangement: Arrangement, shapes: Shapes) -> Heads:
+    """Return the heads with the size of the axis of heads in the queries' kernel, if it has one."""
+    for role, tensor in arrangement.tensors:
+        if role.kind == "weight" and role.holds == "q" and ["n"] in tensor.groups:
+            axis = tensor.groups.index(["n"])
+            return replace(heads, num_heads=shapes[role][axis])
+    return heads
+
+
+def _spec_of(arrangement: Arrangement, shapes: Shapes, heads: Heads) -> AttentionSpec | None:
+    """Return the specification that shapes and heads show; None if they contradict each other."""
     features: dict[str, int] = {}
     widths: dict[str, int] = {}
     d_model = None
-    num_heads = heads.num_heads
     for role, tensor in arrangement.tensors:
         if role.kind == "bias":
             continue
@@ -495,9 +500,7 @@ def _spec_of(
                 d_model = size
             else:
                 features[role.holds] *= size
-            if letters == ["n"] and role.holds == "q":
-                num_heads = size
-    sizes = _head_sizes(features, replace(heads, num_heads=num_heads))
+    sizes = _head_sizes(features, heads)
     if sizes is None or not {"q", "k"} <= widths.keys():
         return None
     has_out_proj = d_model is not None
@@ -505,7 +508,7 @@ def _spec_of(
         d_model = sizes.num_heads * sizes.value_head_dim
     biases = "".join(role.holds for role, _ in arrangement.tensors if role.kind == "bias")
     try:
-        spec = AttentionSpec(
+        return AttentionSpec(
             d_model=d_model,
             num_heads=sizes.num_heads,
             num_kv_heads=sizes.num_kv_heads,
@@ -519,7 +522,6 @@ def _spec_of(
         )
     except ValueError:
         return None
-    return spec, heads.head_dim is not None or num_heads is not None
 
 
 @dataclass(frozen=True)
@@ -613,6 +615,10 @@ class Projections:
         if f"{projection}.weight" in self:
             raise Unfit(f"its {projection} has no bias")
         raise Unfit(f"no {projection} is known among its weights")
+
+    def shapes(self) -> Shapes:
+        """Return the shapes of the arrays as they are stored."""
+        return {role: tuple(self._stored(role).shape) for role in self.named.paths}
 
     def _stored(self, role: ArrayRole) -> Any:
         return self.carrier.leaves[self.named.paths[role]]

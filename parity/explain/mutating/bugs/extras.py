@@ -75,7 +75,9 @@ def _with_tables(call: Call, *, wrong: Callable[[Any, Any], tuple[Any, Any]]) ->
     tables = tables_of(call)
     if tables is None:
         return None
-    return with_tables(call, *wrong(*tables))
+    cos, sin = tables
+    wrong_cos, wrong_sin = wrong(cos, sin)
+    return with_tables(call, wrong_cos, wrong_sin)
 
 
 def _of_no_angle(cos: Any, sin: Any) -> tuple[Any, Any]:

@@ -94,7 +94,7 @@ def _misread(x: Any, *, has_heads_first: bool) -> Any:
 
     Args:
         x: heads (…, N, T, H) or (…, T, N, H).
-        has_heads_first: whether x is already transposed.
+        has_heads_first: whether x is (…, N, T, H), that is, transposed after the reshape.
     """
     if has_heads_first:
         return x.swapaxes(-3, -2).reshape(x.shape)

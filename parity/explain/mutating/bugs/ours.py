@@ -34,6 +34,7 @@ def _our_attention(call: Call, softmax: Softmax) -> Any:
     value = _four_axes(call, call.get("value"))
     scale = call.get("scale")
     if isinstance(scale, (int, float)):
+        # attention_scores divides by sqrt(H).
         query = query * (scale * query.shape[-1] ** 0.5)
     hidden, bias = _masks(call)
     scores = sibling.attention_scores(query, key, bias)

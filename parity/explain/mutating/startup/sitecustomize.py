@@ -31,8 +31,8 @@ class Finder(importlib.abc.MetaPathFinder):
         spec = self._spec_of_others(fullname, path, target)
         if spec is None or spec.loader is None:
             return None
-        execute = spec.loader.exec_module
-        spec.loader.exec_module = partial(_execute_and_inject, execute)  # type: ignore[method-assign]
+        loader: Any = spec.loader
+        loader.exec_module = partial(_execute_and_inject, loader.exec_module)
         return spec
 
     def _spec_of_others(
