@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mha_spec import Rope
 from parity.explain.conformance.signatures import PROJECTIONS
 from parity.explain.mutating.bugs.inputs import (
     DIVISORS,
@@ -213,7 +214,7 @@ def _with_pairs_reordered(weights: Projections, *, order: Callable[[int], np.nda
 
 def _interleaved(head_dim: int) -> np.ndarray:
     """Return the order of features for pairs that are halves: 0, H/2, 1, H/2 + 1, …"""
-    return np.arange(head_dim).reshape(2, -1).T.reshape(-1)
+    return Rope(pairs="half").pair_order(head_dim)
 
 
 def _deinterleaved(head_dim: int) -> np.ndarray:
