@@ -377,13 +377,15 @@ def _of_usual_axes(call: Call, named: Named, shapes: Shapes) -> Iterator[Arrange
 
 
 def _possible_axes(call: Call, named: Named, shapes: Shapes) -> tuple[bool, ...]:
-    """Return whether kernels may be (out, in), and whether they may not."""
+    """Return the values that `out_first` of `_usual_axes` may have, likely ones first."""
     library = library_of(call.owner)
     names = {named.names[role] for role in shapes if role.kind == "weight"}
+    # Linear layers of Equinox and torch, and torch's packed kernel, are (out, in).
     if library == "equinox" or "in_proj_weight" in names:
         return (True,)
     if library == "torch" and _are_linear(call, named):
         return (True,)
+    # Kernels of Flax are (in, out).
     if call.view.framework == "jax" and all(name.endswith(".kernel") for name in names):
         return (False,)
     return True, False
@@ -402,7 +404,13 @@ def _are_linear(call: Call, named: Named) -> bool:
 
 
 def _usual_axes(role: ArrayRole, ndim: int, *, out_first: bool) -> str:
-    """Return axes in the notation of `Tensor.axes`."""
+    """Return axes in the notation of `Tensor.axes`.
+
+    Args:
+        role: the projections in the array, and its kind.
+        ndim: its number of axes.
+        out_first: whether kernels of two axes are (out, in), not (in, out).
+    """
     is_output = role.holds == "out"
     if role.kind == "bias":
         if is_output:
