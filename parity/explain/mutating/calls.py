@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,8 +15,17 @@ from parity.explain.mutating.view import View
 Function = Callable[["Call"], Any]
 """A user's attention as a function of a `Call`."""
 
-Run = Callable[[Function], Any]
-"""Calls it with a bug."""
+
+class BuggyCall(Protocol):
+    """A call with a bug, made ready before the attention is called."""
+
+    def run(self, function: Function) -> Any:
+        """Return the result of the attention with the bug.
+
+        Raises:
+            Unfit: if the bug cannot be injected, for a reason that only the result shows.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,10 @@ class Call:
     kwargs: Mapping[str, Any]
     owner: Any = None
 
+    def run(self, function: Function) -> Any:
+        """Call the attention: a call with changed arguments is a `BuggyCall`."""
+        return function(self)
+
     def get(self, role: str) -> Any:
         """Return the argument with a role; None if it was not passed."""
         return self.named(self.view.roles.get(role, ""))
@@ -42,8 +55,28 @@ class Call:
         """Return the argument of a parameter; None if it was not passed."""
         if name in self.kwargs:
             return self.kwargs[name]
-        place = self.view.order.index(name) if name in self.view.order else len(self.args)
-        return self.args[place] if place < len(self.args) else None
+        place = self._place_of(name)
+        if place is None:
+            return None
+        return self.args[place]
+
+    def _place_of(self, name: str) -> int | None:
+        """Return the index of a positional argument; None if it was not passed by position."""
+        if name not in self.view.order:
+            return None
+        place = self.view.order.index(name)
+        if place >= len(self.args):
+            return None
+        return place
+
+    def inputs(self) -> dict[str, Any]:
+        """Return the queries, keys and values that were passed, by role."""
+        passed = {}
+        for role in ("query", "key", "value"):
+            x = self.get(role)
+            if x is not None:
+                passed[role] = x
+        return passed
 
     def but(self, **by_role: Any) -> Call:
         """Return the call with other arguments, by role."""
@@ -51,13 +84,14 @@ class Call:
 
     def but_named(self, values: Mapping[str, Any]) -> Call:
         """Return the call with other arguments, by parameter name."""
-        args, kwargs = list(self.args), dict(self.kwargs)
+        args = list(self.args)
+        kwargs = dict(self.kwargs)
         for name, value in values.items():
-            place = self.view.order.index(name) if name in self.view.order else len(args)
-            if name not in kwargs and place < len(args):
-                args[place] = value
-            else:
+            place = self._place_of(name)
+            if name in kwargs or place is None:
                 kwargs[name] = value
+            else:
+                args[place] = value
         return Call(self.view, tuple(args), kwargs, self.owner)
 
     def copied(self) -> Call:
@@ -71,58 +105,72 @@ class Call:
     @property
     def xp(self) -> Any:
         """Return the array module of its framework."""
-        return importlib.import_module("torch" if self.view.framework == "torch" else "jax.numpy")
+        if self.view.framework == "torch":
+            return importlib.import_module("torch")
+        return importlib.import_module("jax.numpy")
 
     @property
     def head_axis(self) -> int:
         """Return the axis of heads in split inputs, counted from the end."""
-        return -3 if self.view.axes == "BNTH" else -2
+        if self.view.axes == "BNTH":
+            return -3
+        return -2
 
     @property
     def token_axis(self) -> int:
         """Return the axis of tokens in all inputs, counted from the end."""
-        return -3 if self.view.axes == "BTNH" else -2
+        if self.view.axes == "BTNH":
+            return -3
+        return -2
 
     @property
     def lengths(self) -> tuple[int, int]:
         """Return T and S."""
-        query, key = self.get("query"), self.get("key")
-        return query.shape[self.token_axis], (query if key is None else key).shape[self.token_axis]
+        query = self.get("query")
+        key = self.get("key")
+        if key is None:
+            key = query
+        return query.shape[self.token_axis], key.shape[self.token_axis]
 
     def array(self, values: np.ndarray, like: Any = None) -> Any:
         """Return a NumPy array in the framework, on the device of another array of the call."""
-        like = self.get("query") if like is None else like
-        made = self.xp.asarray(values)
-        return made.to(like.device) if self.view.framework == "torch" else made
+        array = self.xp.asarray(values)
+        if self.view.framework != "torch":
+            return array
+        if like is None:
+            like = self.get("query")
+        return array.to(like.device)
+
+    def with_dtype_of(self, x: Any, like: Any) -> Any:
+        """Return an array of the framework in the dtype of another one."""
+        if self.view.framework == "torch":
+            return x.to(like.dtype)
+        return x.astype(like.dtype)
 
 
-def taken(x: Any, places: np.ndarray, axis: int) -> Any:
-    """Return an array of any framework with the entries of an axis reordered."""
-    return x.swapaxes(0, axis)[np.ascontiguousarray(places)].swapaxes(0, axis)
+@dataclass(frozen=True)
+class OutputChanged:
+    """A call whose output is changed.
 
-
-def on_output(result: Any, change: Callable[[Any], Any]) -> Any:
-    """Return the result of a call with its output changed: the whole result, or the first of
-    several.
-    """
-    if isinstance(result, tuple):
-        first = change(result[0])
-        return (
-            type(result)(first, *result[1:]) if hasattr(result, "_fields") else (first, *result[1:])
-        )
-    return change(result)
-
-
-def with_call(change: Callable[[Call], Call | None]) -> Callable[[Call], Run | None]:
-    """Return a bug that changes only the arguments of a call; `change` returns None if it does not
-    apply.
+    Attributes:
+        call: its arguments, which may have been changed.
+        change: returns the wrong output for the output.
     """
 
-    def make(call: Call) -> Run | None:
-        other = change(call)
-        return None if other is None else lambda function: function(other)
+    call: Call
+    change: Callable[[Any], Any]
 
-    return make
+    def run(self, function: Function) -> Any:
+        """Call the attention, and return its result with the output changed: the whole result, or
+        the first of several.
+        """
+        result = function(self.call)
+        if not isinstance(result, tuple):
+            return self.change(result)
+        outputs = (self.change(result[0]), *result[1:])
+        if hasattr(result, "_fields"):
+            return type(result)(*outputs)
+        return outputs
 
 
 @dataclass(frozen=True)
@@ -132,14 +180,18 @@ class Injection:
     Attributes:
         name: its name in `mha-parity bugs`.
         needs: properties that the callable must have, see `View.lacks`.
-        make: returns a function that runs a call with the bug. It returns None if the call does not
-            allow the bug, and raises `Unfit` if there is a reason to report.
+        make: returns a call with the bug. It returns None if the call does not allow the bug, and
+            raises `Unfit` if there is a reason to report.
     """
 
     name: str
     needs: tuple[str, ...]
-    make: Callable[[Call], Run | None]
+    make: Callable[[Call], BuggyCall | None]
 
     def why_not(self, view: View) -> str:
         """Return why it cannot be injected into a callable; empty if it can."""
-        return next((why for need in self.needs if (why := view.lacks(need))), "")
+        for need in self.needs:
+            reason = view.lacks(need)
+            if reason:
+                return reason
+        return ""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from parity.explain.conformance.functional import leaves_in, with_leaves
 from parity.explain.conformance.signatures import library_of
@@ -14,18 +14,21 @@ from parity.explain.mutating.compare import Unfit
 LeafPath = tuple[Any, ...]
 """The names that lead to an array, such as `("attn", "q_proj", "weight")`."""
 
+Leaves = Mapping[LeafPath, Any]
+"""Arrays by their paths."""
 
-@dataclass(frozen=True)
-class Carrier:
-    """An object with weights.
 
-    Attributes:
-        leaves: the arrays in it, by their paths.
-        run: calls a function with some of them replaced, by their paths.
-    """
+class Carrier(Protocol):
+    """An object with weights."""
 
-    leaves: Mapping[LeafPath, Any]
-    run: Callable[[Function, Mapping[LeafPath, Any]], Any]
+    @property
+    def leaves(self) -> Leaves:
+        """Return the arrays in it."""
+        ...
+
+    def run(self, function: Function, changed: Leaves) -> Any:
+        """Call a function with some of the arrays replaced."""
+        ...
 
 
 def carrier_of(call: Call) -> Carrier:
@@ -36,122 +39,101 @@ def carrier_of(call: Call) -> Carrier:
         Unfit: if weights of such a module cannot be replaced.
     """
     if call.owner is not None:
-        by_library = {
-            "torch": _carrier_of_torch,
-            "equinox": _carrier_of_equinox,
-            "linen": _carrier_of_linen,
-            "nnx": _carrier_of_nnx,
-        }
-        library = library_of(call.owner)
-        if library not in by_library:
-            raise Unfit("weights of modules of its library cannot be changed here")
-        return by_library[library](call)
+        return _carrier_of_module(call)
     weights = call.get("weights")
     if weights is None:
-        return _carrier_of_parameters(call)
+        return ParameterCarrier(call)
     if call.view.framework == "jax" and not hasattr(weights, "shape"):
-        return _carrier_of_tree(weights, lambda tree: call.but(weights=tree))
-    return _carrier_of_mapping(call, weights)
+        return TreeCarrier(call)
+    return MappingCarrier(call)
 
 
-def _carrier_of_parameters(call: Call) -> Carrier:
-    """Return the arrays among a function's parameters, except queries, keys and values."""
-    inputs = {call.view.roles.get(role) for role in ("query", "key", "value")}
-    leaves: dict[LeafPath, Any] = {}
-    for name in (*call.view.order, *call.kwargs):
-        array = call.named(name)
-        if name not in inputs and hasattr(array, "shape"):
-            leaves[name,] = array
-
-    def run(function: Function, changed: Mapping[LeafPath, Any]) -> Any:
-        return function(call.but_named({name: array for (name,), array in changed.items()}))
-
-    return Carrier(leaves, run)
+def _carrier_of_module(call: Call) -> Carrier:
+    library = library_of(call.owner)
+    if library == "torch":
+        return TorchCarrier(call)
+    if library == "equinox":
+        return TreeCarrier(call)
+    if library == "linen":
+        return LinenCarrier(call)
+    if library == "nnx":
+        return NnxCarrier(call)
+    raise Unfit("weights of modules of its library cannot be changed here")
 
 
-def _carrier_of_mapping(call: Call, mapping: Any) -> Carrier:
-    """Return the weights in a mapping, which may be nested or have dotted names."""
-    leaves = {path: array for path, array in leaves_in(mapping) if path and hasattr(array, "shape")}
-    if not leaves:
-        raise Unfit(
-            f"its weights are not a mapping of arrays by name, but {type(mapping).__name__}"
-        )
-
-    def run(function: Function, changed: Mapping[LeafPath, Any]) -> Any:
-        replaced = with_leaves(mapping, lambda path, array: changed.get(path, array))
-        return function(call.but(weights=replaced))
-
-    return Carrier(leaves, run)
+# ---- Arguments -----------------------------------------------------------------------------------
 
 
-def _carrier_of_torch(call: Call) -> Carrier:
-    leaves = {tuple(name.split(".")): array for name, array in call.owner.named_parameters()}
+class ParameterCarrier:
+    """The arrays among a function's parameters, except queries, keys and values."""
 
-    def run(function: Function, changed: Mapping[LeafPath, Any]) -> Any:
-        by_name = {".".join(path): array for path, array in changed.items()}
-        return replaced_in_torch(call, by_name, function)
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.leaves: dict[LeafPath, Any] = {}
+        inputs = {call.view.roles.get(role) for role in ("query", "key", "value")}
+        for name in (*call.view.order, *call.kwargs):
+            array = call.named(name)
+            if name not in inputs and hasattr(array, "shape"):
+                self.leaves[name,] = array
 
-    return Carrier(leaves, run)
-
-
-def replaced_in_torch(call: Call, changed: Mapping[str, Any], function: Function) -> Any:
-    """Call a torch module with some of its parameters and buffers temporarily replaced, by name."""
-    # A module does not accept a plain tensor as a parameter, but its dictionaries do.
-    places = []
-    for name, array in changed.items():
-        prefix, _, last = name.rpartition(".")
-        module = call.owner.get_submodule(prefix)
-        tensors = module._parameters if last in module._parameters else module._buffers
-        places.append((tensors, last, tensors[last], array))
-    try:
-        for tensors, last, _, array in places:
-            tensors[last] = array
-        return function(call)
-    finally:
-        for tensors, last, original, _ in places:
-            tensors[last] = original
+    def run(self, function: Function, changed: Leaves) -> Any:
+        """Call a function with some of the arrays replaced."""
+        return function(self.call.but_named({name: array for (name,), array in changed.items()}))
 
 
-def _carrier_of_nnx(call: Call) -> Carrier:
-    from flax import nnx
+class MappingCarrier:
+    """An argument with weights: a mapping, which may be nested or have dotted names.
 
-    parameters = dict(nnx.to_flat_state(nnx.state(call.owner, nnx.Param)))
-    leaves = {path: parameter[...] for path, parameter in parameters.items()}
+    Raises:
+        Unfit: if it is something else.
+    """
 
-    def put(arrays: Mapping[LeafPath, Any]) -> None:
-        changed = [(path, parameters[path].replace(array)) for path, array in arrays.items()]
-        nnx.update(call.owner, nnx.from_flat_state(changed))
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.mapping = call.get("weights")
+        self.leaves: dict[LeafPath, Any] = {}
+        for path, array in leaves_in(self.mapping):
+            if path and hasattr(array, "shape"):
+                self.leaves[path] = array
+        if not self.leaves:
+            kind = type(self.mapping).__name__
+            raise Unfit(f"its weights are not a mapping of arrays by name, but {kind}")
 
-    def run(function: Function, changed: Mapping[LeafPath, Any]) -> Any:
-        put(changed)
-        try:
-            return function(call)
-        finally:
-            put({path: leaves[path] for path in changed})
-
-    return Carrier(leaves, run)
-
-
-def _carrier_of_equinox(call: Call) -> Carrier:
-    return _carrier_of_tree(call.owner, lambda tree: replace(call, owner=tree))
-
-
-def _carrier_of_tree(tree: Any, call_with: Callable[[Any], Call]) -> Carrier:
-    """Return the weights of a JAX tree, such as an Equinox module or a nested mapping."""
-    import jax
-
-    flat, structure = jax.tree_util.tree_flatten_with_path(tree)
-    by_path = {tuple(map(_name_of_key, keys)): value for keys, value in flat}
-
-    def run(function: Function, changed: Mapping[LeafPath, Any]) -> Any:
-        values = [changed.get(path, value) for path, value in by_path.items()]
-        return function(call_with(jax.tree_util.tree_unflatten(structure, values)))
-
-    leaves = {path: value for path, value in by_path.items() if hasattr(value, "shape")}
-    return Carrier(leaves, run)
+    def run(self, function: Function, changed: Leaves) -> Any:
+        """Call a function with some of the arrays replaced."""
+        # `get` accepts the path of a leaf and, as its default, the leaf itself.
+        mapping = with_leaves(self.mapping, changed.get)
+        return function(self.call.but(weights=mapping))
 
 
-def _name_of_key(key: Any) -> Any:
+class TreeCarrier:
+    """A tree of JAX: an Equinox module, or an argument with weights."""
+
+    def __init__(self, call: Call) -> None:
+        import jax
+
+        self.call = call
+        tree = call.owner
+        if tree is None:
+            tree = call.get("weights")
+        values_by_keys, self.structure = jax.tree_util.tree_flatten_with_path(tree)
+        self.values = {tuple(map(_name_of, keys)): value for keys, value in values_by_keys}
+        self.leaves = {
+            path: value for path, value in self.values.items() if hasattr(value, "shape")
+        }
+
+    def run(self, function: Function, changed: Leaves) -> Any:
+        """Call a function with some of the arrays replaced."""
+        import jax
+
+        values = [changed.get(path, value) for path, value in self.values.items()]
+        tree = jax.tree_util.tree_unflatten(self.structure, values)
+        if self.call.owner is None:
+            return function(self.call.but(weights=tree))
+        return function(replace(self.call, owner=tree))
+
+
+def _name_of(key: Any) -> Any:
     """Return the name of an attribute, the key of a mapping or the index in a list."""
     for attribute in ("name", "key", "idx"):
         if hasattr(key, attribute):
@@ -159,27 +141,106 @@ def _name_of_key(key: Any) -> Any:
     return ""
 
 
-def _carrier_of_linen(call: Call) -> Carrier:
-    """Return the weights of a flax.linen module. A copy that is bound to others is called, and what
-    it writes to other collections is kept.
+# ---- Modules -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TensorsReplaced:
+    """A call of a torch module with some of its parameters and buffers temporarily replaced.
+
+    Attributes:
+        call: the call.
+        changed: the other tensors, by the names of the module's own.
     """
-    from flax import core, traverse_util
 
-    leaves = traverse_util.flatten_dict(core.unfreeze(call.owner.variables.get("params", {})))
+    call: Call
+    changed: Mapping[str, Any]
 
-    def run(function: Function, changed: Mapping[LeafPath, Any]) -> Any:
-        owner = call.owner
-        params = traverse_util.unflatten_dict({**leaves, **changed})
+    def run(self, function: Function) -> Any:
+        """Call the module, then restore its tensors."""
+        # A module does not accept a plain tensor as a parameter, but its dictionaries do.
+        places = []
+        for name, array in self.changed.items():
+            prefix, _, last = name.rpartition(".")
+            module = self.call.owner.get_submodule(prefix)
+            tensors = module._parameters
+            if last not in tensors:
+                tensors = module._buffers
+            places.append((tensors, last, tensors[last], array))
+        try:
+            for tensors, last, _, array in places:
+                tensors[last] = array
+            return function(self.call)
+        finally:
+            for tensors, last, original, _ in places:
+                tensors[last] = original
+
+
+class TorchCarrier:
+    """A module of torch."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        parameters = call.owner.named_parameters()
+        self.leaves = {tuple(name.split(".")): array for name, array in parameters}
+
+    def run(self, function: Function, changed: Leaves) -> Any:
+        """Call a function with some of the arrays replaced."""
+        by_name = {".".join(path): array for path, array in changed.items()}
+        return TensorsReplaced(self.call, by_name).run(function)
+
+
+class NnxCarrier:
+    """A module of Flax NNX, whose parameters are temporarily replaced."""
+
+    def __init__(self, call: Call) -> None:
+        from flax import nnx
+
+        self.call = call
+        self.parameters = dict(nnx.to_flat_state(nnx.state(call.owner, nnx.Param)))
+        self.leaves = {path: parameter[...] for path, parameter in self.parameters.items()}
+
+    def run(self, function: Function, changed: Leaves) -> Any:
+        """Call a function with some of the arrays replaced."""
+        self._put(changed)
+        try:
+            return function(self.call)
+        finally:
+            self._put({path: self.leaves[path] for path in changed})
+
+    def _put(self, arrays: Leaves) -> None:
+        from flax import nnx
+
+        changed = [(path, self.parameters[path].replace(x)) for path, x in arrays.items()]
+        nnx.update(self.call.owner, nnx.from_flat_state(changed))
+
+
+class LinenCarrier:
+    """A module of flax.linen, bound to its parameters."""
+
+    def __init__(self, call: Call) -> None:
+        from flax import core, traverse_util
+
+        self.call = call
+        params = core.unfreeze(call.owner.variables.get("params", {}))
+        self.leaves = traverse_util.flatten_dict(params)
+
+    def run(self, function: Function, changed: Leaves) -> Any:
+        """Call a function with a copy of the module that has the replaced arrays. Values that the
+        copy writes to other collections are put into the module.
+        """
+        from flax import traverse_util
+
+        owner = self.call.owner
+        params = traverse_util.unflatten_dict({**self.leaves, **changed})
         rngs = {name: owner.make_rng(name) for name in owner.scope.rngs}
-        copy = owner.clone(parent=None).bind(
-            {**owner.variables, "params": params}, rngs=rngs, mutable=owner.scope.mutable
-        )
-        result = function(replace(call, owner=copy))
+        module = owner.clone(parent=None)
+        variables = {**owner.variables, "params": params}
+        copy = module.bind(variables, rngs=rngs, mutable=owner.scope.mutable)
+        result = function(replace(self.call, owner=copy))
         for collection, values in copy.variables.items():
             if collection == "params" or not owner.is_mutable_collection(collection):
                 continue
             for name, value in values.items():
                 owner.put_variable(collection, name, value)
         return result
-
-    return Carrier(leaves, run)

@@ -8,8 +8,8 @@ import atexit
 import functools
 import sys
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from parity.explain.conformance.signatures import library_of
 from parity.explain.mutating.bugs import injections_for
@@ -24,110 +24,137 @@ def inject(module: Any) -> None:
     """Replace the callable in the order, in its module or in the class that defines the method."""
     view = View(**order()["view"])
     holder, name, is_method = place_of(module, order()["attribute"])
-    fit, _ = injections_for(view)
+    injections, _ = injections_for(view)
     bug = order()["bug"]
-    attend = _record_fitting(fit) if not bug else _inject(fit[bug])
-    setattr(holder, name, _wrapped(getattr(holder, name), view, is_method, attend))
-    atexit.register(_wait)
+    attention: Replacement = WithoutBug(injections)
+    if bug:
+        attention = WithBug(injections[bug])
+    setattr(holder, name, _wrapped(getattr(holder, name), view, is_method, attention))
+    atexit.register(_wait_for_callbacks)
     note("injected")
 
 
-def _wait() -> None:
+def _wait_for_callbacks() -> None:
     """Wait for the callbacks of compiled functions."""
     if "jax" in sys.modules:
         sys.modules["jax"].effects_barrier()
 
 
-Attend = Callable[[Call, Function], Any]
-"""A replacement for a user's attention, called with the call and the attention itself."""
+class Replacement(Protocol):
+    """A replacement for a user's attention."""
+
+    def attend(self, call: Call, function: Function) -> Any:
+        """Return the result of a call of the attention, `function`."""
+        ...
 
 
-def _wrapped(original: Any, view: View, is_method: bool, attend: Attend) -> Any:
-    busy = threading.local()
+def _wrapped(original: Any, view: View, is_method: bool, attention: Replacement) -> Any:
+    """Return a function with the name and the parameters of the original, which it replaces."""
+    thread = threading.local()
+    function = functools.partial(_call, original, is_method)
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         owner: Any = args[0] if is_method else None
         makes_weights = library_of(owner) == "linen" and owner.is_initializing()
-        if getattr(busy, "on", False) or makes_weights:  # also for recursive calls
+        # Calls by a bug or by the attention itself get no bug.
+        is_inside = getattr(thread, "is_attending", False)
+        if is_inside or makes_weights:
             return original(*args, **kwargs)
-        call = Call(view, args[is_method:], kwargs, owner)
-
-        def function(call: Call) -> Any:
-            return original(*([call.owner] if is_method else []), *call.args, **call.kwargs)
-
-        busy.on = True
+        thread.is_attending = True
         try:
             note("called")
-            return attend(call, function)
+            return attention.attend(Call(view, args[is_method:], kwargs, owner), function)
         finally:
-            busy.on = False
+            thread.is_attending = False
 
     return wrapper
 
 
-def _record_fitting(fit: dict[str, Injection]) -> Attend:
-    """Inject nothing, but record which bugs apply."""
-    left = dict(fit)
+def _call(original: Any, is_method: bool, call: Call) -> Any:
+    """Call the original with the arguments of a call."""
+    if is_method:
+        return original(call.owner, *call.args, **call.kwargs)
+    return original(*call.args, **call.kwargs)
 
-    def attend(call: Call, function: Function) -> Any:
-        for name, bug in list(left.items()):
+
+class WithoutBug:
+    """The user's attention, which records the bugs that its calls allow."""
+
+    def __init__(self, injections: Mapping[str, Injection]) -> None:
+        self.not_yet_allowed = dict(injections)
+
+    def attend(self, call: Call, function: Function) -> Any:
+        """Return the right result."""
+        for name, bug in list(self.not_yet_allowed.items()):
             try:
-                fits = bug.make(call) is not None
+                is_allowed = bug.make(call) is not None
             except Unfit as error:
                 note("unfit", f"{name}: {error}")
                 continue
             except Exception:  # unusual arguments may raise anything; the injection then reports it
-                fits = True
-            if fits:
+                is_allowed = True
+            if is_allowed:
                 note("fits", name)
-                del left[name]
+                del self.not_yet_allowed[name]
         return function(call)
 
-    return attend
 
+class WithBug:
+    """The user's attention with a bug, which records what the bug changes."""
 
-def _inject(bug: Injection) -> Attend:
-    is_changed = threading.Event()
+    def __init__(self, bug: Injection) -> None:
+        self.bug = bug
+        self.has_changed = threading.Event()
 
-    def compare(before: list[Any], after: list[Any]) -> None:
-        if len(before) != len(after) or not all(map(same, before, after)):
-            is_changed.set()
-            note("changed")
-
-    def attend(call: Call, function: Function) -> Any:
-        run = None
+    def attend(self, call: Call, function: Function) -> Any:
+        """Return the result with the bug; the right one if the call does not allow it."""
+        buggy_call = None
         try:
-            run = bug.make(call)
+            buggy_call = self.bug.make(call)
         except Unfit as error:
             note("unfit", str(error))
         except Exception as error:  # unusual arguments may raise anything
-            note(
-                "unfit", f"it cannot be injected into such a call: {type(error).__name__}: {error}"
-            )
-        if run is None:
+            reason = f"{type(error).__name__}: {error}"
+            note("unfit", f"it cannot be injected into such a call: {reason}")
+        if buggy_call is None:
             return function(call)
-        before = None if is_changed.is_set() else _before(call, function)
+        # One change is enough: later calls are not compared.
+        before = None
+        if not self.has_changed.is_set():
+            before = _outputs_without_bug(call, function)
         try:
-            result = run(function)
+            result = buggy_call.run(function)
         except Unfit as error:
             note("unfit", str(error))
             return function(call)
-        except (
-            BaseException
-        ) as error:  # sys.exit(0) in it would otherwise look like tests that pass
+        # Not `Exception` alone: sys.exit(0) in it would look like tests that pass.
+        except BaseException as error:
             note("reached")
             note("raised", f"{type(error).__name__}: {error}".split("\n")[0])
             raise
         note("reached")
         if before is not None:
-            _compare(compare, before, outputs_in(result))
+            self._compare_with_values(before, outputs_in(result))
         return result
 
-    return attend
+    def _compare_with_values(self, before: list[Any], after: list[Any]) -> None:
+        """Compare now or, for traced values, when the compiled function runs."""
+        if not any(map(is_traced, [*before, *after])):
+            self._compare(before, after)
+            return
+        import jax
+
+        before, after = jax.tree.map(jax.lax.stop_gradient, (before, after))
+        jax.debug.callback(self._compare, before, after)
+
+    def _compare(self, before: list[Any], after: list[Any]) -> None:
+        if len(before) != len(after) or not all(map(same, before, after)):
+            self.has_changed.set()
+            note("changed")
 
 
-def _before(call: Call, function: Function) -> list[Any] | None:
+def _outputs_without_bug(call: Call, function: Function) -> list[Any] | None:
     """Return the outputs of the call without the bug; None if they cannot be computed without side
     effects.
     """
@@ -142,15 +169,3 @@ def _before(call: Call, function: Function) -> list[Any] | None:
     except Exception as error:  # copies may raise anything
         note("uncompared", f"{type(error).__name__}: {error}".split("\n")[0])
         return None
-
-
-def _compare(
-    compare: Callable[[list[Any], list[Any]], None], before: list[Any], after: list[Any]
-) -> None:
-    """Compare now or, for traced values, when the compiled function runs."""
-    if not any(map(is_traced, [*before, *after])):
-        return compare(before, after)
-    import jax
-
-    held = jax.tree.map(jax.lax.stop_gradient, (before, after))
-    return jax.debug.callback(lambda pair: compare(*pair), held)

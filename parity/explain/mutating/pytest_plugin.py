@@ -7,9 +7,11 @@ from typing import Any
 
 from parity.explain.mutating.record import is_noted, note, order
 
-for _finder in [each for each in sys.meta_path if type(each).__module__ == "sitecustomize"]:
-    sys.meta_path.remove(_finder)  # before pytest's own finder, which finds test modules
-    sys.meta_path.insert(0, _finder)
+# Our finder comes before pytest's own one, which finds test modules.
+for _finder in list(sys.meta_path):
+    if type(_finder).__module__ == "sitecustomize":
+        sys.meta_path.remove(_finder)
+        sys.meta_path.insert(0, _finder)
 
 
 _sessions: list[Any] = []

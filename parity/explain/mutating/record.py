@@ -38,9 +38,8 @@ def note(event: str, more: str = "") -> None:
     line = json.dumps([event, more[:300]]) + "\n"
     descriptor = os.open(order()["record"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
-        os.write(
-            descriptor, line.encode()
-        )  # one write, so that lines of several processes do not mix
+        # One write, so that lines of several processes do not mix.
+        os.write(descriptor, line.encode())
     finally:
         os.close(descriptor)
 
@@ -52,5 +51,6 @@ def is_noted(event: str) -> bool:
 
 def events(path: Path) -> list[Event]:
     """Return the recorded events, in order."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [(event, more) for event, more in map(json.loads, lines)]
+    if not path.exists():
+        return []
+    return [tuple(json.loads(line)) for line in path.read_text().splitlines()]

@@ -85,19 +85,35 @@ class Run:
 
     Attributes:
         status: the exit status; None if it took too long.
-        told: recorded events.
-        said: end of its printed output.
+        events: what the test processes recorded.
+        printed: what the tests printed.
         seconds: duration.
     """
 
     status: int | None
-    told: list[Event]
-    said: str
+    events: list[Event]
+    printed: str
     seconds: float
 
     def first(self, event: str) -> str | None:
         """Return the details of the first event of a kind; None if there was none."""
-        return next((more for kind, more in self.told if kind == event), None)
+        for kind, details in self.events:
+            if kind == event:
+                return details
+        return None
+
+    def allows(self, bug: str) -> bool:
+        """Return whether a call of the run allows a bug."""
+        return ("fits", bug) in self.events
+
+    def why_not(self, bug: str) -> str:
+        """Return why a call of the run does not allow a bug; empty if no call has a reason."""
+        for event, details in self.events:
+            if event == "unfit":
+                name, _, reason = details.partition(": ")
+                if name == bug:
+                    return reason
+        return ""
 
 
 class Suite:
@@ -114,48 +130,49 @@ class Suite:
         self, target: str, view: View, command: Sequence[str], timeout: float | None = None
     ) -> None:
         self.module, _, self.attribute = target.partition(":")
-        self.view, self.command, self.timeout = view, [*command], timeout
+        self.view = view
+        self.command = [*command]
+        self.timeout = timeout
         self.running: set[subprocess.Popen[bytes]] = set()
         self.is_over = False
 
     def run(self, bug: str = "", *, is_hooked: bool = True) -> Run:
         """Run the tests with a bug, or with none.
 
+        Args:
+            bug: name of the bug; empty for none.
+            is_hooked: whether the callable is replaced. Otherwise the tests run as usual.
+
         Raises:
             OSError: if the command cannot be started.
         """
         with tempfile.TemporaryDirectory(prefix="mha-parity-mutate-") as folder:
-            record, printed = Path(folder) / "record", Path(folder) / "printed"
-            environment = self._environment(folder)
+            record = Path(folder) / "record"
+            output = Path(folder) / "printed"
+            environment = _environment(folder)
             if is_hooked:
-                told = {"module": self.module, "attribute": self.attribute, "bug": bug}
-                environment[VARIABLE] = json.dumps(
-                    {**told, "view": asdict(self.view), "record": str(record)}
-                )
-                _prepend(environment, "PYTHONPATH", str(STARTUP), os.pathsep)
-                _prepend(
-                    environment, "PYTEST_PLUGINS", "parity.explain.mutating.pytest_plugin", ","
-                )
-            begun = time.monotonic()
-            with printed.open("wb") as out:
+                self._add_hooks(environment, bug, record)
+            begin = time.monotonic()
+            with output.open("wb") as out:
                 status = self._wait(environment, out)
-            said = printed.read_bytes().decode(errors="replace").strip()
-            return Run(status, events(record), said, time.monotonic() - begun)
+            printed = output.read_bytes().decode(errors="replace").strip()
+            return Run(status, events(record), printed, time.monotonic() - begin)
 
-    def _environment(self, folder: str) -> dict[str, str]:
-        """Return the environment: programs of this Python come first, and pytest's cache stays
-        unchanged.
-        """
-        environment = dict(os.environ)
-        _prepend(environment, "PATH", str(Path(sys.executable).parent), os.pathsep)
-        options = environment.get("PYTEST_ADDOPTS", "")
-        cache = shlex.quote(
-            f"cache_dir={folder}/pytest_cache"
-        )  # pytest splits the variable as a shell does
-        environment["PYTEST_ADDOPTS"] = f"{options} -o {cache}".strip()
-        return environment
+    def _add_hooks(self, environment: dict[str, str], bug: str, record: Path) -> None:
+        """Let the processes of the tests replace the callable, and record events in a file."""
+        order = {
+            "module": self.module,
+            "attribute": self.attribute,
+            "bug": bug,
+            "view": asdict(self.view),
+            "record": str(record),
+        }
+        environment[VARIABLE] = json.dumps(order)
+        _prepend(environment, "PYTHONPATH", str(STARTUP), os.pathsep)
+        _prepend(environment, "PYTEST_PLUGINS", "parity.explain.mutating.pytest_plugin", ",")
 
     def _wait(self, environment: dict[str, str], out: Any) -> int | None:
+        """Run the command; return its exit status, or None if it took too long."""
         process = subprocess.Popen(
             self.command,
             env=environment,
@@ -182,8 +199,23 @@ class Suite:
             _end(process)
 
 
-def _prepend(environment: dict[str, str], name: str, value: str, between: str) -> None:
-    environment[name] = value + (between + environment[name] if environment.get(name) else "")
+def _environment(folder: str) -> dict[str, str]:
+    """Return the environment of tests: programs of this Python come first, and pytest's cache
+    stays unchanged.
+    """
+    environment = dict(os.environ)
+    _prepend(environment, "PATH", str(Path(sys.executable).parent), os.pathsep)
+    # pytest splits the variable as a shell does.
+    cache = shlex.quote(f"cache_dir={folder}/pytest_cache")
+    options = environment.get("PYTEST_ADDOPTS", "")
+    environment["PYTEST_ADDOPTS"] = f"{options} -o {cache}".strip()
+    return environment
+
+
+def _prepend(environment: dict[str, str], name: str, value: str, separator: str) -> None:
+    if environment.get(name):
+        value += separator + environment[name]
+    environment[name] = value
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -207,32 +239,28 @@ def baseline(tests: Suite) -> Run:
     if run.status is None:
         raise InputError("the tests", "end within --timeout", f"no end after {tests.timeout:g} s")
     if run.status != 0:
-        alone = tests.run(is_hooked=False)
-        how = "also by themselves" if alone.status else f"only while {target} is wrapped"
-        raise InputError(
-            "the tests", "pass without a bug", f"exit status {run.status}, {how}: {_last(run.said)}"
-        )
+        how = f"only while {target} is wrapped"
+        if tests.run(is_hooked=False).status:
+            how = "also by themselves"
+        last_line = "it printed nothing"
+        if run.printed:
+            last_line = run.printed.splitlines()[-1].strip("= ")
+        failure = f"exit status {run.status}, {how}: {last_line}"
+        raise InputError("the tests", "pass without a bug", failure)
     if run.first("injected") is None:
-        raise InputError(
-            "the tests",
-            f"import {tests.module} with the Python that mha-parity runs in ({sys.executable})",
-            "no import of it",
-        )
+        python = f"the Python that mha-parity runs in ({sys.executable})"
+        raise InputError("the tests", f"import {tests.module} with {python}", "no import of it")
     if run.first("called") is None:
-        raise InputError(
-            "the tests",
-            f"call {target} by its name",
-            "no call",
-            hint=(
-                f"functions made from it while {tests.module} was imported, such as its jax.jit, "
-                f"are not replaced"
-            ),
+        hint = (
+            f"functions made from it while {tests.module} was imported, such as its jax.jit, "
+            f"are not replaced"
         )
+        raise InputError("the tests", f"call {target} by its name", "no call", hint=hint)
     return run
 
 
-def _last(text: str) -> str:
-    return text.splitlines()[-1].strip("= ") if text else "it printed nothing"
+def _announce_nothing(name: str) -> None:
+    """Ignore the name of the next bug."""
 
 
 def mutate(
@@ -240,7 +268,7 @@ def mutate(
     names: Sequence[str],
     *,
     jobs: int = 1,
-    on_bug: Callable[[str], None] = lambda name: None,
+    on_bug: Callable[[str], None] = _announce_nothing,
 ) -> Iterator[Outcome]:
     """Inject bugs one at a time, and run the tests for each bug that some call allows.
 
@@ -254,30 +282,13 @@ def mutate(
         ValueError: if the tests fail without a bug.
     """
     on_bug("nothing")
-    first = baseline(tests)
+    without_bug = baseline(tests)
     if tests.timeout is None:
-        tests.timeout = max(LEAST_TIMEOUT, TIMES_LONGER * first.seconds)
-    allowed = {more for event, more in first.told if event == "fits"}
-    reasons = dict(more.split(": ", 1) for event, more in reversed(first.told) if event == "unfit")
-
-    def outcome(name: str) -> Outcome:
-        on_bug(name)
-        if name not in allowed:
-            reason = reasons.get(name, "")
-            found = (
-                (Status.NOT_INJECTED, reason, 0.0)
-                if reason
-                else (Status.NOT_REACHED, "no call allows it", 0.0)
-            )
-        else:
-            run = tests.run(name)
-            found = (*_result_of(run), run.seconds)
-        return Outcome(name, about_of(name), page_of(name), *found)
-
+        tests.timeout = max(LEAST_TIMEOUT, TIMES_LONGER * without_bug.seconds)
     with ThreadPoolExecutor(jobs) as pool:
-        waiting = [pool.submit(outcome, name) for name in names]
+        futures = [pool.submit(_outcome, tests, name, without_bug, on_bug) for name in names]
         try:
-            for future in waiting:
+            for future in futures:
                 yield future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -285,30 +296,48 @@ def mutate(
             raise
 
 
+def _outcome(tests: Suite, name: str, without_bug: Run, on_bug: Callable[[str], None]) -> Outcome:
+    """Run the tests with a bug, if a call of the run without one allows it."""
+    on_bug(name)
+    if without_bug.allows(name):
+        run = tests.run(name)
+        status, by = _result_of(run)
+        return Outcome(name, about_of(name), page_of(name), status, by, run.seconds)
+    status, by = _not_injected(without_bug.why_not(name))
+    return Outcome(name, about_of(name), page_of(name), status, by)
+
+
+def _not_injected(reason: str | None) -> tuple[Status, str]:
+    """Return the result of a bug that no call allows, by the reason that a call has, if any."""
+    if reason:
+        return Status.NOT_INJECTED, reason
+    return Status.NOT_REACHED, "no call allows it"
+
+
 def _result_of(run: Run) -> tuple[Status, str]:
     """Return the result of a run with a bug, and the reason."""
-    kinds = {event for event, _ in run.told}
+    kinds = {event for event, _ in run.events}
+    has_passed = run.status == 0
+    failure = run.first("failed") or f"exit status {run.status}"
     if run.status is None:
         return Status.TIMED_OUT, f"after {run.seconds:.0f} s"
-    fails = run.first("failed") or f"exit status {run.status}"
     if "reached" not in kinds:
-        reason = run.first("unfit")
-        return (
-            (Status.NOT_INJECTED, reason) if reason else (Status.NOT_REACHED, "no call allows it")
-        )
-    if kinds & {"changed", "uncompared"}:
-        how = (
-            "" if "changed" in kinds else f"; outputs were not compared: {run.first('uncompared')}"
-        )
-        return (
-            (Status.SURVIVED, how.strip("; ")) if run.status == 0 else (Status.NOTICED, fails + how)
-        )
+        return _not_injected(run.first("unfit"))
+    if "changed" in kinds:
+        if has_passed:
+            return Status.SURVIVED, ""
+        return Status.NOTICED, failure
+    if "uncompared" in kinds:
+        uncompared = f"outputs were not compared: {run.first('uncompared')}"
+        if has_passed:
+            return Status.SURVIVED, uncompared
+        return Status.NOTICED, f"{failure}; {uncompared}"
     if "raised" in kinds:
         raised = run.first("raised") or ""
-        return (
-            (Status.REFUSED, raised)
-            if run.status
-            else (Status.SURVIVED, f"though it raises {raised}")
-        )
-    also = f"; yet {fails} fails" if run.status else ""
-    return Status.UNCHANGED, f"every call returns the same result without it{also}"
+        if has_passed:
+            return Status.SURVIVED, f"though it raises {raised}"
+        return Status.REFUSED, raised
+    reason = "every call returns the same result without it"
+    if not has_passed:
+        reason += f"; yet {failure} fails"
+    return Status.UNCHANGED, reason

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -39,69 +39,103 @@ def with_order_tried(function: Function, candidates: list[Projections]) -> Proje
     Raises:
         Unfit: if it computes with none of them.
     """
-    if len(candidates) == 1:
-        return candidates[0]
     first = candidates[0]
-    call = first.call
-    shapes = [tuple(first.carrier.leaves[path].shape) for path in first.named.paths.values()]
-    key = (id(call.owner), heads_of(call, first.named), *shapes)
+    if len(candidates) == 1:
+        return first
+    owner = first.call.owner
+    shapes = first.shapes()
+    key = (id(owner), heads_of(first.call, first.named), *shapes.values())
     if key in _tried:
         order, _ = _tried[key]
-        return next(each for each in candidates if each.order.is_same(order))
+        for candidate in candidates:
+            if candidate.order.is_same(order):
+                return candidate
     for candidate in candidates:
         if _is_right(candidate, function):
-            # Each call has a new module of the other libraries.
-            if call.owner is None or library_of(call.owner) in ("torch", "nnx"):
-                _tried[key] = candidate.order, call.owner
+            # Modules of other libraries are new in each call, so an id would identify another one.
+            if owner is None or library_of(owner) in ("torch", "nnx"):
+                _tried[key] = candidate.order, owner
             return candidate
-    listed = ", ".join(
-        f"{role} {shape}" for role, shape in zip(first.named.paths, shapes, strict=True)
-    )
-    hint = "" if first.order.heads_are_known else ", and the number of heads is unknown"
-    raise Unfit(
-        f"the order of features in its projections cannot be detected by calling it{hint}: {listed}"
-    )
+    listed = [f"{role} {shape}" for role, shape in shapes.items()]
+    reason = "the order of features in its projections cannot be detected by calling it"
+    if not first.order.heads_are_known:
+        reason += ", and the number of heads is unknown"
+    raise Unfit(f"{reason}: {', '.join(listed)}")
 
 
 def _is_right(candidate: Projections, function: Function) -> bool:
-    """Return whether the attention computes with projections in their order."""
+    """Return whether the attention computes with projections in their order.
 
-    def output(*zeros: str, first_group_alone: bool) -> Any:
-        """Return the output if some projections are 0."""
-        with _without_side_effects(candidate.call), user_code("the attention"):
-            call = concrete_copy(candidate.call)
-            # The names and the order are those of the call that was copied.
-            projections = replace(candidate, call=call, carrier=carrier_of(call))
-            changed = {}
-            for name in projections.order.places:
-                # The bias of the output does not depend on values.
-                if name.partition(".")[0] in zeros and name != "out_proj.bias":
-                    weight = projections[name]
-                    kept = _outside_of_first_group(name, weight, projections) * first_group_alone
-                    changed[name] = weight * call.array(kept, like=weight)
-            return outputs_in(projections.run(function, changed))[0]
-
+    Raises:
+        Unfit: if it cannot be called with copies of its arguments.
+    """
+    zeros_everywhere = OrderTrial(candidate, function, only_first_group=False)
+    zeros_in_first_group = OrderTrial(candidate, function, only_first_group=True)
     try:
-        right = output(first_group_alone=False)
-        for first_group_alone in (False, True):
-            without_queries = output("q_proj", first_group_alone=first_group_alone)
-            without_both = output("q_proj", "k_proj", first_group_alone=first_group_alone)
-            # Zeros in either make the same scores 0.
-            without_keys = output("k_proj", first_group_alone=first_group_alone)
-            if not same(without_queries, without_both) or not same(without_queries, without_keys):
-                return False
-            without_values = output("v_proj", first_group_alone=first_group_alone)
-            without_output = output("v_proj", "out_proj", first_group_alone=first_group_alone)
-            if same(without_values, right) or not same(without_values, without_output):
-                return False
-        return True
+        right = zeros_everywhere.output()
+        if not zeros_everywhere.shows_attention(right):
+            return False
+        return zeros_in_first_group.shows_attention(right)
     except Exception as error:  # copies and such calls may raise anything
         raise Unfit(
             f"the order of its projections cannot be examined: {type(error).__name__}: {error}"
         ) from error
 
 
-def _outside_of_first_group(name: str, weight: Any, projections: Projections) -> np.ndarray:
+@dataclass(frozen=True)
+class OrderTrial:
+    """Calls of an attention with some of its projections 0.
+
+    Attributes:
+        candidate: the projections, in an order that fits their names and shapes.
+        function: the attention.
+        only_first_group: whether they are 0 only for the first key/value head and its queries.
+    """
+
+    candidate: Projections
+    function: Function
+    only_first_group: bool
+
+    def shows_attention(self, right: Any) -> bool:
+        """Return whether the output depends on the projections as that of attention does.
+
+        Args:
+            right: the output without zeros.
+        """
+        # Zeros in queries, in keys or in both make the same scores 0.
+        without_queries = self.output("q_proj")
+        if not same(without_queries, self.output("q_proj", "k_proj")):
+            return False
+        if not same(without_queries, self.output("k_proj")):
+            return False
+        # The output depends on values, and only by the columns of out_proj that multiply them.
+        without_values = self.output("v_proj")
+        if same(without_values, right):
+            return False
+        return same(without_values, self.output("v_proj", "out_proj"))
+
+    def output(self, *zeros: str) -> Any:
+        """Return the output with some projections 0."""
+        with _without_side_effects(self.candidate.call), user_code("the attention"):
+            call = concrete_copy(self.candidate.call)
+            # The names and the order are those of the call that was copied.
+            projections = replace(self.candidate, call=call, carrier=carrier_of(call))
+            changed = {}
+            for name in projections.order.places:
+                # The bias of the output does not depend on values.
+                if name.partition(".")[0] not in zeros or name == "out_proj.bias":
+                    continue
+                weight = projections[name]
+                factors = np.zeros(tuple(weight.shape), np.float32)
+                if self.only_first_group:
+                    factors = _outside_of_first_group(name, factors.shape, projections)
+                changed[name] = weight * call.array(factors, like=weight)
+            return outputs_in(projections.run(self.function, changed))[0]
+
+
+def _outside_of_first_group(
+    name: str, shape: tuple[int, ...], projections: Projections
+) -> np.ndarray:
     """Return 0 at the features of the first key/value head or its queries, and 1 elsewhere, in the
     shape of a canonical weight.
     """
@@ -112,12 +146,12 @@ def _outside_of_first_group(name: str, weight: Any, projections: Projections) ->
         "v_proj": spec.value_head_dim,
         "out_proj": spec.num_heads // spec.num_kv_heads * spec.value_head_dim,
     }
-    projection = name.partition(".")[0]
-    outside = np.ones(tuple(weight.shape), np.float32)
+    num_features = sizes[name.partition(".")[0]]
+    outside = np.ones(shape, np.float32)
     if name == "out_proj.weight":
-        outside[:, : sizes[projection]] = 0
+        outside[:, :num_features] = 0
     else:
-        outside[: sizes[projection]] = 0
+        outside[:num_features] = 0
     return outside
 
 
@@ -142,35 +176,44 @@ def concrete_copy(call: Call) -> Call:
         return call.copied()
     import jax
 
-    rng, owner = np.random.default_rng(0), call.owner
-
-    def concrete(x: Any) -> Any:
-        return _drawn(rng, x) if is_traced(x) else x
-
-    args, kwargs = jax.tree.map(concrete, (call.args, dict(call.kwargs)))
-    library = library_of(owner)
-    if library == "linen":
-        variables = jax.tree.map(concrete, owner.variables)
-        rngs = {name: jax.random.key(0) for name in owner.scope.rngs}
-        mutable = [name for name in variables if name != "params"]
-        owner = owner.clone(parent=None).bind(variables, rngs=rngs, mutable=mutable)
-    elif library == "nnx":
-        owner = fresh_copies(owner, concrete)()
-    else:
-        owner = jax.tree.map(concrete, owner)
-    return Call(call.view, args, kwargs, owner)
+    with_values = WithValues()
+    args, kwargs = jax.tree.map(with_values, (call.args, dict(call.kwargs)))
+    return Call(call.view, args, kwargs, _concrete_owner(call.owner, with_values))
 
 
-def _drawn(rng: np.random.Generator, x: Any) -> Any:
-    """Return values for a traced array: masks are mixed, and lengths are not 0."""
+def _concrete_owner(owner: Any, with_values: WithValues) -> Any:
+    """Return a copy of a module whose arrays have values; None for none."""
     import jax
-    import jax.numpy as jnp
 
-    with jax.ensure_compile_time_eval():
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return jax.random.split(jax.random.key(0), x.shape)
-        if x.dtype == bool:
-            return jnp.asarray(np.indices(x.shape).sum(0) % 2 == 0)
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            return jnp.asarray(rng.standard_normal(x.shape), x.dtype)
-        return jnp.ones(x.shape, x.dtype)
+    library = library_of(owner)
+    if library == "nnx":
+        return fresh_copies(owner, with_values)()
+    if library != "linen":
+        return jax.tree.map(with_values, owner)
+    variables = jax.tree.map(with_values, owner.variables)
+    rngs = {name: jax.random.key(0) for name in owner.scope.rngs}
+    mutable = [name for name in variables if name != "params"]
+    return owner.clone(parent=None).bind(variables, rngs=rngs, mutable=mutable)
+
+
+class WithValues:
+    """Gives values to arrays that JAX traces, and returns all else as it is."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+    def __call__(self, x: Any) -> Any:
+        """Return an array with values: masks are mixed, and lengths are not 0."""
+        if not is_traced(x):
+            return x
+        import jax
+        import jax.numpy as jnp
+
+        with jax.ensure_compile_time_eval():
+            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+                return jax.random.split(jax.random.key(0), x.shape)
+            if x.dtype == bool:
+                return jnp.asarray(np.indices(x.shape).sum(0) % 2 == 0)
+            if jnp.issubdtype(x.dtype, jnp.floating):
+                return jnp.asarray(self.rng.standard_normal(x.shape), x.dtype)
+            return jnp.ones(x.shape, x.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Sequence
 from contextlib import suppress
@@ -98,11 +99,12 @@ class View:
 
     def lacks(self, need: str) -> str:
         """Return why a bug with a requirement cannot be injected; empty if it can."""
+        roles = self.roles.keys()
         has = {
             "heads": self.axes != "BTE",
             "layer": self.axes == "BTE",
             "polarity": bool(self.mask_true),
-            "padding polarity": bool(self.padding_true) or "padding" not in self.roles,
+            "padding polarity": bool(self.padding_true) or "padding" not in roles,
             "top-left": self.causal == "top-left",
             "bottom-right": self.causal == "bottom-right",
             "groups": self.has_groups,
@@ -110,12 +112,12 @@ class View:
             "projections": self.projections,
             "biases": self.biases,
             "module": self.is_module,
-            "rotation": self.is_module
-            or bool(self.roles.keys() & {"theta", "position_embeddings", "cos"}),
-            "padding": bool(self.roles.keys() & {"padding", "lengths"}),
-            "cos": "position_embeddings" in self.roles or self.roles.keys() >= {"cos", "sin"},
+            "rotation": self.is_module or bool(roles & {"theta", "position_embeddings", "cos"}),
+            "padding": bool(roles & {"padding", "lengths"}),
+            "cos": "position_embeddings" in roles or roles >= {"cos", "sin"},
         }
-        if has.get(need, need in self.roles):
+        # Other needs are roles.
+        if has.get(need, need in roles):
             return ""
         return OTHER_NEEDS.get(need) or f"it has no {WORDS[need]} among its parameters"
 
@@ -130,16 +132,24 @@ def place_of(module: Any, attribute: str) -> tuple[Any, str, bool]:
     Raises:
         AttributeError: if the name does not exist.
     """
-    holder, found = None, module
+    holder = None
+    target = module
     for name in attribute.split("."):
-        holder, found = found, getattr(found, name)
-    last = attribute.rpartition(".")[2]
-    if module_of_linen := linen_module(found):
+        holder = target
+        target = getattr(holder, name)
+    module_of_linen = linen_module(target)
+    if module_of_linen is not None:
         return type(module_of_linen), "__call__", True
-    if inspect.isclass(found) or not (inspect.isroutine(found) or hasattr(found, "__wrapped__")):
-        owner = found if inspect.isclass(found) else type(found)
-        return owner, "forward" if hasattr(owner, "forward") else "__call__", True
-    return holder, last, inspect.isclass(holder)
+    if inspect.isroutine(target) or (
+        hasattr(target, "__wrapped__") and not inspect.isclass(target)
+    ):
+        return holder, attribute.rpartition(".")[2], inspect.isclass(holder)
+    owner = target
+    if not inspect.isclass(target):
+        owner = type(target)
+    if hasattr(owner, "forward"):
+        return owner, "forward", True
+    return owner, "__call__", True
 
 
 def view_of(
@@ -161,82 +171,101 @@ def view_of(
         ValueError, TypeError: if a required property is neither declared nor detectable.
         ImportError: if the module cannot be imported.
     """
-    import importlib
-
-    found = load_callable(target)
+    attention = load_callable(target)
     module, _, attribute = target.partition(":")
     holder, name, is_method = place_of(importlib.import_module(module), attribute)
     function = getattr(holder, name)
-    parameters = parameters_of(function)
-    if parameters is None:
-        raise InputError(
-            target, "be a function with inspectable parameters", type(function).__name__
-        )
-    parameters = dict(list(parameters.items())[is_method:])
-    roles = _roles(target, holder if is_method else function, parameters, mask_name, causal_name)
-    taken = found if params is None else with_params(found, params, target)
-    framework = framework or (framework_of(holder) if is_method else None) or framework_of(taken)
+    parameters = _parameters_without_self(target, function, is_method)
+    takes_weights_from = function
+    if is_method:
+        takes_weights_from = holder
+    roles = _roles(target, takes_weights_from, parameters, mask_name, causal_name)
+    if params is not None:
+        attention = with_params(attention, params, target)
+    if not framework and is_method:
+        framework = framework_of(holder)
+    framework = framework or framework_of(attention)
     if framework not in ("torch", "jax"):
-        raise InputError(
-            "framework", "be declared as torch or jax if it cannot be detected", target
-        )
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    has_weights, left = is_method or "weights" in roles, parameters.keys() - {*roles.values()}
-    plain = View(
-        framework,
-        axes or "",
-        tuple(name for name, parameter in parameters.items() if parameter.kind in kinds),
-        tuple(name for name, parameter in parameters.items() if parameter.default is None),
-        roles,
-        mask_true or "",
-        padding_true or "",
+        rule = "be declared as torch or jax if it cannot be detected"
+        raise InputError("framework", rule, target)
+    declared = _declared_view(framework, roles, parameters, is_method=is_method)
+    declared = replace(
+        declared,
+        axes=axes or "",
+        mask_true=mask_true or "",
+        padding_true=padding_true or "",
         causal=causal or "",
-        projections=has_weights or bool(left & {*PACKED, *PROJECTION_NAMES}),
-        biases=has_weights or any(left & {*names} for names in BIASES.values()),
-        is_module=is_method,
     )
-    declared = {
-        "axes": axes,
-        "mask_name": mask_name,
-        "mask_true": mask_true,
-        "causal_name": causal_name,
-    }
     try:
-        module_or_function = made(taken, target)
         subject = subject_of(
-            module_or_function,
+            made(attention, target),
             target,
             framework=framework,
-            causal=causal,
-            **declared,  # type: ignore[arg-type]
-        )
-        found_out = _examined(plain, subject)
-    except (ValueError, TypeError, Refused, Failed) as error:
-        if not axes and {"key", "value"} <= roles.keys() and not plain.projections:
-            raise InputError(
-                "axes", "be declared if they cannot be detected", str(error)
-            ) from error
-        error = error.renamed(_in_flags) if isinstance(error, InputError) else error
-        return replace(plain, axes=axes or "BTE", note=str(error).split("\n")[0])
-    if mask_true and mask_true != found_out.mask_true:
-        seen = found_out.mask_true or "neither"
-        raise InputError(
-            "mask_true",
-            f"be the meaning of True in the mask of {target}",
+            axes=axes,
+            mask_name=mask_name,
             mask_true=mask_true,
-            hint=f"seen: {seen}",
+            causal_name=causal_name,
+            causal=causal,
         )
-    return found_out
+        examined = _examined(declared, subject)
+    except (ValueError, TypeError, Refused, Failed) as error:
+        if not axes and {"key", "value"} <= roles.keys() and not declared.projections:
+            rule = "be declared if they cannot be detected"
+            raise InputError("axes", rule, str(error)) from error
+        if isinstance(error, InputError):
+            error = error.renamed(_in_flags)
+        return replace(declared, axes=axes or "BTE", note=str(error).split("\n")[0])
+    if mask_true and mask_true != examined.mask_true:
+        rule = f"be the meaning of True in the mask of {target}"
+        hint = f"seen: {examined.mask_true or 'neither'}"
+        raise InputError("mask_true", rule, mask_true=mask_true, hint=hint)
+    return examined
+
+
+def _parameters_without_self(target: str, function: Any, is_method: bool) -> Parameters:
+    """Return the parameters of a call.
+
+    Raises:
+        ValueError: if they cannot be inspected.
+    """
+    parameters = parameters_of(function)
+    if parameters is None:
+        rule = "be a function with inspectable parameters"
+        raise InputError(target, rule, type(function).__name__)
+    if is_method:
+        return dict(list(parameters.items())[1:])
+    return parameters
+
+
+def _declared_view(
+    framework: str, roles: dict[str, str], parameters: Parameters, *, is_method: bool
+) -> View:
+    """Return what a view shows by its parameters alone."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    order = [name for name, parameter in parameters.items() if parameter.kind in positional]
+    optional = [name for name, parameter in parameters.items() if parameter.default is None]
+    # A module, or a mapping of weights, may have any.
+    may_have_any = is_method or "weights" in roles
+    without_role = parameters.keys() - {*roles.values()}
+    has_projections = bool(without_role & {*PACKED, *PROJECTION_NAMES})
+    has_biases = any(without_role & {*names} for names in BIASES.values())
+    return View(
+        framework,
+        axes="",
+        order=tuple(order),
+        optional=tuple(optional),
+        roles=roles,
+        projections=may_have_any or has_projections,
+        biases=may_have_any or has_biases,
+        is_module=is_method,
+    )
 
 
 def _in_flags(name: str, value: Any) -> tuple[str, Any]:
     """Return a declaration as a command-line flag and its value."""
-    return f"--{name.replace('_', '-')}" if name in (
-        "params",
-        "d_model",
-        "mask_name",
-        "framework",
-    ) else name, value
+    if name in ("params", "d_model", "mask_name", "framework"):
+        name = f"--{name.replace('_', '-')}"
+    return name, value
 
 
 def _roles(
@@ -251,43 +280,52 @@ def _roles(
     """
     if not parameters:
         raise InputError(target, "accept queries or their input", "no parameters")
+    # These are also names of projections.
     inputs = {"query", "key", "value", "k", "v"}
-    others = {
-        name: each for name, each in parameters.items() if name not in PROJECTION_NAMES - inputs
-    }
-    roles = roles_of(target, others, mask_name=mask_name, causal_name=causal_name)
-    if weights := weights_parameter(function, parameters):
+    not_projections = {}
+    for name, parameter in parameters.items():
+        if name in inputs or name not in PROJECTION_NAMES:
+            not_projections[name] = parameter
+    roles = roles_of(target, not_projections, mask_name=mask_name, causal_name=causal_name)
+    weights = weights_parameter(function, parameters)
+    if weights:
         roles["weights"] = weights
     known = {*PROJECTION_NAMES, *roles.values()} - {"query", "q"}
-    return {
-        "query": next((name for name in parameters if name not in known), next(iter(parameters))),
-        **roles,
-    }
+    candidates = [name for name in parameters if name not in known]
+    first = candidates[0] if candidates else next(iter(parameters))
+    return {"query": first, **roles}
 
 
 def _examined(view: View, subject: Subject) -> View:
     """Return the view with properties that are detected by calling it."""
     exam = Examination(subject, ("float32",))
-    found = replace(view, axes=subject.axes)
+    view = replace(view, axes=subject.axes)
     if exam.takes_mask:
-        found = replace(found, mask_true=exam.polarity.words)
+        view = replace(view, mask_true=exam.polarity.words)
     if subject.padding == "mask" and not view.padding_true:
         with suppress(Refused, Failed):
-            found = replace(found, padding_true="hides" if exam.padding_true_hides else "shows")
-    if not found.causal and "is_causal" in subject.takes:
-        words = asks_causal.ask(exam).words
-        found = replace(found, causal=words if words in ("top-left", "bottom-right") else "")
+            view = replace(view, padding_true=_padding_true(exam))
+    if "is_causal" in subject.takes and not view.causal:
+        alignment = asks_causal.ask(exam).words
+        if alignment in ("top-left", "bottom-right"):
+            view = replace(view, causal=alignment)
     if subject.axes != "BTE":
-        query, key, value = exam.inputs()
-        found = replace(found, is_ours=_is_ours(exam))
+        view = replace(view, is_ours=_is_ours(exam))
+        # A call with fewer key/value heads shows whether they are supported.
         with suppress(Refused, Failed):
-            run(
-                subject,
-                exam.base,
-                (query, key[:, :NUM_KV_HEADS].copy(), value[:, :NUM_KV_HEADS].copy()),
-            )
-            found = replace(found, has_groups=True)
-    return found
+            query, key, value = exam.inputs()
+            fewer_keys = key[:, :NUM_KV_HEADS].copy()
+            fewer_values = value[:, :NUM_KV_HEADS].copy()
+            run(subject, exam.base, (query, fewer_keys, fewer_values))
+            view = replace(view, has_groups=True)
+    return view
+
+
+def _padding_true(exam: Examination) -> str:
+    """Return the effect of True in the padding mask of an attention."""
+    if exam.padding_true_hides:
+        return "hides"
+    return "shows"
 
 
 def _is_ours(exam: Examination) -> bool:
@@ -296,4 +334,5 @@ def _is_ours(exam: Examination) -> bool:
     scores = query @ key.swapaxes(-1, -2) / np.sqrt(query.shape[-1])
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     expected = weights / weights.sum(axis=-1, keepdims=True) @ value
-    return bool(np.abs(run(exam.subject, exam.base, exam.inputs()).output - expected).max() < 1e-5)
+    output = run(exam.subject, exam.base, exam.inputs()).output
+    return bool(np.abs(output - expected).max() < 1e-5)

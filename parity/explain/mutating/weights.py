@@ -7,7 +7,6 @@ attention to find out which one it computes with.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -27,9 +26,10 @@ from parity.explain.conformance.signatures import (
     PROJECTIONS,
     library_of,
 )
-from parity.explain.mutating.calls import Call, Function, taken
+from parity.explain.mutating.calls import Call, Function
 from parity.explain.mutating.carriers import Carrier, LeafPath, carrier_of
 from parity.explain.mutating.compare import Unfit
+from parity.measure.core.orders import reordered
 from parity.measure.text import some_of
 from parity.port.conversion.layouts import LAYOUTS, Layout
 from parity.port.conversion.layouts.layout import Tensor
@@ -72,8 +72,9 @@ def roles_by_name() -> dict[str, ArrayRole]:
                 # A usual name says more than a layout whose keys also stand for values.
                 roles[f"{name}.{leaf}"] = ArrayRole(holds, kind)
     for projection, names in BIASES.items():
+        bias = ArrayRole(projection.removesuffix("_proj"), "bias")
         for name in names:
-            roles.setdefault(name, ArrayRole(projection.removesuffix("_proj"), "bias"))
+            roles.setdefault(name, bias)
     return roles
 
 
@@ -114,28 +115,12 @@ def named_in(carrier: Carrier) -> Named:
     Raises:
         Unfit: if there is none, or more than one.
     """
-    layers: dict[tuple[str, ...], Named] = {}
-    all_names = []
-    # Not cached, because layouts may be registered at any time.
-    roles = roles_by_name()
-    for path in carrier.leaves:
-        # Keys of a mapping may be dotted names.
-        words = ".".join(map(str, path)).split(".")
-        all_names.append(".".join(words))
-        matched = _role_of(words, roles)
-        if matched is None:
-            continue
-        role, count = matched
-        layer = layers.setdefault(tuple(words[:-count]), Named({}, {}))
-        if role in layer.paths:
-            two = f"{'.'.join(map(str, layer.paths[role]))} and {'.'.join(map(str, path))}"
-            raise Unfit(f"two of its weights may be {role}: {two}")
-        layer.paths[role] = path
-        layer.names[role] = ".".join(words[-count:]).lower()
+    layers = _layers_in(carrier)
     attentions = [prefix for prefix, layer in layers.items() if _is_attention(layer)]
     if not attentions:
-        names = some_of(all_names, 6) or "it has none"
-        raise Unfit(f"no projections of q and k are known among its weights: {names}")
+        names = [".".join(map(str, path)) for path in carrier.leaves]
+        listed = some_of(names, 6) or "it has none"
+        raise Unfit(f"no projections of q and k are known among its weights: {listed}")
     if len(attentions) > 1:
         listed = ", ".join(".".join(prefix) or "itself" for prefix in attentions[:4])
         count = len(attentions)
@@ -143,10 +128,39 @@ def named_in(carrier: Carrier) -> Named:
     return _with_output(attentions[0], layers)
 
 
+def _layers_in(carrier: Carrier) -> dict[tuple[str, ...], Named]:
+    """Return the arrays that have roles, by the names before those of their roles.
+
+    Raises:
+        Unfit: if two arrays of a layer have the same role.
+    """
+    layers: dict[tuple[str, ...], Named] = {}
+    # Not cached, because layouts may be registered at any time.
+    roles = roles_by_name()
+    for path in carrier.leaves:
+        # Keys of a mapping may be dotted names.
+        words = ".".join(map(str, path)).split(".")
+        matched = _role_of(words, roles)
+        if matched is None:
+            continue
+        role, count = matched
+        layer = layers.setdefault(tuple(words[:-count]), Named({}, {}))
+        if role in layer.paths:
+            first_name = ".".join(map(str, layer.paths[role]))
+            second_name = ".".join(map(str, path))
+            raise Unfit(f"two of its weights may be {role}: {first_name} and {second_name}")
+        layer.paths[role] = path
+        layer.names[role] = ".".join(words[-count:]).lower()
+    return layers
+
+
 def _is_attention(layer: Named) -> bool:
-    letters = {letter for role in layer.paths if role.kind == "weight" for letter in role.holds}
-    is_output_alone = layer.paths.keys() <= {OUT_WEIGHT, ArrayRole("out", "bias")}
-    return not is_output_alone and {"q", "k"} <= letters
+    """Return whether arrays project queries and keys."""
+    letters: set[str] = set()
+    for role in layer.paths:
+        if role.kind == "weight":
+            letters.update(role.holds)
+    return {"q", "k"} <= letters
 
 
 def _with_output(prefix: tuple[str, ...], layers: Mapping[tuple[str, ...], Named]) -> Named:
@@ -158,13 +172,15 @@ def _with_output(prefix: tuple[str, ...], layers: Mapping[tuple[str, ...], Named
         return layer
     parent = prefix[:-1]
     outputs = []
-    for other, candidate in layers.items():
-        if other != prefix and other[: len(parent)] == parent and OUT_WEIGHT in candidate.paths:
-            outputs.append(candidate)
+    for other_prefix, other_layer in layers.items():
+        is_below_parent = other_prefix[: len(parent)] == parent
+        if other_prefix != prefix and is_below_parent and OUT_WEIGHT in other_layer.paths:
+            outputs.append(other_layer)
     if len(outputs) != 1:
         return layer
     (output,) = outputs
-    paths, names = dict(layer.paths), dict(layer.names)
+    paths = dict(layer.paths)
+    names = dict(layer.names)
     for role, path in output.paths.items():
         if role.holds == "out":
             paths[role] = path
@@ -188,20 +204,37 @@ def heads_of(call: Call, named: Named) -> Heads:
     """Return the heads as the module that has the projections states them, else a module around it,
     else the call.
     """
-    path_of_queries = next(
-        path for role, path in named.paths.items() if role.kind == "weight" and "q" in role.holds
-    )
-    owners = [] if call.owner is None else [call.owner]
-    for word in path_of_queries[:-1]:
-        if owners and isinstance(word, str) and hasattr(owners[-1], word):
-            owners.append(getattr(owners[-1], word))
     sources = []
-    for owner in reversed(owners):
-        sources += [owner, getattr(owner, "config", None)]
-    return Heads(*(_number(call, sources, names) for names in (HEADS, KV_HEADS, HEAD_DIMS)))
+    for module in reversed(_modules_around(call, _path_of_queries(named))):
+        sources += [module, getattr(module, "config", None)]
+    return Heads(
+        num_heads=_number(call, sources, HEADS),
+        num_kv_heads=_number(call, sources, KV_HEADS),
+        head_dim=_number(call, sources, HEAD_DIMS),
+    )
+
+
+def _path_of_queries(named: Named) -> LeafPath:
+    """Return the path of the weight that projects queries."""
+    for role, path in named.paths.items():
+        if role.kind == "weight" and "q" in role.holds:
+            return path
+    raise KeyError("q_proj.weight")
+
+
+def _modules_around(call: Call, path: LeafPath) -> list[Any]:
+    """Return the modules that lead to an array, from the outermost one."""
+    if call.owner is None:
+        return []
+    modules = [call.owner]
+    for word in path[:-1]:
+        if isinstance(word, str) and hasattr(modules[-1], word):
+            modules.append(getattr(modules[-1], word))
+    return modules
 
 
 def _number(call: Call, sources: Iterable[Any], names: Iterable[str]) -> int | None:
+    """Return the first positive number under one of some names: in the sources, or in the call."""
     for source in sources:
         for name in names:
             number = getattr(source, name, None)
@@ -252,10 +285,13 @@ class Order:
 
     def is_same(self, other: Order) -> bool:
         """Return whether both read the same weights."""
-        return self.places.keys() == other.places.keys() and all(
-            role == other.places[name][0] and np.array_equal(indices, other.places[name][1])
-            for name, (role, indices) in self.places.items()
-        )
+        if self.places.keys() != other.places.keys():
+            return False
+        for name, (role, indices) in self.places.items():
+            other_role, other_indices = other.places[name]
+            if role != other_role or not np.array_equal(indices, other_indices):
+                return False
+        return True
 
 
 Shapes = dict[ArrayRole, tuple[int, ...]]
@@ -269,12 +305,10 @@ def orders_of(call: Call, carrier: Carrier, named: Named) -> list[Order]:
     """
     heads = heads_of(call, named)
     shapes = {role: tuple(carrier.leaves[path].shape) for role, path in named.paths.items()}
-    # Many layouts arrange their arrays alike.
-    arrangements = dict.fromkeys(
-        (*_of_layouts(named, shapes), *_of_usual_axes(call, named, shapes))
-    )
+    arrangements = [*_of_layouts(named, shapes), *_of_usual_axes(call, named, shapes)]
     orders: list[Order] = []
-    for arrangement in arrangements:
+    # Many layouts arrange their arrays alike.
+    for arrangement in dict.fromkeys(arrangements):
         order = _order(arrangement, tuple(shapes.values()), heads)
         if order is not None and not any(map(order.is_same, orders)):
             orders.append(order)
@@ -292,7 +326,8 @@ def _arrangement(
     if none are packed.
     """
     if not named.has_packed:
-        grouped, blocks = False, 1
+        grouped = False
+        blocks = 1
     by_role = [(role, replace(tensor, name=str(role))) for role, tensor in tensors.items()]
     return Arrangement(tuple(by_role), grouped, blocks)
 
@@ -303,19 +338,27 @@ def _of_layouts(named: Named, shapes: Shapes) -> Iterator[Arrangement]:
         if layout.padded:
             continue
         for form in layout.forms:
-            by_name = {tensor.name.lower(): tensor for tensor in form}
-            tensors = {
-                role: by_name[name]
-                for role, name in named.names.items()
-                if name in by_name and not by_name[name].is_shared
-            }
-            has_all = tensors.keys() == named.names.keys()
-            fits = all(
-                {*tensor.holds} == {*role.holds} and len(tensor.groups) == len(shapes[role])
-                for role, tensor in tensors.items()
-            )
-            if has_all and fits:
+            tensors = _tensors_of(form, named, shapes)
+            if tensors is not None:
                 yield _arrangement(named, tensors, grouped=layout.grouped, blocks=layout.blocks)
+
+
+def _tensors_of(
+    form: Iterable[Tensor], named: Named, shapes: Shapes
+) -> dict[ArrayRole, Tensor] | None:
+    """Return a layout's tensors by the roles of the arrays that have their names; None if an array
+    has no such tensor, or one of other projections or another number of axes.
+    """
+    by_name = {tensor.name.lower(): tensor for tensor in form}
+    tensors = {}
+    for role, name in named.names.items():
+        tensor = by_name.get(name)
+        if tensor is None or tensor.is_shared:
+            return None
+        if {*tensor.holds} != {*role.holds} or len(tensor.groups) != len(shapes[role]):
+            return None
+        tensors[role] = tensor
+    return tensors
 
 
 def _of_usual_axes(call: Call, named: Named, shapes: Shapes) -> Iterator[Arrangement]:
@@ -334,19 +377,22 @@ def _of_usual_axes(call: Call, named: Named, shapes: Shapes) -> Iterator[Arrange
 
 
 def _possible_axes(call: Call, named: Named, shapes: Shapes) -> tuple[bool, ...]:
-    """Return whether kernels may be (out, in), and whether they may not."""
+    """Return the values that `out_first` of `_usual_axes` may have, likely ones first."""
     library = library_of(call.owner)
     names = {named.names[role] for role in shapes if role.kind == "weight"}
+    # Linear layers of Equinox and torch, and torch's packed kernel, are (out, in).
     if library == "equinox" or "in_proj_weight" in names:
         return (True,)
     if library == "torch" and _are_linear(call, named):
         return (True,)
+    # Kernels of Flax are (in, out).
     if call.view.framework == "jax" and all(name.endswith(".kernel") for name in names):
         return (False,)
     return True, False
 
 
 def _are_linear(call: Call, named: Named) -> bool:
+    """Return whether all projections of a torch module are of `nn.Linear`."""
     from torch import nn
 
     for role, path in named.paths.items():
@@ -358,16 +404,31 @@ def _are_linear(call: Call, named: Named) -> bool:
 
 
 def _usual_axes(role: ArrayRole, ndim: int, *, out_first: bool) -> str:
-    """Return axes in the notation of `Tensor.axes`."""
+    """Return axes in the notation of `Tensor.axes`.
+
+    Args:
+        role: the projections in the array, and its kind.
+        ndim: its number of axes.
+        out_first: whether kernels of two axes are (out, in), not (in, out).
+    """
+    is_output = role.holds == "out"
     if role.kind == "bias":
-        if role.holds == "out":
+        if is_output:
             return "e"
-        return "n h" if ndim == 2 else "(n h)"
+        if ndim == 2:
+            return "n h"
+        return "(n h)"
     if ndim == 3:
-        return "n h e" if role.holds == "out" else "d n h"
-    if role.holds == "out":
-        return "e (n h)" if out_first else "(n h) e"
-    return "(n h) d" if out_first else "d (n h)"
+        if is_output:
+            return "n h e"
+        return "d n h"
+    if is_output:
+        if out_first:
+            return "e (n h)"
+        return "(n h) e"
+    if out_first:
+        return "(n h) d"
+    return "d (n h)"
 
 
 # Each call of a user's attention needs the few orders of its only layer, whose indices are as
@@ -378,118 +439,156 @@ def _order(
 ) -> Order | None:
     """Return where an arrangement has the canonical weights; None if the shapes do not fit it."""
     roles = [role for role, _ in arrangement.tensors]
-    tensors = tuple(tensor for _, tensor in arrangement.tensors)
     shapes = dict(zip(roles, all_shapes, strict=True))
-    sizes = _sizes(arrangement, shapes, heads)
-    if sizes is None:
+    heads = _with_axis_of_heads(heads, arrangement, shapes)
+    spec = _spec_of(arrangement, shapes, heads)
+    if spec is None:
         return None
-    fields, heads_are_known = sizes
-    # Each block has its share of the heads.
-    if fields["num_kv_heads"] % arrangement.blocks:
+    placement = _placement(arrangement, shapes, spec)
+    if placement is None:
         return None
-    layout = Layout(
-        "stored", "", "", (tensors,), grouped=arrangement.grouped, blocks=arrangement.blocks
-    )
-    shapes_by_name = {str(role): shape for role, shape in shapes.items()}
-    try:
-        spec = AttentionSpec(**fields)
-        placement = Placement(layout, spec, tensors)
-        if placement.shapes != shapes_by_name:
-            return None
-    except ValueError:
-        return None
-    indices = {
-        name: np.arange(math.prod(shape)).reshape(shape) for name, shape in shapes_by_name.items()
-    }
+    indices = {}
+    for role, shape in shapes.items():
+        indices[str(role)] = np.arange(math.prod(shape)).reshape(shape)
     places = {}
     parts = {}
     for role, tensor in arrangement.tensors:
         for name in tensor.parts:
             places[name] = role, placement.read_out(name, indices.__getitem__)
         # The parts of an array together have each of its elements once.
-        joined = np.concatenate([places[name][1].ravel() for name in tensor.parts])
+        joined = np.concatenate([places[name][1].reshape(-1) for name in tensor.parts])
         inverse = np.empty_like(joined)
         inverse[joined] = np.arange(len(joined))
         parts[role] = tensor.parts, inverse
+    heads_are_known = heads.num_heads is not None or heads.head_dim is not None
     return Order(spec, heads_are_known, places, parts)
 
 
-def _sizes(
-    arrangement: Arrangement, shapes: Shapes, heads: Heads
-) -> tuple[dict[str, Any], bool] | None:
-    """Return the fields of the specification that shapes and heads show, and whether the heads are
-    known; None if they contradict each other.
-    """
-    rows, widths, num_heads = {}, {}, heads.num_heads
-    biases = dict.fromkeys("qkv", False)
-    has_out_bias, d_model = False, None
+def _placement(arrangement: Arrangement, shapes: Shapes, spec: AttentionSpec) -> Placement | None:
+    """Return the placement of canonical weights in arrays; None if they have other shapes."""
+    # Each block has its share of the heads.
+    if spec.num_kv_heads % arrangement.blocks:
+        return None
+    tensors = tuple(tensor for _, tensor in arrangement.tensors)
+    layout = Layout(
+        "stored", "", "", (tensors,), grouped=arrangement.grouped, blocks=arrangement.blocks
+    )
+    try:
+        placement = Placement(layout, spec, tensors)
+        has_shapes = placement.shapes == {str(role): shape for role, shape in shapes.items()}
+    except ValueError:
+        return None
+    if not has_shapes:
+        return None
+    return placement
+
+
+def _with_axis_of_heads(heads: Heads, arrangement: Arrangement, shapes: Shapes) -> Heads:
+    """Return the heads with the size of the axis of heads in the queries' kernel, if it has one."""
+    for role, tensor in arrangement.tensors:
+        if role.kind == "weight" and role.holds == "q" and ["n"] in tensor.groups:
+            axis = tensor.groups.index(["n"])
+            return replace(heads, num_heads=shapes[role][axis])
+    return heads
+
+
+def _spec_of(arrangement: Arrangement, shapes: Shapes, heads: Heads) -> AttentionSpec | None:
+    """Return the specification that shapes and heads show; None if they contradict each other."""
+    features: dict[str, int] = {}
+    widths: dict[str, int] = {}
+    d_model = None
     for role, tensor in arrangement.tensors:
         if role.kind == "bias":
-            has_out_bias = has_out_bias or role.holds == "out"
-            biases |= dict.fromkeys(set(role.holds) & set("qkv"), True)
             continue
-        features = 1
+        features[role.holds] = 1
         for size, letters in zip(shapes[role], tensor.groups, strict=True):
             if letters == ["d"]:
                 widths |= dict.fromkeys(role.holds, size)
             elif letters == ["e"]:
                 d_model = size
             else:
-                features *= size
-            if letters == ["n"] and role.holds == "q":
-                num_heads = size
-        rows[role.holds] = features
-    counted = _head_sizes(rows, num_heads, heads)
-    if counted is None or not {"q", "k"} <= widths.keys():
+                features[role.holds] *= size
+    sizes = _head_sizes(features, heads)
+    if sizes is None or not {"q", "k"} <= widths.keys():
         return None
-    num_heads, num_kv_heads, head_dim, value_head_dim, are_known = counted
-    fields = {
-        "d_model": num_heads * value_head_dim if d_model is None else d_model,
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "value_head_dim": value_head_dim,
-        "d_in": widths["q"],
-        "d_kv": widths["k"],
-        "qkv_bias": tuple(biases.values()),
-        "out_bias": has_out_bias,
-        "out_proj": d_model is not None,
-    }
-    return fields, are_known
+    has_out_proj = d_model is not None
+    if d_model is None:
+        d_model = sizes.num_heads * sizes.value_head_dim
+    biases = "".join(role.holds for role, _ in arrangement.tensors if role.kind == "bias")
+    try:
+        return AttentionSpec(
+            d_model=d_model,
+            num_heads=sizes.num_heads,
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
+            value_head_dim=sizes.value_head_dim,
+            d_in=widths["q"],
+            d_kv=widths["k"],
+            qkv_bias=("q" in biases, "k" in biases, "v" in biases),
+            out_bias="out" in biases,
+            out_proj=has_out_proj,
+        )
+    except ValueError:
+        return None
 
 
-def _head_sizes(
-    rows: Mapping[str, int], num_heads: int | None, heads: Heads
-) -> tuple[int, int, int, int, bool] | None:
-    """Return N, K, H, Hv, and whether the heads are known, from the features of each kernel."""
-    are_known = num_heads is not None or heads.head_dim is not None
-    packed = [holds for holds in rows if len(holds) > 1 and "q" in holds]
-    if packed:
-        (holds,) = packed
-        # Others also hold a gate, which no bug here changes.
-        if {*holds} != {*"qkv"}:
-            return None
-        num_heads = 1 if num_heads is None else num_heads
-        num_kv_heads = num_heads if heads.num_kv_heads is None else heads.num_kv_heads
-        head_dim, remainder = divmod(rows[holds], num_heads + 2 * num_kv_heads)
-        return None if remainder else (num_heads, num_kv_heads, head_dim, head_dim, are_known)
-    if "kv" in rows:
-        k_rows = v_rows = rows["kv"] // 2
+@dataclass(frozen=True)
+class HeadSizes:
+    """Numbers of heads, and the widths of each."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_head_dim: int
+
+
+def _head_sizes(features: Mapping[str, int], heads: Heads) -> HeadSizes | None:
+    """Return the heads from the features of each kernel; None if they cannot be divided so.
+
+    Args:
+        features: the features of each kernel but those of its input, by the projections in it.
+        heads: what is stated about the heads.
+    """
+    for holds in features:
+        if len(holds) > 1 and "q" in holds:
+            # Others also hold a gate, which no bug here changes.
+            if {*holds} != {*"qkv"}:
+                return None
+            return _sizes_of_packed(features[holds], heads)
+    num_queries = features["q"]
+    if "kv" in features:
+        num_keys = features["kv"] // 2
+        num_values = num_keys
     else:
-        k_rows = rows.get("k", 0)
-        v_rows = rows.get("v", k_rows)
-    if num_heads is not None:
-        head_dim = rows["q"] // num_heads
+        num_keys = features.get("k", 0)
+        num_values = features.get("v", num_keys)
+    if heads.num_heads is not None:
+        head_dim = num_queries // heads.num_heads
     elif heads.head_dim is not None:
         head_dim = heads.head_dim
     else:
-        head_dim = math.gcd(rows["q"], k_rows)
-    if not head_dim or rows["q"] % head_dim or k_rows % head_dim:
+        # The fewest heads that fit.
+        head_dim = math.gcd(num_queries, num_keys)
+    if not head_dim or num_queries % head_dim or num_keys % head_dim:
         return None
-    num_kv_heads = k_rows // head_dim
-    if not num_kv_heads or v_rows % num_kv_heads:
+    num_kv_heads = num_keys // head_dim
+    if not num_kv_heads or num_values % num_kv_heads:
         return None
-    return rows["q"] // head_dim, num_kv_heads, head_dim, v_rows // num_kv_heads, are_known
+    return HeadSizes(num_queries // head_dim, num_kv_heads, head_dim, num_values // num_kv_heads)
+
+
+def _sizes_of_packed(num_features: int, heads: Heads) -> HeadSizes | None:
+    """Return the heads of packed queries, keys and values; None if they are not of one width."""
+    num_heads = heads.num_heads
+    if num_heads is None:
+        num_heads = 1
+    num_kv_heads = heads.num_kv_heads
+    if num_kv_heads is None:
+        num_kv_heads = num_heads
+    head_dim, remainder = divmod(num_features, num_heads + 2 * num_kv_heads)
+    if remainder:
+        return None
+    return HeadSizes(num_heads, num_kv_heads, head_dim, head_dim)
 
 
 # ---- Projections ---------------------------------------------------------------------------------
@@ -518,12 +617,16 @@ class Projections:
         """Return a canonical weight, such as `q_proj.weight` (N * H, d_in)."""
         if name in self.order.places:
             role, indices = self.order.places[name]
-            flat = taken(self._stored(role).reshape(-1), indices.ravel(), 0)
+            flat = reordered(self._stored(role).reshape(-1), indices.reshape(-1), 0)
             return flat.reshape(indices.shape)
         projection = name.partition(".")[0]
         if f"{projection}.weight" in self:
             raise Unfit(f"its {projection} has no bias")
         raise Unfit(f"no {projection} is known among its weights")
+
+    def shapes(self) -> Shapes:
+        """Return the shapes of the arrays as they are stored."""
+        return {role: tuple(self._stored(role).shape) for role in self.named.paths}
 
     def _stored(self, role: ArrayRole) -> Any:
         return self.carrier.leaves[self.named.paths[role]]
@@ -545,20 +648,19 @@ class Projections:
     def run(self, function: Function, changed: Arrays) -> Any:
         """Call a function with some canonical weights replaced."""
         stored: dict[LeafPath, Any] = {}
-        for role, (names, inverse) in self.order.parts.items():
+        for role, (names, places) in self.order.parts.items():
             if not any(name in changed for name in names):
                 continue
-            arrays = [changed[name] if name in changed else self[name] for name in names]
-            flat = [array.reshape(-1) for array in arrays]
-            joined = _concatenate(flat) if len(flat) > 1 else flat[0]
+            arrays = []
+            for name in names:
+                weight = changed[name] if name in changed else self[name]
+                arrays.append(weight.reshape(-1))
+            joined = arrays[0]
+            if len(arrays) > 1:
+                joined = self.call.xp.concatenate(arrays)
             shape = tuple(self._stored(role).shape)
-            stored[self.named.paths[role]] = taken(joined, inverse, 0).reshape(shape)
+            stored[self.named.paths[role]] = reordered(joined, places, 0).reshape(shape)
         return self.carrier.run(function, stored)
-
-
-def _concatenate(arrays: list[Any]) -> Any:
-    library = "torch" if hasattr(arrays[0], "detach") else "jax.numpy"
-    return importlib.import_module(library).concatenate(arrays)
 
 
 def projections_in(call: Call) -> list[Projections]:

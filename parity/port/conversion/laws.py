@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Rope
+from parity.measure.core.orders import heads_innermost, of_whole_heads, within_heads
 from parity.measure.core.weights import Weights
 from parity.port.conversion.roles import Role, digests, matched
 from parity.port.conversion.same_function import listed
@@ -314,11 +315,10 @@ def _of_heads(order: np.ndarray, num_heads: int, num_features: int) -> tuple[str
     """Describe a permutation of whole heads, with its page; otherwise two empty texts."""
     if num_heads < 2 or num_heads * num_features != len(order):
         return "", ""
-    places = np.arange(len(order)).reshape(num_heads, num_features)
-    moved = order.reshape(num_heads, num_features)[:, 0] // num_features
-    if np.array_equal(order, places[moved].reshape(-1)):
-        return f"its heads in the order {listed(moved)}", "head-order"
-    innermost = places.T.reshape(-1)
+    head_order = order.reshape(num_heads, num_features)[:, 0] // num_features
+    if np.array_equal(order, of_whole_heads(head_order, num_features)):
+        return f"its heads in the order {listed(head_order)}", "head-order"
+    innermost = heads_innermost(num_heads, num_features)
     if np.array_equal(order, innermost) or np.array_equal(order, np.argsort(innermost)):
         return "with heads innermost in one of the two", "head-order"
     return "", ""
@@ -337,22 +337,21 @@ def _of_pairs(order: np.ndarray, num_features: int, spec: AttentionSpec) -> str:
 
     All widths of heads are tried, because a converter may have assumed another number of heads.
     """
-    widths = [num_features]
+    widths = []
+    # Without RoPE, features of an odd number form no pairs.
+    if spec.rope is not None or num_features % 2 == 0:
+        widths.append(num_features)
     for width in range(4, len(order) + 1, 2):  # with two features both orders are equal
         if len(order) % width == 0 and width != num_features:
             widths.append(width)
     for width in widths:
-        rotated = slice(0, width)
+        halves = Rope()
         as_if = f", as if heads had {width} features"
         if width == num_features:
             as_if = ""
             if spec.rope is not None:
-                rotated = spec.rope.rotated_features(width)
-        interleaved = np.arange(len(order)).reshape(-1, width)
-        pairs = interleaved[:, rotated]
-        halves = pairs.reshape(len(pairs), 2, -1)
-        interleaved[:, rotated] = halves.swapaxes(1, 2).reshape(pairs.shape)
-        interleaved = interleaved.reshape(-1)
+                halves = Rope(rotary_dim=spec.rope.rotary_dim, rotated=spec.rope.rotated)
+        interleaved = within_heads(halves.pair_order(width), len(order) // width)
         if np.array_equal(order, interleaved):
             return f"its RoPE pairs interleaved instead of halves{as_if}"
         if np.array_equal(order, np.argsort(interleaved)):

@@ -12,6 +12,7 @@ from parity.explain.diagnosis.bugs.record import Edit, Override, known_bug
 from parity.explain.diagnosis.bugs.sites import Overrides, packed, projected, read_as, weights
 from parity.explain.diagnosis.sample import residual_of
 from parity.measure.core.case import Case
+from parity.measure.core.orders import heads_innermost, reordered
 from parity.measure.core.reference import Layer
 from parity.measure.core.stages import Values
 from parity.measure.core.weights import QKV
@@ -213,17 +214,15 @@ def no_out_proj(case: Case) -> Iterator[Edit]:
 
 def out_columns(case: Case) -> Iterator[Edit]:
     """The columns of out_proj are in another order of heads than the context."""
-    num_heads, size = case.spec.num_heads, case.spec.value_head_dim
-    if (
-        case.spec.out_proj and 1 not in (num_heads, size) and num_heads != size
-    ):  # otherwise it is heads-combined-innermost
+    num_heads = case.spec.num_heads
+    size = case.spec.value_head_dim
+    # Otherwise it is heads-combined-innermost.
+    if case.spec.out_proj and 1 not in (num_heads, size) and num_heads != size:
+        innermost = heads_innermost(num_heads, size)
         yield HEAD_ORDER.seen_in("output")(
             "out_proj-heads-innermost",
             "the columns of out_proj are in the order (H, N) instead of (N, H)",
-            weights(
-                lambda x: x.reshape(-1, num_heads, size).swapaxes(1, 2).reshape(x.shape),
-                ["out_proj.weight"],
-            ),
+            weights(partial(reordered, order=innermost, axis=1), ["out_proj.weight"]),
             fix=(
                 "reshape the columns of out_proj.weight to (N, H), heads outermost, as they are "
                 "combined"

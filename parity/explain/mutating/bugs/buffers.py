@@ -3,65 +3,85 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from parity.explain.conformance.signatures import library_of
-from parity.explain.mutating.calls import Call, Injection, Run
-from parity.explain.mutating.carriers import replaced_in_torch
+from parity.explain.mutating.calls import BuggyCall, Call, Injection
+from parity.explain.mutating.carriers import TensorsReplaced
 from parity.explain.mutating.compare import Unfit
 
 
-def _values(x: Any) -> tuple[Any, Any] | None:
-    """Return the values of a causal mask for visible and hidden keys; None if it is not a causal
+def _with_other_mask(call: Call, *, hides: Callable[[Any], Any]) -> BuggyCall | None:
+    """Let a module's causal mask hide other keys.
+
+    Args:
+        call: the call.
+        hides: returns the keys that the wrong mask hides, (T, S), for the mask.
+
+    Raises:
+        Unfit: if it has no module of torch, or none of its buffers is a causal mask.
+    """
+    if call.owner is None or library_of(call.owner) != "torch":
+        raise Unfit("it has no mask among its parameters")
+    changed = {}
+    for name, mask in call.owner.named_buffers():
+        values = _values_in_causal_mask(mask)
+        if values is not None:
+            shown, hidden = values
+            changed[name] = shown.where(~hides(mask).expand_as(mask), hidden)
+    if not changed:
+        raise Unfit("it has no mask among its parameters, and no causal one among its buffers")
+    if call.lengths[0] == 1:
+        return None
+    return TensorsReplaced(call, changed)
+
+
+def _values_in_causal_mask(mask: Any) -> tuple[Any, Any] | None:
+    """Return the values of a causal mask for shown and hidden keys; None if it is not a causal
     mask.
     """
-    if x.ndim < 2 or x.shape[-1] != x.shape[-2] or x.shape[-1] < 2:
+    if mask.ndim < 2 or mask.shape[-1] != mask.shape[-2] or mask.shape[-1] < 2:
         return None
-    later = _later(x, 0).expand_as(x)
-    seen, hidden = x[~later], x[later]
-    if bool((seen == seen[0]).all() and (hidden == hidden[0]).all() and seen[0] != hidden[0]):
-        return seen[0], hidden[0]
-    return None
+    is_later = _later_keys(mask).expand_as(mask)
+    shown = mask[~is_later]
+    hidden = mask[is_later]
+    has_two_values = (shown == shown[0]).all() and (hidden == hidden[0]).all()
+    if not has_two_values or shown[0] == hidden[0]:
+        return None
+    return shown[0], hidden[0]
 
 
-def _later(x: Any, offset: int) -> Any:
-    """Return where key s > t + offset, in the shape (T, S) of a mask."""
-    return x.new_ones(x.shape[-2:]).bool().triu(1 + offset)
+# ---- Keys that a mask (…, T, S) hides, (T, S) ----------------------------------------------------
 
 
-def _buffer(hidden: Callable[[Any], Any]) -> Callable[[Call], Run | None]:
-    """Make a bug of a module whose causal mask hides other keys; `hidden` maps the mask to those
-    keys, (T, S).
-    """
-
-    def make(call: Call) -> Run | None:
-        if call.owner is None or library_of(call.owner) != "torch":
-            raise Unfit("it has no mask among its parameters")
-        found = {
-            name: (x, values)
-            for name, x in call.owner.named_buffers()
-            if (values := _values(x)) is not None
-        }
-        if not found:
-            raise Unfit("it has no mask among its parameters, and no causal one among its buffers")
-        if call.lengths[0] == 1:
-            return None
-        changed = {
-            name: values[0].where(~hidden(x).expand_as(x), values[1])
-            for name, (x, values) in found.items()
-        }
-        return lambda function: replaced_in_torch(call, changed, function)
-
-    return make
+def _later_keys(mask: Any, *, by_more_than: int = 0) -> Any:
+    """Return where key s is later than query t by more than a number of tokens."""
+    return mask.new_ones(mask.shape[-2:]).bool().triu(1 + by_more_than)
 
 
-BUFFERS = tuple(
-    Injection(name, ("layer", "module"), _buffer(hidden))
-    for name, hidden in (
-        ("mask-flipped", lambda x: ~_later(x, 0)),
-        ("mask-ignored", lambda x: _later(x, 0) & False),
-        ("causal-off-by-one", lambda x: _later(x, 1)),
-        ("causal-excludes-self", lambda x: _later(x, -1)),
-    )
+def _keys_until_query(mask: Any) -> Any:
+    return ~_later_keys(mask)
+
+
+def _no_keys(mask: Any) -> Any:
+    return mask.new_zeros(mask.shape[-2:]).bool()
+
+
+NEEDS = ("layer", "module")
+
+BUFFERS = (
+    Injection("mask-flipped", NEEDS, partial(_with_other_mask, hides=_keys_until_query)),
+    Injection("mask-ignored", NEEDS, partial(_with_other_mask, hides=_no_keys)),
+    Injection(
+        "causal-off-by-one",
+        NEEDS,
+        partial(_with_other_mask, hides=partial(_later_keys, by_more_than=1)),
+    ),
+    Injection(
+        "causal-excludes-self",
+        NEEDS,
+        partial(_with_other_mask, hides=partial(_later_keys, by_more_than=-1)),
+    ),
 )
 """Bugs in masks that modules hold themselves."""

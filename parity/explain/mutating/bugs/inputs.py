@@ -6,183 +6,247 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from parity.explain.mutating.calls import Call, Injection, Run, on_output, taken, with_call
-
-HEADS = ("heads", "key", "value")
+from parity.explain.mutating.calls import BuggyCall, Call, Injection, OutputChanged
+from parity.explain.mutating.compare import dtype_name
+from parity.measure.core.orders import reordered, reversed_heads, rolled_heads, tiled_heads
 
 # ---- Exchanged -----------------------------------------------------------------------------------
 
 
-def _exchanged(one: str, other: str) -> Callable[[Call], Run | None]:
-    def change(call: Call) -> Call | None:
-        first, second = call.get(one), call.get(other)
-        if first is None or second is None or first is second:
-            return None
-        return call.but(**{one: second, other: first})
-
-    return with_call(change)
-
-
-def _batch_as_tokens(call: Call) -> Run | None:
-    """Exchange the first two axes of a layer's inputs and output."""
-    given = {role: x for role in ("query", "key", "value") if (x := call.get(role)) is not None}
-    if any(getattr(x, "ndim", 0) != 3 or x.shape[0] == 1 for x in given.values()):
+def _exchanged(call: Call, *, first: str, second: str) -> Call | None:
+    """Pass two arguments for each other."""
+    first_input = call.get(first)
+    second_input = call.get(second)
+    if first_input is None or second_input is None or first_input is second_input:
         return None
-    other = call.but(**{role: x.swapaxes(0, 1) for role, x in given.items()})
-    return lambda function: on_output(function(other), lambda output: output.swapaxes(0, 1))
+    return call.but(**{first: second_input, second: first_input})
+
+
+def _batch_as_tokens(call: Call) -> BuggyCall | None:
+    """Exchange the first two axes of a layer's inputs and output."""
+    turned = {}
+    for role, x in call.inputs().items():
+        if getattr(x, "ndim", 0) != 3 or x.shape[0] == 1:
+            return None
+        turned[role] = _batch_and_tokens_exchanged(x)
+    return OutputChanged(call.but(**turned), _batch_and_tokens_exchanged)
+
+
+def _batch_and_tokens_exchanged(x: Any) -> Any:
+    return x.swapaxes(0, 1)
 
 
 # ---- Heads ---------------------------------------------------------------------------------------
 
 
-def _reordered(
-    role: str, order: Callable[[np.ndarray], np.ndarray], fewest: int
-) -> Callable[[Call], Run | None]:
-    def change(call: Call) -> Call | None:
-        x = call.get(role)
-        count = x.shape[call.head_axis]
-        return (
-            call.but(**{role: taken(x, order(np.arange(count)), call.head_axis)})
-            if count >= fewest
-            else None
-        )
+@dataclass(frozen=True)
+class WrongHeadOrder:
+    """A wrong order of heads.
 
-    return with_call(change)
+    Attributes:
+        word: its name in the names of bugs.
+        order: returns the order for a number of heads, int (N,).
+        fewest: the fewest heads for which it is wrong, and differs from the orders before it.
+    """
+
+    word: str
+    order: Callable[[int], np.ndarray]
+    fewest: int
 
 
-def _tiled(call: Call) -> Run | None:
+HEAD_ORDERS = (
+    WrongHeadOrder("reversed", reversed_heads, fewest=2),
+    WrongHeadOrder("rolled", rolled_heads, fewest=3),
+)
+
+
+def _with_heads_reordered(call: Call, *, role: str, wrong: WrongHeadOrder) -> Call | None:
+    x = call.get(role)
+    num_heads = x.shape[call.head_axis]
+    if num_heads < wrong.fewest:
+        return None
+    return call.but(**{role: reordered(x, wrong.order(num_heads), call.head_axis)})
+
+
+def _tiled(call: Call) -> BuggyCall | None:
     """Make query head n use key/value head n % K, by exchanging it with a head that uses that
     one.
     """
-    num_heads, num_kv_heads = (call.get(role).shape[call.head_axis] for role in ("query", "key"))
+    query = call.get("query")
+    num_heads = query.shape[call.head_axis]
+    num_kv_heads = call.get("key").shape[call.head_axis]
     if not 1 < num_kv_heads < num_heads:
         return None
-    order = (
-        np.arange(num_heads).reshape(-1, num_kv_heads).T.ravel()
-    )  # heads that share a key/value head, side by side
-    other = call.but(query=taken(call.get("query"), order, call.head_axis))
-    back = np.argsort(order)
-    return lambda function: on_output(
-        function(other), lambda output: taken(output, back, call.head_axis)
-    )
+    order = tiled_heads(num_heads, num_kv_heads)
+    tiled = call.but(query=reordered(query, order, call.head_axis))
+    back = partial(reordered, order=np.argsort(order), axis=call.head_axis)
+    return OutputChanged(tiled, back)
 
 
-def _misread(x: Any, *, is_moved: bool) -> Any:
-    """Return heads after a reshape without the transpose of heads and tokens; `is_moved` if x is
-    already transposed.
+def _misread(x: Any, *, has_heads_first: bool) -> Any:
+    """Return heads after a reshape without the transpose of heads and tokens.
+
+    Args:
+        x: heads (…, N, T, H) or (…, T, N, H).
+        has_heads_first: whether x is (…, N, T, H), that is, transposed after the reshape.
     """
-    if is_moved:
+    if has_heads_first:
         return x.swapaxes(-3, -2).reshape(x.shape)
-    *batch, first, second, size = x.shape
-    return x.reshape(*batch, second, first, size).swapaxes(-3, -2)
+    *batch, num_tokens, num_heads, size = x.shape
+    return x.reshape(*batch, num_heads, num_tokens, size).swapaxes(-3, -2)
 
 
 def _heads_not_moved(call: Call) -> Call | None:
     if call.get("query").shape[call.head_axis] == 1:
         return None
-    is_moved = call.view.axes == "BNTH"
-    return call.but(
-        **{role: _misread(call.get(role), is_moved=is_moved) for role in ("query", "key", "value")}
-    )
+    has_heads_first = call.view.axes == "BNTH"
+    misread = {}
+    for role in ("query", "key", "value"):
+        misread[role] = _misread(call.get(role), has_heads_first=has_heads_first)
+    return call.but(**misread)
 
 
-def _heads_not_moved_back(call: Call) -> Run | None:
+def _heads_not_moved_back(call: Call) -> BuggyCall | None:
     if call.get("query").shape[call.head_axis] == 1:
         return None
-    is_moved = call.view.axes == "BTNH"
-    return lambda function: on_output(
-        function(call), lambda output: _misread(output, is_moved=is_moved)
-    )
+    return OutputChanged(call, partial(_misread, has_heads_first=call.view.axes == "BTNH"))
 
 
 # ---- Scale ---------------------------------------------------------------------------------------
 
 
-def _divisor(call: Call) -> float:
+@dataclass(frozen=True)
+class ScoreDivisor:
+    """The right divisor of scores, and what a wrong one is computed from.
+
+    Attributes:
+        right: sqrt(H), or the one that a call specifies.
+        head_dim: H.
+        query_width: features of all query heads together.
+    """
+
+    right: float
+    head_dim: int
+    query_width: int
+
+
+WrongDivisor = Callable[[ScoreDivisor], float]
+
+
+def _no_divisor(divisor: ScoreDivisor) -> float:
+    return 1.0
+
+
+def _squared_divisor(divisor: ScoreDivisor) -> float:
+    return divisor.right**2
+
+
+def _divisor_of_width(divisor: ScoreDivisor) -> float:
+    return math.sqrt(divisor.query_width)
+
+
+def _usual_divisor(divisor: ScoreDivisor) -> float:
+    return math.sqrt(divisor.head_dim)
+
+
+DIVISORS: dict[str, WrongDivisor] = {
+    "scale-missing": _no_divisor,
+    "scale-squared": _squared_divisor,
+    "scale-by-d-model": _divisor_of_width,
+}
+"""Wrong divisors of scores, by the names of bugs."""
+
+
+def _right_divisor(call: Call) -> float:
     """Return the divisor of the scores: sqrt(H), or the one that the call specifies."""
     scale = call.get("scale")
-    return (
-        1.0 / float(scale)
-        if isinstance(scale, (int, float)) and scale
-        else math.sqrt(call.get("query").shape[-1])
-    )
+    if isinstance(scale, (int, float)) and scale:
+        return 1.0 / float(scale)
+    return math.sqrt(call.get("query").shape[-1])
 
 
-Divisor = Callable[[float, int, int], float]
-"""Maps the divisor of scores, H and the width of q to a wrong divisor."""
-
-SCALES: dict[str, Divisor] = {
-    "scale-missing": lambda right, size, width: 1.0,
-    "scale-squared": lambda right, size, width: right**2,
-    "scale-by-d-model": lambda right, size, width: math.sqrt(width),
-}
-
-
-def _scaled(divisor: Divisor) -> Callable[[Call], Run | None]:
-    def change(call: Call) -> Call | None:
-        query, right = call.get("query"), _divisor(call)
-        size = query.shape[-1]
-        wrong = divisor(right, size, size * query.shape[call.head_axis])
-        return None if math.isclose(wrong, right) else call.but(query=query * (right / wrong))
-
-    return with_call(change)
-
-
-def _after_softmax(call: Call) -> Run | None:
-    right = _divisor(call)
-    if right == 1.0:
+def _scaled(call: Call, *, wrong: WrongDivisor) -> Call | None:
+    """Divide scores by another number, by scaling the queries."""
+    query = call.get("query")
+    head_dim = query.shape[-1]
+    query_width = head_dim * query.shape[call.head_axis]
+    divisor = ScoreDivisor(_right_divisor(call), head_dim, query_width)
+    wrong_divisor = wrong(divisor)
+    if math.isclose(wrong_divisor, divisor.right):
         return None
-    other = call.but(query=call.get("query") * right)
-    return lambda function: on_output(function(other), lambda output: output / right)
+    return call.but(query=query * (divisor.right / wrong_divisor))
+
+
+def _scaled_after_softmax(call: Call) -> BuggyCall | None:
+    """Divide the output instead of the scores."""
+    divisor = _right_divisor(call)
+    if divisor == 1.0:
+        return None
+    unscaled = call.but(query=call.get("query") * divisor)
+    return OutputChanged(unscaled, partial(_divided, by=divisor))
+
+
+def _divided(x: Any, *, by: float) -> Any:
+    return x / by
 
 
 # ---- Precision -----------------------------------------------------------------------------------
 
 
 def _rounded(call: Call) -> Call | None:
-    given = {role: x for role in ("query", "key", "value") if (x := call.get(role)) is not None}
-    wide = {
-        role: x
-        for role, x in given.items()
-        if str(x.dtype).split(".")[-1] in ("float32", "float64")
-    }
-    if not wide:
+    """Round the inputs to bfloat16, in their own dtype."""
+    rounded = {}
+    for role, x in call.inputs().items():
+        if dtype_name(x) not in ("float32", "float64"):
+            continue
+        if call.view.framework == "torch":
+            rounded[role] = x.bfloat16().to(x.dtype)
+        else:
+            rounded[role] = x.astype("bfloat16").astype(x.dtype)
+    if not rounded:
         return None
-    if call.view.framework == "torch":
-        return call.but(**{role: x.to(call.xp.bfloat16).to(x.dtype) for role, x in wide.items()})
-    return call.but(**{role: x.astype("bfloat16").astype(x.dtype) for role, x in wide.items()})
+    return call.but(**rounded)
 
 
-ORDERS: dict[str, tuple[Callable[[np.ndarray], np.ndarray], int]] = {
-    "reversed": (lambda heads: heads[::-1], 2),
-    "rolled": (lambda heads: np.roll(heads, 1, axis=0), 3),
-}
-"""Wrong orders of heads along the first axis, and the fewest heads: for two heads both orders are
-the same.
-"""
+# ---- All -----------------------------------------------------------------------------------------
 
-INPUTS = (
-    Injection("q-k-swapped", ("key",), _exchanged("query", "key")),
-    Injection("k-v-swapped", ("key", "value"), _exchanged("key", "value")),
-    Injection("q-v-swapped", ("value",), _exchanged("query", "value")),
-    *(
-        Injection(f"{role[0]}-heads-{word}", HEADS, _reordered(role, order, fewest))
-        for role in ("query", "key", "value")
-        for word, (order, fewest) in ORDERS.items()
-    ),
-    Injection("kv-heads-tiled", (*HEADS, "groups"), _tiled),
-    Injection("heads-not-moved", HEADS, with_call(_heads_not_moved)),
-    Injection("heads-not-moved-back", HEADS, _heads_not_moved_back),
-    *(Injection(name, HEADS, _scaled(divisor)) for name, divisor in SCALES.items()),
-    Injection(
-        "scale-ignored", (*HEADS, "scale"), _scaled(lambda right, size, width: math.sqrt(size))
-    ),
-    Injection("scale-after-softmax", HEADS, _after_softmax),
-    Injection("batch-as-tokens", ("layer",), _batch_as_tokens),
-    Injection("precision-bfloat16", (), with_call(_rounded)),
-)
+NEEDS_HEADS = ("heads", "key", "value")
+
+
+def _all_injections() -> tuple[Injection, ...]:
+    injections = [
+        Injection("q-k-swapped", ("key",), partial(_exchanged, first="query", second="key")),
+        Injection(
+            "k-v-swapped", ("key", "value"), partial(_exchanged, first="key", second="value")
+        ),
+        Injection("q-v-swapped", ("value",), partial(_exchanged, first="query", second="value")),
+    ]
+    for role in ("query", "key", "value"):
+        for wrong_order in HEAD_ORDERS:
+            name = f"{role[0]}-heads-{wrong_order.word}"
+            make = partial(_with_heads_reordered, role=role, wrong=wrong_order)
+            injections.append(Injection(name, NEEDS_HEADS, make))
+    injections += [
+        Injection("kv-heads-tiled", (*NEEDS_HEADS, "groups"), _tiled),
+        Injection("heads-not-moved", NEEDS_HEADS, _heads_not_moved),
+        Injection("heads-not-moved-back", NEEDS_HEADS, _heads_not_moved_back),
+    ]
+    for name, wrong_divisor in DIVISORS.items():
+        injections.append(Injection(name, NEEDS_HEADS, partial(_scaled, wrong=wrong_divisor)))
+    injections += [
+        Injection("scale-ignored", (*NEEDS_HEADS, "scale"), partial(_scaled, wrong=_usual_divisor)),
+        Injection("scale-after-softmax", NEEDS_HEADS, _scaled_after_softmax),
+        Injection("batch-as-tokens", ("layer",), _batch_as_tokens),
+        Injection("precision-bfloat16", (), _rounded),
+    ]
+    return tuple(injections)
+
+
+INPUTS = _all_injections()
 """Bugs in queries, keys and values."""

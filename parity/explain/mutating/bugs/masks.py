@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from parity.explain.mutating.calls import Call, Injection, Run, taken, with_call
-from parity.explain.mutating.compare import Unfit
+from parity.explain.mutating.calls import BuggyCall, Call, Function, Injection
+from parity.explain.mutating.compare import Unfit, dtype_name
 from parity.explain.mutating.view import OTHER_NEEDS
+from parity.measure.core.orders import reordered
 
 FORBIDDEN = -1e4  # smaller numbers hide keys in an additive mask
 
@@ -17,34 +20,48 @@ FORBIDDEN = -1e4  # smaller numbers hide keys in an additive mask
 # ---- Masks of any kind ---------------------------------------------------------------------------
 
 
-def _is_added(mask: Any) -> bool:
-    return "float" in str(mask.dtype)
+def is_added(mask: Any) -> bool:
+    """Return whether a mask is added to scores."""
+    return "float" in dtype_name(mask)
 
 
-def _hidden(call: Call, mask: Any) -> Any:
+def _is_boolean(mask: Any) -> bool:
+    return dtype_name(mask).startswith("bool")
+
+
+def _hidden_by(call: Call, mask: Any) -> Any:
     """Return where a mask hides, for any kind: booleans, numbers 0 and 1, or numbers added to
     scores.
+
+    Raises:
+        Unfit: if the meaning of True in it is unknown.
     """
-    if _is_added(mask):
+    if is_added(mask):
         return mask <= FORBIDDEN
+    _check_polarity(call)
+    if call.view.mask_true == "hides":
+        return mask != 0
+    return mask == 0
+
+
+def _check_polarity(call: Call) -> None:
+    """Raise `Unfit` if the meaning of True in a mask is unknown."""
     if not call.view.mask_true:
         raise Unfit(OTHER_NEEDS["polarity"])
-    true = mask != 0
-    return true if call.view.mask_true == "hides" else ~true
 
 
 def _with_hidden(call: Call, mask: Any, hidden: Any) -> Any:
     """Return a mask of the same kind that hides other keys."""
     xp = call.xp
-    if _is_added(mask):
+    if is_added(mask):
         shown = xp.where(mask <= FORBIDDEN, xp.zeros_like(mask), mask)
         return xp.where(hidden, xp.full_like(shown, float("-inf")), shown)
-    true = hidden if call.view.mask_true == "hides" else ~hidden
-    return (
-        true
-        if "bool" in str(mask.dtype)
-        else xp.where(true, xp.ones_like(mask), xp.zeros_like(mask))
-    )
+    is_true = hidden
+    if call.view.mask_true != "hides":
+        is_true = ~hidden
+    if _is_boolean(mask):
+        return is_true
+    return xp.where(is_true, xp.ones_like(mask), xp.zeros_like(mask))
 
 
 def _is_square(call: Call, mask: Any) -> bool:
@@ -56,167 +73,227 @@ def _flipped(call: Call) -> Call | None:
     mask = call.get("mask")
     if mask is None:
         return None
-    if "bool" in str(mask.dtype):
+    if _is_boolean(mask):
         return call.but(mask=~mask)
-    return call.but(
-        mask=_with_hidden(call, mask, ~_hidden(call, mask)) if _is_added(mask) else 1 - mask
-    )
+    if is_added(mask):
+        return call.but(mask=_with_hidden(call, mask, ~_hidden_by(call, mask)))
+    return call.but(mask=1 - mask)
 
 
 def _ignored(call: Call) -> Call | None:
     mask = call.get("mask")
     if mask is None:
         return None
-    if call.view.mask_true or _is_added(mask):
-        return call.but(mask=_with_hidden(call, mask, _hidden(call, mask) & False))
-    return call.but(mask=None) if call.view.roles["mask"] in call.view.optional else None
+    if call.view.mask_true or is_added(mask):
+        nothing_hidden = _hidden_by(call, mask) & False
+        return call.but(mask=_with_hidden(call, mask, nothing_hidden))
+    if call.view.roles["mask"] in call.view.optional:
+        return call.but(mask=None)
+    return None
 
 
 # ---- The causal mask -----------------------------------------------------------------------------
 
 
-def _with_own_mask(call: Call, hidden: np.ndarray) -> Run:
-    """Make a run with its own mask (T, S), in the first shape that works."""
-    if not call.view.mask_true:
-        raise Unfit(OTHER_NEEDS["polarity"])
-    query = call.get("query")
-    batch = query.shape[0]
-    shapes = [(batch, 1, *hidden.shape), hidden.shape, (batch, *hidden.shape)]
-
-    def run(function: Callable[[Call], Any]) -> Any:
-        errors = []
-        for shape in shapes if query.ndim > 2 else shapes[1:2]:
-            true = np.broadcast_to(hidden if call.view.mask_true == "hides" else ~hidden, shape)
-            try:
-                return function(call.but(mask=call.array(true.copy())))
-            except Exception as error:  # the next shape may work
-                errors.append(error)
-        raise errors[0]
-
-    return run
+def _causal_flag_ignored(call: Call) -> Call | None:
+    if not call.get("is_causal"):
+        return None
+    return call.but(is_causal=False)
 
 
-def _causal(wrong: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Callable[[Call], Run | None]:
-    """Make a bug in the causal mask: keys where `wrong(t, s)` is true are hidden, instead of those
-    of the flag.
-
-    A mask that is passed is changed if it is causal.
-    """
-
-    def make(call: Call) -> Run | None:
-        (num_queries, num_keys), mask = call.lengths, call.get("mask")
-        offset = num_keys - num_queries if call.view.causal == "bottom-right" else 0
-        t, s = np.arange(num_queries)[:, None] + offset, np.arange(num_keys)
-        others = np.broadcast_to(wrong(t, s), (num_queries, num_keys))
-        if call.get("is_causal"):
-            plain = call.but(is_causal=False)
-            if mask is None:
-                return _with_own_mask(plain, others)
-            if not _is_square(call, mask):
-                return None
-            changed = _hidden(call, mask) | call.array(others.copy())
-            return lambda function: function(plain.but(mask=_with_hidden(call, mask, changed)))
-        if not _is_square(call, mask) or num_queries == 1:
-            return None
-        later, hidden = call.array(np.broadcast_to(s > t, others.shape).copy()), _hidden(call, mask)
-        is_causal = (hidden | ~later).all()
-        changed = call.xp.where(is_causal, (hidden & ~later) | call.array(others.copy()), hidden)
-        return lambda function: function(call.but(mask=_with_hidden(call, mask, changed)))
-
-    return make
+def _causal_flag_unasked(call: Call) -> Call | None:
+    if call.get("is_causal") or call.lengths[0] <= 1:
+        return None
+    return call.but(is_causal=True)
 
 
-def _other_alignment(call: Call) -> Run | None:
+Hides = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""Returns which keys a wrong causal mask hides, from positions t (T, 1) and s (S,)."""
+
+
+def _beyond_next(t: np.ndarray, s: np.ndarray) -> np.ndarray:
+    return s > t + 1
+
+
+def _from_itself(t: np.ndarray, s: np.ndarray) -> np.ndarray:
+    return s >= t
+
+
+def _with_causal_mask(call: Call, *, hides: Hides) -> BuggyCall | None:
+    """Hide other keys than a causal mask does: that of the flag, or a mask that is causal."""
+    num_queries, num_keys = call.lengths
+    first_query = 0
+    if call.view.causal == "bottom-right":
+        first_query = num_keys - num_queries
+    t = np.arange(num_queries)[:, None] + first_query
+    s = np.arange(num_keys)
+    is_later = np.broadcast_to(s > t, (num_queries, num_keys))
+    wrongly_hidden = np.broadcast_to(hides(t, s), (num_queries, num_keys))
+    mask = call.get("mask")
+    if call.get("is_causal"):
+        return _with_mask_for_flag(call, mask, wrongly_hidden)
+    if not _is_square(call, mask) or num_queries == 1:
+        return None
+    later = call.array(is_later.copy())
+    wrong = call.array(wrongly_hidden.copy())
+    hidden = _hidden_by(call, mask)
+    # Traced masks have no values yet, so whether one is causal is decided in the call.
+    is_causal = (hidden | ~later).all()
+    changed = call.xp.where(is_causal, (hidden & ~later) | wrong, hidden)
+    return call.but(mask=_with_hidden(call, mask, changed))
+
+
+def _with_mask_for_flag(call: Call, mask: Any, wrongly_hidden: np.ndarray) -> BuggyCall | None:
+    """Hide keys by a mask instead of by the causal flag, together with those of the call's mask."""
+    unflagged = call.but(is_causal=False)
+    if mask is None:
+        return MaskOfAnyShape(unflagged, wrongly_hidden)
+    if not _is_square(call, mask):
+        return None
+    hidden = _hidden_by(call, mask) | call.array(wrongly_hidden.copy())
+    return unflagged.but(mask=_with_hidden(call, mask, hidden))
+
+
+def _aligned_otherwise(call: Call) -> BuggyCall | None:
+    """Align the causal flag's mask to the first key instead of the last, or vice versa."""
     num_queries, num_keys = call.lengths
     if not call.get("is_causal") or num_queries == num_keys or call.get("mask") is not None:
         return None
-    offset = 0 if call.view.causal == "bottom-right" else num_keys - num_queries
-    return _with_own_mask(
-        call.but(is_causal=False), ~np.tri(num_queries, num_keys, offset, dtype=bool)
-    )
+    first_query = num_keys - num_queries
+    if call.view.causal == "bottom-right":
+        first_query = 0
+    shown = np.tri(num_queries, num_keys, first_query, dtype=bool)
+    return MaskOfAnyShape(call.but(is_causal=False), ~shown)
 
 
-def _unasked(call: Call) -> Call | None:
-    return call.but(is_causal=True) if not call.get("is_causal") and call.lengths[0] > 1 else None
+class MaskOfAnyShape:
+    """A call without a mask that gets one, in the first shape that works.
+
+    Args:
+        call: the call.
+        hidden: the keys that the mask hides, (T, S).
+
+    Raises:
+        Unfit: if the meaning of True in it is unknown.
+    """
+
+    def __init__(self, call: Call, hidden: np.ndarray) -> None:
+        _check_polarity(call)
+        self.call = call
+        self.is_true = hidden
+        if call.view.mask_true != "hides":
+            self.is_true = ~hidden
+
+    def run(self, function: Function) -> Any:
+        """Return the result with the mask in the first shape that raises no error."""
+        query = self.call.get("query")
+        num_queries, num_keys = self.is_true.shape
+        shapes: list[tuple[int, ...]] = [(num_queries, num_keys)]
+        if query.ndim > 2:
+            batch = query.shape[0]
+            shapes = [
+                (batch, 1, num_queries, num_keys),
+                (num_queries, num_keys),
+                (batch, num_queries, num_keys),
+            ]
+        errors = []
+        for shape in shapes:
+            mask = np.broadcast_to(self.is_true, shape).copy()
+            try:
+                return function(self.call.but(mask=self.call.array(mask)))
+            except Exception as error:  # the next shape may work
+                errors.append(error)
+        raise errors[0]
 
 
 # ---- Padding -------------------------------------------------------------------------------------
 
 
-def _padding(
-    of_mask: Callable[[Call, Any], Any], of_lengths: Callable[[Any, int], Any]
-) -> Callable[[Call], Run | None]:
-    """Make a bug in padding: `of_mask` receives the padding (B, S), `of_lengths` the lengths (B,)
-    and S.
+@dataclass(frozen=True)
+class WrongPadding:
+    """A bug in padding, however it is passed.
 
-    Lengths have no side; `of_lengths` returns None for bugs that they cannot express.
+    Attributes:
+        of_hidden: returns wrongly hidden tokens for hidden ones, (B, S) each, with the array module
+            before them.
+        of_lengths: returns wrong lengths (B,) for right ones and S; None if lengths cannot express
+            the bug, because they have no side.
     """
 
-    def change(call: Call) -> Call | None:
-        padding, lengths = call.get("padding"), call.get("lengths")
+    of_hidden: Callable[[Any, Any], Any]
+    of_lengths: Callable[[Any, int], Any] | None
+
+    def __call__(self, call: Call) -> Call | None:
+        """Return the call with other padding or lengths; None if it has neither."""
+        padding = call.get("padding")
         if padding is not None:
-            true = padding != 0
-            hidden = true if call.view.padding_true == "hides" else ~true
-            other = of_mask(call, hidden)
-            other = other if call.view.padding_true == "hides" else ~other
-            return call.but(
-                padding=other if "bool" in str(padding.dtype) else call.xp.where(other, 1, 0)
-            )
-        if lengths is not None:
-            shifted = of_lengths(lengths, call.lengths[1])
-            return None if shifted is None else call.but(lengths=shifted)
-        return None
+            return call.but(padding=self._of_mask(call, padding))
+        lengths = call.get("lengths")
+        if lengths is None or self.of_lengths is None:
+            return None
+        return call.but(lengths=self.of_lengths(lengths, call.lengths[1]))
 
-    return with_call(change)
-
-
-def _shifted(by: int) -> Callable[[Call, Any], Any]:
-    def change(call: Call, hidden: Any) -> Any:
-        ends = hidden[..., :1] & False if by > 0 else hidden[..., -1:] | True
-        parts = [ends, hidden[..., :-1]] if by > 0 else [hidden[..., 1:], ends]
-        return call.xp.concatenate(parts, -1)
-
-    return change
+    def _of_mask(self, call: Call, padding: Any) -> Any:
+        true_hides = call.view.padding_true == "hides"
+        hidden = padding != 0
+        if not true_hides:
+            hidden = ~hidden
+        is_true = self.of_hidden(call.xp, hidden)
+        if not true_hides:
+            is_true = ~is_true
+        if _is_boolean(padding):
+            return is_true
+        return call.xp.where(is_true, 1, 0)
 
 
-def _reversed(call: Call, hidden: Any) -> Any:
-    return taken(hidden, np.arange(hidden.shape[-1])[::-1], -1)
+def _nothing(_: Any, hidden: Any) -> Any:
+    return hidden & False
 
 
-OF_PADDING = ("padding", "padding polarity")
+def _full_lengths(lengths: Any, num_keys: int) -> Any:
+    return lengths * 0 + num_keys
+
+
+def _on_the_left(_: Any, hidden: Any) -> Any:
+    return reordered(hidden, np.arange(hidden.shape[-1])[::-1], -1)
+
+
+def _one_later(xp: Any, hidden: Any) -> Any:
+    return xp.concatenate([hidden[..., :1] & False, hidden[..., :-1]], -1)
+
+
+def _longer_by_one(lengths: Any, num_keys: int) -> Any:
+    return lengths + (lengths < num_keys)
+
+
+def _one_earlier(xp: Any, hidden: Any) -> Any:
+    return xp.concatenate([hidden[..., 1:], hidden[..., -1:] | True], -1)
+
+
+def _shorter_by_one(lengths: Any, _: int) -> Any:
+    # torch adds booleans to numbers, but does not subtract them.
+    return lengths + -1 * (lengths > 0)
+
+
+# ---- All -----------------------------------------------------------------------------------------
+
+FLAG = ("is_causal",)
+TOP_LEFT = ("is_causal", "mask", "polarity", "top-left")
+BOTTOM_RIGHT = ("is_causal", "mask", "polarity", "bottom-right")
+PADDING = ("padding", "padding polarity")
 
 MASKS = (
-    Injection("mask-flipped", ("mask",), with_call(_flipped)),
-    Injection("mask-ignored", ("mask",), with_call(_ignored)),
-    Injection(
-        "causal-ignored",
-        ("is_causal",),
-        with_call(lambda call: call.but(is_causal=False) if call.get("is_causal") else None),
-    ),
-    Injection("causal-unasked", ("is_causal",), with_call(_unasked)),
-    Injection("causal-off-by-one", ("mask",), _causal(lambda t, s: s > t + 1)),
-    Injection("causal-excludes-self", ("mask",), _causal(lambda t, s: s >= t)),
-    Injection(
-        "causal-bottom-right", ("is_causal", "mask", "polarity", "top-left"), _other_alignment
-    ),
-    Injection(
-        "causal-top-left", ("is_causal", "mask", "polarity", "bottom-right"), _other_alignment
-    ),
-    Injection(
-        "padding-ignored",
-        OF_PADDING,
-        _padding(lambda _, hidden: hidden & False, lambda lengths, s: lengths * 0 + s),
-    ),
-    Injection("padding-on-the-left", OF_PADDING, _padding(_reversed, lambda lengths, s: None)),
-    Injection(
-        "padding-off-by-one",
-        OF_PADDING,
-        _padding(_shifted(1), lambda lengths, s: lengths + (lengths < s)),
-    ),
-    Injection(
-        "padding-off-by-minus-one",
-        OF_PADDING,
-        _padding(_shifted(-1), lambda lengths, s: lengths + -1 * (lengths > 0)),
-    ),
+    Injection("mask-flipped", ("mask",), _flipped),
+    Injection("mask-ignored", ("mask",), _ignored),
+    Injection("causal-ignored", FLAG, _causal_flag_ignored),
+    Injection("causal-unasked", FLAG, _causal_flag_unasked),
+    Injection("causal-off-by-one", ("mask",), partial(_with_causal_mask, hides=_beyond_next)),
+    Injection("causal-excludes-self", ("mask",), partial(_with_causal_mask, hides=_from_itself)),
+    Injection("causal-bottom-right", TOP_LEFT, _aligned_otherwise),
+    Injection("causal-top-left", BOTTOM_RIGHT, _aligned_otherwise),
+    Injection("padding-ignored", PADDING, WrongPadding(_nothing, _full_lengths)),
+    Injection("padding-on-the-left", PADDING, WrongPadding(_on_the_left, None)),
+    Injection("padding-off-by-one", PADDING, WrongPadding(_one_later, _longer_by_one)),
+    Injection("padding-off-by-minus-one", PADDING, WrongPadding(_one_earlier, _shorter_by_one)),
 )
 """Bugs in masks. A causal mask has one of the two alignments, and the other one is injected."""

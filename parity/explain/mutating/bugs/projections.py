@@ -4,224 +4,270 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from mha_spec import Rope
 from parity.explain.conformance.signatures import PROJECTIONS
-from parity.explain.mutating.bugs.inputs import ORDERS, SCALES, Divisor
+from parity.explain.mutating.bugs.inputs import (
+    DIVISORS,
+    HEAD_ORDERS,
+    ScoreDivisor,
+    WrongDivisor,
+    WrongHeadOrder,
+)
 from parity.explain.mutating.bugs.rope import has_rope
-from parity.explain.mutating.calls import Call, Injection, Run, taken
+from parity.explain.mutating.calls import Call, Function, Injection
 from parity.explain.mutating.compare import Unfit
 from parity.explain.mutating.trials import with_order_tried
 from parity.explain.mutating.weights import Arrays, Projections, projections_in
-
-HeadOrder = Callable[[np.ndarray], np.ndarray]
-"""Returns indices of features, heads by H, in another order."""
+from parity.measure.core.orders import of_whole_heads, reordered, tiled_heads, within_heads
+from parity.measure.text import counted
 
 Change = Callable[[Projections], Arrays]
 """Returns the canonical weights that a bug changes."""
 
 
-def _with(change: Change, *, depends_on_heads: bool) -> Callable[[Call], Run]:
-    """Make a bug in canonical weights.
+class WeightsChanged:
+    """A call with a bug in its canonical weights.
 
     Args:
+        call: the call.
         change: the bug.
         depends_on_heads: whether it needs to know which features belong to which head. Otherwise
             the axes of separate kernels do not matter: a transposed one is transposed either way.
+
+    Raises:
+        Unfit: if the call has no such weights, or they do not allow the bug.
     """
 
-    def make(call: Call) -> Run:
-        candidates = projections_in(call)
+    def __init__(self, call: Call, change: Change, *, depends_on_heads: bool) -> None:
+        self.change = change
+        self.candidates = projections_in(call)
+        first = self.candidates[0]
         # All candidates have the same heads. So whether the bug fits shows before any trial.
-        change(candidates[0])
-        is_packed = candidates[0].named.has_packed
+        change(first)
+        self.depends_on_order = depends_on_heads or first.named.has_packed
 
-        def run(function: Callable[[Call], Any]) -> Any:
-            if depends_on_heads or is_packed:
-                projections = with_order_tried(function, candidates)
-            else:
-                projections = candidates[0]
-            return projections.run(function, change(projections))
+    def run(self, function: Function) -> Any:
+        """Call the attention with the changed weights, in the order with which it computes.
 
-        return run
+        Raises:
+            Unfit: if trials do not show the order.
+        """
+        projections = self.candidates[0]
+        if self.depends_on_order:
+            projections = with_order_tried(function, self.candidates)
+        return projections.run(function, self.change(projections))
 
-    return make
+
+# ---- Whole kernels -------------------------------------------------------------------------------
 
 
-def _transposed(projection: str) -> Change:
+def _transposed(weights: Projections, *, projection: str) -> Arrays:
     """Transpose a square kernel."""
-    name = f"{projection}.weight"
-
-    def change(weights: Projections) -> Arrays:
-        kernel = weights[name]
-        _check_square(projection, kernel)
-        return {name: kernel.swapaxes(0, 1)}
-
-    return change
+    kernel = _square_kernel(weights, projection)
+    return {f"{projection}.weight": kernel.swapaxes(0, 1)}
 
 
-def _check_square(projection: str, kernel: Any) -> None:
-    """Raise `Unfit` if a kernel is not square."""
+def _square_kernel(weights: Projections, projection: str) -> Any:
+    """Return a kernel.
+
+    Raises:
+        Unfit: if it is not square.
+    """
+    kernel = weights[f"{projection}.weight"]
     if kernel.shape[0] != kernel.shape[1]:
         raise Unfit(f"its {projection} is not square: {tuple(kernel.shape)}")
+    return kernel
 
 
-def _swapped(first_letter: str, second_letter: str) -> Change:
-    def change(weights: Projections) -> Arrays:
-        changed = {}
-        for leaf in ("weight", "bias"):
-            first, second = f"{first_letter}_proj.{leaf}", f"{second_letter}_proj.{leaf}"
-            if leaf == "bias" and first not in weights and second not in weights:
-                continue
-            shapes = tuple(weights[first].shape), tuple(weights[second].shape)
-            if shapes[0] != shapes[1]:
-                raise Unfit(
-                    f"its {first_letter}_proj and {second_letter}_proj differ in shape: "
-                    f"{shapes[0]} and {shapes[1]}"
-                )
-            changed[first] = weights[second]
-            changed[second] = weights[first]
-        return changed
+def _exchanged(weights: Projections, *, first: str, second: str) -> Arrays:
+    """Exchange the weights and biases of two projections."""
+    changed = {}
+    for leaf in ("weight", "bias"):
+        first_name = f"{first}.{leaf}"
+        second_name = f"{second}.{leaf}"
+        if leaf == "bias" and first_name not in weights and second_name not in weights:
+            continue
+        first_shape = tuple(weights[first_name].shape)
+        second_shape = tuple(weights[second_name].shape)
+        if first_shape != second_shape:
+            raise Unfit(
+                f"its {first} and {second} differ in shape: {first_shape} and {second_shape}"
+            )
+        changed[first_name] = weights[second_name]
+        changed[second_name] = weights[first_name]
+    return changed
 
-    return change
 
-
-def _without_bias(projection: str) -> Change:
+def _without_bias(weights: Projections, *, projection: str) -> Arrays:
     name = f"{projection}.bias"
-    return lambda weights: {name: weights[name] * 0}
+    return {name: weights[name] * 0}
 
 
-def _no_out_proj(weights: Projections) -> Arrays:
-    kernel = weights["out_proj.weight"]
-    _check_square("out_proj", kernel)
+def _without_out_proj(weights: Projections) -> Arrays:
+    """Let the output projection be the identity."""
+    kernel = _square_kernel(weights, "out_proj")
+    identity = weights.call.array(np.eye(len(kernel), dtype=np.float32), like=kernel)
     # Plus zero times the kernel, so that it has the dtype and the gradients of the kernel.
-    identity = weights.call.array(np.eye(len(kernel), dtype=np.float32), like=kernel) + kernel * 0
-    changed = {"out_proj.weight": identity}
+    changed = {"out_proj.weight": identity + kernel * 0}
     if "out_proj.bias" in weights:
         changed["out_proj.bias"] = weights["out_proj.bias"] * 0
     return changed
 
 
-def _scaled(divisor: Divisor) -> Change:
-    """Scale queries in their projection."""
-
-    def change(weights: Projections) -> Arrays:
-        head_dim = weights.spec.head_dim
-        right = math.sqrt(head_dim)
-        wrong = divisor(right, head_dim, weights.spec.q_width)
-        if math.isclose(wrong, right):
-            raise Unfit("the scale is 1 with and without it")
-        names = [name for name in ("q_proj.weight", "q_proj.bias") if name in weights]
-        return {name: weights[name] * (right / wrong) for name in names}
-
-    return change
+# ---- Scale ---------------------------------------------------------------------------------------
 
 
-# ---- Heads ---------------------------------------------------------------------------------------
-
-
-def _reordered(weights: Projections, projection: str, order: HeadOrder) -> Arrays:
-    """Return a projection with the features of its heads in another order; for `out_proj`, its
-    input features.
-    """
-    spec = weights.spec
-    size = spec.head_dim if projection in ("q_proj", "k_proj") else spec.value_head_dim
-    kernel, axis = weights[f"{projection}.weight"], int(projection == "out_proj")
-    places = order(np.arange(kernel.shape[axis]).reshape(-1, size)).ravel()
-    changed = {f"{projection}.weight": taken(kernel, places, axis)}
+def _times(weights: Projections, projection: str, factor: float) -> Arrays:
+    """Return the weight of a projection, and its bias if it has one, times a factor."""
+    changed = {f"{projection}.weight": weights[f"{projection}.weight"] * factor}
     bias = f"{projection}.bias"
-    if projection != "out_proj" and bias in weights:
-        changed[bias] = taken(weights[bias], places, 0)
+    if bias in weights:
+        changed[bias] = weights[bias] * factor
     return changed
 
 
-def _heads(projection: str, order: HeadOrder, fewest: int) -> Change:
-    def places(features: np.ndarray) -> np.ndarray:
-        count = len(features)
-        if count < fewest:
-            raise Unfit(f"it has {count} head{'s' * (count != 1)}, and {fewest} are needed")
-        return order(features)
+def _scaled(weights: Projections, *, wrong: WrongDivisor) -> Arrays:
+    """Divide scores by another number, by scaling the projection of queries."""
+    spec = weights.spec
+    divisor = ScoreDivisor(math.sqrt(spec.head_dim), spec.head_dim, spec.q_width)
+    wrong_divisor = wrong(divisor)
+    if math.isclose(wrong_divisor, divisor.right):
+        raise Unfit("the scale is 1 with and without it")
+    return _times(weights, "q_proj", divisor.right / wrong_divisor)
 
-    return lambda weights: _reordered(weights, projection, places)
+
+def _scaled_after_softmax(weights: Projections) -> Arrays:
+    """Apply the scale to values instead of scores."""
+    divisor = math.sqrt(weights.spec.head_dim)
+    return _times(weights, "q_proj", divisor) | _times(weights, "v_proj", 1.0 / divisor)
 
 
-def _tiled(weights: Projections) -> Arrays:
+# ---- Orders of features --------------------------------------------------------------------------
+
+
+def _with_features_reordered(weights: Projections, projection: str, order: np.ndarray) -> Arrays:
+    """Return a projection with its output features in another order; for `out_proj`, its input
+    features.
+    """
+    kernel = weights[f"{projection}.weight"]
+    if projection == "out_proj":
+        return {"out_proj.weight": reordered(kernel, order, 1)}
+    changed = {f"{projection}.weight": reordered(kernel, order, 0)}
+    bias = f"{projection}.bias"
+    if bias in weights:
+        changed[bias] = reordered(weights[bias], order, 0)
+    return changed
+
+
+def _with_heads_reordered(
+    weights: Projections, *, projection: str, wrong: WrongHeadOrder
+) -> Arrays:
+    spec = weights.spec
+    num_heads, head_dim = {
+        "q_proj": (spec.num_heads, spec.head_dim),
+        "k_proj": (spec.num_kv_heads, spec.head_dim),
+        "v_proj": (spec.num_kv_heads, spec.value_head_dim),
+    }[projection]
+    if num_heads < wrong.fewest:
+        raise Unfit(f"it has {counted(num_heads, 'head')}, and {wrong.fewest} are needed")
+    order = of_whole_heads(wrong.order(num_heads), head_dim)
+    return _with_features_reordered(weights, projection, order)
+
+
+def _with_heads_tiled(weights: Projections) -> Arrays:
     """Make query head n use key/value head n % K, by computing it in the place of a head that uses
     that one.
     """
-    num_heads, num_kv_heads = weights.spec.num_heads, weights.spec.num_kv_heads
-    if not 1 < num_kv_heads < num_heads:
-        raise Unfit(f"it has {num_heads} query heads and {num_kv_heads} key/value heads")
-
-    def order(features: np.ndarray) -> np.ndarray:
-        return features.reshape(-1, num_kv_heads, features.shape[-1]).swapaxes(0, 1)
-
-    return _reordered(weights, "q_proj", order) | _reordered(weights, "out_proj", order)
-
-
-def _after_softmax(weights: Projections) -> Arrays:
-    """Apply the scale to values instead of scores."""
-    changed = {}
-    scale = weights.spec.head_dim**-0.5
-    for projection, factor in (("q_proj", 1 / scale), ("v_proj", scale)):
-        changed[f"{projection}.weight"] = weights[f"{projection}.weight"] * factor
-        if f"{projection}.bias" in weights:
-            changed[f"{projection}.bias"] = weights[f"{projection}.bias"] * factor
-    return changed
+    spec = weights.spec
+    if not 1 < spec.num_kv_heads < spec.num_heads:
+        raise Unfit(f"it has {spec.num_heads} query heads and {spec.num_kv_heads} key/value heads")
+    head_order = tiled_heads(spec.num_heads, spec.num_kv_heads)
+    order_of_queries = of_whole_heads(head_order, spec.head_dim)
+    order_of_context = of_whole_heads(head_order, spec.value_head_dim)
+    changed = _with_features_reordered(weights, "q_proj", order_of_queries)
+    return changed | _with_features_reordered(weights, "out_proj", order_of_context)
 
 
-def _pairs(order: HeadOrder) -> Change:
-    """Reorder the features of each head of q and k, which has an effect only with RoPE."""
+def _with_pairs_reordered(weights: Projections, *, order: Callable[[int], np.ndarray]) -> Arrays:
+    """Reorder the features of each head of q and k, which has an effect only with RoPE.
 
-    def change(weights: Projections) -> Arrays:
-        if not has_rope(weights.call):
-            raise Unfit("it has no recognized RoPE")
-        if weights.spec.head_dim % 4:
-            raise Unfit(f"its heads have {weights.spec.head_dim} features")
-        return _reordered(weights, "q_proj", order) | _reordered(weights, "k_proj", order)
+    Args:
+        weights: the projections.
+        order: returns the order of features for H.
+    """
+    if not has_rope(weights.call):
+        raise Unfit("it has no recognized RoPE")
+    spec = weights.spec
+    if spec.head_dim % 4:
+        raise Unfit(f"its heads have {spec.head_dim} features")
+    feature_order = order(spec.head_dim)
+    order_of_queries = within_heads(feature_order, spec.num_heads)
+    order_of_keys = within_heads(feature_order, spec.num_kv_heads)
+    changed = _with_features_reordered(weights, "q_proj", order_of_queries)
+    return changed | _with_features_reordered(weights, "k_proj", order_of_keys)
 
-    return change
+
+def _interleaved(head_dim: int) -> np.ndarray:
+    """Return the order of features for pairs that are halves: 0, H/2, 1, H/2 + 1, …"""
+    return Rope(pairs="half").pair_order(head_dim)
+
+
+def _deinterleaved(head_dim: int) -> np.ndarray:
+    return np.argsort(_interleaved(head_dim))
+
+
+# ---- All -----------------------------------------------------------------------------------------
 
 
 def _injection(name: str, change: Change, *needs: str, depends_on_heads: bool = False) -> Injection:
-    made = _with(change, depends_on_heads=depends_on_heads)
-    return Injection(name, ("layer", "projections", *needs), made)
+    make = partial(WeightsChanged, change=change, depends_on_heads=depends_on_heads)
+    return Injection(name, ("layer", "projections", *needs), make)
 
 
-def _head_injections() -> tuple[Injection, ...]:
+def _injections_of_reordered_features() -> tuple[Injection, ...]:
     changes: dict[str, Change] = {}
     for letter in "qkv":
-        for word, (order, fewest) in ORDERS.items():
-            changes[f"{letter}-heads-{word}"] = _heads(f"{letter}_proj", order, fewest)
-    changes["kv-heads-tiled"] = _tiled
-    changes["scale-after-softmax"] = _after_softmax
-    changes["rope-weights-interleaved"] = _pairs(
-        lambda heads: heads.reshape(len(heads), 2, -1).swapaxes(1, 2)
-    )
-    changes["rope-weights-deinterleaved"] = _pairs(
-        lambda heads: heads.reshape(len(heads), -1, 2).swapaxes(1, 2)
-    )
+        for wrong_order in HEAD_ORDERS:
+            changes[f"{letter}-heads-{wrong_order.word}"] = partial(
+                _with_heads_reordered, projection=f"{letter}_proj", wrong=wrong_order
+            )
+    changes["kv-heads-tiled"] = _with_heads_tiled
+    changes["scale-after-softmax"] = _scaled_after_softmax
+    changes["rope-weights-interleaved"] = partial(_with_pairs_reordered, order=_interleaved)
+    changes["rope-weights-deinterleaved"] = partial(_with_pairs_reordered, order=_deinterleaved)
     return tuple(
         _injection(name, change, depends_on_heads=True) for name, change in changes.items()
     )
 
 
-HEADS_REORDERED = _head_injections()
+HEADS_REORDERED = _injections_of_reordered_features()
 """Bugs in layers by reordered features of their projections."""
 
 # A bias of keys shifts all scores of a query equally.
 BIASES_THAT_MATTER = ("q_proj", "v_proj", "out_proj")
 
-PROJECTED = (
-    *(_injection(f"{name}-transposed", _transposed(name)) for name in PROJECTIONS),
-    *(_injection(f"{a}-{b}-swapped", _swapped(a, b)) for a, b in ("qk", "kv", "qv")),
-    *(
-        _injection(f"{name}-bias-missing", _without_bias(name), "biases")
-        for name in BIASES_THAT_MATTER
-    ),
-    *(_injection(name, _scaled(divisor)) for name, divisor in SCALES.items()),
-    _injection("out-proj-missing", _no_out_proj),
-)
+
+def _injections_of_weights() -> tuple[Injection, ...]:
+    injections = []
+    for projection in PROJECTIONS:
+        change = partial(_transposed, projection=projection)
+        injections.append(_injection(f"{projection}-transposed", change))
+    for first, second in ("qk", "kv", "qv"):
+        change = partial(_exchanged, first=f"{first}_proj", second=f"{second}_proj")
+        injections.append(_injection(f"{first}-{second}-swapped", change))
+    for projection in BIASES_THAT_MATTER:
+        change = partial(_without_bias, projection=projection)
+        injections.append(_injection(f"{projection}-bias-missing", change, "biases"))
+    for name, wrong_divisor in DIVISORS.items():
+        injections.append(_injection(name, partial(_scaled, wrong=wrong_divisor)))
+    injections.append(_injection("out-proj-missing", _without_out_proj))
+    return tuple(injections)
+
+
+PROJECTED = _injections_of_weights()
 """Bugs in weights."""

@@ -10,6 +10,8 @@ import importlib.util
 import json
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,32 +28,37 @@ class Finder(importlib.abc.MetaPathFinder):
         """Return the spec from the other finders, with a loader that injects the bug afterwards."""
         if fullname != self.module:
             return None
-        others = [
-            finder
-            for finder in sys.meta_path
-            if finder is not self and hasattr(finder, "find_spec")
-        ]
-        spec = next(
-            (spec for other in others if (spec := other.find_spec(fullname, path, target))), None
-        )
+        spec = self._spec_of_others(fullname, path, target)
         if spec is None or spec.loader is None:
             return None
-        execute = spec.loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            execute(module)
-            from parity.explain.mutating.inject import inject
-
-            inject(module)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        loader: Any = spec.loader
+        loader.exec_module = partial(_execute_and_inject, loader.exec_module)
         return spec
+
+    def _spec_of_others(
+        self, fullname: str, path: Any, target: Any
+    ) -> importlib.machinery.ModuleSpec | None:
+        for finder in sys.meta_path:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                return spec
+        return None
+
+
+def _execute_and_inject(execute: Callable[[Any], None], module: Any) -> None:
+    """Run the code of the module, then replace its attention."""
+    execute(module)
+    from parity.explain.mutating.inject import inject
+
+    inject(module)
 
 
 def _go_on() -> None:
     """Run the `sitecustomize` that this one hides."""
-    here = Path(__file__).resolve().parent
-    places = [place for place in sys.path if Path(place or ".").resolve() != here]
+    own_folder = Path(__file__).resolve().parent
+    places = [place for place in sys.path if Path(place or ".").resolve() != own_folder]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", places)
     if spec is not None and spec.loader is not None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))

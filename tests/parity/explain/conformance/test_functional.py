@@ -222,10 +222,10 @@ def test_bug_is_injected_into_passed_weights(is_nested):
         held = call.get("weights")
         return held[0]["attn"]["k_proj"]["kernel"] if is_nested else held["k_proj.kernel"]
 
-    run = injections_for(view)[0]["k-v-swapped"].make(
+    buggy_call = injections_for(view)[0]["k-v-swapped"].make(
         Call(view, (params, jnp.ones((1, 2, WIDTH))), {})
     )
-    np.testing.assert_array_equal(run(function), named["v_proj.kernel"])
+    np.testing.assert_array_equal(buggy_call.run(function), named["v_proj.kernel"])
     np.testing.assert_array_equal(function(Call(view, (params, None), {})), named["k_proj.kernel"])
 
 

@@ -69,8 +69,10 @@ def qkv(num_queries=5, num_keys=5, num_kv_heads=4):
 
 def with_bug(name, *args, view=VIEW, function=attention, **kwargs):
     """Return the result of a function with a bug, or None if the call does not allow it."""
-    run = injections_for(view)[0][name].make(Call(view, args, kwargs))
-    return None if run is None else run(lambda call: function(*call.args, **call.kwargs))
+    buggy_call = injections_for(view)[0][name].make(Call(view, args, kwargs))
+    if buggy_call is None:
+        return None
+    return buggy_call.run(lambda call: function(*call.args, **call.kwargs))
 
 
 # ---- The bugs ------------------------------------------------------------------------------------
@@ -387,22 +389,22 @@ def test_weights_are_changed_in_any_holder(carrier, name):
     view = View("torch", "BTE", ("x",), roles={"query": "x"}, projections=True, biases=True)
     x = torch.zeros(1, 3, 4)
     if carrier == "torch":
-        run = injections_for(view)[0][name].make(Call(view, (x,), {}, layer))
-        found = run(lambda call: seen_of_torch(call.owner))
+        buggy_call = injections_for(view)[0][name].make(Call(view, (x,), {}, layer))
+        found = buggy_call.run(lambda call: seen_of_torch(call.owner))
         np.testing.assert_equal(seen_of_torch(layer), weights)
     elif carrier == "nnx":
-        run = injections_for(view)[0][name].make(
+        buggy_call = injections_for(view)[0][name].make(
             Call(replace(view, framework="jax"), (jnp.zeros((1, 3, 4)),), {}, jax_layer)
         )
-        found = run(seen_of_nnx)
+        found = buggy_call.run(seen_of_nnx)
         np.testing.assert_equal(seen_of_nnx(None), weights)
     elif carrier == "parameters":
         given = {LETTERS[n]: weights[f"{n}.weight"] for n in LETTERS} | {
             "b" + LETTERS[n][1]: weights[f"{n}.bias"] for n in LETTERS
         }
         given = {n: torch.from_numpy(array) for n, array in given.items()}
-        run = injections_for(view)[0][name].make(Call(view, (x,), {**given, "num_heads": 2}))
-        found = run(
+        buggy_call = injections_for(view)[0][name].make(Call(view, (x,), {**given, "num_heads": 2}))
+        found = buggy_call.run(
             lambda call: {
                 f"{n}.{leaf}": call.kwargs[letter + LETTERS[n][1]].numpy()
                 for n in LETTERS
@@ -414,7 +416,7 @@ def test_weights_are_changed_in_any_holder(carrier, name):
         nested = {n: {"kernel": flat[f"{n}.weight"], "bias": flat[f"{n}.bias"]} for n in LETTERS}
         given = flat if carrier == "flat mapping" else nested
         view = replace(view, roles={"query": "x", "weights": "params"})
-        run = injections_for(view)[0][name].make(
+        buggy_call = injections_for(view)[0][name].make(
             Call(view, (x,), {"params": given, "num_heads": 2})
         )
 
@@ -428,7 +430,7 @@ def test_weights_are_changed_in_any_holder(carrier, name):
                 }
             return {n: a.numpy() for n, a in held.items()}
 
-        found = run(seen)
+        found = buggy_call.run(seen)
     expected = {**weights, **PROJECTED[name](weights)}
     assert {n for n in weights if not np.array_equal(weights[n], expected[n])}, (
         "a control that changes nothing"
@@ -745,7 +747,7 @@ def test_a_temporary_folder_may_have_spaces(tmp_path, monkeypatch):
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     command = ["python", "-c", "import os; print(os.environ['PYTEST_ADDOPTS'])"]
-    options = shlex.split(Suite("mine:attention", VIEW, command).run(is_hooked=False).said)
+    options = shlex.split(Suite("mine:attention", VIEW, command).run(is_hooked=False).printed)
     assert options[-2] == "-o"
     assert options[-1].startswith(f"cache_dir={folder}/")
 

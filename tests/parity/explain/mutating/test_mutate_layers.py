@@ -35,14 +35,17 @@ BATCH, TOKENS, WIDTH, HEADS, SIZE = 2, 6, 32, 4, 8
 
 def inject(name, layer, x, view=VIEW, **given):
     """Return the output of a layer with a bug, or None if the call does not allow it."""
-    run = injections_for(view)[0][name].make(Call(view, (x,), given, layer))
-    if view.framework == "torch":
-        return (
-            None
-            if run is None
-            else run(lambda call: type(call.owner).forward(call.owner, *call.args, **call.kwargs))
-        )
-    return None if run is None else run(lambda call: call.owner(*call.args, **call.kwargs))
+    buggy_call = injections_for(view)[0][name].make(Call(view, (x,), given, layer))
+    if buggy_call is None:
+        return None
+    return buggy_call.run(forward)
+
+
+def forward(call):
+    """Call a layer; of torch, its `forward`, which is the method that bugs are injected into."""
+    if isinstance(call.owner, nn.Module):
+        return type(call.owner).forward(call.owner, *call.args, **call.kwargs)
+    return call.owner(*call.args, **call.kwargs)
 
 
 def turned(x, theta):
@@ -253,8 +256,9 @@ def test_heads_are_found_in_every_layout(num_kv_heads, monkeypatch):
             with pytest.raises(Unfit, match="have shapes that no known order explains"):
                 injections_for(OF_MAPPING)[0]["q-heads-reversed"].make(call)
             continue
-        run = injections_for(OF_MAPPING)[0]["q-heads-reversed"].make(call)
-        torch.testing.assert_close(run(attend_as_stored), expected, msg=layout.name)
+        buggy_call = injections_for(OF_MAPPING)[0]["q-heads-reversed"].make(call)
+        found = buggy_call.run(attend_as_stored)
+        torch.testing.assert_close(found, expected, msg=layout.name)
 
 
 # ---- By hand -------------------------------------------------------------------------------------
@@ -560,7 +564,7 @@ def test_kernels_of_three_axes_are_changed():
     call = Call(view, (given, jnp.zeros((1, 2, WIDTH))), {})
 
     def made(name):
-        return injections_for(view)[0][name].make(call)(lambda call: call.args[0]["layer"])
+        return injections_for(view)[0][name].make(call).run(lambda call: call.args[0]["layer"])
 
     np.testing.assert_array_equal(
         made("k_proj-transposed")["wk"].reshape(WIDTH, WIDTH), params["wk"].reshape(WIDTH, -1).T
@@ -673,7 +677,7 @@ def test_cosines_and_sines_change_with_base(how, as_pair):
     )
     call = Call(view, (torch.zeros(1, TOKENS, WIDTH),), given)
     make = injections_for(view)[0]["rope-theta-500000"].make
-    found = make(call)(
+    found = make(call).run(
         lambda call: call.kwargs["pair"] if as_pair else (call.kwargs["cos"], call.kwargs["sin"])
     )
     for one, other in zip(found, table(500000.0), strict=True):
@@ -693,7 +697,9 @@ def test_base_argument_is_changed():
     view = View("torch", "BNTH", ("q", "theta"), roles={"query": "q", "theta": "theta"})
     call = Call(view, (torch.zeros(1, 1, 2, 4),), {"theta": 10000.0})
     assert (
-        injections_for(view)[0]["rope-theta-500000"].make(call)(lambda call: call.kwargs["theta"])
+        injections_for(view)[0]["rope-theta-500000"]
+        .make(call)
+        .run(lambda call: call.kwargs["theta"])
         == 500000.0
     )
     with pytest.raises(Unfit, match="its theta is 10000"):
@@ -706,11 +712,11 @@ def test_additive_mask_needs_no_polarity():
     """
     view = replace(VIEW, order=("x", "mask"), roles={"query": "x", "mask": "mask"})
     added = torch.zeros(TOKENS, TOKENS).masked_fill(torch.ones(TOKENS, TOKENS).triu(1).bool(), -1e9)
-    found = injections_for(view)[0]["causal-excludes-self"].make(
+    buggy_call = injections_for(view)[0]["causal-excludes-self"].make(
         Call(view, (torch.zeros(1, TOKENS, WIDTH), added), {})
     )
     assert torch.equal(
-        found(lambda call: call.args[1]) == 0, torch.ones(TOKENS, TOKENS).tril(-1).bool()
+        buggy_call.run(lambda call: call.args[1]) == 0, torch.ones(TOKENS, TOKENS).tril(-1).bool()
     )
     with pytest.raises(Unfit, match=r"declare it \(--mask-true\)"):
         injections_for(view)[0]["causal-excludes-self"].make(

@@ -349,6 +349,16 @@ def test_changed_tensor_has_a_law(law):
     assert difference.law is None
 
 
+def test_features_of_odd_heads_are_reordered():
+    """Features of an odd number are not searched for pairs, and are in another order."""
+    spec = AttentionSpec(15, 3, head_dim=5, qkv_bias=False)
+    weights = random_weights(spec)
+    order = [1, 4, 0, 3, 2, 5, 7, 6, 9, 8, 14, 10, 13, 12, 11]
+    other = changed(weights, q_proj__weight=weights["q_proj.weight"][order])
+    (difference,) = compare_weights(weights, spec, other, spec).differences
+    assert difference.law.words == "the first's, its rows in another order within their heads"
+
+
 def test_bias_has_the_order_of_its_weight():
     """A bias that fits several orders has that of the rows of its weight."""
     weights = random_weights(PLAIN)
