@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import numpy as np
 
@@ -78,8 +77,10 @@ class TokenSamples:
         yield self.whole.of_tokens(1)
         yield self.whole.of_rows(1, ROWS, self.whole.stages_of_tokens)
 
-    mixing_bugs: ClassVar[frozenset[str]] = frozenset()
-    """Bugs that mix rows change other stages."""
+    @property
+    def mixing_bugs(self) -> frozenset[str]:
+        """No names of bugs that mix rows, because these change other stages."""
+        return frozenset()
 
     def mixing(self) -> Iterator[tuple[Part, frozenset[str]]]:
         """Yield no samples for bugs that mix rows."""
@@ -272,8 +273,8 @@ class _Search:
         by_mixing = self.explained_by_mixing()
         if by_mixing is not None:
             return by_mixing
-        found = self.thorough(*self.first)
-        return replace(found, untried=_listed([found.untried, *self.untried]))
+        by_thorough = self.thorough(*self.first)
+        return replace(by_thorough, untried=_listed([by_thorough.untried, *self.untried]))
 
     def judged(self, part: Part, scope: Scope, share: float = 1.0) -> Diagnosis:
         """Diagnose a sample with a share of the remaining work."""

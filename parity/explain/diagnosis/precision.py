@@ -56,32 +56,51 @@ def lost_in_products(
     dtype = SAME_PRECISION[replay.problem.dtype]
     first = wrong[0]
     for kind, bug in FIDELITIES.items():
-        # A module's kernels may scale queries where its stage functions scale scores.
-        with_loss = {
-            stage: [replay.stage(stage, form, dtype, kind) for form in ((), (SCALED_QUERIES,))]
-            for stage in wrong
-        }
-        if all(any(_falls(replay, stage, x) for x in forms) for stage, forms in with_loss.items()):
-            ratio = max(replay.judgement(stage, (), kind=kind).ratio for stage in wrong)
-            record = ((bug.name,), bug.about, (bug.fix,), (bug.page,))
-            left = min(_rms_left(replay, first, x) for x in with_loss[first])
-            return Explanation(
-                first, tuple(wrong), *record, before[first].error, left, ratio, before[first].ratio
-            )
+        reproduced = [_with_fidelity(replay, stage, dtype, kind) for stage in wrong]
+        if not all(
+            _leaves_little(replay, stage, *forms)
+            for stage, forms in zip(wrong, reproduced, strict=True)
+        ):
+            continue
+        ratios = [replay.judgement(stage, (), kind=kind).ratio for stage in wrong]
+        return Explanation(
+            stage=first,
+            stages=tuple(wrong),
+            bugs=(bug.name,),
+            about=bug.about,
+            fixes=(bug.fix,),
+            docs=(bug.page,),
+            error_before=before[first].error,
+            error=min([_rms_left(replay, first, x) for x in reproduced[0]]),
+            ratio=max(ratios),
+            ratio_before=before[first].ratio,
+        )
     return None
 
 
-def _of_the_layer(stages: Sequence[str]) -> list[str]:
-    return [stage for stage in stages if not stage_named(stage).path] or list(stages)
+def _with_fidelity(replay: Replay, stage: str, dtype: str, kind: str) -> list[np.ndarray]:
+    """Return a stage at a math fidelity.
 
-
-def _falls(replay: Replay, stage: str, with_loss: np.ndarray) -> bool:
-    """Return True if the reference with a loss of precision leaves a small share of the error of a
-    stage.
+    A module's kernels may scale queries where its stage functions scale scores.
     """
-    return replay.distance(stage, with_loss) <= SHARE_LEFT * replay.distance(
-        stage, replay.stage(stage)
-    )
+    return [
+        replay.stage(stage, (), dtype, kind),
+        replay.stage(stage, (SCALED_QUERIES,), dtype, kind),
+    ]
+
+
+def _of_the_layer(stages: Sequence[str]) -> list[str]:
+    """Return the stages that are not of a module's own path; all of them if there are no others."""
+    own_stages = [stage for stage in stages if not stage_named(stage).path]
+    return own_stages or list(stages)
+
+
+def _leaves_little(replay: Replay, stage: str, *with_loss: np.ndarray) -> bool:
+    """Return True if the reference with a loss of precision, in one of some forms, leaves a small
+    share of the error of a stage.
+    """
+    most = SHARE_LEFT * replay.distance(stage, replay.stage(stage))
+    return any(replay.distance(stage, x) <= most for x in with_loss)
 
 
 def _rms_left(replay: Replay, stage: str, with_loss: np.ndarray) -> float:
@@ -105,37 +124,53 @@ def lost_in_dtype(
     """
     if not wrong or any(math.isinf(before[stage].ratio) for stage in wrong):
         return None
-    own, first = _of_the_layer(wrong), before[wrong[0]]
     for dtype in NARROWER.get(replay.problem.dtype, ()):
-        results = [stage for stage in replay.stages if stage_named(stage).quantity in RESULTS]
-        if not results or not all(
-            _is_of(replay.observed[stage], dtype) for stage in {*results, *own}
-        ):
-            continue
-        allowed = {stage: replay.allowed(stage, (), dtype=dtype) for stage in own}
-        shares = [
-            judged(replay.observed[each], replay.stage(each), allowed[each], each).ratio
-            for each in own
-        ]
-        if max(shares) > 1.0:
-            continue
-        narrow = (layer_in(replay.problem.case, dtype),)
-        with_loss = {stage: replay.stage(stage, narrow, dtype) for stage in own}
-        # Sums of float32 depend on their order, so only sums in a wider dtype can be reproduced.
-        is_reproducible = dtype != "float32"
-        if is_reproducible and not all(_falls(replay, stage, x) for stage, x in with_loss.items()):
-            continue
-        about = f"the whole layer is computed in {dtype} and cast back"
-        fix = (
-            f"compute the layer in {replay.problem.dtype}, outside of autocast, or compare in "
-            f"that dtype"
-        )
-        record = ((f"layer-in-{dtype}",), about, (fix,), ("low-precision",))
-        left = _rms_left(replay, wrong[0], replay.stage(wrong[0], narrow, dtype))
-        return Explanation(
-            wrong[0], tuple(own), *record, first.error, left, max(shares), first.ratio
-        )
+        explanation = _lost_in(dtype, replay, before, wrong)
+        if explanation is not None:
+            return explanation
     return None
+
+
+def _lost_in(
+    dtype: str, replay: Replay, before: Mapping[str, Judgement], wrong: Sequence[str]
+) -> Explanation | None:
+    """Return the explanation that the whole layer was computed in a narrower dtype, if it is so."""
+    results = [stage for stage in replay.stages if stage_named(stage).quantity in RESULTS]
+    own = _of_the_layer(wrong)
+    if not results:
+        return None
+    if not all(_is_of(replay.observed[stage], dtype) for stage in (*results, *own)):
+        return None
+    ratios = []
+    for stage in own:
+        allowed = replay.allowed(stage, (), dtype=dtype)
+        judgement = judged(replay.observed[stage], replay.stage(stage), allowed, stage)
+        ratios.append(judgement.ratio)
+    if max(ratios) > 1.0:
+        return None
+    in_dtype = (layer_in(replay.problem.case, dtype),)
+    # Sums of float32 depend on their order, so only sums in a wider dtype can be reproduced.
+    if dtype != "float32":
+        for stage in own:
+            if not _leaves_little(replay, stage, replay.stage(stage, in_dtype, dtype)):
+                return None
+    first = wrong[0]
+    fix = (
+        f"compute the layer in {replay.problem.dtype}, outside of autocast, or compare in "
+        f"that dtype"
+    )
+    return Explanation(
+        stage=first,
+        stages=tuple(own),
+        bugs=(f"layer-in-{dtype}",),
+        about=f"the whole layer is computed in {dtype} and cast back",
+        fixes=(fix,),
+        docs=("low-precision",),
+        error_before=before[first].error,
+        error=_rms_left(replay, first, replay.stage(first, in_dtype, dtype)),
+        ratio=max(ratios),
+        ratio_before=before[first].ratio,
+    )
 
 
 def _is_of(x: np.ndarray, dtype: str) -> bool:

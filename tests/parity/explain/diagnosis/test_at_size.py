@@ -235,6 +235,16 @@ def test_unsampled_error_is_found(problems):
         parity.assert_parity(output, problem=problems["llama"])
 
 
+def test_bugs_without_a_sample_are_untried():
+    """With a bias, no sample shows a softmax over queries, and an unknown error says so."""
+    problem = make_problem(replace(BERT, bias=True, name="bias"), "float32")
+    output = given_by(problem)["output"]
+    output[0, 100, 200] += 0.1
+    diagnosis = diagnose({"output": output}, problem, seconds=0.5)
+    assert (diagnosis.kind, diagnosis.untried) == ("unknown", "softmax-over-queries")
+    assert "Not tried: softmax-over-queries" in str(diagnosis)
+
+
 def test_law_must_hold_in_other_samples(problems):
     """A factor on the whole output is a law; on the features of one sample it is unknown."""
     output = given_by(problems["bert"])["output"]
@@ -272,7 +282,7 @@ def test_search_limit_is_respected(problems, work):
     output = given_by(problem, "k_proj-transposed")["output"]
     work.clear()
     diagnosis = diagnose({"output": output}, problem, seconds=0.01)
-    assert "single bugs" in diagnosis.untried
+    assert {"single bugs", "softmax-over-queries"} <= {*diagnosis.untried.split(", ")}
     assert sum(work) < 4 * multiplications(problem)
 
 
