@@ -273,7 +273,7 @@ class _Search:
         by_mixing = self.explained_by_mixing()
         if by_mixing is not None:
             return by_mixing
-        by_thorough = self.thorough(*self.first)
+        by_thorough = self.thorough(self.first[0])
         return replace(by_thorough, untried=_listed([by_thorough.untried, *self.untried]))
 
     def judged(self, part: Part, scope: Scope, share: float = 1.0) -> Diagnosis:
@@ -346,11 +346,11 @@ class _Search:
                     if not diagnosis.untried:
                         names_left -= names
         except TimeoutError:
-            pass  # the names that are left say so
+            pass  # the limit of the search; the names that are left say so
         self.untried += sorted(names_left)
         return None
 
-    def thorough(self, first_part: Part, first_diagnosis: Diagnosis) -> Diagnosis:
+    def thorough(self, first_part: Part) -> Diagnosis:
         """Search for pairs and patterns in the first wrong sample, or in the one that did not
         confirm a bug.
         """

@@ -12,7 +12,7 @@ from helpers.diagnoses import named_bugs
 from helpers.samples import sample
 
 import parity
-from mha_spec import AttentionSpec, Rope
+from mha_spec import AttentionSpec, Latent, Rope
 from parity import Case, make_problem
 from parity.explain.diagnosis.absorbed import DeferredHeads
 from parity.explain.diagnosis.at_size import RowSamples, TokenSamples
@@ -43,6 +43,21 @@ LLAMA = Case(
 BERT = Case("bert", AttentionSpec(256, 4), "", batch=1, seq_len=160)
 CROSS = replace(BERT, name="cross", seq_len_k=200, key_padding_lengths=(190,))
 DECODE = replace(LLAMA, name="decode", seq_len=161, is_causal=False, chunks=(160, 1), capacity=164)
+
+MLA = replace(
+    LLAMA,
+    name="mla",
+    spec=AttentionSpec(
+        256,
+        4,
+        head_dim=96,
+        value_head_dim=64,
+        latent=Latent(64, 32),
+        rope=Rope(rotary_dim=32, rotated="last", pairs="interleaved"),
+        qkv_bias=False,
+        out_bias=False,
+    ),
+)
 
 ENOUGH = 120.0
 """Seconds for a search, enough that the load of the machine does not matter."""
@@ -360,10 +375,12 @@ def test_passing_assertion_is_cheap(problems, work):
 
 
 @pytest.mark.parametrize(
-    "case", [LLAMA, BERT, replace(LLAMA, name="two", batch=2, key_padding_lengths=(160, 9))]
+    "case", [LLAMA, BERT, replace(LLAMA, name="two", batch=2, key_padding_lengths=(160, 9)), MLA]
 )
 def test_correct_layer_passes_each_sample(case):
-    """Each sample of a correct layer has the layer's values; together they cover eight stages."""
+    """Each sample of a correct layer has the layer's values; together they cover eight stages, and
+    latents.
+    """
     problem = make_problem(case, "float32")
     given = wrong_layer(problem, "float64", ()).forward()
     whole = Whole(problem, given, WholeStages(given, Reference(problem), "ieee"), Remembered())
@@ -378,6 +395,7 @@ def test_correct_layer_passes_each_sample(case):
                     values[stage], x, rtol=1e-9, atol=1e-12, err_msg=f"{stage}: {part.words}"
                 )
     assert judged >= {"mask", "q", "k", "v", "scores", "attn_weights", "context", "output"}
+    assert ("latents" in judged) == (case.spec.latent is not None)
 
 
 GROUPS = replace(BERT.spec, num_kv_heads=2, qkv_bias=False)
