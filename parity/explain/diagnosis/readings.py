@@ -183,6 +183,7 @@ class _Reader:
             words = self._words_of_dtype(x)
             as_ours = Reading(words, typed, is_certain=True, masked=self.unused)
             return Read(as_ours, as_ours)
+        # As recorded it differs. It may agree in other axes, or in another convention.
         shaped = list(self._shaped(typed))
         agreed = next(self._agreeing(typed, shaped), None)
         if not shaped:
@@ -219,13 +220,16 @@ class _Reader:
         return f"has dtype {x.dtype} instead of a floating-point dtype"
 
     def _as_mask(self, x: np.ndarray) -> np.ndarray | str:
+        """Return a mask that may be recorded as 0 and 1, or as penalties that are added to the
+        scores.
+        """
         if x.dtype == np.bool_:
             return x
         wide = x.astype(np.float64)
         if np.isin(wide, (0.0, 1.0)).all():
             return wide > 0.0
-        is_penalty = (wide == 0.0) | (wide <= PENALTY)
-        if is_penalty.all():
+        may_be_added = (wide == 0.0) | (wide <= PENALTY)
+        if may_be_added.all():
             return wide < 0.0
         return f"has dtype {x.dtype} instead of bool, True for a hidden key"
 
@@ -255,7 +259,7 @@ class _Reader:
                     continue
                 is_unchanged = values.shape == x.shape and np.array_equal(values, x)
                 if is_unchanged and not form.words:
-                    continue
+                    continue  # it came first
                 words_of_axes = ""
                 if axes:
                     words_of_axes = f"has axes {axes}"

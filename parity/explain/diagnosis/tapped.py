@@ -201,6 +201,7 @@ class Sequences:
         q = self.values.get("q")
         if q is None or not q.any():
             return self
+        # Unscaled queries have the size of the reference's, scaled ones that times the scale.
         wide = q.astype(np.float64)
         ratio = np.sqrt(np.mean(wide**2) / np.mean(expected**2))
         if abs(np.log(ratio / scale)) >= abs(np.log(ratio)):
@@ -387,13 +388,10 @@ def _by_padding(calls: list[TappedCall]) -> list[Sequences]:
         values = {}
         for name, x in joined.items():
             values[name] = _taken(name, x, rows, tokens, is_cross=is_cross)
-        own_caches = {}
+        caches_of_rows = {}
         for step_and_part, x in caches.items():
-            own_caches[step_and_part] = x[rows]
-            if not is_cross:
-                cached_tokens = tokens[tokens < x.shape[2]]
-                own_caches[step_and_part] = x[rows][:, :, cached_tokens]
-        sequences.append(Sequences(rows, tokens, chunks, values, own_caches))
+            caches_of_rows[step_and_part] = _taken_cache(x, rows, tokens, is_cross=is_cross)
+        sequences.append(Sequences(rows, tokens, chunks, values, caches_of_rows))
     return sequences
 
 
@@ -506,6 +504,15 @@ def _taken(
     if name in ("attn_weights", "mask", "call_mask") and not is_cross:
         x = np.take(x, tokens, axis=3)
     return x
+
+
+def _taken_cache(
+    cached: np.ndarray, rows: np.ndarray, tokens: np.ndarray, *, is_cross: bool
+) -> np.ndarray:
+    """Return some sequences of cached keys or values, and those of the tokens that it has."""
+    if is_cross:
+        return cached[rows]
+    return cached[rows][:, :, tokens[tokens < cached.shape[2]]]
 
 
 def _taken_positions(x: np.ndarray, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
