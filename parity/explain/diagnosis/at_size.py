@@ -165,7 +165,7 @@ def diagnosed_by_samples(whole: Whole, judge: Judge, seconds: float) -> Diagnosi
     diagnoses = []
     with work.counted():
         for number, samples in enumerate(kinds):
-            # What the first kind leaves is for the second.
+            # The second kind may use the work that the first one leaves.
             share = 1.0 / (len(kinds) - number)
             search = _Search(samples, judge, Work(share * work.left))
             diagnoses.append(search.diagnosis())
