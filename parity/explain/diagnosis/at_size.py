@@ -7,21 +7,22 @@ and so does the result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
+from parity.explain.diagnosis.bugs import bugs_for
 from parity.explain.diagnosis.findings import Diagnosis, Finding, order_of
 from parity.explain.diagnosis.laws import Description
 from parity.explain.diagnosis.sample import sample_of
 from parity.explain.diagnosis.sampling import (
     CONFIRMED,
     FIRST_CALL,
+    MIXING,
     ROWS,
     Part,
     Whole,
-    is_by_length,
-    is_causal,
     multiplications,
 )
 from parity.explain.diagnosis.trial import EVERYTHING, Scope
@@ -33,9 +34,6 @@ Judge = Callable[[Part, Scope, Work], Diagnosis]
 
 JudgeAll = Callable[[Scope, Work], Diagnosis]
 """Diagnose the whole problem, within a scope and a limit of work."""
-
-MIXING = frozenset({"softmax-over-queries", "heads-not-moved-back"})
-"""Bugs that mix rows, so a sample of some rows does not show them."""
 
 SEARCHES = 0.8
 """The share of the remaining work for the search in a sample; the rest is for confirmation, or
@@ -78,8 +76,13 @@ class TokenSamples:
         yield self.whole.of_tokens(1)
         yield self.whole.of_rows(1, ROWS, self.whole.stages_of_tokens)
 
-    def mixing(self) -> Iterator[Part]:
-        """Yield no samples for bugs that mix rows, because these change other stages."""
+    @property
+    def mixing_bugs(self) -> frozenset[str]:
+        """No names of bugs that mix rows, because these change other stages."""
+        return frozenset()
+
+    def mixing(self) -> Iterator[tuple[Part, frozenset[str]]]:
+        """Yield no samples for bugs that mix rows."""
         return iter(())
 
     def complete(self) -> Part | None:
@@ -102,11 +105,13 @@ class RowSamples:
     @property
     def judged(self) -> frozenset[str] | None:
         """The stages that are compared; None for all."""
-        return self.whole.other_stages if self.whole.stages_of_tokens else None
+        if not self.whole.stages_of_tokens:
+            return None
+        return self.whole.other_stages
 
     def parts(self) -> Iterator[Part]:
         """Yield samples to search, the cheaper first."""
-        if self._is_alone(self.whole.num_tokens):
+        if self.whole.begins_with_a_layer(self.whole.num_tokens):
             yield self.whole.of_first_tokens(self.whole.num_tokens, 0, self.judged)
         yield self.whole.of_rows(0, ROWS, self.judged)
 
@@ -117,11 +122,16 @@ class RowSamples:
         """
         yield self.whole.of_rows(1, ROWS, self.judged)
         more_tokens = CONFIRMED * self.whole.num_tokens
-        if self._is_alone(more_tokens):
+        if self.whole.begins_with_a_layer(more_tokens):
             yield self.whole.of_first_tokens(more_tokens, 1, self.judged)
 
-    def mixing(self) -> Iterator[Part]:
-        """Yield samples for bugs that mix rows."""
+    @property
+    def mixing_bugs(self) -> frozenset[str]:
+        """Names of the bugs that mix rows and that the layer could have."""
+        return MIXING & {bug.name for bug in bugs_for(self.whole.problem.case)}
+
+    def mixing(self) -> Iterator[tuple[Part, frozenset[str]]]:
+        """Yield samples for bugs that mix rows, and the names of the bugs that each shows."""
         yield from self.whole.mixing()
 
     def complete(self) -> Part | None:
@@ -129,13 +139,6 @@ class RowSamples:
         not a layer.
         """
         return self.whole.complete(self.judged)
-
-    def _is_alone(self, tokens: int) -> bool:
-        """Return True if a number of first tokens are a layer by themselves, instead of the whole
-        one.
-        """
-        problem = self.whole.problem
-        return is_causal(problem) and not is_by_length(problem) and tokens < problem.case.seq_len
 
 
 # ---- The search ----------------------------------------------------------------------------------
@@ -145,7 +148,7 @@ def diagnosed_by_samples(whole: Whole, judge: Judge, seconds: float) -> Diagnosi
     """Diagnose the stages of a large problem.
 
     Args:
-        whole: the problem, without a cache, and its stages in any order of axes.
+        whole: the problem, without a cache, and its stages in the reference's order of axes.
         judge: diagnoses a sample.
         seconds: work of the search, see `parity.explain.diagnosis.work`, in addition to `SPARED`.
     """
@@ -156,12 +159,15 @@ def diagnosed_by_samples(whole: Whole, judge: Judge, seconds: float) -> Diagnosi
         kinds.append(TokenSamples(whole))
     if whole.other_stages:
         kinds.append(RowSamples(whole))
-    own = PER_MULTIPLICATION * multiplications(whole.problem)
-    work, diagnoses = Work(seconds + SPARED * own), list[Diagnosis]()
+    seconds_of_layer = PER_MULTIPLICATION * multiplications(whole.problem)
+    work = Work(seconds + SPARED * seconds_of_layer)
+    diagnoses = []
     with work.counted():
         for number, samples in enumerate(kinds):
+            # The second kind may use the work that the first one leaves.
             share = 1.0 / (len(kinds) - number)
-            diagnoses.append(_Search(samples, judge, Work(share * work.left)).diagnosis())
+            search = _Search(samples, judge, Work(share * work.left))
+            diagnoses.append(search.diagnosis())
     return _joined(whole, diagnoses)
 
 
@@ -178,36 +184,44 @@ def diagnosed_by_first_call(
     """
     work = Work(seconds)
     with work.counted(), single_threaded():
-        if first is not None:
-            found = diagnosed_by_samples(first, judge, CONFIRMS * seconds)
-            if found.known:
-                names = {name for each in found.known for name in (*each.bugs, *each.others)}
-                again = judge_all(Scope(only=frozenset(names), is_quick=True), Work(work.left))
-                if again.known and not again.leftover:
-                    return replace(
-                        again, sample=f"the first call ({found.sample}), confirmed by all calls"
-                    )
-                if again.untried:
-                    return _of_first_call(found)
+        if first is None:
+            return judge_all(EVERYTHING, Work(work.left))
+        by_first = diagnosed_by_samples(first, judge, CONFIRMS * seconds)
+        if not by_first.known:
+            return judge_all(EVERYTHING, Work(work.left))
+        names = _names_in(by_first.known)
+        by_all = judge_all(Scope(only=names, is_quick=True), Work(work.left))
+        if by_all.known and not by_all.leftover:
+            words = f"the first call ({by_first.sample}), confirmed by all calls"
+            return replace(by_all, sample=words)
+        if by_all.untried:
+            return _of_first_call(by_first)
         return judge_all(EVERYTHING, Work(work.left))
 
 
-def _of_first_call(found: Diagnosis) -> Diagnosis:
+def _names_in(findings: Iterable[Finding]) -> frozenset[str]:
+    """Return the names of the bugs, and descriptions of their alternatives."""
+    names: set[str] = set()
+    for finding in findings:
+        names.update(finding.bugs)
+        names.update(finding.others)
+    return frozenset(names)
+
+
+def _of_first_call(diagnosis: Diagnosis) -> Diagnosis:
     """Return the diagnosis of the first call, with the names of its stages in the whole."""
-    findings = [
-        replace(
-            finding,
-            stage=FIRST_CALL + finding.stage,
-            stages=tuple(FIRST_CALL + stage for stage in finding.stages),
-            follows=tuple(FIRST_CALL + stage for stage in finding.follows),
+    findings = []
+    for finding in diagnosis.findings:
+        stages = tuple([FIRST_CALL + stage for stage in finding.stages])
+        follows = tuple([FIRST_CALL + stage for stage in finding.follows])
+        findings.append(
+            replace(finding, stage=FIRST_CALL + finding.stage, stages=stages, follows=follows)
         )
-        for finding in found.findings
-    ]
     return replace(
-        found,
-        stage=FIRST_CALL + found.stage,
+        diagnosis,
+        stage=FIRST_CALL + diagnosis.stage,
         findings=findings,
-        sample=f"the first call ({found.sample}), {UNCONFIRMED}",
+        sample=f"the first call ({diagnosis.sample}), {UNCONFIRMED}",
         taken={},
         agrees=False,
     )
@@ -221,17 +235,19 @@ class _Search:
         samples: the samples.
         judge: diagnoses a sample.
         work: the limit of the search.
-        found: explanations of samples, by the names of their bugs.
+        by_bugs: known bugs in samples, by the names of their bugs.
         first: the first sample that differs, and its diagnosis.
         agreed: the diagnosis of the last sample that agrees.
+        untried: parts of the search that were cut short, or that no sample could show.
     """
 
     samples: TokenSamples | RowSamples
     judge: Judge
     work: Work
-    found: dict[str, Finding] = field(default_factory=dict)
+    by_bugs: dict[tuple[str, ...], Finding] = field(default_factory=dict)
     first: tuple[Part, Diagnosis] | None = None
     agreed: Diagnosis | None = None
+    untried: list[str] = field(default_factory=list)
 
     def diagnosis(self) -> Diagnosis:
         """Return the diagnosis of the first sample that another one confirms, or what else samples
@@ -242,13 +258,18 @@ class _Search:
             if not diagnosis.is_wrong:
                 self.agreed = diagnosis
                 continue
-            self.first = self.first or (part, diagnosis)
+            if self.first is None:
+                self.first = (part, diagnosis)
             confirmed = self.confirmed(diagnosis)
             if confirmed is not None:
                 return confirmed
-        if self.first is not None:
-            return self.mixed() or self.thorough()
-        return self.agreed or Diagnosis()
+        if self.first is None:
+            return self.agreed or Diagnosis()
+        by_mixing = self.explained_by_mixing()
+        if by_mixing is not None:
+            return by_mixing
+        by_thorough = self.thorough(self.first[0])
+        return replace(by_thorough, untried=_listed([by_thorough.untried, *self.untried]))
 
     def judged(self, part: Part, scope: Scope, share: float = 1.0) -> Diagnosis:
         """Diagnose a sample with a share of the remaining work."""
@@ -259,105 +280,125 @@ class _Search:
 
     def confirmed(self, diagnosis: Diagnosis) -> Diagnosis | None:
         """Return the diagnosis of a sample if it also explains another one."""
-        self.found |= {"\n".join(each.bugs): each for each in diagnosis.known}
+        for finding in diagnosis.known:
+            self.by_bugs[finding.bugs] = finding
         if not diagnosis.known:
             return None
-        contradicting, agreeing = list[str](), list[str]()
+        names = _names_in(self.by_bugs.values())
+        contradicting: list[str] = []
+        agreeing: list[str] = []
         for other in self.samples.confirming():
-            again = self.judged(other, Scope(other.judged, self._names, is_quick=True), CONFIRMS)
+            again = self.judged(other, Scope(other.judged, names, is_quick=True), CONFIRMS)
             if again.untried:
                 return self._merged(diagnosis, diagnosis, UNCONFIRMED)
             if not again.is_wrong:
                 agreeing.append(other.words)
             elif again.leftover or not again.known:
-                contradicting.append(other.words)
+                contradicting.append(f"not by {other.words}")
             else:
-                words = ", ".join(
-                    [f"confirmed by {other.words}", *(f"not by {words}" for words in contradicting)]
-                )
+                words = ", ".join([f"confirmed by {other.words}", *contradicting])
                 return self._merged(diagnosis, again, words)
-        if agreeing and not contradicting:  # the bug is where the sample is
+        if agreeing and not contradicting:
+            # The bug shows only where the first sample is.
             return self._merged(diagnosis, diagnosis, f"and {', and '.join(agreeing)} agree")
         return None
-
-    @property
-    def _names(self) -> frozenset[str]:
-        """The names of the bugs found so far, and descriptions of their alternatives."""
-        names = {name for each in self.found.values() for name in each.bugs}
-        return frozenset(names | {words for each in self.found.values() for words in each.others})
 
     def _merged(self, diagnosis: Diagnosis, again: Diagnosis, words: str) -> Diagnosis:
         """Return the joint diagnosis of samples; among alternatives the confirming sample, which is
         larger, decides.
         """
-        by_name = self.found | {"\n".join(each.bugs): each for each in again.known}
-        confirmed_names = {each.bugs for each in again.known}
-        findings = [
-            each
-            for each in by_name.values()
-            if each.bugs in confirmed_names or not _is_other(each, again)
-        ]
-        first, shown = self.first if self.first is not None else (None, diagnosis)
-        words = f"{first.words}, {words}" if first is not None else words
+        by_bugs = dict(self.by_bugs)
+        confirmed_stages: set[str] = set()
+        for finding in again.known:
+            by_bugs[finding.bugs] = finding
+            confirmed_stages.update(finding.stages)
+        confirmed_bugs = {finding.bugs for finding in again.known}
+        findings = []
+        for bugs, finding in by_bugs.items():
+            # Another bug may explain the same stages in the confirming sample.
+            if bugs in confirmed_bugs or confirmed_stages.isdisjoint(finding.stages):
+                findings.append(finding)
+        shown = diagnosis
+        if self.first is not None:
+            part, shown = self.first
+            words = f"{part.words}, {words}"
         return replace(shown, findings=findings, untried="", sample=words)
 
-    def mixed(self) -> Diagnosis | None:
+    def explained_by_mixing(self) -> Diagnosis | None:
         """Return an explanation by a bug that mixes rows."""
-        with suppress(TimeoutError), self.work.counted(), self.work.inside("bugs that mix rows"):
-            for part in self.samples.mixing():
-                diagnosis = self.judged(part, Scope(part.judged, MIXING, is_quick=True))
-                if diagnosis.known and not diagnosis.leftover:
-                    return replace(diagnosis, sample=part.words)
+        names_left = set(self.samples.mixing_bugs)
+        try:
+            with self.work.counted(), self.work.inside("bugs that mix rows"):
+                for part, names in self.samples.mixing():
+                    diagnosis = self.judged(part, Scope(part.judged, names, is_quick=True))
+                    if diagnosis.known and not diagnosis.leftover:
+                        return replace(diagnosis, sample=part.words)
+                    if not diagnosis.untried:
+                        names_left -= names
+        except TimeoutError:
+            pass  # the limit of the search; the names that are left say so
+        self.untried += sorted(names_left)
         return None
 
-    def thorough(self) -> Diagnosis:
+    def thorough(self, first_part: Part) -> Diagnosis:
         """Search for pairs and patterns in the first wrong sample, or in the one that did not
         confirm a bug.
         """
-        if self.first is None:
-            return Diagnosis()
-        part = self._to_search_thoroughly(self.first[0])
+        part = self._to_search_thoroughly(first_part)
         diagnosis = self.judged(part, Scope(part.judged))
-        if not diagnosis.is_wrong:  # the first tokens do not show it
-            part = self.first[0]
+        if not diagnosis.is_wrong:
+            # The larger sample does not show what the first one does.
+            part = first_part
             diagnosis = self.judged(part, Scope(part.judged))
-        if not diagnosis.leftover and diagnosis.known and not self.found:
+        if diagnosis.known and not diagnosis.leftover and not self.by_bugs:
             self.first = (part, diagnosis)
             confirmed = self.confirmed(diagnosis)
             if confirmed is not None:
                 return confirmed
-        is_law = diagnosis.kind == "pattern" and sample_of(part.problem) is not None
-        return self._law(part, diagnosis) if is_law else replace(diagnosis, sample=part.words)
+        if diagnosis.kind == "pattern" and sample_of(part.problem) is not None:
+            return self._pattern(part, diagnosis)
+        return replace(diagnosis, sample=part.words)
 
-    def _to_search_thoroughly(self, first: Part) -> Part:
+    def _to_search_thoroughly(self, first_part: Part) -> Part:
         """Return a sample that shows as much as possible."""
-        if self.found:
-            return next(self.samples.confirming(), first)
-        sample = sample_of(first.problem)
+        if self.by_bugs:
+            return next(self.samples.confirming(), first_part)
+        sample, num_tokens = sample_of(first_part.problem), first_part.problem.case.seq_len
         is_of_rows = sample is not None and sample.tokens is None
-        if is_of_rows and first.problem.case.seq_len == self.samples.whole.problem.case.seq_len:
-            return first
-        return self.samples.complete() or first
+        if is_of_rows and num_tokens == self.samples.whole.problem.case.seq_len:
+            return first_part
+        return self.samples.complete() or first_part
 
-    def _law(self, part: Part, diagnosis: Diagnosis) -> Diagnosis:
+    def _pattern(self, part: Part, diagnosis: Diagnosis) -> Diagnosis:
         """Return the pattern of a sample if another one shows the same; else the sample is
         unexplained.
         """
         other = next(self.samples.confirming())
-        again = self.judged(other, Scope(other.judged, frozenset()))
-        laws = [
-            [(each.stage, each.pattern and each.pattern.name) for each in found.leftover]
-            for found in (diagnosis, again)
-        ]
-        if laws[0] == laws[1]:
+        no_bugs = frozenset[str]()
+        again = self.judged(other, Scope(other.judged, no_bugs))
+        if _patterns_in(diagnosis) == _patterns_in(again):
             return replace(diagnosis, sample=f"{part.words}, confirmed by {other.words}")
-        unexplained = [replace(each, description=None) for each in diagnosis.leftover]
-        return replace(diagnosis, findings=[*diagnosis.known, *unexplained], sample=part.words)
+        unexplained = [replace(finding, description=None) for finding in diagnosis.leftover]
+        untried = [diagnosis.untried]
+        if again.untried:
+            untried.append(f"the pattern in {other.words}")
+        return replace(
+            diagnosis,
+            findings=[*diagnosis.known, *unexplained],
+            untried=_listed(untried),
+            sample=part.words,
+        )
 
 
-def _is_other(finding: Finding, confirmed: Diagnosis) -> bool:
-    """Return True if a confirmed diagnosis explains the stages of an explanation by another bug."""
-    return any({*finding.stages} & {*each.stages} for each in confirmed.known)
+def _patterns_in(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    """Return each unexplained stage with the name of its pattern, if any."""
+    patterns = []
+    for finding in diagnosis.leftover:
+        name = ""
+        if finding.pattern is not None:
+            name = finding.pattern.name
+        patterns.append((finding.stage, name))
+    return patterns
 
 
 # ---- The verdict on the whole --------------------------------------------------------------------
@@ -367,51 +408,64 @@ def _joined(whole: Whole, diagnoses: Sequence[Diagnosis]) -> Diagnosis:
     """Return the diagnosis of a layer by those of its samples, and by the comparison of its whole
     stages.
     """
-    known = _distinct([finding for diagnosis in diagnoses for finding in diagnosis.known])
-    leftover = [finding for diagnosis in diagnoses for finding in diagnosis.leftover]
+    known: list[Finding] = []
+    leftover: list[Finding] = []
     conventions: dict[str, str] = {}
     malformed: dict[str, str] = {}
+    taken: dict[str, np.ndarray] = {}
     for diagnosis in diagnoses:
-        conventions |= diagnosis.conventions
-        malformed |= diagnosis.malformed
+        known += diagnosis.known
+        leftover += diagnosis.leftover
+        conventions.update(diagnosis.conventions)
+        malformed.update(diagnosis.malformed)
+        taken.update(diagnosis.taken)
+    known = _distinct(known)
     first_wrong = whole.compared.first_wrong(conventions)
     explained = [finding.stage for finding in (*known, *leftover)]
-    if first_wrong and not any(order_of(stage) <= order_of(first_wrong) for stage in explained):
+    if first_wrong and not _has_one_up_to(first_wrong, explained):
         # The samples agree, but the whole stage does not, or only stages after it were found to
         # differ.
         comparison = whole.compared[first_wrong].comparison
-        leftover = [Finding(first_wrong, comparison.error, comparison.ratio), *leftover]
+        leftover.insert(0, Finding(first_wrong, comparison.error, comparison.ratio))
     leftover = [_with_place(finding, whole) for finding in leftover]
-    findings = sorted([*known, *leftover], key=lambda finding: order_of(finding.stage))
+    findings = sorted([*known, *leftover], key=_place)
+    stages = [finding.stage for finding in findings]
+    untried = ""
+    if leftover:
+        untried = _listed([diagnosis.untried for diagnosis in diagnoses])
     wrong = [diagnosis for diagnosis in diagnoses if diagnosis.is_wrong]
-    base = next(iter([*wrong, *diagnoses]))
-    first = next(iter([*(finding.stage for finding in findings), *malformed]), "")
+    first_diagnosis = next(iter([*wrong, *diagnoses]))
     joined = replace(
-        base,
-        stage=first_wrong or first,
+        first_diagnosis,
+        stage=first_wrong or next(iter([*stages, *malformed]), ""),
         findings=findings,
         has_stages=len(whole.observed) > 1,
         malformed=malformed,
         conventions=conventions,
         choice=next((diagnosis.choice for diagnosis in diagnoses if diagnosis.choice), ""),
-        untried=_listed(diagnosis.untried for diagnosis in diagnoses) if leftover else "",
-        taken={name: x for diagnosis in diagnoses for name, x in diagnosis.taken.items()},
-        sample=_listed((diagnosis.sample for diagnosis in diagnoses), "; "),
+        untried=untried,
+        taken=taken,
+        sample=_listed([diagnosis.sample for diagnosis in diagnoses], "; "),
     )
     output = whole.compared.get("output")
     return replace(joined, agrees=joined.is_wrong and output is not None and output.passed)
+
+
+def _has_one_up_to(last: str, stages: Iterable[str]) -> bool:
+    """Return whether one of some stages is a given stage, or comes before it."""
+    return any(order_of(stage) <= order_of(last) for stage in stages)
 
 
 def _distinct(findings: Sequence[Finding]) -> list[Finding]:
     """Return findings, each bug once, with all stages that it explains."""
     by_bugs: dict[tuple[str, ...], Finding] = {}
     for finding in findings:
-        same = by_bugs.get(finding.bugs)
-        if same is None:
-            by_bugs[finding.bugs] = finding
+        bugs = finding.bugs
+        if bugs in by_bugs:
+            stages = dict.fromkeys([*by_bugs[bugs].stages, *finding.stages])
+            by_bugs[bugs] = replace(by_bugs[bugs], stages=tuple(stages))
         else:
-            stages = tuple(dict.fromkeys([*same.stages, *finding.stages]))
-            by_bugs[finding.bugs] = replace(same, stages=stages)
+            by_bugs[bugs] = finding
     return list(by_bugs.values())
 
 
@@ -422,12 +476,15 @@ def _with_place(finding: Finding, whole: Whole) -> Finding:
         return finding
     if finding.description is None:
         return replace(finding, description=place)
-    return replace(
-        finding,
-        description=Description(place.place, finding.description.patterns, place.signs),
-    )
+    patterns = finding.description.patterns
+    return replace(finding, description=Description(place.place, patterns, place.signs))
 
 
-def _listed(texts: Iterator[str], between: str = ", ") -> str:
+def _place(finding: Finding) -> tuple[int, int]:
+    """Return the place of a finding's stage in the data flow."""
+    return order_of(finding.stage)
+
+
+def _listed(texts: Iterable[str], between: str = ", ") -> str:
     """Return different texts in a line."""
-    return between.join(dict.fromkeys(text for text in texts if text))
+    return between.join(dict.fromkeys([text for text in texts if text]))

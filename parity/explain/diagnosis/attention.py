@@ -48,14 +48,20 @@ def attention_in(trace: Trace, stage: str | None = None) -> tuple[str, np.ndarra
     Raises:
         ValueError: if the trace has no such stage.
     """
-    stages = [name for name in trace.accumulated if stage_named(name).is_attn_weights]
-    stages.sort(
-        key=lambda name: stage_named(name).kind != "attn_weights", reverse=True
-    )  # those of the module come first
+    own_stages = []
+    of_module = []
+    for name in trace.accumulated:
+        if stage_named(name).kind == "attn_weights":
+            own_stages.append(name)
+        elif stage_named(name).is_attn_weights:
+            of_module.append(name)
+    stages = [*of_module, *own_stages]
     if not stages:
         why = trace.error or trace.skipped or "no stage attn_weights"
         raise InputError("the trace", "have attention weights", why)
-    chosen = stages[-1] if stage is None else stage
+    chosen = stage
+    if chosen is None:
+        chosen = stages[-1]
     if chosen not in stages:
         raise InputError("stage", f"be one of {', '.join(stages)}", stage=chosen)
     return chosen, trace.accumulated[chosen]
@@ -91,19 +97,17 @@ def attention_for(
             raise InputError("key", "be absent for a layer with RoPE", rope=spec.rope)
     elif spec.d_kv != spec.d_in:
         raise InputError("key", "be given where d_kv is not d_in", d_kv=spec.d_kv, d_in=spec.d_in)
-    (batch, seq_len, _), seq_len_k = (
-        inputs["query"].shape,
-        None if key is None else inputs["key"].shape[1],
-    )
-    if key is not None and inputs["key"].shape[0] != batch:
-        raise InputError(
-            "key", "have as many sequences as query", f"{inputs['key'].shape[0]} and {batch}"
-        )
+    batch, seq_len, _ = inputs["query"].shape
+    seq_len_k = None
+    if key is not None:
+        key_batch, seq_len_k, _ = inputs["key"].shape
+        if key_batch != batch:
+            sizes = f"{key_batch} and {batch}"
+            raise InputError("key", "have as many sequences as query", sizes)
     case = Case("input", spec, "an input of the user", batch, seq_len, seq_len_k, is_causal)
     wide = {name: weight.astype(np.float64) for name, weight in weights.items()}
-    return run_steps(reference.steps(Problem(case, "float64", wide, inputs), "float64"))[
-        "attn_weights"
-    ]
+    problem = Problem(case, "float64", wide, inputs)
+    return run_steps(reference.steps(problem, "float64"))["attn_weights"]
 
 
 def attention_in_case(weights: Weights, spec: AttentionSpec, case: Case) -> tuple[str, np.ndarray]:

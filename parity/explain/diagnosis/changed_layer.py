@@ -35,7 +35,10 @@ class ChangedLayer(Layer):
     @contextmanager
     def overriding(self, **methods: Callable[..., Any]) -> Iterator[None]:
         """Replace methods of this layer by functions within the block."""
-        before = {name: self.overrides[name] for name in methods if name in self.overrides}
+        before = {}
+        for name in methods:
+            if name in self.overrides:
+                before[name] = self.overrides[name]
         self.override(**methods)
         try:
             yield

@@ -42,13 +42,15 @@ def _kept_softmax(layer: Layer, original: Any, values: Values) -> dict[str, np.n
     a = layer.arithmetic
     shown = np.where(values["mask"], -np.inf, a.widen(values["scores"]))
     highest = shown.max(axis=-1, keepdims=True, initial=-np.inf)
-    highest = np.where(np.isfinite(highest), highest, 0.0).astype(a.wide)
+    highest = _finite(highest).astype(a.wide)
     exponentials = a.widen(np.exp(a.widen(shown - highest)))
     total = a.widen(exponentials.sum(axis=-1, keepdims=True))
     sinks = layer.sinks()
-    total = total if sinks is None else a.widen(total + np.exp(a.widen(a.widen(sinks) - highest)))
-    attn_weights = a.keep(exponentials / np.where(total == 0.0, a.wide.type(1.0), total))
-    return {"attn_weights": layer.of_empty_rows(attn_weights, values["scores"], total == 0.0)}
+    if sinks is not None:
+        total = a.widen(total + np.exp(a.widen(a.widen(sinks) - highest)))
+    is_empty = total == 0.0
+    attn_weights = a.keep(exponentials / np.where(is_empty, a.wide.type(1.0), total))
+    return {"attn_weights": layer.of_empty_rows(attn_weights, values["scores"], is_empty)}
 
 
 def _log_sum_exp(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
@@ -64,28 +66,30 @@ def _log_sum_exp(layer: Layer, original: Any, values: Values) -> dict[str, np.nd
     of_kernel = np.where(values["mask"], -np.inf, own_scores["scores"].astype(a.wide))
     sinks = layer.sinks()
     highest = of_kernel.max(axis=-1, keepdims=True, initial=-np.inf)
-    highest = highest if sinks is None else np.maximum(highest, sinks)
-    highest = np.where(np.isfinite(highest), highest, 0.0).astype(a.wide)
+    if sinks is not None:
+        highest = np.maximum(highest, sinks)
+    highest = _finite(highest).astype(a.wide)
     total = np.exp(of_kernel - highest).sum(axis=-1, keepdims=True)
-    total = total if sinks is None else total + np.exp(sinks - highest)
+    if sinks is not None:
+        total = total + np.exp(sinks - highest)
     with np.errstate(divide="ignore"):
-        logarithm = (highest + np.log(total)).astype(a.wide)
-    logarithm = np.where(np.isfinite(logarithm), logarithm, 0.0).astype(a.wide)
-    is_empty = total == 0.0
-    return {
-        "attn_weights": layer.of_empty_rows(
-            a.keep(np.exp(shown - logarithm)), values["scores"], is_empty
-        )
-    }
+        logarithm = _finite((highest + np.log(total)).astype(a.wide))
+    attn_weights = a.keep(np.exp(shown - logarithm.astype(a.wide)))
+    return {"attn_weights": layer.of_empty_rows(attn_weights, values["scores"], total == 0.0)}
+
+
+def _finite(x: np.ndarray) -> np.ndarray:
+    """Return an array with 0 for infinities and NaN: rows without a key have no largest score."""
+    return np.where(np.isfinite(x), x, 0.0)
 
 
 def _of_exact_sums(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
     """Return the context of a kernel that divides by its sums, and whose recorded weights are
     computed afterwards.
     """
-    found = original(values)
+    stages = original(values)
     if layer.sinks() is not None:  # which are part of the sums
-        return found
+        return stages
     a = layer.arithmetic
     total = a.widen(values["attn_weights"]).sum(axis=-1, keepdims=True)
     scores = values["scores"][:, :, : total.shape[2]]  # a sample has scores of more rows
@@ -94,7 +98,7 @@ def _of_exact_sums(layer: Layer, original: Any, values: Values) -> dict[str, np.
     # score at most.
     largest = np.maximum(shown.max(axis=-1, keepdims=True, initial=0.0), 1.0)
     is_rounded = np.abs(total - 1.0) <= 2.0 * unit_of_rounding(a.wide.name) * largest
-    context = a.widen(found["context"]) / np.where(is_rounded, total, 1.0)
+    context = a.widen(stages["context"]) / np.where(is_rounded, total, 1.0)
     return {"context": a.keep(context.astype(a.wide))}
 
 
@@ -117,10 +121,15 @@ def choices_for(dtype: str, observed: Mapping[str, np.ndarray]) -> Iterator[Choi
     """Yield the allowed choices, first the reference's own, unless recorded scores have a 16-bit
     dtype.
     """
-    kept = {x.dtype.name for name, x in observed.items() if stage_named(name).kind == "scores"}
-    if dtype not in HALF or kept != {dtype}:
+    dtypes = {x.dtype.name for name, x in observed.items() if stage_named(name).kind == "scores"}
+    if dtype not in HALF:
         yield AS_THE_REFERENCE
-    if dtype in HALF:
-        yield from (UNFUSED, SCORES, SOFTMAX) if kept != {dtype} else (SCORES, SOFTMAX)
-    elif dtype == "float32":
-        yield LOG_SUM_EXP
+        if dtype == "float32":
+            yield LOG_SUM_EXP
+        return
+    # Recorded scores in 16 bits exclude choices that keep them in float32.
+    if dtypes != {dtype}:
+        yield AS_THE_REFERENCE
+        yield UNFUSED
+    yield SCORES
+    yield SOFTMAX

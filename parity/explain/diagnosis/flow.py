@@ -16,7 +16,7 @@ from parity.explain.diagnosis.changed_layer import ChangedLayer
 from parity.explain.diagnosis.sample import SampledProblem
 from parity.explain.diagnosis.work import CountedArithmetic
 from parity.measure.core.problem import Problem
-from parity.measure.core.reference import Layer
+from parity.measure.core.reference import Arithmetic, Layer
 from parity.measure.core.stages import STEPS, STEPS_OF_A_CALL
 
 TOKENS = 2
@@ -36,97 +36,119 @@ class Flow:
     reads: frozenset[str]
 
 
-class _Values(dict[str, np.ndarray]):
+class _RecordedValues(dict[str, np.ndarray]):
     """Stages by name that record which of them were read."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.read: set[str] = set()
+        self.names_read: set[str] = set()
 
     def __getitem__(self, name: str) -> np.ndarray:
-        self.read.add(name)
+        self.names_read.add(name)
         return super().__getitem__(name)
 
     def keys(self) -> Any:
         """Return all stages: copying reads them."""
-        self.read.update(self)
+        self.names_read.update(self)
         return super().keys()
 
     def __iter__(self) -> Iterator[str]:
-        self.read.update(self)
+        self.names_read.update(self)
         return super().__iter__()
+
+
+def _names_of_methods() -> frozenset[str]:
+    """Return the names of the public methods of a layer."""
+    names = set()
+    for name in dir(Layer):
+        if not name.startswith("_") and callable(getattr(Layer, name)):
+            names.add(name)
+    return frozenset(names)
+
+
+METHODS = _names_of_methods()
+
+
+class _WatchedLayer(ChangedLayer):
+    """Layer that records which of its methods are called."""
+
+    def __init__(self, problem: Problem, arithmetic: Arithmetic) -> None:
+        super().__init__(problem, arithmetic)
+        self.names_called: set[str] = set()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in METHODS:
+            super().__getattribute__("names_called").add(name)
+        return super().__getattribute__(name)
+
+    def linear(self, name: str, x: np.ndarray) -> np.ndarray:
+        """Return zeros: the product is expensive, and nothing depends on its values."""
+        self.has_bias(name)
+        return np.zeros((*x.shape[:-1], len(self.parameter(f"{name}.weight"))))
+
+    def by_group(self, of_queries: np.ndarray, of_keys: np.ndarray) -> np.ndarray:
+        """Return the products of heads, which another map of heads would change."""
+        self.names_called.add("per_query_head")
+        return super().by_group(of_queries, of_keys)
 
 
 def flow_of(problem: Problem) -> list[Flow]:
     """Return the dependencies of each step of a problem in the reference."""
-    called: set[str] = set()
-    methods = {
-        name for name in dir(Layer) if not name.startswith("_") and callable(getattr(Layer, name))
-    }
-
-    class Watched(ChangedLayer):
-        def __getattribute__(self, name: str) -> Any:
-            if name in methods:
-                called.add(name)
-            return super().__getattribute__(name)
-
-        def linear(self, name: str, x: np.ndarray) -> np.ndarray:
-            """Return zeros: the product is expensive, and nothing depends on its values."""
-            self.has_bias(name)
-            return np.zeros((*x.shape[:-1], len(self.parameter(f"{name}.weight"))))
-
-        def by_group(self, of_queries: np.ndarray, of_keys: np.ndarray) -> np.ndarray:
-            """Return the products of heads, which another map of heads would change."""
-            called.add("per_query_head")
-            return super().by_group(of_queries, of_keys)
-
-    found, values = [], _Values()
-    steps = Watched(_small(problem), CountedArithmetic(np.dtype(np.float64))).steps()
-    for name, step in zip(
-        itertools.cycle(STEPS_OF_A_CALL if problem.case.is_cached else STEPS), steps
-    ):
-        called.clear()
-        called.update((name, "call"))
-        values.read.clear()
+    layer = _WatchedLayer(_small(problem), CountedArithmetic(np.dtype(np.float64)))
+    steps = layer.steps()
+    names = STEPS
+    if problem.case.is_cached:
+        names = STEPS_OF_A_CALL
+    flows = []
+    values = _RecordedValues()
+    # The steps of a layer with a cache are those of one call after the other.
+    for name, step in zip(itertools.cycle(names), steps):
+        layer.names_called.clear()
+        values.names_read.clear()
         with np.errstate(all="ignore"):
-            given = step(values)
-        found.append(Flow(frozenset(called), frozenset(values.read)))
-        values.update(given)
-    return found
+            stages = step(values)
+        methods = layer.names_called | {name, "call"}
+        flows.append(Flow(frozenset(methods), frozenset(values.names_read)))
+        values.update(stages)
+    return flows
 
 
 def _small(problem: Problem) -> Problem:
     """Return a problem of the same layer with few tokens, one in each call with a cache."""
+    if isinstance(problem, SampledProblem):
+        problem = problem.whole
+    if problem.case.chunks:
+        return _small_with_cache(problem)
     case = problem.case
-    if calls := len(case.chunks):
-        few = replace(case, seq_len=calls, chunks=(1,) * calls, new_lengths=(), capacity=calls)
-        of_heads = {
-            name: problem.inputs[name][:, :, :calls]
-            for name in ("k", "v")
-            if name in problem.inputs
-        }
-        return replace(
-            problem,
-            case=few,
-            inputs={"query": np.zeros((case.batch, calls, case.spec.d_in)), **of_heads},
-        )
-    lengths = None if case.key_padding_lengths is None else (TOKENS,) * case.batch
-    keys = None if case.seq_len_k is None else TOKENS
-    small = replace(case.first_tokens(TOKENS), seq_len_k=keys, key_padding_lengths=lengths)
-    inputs = {
-        name: np.zeros((*x.shape[:1], TOKENS, *x.shape[2:]), x.dtype)
-        for name, x in problem.inputs.items()
-    }
-    inputs |= {
-        name: x[:, :, :1].repeat(TOKENS, 2)
-        for name, x in problem.inputs.items()
-        if name in ("k", "v")
-    }
+    small = case.first_tokens(TOKENS)
+    if case.seq_len_k is not None:
+        small = replace(small, seq_len_k=TOKENS)
+    if case.key_padding_lengths is not None:
+        small = replace(small, key_padding_lengths=(TOKENS,) * case.batch)
     of_scores = (case.batch, case.spec.num_heads, TOKENS, TOKENS)
-    inputs |= {
-        name: np.zeros(of_scores, x.dtype)
-        for name, x in problem.inputs.items()
-        if name in ("bias", "mask")
-    }
-    whole = problem.whole if isinstance(problem, SampledProblem) else problem
-    return replace(whole, case=small, inputs=inputs)
+    inputs = {}
+    for name, x in problem.inputs.items():
+        if name in ("k", "v"):
+            inputs[name] = x[:, :, :1].repeat(TOKENS, 2)
+        elif name in ("bias", "mask"):
+            inputs[name] = np.zeros(of_scores, x.dtype)
+        else:
+            inputs[name] = np.zeros((x.shape[0], TOKENS, *x.shape[2:]), x.dtype)
+    return replace(problem, case=small, inputs=inputs)
+
+
+def _small_with_cache(problem: Problem) -> Problem:
+    case = problem.case
+    num_calls = len(case.chunks)
+    small = replace(
+        case,
+        seq_len=num_calls,
+        chunks=(1,) * num_calls,
+        new_lengths=(),
+        capacity=num_calls,
+    )
+    inputs = {"query": np.zeros((case.batch, num_calls, case.spec.d_in))}
+    for name in ("k", "v"):
+        if name in problem.inputs:
+            inputs[name] = problem.inputs[name][:, :, :num_calls]
+    return replace(problem, case=small, inputs=inputs)

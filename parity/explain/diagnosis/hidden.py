@@ -5,7 +5,6 @@ does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 
 import numpy as np
 
@@ -36,26 +35,29 @@ def hidden_bugs(right: Trial, stages: Sequence[str]) -> tuple[str, ...]:
         right: the reference of the problem, or of a sample of it, without observed stages.
         stages: names of the stages that were compared.
     """
-    known = [name for name in stages if name in right.values]
-    if right.problem.dtype not in HALF or not known:
+    known_stages = [name for name in stages if name in right.values]
+    if right.problem.dtype not in HALF or not known_stages:
         return ()
-    work, names = Work(SECONDS), list[str]()
-    with work.counted(), single_threaded(), suppress(TimeoutError):
-        for bug in _subtle_first([bug for bug in bugs_for(right.problem.case) if not bug.is_loss]):
-            with work.inside("hidden bugs"):
-                if _is_hidden(right, bug, known):
-                    names.append(bug.name)
-    return tuple(dict.fromkeys(names))
+    bugs = [bug for bug in bugs_for(right.problem.case) if not bug.is_loss]
+    work = Work(SECONDS)
+    names: dict[str, None] = {}
+    try:
+        with work.counted(), single_threaded():
+            for bug in sorted(bugs, key=_place):
+                with work.inside("hidden bugs"):
+                    if _is_hidden(right, bug, known_stages):
+                        names[bug.name] = None
+    except TimeoutError:
+        pass  # the subtle bugs were tried first
+    return tuple(names)
 
 
-def _subtle_first(bugs: Sequence[Edit]) -> list[Edit]:
-    """Return bugs in the order of `SUBTLE`."""
-
-    def place(bug: Edit) -> int:
-        matching = (number for number, part in enumerate(SUBTLE) if part in bug.name)
-        return next(matching, len(SUBTLE))
-
-    return sorted(bugs, key=place)
+def _place(bug: Edit) -> int:
+    """Return the place of a bug in the order of `SUBTLE`."""
+    for number, part in enumerate(SUBTLE):
+        if part in bug.name:
+            return number
+    return len(SUBTLE)
 
 
 def _is_hidden(right: Trial, bug: Edit, stages: Sequence[str]) -> bool:
@@ -67,10 +69,10 @@ def _is_hidden(right: Trial, bug: Edit, stages: Sequence[str]) -> bool:
             return False
         if np.array_equal(wrong, expected, equal_nan=True):
             continue
-        if judged(wrong, expected, right.allowed(name, ()), name).ratio > HIDDEN:
+        allowed = right.allowed(name, ())
+        if judged(wrong, expected, allowed, name).ratio > HIDDEN:
             return False
-        would_show = (
-            would_show
-            or judged(wrong, expected, right.allowed(name, (), dtype="float32"), name).ratio > 1.0
-        )
+        if not would_show:
+            in_float32 = right.allowed(name, (), dtype="float32")
+            would_show = judged(wrong, expected, in_float32, name).ratio > 1.0
     return would_show

@@ -57,37 +57,48 @@ def lost_in_products(
     dtype = SAME_PRECISION[trial.problem.dtype]
     first = wrong[0]
     for kind, bug in FIDELITIES.items():
-        # A module's kernels may scale queries where its stage functions scale scores.
-        with_loss = {
-            stage: [trial.stage(stage, form, dtype, kind) for form in ((), (SCALED_QUERIES,))]
-            for stage in wrong
-        }
-        if all(any(_falls(trial, stage, x) for x in forms) for stage, forms in with_loss.items()):
-            ratio = max(trial.judgement(stage, (), kind=kind).ratio for stage in wrong)
-            left = min(_rms_left(trial, first, x) for x in with_loss[first])
-            return Finding(
-                first,
-                before[first].error,
-                before[first].ratio,
-                (plain(bug),),
-                left,
-                ratio,
-                stages=tuple(wrong),
-            )
+        reproduced = [_with_fidelity(trial, stage, dtype, kind) for stage in wrong]
+        if not all(
+            _leaves_little(trial, stage, *forms)
+            for stage, forms in zip(wrong, reproduced, strict=True)
+        ):
+            continue
+        ratios = [trial.judgement(stage, (), kind=kind).ratio for stage in wrong]
+        return Finding(
+            stage=first,
+            stages=tuple(wrong),
+            edits=(plain(bug),),
+            error_before=before[first].error,
+            error=min([_rms_left(trial, first, x) for x in reproduced[0]]),
+            ratio=max(ratios),
+            ratio_before=before[first].ratio,
+        )
     return None
 
 
-def _of_the_layer(stages: Sequence[str]) -> list[str]:
-    return [stage for stage in stages if not stage_named(stage).path] or list(stages)
+def _with_fidelity(trial: Trial, stage: str, dtype: str, kind: str) -> list[np.ndarray]:
+    """Return a stage at a math fidelity.
 
-
-def _falls(trial: Trial, stage: str, with_loss: np.ndarray) -> bool:
-    """Return True if the reference with a loss of precision leaves a small share of the error of a
-    stage.
+    A module's kernels may scale queries where its stage functions scale scores.
     """
-    return trial.distance(stage, with_loss) <= SHARE_LEFT * trial.distance(
-        stage, trial.stage(stage)
-    )
+    return [
+        trial.stage(stage, (), dtype, kind),
+        trial.stage(stage, (SCALED_QUERIES,), dtype, kind),
+    ]
+
+
+def _of_the_layer(stages: Sequence[str]) -> list[str]:
+    """Return the stages that are not of a module's own path; all of them if there are no others."""
+    own_stages = [stage for stage in stages if not stage_named(stage).path]
+    return own_stages or list(stages)
+
+
+def _leaves_little(trial: Trial, stage: str, *with_loss: np.ndarray) -> bool:
+    """Return True if the reference with a loss of precision, in one of some forms, leaves a small
+    share of the error of a stage.
+    """
+    most = SHARE_LEFT * trial.distance(stage, trial.stage(stage))
+    return any(trial.distance(stage, x) <= most for x in with_loss)
 
 
 def _rms_left(trial: Trial, stage: str, with_loss: np.ndarray) -> float:
@@ -111,45 +122,56 @@ def lost_in_dtype(
     """
     if not wrong or any(math.isinf(before[stage].ratio) for stage in wrong):
         return None
-    own, first = _of_the_layer(wrong), before[wrong[0]]
     for dtype in NARROWER.get(trial.problem.dtype, ()):
-        results = [stage for stage in trial.stages if stage_named(stage).quantity in RESULTS]
-        if not results or not all(
-            _is_of(trial.observed[stage], dtype) for stage in {*results, *own}
-        ):
-            continue
-        allowed = {stage: trial.allowed(stage, (), dtype=dtype) for stage in own}
-        shares = [
-            judged(trial.observed[each], trial.stage(each), allowed[each], each).ratio
-            for each in own
-        ]
-        if max(shares) > 1.0:
-            continue
-        narrow = (layer_in(trial.problem.case, dtype),)
-        with_loss = {stage: trial.stage(stage, narrow, dtype) for stage in own}
-        # Sums of float32 depend on their order, so only sums in a wider dtype can be reproduced.
-        is_reproducible = dtype != "float32"
-        if is_reproducible and not all(_falls(trial, stage, x) for stage, x in with_loss.items()):
-            continue
-        about = f"the whole layer is computed in {dtype} and cast back"
-        fix = (
-            f"compute the layer in {trial.problem.dtype}, outside of autocast, or compare in "
-            f"that dtype"
-        )
-        loss = Edit(
-            f"layer-in-{dtype}", about, pages=("low-precision",), fixes=(fix,), is_loss=True
-        )
-        left = _rms_left(trial, wrong[0], trial.stage(wrong[0], narrow, dtype))
-        return Finding(
-            wrong[0],
-            first.error,
-            first.ratio,
-            (loss,),
-            left,
-            max(shares),
-            stages=tuple(own),
-        )
+        finding = _lost_in(dtype, trial, before, wrong)
+        if finding is not None:
+            return finding
     return None
+
+
+def _lost_in(
+    dtype: str, trial: Trial, before: Mapping[str, Judgement], wrong: Sequence[str]
+) -> Finding | None:
+    """Return the explanation that the whole layer was computed in a narrower dtype, if it is so."""
+    results = [stage for stage in trial.stages if stage_named(stage).quantity in RESULTS]
+    own = _of_the_layer(wrong)
+    if not results:
+        return None
+    if not all(_is_of(trial.observed[stage], dtype) for stage in (*results, *own)):
+        return None
+    ratios = []
+    for stage in own:
+        allowed = trial.allowed(stage, (), dtype=dtype)
+        judgement = judged(trial.observed[stage], trial.stage(stage), allowed, stage)
+        ratios.append(judgement.ratio)
+    if max(ratios) > 1.0:
+        return None
+    in_dtype = (layer_in(trial.problem.case, dtype),)
+    # Sums of float32 depend on their order, so only sums in a wider dtype can be reproduced.
+    if dtype != "float32":
+        for stage in own:
+            if not _leaves_little(trial, stage, trial.stage(stage, in_dtype, dtype)):
+                return None
+    first = wrong[0]
+    fix = (
+        f"compute the layer in {trial.problem.dtype}, outside of autocast, or compare in that dtype"
+    )
+    loss = Edit(
+        f"layer-in-{dtype}",
+        f"the whole layer is computed in {dtype} and cast back",
+        pages=("low-precision",),
+        fixes=(fix,),
+        is_loss=True,
+    )
+    return Finding(
+        stage=first,
+        stages=tuple(own),
+        edits=(loss,),
+        error_before=before[first].error,
+        error=_rms_left(trial, first, trial.stage(first, in_dtype, dtype)),
+        ratio=max(ratios),
+        ratio_before=before[first].ratio,
+    )
 
 
 def _is_of(x: np.ndarray, dtype: str) -> bool:

@@ -12,12 +12,15 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import Any
 
 import numpy as np
 
-from parity.explain.diagnosis.bugs.record import Edit, instead
+from mha_spec import Norm, Rope
+from parity.explain.diagnosis.bugs.record import Edit
 from parity.explain.diagnosis.sample import sample_of
 from parity.explain.diagnosis.trial import Trial
+from parity.measure.core.reference import Layer
 from parity.measure.core.stages import STAGES, Stage, stage_named
 from parity.measure.core.unused import unused_cells
 from parity.measure.core.weights import is_floating
@@ -69,32 +72,77 @@ class Read:
     reason: str = ""
 
 
-BEFORE_ROPE = Edit(overrides={"turned": lambda layer, original, name, x, positions: x})
-BEFORE_NORM = Edit(
-    overrides={**BEFORE_ROPE.overrides, "normed": lambda layer, original, name, x, norm: x}
-)
-BEFORE_SCALE = Edit(overrides={"scale": instead(lambda: 1.0)})
-BEFORE_CAP = Edit(overrides={"capped": instead(lambda x: x)})
-BEFORE_BIAS = Edit(
-    overrides={"score_bias": instead(lambda: None)}
-    | dict.fromkeys(
-        ("lost_by_distance", "gained_by_distance"), instead(lambda places: np.zeros(()))
-    )
-)
-PRODUCTS = Edit(
-    overrides={**BEFORE_SCALE.overrides, **BEFORE_CAP.overrides, **BEFORE_BIAS.overrides}
-)
+# ---- The reference in other conventions ----------------------------------------------------------
+
+
+def _without_rope(
+    layer: Layer, original: Any, name: str, x: np.ndarray, positions: np.ndarray
+) -> np.ndarray:
+    return x
+
+
+def _without_norm(
+    layer: Layer, original: Any, name: str, x: np.ndarray, norm: Norm | None
+) -> np.ndarray:
+    return x
+
+
+def _without_scale(layer: Layer, original: Any) -> float:
+    return 1.0
+
+
+def _without_cap(layer: Layer, original: Any, x: np.ndarray) -> np.ndarray:
+    return x
+
+
+def _without_score_bias(layer: Layer, original: Any) -> None:
+    return None
+
+
+def _without_distance_bias(layer: Layer, original: Any, places: np.ndarray) -> np.ndarray:
+    return np.zeros(())
+
+
+_BIAS = {
+    "score_bias": _without_score_bias,
+    "lost_by_distance": _without_distance_bias,
+    "gained_by_distance": _without_distance_bias,
+}
+
+BEFORE_ROPE = Edit(overrides={"turned": _without_rope})
+BEFORE_NORM = Edit(overrides={"turned": _without_rope, "normed": _without_norm})
+BEFORE_SCALE = Edit(overrides={"scale": _without_scale})
+BEFORE_CAP = Edit(overrides={"capped": _without_cap})
+BEFORE_BIAS = Edit(overrides=_BIAS)
+PRODUCTS = Edit(overrides={"scale": _without_scale, "capped": _without_cap, **_BIAS})
 
 
 def read(observed: Mapping[str, np.ndarray], right: Trial) -> dict[str, Read]:
     """Return the readings of each recorded stage that the reference has."""
-    return {
-        name: _Reader(name, right).read(x) for name, x in observed.items() if name in right.values
-    }
+    readings = {}
+    for name, x in observed.items():
+        if name in right.values:
+            readings[name] = _Reader(name, right).read(x)
+    return readings
 
 
 def _over_heads(attn_weights: np.ndarray) -> np.ndarray:
     return attn_weights.astype(np.float64).mean(axis=1)
+
+
+@dataclass(frozen=True)
+class _RecordedForm:
+    """A form in which a stage may be recorded, with more or fewer numbers than the reference.
+
+    Attributes:
+        words: a description that follows the name of the stage; empty for the reference's form.
+        shape: its shape, with the reference's order of axes.
+        undo: returns the stage in the reference's shape; None if the values contradict the form.
+    """
+
+    words: str
+    shape: tuple[int, ...]
+    undo: Callable[[np.ndarray], np.ndarray | None]
 
 
 @dataclass(frozen=True)
@@ -121,7 +169,9 @@ class _Reader:
         """The cells whose values do not matter: tokens of padding, unfilled slots."""
         problem = self.right.problem
         sample = sample_of(problem)
-        tokens = None if sample is None else sample.tokens_of(self.stage.quantity)
+        tokens = None
+        if sample is not None:
+            tokens = sample.tokens_of(self.stage.quantity)
         return unused_cells(problem.case, self.name, self.expected.shape, tokens)
 
     def read(self, x: np.ndarray) -> Read:
@@ -129,11 +179,11 @@ class _Reader:
         typed = self._typed(x)
         if isinstance(typed, str):
             return Read(None, None, typed)
-        if typed.shape == self.expected.shape and self.right.agrees(
-            self.name, typed, unused=self.unused
-        ):
-            as_ours = Reading(self._as_typed(x, typed), typed, is_certain=True, masked=self.unused)
+        if typed.shape == self.expected.shape and self._agrees(typed):
+            words = self._words_of_dtype(x)
+            as_ours = Reading(words, typed, is_certain=True, masked=self.unused)
             return Read(as_ours, as_ours)
+        # As recorded it differs. It may agree in other axes, or in another convention.
         shaped = list(self._shaped(typed))
         agreed = next(self._agreeing(typed, shaped), None)
         if not shaped:
@@ -141,8 +191,9 @@ class _Reader:
         after_mask = self._after_mask(shaped[0])
         if after_mask is None:
             return Read(replace(shaped[0], masked=self.unused), agreed)
-        is_right = after_mask.values is not None and self._agrees(after_mask.values)
-        return Read(after_mask, after_mask if is_right else agreed)
+        if after_mask.values is not None and self._agrees(after_mask.values):
+            agreed = after_mask
+        return Read(after_mask, agreed)
 
     def _agrees(self, x: np.ndarray, changes: tuple[Edit, ...] = ()) -> bool:
         """Return True if an array is the stage with changes, up to rounding, except in unused
@@ -150,34 +201,45 @@ class _Reader:
         """
         return self.right.agrees(self.name, x, changes, self.unused)
 
-    def _as_typed(self, x: np.ndarray, typed: np.ndarray) -> str:
-        """Return a description of a mask that is not boolean."""
-        return (
-            ""
-            if x.dtype == typed.dtype or self.stage.quantity != "mask"
-            else f"has dtype {x.dtype}"
-        )
+    # ---- Dtypes ----------------------------------------------------------------------------------
+
+    def _words_of_dtype(self, x: np.ndarray) -> str:
+        """Return a description of a mask that is not boolean; empty for all else."""
+        if self.stage.quantity == "mask" and x.dtype != np.bool_:
+            return f"has dtype {x.dtype}"
+        return ""
 
     def _typed(self, x: np.ndarray) -> np.ndarray | str:
         """Return the array with the stage's dtype, or the reason why it cannot have it."""
         if self.stage.quantity == "mask":
-            if x.dtype == np.bool_:
-                return x
-            wide = x.astype(np.float64)
-            if np.isin(wide, (0.0, 1.0)).all():
-                return wide > 0.0
-            if not np.isnan(wide).any() and ((wide == 0.0) | (wide <= PENALTY)).all():
-                return wide < 0.0
-            return f"has dtype {x.dtype} instead of bool, True for a hidden key"
+            return self._as_mask(x)
         if self.stage.is_exact:
-            whole = x.astype(np.float64)
-            is_whole = x.dtype.kind in "iuf" and bool((whole == np.floor(whole)).all())
-            if is_whole:
-                return x if x.dtype == np.int32 else whole.astype(np.int32)
-            return f"has dtype {x.dtype} instead of an integer dtype"
-        return (
-            x if is_floating(x.dtype) else f"has dtype {x.dtype} instead of a floating-point dtype"
-        )
+            return self._as_integers(x)
+        if is_floating(x.dtype):
+            return x
+        return f"has dtype {x.dtype} instead of a floating-point dtype"
+
+    def _as_mask(self, x: np.ndarray) -> np.ndarray | str:
+        """Return a mask that may be recorded as 0 and 1, or as penalties that are added to the
+        scores.
+        """
+        if x.dtype == np.bool_:
+            return x
+        wide = x.astype(np.float64)
+        if np.isin(wide, (0.0, 1.0)).all():
+            return wide > 0.0
+        may_be_added = (wide == 0.0) | (wide <= PENALTY)
+        if may_be_added.all():
+            return wide < 0.0
+        return f"has dtype {x.dtype} instead of bool, True for a hidden key"
+
+    def _as_integers(self, x: np.ndarray) -> np.ndarray | str:
+        if x.dtype == np.int32:
+            return x
+        wide = x.astype(np.float64)
+        if x.dtype.kind in "iuf" and (wide == np.floor(wide)).all():
+            return wide.astype(np.int32)
+        return f"has dtype {x.dtype} instead of an integer dtype"
 
     # ---- Axes ------------------------------------------------------------------------------------
 
@@ -185,81 +247,87 @@ class _Reader:
         """Yield the array with the axes of the stage, in every way that its shape allows; unchanged
         first.
         """
-        target = self.expected.shape
-        if x.shape == target:
+        if x.shape == self.expected.shape:
             yield Reading("", x, is_certain=True)
-        found = []
-        for words, larger, undo in self._targets():
-            for axes, y in _in_axes(x, larger, self.letters, may_broadcast=self.stage.is_exact):
-                values = undo(y)
-                if values is None or (
-                    values.shape == x.shape and not words and np.array_equal(values, x)
-                ):
+        words_so_far = set()
+        for form in self._recorded_forms():
+            for axes, ordered in in_axes(
+                x, form.shape, self.letters, may_broadcast=self.stage.is_exact
+            ):
+                values = form.undo(ordered)
+                if values is None:
                     continue
-                words_of_form = _joined(f"has axes {axes}" if axes else "", words)
-                if words_of_form not in found:
-                    found.append(words_of_form)
-                    yield Reading(words_of_form, values, is_certain=True)
+                is_unchanged = values.shape == x.shape and np.array_equal(values, x)
+                if is_unchanged and not form.words:
+                    continue  # it came first
+                words_of_axes = ""
+                if axes:
+                    words_of_axes = f"has axes {axes}"
+                words = _joined(words_of_axes, form.words)
+                if words not in words_so_far:
+                    words_so_far.add(words)
+                    yield Reading(words, values, is_certain=True)
 
-    def _targets(
-        self,
-    ) -> Iterator[tuple[str, tuple[int, ...], Callable[[np.ndarray], np.ndarray | None]]]:
-        """Yield expected shapes that are larger or smaller than the reference's, and functions that
-        undo it.
-        """
+    def _recorded_forms(self) -> Iterator[_RecordedForm]:
+        """Yield the forms in which the stage may be recorded, the reference's own first."""
         shape, spec = self.expected.shape, self.right.problem.spec
-        yield "", shape, lambda y: y
+        yield _RecordedForm("", shape, _unchanged)
+        filled = self._filled()
         if "K" in self.letters and spec.num_kv_heads < spec.num_heads:
+            words = "is recorded after the repeat for the query heads"
             repeated = self._resized("K", spec.num_heads, shape)
-            yield "is recorded after the repeat for the query heads", repeated, self._shared
-            if filled := self._filled():
-                grown = self._resized("S", filled, repeated)
-                yield (
-                    "is recorded after the repeat for the query heads, in a growing cache",
-                    grown,
-                    lambda y: None if (z := self._shared(y)) is None else self._padded(z),
+            yield _RecordedForm(words, repeated, self._shared)
+            if filled:
+                growing = self._resized("S", filled, repeated)
+                yield _RecordedForm(
+                    f"{words}, in a growing cache", growing, self._shared_and_padded
                 )
-        if filled := self._filled():
-            yield "has the size of a growing cache", self._resized("S", filled, shape), self._padded
+        if filled:
+            growing = self._resized("S", filled, shape)
+            yield _RecordedForm("has the size of a growing cache", growing, self._padded)
         if spec.sinks and self.stage.quantity in ("scores", "attn_weights"):
             wider = (*shape[:-1], shape[-1] + 1)
-            yield "has the sinks as a last column", wider, lambda y: y[..., :-1]
-            yield "has the sinks as a first column", wider, lambda y: y[..., 1:]
+            yield _RecordedForm("has the sinks as a last column", wider, _without_last_column)
+            yield _RecordedForm("has the sinks as a first column", wider, _without_first_column)
 
     def _resized(self, axis: str, size: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return a shape with another size of one axis."""
-        return tuple(
-            size if letter == axis else old for letter, old in zip(self.letters, shape, strict=True)
-        )
+        if axis not in self.letters:
+            return shape
+        place = self.letters.index(axis)
+        return (*shape[:place], size, *shape[place + 1 :])
 
-    def _shared(self, y: np.ndarray) -> np.ndarray | None:
+    def _shared(self, x: np.ndarray) -> np.ndarray | None:
         """Return one head of each group, if the heads are equal within their groups."""
-        groups = y.reshape(y.shape[0], self.right.problem.spec.num_kv_heads, -1, *y.shape[2:])
-        return (
-            groups[:, :, 0]
-            if np.array_equal(groups, np.broadcast_to(groups[:, :, :1], groups.shape))
-            else None
-        )
+        groups = x.reshape(x.shape[0], self.right.problem.spec.num_kv_heads, -1, *x.shape[2:])
+        if not (groups == groups[:, :, :1]).all():
+            return None
+        return groups[:, :, 0]
+
+    def _shared_and_padded(self, x: np.ndarray) -> np.ndarray | None:
+        shared = self._shared(x)
+        if shared is None:
+            return None
+        return self._padded(shared)
 
     def _filled(self) -> int:
         """Return the number of filled slots of the longest sequence after the stage's step; 0
-        without a cache.
+        without a cache, or if all slots are filled.
         """
-        case, step = self.right.problem.case, self.stage.step
-        is_of_slots = (
-            self.stage.quantity in ("mask", "scores", "attn_weights")
-            or "cache" in self.stage.quantity
-        )
+        case, step, quantity = self.right.problem.case, self.stage.step, self.stage.quantity
+        is_of_slots = quantity in ("mask", "scores", "attn_weights") or "cache" in quantity
         if step is None or "S" not in self.letters or not is_of_slots:
             return 0
-        filled = max(np.add(case.lengths_before(step), case.added(step)))
-        return int(filled) if filled < case.capacity else 0
+        filled = int(max(np.add(case.lengths_before(step), case.added(step))))
+        if filled >= case.capacity:
+            return 0
+        return filled
 
-    def _padded(self, y: np.ndarray) -> np.ndarray:
+    def _padded(self, x: np.ndarray) -> np.ndarray:
         """Return the array with unfilled slots, as in the reference."""
         axis = self.letters.index("S")
-        values = np.array(self.expected).astype(y.dtype)
-        values[(slice(None),) * axis + (slice(y.shape[axis]),)] = y
+        values = np.array(self.expected).astype(x.dtype)
+        values[(slice(None),) * axis + (slice(x.shape[axis]),)] = x
         return values
 
     # ---- Values ----------------------------------------------------------------------------------
@@ -269,13 +337,21 @@ class _Reader:
         for form in shaped:
             if form.values is None:
                 continue
-            for words, values in (("", form.values), *self._restored(form.values)):
-                if (form.words or words) and self._agrees(values):
-                    yield Reading(_joined(form.words, words), values, not words, self.unused)
-            for words, shown in self._shown():
-                if self._agrees(form.values, (shown,)):
+            if form.words and self._agrees(form.values):
+                yield Reading(form.words, form.values, is_certain=True, masked=self.unused)
+            for words, values in self._restored(form.values):
+                if self._agrees(values):
+                    yield Reading(_joined(form.words, words), values, masked=self.unused)
+            for words, change in self._computable_conventions():
+                if self._agrees(form.values, (change,)):
                     yield Reading(_joined(form.words, words), None)
-        yield from self._averaged(x)
+        # An average over the heads has no shape of the stage.
+        if (
+            self.stage.is_attn_weights
+            and x.ndim == 3
+            and self.right.agrees(self.name, x, form=_over_heads)
+        ):
+            yield Reading("is averaged over the heads", None)
 
     def _restored(self, x: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
         """Yield the array in the reference's convention, for conventions that can be undone."""
@@ -284,50 +360,24 @@ class _Reader:
             yield "is True for visible keys", ~x
         if self.stage.is_exact:
             return
-        if quantity in ("q", "k", "cache.keys") and spec.rope is not None:
-            rotated = spec.rope.rotated_features(x.shape[-1])
-            count = len(range(*rotated.indices(x.shape[-1])))
-            pairs = np.arange(count).reshape(2, -1).T.reshape(-1)
-            for order in (pairs, np.argsort(pairs)):
-                values = np.array(x)
-                values[..., rotated] = x[..., rotated][..., order]
-                yield "has its RoPE pairs in another order", values
         if quantity in ("q", "k", "cache.keys"):
+            if spec.rope is not None:
+                for values in _in_other_pairs(x, spec.rope):
+                    yield "has its RoPE pairs in another order", values
             wide, scale = x.astype(np.float64), spec.score_scale
             if quantity == "q":
                 yield "is recorded after the scale", (wide / scale).astype(x.dtype)
-            yield (
-                "is recorded after the root of the scale",
-                (wide / math.sqrt(abs(scale) or 1.0)).astype(x.dtype),
-            )
+            # A scale of 0 has no root to divide by.
+            root = math.sqrt(abs(scale) or 1.0)
+            yield "is recorded after the root of the scale", (wide / root).astype(x.dtype)
         after_mask = self._after_mask(Reading("", x))
-        if (
-            after_mask is not None
-            and after_mask.values is not None
-            and after_mask.masked is not None
-        ):
-            values = np.where(
-                after_mask.masked, self.expected, after_mask.values / spec.score_scale
-            )
-            yield f"{AFTER_MASK} and before the scale", values
+        if after_mask is None or after_mask.values is None or after_mask.masked is None:
+            return
+        unscaled = after_mask.values / spec.score_scale
+        values = np.where(after_mask.masked, self.expected, unscaled)
+        yield f"{AFTER_MASK} and before the scale", values
 
-    def _after_mask(self, form: Reading) -> Reading | None:
-        """Return scores after a mask, which are compared in the other cells only; None for other
-        stages and scores.
-        """
-        if self.stage.quantity != "scores" or form.values is None:
-            return None
-        hidden = self.right.values[str(Stage("mask", self.stage.path, step=self.stage.step))]
-        cells = _masked_cells(form.values, self.expected, hidden, self._agrees)
-        if cells is None:
-            return None
-        values = np.where(cells, self.expected, form.values).astype(form.values.dtype)
-        not_compared = cells if self.unused is None else cells | self.unused
-        return Reading(
-            _joined(form.words, AFTER_MASK), values, is_certain=True, masked=not_compared
-        )
-
-    def _shown(self) -> Iterator[tuple[str, Edit]]:
+    def _computable_conventions(self) -> Iterator[tuple[str, Edit]]:
         """Yield the conventions that the reference itself can compute."""
         spec, quantity = self.right.problem.spec, self.stage.quantity
         if quantity in ("q", "k", "cache.keys", "latents", "cache.latents"):
@@ -336,144 +386,178 @@ class _Reader:
             if spec.norms:
                 yield "is recorded before its norm", BEFORE_NORM
         if quantity == "scores":
+            has_cap = spec.soft_cap is not None
+            has_bias = self.right.problem.case.bias or spec.has_distance_bias
             yield "is recorded before the scale", BEFORE_SCALE
-            if spec.soft_cap is not None:
+            if has_cap:
                 yield "is recorded before the soft cap", BEFORE_CAP
-            if self.right.problem.case.bias or spec.has_distance_bias:
+            if has_bias:
                 yield "is recorded before the bias", BEFORE_BIAS
-            if spec.soft_cap is not None or self.right.problem.case.bias or spec.has_distance_bias:
+            if has_cap or has_bias:
                 yield "is recorded before the scale, the soft cap and the bias", PRODUCTS
 
-    def _averaged(self, x: np.ndarray) -> Iterator[Reading]:
-        """Yield attention weights, averaged over heads."""
-        if not self.stage.is_attn_weights or x.ndim != 3:
-            return
-        if self.right.agrees(self.name, x, form=_over_heads):
-            yield Reading("is averaged over the heads", None)
+    # ---- Scores after a mask ---------------------------------------------------------------------
+
+    def _after_mask(self, form: Reading) -> Reading | None:
+        """Return scores after a mask, which are compared in the other cells only; None for other
+        stages and scores.
+        """
+        if self.stage.quantity != "scores" or form.values is None:
+            return None
+        cells = self._masked_cells(form.values)
+        if not cells.any():
+            return None
+        values = np.where(cells, self.expected, form.values).astype(form.values.dtype)
+        if self.unused is not None:
+            cells = cells | self.unused
+        return Reading(_joined(form.words, AFTER_MASK), values, is_certain=True, masked=cells)
+
+    def _masked_cells(self, x: np.ndarray) -> np.ndarray:
+        """Return the cells of recorded scores, (B, N, T, S), that hold a mask's number."""
+        mask = str(Stage("mask", self.stage.path, step=self.stage.step))
+        hidden = self.right.values[mask]
+        wide = x.astype(np.float64)
+        cells = self._far_below(wide, hidden)
+        if cells.any():
+            return cells
+        if self._have_mask_number(wide, hidden):
+            return hidden
+        return np.zeros(x.shape, bool)
+
+    def _far_below(self, x: np.ndarray, hidden: np.ndarray) -> np.ndarray:
+        """Return cells with a large negative number. Their values alone decide, because the mask
+        itself may be wrong.
+        """
+        lowest = self.expected.min(initial=0.0, where=np.isfinite(self.expected))
+        cells = x <= min(MASKED, lowest - FAR_BELOW)
+        others = x[~cells & ~np.isnan(x)]
+        # Scores that are too large everywhere leave no such gap.
+        is_apart = others.size > 0 and others.min() > 0.5 * x[cells].max(initial=-np.inf)
+        return cells & (is_apart or bool(hidden.all()))
+
+    def _have_mask_number(self, x: np.ndarray, hidden: np.ndarray) -> bool:
+        """Return whether one number fills all hidden cells, or is added to them while all other
+        scores are right.
+        """
+        recorded, expected = x[hidden], self.expected[hidden]
+        if recorded.size < 2 or not np.isfinite(recorded).all():
+            return False
+        if not np.isfinite(self.expected).all():
+            return False
+        if np.ptp(recorded) == 0.0 and np.ptp(expected) > 0.0:
+            return True
+        added = recorded - expected
+        is_one_number = np.ptp(added) <= 1e-3 * abs(added.mean())
+        return bool(is_one_number) and self._agrees(np.where(hidden, self.expected, x))
 
 
 def _joined(*words: str) -> str:
-    return " and ".join(filter(None, words))
+    return " and ".join([part for part in words if part])
 
 
-def _in_axes(
+def _unchanged(x: np.ndarray) -> np.ndarray:
+    return x
+
+
+def _without_last_column(x: np.ndarray) -> np.ndarray:
+    return x[..., :-1]
+
+
+def _without_first_column(x: np.ndarray) -> np.ndarray:
+    return x[..., 1:]
+
+
+def _in_other_pairs(x: np.ndarray, rope: Rope) -> Iterator[np.ndarray]:
+    """Yield queries or keys whose rotated features come from pairs side by side, and from two
+    halves.
+    """
+    rotated = rope.rotated_features(x.shape[-1])
+    count = len(range(*rotated.indices(x.shape[-1])))
+    to_pairs = np.arange(count).reshape(2, -1).T.reshape(-1)
+    for order in (to_pairs, np.argsort(to_pairs)):
+        values = np.array(x)
+        values[..., rotated] = x[..., rotated][..., order]
+        yield values
+
+
+# ---- Orders of axes ------------------------------------------------------------------------------
+
+
+def in_axes(
     x: np.ndarray, target: tuple[int, ...], letters: tuple[str, ...], *, may_broadcast: bool
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield an array with the axes of `letters` in order, in every way that its shape allows, and
     its own axes.
+
+    Args:
+        x: the array.
+        target: the sizes of the axes.
+        letters: their names.
+        may_broadcast: True if the array may have axes of size 1, or lack them.
     """
-    count = len(target)
-    for order in orders(letters):
-        shape, names = [target[axis] for axis in order], [letters[axis] for axis in order]
+    for order in _orders(letters):
+        shape = tuple([target[axis] for axis in order])
+        names = [letters[axis] for axis in order]
         back = np.argsort(order)
-        if x.shape == tuple(shape):
-            yield (
-                ("" if order == tuple(range(count)) else f"({', '.join(names)})"),
-                x.transpose(back),
-            )
-        for first in range(count - 1):  # two neighbors joined
-            joined = (*shape[:first], shape[first] * shape[first + 1], *shape[first + 2 :])
+        if x.shape == shape:
+            words = ""
+            if names != [*letters]:
+                words = f"({', '.join(names)})"
+            yield words, x.transpose(back)
+        for first in range(len(target) - 1):
+            # Two neighbors may be one axis.
+            rest = first + 2
+            joined = (*shape[:first], shape[first] * shape[first + 1], *shape[rest:])
             if x.shape == joined and joined != target:
-                words = [
-                    *names[:first],
-                    f"{names[first]} * {names[first + 1]}",
-                    *names[first + 2 :],
-                ]
-                yield f"({', '.join(words)})", x.reshape(shape).transpose(back)
-        if target[0] == 1 and order[0] == 0 and x.shape == tuple(shape[1:]):
+                pair = f"{names[first]} * {names[first + 1]}"
+                words = ", ".join([*names[:first], pair, *names[rest:]])
+                yield f"({words})", x.reshape(shape).transpose(back)
+        if target[0] == 1 and order[0] == 0 and x.shape == shape[1:]:
             yield f"({', '.join(names[1:])})", x[None].transpose(back)
     if may_broadcast and x.shape != target:
-        for kept in _subsets(count):
-            shape = tuple(size if axis in kept else 1 for axis, size in enumerate(target))
-            if x.shape in (shape, tuple(target[axis] for axis in kept)):
-                yield (
-                    f"({', '.join(letters[axis] for axis in kept)})",
-                    np.broadcast_to(x.reshape(shape), target),
-                )
+        yield from _broadcast(x, target, letters)
+
+
+def _broadcast(
+    x: np.ndarray, target: tuple[int, ...], letters: tuple[str, ...]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield an array of some axes only, the others being equal, with all axes."""
+    for subset in _subsets(len(target)):
+        sizes = tuple([target[axis] for axis in subset])
+        shape = [1] * len(target)
+        for axis in subset:
+            shape[axis] = target[axis]
+        if x.shape in (tuple(shape), sizes):
+            names = [letters[axis] for axis in subset]
+            yield f"({', '.join(names)})", np.broadcast_to(x.reshape(shape), target)
 
 
 @cache
-def orders(letters: tuple[str, ...]) -> list[tuple[int, ...]]:
+def _orders(letters: tuple[str, ...]) -> list[tuple[int, ...]]:
     """Return the orders of axes, usual ones first."""
-    return sorted(
-        itertools.permutations(range(len(letters))), key=lambda order: _unusual(order, letters)
-    )
-
-
-def _unusual(order: Sequence[int], letters: tuple[str, ...]) -> int:
-    """Return how unusual an order of axes is: ours, then (B, T, N, H), then those that keep the
-    last axis, then all.
-    """
+    count = len(letters)
     usual = [
-        tuple(range(len(letters))),
-        (0, 2, 1, 3)[: len(letters)],
+        tuple(range(count)),
+        (0, 2, 1, 3)[:count],  # (B, T, N, H)
         (2, 0, 1, 3),
         (1, 0, 2),
         (0, 1, 3, 2),
     ]
-    return (
-        usual.index(tuple(order))
-        if tuple(order) in usual
-        else len(usual) + (order[-1] != len(letters) - 1)
-    )
+    usual_orders = []
+    with_own_last_axis = []
+    others = []
+    for order in itertools.permutations(range(count)):
+        if order in usual:
+            usual_orders.append(order)
+        elif order[-1] == count - 1:
+            with_own_last_axis.append(order)
+        else:
+            others.append(order)
+    usual_orders.sort(key=usual.index)
+    return [*usual_orders, *with_own_last_axis, *others]
 
 
 def _subsets(count: int) -> Iterator[tuple[int, ...]]:
     """Yield the subsets of a number of axes, those with the last axes first."""
     for size in range(count - 1, -1, -1):
         yield from sorted(itertools.combinations(range(count), size), reverse=True)
-
-
-# ---- Scores after a mask -------------------------------------------------------------------------
-
-
-def _masked_cells(
-    x: np.ndarray, expected: np.ndarray, hidden: np.ndarray, agrees: Callable[[np.ndarray], bool]
-) -> np.ndarray | None:
-    """Find the cells of recorded scores that hold a mask's number.
-
-    Args:
-        x: recorded scores, (B, N, T, S), floating-point.
-        expected: the scores before the mask, float64.
-        hidden: the cells that the mask should hide.
-        agrees: returns True if scores are the expected ones, up to rounding.
-
-    Returns:
-        The cells, boolean; None if there are none.
-    """
-    x = x.astype(np.float64)
-    cells = _far_below(x, expected, hidden)
-    cells = cells if cells.any() else _alike(x, expected, hidden, agrees)
-    return cells if cells.any() else None
-
-
-def _far_below(x: np.ndarray, expected: np.ndarray, hidden: np.ndarray) -> np.ndarray:
-    """Return cells with a large negative number. Their values alone decide, because the mask itself
-    may be wrong.
-    """
-    lowest = expected.min(initial=0.0, where=np.isfinite(expected))
-    cells = x <= min(MASKED, lowest - FAR_BELOW)
-    others = x[~cells & ~np.isnan(x)]
-    # Scores that are too large everywhere leave no such gap.
-    is_apart = others.size > 0 and others.min() > 0.5 * x[cells].max(initial=-np.inf)
-    return cells & (is_apart or bool(hidden.all()))
-
-
-def _alike(
-    x: np.ndarray, expected: np.ndarray, hidden: np.ndarray, agrees: Callable[[np.ndarray], bool]
-) -> np.ndarray:
-    """Return all hidden cells, if one number fills them, or is added to them while all other scores
-    are right.
-    """
-    none = np.zeros(x.shape, bool)
-    if (
-        np.count_nonzero(hidden) < 2
-        or not np.isfinite(x[hidden]).all()
-        or not np.isfinite(expected).all()
-    ):
-        return none
-    if np.ptp(x[hidden]) == 0.0 and np.ptp(expected[hidden]) > 0.0:
-        return hidden
-    added = x[hidden] - expected[hidden]
-    is_added = np.ptp(added) <= 1e-3 * abs(added.mean())
-    return hidden if is_added and agrees(np.where(hidden, expected, x)) else none

@@ -93,8 +93,10 @@ class Remembered:
                 product = self._product_of_rows(side, layer, x, weight)
         if product is None:
             projected = original(name, x)
+        elif bias is None:
+            projected = a.keep(product)
         else:
-            projected = a.keep(product if bias is None else product + a.widen(bias))
+            projected = a.keep(product + a.widen(bias))
         if is_known:
             self._projected[key] = projected
         projected.flags.writeable = False
@@ -110,12 +112,13 @@ class Remembered:
         """
         a = layer.arithmetic
         exact_key = (weight_name, side, None)  # independent of the hardware
-        key = exact_key if a.wide == np.float64 else (weight_name, side, _key_of(a))
+        key = exact_key
+        if a.wide != np.float64:
+            key = (weight_name, side, _key_of(a))
         if key in self._products:
             return self._products[key]
-        of_longer = None if self._longer is None else self._longer._products.get(key)
-        if of_longer is not None:
-            self._products[key] = of_longer[: len(x), self._tokens]
+        if self._longer is not None and key in self._longer._products:
+            self._products[key] = self._longer._products[key][: len(x), self._tokens]
             return self._products[key]
         weight = layer.problem.weights[weight_name]
         is_of_all_queries = (weight_name, side) == ("q_proj.weight", "query")

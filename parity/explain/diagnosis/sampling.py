@@ -10,23 +10,21 @@ causal layer are a small layer by themselves. A few output features are enough.
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mha_spec import DynamicScaling, LongRopeScaling
 from parity.explain.diagnosis.changed_layer import ChangedLayer
-from parity.explain.diagnosis.readings import orders
+from parity.explain.diagnosis.readings import in_axes
 from parity.explain.diagnosis.remembered import Remembered
 from parity.explain.diagnosis.sample import Sample, SampledProblem, rows_of_query, sample_of
 from parity.explain.diagnosis.whole import WholeStages
 from parity.explain.diagnosis.work import CountedArithmetic, uncounted
 from parity.measure.core.problem import Problem
 from parity.measure.core.reference import BLOCK
-from parity.measure.core.stages import STAGES, stage_named
+from parity.measure.core.stages import STAGES, Stage, stage_named
 
 LARGE = 2**25
 """Multiplications of a layer above which samples are searched: below, the whole layer takes a few
@@ -68,6 +66,11 @@ class Part:
 
 OF_TOKENS = frozenset({"q", "k", "v", "gate", "latents"})
 """The stages in which tokens do not depend on each other."""
+
+SOFTMAX_OVER_QUERIES = frozenset({"softmax-over-queries"})
+HEADS_NOT_MOVED_BACK = frozenset({"heads-not-moved-back"})
+MIXING = SOFTMAX_OVER_QUERIES | HEADS_NOT_MOVED_BACK
+"""Bugs that mix rows, so a sample of some rows does not show them."""
 
 FIRST_CALL = "step0."
 """The prefix of stage names of the first call with a cache."""
@@ -134,29 +137,28 @@ class Whole:
         token. Tokens that hardly exceed the others are not chosen: among equals, the largest error
         is that with the largest rounding.
         """
-        size_of_errors = np.zeros(size)
+        largest = np.zeros(size)
         for name in {*stages} & self.compared.keys():
             by_token = self.compared[name].by_token[:size]
             differing = by_token[by_token > 0.0]
-            typical = float(np.median(differing)) if differing.size else 0.0
-            above = np.where(by_token > OUTSTANDING * typical, by_token, 0.0)
-            size_of_errors[: len(above)] = np.maximum(size_of_errors[: len(above)], above)
-        order = np.argsort(-size_of_errors, kind="stable")
-        return order[size_of_errors[order] > 0.0][turn::2]
+            typical = 0.0
+            if differing.size:
+                typical = float(np.median(differing))
+            outstanding = np.where(by_token > OUTSTANDING * typical, by_token, 0.0)
+            largest[: len(outstanding)] = np.maximum(largest[: len(outstanding)], outstanding)
+        order = np.argsort(-largest, kind="stable")
+        return order[largest[order] > 0.0][turn::2]
 
     def features(self, turn: int) -> np.ndarray:
         """Return some features of the output: the first ones and the worst, or those after them."""
         width = self.problem.spec.output_width
-        found = np.arange(min(FEATURES, width)) + turn * min(FEATURES, max(width - FEATURES, 0))
-        outputs = [
-            self.compared[name] for name in self.compared if stage_named(name).quantity == "output"
-        ]
-        worst = [
-            each.worst_feature
-            for each in outputs
-            if not each.passed and each.worst_feature is not None
-        ]
-        return np.union1d(found, worst[:1]).astype(int)
+        first = turn * min(FEATURES, max(width - FEATURES, 0))
+        features = first + np.arange(min(FEATURES, width))
+        for name, stage in self.compared.items():
+            is_wrong_output = stage_named(name).quantity == "output" and not stage.passed
+            if is_wrong_output and stage.worst_feature is not None:
+                return np.union1d(features, stage.worst_feature)
+        return features
 
     # ---- Samples ---------------------------------------------------------------------------------
 
@@ -172,50 +174,47 @@ class Whole:
     def of_these_tokens(self, tokens: np.ndarray, words: str) -> Part:
         """Return a sample of the stages of single tokens."""
         problem = self.problem
-        sample = Sample(tokens, np.arange(problem.spec.output_width), tokens=tokens)
-        inputs = {
-            name: np.ascontiguousarray(x[:, :, tokens] if name in ("k", "v") else x[:, tokens])
-            for name, x in problem.inputs.items()
-            if name in {*problem.sides.values()}
-        }
+        inputs = {}
+        for name in {*problem.sides.values()}:
+            x = problem.inputs[name]
+            inputs[name] = np.ascontiguousarray(np.take(x, tokens, _token_axis(name)))
+        every_feature = np.arange(problem.spec.output_width)
+        sample = Sample(tokens, every_feature, tokens=tokens)
         part = SampledProblem.of(replace(problem, inputs=inputs), sample)
+        observed = self._cut(part, self.stages_of_tokens)
         remembered = Remembered(self.remembered, tokens)
-        return Part(
-            part, self._cut(part, self.stages_of_tokens), remembered, words, self.stages_of_tokens
-        )
+        return Part(part, observed, remembered, words, self.stages_of_tokens)
 
     def of_rows(self, turn: int, count: int, judged: frozenset[str] | None) -> Part:
         """Return rows with all keys: those that differ most, the last one, and others from
         everywhere.
         """
-        compared = self.observed.keys() if judged is None else judged
+        compared = judged
+        if compared is None:
+            compared = frozenset(self.observed)
         of_queries = [name for name in compared if "T" in stage_named(name).axes]
         worst = self.worst(of_queries, self.num_rows, turn)[:count]
         rows = np.union1d(_spread(self.num_rows, count, turn), worst)
-        features = self.features(turn)
         absorbs = not {"k", "v"} & self.observed.keys()
         some = {rows_of_query(rows): np.ascontiguousarray(self.problem.inputs["query"][:, rows])}
         with_rows = replace(self.problem, inputs=self.problem.inputs | some)
-        part = SampledProblem.of(with_rows, Sample(rows, features, absorbs=absorbs))
+        part = SampledProblem.of(with_rows, Sample(rows, self.features(turn), absorbs=absorbs))
         words = f"{len(rows)} of {self.problem.case.seq_len} query tokens"
         return Part(part, self._cut(part), self.remembered, words, judged)
 
     def of_first_tokens(self, tokens: int, turn: int, judged: frozenset[str] | None) -> Part:
         """Return the first tokens of a causal layer, which are a small layer by themselves."""
         problem, case, first = self.problem, self.problem.case, slice(tokens)
-        inputs = {"query": np.ascontiguousarray(problem.inputs["query"][:, first])}
-        inputs |= {
-            name: problem.inputs[name][:, :, first, first]
-            for name in ("bias", "mask")
-            if name in problem.inputs
-        }
-        # Heads of another layer, or another input of the values.
-        inputs |= {
-            name: problem.inputs[name][:, :, first] for name in ("k", "v") if name in problem.inputs
-        }
-        inputs |= {
-            name: problem.inputs[name][:, first] for name in ("value",) if name in problem.inputs
-        }
+        inputs = {}
+        for name, x in problem.inputs.items():
+            if name in ("bias", "mask"):
+                inputs[name] = x[:, :, first, first]
+            elif name in ("k", "v"):
+                inputs[name] = x[:, :, first]
+            elif name == "value":
+                inputs[name] = x[:, first]
+            elif name == "query":
+                inputs[name] = np.ascontiguousarray(x[:, first])
         sample = Sample(np.arange(tokens), self.features(turn))
         part = SampledProblem(
             case.first_tokens(tokens), problem.dtype, problem.weights, inputs, sample
@@ -227,22 +226,26 @@ class Whole:
         """Return the first tokens as a small problem, with every row and feature; None if the layer
         is not causal.
         """
-        if (
-            not is_causal(self.problem)
-            or is_by_length(self.problem)
-            or self.num_tokens >= self.problem.case.seq_len
-        ):
+        if not self.begins_with_a_layer(self.num_tokens):
             return None
         part = self.of_first_tokens(self.num_tokens, 0, judged)
-        every_feature = Sample(
-            np.arange(self.num_tokens), np.arange(self.problem.spec.output_width)
-        )
-        whole = part.problem.whole if isinstance(part.problem, SampledProblem) else part.problem
-        observed = self._cut(SampledProblem.of(whole, every_feature))
-        return replace(part, problem=whole, observed=observed)
+        problem = part.problem
+        if isinstance(problem, SampledProblem):
+            problem = problem.whole
+        every_feature = np.arange(problem.spec.output_width)
+        sample = Sample(np.arange(self.num_tokens), every_feature)
+        observed = self._cut(SampledProblem.of(problem, sample))
+        return replace(part, problem=problem, observed=observed)
 
-    def mixing(self) -> Iterator[Part]:
-        """Yield samples for bugs that mix rows.
+    def begins_with_a_layer(self, tokens: int) -> bool:
+        """Return True if a number of first tokens are a layer by themselves, instead of the whole
+        one.
+        """
+        problem = self.problem
+        return is_causal(problem) and not is_by_length(problem) and tokens < problem.case.seq_len
+
+    def mixing(self) -> Iterator[tuple[Part, frozenset[str]]]:
+        """Yield samples for bugs that mix rows, and the names of the bugs that each shows.
 
         If heads were not moved back, the first rows of a context are the first tokens of its first
         head. If the first rows attend to the first keys alone, or attention weights were recorded,
@@ -253,42 +256,42 @@ class Whole:
         first, features = max(TOKENS, heads), self.features(0)
         if first >= case.seq_len or case.not_finite is not None:
             return
-        rows_out, words = np.arange(first // heads), f"the first {first} of {case.seq_len} keys"
-        of_first_keys = Sample(np.arange(case.seq_len), features, first, first, rows_out)
+        of_first_head = np.arange(first // heads)
+        words = f"the first {first} of {case.seq_len} keys"
+        of_first_keys = Sample(np.arange(case.seq_len), features, first, first, of_first_head)
         if is_causal(self.problem) and not is_by_length(self.problem):
-            judged = frozenset({"attn_weights"} & self.observed.keys() or {"output"})
-            yield self._mixing(of_first_keys, judged | {"output"}, words)
+            judged = {"output"}
+            if "attn_weights" in self.observed:
+                judged.add("attn_weights")
+            yield self._mixing(of_first_keys, judged, words), MIXING
             return
         if "attn_weights" in self.observed:
-            yield self._mixing(
-                replace(of_first_keys, num_continuing=None), frozenset({"attn_weights"}), words
-            )
+            of_all_queries = replace(of_first_keys, num_continuing=None)
+            part = self._mixing(of_all_queries, {"attn_weights"}, words)
+            yield part, SOFTMAX_OVER_QUERIES
         elif "bias" not in self.problem.inputs:  # the logarithm of the other queries is not a row
             rows = _spread(self.num_rows, ROWS, 0)
             sample = Sample(
                 rows, features, num_continuing=len(rows), other_rows=self._other_rows(rows)
             )
-            judged = frozenset(self.observed.keys() & {"context", "output"})
-            yield self._mixing(
-                sample,
-                judged,
-                f"{len(rows)} of {case.seq_len} query tokens, and the sum of the others",
-            )
+            words = f"{len(rows)} of {case.seq_len} query tokens, and the sum of the others"
+            judged = {"context", "output"} & self.observed.keys()
+            yield self._mixing(sample, judged, words), SOFTMAX_OVER_QUERIES
+        sample = Sample(np.arange(first), features, rows_out=of_first_head)
         words = f"the first {first} of {case.seq_len} query tokens"
-        yield self._mixing(
-            Sample(np.arange(first), features, None, None, rows_out), frozenset({"output"}), words
-        )
+        yield self._mixing(sample, {"output"}, words), HEADS_NOT_MOVED_BACK
 
-    def _mixing(self, sample: Sample, judged: frozenset[str], words: str) -> Part:
+    def _mixing(self, sample: Sample, judged: Collection[str], words: str) -> Part:
         part = SampledProblem.of(self.problem, sample)
-        cut = self._cut(part)
+        observed = self._cut(part)
         if sample.other_rows is not None:
-            cut = {
+            # The sum of the other queries was not recorded.
+            observed = {
                 name: x
-                for name, x in cut.items()
+                for name, x in observed.items()
                 if stage_named(name).quantity not in ("mask", "scores")
             }
-        return Part(part, cut, self.remembered, words, judged)
+        return Part(part, observed, self.remembered, words, frozenset(judged))
 
     def _other_rows(self, rows: np.ndarray) -> np.ndarray:
         """Return the log-sum-exp of the scores of each key over all queries except some, (B, N, 1,
@@ -300,43 +303,48 @@ class Whole:
             ChangedLayer(self.problem, CountedArithmetic(np.dtype(np.float64)))
         )
         values = {**layer.mask({}), **layer.qkv({})}
-        values |= {
-            name: in_order(self.problem, name, self.observed[name])
-            for name in {"q", "k"} & self.observed.keys()
-        }
-        found = np.full((case.batch, spec.num_heads, 1, case.key_len), -np.inf)
-        others = np.setdiff1d(np.arange(case.seq_len), rows)
-        for some in np.array_split(others, -(-found.size * len(others) // BLOCK)):
+        for name in ("q", "k"):
+            if name in self.observed:
+                values[name] = self.observed[name]
+        log_sum = np.full((case.batch, spec.num_heads, 1, case.key_len), -np.inf)
+        other_rows = np.setdiff1d(np.arange(case.seq_len), rows)
+        num_blocks = -(-log_sum.size * len(other_rows) // BLOCK)
+        for block in np.array_split(other_rows, num_blocks):
+            of_block = {**values, "q": values["q"][:, :, block]}
             with uncounted():
-                scores = layer.scores({**values, "q": values["q"][:, :, some]}, some[None])[
-                    "scores"
-                ]
-            shown = np.where(values["mask"][:, :, some], -np.inf, scores)
-            highest = np.maximum(found, shown.max(axis=2, keepdims=True))
+                scores = layer.scores(of_block, block[None])["scores"]
+            scores = np.where(values["mask"][:, :, block], -np.inf, scores)
+            highest = np.maximum(log_sum, scores.max(axis=2, keepdims=True))
             highest = np.where(np.isfinite(highest), highest, 0.0)
-            total = np.exp(found - highest) + np.exp(shown - highest).sum(axis=2, keepdims=True)
+            total = np.exp(log_sum - highest)
+            total = total + np.exp(scores - highest).sum(axis=2, keepdims=True)
             with np.errstate(divide="ignore"):  # a key without a query
-                found = highest + np.log(total)
-        return found
+                log_sum = highest + np.log(total)
+        return log_sum
 
     def _cut(self, part: Problem, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
         """Return some stages of a sample, in any recorded order of axes; all of them by default."""
-        found, sample = {}, sample_of(part)
+        sample = sample_of(part)
+        if sample is None:
+            return {}
+        if names is None:
+            names = self.observed.keys()
+        cut = {}
         for name, x in self.observed.items():
             stage = stage_named(name)
-            if sample is None or stage.kind not in STAGES or stage.is_gradient:
+            x = in_order(self.problem, name, x)
+            if name not in names or x.shape not in _shapes_of(self.problem, stage):
                 continue
-            if names is not None and name not in names:
-                continue
-            if axes := _axes_of(self.problem, name, x.shape):
-                picked = {"T": sample.rows_of(stage.quantity), "E": sample.features}
-                picked["S"] = (
-                    np.arange(part.case.key_len)[: sample.keys]
-                    if sample.tokens is None
-                    else sample.tokens
-                )
-                found[name] = _taken(x, axes, picked)
-        return found
+            indices = {"T": sample.rows_of(stage.quantity), "E": sample.features}
+            if sample.tokens is None:
+                indices["S"] = np.arange(part.case.key_len)[: sample.keys]
+            else:
+                indices["S"] = sample.tokens
+            for axis, letter in enumerate(stage.axes):
+                if letter in indices:
+                    x = np.take(x, indices[letter], axis)
+            cut[name] = x
+        return cut
 
 
 def first_call(
@@ -356,11 +364,14 @@ def first_call(
         return None
     own = replace(case, seq_len=tokens, chunks=(), new_lengths=(), capacity=0, is_causal=True)
     inputs = {"query": np.ascontiguousarray(problem.inputs["query"][:, :tokens])}
-    names = {f"{FIRST_CALL}{name}": name for name in OF_TOKENS | {"context", "output"}}
-    stages = {names[name]: x for name, x in observed.items() if name in names}
+    layer = Problem(own, problem.dtype, problem.weights, inputs)
+    stages = {}
+    for name in (*OF_TOKENS, "context", "output"):
+        x = observed.get(FIRST_CALL + name)
+        if x is not None:
+            stages[name] = x
     if not stages:
         return None
-    layer = Problem(own, problem.dtype, problem.weights, inputs)
     return Whole(layer, stages, compared, Remembered(), unlike=1)
 
 
@@ -388,6 +399,13 @@ def _spread(size: int, count: int, turn: int) -> np.ndarray:
     return np.unique(np.linspace(first, size - 1, count, dtype=int))
 
 
+def _token_axis(name: str) -> int:
+    """Return the axis of the tokens of an input: heads of another layer come before them."""
+    if name in ("k", "v"):
+        return 2
+    return 1
+
+
 # ---- Observed stages -----------------------------------------------------------------------------
 
 
@@ -396,99 +414,47 @@ def in_order(problem: Problem, name: str, x: np.ndarray) -> np.ndarray:
     shape.
     """
     stage = stage_named(name)
+    for shape in _shapes_of(problem, stage):
+        # The first way is the most usual one.
+        for _, ordered in in_axes(x, shape, stage.axes, may_broadcast=stage.is_exact):
+            return ordered
+    return x
+
+
+def _shapes_of(problem: Problem, stage: Stage) -> list[tuple[int, ...]]:
+    """Return the shapes of a stage: that of the reference, and that after the repeat of keys and
+    values for the query heads. Empty for gradients and unknown stages.
+    """
+    case, spec = problem.case, problem.spec
     if stage.kind not in STAGES or stage.is_gradient:
-        return x
-    flat = [part for group in _axes_of(problem, name, x.shape) for part in group]
-    letters = [letter for letter, _ in flat]
-    if not {*STAGES[stage.kind]} - {"B"} <= {
-        *letters
-    }:  # averaged over heads, or equal for all of them
-        return x
-    split = x.reshape([size for _, size in flat])
-    found = split.transpose(
-        [letters.index(letter) for letter in STAGES[stage.kind] if letter in letters]
-    )
-    return found if "B" in letters or "B" not in STAGES[stage.kind] else found[None]
-
-
-def _taken(
-    x: np.ndarray, axes: Sequence[tuple[tuple[str, int], ...]], picked: Mapping[str, np.ndarray]
-) -> np.ndarray:
-    """Return an array with the chosen indices of some axes, each of which combines one or several
-    letters.
-    """
-    split = x.reshape([size for group in axes for _, size in group])
-    flat = [letter for group in axes for letter, _ in group]
-    for axis, letter in enumerate(flat):
-        if letter in picked and split.shape[axis] > 1:
-            split = split.take(picked[letter], axis=axis)
-    sizes = iter(split.shape)
-    return split.reshape([math.prod(next(sizes) for _ in group) for group in axes])
-
-
-def _axes_of(
-    problem: Problem, name: str, shape: tuple[int, ...]
-) -> list[tuple[tuple[str, int], ...]]:
-    """Return the letters of each axis of an array, and their sizes; empty if no order fits its
-    shape.
-    """
-    case, spec, stage = problem.case, problem.spec, stage_named(name)
+        return []
+    if stage.step is not None and stage.step >= len(case.chunks):
+        return []
     sizes = {
         "B": case.batch,
         "N": spec.num_heads,
         "K": spec.num_kv_heads,
         "T": case.seq_len,
         "S": case.key_len,
+        "E": spec.output_width,
+        "H": spec.head_dim,
     }
-    sizes |= {"E": spec.output_width}
-    sizes["H"] = spec.value_head_dim if stage.quantity in ("v", "context") else spec.head_dim
-    letters = STAGES[stage.kind]
-    of_heads = [{}, {"K": spec.num_heads}] if "K" in letters else [{}]
-    columns = (
-        [{}, {"S": case.key_len + 1}]
-        if spec.sinks and stage.kind in ("scores", "attn_weights")
-        else [{}]
-    )
-    for other, wider in itertools.product(of_heads, columns):
-        known = {**sizes, **other, **wider}
-        for groups in _groups(
-            letters, may_lack=stage.is_exact or stage.is_attn_weights or case.batch == 1
-        ):
-            if len(groups) == len(shape) and all(
-                _fits(group, size, known, may_be_one=stage.is_exact)
-                for group, size in zip(groups, shape, strict=True)
-            ):
-                return [
-                    tuple(
-                        (letter, known.get(letter, size) if size > 1 or len(group) > 1 else 1)
-                        for letter in group
-                    )
-                    for group, size in zip(groups, shape, strict=True)
-                ]
-    return []
-
-
-def _fits(group: tuple[str, ...], size: int, sizes: Mapping[str, int], *, may_be_one: bool) -> bool:
-    """Return True if an axis of a size can hold letters; unknown letters may have any size."""
-    if len(group) == 1 and (group[0] not in sizes or (may_be_one and size == 1)):
-        return True
-    return (
-        all(letter in sizes for letter in group)
-        and math.prod(sizes[letter] for letter in group) == size
-    )
-
-
-def _groups(letters: tuple[str, ...], *, may_lack: bool) -> Iterator[tuple[tuple[str, ...], ...]]:
-    """Yield letters in every order, usual ones first: each alone, two neighbors joined, or some
-    left out.
-    """
-    for order in orders(letters):
-        yield tuple((letters[axis],) for axis in order)
-    for order in orders(letters):
-        named = tuple((letters[axis],) for axis in order)
-        for first in range(len(named) - 1):
-            yield (*named[:first], named[first] + named[first + 1], *named[first + 2 :])
-    if may_lack:
-        for count in range(len(letters) - 1, 0, -1):
-            for kept in sorted(itertools.combinations(range(len(letters)), count), reverse=True):
-                yield tuple((letters[axis],) for axis in kept)
+    if stage.step is not None:
+        sizes["T"] = case.chunks[stage.step]
+        sizes["S"] = case.capacity
+        if stage.quantity in ("k", "v", "latents"):
+            sizes["S"] = case.chunks[stage.step]
+    if stage.quantity in ("v", "context"):
+        sizes["H"] = spec.value_head_dim
+    if stage.quantity == "gate":
+        sizes["G"] = len(problem.weights["gate_proj.weight"])
+    if stage.quantity in ("latents", "cache.latents"):
+        # All heads share the latents.
+        sizes["K"] = 1
+        sizes["W"] = len(problem.weights["kv_a_proj.weight"])
+    shape = tuple([sizes[letter] for letter in stage.axes])
+    if stage.quantity not in ("k", "v"):
+        return [shape]
+    sizes["K"] = spec.num_heads
+    repeated = tuple([sizes[letter] for letter in stage.axes])
+    return [shape, repeated]

@@ -7,8 +7,9 @@ inputs nearly agree and whose outputs do not explains what follows.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -61,7 +62,9 @@ class LayerDifference(JsonRecord):
     @property
     def stage(self) -> str:
         """The first such stage; empty if there is none."""
-        return self.grows[0] if self.is_culprit else ""
+        if not self.is_culprit:
+            return ""
+        return self.grows[0]
 
     def __str__(self) -> str:
         errors = ", ".join(f"{name} {error:.1e}" for name, error in self.errors.items())
@@ -95,20 +98,22 @@ class TapDifference(JsonRecord):
     @property
     def first(self) -> LayerDifference | None:
         """The first layer that explains the difference."""
-        return next((layer for layer in self.layers if layer.is_culprit), None)
+        for layer in self.layers:
+            if layer.is_culprit:
+                return layer
+        return None
 
     @property
     def agrees(self) -> bool:
         """True if the inputs agree and no layer makes a difference grow."""
-        return (
-            bool(self.layers)
-            and self.first is None
-            and not self.differs_before
-            and not self.left_out
-        )
+        if not self.layers or self.left_out:
+            return False
+        return self.first is None and not self.differs_before
 
     def __str__(self) -> str:
-        lines = [f"only one of them called {', '.join(self.alone)}"] if self.alone else []
+        lines = []
+        if self.alone:
+            lines.append(f"only one of them called {', '.join(self.alone)}")
         if self.left_out:
             lines.append(
                 f"{self.left_out} tokens were left out: from there on the two were given other "
@@ -120,11 +125,11 @@ class TapDifference(JsonRecord):
                 f"what {self.layers[0].layer} is given differs already ({error:.1e}): the cause "
                 f"lies before it"
             )
-        if self.first is not None:
-            error, given = self.first.errors[self.first.stage], self.first.errors["input"]
+        first = self.first
+        if first is not None:
             lines.append(
-                f"{self.first.layer}, stage {self.first.stage}: {error:.1e} apart, where its "
-                f"input is {given:.1e} apart"
+                f"{first.layer}, stage {first.stage}: {first.errors[first.stage]:.1e} apart, where "
+                f"its input is {first.errors['input']:.1e} apart"
             )
         elif not self.differs_before:
             lines.append(
@@ -150,88 +155,102 @@ def compare_taps(one: Tapped, other: Tapped) -> TapDifference:
     pairs, alone = _pairs(one, other)
     if not pairs:
         raise InputError("taps", "have layers in common that both called", "none")
-    dtypes = {each.calls[0].values["input"].dtype.name for pair in pairs for each in pair}
-    unit = max(map(unit_of_rounding, dtypes))
-    same, left_out = _same_tokens(*pairs[0], GROWTH * unit)
-    return TapDifference([_difference(*pair, unit, same) for pair in pairs], alone, unit, left_out)
+    units = []
+    for pair in pairs:
+        for layer in pair:
+            units.append(unit_of_rounding(layer.calls[0].values["input"].dtype.name))
+    unit = max(units)
+    num_common, left_out = _num_common_tokens(*pairs[0], GROWTH * unit)
+    differences = [_difference(*pair, unit, num_common) for pair in pairs]
+    return TapDifference(differences, alone, unit, left_out)
 
 
 def _pairs(one: Tapped, other: Tapped) -> tuple[list[tuple[TappedLayer, TappedLayer]], list[str]]:
-    """Return the layers of the same index; if several have one index, as in encoders and decoders,
-    in their order.
+    """Return the layers that both called, and the names of those that only one of them called."""
+    first, second = _called_layers(one), _called_layers(other)
+    pairs = []
+    alone = []
+    for number, layer in first.items():
+        if number in second:
+            pairs.append((layer, second[number]))
+        else:
+            alone.append(layer.name)
+    for number, layer in second.items():
+        if number not in first:
+            alone.append(layer.name)
+    return pairs, alone
+
+
+def _called_layers(tapped: Tapped) -> dict[tuple[int, int], TappedLayer]:
+    """Return the layers that were called, by their index and their number among those of one
+    index: encoders and decoders may have the same.
     """
-    keyed: list[dict[tuple[int, int], TappedLayer]] = []
-    for tapped in (one, other):
-        found: dict[tuple[int, int], TappedLayer] = {}
-        counts: dict[int, int] = {}
-        for layer in tapped.layers:
-            number = counts[layer.index] = counts.get(layer.index, -1) + 1
-            found[layer.index, number] = layer
-        keyed.append(found)
-    first, second = ({key: x for key, x in each.items() if _was_called(x)} for each in keyed)
-    alone = [
-        each[key].name
-        for each in (first, second)
-        for key in each
-        if key not in first or key not in second
-    ]
-    return [(layer, second[key]) for key, layer in first.items() if key in second], alone
+    layers: dict[tuple[int, int], TappedLayer] = {}
+    counts: Counter[int] = Counter()
+    for layer in tapped.layers:
+        number = (layer.index, counts[layer.index])
+        counts[layer.index] += 1
+        if any({"input", "output"} <= call.values.keys() for call in layer.calls):
+            layers[number] = layer
+    return layers
 
 
-def _was_called(layer: TappedLayer) -> bool:
-    return any({"input", "output"} <= call.values.keys() for call in layer.calls)
-
-
-Which = tuple[int, int]
+SequenceKey = tuple[int, int]
 """A prompt, and a sequence of its batch."""
 
 
-def _same_tokens(
+def _num_common_tokens(
     one: TappedLayer, other: TappedLayer, allowed: float
-) -> tuple[dict[Which, int], int]:
+) -> tuple[dict[SequenceKey, int], int]:
     """Return the number of common tokens of each sequence in the first layer, and of the tokens
     after a different one.
 
     All are compared if the first one already differs, because then nothing can be learned from
     leaving some out.
     """
-    counts: dict[Which, int] = {}
+    num_common: dict[SequenceKey, int] = {}
     left_out = 0
-    for which, a, b, places_a, places_b in _common(one, other):
-        x, y = (
-            a.tokens("input", places_a).astype(np.float64),
-            b.tokens("input", places_b).astype(np.float64),
-        )
-        if x.shape == y.shape and x.size:
-            away = np.sqrt(np.mean((x - y) ** 2, axis=1)) > allowed * np.sqrt(np.mean(x**2))
-            if away.any() and not away[0]:
-                counts[which] = int(away.argmax())
-                left_out += len(away) - counts[which]
-    return counts, left_out
+    for pair in _common_sequences(one, other):
+        x, y = pair.tokens("input")
+        x, y = x.astype(np.float64), y.astype(np.float64)
+        if x.shape != y.shape or not x.size:
+            continue
+        distance = np.sqrt(np.mean((x - y) ** 2, axis=1))
+        is_other = distance > allowed * np.sqrt(np.mean(x**2))
+        if is_other.any() and not is_other[0]:
+            first_other = int(is_other.argmax())
+            num_common[pair.key] = first_other
+            left_out += len(is_other) - first_other
+    return num_common, left_out
 
 
 def _difference(
-    one: TappedLayer, other: TappedLayer, unit: float, same: dict[Which, int]
+    one: TappedLayer, other: TappedLayer, unit: float, num_common: dict[SequenceKey, int]
 ) -> LayerDifference:
-    squares: dict[str, list[tuple[float, float, int]]] = {}
-    count = 0
-    for which, a, b, places_a, places_b in _common(one, other):
-        places_a, places_b = places_a[: same.get(which)], places_b[: same.get(which)]
-        count += len(places_a)
+    squares: dict[str, list[_Squares]] = {}
+    num_tokens = 0
+    for whole_pair in _common_sequences(one, other):
+        pair = whole_pair.first_tokens(num_common.get(whole_pair.key))
+        if not len(pair.places_of_one):
+            continue
+        num_tokens += len(pair.places_of_one)
         for name in (*GIVEN, *STAGES):
-            if name in a.values and name in b.values and len(places_a):
-                found = _squares(a.tokens(name, places_a), b.tokens(name, places_b))
-                squares.setdefault(name, []).append(found)
-    if not count:
+            if name in pair.one.values and name in pair.other.values:
+                squares.setdefault(name, []).append(_squares(*pair.tokens(name)))
+    if not num_tokens:
         raise InputError("taps", "have tokens at the same positions", f"none of {one.name}")
-    errors = {name: _share(found) for name, found in squares.items()}
-    allowed = GROWTH * max(*(errors.get(name, 0.0) for name in GIVEN), unit)
-    grows = tuple(
-        name
-        for name in errors
-        if name not in GIVEN and errors[name] > (0.0 if name == "mask" else allowed)
-    )
-    return LayerDifference(one.title, (one.name, other.name), count, errors, grows)
+    errors = {name: _relative_error(of_name) for name, of_name in squares.items()}
+    allowed = unit
+    for name in GIVEN:
+        allowed = max(allowed, errors.get(name, 0.0))
+    grows = []
+    for name, error in errors.items():
+        limit = GROWTH * allowed
+        if name == "mask":
+            limit = 0.0  # no other key may be hidden
+        if name not in GIVEN and error > limit:
+            grows.append(name)
+    return LayerDifference(one.title, (one.name, other.name), num_tokens, errors, tuple(grows))
 
 
 @dataclass(frozen=True)
@@ -255,47 +274,101 @@ class _Row:
         if self.sequences.is_cross and name in OF_KEYS:
             return x
         if name in ("mask", "attn_weights"):
-            return x[:, places] if self.sequences.is_cross else x[:, places][:, :, places]
-        return np.take(x, places, axis=1 if x.ndim == 3 else 0)
+            x = x[:, places]
+            if self.sequences.is_cross:
+                return x
+            return x[:, :, places]
+        if x.ndim == 3:
+            return np.take(x, places, axis=1)
+        return np.take(x, places, axis=0)
 
 
-def _common(
-    one: TappedLayer, other: TappedLayer
-) -> Iterator[tuple[Which, _Row, _Row, np.ndarray, np.ndarray]]:
-    """Yield each sequence that both have: its key, its place in each, and the places of the common
-    tokens.
+@dataclass(frozen=True)
+class _CommonSequence:
+    """A sequence that both recordings have.
+
+    Attributes:
+        key: its prompt and its number in the batch.
+        one, other: the sequence in each recording.
+        places_of_one, places_of_other: the places of the common tokens in each.
     """
-    prompts = zip(sequences_by_prompt(one), sequences_by_prompt(other), strict=False)
-    for prompt, both in enumerate(prompts):
-        rows, others = (
-            {int(row): _Row(each, place) for each in found for place, row in enumerate(each.rows)}
-            for found in both
+
+    key: SequenceKey
+    one: _Row
+    other: _Row
+    places_of_one: np.ndarray
+    places_of_other: np.ndarray
+
+    def tokens(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the values of the common tokens in both."""
+        return (
+            self.one.tokens(name, self.places_of_one),
+            self.other.tokens(name, self.places_of_other),
         )
-        if rows.keys() != others.keys():
-            raise InputError("taps", "have batches of one size", f"{len(rows)} and {len(others)}")
-        for number, a in rows.items():
-            b = others[number]
-            _, places_a, places_b = np.intersect1d(a.places, b.places, return_indices=True)
-            yield (prompt, number), a, b, places_a, places_b
+
+    def first_tokens(self, count: int | None) -> _CommonSequence:
+        """Return the sequence with the first of the common tokens; with all by default."""
+        return replace(
+            self,
+            places_of_one=self.places_of_one[:count],
+            places_of_other=self.places_of_other[:count],
+        )
 
 
-def _squares(x: np.ndarray, y: np.ndarray) -> tuple[float, float, int]:
-    """Return mean squares of a difference and of the first, and the number of values."""
+def _common_sequences(one: TappedLayer, other: TappedLayer) -> Iterator[_CommonSequence]:
+    """Yield each sequence that both have."""
+    prompts = zip(sequences_by_prompt(one), sequences_by_prompt(other), strict=False)
+    for prompt, (of_one, of_other) in enumerate(prompts):
+        rows_of_one, rows_of_other = _rows(of_one), _rows(of_other)
+        if rows_of_one.keys() != rows_of_other.keys():
+            sizes = f"{len(rows_of_one)} and {len(rows_of_other)}"
+            raise InputError("taps", "have batches of one size", sizes)
+        for number, row in rows_of_one.items():
+            other_row = rows_of_other[number]
+            _, places, other_places = np.intersect1d(
+                row.places, other_row.places, return_indices=True
+            )
+            yield _CommonSequence((prompt, number), row, other_row, places, other_places)
+
+
+def _rows(sequences: list[Sequences]) -> dict[int, _Row]:
+    """Return the sequences of a prompt by their number in the batch."""
+    rows = {}
+    for with_same_padding in sequences:
+        for place, number in enumerate(with_same_padding.rows):
+            rows[int(number)] = _Row(with_same_padding, place)
+    return rows
+
+
+@dataclass(frozen=True)
+class _Squares:
+    """Mean squares of a difference, and of the first of the two, over a number of values."""
+
+    difference: float
+    size: float
+    num_values: int
+
+
+def _squares(x: np.ndarray, y: np.ndarray) -> _Squares:
     if x.shape != y.shape:
-        return np.inf, 1.0, 1
+        return _Squares(np.inf, 1.0, 1)
     x, y = x.astype(np.float64), y.astype(np.float64)
-    every = np.ones(x.shape, bool)
+    every_value = np.ones(x.shape, bool)
     with np.errstate(invalid="ignore"):
-        away = np.where(np.isnan(x) & np.isnan(y), 0.0, x - y)
-    return (
-        norms_of(np.nan_to_num(away, nan=np.inf), every)["rms"] ** 2,
-        norms_of(np.nan_to_num(x), every)["rms"] ** 2,
-        x.size,
-    )
+        difference = np.where(np.isnan(x) & np.isnan(y), 0.0, x - y)
+    difference_rms = norms_of(np.nan_to_num(difference, nan=np.inf), every_value)["rms"]
+    size_rms = norms_of(np.nan_to_num(x), every_value)["rms"]
+    return _Squares(difference_rms**2, size_rms**2, x.size)
 
 
-def _share(found: list[tuple[float, float, int]]) -> float:
-    away, size = (sum(each[part] * each[2] for each in found) for part in (0, 1))
-    if away == 0.0:
+def _relative_error(parts: list[_Squares]) -> float:
+    """Return the root mean square of a difference over that of the first of the two."""
+    difference, size = 0.0, 0.0
+    for part in parts:
+        difference += part.difference * part.num_values
+        size += part.size * part.num_values
+    if difference == 0.0:
         return 0.0
-    return float(np.sqrt(away / size)) if size else float("inf")
+    if size == 0.0:
+        return float("inf")
+    return float(np.sqrt(difference / size))

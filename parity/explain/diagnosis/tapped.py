@@ -4,7 +4,7 @@ names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -34,6 +34,9 @@ OF_KEYS = ("key_input", "value_input", "key_is_real", "k", "v")
 all.
 """
 
+CACHED_PARTS = {"k": "keys", "v": "values"}
+"""The part of a cache that contains the keys or values of all calls."""
+
 NO_STAGES = (
     "input",
     "positions",
@@ -44,7 +47,6 @@ NO_STAGES = (
     "call_mask",
 )
 """Inputs of the reference, which it does not compute."""
-
 
 COUNTING = ("window_size", "chunk_size", "alibi", "relative_bias", "relative_products")
 """Fields of a specification that depend on the number of tokens between a query and a key."""
@@ -63,17 +65,19 @@ class TappedCase(Case):
 
     def first_tokens(self, count: int) -> Case:
         """Return the case with the first tokens only."""
-        places = None if self.places is None else self.places[..., :count]
-        return replace(super().first_tokens(count), places=places)
+        first = super().first_tokens(count)
+        if self.places is None:
+            return first
+        return replace(first, places=self.places[..., :count])
 
     def positions(self, step: int | None = None) -> np.ndarray:
         """Return the positions of all tokens, or of those of one call."""
-        if self.places is None:
+        places = self.places
+        if places is None:
             places = np.arange(self.seq_len)[None]
-            sections = None if self.spec.rope is None else self.spec.rope.sections
-            places = places if sections is None else np.stack([places] * len(sections))
-        else:
-            places = self.places
+            rope = self.spec.rope
+            if rope is not None and rope.sections is not None:
+                places = np.stack([places] * len(rope.sections))
         if step is None:
             return places
         start = sum(self.chunks[:step])
@@ -109,14 +113,11 @@ class Sequences:
         """The positions of the tokens of each sequence, (rows, T); 0, 1, … if they were not
         recorded.
         """
+        shape = (len(self.rows), len(self.tokens))
         positions = self.values.get("positions")
-        if (
-            positions is None
-            or positions.ndim != 2
-            or any(len(set(row)) < len(row) for row in positions.tolist())
-        ):
-            positions = np.arange(len(self.tokens))[None]
-        return np.broadcast_to(positions, (len(self.rows), len(self.tokens)))
+        if positions is not None and positions.ndim == 2 and _are_distinct(positions):
+            return np.broadcast_to(positions, shape)
+        return np.broadcast_to(np.arange(len(self.tokens)), shape)
 
     def counting_gaps(self, spec: AttentionSpec) -> str:
         """Return the fields of a specification that count tokens, if padding lies between real
@@ -142,21 +143,24 @@ class Sequences:
         """The stages call by call, as the reference names them with a cache, and the cached
         values.
         """
-        found: dict[str, np.ndarray] = {}
-        length, stop = len(self.tokens), 0
+        stages: dict[str, np.ndarray] = {}
+        stop = 0
         for step, chunk in enumerate(self.chunks):
             start, stop = stop, stop + chunk
             for name, x in self.stages.items():
                 axis = TOKENS.get(name, 2)
-                found[f"step{step}.{name}"] = np.take(x, np.arange(start, stop), axis)
-            for name, part in (("k", "keys"), ("v", "values")):
+                stages[f"step{step}.{name}"] = np.take(x, np.arange(start, stop), axis)
+            for name, part in CACHED_PARTS.items():
                 if name in self.values:
                     cached = self.caches.get((step, part), self.values[name][:, :, :stop])
-                    shape = (*cached.shape[:2], length - cached.shape[2], cached.shape[3])
-                    found[f"step{step}.cache.{part}"] = np.concatenate(
-                        [cached, np.zeros(shape, cached.dtype)], 2
-                    )
-        return found
+                    stages[f"step{step}.cache.{part}"] = self._with_empty_slots(cached)
+        return stages
+
+    def _with_empty_slots(self, cached: np.ndarray) -> np.ndarray:
+        """Return keys or values in a cache with a slot for each token, as the reference has it."""
+        batch, heads, filled, width = cached.shape
+        empty = np.zeros((batch, heads, len(self.tokens) - filled, width), cached.dtype)
+        return np.concatenate([cached, empty], axis=2)
 
     def in_our_order(self, reference: Reference) -> Sequences:
         """Return the sequences with features of queries and keys in the order of the reference.
@@ -165,46 +169,44 @@ class Sequences:
         equal, because queries and keys have the same order.
         """
         spec, expected = reference.problem.spec, reference.accumulated["k"]
-        q, k = (self.values.get(name) for name in "qk")
-        if (
-            spec.latent is None
-            or spec.rope is None
-            or spec.rope.pairs != "interleaved"
-            or q is None
-            or k is None
-        ):
+        q, k = self.values.get("q"), self.values.get("k")
+        if spec.latent is None or spec.rope is None or spec.rope.pairs != "interleaved":
             return self
-        if q.shape[-1] != spec.head_dim or k.shape != expected.shape:
+        if q is None or k is None or q.shape[-1] != spec.head_dim or k.shape != expected.shape:
             return self
-        begin, half = spec.head_dim - spec.latent.rope_dim, spec.latent.rope_dim // 2
-        order = np.arange(spec.head_dim)
-        order[begin::2], order[begin + 1 :: 2] = (
-            order[begin : begin + half].copy(),
-            order[begin + half :].copy(),
-        )
-        as_halves, as_pairs = (np.abs(x - expected).sum() for x in (k[..., order], k))
-        if as_pairs <= as_halves:
+        first, half = spec.head_dim - spec.latent.rope_dim, spec.latent.rope_dim // 2
+        to_pairs = np.arange(spec.head_dim)
+        to_pairs[first::2] = np.arange(first, first + half)
+        to_pairs[first + 1 :: 2] = np.arange(first + half, spec.head_dim)
+        error_as_pairs = np.abs(k - expected).sum()
+        error_as_halves = np.abs(k[..., to_pairs] - expected).sum()
+        if error_as_pairs <= error_as_halves:
             return self
-        caches = {key: x[..., order] if key[1] == "keys" else x for key, x in self.caches.items()}
-        return replace(
-            self, values={**self.values, "q": q[..., order], "k": k[..., order]}, caches=caches
-        )
+        values = {**self.values, "q": q[..., to_pairs], "k": k[..., to_pairs]}
+        caches = dict(self.caches)
+        for (step, part), x in self.caches.items():
+            if part == "keys":
+                caches[step, part] = x[..., to_pairs]
+        return replace(self, values=values, caches=caches)
 
     def unscaled(self, reference: Reference) -> Sequences:
         """Return the sequences with unscaled queries, if that is closer in size to the reference.
 
         Layers may scale them before the attention function. Whisper's do, and pass a scale of 1.
         """
-        spec, expected, q = reference.problem.spec, reference.accumulated["q"], self.values.get("q")
-        scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
+        spec, expected = reference.problem.spec, reference.accumulated["q"]
+        scale = spec.scale
+        if scale is None:
+            scale = spec.head_dim**-0.5
+        q = self.values.get("q")
         if q is None or not q.any():
             return self
-        ratio = np.sqrt(np.mean(q.astype(np.float64) ** 2) / np.mean(expected**2))
+        # Unscaled queries have the size of the reference's, scaled ones that times the scale.
+        wide = q.astype(np.float64)
+        ratio = np.sqrt(np.mean(wide**2) / np.mean(expected**2))
         if abs(np.log(ratio / scale)) >= abs(np.log(ratio)):
             return self
-        return replace(
-            self, values={**self.values, "q": (q.astype(np.float64) / scale).astype(q.dtype)}
-        )
+        return replace(self, values={**self.values, "q": (wide / scale).astype(q.dtype)})
 
     def problem(
         self,
@@ -219,13 +221,16 @@ class Sequences:
 
         With `shared_kv` its keys and values are those of `source`, or the recorded ones.
         """
-        x, inputs, segments = (
-            self.values["input"],
-            self._inputs(spec),
-            self.values.get("segment_ids"),
-        )
+        x, inputs = self.values["input"], self._inputs(spec)
         if spec.shared_kv:
-            inputs |= {name: (source or self).values[name] for name in ("k", "v")}
+            inputs["k"] = (source or self).values["k"]
+            inputs["v"] = (source or self).values["v"]
+        seq_len_k = None
+        if self.is_cross:
+            seq_len_k = inputs["key"].shape[1]
+        segment_ids = None
+        if "segment_ids" in self.values:
+            segment_ids = tuple(map(tuple, self.values["segment_ids"].tolist()))
         dtype = x.dtype.name
         case = TappedCase(
             name,
@@ -233,14 +238,14 @@ class Sequences:
             "recorded",
             batch=x.shape[0],
             seq_len=x.shape[1],
-            seq_len_k=inputs["key"].shape[1] if self.is_cross else None,
+            seq_len_k=seq_len_k,
             is_causal=is_causal,
             random_mask="mask" in inputs,
             places=self.values.get("positions"),
-            segment_ids=None if segments is None else tuple(map(tuple, segments.tolist())),
+            segment_ids=segment_ids,
         )
-        held = {name: weight.astype(dtype_named(dtype)) for name, weight in weights.items()}
-        return Problem(case, dtype, held, inputs)
+        in_dtype = {name: weight.astype(dtype_named(dtype)) for name, weight in weights.items()}
+        return Problem(case, dtype, in_dtype, inputs)
 
     def _inputs(self, spec: AttentionSpec) -> dict[str, np.ndarray]:
         inputs = {"query": self.values["input"]}
@@ -254,9 +259,8 @@ class Sequences:
             inputs["mask"] = np.broadcast_to(is_padding, shape)
         if "call_mask" in self.values:
             mask = self.values["call_mask"]
-            inputs["mask"] = np.broadcast_to(
-                mask, (len(self.rows), spec.num_heads, *mask.shape[2:])
-            )
+            shape = (len(self.rows), spec.num_heads, *mask.shape[2:])
+            inputs["mask"] = np.broadcast_to(mask, shape)
         return inputs
 
     def problem_of_its_own(self, problem: Problem) -> Problem:
@@ -272,25 +276,35 @@ class Sequences:
 
     def without(self, name: str) -> Sequences:
         """Return the sequences without one of the values."""
-        return replace(self, values={each: x for each, x in self.values.items() if each != name})
+        values = dict(self.values)
+        values.pop(name, None)
+        return replace(self, values=values)
 
     @property
     def prompt(self) -> Sequences:
         """The first call alone."""
         tokens = np.arange(self.chunks[0])
         rows = np.arange(len(self.rows))
-        values = {
-            name: _taken(name, x, rows, tokens, is_cross=self.is_cross)
-            for name, x in self.values.items()
-        }
+        values = {}
+        for name, x in self.values.items():
+            values[name] = _taken(name, x, rows, tokens, is_cross=self.is_cross)
         return Sequences(self.rows, self.tokens[tokens], self.chunks[:1], values, {})
 
     def must_be_stepped(self, spec: AttentionSpec) -> bool:
         """Return True if all tokens at once give other results than call by call."""
         if self.is_cross:
             return False
-        scaling = None if spec.rope is None else spec.rope.scaling
-        return bool(self.caches) or isinstance(scaling, DynamicScaling | LongRopeScaling)
+        if self.caches:
+            return True
+        if spec.rope is None:
+            return False
+        return isinstance(spec.rope.scaling, DynamicScaling | LongRopeScaling)
+
+
+def _are_distinct(positions: np.ndarray) -> bool:
+    """Return whether no sequence has two tokens at one position, (rows, T)."""
+    in_order = np.sort(positions, axis=1)
+    return bool((np.diff(in_order, axis=1) != 0).all())
 
 
 def sequences_of(layer: TappedLayer) -> list[Sequences]:
@@ -300,11 +314,14 @@ def sequences_of(layer: TappedLayer) -> list[Sequences]:
     Raises:
         ValueError: if a call does not follow the one before it, or nothing can be compared.
     """
-    if not any("input" in call.values and "output" in call.values for call in layer.calls):
+    if not any({"input", "output"} <= call.values.keys() for call in layer.calls):
         raise InputError(
             layer.name, "be called while it is tapped", f"{len(layer.calls)} calls with an output"
         )
-    return [each for of_prompt in sequences_by_prompt(layer) for each in of_prompt]
+    sequences = []
+    for of_prompt in sequences_by_prompt(layer):
+        sequences += of_prompt
+    return sequences
 
 
 def sequences_by_prompt(layer: TappedLayer) -> list[list[Sequences]]:
@@ -314,7 +331,7 @@ def sequences_by_prompt(layer: TappedLayer) -> list[list[Sequences]]:
     Raises:
         ValueError: if a call does not follow the one before it.
     """
-    return [list(_by_padding(calls)) for calls in _runs(layer)]
+    return [_by_padding(calls) for calls in _runs(layer)]
 
 
 def _runs(layer: TappedLayer) -> list[list[TappedCall]]:
@@ -346,120 +363,133 @@ def _runs(layer: TappedLayer) -> list[list[TappedCall]]:
     return runs
 
 
-def _by_padding(calls: list[TappedCall]) -> Iterator[Sequences]:
-    batch = calls[0].values["input"].shape[0]
+def _by_padding(calls: list[TappedCall]) -> list[Sequences]:
+    """Return the sequences of the calls of a prompt, those with the same padding together."""
     lengths = [call.values["input"].shape[1] for call in calls]
-    is_real = np.concatenate(
-        [
-            call.values.get("is_real", np.ones((batch, length), bool))
-            for call, length in zip(calls, lengths, strict=True)
-        ],
-        axis=1,
-    )
-    joined = dict(_joined(calls, sum(lengths)))
-    caches = {
-        (step, part): _cache(call, joined, name)
-        for step, call in enumerate(calls)
-        for name, part in (("k", "keys"), ("v", "values"))
-        if f"cache.{part}" in call.values
-    }
-    patterns, which = np.unique(is_real, axis=0, return_inverse=True)
-    for number in np.argsort(
-        -patterns.sum(axis=1), kind="stable"
-    ):  # those without padding show more, and come first
-        pattern = patterns[number]
-        rows, tokens = np.flatnonzero(which.reshape(-1) == number), np.flatnonzero(pattern)
-        if not tokens.size:
+    joined = _joined_values(calls, sum(lengths))
+    is_cross = "key_input" in joined
+    caches = {}
+    for step, call in enumerate(calls):
+        for name, part in CACHED_PARTS.items():
+            if f"cache.{part}" in call.values:
+                caches[step, part] = _cache(call, joined, name)
+    patterns, pattern_of_row = np.unique(_is_real(calls), axis=0, return_inverse=True)
+    # Sequences without padding show more, and come first.
+    most_tokens_first = np.argsort(-patterns.sum(axis=1), kind="stable")
+    stops = np.cumsum([0, *lengths])
+    sequences = []
+    for number in most_tokens_first:
+        is_real = patterns[number]
+        if not is_real.any():
             continue
-        stops = np.cumsum([0, *lengths])
-        chunks = tuple(int(pattern[start:stop].sum()) for start, stop in pairwise(stops))
-        is_cross = "key_input" in joined
-        values = {
-            name: _taken(name, x, rows, tokens, is_cross=is_cross) for name, x in joined.items()
-        }
-        own = {
-            key: x[rows] if is_cross else x[rows][:, :, tokens[tokens < x.shape[2]]]
-            for key, x in caches.items()
-        }
-        yield Sequences(rows, tokens, chunks, values, own)
+        rows = np.flatnonzero(pattern_of_row.reshape(-1) == number)
+        tokens = np.flatnonzero(is_real)
+        chunks = tuple([int(is_real[start:stop].sum()) for start, stop in pairwise(stops)])
+        values = {}
+        for name, x in joined.items():
+            values[name] = _taken(name, x, rows, tokens, is_cross=is_cross)
+        caches_of_rows = {}
+        for step_and_part, x in caches.items():
+            caches_of_rows[step_and_part] = _taken_cache(x, rows, tokens, is_cross=is_cross)
+        sequences.append(Sequences(rows, tokens, chunks, values, caches_of_rows))
+    return sequences
 
 
-def _joined(calls: list[TappedCall], total: int) -> Iterator[tuple[str, np.ndarray]]:
+def _is_real(calls: list[TappedCall]) -> np.ndarray:
+    """Return which tokens of all calls are no padding, (B, T)."""
+    parts = []
+    for call in calls:
+        every_token = np.ones(call.values["input"].shape[:2], bool)
+        parts.append(call.values.get("is_real", every_token))
+    return np.concatenate(parts, axis=1)
+
+
+def _joined_values(calls: list[TappedCall], total: int) -> dict[str, np.ndarray]:
     """Return the values of all calls, as one array each; values of keys and queries have a place
     for every token.
     """
-    is_cross = "key_input" in calls[0].values
-
-    def in_all(name: str) -> bool:
-        return all(name in call.values for call in calls)
-
-    for name, axis in TOKENS.items():
-        if in_all(name) and not (is_cross and name in OF_KEYS):
-            yield name, np.concatenate([call.values[name] for call in calls], axis=axis)
-    if in_all("positions"):
-        batch = max(call.values["positions"].shape[-2] for call in calls)
-        parts = [call.values["positions"] for call in calls]
-        parts = [np.broadcast_to(x, (*x.shape[:-2], batch, x.shape[-1])) for x in parts]
-        yield "positions", np.concatenate(parts, axis=-1)
-    if is_cross:
-        yield from _joined_of_keys(calls)
-        return
-    if len(calls) == 1 and in_all("call_mask"):
-        yield "call_mask", calls[0].values["call_mask"]
-    if in_all("attn_weights"):
-        yield "attn_weights", _placed(calls, "attn_weights", total, 0)
-    if all(
-        "mask" in call.values or call.values["input"].shape[1] == 1 for call in calls
-    ) and in_all("q"):
-        yield "mask", _placed(calls, "mask", total, True)
-
-
-def _joined_of_keys(calls: list[TappedCall]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the values of a layer whose keys come from another sequence, once."""
     first = calls[0].values
-    yield from ((name, first[name]) for name in OF_KEYS if name in first)
-    if all("attn_weights" in call.values for call in calls):
-        yield (
-            "attn_weights",
-            np.concatenate([call.values["attn_weights"] for call in calls], axis=2),
-        )
-    if all("mask" in call.values and "q" in call.values for call in calls):
-        masks = [is_hidden(call.values["mask"]) for call in calls]
-        shapes = [
-            (*call.values["q"].shape[:3], mask.shape[3])
-            for call, mask in zip(calls, masks, strict=True)
-        ]
-        yield "mask", np.concatenate(list(map(np.broadcast_to, masks, shapes)), axis=2)
+    is_cross = "key_input" in first
+    # Values that only some calls have are left out.
+    in_all = set(first)
+    for call in calls:
+        in_all &= call.values.keys()
+    joined = {}
+    for name, axis in TOKENS.items():
+        if name in in_all and not (is_cross and name in OF_KEYS):
+            joined[name] = np.concatenate([call.values[name] for call in calls], axis=axis)
+    if "positions" in in_all:
+        joined["positions"] = _joined_positions(calls)
+    if is_cross:
+        return {**joined, **_joined_of_keys(calls, in_all)}
+    if len(calls) == 1 and "call_mask" in in_all:
+        joined["call_mask"] = first["call_mask"]
+    if "attn_weights" in in_all:
+        joined["attn_weights"] = _placed(calls, "attn_weights", total, 0)
+    # A call of one token may have no mask, because it attends to all keys.
+    have_masks = all("mask" in call.values or call.values["input"].shape[1] == 1 for call in calls)
+    if have_masks and "q" in in_all:
+        joined["mask"] = _placed(calls, "mask", total, True)
+    return joined
+
+
+def _joined_positions(calls: list[TappedCall]) -> np.ndarray:
+    """Return the positions of all calls, some of which may have one row for all sequences."""
+    positions = [call.values["positions"] for call in calls]
+    batch = max([x.shape[-2] for x in positions])
+    with_batch = [np.broadcast_to(x, (*x.shape[:-2], batch, x.shape[-1])) for x in positions]
+    return np.concatenate(with_batch, axis=-1)
+
+
+def _joined_of_keys(calls: list[TappedCall], in_all: Collection[str]) -> dict[str, np.ndarray]:
+    """Return the values of a layer whose keys come from another sequence, once."""
+    first = calls[0].values
+    joined = {name: first[name] for name in OF_KEYS if name in first}
+    if "attn_weights" in in_all:
+        attn_weights = [call.values["attn_weights"] for call in calls]
+        joined["attn_weights"] = np.concatenate(attn_weights, axis=2)
+    if "mask" in in_all and "q" in in_all:
+        masks = []
+        for call in calls:
+            mask = is_hidden(call.values["mask"])
+            masks.append(np.broadcast_to(mask, (*call.values["q"].shape[:3], mask.shape[3])))
+        joined["mask"] = np.concatenate(masks, axis=2)
+    return joined
 
 
 def _placed(calls: list[TappedCall], name: str, total: int, fill: float) -> np.ndarray:
     """Join the values of queries and keys over calls; `fill` for keys that a call did not have."""
     first = calls[0].values
-    batch, heads = first["q" if "q" in first else name].shape[:2]
-    dtype = np.dtype(bool) if name == "mask" else first[name].dtype
-    found = np.full((batch, heads, total, total), fill, dtype)
+    dtype = np.dtype(bool)
+    if name != "mask":
+        dtype = first[name].dtype
+    with_heads = name
+    if "q" in first:
+        with_heads = "q"  # a mask may be the same for all heads
+    batch, heads = first[with_heads].shape[:2]
+    joined = np.full((batch, heads, total, total), fill, dtype)
     for call in calls:
         start = call.past or 0
         stop = start + call.values["input"].shape[1]
         x = call.values.get(name)
         if x is None:  # one token without a mask, which attends to all keys
-            found[:, :, start:stop, call.first_key : stop] = False
+            joined[:, :, start:stop, call.first_key : stop] = False
             continue
-        x = is_hidden(x) if name == "mask" else x
-        found[:, :, start:stop, call.first_key : stop] = x[..., : stop - call.first_key]
-    return found
+        if name == "mask":
+            x = is_hidden(x)
+        joined[:, :, start:stop, call.first_key : stop] = x[..., : stop - call.first_key]
+    return joined
 
 
 def _cache(call: TappedCall, joined: Mapping[str, np.ndarray], name: str) -> np.ndarray:
     """Return all keys or values that a call attended to; those that its cache dropped are
     unchanged.
     """
-    cached = call.values["cache.keys" if name == "k" else "cache.values"]
+    cached = call.values[f"cache.{CACHED_PARTS[name]}"]
     if not call.first_key:
         return cached
-    return np.concatenate(
-        [joined[name][:, :, : call.first_key].astype(cached.dtype), cached], axis=2
-    )
+    dropped = joined[name][:, :, : call.first_key].astype(cached.dtype)
+    return np.concatenate([dropped, cached], axis=2)
 
 
 def _taken(
@@ -469,12 +499,27 @@ def _taken(
     if is_cross and name in OF_KEYS:
         return x[rows]
     if name == "positions":
-        x = x if x.shape[-2] == 1 else np.take(x, rows, axis=-2)
-        x = x[..., tokens]
-        return x[0] if x.ndim == 3 and len(x) == 1 else x
+        return _taken_positions(x, rows, tokens)
     x = np.take(x[rows], tokens, axis=TOKENS.get(name, 2))
-    return (
-        np.take(x, tokens, axis=3)
-        if name in ("attn_weights", "mask", "call_mask") and not is_cross
-        else x
-    )
+    if name in ("attn_weights", "mask", "call_mask") and not is_cross:
+        x = np.take(x, tokens, axis=3)
+    return x
+
+
+def _taken_cache(
+    cached: np.ndarray, rows: np.ndarray, tokens: np.ndarray, *, is_cross: bool
+) -> np.ndarray:
+    """Return some sequences of cached keys or values, and those of the tokens that it has."""
+    if is_cross:
+        return cached[rows]
+    return cached[rows][:, :, tokens[tokens < cached.shape[2]]]
+
+
+def _taken_positions(x: np.ndarray, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Return some sequences and tokens of positions, (B or 1, T) or (axes, B or 1, T)."""
+    if x.shape[-2] > 1:
+        x = np.take(x, rows, axis=-2)
+    x = x[..., tokens]
+    if x.ndim == 3 and len(x) == 1:
+        return x[0]
+    return x

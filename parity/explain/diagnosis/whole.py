@@ -71,12 +71,12 @@ class WholeStages(Mapping[str, WholeStage]):
     ) -> None:
         self._reference, self._arithmetic, self._prefix = reference, arithmetic, prefix
         expected = reference.accumulated
-        names = [name.removeprefix(prefix) for name in expected if name.startswith(prefix)]
-        self._observed = {
-            name: observed[name]
-            for name in names
-            if name in observed and observed[name].shape == expected[prefix + name].shape
-        }
+        self._observed: dict[str, np.ndarray] = {}
+        for full_name, x in expected.items():
+            name = full_name.removeprefix(prefix)
+            is_recorded = full_name.startswith(prefix) and name in observed
+            if is_recorded and observed[name].shape == x.shape:
+                self._observed[name] = observed[name]
         self._compared: dict[str, WholeStage] = {}
         self._comparisons = comparisons or {}
         self._passed = passed
@@ -89,30 +89,37 @@ class WholeStages(Mapping[str, WholeStage]):
 
     def __getitem__(self, name: str) -> WholeStage:
         if name not in self._compared:
-            x, by_token = self._observed[name], np.zeros(0)
-            full_name = self._prefix + name
-            kept = kept_dtype(full_name, self._reference.problem.dtype)
-            if is_floating(x.dtype) and x.dtype != kept:
-                x = x.astype(kept)  # scores in 16 bits have the same values in 32
-            comparison = self._comparisons.get(self._prefix + name)
-            is_measured = comparison is not None and (
-                comparison.passed or comparison.worst_values is not None
-            )
-            if comparison is None or not is_measured:
-                label = Label("", "", self._reference.problem.dtype, self._prefix + name)
-                with np.errstate(over="ignore", invalid="ignore"):
-                    comparison = self._reference.compare_used(x, label, self._arithmetic)
+            comparison = self._comparison(name)
+            by_token = np.zeros(0)
             if not comparison.passed:
                 by_token = self._by_token(name)
             self._compared[name] = WholeStage(comparison, by_token)
         return self._compared[name]
+
+    def _comparison(self, name: str) -> Comparison:
+        """Return the comparison of a stage with the reference, unless it is known."""
+        full_name, dtype = self._prefix + name, self._reference.problem.dtype
+        known = self._comparisons.get(full_name)
+        # A recorded stage with other axes was not measured; here it has those of the reference.
+        if known is not None and (known.passed or known.worst_values is not None):
+            return known
+        x = self._observed[name]
+        if is_floating(x.dtype):
+            # Scores in 16 bits have the same values in 32.
+            x = x.astype(kept_dtype(full_name, dtype), copy=False)
+        label = Label("", "", dtype, full_name)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return self._reference.compare_used(x, label, self._arithmetic)
 
     def first_wrong(self, besides: Iterable[str] = ()) -> str:
         """Return the first stage that is over its budget, other than some; empty if there is
         none.
         """
         ignored = {*besides} | self._passed
-        return next((name for name in self if name not in ignored and not self[name].passed), "")
+        for name in self:
+            if name not in ignored and not self[name].passed:
+                return name
+        return ""
 
     def description(self, name: str) -> Description | None:
         """Describe where a stage differs, without a search for patterns; None if its shape is
@@ -136,16 +143,15 @@ class WholeStages(Mapping[str, WholeStage]):
     def _by_token(self, name: str) -> np.ndarray:
         """Return the error of each token, compared with its own noise."""
         stage, full_name = stage_named(name), self._prefix + name
-        axis = next((stage.axes.index(letter) for letter in "TS" if letter in stage.axes), None)
-        if axis is None:
+        if "T" in stage.axes:
+            axis = stage.axes.index("T")
+        elif "S" in stage.axes:
+            axis = stage.axes.index("S")
+        else:
             return np.zeros(0)
         reference = self._reference
         expected = reference.accumulated[full_name]
-        unused = unused_cells(reference.problem.case, full_name, expected.shape)
-        with np.errstate(over="ignore", invalid="ignore"):
-            error = np.abs(self._observed[name].astype(np.float64) - expected)
-        error = np.where(np.isnan(error), np.where(np.isnan(expected), 0.0, np.inf), error)
-        error = error if unused is None else np.where(unused, 0.0, error)
+        error = self._error(name, expected)
         if stage.is_exact:
             return _size_by_token(error, axis)
         same = reference.same_precision(local=False, arithmetic=self._arithmetic)[full_name]
@@ -153,6 +159,18 @@ class WholeStages(Mapping[str, WholeStage]):
         scale = _size_by_token(np.nan_to_num(expected), axis)
         allowed = FACTOR * noise + floor(reference.problem.dtype, self._arithmetic) * scale
         return _size_by_token(error, axis) / (allowed + ROOM)
+
+    def _error(self, name: str, expected: np.ndarray) -> np.ndarray:
+        """Return the absolute error of each used number; that of a wrong NaN is infinite."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            error = np.abs(self._observed[name].astype(np.float64) - expected)
+        is_nan = np.isnan(error)
+        error[is_nan] = np.inf
+        error[is_nan & np.isnan(expected)] = 0.0
+        unused = unused_cells(self._reference.problem.case, self._prefix + name, expected.shape)
+        if unused is not None:
+            error[unused] = 0.0
+        return error
 
 
 def _size_by_token(x: np.ndarray, axis: int) -> np.ndarray:

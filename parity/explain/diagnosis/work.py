@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,6 +20,20 @@ from parity.measure.core.reference.arithmetic import multiplications
 from parity.measure.core.stages import Step, Values
 
 _current: ContextVar[Work | None] = ContextVar("_current", default=None)
+
+
+@dataclass(frozen=True)
+class _Limit:
+    """Limit of a part of a search, in seconds spent by the whole search.
+
+    Attributes:
+        part: name of the part; empty if the part can be resumed later, so that it is postponed
+            instead of cut short.
+        seconds: the limit.
+    """
+
+    part: str
+    seconds: float
 
 
 class Work:
@@ -32,7 +47,7 @@ class Work:
     def __init__(self, seconds: float) -> None:
         self.seconds, self.spent = seconds, 0.0
         self._outer: Work | None = None
-        self._limits: list[tuple[str, float]] = []
+        self._limits: list[_Limit] = []
         self._untried: dict[str, None] = {}
 
     @property
@@ -52,8 +67,12 @@ class Work:
         """
         if self.spent < share * self.seconds:
             return False
-        self._untried[what] = None
+        self.cut_short(what)
         return True
+
+    def cut_short(self, what: str) -> None:
+        """Record that a part of the search was cut short."""
+        self._untried[what] = None
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -85,32 +104,36 @@ class Work:
         """
         if self.is_over(what, share):
             raise TimeoutError
-        self._limits += [(what, share * self.seconds), ("", self.spent + most)]
+        self._limits += [_Limit(what, share * self.seconds), _Limit("", self.spent + most)]
         try:
             yield
         finally:
             del self._limits[-2:]
 
+    # Each product and comparison of a search comes here. So enclosing counts are a loop: recursion
+    # doubled the calls.
+
     def ask(self, seconds: float, *, of_part: bool = False) -> None:
         """Raise a TimeoutError if this many more seconds exceed a limit, or the limit of a part
         alone.
         """
-        for what, limit in self._limits:
-            is_of_part_alone = not what  # which can be resumed, so it is not cut short
-            if of_part and not is_of_part_alone:
-                continue
-            if self.spent + seconds > limit:
-                if what:
-                    self._untried[what] = None
-                raise TimeoutError
-        if self._outer is not None:
-            self._outer.ask(seconds, of_part=of_part)
+        work: Work | None = self
+        while work is not None:
+            for limit in work._limits:
+                if of_part and limit.part:
+                    continue
+                if work.spent + seconds > limit.seconds:
+                    if limit.part:
+                        work.cut_short(limit.part)
+                    raise TimeoutError
+            work = work._outer
 
     def add(self, seconds: float) -> None:
         """Count spent seconds."""
-        self.spent += seconds
-        if self._outer is not None:
-            self._outer.add(seconds)
+        work: Work | None = self
+        while work is not None:
+            work.spent += seconds
+            work = work._outer
 
 
 def ask(seconds: float, *, of_part: bool = False) -> None:
@@ -125,8 +148,10 @@ def ask(seconds: float, *, of_part: bool = False) -> None:
 
 def begin(seconds: float) -> None:
     """Request seconds and add them in advance to the active count, if any."""
-    ask(seconds)
-    spend(seconds)
+    work = _current.get()
+    if work is not None:
+        work.ask(seconds)
+        work.add(seconds)
 
 
 def spend(seconds: float) -> None:
@@ -170,7 +195,13 @@ PER_ROUNDED = 2e-8
 
 def spend_on(*arrays: np.ndarray) -> None:
     """Add the work of a comparison of arrays."""
-    spend(PER_STEP + PER_NUMBER * sum([x.size for x in arrays]))
+    work = _current.get()
+    if work is None:
+        return
+    numbers = 0
+    for x in arrays:
+        numbers += x.size
+    work.add(PER_STEP + PER_NUMBER * numbers)
 
 
 def run(step: Step, values: Values) -> dict[str, np.ndarray]:

@@ -12,7 +12,7 @@ from helpers.diagnoses import named_bugs
 from helpers.samples import sample
 
 import parity
-from mha_spec import AttentionSpec, Rope
+from mha_spec import AttentionSpec, Latent, Rope
 from parity import Case, make_problem
 from parity.explain.diagnosis.absorbed import DeferredHeads
 from parity.explain.diagnosis.at_size import RowSamples, TokenSamples
@@ -43,6 +43,21 @@ LLAMA = Case(
 BERT = Case("bert", AttentionSpec(256, 4), "", batch=1, seq_len=160)
 CROSS = replace(BERT, name="cross", seq_len_k=200, key_padding_lengths=(190,))
 DECODE = replace(LLAMA, name="decode", seq_len=161, is_causal=False, chunks=(160, 1), capacity=164)
+
+MLA = replace(
+    LLAMA,
+    name="mla",
+    spec=AttentionSpec(
+        256,
+        4,
+        head_dim=96,
+        value_head_dim=64,
+        latent=Latent(64, 32),
+        rope=Rope(rotary_dim=32, rotated="last", pairs="interleaved"),
+        qkv_bias=False,
+        out_bias=False,
+    ),
+)
 
 ENOUGH = 120.0
 """Seconds for a search, enough that the load of the machine does not matter."""
@@ -231,6 +246,16 @@ def test_unsampled_error_is_found(problems):
         parity.assert_parity(output, problem=problems["llama"])
 
 
+def test_bugs_without_a_sample_are_untried():
+    """With a bias, no sample shows a softmax over queries, and an unknown error says so."""
+    problem = make_problem(replace(BERT, bias=True, name="bias"), "float32")
+    output = given_by(problem)["output"]
+    output[0, 100, 200] += 0.1
+    diagnosis = diagnose({"output": output}, problem, seconds=0.5)
+    assert (diagnosis.kind, diagnosis.untried) == ("unknown", "softmax-over-queries")
+    assert "Not tried: softmax-over-queries" in str(diagnosis)
+
+
 def test_law_must_hold_in_other_samples(problems):
     """A factor on the whole output is a law; on the features of one sample it is unknown."""
     output = given_by(problems["bert"])["output"]
@@ -268,7 +293,7 @@ def test_search_limit_is_respected(problems, work):
     output = given_by(problem, "k_proj-transposed")["output"]
     work.clear()
     diagnosis = diagnose({"output": output}, problem, seconds=0.01)
-    assert "single bugs" in diagnosis.untried
+    assert {"single bugs", "softmax-over-queries"} <= {*diagnosis.untried.split(", ")}
     assert sum(work) < 4 * multiplications(problem)
 
 
@@ -346,10 +371,12 @@ def test_passing_assertion_is_cheap(problems, work):
 
 
 @pytest.mark.parametrize(
-    "case", [LLAMA, BERT, replace(LLAMA, name="two", batch=2, key_padding_lengths=(160, 9))]
+    "case", [LLAMA, BERT, replace(LLAMA, name="two", batch=2, key_padding_lengths=(160, 9)), MLA]
 )
 def test_correct_layer_passes_each_sample(case):
-    """Each sample of a correct layer has the layer's values; together they cover eight stages."""
+    """Each sample of a correct layer has the layer's values; together they cover eight stages, and
+    latents.
+    """
     problem = make_problem(case, "float32")
     given = edited_layer(problem, "float64", ()).forward()
     whole = Whole(problem, given, WholeStages(given, Reference(problem), "ieee"), Remembered())
@@ -364,6 +391,7 @@ def test_correct_layer_passes_each_sample(case):
                     values[stage], x, rtol=1e-9, atol=1e-12, err_msg=f"{stage}: {part.words}"
                 )
     assert judged >= {"mask", "q", "k", "v", "scores", "attn_weights", "context", "output"}
+    assert ("latents" in judged) == (case.spec.latent is not None)
 
 
 GROUPS = replace(BERT.spec, num_kv_heads=2, qkv_bias=False)
