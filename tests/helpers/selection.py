@@ -1,8 +1,8 @@
 """Representative values for samples: the first of the values that would detect the same bugs."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
 from inspect import isfunction
-from types import CodeType
 from typing import Any
 
 from parity.port.models.families import FAMILIES
@@ -24,10 +24,23 @@ def one_a_code(
     return [*first.values()]
 
 
-def _codes_of(function: Callable[..., Any]) -> set[CodeType]:
-    """Return the code of a function and of the functions in its closure."""
-    held = (cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
-    return {function.__code__}.union(*(_codes_of(each) for each in held if isfunction(each)))
+def _codes_of(function: Callable[..., Any]) -> set[Hashable]:
+    """Return the code of a function and of the functions that it binds.
+
+    A function that is not written in Python stands for its code.
+    """
+    if isinstance(function, partial):
+        codes: set[Hashable] = _codes_of(function.func)
+        bound = [*function.args, *function.keywords.values()]
+    elif isfunction(function):
+        codes = {function.__code__}
+        bound = [cell.cell_contents for cell in function.__closure__ or ()]
+    else:
+        return {function}
+    for value in bound:
+        if callable(value):
+            codes |= _codes_of(value)
+    return codes
 
 
 def rules_signature(stack: Stack) -> Hashable:

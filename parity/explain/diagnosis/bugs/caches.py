@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -15,17 +17,23 @@ from parity.measure.core.stages import Values
 New = dict[str, np.ndarray]
 """Cached heads or latents, by `keys` and `values`, or by `latents`."""
 
+Slots = tuple[np.ndarray, np.ndarray]
+"""The first slot of new tokens, and their number, for each sequence."""
+
 
 def caches(case: Case) -> Iterator[Edit]:
     if not case.is_cached:
         return
-    spec, capacity = case.spec, case.capacity
+    spec = case.spec
     cached = CACHE_SLOTS.seen_in("cache.latents", "cache.keys")
+    first = "keys"
+    if spec.latent is not None:
+        first = "latents"
     if spec.value_head_dim == spec.head_dim and spec.latent is None:
         yield cached(
             "cache-keys-as-values",
             "the cache of values contains keys",
-            _caching(lambda new: {**new, "values": new["keys"]}),
+            _caching(_keys_as_values),
             fix="append new keys to the keys, and new values to the values",
             stages=("cache.values",),
         )
@@ -33,59 +41,78 @@ def caches(case: Case) -> Iterator[Edit]:
         yield cached(
             "cache-values-missing",
             "new values are not cached",
-            _caching(lambda new: {**new, "values": np.zeros_like(new["values"])}),
+            _caching(_without_values),
             fix="append keys and values, both",
             stages=("cache.values",),
         )
-    first = "keys" if spec.latent is None else "latents"
     yield cached(
         "cache-keys-rolled",
         "the new keys are cached in the order last, first, second, …",
-        _caching(lambda new: {**new, first: np.roll(new[first], 1, axis=2)}),
+        _caching(partial(_with_rolled_tokens, first)),
     )
     if case.batch > 1:
         yield cached(
             "cache-rows-rolled",
             "the new tokens of each sequence are cached in the row of the next one",
-            _caching(lambda new: {name: np.roll(x, 1, axis=0) for name, x in new.items()}),
+            _caching(_with_rolled_rows),
             fix="keep sequence b in row b of the cache, and reorder the rows with the sequences",
         )
     yield cached(
         "cache-slot-late",
         "after the first call, tokens are cached one slot too late",
-        _into_slots(
-            lambda _, before, added: (np.minimum(before + (before > 0), capacity - added), added)
-        ),
+        _into_slots(partial(_late, case.capacity)),
     )
     yield cached(
         "cache-slot-early",
         "after the first call, tokens are cached one slot too early and overwrite the last one",
-        _into_slots(lambda _, before, added: (np.maximum(before - 1, 0), added)),
+        _into_slots(_early),
     )
     yield cached(
         "cache-slot-first",
         "every call caches its tokens from slot 0 and overwrites the first ones",
-        _into_slots(lambda _, before, added: (np.zeros_like(before), added)),
+        _into_slots(_from_slot_0),
     )
     yield cached(
         "cache-slot-stale",
         "the last token of each call is not cached: its slot is stale",
-        _into_slots(lambda _, before, added: (before, np.maximum(added - 1, 0))),
+        _into_slots(_without_last_token),
         fix="write all new tokens, then attend",
     )
 
 
+# ---- Contents ------------------------------------------------------------------------------------
+
+
 def _caching(change: Callable[[New], New]) -> dict[str, Override]:
     """Append something other than the new tokens."""
-    return {
-        "appended": before(lambda cache, values, new, *slots: (cache, values, change(new), *slots))
-    }
+
+    def appended(cache: str, values: Values, new: New, *slots: Any) -> tuple[Any, ...]:
+        return cache, values, change(new), *slots
+
+    return {"appended": before(appended)}
 
 
-def _into_slots(slots: Callable[..., tuple[np.ndarray, np.ndarray]]) -> dict[str, Override]:
-    """Write the number of tokens, from the slot, that `slots(seq_len, before, added)` returns;
-    lengths stay right.
-    """
+def _keys_as_values(new: New) -> New:
+    return {**new, "values": new["keys"]}
+
+
+def _without_values(new: New) -> New:
+    return {**new, "values": np.zeros_like(new["values"])}
+
+
+def _with_rolled_tokens(name: str, new: New) -> New:
+    return {**new, name: np.roll(new[name], 1, axis=2)}
+
+
+def _with_rolled_rows(new: New) -> New:
+    return {name: np.roll(x, 1, axis=0) for name, x in new.items()}
+
+
+# ---- Slots ---------------------------------------------------------------------------------------
+
+
+def _into_slots(slots: Callable[[np.ndarray, np.ndarray], Slots]) -> dict[str, Override]:
+    """Write new tokens into the slots that `slots(before, added)` returns; lengths stay right."""
 
     def appended(
         _: object,
@@ -96,8 +123,24 @@ def _into_slots(slots: Callable[..., tuple[np.ndarray, np.ndarray]]) -> dict[str
         before: np.ndarray,
         added: np.ndarray,
     ) -> New:
-        seq_len = next(iter(new.values())).shape[2]
-        grown = original(cache, values, new, *slots(seq_len, before, added))
+        grown = original(cache, values, new, *slots(before, added))
         return {**grown, f"{cache}lengths": (before + added).astype(np.int32)}
 
     return {"appended": appended}
+
+
+def _late(capacity: int, before: np.ndarray, added: np.ndarray) -> Slots:
+    is_later_call = before > 0
+    return np.minimum(before + is_later_call, capacity - added), added
+
+
+def _early(before: np.ndarray, added: np.ndarray) -> Slots:
+    return np.maximum(before - 1, 0), added
+
+
+def _from_slot_0(before: np.ndarray, added: np.ndarray) -> Slots:
+    return np.zeros_like(before), added
+
+
+def _without_last_token(before: np.ndarray, added: np.ndarray) -> Slots:
+    return before, np.maximum(added - 1, 0)

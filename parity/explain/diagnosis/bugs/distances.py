@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
 
 import numpy as np
 
-from mha_spec import GridBias, RelativeBias
+from mha_spec import Alibi, AttentionSpec, GridBias, RelativeBias
 from parity.explain.diagnosis.bugs.families import ALIBI, RELATIVE_BIAS, RELATIVE_PRODUCTS
 from parity.explain.diagnosis.bugs.record import Edit, Override, instead
-from parity.explain.diagnosis.bugs.sites import Overrides, after, before
+from parity.explain.diagnosis.bugs.sites import Overrides, after, always, before, named_as
+from parity.explain.diagnosis.bugs.specs import of_spec
 from parity.measure.core.case import Case
 from parity.measure.core.reference import Layer
+from parity.measure.core.stages import Values
+
+
+def _scores_without_places(
+    _: Layer, original: Override, values: Values, *places: np.ndarray
+) -> dict[str, np.ndarray]:
+    return original(values)
+
 
 RESTARTED = (
     "the distance is counted from the first key in each call with a cache",
-    {"scores": lambda _, original, values, *places: original(values)},
+    {"scores": _scores_without_places},
 )
 """The description and overrides of a bug that all of them can have."""
 
@@ -38,29 +48,32 @@ def alibi(case: Case) -> Iterator[Edit]:
     elif spec.score_scale != 1.0:
         factors["scaled"] = spec.score_scale, "slopes are scaled like the scores"
     for name, (factor, about) in factors.items():
-        yield bug(
-            f"alibi-{name}", about, {"slopes": after(lambda slopes, factor=factor: factor * slopes)}
-        )
-
-    num_heads, num_kv_heads = spec.num_heads, spec.num_kv_heads
-    n, largest = np.arange(1, num_heads + 1), 1 << (num_heads.bit_length() - 1)
-    exponents = {}  # relative to the largest
-    if largest != num_heads:
-        exponents["evenly"] = (
-            n / num_heads,
-            "slopes are 2 ** (-8 n / N) although N is not a power of two",
-        )
-        about = "slopes are the first ones for the next power of two"
-        exponents["of-next-power"] = n / (2 * largest), about
-    if num_kv_heads < num_heads:
-        of_group = 1 + (n - 1) // (num_heads // num_kv_heads)
-        about = "slopes are computed for the number of key/value heads"
-        exponents["of-kv-heads"] = of_group / num_kv_heads, about
-    for name, (shares, about) in exponents.items():
-        slopes = 2.0 ** (-right.max_bias * shares) * (spec.score_scale if right.scaled else 1.0)
-        yield bug(f"alibi-slopes-{name}", about, {"slopes": instead(lambda slopes=slopes: slopes)})
+        yield bug(f"alibi-{name}", about, {"slopes": after(partial(np.multiply, factor))})
+    yield from _other_slopes(spec, right)
     if case.is_cached:
         yield bug("alibi-restarted", *RESTARTED)
+
+
+def _other_slopes(spec: AttentionSpec, right: Alibi) -> Iterator[Edit]:
+    """Slopes of another formula: each is 2 to the power of a share of the largest exponent."""
+    num_heads, num_kv_heads = spec.num_heads, spec.num_kv_heads
+    n = np.arange(1, num_heads + 1)
+    power_of_two = 1 << (num_heads.bit_length() - 1)
+    shares = {}
+    if power_of_two != num_heads:
+        about = "slopes are 2 ** (-8 n / N) although N is not a power of two"
+        shares["evenly"] = n / num_heads, about
+        about = "slopes are the first ones for the next power of two"
+        shares["of-next-power"] = n / (2 * power_of_two), about
+    if num_kv_heads < num_heads:
+        group = 1 + (n - 1) // (num_heads // num_kv_heads)
+        about = "slopes are computed for the number of key/value heads"
+        shares["of-kv-heads"] = group / num_kv_heads, about
+    for name, (share, about) in shares.items():
+        slopes = 2.0 ** (-right.max_bias * share)
+        if right.scaled:
+            slopes = slopes * spec.score_scale
+        yield ALIBI.seen_in("scores")(f"alibi-slopes-{name}", about, {"slopes": always(slopes)})
 
 
 # ---- Relative bias -------------------------------------------------------------------------------
@@ -77,72 +90,104 @@ def relative_bias(case: Case) -> Iterator[Edit]:
         "no bias for the distance of keys is added to the scores",
         _times(0.0),
     )
-    yield from _of_grid(right) if isinstance(right, GridBias) else _of_distances(right)
+    if isinstance(right, GridBias):
+        yield from _of_grid(right)
+    else:
+        yield from _of_distances(spec, right)
     if spec.score_scale != 1.0:
         yield bug(
             "relative-bias-scaled",
             "the bias is added before the scores are scaled",
             _times(spec.score_scale),
         )
-    transposed = after(lambda table: table.reshape(num_heads, -1).T)
     yield bug(
         "relative-bias-transposed",
         "the table is read as (N, num_buckets)",
-        {"relative_table": transposed},
+        {"relative_table": after(partial(_read_by_heads, num_heads))},
     )
     if case.is_cached:
         yield bug("relative-bias-restarted", *RESTARTED)
 
 
-def _of_distances(right: RelativeBias) -> Iterator[Edit]:
+def _read_by_heads(num_heads: int, table: np.ndarray) -> np.ndarray:
+    """Return the numbers of a table (num_buckets, N) as if they were stored as (N, num_buckets)."""
+    return table.reshape(num_heads, -1).T
+
+
+def _times(factor: float) -> Overrides:
+    return {"gained_by_distance": after(partial(_scaled, factor))}
+
+
+def _scaled(factor: float, x: np.ndarray) -> np.ndarray:
+    return x.dtype.type(factor) * x
+
+
+def _of_distances(spec: AttentionSpec, right: RelativeBias) -> Iterator[Edit]:
     bug = RELATIVE_BIAS.seen_in("scores")
     if right.bidirectional and right.max_distance > right.num_buckets // 2:
         about = "later keys share the query's own bucket, as in a decoder"
-        yield bug("relative-bias-one-directional", about, _with(bidirectional=False))
+        one_directional = replace(right, bidirectional=False)
+        yield bug(
+            "relative-bias-one-directional", about, of_spec(spec, relative_bias=one_directional)
+        )
     if not right.bidirectional and right.num_buckets >= 4 and right.num_buckets % 2 == 0:
         about = "half of the buckets are for later keys, as in an encoder"
-        yield bug("relative-bias-bidirectional", about, _with(bidirectional=True))
+        bidirectional = replace(right, bidirectional=True)
+        yield bug("relative-bias-bidirectional", about, of_spec(spec, relative_bias=bidirectional))
     yield bug(
         "relative-bias-flipped",
         "distances are counted as query - key instead of key - query",
-        {"bucket": before(lambda distance: (-distance,))},
+        {"bucket": before(_negative)},
     )
     about = "queries are counted from 1, keys from 0"
-    yield bug(
-        "relative-bias-off-by-one", about, {"bucket": before(lambda distance: (distance - 1,))}
-    )
+    yield bug("relative-bias-off-by-one", about, {"bucket": before(_one_less)})
     if not np.array_equal(_Linear(**asdict(right)).buckets(), right.buckets()):
         about = "all buckets of more than one distance have equal width"
         yield bug("relative-bias-linear", about, {"share_of_logarithm": _share_of_distance})
 
 
+def _negative(distance: np.ndarray) -> tuple[np.ndarray]:
+    return (-distance,)
+
+
+def _one_less(distance: np.ndarray) -> tuple[np.ndarray]:
+    return (distance - 1,)
+
+
 def _of_grid(right: GridBias) -> Iterator[Edit]:
     bug = RELATIVE_BIAS.seen_in("scores")
-    first = int(right.class_token)
     about = "differences of rows and columns are counted as key - query instead of query - key"
-    yield bug(
-        "grid-bias-flipped",
-        about,
-        {"bucket_on": before(lambda grid, query, key: (grid, key, query))},
-    )
+    yield bug("grid-bias-flipped", about, {"bucket_on": before(_query_and_key_exchanged)})
     if right.height > 1 and right.width > 1:
-
-        def by_column(place: np.ndarray) -> np.ndarray:
-            column, row = np.divmod(place - first, right.height)
-            return np.where(place < first, place, row * right.width + column + first)
-
-        columns = before(lambda grid, query, key: (grid, by_column(query), by_column(key)))
-        yield bug(
-            "grid-bias-by-columns", "tokens are counted column by column", {"bucket_on": columns}
-        )
+        about = "tokens are counted column by column"
+        yield bug("grid-bias-by-columns", about, {"bucket_on": before(_counted_by_columns)})
     if right.class_token:
         about = "the buckets of the class token as query and as key are exchanged"
-        as_query, as_key = right.num_buckets - 3, right.num_buckets - 2
-        swap = {as_query: as_key, as_key: as_query}
-        swapped = after(
-            lambda buckets: np.vectorize(lambda bucket: swap.get(bucket, bucket))(buckets)
-        )
-        yield bug("grid-bias-class-token", about, {"bucket_on": swapped})
+        exchanged = partial(_buckets_exchanged, right.num_buckets - 3, right.num_buckets - 2)
+        yield bug("grid-bias-class-token", about, {"bucket_on": after(exchanged)})
+
+
+Places = tuple[GridBias, np.ndarray, np.ndarray]
+"""A grid, and the places of queries and keys among its tokens."""
+
+
+def _query_and_key_exchanged(grid: GridBias, query: np.ndarray, key: np.ndarray) -> Places:
+    return grid, key, query
+
+
+def _counted_by_columns(grid: GridBias, query: np.ndarray, key: np.ndarray) -> Places:
+    return grid, _by_columns(grid, query), _by_columns(grid, key)
+
+
+def _by_columns(grid: GridBias, place: np.ndarray) -> np.ndarray:
+    """Return the places, row by row, of tokens that are counted column by column."""
+    first = int(grid.class_token)
+    column, row = np.divmod(place - first, grid.height)
+    return np.where(place < first, place, row * grid.width + column + first)
+
+
+def _buckets_exchanged(one: int, other: int, buckets: np.ndarray) -> np.ndarray:
+    return np.where(buckets == one, other, np.where(buckets == other, one, buckets))
 
 
 # ---- Relative products ---------------------------------------------------------------------------
@@ -153,55 +198,45 @@ def relative_products(case: Case) -> Iterator[Edit]:
     if right is None:
         return
     bug = RELATIVE_PRODUCTS.seen_in("scores")
-    none = after(lambda products: [0.0 * each for each in products])
     about = "scores gain no products with vectors of distances"
-    yield bug("relative-products-ignored", about, {"relative_products": none})
+    yield bug("relative-products-ignored", about, {"relative_products": after(_all_zero)})
     if spec.score_scale != 1.0:
-        unscaled, twice = instead(lambda: 1.0), after(lambda scale: scale * scale)
         about = "products with vectors of distances are not scaled"
-        yield bug("relative-products-unscaled", about, {"scale_of_distances": unscaled})
+        yield bug("relative-products-unscaled", about, {"scale_of_distances": always(1.0)})
         about = "products with vectors of distances are scaled twice"
-        yield bug("relative-products-scaled-twice", about, {"scale_of_distances": twice})
+        yield bug("relative-products-scaled-twice", about, {"scale_of_distances": after(np.square)})
     about = "distances are query - key"
-    flipped = {"distance_bucket": before(lambda distance: (-distance,))}
-    yield bug("relative-products-flipped", about, flipped)
+    yield bug("relative-products-flipped", about, {"distance_bucket": before(_negative)})
     about = "queries are counted from 1, keys from 0"
-    yield bug(
-        "relative-products-off-by-one",
-        about,
-        {"distance_bucket": before(lambda distance: (distance - 1,))},
-    )
+    yield bug("relative-products-off-by-one", about, {"distance_bucket": before(_one_less)})
     if right.num_buckets > 3:
-        inner = after(lambda buckets: np.clip(buckets, 1, right.num_buckets - 2))
         about = "distances are clipped one token too early on either side"
-        yield bug("relative-products-clipped-early", about, {"distance_bucket": inner})
+        clipped = partial(np.clip, a_min=1, a_max=right.num_buckets - 2)
+        yield bug("relative-products-clipped-early", about, {"distance_bucket": after(clipped)})
     if right.num_exact is not None:
         about = "every distance has a vector of its own, without steps of the logarithm"
-        yield bug(
-            "relative-products-linear", about, {"logarithmic_step": instead(lambda away: away)}
-        )
+        yield bug("relative-products-linear", about, {"logarithmic_step": instead(np.asarray)})
     if right.of_queries and right.of_keys:
-        other = {"relative_keys": "relative_queries", "relative_queries": "relative_keys"}
-        swapped = {"distance_vectors": before(lambda name: (other[name],))}
+        exchanged = {"relative_keys": "relative_queries", "relative_queries": "relative_keys"}
         yield bug(
             "relative-products-swapped",
             "queries have the vectors of keys, and keys those of queries",
-            swapped,
+            {"distance_vectors": named_as(exchanged)},
         )
         for place, name in enumerate(("queries", "keys")):
-            alone = after(lambda products, place=place: products[place : place + 1])
             about = f"products of {name} with vectors of distances are the only ones"
-            yield bug(f"relative-products-of-{name}-alone", about, {"relative_products": alone})
+            alone = {"relative_products": after(partial(_alone, place))}
+            yield bug(f"relative-products-of-{name}-alone", about, alone)
     if case.is_cached:
         yield bug("relative-products-restarted", *RESTARTED)
 
 
-def _times(factor: float) -> Overrides:
-    return {"gained_by_distance": after(lambda gained: gained.dtype.type(factor) * gained)}
+def _all_zero(products: list[np.ndarray]) -> list[np.ndarray]:
+    return [0.0 * x for x in products]
 
 
-def _with(*, bidirectional: bool) -> Overrides:
-    return {"relative_bias": after(lambda right: replace(right, bidirectional=bidirectional))}
+def _alone(place: int, products: list[np.ndarray]) -> list[np.ndarray]:
+    return products[place : place + 1]
 
 
 class _Linear(RelativeBias):
@@ -209,13 +244,17 @@ class _Linear(RelativeBias):
 
     def buckets(self) -> np.ndarray:
         distances = np.arange(-self.max_distance, self.max_distance + 1)
-        count = self.num_buckets // 2 if self.bidirectional else self.num_buckets
-        away = np.abs(distances) if self.bidirectional else np.maximum(-distances, 0)
-        first, width = count // 2, (self.max_distance - count // 2) / (count - count // 2)
-        shared = np.minimum(first + np.floor((away - first) / width).astype(np.int64), count - 1)
-        return np.where(away < first, away, shared) + (
-            count * (distances > 0) if self.bidirectional else 0
-        )
+        if not self.bidirectional:
+            return self._of_direction(np.maximum(-distances, 0), self.num_buckets)
+        half = self.num_buckets // 2
+        return self._of_direction(np.abs(distances), half) + half * (distances > 0)
+
+    def _of_direction(self, away: np.ndarray, count: int) -> np.ndarray:
+        """Return one of `count` buckets; those of the second half have equal width."""
+        exact = count // 2
+        width = (self.max_distance - exact) / (count - exact)
+        widening = exact + np.floor((away - exact) / width).astype(np.int64)
+        return np.where(away < exact, away, np.minimum(widening, count - 1))
 
 
 def _share_of_distance(layer: Layer, _: Override, away: np.ndarray, exact: int) -> np.ndarray:

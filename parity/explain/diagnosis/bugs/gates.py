@@ -21,7 +21,7 @@ def gates(case: Case) -> Iterator[Edit]:
     yield bug(
         "gate-without-sigmoid",
         "the context is multiplied by the output of gate_proj instead of its sigmoid",
-        {"openness": after(lambda openness: np.log(openness) - np.log1p(-openness))},
+        {"openness": after(_before_sigmoid)},
     )
     if not spec.gate.per_head and spec.num_heads > 1 and spec.gate.bias == spec.qkv_biases[0]:
         yield bug(
@@ -31,3 +31,8 @@ def gates(case: Case) -> Iterator[Edit]:
             fix="split the packed weight into heads first, and each head into queries and gate",
             stages=("q",),
         )
+
+
+def _before_sigmoid(openness: np.ndarray) -> np.ndarray:
+    """Return the numbers whose sigmoids are some factors between 0 and 1."""
+    return np.log(openness) - np.log1p(-openness)

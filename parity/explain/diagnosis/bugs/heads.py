@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from parity.explain.diagnosis.bugs.families import GROUPED, HEAD_ORDER
 from parity.explain.diagnosis.bugs.record import Edit, Override, instead, known_bug
 from parity.explain.diagnosis.bugs.sites import projected
 from parity.measure.core.case import Case
+from parity.measure.core.reference import Layer
 from parity.measure.core.stages import Values
 
 
@@ -19,8 +21,13 @@ def shared(case: Case) -> Iterator[Edit]:
         yield GROUPED.seen_in("scores")(
             "kv-heads-tiled",
             "key/value heads are tiled (0 1 0 1) instead of repeated (0 0 1 1)",
-            {"per_query_head": instead(lambda x: x[:, np.arange(num_heads) % num_kv_heads])},
+            {"per_query_head": instead(partial(_tiled, num_heads))},
         )
+
+
+def _tiled(num_heads: int, x: np.ndarray) -> np.ndarray:
+    """Return key/value heads (B, K, S, H) for query heads: n has key/value head n % K."""
+    return x[:, np.arange(num_heads) % x.shape[1]]
 
 
 def split_or_combined(case: Case) -> Iterator[Edit]:
@@ -30,52 +37,68 @@ def split_or_combined(case: Case) -> Iterator[Edit]:
     yield split(
         "heads-innermost",
         "the width is split into (H, N) instead of (N, H)",
-        {"split_heads": instead(lambda x, n: x.reshape(*x.shape[:2], -1, n).transpose(0, 3, 1, 2))},
+        {"split_heads": instead(_split_innermost)},
         fix="split heads outermost: reshape to (B, T, N, H), then move N before T",
     )
     yield split(
         "heads-not-moved",
         "heads are split by a reshape to (B, N, T, H), without moving them before the tokens",
-        {"split_heads": instead(lambda x, n: x.reshape(x.shape[0], n, x.shape[1], -1))},
+        {"split_heads": instead(_split_by_a_reshape)},
         fix="reshape to (B, T, N, H), then swap the middle axes",
     )
     yield combined(
         "heads-combined-innermost",
         "the heads are combined as (H, N) instead of (N, H)",
-        {
-            "combine_heads": instead(
-                lambda x: x.transpose(0, 2, 3, 1).reshape(x.shape[0], x.shape[2], -1)
-            )
-        },
+        {"combine_heads": instead(_combined_innermost)},
         fix="combine heads outermost: move N after T, then reshape to (B, T, N * H)",
     )
     yield combined(
         "heads-not-moved-back",
         "heads are combined by a reshape, without moving them after the tokens",
-        {"combine_heads": instead(lambda x: x.reshape(x.shape[0], x.shape[2], -1))},
+        {"combine_heads": instead(_combined_by_a_reshape)},
         fix="swap the middle axes, then reshape to (B, T, N * H)",
     )
+
+
+def _split_innermost(x: np.ndarray, num_heads: int) -> np.ndarray:
+    """Return (B, T, H * N) as (B, N, T, H)."""
+    return x.reshape(*x.shape[:2], -1, num_heads).transpose(0, 3, 1, 2)
+
+
+def _split_by_a_reshape(x: np.ndarray, num_heads: int) -> np.ndarray:
+    """Return the width of tokens, (B, T, N * H), in the shape (B, N, T, H)."""
+    return x.reshape(x.shape[0], num_heads, x.shape[1], -1)
+
+
+def _combined_innermost(x: np.ndarray) -> np.ndarray:
+    """Return (B, N, T, H) as (B, T, H * N)."""
+    return x.transpose(0, 2, 3, 1).reshape(x.shape[0], x.shape[2], -1)
+
+
+def _combined_by_a_reshape(x: np.ndarray) -> np.ndarray:
+    """Return heads, (B, N, T, H), in the shape (B, T, N * H)."""
+    return x.reshape(x.shape[0], x.shape[2], -1)
 
 
 def padded(case: Case) -> Iterator[Edit]:
     """Values narrower than keys are padded for a kernel of one width, and cut too late."""
     spec = case.spec
-    features, missing = spec.value_head_dim, spec.head_dim - spec.value_head_dim
-
-    def combine_heads(_: object, original: Override, x: np.ndarray) -> np.ndarray:
-        wide = np.pad(x, [(0, 0)] * 3 + [(0, missing)])
-        return original(wide)[..., : x.shape[1] * features]
-
-    if missing > 0 and spec.num_heads > 1:
+    if spec.value_head_dim < spec.head_dim and spec.num_heads > 1:
         yield known_bug(
             "value-padding-combined",
             "values are padded to head_dim, but the context is cut to value_head_dim after its "
             "heads are combined",
-            {"combine_heads": combine_heads},
+            {"combine_heads": partial(_cut_after_combining, spec.head_dim)},
             fix="cut each head of the context to value_head_dim, then combine the heads",
             page="value-head-dim",
             stages=("output",),
         )
+
+
+def _cut_after_combining(head_dim: int, _: Layer, original: Override, x: np.ndarray) -> np.ndarray:
+    num_heads, features = x.shape[1], x.shape[3]
+    padded = np.pad(x, [(0, 0)] * 3 + [(0, head_dim - features)])
+    return original(padded)[..., : num_heads * features]
 
 
 def reordered(case: Case) -> Iterator[Edit]:
@@ -96,25 +119,37 @@ def permuted_heads(expected: Values, observed: Values) -> list[Edit]:
     Args:
         expected, observed: stages by name; with a cache, the first step decides.
     """
-    found = []
+    bugs = []
     for name in "qkv":
-        stage = next((stage for stage in (name, f"step0.{name}") if stage in observed), None)
-        if (
-            stage is None or expected[stage].shape[1] < 3
-        ):  # with two heads the other order is a known bug
+        stage = name
+        if stage not in observed:
+            stage = f"step0.{name}"
+        if stage not in observed:
             continue
-        right, seen = (
-            values[stage].astype(np.float64).swapaxes(0, 1) for values in (expected, observed)
+        num_heads = expected[stage].shape[1]
+        if num_heads < 3:  # with two heads the other order is a known bug
+            continue
+        order = _nearest_heads(expected[stage], observed[stage])
+        in_place = np.arange(num_heads)
+        is_known = (
+            np.array_equal(order, in_place)
+            or np.array_equal(order, in_place[::-1])
+            or np.array_equal(order, np.roll(in_place, 1))
         )
-        order = np.array([int(((right - head) ** 2).sum(axis=(1, 2, 3)).argmin()) for head in seen])
-        known = (
-            np.arange(len(order)),
-            np.arange(len(order))[::-1],
-            np.roll(np.arange(len(order)), 1),
-        )
-        if len(set(order)) == len(order) and not any(np.array_equal(order, each) for each in known):
-            found.append(permuted(name, order))
-    return found
+        if len(set(order)) == num_heads and not is_known:
+            bugs.append(permuted(name, order))
+    return bugs
+
+
+def _nearest_heads(expected: np.ndarray, observed: np.ndarray) -> np.ndarray:
+    """Return the index of the nearest expected head for each observed one, (B, N, T, H)."""
+    expected_heads = expected.astype(np.float64).swapaxes(0, 1)
+    observed_heads = observed.astype(np.float64).swapaxes(0, 1)
+    order = []
+    for head in observed_heads:
+        distances = ((expected_heads - head) ** 2).sum(axis=(1, 2, 3))
+        order.append(int(distances.argmin()))
+    return np.array(order)
 
 
 def permuted(name: str, order: np.ndarray) -> Edit:
@@ -123,10 +158,16 @@ def permuted(name: str, order: np.ndarray) -> Edit:
 
 
 def _reordered(name: str, word: str, about: str, order: np.ndarray) -> Edit:
-    stages = ("q", "k") if name == "q" else (name,)
+    stages = (name,)
+    if name == "q":
+        stages = ("q", "k")
     return HEAD_ORDER.seen_in(*stages)(
         f"{name}-heads-{word}",
         f"{name}'s heads are {about}",
-        projected(lambda heads: {name: heads[name][:, order]}),
+        projected(partial(_in_order, name, order)),
         fix=f"keep the heads of {name} in the order of the weights",
     )
+
+
+def _in_order(name: str, order: np.ndarray, heads: Values) -> dict[str, np.ndarray]:
+    return {name: heads[name][:, order]}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from mha_spec import AttentionSpec
 from mha_spec.attention import NORMS
 from mha_spec.shares import OUT_BIAS, LocalHeads
-from parity.explain.diagnosis.bugs.record import Edit
+from parity.explain.diagnosis.bugs.record import Edit, Override
 from parity.measure.core.problem import Problem
 from parity.measure.core.reference import Arithmetic, Layer
 from parity.measure.core.reference.backward import Backward
@@ -23,19 +24,35 @@ from parity.measure.sharding.shard import ShardPlan, local_heads, shard
 PAGE = "ranks"
 
 NAMES = (
-    *(
-        "rank-kv-heads-tiled",
-        "rank-first-heads",
-        "rank-first-sinks",
-        "rank-first-gate",
-        "rank-norm-over-own-width",
-    ),
-    *("rank-out-bias-on-each", "rank-local-positions", "rank-zigzag-left", "rank-local-sums"),
+    "rank-kv-heads-tiled",
+    "rank-first-heads",
+    "rank-first-sinks",
+    "rank-first-gate",
+    "rank-norm-over-own-width",
+    "rank-out-bias-on-each",
+    "rank-local-positions",
+    "rank-zigzag-left",
+    "rank-local-sums",
 )
 """The names of all; no single problem could have all."""
 
 Computed = Callable[["SharedProblem", int], Values]
 """Computes the stages of a rank with a bug, in float64: those that the bug concerns."""
+
+OF_TOKENS = (
+    "q",
+    "k",
+    "v",
+    "gate",
+    "latents",
+    "scores",
+    "attn_weights",
+    "context",
+    "mask",
+    "output",
+    "grad.query",
+)
+"""Stages of axes (B, …, T, ·)."""
 
 
 @dataclass(frozen=True)
@@ -63,40 +80,30 @@ class SharedProblem:
         """The heads of a rank."""
         return local_heads(self.problem.spec, self.plan, rank)
 
-    def of_tokens(self, values: Values, rows: Any) -> dict[str, np.ndarray]:
+    def of_tokens(self, values: Values, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Return stages of axes (B, …, T, ·) for some tokens."""
-        kinds = (
-            "q",
-            "k",
-            "v",
-            "gate",
-            "latents",
-            "scores",
-            "attn_weights",
-            "context",
-            "mask",
-            "output",
-            "grad.query",
-        )
-        return {
-            name: np.take(values[name], rows, axis=values[name].ndim - 2)
-            for name in kinds
-            if name in values
-        }
+        stages = {}
+        for name in OF_TOKENS:
+            if name in values:
+                x = values[name]
+                stages[name] = np.take(x, rows, axis=x.ndim - 2)
+        return stages
 
     def own(
         self, rank: int, weights: Weights | None = None, spec: AttentionSpec | None = None
     ) -> Values:
         """Compute the reference with a rank's weights and specification, or with others."""
-        held, own = self.divided(rank)
-        case = replace(self.problem.case, spec=own if spec is None else spec)
-        queries = list(self.held(rank).queries)
-        inputs = {
-            name: x[:, queries] if name in ("bias", "mask") else x
-            for name, x in self.problem.inputs.items()
-        }
-        problem = Problem(case, self.problem.dtype, held if weights is None else weights, inputs)
-        return Reference(problem).accumulated
+        own_weights, own_spec = self.divided(rank)
+        if weights is None:
+            weights = own_weights
+        if spec is None:
+            spec = own_spec
+        inputs = dict(self.problem.inputs)
+        for name in ("bias", "mask"):
+            if name in inputs:
+                inputs[name] = inputs[name][:, list(self.held(rank).queries)]
+        case = replace(self.problem.case, spec=spec)
+        return Reference(Problem(case, self.problem.dtype, weights, inputs)).accumulated
 
     def divided(self, rank: int) -> tuple[Weights, AttentionSpec]:
         """Return the weights and the specification of a rank, with a norm over the width of its own
@@ -109,14 +116,12 @@ def without_widths(spec: AttentionSpec) -> AttentionSpec:
     """Return the layer without norms over the width, which the specification of a rank does not
     describe here.
     """
-    kept = {name: getattr(spec, name) for name in NORMS}
-    return replace(
-        spec,
-        **{
-            name: norm if norm is None or norm.over == "head" else None
-            for name, norm in kept.items()
-        },
-    )
+    removed = {}
+    for name in NORMS:
+        norm = getattr(spec, name)
+        if norm is not None and norm.over == "width":
+            removed[name] = None
+    return replace(spec, **removed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +147,10 @@ class RankBug:
 
 def rank_bugs(problem: Problem, plan: ShardPlan, tokens: int = 1) -> Iterator[RankBug]:
     """Yield every bug that ranks could have in a problem."""
-    yield from _of_heads(problem, plan) if plan.tensor > 1 else _of_tokens(problem)
+    if plan.tensor > 1:
+        yield from _of_heads(problem, plan)
+    else:
+        yield from _of_tokens(problem)
 
 
 FROM_WEIGHTS = ("attn_weights", "context", "output")
@@ -158,14 +166,14 @@ def _of_heads(problem: Problem, plan: ShardPlan) -> Iterator[RankBug]:
             "0 1 1)",
             "assign the key/value head r K // R to rank r of R",
             ("k", "v", *FROM_SCORES),
-            _with("k_proj", "v_proj", "k_norm", "v_norm", of=_in_turn),
+            partial(_with_weights_of, _in_turn, ("k_proj", "v_proj", "k_norm", "v_norm")),
         )
     yield RankBug(
         "rank-first-heads",
         "every rank computes the first heads of an undivided projection",
         "divide the rows of q_proj, k_proj and v_proj, or select the rows of the rank's own heads",
         ("q", "k", "v", *FROM_SCORES),
-        _with(*QKV),
+        partial(_with_weights_of, _first, QKV),
     )
     if spec.sinks:
         yield RankBug(
@@ -173,7 +181,7 @@ def _of_heads(problem: Problem, plan: ShardPlan) -> Iterator[RankBug]:
             "every rank uses the sinks of the first heads",
             "divide the sinks like the query heads",
             FROM_WEIGHTS,
-            _with("sinks"),
+            partial(_with_weights_of, _first, ("sinks",)),
         )
     if spec.gate is not None:
         yield RankBug(
@@ -181,7 +189,7 @@ def _of_heads(problem: Problem, plan: ShardPlan) -> Iterator[RankBug]:
             "every rank uses the rows of gate_proj for the first heads",
             "divide the rows of gate_proj like the query heads",
             ("gate", "output"),
-            _with("gate_proj"),
+            partial(_with_weights_of, _first, ("gate_proj",)),
         )
     if spec.wide_norms:
         yield RankBug(
@@ -236,48 +244,68 @@ def _in_turn(ranks: SharedProblem, rank: int) -> int:
     return rank % heads * (ranks.size // heads)
 
 
-def _with(*parts: str, of: Callable[[SharedProblem, int], int] = lambda ranks, rank: 0) -> Computed:
-    """Compute with some weights of another rank, by default the first one."""
+def _first(ranks: SharedProblem, rank: int) -> int:
+    return 0
 
-    def computed(ranks: SharedProblem, rank: int) -> Values:
-        own, others = ranks.divided(rank)[0], ranks.divided(of(ranks, rank))[0]
-        return ranks.own(
-            rank, {name: (others if name.partition(".")[0] in parts else own)[name] for name in own}
-        )
 
-    return computed
+def _with_weights_of(
+    rank_of: Callable[[SharedProblem, int], int],
+    parts: tuple[str, ...],
+    ranks: SharedProblem,
+    rank: int,
+) -> Values:
+    """Compute with some weights of another rank."""
+    own_weights, _ = ranks.divided(rank)
+    other_weights, _ = ranks.divided(rank_of(ranks, rank))
+    weights = dict(own_weights)
+    for name in own_weights:
+        part, _, _ = name.partition(".")
+        if part in parts:
+            weights[name] = other_weights[name]
+    return ranks.own(rank, weights)
 
 
 def _with_bias(ranks: SharedProblem, rank: int) -> Values:
-    own, spec = ranks.divided(rank)
-    bias: Mapping[str, np.ndarray] = {OUT_BIAS: ranks.problem.weights[OUT_BIAS]}
-    return {"output": ranks.own(rank, {**own, **bias}, replace(spec, out_bias=True))["output"]}
+    own_weights, spec = ranks.divided(rank)
+    weights = {**own_weights, OUT_BIAS: ranks.problem.weights[OUT_BIAS]}
+    return {"output": ranks.own(rank, weights, replace(spec, out_bias=True))["output"]}
 
 
 def _with_local_positions(ranks: SharedProblem, rank: int) -> Values:
-    part = ranks.problem.case.seq_len // ranks.size
-    turned = Edit(
-        overrides={
-            "rotate": lambda _, original, x, places, **more: original(x, places % part, **more)
-        }
-    )
-    return ranks.of_tokens(ranks.changed(turned), np.arange(rank * part, (rank + 1) * part))
+    tokens_of_rank = ranks.problem.case.seq_len // ranks.size
+    edit = Edit(overrides={"rotate": partial(_by_local_positions, tokens_of_rank)})
+    return ranks.of_tokens(ranks.changed(edit), _block(rank, tokens_of_rank))
+
+
+def _by_local_positions(
+    tokens_of_rank: int,
+    _: Layer,
+    original: Override,
+    x: np.ndarray,
+    places: np.ndarray,
+    **more: Any,
+) -> np.ndarray:
+    return original(x, places % tokens_of_rank, **more)
 
 
 def _left_in_zigzag(ranks: SharedProblem, rank: int) -> Values:
-    half, last = ranks.problem.case.seq_len // (2 * ranks.size), 2 * ranks.size - 1
-    rows = np.concatenate(
-        [np.arange(place * half, (place + 1) * half) for place in (rank, last - rank)]
-    )
+    size = ranks.problem.case.seq_len // (2 * ranks.size)
+    last = 2 * ranks.size - 1
+    rows = np.concatenate([_block(rank, size), _block(last - rank, size)])
     of_rows = ranks.of_tokens(ranks.changed(Edit(overrides={})), rows)
-    return {name: of_rows[name] for name in ("context", "output")}
+    return {"context": of_rows["context"], "output": of_rows["output"]}
 
 
 def _by_local_sums(ranks: SharedProblem, rank: int) -> Values:
-    part = ranks.problem.case.seq_len // ranks.size
+    tokens_of_rank = ranks.problem.case.seq_len // ranks.size
     layer = Layer(ranks.problem, Arithmetic(np.dtype(np.float64)))
-    grads = _LocalSums(layer, fused=True, part=part).gradients()
-    return ranks.of_tokens(grads, np.arange(rank * part, (rank + 1) * part))
+    grads = _LocalSums(layer, fused=True, part=tokens_of_rank).gradients()
+    return ranks.of_tokens(grads, _block(rank, tokens_of_rank))
+
+
+def _block(place: int, size: int) -> np.ndarray:
+    """Return the indices of one of equally long blocks of tokens."""
+    return np.arange(place * size, (place + 1) * size)
 
 
 @dataclass(frozen=True)

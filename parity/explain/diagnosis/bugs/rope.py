@@ -18,7 +18,15 @@ from parity.explain.diagnosis.bugs.families import (
     THETA,
 )
 from parity.explain.diagnosis.bugs.record import Edit, Override, known_bug
-from parity.explain.diagnosis.bugs.sites import after, positions, turned, weights
+from parity.explain.diagnosis.bugs.sites import (
+    after,
+    features_unchanged,
+    for_names,
+    positions,
+    turned,
+    weights,
+)
+from parity.explain.diagnosis.bugs.specs import with_rope
 from parity.measure.core.case import Case
 from parity.measure.core.reference import Layer
 from parity.measure.core.reference.rope import axes, frequencies
@@ -54,12 +62,8 @@ def turned_otherwise(case: Case) -> Iterator[Edit]:
     if rope is None:
         return
     yield from _turned_in(case, "qk", "the", "")
-    if (
-        spec.num_heads > 1
-        and spec.latent is None
-        and rope.sections is None
-        and not rope.depends_on_length
-    ):
+    has_plain_positions = rope.sections is None and not rope.depends_on_length
+    if spec.num_heads > 1 and spec.latent is None and has_plain_positions:
         yield of_rope(
             "rope-over-heads",
             "RoPE rotates heads by their index instead of tokens by their position",
@@ -71,7 +75,7 @@ def turned_otherwise(case: Case) -> Iterator[Edit]:
         yield of_rope(
             "rope-sin-cos-exchanged",
             "RoPE's sines and cosines are exchanged",
-            {"tables": after(lambda tables: tables[::-1])},
+            {"tables": after(_exchanged)},
             fix=REVERSED_ROPE.fix,
         )
     if case.positions().max() > 256:
@@ -89,19 +93,17 @@ def turned_otherwise(case: Case) -> Iterator[Edit]:
         yield of_rope(
             f"rope-frequencies-{dtype}",
             f"RoPE's frequencies are rounded to {dtype} before they are multiplied by positions",
-            {"angles": _with_rounded_frequencies(dtype)},
+            {"angles": partial(_by_rounded_frequencies, dtype)},
             fix="keep the frequencies (inv_freq) in float32, also if the model is cast to 16 bits",
             page=THETA.page,
         )
-    if (
-        spec.latent is None
-        and spec.value_head_dim == spec.head_dim
-        and not (spec.v_norm and spec.v_norm.after_rope)
-    ):
+    is_normed_after_rope = spec.v_norm is not None and spec.v_norm.after_rope
+    has_one_width = spec.value_head_dim == spec.head_dim
+    if spec.latent is None and has_one_width and not is_normed_after_rope:
         yield of_rope(
             "rope-on-values",
             "values are also rotated",
-            positions("v", lambda places: places),
+            turned("v", _rotated),
             fix="rotate queries and keys only",
             stages=("v",),
         )
@@ -119,53 +121,59 @@ def _pairs_side_by_side(rope: Rope, size: int) -> np.ndarray:
 
 
 def _other_pairs(case: Case, rope: Rope, of: str, whose: str, suffix: str) -> Iterator[Edit]:
-    def interleaved(layer: Layer, x: np.ndarray, places: np.ndarray) -> np.ndarray:
-        order = _pairs_side_by_side(rope, x.shape[-1])
-        return layer.rotate(x[..., np.argsort(order)], places)[..., order]
-
     yield of_pairs(
         f"rope-interleaved{suffix}",
         f"{whose} RoPE pairs are interleaved, (2 i, 2 i + 1), instead of (i, i + H/2)",
-        turned(of, interleaved),
+        turned(of, partial(_rotated_side_by_side, rope)),
         fix="rotate the pairs (i, i + H/2), or interleave the rows of the weights on loading",
     )
     if case.spec.latent is not None:
         return
-    size = case.spec.head_dim
-    names = [f"{name}_proj.{leaf}" for name in of for leaf in ("weight", "bias")]
-    order = _pairs_side_by_side(rope, size)
-    for word, rows, about, fix in (
-        (
-            "interleaved",
-            order,
-            "weights are in the order of interleaved RoPE pairs (Meta's, GGUF's)",
-            "undo the interleaving of q_proj's and k_proj's rows, each with its own number of "
-            "heads",
+    names = []
+    for name in of:
+        names += [f"{name}_proj.weight", f"{name}_proj.bias"]
+    order = _pairs_side_by_side(rope, case.spec.head_dim)
+    yield of_pairs(
+        f"rope-weights-interleaved{suffix}",
+        f"{whose} weights are in the order of interleaved RoPE pairs (Meta's, GGUF's)",
+        weights(partial(_with_rows_in_order, order), names),
+        fix=(
+            "undo the interleaving of q_proj's and k_proj's rows, each with its own number of heads"
         ),
-        (
-            "deinterleaved",
-            np.argsort(order),
-            "weights were de-interleaved, although their RoPE pairs are already (i, i + H/2)",
-            "leave the rows of q_proj and k_proj as they are",
-        ),
-    ):
+    )
+    yield of_pairs(
+        f"rope-weights-deinterleaved{suffix}",
+        f"{whose} weights were de-interleaved, although their RoPE pairs are already (i, i + H/2)",
+        weights(partial(_with_rows_in_order, np.argsort(order)), names),
+        fix="leave the rows of q_proj and k_proj as they are",
+    )
 
-        def in_order(x: np.ndarray, rows: np.ndarray = rows) -> np.ndarray:
-            return x.reshape(-1, size, *x.shape[1:])[:, rows].reshape(x.shape)
 
-        yield of_pairs(
-            f"rope-weights-{word}{suffix}", f"{whose} {about}", weights(in_order, names), fix=fix
-        )
+def _rotated_side_by_side(
+    rope: Rope, layer: Layer, x: np.ndarray, places: np.ndarray
+) -> np.ndarray:
+    """Rotate features that are next to each other as pairs."""
+    order = _pairs_side_by_side(rope, x.shape[-1])
+    return layer.rotate(x[..., np.argsort(order)], places)[..., order]
+
+
+def _with_rows_in_order(order: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Return a weight with the rows of each head in an order."""
+    by_head = weight.reshape(-1, len(order), *weight.shape[1:])
+    return by_head[:, order].reshape(weight.shape)
 
 
 # ---- Positions -----------------------------------------------------------------------------------
 
 
 def _turned(rope: Rope, of: str, whose: str, suffix: str) -> Iterator[Edit]:
+    about = "RoPE is missing"
+    if of != "qk":
+        about = f"RoPE is missing on {of}"
     yield of_rope(
         f"rope-missing{suffix}",
-        "RoPE is missing" if of == "qk" else f"RoPE is missing on {of}",
-        turned(of, lambda layer, x, places: x),
+        about,
+        {"turned": for_names(of, features_unchanged)},
         fix=MISSING_ROPE.fix,
     )
     if not rope.depends_on_length:  # negative positions have no length
@@ -179,19 +187,32 @@ def _turned(rope: Rope, of: str, whose: str, suffix: str) -> Iterator[Edit]:
         yield of_rope(
             f"rope-off-by-{by}{suffix}",
             f"{whose} RoPE positions are one too {word}",
-            positions(of, lambda places, step=step: places + step),
+            positions(of, partial(np.add, step)),
             fix=POSITIONS.fix,
         )
     yield of_rope(
         f"rope-twice{suffix}",
         f"{whose} RoPE is applied twice",
-        turned(of, lambda layer, x, places: layer.rotate(layer.rotate(x, places), places)),
+        turned(of, _rotated_twice),
         fix="rotate queries and keys once: cached keys are already rotated",
     )
 
 
+def _rotated_twice(layer: Layer, x: np.ndarray, places: np.ndarray) -> np.ndarray:
+    return layer.rotate(layer.rotate(x, places), places)
+
+
+def _rotated(layer: Layer, x: np.ndarray, places: np.ndarray) -> np.ndarray:
+    return layer.rotate(x, places)
+
+
 def _over_heads(layer: Layer, x: np.ndarray, _: np.ndarray) -> np.ndarray:
     return layer.rotate(x.swapaxes(1, 2), np.arange(x.shape[1])[None]).swapaxes(1, 2)
+
+
+def _exchanged(tables: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    cos, sin = tables
+    return sin, cos
 
 
 def _by_rounded_positions(
@@ -202,25 +223,20 @@ def _by_rounded_positions(
     return original(x, (np.round(places / step) * step).astype(places.dtype), *way)
 
 
-def _with_rounded_frequencies(dtype: str) -> Override:
-    """Return an override of `angles`, which are positions times frequencies."""
-
-    def angles(layer: Layer, original: Override, positions: np.ndarray) -> np.ndarray:
-        right = original(positions)
-        # Frequencies may depend on the longest position, so they are those of the angles
-        # themselves.
-        of_axes = positions if positions.ndim == 3 else positions[None]
-        which = (
-            axes(layer.rope(), layer.problem.spec.head_dim)
-            if positions.ndim == 3
-            else [0] * right.shape[-1]
-        )
-        places = np.moveaxis(of_axes[which], 0, -1)[:, None].astype(np.float64)
-        exact = np.divide(right, places, out=np.zeros(right.shape), where=places != 0.0)
-        rounded = exact.astype(np.float32).astype(dtype_named(dtype)).astype(np.float64)
-        return (rounded * places).astype(right.dtype)
-
-    return angles
+def _by_rounded_frequencies(
+    dtype: str, layer: Layer, original: Override, positions: np.ndarray
+) -> np.ndarray:
+    """Return angles, which are positions times frequencies, with frequencies in a dtype."""
+    right = original(positions)
+    if positions.ndim == 3:
+        of_pairs = positions[axes(layer.rope(), layer.problem.spec.head_dim)]
+    else:
+        of_pairs = np.broadcast_to(positions, (right.shape[-1], *positions.shape))
+    places = np.moveaxis(of_pairs, 0, -1)[:, None].astype(np.float64)
+    # Frequencies may depend on the longest position, so they are those of the angles themselves.
+    exact = np.divide(right, places, out=np.zeros(right.shape), where=places != 0.0)
+    rounded = exact.astype(np.float32).astype(dtype_named(dtype)).astype(np.float64)
+    return (rounded * places).astype(right.dtype)
 
 
 def _cached_positions(case: Case, of: str, whose: str, suffix: str) -> Iterator[Edit]:
@@ -228,20 +244,39 @@ def _cached_positions(case: Case, of: str, whose: str, suffix: str) -> Iterator[
     yield cached(
         f"cache-position-off-by-one{suffix}",
         f"{whose} RoPE positions after the first call are one too high",
-        positions(of, lambda places: places + (places[:, :1] > 0)),
+        positions(of, _one_higher_later),
     )
     yield cached(
         f"cache-position-restarted{suffix}",
         f"{whose} RoPE positions restart at 0 in every call",
-        positions(of, lambda places: places - places[:, :1]),
+        positions(of, _restarted),
     )
-    if any(len({*case.lengths_before(call)}) > 1 for call in range(len(case.chunks))):
+    if _is_ragged(case):
         yield cached(
             f"cache-position-of-longest{suffix}",
             f"{whose} RoPE positions of all sequences continue from the longest one",
-            positions(of, lambda places: places - places[:, :1] + places[:, :1].max()),
+            positions(of, _of_longest),
             fix=f"{CACHE_POSITIONS.fix}, in its own sequence",
         )
+
+
+def _is_ragged(case: Case) -> bool:
+    """Return True if the sequences of a cache have different lengths before a call."""
+    calls = range(len(case.chunks))
+    return any(len(set(case.lengths_before(call))) > 1 for call in calls)
+
+
+def _one_higher_later(places: np.ndarray) -> np.ndarray:
+    is_later_call = places[:, :1] > 0
+    return places + is_later_call
+
+
+def _restarted(places: np.ndarray) -> np.ndarray:
+    return places - places[:, :1]
+
+
+def _of_longest(places: np.ndarray) -> np.ndarray:
+    return places - places[:, :1] + places[:, :1].max()
 
 
 # ---- Theta ---------------------------------------------------------------------------------------
@@ -255,28 +290,26 @@ def other_theta(case: Case) -> Iterator[Edit]:
     if rope is None:
         return
     named = {rope.theta}
-    if not isinstance(
-        rope.scaling, (YarnScaling, DynamicScaling)
-    ):  # which use theta for more than its powers
+    # YaRN and dynamic scaling use theta for more than its powers.
+    if not isinstance(rope.scaling, (YarnScaling, DynamicScaling)):
         for word, exponents, power in (("halved", "i / R", 0.5), ("doubled", "4 i / R", 2.0)):
             theta = rope.theta**power
             named.add(theta)
             yield of_rope(
                 f"rope-exponents-{word}",
                 f"RoPE's frequencies are theta ** (-{exponents}) instead of theta ** (-2 i / R), "
-                f"or theta is {theta:g} "
-                f"instead of {rope.theta:g}",
-                _with_theta(theta),
+                f"or theta is {theta:g} instead of {rope.theta:g}",
+                with_rope(spec, replace(rope, theta=theta)),
                 fix=EXPONENTS.fix_for(spec),
                 page=EXPONENTS.page,
             )
-    for theta in (theta for theta in THETAS if theta not in named):
-        about = THETA.about.format(found=f"{theta:g}", right=f"{rope.theta:g}")
-        fix = THETA.fix_for(spec)
+    for theta in THETAS:
+        if theta in named:
+            continue
         yield of_rope(
-            f"rope-theta-{theta:.0f}", about, _with_theta(theta), fix=fix, page=THETA.page
+            f"rope-theta-{theta:.0f}",
+            THETA.about.format(found=f"{theta:g}", right=f"{rope.theta:g}"),
+            with_rope(spec, replace(rope, theta=theta)),
+            fix=THETA.fix_for(spec),
+            page=THETA.page,
         )
-
-
-def _with_theta(theta: float) -> dict[str, Override]:
-    return {"rope": after(lambda rope: replace(rope, theta=theta))}

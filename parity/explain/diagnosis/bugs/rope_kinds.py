@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from mha_spec import (
+    AttentionSpec,
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -20,7 +21,8 @@ from mha_spec import (
 )
 from parity.explain.diagnosis.bugs.record import Edit, Override, instead
 from parity.explain.diagnosis.bugs.rope import of_pairs, of_rope
-from parity.explain.diagnosis.bugs.sites import Overrides, before
+from parity.explain.diagnosis.bugs.sites import Change, before
+from parity.explain.diagnosis.bugs.specs import with_rope
 from parity.measure.core.case import Case
 from parity.measure.core.reference import Layer
 from parity.measure.core.reference.rope import frequencies
@@ -31,17 +33,12 @@ of_part = partial(of_rope, page="rope-partial")
 of_axes = partial(of_rope, page="rope-sections")
 
 
-def _as(wrong: Rope) -> Overrides:
-    """Rotate queries and keys by another `Rope`."""
-    return {"rope": instead(lambda: wrong)}
-
-
 # ---- Scaling -------------------------------------------------------------------------------------
 
 
 def scaled(case: Case) -> Iterator[Edit]:
     """Frequencies that are scaled in another way, or not at all."""
-    rope = case.spec.rope
+    spec, rope = case.spec, case.spec.rope
     if rope is None or rope.scaling is None or isinstance(rope.scaling, ProportionalScaling):
         return
     scaling = rope.scaling
@@ -50,14 +47,14 @@ def scaled(case: Case) -> Iterator[Edit]:
         yield of_scaling(
             "rope-scaling-missing",
             f"RoPE's frequencies are not scaled ({scaling.kind})",
-            _as(replace(rope, scaling=None)),
+            with_rope(spec, replace(rope, scaling=None)),
             fix="read the RoPE scaling from the model's configuration and apply it",
         )
     if isinstance(scaling, (DynamicScaling, Llama3Scaling, YarnScaling)):
         yield of_scaling(
             "rope-scaling-linear",
             f"all RoPE frequencies are divided by the factor ({scaling.kind} divides some)",
-            _as(replace(rope, scaling=LinearScaling(scaling.factor))),
+            with_rope(spec, replace(rope, scaling=LinearScaling(scaling.factor))),
             fix=(
                 f"scale the frequencies as {type(scaling).__name__} specifies, not all by the "
                 f"factor"
@@ -66,48 +63,55 @@ def scaled(case: Case) -> Iterator[Edit]:
     if isinstance(scaling, Llama3Scaling):
         yield from _inverted(case, rope, scaling)
     if isinstance(scaling, YarnScaling):
-        name, about = (
-            ("not-truncated", "are not rounded")
-            if scaling.truncate
-            else ("truncated", "are rounded")
-        )
-        yield of_scaling(
-            f"rope-yarn-{name}",
-            f"the ends of YaRN's ramp {about} to whole pairs",
-            _as(replace(rope, scaling=replace(scaling, truncate=not scaling.truncate))),
-            fix=f"set truncate to {scaling.truncate}",
-        )
+        yield _with_other_ends(spec, rope, scaling)
     if isinstance(scaling, LongRopeScaling):
-        sets = {
-            "short": (scaling.short_factors, is_beyond),
-            "long": (scaling.long_factors, is_within),
-        }
-        for name, (factors, is_seen) in sets.items():
-            if is_seen:
-                yield of_scaling(
-                    f"rope-longrope-{name}-only",
-                    f"LongRoPE always uses the {name} factors",
-                    _as(
-                        replace(
-                            rope,
-                            scaling=replace(scaling, short_factors=factors, long_factors=factors),
-                        )
-                    ),
-                    fix=(
-                        "use the long factors if the last position + 1 exceeds the original "
-                        "length, else the short ones"
-                    ),
-                )
+        if is_beyond:
+            yield _with_one_list(spec, rope, scaling, "short", scaling.short_factors)
+        if is_within:
+            yield _with_one_list(spec, rope, scaling, "long", scaling.long_factors)
     if is_divided:
         yield of_scaling(
             "rope-length-by-token",
             "RoPE's frequencies depend on each token's own position instead of the last one of "
             "the call",
-            {"lengths": instead(lambda positions: positions + 1)},
+            {"lengths": instead(partial(np.add, 1))},
             fix="choose the frequencies once for a call, by its last position",
         )
     if isinstance(scaling, (YarnScaling, LongRopeScaling)) and rope.attention_factor != 1.0:
-        yield from _attention_factor(rope, scaling)
+        yield from _attention_factor(spec, rope, scaling)
+
+
+def _with_other_ends(spec: AttentionSpec, rope: Rope, scaling: YarnScaling) -> Edit:
+    if scaling.truncate:
+        name, are_rounded = "not-truncated", "are not rounded"
+    else:
+        name, are_rounded = "truncated", "are rounded"
+    wrong = replace(scaling, truncate=not scaling.truncate)
+    return of_scaling(
+        f"rope-yarn-{name}",
+        f"the ends of YaRN's ramp {are_rounded} to whole pairs",
+        with_rope(spec, replace(rope, scaling=wrong)),
+        fix=f"set truncate to {scaling.truncate}",
+    )
+
+
+def _with_one_list(
+    spec: AttentionSpec,
+    rope: Rope,
+    scaling: LongRopeScaling,
+    name: str,
+    factors: tuple[float, ...],
+) -> Edit:
+    wrong = replace(scaling, short_factors=factors, long_factors=factors)
+    return of_scaling(
+        f"rope-longrope-{name}-only",
+        f"LongRoPE always uses the {name} factors",
+        with_rope(spec, replace(rope, scaling=wrong)),
+        fix=(
+            "use the long factors if the last position + 1 exceeds the original length, else the "
+            "short ones"
+        ),
+    )
 
 
 def _lengths(case: Case, rope: Rope) -> tuple[bool, bool, bool]:
@@ -116,15 +120,21 @@ def _lengths(case: Case, rope: Rope) -> tuple[bool, bool, bool]:
     """
     if not isinstance(rope.scaling, (DynamicScaling, LongRopeScaling)):
         return False, False, False
-    calls = range(len(case.chunks)) if case.is_cached else [None]
-    rows = [
-        row
-        for call in calls
-        for row in case.positions(call).reshape(-1, case.positions(call).shape[-1])
-    ]
+    calls: Sequence[int | None] = [None]
+    if case.is_cached:
+        calls = range(len(case.chunks))
     original = rope.scaling.original_length
-    beyond = [row for row in rows if row.max() + 1 > original]
-    return bool(beyond), len(beyond) < len(rows), any(row.min() + 1 <= original for row in beyond)
+    is_beyond = is_within = is_divided = False
+    for call in calls:
+        positions = case.positions(call)
+        for row in positions.reshape(-1, positions.shape[-1]):
+            if row.max() + 1 <= original:
+                is_within = True
+                continue
+            is_beyond = True
+            if row.min() + 1 <= original:
+                is_divided = True
+    return is_beyond, is_within, is_divided
 
 
 def _inverted(case: Case, rope: Rope, scaling: Llama3Scaling) -> Iterator[Edit]:
@@ -139,44 +149,47 @@ def _inverted(case: Case, rope: Rope, scaling: Llama3Scaling) -> Iterator[Edit]:
     ratio = np.where(is_between, mixed / right, 1.0)
     if np.allclose(ratio, 1.0, rtol=1e-6):
         return
-
-    def angles(layer: Layer, original: Override, positions: np.ndarray) -> np.ndarray:
-        return (original(positions) * ratio).astype(layer.arithmetic.wide)
-
     yield of_scaling(
         "rope-llama3-inverted",
         "llama3's ramp runs the wrong way: its faster frequencies are divided by the factor, its "
         "slower ones are kept",
-        {"angles": angles},
-        fix="for smooth = (original_length / wavelength - low) / (high - low), the frequency f "
-        "becomes "
-        "(1 - smooth) * f / factor + smooth * f",
+        {"angles": partial(_multiplied_angles, ratio)},
+        fix=(
+            "for smooth = (original_length / wavelength - low) / (high - low), the frequency f "
+            "becomes (1 - smooth) * f / factor + smooth * f"
+        ),
     )
 
 
-def _attention_factor(rope: Rope, scaling: YarnScaling | LongRopeScaling) -> Iterator[Edit]:
+def _multiplied_angles(
+    factors: np.ndarray, layer: Layer, original: Override, positions: np.ndarray
+) -> np.ndarray:
+    return (original(positions) * factors).astype(layer.arithmetic.wide)
+
+
+def _attention_factor(
+    spec: AttentionSpec, rope: Rope, scaling: YarnScaling | LongRopeScaling
+) -> Iterator[Edit]:
     right = rope.attention_factor
     fix = (
         f"multiply cosines and sines by {right:.6g}, once, and leave the scale of the scores "
         f"unchanged"
     )
-    plain = (
-        replace(scaling, mscale=None, mscale_all_dim=None)
-        if isinstance(scaling, YarnScaling)
-        else scaling
-    )
+    plain = scaling
+    if isinstance(scaling, YarnScaling):
+        plain = replace(scaling, mscale=None, mscale_all_dim=None)
     for name, about, wrong in (
         ("missing", "cosines and sines are not multiplied by the attention factor", 1.0),
         ("squared", "cosines and sines are multiplied by the attention factor twice", right**2),
     ):
         other = replace(rope, scaling=replace(plain, attention_factor=wrong))
-        yield of_factor(f"rope-attention-factor-{name}", about, _as(other), fix=fix)
+        yield of_factor(f"rope-attention-factor-{name}", about, with_rope(spec, other), fix=fix)
     if isinstance(plain, YarnScaling) and plain != scaling and plain.amplitude() != right:
         yield of_factor(
             "rope-yarn-mscale-ignored",
             "YaRN's attention factor is 0.1 ln(factor) + 1 instead of the ratio of mscale and "
             "mscale_all_dim",
-            _as(replace(rope, scaling=plain)),
+            with_rope(spec, replace(rope, scaling=plain)),
             fix="divide 0.1 mscale ln(factor) + 1 by the same of mscale_all_dim",
         )
 
@@ -186,68 +199,68 @@ def _attention_factor(rope: Rope, scaling: YarnScaling | LongRopeScaling) -> Ite
 
 def partly(case: Case) -> Iterator[Edit]:
     """Other features of a head are rotated, or by other frequencies."""
-    rope, size = case.spec.rope, case.spec.head_dim
+    spec, rope, size = case.spec, case.spec.rope, case.spec.head_dim
     if rope is None or rope.sections is not None:
         return
     if isinstance(rope.scaling, ProportionalScaling):
-        yield from _proportional(rope, rope.scaling, size)
-    count = size if rope.rotary_dim is None else rope.rotary_dim
-    if count == size:
+        yield from _proportional(spec, rope, rope.scaling)
+    count = rope.rotary_dim
+    if count is None or count == size:
         return
     if size % 2 == 0 and not isinstance(rope.scaling, LongRopeScaling):
-        yield _whole_head(replace(rope, rotary_dim=None), count, size)
-    other = "first" if rope.rotated == "last" else "last"
+        yield _whole_head(spec, replace(rope, rotary_dim=None), count)
+    other = "last"
+    if rope.rotated == "last":
+        other = "first"
     yield of_part(
         f"rope-rotates-{other}",
         f"the {other} {count} features of a head are rotated instead of the {rope.rotated} ones",
-        _as(replace(rope, rotated=other)),
+        with_rope(spec, replace(rope, rotated=other)),
         fix=f"rotate the {rope.rotated} {count} features",
     )
-    if not isinstance(
-        rope.scaling, DynamicScaling
-    ):  # which derives a base from the divisor of the exponents
+    # Dynamic scaling derives a base from the divisor of the exponents.
+    if not isinstance(rope.scaling, DynamicScaling):
         yield of_part(
             "rope-frequencies-over-head-dim",
             f"the exponents of RoPE's frequencies are divided by head_dim, {size}, instead of "
             f"rotary_dim, {count}",
-            _as(replace(rope, theta=rope.theta ** (count / size))),
+            with_rope(spec, replace(rope, theta=rope.theta ** (count / size))),
             fix="use the frequencies theta ** (-2 i / rotary_dim)",
         )
     if rope.scaling is None and int(count / size * size // 2) == count // 2 and size % 2 == 0:
+        proportional = replace(
+            rope, rotary_dim=None, rotated="first", scaling=ProportionalScaling(count / size)
+        )
         yield of_part(
             "rope-partial-as-proportional",
             "partial RoPE is read as proportional: pairs and exponents span the whole head",
-            _as(
-                replace(
-                    rope,
-                    rotary_dim=None,
-                    rotated="first",
-                    scaling=ProportionalScaling(count / size),
-                )
-            ),
+            with_rope(spec, proportional),
             fix="pair features within the rotary_dim, and divide the exponents by it",
         )
 
 
-def _whole_head(wrong: Rope, count: int, size: int) -> Edit:
+def _whole_head(spec: AttentionSpec, wrong: Rope, count: int) -> Edit:
     return of_part(
         "rope-whole-head",
-        f"all {size} features of a head are rotated instead of {count}",
-        _as(wrong),
+        f"all {spec.head_dim} features of a head are rotated instead of {count}",
+        with_rope(spec, wrong),
         fix=f"rotate {count} features and leave the others unchanged",
     )
 
 
-def _proportional(rope: Rope, scaling: ProportionalScaling, size: int) -> Iterator[Edit]:
+def _proportional(spec: AttentionSpec, rope: Rope, scaling: ProportionalScaling) -> Iterator[Edit]:
+    size = spec.head_dim
     count = 2 * int(scaling.fraction * size // 2)
     if count == size or not count:
         return
-    plain = None if scaling.factor == 1.0 else LinearScaling(scaling.factor)
-    yield _whole_head(replace(rope, scaling=plain), count, size)
+    plain = None
+    if scaling.factor != 1.0:
+        plain = LinearScaling(scaling.factor)
+    yield _whole_head(spec, replace(rope, scaling=plain), count)
     yield of_part(
         "rope-proportional-as-partial",
         "proportional RoPE is read as partial: pairs and exponents span a smaller head",
-        _as(replace(rope, scaling=plain, rotary_dim=count)),
+        with_rope(spec, replace(rope, scaling=plain, rotary_dim=count)),
         fix=(
             "pair features across the whole head, divide the exponents by head_dim, and set the "
             "other frequencies to 0"
@@ -260,14 +273,16 @@ def _proportional(rope: Rope, scaling: ProportionalScaling, size: int) -> Iterat
 
 def on_several_axes(case: Case) -> Iterator[Edit]:
     """Positions of another axis rotate a pair."""
-    rope = case.spec.rope
+    spec, rope = case.spec, case.spec.rope
     if rope is None or rope.sections is None:
         return
-    other = "contiguous" if rope.section_order == "interleaved" else "interleaved"
+    other = "interleaved"
+    if rope.section_order == "interleaved":
+        other = "contiguous"
     yield of_axes(
         f"rope-sections-{other}",
         f"the sections of M-RoPE are {other} instead of {rope.section_order}",
-        _as(replace(rope, section_order=other)),
+        with_rope(spec, replace(rope, section_order=other)),
         fix=f"set section_order to {rope.section_order!r}",
     )
 
@@ -279,38 +294,55 @@ def on_several_axes(case: Case) -> Iterator[Edit]:
         yield of_axes(
             f"rope-sections-{series}",
             f"the frequencies of the axes are {series} instead of {rope.section_frequencies}",
-            _as(replace(rope, section_frequencies=series)),
+            with_rope(spec, replace(rope, section_frequencies=series)),
             fix=f"set section_frequencies to {rope.section_frequencies!r}",
         )
+    yield _by_other_axes(
+        "time-only", "all pairs are rotated by the first position", _first_axis_alone
+    )
+    yield _by_other_axes(
+        "axes-swapped", "rows and columns are exchanged", _rows_and_columns_exchanged
+    )
+    yield _by_other_axes(
+        "ignored",
+        "all pairs are rotated by the place in the sequence, as in text",
+        partial(_places_in_text, case.first_position),
+    )
 
-    def as_text(positions: np.ndarray) -> np.ndarray:
-        """Return the place of each token in the pictures of `Case.positions`, on every axis."""
-        if len(positions) == 2:
-            row, column = positions - case.first_position
-            return positions * 0 + case.first_position + 3 * row + column
+
+def _by_other_axes(name: str, about: str, read: Change) -> Edit:
+    return of_axes(
+        f"rope-sections-{name}",
+        f"{about} (M-RoPE)",
+        {"turned": before(partial(_with_positions, read))},
+        fix="pass positions as (time, row, column), and rotate each section by its own axis",
+    )
+
+
+def _with_positions(
+    read: Change, name: str, x: np.ndarray, positions: np.ndarray
+) -> tuple[str, np.ndarray, np.ndarray]:
+    return name, x, read(positions)
+
+
+def _first_axis_alone(positions: np.ndarray) -> np.ndarray:
+    return positions[[0] * len(positions)]
+
+
+def _rows_and_columns_exchanged(positions: np.ndarray) -> np.ndarray:
+    *frames, rows, columns = positions
+    return np.stack([*frames, columns, rows])
+
+
+def _places_in_text(first_position: int, positions: np.ndarray) -> np.ndarray:
+    """Return the place of each token in the pictures of `Case.positions`, on every axis."""
+    if len(positions) == 2:
+        row, column = positions - first_position
+        place = first_position + 3 * row + column
+    else:
         frame, row, column = positions
-        place = frame + 5 * (frame - case.first_position) + 3 * (row - frame) + (column - frame)
-        return positions * 0 + place[None]
-
-    for name, about, read in (
-        (
-            "time-only",
-            "all pairs are rotated by the first position",
-            lambda positions: positions[[0] * len(positions)],
-        ),
-        (
-            "axes-swapped",
-            "rows and columns are exchanged",
-            lambda positions: np.stack([*positions[:-2], *positions[:-3:-1]]),
-        ),
-        ("ignored", "all pairs are rotated by the place in the sequence, as in text", as_text),
-    ):
-        yield of_axes(
-            f"rope-sections-{name}",
-            f"{about} (M-RoPE)",
-            {"turned": before(lambda of, x, positions, read=read: (of, x, read(positions)))},
-            fix="pass positions as (time, row, column), and rotate each section by its own axis",
-        )
+        place = frame + 5 * (frame - first_position) + 3 * (row - frame) + (column - frame)
+    return np.stack([place] * len(positions))
 
 
 def neighbours(case: Case) -> Iterator[Edit]:
@@ -320,7 +352,7 @@ def neighbours(case: Case) -> Iterator[Edit]:
         yield of_pairs(
             "rope-half-split",
             "the RoPE pairs are (i, i + R/2) instead of (2 i, 2 i + 1)",
-            _as(replace(rope, pairs="half")),
+            with_rope(case.spec, replace(rope, pairs="half")),
             fix=(
                 "rotate the pairs (2 i, 2 i + 1), or de-interleave the rows of the weights on "
                 "loading"

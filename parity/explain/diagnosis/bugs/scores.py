@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -11,7 +12,8 @@ import numpy as np
 from mha_spec import AttentionSpec, YarnScaling
 from parity.explain.diagnosis.bugs.families import SCORE_BIAS, SOFT_CAP, scale_family
 from parity.explain.diagnosis.bugs.record import Edit, Override, instead, known_bug
-from parity.explain.diagnosis.bugs.sites import attn_weights
+from parity.explain.diagnosis.bugs.sites import Overrides, always, attn_weights
+from parity.explain.diagnosis.bugs.specs import of_spec
 from parity.measure.core.case import Case
 from parity.measure.core.reference import Layer
 from parity.measure.core.stages import Values
@@ -28,51 +30,72 @@ def scale(case: Case) -> Iterator[Edit]:
     YaRN's factor is kept.
     """
     spec = case.spec
-    root, kept = float(np.sqrt(spec.head_dim)), yarn_factor(spec)
-    right, meant, squared, inverse = root, "1 / sqrt(H)", "1 / H", "sqrt(H)"
+    mscale_squared = yarn_factor(spec)
     family = scale_family(spec)
     fix = family.fix_for(spec)
-    if spec.scale is not None:
-        right, meant, squared = 1.0 / spec.scale, f"{spec.scale:g}", f"the square of {spec.scale:g}"
-        inverse = f"1 / {spec.scale:g}"
-    named: dict[float, tuple[str, str]] = {}
-    for name, words, divisor in (
-        ("missing", "is 1 (missing)", 1.0),
-        ("ignored", "is 1 / sqrt(H)", root),
-        ("squared", f"is {squared}", right**2 if spec.scale else float(spec.head_dim)),
-        ("by-d-model", "is 1 / sqrt(d_model)", float(np.sqrt(spec.d_model))),
-        ("by-value-head-dim", "is 1 / sqrt(value_head_dim)", float(np.sqrt(spec.value_head_dim))),
-        ("by-num-heads", "is 1 / sqrt(N)", float(np.sqrt(spec.num_heads))),
-        ("fourth-root", "is the fourth root of 1 / H", float(spec.head_dim**0.25)),
-        ("inverted", f"is {inverse}", 1.0 / right),
-    ):
-        first, before = named.get(divisor, (name, ""))
-        named[divisor] = first, f"{before} or {words.removeprefix('is ')}" if before else words
-    times = "" if kept == 1.0 else f" times {kept:.4g}"
-    for divisor, (name, words) in named.items():
+    if spec.scale is None:
+        right, right_words = math.sqrt(spec.head_dim), "1 / sqrt(H)"
+    else:
+        right, right_words = 1.0 / spec.scale, f"{spec.scale:g}"
+    times = ""
+    if mscale_squared != 1.0:
+        times = f" times {mscale_squared:.4g}"
+    for divisor, (name, words) in _divisors(spec, right).items():
         if divisor != right:
-            about = family.about.format(found=words + times, right=meant + times)
-            wrong = {"scale": instead(lambda divisor=divisor: divisor / kept)}
-            yield of_scores(f"scale-{name}", about, wrong, fix=fix, page=family.page)
+            yield of_scores(
+                f"scale-{name}",
+                family.about.format(found=words + times, right=right_words + times),
+                of_spec(spec, scale=mscale_squared / divisor),
+                fix=fix,
+                page=family.page,
+            )
     if right != 1.0:
-        divided = attn_weights(lambda layer, x: x / layer.arithmetic.wide.type(right / kept))
+        weights_divided = attn_weights(partial(_divided, right / mscale_squared))
         yield of_scores(
             "scale-after-softmax",
             "the scale is applied after the softmax instead of to the scores",
-            {"scale": instead(lambda: 1.0), **divided},
+            {"scale": always(1.0), **weights_divided},
             fix=f"{fix}, before the softmax",
             page=family.page,
         )
 
 
+def _divisors(spec: AttentionSpec, right: float) -> dict[float, tuple[str, str]]:
+    """Return usual divisors of scores, each with the first of its names and all descriptions."""
+    squared, squared_words, inverse_words = float(spec.head_dim), "1 / H", "sqrt(H)"
+    if spec.scale is not None:
+        squared, squared_words = right**2, f"the square of {spec.scale:g}"
+        inverse_words = f"1 / {spec.scale:g}"
+    divisors: dict[float, tuple[str, str]] = {}
+    for name, words, divisor in (
+        ("missing", "1 (missing)", 1.0),
+        ("ignored", "1 / sqrt(H)", math.sqrt(spec.head_dim)),
+        ("squared", squared_words, squared),
+        ("by-d-model", "1 / sqrt(d_model)", math.sqrt(spec.d_model)),
+        ("by-value-head-dim", "1 / sqrt(value_head_dim)", math.sqrt(spec.value_head_dim)),
+        ("by-num-heads", "1 / sqrt(N)", math.sqrt(spec.num_heads)),
+        ("fourth-root", "the fourth root of 1 / H", float(spec.head_dim**0.25)),
+        ("inverted", inverse_words, 1.0 / right),
+    ):
+        if divisor in divisors:
+            first_name, earlier_words = divisors[divisor]
+            divisors[divisor] = first_name, f"{earlier_words} or {words}"
+        else:
+            divisors[divisor] = name, f"is {words}"
+    return divisors
+
+
+def _divided(divisor: float, layer: Layer, x: np.ndarray) -> np.ndarray:
+    return x / layer.arithmetic.wide.type(divisor)
+
+
 def yarn_factor(spec: AttentionSpec) -> float:
     """Return mscale², which scales layers with latents and YaRN; 1 otherwise."""
-    scaling = (
-        None
-        if spec.rope is None or spec.latent is None or spec.scale is not None
-        else spec.rope.scaling
-    )
-    return scaling.score_factor if isinstance(scaling, YarnScaling) else 1.0
+    if spec.rope is None or spec.latent is None or spec.scale is not None:
+        return 1.0
+    if not isinstance(spec.rope.scaling, YarnScaling):
+        return 1.0
+    return spec.rope.scaling.score_factor
 
 
 # ---- Soft cap ------------------------------------------------------------------------------------
@@ -80,53 +103,66 @@ def yarn_factor(spec: AttentionSpec) -> float:
 
 def soft_cap(case: Case) -> Iterator[Edit]:
     """Scores are softly capped after the scale, before the bias and the mask."""
-    cap, scale = case.spec.soft_cap, case.spec.score_scale
+    cap = case.spec.soft_cap
     if cap is None:
         return
     bug = partial(of_scores, fix=SOFT_CAP.fix_for(case.spec), page=SOFT_CAP.page)
-    not_capped = instead(lambda x: x)
-
-    def capped(scores: np.ndarray, by: float | np.floating = cap) -> np.ndarray:
-        return by * np.tanh(scores / by)
-
-    def capped_before_scale(x: np.ndarray) -> np.ndarray:
-        number = x.dtype.type
-        return capped(x / number(scale), number(cap)) * number(scale)
-
-    def capped_after_bias(
-        layer: Layer, _: Override, values: Values, *places: Any
-    ) -> dict[str, np.ndarray]:
-        biased = layer.products(values) + layer.arithmetic.widen(np.asarray(layer.problem.bias))
-        return {"scores": capped(biased, biased.dtype.type(cap))}
-
-    def capped_after_mask(_: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
-        """Set hidden scores to the lowest possible one, -cap."""
-        shown = capped(np.where(values["mask"], -np.inf, values["scores"]))
-        return original({**values, "scores": shown, "mask": np.zeros_like(values["mask"])})
-
-    yield bug("soft-cap-ignored", "scores are not capped", {"capped": not_capped})
+    yield bug("soft-cap-ignored", "scores are not capped", of_spec(case.spec, soft_cap=None))
     yield bug(
         "soft-cap-not-multiplied",
         "scores are capped by tanh(s / cap), not multiplied by the cap",
-        {"capped": instead(lambda x: np.tanh(x / x.dtype.type(cap)))},
+        {"capped": instead(partial(_not_multiplied, cap))},
     )
     yield bug(
         "soft-cap-before-scale",
         "scores are capped before they are scaled",
-        {"capped": instead(capped_before_scale)},
+        {"capped": instead(partial(_capped_before_scale, cap, case.spec.score_scale))},
     )
     if case.bias:
         yield bug(
             "soft-cap-after-bias",
             "scores are capped after the bias is added",
-            {"scores": capped_after_bias},
+            {"scores": partial(_capped_after_bias, cap)},
         )
     if case.has_mask or case.is_cached:
         yield bug(
             "soft-cap-after-mask",
             "scores are capped after the mask, so hidden keys become visible",
-            {"capped": not_capped, "attn_weights": capped_after_mask},
+            {
+                **of_spec(case.spec, soft_cap=None),
+                "attn_weights": partial(_capped_after_mask, cap),
+            },
         )
+
+
+def _capped(scores: np.ndarray, cap: float | np.floating) -> np.ndarray:
+    return cap * np.tanh(scores / cap)
+
+
+def _not_multiplied(cap: float, scores: np.ndarray) -> np.ndarray:
+    return np.tanh(scores / scores.dtype.type(cap))
+
+
+def _capped_before_scale(cap: float, scale: float, scores: np.ndarray) -> np.ndarray:
+    number = scores.dtype.type
+    return _capped(scores / number(scale), number(cap)) * number(scale)
+
+
+def _capped_after_bias(
+    cap: float, layer: Layer, _: Override, values: Values, *places: Any
+) -> dict[str, np.ndarray]:
+    bias = layer.arithmetic.widen(np.asarray(layer.problem.bias))
+    biased = layer.products(values) + bias
+    return {"scores": _capped(biased, biased.dtype.type(cap))}
+
+
+def _capped_after_mask(
+    cap: float, _: Layer, original: Override, values: Values
+) -> dict[str, np.ndarray]:
+    """Set hidden scores to the lowest possible one, -cap."""
+    masked = np.where(values["mask"], -np.inf, values["scores"])
+    nothing_hidden = np.zeros_like(values["mask"])
+    return original({**values, "scores": _capped(masked, cap), "mask": nothing_hidden})
 
 
 # ---- Bias ----------------------------------------------------------------------------------------
@@ -136,39 +172,46 @@ def bias(case: Case) -> Iterator[Edit]:
     if not case.bias:
         return
     bug = SCORE_BIAS.seen_in("scores")
-    missing = {"score_bias": instead(lambda: None)}
-
-    def scaled(layer: Layer, original: Override) -> np.ndarray | None:
-        added, a = original(), layer.arithmetic
-        return (
-            None if added is None else a.widen(added) / a.wide.type(layer.scale())
-        )  # a pair may omit it
-
-    def with_bias(layer: Layer, x: np.ndarray) -> np.ndarray:
-        return x + layer.arithmetic.widen(np.asarray(layer.problem.bias))
-
+    missing: Overrides = {"score_bias": always(None)}
     yield bug("score-bias-missing", "the bias of the scores is missing", missing)
     yield bug(
         "score-bias-scaled",
         "the bias is added before the scores are scaled, and scaled with them",
-        {"score_bias": scaled},
+        {"score_bias": _scaled_bias},
         fix="scale the scores, then add the bias",
     )
-    added = {**missing, **attn_weights(with_bias)}
-    yield bug("score-bias-after-softmax", "the bias is added after the softmax", added)
+    yield bug(
+        "score-bias-after-softmax",
+        "the bias is added after the softmax",
+        {**missing, **attn_weights(_with_bias)},
+    )
+
+
+def _scaled_bias(layer: Layer, original: Override) -> np.ndarray | None:
+    added = original()
+    if added is None:  # omitted by the other bug of a pair
+        return None
+    a = layer.arithmetic
+    return a.widen(added) / a.wide.type(layer.scale())
+
+
+def _with_bias(layer: Layer, weights: np.ndarray) -> np.ndarray:
+    return weights + layer.arithmetic.widen(np.asarray(layer.problem.bias))
 
 
 # ---- NaN -----------------------------------------------------------------------------------------
 
 
 def not_finite(case: Case) -> Iterator[Edit]:
-    if case.not_finite == "visible" or (
-        case.not_finite and not case.is_cached and case.seq_len_k is None
-    ):
+    is_in_input = case.not_finite and not case.is_cached and case.seq_len_k is None
+    if case.not_finite == "visible" or is_in_input:
         yield known_bug(
             "nan-swallowed",
             "a row whose scores are NaN is 0, as if every key were hidden",
-            {stage: _without_nan(stage) for stage in ("attn_weights", "context")},
+            {
+                "attn_weights": partial(_without_nan, "attn_weights"),
+                "context": partial(_without_nan, "context"),
+            },
             fix="treat a row as empty only if every key is masked, never because of its scores",
             page="not-finite",
             stages=("attn_weights",),
@@ -177,16 +220,17 @@ def not_finite(case: Case) -> Iterator[Edit]:
         yield known_bug(
             "nan-leaks",
             "a NaN in a hidden value reaches rows that do not attend to it: 0 * NaN is NaN",
-            {"context": lambda layer, original, values: layer.weighed(values)},
+            {"context": _with_hidden_values},
             fix="replace hidden values by 0 before the weighted sum",
             page="not-finite",
             stages=("context", "module.output"),
         )
 
 
-def _without_nan(stage: str) -> Override:
-    def override(_: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
-        x = original(values)[stage]
-        return {stage: np.where(np.isnan(x), np.zeros_like(x), x)}
+def _without_nan(stage: str, _: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
+    x = original(values)[stage]
+    return {stage: np.where(np.isnan(x), np.zeros_like(x), x)}
 
-    return override
+
+def _with_hidden_values(layer: Layer, _: Override, values: Values) -> dict[str, np.ndarray]:
+    return layer.weighed(values)

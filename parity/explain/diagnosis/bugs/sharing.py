@@ -36,11 +36,13 @@ def shared(case: Case) -> Iterator[Edit]:
 def _rotated(
     layer: Layer, original: Override, name: str, heads: np.ndarray, positions: np.ndarray
 ) -> np.ndarray:
-    found = original(name, heads, positions)
-    return layer.rotate(found, positions) if name == "k" else found
+    received = original(name, heads, positions)
+    if name == "k":
+        return layer.rotate(received, positions)
+    return received
 
 
 def _exchanged(
-    given: Mapping[str, np.ndarray], positions: np.ndarray
+    inputs: Mapping[str, np.ndarray], positions: np.ndarray
 ) -> tuple[Mapping[str, np.ndarray], np.ndarray]:
-    return {**given, "k": given["v"], "v": given["k"]}, positions
+    return {**inputs, "k": inputs["v"], "v": inputs["k"]}, positions

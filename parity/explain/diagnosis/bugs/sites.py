@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from mha_spec import Norm
 from parity.explain.diagnosis.bugs.record import Override
 from parity.measure.core.reference import Layer
 from parity.measure.core.stages import Values
@@ -21,17 +19,48 @@ Overrides = dict[str, Override]
 
 def before(change: Callable[..., tuple[Any, ...]]) -> Override:
     """Return an override that changes the inputs of a method."""
-    return lambda _, original, *inputs: original(*change(*inputs))
+
+    def override(_: Layer, original: Any, *inputs: Any) -> Any:
+        return original(*change(*inputs))
+
+    return override
 
 
 def after(change: Change) -> Override:
     """Return an override that changes the result of a method, unless another bug omits it."""
 
     def override(_: Layer, original: Any, *inputs: Any) -> Any:
-        found = original(*inputs)
-        return None if found is None else change(found)
+        result = original(*inputs)
+        if result is None:
+            return None
+        return change(result)
 
     return override
+
+
+def always(value: Any) -> Override:
+    """Return an override that returns a value, whatever the inputs are."""
+
+    def override(_: Layer, original: Any, *inputs: Any) -> Any:
+        return value
+
+    return override
+
+
+def for_names(names: Collection[str], wrong: Override) -> Override:
+    """Return an override that replaces a method for some names alone, its first input."""
+
+    def override(layer: Layer, original: Any, name: str, *inputs: Any) -> Any:
+        if name in names:
+            return wrong(layer, original, name, *inputs)
+        return original(name, *inputs)
+
+    return override
+
+
+def features_unchanged(_: Layer, original: Override, name: str, x: np.ndarray, *rest: Any) -> Any:
+    """Override a method of named features: it leaves them as they are."""
+    return x
 
 
 # ---- Weights -------------------------------------------------------------------------------------
@@ -39,11 +68,7 @@ def after(change: Change) -> Override:
 
 def weights(change: Change, names: Collection[str]) -> Overrides:
     """Change the weights of some names."""
-    return {
-        "parameter": lambda _, original, name: (
-            change(original(name)) if name in names else original(name)
-        )
-    }
+    return {"parameter": for_names(names, after(change))}
 
 
 def read_as(others: Mapping[str, str]) -> Override:
@@ -58,6 +83,15 @@ def read_as(others: Mapping[str, str]) -> Override:
     return parameter
 
 
+def named_as(others: Mapping[str, str]) -> Override:
+    """Return an override of a method of a name: it gets the name of another one."""
+
+    def override(_: Layer, original: Any, name: str) -> Any:
+        return original(others.get(name, name))
+
+    return override
+
+
 def packed(
     names: tuple[str, ...], count: int, leaves: Collection[str], *, by_head: bool
 ) -> Overrides:
@@ -70,21 +104,40 @@ def packed(
         by_head: True if it is packed head by head and read projection by projection; False for the
             opposite.
     """
+    if by_head:
+        read = _split_into_projections
+    else:
+        read = _split_into_heads
 
     def parameter(_: Layer, original: Any, name: str) -> np.ndarray:
         projection, __, leaf = name.partition(".")
         if projection not in names or leaf not in leaves:
             return original(name)
-        parts, which = [original(f"{each}.{leaf}") for each in names], names.index(projection)
-        ends = np.cumsum([len(part) for part in parts])[:-1]
-        rest = parts[0].shape[1:]
-        if by_head:
-            heads = [part.reshape(count, -1, *rest) for part in parts]
-            return np.split(np.concatenate(heads, axis=1).reshape(-1, *rest), ends)[which]
-        heads = np.concatenate(parts).reshape(count, -1, *rest)
-        return np.split(heads, ends // count, axis=1)[which].reshape(-1, *rest)
+        parts = [original(f"{part}.{leaf}") for part in names]
+        return read(parts, count)[names.index(projection)]
 
     return {"parameter": parameter}
+
+
+def _split_into_projections(parts: list[np.ndarray], count: int) -> list[np.ndarray]:
+    """Pack projections head by head, and split the rows into one block for each projection."""
+    rest = parts[0].shape[1:]
+    heads = [part.reshape(count, -1, *rest) for part in parts]
+    rows = np.concatenate(heads, axis=1).reshape(-1, *rest)
+    return np.split(rows, _ends(parts))
+
+
+def _split_into_heads(parts: list[np.ndarray], count: int) -> list[np.ndarray]:
+    """Pack projections one after the other, and split the rows as if each head had its own."""
+    rest = parts[0].shape[1:]
+    heads = np.concatenate(parts).reshape(count, -1, *rest)
+    split = np.split(heads, _ends(parts) // count, axis=1)
+    return [rows.reshape(-1, *rest) for rows in split]
+
+
+def _ends(parts: list[np.ndarray]) -> np.ndarray:
+    """Return the ends of all parts but the last one, if they follow each other."""
+    return np.cumsum([len(part) for part in parts])[:-1]
 
 
 # ---- Queries, keys and values --------------------------------------------------------------------
@@ -92,33 +145,31 @@ def packed(
 
 def projected(change: Callable[[Values], Values]) -> Overrides:
     """Change heads at the input of attention: `change` returns the changed ones."""
-    return {"project": after(lambda heads: {**heads, **change(heads)})}
+
+    def with_changed(heads: Values) -> dict[str, np.ndarray]:
+        return {**heads, **change(heads)}
+
+    return {"project": after(with_changed)}
 
 
-def norm_with(**fields: Any) -> Overrides:
-    """Change fields of the norm of queries and keys."""
-
-    def norm(_: Layer, original: Any, name: str) -> Norm | None:
-        found = original(name)
-        return found if found is None or name in ("v", "context") else replace(found, **fields)
-
-    return {"norm": norm}
-
-
-def turned(of: str, turn: Callable[[Layer, np.ndarray, np.ndarray], np.ndarray]) -> Overrides:
+def turned(names: str, turn: Callable[[Layer, np.ndarray, np.ndarray], np.ndarray]) -> Overrides:
     """Rotate some of q, k and v in another way."""
 
-    def override(
-        layer: Layer, original: Any, name: str, x: np.ndarray, positions: np.ndarray
+    def rotation(
+        layer: Layer, _: Any, name: str, x: np.ndarray, positions: np.ndarray
     ) -> np.ndarray:
-        return turn(layer, x, positions) if name in of else original(name, x, positions)
+        return turn(layer, x, positions)
 
-    return {"turned": override}
+    return {"turned": for_names(names, rotation)}
 
 
-def positions(of: str, change: Change) -> Overrides:
+def positions(names: str, change: Change) -> Overrides:
     """Rotate some of q, k and v by other positions."""
-    return turned(of, lambda layer, x, places: layer.rotate(x, change(places)))
+
+    def turn(layer: Layer, x: np.ndarray, places: np.ndarray) -> np.ndarray:
+        return layer.rotate(x, change(places))
+
+    return turned(names, turn)
 
 
 # ---- Scores and attention weights ----------------------------------------------------------------
@@ -128,7 +179,8 @@ def attn_weights(change: Callable[[Layer, np.ndarray], np.ndarray]) -> Overrides
     """Change the attention weights after the softmax, in wide numbers."""
 
     def override(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
-        found, a = original(values)["attn_weights"], layer.arithmetic
-        return {"attn_weights": a.keep(change(layer, a.widen(found)))}
+        a = layer.arithmetic
+        wide = a.widen(original(values)["attn_weights"])
+        return {"attn_weights": a.keep(change(layer, wide))}
 
     return {"attn_weights": override}

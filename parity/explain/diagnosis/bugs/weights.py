@@ -9,7 +9,18 @@ import numpy as np
 
 from parity.explain.diagnosis.bugs.families import BIAS, HEAD_ORDER, SWAPPED, TRANSPOSED
 from parity.explain.diagnosis.bugs.record import Edit, Override, known_bug
-from parity.explain.diagnosis.bugs.sites import Overrides, packed, projected, read_as, weights
+from parity.explain.diagnosis.bugs.sites import (
+    Overrides,
+    always,
+    features_unchanged,
+    for_names,
+    named_as,
+    packed,
+    projected,
+    read_as,
+    weights,
+)
+from parity.explain.diagnosis.bugs.specs import of_spec
 from parity.explain.diagnosis.sample import residual_of
 from parity.measure.core.case import Case
 from parity.measure.core.orders import heads_innermost, reordered
@@ -24,13 +35,15 @@ STAGES = {"q_proj": ("q", "k"), "k_proj": ("k",), "v_proj": ("v",), "out_proj": 
 
 def transposed(case: Case) -> Iterator[Edit]:
     spec = case.spec
-    square = {
+    is_square = {
         "q_proj": spec.q_width == spec.d_in,
         "k_proj": spec.k_width == spec.d_kv,
         "v_proj": spec.v_width == spec.d_kv,
         "out_proj": spec.out_proj and spec.context_width == spec.d_model,
     }
-    for projection in (name for name, holds in square.items() if holds):
+    for projection in is_square:
+        if not is_square[projection]:
+            continue
         yield TRANSPOSED.seen_in(*STAGES[projection])(
             f"{projection}-transposed",
             f"{projection}'s square kernel is transposed",
@@ -46,30 +59,21 @@ def swapped(case: Case) -> Iterator[Edit]:
     spec = case.spec
     q, k, v = spec.qkv_biases  # a bias that only one of two has would not be loaded into the other
     has_one_width = spec.value_head_dim == spec.head_dim
-    pairs = [("k", "v", k, v)] if has_one_width else []
+    pairs = []
+    if has_one_width:
+        pairs.append(("k", "v", k, v))
     if spec.num_heads == spec.num_kv_heads and spec.d_in == spec.d_kv:
-        pairs += [("q", "k", q, k), *([("q", "v", q, v)] if has_one_width else [])]
-
-    def bug(one: str, other: str, about: str, overrides: Overrides) -> Edit:
-        return SWAPPED.seen_in(one)(
-            f"{one}-{other}-swapped",
-            about,
-            overrides,
-            fix=(
-                f"exchange {one}_proj and {other}_proj, or the order in which a packed "
-                f"projection is split"
-            ),
-        )
-
-    for one, other, *biases in pairs:
-        if biases[0] == biases[1]:
+        pairs.append(("q", "k", q, k))
+        if has_one_width:
+            pairs.append(("q", "v", q, v))
+    for one, other, has_bias, other_has_bias in pairs:
+        if has_bias == other_has_bias:
             names = {f"{one}_proj": f"{other}_proj", f"{other}_proj": f"{one}_proj"}
             about = f"{one}_proj and {other}_proj are exchanged"
-            yield bug(
-                one, other, about, {"has_bias": _of_others(names), "parameter": read_as(names)}
-            )
-    for one, other, *biases in pairs:
-        if any(biases):
+            overrides = {"has_bias": named_as(names), "parameter": read_as(names)}
+            yield _swapped(one, other, about, overrides)
+    for one, other, has_bias, other_has_bias in pairs:
+        if has_bias or other_has_bias:
             names = {
                 f"{one}_proj.weight": f"{other}_proj.weight",
                 f"{other}_proj.weight": f"{one}_proj.weight",
@@ -77,19 +81,30 @@ def swapped(case: Case) -> Iterator[Edit]:
             about = (
                 f"the weights of {one}_proj and {other}_proj are exchanged, but not their biases"
             )
-            yield bug(one, other, about, {"parameter": read_as(names)})
+            yield _swapped(one, other, about, {"parameter": read_as(names)})
     if spec.rope is not None and has_one_width:  # without it the same as the first
         yield SWAPPED.seen_in("k")(
             "k-v-swapped",
             "k and v are exchanged after RoPE",
-            projected(lambda heads: {"k": heads["v"], "v": heads["k"]}),
+            projected(_keys_and_values_exchanged),
             fix="exchange k and v where the heads are returned or cached",
         )
 
 
-def _of_others(names: dict[str, str]) -> Override:
-    """Return an override of `has_bias`: projections have the biases of others."""
-    return lambda _, original, name: original(names.get(name, name))
+def _swapped(one: str, other: str, about: str, overrides: Overrides) -> Edit:
+    return SWAPPED.seen_in(one)(
+        f"{one}-{other}-swapped",
+        about,
+        overrides,
+        fix=(
+            f"exchange {one}_proj and {other}_proj, or the order in which a packed projection is "
+            f"split"
+        ),
+    )
+
+
+def _keys_and_values_exchanged(heads: Values) -> dict[str, np.ndarray]:
+    return {"k": heads["v"], "v": heads["k"]}
 
 
 def fused_qkv(case: Case) -> Iterator[Edit]:
@@ -134,24 +149,14 @@ def fused_qkv(case: Case) -> Iterator[Edit]:
 
 def missing_biases(case: Case) -> Iterator[Edit]:
     spec = case.spec
-    held = tuple(name for name, has_bias in zip(QKV, spec.qkv_biases, strict=True) if has_bias)
-    out = ("out_proj",) if spec.out_proj and spec.out_bias else ()
-
-    def missing(name: str, projections: tuple[str, ...], whose: str = "") -> Edit:
-        whose = whose or and_listed(projections)
-        return BIAS.seen_in(*STAGES[projections[0]])(
-            f"{name}-bias-missing",
-            f"the bias of {whose} is missing",
-            {"has_bias": lambda _, original, name: name not in projections and original(name)},
-            fix=f"load and add the bias of {whose}",
-        )
-
-    for name in held:
-        yield missing(name, (name,))
-    if len(held) > 1:
-        yield missing("qkv", held)
+    biased = tuple(name for name, has_bias in zip(QKV, spec.qkv_biases, strict=True) if has_bias)
+    out_has_bias = spec.out_proj and spec.out_bias
+    for name in biased:
+        yield _bias_missing(name, (name,))
+    if len(biased) > 1:
+        yield _bias_missing("qkv", biased)
     if spec.qkv_biases[1:] == (False, True):
-        exchanged = _of_others({"k_proj": "v_proj", "v_proj": "k_proj"})
+        exchanged = named_as({"k_proj": "v_proj", "v_proj": "k_proj"})
         yield BIAS.seen_in("k")(
             "v-bias-on-k",
             "the bias of v_proj is added to the keys instead of the values",
@@ -161,22 +166,22 @@ def missing_biases(case: Case) -> Iterator[Edit]:
                 "zeros for k)"
             ),
         )
-    if out:
-        yield missing("out_proj", out)
-    if held and out:
-        yield missing("all", held + out, "every projection")
-    if out and spec.num_heads > 1:
+    if out_has_bias:
+        yield _bias_missing("out_proj", ("out_proj",))
+    if biased and out_has_bias:
+        yield _bias_missing("all", (*biased, "out_proj"), "every projection")
+    if out_has_bias and spec.num_heads > 1:
         yield BIAS.seen_in(*STAGES["out_proj"])(
             "out_proj-bias-per-head",
             f"the bias of out_proj is added once for each of {spec.num_heads} heads",
-            weights(lambda bias: bias * bias.dtype.type(spec.num_heads), ["out_proj.bias"]),
+            weights(partial(_times, spec.num_heads), ["out_proj.bias"]),
             fix="add the bias of out_proj once, after the sum over heads (or ranks)",
         )
     for one, other, have_one_width in (
         ("k_proj", "q_proj", spec.k_width == spec.q_width),
         ("v_proj", "k_proj", spec.v_width == spec.k_width),
     ):
-        if have_one_width and {one, other} <= {*held}:
+        if have_one_width and one in biased and other in biased:
             yield BIAS.seen_in(*STAGES[one])(
                 f"{one[0]}-bias-from-{other[0]}",
                 f"the bias of {one} is that of {other}",
@@ -185,31 +190,57 @@ def missing_biases(case: Case) -> Iterator[Edit]:
             )
 
 
+def _bias_missing(name: str, projections: tuple[str, ...], whose: str = "") -> Edit:
+    if not whose:
+        whose = and_listed(projections)
+    return BIAS.seen_in(*STAGES[projections[0]])(
+        f"{name}-bias-missing",
+        f"the bias of {whose} is missing",
+        {"has_bias": for_names(projections, always(False))},
+        fix=f"load and add the bias of {whose}",
+    )
+
+
+def _times(factor: int, bias: np.ndarray) -> np.ndarray:
+    return bias * bias.dtype.type(factor)
+
+
 def not_clipped(case: Case) -> Iterator[Edit]:
-    for of, whose in (("qkv", "q, k and v are"), ("v", "v is")) if case.spec.clip_qkv else ():
-        yield known_bug(
-            "clip-qkv-missing" if of == "qkv" else f"clip-qkv-missing-{of}",
-            f"{whose} not clipped",
-            {"clipped": lambda _, original, name, x, of=of: x if name in of else original(name, x)},
-            fix="clip the outputs of q_proj, k_proj and v_proj to [-clip_qkv, clip_qkv]",
-            page="clip-qkv",
-            stages=STAGES["v_proj"] if of == "v" else STAGES["q_proj"],
-        )
+    if not case.spec.clip_qkv:
+        return
+    bug = partial(
+        known_bug,
+        fix="clip the outputs of q_proj, k_proj and v_proj to [-clip_qkv, clip_qkv]",
+        page="clip-qkv",
+    )
+    yield bug(
+        "clip-qkv-missing",
+        "q, k and v are not clipped",
+        of_spec(case.spec, clip_qkv=None),
+        stages=STAGES["q_proj"],
+    )
+    yield bug(
+        "clip-qkv-missing-v",
+        "v is not clipped",
+        {"clipped": for_names("v", features_unchanged)},
+        stages=STAGES["v_proj"],
+    )
 
 
 def no_out_proj(case: Case) -> Iterator[Edit]:
-    def output(layer: Layer, _: object, values: Values) -> dict[str, np.ndarray]:
-        return {"output": layer.combine_heads(layer.gated(values))}
-
     if case.spec.out_proj and case.spec.context_width == case.spec.d_model:
         yield known_bug(
             "out-proj-missing",
             "out_proj is missing",
-            {"output": output},
+            {"output": _not_projected},
             fix="project the combined heads with out_proj",
             page="missing-out-proj",
             stages=("output",),
         )
+
+
+def _not_projected(layer: Layer, _: Override, values: Values) -> dict[str, np.ndarray]:
+    return {"output": layer.combine_heads(layer.gated(values))}
 
 
 def out_columns(case: Case) -> Iterator[Edit]:
@@ -233,18 +264,18 @@ def out_columns(case: Case) -> Iterator[Edit]:
 def residual(case: Case) -> Iterator[Edit]:
     """The residual connection of a block is added by its attention."""
     spec = case.spec
-
-    def output(layer: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
-        a = layer.arithmetic
-        output = a.widen(original(values)["output"])
-        return {"output": a.keep(output + a.widen(residual_of(layer.problem)))}
-
     if spec.out_proj and spec.d_in == spec.d_model and not case.is_cached and not case.not_finite:
         yield known_bug(
             "residual-added",
             "the input is added to the output",
-            {"output": output},
+            {"output": _with_residual},
             fix="compare attention without the residual connection of its block",
             page="residual",
             stages=STAGES["out_proj"],
         )
+
+
+def _with_residual(layer: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
+    a = layer.arithmetic
+    output = a.widen(original(values)["output"])
+    return {"output": a.keep(output + a.widen(residual_of(layer.problem)))}

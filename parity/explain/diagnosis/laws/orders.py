@@ -5,6 +5,7 @@ of other stages.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import permutations
 
 import numpy as np
@@ -36,22 +37,22 @@ def orders(seen: Seen) -> Iterator[Edit]:
 def shifts(seen: Seen) -> Iterator[Edit]:
     """Yield tokens one place too late or too early, with any values at the end."""
     for axis in _axes(seen):
-        if (
-            seen.letters[axis] not in ("T", "S") or len(seen.box[axis]) < 3
-        ):  # a single one proves nothing
+        # A few tokens prove nothing.
+        if seen.letters[axis] not in ("T", "S") or len(seen.box[axis]) < 3:
             continue
-        one = noun(seen.letters, axis)[0]
-        for by, words in ((1, "before"), (-1, "after")):
+        one, _ = noun(seen.letters, axis)
+        for by, words, end in ((1, "before", slice(0, 1)), (-1, "after", slice(-1, None))):
             candidate = seen.in_slices(np.roll(seen.expected, by, axis=axis))
             edge = [slice(None)] * candidate.ndim
-            edge[axis] = slice(0, 1) if by > 0 else slice(-1, None)
+            edge[axis] = end
             came_in = seen.actual[tuple(edge)]
             if not np.isfinite(came_in).all():
                 continue
             candidate[tuple(edge)] = came_in
             if seen.holds(candidate):
-                zeros = ", and the one at the end is 0" if not came_in.any() else ""
-                text = f"shifted by one: each {one} has the values of the one {words}{zeros}"
+                text = f"shifted by one: each {one} has the values of the one {words}"
+                if not came_in.any():
+                    text += ", and the one at the end is 0"
                 yield pattern("shift", text, {"axis": seen.letters[axis], "by": by}, 1)
                 return
 
@@ -61,59 +62,73 @@ def transposes(seen: Seen) -> Iterator[Edit]:
     e = seen.expected
     if len(seen.letters) < 3 and e.ndim != 2:
         return
-    for order in sorted(permutations(range(e.ndim)), key=_moved):
-        if (
-            _moved(order)
-            and e.transpose(order).shape == e.shape
-            and seen.holds(seen.in_slices(e.transpose(order)))
-        ):
-            if _moved(order) == 2:
-                axes = [axis for axis, other in enumerate(order) if axis != other]
-                names = [noun(seen.letters, axis)[1] for axis in axes]
-                words = f"{names[0]} and {names[1]} are exchanged: transposed"
-            else:
-                axes = list(order)
-                words = f"axes are exchanged: instead of ({', '.join(seen.letters)}) they are "
-                words += f"({', '.join(seen.letters[axis] for axis in axes)})"
-            yield pattern("transposed", words, {"axes": [seen.letters[axis] for axis in axes]})
-    if e.ndim != 4 or "H" not in seen.letters:
-        return
-    batch, heads, tokens, features = e.shape
-    width = e.swapaxes(1, 2).reshape(batch, tokens, heads * features)
-    ways = {
-        "heads and tokens are mixed up: reshaped without moving them": width.reshape(e.shape),
-        "heads and features are mixed up: the width is split into (H, N)": np.moveaxis(
-            width.reshape(batch, tokens, features, heads), 3, 1
-        ),
-    }
-    for words, values in ways.items():
-        if heads > 1 and seen.holds(seen.in_slices(values)):
-            yield pattern("reshaped", words)
+    for order in sorted(permutations(range(e.ndim)), key=_num_moved):
+        transposed = e.transpose(order)
+        if not _num_moved(order) or transposed.shape != e.shape:
+            continue
+        if seen.holds(seen.in_slices(transposed)):
+            yield _transposed(seen, order)
+    if e.ndim == 4 and "H" in seen.letters and e.shape[1] > 1:
+        yield from _reshapes(seen)
 
 
-def _moved(order: tuple[int, ...]) -> int:
-    """Return the number of displaced axes."""
-    return sum(axis != other for axis, other in enumerate(order))
+def _transposed(seen: Seen, order: tuple[int, ...]) -> Edit:
+    """Return the exchange of axes whose sources are in an order."""
+    if _num_moved(order) == 2:
+        one, other = _moved(order)
+        _, ones = noun(seen.letters, one)
+        _, others = noun(seen.letters, other)
+        letters = [seen.letters[one], seen.letters[other]]
+        words = f"{ones} and {others} are exchanged: transposed"
+    else:
+        letters = [seen.letters[axis] for axis in order]
+        words = (
+            f"axes are exchanged: instead of ({', '.join(seen.letters)}) they are "
+            f"({', '.join(letters)})"
+        )
+    return pattern("transposed", words, {"axes": letters})
+
+
+def _reshapes(seen: Seen) -> Iterator[Edit]:
+    """Yield heads that were split or combined by a reshape alone."""
+    batch, heads, tokens, features = seen.expected.shape
+    width = seen.expected.swapaxes(1, 2).reshape(batch, tokens, heads * features)
+    not_moved = width.reshape(seen.expected.shape)
+    if seen.holds(seen.in_slices(not_moved)):
+        words = "heads and tokens are mixed up: reshaped without moving them"
+        yield pattern("reshaped", words)
+    innermost = np.moveaxis(width.reshape(batch, tokens, features, heads), 3, 1)
+    if seen.holds(seen.in_slices(innermost)):
+        words = "heads and features are mixed up: the width is split into (H, N)"
+        yield pattern("reshaped", words)
+
+
+def _moved(order: tuple[int, ...]) -> list[int]:
+    """Return the displaced axes."""
+    return [axis for axis, source in enumerate(order) if axis != source]
+
+
+def _num_moved(order: tuple[int, ...]) -> int:
+    return len(_moved(order))
 
 
 def other_stages(seen: Seen) -> Iterator[Edit]:
     """Yield the values of another stage, or of the step before."""
     for name, values in seen.others.items():
         other = stage_named(name)
-        same = (other.quantity, other.step) == (
-            seen.stage.quantity,
-            seen.stage.step,
-        )  # on another path
-        of_another_path = other.path not in ("", seen.stage.path)
-        if same or of_another_path or other.is_exact or values.ndim != seen.expected.ndim:
+        is_same_quantity = other.quantity == seen.stage.quantity
+        # On another path it is the same stage.
+        is_same = is_same_quantity and other.step == seen.stage.step
+        is_on_another_path = other.path not in ("", seen.stage.path)
+        if is_same or is_on_another_path or other.is_exact or values.ndim != seen.expected.ndim:
             continue
+        whose = name
+        if is_same_quantity:
+            whose = f"{name}, of another step"
         for x, how in _as_they_fit(values.astype(np.float64), seen.expected.shape):
             if seen.holds(seen.within(x)):
-                before = other.quantity == seen.stage.quantity and other.step != seen.stage.step
-                whose = f"{name}, of another step" if before else name
-                yield pattern(
-                    "other stage", f"the values there are those of {whose}{how}", {"stage": name}
-                )
+                words = f"the values there are those of {whose}{how}"
+                yield pattern("other stage", words, {"stage": name})
 
 
 def _as_they_fit(x: np.ndarray, shape: tuple[int, ...]) -> Iterator[tuple[np.ndarray, str]]:
@@ -127,11 +142,21 @@ def _as_they_fit(x: np.ndarray, shape: tuple[int, ...]) -> Iterator[tuple[np.nda
             yield repeated, ", its heads repeated"
 
 
-def _axes(seen: Seen) -> Iterator[int]:
-    """Return the axes: heads and features first, then sequences and tokens."""
-    priority = "NKHEWGBTS"
-    axes = [axis for axis in range(seen.expected.ndim) if 1 < seen.expected.shape[axis] <= LARGEST]
-    yield from sorted(axes, key=lambda axis: f"{priority}".find(seen.letters[axis][:1]))
+PRIORITY = "NKHEWGBTS"
+"""The letters of axes in the order in which they are tried; others come first."""
+
+
+def _axes(seen: Seen) -> list[int]:
+    """Return the axes whose order is searched: heads and features first, then sequences and
+    tokens.
+    """
+    axes = [axis for axis, size in enumerate(seen.expected.shape) if 1 < size <= LARGEST]
+    return sorted(axes, key=partial(_priority, seen))
+
+
+def _priority(seen: Seen, axis: int) -> int:
+    first_letter = seen.letters[axis][:1]
+    return PRIORITY.find(first_letter)
 
 
 def _order(seen: Seen, axis: int) -> np.ndarray | None:
@@ -141,8 +166,9 @@ def _order(seen: Seen, axis: int) -> np.ndarray | None:
     box, size = seen.box[axis], seen.expected.shape[axis]
     if seen.place.cells or seen.place.wrong < 2 * len(box):  # a single number proves nothing
         return None
-    whole = [which if each != axis else np.arange(size) for each, which in enumerate(seen.box)]
-    e = np.moveaxis(seen.expected[np.ix_(*whole)], axis, 0).reshape(size, -1)
+    sources = list(seen.box)
+    sources[axis] = np.arange(size)
+    e = np.moveaxis(seen.expected[np.ix_(*sources)], axis, 0).reshape(size, -1)
     a = np.moveaxis(seen.actual[np.ix_(*seen.box)], axis, 0).reshape(len(box), -1)
     if not (np.isfinite(a).all() and np.isfinite(e).all()):
         return None
@@ -160,21 +186,21 @@ def _plain_orders(box: np.ndarray, size: int, *, in_time: bool) -> Iterator[tupl
     description.
     """
     begin, end = int(box[0]), int(box[-1])
-    # Some orders leave their ends in place.
-    runs = [
-        np.arange(*ends)
-        for ends in ((0, size), (begin - 1, end + 2), (begin - 1, end + 1), (begin, end + 2))
-    ]
-    blocks = [box, *(run for run in runs if run[0] >= 0 and run[-1] < size)]
+    blocks = [box]
+    # Some orders leave the ends of a block in place, so it may be longer than the wrong indices.
+    for first, stop in ((0, size), (begin - 1, end + 2), (begin - 1, end + 1), (begin, end + 2)):
+        if first >= 0 and stop <= size:
+            blocks.append(np.arange(first, stop))
     for block in blocks:
         for order, words in _block_orders(len(block)):
             moved = order != np.arange(len(block))
             if np.array_equal(block[moved], box):
                 yield block[order][moved], words
-    for by in (1, -1) if in_time else ():
-        source = box - by
-        if source[0] >= 0 and source[-1] < size:
-            yield source, f"those of the one {'before' if by > 0 else 'after'}"
+    if in_time:
+        if begin > 0:
+            yield box - 1, "those of the one before"
+        if end + 1 < size:
+            yield box + 1, "those of the one after"
     for index in range(min(size, 2)):
         yield np.full(len(box), index), f"all those of {index}"
 
@@ -201,13 +227,20 @@ def _order_words(seen: Seen, axis: int, box: np.ndarray, order: np.ndarray) -> t
         return f"{one} {box[0]} has the values of {one} {order[0]}", 1
     if len(box) == 2 and np.array_equal(order, box[::-1]):
         return f"{several} {box[0]} and {box[1]} are exchanged", 0
-    for plain, words in _plain_orders(
-        box, seen.expected.shape[axis], in_time=seen.letters[axis] in "TS"
-    ):
-        if np.array_equal(plain, order):
+    size = seen.expected.shape[axis]
+    for plain_order, words in _plain_orders(box, size, in_time=seen.letters[axis] in "TS"):
+        if np.array_equal(plain_order, order):
             return f"{several} are {words}", 0
-    whose = ", each that of another" if len(set(order.tolist())) == len(order) else ""
-    if len(box) <= MOST_LISTED:
-        named = "" if len(box) == seen.expected.shape[axis] else f"{' '.join(map(str, box))} "
-        return f"{several} {named}are those of {' '.join(map(str, order))}{whose}", len(order)
-    return f"{several} are in another order{whose}", len(order)
+    if len(box) > MOST_LISTED:
+        words = f"{several} are in another order"
+    elif len(box) == size:
+        words = f"{several} are those of {_spaced(order)}"
+    else:
+        words = f"{several} {_spaced(box)} are those of {_spaced(order)}"
+    if len(set(order.tolist())) == len(order):
+        words += ", each that of another"
+    return words, len(order)
+
+
+def _spaced(numbers: np.ndarray) -> str:
+    return " ".join(str(number) for number in numbers)

@@ -33,25 +33,32 @@ def wrong_elements(errors: np.ndarray, allowed: Mapping[str, float]) -> tuple[np
     mean square, and all elements of the common part of wrong slices count as wrong.
     """
     bad = errors > allowed["max"]
-    axes = range(errors.ndim)
     if bad.any():
-        return bad, tuple(np.flatnonzero(bad.any(axis=_but(axes, axis))) for axis in axes)
+        return bad, _indices(bad)
     squares = errors**2
     if not errors.size or float(np.sqrt(squares.mean())) <= allowed["rms"]:
-        return bad, tuple(np.arange(0) for _ in axes)
-    over = [
-        np.flatnonzero(squares.mean(axis=_but(axes, axis)) > allowed["rms"] ** 2) for axis in axes
-    ]
-    box = tuple(
-        which if len(which) else np.arange(size)
-        for which, size in zip(over, errors.shape, strict=True)
-    )
+        return bad, _indices(bad)
+    box = []
+    for axis, size in enumerate(errors.shape):
+        mean_squares = squares.mean(axis=_other_axes(errors, axis))
+        wrong = np.flatnonzero(mean_squares > allowed["rms"] ** 2)
+        if not len(wrong):
+            wrong = np.arange(size)
+        box.append(wrong)
     bad[np.ix_(*box)] = True
-    return bad, box
+    return bad, tuple(box)
 
 
-def _but(axes: range, axis: int) -> tuple[int, ...]:
-    return tuple(each for each in axes if each != axis)
+def _indices(bad: np.ndarray) -> Box:
+    """Return the indices of each axis with wrong elements."""
+    box = []
+    for axis in range(bad.ndim):
+        box.append(np.flatnonzero(bad.any(axis=_other_axes(bad, axis))))
+    return tuple(box)
+
+
+def _other_axes(x: np.ndarray, axis: int) -> tuple[int, ...]:
+    return (*range(axis), *range(axis + 1, x.ndim))
 
 
 def find_place(
@@ -76,32 +83,49 @@ def find_place(
     in_box[np.ix_(*box)] = True
     count = int(np.count_nonzero(bad))
     if count == 1:
-        part, name, words = bad, "", "one element: " + ", ".join(_one(letters, box))
+        part, name, words = bad, "", _one_element(letters, box)
     else:
         name, cells, part = next(_cells(stage, letters, bad, in_box, hidden), ("", "", in_box))
-        axes = [axis for axis in range(bad.ndim) if letters[axis] not in SAID_BY.get(name, "")]
-        if name == "rows":  # for scattered rows, only common properties are reported
-            axes = [axis for axis in axes if len(box[axis]) == 1]
-        slices = [_of_axis(stage, letters, bad, box, axis, spec) for axis in axes]
-        words = ", ".join(filter(None, [*slices, cells])) or "everywhere"
+        descriptions = []
+        for axis in range(bad.ndim):
+            is_said_by_cells = letters[axis] in SAID_BY.get(name, "")
+            # Of scattered rows, only common indices are reported.
+            is_scattered = name == "rows" and len(box[axis]) > 1
+            if not is_said_by_cells and not is_scattered:
+                descriptions.append(_of_axis(stage, letters, bad, box, axis, spec))
+        descriptions.append(cells)
+        words = ", ".join(filter(None, descriptions)) or "everywhere"
     return Place(words, **_fields(letters, box), cells=name, wrong=count, size=bad.size), part
 
 
-def _one(letters: tuple[str, ...], box: Box) -> Iterator[str]:
+def _one_element(letters: tuple[str, ...], box: Box) -> str:
+    indices_of_axes = []
     for axis in range(len(letters)):
-        yield f"{noun(letters, axis)[0]} {box[axis][0]}"
+        one, _ = noun(letters, axis)
+        indices_of_axes.append(f"{one} {box[axis][0]}")
+    return f"one element: {', '.join(indices_of_axes)}"
 
 
 def _fields(letters: tuple[str, ...], box: Box) -> dict[str, tuple[int, ...]]:
     """Return the indices of the axes by their names."""
-    found: dict[str, tuple[int, ...]] = {}
-    for name, which in FIELDS.items():
-        axis = next((axis for axis, letter in enumerate(letters) if letter in which), None)
-        if axis is not None and not (name == "keys" and "T" not in letters):
-            found[name] = tuple(map(int, box[axis]))
+    wrong: dict[str, tuple[int, ...]] = {}
+    for name, letters_of_field in FIELDS.items():
+        if name == "keys" and "T" not in letters:
+            continue
+        axis = _first_axis(letters, letters_of_field)
+        if axis is not None:
+            wrong[name] = tuple(box[axis].tolist())
     if len(letters) > 1 and letters[-1] != "S":
-        found["features"] = tuple(map(int, box[-1]))
-    return found
+        wrong["features"] = tuple(box[-1].tolist())
+    return wrong
+
+
+def _first_axis(letters: tuple[str, ...], among: str) -> int | None:
+    """Return the first axis with one of some letters."""
+    for axis, letter in enumerate(letters):
+        if letter in among:
+            return axis
+    return None
 
 
 def _of_axis(
@@ -116,13 +140,10 @@ def _of_axis(
     names, letter = noun(letters, axis), letters[axis]
     if letter == "S" and stage.quantity.startswith("cache."):
         names = ("slot", "slots")
-    words = indices(
-        box[axis],
-        bad.shape[axis],
-        names,
-        in_time=letter in "TS",
-        of=" of each head" if letter == "H" else "",
-    )
+    of = ""
+    if letter == "H":
+        of = " of each head"
+    words = indices(box[axis], bad.shape[axis], names, in_time=letter in "TS", of=of)
     if not words or spec is None:
         return words
     return words + _what_they_are(stage, letter, box[axis], bad.shape[axis], spec)
@@ -133,19 +154,13 @@ def _what_they_are(
 ) -> str:
     """Describe the role of some features or heads in the layer; empty if they have none."""
     group = spec.num_heads // spec.num_kv_heads
-    if (
-        letter == "N"
-        and 1 < group == len(which)
-        and which[0] % group == 0
-        and which[-1] - which[0] == group - 1
-    ):
-        return f", which are those of key/value head {which[0] // group}"
-    if (
-        letter == "H"
-        and stage.quantity in ("q", "k")
-        and spec.rope is not None
-        and spec.rope.rotary_dim is not None
-    ):
+    if letter == "N" and 1 < group == len(which):
+        is_run = which[-1] - which[0] == group - 1
+        if is_run and which[0] % group == 0:
+            return f", which are those of key/value head {which[0] // group}"
+    if letter != "H" or stage.quantity not in ("q", "k"):
+        return ""
+    if spec.rope is not None and spec.rope.rotary_dim is not None:
         rotated = np.arange(size)[spec.rope.rotated_features(size)]
         if np.array_equal(which, rotated):
             return ", which are those that RoPE rotates"
@@ -176,12 +191,9 @@ def _cells(
     if wrong <= SPARSE * possible:
         part = np.broadcast_to(rows[..., None], bad.shape) & in_box
         yield "rows", f"in {wrong} of {rows.size} rows", part
-    if (
-        hidden is not None
-        and hidden.shape == bad.shape
-        and (bad & ~hidden).any()
-        and not (bad & hidden).any()
-    ):
+    if hidden is None or hidden.shape != bad.shape:
+        return
+    if (bad & ~hidden).any() and not (bad & hidden).any():
         yield "", "", in_box & ~hidden  # hidden cells are right, and may have any value
 
 
@@ -208,12 +220,12 @@ def _by_distance(bad: np.ndarray, heads: np.ndarray) -> Iterator[tuple[str, str,
         return
     if len(distances) == 1:
         away = int(distances[0])
-        words = (
-            "only the diagonal"
-            if away == 0
-            else f"only the keys {abs(away)} {'after' if away > 0 else 'before'}"
-        )
-        yield "diagonal", words if away == 0 else f"{words} the query", (distance == away) & heads
+        words = "only the diagonal"
+        if away > 0:
+            words = f"only the keys {away} after the query"
+        elif away < 0:
+            words = f"only the keys {-away} before the query"
+        yield "diagonal", words, (distance == away) & heads
     elif distances[0] > 0:
         yield "after", "only keys after the query", (distance > 0) & heads
     elif distances[-1] < 0:

@@ -10,7 +10,13 @@ from parity.explain.diagnosis.bugs.record import Edit, pattern
 from parity.explain.diagnosis.laws.record import Seen
 from parity.explain.diagnosis.laws.words import readable
 
-FORMATS = {"bfloat16": 7, "float16 or TF32": 10}
+FLOAT16_BITS = 10
+
+SMALLEST_FLOAT16 = 2.0**-24
+
+LARGEST_FLOAT16 = 65504.0
+
+FORMATS = {"bfloat16": 7, "float16 or TF32": FLOAT16_BITS}
 """Explicit mantissa bits of narrow formats, the coarsest first."""
 
 LEAST = 8
@@ -38,12 +44,11 @@ def _is_within(seen: Seen, bits: int, share: float) -> bool:
     """
     size = np.abs(seen.expected)
     unit = np.exp2(np.floor(np.log2(np.maximum(size, 2.0**-126))) - bits)
-    least = 2.0**-24 if bits == 10 else 0.0  # the smallest number of float16
-    return bool(
-        (seen.errors <= np.maximum(share * unit, least) * 1.001 + seen.allowed["max"])[
-            seen.part
-        ].all()
-    )
+    rounding = share * unit
+    if bits == FLOAT16_BITS:
+        rounding = np.maximum(rounding, SMALLEST_FLOAT16)
+    is_within = seen.errors <= rounding * 1.001 + seen.allowed["max"]
+    return bool(is_within[seen.part].all())
 
 
 def rounding_signs(seen: Seen) -> Iterator[str]:
@@ -51,25 +56,32 @@ def rounding_signs(seen: Seen) -> Iterator[str]:
     name = _format_of(seen)
     if name is not None:
         yield f"all values there are exactly representable in {name}"
-    lost = next(
-        (
-            each
-            for each, bits in reversed(FORMATS.items())
-            if bits < seen.kept and _is_within(seen, bits, 1.0)
-        ),
-        "",
-    )
-    if lost and seen.count >= LEAST:
-        yield f"every error is within one unit of {lost} of its value"
+    finest = _finest_format_within(seen)
+    if finest is not None and seen.count >= LEAST:
+        yield f"every error is within one unit of {finest} of its value"
     values, errors = seen.expected[seen.part], seen.errors[seen.part]
     finite = np.isfinite(errors) & np.isfinite(values)
     if not finite.any():
         return
-    largest, size = float(errors[finite].max()), float(np.sqrt(np.mean(values[finite] ** 2)))
-    rms = float(np.sqrt(np.mean(errors[finite] ** 2)))
-    share = f", {_two_digits(100.0 * rms / size)}% of the size of the values (rms)" if size else ""
-    if largest:
-        yield f"the error is at most {_two_digits(largest)}{share}"
+    largest = float(errors[finite].max())
+    if not largest:
+        return
+    words = f"the error is at most {_two_digits(largest)}"
+    size = float(np.sqrt(np.mean(values[finite] ** 2)))
+    if size:
+        rms = float(np.sqrt(np.mean(errors[finite] ** 2)))
+        words += f", {_two_digits(100.0 * rms / size)}% of the size of the values (rms)"
+    yield words
+
+
+def _finest_format_within(seen: Seen) -> str | None:
+    """Return the finest narrow format whose last bit bounds every error, if it is narrower than the
+    dtype.
+    """
+    for name, bits in reversed(FORMATS.items()):
+        if bits < seen.kept and _is_within(seen, bits, 1.0):
+            return name
+    return None
 
 
 def _format_of(seen: Seen) -> str | None:
@@ -82,14 +94,13 @@ def _format_of(seen: Seen) -> str | None:
         if bits >= seen.kept:
             return None
         values = seen.actual[seen.usable]
-        if bits == 10 and np.abs(values).max(initial=0.0) > 65504.0:
+        if bits == FLOAT16_BITS and np.abs(values).max(initial=0.0) > LARGEST_FLOAT16:
             continue
-        telling = np.count_nonzero(_lost(values, 2))
-        if (
-            telling >= LEAST
-            and not _lost(values, bits).any()
-            and _lost(seen.expected[seen.usable], bits).any()
-        ):
+        # Round numbers fit every format, and say nothing about it.
+        if np.count_nonzero(_has_more_bits(values, 2)) < LEAST:
+            continue
+        fits = not _has_more_bits(values, bits).any()
+        if fits and _has_more_bits(seen.expected[seen.usable], bits).any():
             return name
     return None
 
@@ -98,8 +109,8 @@ def _two_digits(x: float) -> str:
     return readable(float(f"{x:.2g}"))
 
 
-def _lost(values: np.ndarray, bits: int) -> np.ndarray:
-    """Return the values with more mantissa bits than a number of explicit ones, in float32."""
+def _has_more_bits(values: np.ndarray, bits: int) -> np.ndarray:
+    """Return whether values in float32 have more mantissa bits than a number of explicit ones."""
     with np.errstate(over="ignore"):
-        pattern = np.ascontiguousarray(values.astype(np.float32)).view(np.uint32)
-    return (pattern & np.uint32((1 << (23 - bits)) - 1)) != 0
+        stored_bits = np.ascontiguousarray(values.astype(np.float32)).view(np.uint32)
+    return (stored_bits & np.uint32((1 << (23 - bits)) - 1)) != 0

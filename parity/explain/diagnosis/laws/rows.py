@@ -28,18 +28,29 @@ def attn_weights(seen: Seen) -> Iterator[Edit]:
     yield from _power(seen)
     yield from _uniform(seen)
     yield from _unmasked(seen)
+    yield from _row_factors(seen)
+
+
+def _row_factors(seen: Seen) -> Iterator[Edit]:
+    """Yield rows that are each multiplied by a number."""
     a, e = seen.known
-    rows = int(np.count_nonzero(seen.part.any(axis=-1)))
+    is_wrong_row = seen.part.any(axis=-1, keepdims=True)
+    rows = int(np.count_nonzero(is_wrong_row))
+    factor = _factor_of_rows(a, e, 1.0)
+    if not seen.is_enough(rows):
+        return
+    if not seen.holds(seen.within(factor * seen.expected), np.abs(factor)):
+        return
+    sums = (factor * e.sum(axis=-1, keepdims=True))[is_wrong_row]
+    words = f"each row there is multiplied by a different number, so that it sums to {_range(sums)}"
+    yield pattern("rows", words, {"sums": [float(sums.min()), float(sums.max())]}, rows)
+
+
+def _factor_of_rows(a: np.ndarray, e: np.ndarray, of_empty: float) -> np.ndarray:
+    """Return the factor of each row that brings e closest to a; another one for rows of zeros."""
     size = (e * e).sum(axis=-1, keepdims=True)
-    factor = np.divide(
-        (a * e).sum(axis=-1, keepdims=True), size, out=np.ones_like(size), where=size > 0
-    )
-    if seen.is_enough(rows) and seen.holds(seen.within(factor * seen.expected), np.abs(factor)):
-        sums = (factor * e.sum(axis=-1, keepdims=True))[seen.part.any(axis=-1, keepdims=True)]
-        words = (
-            f"each row there is multiplied by a different number, so that it sums to {_range(sums)}"
-        )
-        yield pattern("rows", words, {"sums": [float(sums.min()), float(sums.max())]}, rows)
+    products = (a * e).sum(axis=-1, keepdims=True)
+    return np.divide(products, size, out=np.full_like(size, of_empty), where=size > 0)
 
 
 def _power(seen: Seen) -> Iterator[Edit]:
@@ -51,30 +62,36 @@ def _power(seen: Seen) -> Iterator[Edit]:
     counts = shown.sum(axis=-1, keepdims=True)
     if np.count_nonzero(shown) - np.count_nonzero(counts) < 3:
         return
-    logs = [np.log(x, out=np.zeros_like(x), where=shown) for x in (a, e)]
+    actual_log = np.log(a, out=np.zeros_like(a), where=shown)
+    expected_log = np.log(e, out=np.zeros_like(e), where=shown)
     weight = np.where(shown, np.minimum(a, e), 0.0)  # logarithms of small weights are inexact
-    total = np.maximum(weight.sum(axis=-1, keepdims=True), 1e-300)
-    y, x = (
-        np.where(shown, each - (weight * each).sum(axis=-1, keepdims=True) / total, 0.0)
-        for each in logs
-    )
+    y = np.where(shown, actual_log - _mean_of_rows(actual_log, weight), 0.0)
+    x = np.where(shown, expected_log - _mean_of_rows(expected_log, weight), 0.0)
     size = float((weight * x * x).sum())
-    power = float((weight * y * x).sum()) / size if size else 0.0
+    if not size:
+        return
+    power = float((weight * y * x).sum()) / size
     if not power or abs(power) > 1e4:
         return
     candidate = _raised(e, power)
     # Errors of small weights move the fit of their logarithms: a Gauss-Newton step fits the weights
     # themselves.
-    slope = np.where(
-        shown, candidate * (logs[1] - (candidate * logs[1]).sum(axis=-1, keepdims=True)), 0.0
-    )
-    if size := float((slope * slope).sum()):
+    mean_log = (candidate * expected_log).sum(axis=-1, keepdims=True)
+    slope = np.where(shown, candidate * (expected_log - mean_log), 0.0)
+    size = float((slope * slope).sum())
+    if size:
         power += float((slope * np.where(shown, a - candidate, 0.0)).sum()) / size
         candidate = _raised(e, power)
     if seen.holds(seen.within(candidate), max(1.0, abs(power))):
         names = known_as(power, 1e-4, sizes_of(seen), seen.problem)
         words = f"rows result from scores times {number_words(power, names)}"
         yield pattern("power", words, {"factor": power}, 1)
+
+
+def _mean_of_rows(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Return the weighted mean of each row."""
+    total = np.maximum(weight.sum(axis=-1, keepdims=True), 1e-300)
+    return (weight * x).sum(axis=-1, keepdims=True) / total
 
 
 def _raised(weights: np.ndarray, power: float) -> np.ndarray:
@@ -95,16 +112,14 @@ def _unmasked(seen: Seen) -> Iterator[Edit]:
     """Yield weights of hidden keys, if shown keys are in the right proportion."""
     if seen.hidden is None or seen.hidden.shape != seen.actual.shape:
         return
-    shown, a = ~seen.hidden, np.where(np.isfinite(seen.actual), seen.actual, 0.0)
+    shown = ~seen.hidden
+    a = np.where(np.isfinite(seen.actual), seen.actual, 0.0)
     e = np.where(shown, seen.expected, 0.0)
     rows = (seen.hidden & (a > seen.allowed["max"])).any(axis=-1)
     if not np.allclose(a.sum(axis=-1)[rows], 1.0, atol=1e-3):
         return
     count = int(np.count_nonzero(shown.sum(axis=-1)[rows] > 1))  # one key has no proportion
-    size = (e * e).sum(axis=-1, keepdims=True)
-    factor = np.divide(
-        (a * e).sum(axis=-1, keepdims=True), size, out=np.zeros_like(size), where=size > 0.0
-    )
+    factor = _factor_of_rows(a, e, 0.0)
     candidate = np.where(shown, factor * seen.expected, a)
     if count > 2 and seen.is_enough(rows.size) and seen.holds(candidate, np.maximum(factor, 1.0)):
         words = (
@@ -123,22 +138,7 @@ def weights_signs(seen: Seen) -> Iterator[str]:
     slack = seen.allowed["max"] * np.sqrt(seen.actual.shape[-1]) + 1e-12
     a = np.where(np.isfinite(seen.actual), seen.actual, 0.0)
     if np.isfinite(seen.actual).all() and np.isfinite(seen.expected).all():
-        sums, right = a.sum(axis=-1), seen.expected.sum(axis=-1)
-        wrong = np.abs(sums - right) > slack
-        if wrong.any():
-            should = ", and should to 1" if np.allclose(right[wrong], 1.0, atol=1e-3) else ""
-            should = should or (", and should to 0" if not right[wrong].any() else "")
-            yield (
-                f"rows sum to {_range(sums[wrong])}{should} ({np.count_nonzero(wrong)} of "
-                f"{wrong.size} rows)"
-            )
-            others = [
-                words
-                for axis, words in SUMS.items()
-                if a.shape[axis] > 1 and _sums_to_1(a, axis, slack)
-            ]
-            if others:
-                yield f"the weights sum to 1 over {and_listed(others)}"
+        yield from _signs_of_sums(seen, slack)
     if seen.hidden is not None and seen.hidden.shape == a.shape:
         weighing = seen.hidden & (a > slack) & (seen.expected <= slack)
         if weighing.any():
@@ -151,16 +151,40 @@ def weights_signs(seen: Seen) -> Iterator[str]:
             yield f"{np.count_nonzero(lost)} visible cells have weight 0"
 
 
+def _signs_of_sums(seen: Seen, slack: float) -> Iterator[str]:
+    """Yield rows with wrong sums, and other axes over which the weights sum to 1."""
+    sums, right_sums = seen.actual.sum(axis=-1), seen.expected.sum(axis=-1)
+    is_wrong = np.abs(sums - right_sums) > slack
+    if not is_wrong.any():
+        return
+    right = ""
+    if np.allclose(right_sums[is_wrong], 1.0, atol=1e-3):
+        right = ", and should to 1"
+    elif not right_sums[is_wrong].any():
+        right = ", and should to 0"
+    yield (
+        f"rows sum to {_range(sums[is_wrong])}{right} ({np.count_nonzero(is_wrong)} of "
+        f"{is_wrong.size} rows)"
+    )
+    axes = []
+    for axis, words in SUMS.items():
+        if seen.actual.shape[axis] > 1 and _sums_to_1(seen.actual, axis, slack):
+            axes.append(words)
+    if axes:
+        yield f"the weights sum to 1 over {and_listed(axes)}"
+
+
 def _sums_to_1(a: np.ndarray, axis: int, slack: float) -> bool:
     sums = a.sum(axis=axis)
-    return bool(
-        (np.isclose(sums, 1.0, atol=max(10.0 * slack, 1e-5)) | (sums == 0.0)).all() and sums.any()
-    )
+    is_one = np.isclose(sums, 1.0, atol=max(10.0 * slack, 1e-5))
+    return bool((is_one | (sums == 0.0)).all() and sums.any())
 
 
 def _range(numbers: np.ndarray) -> str:
     low, high = readable(float(numbers.min())), readable(float(numbers.max()))
-    return low if low == high else f"{low} … {high}"
+    if low == high:
+        return low
+    return f"{low} … {high}"
 
 
 # ---- Scores --------------------------------------------------------------------------------------
@@ -173,50 +197,49 @@ def scores(seen: Seen) -> Iterator[Edit]:
     a, e = seen.known
     difference, queries, keys = a - e, a.shape[2], a.shape[3]
     distance = np.broadcast_to(np.arange(keys) - np.arange(queries)[:, None], a.shape)
+    slopes = next(_slopes(seen, difference, distance), None)
+    if slopes is not None:
+        yield slopes
+        return
     yield from _by_distance(seen, difference, distance)
 
 
-def _by_distance(seen: Seen, difference: np.ndarray, distance: np.ndarray) -> Iterator[Edit]:
-    """Yield a bias that depends on the distance between query and key: linearly, as in ALiBi, or in
-    any way.
-    """
+def _slopes(seen: Seen, difference: np.ndarray, distance: np.ndarray) -> Iterator[Edit]:
+    """Yield biases that are proportional to the distance between query and key, as in ALiBi."""
     heads = len(seen.box[1])
+    if not seen.is_enough(heads):
+        return
     for words, x in (("key - query", distance), ("|key - query|", np.abs(distance))):
         x = np.where(seen.usable, x, 0).astype(np.float64)
         size = (x * x).sum(axis=(0, 2, 3), keepdims=True)
-        slope = np.divide(
-            (x * difference).sum(axis=(0, 2, 3), keepdims=True),
-            size,
-            out=np.zeros_like(size),
-            where=size > 0,
-        )
+        products = (x * difference).sum(axis=(0, 2, 3), keepdims=True)
+        slope = np.divide(products, size, out=np.zeros_like(size), where=size > 0)
         gain = 1.0 + np.abs(slope) * distance.max() / max(seen.scale, 1e-300)
-        if (
-            slope.any()
-            and seen.is_enough(heads)
-            and seen.holds(seen.within(seen.expected + slope * x), gain)
-        ):
+        if slope.any() and seen.holds(seen.within(seen.expected + slope * x), gain):
             slopes = slope[0, seen.box[1], 0, 0].tolist()
             text = (
                 f"slope * ({words}) is added there, as in ALiBi; the slopes of the heads: "
                 f"{listed(slopes)}"
             )
             yield pattern("slope", text, {"slopes": slopes}, heads)
-            return
+
+
+def _by_distance(seen: Seen, difference: np.ndarray, distance: np.ndarray) -> Iterator[Edit]:
+    """Yield a bias that depends in any way on the distance between query and key."""
+    heads = len(seen.box[1])
     queries, keys = difference.shape[2:]
-    parameters = heads * (queries + keys - 1)
+    num_distances = queries + keys - 1
+    parameters = heads * num_distances
     if not seen.is_enough(parameters) or queries < 3 or keys < 3:
         return
     index = (distance[0, 0] + queries - 1).ravel()
-    total = np.zeros((difference.shape[1], queries + keys - 1))
+    total = np.zeros((difference.shape[1], num_distances))
     counted = np.zeros_like(total)
     for head in seen.box[1]:
-        total[head] = np.bincount(
-            index, difference[:, head].sum(axis=0).ravel(), queries + keys - 1
-        )
-        counted[head] = np.bincount(
-            index, seen.usable[:, head].sum(axis=0).ravel(), queries + keys - 1
-        )
+        sums = difference[:, head].sum(axis=0).ravel()
+        counts = seen.usable[:, head].sum(axis=0).ravel()
+        total[head] = np.bincount(index, sums, num_distances)
+        counted[head] = np.bincount(index, counts, num_distances)
     mean = total / np.maximum(counted, 1.0)
     if seen.holds(seen.within(seen.expected + mean[:, index].reshape(-1, queries, keys))):
         numbers = mean[seen.box[1]].ravel().tolist()
@@ -224,12 +247,8 @@ def _by_distance(seen: Seen, difference: np.ndarray, distance: np.ndarray) -> It
             f"a bias that depends only on the distance of query and key is added there: "
             f"{listed(numbers)}"
         )
-        yield pattern(
-            "by distance",
-            text,
-            {"heads": list(map(int, seen.box[1])), "offsets": numbers},
-            parameters,
-        )
+        fitted = {"heads": seen.box[1].tolist(), "offsets": numbers}
+        yield pattern("by distance", text, fitted, parameters)
 
 
 # ---- The mask ------------------------------------------------------------------------------------
@@ -239,20 +258,22 @@ def masks(seen: Seen) -> Iterator[Edit]:
     """Yield a mask that is inverted, or shows other distances."""
     if seen.stage.kind != "mask" or seen.actual.ndim != 4:
         return
-    is_mixed = (
-        len(np.unique(seen.expected[seen.part])) > 1
-    )  # equal cells say nothing about the mask
+    # Equal cells say nothing about the mask.
+    is_mixed = len(np.unique(seen.expected[seen.part])) > 1
     if is_mixed and seen.holds(seen.within(1.0 - seen.expected)):
         yield pattern("inverted", "hidden cells are shown, and shown cells hidden")
     sequences = seen.box[0]
     positions = _query_positions(seen)[sequences]
-    shows, should = (_band(mask[sequences], positions) for mask in (seen.actual, seen.expected))
-    if shows is None or shows == should:
+    actual_band = _band(seen.actual[sequences], positions)
+    expected_band = _band(seen.expected[sequences], positions)
+    if actual_band is None or actual_band == expected_band:
         return
     keys = seen.actual.shape[3]
-    right = "" if should is None else f" instead of {_band_words(should, positions, keys)}"
-    words = f"a query attends to {_band_words(shows, positions, keys)}{right}"
-    yield pattern("band", words, {"first": shows[0], "last": shows[1]}, 2)
+    words = f"a query attends to {_band_words(actual_band, positions, keys)}"
+    if expected_band is not None:
+        words += f" instead of {_band_words(expected_band, positions, keys)}"
+    first, last = actual_band
+    yield pattern("band", words, {"first": first, "last": last}, 2)
 
 
 def _query_positions(seen: Seen) -> np.ndarray:
@@ -273,23 +294,29 @@ def _band(mask: np.ndarray, positions: np.ndarray) -> tuple[int, int] | None:
     if not shown.size:
         return None
     first, last = int(shown.min()), int(shown.max())
-    is_band = np.array_equal(
-        mask, np.broadcast_to((distance < first) | (distance > last), mask.shape)
-    )
-    return (first, last) if is_band else None
+    hidden = (distance < first) | (distance > last)
+    if not np.array_equal(mask, np.broadcast_to(hidden, mask.shape)):
+        return None
+    return first, last
 
 
 def _band_words(band: tuple[int, int], positions: np.ndarray, keys: int) -> str:
     first, last = band
-    begin = "from the first key" if first <= -positions.max() else f"from {_away(first)}"
-    end = "to the last key" if last >= keys - 1 - positions.min() else f"to {_away(last)}"
-    return f"the keys {begin} {end}"
+    first_key = _away(first)
+    if first <= -positions.max():
+        first_key = "the first key"
+    last_key = _away(last)
+    if last >= keys - 1 - positions.min():
+        last_key = "the last key"
+    return f"the keys from {first_key} to {last_key}"
 
 
 def _away(distance: int) -> str:
-    if not distance:
-        return "its own"
-    return f"{abs(distance)} {'before' if distance < 0 else 'after'} its own"
+    if distance < 0:
+        return f"{-distance} before its own"
+    if distance > 0:
+        return f"{distance} after its own"
+    return "its own"
 
 
 # ---- The context ---------------------------------------------------------------------------------
@@ -299,22 +326,12 @@ def contexts(seen: Seen) -> Iterator[Edit]:
     """Yield rows without a key that have the mean of all values."""
     if seen.stage.quantity != "context" or seen.place.cells != "empty rows":
         return
-    prefix = "" if seen.stage.step is None else f"step{seen.stage.step}."
-    v = next(
-        (
-            seen.others[name]
-            for name in (f"{prefix}cache.values", f"{prefix}v")
-            if name in seen.others
-        ),
-        None,
-    )
-    if v is None or v.ndim != 4 or seen.expected.shape[1] % v.shape[1]:
+    v = _values_of_call(seen)
+    num_heads = seen.expected.shape[1]
+    if v is None or v.ndim != 4 or num_heads % v.shape[1]:
         return
-    mean = np.repeat(
-        v.astype(np.float64).mean(axis=2, keepdims=True),
-        seen.expected.shape[1] // v.shape[1],
-        axis=1,
-    )
+    mean = v.astype(np.float64).mean(axis=2, keepdims=True)
+    mean = np.repeat(mean, num_heads // v.shape[1], axis=1)
     if mean.shape[3] != seen.expected.shape[3]:
         return
     # The tolerance of expected zeros is 0 in the part itself: the remainder is compared with the
@@ -323,3 +340,14 @@ def contexts(seen: Seen) -> Iterator[Edit]:
         yield pattern(
             "mean of v", "rows without a key are the mean of all values: their weights are uniform"
         )
+
+
+def _values_of_call(seen: Seen) -> np.ndarray | None:
+    """Return the values to which the queries of a stage attend, if they are known."""
+    prefix = ""
+    if seen.stage.step is not None:
+        prefix = f"step{seen.stage.step}."
+    cached_values = seen.others.get(f"{prefix}cache.values")
+    if cached_values is not None:
+        return cached_values
+    return seen.others.get(f"{prefix}v")

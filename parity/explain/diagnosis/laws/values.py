@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
@@ -37,35 +38,41 @@ def constants(seen: Seen) -> Iterator[Edit]:
     values = seen.actual[seen.part]
     if not values.size:
         return
-    value = float(values.flat[0]) if not np.isfinite(values).all() else float(np.median(values))
+    if np.isfinite(values).all():
+        value = float(np.median(values))
+    else:
+        value = float(values.flat[0])
     if seen.stage.is_exact:
         if seen.stage.kind == "mask" and seen.count > 1 and seen.holds(seen.within(value)):
-            yield pattern(
-                "constant",
-                "all of them are hidden" if value else "none of them is hidden",
-                {"value": value},
-                0,
-            )
+            words = "none of them is hidden"
+            if value:
+                words = "all of them are hidden"
+            yield pattern("constant", words, {"value": value}, 0)
         return
     if seen.holds(seen.within(0.0)):
         yield pattern("zeros", "all values there are 0")
     elif math.isnan(value) and seen.holds(seen.within(value)):
         yield pattern("nan", "all values there are NaN")
     elif math.isinf(value) and seen.holds(seen.within(value)):
-        yield pattern(
-            "infinite",
-            f"all values there are {'-' if value < 0 else ''}infinity",
-            {"sign": math.copysign(1, value)},
-        )
+        words = "all values there are infinity"
+        if value < 0:
+            words = "all values there are -infinity"
+        yield pattern("infinite", words, {"sign": math.copysign(1, value)})
     elif math.isfinite(value) and seen.is_enough(1) and seen.holds(seen.within(value)):
-        names = [
-            name for name, known in CONSTANTS.items() if abs(value - known) <= 1e-6 * abs(known)
-        ]
-        if seen.stage.is_attn_weights and abs(value * seen.actual.shape[-1] - 1.0) < 1e-5:
-            names = ["1/S: uniform rows"]
-        yield pattern(
-            "constant", f"all values there are {number_words(value, names)}", {"value": value}, 1
-        )
+        words = f"all values there are {number_words(value, _names_of(seen, value))}"
+        yield pattern("constant", words, {"value": value}, 1)
+
+
+def _names_of(seen: Seen, value: float) -> list[str]:
+    """Return the names of a constant, if it has any."""
+    num_keys = seen.actual.shape[-1]
+    if seen.stage.is_attn_weights and abs(value * num_keys - 1.0) < 1e-5:
+        return ["1/S: uniform rows"]
+    names = []
+    for name, constant in CONSTANTS.items():
+        if abs(value - constant) <= 1e-6 * abs(constant):
+            names.append(name)
+    return names
 
 
 # ---- Factors and offsets -------------------------------------------------------------------------
@@ -84,22 +91,19 @@ def factors(seen: Seen) -> Iterator[Edit]:
     if seen.stage.is_exact:
         return
     a, e = seen.known
-    products, squares = a * e, e * e
-    rows = [tuple(range(a.ndim - 1))] if seen.letters[-1] in ("H", "W") else []
-    for axes in [*_choices(seen), *rows]:
+    choices = _choices(seen)
+    if seen.letters[-1] in ("H", "W"):
+        every_row = tuple(range(a.ndim - 1))
+        choices.append(every_row)
+    for axes in choices:
         parameters = _parameters(seen, axes)
         if not seen.is_enough(parameters):
             continue
-        over = tuple(axis for axis in range(a.ndim) if axis not in axes)
-        size = squares.sum(axis=over, keepdims=True)
-        factor = np.divide(
-            products.sum(axis=over, keepdims=True), size, out=np.ones_like(size), where=size > 0
-        )
+        factor = _ratio(a, e, _other_axes(a, axes))
         if not np.isfinite(factor).all() or (not axes and not factor.item()):
             continue
-        if seen.holds(
-            seen.within(factor * seen.expected), np.where(seen.part, np.abs(factor), 1.0)
-        ):
+        gain = np.where(seen.part, np.abs(factor), 1.0)
+        if seen.holds(seen.within(factor * seen.expected), gain):
             numbers = _in_box(seen, factor, axes)
             yield pattern(
                 "factor",
@@ -119,14 +123,13 @@ def offsets(seen: Seen) -> Iterator[Edit]:
     a, e = seen.known
     differences, counted = a - e, seen.usable.astype(np.float64)
     choices = [*_choices(seen), *_pairs(seen)]
-    for axes in sorted(choices, key=lambda axes: _parameters(seen, axes)):
+    for axes in sorted(choices, key=partial(_parameters, seen)):
         parameters = _parameters(seen, axes)
         if not seen.is_enough(parameters):
             continue
-        over = tuple(axis for axis in range(a.ndim) if axis not in axes)
-        offset = differences.sum(axis=over, keepdims=True) / np.maximum(
-            counted.sum(axis=over, keepdims=True), 1.0
-        )
+        over = _other_axes(a, axes)
+        count = np.maximum(counted.sum(axis=over, keepdims=True), 1.0)
+        offset = differences.sum(axis=over, keepdims=True) / count
         if seen.holds(seen.within(seen.expected + offset)):
             numbers = _in_box(seen, offset, axes)
             yield pattern(
@@ -144,21 +147,19 @@ def rows_and_features(seen: Seen) -> Iterator[Edit]:
     """
     if seen.letters[-1] not in ("H", "W") or seen.actual.ndim != 4 or not seen.usable.all():
         return
-    (batch, heads, tokens, features), (a, e) = seen.actual.shape, seen.known
+    batch, heads, tokens, features = seen.actual.shape
+    a, e = seen.known
     parameters = batch * heads * (tokens + features)
     if not seen.is_enough(parameters):
         return
     of_row = np.ones((batch, heads, tokens, 1))
     of_feature = np.ones((batch, heads, 1, features))
     for _ in range(ALTERNATIONS):
-        x = e * of_feature
-        of_row = _ratio(a, x, 3)
-        x = e * of_row
-        of_feature = _ratio(a, x, 2)
+        of_row = _ratio(a, e * of_feature, 3)
+        of_feature = _ratio(a, e * of_row, 2)
     factor = of_row * of_feature
-    if np.isfinite(factor).all() and seen.holds(
-        seen.within(factor * e), np.where(seen.part, np.abs(factor), 1.0)
-    ):
+    gain = np.where(seen.part, np.abs(factor), 1.0)
+    if np.isfinite(factor).all() and seen.holds(seen.within(factor * e), gain):
         words = (
             "each token and each feature of a head is multiplied by a number, as by a norm over "
             "another axis"
@@ -166,18 +167,26 @@ def rows_and_features(seen: Seen) -> Iterator[Edit]:
         yield pattern("tokens and features", words, {}, parameters)
 
 
-def _ratio(a: np.ndarray, x: np.ndarray, axis: int) -> np.ndarray:
-    """Return the factors along an axis that bring x closest to a."""
-    size = (x * x).sum(axis=axis, keepdims=True)
-    return np.divide(
-        (a * x).sum(axis=axis, keepdims=True), size, out=np.ones_like(size), where=size > 0
-    )
+def _ratio(a: np.ndarray, x: np.ndarray, over: int | tuple[int, ...]) -> np.ndarray:
+    """Return the factors, each for all elements along some axes, that bring x closest to a."""
+    size = (x * x).sum(axis=over, keepdims=True)
+    products = (a * x).sum(axis=over, keepdims=True)
+    return np.divide(products, size, out=np.ones_like(size), where=size > 0)
+
+
+def _other_axes(x: np.ndarray, axes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(axis for axis in range(x.ndim) if axis not in axes)
 
 
 def _choices(seen: Seen) -> list[tuple[int, ...]]:
     """Return no axis, then each alone."""
-    axes = [seen.letters.index(letter) for letter in LATER if letter in seen.letters]
-    return [(), *((axis,) for axis in axes or range(seen.actual.ndim))]
+    choices: list[tuple[int, ...]] = [()]
+    for letter in LATER:
+        if letter in seen.letters:
+            choices.append((seen.letters.index(letter),))
+    if len(choices) == 1:
+        choices += [(axis,) for axis in range(seen.actual.ndim)]
+    return choices
 
 
 def _pairs(seen: Seen) -> Iterator[tuple[int, ...]]:
@@ -195,8 +204,10 @@ def _parameters(seen: Seen, axes: tuple[int, ...]) -> int:
 
 def _in_box(seen: Seen, numbers: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
     """Return the numbers of the wrong indices."""
-    kept = [seen.box[axis] if axis in axes else np.arange(1) for axis in range(numbers.ndim)]
-    return numbers[np.ix_(*kept)].ravel()
+    wrong = [np.arange(1)] * numbers.ndim
+    for axis in axes:
+        wrong[axis] = seen.box[axis]
+    return numbers[np.ix_(*wrong)].ravel()
 
 
 def _numbers(
@@ -207,11 +218,10 @@ def _numbers(
 
 def sizes_of(seen: Seen) -> dict[str, int]:
     """Return the sizes of heads and layers, by their letters in formulas."""
-    sizes = {
-        letter: seen.actual.shape[seen.letters.index(letter)]
-        for letter in "HNE"
-        if letter in seen.letters
-    }
+    sizes = {}
+    for letter in "HNE":
+        if letter in seen.letters:
+            sizes[letter] = seen.actual.shape[seen.letters.index(letter)]
     if seen.problem is not None:
         spec = seen.problem.spec
         sizes |= {"H": spec.head_dim, "N": spec.num_heads, "E": spec.d_model}
@@ -223,13 +233,14 @@ def _factor_words(seen: Seen, axes: tuple[int, ...], numbers: np.ndarray) -> str
         factor = float(numbers[0])
         names = known_as(factor, 4.0 * seen.precision + 1e-6, sizes_of(seen), seen.problem)
         return f"the values there are {number_words(factor, names, 1.0)} times what they should be"
-    is_row = len(axes) > 1
-    each = "token of each head" if is_row else noun(seen.letters, next(iter(axes)))[0]
-    as_a_norm = ", as by a missing or additional norm" if is_row else ""
-    return (
-        f"each {each} there is multiplied by a different number{as_a_norm}: "
-        f"{listed(numbers.tolist(), 1.0)}"
-    )
+    factors_listed = listed(numbers.tolist(), 1.0)
+    if len(axes) > 1:
+        return (
+            f"each token of each head there is multiplied by a different number, as by a missing "
+            f"or additional norm: {factors_listed}"
+        )
+    one, _ = noun(seen.letters, axes[0])
+    return f"each {one} there is multiplied by a different number: {factors_listed}"
 
 
 def _offset_words(seen: Seen, axes: tuple[int, ...], numbers: np.ndarray) -> str:
@@ -243,10 +254,8 @@ def _offset_words(seen: Seen, axes: tuple[int, ...], numbers: np.ndarray) -> str
     if axes == (0, 1, 3):
         return f"a bias that depends only on the key is added there: {listed(numbers.tolist())}"
     ones = " and ".join(noun(seen.letters, axis)[0] for axis in axes[::-1])
-    as_a_bias = (
-        ", the same for all tokens, like a bias" if seen.letters[axes[-1]] in _FEATURES else ""
-    )
-    return f"a number is added there to each {ones}{as_a_bias}: {listed(numbers.tolist())}"
-
-
-_FEATURES = tuple(letter for letter, (one, _) in NOUNS.items() if one == "feature")
+    words = f"a number is added there to each {ones}"
+    last, _ = NOUNS.get(seen.letters[axes[-1]], ("", ""))
+    if last == "feature":
+        words += ", the same for all tokens, like a bias"
+    return f"{words}: {listed(numbers.tolist())}"

@@ -25,7 +25,9 @@ LOOSEST = 0.01
 
 def readable(x: float) -> str:
     """Return a number with a readable number of digits."""
-    return f"{x:.0f}" if 1e4 <= abs(x) < 1e9 and x == round(x) else f"{x:.4g}"
+    if 1e4 <= abs(x) < 1e9 and x == round(x):
+        return f"{x:.0f}"
+    return f"{x:.4g}"
 
 
 def is_round(x: float, most: int = 3) -> bool:
@@ -52,9 +54,9 @@ def listed(numbers: Sequence[float], right: float = math.nan) -> str:
     """
     if len(numbers) <= MOST_LISTED:
         return ", ".join(readable_apart(x, right)[0] for x in numbers)
-    return (
-        f"from {readable_apart(min(numbers), right)[0]} to {readable_apart(max(numbers), right)[0]}"
-    )
+    least, _ = readable_apart(min(numbers), right)
+    most, _ = readable_apart(max(numbers), right)
+    return f"from {least} to {most}"
 
 
 def known_as(
@@ -69,18 +71,21 @@ def known_as(
         problem: with dropout and scale, if known.
     """
     tolerance = min(max(tolerance, 1e-9), LOOSEST)
-    names = [
-        name for name, value in _known(sizes, problem) if abs(x - value) <= tolerance * abs(value)
-    ]
-    if not names or "H" not in sizes:  # scores do not show the width of heads
-        some = _roots(x, squares="H" not in sizes)
-        names += [
-            name for name, value in some if abs(x - value) <= min(tolerance, 1e-4) * abs(value)
-        ]
+    names = _near(x, tolerance, _named_numbers(sizes, problem))
+    # Scores do not show the width of heads, whose root they may be multiplied by.
+    has_width = "H" in sizes
+    if not names or not has_width:
+        names += _near(x, min(tolerance, 1e-4), _roots(x, squares=not has_width))
     return list(dict.fromkeys(names))[:3]
 
 
-def _known(sizes: dict[str, int], problem: Problem | None) -> Iterator[tuple[str, float]]:
+def _near(x: float, tolerance: float, numbers: Iterator[tuple[str, float]]) -> list[str]:
+    """Return the names of the numbers that x is, up to a relative tolerance."""
+    return [name for name, number in numbers if abs(x - number) <= tolerance * abs(number)]
+
+
+def _named_numbers(sizes: dict[str, int], problem: Problem | None) -> Iterator[tuple[str, float]]:
+    """Yield numbers by which implementations multiply, with their names."""
     yield "the sign is inverted", -1.0
     for name, size in sizes.items():
         if size > 1:
@@ -97,8 +102,10 @@ def _known(sizes: dict[str, int], problem: Problem | None) -> Iterator[tuple[str
         if spec.rope is not None and spec.rope.attention_factor != 1.0:
             yield "RoPE's attention factor", spec.rope.attention_factor
             yield "1 / RoPE's attention factor", 1.0 / spec.rope.attention_factor
-    rates = RATES if problem is None else (problem.spec.dropout, *RATES)
-    for rate in filter(None, dict.fromkeys(rates)):
+    rates = RATES
+    if problem is not None and problem.spec.dropout:
+        rates = (problem.spec.dropout, *RATES)
+    for rate in dict.fromkeys(rates):
         yield f"1/{1 - rate:.6g}, dropout's 1/(1 - p) with p = {rate:g}", 1.0 / (1.0 - rate)
     yield "ln 2", math.log(2.0)
     yield "1/ln 2: powers of 2 instead of e", 1.0 / math.log(2.0)
@@ -108,25 +115,34 @@ def _roots(x: float, *, squares: bool) -> Iterator[tuple[str, float]]:
     """Yield integers, their roots and the inverses that x may be; roots of squares only on
     request.
     """
-    sign = "-" if x < 0 else ""
-    for power, plain, inverse in ((1.0, "{}", "1/{}"), (2.0, "sqrt({})", "1/sqrt({})")):
-        size = abs(x) ** power
-        for words, number, exponent in (
-            (plain, size, 1.0 / power),
-            (inverse, 1.0 / size if size else 0.0, -1 / power),
-        ):
-            if 1.5 < number < 1e4:
-                whole = round(number)
-                if power == 2.0 and math.isqrt(whole) ** 2 == whole and not squares:
-                    continue
-                yield sign + words.format(whole), math.copysign(whole**exponent, x)
+    size = abs(x)
+    if not 1e-4 < size < 1e4:
+        return
+    sign = ""
+    if x < 0:
+        sign = "-"
+    for words, number, exponent in (
+        ("{}", size, 1.0),
+        ("1/{}", 1.0 / size, -1.0),
+        ("sqrt({})", size**2, 0.5),
+        ("1/sqrt({})", 1.0 / size**2, -0.5),
+    ):
+        if not 1.5 < number < 1e4:
+            continue
+        whole = round(number)
+        is_root = abs(exponent) == 0.5
+        if is_root and math.isqrt(whole) ** 2 == whole and not squares:
+            continue
+        yield sign + words.format(whole), math.copysign(whole**exponent, x)
 
 
 def number_words(x: float, names: Sequence[str], right: float = math.nan) -> str:
     """Return a number and its names, with enough digits to distinguish it from the right one."""
-    number = readable_apart(x, right)[0]
-    others = [name for name in names if name != number]
-    return f"{number} ({', or '.join(others)})" if others else number
+    number, _ = readable_apart(x, right)
+    other_names = [name for name in names if name != number]
+    if not other_names:
+        return number
+    return f"{number} ({', or '.join(other_names)})"
 
 
 # ---- Indices -------------------------------------------------------------------------------------
@@ -152,8 +168,11 @@ NOUNS = {
 def noun(letters: Sequence[str], axis: int) -> tuple[str, str]:
     """Return the names of one and several indices of an axis, in a stage of these axes."""
     letter = letters[axis]
-    if "T" in letters and "S" in letters and letter in "TS":
-        return ("query", "queries") if letter == "T" else ("key", "keys")
+    if "T" in letters and "S" in letters:
+        if letter == "T":
+            return "query", "queries"
+        if letter == "S":
+            return "key", "keys"
     return NOUNS.get(letter, (f"index of {letter}", f"indices of {letter}"))
 
 
@@ -174,26 +193,13 @@ def indices(
     if count == size:
         return ""
     if count == 1:
-        token = "token" if one == "position" else one
-        if in_time and first in (0, size - 1):
-            return f"only the {'first' if first == 0 else 'last'} {token}"
-        return f"only {one} {first}" + ("" if in_time else f" (of {size})")
+        return _single_index(first, size, one, in_time=in_time)
     if count == last - first + 1:
-        if in_time and count == size - 1 and not first:
-            return f"all {several} but the last"
-        if in_time and last == size - 1:
-            return f"{several} {first} and later"
-        half = size % 2 == 0 and count == size // 2 and first in (0, size // 2)
-        which_half = f"(the {'second' if first else 'first'} half{of})"
-        return f"{several} {first}-{last} " + (
-            which_half if half and not in_time else f"(of {size})"
-        )
+        return _run(first, last, size, several, in_time=in_time, of=of)
     step = int(which[1]) - first
     if count > 2 and np.array_equal(which, np.arange(first, size, step)):
         if step == 2:
-            return f"{'odd' if first % 2 else 'even'} {several}" + (
-                f" from {first} on" if first > 1 else ""
-            )
+            return _every_other(first, several)
         return f"every {_ordinal(step)} {one} from {first} on"
     missing = np.setdiff1d(np.arange(size), which)
     if len(missing) <= min(2, size // 4):
@@ -201,6 +207,43 @@ def indices(
     if count <= MOST_LISTED // 2:
         return f"{several} {and_listed(which)} (of {size})"
     return f"{count} of {size} {several}"
+
+
+def _single_index(index: int, size: int, one: str, *, in_time: bool) -> str:
+    if not in_time:
+        return f"only {one} {index} (of {size})"
+    token = one
+    if one == "position":
+        token = "token"
+    if index == 0:
+        return f"only the first {token}"
+    if index == size - 1:
+        return f"only the last {token}"
+    return f"only {one} {index}"
+
+
+def _run(first: int, last: int, size: int, several: str, *, in_time: bool, of: str) -> str:
+    """Describe the indices from the first to the last one."""
+    if in_time:
+        if first == 0 and last == size - 2:
+            return f"all {several} but the last"
+        if last == size - 1:
+            return f"{several} {first} and later"
+    elif 2 * (last - first + 1) == size:
+        if first == 0:
+            return f"{several} {first}-{last} (the first half{of})"
+        if last == size - 1:
+            return f"{several} {first}-{last} (the second half{of})"
+    return f"{several} {first}-{last} (of {size})"
+
+
+def _every_other(first: int, several: str) -> str:
+    words = f"even {several}"
+    if first % 2:
+        words = f"odd {several}"
+    if first > 1:
+        words += f" from {first} on"
+    return words
 
 
 def _ordinal(n: int) -> str:

@@ -590,12 +590,15 @@ class Layer:
 
     def factors(self, positions: np.ndarray) -> np.ndarray:
         """Return the temperature of queries by position, (B or 1, 1, T, 1)."""
-        temperature = cast(Temperature, self.problem.spec.temperature)
-        wide = self.arithmetic.wide
+        temperature, wide = self.temperature(), self.arithmetic.wide
         of_call = positions + temperature.first_position
         lengths = self.lengths_passed(of_call, temperature.length).astype(wide)
         one, scale = wide.type(1.0), wide.type(temperature.scale)
         return (one + scale * np.log(one + lengths))[:, None, :, None]
+
+    def temperature(self) -> Temperature:
+        """Return the temperature of queries, which the layer must have."""
+        return cast(Temperature, self.problem.spec.temperature)
 
     def lengths_passed(self, positions: np.ndarray, length: int) -> np.ndarray:
         """Return the number of whole lengths before a position."""
