@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from mha_spec import AttentionSpec, GridBias, RelativeBias
+from mha_spec import AttentionSpec, GridBias, RelativeBias, RelativeProducts
 from parity.explain.writing.specialize import WIDTH
 from parity.explain.writing.subject import CallForm
 
@@ -75,6 +75,9 @@ def sources_of(spec: AttentionSpec) -> list[str]:
     """Return the sources of the features of a layer."""
     norms = [norm for norm in (spec.qk_norm, spec.v_norm, spec.context_norm) if norm is not None]
     scaling = None if spec.rope is None else spec.rope.scaling
+    products = None
+    if isinstance(spec.relative_products, RelativeProducts):
+        products = spec.relative_products
     found = {
         "Attention Is All You Need, arXiv:1706.03762": True,
         "grouped-query attention, arXiv:2305.13245": spec.num_kv_heads != spec.num_heads,
@@ -93,9 +96,8 @@ def sources_of(spec: AttentionSpec) -> list[str]:
         "ALiBi, arXiv:2108.12409": spec.alibi is not None,
         "T5, arXiv:1910.10683": isinstance(spec.relative_bias, RelativeBias),
         "Swin Transformer, arXiv:2103.14030": isinstance(spec.relative_bias, GridBias),
-        "Relative Position Representations, arXiv:1803.02155": spec.relative_products is not None,
-        "DeBERTa, arXiv:2006.03654": spec.relative_products is not None
-        and spec.relative_products.of_keys,
+        "Relative Position Representations, arXiv:1803.02155": products is not None,
+        "DeBERTa, arXiv:2006.03654": products is not None and products.of_keys,
         "Longformer, arXiv:2004.05150": spec.window_size is not None,
         "Gated Attention, arXiv:2505.06708": spec.gate is not None,
     }
