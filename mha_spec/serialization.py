@@ -57,9 +57,10 @@ def _kinds_of_records(kind: type[Record]) -> dict[str, list[type[Record]]]:
 
 def _kind_with_fields(kinds: list[type[Record]], values: object) -> type[Record]:
     """Return the kind with the most fields of a JSON object; of several, the first."""
+    names = set(values) if isinstance(values, dict) else set()
     closest, most = kinds[0], 0
-    for kind in kinds if isinstance(values, dict) else ():
-        num_shared = sum(field.name in values for field in fields(kind))
+    for kind in kinds:
+        num_shared = len(names & {field.name for field in fields(kind)})
         if num_shared > most:
             closest, most = kind, num_shared
     return closest
