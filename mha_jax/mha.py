@@ -182,8 +182,8 @@ class AttentionLayer(nnx.Module):
             another width.
     """
 
-    # The specification decides which of these a layer has: `projections`, `norms` and
-    # `score_shapes`.
+    # The specification decides which of these a layer has: `projections` and `norms`. Weights that
+    # change scores are parameters by the names of `score_shapes`.
     q_proj: Projection
     k_proj: Projection
     v_proj: Projection
@@ -200,10 +200,6 @@ class AttentionLayer(nnx.Module):
     q_a_norm: NormLayer
     kv_a_norm: NormLayer
     context_norm: NormLayer
-    sinks: nnx.Param[Array]
-    relative_bias: nnx.Param[Array]
-    relative_keys: nnx.Param[Array]
-    relative_queries: nnx.Param[Array]
 
     _is_self_attention = False  # True: accepts no separate keys and values
 

@@ -3,7 +3,7 @@
 from mha_spec.features.relative_products import RELATIVE_TABLES
 
 SCORE_WEIGHTS: dict[str, str] = {"sinks": "N", "relative_bias": "CN", **RELATIVE_TABLES}
-"""Axes of each: N query heads, H features of a head, C all others, such as buckets."""
+"""Axes of each: N query heads, H features of a head, E features of the input, C buckets."""
 
 
 def score_axes(name: str, shape: tuple[int, ...]) -> str:

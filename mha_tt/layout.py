@@ -195,7 +195,7 @@ def score_weight_shape(name: str, shape: tuple[int, ...], num_features: int) -> 
     """
     sizes = dict(zip(score_axes(name, shape), shape, strict=True))
     num_heads = sizes.get("N", 1)
-    num_others = sizes.get("C", 1)
+    num_others = sizes.get("C", sizes.get("E", 1))
     if "H" in sizes:
         return (1, num_heads, num_others, num_features)
     return (1, num_heads, 1, num_others)

@@ -15,7 +15,6 @@ from helpers import ROOT
 
 import mha_jax
 import mha_torch
-from mha_spec.score_weights import SCORE_WEIGHTS
 
 NAMES = ["jax", "torch", "tt"]
 PACKAGES = {"jax": mha_jax, "torch": mha_torch}  # installed in one environment
@@ -130,7 +129,6 @@ WEIGHTS_OF_A_LAYER = {  # declared for type checkers; a device has them in one m
         for name in ("q", "k", "v", "qkv", "q_a", "q_b", "kv_a", "kv_b", "gate", "out")
     ),
     *(f"AttentionLayer.{name}_norm" for name in ("q", "k", "v", "q_a", "kv_a", "context")),
-    *(f"AttentionLayer.{name}" for name in SCORE_WEIGHTS),
 }
 
 WRITTEN_OVER = {  # a step writes into the cache that it receives; arrays of JAX never change

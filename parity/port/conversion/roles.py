@@ -92,7 +92,7 @@ def _role_in_scores(axes: str) -> Role:
     features = "qk" if "H" in axes else ""
     axis = None
     if axes != "NH":
-        axis = 1 if axes[0] == "C" else 0
+        axis = 1 if axes[0] in "CE" else 0
     return Role(axis, heads, features)
 
 
