@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Bool, Float, Int
 
+import mha_spec
 from mha_jax import stages
 from mha_jax.arrays import Array, array_of, cast
 from mha_jax.axes import with_one_batch_axis
@@ -26,36 +27,15 @@ from mha_jax.projections import project_output, project_qkv
 from mha_jax.scores import Scores
 from mha_jax.stages import apply_dropout
 from mha_jax.weights import linear, project_with
-from mha_spec import (
-    Alibi,
-    AttentionSpec,
-    Gate,
-    GridBias,
-    InputError,
-    InputTypeError,
-    Latent,
-    Norm,
-    RelativeBias,
-    RelativeProducts,
-    Rope,
-    Temperature,
-)
+from mha_spec import AttentionSpec, InputError, InputTypeError
 from mha_spec.attention import check_spec, spec_from
+from mha_spec.record import Record
 from mha_spec.rules import check_kernel
 
-for _static in (
-    AttentionSpec,
-    Alibi,
-    Gate,
-    GridBias,
-    Latent,
-    Norm,
-    RelativeBias,
-    RelativeProducts,
-    Rope,
-    Temperature,
-):
-    jax.tree_util.register_static(_static)  # lets jitted functions accept it
+for _name in mha_spec.__all__:
+    _kind = getattr(mha_spec, _name)
+    if isinstance(_kind, type) and issubclass(_kind, Record):
+        jax.tree_util.register_static(_kind)  # lets jitted functions accept it
 
 # ---- Functions -----------------------------------------------------------------------------------
 
@@ -202,8 +182,8 @@ class AttentionLayer(nnx.Module):
             another width.
     """
 
-    # The specification decides which of these a layer has: `projections`, `norms` and
-    # `score_shapes`.
+    # The specification decides which of these a layer has: `projections` and `norms`. Weights that
+    # change scores are parameters by the names of `score_shapes`.
     q_proj: Projection
     k_proj: Projection
     v_proj: Projection
@@ -220,10 +200,6 @@ class AttentionLayer(nnx.Module):
     q_a_norm: NormLayer
     kv_a_norm: NormLayer
     context_norm: NormLayer
-    sinks: nnx.Param[Array]
-    relative_bias: nnx.Param[Array]
-    relative_keys: nnx.Param[Array]
-    relative_queries: nnx.Param[Array]
 
     _is_self_attention = False  # True: accepts no separate keys and values
 

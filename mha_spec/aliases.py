@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from mha_spec.errors import InputTypeError
+from mha_spec.score_weights import SCORE_WEIGHTS
 
 UNKNOWN_ARGUMENT = "be a known argument"
 """Rule of every error about an unknown argument."""
@@ -106,9 +107,6 @@ OF_MODULES: dict[str, Alias] = {
 """Arguments of constructors."""
 
 _OF_THE_MODULE = "is a field of the module, not of the call"
-
-SCORE_WEIGHTS = ("sinks", "relative_bias", "relative_keys", "relative_queries")
-"""Weights that change scores, which a call of split heads takes in one mapping."""
 
 FIRST_INPUTS = ("query", "x", "hidden_states", "inputs", "inputs_q", "input", "src", "q")
 """Names of the tokens that attend: x in self-attention, query elsewhere."""

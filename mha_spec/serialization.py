@@ -4,29 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import MISSING, asdict, fields
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from mha_spec.errors import InputError
-from mha_spec.features.alibi import Alibi
-from mha_spec.features.gate import Gate
-from mha_spec.features.latent import Latent
-from mha_spec.features.norm import Norm
-from mha_spec.features.relative_bias import GridBias, RelativeBias
-from mha_spec.features.relative_products import RelativeProducts
 from mha_spec.features.rope import Rope
 from mha_spec.features.scaling import SCALINGS
-from mha_spec.features.temperature import Temperature
 from mha_spec.record import Record
-
-RECORDS: dict[str, type[Record]] = {
-    "alibi": Alibi,
-    "gate": Gate,
-    "latent": Latent,
-    "qk_norm": Norm,
-    "v_norm": Norm,
-}
-RECORDS |= {"relative_bias": RelativeBias, "temperature": Temperature, "context_norm": Norm}
-RECORDS["relative_products"] = RelativeProducts
 
 RecordT = TypeVar("RecordT", bound=Record)
 
@@ -53,11 +37,33 @@ def from_json(kind: type[RecordT], text: str) -> RecordT:
             values["rope"] = {"theta": theta}
     if values.get("rope") is not None:
         values["rope"] = _rope_from(values["rope"])
-    for name, record in RECORDS.items():
-        if values.get(name) is not None:
-            is_grid = record is RelativeBias and "height" in values[name]
-            values[name] = _from_fields(name, GridBias if is_grid else record, values[name])
+    for name, kinds in _kinds_of_records(kind).items():
+        if values.get(name) is not None and not isinstance(values[name], Record):
+            values[name] = _from_fields(name, _kind_with_fields(kinds, values[name]), values[name])
     return _from_fields("a specification", kind, values)
+
+
+@cache
+def _kinds_of_records(kind: type[Record]) -> dict[str, list[type[Record]]]:
+    """Return the kinds of record that each field may have, by its annotation."""
+    kinds_by_field = {}
+    for name, annotation in get_type_hints(kind).items():
+        members = [*get_args(annotation), annotation]
+        kinds = [each for each in members if isinstance(each, type) and issubclass(each, Record)]
+        if kinds:
+            kinds_by_field[name] = kinds
+    return kinds_by_field
+
+
+def _kind_with_fields(kinds: list[type[Record]], values: object) -> type[Record]:
+    """Return the kind with the most fields of a JSON object; of several, the first."""
+    names = set(values) if isinstance(values, dict) else set()
+    closest, most = kinds[0], 0
+    for kind in kinds:
+        num_shared = len(names & {field.name for field in fields(kind)})
+        if num_shared > most:
+            closest, most = kind, num_shared
+    return closest
 
 
 def _rope_from(values: object) -> Rope:

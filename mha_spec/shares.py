@@ -7,17 +7,17 @@ from math import gcd
 from typing import NamedTuple
 
 from mha_spec.attention import AttentionSpec
-from mha_spec.features.relative_products import SIDES
+from mha_spec.score_weights import SCORE_WEIGHTS, score_axes
 
 OUT_BIAS = "out_proj.bias"
 
 ROWS, COLUMNS = 0, 1
 
 OF_QUERIES: dict[str, int] = dict.fromkeys(
-    ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "q_norm", "sinks"), ROWS
+    ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "q_norm", "context_norm"), ROWS
 )
-OF_QUERIES["context_norm"] = ROWS
-OF_QUERIES |= dict.fromkeys(("out_proj", "relative_bias", *SIDES), COLUMNS)
+OF_QUERIES["out_proj"] = COLUMNS
+OF_QUERIES |= {name: axes.index("N") for name, axes in SCORE_WEIGHTS.items()}
 OF_KEYS: dict[str, int] = dict.fromkeys(("k_proj", "v_proj", "k_norm", "v_norm"), ROWS)
 """Axis of query heads, or of key/value heads, in each weight.
 
@@ -56,6 +56,6 @@ def axis_of_heads(name: str, spec: AttentionSpec) -> int | None:
     norm = spec.norms.get(part)
     if name == OUT_BIAS or (norm is not None and norm.over == "head" and not norm.per_head):
         return None
-    if part in SIDES and spec.relative_products is not None and not spec.relative_products.per_head:
+    if name in spec.score_shapes and "N" not in score_axes(name, spec.score_shapes[name]):
         return None
     return (OF_QUERIES | OF_KEYS).get(part)

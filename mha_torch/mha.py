@@ -124,8 +124,8 @@ class AttentionLayer(nn.Module):
             another width.
     """
 
-    # The specification decides which of these a layer has: `projections`, `norms` and
-    # `score_shapes`.
+    # The specification decides which of these a layer has: `projections` and `norms`. Weights that
+    # change scores are parameters by the names of `score_shapes`.
     q_proj: nn.Linear
     k_proj: nn.Linear
     v_proj: nn.Linear
@@ -142,10 +142,6 @@ class AttentionLayer(nn.Module):
     q_a_norm: NormLayer
     kv_a_norm: NormLayer
     context_norm: NormLayer
-    sinks: nn.Parameter
-    relative_bias: nn.Parameter
-    relative_keys: nn.Parameter
-    relative_queries: nn.Parameter
 
     _is_self_attention = False  # True: accepts no separate keys and values
 

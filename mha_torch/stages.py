@@ -73,9 +73,8 @@ def attention_scores(
             table, rules.relative_bias, *lengths, q_offset, scores_dtype=dtype
         )
     if rules.relative_products is not None:
-        vectors = (learned.get("relative_keys"), learned.get("relative_queries"))
         products = relative_position_products(
-            query, key, rules.relative_products, *vectors, q_offset
+            query, key, rules.relative_products, learned, q_offset
         )
         scores = scores + rules.score_scale * products
     if bias is None:

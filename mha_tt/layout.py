@@ -9,6 +9,7 @@ import numpy as np
 import ttnn
 
 from mha_spec import AttentionSpec, InputTypeError, Rope
+from mha_spec.score_weights import score_axes
 
 TILE = 32
 """Rows and columns of a tile, the unit of storage and computation."""
@@ -18,10 +19,6 @@ TILE_NBYTES = {ttnn.float32: 4096, ttnn.bfloat16: 2048, ttnn.bfloat8_b: 1088}
 """Bytes per tile: bfloat8_b has one byte per element, and one per 16 elements that share an
 exponent.
 """
-
-
-OF_SCORES = ("sinks", "relative_bias")
-"""Parameters of scores, with one row per head on the device: (1, N, 1, 1 or num_buckets)."""
 
 
 TAKEN = {"out_proj": "out_proj", "kv_b_proj": "kv_a_norm"}
@@ -196,9 +193,12 @@ def score_weight_shape(name: str, shape: tuple[int, ...], num_features: int) -> 
     """Return the shape on the device of a weight that changes scores, for heads of this width
     there.
     """
-    if name in OF_SCORES:
-        return (1, shape[-1], 1, *(shape[:-1] or (1,)))
-    return (1, shape[1] if len(shape) == 3 else 1, shape[0], num_features)
+    sizes = dict(zip(score_axes(name, shape), shape, strict=True))
+    num_heads = sizes.get("N", 1)
+    num_others = sizes.get("C", sizes.get("E", 1))
+    if "H" in sizes:
+        return (1, num_heads, num_others, num_features)
+    return (1, num_heads, 1, num_others)
 
 
 def weight_dtype(name: str, dtype: ttnn.DataType, spec: AttentionSpec) -> ttnn.DataType:

@@ -93,9 +93,8 @@ def attention_scores(
         )
         scores = ttnn.add(scores, by_bucket)
     if rules.relative_products is not None:
-        vectors = (learned.get("relative_keys"), learned.get("relative_queries"))
         products = relative_position_products(
-            query, key, rules.relative_products, *vectors, q_offset, compute_kernel_config=config
+            query, key, rules.relative_products, learned, q_offset, compute_kernel_config=config
         )
         scores = ttnn.add(scores, ttnn.multiply(products, rules.score_scale))
     if bias is None:

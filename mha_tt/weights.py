@@ -10,12 +10,11 @@ from ttnn import Tensor
 
 from mha_spec import AttentionSpec, InputError
 from mha_spec.attention import check_spec
-from mha_spec.features.relative_products import SIDES
+from mha_spec.score_weights import SCORE_WEIGHTS, score_axes
 from mha_tt.checks import check_dtype, check_finite, check_projected, check_weights
 from mha_tt.device import accurate_config, download, download_parts, upload, upload_parts
 from mha_tt.features.norms import apply_norm
 from mha_tt.layout import (
-    OF_SCORES,
     TAKEN,
     has_heads,
     pad_heads,
@@ -105,11 +104,8 @@ def _arranged(weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> dict[st
     for name, weight in weights.items():
         part, _, kind = name.partition(".")
         array = np.asarray(weight, dtype=np.float32)
-        if name in OF_SCORES:
-            array = array.T.reshape(parameter_shape(name, spec))
-        elif name in SIDES:  # features of heads, of every bucket
-            features = array.reshape(len(array), -1, spec.head_dim).T
-            array = pad_heads(features, "q_proj", spec).transpose(1, 2, 0)[None]
+        if name in SCORE_WEIGHTS:
+            array = _arranged_of_scores(name, array, spec)
         elif name in spec.parameters:
             array = pad_heads(array.reshape(-1), part, spec).reshape(parameter_shape(name, spec))
         elif has_heads(part, spec):
@@ -181,10 +177,8 @@ def _canonical(arranged: Mapping[str, np.ndarray], spec: AttentionSpec) -> dict[
     for name, shape in spec.weight_shapes.items():
         part, _, kind = name.partition(".")
         array = arrays[name]
-        if name in OF_SCORES:
-            array = array.reshape(shape[::-1]).T
-        elif name in SIDES:
-            array = real_heads(array[0].transpose(2, 0, 1), "q_proj", spec).T
+        if name in SCORE_WEIGHTS:
+            array = _canonical_of_scores(name, array, spec)
         elif part in spec.norms:
             array = real_heads(array.reshape(-1), part, spec)
         elif has_heads(part, spec):
@@ -193,6 +187,24 @@ def _canonical(arranged: Mapping[str, np.ndarray], spec: AttentionSpec) -> dict[
             array = real_heads(array.T, TAKEN[part], spec).T
         canonical[name] = np.ascontiguousarray(array.reshape(shape))
     return canonical
+
+
+def _arranged_of_scores(name: str, array: np.ndarray, spec: AttentionSpec) -> np.ndarray:
+    """Return a canonical weight that changes scores in the layout of the device."""
+    axes = score_axes(name, array.shape)
+    if "H" not in axes:
+        return array.T.reshape(parameter_shape(name, spec))
+    num_heads = spec.num_heads if "N" in axes else 1
+    features = array.reshape(-1, num_heads, spec.head_dim).T  # (H, heads, others)
+    return pad_heads(features, "q_proj", spec).transpose(1, 2, 0)[None]
+
+
+def _canonical_of_scores(name: str, array: np.ndarray, spec: AttentionSpec) -> np.ndarray:
+    """Return a weight that changes scores from the layout of the device."""
+    shape = spec.score_shapes[name]
+    if "H" not in score_axes(name, shape):
+        return array.reshape(shape[::-1]).T
+    return real_heads(array[0].transpose(2, 0, 1), "q_proj", spec).T
 
 
 def project_with(

@@ -2,6 +2,8 @@
 them.
 """
 
+from collections.abc import Mapping
+
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
@@ -16,8 +18,7 @@ def relative_position_products(
     query: Float[Array, "B N T H"],
     key: Float[Array, "B K S H"],
     relative_products: RelativeProducts,
-    relative_keys: Float[Array, "..."] | None = None,
-    relative_queries: Float[Array, "..."] | None = None,
+    learned: Mapping[str, Float[Array, "..."]],
     q_offset: Int[Array, " B"] | None = None,
 ) -> Float[Array, "B N T S"]:
     """Return the unscaled products of queries and keys with vectors of their distance, in at least
@@ -26,9 +27,8 @@ def relative_position_products(
     Args:
         query, key: (B, N, T, H) and (B, K, S, H).
         relative_products: distances that share vectors.
-        relative_keys: vectors for queries, (num_buckets, H), or (num_buckets, N, H) if per_head;
-            default: none.
-        relative_queries: vectors for keys, of the same shape; default: none.
+        learned: weights of the layer: `relative_keys`, vectors for queries, and `relative_queries`,
+            vectors for keys, (num_buckets, H), or (num_buckets, N, H) for each head.
         q_offset: position of the first query among the keys, for all sequences or each, (1,) or
             (B,); default: 0.
 
@@ -51,6 +51,8 @@ def relative_position_products(
         axes = "bnth,cnh->bntc"
     else:
         axes = "bnth,ch->bntc"
+    relative_keys = learned.get("relative_keys")
+    relative_queries = learned.get("relative_queries")
     products = []
     if relative_keys is not None:
         by_bucket = jnp.einsum(axes, at_least_float32(query), at_least_float32(relative_keys))

@@ -17,24 +17,10 @@ from mha_jax.cache import Cache, CacheT
 from mha_jax.mha import AttentionLayer
 from mha_jax.parallel.tokens import ContextParallel
 from mha_spec import AttentionSpec, InputError, InputTypeError
-from mha_spec.features.relative_products import SIDES
-from mha_spec.shares import axis_of_heads
+from mha_spec.score_weights import SCORE_WEIGHTS
+from mha_spec.shares import OF_KEYS, OF_QUERIES, axis_of_heads
 
 __all__ = ["shard", "shard_cache"]
-
-OF_QUERIES = (
-    "q_proj",
-    "q_b_proj",
-    "kv_b_proj",
-    "gate_proj",
-    "q_norm",
-    "context_norm",
-    "sinks",
-    "relative_bias",
-)
-OF_QUERIES += tuple(SIDES)
-OF_KEYS = ("k_proj", "v_proj", "k_norm", "v_norm")
-"""Weights with a part for each query head, or for each key/value head."""
 
 # ---- Functions -----------------------------------------------------------------------------------
 
@@ -216,8 +202,9 @@ def _partition(
         return PartitionSpec(axis if norm.per_head or norm.over == "width" else None)
     if leaf == "weight":
         return PartitionSpec(features, axis)
-    if part in ("relative_bias", *SIDES):
-        return PartitionSpec(None, axis)
+    if part in SCORE_WEIGHTS:
+        others = [None] * SCORE_WEIGHTS[part].index("N")
+        return PartitionSpec(*others, axis)
     return PartitionSpec(axis)
 
 

@@ -16,6 +16,9 @@ from mha_spec.rules import as_boolean, as_count
 SIDES = {"relative_keys": "of_queries", "relative_queries": "of_keys"}
 """Tables of learned vectors, and the field that enables each."""
 
+RELATIVE_TABLES: dict[str, str] = dict.fromkeys(SIDES, "CNH")
+"""Axes of the learned weights of relative products: see `mha_spec.score_weights`."""
+
 
 @dataclass(frozen=True, repr=False)
 class RelativeProducts(Record):

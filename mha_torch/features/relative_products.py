@@ -2,6 +2,8 @@
 them.
 """
 
+from collections.abc import Mapping
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -15,8 +17,7 @@ def relative_position_products(
     query: Float[Tensor, "B N T H"],
     key: Float[Tensor, "B K S H"],
     relative_products: RelativeProducts,
-    relative_keys: Float[Tensor, "..."] | None = None,
-    relative_queries: Float[Tensor, "..."] | None = None,
+    learned: Mapping[str, Float[Tensor, "..."]],
     q_offset: Int[Tensor, " B"] | None = None,
 ) -> Float[Tensor, "B N T S"]:
     """Return the unscaled products of queries and keys with vectors of their distance, in at least
@@ -25,9 +26,8 @@ def relative_position_products(
     Args:
         query, key: (B, N, T, H) and (B, K, S, H).
         relative_products: distances that share vectors.
-        relative_keys: vectors for queries, (num_buckets, H), or (num_buckets, N, H) if per_head;
-            default: none.
-        relative_queries: vectors for keys, of the same shape; default: none.
+        learned: weights of the layer: `relative_keys`, vectors for queries, and `relative_queries`,
+            vectors for keys, (num_buckets, H), or (num_buckets, N, H) for each head.
         q_offset: position of the first query among the keys, for all sequences or each, (1,) or
             (B,); default: 0.
 
@@ -50,6 +50,8 @@ def relative_position_products(
         axes = "bnth,cnh->bntc"
     else:
         axes = "bnth,ch->bntc"
+    relative_keys = learned.get("relative_keys")
+    relative_queries = learned.get("relative_queries")
     products = []
     with without_autocast(query.device.type):
         if relative_keys is not None:

@@ -4,6 +4,8 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import ttnn
 from jaxtyping import Float, Int
@@ -18,8 +20,7 @@ def relative_position_products(
     query: Float[Tensor, "B N T H"],
     key: Float[Tensor, "B K S H"],
     relative_products: RelativeProducts,
-    relative_keys: Float[Tensor, "..."] | None = None,
-    relative_queries: Float[Tensor, "..."] | None = None,
+    learned: Mapping[str, Float[Tensor, "..."]],
     q_offset: Int[np.ndarray, " B"] | None = None,
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
@@ -30,9 +31,8 @@ def relative_position_products(
     Args:
         query, key: (B, N, T, H) and (B, K, S, H).
         relative_products: distances that share vectors.
-        relative_keys: vectors for queries, (1, 1, num_buckets, H), or (1, N, num_buckets, H) if
-            per_head; default: none.
-        relative_queries: vectors for keys, of the same shape; default: none.
+        learned: weights of the layer: `relative_keys`, vectors for queries, and `relative_queries`,
+            vectors for keys, (1, 1, num_buckets, H), or (1, N, num_buckets, H) for each head.
         q_offset: position of the first query among the keys, for all sequences or each, (1,) or
             (B,); default: 0.
         compute_kernel_config: arithmetic of the device; default: `accurate_config`.
@@ -63,6 +63,8 @@ def relative_position_products(
             products, 3, upload_integers(buckets, device=query.device(), is_index=True)
         )
 
+    relative_keys = learned.get("relative_keys")
+    relative_queries = learned.get("relative_queries")
     products = []
     if relative_keys is not None:
         products.append(gather(query, relative_keys, buckets))

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mha_spec.shares import axis_of_heads
 from parity.measure.core.case import Case
 from parity.measure.core.records import JsonRecord
 from parity_lab.mesh.plan import MeshPlan
@@ -115,11 +116,9 @@ def _sums_of_gradients(case: Case, plan: MeshPlan) -> int:
         for name, norm in spec.norms.items()
         if not norm.per_head and not (plan.tensor > 1 and name in spec.wide_norms)
     ]
-    products = spec.relative_products
+    shared_by_heads = [name for name in spec.score_shapes if axis_of_heads(name, spec) is None]
     has_replicated_weights = (
-        bool(replicated_norms)
-        or spec.latent is not None
-        or (products is not None and not products.per_head)
+        bool(replicated_norms) or spec.latent is not None or bool(shared_by_heads)
     )
     sums = [
         plan.tensor > 1,  # of the gradient of the input

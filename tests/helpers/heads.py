@@ -5,8 +5,7 @@ them.
 from dataclasses import dataclass
 from typing import Any
 
-SCORE_WEIGHTS = ("sinks", "relative_bias", "relative_keys", "relative_queries")
-"""Weights of a layer that change scores."""
+from mha_spec.score_weights import SCORE_WEIGHTS
 
 
 @dataclass(frozen=True)

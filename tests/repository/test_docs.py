@@ -130,9 +130,10 @@ def test_list_of_bugs_is_complete():
 
 
 def test_readme_counts_known_bugs():
-    """README.md has the number of known bugs, once."""
+    """README.md has the number of known bugs, once, rounded so that one more changes nothing."""
     readme = (ROOT / "README.md").read_text("utf-8")
-    assert re.findall(r"for (\d+) known bugs", readme) == [str(len(page_by_bug()))]
+    rounded_down = (len(page_by_bug()) - 1) // 50 * 50
+    assert re.findall(r"for more than (\d+) known bugs", readme) == [str(rounded_down)]
 
 
 def test_readme_is_short():

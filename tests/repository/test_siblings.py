@@ -129,10 +129,6 @@ WEIGHTS_OF_A_LAYER = {  # declared for type checkers; a device has them in one m
         for name in ("q", "k", "v", "qkv", "q_a", "q_b", "kv_a", "kv_b", "gate", "out")
     ),
     *(f"AttentionLayer.{name}_norm" for name in ("q", "k", "v", "q_a", "kv_a", "context")),
-    *(
-        f"AttentionLayer.{name}"
-        for name in ("sinks", "relative_bias", "relative_keys", "relative_queries")
-    ),
 }
 
 WRITTEN_OVER = {  # a step writes into the cache that it receives; arrays of JAX never change

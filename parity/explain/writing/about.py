@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from mha_spec import AttentionSpec, GridBias, RelativeBias
+from mha_spec import AttentionSpec, GridBias, RelativeBias, RelativeProducts
 from parity.explain.writing.parts import norms_of
 from parity.explain.writing.specialize import WIDTH
 from parity.explain.writing.subject import CallForm
@@ -107,7 +107,9 @@ def sources_of(spec: AttentionSpec) -> list[str]:
         kind = spec.rope.scaling.kind
         if kind in SCALINGS:
             sources[SCALINGS[kind]] = True
-    products = spec.relative_products
+    products = None
+    if isinstance(spec.relative_products, RelativeProducts):
+        products = spec.relative_products
     sources |= {
         "Qwen2-VL, arXiv:2409.12191": spec.rope is not None and spec.rope.sections is not None,
         "Scalable-Softmax, arXiv:2501.19399": spec.temperature is not None,

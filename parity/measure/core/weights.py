@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from mha_spec import AttentionSpec, InputError, InputTypeError
-from mha_spec.features.relative_products import SIDES
+from mha_spec.score_weights import SCORE_WEIGHTS
 from parity.measure.core.arrays import to_numpy_by_name
 
 Weights = dict[str, np.ndarray]
@@ -94,7 +94,7 @@ def random_weights(spec: AttentionSpec, seed: int | list[int] = 0) -> Weights:
             weight = 1.0 + rng.choice([-1.0, 1.0], shape) * (0.2 + 0.3 * rng.random(shape))
             if spec.norms[part].weight == "1+w":
                 weight -= 1.0
-        elif name in ("sinks", "relative_bias", *SIDES):
+        elif name in SCORE_WEIGHTS and "E" not in SCORE_WEIGHTS[name]:  # not a projection
             weight = rng.choice([-1.0, 1.0], shape) * (0.5 + rng.random(shape))
         elif len(shape) == 1:
             weight = 0.5 * (2.0 * rng.random(shape) - 1.0)

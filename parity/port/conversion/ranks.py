@@ -412,7 +412,7 @@ def _division(
 
 def _axis_of_heads(tensor: Tensor) -> int | None:
     """Return the axis of heads of a tensor of an attention layer; None if it has none."""
-    if tensor.is_whole:
+    if tensor.axes == "...":
         return OF_QUERIES.get(tensor.holds)
     for axis, group in enumerate(tensor.groups):
         if "n" in group:

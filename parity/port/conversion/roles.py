@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from mha_spec import AttentionSpec
-from mha_spec.features.relative_products import SIDES
+from mha_spec.score_weights import score_axes
 from mha_spec.shares import OF_QUERIES
 
 
@@ -64,6 +64,8 @@ def roles(spec: AttentionSpec) -> dict[str, Role]:
             by_name[name] = _role_of_norm(part, shape, spec)
         elif part in by_part:
             by_name[name] = by_part[part]
+        elif name in spec.score_shapes:
+            by_name[name] = _role_in_scores(score_axes(name, shape))
     return by_name
 
 
@@ -74,20 +76,24 @@ def _roles_of_parts(spec: AttentionSpec) -> dict[str, Role]:
     features_of_gate = ""
     if spec.gate is not None and not spec.gate.per_head:
         features_of_gate = "v"
-    by_part = {
+    return {
         "q_proj": Role(0, "q", features_of_q),
         "q_b_proj": Role(0, "q", ""),
         "k_proj": Role(0, "kv", "qk"),
         "v_proj": Role(0, "kv", "v"),
         "kv_b_proj": Role(0, "kv", ""),
         "gate_proj": Role(0, "q", features_of_gate),
-        "sinks": Role(0, "q", ""),
-        "relative_bias": Role(1, "q", ""),
     }
-    if spec.relative_products is not None:
-        heads = "q" if spec.relative_products.per_head else "shared"
-        by_part |= dict.fromkeys(SIDES, Role(1, heads, "qk"))
-    return by_part
+
+
+def _role_in_scores(axes: str) -> Role:
+    """Return the role of a weight that changes scores, by its axes: see `SCORE_WEIGHTS`."""
+    heads = "q" if "N" in axes else "shared"
+    features = "qk" if "H" in axes else ""
+    axis = None
+    if axes != "NH":
+        axis = 1 if axes[0] in "CE" else 0
+    return Role(axis, heads, features)
 
 
 def _role_of_norm(part: str, shape: tuple[int, ...], spec: AttentionSpec) -> Role:

@@ -15,6 +15,7 @@ from mha_spec import (
     InputError,
     LongRopeScaling,
     RelativeBias,
+    RelativeProducts,
 )
 from parity.measure.core.compare import unit_of_rounding
 from parity.measure.core.records import JsonRecord
@@ -109,7 +110,7 @@ def _lengths(spec: AttentionSpec, rounding: float) -> Iterator[tuple[str, int]]:
     if isinstance(bias, GridBias):
         yield f"all offsets on a grid of {bias.height} x {bias.width}", bias.num_tokens
     products = spec.relative_products
-    if products is not None:
+    if isinstance(products, RelativeProducts):
         needed = _length_of_all_buckets(products.buckets())
         yield f"all {products.num_buckets} relative vectors", needed
     yield from _lengths_of_rope(spec, rounding)

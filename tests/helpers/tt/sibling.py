@@ -14,6 +14,7 @@ import mha_tt
 import ttnn_mock
 from helpers.siblings import Sibling
 from mha_spec import AttentionSpec
+from mha_spec.score_weights import score_axes
 from parity.measure.backends import tt as backend
 
 from .formulas import IS_MOCK, TOLERANCES, without_padding
@@ -121,13 +122,13 @@ class TtSibling(Sibling):
         """
         if name == "norm":
             return self.array(x[None])
-        if x.ndim == 2 and name != "relative_bias":
-            return self.array(x[None, None])
-        if name == "sinks":
-            return self.array(x.reshape(1, -1, 1, 1))
-        if name == "relative_bias":
-            return self.array(np.ascontiguousarray(x.T)[None, :, None])
-        return self.array(np.ascontiguousarray(x.swapaxes(0, 1))[None])
+        axes = score_axes(name, x.shape)
+        if "H" not in axes:
+            rows = np.ascontiguousarray(x.T)  # one of each head
+            return self.array(rows.reshape(1, len(rows), 1, -1))
+        num_heads = x.shape[axes.index("N")] if "N" in axes else 1
+        vectors = x.reshape(-1, num_heads, x.shape[-1]).swapaxes(0, 1)
+        return self.array(np.ascontiguousarray(vectors)[None])
 
     def seeded(self, function: str, seed: int = 0) -> dict[str, Any]:
         return {"seed": seed}

@@ -92,12 +92,7 @@ def arrays_of(spec, dtype, seq_len=300):
         "key": (2, spec.num_kv_heads, seq_len, spec.head_dim),
         "value": (2, spec.num_kv_heads, seq_len, spec.head_dim),
     }
-    if spec.sinks:
-        shapes["sinks"] = (spec.num_heads,)
-    if spec.relative_bias is not None:
-        shapes["relative_bias"] = (8, spec.num_heads)
-    if spec.relative_products is not None:
-        shapes |= spec.relative_products.tables(spec.num_heads, spec.head_dim)
+    shapes |= spec.score_shapes
     return {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
 
 

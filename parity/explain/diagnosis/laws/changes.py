@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import Norm
-from mha_spec.features.relative_products import SIDES
+from mha_spec.features.relative_products import RELATIVE_TABLES
 from parity.explain.diagnosis.bugs import families as of
 from parity.explain.diagnosis.bugs.families import BugFamily
 from parity.explain.diagnosis.bugs.record import Edit
@@ -118,7 +118,7 @@ def family_of(name: str) -> BugFamily:
     if name.startswith(("q_proj", "k_proj", "v_proj", "out_proj")):
         return of.SWAPPED
     known = {"sinks": of.SINKS, "relative_bias": of.RELATIVE_BIAS, "gate": of.GATE}
-    known |= dict.fromkeys(SIDES, of.RELATIVE_PRODUCTS)
+    known |= dict.fromkeys(RELATIVE_TABLES, of.RELATIVE_PRODUCTS)
     return next((family for begin, family in known.items() if name.startswith(begin)), of.LATENTS)
 
 

@@ -24,6 +24,7 @@ from dataclasses import replace
 from typing import Any
 
 from mha_spec import InputError, InputTypeError
+from mha_spec.score_weights import SCORE_WEIGHTS
 from parity.measure.files.small import read_text
 from parity.measure.text import and_listed, did_you_mean
 from parity.port.conversion.layouts.layout import (
@@ -34,7 +35,7 @@ from parity.port.conversion.layouts.layout import (
     Tensor,
     parts_of,
 )
-from parity.port.conversion.layouts.tensors import EVERYTHING, NARROW, SCORES
+from parity.port.conversion.layouts.tensors import EVERYTHING, NARROW
 
 SUFFIX = ".toml"
 """Suffix, in any case, by which a command line distinguishes the file of a table from the name of a
@@ -84,13 +85,13 @@ LETTERS = "qkvg"
 BLOCKS = (1, 2, 4, 8)
 """Numbers of blocks that a table may have: for these, `RULES` has a rule that heads divide."""
 
-PROJECTIONS_AND_NORMS = [name for name in EVERYTHING if name not in SCORES]
+PROJECTIONS_AND_NORMS = [name for name in EVERYTHING if name not in SCORE_WEIGHTS]
 
 STACK_AXES = (0, 1)
 """Axes on which layers may be stacked: a bias, of one axis, has only these two places for it."""
 
 WHOLE_WEIGHTS = (
-    *SCORES,
+    *SCORE_WEIGHTS,
     *(f"{name}.weight" for name in PROJECTIONS_AND_NORMS),
     *(f"{name}.bias" for name in PROJECTIONS_AND_NORMS),
 )

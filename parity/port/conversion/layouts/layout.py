@@ -29,6 +29,9 @@ OTHERS = ("inputs.*", "dropout_rngs.*")
 LOGICAL = {"weight": "n h d", "bias": "n h", "out.weight": "e n h", "out.bias": "e"}
 """Logical axes of a projection: n heads, h features of a head, d input width, e output width."""
 
+LOGICAL_OF_WHOLE = {"...": "...", "d e": "e d", "d n h": "n h d", "(n h) d": "d n h"}
+"""Logical axes of a single weight, by its axes in the layout."""
+
 
 PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "g": "gate_proj", "out": "out_proj"}
 """Letters of projections in `Tensor.holds`, and their canonical names."""
@@ -49,7 +52,8 @@ class Tensor:
             features of a head, d input width, e output width. In `(n h) d` the rows are the
             features of all heads, head by head. In `p n d h` the axis p runs over projections with
             the same number of heads. For kind `whole`, `...` means unchanged, `d e` transposed, and
-            `d n h` transposed with the rows split by head.
+            `d n h` transposed with the rows split by head. `(n h) d` is the transpose of a weight
+            that has features of heads last.
         is_shared: whether the projections in it share one weight, for example if values are made
             like keys.
     """
@@ -87,7 +91,7 @@ class Tensor:
     def logical(self) -> str:
         """Return the logical axes of its content."""
         if self.is_whole:
-            return {"...": "...", "d e": "e d", "d n h": "n h d"}[self.axes]
+            return LOGICAL_OF_WHOLE[self.axes]
         if self.holds == "out":
             return LOGICAL[f"out.{self.kind}"]
         return LOGICAL[self.kind]

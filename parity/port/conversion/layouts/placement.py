@@ -85,6 +85,9 @@ class Placement:
             return shape
         if tensor.axes == "d e":
             return shape[::-1]
+        if tensor.axes == "(n h) d":
+            depth, num_heads, num_features = shape
+            return num_heads * num_features, depth
         rows, columns = shape
         num_heads = self.spec.num_heads
         return columns, num_heads, rows // num_heads
@@ -162,7 +165,8 @@ class Placement:
         axis, and their share of the heads is the second.
         """
         if tensor.is_whole:
-            return einops.rearrange(array, f"{tensor.axes} -> {tensor.logical}")
+            sizes_of_whole = {"n": self.spec.num_heads} if "n" in tensor.axes else {}
+            return einops.rearrange(array, f"{tensor.axes} -> {tensor.logical}", **sizes_of_whole)
         axes = tensor.logical
         if tensor.is_per_head:
             axes = axes.replace("n ", "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from mha_spec.features.relative_products import SIDES
+from mha_spec.score_weights import SCORE_WEIGHTS
 from parity.port.conversion.layouts.layout import Tensor
 
 ROWS, COLUMNS = "(n h) d", "d (n h)"  # (out, in) as in torch, and (in, out)
@@ -66,10 +66,9 @@ def packed(
     )
 
 
-SCORES = ("sinks", "relative_bias", *SIDES)
 NORMS = ("q_norm", "k_norm", "v_norm", "context_norm", "q_a_norm", "kv_a_norm")
 NARROW = ("q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj")  # of latents
-EVERYTHING = ("gate_proj", *NARROW, *NORMS, *SCORES)
+EVERYTHING = ("gate_proj", *NARROW, *NORMS, *SCORE_WEIGHTS)
 """Weights that only some layers have in addition to q, k, v and out, by canonical name."""
 
 
@@ -87,7 +86,7 @@ def optional(
     tensors: list[Tensor] = []
     for ours, theirs in (dict.fromkeys(same, "") | renamed).items():
         name = theirs or ours
-        if ours in SCORES:
+        if ours in SCORE_WEIGHTS:
             tensors.append(Tensor(name, ours, "whole", "..."))
             continue
         # Norms have no axes to transpose, and their weights are called so in every library here.

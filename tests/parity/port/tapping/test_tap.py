@@ -877,7 +877,9 @@ def test_verdict_names_layer_and_bug():
     verdict = judged(of_six_layers("gemma2"), BUGS["window wide"], 4)
     lines = ["First wrong layer: layer 4 (sliding_attention)", "Likely bug: window-one-too-wide"]
     assert str(verdict).splitlines()[:2] == lines
-    assert "First wrong stage: mask, which should be exact" in str(verdict)
+    assert "First wrong stage: step0.mask, which should be exact" in str(verdict)
+    # The mask of a step of one token is right.
+    assert "one key too wide, in calls of several tokens" in str(verdict)
     told = verdict.to_dict()
     assert [layer["passed"] for layer in told["layers"]] == [True] * 4 + [False, True]
     assert told["layers"][4]["diagnosis"]["findings"][0]["bugs"] == ["window-one-too-wide"]
