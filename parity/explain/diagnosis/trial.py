@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
@@ -610,6 +610,12 @@ class Trial:
     def is_right_as_a_whole(self, stage: str, edits: Edits) -> bool:
         """Return True if a stage is that of the layer with edits, whatever was observed before."""
         return self.right.agrees(stage, self.observed[stage], edits, self._masked.get(stage))
+
+    def is_computed_from(self, stage: str, names: Collection[str], edits: Edits) -> bool:
+        """Return True if the expected values of a stage depend on some of the observed stages."""
+        others = {name: x for name, x in self.observed.items() if name not in names}
+        without = self.observing(others, self._masked).stage(stage, edits)
+        return not np.array_equal(without, self.stage(stage, edits), equal_nan=True)
 
     def explained(self, stages: Iterable[str], edits: Edits, added: Edits) -> list[str]:
         """Return the stages that are wrong with some edits, and right with more."""
