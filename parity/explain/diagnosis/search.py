@@ -222,10 +222,11 @@ class _PartSearch:
     def run(self) -> None:
         """Explain one stage after the other, until none is left."""
         stages = _of_part(self.trial.stages, self.part)
+        edits = self.edits
         bypassing = self._bypassing(stages)
         self._explain([stage for stage in stages if stage not in bypassing])
         for stage in bypassing:
-            self._follow(stage)
+            self._follow(stage, edits)
 
     def _bypassing(self, stages: Sequence[str]) -> list[str]:
         """Return the stages that are right as a whole, and wrong only for the values recorded
@@ -235,11 +236,20 @@ class _PartSearch:
         # The first wrong stage has no wrong one before it.
         return [stage for stage in wrong[1:] if self.trial.is_right_as_a_whole(stage, self.edits)]
 
-    def _follow(self, stage: str) -> None:
-        """Add a stage to the last finding before it."""
+    def _follow(self, stage: str, edits: Edits) -> None:
+        """Add a stage to the last finding before it whose stages it is computed from.
+
+        Args:
+            stage: the stage, which is right as a whole.
+            edits: those with which it is.
+        """
         place = self.trial.stages.index
         for number in range(len(self.findings) - 1, -1, -1):
-            if place(self.findings[number].stage) < place(stage):
+            finding = self.findings[number]
+            if place(finding.stage) > place(stage):
+                continue
+            wrong = {finding.stage, *finding.stages, *finding.follows}
+            if self.trial.is_computed_from(stage, wrong, edits):
                 self._add_following(number, stage)
                 return
 
@@ -318,11 +328,11 @@ class _PartSearch:
         the search goes on with the pattern that explains it, if there is one.
         """
         trial = self.trial
-        same_cause = self._same_cause(stage)
+        finding = _unexplained(trial, stage, self.edits, self.work)
+        same_cause = self._same_cause(finding)
         if same_cause is not None:
             self._add_following(same_cause, stage)
             return
-        finding = _unexplained(trial, stage, self.edits, self.work)
         pattern: Edits = ()
         if finding.description is not None:
             pattern = injected_pattern(trial, stage, self.edits, finding.description.patterns)
@@ -330,17 +340,21 @@ class _PartSearch:
         self.findings.append(_with_stages(finding, stages_explained, pattern))
         self.edits = (*self.edits, *pattern)
 
-    def _same_cause(self, stage: str) -> int | None:
+    def _same_cause(self, finding: Finding) -> int | None:
         """Return the number of the finding that a wrong stage belongs to; None if it has one of its
         own.
 
-        What no known bug explains in one call, and again in a later one, is one cause.
+        What no known bug explains in one call, and again in a later one, is one cause, unless a
+        pattern explains the first and no pattern of its kind the second.
         """
-        known = stage_named(stage)
-        for number, finding in enumerate(self.findings):
-            earlier = stage_named(finding.stage)
-            is_same = (earlier.quantity, earlier.path) == (known.quantity, known.path)
-            if is_same and not finding.edits:
+        known = stage_named(finding.stage)
+        for number, earlier in enumerate(self.findings):
+            stage = stage_named(earlier.stage)
+            if (stage.quantity, stage.path) != (known.quantity, known.path) or earlier.edits:
+                continue
+            if earlier.pattern is None:
+                return number
+            if finding.pattern is not None and finding.pattern.name == earlier.pattern.name:
                 return number
         return None
 

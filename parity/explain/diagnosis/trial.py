@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from parity.explain.diagnosis.absorbed import DeferredHeads
 from parity.explain.diagnosis.bugs import bugs_for, edited_layer, low_products, permuted_heads
 from parity.explain.diagnosis.bugs.record import Edit, Edits, overriding
 from parity.explain.diagnosis.choices import AS_THE_REFERENCE, Choice
@@ -33,6 +34,7 @@ from parity.measure.core.problem import Problem
 from parity.measure.core.stages import STEPS, Stage, Step, stage_named
 from parity.measure.core.trace import RECOUNTS, Reference, nudged, nudged_values, step_of
 from parity.measure.core.unused import without_unused
+from parity.measure.core.weights import is_floating
 
 Form = Callable[[np.ndarray], np.ndarray]
 
@@ -331,29 +333,49 @@ class Trial:
         by_reference = self._of_reference(layer)
         if by_reference:
             return by_reference[index]
-        if layer not in self._layers:
-            self._layers[layer] = self._steps(layer)
-        step = self._run_step(self._layers[layer][index], values, edits=layer[0])
+        if any(edit.is_registered for edit in layer[0]):
+            step = self._run_registered(index, layer, values)
+        else:
+            step = self._run_step(index, layer, values)
         self._keep(index, layer, step)
         return step
 
     def _run_step(
-        self, step: Step, values: Mapping[str, np.ndarray], edits: Edits
+        self, index: int, layer: _Layer, values: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        """Return the stages of a step.
+        """Return the stages of a step of a layer.
 
         Raises:
-            ValueError: if edits do not fit together, or code of a registered bug fails.
+            ValueError: if edits do not fit together.
+        """
+        if layer not in self._layers:
+            self._layers[layer] = self._steps(layer)
+        with np.errstate(all="ignore"):
+            return run(self._layers[layer][index], values)
+
+    def _run_registered(
+        self, index: int, layer: _Layer, values: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """Return the stages of a step of a layer that has a registered bug.
+
+        Raises:
+            ValueError: if edits do not fit together, or code of the bug fails or returns something
+                else than the stages.
         """
         try:
-            with np.errstate(all="ignore"):
-                return run(step, values)
-        except (TimeoutError, ValueError):
+            step = self._run_step(index, layer, values)
+        except (KeyboardInterrupt, TimeoutError, ValueError):
             raise
-        except Exception as error:
-            if any(edit.is_registered for edit in edits):
-                raise ValueError("a registered bug fails") from error
-            raise
+        except BaseException as error:  # code of another package may raise anything
+            raise ValueError("a registered bug fails") from error
+        names = self.steps[index]
+        if not _are_stages(step, names):
+            raise ValueError("a registered bug returns something else than stages")
+        if layer[3] != ALL:
+            names = [name for name in names if stage_named(name).quantity == layer[3]]
+        # A layer with the bug may lack a stage, such as the gate.
+        missing = {name: np.empty(0) for name in names if name not in step}
+        return step | missing
 
     def _of_reference(self, layer: _Layer) -> Sequence[dict[str, np.ndarray]]:
         """Return the stages that the reference already computed for a right layer of lower
@@ -589,6 +611,12 @@ class Trial:
         """Return True if a stage is that of the layer with edits, whatever was observed before."""
         return self.right.agrees(stage, self.observed[stage], edits, self._masked.get(stage))
 
+    def is_computed_from(self, stage: str, names: Collection[str], edits: Edits) -> bool:
+        """Return True if the expected values of a stage depend on some of the observed stages."""
+        others = {name: x for name, x in self.observed.items() if name not in names}
+        without = self.observing(others, self._masked).stage(stage, edits)
+        return not np.array_equal(without, self.stage(stage, edits), equal_nan=True)
+
     def explained(self, stages: Iterable[str], edits: Edits, added: Edits) -> list[str]:
         """Return the stages that are wrong with some edits, and right with more."""
         if not added:
@@ -687,30 +715,25 @@ class WholeTrial(Trial):
                 return False
         return super().agrees(stage, actual, edits, unused, form)
 
-    def _run_step(
-        self, step: Step, values: Mapping[str, np.ndarray], edits: Edits
-    ) -> dict[str, np.ndarray]:
-        """Return the stages of a step.
-
-        Raises:
-            ValueError: if edits do not fit together, or code of a registered bug fails.
-        """
-        try:
-            with np.errstate(all="ignore"):
-                return run(step, values)
-        except (TimeoutError, ValueError):
-            raise
-        except Exception as error:
-            if any(edit.is_registered for edit in edits):
-                raise ValueError("a registered bug fails") from error
-            raise
-
     def _of_reference(self, layer: _Layer) -> Sequence[dict[str, np.ndarray]]:
         edits, dtype, kind, _ = layer
         if self._reference is None or edits or self.choice.overrides or dtype == "float64":
             return ()
         arithmetic = kind or self.choice.arithmetic or self.arithmetic
         return _by_step(self._reference.same_precision(local=False, arithmetic=arithmetic))
+
+
+def _are_stages(step: Any, names: Iterable[str]) -> bool:
+    """Return True for stages by name, of some names: arrays of real numbers or truth values, or
+    deferred heads.
+    """
+    if not isinstance(step, dict) or not step or not step.keys() <= set(names):
+        return False
+    for x in step.values():
+        is_array = isinstance(x, np.ndarray) and (is_floating(x.dtype) or x.dtype.kind in "biu")
+        if not is_array and not isinstance(x, DeferredHeads):
+            return False
+    return True
 
 
 def _size_of(x: np.ndarray) -> float:

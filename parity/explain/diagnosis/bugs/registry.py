@@ -6,7 +6,10 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
 
 from mha_spec import AttentionSpec, InputError, InputTypeError
 from parity.explain.diagnosis.bugs.record import Edit, Override
@@ -63,7 +66,10 @@ class OwnBug:
             edit = spec_edit(case.spec, wrong)
         elif isinstance(wrong, Mapping):
             _check_overrides(self.name, wrong)
-            edit = Edit(overrides=dict(wrong))
+            overrides = {
+                method: partial(_with_copies, override) for method, override in wrong.items()
+            }
+            edit = Edit(overrides=overrides)
         else:
             rule = "return an AttentionSpec, overrides of the reference by method, or None"
             raise InputTypeError(f"the edit of {self.name}", rule, type(wrong).__name__)
@@ -76,6 +82,27 @@ class OwnBug:
             stages=self.stages,
             is_registered=True,
         )
+
+
+def _with_copies(override: Override, layer: Layer, original: Any, *inputs: Any) -> Any:
+    """Call an override with copies of arrays, which it may change in place.
+
+    The layer's own arrays are those of the problem, or are shared with other edits.
+    """
+
+    def copying(*values: Any) -> Any:
+        return _copied(original(*values))
+
+    return override(layer, copying, *[_copied(value) for value in inputs])
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of an array, or of each array by name; other values as they are."""
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, Mapping):
+        return {name: _copied(x) for name, x in value.items()}
+    return value
 
 
 def _check_overrides(name: str, overrides: Mapping[str, Override]) -> None:
@@ -193,7 +220,7 @@ def own_bugs(case: Case) -> Iterator[Edit]:
     does not need it.
     """
     load_entry_points()
-    for bug in OWN_BUGS.values():
+    for bug in tuple(OWN_BUGS.values()):  # an edit may register more
         try:
             edit = bug.edit_of(case)
         except KeyboardInterrupt:  # of the user

@@ -363,6 +363,38 @@ def test_mask_wrong_only_in_later_calls():
     assert finding.follows == ("step1.attn_weights", "step2.attn_weights")
 
 
+def test_stages_follow_the_finding_that_they_read():
+    """A stage that was not computed from wrong values follows the finding of these values, also if
+    another bug is found between them.
+    """
+    problem = make_problem(CASE_OF["cached"], "float32")
+    observed = observed_in(problem, [bug(CASE_OF["cached"], "out_proj-bias-missing")])
+    observed = {name: x for name, x in observed.items() if not stage_named(name).path}
+    caches = tuple(name for name in observed if name.endswith("cache.values"))
+    for name in observed:
+        if name.endswith(".v"):
+            observed[name] = observed[name][:, ::-1].copy()
+    of_values, of_output = diagnose(observed, problem).findings
+    assert (of_values.bugs, of_values.follows) == (("v-heads-reversed",), caches)
+    assert (of_output.bugs, of_output.follows) == (("out_proj-bias-missing",), ())
+
+
+@pytest.mark.parametrize("wrong", ["noise", "NaN"])
+def test_other_cause_in_a_later_call_is_another_finding(wrong):
+    """A pattern of one call hides no stage of a later one that it does not explain."""
+    problem = make_problem(CASE_OF["cached"], "float32")
+    observed = observed_in(problem)
+    observed = {name: x for name, x in observed.items() if name.endswith("scores")}
+    noise = np.random.default_rng(0).standard_normal(observed["step1.scores"].shape, np.float32)
+    observed["step0.scores"] = observed["step0.scores"] * np.float32(1.37)
+    observed["step1.scores"] = noise if wrong == "noise" else np.full_like(noise, np.nan)
+    diagnosis = diagnose(observed, problem)
+    factor, unknown = diagnosis.findings
+    assert diagnosis.kind == "unknown"
+    assert (factor.pattern.name, factor.follows) == ("factor", ())
+    assert (unknown.stage, unknown.pattern) == ("step1.scores", None)
+
+
 def test_two_bugs_need_observed_stages():
     """Two bugs are named from all stages, but are unknown from the output alone."""
     case = CASE_OF["mha"]

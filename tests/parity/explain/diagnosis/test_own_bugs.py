@@ -158,14 +158,88 @@ def stages_with_warning(name):
         return stages_with(name)
 
 
-@pytest.mark.parametrize("wrong", [fails, lambda *_: 3, lambda *_: {"attn_weights": np.ones(2)}])
-def test_override_that_fails_explains_nothing(wrong):
-    """An override that fails, or returns something else than the stage, does not end a diagnosis."""
-    register("broken", edit=lambda spec: {"attn_weights": wrong}, stages=["attn_weights"])
+def exits(*_):
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize("method", ["attn_weights", "steps"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        fails,
+        exits,
+        lambda *_: 3,
+        lambda *_: {},
+        lambda *_: {"attn_weights": "none"},
+        lambda *_: {"attn_weights": np.ones(2)},
+    ],
+)
+def test_override_that_fails_explains_nothing(method, wrong):
+    """An override that fails, or returns something else than the stage, does not end a diagnosis,
+    also if no bug explains the stages.
+    """
+    register("broken", edit=lambda spec: {method: wrong}, stages=["attn_weights"])
     register()
     stages = stages_with("scale-by-heads")
     assert parity.diagnose(stages, PROBLEM).likely_bug == "scale-by-heads"
     assert parity.diagnose({"output": stages["output"]}, PROBLEM).likely_bug == "scale-by-heads"
+    noise = np.random.default_rng(0).standard_normal(stages["output"].shape, np.float32)
+    assert parity.diagnose({"output": noise}, PROBLEM).kind == "unknown"
+
+
+def doubled(layer, original, *inputs):
+    """Double what a method returns, in place, and then its inputs."""
+    result = original(*inputs)
+    values = result.values() if isinstance(result, dict) else [result]
+    for x in (*values, *(x for x in inputs if isinstance(x, np.ndarray))):
+        x *= 2
+    return result
+
+
+@pytest.mark.parametrize("method", ["parameter", "split_heads", "attn_weights"])
+def test_override_changes_copies(method):
+    """An override that changes arrays in place changes neither the problem, nor observed stages,
+    nor the reference of other bugs.
+    """
+    problem = parity.make_problem("gqa-causal", "float64")
+    layer = edited_layer(problem, "float64", [])
+    right = {name: x.copy() for name, x in run_steps(layer.steps()).items()}
+    register(edit=lambda spec: {method: doubled}, stages=["q", "attn_weights"])
+    register("never", edit=lambda spec: {"scale": lambda *_: 3.0})
+    (bug,) = (bug for bug in bugs_for(problem.case) if bug.name == "scale-by-heads")
+    stages = run_steps(edited_layer(problem, "float64", [bug]).steps())
+    observed = {name: x.copy() for name, x in stages.items()}
+    assert parity.diagnose(observed, problem).is_wrong
+    for name, x in run_steps(edited_layer(problem, "float64", []).steps()).items():
+        np.testing.assert_array_equal(x, right[name])
+        np.testing.assert_array_equal(observed[name], stages[name])
+
+
+def test_layer_with_a_bug_may_lack_a_stage():
+    """A specification without the gate explains a layer whose gate was recorded but not used."""
+    problem = parity.make_problem("gate", "float32")
+    register("gate-dropped", edit=lambda spec: replace(spec, gate=None), stages=["context"])
+    (bug,) = (bug for bug in bugs_for(problem.case) if bug.name == "gate-dropped")
+    stages = run_steps(edited_layer(problem, "float32", [bug]).steps())
+    assert "gate" not in stages
+    (finding,) = parity.diagnose(stages, problem).findings
+    assert "the scale is 1 / N instead of 1 / sqrt(H)" in finding.others
+    right = run_steps(edited_layer(problem, "float32", []).steps())
+    (finding,) = parity.diagnose({**stages, "gate": right["gate"]}, problem).findings
+    assert finding.bugs == ("gate-missing",)
+
+
+def test_edit_may_register_a_bug():
+    """An edit that registers another bug does not end a diagnosis."""
+
+    def registering(spec):
+        register("another")
+
+    register("first", edit=registering)
+    register()
+    stages = stages_with("scale-by-heads")
+    registry.OWN_BUGS.pop("another")
+    assert parity.diagnose(stages, PROBLEM).likely_bug == "scale-by-heads"
 
 
 class EntryPoint:
