@@ -1,0 +1,60 @@
+"""Attention block by block as a part of a layer: every mistake, with blocks of every size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from parity.explain.diagnosis.bugs import families as of
+from parity.explain.diagnosis.bugs.blocks import (
+    OF_CAUSAL,
+    OF_KEYS,
+    OF_PADDING,
+    OF_ROWS,
+    SIZES,
+    BlockMistake,
+    in_blocks,
+    weights_in_blocks,
+)
+from parity.explain.diagnosis.bugs.record import Changed
+from parity.explain.diagnosis.laws.changes import Part
+from parity.measure.core.problem import Problem
+
+Edit = Callable[[BlockMistake, int, int], Changed]
+
+
+def blocks(problem: Problem, quantity: str) -> Iterator[Part]:
+    """Yield the mistakes of a kernel that attends block by block.
+
+    Args:
+        problem: with the case.
+        quantity: of the stage; attention weights are those that the kernel returns.
+    """
+    case = problem.case
+    if case.is_cached or quantity not in ("attn_weights", "context", "output"):
+        return
+    edit = weights_in_blocks if quantity == "attn_weights" else in_blocks
+    key_sizes = [size for size in SIZES if size < case.key_len]
+    row_sizes = [size for size in SIZES if size < case.seq_len]
+    of_keys = list(OF_KEYS)
+    if case.key_padding_lengths is not None:
+        of_keys += OF_PADDING
+    for mistake in of_keys:
+        for size in key_sizes:
+            yield _part(edit, mistake, case.seq_len, size)
+    for mistake in OF_ROWS:
+        for size in row_sizes:
+            yield _part(edit, mistake, size, case.key_len)
+    for mistake in OF_CAUSAL if case.is_causal else ():
+        for key_size in key_sizes:
+            for row_size in row_sizes:
+                yield _part(edit, mistake, row_size, key_size)
+
+
+def _part(edit: Edit, mistake: BlockMistake, rows: int, keys: int) -> Part:
+    if mistake in OF_ROWS:
+        sizes = f"in blocks of {rows} queries"
+    elif mistake.depends_on_rows:
+        sizes = f"in blocks of {rows} queries and {keys} keys"
+    else:
+        sizes = f"in blocks of {keys} keys"
+    return f"{sizes}, {mistake.words}", edit(mistake, rows, keys), of.BLOCKS
