@@ -2,7 +2,7 @@
 that are visited, and their masks.
 
 A kernel visits blocks of keys for each block of queries. It keeps the highest score so far, and
-rescales its sums whenever that rises. Each mistake here is one wrong line of that loop. It is
+rescales its sums whenever that rises. Each bug here is one wrong line of that loop. It is
 described by the weights with which the kernel adds up values, which need not sum to 1.
 """
 
@@ -125,7 +125,7 @@ class CausalBlock:
 
 
 @dataclass(frozen=True)
-class BlockMistake:
+class BlockBug:
     """A wrong line in the loop over blocks.
 
     Attributes:
@@ -153,69 +153,67 @@ class BlockMistake:
 
 
 OF_KEYS = (
-    BlockMistake("the sum is not rescaled when a later block has a higher score", of_sum=one),
-    BlockMistake(
-        "the values are not rescaled when a later block has a higher score", of_values=one
-    ),
-    BlockMistake(
+    BlockBug("the sum is not rescaled when a later block has a higher score", of_sum=one),
+    BlockBug("the values are not rescaled when a later block has a higher score", of_values=one),
+    BlockBug(
         "nothing is rescaled when a later block has a higher score", of_sum=one, of_values=one
     ),
-    BlockMistake(
+    BlockBug(
         "earlier blocks are rescaled by the inverse factor", of_sum=inverse, of_values=inverse
     ),
-    BlockMistake(
+    BlockBug(
         "the highest score is not kept, so only the last block counts", of_sum=zero, of_values=zero
     ),
-    BlockMistake("the shorter last block of keys is left out", key_blocks=whole_blocks),
-    BlockMistake("the last block of keys is left out", key_blocks=all_but_last),
-    BlockMistake("the first block of keys is left out", key_blocks=all_but_first),
-    BlockMistake("blocks of keys overlap by one key, which counts twice", key_blocks=overlapping),
-    BlockMistake("the last key of each block is left out", key_blocks=with_gaps),
+    BlockBug("the shorter last block of keys is left out", key_blocks=whole_blocks),
+    BlockBug("the last block of keys is left out", key_blocks=all_but_last),
+    BlockBug("the first block of keys is left out", key_blocks=all_but_first),
+    BlockBug("blocks of keys overlap by one key, which counts twice", key_blocks=overlapping),
+    BlockBug("the last key of each block is left out", key_blocks=with_gaps),
 )
 """Mistakes for which the blocks of queries do not matter."""
 
 OF_ROWS = (
-    BlockMistake("the shorter last block of queries is left out", row_blocks=whole_blocks),
-    BlockMistake("the last block of queries is left out", row_blocks=all_but_last),
+    BlockBug("the shorter last block of queries is left out", row_blocks=whole_blocks),
+    BlockBug("the last block of queries is left out", row_blocks=all_but_last),
 )
 
 OF_CAUSAL = (
-    BlockMistake(
+    BlockBug(
         "blocks on the diagonal are not masked: only whole later blocks are hidden",
         causal=CausalBlock.by_whole_blocks,
     ),
-    BlockMistake("blocks on the diagonal are left out", causal=CausalBlock.without_diagonal),
-    BlockMistake(
+    BlockBug("blocks on the diagonal are left out", causal=CausalBlock.without_diagonal),
+    BlockBug(
         "every block is masked as if it were on the diagonal", causal=CausalBlock.by_local_indices
     ),
-    BlockMistake(
+    BlockBug(
         "the causal mask counts keys from the beginning of their block",
         causal=CausalBlock.by_local_keys,
     ),
-    BlockMistake(
+    BlockBug(
         "the causal mask counts queries from the beginning of their block",
         causal=CausalBlock.by_local_rows,
     ),
 )
 
 OF_PADDING = (
-    BlockMistake("lengths are counted from the beginning of each block", has_local_padding=True),
+    BlockBug("lengths are counted from the beginning of each block", has_local_padding=True),
 )
 
 
 def blocks(case: Case) -> Iterator[Bug]:
-    """Yield the mistakes of a kernel with blocks of `NAMED_SIZE` keys."""
+    """Yield the bugs of a kernel with blocks of `NAMED_SIZE` keys."""
     if case.is_cached or case.not_finite or case.spec.sinks or _visible_keys(case) <= NAMED_SIZE:
         return
     bug = BLOCKS.seen_in("context", "module.output")
-    for name, mistake in (
+    for name, block_bug in (
         ("sum-not-rescaled", OF_KEYS[0]),
         ("values-not-rescaled", OF_KEYS[1]),
         ("last-left-out", OF_KEYS[6]),
         ("overlapping", OF_KEYS[8]),
     ):
-        change = in_blocks(mistake, NAMED_SIZE, NAMED_SIZE)
-        about = f"in blocks of {NAMED_SIZE} keys, {mistake.words}"
+        change = in_blocks(block_bug, NAMED_SIZE, NAMED_SIZE)
+        about = f"in blocks of {NAMED_SIZE} keys, {block_bug.words}"
         yield bug(f"blocks-{name}", about, change.in_reference)
 
 
@@ -229,50 +227,50 @@ def _visible_keys(case: Case) -> int:
     return count
 
 
-def in_blocks(mistake: BlockMistake, rows: int, keys: int) -> Changed:
-    """Return the layer whose context is computed in blocks, with a mistake."""
+def in_blocks(block_bug: BlockBug, rows: int, keys: int) -> Changed:
+    """Return the layer whose context is computed in blocks, with a bug."""
 
     def weighed(layer: Layer, original: Override, values: Values) -> Any:
         return original(
-            {**values, "attn_weights": kernel_weights(layer, values, mistake, rows, keys)}
+            {**values, "attn_weights": kernel_weights(layer, values, block_bug, rows, keys)}
         )
 
     return Changed({"weighed": weighed})
 
 
-def weights_in_blocks(mistake: BlockMistake, rows: int, keys: int) -> Changed:
-    """Return the layer whose attention weights are computed in blocks, with a mistake."""
+def weights_in_blocks(block_bug: BlockBug, rows: int, keys: int) -> Changed:
+    """Return the layer whose attention weights are computed in blocks, with a bug."""
 
     def attn_weights(layer: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
-        return {"attn_weights": kernel_weights(layer, values, mistake, rows, keys)}
+        return {"attn_weights": kernel_weights(layer, values, block_bug, rows, keys)}
 
     return Changed({"attn_weights": attn_weights})
 
 
 def kernel_weights(
-    layer: Layer, values: Values, mistake: BlockMistake, row_size: int, key_size: int
+    layer: Layer, values: Values, block_bug: BlockBug, row_size: int, key_size: int
 ) -> np.ndarray:
     """Return the weights with which a kernel adds up values, (B, N, T, S).
 
     Raises:
-        ValueError: if the mistake changes nothing, because no block is cut or rescaled.
+        ValueError: if the bug changes nothing, because no block is cut or rescaled.
     """
     a, case = layer.arithmetic, layer.problem.case
     scores = a.widen(values["scores"])
     hidden = np.broadcast_to(values["mask"], scores.shape)
-    if mistake.causal is not None:
+    if block_bug.causal is not None:
         hidden = np.broadcast_to(_without_causality(layer), scores.shape)
-    if mistake.has_local_padding:
+    if block_bug.has_local_padding:
         hidden = np.broadcast_to(_without_padding(layer), scores.shape)
     weights = np.zeros_like(scores)
-    for rows in mistake.row_blocks(scores.shape[2], row_size):
+    for rows in block_bug.row_blocks(scores.shape[2], row_size):
         highest, total = _beginning(layer, scores, len(rows))
         of_rows = np.zeros_like(scores[:, :, rows])
-        for keys in mistake.key_blocks(scores.shape[3], key_size):
+        for keys in block_bug.key_blocks(scores.shape[3], key_size):
             is_hidden = hidden[:, :, rows][..., keys]
-            if mistake.causal is not None:
-                is_hidden = is_hidden | mistake.causal(CausalBlock(rows, keys))
-            if mistake.has_local_padding and case.key_padding_lengths is not None:
+            if block_bug.causal is not None:
+                is_hidden = is_hidden | block_bug.causal(CausalBlock(rows, keys))
+            if block_bug.has_local_padding and case.key_padding_lengths is not None:
                 lengths = np.array(case.key_padding_lengths)[:, None, None, None]
                 is_hidden = is_hidden | layer.is_padding(keys - keys[0], lengths)
             visible = np.where(is_hidden, -np.inf, scores[:, :, rows][..., keys])
@@ -280,14 +278,14 @@ def kernel_weights(
             finite = np.where(np.isfinite(higher), higher, 0.0).astype(scores.dtype)
             exponentials = np.exp(visible - finite)
             factor = np.exp(highest - finite)
-            total = mistake.of_sum(factor) * total + exponentials.sum(axis=-1, keepdims=True)
-            of_rows = mistake.of_values(factor) * of_rows
+            total = block_bug.of_sum(factor) * total + exponentials.sum(axis=-1, keepdims=True)
+            of_rows = block_bug.of_values(factor) * of_rows
             of_rows[..., keys] += exponentials
             highest = higher
         weights[:, :, rows] = of_rows / np.where(total == 0.0, 1.0, total)
     right = Layer.attn_weights(layer, values)["attn_weights"]
     if np.allclose(weights, right, rtol=0.0, atol=SAME, equal_nan=True):
-        raise ValueError("the mistake does not show in these blocks")
+        raise ValueError("the bug does not show in these blocks")
     return a.keep(weights)
 
 

@@ -312,7 +312,7 @@ def _softmax_by_steps(cut: Cut) -> Override:
 
 
 def _of_scores(case: Case, dtype: str, cut: Cut) -> Iterator[Bug]:
-    """Yield the forms of scores whose inputs are rounded, too."""
+    """Yield scores whose queries and keys are rounded as well."""
     for words, rounds_queries, rounds_keys, scales_first, rounds_result in (
         ("queries are", True, False, False, False),
         ("keys are", False, True, False, False),
@@ -341,7 +341,7 @@ def _of_scores(case: Case, dtype: str, cut: Cut) -> Iterator[Bug]:
 
 @dataclass(frozen=True)
 class _ProductRounding:
-    """What is rounded in the products of queries and keys.
+    """The rounded parts of products of queries and keys.
 
     Attributes:
         cut: rounds.

@@ -1,4 +1,4 @@
-"""Attention block by block as a part of a layer: every mistake, with blocks of every size."""
+"""Attention block by block as a part of a layer: every bug, with blocks of every size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from parity.explain.diagnosis.bugs.blocks import (
     OF_PADDING,
     OF_ROWS,
     SIZES,
-    BlockMistake,
+    BlockBug,
     in_blocks,
     weights_in_blocks,
 )
@@ -19,11 +19,11 @@ from parity.explain.diagnosis.bugs.record import Changed
 from parity.explain.diagnosis.laws.changes import Part
 from parity.measure.core.problem import Problem
 
-Edit = Callable[[BlockMistake, int, int], Changed]
+Edit = Callable[[BlockBug, int, int], Changed]
 
 
 def blocks(problem: Problem, quantity: str) -> Iterator[Part]:
-    """Yield the mistakes of a kernel that attends block by block.
+    """Yield the bugs of a kernel that attends block by block.
 
     Args:
         problem: with the case.
@@ -38,23 +38,23 @@ def blocks(problem: Problem, quantity: str) -> Iterator[Part]:
     of_keys = list(OF_KEYS)
     if case.key_padding_lengths is not None:
         of_keys += OF_PADDING
-    for mistake in of_keys:
+    for block_bug in of_keys:
         for size in key_sizes:
-            yield _part(edit, mistake, case.seq_len, size)
-    for mistake in OF_ROWS:
+            yield _part(edit, block_bug, case.seq_len, size)
+    for block_bug in OF_ROWS:
         for size in row_sizes:
-            yield _part(edit, mistake, size, case.key_len)
-    for mistake in OF_CAUSAL if case.is_causal else ():
+            yield _part(edit, block_bug, size, case.key_len)
+    for block_bug in OF_CAUSAL if case.is_causal else ():
         for key_size in key_sizes:
             for row_size in row_sizes:
-                yield _part(edit, mistake, row_size, key_size)
+                yield _part(edit, block_bug, row_size, key_size)
 
 
-def _part(edit: Edit, mistake: BlockMistake, rows: int, keys: int) -> Part:
-    if mistake in OF_ROWS:
+def _part(edit: Edit, block_bug: BlockBug, rows: int, keys: int) -> Part:
+    if block_bug in OF_ROWS:
         sizes = f"in blocks of {rows} queries"
-    elif mistake.depends_on_rows:
+    elif block_bug.depends_on_rows:
         sizes = f"in blocks of {rows} queries and {keys} keys"
     else:
         sizes = f"in blocks of {keys} keys"
-    return f"{sizes}, {mistake.words}", edit(mistake, rows, keys), of.BLOCKS
+    return f"{sizes}, {block_bug.words}", edit(block_bug, rows, keys), of.BLOCKS

@@ -24,7 +24,7 @@ NEAR = 0.02
 """The tolerance for the numbers of an order of heads, and for a theta that is only rounded."""
 
 CONVINCING = 1000.0
-"""The error, in multiples of what is allowed, that one fitted number does not remove by chance."""
+"""The error, in multiples of the tolerance, that one fitted number does not remove by chance."""
 
 ONE_FAMILY = {
     "rope unscaled": of.SCALING,
