@@ -32,7 +32,9 @@ def blocks(problem: Problem, quantity: str) -> Iterator[Part]:
     case = problem.case
     if case.is_cached or quantity not in ("attn_weights", "context", "output"):
         return
-    edit = weights_in_blocks if quantity == "attn_weights" else in_blocks
+    edit = in_blocks
+    if quantity == "attn_weights":
+        edit = weights_in_blocks
     key_sizes = [size for size in SIZES if size < case.key_len]
     row_sizes = [size for size in SIZES if size < case.seq_len]
     of_keys = list(OF_KEYS)
@@ -44,7 +46,9 @@ def blocks(problem: Problem, quantity: str) -> Iterator[Part]:
     for block_bug in OF_ROWS:
         for size in row_sizes:
             yield _part(edit, block_bug, size, case.key_len)
-    for block_bug in OF_CAUSAL if case.is_causal else ():
+    if not case.is_causal:
+        return
+    for block_bug in OF_CAUSAL:
         for key_size in key_sizes:
             for row_size in row_sizes:
                 yield _part(edit, block_bug, row_size, key_size)

@@ -50,17 +50,39 @@ def cache_parts(problem: Problem, quantity: str) -> Iterator[Part]:
 # ---- Writes --------------------------------------------------------------------------------------
 
 
+def one_late(before: np.ndarray) -> np.ndarray:
+    return before + 1
+
+
+def one_late_in_steps(before: np.ndarray) -> np.ndarray:
+    return before + (before > 0)
+
+
+def one_early_in_steps(before: np.ndarray) -> np.ndarray:
+    return np.maximum(before - 1, 0)
+
+
+def of_first_sequence(before: np.ndarray) -> np.ndarray:
+    return np.full_like(before, before[0])
+
+
+def of_longest_sequence(before: np.ndarray) -> np.ndarray:
+    return np.full_like(before, before.max())
+
+
+SLOTS: dict[str, Slots] = {
+    "one slot late": one_late,
+    "one slot late after the first call": one_late_in_steps,
+    "one slot early after the first call": one_early_in_steps,
+    "from slot 0 on in every call": np.zeros_like,
+    "into the slots of the first sequence": of_first_sequence,
+    "into the slots of the longest sequence": of_longest_sequence,
+}
+
+
 def _of_writes(problem: Problem, names: tuple[str, ...], whose: str) -> Iterator[Part]:
     capacity = problem.case.capacity
-    slots: dict[str, Slots] = {
-        "one slot late": lambda before: before + 1,
-        "one slot late after the first call": lambda before: before + (before > 0),
-        "one slot early after the first call": lambda before: np.maximum(before - 1, 0),
-        "from slot 0 on in every call": np.zeros_like,
-        "into the slots of the first sequence": lambda before: np.full_like(before, before[0]),
-        "into the slots of the longest sequence": lambda before: np.full_like(before, before.max()),
-    }
-    for words, change in slots.items():
+    for words, change in SLOTS.items():
         yield (
             f"{whose} are cached {words}",
             _writing(names, _into_slots(change, capacity)),
@@ -265,17 +287,27 @@ def _reading(
 def _of_lengths(problem: Problem) -> Iterator[Part]:
     """Yield lengths of a cache that count other tokens; positions and masks follow them."""
     case = problem.case
+
+    def with_padding(call: int) -> np.ndarray:
+        return np.full(case.batch, case.chunks[call])
+
+    def one_less(call: int) -> np.ndarray:
+        return np.maximum(np.array(case.added(call)) - 1, 1)
+
+    def one(_: int) -> np.ndarray:
+        return np.ones(case.batch, int)
+
+    def one_more(call: int) -> np.ndarray:
+        return np.array(case.added(call)) + 1
+
     counts: dict[str, Callable[[int], np.ndarray]] = {
-        "padding counts as cached": lambda call: np.full(case.batch, case.chunks[call]),
-        "each call counts one token less than it has": lambda call: np.maximum(
-            np.array(case.added(call)) - 1, 1
-        ),
-        "each call counts one token": lambda call: np.ones(case.batch, int),
-        "each call counts one token more than it has": lambda call: np.array(case.added(call)) + 1,
+        "padding counts as cached": with_padding,
+        "each call counts one token less than it has": one_less,
+        "each call counts one token": one,
+        "each call counts one token more than it has": one_more,
     }
     for words, count in counts.items():
-        caches_all = words.startswith("padding")
-        changed = _counting(count, caches_all=caches_all)
+        changed = _counting(count, caches_all=count is with_padding)
         yield f"the length of the cache is wrong: {words}", changed, of.CACHE_LENGTHS
 
 

@@ -24,8 +24,11 @@ Standardise = Callable[[np.ndarray, Norm], np.ndarray]
 WHOSE = {"qk": "queries and keys", "q": "queries", "k": "keys"}
 
 
-def _centered(x: np.ndarray, norm: Norm) -> np.ndarray:
-    return x - x.mean(axis=-1, keepdims=True) if norm.kind == "layer" else x
+def _centered(x: np.ndarray, norm: Norm, axis: int = -1) -> np.ndarray:
+    """Subtract the mean, if the norm does."""
+    if norm.kind != "layer":
+        return x
+    return x - x.mean(axis=axis, keepdims=True)
 
 
 def by_mean_square(x: np.ndarray, norm: Norm) -> np.ndarray:
@@ -40,13 +43,13 @@ def by_sum(x: np.ndarray, norm: Norm) -> np.ndarray:
 
 def over_tokens(x: np.ndarray, norm: Norm) -> np.ndarray:
     """Normalize (B, N, T, H), or (B, T, width), over the tokens of a sequence."""
-    x = x - x.mean(axis=-2, keepdims=True) if norm.kind == "layer" else x
+    x = _centered(x, norm, axis=-2)
     return x / np.sqrt((x * x).mean(axis=-2, keepdims=True) + norm.eps)
 
 
 def over_heads(x: np.ndarray, norm: Norm) -> np.ndarray:
     """Normalize (B, N, T, H) over the heads."""
-    x = x - x.mean(axis=1, keepdims=True) if norm.kind == "layer" else x
+    x = _centered(x, norm, axis=1)
     return x / np.sqrt((x * x).mean(axis=1, keepdims=True) + norm.eps)
 
 
@@ -98,7 +101,9 @@ def norm_numbers(tried: Tried, problem: Problem) -> Iterator[Law]:
     for name, whose in (("q", "queries"), ("k", "keys")):
         number = Number("eps", name, norm.eps, EPSILONS, _eps_of(name))
         fitted = Fitted(tried, number)
-        for value in fitted.values() if fitted.has_effect() else ():
+        if not fitted.has_effect():
+            continue
+        for value in fitted.values():
             if value is None:
                 continue
             wrong, right = readable_apart(value, norm.eps)
@@ -112,7 +117,9 @@ def _eps_of(name: str) -> Callable[[float], Changed]:
     def changed(eps: float) -> Changed:
         def norm(_: Any, original: Override, which: str) -> Norm | None:
             right = original(which)
-            return replace(right, eps=eps) if which == name and right is not None else right
+            if which != name or right is None:
+                return right
+            return replace(right, eps=eps)
 
         return Changed({"norm": norm})
 

@@ -40,7 +40,6 @@ ONE_FAMILY = {
     "dropout": of.DROPOUT,
     "rounded": of.PRECISION,
     "tokens and features": of.QK_NORM,
-    "multiple": of.FACTOR,
     "lost rows": of.LOST,
 }
 """Patterns that belong to one family, in any stage."""
@@ -290,8 +289,10 @@ def _of_mask(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
 
 def _of_mixture(law: Law, _: Seen, __: AttentionSpec) -> Families:
     mixture = np.array(law.numbers["heads"])
-    if np.abs(mixture - np.diag(np.diag(mixture))).max() < NEAR:
-        return (of.FACTOR,)
+    factors = np.diag(mixture)
+    if np.abs(mixture - np.diag(factors)).max() < NEAR:
+        is_lost = bool((np.minimum(np.abs(factors), np.abs(factors - 1.0)) < NEAR).all())
+        return (of.LOST,) if is_lost else (of.FACTOR,)
     places = np.abs(mixture) > 0.5
     is_order = (places.sum(axis=0) == 1).all() and (places.sum(axis=1) == 1).all()
     return (of.HEAD_ORDER,) if is_order and np.abs(mixture - places).max() < NEAR else ()

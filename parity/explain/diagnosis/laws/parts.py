@@ -107,7 +107,12 @@ def _multiplied(tried: Tried, problem: Problem, name: str) -> Iterator[Law]:
         numbers = {"weight": name, "factor": times}
         law = Law("multiple", words, numbers, int(times not in TIMES), change=number.made(times))
         family = changes.family_of(name)
-        yield with_families(law, problem.spec, of.FACTOR if family is of.SWAPPED else family)
+        if family is of.SWAPPED:
+            # Without its weights, any stage may be lost.
+            families = [of.FACTOR] if times else []
+        else:
+            families = [family]
+        yield with_families(law, problem.spec, *families)
 
 
 def _met(tried: Tried, problem: Problem) -> Iterator[Law]:

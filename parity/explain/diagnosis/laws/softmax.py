@@ -74,7 +74,8 @@ def _numbers(problem: Problem) -> Iterator[Entry]:
         "{} is added to the sum of the softmax, after the highest score is subtracted",
         of.SOFTMAX,
     )
-    if not problem.spec.sinks:
+    # In a cache, the same number is that of a visible empty slot.
+    if not (problem.spec.sinks or case.is_cached):
         yield _entry(
             "exponential",
             SUMMANDS,
@@ -99,25 +100,31 @@ def _of_scores(change: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Change
 
     def attn_weights(layer: Layer, original: Override, values: Values) -> Any:
         scores, mask = layer.arithmetic.widen(values["scores"]), values["mask"]
-        return original({**values, "scores": change(scores, mask), "mask": np.zeros_like(mask)})
+        wrong = change(scores, mask).astype(scores.dtype)
+        return original({**values, "scores": wrong, "mask": np.zeros_like(mask)})
 
     return Changed({"attn_weights": attn_weights})
 
 
 def _filled(score: float) -> Changed:
-    return _of_scores(lambda scores, mask: np.where(mask, scores.dtype.type(score), scores))
+    def filled(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        return np.where(mask, score, scores)
+
+    return _of_scores(filled)
 
 
 def _added(penalty: float) -> Changed:
-    return _of_scores(lambda scores, mask: scores + scores.dtype.type(penalty) * mask)
+    def added(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        return scores + penalty * mask
+
+    return _of_scores(added)
 
 
 def _raised_after_mask(lowest: float) -> Changed:
-    return _of_scores(
-        lambda scores, mask: np.maximum(
-            np.where(mask, -np.inf, scores), scores.dtype.type(lowest)
-        ).astype(scores.dtype)
-    )
+    def raised(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        return np.maximum(np.where(mask, -np.inf, scores), lowest)
+
+    return _of_scores(raised)
 
 
 def _limited(largest: float) -> Changed:
@@ -130,12 +137,20 @@ def _limited(largest: float) -> Changed:
 
 def _with_summand(summand: float) -> Changed:
     """Return the layer that adds a number to sums of exponentials relative to the highest."""
-    return _with_larger_sum(lambda highest: np.full_like(highest, summand))
+
+    def added(highest: np.ndarray) -> np.ndarray:
+        return np.full_like(highest, summand)
+
+    return _with_larger_sum(added)
 
 
 def _with_exponential(summand: float) -> Changed:
     """Return the layer that adds a number to sums of exponentials, as by a sink."""
-    return _with_larger_sum(lambda highest: summand * np.exp(-highest))
+
+    def added(highest: np.ndarray) -> np.ndarray:
+        return summand * np.exp(-highest)
+
+    return _with_larger_sum(added)
 
 
 def _with_larger_sum(summand: Callable[[np.ndarray], np.ndarray]) -> Changed:
