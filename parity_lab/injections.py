@@ -328,6 +328,44 @@ def _batch_as_tokens(
     return context.swapaxes(0, 2), attn_weights
 
 
+def _weights_transposed(_: Plan, attention_context: Any, weights: Any, value: Any) -> Any:
+    return attention_context(weights.swapaxes(2, 3), value)
+
+
+def _context_doubled(_: Plan, attention_context: Any, weights: Any, value: Any) -> Any:
+    context = attention_context(weights, value)
+    return context + context
+
+
+def _last_head_lost(plan: Plan, attention_context: Any, weights: Any, value: Any) -> Any:
+    context = attention_context(weights, value)
+    return plan.xp.concatenate([context[:, :-1], context[:, -1:] * 0.0], 1)
+
+
+def _sum_not_rescaled(plan: Plan, attention_context: Any, weights: Any, value: Any) -> Any:
+    """Divide by the sum of a kernel with blocks of 4 keys, which is not rescaled.
+
+    Weights are exponentials relative to the highest score, over their sum. Relative to the highest
+    score so far, those of a block are larger by the ratio of the highest weights.
+    """
+    xp = plan.xp
+    highest = xp.amax(weights, -1)[..., None]
+    so_far, total = xp.zeros_like(highest), xp.zeros_like(highest)
+    for begin in range(0, weights.shape[-1], 4):
+        block = weights[..., begin : begin + 4]
+        so_far = xp.maximum(so_far, xp.amax(block, -1)[..., None])
+        is_visible = so_far > 0.0
+        larger = highest / xp.where(is_visible, so_far, xp.ones_like(so_far))
+        total = total + block.sum(-1)[..., None] * larger
+    total = xp.where(total > 0.0, total, xp.ones_like(total))
+    return attention_context(weights / total, value)
+
+
+def _values_rolled(plan: Plan, project_qkv: Any, *inputs: Any) -> Any:
+    q, k, v = project_qkv(*inputs)
+    return q, k, plan.xp.roll(v, 1, 2)
+
+
 def _as_the_formula(plan: Plan, *_: Any) -> Any:
     """Return a kernel that attends by the formula, in which a hidden NaN times 0 is NaN."""
 
@@ -409,6 +447,11 @@ INJECTIONS: dict[str, Injection] = {
     "sinks-ignored": breaking(masked_softmax=_without_sinks),
     "score-bias-missing": breaking(attention_scores=_unbiased),
     "batch-as-tokens": breaking(attend=_batch_as_tokens),
+    "attn-weights-transposed": breaking(attention_context=_weights_transposed),
+    "values-of-token-before": breaking(project_qkv=_values_rolled),
+    "context-doubled": breaking(attention_context=_context_doubled),
+    "last-head-lost": breaking(attention_context=_last_head_lost),
+    "blocks-sum-not-rescaled": breaking(attention_context=_sum_not_rescaled),
     "softmax-over-queries": _of_masked(_over_queries),
     "softmax-twice": _of_masked(
         lambda xp, softmax, scores, mask: softmax(softmax(scores, mask), None)

@@ -88,6 +88,7 @@ A_FUNCTION_EACH = (
         "padding-ignored",
     ),
     *("mask-flipped", "nan-leaks", "value-padding-combined", "gate-missing", "residual-added"),
+    "blocks-sum-not-rescaled",
 )
 FIRST = {
     each

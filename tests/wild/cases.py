@@ -37,6 +37,7 @@ LAYERS = {
     "cross-narrow": (AttentionSpec(24, 3, d_kv=16), {"seq_len": 5, "seq_len_k": 7}),
     "cross-square": (AttentionSpec(24, 3), {"seq_len": 6, "seq_len_k": 6}),
     "causal-padded": (AttentionSpec(24, 3), {"seq_len": 6, "key_padding_lengths": (6, 4), **CAUSAL}),
+    "causal-cross": (AttentionSpec(24, 3), {"seq_len": 6, "seq_len_k": 6, "key_padding_lengths": (6, 3), **CAUSAL}),
     "empty-rows": (AttentionSpec(24, 3), {"batch": 3, "seq_len": 5, "key_padding_lengths": (5, 0, 3)}),
     "random-mask": (AttentionSpec(24, 3), {"seq_len": 7, "random_mask": True}),
     "gqa": (AttentionSpec(32, 4, num_kv_heads=2), {"seq_len": 6, **CAUSAL}),

@@ -1,13 +1,13 @@
 """Name the bug that explains a difference from the reference.
 
-The reference is run again with one bug, or one change fitted to the data, at a time. An explanation
-counts only if the changed reference reproduces the observed stages up to rounding.
+The reference is run again with one edit at a time: a known bug, or a change that was fitted to the
+data. An edit explains a stage only if the edited reference reproduces what was observed, up to
+rounding.
 
-- `Bug` (`bugs`): a known bug: what it overrides in the reference, and its page in
-  `parity/bugs`.
-- `Trial` (`trial`): the reference, run again from a stage on with a bug in it.
-- `Diagnosis` (`verdicts`): the verdict, its evidence and a fix.
+- `Edit` (`bugs`): one way in which a computation may be wrong: what it overrides in the reference,
+  and its page in `parity/bugs`.
+- `Trial` (`trial`): the reference with edits, computed from the observed stages before each stage.
+- `Finding` and `Diagnosis` (`findings`): one cause with its evidence and fix, and all of them.
 
-Start at `diagnose.diagnose`; `search` decides which bugs and pairs of bugs are tried, and in which
-order.
+Start at `diagnose.diagnose`; `search` decides which edits are tried, and in which order.
 """

@@ -56,7 +56,7 @@ m("causal-flipped", "mask", (CAUSAL, CAUSAL.replace(">=", "<=")), "Tokens see la
   case="causal-padded", law="mask transposed")
 m("causal-lost", "mask", ("make_causal_mask(case.seq_len, case.key_len) if case.is_causal else None", "None"),
   "The causal mask is not passed.", "mask", case="causal-padded", law="causality ignored")
-m("padding-lost", "mask", (LENGTHS, "None"), "The padding mask is not passed.", "mask", case="causal-padded",
+m("padding-lost", "mask", (LENGTHS, "None"), "The padding mask is not passed.", "mask", case="causal-cross",
   law="padding ignored", limited={"B": (1,)})
 m("padding-inverted", "mask", (PADDING, PADDING.replace("<", ">=")), "True hides in this padding mask.", "mask",
   law="mask inverted")

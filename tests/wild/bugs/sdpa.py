@@ -33,7 +33,7 @@ m("is-causal-too", "mask",
   (CALL, CALL.replace("attn_mask=attn_mask", "attn_mask=None").replace("is_causal=False", "is_causal=True")),
   "is_causal is set in an encoder.", "context", case="bert-full", law="causality added", limited={"T": (0, 1, 2, 3)})
 m("causal-and-lost", "mask", (AND, "keep = lower[None, None]"), "The causal mask replaces that of padding.", "mask",
-  case="causal-padded", limited={"B": (1,)}, law="padding ignored")
+  case="causal-cross", limited={"B": (1,)}, law="padding ignored")
 m("causal-or", "mask", (AND, "keep = lower[None, None] if keep is None else keep | lower"),
   "Masks are combined by or.", "mask", case="causal-padded")
 m("tril-minus-1", "mask", (LOWER, LOWER.replace("tril()", "tril(-1)")), "No token sees itself; the first is 0.",

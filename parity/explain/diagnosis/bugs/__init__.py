@@ -15,6 +15,7 @@ import numpy as np
 
 from parity.explain.diagnosis.bugs import (
     batches,
+    blocks,
     caches,
     distances,
     gates,
@@ -29,6 +30,7 @@ from parity.explain.diagnosis.bugs import (
     scores,
     sharing,
     softmax,
+    strays,
     temperature,
     weights,
 )
@@ -100,6 +102,11 @@ GROUPS = (
     softmax.other_functions,
     softmax.dropout,
     batches.batches,
+    strays.products,
+    strays.of_other_tokens,
+    strays.multiplied,
+    strays.lost,
+    blocks.blocks,
     weights.no_out_proj,
     weights.residual,
     weights.out_columns,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -22,13 +25,26 @@ def batches(case: Case) -> Iterator[Edit]:
     if case.is_cached or case.not_finite or case.bias or case.random_mask or is_by_place:
         return
     is_square = case.key_len == case.seq_len
-    if is_square and case.key_padding_lengths is None and spec.rope is None and case.seq_len > 1:
+    # With as many sequences as tokens, even a padding mask fits.
+    fits = case.key_padding_lengths is None or (
+        case.batch == case.seq_len and max(case.key_padding_lengths) == case.seq_len
+    )
+    if is_square and fits and spec.rope is None and case.seq_len > 1:
         yield bug(
             "batch-as-tokens",
             "batch and tokens are exchanged: each token attends to the tokens at its position in "
             "the other sequences",
-            {"context": _exchanged(case)},
+            {"context": _exchanged()},
         )
+        if case.batch == case.seq_len:
+            yield replace(
+                bug(
+                    "batch-as-tokens",
+                    "batch and tokens are exchanged, also in the attention weights",
+                    {"attn_weights": _weights_exchanged, "context": _context_exchanged},
+                ),
+                stages=("attn_weights",),
+            )
     if case.batch > 1 and (is_square or not case.is_causal):
         yield bug(
             "sequences-flattened",
@@ -54,18 +70,45 @@ def _attending(
     return context
 
 
-def _exchanged(case: Case) -> Override:
-    def entered(layer: Layer, x: np.ndarray) -> np.ndarray:
-        """Return the attending tokens as sequences."""
-        sample = sample_of(layer.problem)
-        rows = slice(None) if sample is None else sample.rows
-        return (x[:, :, rows] if x.shape[2] == layer.problem.case.seq_len else x).swapaxes(0, 2)
+def _as_sequences(layer: Layer, x: np.ndarray) -> np.ndarray:
+    """Return the attending tokens as sequences."""
+    sample = sample_of(layer.problem)
+    rows = slice(None) if sample is None else sample.rows
+    return (x[:, :, rows] if x.shape[2] == layer.problem.case.seq_len else x).swapaxes(0, 2)
 
-    def mask(layer: Layer) -> np.ndarray:
-        b = np.arange(case.batch)
-        return layer.is_later(b[:, None], b) if case.is_causal else np.zeros(1, bool)
 
-    return _attending(entered, lambda x, _: x.swapaxes(0, 2), mask)
+def _mask_of_sequences(layer: Layer) -> np.ndarray:
+    """Return the mask of sequences that are taken for tokens, (T or 1, 1, B or 1, B)."""
+    case, b = layer.problem.case, np.arange(layer.problem.case.batch)
+    hidden = np.zeros((1, 1, 1, case.batch), bool)
+    if case.is_causal:
+        hidden = hidden | layer.is_later(b[:, None], b)
+    if case.key_padding_lengths is not None:
+        hidden = hidden | layer.is_padding(
+            b, np.array(case.key_padding_lengths)[:, None, None, None]
+        )
+    return hidden
+
+
+def _exchanged() -> Override:
+    return _attending(_as_sequences, lambda x, _: x.swapaxes(0, 2), _mask_of_sequences)
+
+
+def _weights_exchanged(layer: Any, _: Override, values: Values) -> dict[str, np.ndarray]:
+    """Return the weights of tokens as sequences, (T, N, B, B), where B and T are equal."""
+    if "q" not in values or "k" not in values:
+        raise ValueError("another bug in the softmax passes scores alone")
+    found = {name: _as_sequences(layer, values[name]) for name in "qk"}
+    found |= layer.scores(found)
+    found["mask"] = np.zeros(found["scores"].shape, bool) | _mask_of_sequences(layer)
+    with layer.overriding(attn_weights=partial(Layer.attn_weights, layer)):
+        return layer.attn_weights(found)
+
+
+def _context_exchanged(layer: Any, original: Override, values: Values) -> dict[str, np.ndarray]:
+    """Return the context of exchanged axes, whose weights are not exchanged again."""
+    with layer.overriding(attn_weights=partial(Layer.attn_weights, layer)):
+        return _exchanged()(layer, original, values)
 
 
 def _flattened(case: Case) -> Override:

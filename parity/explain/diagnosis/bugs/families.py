@@ -61,6 +61,14 @@ SHARED_KV = BugFamily(
     "shared-kv", "use the keys and values of the other layer as they enter its attention"
 )
 
+TOKENS = BugFamily(
+    "token-order", "use each token's own values: do not shift, roll or repeat tokens between stages"
+)
+LOST = BugFamily(
+    "lost-values", "write every token and head: check grids, loops and masked stores at their ends"
+)
+FACTOR = BugFamily("stray-factor", "remove the factor, or apply it once")
+
 # ---- Heads ---------------------------------------------------------------------------------------
 
 HEAD_ORDER = BugFamily(
@@ -101,6 +109,9 @@ REVERSED_ROPE = BugFamily("rope-positions", "rotate (x, y) to (x cos - y sin, y 
 CACHE_POSITIONS = BugFamily(
     "cache-positions", "a new token's position is the number of tokens cached before it"
 )
+CACHE_LENGTHS = BugFamily(
+    "cache-positions", "count the real tokens of each call, and nothing else, in its own sequence"
+)
 CACHE_SLOTS = BugFamily("cache-slots", "write new token i into slot length + i")
 
 # ---- Masks ---------------------------------------------------------------------------------------
@@ -109,6 +120,9 @@ CAUSAL = BugFamily(
     "causal-alignment", "hide every key whose position is greater than the query's: s > t"
 )
 POLARITY = BugFamily("mask-polarity", "let True hide, and hide a key that any of the masks hides")
+MASK_HEADS = BugFamily(
+    "mask-polarity", "use the mask of each sequence and head: (B, N, T, S), in this order"
+)
 PADDING = BugFamily("padding", "hide the keys from each sequence's own length: s >= length")
 WINDOW = BugFamily(
     "sliding-window",
@@ -166,11 +180,21 @@ TEMPERATURE = BugFamily(
     "multiply queries by 1 + scale * ln(1 + floor((position + first_position) / length)), after "
     "RoPE",
 )
+SOFTMAX = BugFamily("softmax-function", "use softmax(scores) over the keys, once, with powers of e")
 DROPOUT = BugFamily(
     "dropout", "leave out dropout in evaluation: model.eval(), dropout_p=0, deterministic=True"
 )
 EMPTY_ROWS = BugFamily(
     "empty-rows", "return 0 for a row if the mask hides all its keys; do not decide by its scores"
+)
+BLOCKS = BugFamily(
+    "kernel-blocks",
+    "compare one block with several: rescale sum and values alike, visit every key once, and mask "
+    "by indices in the whole sequence",
+)
+PRODUCTS = BugFamily(
+    "product-axes",
+    "sum q @ k.transpose(-2, -1) over features, and attn_weights @ v over keys: name the axes",
 )
 PRECISION = BugFamily(
     "low-precision", "keep these values in the problem's dtype and compute them in float32"

@@ -110,10 +110,15 @@ def causal(case: Case) -> Iterator[Edit]:
             "the causal mask of new tokens is aligned to the first cached key instead of their "
             "own positions",
             {"is_later": instead(lambda t, s: s > t - t[:, :, :1])},
-            fix=(
-                "hide no cached key from a new token: it attends to all keys up to its own position"
-            ),
+            fix=HIDES_CACHED,
         )
+        if max(case.chunks) > 1:
+            yield bug(
+                "causal-top-left",
+                "the causal mask of new tokens hides the first cached keys, and no others",
+                {"is_later": instead(_is_hidden_on_the_left)},
+                fix=HIDES_CACHED,
+            )
     if case.is_causal and case.key_len != case.seq_len:
         yield bug(
             "causal-bottom-right",
@@ -138,6 +143,16 @@ def causal(case: Case) -> Iterator[Edit]:
             _making(lambda masked: masked | ~np.tri(*masked.shape[2:], dtype=bool)),
             fix="remove the causal mask: every token attends to all tokens",
         )
+
+
+HIDES_CACHED = "hide no cached key from a new token: it attends to all keys up to its own position"
+
+
+def _is_hidden_on_the_left(t: np.ndarray, s: np.ndarray) -> np.ndarray:
+    """Return whether a key is hidden by a triangle in the first slots, or its slot is empty."""
+    first, count = t[:, :, :1], t.shape[2]
+    is_in_triangle = (s < count) & (s > t - first)
+    return is_in_triangle | (s >= first + count)
 
 
 def _is_not_filled(t: np.ndarray, s: np.ndarray) -> np.ndarray:

@@ -8,8 +8,8 @@ middle, and the budget allows both.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -211,12 +211,16 @@ def _stages(case: Case, dtype: str, cut: Cut) -> Iterator[Edit]:
     def tables(layer: Layer, original: Override, positions: np.ndarray) -> tuple[np.ndarray, ...]:
         return tuple(_rounded(layer, table, cut) for table in original(positions))
 
-    def appended(
-        layer: Layer, original: Override, cache: str, values: Values, new: Values, *rest: Any
-    ) -> Any:
-        return original(
-            cache, values, {name: _rounded(layer, x, cut) for name, x in new.items()}, *rest
-        )
+    def appending(names: Collection[str]) -> Override:
+        """Round some of the new keys, values or latents."""
+
+        def appended(
+            layer: Layer, original: Override, cache: str, values: Values, new: Values, *rest: Any
+        ) -> Any:
+            rounded = {name: _rounded(layer, x, cut) for name, x in new.items() if name in names}
+            return original(cache, values, {**new, **rounded}, *rest)
+
+        return appended
 
     def of_stage(stage: str, *, begins: str = "") -> Overrides:
         """Round the result of a method, and optionally one of its input stages."""
@@ -241,13 +245,20 @@ def _stages(case: Case, dtype: str, cut: Cut) -> Iterator[Edit]:
             fix="compute cosines and sines, and rotate queries and keys, in float32",
             stages=("q", "latents", "k"),
         )
-    if case.is_cached:
+    caches = {
+        "the cache is": ("keys", "values", "latents"),
+        "cached keys are": ("keys",),
+        "cached values are": ("values",),
+    }
+    for words, names in caches.items() if case.is_cached else ():
+        if len(names) == 1 and case.spec.latent is not None:
+            continue
         yield of_precision(
             f"cache-{dtype}",
-            f"the cache is rounded to {dtype}",
-            {"appended": appended},
+            f"{words} rounded to {dtype}",
+            {"appended": appending(names)},
             fix="allocate the cache in the dtype of the layer",
-            stages=("cache.latents", "cache.keys"),
+            stages=("cache.latents", "cache.keys", "cache.values"),
         )
     yield of_precision(
         f"scores-{dtype}",
@@ -255,6 +266,14 @@ def _stages(case: Case, dtype: str, cut: Cut) -> Iterator[Edit]:
         of_stage("scores"),
         fix="keep scores in float32 until the softmax",
         stages=("scores",),
+    )
+    yield from _of_scores(case, dtype, cut)
+    yield of_precision(
+        f"softmax-{dtype}",
+        f"every step of the softmax is computed in {dtype}",
+        {"attn_weights": _softmax_by_steps(cut)},
+        fix="compute the softmax in float32",
+        stages=("attn_weights",),
     )
     yield of_precision(
         f"softmax-{dtype}",
@@ -270,6 +289,108 @@ def _stages(case: Case, dtype: str, cut: Cut) -> Iterator[Edit]:
         fix="keep attention weights in the layer's dtype",
         stages=("attn_weights",),
     )
+
+
+def _softmax_by_steps(cut: Cut) -> Override:
+    """Round scores, their differences, exponentials, sums and quotients."""
+
+    def attn_weights(layer: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
+        if layer.sinks() is not None:
+            return original(values)
+        a = layer.arithmetic
+        scores = _rounded(layer, a.widen(values["scores"]), cut)
+        visible = np.where(values["mask"], -np.inf, scores)
+        highest = visible.max(axis=-1, keepdims=True, initial=-np.inf)
+        highest = np.where(np.isfinite(highest), highest, 0.0).astype(a.wide)
+        exponentials = cut(np.exp(cut((visible - highest).astype(a.wide))))
+        total = cut(exponentials.sum(axis=-1, keepdims=True))
+        is_empty = np.all(layer.hidden_keys(values["mask"]), axis=-1, keepdims=True)
+        weights = a.keep(cut(exponentials / np.where(is_empty, a.wide.type(1.0), total)))
+        return {"attn_weights": layer.of_empty_rows(weights, values["scores"], is_empty)}
+
+    return attn_weights
+
+
+def _of_scores(case: Case, dtype: str, cut: Cut) -> Iterator[Edit]:
+    """Yield scores whose queries and keys are rounded as well."""
+    for words, rounds_queries, rounds_keys, scales_first, rounds_result in (
+        ("queries are", True, False, False, False),
+        ("keys are", False, True, False, False),
+        ("queries and keys are", True, True, False, False),
+        ("queries, after their scale, and keys are", True, True, True, False),
+        ("queries, keys and their products are", True, True, False, True),
+        ("queries, after their scale, keys and their products are", True, True, True, True),
+    ):
+        rounding = _ProductRounding(cut, rounds_queries, rounds_keys, scales_first, rounds_result)
+        yield of_precision(
+            f"scores-{dtype}",
+            f"{words} rounded to {dtype} in the scores",
+            {"products": _rounded_products(rounding)},
+            fix="compute the products of queries and keys in the layer's dtype",
+            stages=("scores",),
+        )
+    if case.spec.alibi is not None:
+        yield of_precision(
+            f"scores-{dtype}",
+            f"scores, their bias for distance, and their sum are rounded to {dtype}",
+            _scores_with_alibi(cut),
+            fix="keep scores in float32 until the softmax",
+            stages=("scores",),
+        )
+
+
+@dataclass(frozen=True)
+class _ProductRounding:
+    """The rounded parts of products of queries and keys.
+
+    Attributes:
+        cut: rounds.
+        queries, keys, result: True if these are rounded.
+        scales_first: True if queries are scaled before they are rounded.
+    """
+
+    cut: Cut
+    queries: bool
+    keys: bool
+    scales_first: bool
+    result: bool
+
+
+def _rounded_products(rounding: _ProductRounding) -> Override:
+    def products(layer: Layer, _: Override, values: Values) -> np.ndarray:
+        a = layer.arithmetic
+        queries, keys = a.widen(values["q"]), a.widen(values["k"])
+        if rounding.scales_first:
+            queries = queries / a.wide.type(layer.scale())
+        if rounding.queries:
+            queries = _rounded(layer, queries, rounding.cut)
+        if rounding.keys:
+            keys = _rounded(layer, keys, rounding.cut)
+        result = layer.by_group(queries, keys.swapaxes(2, 3))
+        if rounding.result:
+            result = _rounded(layer, result, rounding.cut)
+        if not rounding.scales_first:
+            result = result / a.wide.type(layer.scale())
+        return a.between_scores(result)
+
+    return products
+
+
+def _scores_with_alibi(cut: Cut) -> Overrides:
+    """Round the products, the bias for distance, and their sum."""
+
+    def products(layer: Layer, original: Override, values: Values) -> np.ndarray:
+        return _rounded(layer, original(values), cut)
+
+    def lost_by_distance(_: Layer, original: Override, distances: np.ndarray) -> np.ndarray:
+        return cut(original(distances))
+
+    def scores(
+        layer: Layer, original: Override, values: Values, *rest: Any
+    ) -> dict[str, np.ndarray]:
+        return {"scores": _rounded(layer, original(values, *rest)["scores"], cut)}
+
+    return {"products": products, "lost_by_distance": lost_by_distance, "scores": scores}
 
 
 # ---- Products ------------------------------------------------------------------------------------

@@ -9,7 +9,13 @@ from functools import partial
 
 import numpy as np
 
-from parity.explain.diagnosis.bugs.families import DROPOUT, EMPTY_ROWS, LEAKING, SINKS
+from parity.explain.diagnosis.bugs.families import (
+    DROPOUT,
+    EMPTY_ROWS,
+    LEAKING,
+    SINKS,
+    SOFTMAX,
+)
 from parity.explain.diagnosis.bugs.record import Edit, Override, instead, known_bug
 from parity.explain.diagnosis.bugs.sites import after, attn_weights
 from parity.measure.core.case import Case
@@ -90,11 +96,7 @@ def after_softmax(case: Case) -> Iterator[Edit]:
 
 def other_functions(case: Case) -> Iterator[Edit]:
     """Functions that are used instead of a softmax."""
-    bug = partial(
-        of_softmax,
-        fix="use softmax(scores) over the keys, once, with powers of e",
-        page="softmax-function",
-    )
+    bug = SOFTMAX.seen_in("attn_weights")
 
     def twice(_: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
         return original(

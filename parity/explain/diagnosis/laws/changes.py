@@ -56,6 +56,7 @@ def weights(problem: Problem, names: list[str]) -> Iterator[Part]:
             )
     yield from _projections(held, names)
     yield from _heads_exchanged(problem, names)
+    yield from _split_otherwise(problem, names)
     forms = {name: dict(_forms(name, problem)) for name in names}
     for some in _together(names):
         for words in forms[some[0]]:
@@ -109,6 +110,59 @@ def _heads_exchanged(problem: Problem, names: list[str]) -> Iterator[Part]:
             )
 
 
+def _split_otherwise(problem: Problem, names: list[str]) -> Iterator[Part]:
+    """Yield heads of one projection, including its bias, that are split in another way."""
+    spec = problem.spec
+    if spec.latent is not None or spec.shared_kv or problem.case.is_cached:
+        return
+    for name in "qkv":
+        if f"{name}_proj.weight" not in names:
+            continue
+        for words, split in SPLITS.items():
+            if name == "k" and split is exchanged_split:
+                continue  # the same as keys that are not transposed in the product
+            yield f"{name}'s heads are {words}", _splitting(name, split), of.HEAD_ORDER
+
+
+Split = Callable[[np.ndarray, int], np.ndarray]
+"""Splits features (B, T, width) into heads (B, N, T, H)."""
+
+
+def innermost_split(x: np.ndarray, n: int) -> np.ndarray:
+    return x.reshape(*x.shape[:2], -1, n).transpose(0, 3, 1, 2)
+
+
+def unmoved_split(x: np.ndarray, n: int) -> np.ndarray:
+    return x.reshape(x.shape[0], n, x.shape[1], -1)
+
+
+def exchanged_split(x: np.ndarray, n: int) -> np.ndarray:
+    return x.reshape(*x.shape[:2], n, -1).transpose(0, 2, 3, 1)
+
+
+def reversed_split(x: np.ndarray, n: int) -> np.ndarray:
+    return x.reshape(*x.shape[:2], n, -1).swapaxes(1, 3)
+
+
+SPLITS: dict[str, Split] = {
+    "split into (H, N) instead of (N, H)": innermost_split,
+    "split by a reshape, without moving them before the tokens": unmoved_split,
+    "split with tokens and features exchanged": exchanged_split,
+    "split into (B, H, N, T) instead of (B, N, T, H)": reversed_split,
+}
+"""Wrong ways to split heads; some fit only if axes have the same length."""
+
+
+def _splitting(name: str, split: Split) -> Edit:
+    def entering(layer: Any, original: Any, which: str, *inputs: Any) -> np.ndarray:
+        if which != name:
+            return original(which, *inputs)
+        with layer.overriding(split_heads=split):
+            return original(which, *inputs)
+
+    return Edit(overrides={"entering": entering})
+
+
 def family_of(name: str) -> BugFamily:
     """Return the family of bugs in a weight by its name."""
     if name.endswith("_proj.bias"):
@@ -154,6 +208,9 @@ def _together(names: list[str]) -> Iterator[list[str]]:
         ]
         some = [of[:2], of[:3], of]
         yield from (each for i, each in enumerate(some) if len(each) > 1 and each not in some[:i])
+        norms = [name for name in (f"q_norm.{leaf}", f"k_norm.{leaf}") if name in names]
+        if len(norms) == 2:
+            yield norms
 
 
 def _be(some: Sequence[str]) -> str:
@@ -224,7 +281,7 @@ def inputs(problem: Problem) -> Iterator[Part]:
             others = {
                 name: form(query if key is None or name == "q_proj" else key) for name in some
             }
-            family = of.SEQUENCES if "sequence" in words else None
+            family = of.SEQUENCES if "sequence" in words else of.TOKENS
             yield (
                 f"{and_listed([name[0] for name in some])} {_be(some)} made of {words}",
                 _projecting(others),
@@ -272,6 +329,8 @@ def _family_of_mask(problem: Problem, words: str) -> BugFamily | None:
     case = problem.case
     if words == "transposed":
         return of.CAUSAL if case.is_causal and not case.random_mask else of.POLARITY
+    if "head" in words or "(N, B)" in words:
+        return of.MASK_HEADS
     return of.PADDING if case.key_padding_lengths is not None and "sequence" in words else None
 
 
@@ -306,7 +365,12 @@ def _as_rows(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 # ---- Products of heads ---------------------------------------------------------------------------
 
 
-_OF_FORMS = {"of the sequence before": of.SEQUENCES, "normalized, each head separately": of.QK_NORM}
+_OF_FORMS = {
+    "of the token before": of.TOKENS,
+    "of the token after": of.TOKENS,
+    "of the sequence before": of.SEQUENCES,
+    "normalized, each head separately": of.QK_NORM,
+}
 
 
 def products(problem: Problem) -> Iterator[Part]:
@@ -316,7 +380,7 @@ def products(problem: Problem) -> Iterator[Part]:
     yield (
         "the keys are not transposed in the product",
         _given("products", k=lambda x: x.swapaxes(2, 3)),
-        None,
+        of.PRODUCTS,
     )
     yield (
         "the products of queries and keys are transposed",
@@ -324,23 +388,30 @@ def products(problem: Problem) -> Iterator[Part]:
         of.SWAPPED,
     )
     transposed = _given("weighed", attn_weights=lambda x: x.swapaxes(2, 3))
-    yield "the attention weights are transposed in their product with the values", transposed, None
+    yield (
+        "the attention weights are transposed in their product with the values",
+        transposed,
+        of.PRODUCTS,
+    )
     for method, name, whose in (("products", "k", "keys"), ("weighed", "v", "values")):
         forms: dict[str, Form] = {
             "of the token before": lambda x: np.roll(x, 1, axis=2),
+            "of the token after": lambda x: np.roll(x, -1, axis=2),
             "of the sequence before": lambda x: np.roll(x, 1, axis=0),
             "normalized, each head separately": lambda x: (
                 x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
             ),
         }
         for words, form in forms.items():
-            yield (
-                f"the {whose} used are {words}",
-                _given(method, **{name: form}),
-                _OF_FORMS.get(words),
-            )
+            family = _OF_FORMS[words]
+            if problem.case.is_cached and family is of.TOKENS:
+                family = of.CACHE_SLOTS  # what is used is read from the cache
+            yield f"the {whose} used are {words}", _given(method, **{name: form}), family
         yield from _heads_of(method, whose, spec.num_heads, spec.num_kv_heads)
     yield from _heads_of("", "keys and values", spec.num_heads, spec.num_kv_heads)
+    for words, order in _orders_of_queries(spec.num_heads, spec.num_kv_heads):
+        changed = _given("products", q=lambda x, order=order: x[:, order])
+        yield f"the queries used are {words}", changed, of.HEAD_ORDER
     if spec.soft_cap is not None:
         cap = spec.soft_cap
         yield (
@@ -384,6 +455,16 @@ def _heads_of(method: str, whose: str, count: int, shared: int) -> Iterator[Part
         if not np.array_equal(order, own):
             family = of.HEAD_ORDER if shared == count else of.GROUPED
             yield f"the {whose} used are {words}", meeting(order, method), family
+
+
+def _orders_of_queries(count: int, shared: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield wrong orders of query heads in their products with keys."""
+    heads = np.arange(count)
+    if count > 1:
+        yield "those of the heads in reverse order", heads[::-1]
+    if 1 < shared < count:
+        yield "grouped by tiles (0 2 1 3)", heads.reshape(-1, shared).T.ravel()
+        yield "grouped by tiles, and ungrouped (0 2 1 3)", heads.reshape(shared, -1).T.ravel()
 
 
 def meeting(order: np.ndarray, method: str = "") -> Edit:

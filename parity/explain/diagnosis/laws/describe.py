@@ -62,11 +62,16 @@ IMPLIED_BY = {
     "factor": {"zeros"},
     "power": {"uniform"},
     "rows": {"factor"},
-    "tokens and features": {"factor"},
+    "tokens and features": {"factor", "norm"},
     "heads in output": {"factor", "offset", "multiple", "weight"},
     "by distance": {"offset", "slope", "max_distance"},
     "slope": {"offset"},
-    "shift": {"order"},
+    "shift": {"order", "zeros"},
+    "order": {"zeros", "rotation"},
+    "zeros": {"cache"},
+    "reshaped": {"zeros"},
+    "transposed": {"zeros"},
+    "other stage": {"zeros"},
     "theta": {"rope theta", "rope exponent"},
     "rope factor": {"rope scaling"},
     "rope frequencies": {"factor"},
@@ -92,8 +97,8 @@ EVERYWHERE = "everywhere"
 """The place that is a whole stage."""
 
 PLAIN = 4
-"""The largest number of fitted numbers of a pattern that makes the search for parts of the layer
-unnecessary.
+"""The largest number of fitted numbers of a pattern with a page that makes the search for parts of
+the layer unnecessary.
 """
 
 MANTISSA = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
@@ -142,11 +147,16 @@ def describe(
             found += fits(seen, recompute)
         if not found and not is_sample:
             found += turned(seen)
-        if recompute is not None and not is_sample and all(law.parameters > PLAIN for law in found):
+        if recompute is not None and not is_sample and not _has_plain_name(found, seen):
             found += parts(seen, recompute)
         signs = tuple(_signs(seen))
     found = sorted(_unlike(_not_by_chance(found)), key=lambda law: law.parameters)
     return Description(seen.place, tuple(with_pages(law, seen) for law in found), signs)
+
+
+def _has_plain_name(laws: list[Edit], seen: Seen) -> bool:
+    """Return True if a pattern with few numbers has a page: parts of the layer say no more."""
+    return any(law.parameters <= PLAIN and with_pages(law, seen).pages for law in _unlike(laws))
 
 
 def place_of(

@@ -63,6 +63,15 @@ class Tried:
         """Return True if a change leaves only rounding."""
         return self.is_enough(self.stage(change))
 
+    def explains_in_part(self, change: Edit) -> bool:
+        """Return True if a change leaves only rounding in the wrong heads, sequences or tokens, and
+        the others are right.
+        """
+        x, seen = self.stage(change), self.seen
+        if x is None or not np.isfinite(x[seen.part]).all():
+            return False
+        return self.is_enough(seen.in_slices(x))
+
 
 def _size(x: np.ndarray) -> float:
     return float(np.sqrt(np.mean(x**2)))

@@ -64,13 +64,14 @@ def dropouts(seen: Seen) -> Iterator[Edit]:
 
 
 def _dropped(seen: Seen) -> Edit | None:
-    telling = np.abs(seen.expected) > 2.0 * seen.allowed["max"]
+    telling = seen.compared & (np.abs(seen.expected) > 2.0 * seen.allowed["max"])
     lost, kept = telling & (seen.actual == 0.0), telling & (seen.actual != 0.0)
     a, e = seen.actual[kept], seen.expected[kept]
     factor = float((a * e).sum() / (e * e).sum()) if e.size else 0.0
     if not _is_dropout(lost, kept, factor):
         return None
-    candidate = np.where(lost, 0.0, factor * seen.expected)
+    # A dropped value may also be too small to tell.
+    candidate = np.where(seen.actual == 0.0, 0.0, factor * seen.expected)
     return _law(seen.stage.kind, lost, kept, factor) if seen.holds(candidate, factor) else None
 
 

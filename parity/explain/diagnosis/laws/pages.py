@@ -16,13 +16,16 @@ from parity.explain.diagnosis.bugs.families import BugFamily
 from parity.explain.diagnosis.bugs.record import Edit
 from parity.explain.diagnosis.laws.record import Seen
 from parity.explain.diagnosis.laws.rotation import as_exponent
-from parity.explain.diagnosis.laws.words import LOOSEST, is_round
+from parity.explain.diagnosis.laws.words import LOOSEST, RATES, is_round
 from parity.explain.diagnosis.sample import sample_of
 from parity.measure.core.reference import Arithmetic, Layer
 from parity.measure.core.stages import stage_named
 
 NEAR = 0.02
 """The tolerance for the numbers of an order of heads, and for a theta that is only rounded."""
+
+CONVINCING = 1000.0
+"""The error, in multiples of the tolerance, that one fitted number does not remove by chance."""
 
 ONE_FAMILY = {
     "rope unscaled": of.SCALING,
@@ -38,6 +41,7 @@ ONE_FAMILY = {
     "dropout": of.DROPOUT,
     "rounded": of.PRECISION,
     "tokens and features": of.QK_NORM,
+    "lost rows": of.LOST,
 }
 """Patterns that belong to one family, in any stage."""
 
@@ -59,11 +63,6 @@ def with_pages(law: Edit, seen: Seen) -> Edit:
     one, spec = ONE_FAMILY.get(law.name), seen.problem.spec
     families = (one,) if one is not None else _BY_NAME.get(law.name, _of_scaling)(law, seen, spec)
     return with_families(law, spec, *families)
-
-
-def _of_nothing(_: Edit, __: Seen, ___: AttentionSpec) -> Families:
-    """Return no family."""
-    return ()
 
 
 def _of_scaling(law: Edit, seen: Seen, spec: AttentionSpec) -> Families:
@@ -88,14 +87,20 @@ def _of_scale(law: Edit, seen: Seen, spec: AttentionSpec) -> Families:
     """Return the family of scales; after the scores also that of norms, which multiply queries and
     keys as well.
 
-    A scale that is almost right is not a wrong scale: any bug that changes scores a little
-    resembles one.
+    A scale that is almost right is not a wrong scale if the error is small: any bug that changes
+    scores a little resembles one.
     """
     scale = law.numbers.get("value", math.inf)
-    if abs(scale - spec.score_scale) <= NEAR * spec.score_scale:
+    is_near = abs(scale - spec.score_scale) <= NEAR * spec.score_scale
+    if is_near and not _is_convincing(seen):
         return ()
     is_behind = seen.stage.quantity in ("context", "output") and spec.qk_norm is not None
     return (of.scale_family(spec), *([of.QK_NORM] if is_behind else []))
+
+
+def _is_convincing(seen: Seen) -> bool:
+    """Return True if an error is so large that one fitted number cannot remove it by chance."""
+    return float(seen.errors.max()) > CONVINCING * seen.allowed["max"]
 
 
 def _of_theta(law: Edit, _: Seen, spec: AttentionSpec) -> Families:
@@ -137,17 +142,33 @@ def _of_factor(law: Edit, seen: Seen, spec: AttentionSpec) -> Families:
     axes, numbers = law.numbers["axes"], law.numbers["factors"]
     if seen.stage.quantity in ("q", "k", "v") and "H" not in axes and len(axes) > 1:
         return (of.QK_NORM, *([of.TEMPERATURE] if spec.temperature is not None else []))
-    if axes or not all(
+    if axes:
+        return (of.FACTOR,) if axes[0] in ("N", "K") else ()
+    is_whole = all(
         len(which) == size for which, size in zip(seen.box[:2], seen.expected.shape, strict=False)
-    ):
-        return ()
-    if seen.stage.kind == "scores" and spec.soft_cap is None:
-        return (of.scale_family(spec),)
+    )
+    of_norm = (of.QK_NORM,) if spec.qk_norm is not None else ()
+    if seen.stage.kind == "scores":
+        is_of_scale = is_whole and spec.soft_cap is None
+        return (of.scale_family(spec),) if is_of_scale else ()
+    if seen.stage.is_attn_weights:
+        is_of_dropout = any(abs(numbers[0] * (1.0 - p) - 1.0) <= LOOSEST for p in RATES)
+        return (of.DROPOUT,) if is_of_dropout and is_whole else (of.FACTOR,)
+    if seen.stage.quantity not in ("q", "k"):
+        return (of.FACTOR,)
     scales = [spec.score_scale**power for power in (1.0, -1.0, 0.5)]
     is_scale = any(abs(numbers[0] - x) <= LOOSEST * x for x in scales if x != 1.0)
-    if seen.stage.quantity not in ("q", "k") or not is_scale:
+    return (of.scale_family(spec) if is_scale and is_whole else of.FACTOR, *of_norm)
+
+
+def _of_zeros(_: Edit, seen: Seen, __: AttentionSpec) -> Families:
+    """Return the family of lost values; slots of a cache that are empty in every head were not
+    written.
+    """
+    if seen.stage.quantity in ("mask", "scores") or seen.stage.is_exact:
         return ()
-    return (of.scale_family(spec), *([of.QK_NORM] if spec.qk_norm is not None else []))
+    is_of_heads = len(seen.box[1]) < seen.expected.shape[1]
+    return (of.LOST,) if "cache" not in seen.stage.kind or is_of_heads else (of.CACHE_SLOTS,)
 
 
 def _of_offset(law: Edit, seen: Seen, _: AttentionSpec) -> Families:
@@ -166,9 +187,13 @@ def _of_order(law: Edit, seen: Seen, spec: AttentionSpec) -> Families:
     if "cache" in seen.stage.kind:
         return (of.CACHE_SLOTS,) if axis in ("B", "S", "T") else ()
     if quantity == "mask":
+        if axis == "N":
+            return (of.MASK_HEADS,)
         return (of.PADDING,) if axis == "B" and _is_padded(seen) else ()
     if axis == "B":
-        return (of.SEQUENCES,) if quantity in ("q", "k", "v") else ()
+        return (of.SEQUENCES,) if quantity in ("q", "k", "v", "context", "output") else ()
+    if axis in ("S", "T") and quantity in ("q", "k", "v", "context", "output"):
+        return (of.TOKENS,)
     if axis in ("N", "K") and sorted(law.numbers["of"]) == sorted(law.numbers["from"]):
         is_shared = quantity == "context" and spec.num_kv_heads < spec.num_heads
         if quantity in ("q", "k", "v", "context"):
@@ -182,7 +207,9 @@ def _is_padded(seen: Seen) -> bool:
 
 
 def _of_shift(_: Edit, seen: Seen, __: AttentionSpec) -> Families:
-    return (of.CACHE_SLOTS,) if "cache" in seen.stage.kind else ()
+    if "cache" in seen.stage.kind:
+        return (of.CACHE_SLOTS,)
+    return (of.TOKENS,) if seen.stage.quantity in ("q", "k", "v", "context", "output") else ()
 
 
 def _of_axes(law: Edit, seen: Seen, spec: AttentionSpec) -> Families:
@@ -201,8 +228,8 @@ def _of_axes(law: Edit, seen: Seen, spec: AttentionSpec) -> Families:
 
 def _of_stage(law: Edit, seen: Seen, _: AttentionSpec) -> Families:
     other, own = stage_named(law.numbers["stage"]), seen.stage
-    if "cache" in own.kind and other.step == own.step and "cache" in other.kind:
-        return (of.CACHE_SLOTS,)
+    if "cache" in own.kind and "cache" in other.kind:
+        return (of.CACHE_SLOTS,)  # of an earlier step: stale slots
     projections = {"q", "k", "v"}
     return (of.SWAPPED,) if {other.kind, own.kind} <= projections and other.step == own.step else ()
 
@@ -213,6 +240,19 @@ def _of_offset_of_rope(_: Edit, seen: Seen, __: AttentionSpec) -> Families:
 
 def _of_exponent(law: Edit, _: Seen, __: AttentionSpec) -> Families:
     return (of.ROTARY_DIM if law.numbers["exponent"] == "2 i / head_dim" else of.EXPONENTS,)
+
+
+def _of_frequencies(law: Edit, seen: Seen, spec: AttentionSpec) -> Families:
+    """Return the family of frequencies that follow no rule, if every number of RoPE is known.
+
+    A frequency of 0 is a pair that is not rotated, and nearly right ones are rounded.
+    """
+    if spec.rope is None or spec.rope.scaling is not None or not _has_positions(seen):
+        return ()
+    used, right = np.array(law.numbers["used"]), np.array(law.numbers["right"])
+    is_wrong = np.abs(used - right).max() > NEAR * np.abs(right).max()
+    is_of_frequencies = is_wrong and bool(used.all()) and law.numbers["amplitude"] == 1.0
+    return (of.FREQUENCIES,) if is_of_frequencies else ()
 
 
 def _of_rope_factor(law: Edit, seen: Seen, spec: AttentionSpec) -> Families:
@@ -250,6 +290,10 @@ def _of_mask(law: Edit, seen: Seen, spec: AttentionSpec) -> Families:
 
 def _of_mixture(law: Edit, _: Seen, __: AttentionSpec) -> Families:
     mixture = np.array(law.numbers["heads"])
+    factors = np.diag(mixture)
+    if np.abs(mixture - np.diag(factors)).max() < NEAR:
+        is_lost = bool((np.minimum(np.abs(factors), np.abs(factors - 1.0)) < NEAR).all())
+        return (of.LOST,) if is_lost else (of.FACTOR,)
     places = np.abs(mixture) > 0.5
     is_order = (places.sum(axis=0) == 1).all() and (places.sum(axis=1) == 1).all()
     return (of.HEAD_ORDER,) if is_order and np.abs(mixture - places).max() < NEAR else ()
@@ -274,7 +318,8 @@ _BY_NAME: dict[str, Callable[[Edit, Seen, AttentionSpec], Families]] = {
     "rope exponent": _of_exponent,
     "rope factor": _of_rope_factor,
     "rope scaling": _of_rope_factor,
-    "rope frequencies": _of_nothing,
+    "rope frequencies": _of_frequencies,
+    "zeros": _of_zeros,
     "unmasked": _of_leak,
     "slope": _of_distances,
     "by distance": _of_distances,

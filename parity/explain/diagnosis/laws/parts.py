@@ -4,7 +4,7 @@ fitted numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 
 import numpy as np
@@ -12,14 +12,24 @@ import numpy as np
 from parity.explain.diagnosis.bugs import families as of
 from parity.explain.diagnosis.bugs.record import Edit, pattern
 from parity.explain.diagnosis.laws import changes
+from parity.explain.diagnosis.laws.blocks import blocks
+from parity.explain.diagnosis.laws.cache_parts import cache_parts
+from parity.explain.diagnosis.laws.changes import Part
+from parity.explain.diagnosis.laws.distance_parts import alibi_numbers, alibi_parts
 from parity.explain.diagnosis.laws.fits import Fitted, Number, Recompute, Tried
+from parity.explain.diagnosis.laws.norm_parts import norm_numbers, norm_parts
 from parity.explain.diagnosis.laws.pages import with_families
 from parity.explain.diagnosis.laws.record import Seen
+from parity.explain.diagnosis.laws.rope_parts import rope_parts
+from parity.explain.diagnosis.laws.softmax import softmax_numbers
 from parity.explain.diagnosis.laws.words import listed, readable_apart
 from parity.measure.core.problem import Problem
 
 MOST_PARTS = 3
 """The number of parts that are reported if several explain a stage."""
+
+LEAST_VALUES = 8
+"""The number of wrong values in some slices that tells a part of the layer."""
 
 TIMES = (-1.0, 0.0, 2.0, 0.5)
 """Multiples of a weight that are tried before a number is fitted."""
@@ -43,23 +53,44 @@ def _weights_and_parts(tried: Tried, problem: Problem) -> Iterator[Edit]:
         "input": changes.inputs(problem),
         "mask": changes.masks_and_biases(problem),
         "product": changes.products(problem),
+        "rotation": rope_parts(problem),
+        "norm": norm_parts(problem),
+        "alibi": alibi_parts(problem),
+        "cache": cache_parts(problem, tried.seen.stage.quantity),
+        "blocks": blocks(problem, tried.seen.stage.quantity),
     }
-    found = (
-        with_families(
-            pattern(name, words, injected=change),
-            problem.spec,
-            *([] if family is None else [family]),
-        )
-        for name, group in groups.items()
-        for words, change, family in group
-        if tried.explains(change)
-    )
-    found_parts = list(islice(found, MOST_PARTS))
+    found_parts = list(islice(_explaining(tried, groups, problem), MOST_PARTS))
     yield from found_parts
     if not found_parts:
         for name in named:
             yield from _multiplied(tried, problem, name)
         yield from _met(tried, problem)
+        yield from softmax_numbers(tried, problem)
+        yield from norm_numbers(tried, problem)
+        yield from alibi_numbers(tried, problem)
+
+
+def _explaining(
+    tried: Tried, groups: Mapping[str, Iterator[Part]], problem: Problem
+) -> Iterator[Edit]:
+    """Yield the parts that explain the stage, in the whole layer or in the wrong slices alone."""
+    is_in_part = _is_in_some_slices(tried.seen)
+    for name, group in groups.items():
+        for words, change, family in group:
+            families = [] if family is None else [family]
+            if tried.explains(change):
+                law = pattern(name, words, injected=change)
+                yield with_families(law, problem.spec, *families)
+            elif is_in_part and tried.explains_in_part(change):
+                law = pattern(name, f"there alone, {words}")
+                yield with_families(law, problem.spec, *families)
+
+
+def _is_in_some_slices(seen: Seen) -> bool:
+    """Return True if only some heads or sequences are wrong, and enough of their values to tell."""
+    if seen.stage.is_exact or seen.expected.ndim != 4 or not seen.is_enough(LEAST_VALUES):
+        return False
+    return any(len(seen.box[axis]) < seen.expected.shape[axis] for axis in (0, 1))
 
 
 def _moves(tried: Tried, name: str) -> bool:
@@ -79,9 +110,12 @@ def _multiplied(tried: Tried, problem: Problem, name: str) -> Iterator[Edit]:
             "multiple", words, numbers, int(times not in TIMES), injected=number.made(times)
         )
         family = changes.family_of(name)
-        yield (
-            law if family is of.SWAPPED else with_families(law, problem.spec, family)
-        )  # a gain has no page
+        if family is of.SWAPPED:
+            # Without its weights, any stage may be lost.
+            families = [of.FACTOR] if times else []
+        else:
+            families = [family]
+        yield with_families(law, problem.spec, *families)
 
 
 def _met(tried: Tried, problem: Problem) -> Iterator[Edit]:

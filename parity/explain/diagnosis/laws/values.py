@@ -239,7 +239,8 @@ def _factor_words(seen: Seen, axes: tuple[int, ...], numbers: np.ndarray) -> str
             f"each token of each head there is multiplied by a different number, as by a missing "
             f"or additional norm: {factors_listed}"
         )
-    one, _ = noun(seen.letters, axes[0])
+    (axis,) = axes
+    one, _ = noun(seen.letters, axis)
     return f"each {one} there is multiplied by a different number: {factors_listed}"
 
 

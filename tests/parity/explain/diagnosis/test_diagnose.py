@@ -739,12 +739,15 @@ def test_outputs_never_blame_precision(case, before):
 @sample(stage=["output"])
 @pytest.mark.parametrize("stage", ["q", "output"])
 def test_factor_is_not_precision(stage):
-    """A factor of 1.0003 on q or the output is a law, alone or with all other stages."""
+    """A factor of 1.0003 on q or the output is a law with a page of its own, alone or with all
+    other stages.
+    """
     problem = make_problem(CASES["rope-gqa"], "float32")
     wrong = {stage: observed_in(problem)[stage] * np.float32(1.0003)}
-    assert diagnose(wrong, problem).kind == "pattern"
+    diagnosis = diagnose(wrong, problem)
+    assert (diagnosis.kind, diagnosis.named[0].pages) == ("structure", ("stray-factor",))
     whole = diagnose({**observed_in(problem), **wrong}, problem)
-    assert (whole.kind, whole.stage) == ("pattern", stage)
+    assert (whole.kind, whole.stage) == ("structure", stage)
     assert whole.agrees == (stage != "output")
 
 

@@ -94,11 +94,21 @@ def test_fitted_number_has_page_and_fix(wrong, page, about, fix):
 
 
 def test_law_without_family_has_no_name():
-    """A factor of 0.9 on the output is a law without an explanation by a bug."""
+    """A bias of each key on the scores is a law without an explanation by a bug."""
+    problem = make_problem(Case("layer", PLAIN, "", seq_len=12, is_causal=True), "float32")
+    values = run_steps(steps(problem, "float32"))
+    wrong = values["scores"] + np.linspace(0.5, 1.5, 12, dtype=np.float32) ** 2
+    diagnosis = parity.diagnose({"scores": wrong}, problem)
+    assert (diagnosis.kind, diagnosis.named) == ("pattern", [])
+
+
+def test_factor_of_the_output_has_a_page():
+    """A factor of 0.9 on the output has the page of stray factors."""
     problem = make_problem(Case("layer", PLAIN, "", seq_len=12, is_causal=True), "float32")
     values = run_steps(steps(problem, "float32"))
     diagnosis = parity.diagnose({"output": values["output"] * np.float32(0.9)}, problem)
-    assert (diagnosis.kind, diagnosis.named) == ("pattern", [])
+    (found,) = diagnosis.named
+    assert (diagnosis.kind, found.pages) == ("structure", ("stray-factor",))
 
 
 def test_law_of_two_families_has_two_pages():

@@ -327,7 +327,9 @@ def test_error_before_rope_has_a_law():
 
 
 def test_norm_over_tokens_has_a_law():
-    """A norm over tokens has a law before RoPE, of a number per token and feature."""
+    """A norm over tokens is recognized; by another mean, it has a law before RoPE, of a number
+    per token and feature.
+    """
     problem = make_problem(NORMED, "float32")
 
     def over_tokens(_):
@@ -335,7 +337,12 @@ def test_norm_over_tokens_has_a_law():
             x / np.sqrt(np.mean(x * x, axis=2, keepdims=True) + np.float32(norm.eps))
         )
 
-    (law,) = told(problem, run(problem, overriding(standardised=over_tokens)), "q")
+    def by_sizes_of_tokens(_):
+        return lambda name, x, norm: x / np.mean(np.abs(x), axis=2, keepdims=True)
+
+    law, *_ = told(problem, run(problem, overriding(standardised=over_tokens)), "q")
+    assert law == "queries and keys are normalized over the tokens"
+    (law,) = told(problem, run(problem, overriding(standardised=by_sizes_of_tokens)), "q")
     assert law.startswith(
         "before RoPE: each token and each feature of a head is multiplied by a number"
     )

@@ -95,9 +95,7 @@ def test_bug_is_its_specification(monkeypatch, name):
 )
 def test_edit_overrides_single_methods(changes):
     """Fields that few methods read are overridden there: the layer is that of the specification."""
-    problem = make_problem(
-        Case("edited", SPEC, "many records", batch=2, seq_len=9), "float32"
-    )
+    problem = make_problem(Case("edited", SPEC, "many records", batch=2, seq_len=9), "float32")
     wrong = replace(SPEC, **changes)
     edit = spec_edit(SPEC, wrong)
     assert edit.spec is None
@@ -127,9 +125,7 @@ def test_edit_is_whole_layer_otherwise(changes):
 
 def test_edits_of_one_record_come_together():
     """Two edits of different fields of RoPE, or of a norm, are both in the layer, in any order."""
-    problem = make_problem(
-        Case("edited", SPEC, "many records", batch=2, seq_len=9), "float32"
-    )
+    problem = make_problem(Case("edited", SPEC, "many records", batch=2, seq_len=9), "float32")
     theta = Edit(overrides=with_rope(SPEC, replace(ROPE, theta=500.0)))
     scaled = Edit(overrides=with_rope(SPEC, replace(ROPE, scaling=LinearScaling(4.0))))
     eps = Edit(overrides=of_spec(SPEC, qk_norm=Norm(eps=0.1)))

@@ -1,0 +1,125 @@
+"""Parts of the norm of queries and keys: what they are divided by, over which axis, and eps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mha_spec import Norm
+from parity.explain.diagnosis.bugs import families as of
+from parity.explain.diagnosis.bugs.record import Edit, Override, pattern
+from parity.explain.diagnosis.laws.changes import Part
+from parity.explain.diagnosis.laws.fits import EPSILONS, Fitted, Number, Tried
+from parity.explain.diagnosis.laws.pages import with_families
+from parity.explain.diagnosis.laws.words import readable_apart
+from parity.measure.core.problem import Problem
+
+Standardise = Callable[[np.ndarray, Norm], np.ndarray]
+"""Returns normalized values, before they are multiplied by a weight."""
+
+WHOSE = {"qk": "queries and keys", "q": "queries", "k": "keys"}
+
+
+def _centered(x: np.ndarray, norm: Norm, axis: int = -1) -> np.ndarray:
+    """Subtract the mean, if the norm does."""
+    if norm.kind != "layer":
+        return x
+    return x - x.mean(axis=axis, keepdims=True)
+
+
+def by_mean_square(x: np.ndarray, norm: Norm) -> np.ndarray:
+    x = _centered(x, norm)
+    return x / ((x * x).mean(axis=-1, keepdims=True) + norm.eps)
+
+
+def by_sum(x: np.ndarray, norm: Norm) -> np.ndarray:
+    x = _centered(x, norm)
+    return x / np.sqrt((x * x).sum(axis=-1, keepdims=True) + norm.eps)
+
+
+def over_tokens(x: np.ndarray, norm: Norm) -> np.ndarray:
+    """Normalize (B, N, T, H), or (B, T, width), over the tokens of a sequence."""
+    x = _centered(x, norm, axis=-2)
+    return x / np.sqrt((x * x).mean(axis=-2, keepdims=True) + norm.eps)
+
+
+def over_heads(x: np.ndarray, norm: Norm) -> np.ndarray:
+    """Normalize (B, N, T, H) over the heads."""
+    x = _centered(x, norm, axis=1)
+    return x / np.sqrt((x * x).mean(axis=1, keepdims=True) + norm.eps)
+
+
+def by_largest(x: np.ndarray, norm: Norm) -> np.ndarray:
+    return x / (np.abs(x).max(axis=-1, keepdims=True) + norm.eps)
+
+
+def by_unbiased_deviation(x: np.ndarray, norm: Norm) -> np.ndarray:
+    """Divide by an unbiased standard deviation, as `std` of torch and pandas."""
+    x = _centered(x, norm)
+    return x / np.sqrt((x * x).sum(axis=-1, keepdims=True) / (x.shape[-1] - 1) + norm.eps)
+
+
+FORMS: dict[str, Standardise] = {
+    "are divided by their mean square instead of its root": by_mean_square,
+    "are divided by the root of their sum of squares instead of the mean": by_sum,
+    "are normalized over the tokens": over_tokens,
+    "are normalized over the heads": over_heads,
+    "are divided by their largest feature": by_largest,
+    "are divided by the root of their sum of squares over one feature less": by_unbiased_deviation,
+}
+
+
+def norm_parts(problem: Problem) -> Iterator[Part]:
+    """Yield other norms of queries, of keys, and of both."""
+    if problem.spec.qk_norm is None:
+        return
+    for names, whose in WHOSE.items():
+        for words, form in FORMS.items():
+            yield f"{whose} {words}", _standardised(names, form), of.QK_NORM
+
+
+def _standardised(names: str, form: Standardise) -> Edit:
+    def standardised(
+        _: Any, original: Override, name: str, x: np.ndarray, norm: Norm
+    ) -> np.ndarray:
+        if name not in names:
+            return original(name, x, norm)
+        return form(x, norm).astype(x.dtype)
+
+    return Edit(overrides={"standardised": standardised})
+
+
+def norm_numbers(tried: Tried, problem: Problem) -> Iterator[Edit]:
+    """Yield another eps of queries alone, or of keys alone."""
+    norm = problem.spec.qk_norm
+    if norm is None:
+        return
+    for name, whose in (("q", "queries"), ("k", "keys")):
+        number = Number("eps", name, norm.eps, EPSILONS, _eps_of(name))
+        fitted = Fitted(tried, number)
+        if not fitted.has_effect():
+            continue
+        for value in fitted.values():
+            if value is None:
+                continue
+            wrong, right = readable_apart(value, norm.eps)
+            words = f"the eps of the norm of {whose} is {wrong} instead of {right}"
+            numbers = {"value": value, "expected": norm.eps}
+            law = pattern("eps", words, numbers, 1, injected=number.made(value))
+            yield with_families(law, problem.spec, of.QK_NORM)
+
+
+def _eps_of(name: str) -> Callable[[float], Edit]:
+    def changed(eps: float) -> Edit:
+        def norm(_: Any, original: Override, which: str) -> Norm | None:
+            right = original(which)
+            if which != name or right is None:
+                return right
+            return replace(right, eps=eps)
+
+        return Edit(overrides={"norm": norm})
+
+    return changed

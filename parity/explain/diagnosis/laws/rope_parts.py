@@ -1,0 +1,177 @@
+"""Parts of RoPE: pairs and tables of different layouts, the order of rotated features, frequencies
+that follow another rule, and the positions of single heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mha_spec import Rope
+from parity.explain.diagnosis.bugs import families as of
+from parity.explain.diagnosis.bugs.record import Edit, Override
+from parity.explain.diagnosis.bugs.sites import turned
+from parity.explain.diagnosis.laws.changes import MOST_HEADS, Part
+from parity.measure.core.problem import Problem
+from parity.measure.core.reference import Layer
+from parity.measure.core.reference.rope import pair_slices
+
+Turn = Callable[[Layer, np.ndarray, np.ndarray], np.ndarray]
+
+WHOSE = {"qk": "queries and keys", "q": "queries", "k": "keys"}
+
+
+def rope_parts(problem: Problem) -> Iterator[Part]:
+    """Yield other rotations of queries, of keys, and of both."""
+    spec, rope = problem.spec, problem.spec.rope
+    if rope is None or spec.latent is not None or rope.sections is not None:
+        return
+    for names, whose in WHOSE.items():
+        yield from _of_layouts(rope, names, whose)
+        yield from _of_order(rope, names, whose, spec.head_dim)
+        yield (
+            f"{whose} are rotated by the position of the token before",
+            Edit(overrides=turned(names, _by_rolled_positions)),
+            of.POSITIONS,
+        )
+    if rope.scaling is None:
+        yield from _of_frequencies()
+    if not rope.depends_on_length:
+        yield from _of_heads("q", spec.num_heads)
+        yield from _of_heads("k", spec.num_kv_heads)
+
+
+# ---- Layouts -------------------------------------------------------------------------------------
+
+
+def _of_layouts(rope: Rope, names: str, whose: str) -> Iterator[Part]:
+    """Yield pairs of one layout that are rotated by tables of the other."""
+    words = {
+        "half": "in halves, (i, i + R/2)",
+        "interleaved": "side by side, (2 i, 2 i + 1)",
+    }
+    for pairs, tables in (("half", "interleaved"), ("interleaved", "half")):
+        yield (
+            f"the pairs of {whose} are {words[pairs]}, but RoPE's tables are those of pairs "
+            f"{words[tables]}",
+            Edit(overrides=turned(names, _turn_by_tables(rope, pairs, tables))),
+            of.PAIRS,
+        )
+
+
+def _turn_by_tables(rope: Rope, pairs: str, tables: str) -> Turn:
+    """Return a rotation whose tables have an entry for each feature, in another layout."""
+
+    def turn(layer: Layer, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        size = x.shape[-1]
+        first, second = pair_slices(replace(rope, pairs=pairs), size)
+        of_first, of_second = pair_slices(replace(rope, pairs=tables), size)
+        cos, sin = layer.tables(positions)
+        wide = layer.arithmetic.widen(x)
+        shape = (*cos.shape[:-1], size)
+        all_cos, all_sin = np.ones(shape, cos.dtype), np.zeros(shape, sin.dtype)
+        for features in (of_first, of_second):
+            all_cos[..., features] = cos
+            all_sin[..., features] = sin
+        partner = np.zeros_like(wide)
+        partner[..., first] = -wide[..., second]
+        partner[..., second] = wide[..., first]
+        return layer.arithmetic.keep(wide * all_cos + partner * all_sin)
+
+    return turn
+
+
+def _of_order(rope: Rope, names: str, whose: str, size: int) -> Iterator[Part]:
+    """Yield rotated features that are put together in another order."""
+    rotated = np.arange(size)[rope.rotated_features(size)]
+    halves = np.arange(len(rotated)).reshape(2, -1)
+    if rope.pairs == "interleaved":
+        order, words = halves.ravel(order="F").argsort(), "in halves instead of side by side"
+    else:
+        order, words = halves.ravel(order="F"), "side by side instead of in halves"
+    moved = np.arange(size)
+    moved[rotated] = rotated[order]
+    yield (
+        f"the rotated features of {whose} are put together {words}",
+        Edit(overrides=turned(names, _turn_in_order(moved))),
+        of.PAIRS,
+    )
+    if len(rotated) < size:
+        rest = np.setdiff1d(np.arange(size), rotated)
+        is_first = rotated[0] == 0
+        joined = np.concatenate([rest, rotated] if is_first else [rotated, rest])
+        yield (
+            f"the rotated features of {whose} are put {'after' if is_first else 'before'} the "
+            f"others",
+            Edit(overrides=turned(names, _turn_in_order(joined))),
+            of.ROTARY_DIM,
+        )
+
+
+def _turn_in_order(order: np.ndarray) -> Turn:
+    def turn(layer: Layer, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        return layer.rotate(x, positions)[..., order]
+
+    return turn
+
+
+# ---- Frequencies and positions -------------------------------------------------------------------
+
+
+def _of_frequencies() -> Iterator[Part]:
+    def in_reverse(right: np.ndarray) -> np.ndarray:
+        return right[::-1]
+
+    def evenly(right: np.ndarray) -> np.ndarray:
+        return np.linspace(right[0], right[-1], len(right))
+
+    def evenly_to_next(right: np.ndarray) -> np.ndarray:
+        """End where the exponent would be 1, as 1 / theta."""
+        if len(right) < 2:
+            return right
+        return np.linspace(right[0], right[-1] * right[1] / right[0], len(right))
+
+    forms = {
+        "in reverse order": in_reverse,
+        "spaced evenly, from the first to the last": evenly,
+        "spaced evenly, from 1 to 1 / theta": evenly_to_next,
+    }
+    for words, form in forms.items():
+        yield f"RoPE's frequencies are {words}", _with_frequencies(form), of.FREQUENCIES
+
+
+def _with_frequencies(form: Callable[[np.ndarray], np.ndarray]) -> Edit:
+    def angles(layer: Any, original: Override, positions: np.ndarray) -> np.ndarray:
+        one = original(np.ones((1, 1), positions.dtype))[0, 0, 0].astype(np.float64)
+        return (positions[:, None, :, None] * form(one)).astype(layer.arithmetic.wide)
+
+    return Edit(overrides={"angles": angles})
+
+
+def _by_rolled_positions(layer: Layer, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    return layer.rotate(x, np.roll(positions, 1, axis=-1))
+
+
+def _of_heads(name: str, count: int) -> Iterator[Part]:
+    """Yield single heads that are rotated by another position."""
+    if not 1 < count <= MOST_HEADS:
+        return
+    for head in range(count):
+        for by, words in ((1, "one position further"), (-1, "one position less")):
+            yield (
+                f"head {head} of {name} is rotated by {words}",
+                Edit(overrides=turned(name, _turn_of_head(head, by))),
+                of.POSITIONS,
+            )
+
+
+def _turn_of_head(head: int, by: int) -> Turn:
+    def turn(layer: Layer, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        rotated = layer.rotate(x, positions)
+        rotated[:, head] = layer.rotate(x, positions + by)[:, head]
+        return rotated
+
+    return turn

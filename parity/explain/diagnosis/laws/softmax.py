@@ -1,0 +1,166 @@
+"""Numbers of a softmax that should have none: a finite score of hidden keys, a limit of scores, and
+a number that is added to the sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from parity.explain.diagnosis.bugs import families as of
+from parity.explain.diagnosis.bugs.families import BugFamily
+from parity.explain.diagnosis.bugs.record import Edit, Override, pattern
+from parity.explain.diagnosis.laws.fits import Fitted, Number, Tried
+from parity.explain.diagnosis.laws.pages import with_families
+from parity.explain.diagnosis.laws.words import readable
+from parity.measure.core.problem import Problem
+from parity.measure.core.reference import Layer
+from parity.measure.core.stages import Values
+
+PENALTIES = (-1.0, -3.0, -10.0, -30.0, 1.0, 3.0)
+"""Scores of hidden keys that are tried before one is fitted."""
+
+LIMITS = (1.0, 3.0, 10.0, 30.0)
+SUMMANDS = (1.0, 1e-1, 1e-2, 1e-4, 1e-6)
+
+Entry = tuple[Number, str, BugFamily]
+"""A number, its description with a place for it, and its family."""
+
+
+def softmax_numbers(tried: Tried, problem: Problem) -> Iterator[Edit]:
+    """Yield each number that would explain the stage."""
+    if tried.seen.stage.quantity not in ("attn_weights", "context", "output"):
+        return
+    for number, words, family in _numbers(problem):
+        fitted = Fitted(tried, number)
+        for value in fitted.values() if fitted.has_effect() else ():
+            if value is None or not math.isfinite(value):
+                continue
+            law = pattern(
+                number.name,
+                words.format(readable(value)),
+                {"value": value},
+                1,
+                injected=number.made(value),
+            )
+            yield with_families(law, problem.spec, family)
+
+
+def _numbers(problem: Problem) -> Iterator[Entry]:
+    case = problem.case
+    if case.has_mask or case.is_cached:
+        yield _entry(
+            "hidden score", PENALTIES, _filled, "the scores of hidden keys are {}", of.LEAKING
+        )
+        yield _entry(
+            "penalty", PENALTIES, _added, "{} is added to the scores of hidden keys", of.LEAKING
+        )
+        yield _entry(
+            "lowest score",
+            PENALTIES,
+            _raised_after_mask,
+            "scores below {0}, also those of hidden keys, are raised to {0}",
+            of.LEAKING,
+        )
+    yield _entry("score limit", LIMITS, _limited, "scores are limited to {0} and -{0}", of.SOFTMAX)
+    yield _entry(
+        "summand",
+        SUMMANDS,
+        _with_summand,
+        "{} is added to the sum of the softmax, after the highest score is subtracted",
+        of.SOFTMAX,
+    )
+    # In a cache, the same number is that of a visible empty slot.
+    if not (problem.spec.sinks or case.is_cached):
+        yield _entry(
+            "exponential",
+            SUMMANDS,
+            _with_exponential,
+            "{} is added to the sum of the exponentials of the softmax",
+            of.SOFTMAX,
+        )
+
+
+def _entry(
+    name: str,
+    grid: tuple[float, ...],
+    change: Callable[[float], Edit],
+    words: str,
+    family: BugFamily,
+) -> Entry:
+    return Number(name, name, math.nan, grid, change), words, family
+
+
+def _of_scores(change: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Edit:
+    """Return the layer whose softmax hides no keys, and has other scores instead."""
+
+    def attn_weights(layer: Layer, original: Override, values: Values) -> Any:
+        scores, mask = layer.arithmetic.widen(values["scores"]), values["mask"]
+        wrong = change(scores, mask).astype(scores.dtype)
+        return original({**values, "scores": wrong, "mask": np.zeros_like(mask)})
+
+    return Edit(overrides={"attn_weights": attn_weights})
+
+
+def _filled(score: float) -> Edit:
+    def filled(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        return np.where(mask, score, scores)
+
+    return _of_scores(filled)
+
+
+def _added(penalty: float) -> Edit:
+    def added(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        return scores + penalty * mask
+
+    return _of_scores(added)
+
+
+def _raised_after_mask(lowest: float) -> Edit:
+    def raised(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        return np.maximum(np.where(mask, -np.inf, scores), lowest)
+
+    return _of_scores(raised)
+
+
+def _limited(largest: float) -> Edit:
+    def attn_weights(layer: Layer, original: Override, values: Values) -> Any:
+        scores = layer.arithmetic.widen(values["scores"])
+        return original({**values, "scores": np.clip(scores, -abs(largest), abs(largest))})
+
+    return Edit(overrides={"attn_weights": attn_weights})
+
+
+def _with_summand(summand: float) -> Edit:
+    """Return the layer that adds a number to sums of exponentials relative to the highest."""
+
+    def added(highest: np.ndarray) -> np.ndarray:
+        return np.full_like(highest, summand)
+
+    return _with_larger_sum(added)
+
+
+def _with_exponential(summand: float) -> Edit:
+    """Return the layer that adds a number to sums of exponentials, as by a sink."""
+
+    def added(highest: np.ndarray) -> np.ndarray:
+        return summand * np.exp(-highest)
+
+    return _with_larger_sum(added)
+
+
+def _with_larger_sum(summand: Callable[[np.ndarray], np.ndarray]) -> Edit:
+    def attn_weights(layer: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
+        a = layer.arithmetic
+        weights = a.widen(original(values)["attn_weights"])
+        visible = np.where(values["mask"], -np.inf, a.widen(values["scores"]))
+        highest = visible.max(axis=-1, keepdims=True, initial=-np.inf)
+        highest = np.where(np.isfinite(highest), highest, 0.0).astype(weights.dtype)
+        total = np.exp(visible - highest).sum(axis=-1, keepdims=True)
+        share = np.divide(total, total + summand(highest), where=total > 0.0, out=0.0 * total)
+        return {"attn_weights": a.keep(weights * share)}
+
+    return Edit(overrides={"attn_weights": attn_weights})
