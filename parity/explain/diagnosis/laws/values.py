@@ -239,8 +239,7 @@ def _factor_words(seen: Seen, axes: tuple[int, ...], numbers: np.ndarray) -> str
             f"each token of each head there is multiplied by a different number, as by a missing "
             f"or additional norm: {factors_listed}"
         )
-    (axis,) = axes
-    one, _ = noun(seen.letters, axis)
+    one, _ = noun(seen.letters, min(axes))
     return f"each {one} there is multiplied by a different number: {factors_listed}"
 
 
