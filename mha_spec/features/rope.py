@@ -158,6 +158,34 @@ class Rope(Record):
             return slice(0, count)
         return slice(head_dim - count, head_dim)
 
+    def pair_features(self, head_dim: int) -> np.ndarray:
+        """Return the two features of each rotated pair, as indices of H: int, (2, R/2).
+
+        The first row has the first feature of each pair, the second row the second one.
+
+        Raises:
+            TypeError: if head_dim is not an integer.
+            ValueError: if heads of this width cannot be rotated.
+        """
+        rotated = self.rotated_features(head_dim)
+        features = np.arange(rotated.start, rotated.stop)
+        if self.pairs == "interleaved":
+            return features.reshape(-1, 2).T
+        return features.reshape(2, -1)
+
+    def pair_order(self, head_dim: int) -> np.ndarray:
+        """Return the features of a head with those of each pair next to each other: int, (H,).
+
+        Other features stay in place. Interleaved pairs are in this order already.
+
+        Raises:
+            TypeError: if head_dim is not an integer.
+            ValueError: if heads of this width cannot be rotated.
+        """
+        order = np.arange(head_dim)
+        order[self.rotated_features(head_dim)] = self.pair_features(head_dim).T.reshape(-1)
+        return order
+
     def frequencies(self, head_dim: int, length: int = 0) -> np.ndarray:
         """Return the angle, in radians per token, of each pair of features: float32, (R/2,).
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from mha_spec import AttentionSpec, DynamicScaling, InputError, LongRopeScaling
+from mha_spec import AttentionSpec, DynamicScaling, InputError, LongRopeScaling, Rope
 from parity.measure.core.case import Case
 from parity.measure.core.problem import Problem
 from parity.measure.core.trace import Reference
@@ -176,12 +176,8 @@ class Sequences:
             return self
         if q.shape[-1] != spec.head_dim or k.shape != expected.shape:
             return self
-        begin, half = spec.head_dim - spec.latent.rope_dim, spec.latent.rope_dim // 2
-        order = np.arange(spec.head_dim)
-        order[begin::2], order[begin + 1 :: 2] = (
-            order[begin : begin + half].copy(),
-            order[begin + half :].copy(),
-        )
+        halves = Rope(rotary_dim=spec.latent.rope_dim, rotated="last")
+        order = halves.pair_order(spec.head_dim)
         as_halves, as_pairs = (np.abs(x - expected).sum() for x in (k[..., order], k))
         if as_pairs <= as_halves:
             return self

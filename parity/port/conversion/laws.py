@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Rope
 from parity.measure.core.weights import Weights
 from parity.port.conversion.roles import Role, digests, matched
 from parity.port.conversion.same_function import listed
@@ -342,17 +342,14 @@ def _of_pairs(order: np.ndarray, num_features: int, spec: AttentionSpec) -> str:
         if len(order) % width == 0 and width != num_features:
             widths.append(width)
     for width in widths:
-        rotated = slice(0, width)
+        halves = Rope()
         as_if = f", as if heads had {width} features"
         if width == num_features:
             as_if = ""
             if spec.rope is not None:
-                rotated = spec.rope.rotated_features(width)
-        interleaved = np.arange(len(order)).reshape(-1, width)
-        pairs = interleaved[:, rotated]
-        halves = pairs.reshape(len(pairs), 2, -1)
-        interleaved[:, rotated] = halves.swapaxes(1, 2).reshape(pairs.shape)
-        interleaved = interleaved.reshape(-1)
+                halves = Rope(rotary_dim=spec.rope.rotary_dim, rotated=spec.rope.rotated)
+        heads = np.arange(len(order)).reshape(-1, width)
+        interleaved = heads[:, halves.pair_order(width)].reshape(-1)
         if np.array_equal(order, interleaved):
             return f"its RoPE pairs interleaved instead of halves{as_if}"
         if np.array_equal(order, np.argsort(interleaved)):

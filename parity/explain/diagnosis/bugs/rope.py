@@ -19,12 +19,11 @@ from parity.explain.diagnosis.bugs.families import (
 )
 from parity.explain.diagnosis.bugs.record import Bug, Override
 from parity.explain.diagnosis.bugs.sites import after, positions, turned, weights
+from parity.explain.fitting.thetas import THETAS_IN_USE
 from parity.measure.core.case import Case
 from parity.measure.core.reference import Layer
 from parity.measure.core.reference.rope import axes, frequencies
 from parity.measure.core.weights import dtype_named
-
-THETAS = (1e2, 1e3, 1e4, 1e5, 5e5, 1e6, 1e7)  # bases in use
 
 of_rope = partial(Bug, page="rope-positions", stages=("q", "latents", "k"))
 of_pairs = partial(of_rope, page="rope-pairs")
@@ -110,17 +109,9 @@ def turned_otherwise(case: Case) -> Iterator[Bug]:
 # ---- Pairs ---------------------------------------------------------------------------------------
 
 
-def _pairs_side_by_side(rope: Rope, size: int) -> np.ndarray:
-    """Return indices of features, those of each pair next to each other: 0, R/2, 1, R/2 + 1, …"""
-    order = np.arange(size)
-    rotated = np.arange(size)[rope.rotated_features(size)]
-    order[rotated] = rotated.reshape(2, -1).T.ravel()
-    return order
-
-
 def _other_pairs(case: Case, rope: Rope, of: str, whose: str, suffix: str) -> Iterator[Bug]:
     def interleaved(layer: Layer, x: np.ndarray, places: np.ndarray) -> np.ndarray:
-        order = _pairs_side_by_side(rope, x.shape[-1])
+        order = rope.pair_order(x.shape[-1])
         return layer.rotate(x[..., np.argsort(order)], places)[..., order]
 
     yield of_pairs(
@@ -133,7 +124,7 @@ def _other_pairs(case: Case, rope: Rope, of: str, whose: str, suffix: str) -> It
         return
     size = case.spec.head_dim
     names = [f"{name}_proj.{leaf}" for name in of for leaf in ("weight", "bias")]
-    order = _pairs_side_by_side(rope, size)
+    order = rope.pair_order(size)
     for word, rows, about, fix in (
         (
             "interleaved",
@@ -270,7 +261,7 @@ def other_theta(case: Case) -> Iterator[Bug]:
                 fix=EXPONENTS.fix_for(spec),
                 page=EXPONENTS.page,
             )
-    for theta in (theta for theta in THETAS if theta not in named):
+    for theta in (theta for theta in THETAS_IN_USE if theta not in named):
         about = THETA.about.format(found=f"{theta:g}", right=f"{rope.theta:g}")
         fix = THETA.fix_for(spec)
         yield of_rope(

@@ -19,6 +19,7 @@ from parity.explain.diagnosis.bugs.record import Change, Changed, instead
 from parity.explain.diagnosis.laws.record import Law, OtherSpec, Seen
 from parity.explain.diagnosis.laws.rotation import as_exponent
 from parity.explain.diagnosis.laws.words import readable, readable_apart
+from parity.explain.fitting.thetas import THETAS
 
 Recompute = Callable[[Change], np.ndarray]
 """Computes the stage with a change of the reference, from the same stages before it; TimeoutError
@@ -230,7 +231,6 @@ def _made_in_reference(right: AttentionSpec, made: AttentionSpec) -> Changed | N
 
 # ---- The numbers ---------------------------------------------------------------------------------
 
-THETAS = (1e2, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8)
 CAPS = (None, 1.0, 5.0, 15.0, 30.0, 50.0, 100.0)
 EPSILONS = tuple(10.0**-power for power in range(12, 0, -1))
 FACTORS = (0.5, 2.0, 4.0, 8.0, 16.0, 32.0)

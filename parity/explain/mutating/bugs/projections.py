@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mha_spec import Rope
 from parity.explain.conformance.signatures import PROJECTIONS
 from parity.explain.mutating.bugs.inputs import ORDERS, SCALES, Divisor
 from parity.explain.mutating.bugs.rope import has_rope
@@ -185,6 +186,14 @@ def _pairs(order: HeadOrder) -> Change:
     return change
 
 
+def _interleaved(heads: np.ndarray) -> np.ndarray:
+    return heads[:, Rope().pair_order(heads.shape[1])]
+
+
+def _deinterleaved(heads: np.ndarray) -> np.ndarray:
+    return heads[:, np.argsort(Rope().pair_order(heads.shape[1]))]
+
+
 def _injection(name: str, change: Change, *needs: str, depends_on_heads: bool = False) -> Injection:
     made = _with(change, depends_on_heads=depends_on_heads)
     return Injection(name, ("layer", "projections", *needs), made)
@@ -197,12 +206,8 @@ def _head_injections() -> tuple[Injection, ...]:
             changes[f"{letter}-heads-{word}"] = _heads(f"{letter}_proj", order, fewest)
     changes["kv-heads-tiled"] = _tiled
     changes["scale-after-softmax"] = _after_softmax
-    changes["rope-weights-interleaved"] = _pairs(
-        lambda heads: heads.reshape(len(heads), 2, -1).swapaxes(1, 2)
-    )
-    changes["rope-weights-deinterleaved"] = _pairs(
-        lambda heads: heads.reshape(len(heads), -1, 2).swapaxes(1, 2)
-    )
+    changes["rope-weights-interleaved"] = _pairs(_interleaved)
+    changes["rope-weights-deinterleaved"] = _pairs(_deinterleaved)
     return tuple(
         _injection(name, change, depends_on_heads=True) for name, change in changes.items()
     )
