@@ -805,6 +805,18 @@ def test_spec_of_numpy_scalars_survives_json():
     assert type(spec.rope.theta) is float
 
 
+def test_features_of_rope_pairs_are_listed():
+    """`pair_features` lists the features of each pair, `pair_order` puts them side by side."""
+    half, interleaved = Rope(), Rope(pairs="interleaved")
+    last = Rope(rotary_dim=4, rotated="last")
+    assert half.pair_features(6).tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert interleaved.pair_features(6).tolist() == [[0, 2, 4], [1, 3, 5]]
+    assert last.pair_features(6).tolist() == [[2, 3], [4, 5]]
+    assert half.pair_order(6).tolist() == [0, 3, 1, 4, 2, 5]
+    assert interleaved.pair_order(6).tolist() == [0, 1, 2, 3, 4, 5]
+    assert last.pair_order(6).tolist() == [0, 1, 2, 4, 3, 5]
+
+
 def test_spec_reads_json_from_before_rope():
     """The former key `rope_theta` is read as RoPE with this base, or without RoPE if null."""
     old = '{"d_model": 8, "num_heads": 2, "rope_theta": %s}'

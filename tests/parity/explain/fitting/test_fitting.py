@@ -27,7 +27,7 @@ def drawn_heads() -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", ROPES)
-def test_rotation_is_fitted(name):
+def test_rotation_of_pairs_is_fitted(name):
     """Frequencies, the angle at position 0 and the amplitude of a rotation are found again."""
     rope, heads = ROPES[name], drawn_heads()
     pairs = complex_pairs(heads, rope)
@@ -43,13 +43,13 @@ def test_rotation_is_fitted(name):
     assert rotation.amplitude == pytest.approx(1.25)
 
 
-def test_rotation_needs_consecutive_positions():
+def test_rotation_needs_successive_tokens():
     """No rotation is fitted to tokens at every second position."""
     pairs = complex_pairs(drawn_heads(), Rope())
     assert fit_rotation(pairs, pairs, 2.0 * np.arange(9.0)[None]) is None
 
 
-def test_other_features_stay():
+def test_other_features_stay_the_same():
     """New pairs leave the features that are not rotated."""
     heads, rope = drawn_heads(), ROPES["last features"]
     changed = with_pairs(heads, 2.0 * complex_pairs(heads, rope), rope)
@@ -57,7 +57,7 @@ def test_other_features_stay():
     np.testing.assert_array_equal(changed[..., 8:], 2.0 * heads[..., 8:])
 
 
-def test_positions_are_found():
+def test_positions_of_tokens_are_found():
     """The position of each token is found from its turns."""
     positions = np.array([[5, 0, 900], [17, 17, 3]])
     frequencies = Rope().frequencies(16).astype(np.float64)
@@ -66,7 +66,7 @@ def test_positions_are_found():
 
 
 @pytest.mark.parametrize("theta", [500.0, 10000.0, 1e6])
-def test_theta_is_fitted(theta):
+def test_theta_of_frequencies_is_fitted(theta):
     """The base of exact frequencies is found."""
     assert fit_theta(theta ** -plain_exponents(8)) == pytest.approx(theta)
 
@@ -81,7 +81,7 @@ def test_numbers_are_rounded():
     assert list(round_numbers(1234.5, (1, 3))) == [1000.0, 1230.0]
 
 
-def test_slopes_are_fitted():
+def test_slopes_of_heads_are_fitted():
     """The slope of each head is found; without distances it is 0."""
     distances = key_distances(4, 5)
     slopes = np.array([0.5, -2.0])
@@ -90,7 +90,7 @@ def test_slopes_are_fitted():
     np.testing.assert_array_equal(slopes_of(values, np.zeros((4, 5))), 0.0)
 
 
-def test_band_is_found():
+def test_band_of_a_window_is_found():
     """A window has the least and the greatest distance that it shows."""
     distances = key_distances(8, 8)
     assert band_of((distances > 0) | (distances < -2), distances) == (-2, 0)
@@ -105,7 +105,7 @@ def test_band_ignores_other_cells():
     assert band_of(distances < -3, distances, cells) == (-3, 0)
 
 
-def test_chunk_is_found():
+def test_chunk_of_a_mask_is_found():
     """The length of chunks is found, in a causal mask too; a window has none."""
     distances, places = key_distances(8, 8), np.arange(8) // 3
     cells = distances <= 0
