@@ -285,13 +285,9 @@ class _Reader:
         if self.stage.is_exact:
             return
         if quantity in ("q", "k", "cache.keys") and spec.rope is not None:
-            rotated = spec.rope.rotated_features(x.shape[-1])
-            count = len(range(*rotated.indices(x.shape[-1])))
-            pairs = np.arange(count).reshape(2, -1).T.reshape(-1)
-            for order in (pairs, np.argsort(pairs)):
-                values = np.array(x)
-                values[..., rotated] = x[..., rotated][..., order]
-                yield "has its RoPE pairs in another order", values
+            order = spec.rope.replace(pairs="half").pair_order(x.shape[-1])
+            yield "has its RoPE pairs in another order", x[..., order]
+            yield "has its RoPE pairs in another order", x[..., np.argsort(order)]
         if quantity in ("q", "k", "cache.keys"):
             wide, scale = x.astype(np.float64), spec.score_scale
             if quantity == "q":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -45,9 +44,3 @@ def fit_theta(frequencies: np.ndarray) -> float | None:
         logarithm += float((slope * (frequencies - fitted)).sum() / (slope**2).sum())
         logarithm = min(max(logarithm, math.log(LEAST)), math.log(MOST))
     return math.exp(logarithm)
-
-
-def round_numbers(x: float, digits: Iterable[int]) -> Iterator[float]:
-    """Yield a number rounded to each count of significant digits."""
-    for count in digits:
-        yield float(f"{x:.{count}g}")

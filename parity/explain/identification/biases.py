@@ -10,14 +10,11 @@ import numpy as np
 
 from mha_spec import Alibi, GridBias, InputError, RelativeBias
 from parity.explain.fitting.distances import key_distances, slopes_of
-from parity.explain.fitting.thetas import round_numbers
+from parity.explain.fitting.numbers import FLOAT32_DIGITS, round_numbers
 from parity.explain.identification.trace import CLOSE
 
 USUAL_DISTANCES = (128, *(2**exponent for exponent in range(3, 13)))
 """Usual distances from which all keys share a bucket; T5's comes first."""
-
-DIGITS = range(1, 8)
-"""Significant digits of a number of a specification that are tried, the roundest number first."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +114,7 @@ def fit_alibi(added: AddedNumbers, scale: float) -> Alibi | None:
     if error > added.tolerance or slopes.min() <= 0.0:
         return None
     allowed = added.tolerance / np.abs(distances).max()
-    for digits in DIGITS:
+    for digits in FLOAT32_DIGITS:
         for is_scaled, factor in ((False, 1.0), (True, scale)):
             max_bias = _max_bias(slopes[0] / factor, num_heads, digits)
             with suppress(ValueError):

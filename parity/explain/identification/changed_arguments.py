@@ -99,13 +99,13 @@ def _with_last_inverted(x: Any) -> Any:
     """Return a tensor of booleans with the last one, or the first one of each last row,
     inverted.
     """
-    other = x.clone()
+    changed = x.clone()
     if x.ndim < 2:
-        inverted = other.reshape(-1)[-1:]
+        inverted = changed.reshape(-1)[-1:]
     else:
-        inverted = other[..., -1, 0]
+        inverted = changed[..., -1, 0]
     inverted.logical_not_()  # a view of the clone
-    return other
+    return changed
 
 
 def _changed_integers(x: Any, num_tokens: int) -> Any:
@@ -117,21 +117,21 @@ def _changed_integers(x: Any, num_tokens: int) -> Any:
         return None
     boundaries = _boundaries_of(numbers, num_tokens)
     if boundaries is not None:
-        other = _moved(boundaries.ends, num_tokens)
+        changed = _moved(boundaries.ends, num_tokens)
         if boundaries.are_lengths:
-            other = np.diff(other).astype(numbers.dtype)
+            changed = np.diff(changed).astype(numbers.dtype)
     elif numbers.shape[-1] == num_tokens and np.isin(numbers, (0, 1)).all():
         # A mask of padding, or two segments.
-        other = numbers.copy()
-        other[..., -1] = 1 - other[..., -1]
+        changed = numbers.copy()
+        changed[..., -1] = 1 - changed[..., -1]
     else:
-        other = numbers.copy()
-        other.reshape(-1)[numbers.size // 2 :] += 1
+        changed = numbers.copy()
+        changed.reshape(-1)[numbers.size // 2 :] += 1
     if not _is_tensor(x):
-        return type(x)(other.tolist())
+        return type(x)(changed.tolist())
     import torch
 
-    return torch.as_tensor(other, dtype=x.dtype, device=x.device)
+    return torch.as_tensor(changed, dtype=x.dtype, device=x.device)
 
 
 def _moved(ends: np.ndarray, num_tokens: int) -> np.ndarray:

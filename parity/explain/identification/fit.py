@@ -310,8 +310,8 @@ class _HeadFit:
         if rope is None:
             return
         if self.rope is not None or self.part == "v":
-            known = f"{self.part} turned by {rope}"
-            raise InputError("rope", "turn queries and keys, and once", known)
+            got = f"{self.part} turned by {rope}"
+            raise InputError("rope", "turn queries and keys, and once", got)
         if self.norm is not None:
             self.norm = self.norm.replace(after_rope=True)
         self.rope = rope
@@ -369,8 +369,8 @@ class _HeadFit:
             if self.layer.tapped.scale == 1.0 and is_default_scale:
                 self.fitted.is_scaled_before = True
         elif traced.factor != 1.0:
-            known = f"{traced.factor:.4g} times that"
-            raise InputError(part, "be the output of a projection", known)
+            got = f"{traced.factor:.4g} times that"
+            raise InputError(part, "be the output of a projection", got)
 
 
 def _check_axes(layer: ObservedLayer, rope: Rope | None) -> None:
@@ -381,10 +381,10 @@ def _check_axes(layer: ObservedLayer, rope: Rope | None) -> None:
     has_one_axis = positions.ndim == 2
     if (rope.sections is None) == has_one_axis:
         return
-    known = f"{len(positions)} that are the same"
+    got = f"{len(positions)} that are the same"
     if has_one_axis:
-        known = "one axis"
-    raise InputError("positions", "have one axis for each axis of RoPE", known)
+        got = "one axis"
+    raise InputError("positions", "have one axis for each axis of RoPE", got)
 
 
 def positions_on_axes(layer: ObservedLayer, fitted: FittedLayer) -> np.ndarray:

@@ -62,9 +62,9 @@ def flax_model(model: Any) -> FlaxModel:
     if isinstance(model, nnx.Module):
         return _nnx_model(model)
     if model.scope is None:
-        known = f"an unbound {type(model).__name__}"
+        got = f"an unbound {type(model).__name__}"
         hint = "model.bind(variables) returns one"
-        raise InputError("model", "be bound to its variables", known, hint=hint)
+        raise InputError("model", "be bound to its variables", got, hint=hint)
     return _linen_model(model)
 
 

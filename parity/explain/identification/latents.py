@@ -121,22 +121,17 @@ def fit_latents(layer: ObservedLayer, fitted: FittedLayer, q: Traced, k: Traced,
         k_rotated = k_rotated[order]
         q_places = np.concatenate([q_places[:, :own_dim], q_places[:, own_dim:][:, order]], axis=1)
 
-    kv_bias = fitted.project("kv_a_proj", kv_latent.source, [*kv_latent.places, *k_rotated])
-    fitted.normalize("kv_a_norm", kv_latent.name, kv_latent.weights)
     own_keys = k.of_head(slice(0, own_dim)).places_by_head
-    of_heads = np.concatenate([own_keys, v.places.reshape(num_heads, -1)], axis=1)
-    has_second_bias = fitted.project("kv_b_proj", kv_b, of_heads.reshape(-1))
+    kv_places = np.concatenate([own_keys, v.places.reshape(num_heads, -1)], axis=1)
+    kv_bias = _project_latent("kv", kv_latent, [*kv_latent.places, *k_rotated], fitted)
+    _project_from_latent("kv_b_proj", kv_b, kv_places, fitted)
     if q_latent is None:
-        q_bias = fitted.project("q_proj", q_last, q_places.reshape(-1))
         q_source = q_last
+        q_bias = fitted.project("q_proj", q_last, q_places.reshape(-1))
     else:
-        q_bias = fitted.project("q_a_proj", q_latent.source, q_latent.places)
-        fitted.normalize("q_a_norm", q_latent.name, q_latent.weights)
-        if fitted.project("q_b_proj", q_last, q_places.reshape(-1)):
-            has_second_bias = True
         q_source = q_latent.source
-    if has_second_bias:
-        raise InputError("projections of latents", "have no bias", "one of them has")
+        q_bias = _project_latent("q", q_latent, q_latent.places, fitted)
+        _project_from_latent("q_b_proj", q_last, q_places, fitted)
 
     width = kv_latent.source.input.shape[-1]
     latent = _latent(kv_latent, q_latent, rope_dim, width, q.factor)
@@ -146,6 +141,27 @@ def fit_latents(layer: ObservedLayer, fitted: FittedLayer, q: Traced, k: Traced,
     fitted.add("qkv_bias", biases, "the projections of the input add one")
     fitted.endpoints["query"] = endpoint_of(q_source)
     fitted.endpoints["key"] = fitted.endpoints["value"] = endpoint_of(kv_latent.source)
+
+
+def _project_latent(
+    name: str, latent: LatentNorm, rows: Sequence[int], fitted: FittedLayer
+) -> bool:
+    """Use the projection that makes a latent, and its norm; return whether it has a bias."""
+    has_bias = fitted.project(f"{name}_a_proj", latent.source, rows)
+    fitted.normalize(f"{name}_a_norm", latent.name, latent.weights)
+    return has_bias
+
+
+def _project_from_latent(
+    name: str, submodule: Submodule, places: np.ndarray, fitted: FittedLayer
+) -> None:
+    """Use a projection of a latent, by the places (N, features) of its heads.
+
+    Raises:
+        ValueError: if it has a bias.
+    """
+    if fitted.project(name, submodule, places.reshape(-1)):
+        raise InputError("projections of latents", "have no bias", f"one of {submodule.name}")
 
 
 def _num_shared_features(k: Traced) -> int:

@@ -188,23 +188,20 @@ def observe_layers(
 
     modules = dict(model.named_modules())
     recorders: dict[str, LayerRecorder] = {}
-    factors_of_name: dict[str, dict[int, float]] = {}
-    for (name, call), factor in (factors or {}).items():
-        factors_of_name.setdefault(name, {})[call] = factor
-    last_factors = {name: list(of_calls.values())[-1] for name, of_calls in factors_of_name.items()}
-
+    multipliers = _multipliers(factors or {}, recorders)
     with ExitStack() as stack, torch.no_grad():
+        last_factors = {name: multiplier.last_factor for name, multiplier in multipliers.items()}
         projections = stack.enter_context(ProjectionMode(modules, last_factors))
         # Before the hooks that record, which then receive the multiplied inputs.
-        for name in factors_of_name.keys() & modules.keys():
-            multiplier = InputMultiplier(name, factors_of_name[name], recorders)
-            hook = modules[name].register_forward_pre_hook(multiplier.multiply, with_kwargs=True)
-            stack.callback(hook.remove)
+        for name in multipliers.keys() & modules.keys():
+            hook = multipliers[name].multiply
+            handle = modules[name].register_forward_pre_hook(hook, with_kwargs=True)
+            stack.callback(handle.remove)
         tapped = stack.enter_context(tap_torch(model, patterns_of(layers), sees_functions=True))
         for layer in tapped.layers:
-            recorder = recorders[layer.name] = LayerRecorder()
-            for hook in recorder.attach(modules[layer.name]):
-                stack.callback(hook.remove)
+            recorders[layer.name] = LayerRecorder()
+            for handle in recorders[layer.name].attach(modules[layer.name]):
+                stack.callback(handle.remove)
         options = dict(inputs)
         if "use_cache" in inspect.signature(model.forward).parameters:
             options.setdefault("use_cache", False)
@@ -213,19 +210,18 @@ def observe_layers(
 
     observed = []
     for layer in tapped.layers:
-        records = recorders[layer.name].calls
-        for call, record in zip(layer.calls, records, strict=False):
-            observed_layer = ObservedLayer(
+        for call, record in zip(layer.calls, recorders[layer.name].calls, strict=False):
+            run = ObservedLayer(
                 model,
                 modules[layer.name],
                 replace(layer, calls=[call]),
-                record.arguments,
-                record.inside,
-                record.numbers,
-                record.call,
+                arguments=record.arguments,
+                inside=record.inside,
+                numbers=record.numbers,
+                call=record.call,
             )
-            _add_projections(observed_layer, projections.inside.get(layer.name, []))
-            observed.append(observed_layer)
+            _add_projections(run, projections.inside.get(layer.name, []))
+            observed.append(run)
     return observed
 
 
@@ -330,8 +326,13 @@ class InputMultiplier:
     """
 
     name: str
-    factors: Mapping[int, float]
+    factors: dict[int, float]
     recorders: Mapping[str, LayerRecorder]
+
+    @property
+    def last_factor(self) -> float:
+        """Return the factor of the last of the calls."""
+        return list(self.factors.values())[-1]
 
     def multiply(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -352,6 +353,17 @@ class InputMultiplier:
         if recorder is None or not recorder.calls:
             return 0
         return recorder.calls[-1].count(self.name[len(innermost) :].removeprefix("."))
+
+
+def _multipliers(
+    factors: Mapping[tuple[str, int], float], recorders: Mapping[str, LayerRecorder]
+) -> dict[str, InputMultiplier]:
+    """Return a multiplier for each projection, by its full name."""
+    multipliers: dict[str, InputMultiplier] = {}
+    for (name, call), factor in factors.items():
+        multiplier = multipliers.setdefault(name, InputMultiplier(name, {}, recorders))
+        multiplier.factors[call] = factor
+    return multipliers
 
 
 def _times(x: Any, factor: float) -> Any:

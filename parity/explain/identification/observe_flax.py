@@ -113,10 +113,10 @@ class FlaxObserver:
         self._find_layers(patterns)
         self._refuse_unseen_modules(patterns)
         if not self._leaves_of_layer:
-            known = "none"
+            got = "none"
             if patterns is not None:
-                known = f"none in {list(patterns)}"
-            raise InputError("model", "have attention: a softmax between two products", known)
+                got = f"none in {list(patterns)}"
+            raise InputError("model", "have attention: a softmax between two products", got)
         self.layers = list(self._leaves_of_layer)
 
     def _trace(self) -> Program:

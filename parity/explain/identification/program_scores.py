@@ -112,9 +112,9 @@ def _factor_between(scores: np.ndarray, logits: np.ndarray, cap: float | None) -
     factor = float(np.median(ratios))
     if factor <= 0:
         return None
-    made = scored(scores, factor, cap)
-    is_equal = np.abs(made - logits) <= CLOSE * np.abs(logits[shown]).max(initial=0.0)
-    is_hidden = logits < made - HIDES
+    expected = scored(scores, factor, cap)
+    is_equal = np.abs(expected - logits) <= CLOSE * np.abs(logits[shown]).max(initial=0.0)
+    is_hidden = logits < expected - HIDES
     if (is_equal | is_hidden).all():
         return factor
     return None

@@ -12,8 +12,9 @@ from typing import Any, Literal
 import numpy as np
 
 from mha_spec import InputError, Rope
+from parity.explain.fitting.numbers import round_numbers
 from parity.explain.fitting.rotation import complex_pairs, fit_rotation, nearest_positions
-from parity.explain.fitting.thetas import fit_theta, round_numbers
+from parity.explain.fitting.thetas import fit_theta
 from parity.port.models.config import Config
 from parity.port.models.rope import read_rope
 
@@ -31,9 +32,6 @@ MOST_POSITIONS = 8192
 
 BASES_OF_AXES = (100.0, 10000.0)
 """Usual bases of frequencies on several axes."""
-
-DIGITS = range(1, 8)
-"""Significant digits of a base that are tried, the roundest number first."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +183,7 @@ def _plain_ropes(turns: ObservedTurns) -> Iterator[Rope]:
     """Yield RoPE with plain bases close to the observed one, the roundest first."""
     theta = fit_theta(turns.frequencies)
     if theta is not None:
-        for value in round_numbers(theta, DIGITS):
+        for value in round_numbers(theta):
             yield Rope(value)
 
 
@@ -225,11 +223,11 @@ def _fit_axes(
                 if _are_several_axes(positions):
                     largest_position[rope] = int(positions.max())
     if not largest_position:
-        known = "no pairs that turn"
+        got = "no pairs that turn"
         if turning:
-            known = "pairs that turn by other angles"
+            got = "pairs that turn by other angles"
         rule = "turn pairs by the place, or by integers on two or three axes"
-        raise InputError("rope", rule, known)
+        raise InputError("rope", rule, got)
     return min(largest_position, key=largest_position.__getitem__)
 
 

@@ -139,8 +139,8 @@ def _read_window(layer: ObservedLayer, fitted: FittedLayer, num_tokens: int) -> 
     if window is None:
         return
     if window < num_tokens:
-        known = f"{window} and a mask of {num_tokens} tokens that hides none"
-        raise InputError("the window", "hide keys", known)
+        got = f"{window} and a mask of {num_tokens} tokens that hides none"
+        raise InputError("the window", "hide keys", got)
     fitted.add("window_size", window, "argument of the attention function", is_seen=False)
 
 
@@ -202,8 +202,8 @@ def _fit_constant_bias(
     relative = fit_relative_bias(added, tables, _distances_in(layer, config))
     if relative is None:
         rule = "be a mask, ALiBi or a table for distances or places on a grid"
-        known = f"numbers up to {np.abs(added.values).max():.2g}"
-        raise InputError("numbers added to scores", rule, known)
+        got = f"numbers up to {np.abs(added.values).max():.2g}"
+        raise InputError("numbers added to scores", rule, got)
     bias, name = relative
     how = f"numbers that are added to scores are those of {name}"
     fitted.add("relative_bias", bias, how, up_to=num_tokens)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import Temperature
-from parity.explain.fitting.thetas import round_numbers
+from parity.explain.fitting.numbers import round_numbers
 
 CLOSE = 1e-5
 """Largest error of a factor, and smallest observable change of it."""

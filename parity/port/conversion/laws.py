@@ -347,7 +347,7 @@ def _of_pairs(order: np.ndarray, num_features: int, spec: AttentionSpec) -> str:
         if width == num_features:
             as_if = ""
             if spec.rope is not None:
-                halves = Rope(rotary_dim=spec.rope.rotary_dim, rotated=spec.rope.rotated)
+                halves = spec.rope.replace(pairs="half")
         heads = np.arange(len(order)).reshape(-1, width)
         interleaved = heads[:, halves.pair_order(width)].reshape(-1)
         if np.array_equal(order, interleaved):

@@ -20,8 +20,9 @@ from parity.explain.diagnosis.bugs.families import THETA
 from parity.explain.diagnosis.bugs.record import Changed
 from parity.explain.diagnosis.laws.record import Law, Seen
 from parity.explain.diagnosis.laws.words import listed, readable, readable_apart
+from parity.explain.fitting.numbers import round_numbers
 from parity.explain.fitting.rotation import complex_pairs, fit_rotation, with_pairs
-from parity.explain.fitting.thetas import fit_theta, plain_exponents, round_numbers
+from parity.explain.fitting.thetas import fit_theta, plain_exponents
 from parity.measure.core.reference.rope import frequencies
 
 OFFSETS = np.arange(-4096, 4097)

@@ -7,13 +7,14 @@ import pytest
 
 from mha_spec import Rope
 from parity.explain.fitting.distances import band_of, chunk_of, key_distances, slopes_of
+from parity.explain.fitting.numbers import round_numbers
 from parity.explain.fitting.rotation import (
     complex_pairs,
     fit_rotation,
     nearest_positions,
     with_pairs,
 )
-from parity.explain.fitting.thetas import fit_theta, plain_exponents, round_numbers
+from parity.explain.fitting.thetas import fit_theta, plain_exponents
 
 ROPES = {
     "half": Rope(),
