@@ -202,11 +202,8 @@ def observe_layers(
             recorders[layer.name] = LayerRecorder()
             for handle in recorders[layer.name].attach(modules[layer.name]):
                 stack.callback(handle.remove)
-        options = dict(inputs)
-        if "use_cache" in inspect.signature(model.forward).parameters:
-            options.setdefault("use_cache", False)
         with user_code(model):
-            model(**options)
+            model(**_without_cache(model, inputs))
 
     observed = []
     for layer in tapped.layers:
@@ -223,6 +220,14 @@ def observe_layers(
             _add_projections(run, projections.inside.get(layer.name, []))
             observed.append(run)
     return observed
+
+
+def _without_cache(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs of a call, which uses no cache unless they say so."""
+    options = dict(inputs)
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        options.setdefault("use_cache", False)
+    return options
 
 
 def _add_projections(layer: ObservedLayer, projections: Sequence[Any]) -> None:
