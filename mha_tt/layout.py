@@ -60,14 +60,9 @@ def head_slots(head_dim: int, *, rope: Rope | None = None) -> np.ndarray:
         return np.arange(head_dim)
     if not isinstance(rope, Rope):
         raise InputTypeError("rope", "be a Rope or None", rope=rope)
-    rotated = rope.rotated_features(head_dim)
-    features = np.arange(rotated.start, rotated.stop)
-    if rope.pairs == "interleaved":
-        first = features[0::2]
-        second = features[1::2]
-    else:
-        first, second = np.split(features, 2)
-    left, right = np.array_split(np.delete(np.arange(head_dim), features), 2)
+    first, second = rope.pair_features(head_dim)
+    unrotated = np.delete(np.arange(head_dim), rope.rotated_features(head_dim))
+    left, right = np.array_split(unrotated, 2)
     slots = np.empty(head_dim, np.int64)
     slots[np.concatenate([first, left])] = np.arange(len(first) + len(left))
     slots[np.concatenate([second, right])] = padded_head_dim(head_dim, rope=True) // 2 + np.arange(

@@ -172,11 +172,7 @@ def _by_rope(change: Callable[[Rope], Rope]) -> Injection:
 
 
 def _interleaved(_: Plan, rotate: Any, x: Any, positions: Any, rope: Rope) -> Any:
-    size = x.shape[-1]
-    rotated = list(range(size))[rope.rotated_features(size)]
-    evens_first = np.array(
-        [*range(rotated[0]), *rotated[0::2], *rotated[1::2], *range(rotated[-1] + 1, size)]
-    )
+    evens_first = np.argsort(rope.pair_order(x.shape[-1]))
     return rotate(x[..., evens_first], positions, rope)[..., np.argsort(evens_first)]
 
 

@@ -471,13 +471,9 @@ def _in_other_pairs(x: np.ndarray, rope: Rope) -> Iterator[np.ndarray]:
     """Yield queries or keys whose rotated features come from pairs side by side, and from two
     halves.
     """
-    rotated = rope.rotated_features(x.shape[-1])
-    count = len(range(*rotated.indices(x.shape[-1])))
-    to_pairs = np.arange(count).reshape(2, -1).T.reshape(-1)
-    for order in (to_pairs, np.argsort(to_pairs)):
-        values = np.array(x)
-        values[..., rotated] = x[..., rotated][..., order]
-        yield values
+    order = replace(rope, pairs="half").pair_order(x.shape[-1])
+    yield x[..., order]
+    yield x[..., np.argsort(order)]
 
 
 # ---- Orders of axes ------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from mha_spec import AttentionSpec, DynamicScaling, InputError, LongRopeScaling
+from mha_spec import AttentionSpec, DynamicScaling, InputError, LongRopeScaling, Rope
 from parity.measure.core.case import Case
 from parity.measure.core.problem import Problem
 from parity.measure.core.trace import Reference
@@ -174,10 +174,8 @@ class Sequences:
             return self
         if q is None or k is None or q.shape[-1] != spec.head_dim or k.shape != expected.shape:
             return self
-        first, half = spec.head_dim - spec.latent.rope_dim, spec.latent.rope_dim // 2
-        to_pairs = np.arange(spec.head_dim)
-        to_pairs[first::2] = np.arange(first, first + half)
-        to_pairs[first + 1 :: 2] = np.arange(first + half, spec.head_dim)
+        halves = Rope(rotary_dim=spec.latent.rope_dim, rotated="last")
+        to_pairs = halves.pair_order(spec.head_dim)
         error_as_pairs = np.abs(k - expected).sum()
         error_as_halves = np.abs(k[..., to_pairs] - expected).sum()
         if error_as_pairs <= error_as_halves:

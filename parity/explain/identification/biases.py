@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
 from mha_spec import Alibi, GridBias, InputError, RelativeBias
+from parity.explain.fitting.distances import key_distances, slopes_of
+from parity.explain.fitting.numbers import FLOAT32_DIGITS, round_numbers
 from parity.explain.identification.trace import CLOSE
 
-USUAL = (128, *(2**exponent for exponent in range(3, 13)))
+USUAL_DISTANCES = (128, *(2**exponent for exponent in range(3, 13)))
 """Usual distances from which all keys share a bucket; T5's comes first."""
 
 
-class Added(NamedTuple):
+@dataclass(frozen=True)
+class AddedNumbers:
     """Numbers that are added equally to the scores of each sequence.
 
     Attributes:
@@ -31,64 +34,70 @@ class Added(NamedTuple):
     @property
     def is_zero(self) -> bool:
         """Return whether nothing is added."""
-        return bool((np.abs(self.values[:, ~self.hidden]) <= self.tolerance).all())
+        return self.is_near(np.zeros_like(self.values))
 
     @property
     def distances(self) -> np.ndarray:
         """Return the tokens from each query to each key, (T, S); below 0 for earlier keys."""
-        num_queries, num_keys = self.hidden.shape
-        return np.arange(num_keys) - np.arange(num_queries)[:, None]
+        return key_distances(*self.hidden.shape)
 
     def is_near(self, values: np.ndarray) -> bool:
         """Return whether the added numbers equal these values, (N, T, S), within the tolerance."""
-        return bool((np.abs(values - self.values)[:, ~self.hidden] <= self.tolerance).all())
+        errors = np.abs(values - self.values)[:, ~self.hidden]
+        return bool((errors <= self.tolerance).all())
 
 
 def scored(products: np.ndarray, scale: float, soft_cap: float | None) -> np.ndarray:
     """Return the scaled and capped products of queries and keys, in float64."""
     scaled = products.astype(np.float64) * scale
-    return scaled if soft_cap is None else soft_cap * np.tanh(scaled / soft_cap)
+    if soft_cap is None:
+        return scaled
+    return soft_cap * np.tanh(scaled / soft_cap)
+
+
+def products_of(q: np.ndarray, k: np.ndarray) -> np.ndarray:
+    """Return the products of queries and keys, (B, N, T, S), in float64.
+
+    Args:
+        q: queries, (B, N, T, H).
+        k: keys, (B, K, S, H).
+    """
+    q, k = q.astype(np.float64), k.astype(np.float64)
+    k = k.repeat(q.shape[1] // k.shape[1], axis=1)
+    return q @ k.swapaxes(2, 3)
 
 
 def added_to(
     scores: np.ndarray,
-    q: np.ndarray,
-    k: np.ndarray,
+    expected: np.ndarray,
     hidden: np.ndarray,
-    scale: float,
-    soft_cap: float | None,
-    gained: np.ndarray | float = 0.0,
-) -> Added:
-    """Return the numbers added to the scaled and capped products of queries and keys.
+    description: str,
+) -> AddedNumbers:
+    """Return the numbers added to expected scores.
 
     Args:
         scores: input of the softmax, (B, N, T, S).
-        q, k: heads, (B, N, T, H) and (B, K, S, H).
+        expected: scores without these numbers, (B, N, T, S).
         hidden: keys that queries do not attend to, (T, S).
-        scale, soft_cap: factor and bound for the products.
-        gained: numbers that are known to be added, (B, N, T, S).
+        description: of the expected scores, for messages.
 
     Raises:
         ValueError: if they differ between sequences.
     """
-    k = k.repeat(q.shape[1] // k.shape[1], axis=1)
-    made = scored(q.astype(np.float64) @ k.astype(np.float64).swapaxes(2, 3), scale, soft_cap)
-    added = np.where(hidden, 0.0, scores - made - gained)
-    values, tolerance = added.mean(axis=0), CLOSE * np.abs(scores[..., ~hidden]).max()
-    if np.abs(added - values).max() > tolerance:
-        known = (
-            f"scale={scale:.6g}, soft_cap={soft_cap}, an error of "
-            f"{np.abs(added - values).max():.2g}"
-        )
-        raise InputError(
-            "scores",
-            "be products times a scale, plus numbers that are equal for all sequences",
-            known,
-        )
-    return Added(values, hidden, float(tolerance))
+    added = np.where(hidden, 0.0, scores - expected)
+    values = added.mean(axis=0)
+    tolerance = float(CLOSE * np.abs(scores[..., ~hidden]).max())
+    error = np.abs(added - values).max()
+    if error > tolerance:
+        rule = "be products times a scale, plus numbers that are equal for all sequences"
+        raise InputError("scores", rule, f"{description}, an error of {error:.2g}")
+    return AddedNumbers(values, hidden, tolerance)
 
 
-def fit_alibi(added: Added, scale: float) -> Alibi | None:
+# ---- ALiBi ---------------------------------------------------------------------------------------
+
+
+def fit_alibi(added: AddedNumbers, scale: float) -> Alibi | None:
     """Return the ALiBi that is added, up to a constant per row, which softmax ignores; None if it
     is not ALiBi.
 
@@ -98,37 +107,44 @@ def fit_alibi(added: Added, scale: float) -> Alibi | None:
     """
     num_heads = len(added.values)
     shown = ~added.hidden
-    values, distances = (_centered(x, shown) for x in (added.values, np.abs(added.distances)))
-    slopes = -(values * distances).sum(axis=(1, 2)) / (distances**2).sum()
-    if (
-        np.abs(values + slopes[:, None, None] * distances).max() > added.tolerance
-        or slopes.min() <= 0.0
-    ):
+    values = _centered(added.values, shown)
+    distances = _centered(np.abs(added.distances), shown)
+    slopes = -slopes_of(values[None], distances)
+    error = np.abs(values + slopes[:, None, None] * distances).max()
+    if error > added.tolerance or slopes.min() <= 0.0:
         return None
-    power = 1 << (num_heads.bit_length() - 1)
     allowed = added.tolerance / np.abs(distances).max()
-    for digits in range(1, 8):
-        for scaled, factor in ((False, 1.0), (True, scale)):
-            max_bias = float(f"{-power * np.log2(slopes[0] / factor):.{digits - 1}e}")
+    for digits in FLOAT32_DIGITS:
+        for is_scaled, factor in ((False, 1.0), (True, scale)):
+            max_bias = _max_bias(slopes[0] / factor, num_heads, digits)
             with suppress(ValueError):
-                alibi = Alibi(max_bias, scaled)
-                if np.abs(factor * np.array(alibi.slopes(num_heads)) - slopes).max() <= allowed:
+                alibi = Alibi(max_bias, is_scaled)
+                expected = factor * np.array(alibi.slopes(num_heads))
+                if np.abs(expected - slopes).max() <= allowed:
                     return alibi
     return None
+
+
+def _max_bias(first_slope: float, num_heads: int, digits: int) -> float:
+    """Return the max_bias of ALiBi by the slope of its first head, rounded to digits."""
+    largest_power = 1 << (num_heads.bit_length() - 1)
+    return next(round_numbers(-largest_power * np.log2(first_slope), [digits]))
 
 
 def _centered(x: np.ndarray, shown: np.ndarray) -> np.ndarray:
     """Return numbers of queries and keys minus the row mean over the visible keys; 0 for hidden
     keys.
     """
-    means = np.where(shown, x, 0.0).sum(axis=-1, keepdims=True) / np.maximum(
-        shown.sum(axis=-1, keepdims=True), 1
-    )
+    counts = np.maximum(shown.sum(axis=-1, keepdims=True), 1)
+    means = np.where(shown, x, 0.0).sum(axis=-1, keepdims=True) / counts
     return np.where(shown, x - means, 0.0)
 
 
+# ---- Tables --------------------------------------------------------------------------------------
+
+
 def fit_relative_bias(
-    added: Added, tables: Mapping[str, np.ndarray], max_distances: list[int]
+    added: AddedNumbers, tables: Mapping[str, np.ndarray], max_distances: list[int]
 ) -> tuple[RelativeBias | GridBias, str] | None:
     """Return the relative bias that is added, by distance or on a grid, with the name of its table;
     or None.
@@ -143,38 +159,43 @@ def fit_relative_bias(
     for name, table in tables.items():
         if table.ndim != 2 or table.shape[1] != len(added.values):
             continue
-        for relative in _biases(len(table), max_distances, is_causal=is_causal):
-            places = (
-                np.clip(distances, -relative.max_distance, relative.max_distance)
-                + relative.max_distance
-            )
-            if added.is_near(np.moveaxis(table[relative.buckets()[places]], -1, 0)):
+        for relative in _relative_biases(len(table), max_distances, is_causal=is_causal):
+            farthest = relative.max_distance
+            places = np.clip(distances, -farthest, farthest) + farthest
+            if added.is_near(_looked_up(table, relative.buckets()[places])):
                 return relative, name
         for grid in _grids(distances.shape, len(table)):
-            if added.is_near(np.moveaxis(table[grid.buckets()], -1, 0)):
+            if added.is_near(_looked_up(table, grid.buckets())):
                 return grid, name
     return None
+
+
+def _looked_up(table: np.ndarray, buckets: np.ndarray) -> np.ndarray:
+    """Return the rows (N,) of a table for buckets (T, S) as (N, T, S)."""
+    return np.moveaxis(table[buckets], -1, 0)
+
+
+def _relative_biases(
+    num_buckets: int, max_distances: list[int], *, is_causal: bool
+) -> Iterator[RelativeBias]:
+    """Yield relative biases with this number of buckets."""
+    for max_distance in dict.fromkeys((*max_distances, *USUAL_DISTANCES)):
+        for bidirectional in (not is_causal, is_causal):
+            # The candidate may be too small, or the number of buckets odd.
+            with suppress(ValueError):
+                yield RelativeBias(num_buckets, max_distance, bidirectional)
 
 
 def _grids(shape: tuple[int, ...], num_buckets: int) -> Iterator[GridBias]:
     """Yield the grids with these numbers of tokens, (T, S), and buckets."""
     num_queries, num_keys = shape
+    if num_queries != num_keys:
+        return
     for class_token in (False, True):
         area = num_queries - class_token
         for height in range(1, area + 1):
-            if area % height == 0 and num_queries == num_keys:
-                grid = GridBias(height, area // height, class_token)
-                if grid.num_buckets == num_buckets:
-                    yield grid
-
-
-def _biases(
-    num_buckets: int, max_distances: list[int], *, is_causal: bool
-) -> Iterator[RelativeBias]:
-    """Yield relative biases with this number of buckets."""
-    for max_distance in dict.fromkeys((*max_distances, *USUAL)):
-        for bidirectional in (not is_causal, is_causal):
-            with suppress(
-                ValueError
-            ):  # the candidate is too small, or the number of buckets is odd
-                yield RelativeBias(num_buckets, max_distance, bidirectional)
+            if area % height:
+                continue
+            grid = GridBias(height, area // height, class_token)
+            if grid.num_buckets == num_buckets:
+                yield grid

@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from mha_spec import InputError
-from parity.explain.identification.found import Evidence, Fit
+from parity.explain.identification.evidence import Evidence, FittedLayer
 from parity.explain.identification.observe import ObservedLayer
 
 HIDES = -50.0
@@ -16,25 +16,26 @@ as much.
 """
 
 
-def without_call_mask(layer: ObservedLayer, found: Fit) -> ObservedLayer:
+def without_call_mask(layer: ObservedLayer, fitted: FittedLayer) -> ObservedLayer:
     """Return a layer with those of its sequences alone whose keys its mask does not hide.
 
     Args:
         layer: the observed layer.
-        found: collects the name of the argument that is a mask, if one is.
+        fitted: collects the name of the argument that is a mask, if one is.
     """
     for name in layer.arguments:
         hidden = _hidden_by(layer, name)
         if hidden is None or (hidden == hidden[:1]).all():
             continue
-        if (rows := _rows_without(hidden)).any():
-            found.mask = name
+        sequences = _sequences_without(hidden)
+        if sequences.any():
+            fitted.mask = name
             how = (
                 f"argument of the module, whose numbers below {HIDES:.0f} hide keys of some "
                 f"sequences"
             )
-            found.evidence.append(Evidence("mask", name, how))
-            return _of_rows(layer, rows)
+            fitted.evidence.append(Evidence("mask", name, how))
+            return _with_sequences(layer, sequences)
     return layer
 
 
@@ -53,12 +54,11 @@ def with_call_mask(layer: ObservedLayer, name: str, *, is_large: bool) -> Observ
     if not name:
         return layer
     hidden = _hidden_by(layer, name)
-    if hidden is None or (is_large and not _rows_without(hidden).any()):
-        raise InputError(
-            name, "be a mask of numbers in each call, for some sequences alone", "another"
-        )
+    if hidden is None or (is_large and not _sequences_without(hidden).any()):
+        rule = "be a mask of numbers in each call, for some sequences alone"
+        raise InputError(name, rule, "another")
     if is_large:
-        return _of_rows(layer, _rows_without(hidden))
+        return _with_sequences(layer, _sequences_without(hidden))
     return layer.with_values({**layer.values, "mask": hidden, "call_mask": hidden})
 
 
@@ -66,24 +66,28 @@ def _hidden_by(layer: ObservedLayer, name: str) -> np.ndarray | None:
     """Return the keys that an argument hides by its numbers, (B, 1, T, S); None if it is another
     array.
     """
-    x, (batch_size, _, num_tokens, _) = layer.arguments.get(name), layer.values["q"].shape
-    shape = num_tokens, layer.values["k"].shape[2]
-    if x is None or x.ndim < 3 or x.shape[-2:] != shape:
+    x = layer.arguments.get(name)
+    batch_size, _, num_queries, _ = layer.values["q"].shape
+    num_keys = layer.values["k"].shape[2]
+    if x is None or x.ndim < 3 or x.shape[-2:] != (num_queries, num_keys):
         return None
-    numbers = x.reshape(-1, 1, *shape)
+    numbers = x.reshape(-1, 1, num_queries, num_keys)
     hidden = numbers < HIDES
+    # Other numbers than 0 would be a bias.
     if batch_size % len(numbers) or numbers[~hidden].any():
         return None
     return np.tile(hidden, (batch_size // len(numbers), 1, 1, 1))
 
 
-def _rows_without(hidden: np.ndarray) -> np.ndarray:
+def _sequences_without(hidden: np.ndarray) -> np.ndarray:
     """Return which sequences have no hidden keys, (B,)."""
     return np.logical_not(hidden.any(axis=(1, 2, 3)))
 
 
-def _of_rows(layer: ObservedLayer, rows: np.ndarray) -> ObservedLayer:
+def _with_sequences(layer: ObservedLayer, sequences: np.ndarray) -> ObservedLayer:
     """Return a layer with some of its sequences alone."""
-    return layer.with_values(
-        {name: x[rows] if len(x) == len(rows) else x for name, x in layer.values.items()}
-    )
+    values = dict(layer.values)
+    for name, x in layer.values.items():
+        if len(x) == len(sequences):
+            values[name] = x[sequences]
+    return layer.with_values(values)

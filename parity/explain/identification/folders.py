@@ -53,14 +53,14 @@ def code_of_transformers(folder: str | os.PathLike[str]) -> Iterator[None]:
     except Exception as error:
         text = in_line(f"{type(error).__name__}: {error}", MOST_OF_ERROR)
         broken = _broken_rule(folder)
-        if broken is not None:
-            broken.hint = "; ".join(
-                filter(None, [broken.hint, f"transformers does not load it either: {text}"])
-            )
-            raise broken from error
-        raise InputError(
-            folder, "be a model that transformers loads without code of others", text
-        ) from error
+        if broken is None:
+            rule = "be a model that transformers loads without code of others"
+            raise InputError(folder, rule, text) from error
+        hints = [f"transformers does not load it either: {text}"]
+        if broken.hint:
+            hints.insert(0, broken.hint)
+        broken.hint = "; ".join(hints)
+        raise broken from error
 
 
 def _broken_rule(folder: str | os.PathLike[str]) -> InputError | None:
@@ -94,7 +94,7 @@ def observe_folder(folder: str | os.PathLike[str]) -> list[LiveLayer]:
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     with code_of_transformers(folder):
         config = AutoConfig.from_pretrained(folder, **local)
-        model, told = AutoModel.from_pretrained(
+        model, loading = AutoModel.from_pretrained(
             folder,
             config=config,
             dtype=torch.float32,
@@ -107,16 +107,28 @@ def observe_folder(folder: str | os.PathLike[str]) -> list[LiveLayer]:
         model.eval()
         candidates = list(random_inputs(model.config))
         dtype = np.dtype(str(config.dtype or "float32").removeprefix("torch."))
-    layers = [_as_stored(layer, dtype) for layer in layers_of(model, _inputs(model, candidates))]
-    absent = [*told["missing_keys"], *(name for name, *_ in told["mismatched_keys"])]
-    if lost := [
-        name for name in absent if any(f"{name}.".startswith(f"{layer.name}.") for layer in layers)
-    ]:
+    layers = layers_of(model, _working_inputs(model, candidates))
+    stored = [_as_stored(layer, dtype) for layer in layers]
+
+    absent = list(loading["missing_keys"])
+    absent += [name for name, *_ in loading["mismatched_keys"]]
+    lost = [name for name in absent if _is_in_layer(name, stored)]
+    if lost:
         raise InputError(folder, "hold the weights of all layers", f"none of {', '.join(lost[:3])}")
-    return layers
+    return stored
 
 
-def _inputs(model: Any, candidates: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def _is_in_layer(name: str, layers: Sequence[LiveLayer]) -> bool:
+    """Return whether a weight belongs to one of some layers."""
+    return any(f"{name}.".startswith(f"{layer.name}.") for layer in layers)
+
+
+# ---- Inputs --------------------------------------------------------------------------------------
+
+
+def _working_inputs(
+    model: Any, candidates: Sequence[dict[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
     """Return the first keyword arguments with which a transformers model runs.
 
     Raises:
@@ -124,21 +136,20 @@ def _inputs(model: Any, candidates: Sequence[dict[str, torch.Tensor]]) -> dict[s
     """
     import torch
 
-    error: Exception | None = None
+    last_error: Exception | None = None
     for inputs in candidates:
         try:
             with torch.no_grad(), user_code(model):
                 model(**inputs)
-        except Exception as wrong:  # the model's own code may raise anything
-            error = wrong
+        except Exception as error:  # the model's own code may raise anything
+            last_error = error
         else:
             return inputs
-    hint = "parity.layers_of(model, inputs) takes the inputs of any"
     raise InputError(
         "a folder to observe",
         "be of a model of tokens or images",
-        in_line(repr(error), 120),
-        hint=hint,
+        in_line(repr(last_error), 120),
+        hint="parity.layers_of(model, inputs) takes the inputs of any",
     )
 
 
@@ -148,32 +159,63 @@ def random_inputs(config: Any) -> Iterator[dict[str, torch.Tensor]]:
     """
     import torch
 
-    generator, tokens, image = torch.Generator().manual_seed(0), {}, {}
-    if words := getattr(config.get_text_config(), "vocab_size", None):
-        ids = torch.randint(words, (2, NUM_TOKENS), generator=generator)
-        padding = getattr(config, "pad_token_id", None)
-        ids[ids == padding] = (0 if padding is None else padding + 1) % words
-        tokens["input_ids"] = ids
-    if tokens and getattr(config, "is_encoder_decoder", False):
-        tokens["decoder_input_ids"] = tokens["input_ids"].flip(1)
+    generator = torch.Generator().manual_seed(0)
+    tokens = _random_tokens(config, generator)
+    image = _random_image(config, generator)
+    if tokens and image:
+        yield {**tokens, **image}
+    if tokens:
+        yield tokens
+    if image:
+        yield image
+
+
+def _random_tokens(config: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Return tokens without padding; nothing if the model has no vocabulary."""
+    import torch
+
+    vocab_size = getattr(config.get_text_config(), "vocab_size", None)
+    if not vocab_size:
+        return {}
+    ids = torch.randint(vocab_size, (2, NUM_TOKENS), generator=generator)
+    padding = getattr(config, "pad_token_id", None)
+    if padding is not None:
+        ids[ids == padding] = (padding + 1) % vocab_size
+    tokens = {"input_ids": ids}
+    if getattr(config, "is_encoder_decoder", False):
+        tokens["decoder_input_ids"] = ids.flip(1)
+    return tokens
+
+
+def _random_image(config: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Return two images of random numbers; nothing if the model has no images."""
+    import torch
+
     vision = getattr(config, "vision_config", config)
-    channels, size = getattr(vision, "num_channels", None), getattr(vision, "image_size", None)
-    if channels and size:
-        height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        image["pixel_values"] = torch.randn(2, channels, height, width, generator=generator)
-    yield from filter(None, [{**tokens, **image} if tokens and image else {}, tokens, image])
+    num_channels = getattr(vision, "num_channels", None)
+    size = getattr(vision, "image_size", None)
+    if not num_channels or not size:
+        return {}
+    if isinstance(size, (list, tuple)):
+        height, width = size
+    else:
+        height = width = size
+    return {"pixel_values": torch.randn(2, num_channels, height, width, generator=generator)}
+
+
+# ---- Weights -------------------------------------------------------------------------------------
 
 
 def _as_stored(layer: LiveLayer, dtype: np.dtype) -> LiveLayer:
     """Return a layer with weights in the dtype of its files, if that dtype represents them
     exactly.
     """
-    narrow = {name: weight.astype(dtype) for name, weight in layer.weights.items()}
-    is_exact = all(
-        (narrow[name].astype(weight.dtype) == weight).all()
-        for name, weight in layer.weights.items()
-    )
-    return replace(layer, weights=narrow) if is_exact else layer
+    narrow = {}
+    for name, weight in layer.weights.items():
+        narrow[name] = weight.astype(dtype)
+        if not (narrow[name].astype(weight.dtype) == weight).all():
+            return layer
+    return replace(layer, weights=narrow)
 
 
 @contextmanager
@@ -184,15 +226,19 @@ def observed_file(layers: Sequence[LiveLayer]) -> Iterator[Path]:
     Raises:
         ValueError: if no layer was identified.
     """
-    known = [layer for layer in layers if layer.spec is not None]
-    if not known:
+    specs = {}
+    tensors = {}
+    for layer in layers:
+        if layer.spec is None:
+            continue
+        specs[layer.name] = layer.spec
+        for name, weight in layer.weights.items():
+            tensors[join(layer.name, name)] = weight
+    if not specs:
         raise InputError("a layer of the model", "be identified", "; ".join(map(str, layers)))
-    specs = {layer.name: layer.spec for layer in known if layer.spec is not None}
-    held = {
-        join(layer.name, name): weight for layer in known for name, weight in layer.weights.items()
-    }
-    infos = {name: (weight.shape, weight.dtype) for name, weight in held.items()}
+    infos = {name: (weight.shape, weight.dtype) for name, weight in tensors.items()}
     with TemporaryDirectory() as folder:
         path = Path(folder) / "observed.safetensors"
-        write_tensors(path, infos, held.__getitem__, metadata_of(LAYOUTS["canonical"], specs, None))
+        metadata = metadata_of(LAYOUTS["canonical"], specs, None)
+        write_tensors(path, infos, tensors.__getitem__, metadata)
         yield path

@@ -17,6 +17,8 @@ from parity.measure.core.arrays import to_numpy
 
 SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
+SIDES = ("query", "key", "value")
+
 
 class Projected(NamedTuple):
     """A projection, with the fields of a submodule."""
@@ -24,8 +26,8 @@ class Projected(NamedTuple):
     name: str
     call: int
     module: nn.Module
-    given: np.ndarray
-    result: np.ndarray
+    input: np.ndarray
+    output: np.ndarray
     leaves: Mapping[str, str]
     first_rows: Mapping[str, int]
 
@@ -44,70 +46,83 @@ class ProjectionMode(TorchFunctionMode):
         """
         super().__init__()
         self.inside: dict[str, list[Projected]] = {}
-        self._names = {
-            x.out_proj.weight: name
-            for name, x in modules.items()
-            if type(x) is nn.MultiheadAttention
-        }
         self._factors = factors
+        self._name_of_weight = {}
+        for name, module in modules.items():
+            if type(module) is nn.MultiheadAttention:
+                self._name_of_weight[module.out_proj.weight] = name
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kwargs is None:
+            kwargs = {}
         if func is not F.multi_head_attention_forward:
-            return func(*args, **(kwargs or {}))
-        bound = SIGNATURE.bind(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
+        bound = SIGNATURE.bind(*args, **kwargs)
         bound.apply_defaults()
-        given = bound.arguments
-        name = self._names.get(given["out_proj_weight"])
-        if name is not None and given["query"].ndim == 3:
-            projections = "q_proj" if given["use_separate_proj_weight"] else "in_proj"
-            factor = self._factors.get(f"{name}.{projections}" if name else projections, 1.0)
-            inputs = {
-                x: x * factor for x in (given["query"], given["key"], given["value"])
-            }  # shared ones stay so
-            given |= {side: inputs[given[side]] for side in ("query", "key", "value")}
-            self.inside.setdefault(name, []).extend(_projections(given))
-        return func(**given)
+        arguments = bound.arguments
+        name = self._name_of_weight.get(arguments["out_proj_weight"])
+        if name is not None and arguments["query"].ndim == 3:
+            _multiply_inputs(arguments, self._factor_of(name, arguments))
+            self.inside.setdefault(name, []).extend(_projections(arguments))
+        return func(**arguments)
+
+    def _factor_of(self, name: str, arguments: Mapping[str, Any]) -> float:
+        """Return the factor of the inputs of a layer."""
+        projection = "in_proj"
+        if arguments["use_separate_proj_weight"]:
+            projection = "q_proj"
+        if name:
+            projection = f"{name}.{projection}"
+        return self._factors.get(projection, 1.0)
 
 
-def _projections(given: Mapping[str, Any]) -> list[Projected]:
+def _multiply_inputs(arguments: dict[str, Any], factor: float) -> None:
+    """Multiply the inputs in place; inputs that are one tensor stay one."""
+    multiplied = {}
+    for side in SIDES:
+        x = arguments[side]
+        if x not in multiplied:  # a tensor is equal to itself alone
+            multiplied[x] = x * factor
+        arguments[side] = multiplied[x]
+
+
+def _projections(arguments: Mapping[str, Any]) -> list[Projected]:
     """Return the projections of one call of the function."""
-    x = [given[side] for side in ("query", "key", "value")]
-    bias, functions = (
-        given["in_proj_bias"],
-        cast(Any, F),
-    )  # private functions, which compute the same bits
-    biases = [None] * 3 if bias is None else bias.chunk(3)
-    if given["use_separate_proj_weight"]:
-        weights = [given[f"{part}_proj_weight"] for part in "qkv"]
-        results, names = (
-            functions._in_projection(*x, *weights, *biases),
-            ["q_proj", "k_proj", "v_proj"],
-        )
-        leaves = [{"weight": f"{name}_weight", "bias": "in_proj_bias"} for name in names]
+    inputs = [arguments[side] for side in SIDES]
+    functions = cast(Any, F)  # private ones, which compute the same bits
+    bias = arguments["in_proj_bias"]
+    biases = [None] * 3
+    if bias is not None:
+        biases = bias.chunk(3)
+    if arguments["use_separate_proj_weight"]:
+        weights = [arguments[f"{part}_proj_weight"] for part in "qkv"]
+        outputs = functions._in_projection(*inputs, *weights, *biases)
+        names = ["q_proj", "k_proj", "v_proj"]
+        calls = [0, 0, 0]
         parts = ["bias"]
     else:
-        weights = given["in_proj_weight"].chunk(3)
-        results, names = (
-            functions._in_projection_packed(*x, given["in_proj_weight"], bias),
-            ["in_proj"] * 3,
-        )
-        leaves = [{"weight": "in_proj_weight", "bias": "in_proj_bias"}] * 3
+        packed = arguments["in_proj_weight"]
+        weights = packed.chunk(3)
+        outputs = functions._in_projection_packed(*inputs, packed, bias)
+        names = ["in_proj", "in_proj", "in_proj"]
+        calls = [0, 1, 2]
         parts = ["weight", "bias"]
-    first_rows = [dict.fromkeys(parts, place * weights[0].shape[0]) for place in range(3)]
-    modules = map(_linear, weights, biases)
-    each = zip(names, modules, x, results, leaves, first_rows, strict=True)
-    return [
-        Projected(
+
+    projections = []
+    for place, name in enumerate(names):
+        leaves = {"weight": f"{name}_weight", "bias": "in_proj_bias"}
+        first_row = place * len(weights[0])
+        projection = Projected(
             name,
-            names[:place].count(name),
-            module,
-            _by_sequence(one),
-            _by_sequence(other),
-            of,
-            first,
+            calls[place],
+            _linear(weights[place], biases[place]),
+            _by_sequence(inputs[place]),
+            _by_sequence(outputs[place]),
+            leaves,
+            dict.fromkeys(parts, first_row),
         )
-        for place, (name, module, one, other, of, first) in enumerate(each)
-    ]
+        projections.append(projection)
+    return projections
 
 
 def _by_sequence(x: Tensor) -> np.ndarray:
@@ -119,7 +134,8 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     """Return a module with these parameters."""
     module = nn.Linear(*weight.shape[::-1], bias=bias is not None, device="meta")
     module.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    module.register_parameter(
-        "bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-    )
+    parameter = None
+    if bias is not None:
+        parameter = nn.Parameter(bias.detach(), requires_grad=False)
+    module.register_parameter("bias", parameter)
     return module

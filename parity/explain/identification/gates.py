@@ -9,69 +9,111 @@ from typing import NamedTuple
 import numpy as np
 
 from mha_spec import Gate
+from parity.explain.identification.endpoints import endpoint_of
+from parity.explain.identification.evidence import FittedLayer
 from parity.explain.identification.observe import ObservedLayer, Submodule
-from parity.explain.identification.trace import features_of, flat, is_close
+from parity.explain.identification.trace import as_tokens, features_of, is_close
 from parity.measure.core.arrays import to_numpy
 
 
-class SeenGate(NamedTuple):
+class GateBias(NamedTuple):
+    """A parameter of a layer that may be added to the output of the projection of its gate.
+
+    Attributes:
+        name: of the parameter; empty for no bias.
+        added: the number for each feature of the projection.
+    """
+
+    name: str
+    added: np.ndarray
+
+
+NO_BIAS = GateBias("", np.zeros(1))
+
+
+class ObservedGate(NamedTuple):
     """A gate of a context.
 
     Attributes:
         gate: without the bias of its projection.
         projection: the submodule whose features it is the sigmoid of.
         places: of these features in its output.
-        bias: name of a parameter of the layer that is added to them; empty if there is none.
-        added: numbers that it adds to each feature.
+        bias: added to them.
     """
 
     gate: Gate
     projection: Submodule
     places: np.ndarray
-    bias: str
-    added: np.ndarray
+    bias: GateBias
 
 
-def gates_of(layer: ObservedLayer, entered: np.ndarray) -> Iterator[SeenGate]:
-    """Yield each gate that turns the context into the input of an output projection.
+def fit_gate(layer: ObservedLayer, projected: np.ndarray, fitted: FittedLayer) -> bool:
+    """Fit the gate before an output projection; return whether there is one.
 
     Args:
         layer: the layer.
-        entered: input of the projection, (B * T, N * Hv).
-
-    Yields:
-        The gate without its bias, the submodule whose features pass through the sigmoid, and their
-        places.
+        projected: input of the output projection, (B * T, N * Hv).
+        fitted: collects the fields.
     """
-    values = layer.values["context"]
-    num_heads, head_dim = values.shape[1], values.shape[3]
-    context = features_of(values).astype(np.float64)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        factors = np.where(context == 0.0, 0.0, entered / context)
-    known = [each for each in layer.linears() if len(flat(each.result)) == len(context)]
-    for each, (bias, added) in product(known, [("", np.zeros(1)), *_biases(layer)]):
-        if added.size not in (1, each.result.shape[-1]):
+    query = layer.submodule(*fitted.endpoints["query"])
+    for observed in _gates_of(layer, projected):
+        projection, places, bias = observed.projection, observed.places, observed.bias
+        if not np.array_equal(as_tokens(projection.input), as_tokens(query.input)):
             continue
-        features = flat(each.result).astype(np.float64) + added
+        has_bias = fitted.project("gate_proj", projection, places)
+        how = f"the context is multiplied by the sigmoid of the output of {projection.name}"
+        if bias.name:
+            own_bias = fitted.weights.get("gate_proj.bias", 0.0)
+            fitted.weights["gate_proj.bias"] = bias.added[places] + own_bias
+            fitted.names["gate_proj.bias"] = bias.name
+            has_bias = True
+            how += f" plus {bias.name}"
+        fitted.add("gate", observed.gate.replace(bias=has_bias), how)
+        fitted.endpoints["gate"] = endpoint_of(projection)
+        return True
+    return False
+
+
+def _gates_of(layer: ObservedLayer, projected: np.ndarray) -> Iterator[ObservedGate]:
+    """Yield each gate that turns the context into the input of an output projection."""
+    heads = layer.values["context"]
+    num_heads, head_dim = heads.shape[1], heads.shape[3]
+    context = features_of(heads).astype(np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        factors = np.where(context == 0.0, 0.0, projected / context)
+    projections = []
+    for linear in layer.linears():
+        if len(as_tokens(linear.output)) == len(context):
+            projections.append(linear)
+    for projection, bias in product(projections, [NO_BIAS, *_biases(layer)]):
+        if bias.added.size not in (1, projection.output.shape[-1]):
+            continue
+        features = as_tokens(projection.output).astype(np.float64) + bias.added
         opened = 1.0 / (1.0 + np.exp(-features))
-        errors = (factors**2).sum(0)[:, None] - 2.0 * factors.T @ opened + (opened**2).sum(0)
-        places = errors.argmin(axis=1)
-        if not is_close(context * opened[:, places], entered):
+        places = _nearest_columns(factors, opened)
+        if not is_close(context * opened[:, places], projected):
             continue
         by_head = places.reshape(num_heads, head_dim)
         per_head = head_dim > 1 and bool((by_head == by_head[:, :1]).all())
-        places = by_head[:, 0] if per_head else places
-        yield SeenGate(Gate(per_head=per_head), each, places, bias, added)
+        if per_head:
+            places = by_head[:, 0]
+        yield ObservedGate(Gate(per_head=per_head), projection, places, bias)
 
 
-def _biases(layer: ObservedLayer) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield parameters of a layer that may be biases of gates, by name: one for each head, or for
-    each feature.
+def _nearest_columns(wanted: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Return the index of the nearest column for each wanted one, by the sum of squared errors."""
+    squares = (wanted**2).sum(0)[:, None] + (columns**2).sum(0)
+    return (squares - 2.0 * wanted.T @ columns).argmin(axis=1)
+
+
+def _biases(layer: ObservedLayer) -> Iterator[GateBias]:
+    """Yield parameters of a layer that may be biases of gates: one for each head, or for each
+    feature.
     """
     _, num_heads, _, head_dim = layer.values["context"].shape
-    for name, x in layer.module.named_parameters(recurse=False):
-        if x.shape == (num_heads,):
-            yield name, to_numpy(x)
-            yield name, to_numpy(x).repeat(head_dim)
-        elif x.shape == (num_heads * head_dim,):
-            yield name, to_numpy(x)
+    for name, parameter in layer.module.named_parameters(recurse=False):
+        if parameter.shape == (num_heads,):
+            yield GateBias(name, to_numpy(parameter))
+            yield GateBias(name, to_numpy(parameter).repeat(head_dim))
+        elif parameter.shape == (num_heads * head_dim,):
+            yield GateBias(name, to_numpy(parameter))

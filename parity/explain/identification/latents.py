@@ -5,16 +5,17 @@ projected.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mha_spec import InputError, Latent, Norm
-from parity.explain.identification.ends import end_of
-from parity.explain.identification.found import Fit
+from mha_spec import InputError, Latent, Norm, Rope
+from parity.explain.identification.endpoints import endpoint_of
+from parity.explain.identification.evidence import FittedLayer
 from parity.explain.identification.norms import norm_of
 from parity.explain.identification.observe import ObservedLayer, Submodule
-from parity.explain.identification.trace import Traced, columns_of, flat, is_close
+from parity.explain.identification.trace import Traced, as_tokens, columns_of, is_close
 from parity.measure.core.weights import Weights
 
 
@@ -39,142 +40,220 @@ class LatentNorm:
     factor: float
 
 
-def latent_of(layer: ObservedLayer, projection: Submodule) -> LatentNorm | None:
+def latent_before(layer: ObservedLayer, projection: Submodule) -> LatentNorm | None:
     """Return the latent that a projection receives; None if it receives no latent."""
-    given = flat(projection.given)
-    for norm in layer.norms():
-        if flat(norm.result).shape != given.shape:
-            continue
-        factor = (
-            1.0
-            if np.array_equal(flat(norm.result), given)
-            else _factor_of(flat(norm.result), given)
-        )
+    latent = as_tokens(projection.input)
+    for submodule in layer.norms():
+        factor = _factor_between(as_tokens(submodule.output), latent)
         if factor is None:
             continue
-        wanted = list(columns_of(flat(norm.given)))
-        for source in layer.linears():
-            if len(flat(source.result)) != len(given):
-                continue
-            known = {bits: place for place, bits in enumerate(columns_of(flat(source.result)))}
-            if all(bits in known for bits in wanted):
-                found, weights = norm_of(norm, "width")
-                return LatentNorm(
-                    source, [known[bits] for bits in wanted], found, norm.name, weights, factor
-                )
+        source = _source_of(layer, as_tokens(submodule.input))
+        if source is None:
+            continue
+        linear, places = source
+        norm, weights = norm_of(submodule, "width")
+        return LatentNorm(linear, places, norm, submodule.name, weights, factor)
     return None
 
 
-def _factor_of(one: np.ndarray, other: np.ndarray) -> float | None:
+def _factor_between(before: np.ndarray, after: np.ndarray) -> float | None:
     """Return the scalar factor between arrays; None if there is none."""
-    size = float(np.square(one, dtype=np.float64).sum())
-    factor = float((one.astype(np.float64) * other).sum() / size) if size else 0.0
-    return factor if factor > 0.0 and is_close(factor * one.astype(np.float64), other) else None
+    if before.shape != after.shape:
+        return None
+    if np.array_equal(before, after):
+        return 1.0
+    wide = before.astype(np.float64)
+    size = float((wide**2).sum())
+    if not size:
+        return None
+    factor = float((wide * after).sum() / size)
+    if factor > 0.0 and is_close(factor * wide, after):
+        return factor
+    return None
+
+
+def _source_of(layer: ObservedLayer, features: np.ndarray) -> tuple[Submodule, list[int]] | None:
+    """Return the projection with features (tokens, width) in its output, and their indices."""
+    columns = list(columns_of(features))
+    for linear in layer.linears():
+        output = as_tokens(linear.output)
+        if len(output) != len(features):
+            continue
+        place_of_bits = {bits: place for place, bits in enumerate(columns_of(output))}
+        if place_of_bits.keys() >= set(columns):
+            return linear, [place_of_bits[bits] for bits in columns]
+    return None
 
 
 def is_latent(k: Traced, v: Traced) -> bool:
     """Return whether two projections make the keys, and the first of them also makes the values."""
-    return len(k.modules) == 2 and len(v.modules) == 1 and k.modules[0].name == v.modules[0].name
+    if len(k.modules) != 2 or len(v.modules) != 1:
+        return False
+    return k.modules[0].name == v.modules[0].name
 
 
-def fit_latents(layer: ObservedLayer, found: Fit, q: Traced, k: Traced, v: Traced) -> None:
+def fit_latents(layer: ObservedLayer, fitted: FittedLayer, q: Traced, k: Traced, v: Traced) -> None:
     """Fit latents, their norms and the projections before and after them.
 
     Raises:
         ValueError: if a `Latent` cannot express them.
     """
     num_heads, head_dim = k.heads.shape[1], k.heads.shape[3]
-    rope_dim = _num_shared(k)
-    own = head_dim - rope_dim
-    kv, of_q = latent_of(layer, k.modules[0]), latent_of(layer, q.modules[0])
-    shared = k.of_head(slice(own, None))
-    if len(q.modules) != 1 or kv is None or shared.modules[0].name != kv.source.name:
-        raise InputError(
-            "latents", "be made by one projection with the shared part of keys", "several"
-        )
-    kv_places, q_places = shared.places[:rope_dim], q.places.reshape(num_heads, head_dim)
-    rope = found.fields.get("rope")
-    if rope is not None and rope.pairs == "half":
-        order = _interleaved(kv_places)
-        if order is not None and all(_interleaved(each) is not None for each in q_places[:, own:]):
-            found.fields["rope"] = rope = rope.replace(pairs="interleaved")
-            found.evidence = [
-                replace(x, value=rope) if x.field == "rope" else x for x in found.evidence
-            ]
-            kv_places = kv_places[order]
-            q_places = np.concatenate([q_places[:, :own], q_places[:, own:][:, order]], axis=1)
-    first = [("kv_a", kv)] + ([] if of_q is None else [("q_a", of_q)])
-    biases = {}
-    for name, each in first:
-        rows = [*each.places, *(kv_places if name == "kv_a" else ())]
-        biases[name] = found.project(f"{name}_proj", each.source, rows)
-        found.normalize(f"{name}_norm", each.name, each.weights)
-    of_kv = np.concatenate(
-        [k.of_head(slice(0, own)).places.reshape(num_heads, own), v.places.reshape(num_heads, -1)],
-        1,
-    )
-    second = {
-        "kv_b_proj": (k.modules[0], of_kv),
-        "q_proj" if of_q is None else "q_b_proj": (q.modules[0], q_places),
-    }
-    for name, (module, places) in second.items():
-        biases[name] = found.project(name, module, places.reshape(-1))
-    if biases["kv_b_proj"] or biases.get("q_b_proj"):
-        raise InputError("projections of latents", "have no bias", biases=biases)
-    width = kv.source.given.shape[-1]
-    latent = _latent(kv, of_q, rope_dim, width, q.factor)
-    found.add(
-        "latent",
-        latent,
-        f"{kv.source.name} returns the latent of keys and values, {k.modules[0].name} both of it",
-    )
-    q_bias = biases["q_proj" if of_q is None else "q_a"]
-    found.add(
-        "qkv_bias", (q_bias, biases["kv_a"], biases["kv_a"]), "the projections of the input add one"
-    )
-    found.ends["query"] = end_of(q.modules[0] if of_q is None else of_q.source)
-    found.ends["key"] = found.ends["value"] = end_of(kv.source)
-
-
-def _interleaved(places: np.ndarray) -> np.ndarray | None:
-    """Return the order in which places ascend, if they are interleaved halves; otherwise None."""
-    count = len(places) // 2
-    order = np.stack([np.arange(count), count + np.arange(count)], axis=1).reshape(-1)
-    return order if count > 1 and (np.diff(places[order]) == 1).all() else None
-
-
-def _num_shared(k: Traced) -> int:
-    """Return how many trailing features of keys are shared by all heads."""
-    num_heads, head_dim = k.heads.shape[1], k.heads.shape[3]
-    is_shared = np.array([each is not k.sources[0] for each in k.sources]).reshape(
-        num_heads, head_dim
-    )
-    count = int(is_shared[0].sum())
-    places = k.places.reshape(num_heads, head_dim)[:, head_dim - count :]
+    rope_dim = _num_shared_features(k)
+    own_dim = head_dim - rope_dim
+    kv_b, q_last = k.modules[0], q.modules[0]
+    kv_latent, q_latent = latent_before(layer, kv_b), latent_before(layer, q_last)
+    shared_keys = k.of_head(slice(own_dim, None))
     if (
-        not (is_shared == (np.arange(head_dim) >= head_dim - count)).all()
-        or not (places == places[0]).all()
+        len(q.modules) != 1
+        or kv_latent is None
+        or shared_keys.modules[0].name != kv_latent.source.name
     ):
+        rule = "be made by one projection with the shared part of keys"
+        raise InputError("latents", rule, "several")
+
+    # All heads share the rotated features of keys: those of the first head stand for all.
+    k_rotated = shared_keys.places_by_head[0]
+    q_places = q.places_by_head
+    order = _interleaved_order(fitted.fields.get("rope"), k_rotated, q_places[:, own_dim:])
+    if order is not None:
+        _use_interleaved_pairs(fitted)
+        k_rotated = k_rotated[order]
+        q_places = np.concatenate([q_places[:, :own_dim], q_places[:, own_dim:][:, order]], axis=1)
+
+    own_keys = k.of_head(slice(0, own_dim)).places_by_head
+    kv_places = np.concatenate([own_keys, v.places.reshape(num_heads, -1)], axis=1)
+    kv_bias = _project_latent("kv", kv_latent, [*kv_latent.places, *k_rotated], fitted)
+    _project_from_latent("kv_b_proj", kv_b, kv_places, fitted)
+    if q_latent is None:
+        q_source = q_last
+        q_bias = fitted.project("q_proj", q_last, q_places.reshape(-1))
+    else:
+        q_source = q_latent.source
+        q_bias = _project_latent("q", q_latent, q_latent.places, fitted)
+        _project_from_latent("q_b_proj", q_last, q_places, fitted)
+
+    width = kv_latent.source.input.shape[-1]
+    latent = _latent(kv_latent, q_latent, rope_dim, width, q.factor)
+    how = f"{kv_latent.source.name} returns the latent of keys and values, {kv_b.name} both of it"
+    fitted.add("latent", latent, how)
+    biases = q_bias, kv_bias, kv_bias
+    fitted.add("qkv_bias", biases, "the projections of the input add one")
+    fitted.endpoints["query"] = endpoint_of(q_source)
+    fitted.endpoints["key"] = fitted.endpoints["value"] = endpoint_of(kv_latent.source)
+
+
+def _project_latent(
+    name: str, latent: LatentNorm, rows: Sequence[int], fitted: FittedLayer
+) -> bool:
+    """Use the projection that makes a latent, and its norm; return whether it has a bias."""
+    has_bias = fitted.project(f"{name}_a_proj", latent.source, rows)
+    fitted.normalize(f"{name}_a_norm", latent.name, latent.weights)
+    return has_bias
+
+
+def _project_from_latent(
+    name: str, submodule: Submodule, places: np.ndarray, fitted: FittedLayer
+) -> None:
+    """Use a projection of a latent, by the places (N, features) of its heads.
+
+    Raises:
+        ValueError: if it has a bias.
+    """
+    if fitted.project(name, submodule, places.reshape(-1)):
+        raise InputError("projections of latents", "have no bias", f"one of {submodule.name}")
+
+
+def _num_shared_features(k: Traced) -> int:
+    """Return how many trailing features of keys are shared by all heads.
+
+    Raises:
+        ValueError: if other features are shared.
+    """
+    num_heads, head_dim = k.heads.shape[1], k.heads.shape[3]
+    is_shared = np.array([source is not k.sources[0] for source in k.sources])
+    is_shared = is_shared.reshape(num_heads, head_dim)
+    count = int(is_shared[0].sum())
+    is_trailing = np.arange(head_dim) >= head_dim - count
+    places = k.places_by_head[:, head_dim - count :]
+    if not (is_shared == is_trailing).all() or not (places == places[0]).all():
         raise InputError("keys", "end with features that all heads share", "another order")
     return count
+
+
+# ---- Order of pairs ------------------------------------------------------------------------------
+
+
+def _interleaved_order(
+    rope: Rope | None, k_places: np.ndarray, q_places: np.ndarray
+) -> np.ndarray | None:
+    """Return the order in which rotated features ascend, if a layer reads interleaved pairs as
+    halves; otherwise None.
+
+    Args:
+        rope: as fitted to the heads.
+        k_places: indices of the rotated features of keys in the output of their projection, (R,).
+        q_places: the same for queries, (N, R).
+    """
+    if rope is None or rope.pairs != "half" or len(k_places) < 4:
+        return None
+    order = Rope().pair_order(len(k_places))
+    for places in (k_places, *q_places):
+        if (np.diff(places[order]) != 1).any():
+            return None
+    return order
+
+
+def _use_interleaved_pairs(fitted: FittedLayer) -> None:
+    """Replace RoPE's pairs: the weights have the order of interleaved ones."""
+    rope = fitted.fields["rope"].replace(pairs="interleaved")
+    fitted.fields["rope"] = rope
+    for index, evidence in enumerate(fitted.evidence):
+        if evidence.field == "rope":
+            fitted.evidence[index] = replace(evidence, value=rope)
+
+
+# ---- The record ----------------------------------------------------------------------------------
 
 
 def _latent(
     kv: LatentNorm, q: LatentNorm | None, rope_dim: int, width: int, q_factor: float
 ) -> Latent:
-    norms = {each.norm for each in (kv, q) if each is not None}
-    if len(norms) != 1 or (norm := norms.pop()) != Norm(over="width", eps=norm.eps):
-        raise InputError("norms of latents", "be one RMS norm with a weight", norms=norms)
-    kv_rank, q_rank = len(kv.places), None if q is None else len(q.places)
-    q_factor = _rounded(q_factor * (1.0 if q is None else q.factor), width, q_rank)
+    """Return the record of latents.
+
+    Raises:
+        ValueError: if their norms are of several kinds, or not RMS norms with a weight.
+    """
+    norms = {kv.norm}
+    q_rank = None
+    if q is not None:
+        norms.add(q.norm)
+        q_rank = len(q.places)
+        q_factor = q_factor * q.factor
+    _check_norms(list(norms))
     return Latent(
-        kv_rank, rope_dim, q_rank, norm.eps, q_factor, _rounded(kv.factor, width, kv_rank)
+        len(kv.places),
+        rope_dim,
+        q_rank,
+        kv.norm.eps,
+        _as_root(q_factor, width, q_rank),
+        _as_root(kv.factor, width, len(kv.places)),
     )
 
 
-def _rounded(factor: float, width: int, rank: int | None) -> float:
+def _check_norms(norms: Sequence[Norm]) -> None:
+    if len(norms) == 1 and norms[0] == Norm(over="width", eps=norms[0].eps):
+        return
+    raise InputError("norms of latents", "be one RMS norm with a weight", norms=set(norms))
+
+
+def _as_root(factor: float, width: int, rank: int | None) -> float:
     """Return the square root of the ratio of both widths if a factor equals it; otherwise the
     factor.
     """
-    known = math.sqrt(width / rank) if rank else factor
-    return known if math.isclose(factor, known, rel_tol=1e-6) else factor
+    if not rank:
+        return factor
+    root = math.sqrt(width / rank)
+    if math.isclose(factor, root, rel_tol=1e-6):
+        return root
+    return factor

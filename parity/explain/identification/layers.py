@@ -20,6 +20,16 @@ from parity.port.models.specs import ModelLayer
 from parity.port.tapping import tap
 from parity.port.tapping.record import Tapped
 
+SPANS = ("window_size", "chunk_size")
+"""Fields that a shorter input does not show."""
+
+Source = Literal["rules", "observation", "both", ""]
+"""Origin of a specification."""
+
+
+def _not_identified() -> Identification:
+    return Identification("")
+
 
 @dataclass(frozen=True)
 class LiveLayer(JsonRecord):
@@ -47,12 +57,12 @@ class LiveLayer(JsonRecord):
     weights: Weights = field(default_factory=dict, repr=False)
     is_causal: bool | None = None
     from_call: dict[str, str] = field(default_factory=dict, repr=False)
-    source: Literal["rules", "observation", "both", ""] = ""
+    source: Source = ""
     share: float | None = None
     not_ruled: str = ""
     refusal: str = ""
     comparisons: list[Comparison] = field(default_factory=list, repr=False)
-    identification: Identification = field(default_factory=lambda: Identification(""))
+    identification: Identification = field(default_factory=_not_identified)
 
     def at(self, index: int) -> ModelLayer:
         """Return it as layer `index` of its model, in the form that `check_tap` accepts."""
@@ -62,12 +72,24 @@ class LiveLayer(JsonRecord):
         if self.spec is None:
             return f"{self.name}: refused, {self.refusal}"
         if self.name == self.identification.name and self.identification.spec is not None:
-            rules = "rules agree" if self.source == "both" else f"no rules: {self.not_ruled}"
+            rules = f"no rules: {self.not_ruled}"
+            if self.source == "both":
+                rules = "rules agree"
             return f"{self.identification}\n  {rules}"
-        causal = "causal" if self.is_causal else "not causal"
+        causal = "not causal"
+        if self.is_causal:
+            causal = "causal"
         lines = [f"{self.name}: {self.spec}, {causal}, by rules: {self.share:.2g} of its budget"]
         lines += [f"from its call: {part}={name}" for part, name in self.from_call.items()]
         return "\n  ".join([*lines, str(self.identification)])
+
+
+@dataclass(frozen=True)
+class RuledLayer:
+    """A layer as rules describe it, with its weights."""
+
+    layer: ModelLayer
+    weights: Weights
 
 
 def layers_of(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[LiveLayer]:
@@ -90,138 +112,187 @@ def layers_of(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list
         TypeError: as in `identify`.
         ValueError: as in `identify`.
     """
-    observed = {each.name: each for each in identify(model, inputs, layers)}
+    identified = {layer.name: layer for layer in identify(model, inputs, layers)}
     if is_flax(model):
-        return [_observed(each) for each in observed.values()]
+        return [_flax_layer(layer) for layer in identified.values()]
     import torch
 
     with torch.no_grad(), tap(model, layers) as tapped, user_code(model):
         model(**inputs)
-    return [
-        _known(observed[layer.name], replace(tapped, layers=[layer]), model)
-        if layer.name in observed
-        else LiveLayer(layer.name, refusal="it did not run with these inputs")
-        for layer in tapped.layers
-    ]
+    live = []
+    for layer in tapped.layers:
+        if layer.name in identified:
+            alone = replace(tapped, layers=[layer])
+            live.append(_live_layer(identified[layer.name], alone, model))
+        else:
+            live.append(LiveLayer(layer.name, refusal="it did not run with these inputs"))
+    return live
 
 
-def _observed(observed: Identification) -> LiveLayer:
-    """Return an observed Flax layer; rules do not cover Flax."""
-    source = "observation" if observed.spec is not None else ""
-    known = observed.spec, observed.weights, observed.is_causal, observed.from_call, source
-    why = "rules are for models of torch"
+def _flax_layer(identified: Identification) -> LiveLayer:
+    """Return an identified Flax layer; rules do not cover Flax."""
+    source: Source = ""
+    if identified.spec is not None:
+        source = "observation"
     return LiveLayer(
-        observed.name, *known, observed.share, why, observed.refusal, identification=observed
+        identified.name,
+        spec=identified.spec,
+        weights=identified.weights,
+        is_causal=identified.is_causal,
+        from_call=identified.from_call,
+        source=source,
+        share=identified.share,
+        not_ruled="rules are for models of torch",
+        refusal=identified.refusal,
+        identification=identified,
     )
 
 
-def _known(observed: Identification, tapped: Tapped, model: Any) -> LiveLayer:
-    """Return an observed layer, combined with the rules for it."""
-    ruled, why = _ruled(model, observed.name)
-    live = LiveLayer(
-        observed.name if ruled is None else ruled[0].path, not_ruled=why, identification=observed
-    )
-    if ruled is None and observed.spec is None:
-        return replace(live, refusal=f"{observed.refusal}; and no rules, {why}")
+def _live_layer(identified: Identification, tapped: Tapped, model: Any) -> LiveLayer:
+    """Return an identified layer, combined with the rules for it.
+
+    Args:
+        identified: the layer by observation.
+        tapped: a recording of that layer alone.
+        model: its model.
+    """
+    ruled, not_ruled = _find_ruled(model, identified.name)
     if ruled is None:
-        told = replace(live, spec=observed.spec, is_causal=observed.is_causal)
-        layer, weights = told.at(tapped.layers[0].index), observed.weights
+        live = LiveLayer(identified.name, not_ruled=not_ruled, identification=identified)
+        if identified.spec is None:
+            refusal = f"{identified.refusal}; and no rules, {not_ruled}"
+            return replace(live, refusal=refusal)
+        observed = replace(live, spec=identified.spec, is_causal=identified.is_causal)
+        layer, weights = observed.at(tapped.layers[0].index), identified.weights
     else:
-        layer, weights = ruled
-        if differences := _differences(layer, weights, observed):
+        layer, weights = ruled.layer, ruled.weights
+        live = LiveLayer(layer.path, identification=identified)
+        differences = _differences(ruled, identified)
+        if differences:
             return replace(live, refusal=f"rules say {', '.join(differences)}")
-    verdict = check_tap(tapped, [layer], {observed.name: weights}, diagnoses=False).layers[0]
-    is_verified = (
-        observed.spec is not None and live.name == observed.name
-    )  # verified between its projections at least
-    if not (verdict.passed or is_verified):
-        wrong = verdict.difference and (
-            f"{verdict.difference.stage} is {verdict.difference.worse_ratio:.2g} times its budget"
-        )
-        words = [f"it is not {layer.spec}", verdict.not_compared or wrong, observed.refusal]
-        return replace(live, refusal="; ".join(filter(None, words)))
-    comparisons = verdict.comparisons if verdict.passed else []
-    source = "observation" if ruled is None else "rules" if observed.spec is None else "both"
-    share = max([*(comparison.worse_ratio for comparison in comparisons), observed.share or 0.0])
-    from_call = dict(observed.from_call)
-    if any("segment_ids" in call.values for call in tapped.layers[0].calls):
-        from_call.setdefault("segment_ids", "an argument that observation does not name")
-    live = replace(live, from_call=from_call)
-    known = replace(
+
+    verdict = check_tap(tapped, [layer], {identified.name: weights}, diagnoses=False).layers[0]
+    # Observation has verified it between its projections at least.
+    is_verified = identified.spec is not None and live.name == identified.name
+    if not verdict.passed and not is_verified:
+        reason = verdict.not_compared or _describe_difference(verdict.difference)
+        reasons = [f"it is not {layer.spec}", reason, identified.refusal]
+        return replace(live, refusal="; ".join(filter(None, reasons)))
+    comparisons = []
+    if verdict.passed:
+        comparisons = verdict.comparisons
+    shares = [comparison.worse_ratio for comparison in comparisons]
+    return replace(
         live,
         spec=layer.spec,
         weights=weights,
         is_causal=layer.is_causal,
-        source=source,
-        share=share,
+        from_call=_from_call(identified, tapped),
+        source=_source(ruled, identified),
+        share=max([*shares, identified.share or 0.0]),
+        comparisons=comparisons,
     )
-    return replace(known, comparisons=comparisons)
 
 
-def _ruled(model: Any, name: str) -> tuple[tuple[ModelLayer, Weights] | None, str]:
+def _describe_difference(difference: Comparison | None) -> str:
+    """Return how far a stage is from its budget; empty if none differs."""
+    if difference is None:
+        return ""
+    return f"{difference.stage} is {difference.worse_ratio:.2g} times its budget"
+
+
+def _source(ruled: RuledLayer | None, identified: Identification) -> Source:
+    if ruled is None:
+        return "observation"
+    if identified.spec is None:
+        return "rules"
+    return "both"
+
+
+def _from_call(identified: Identification, tapped: Tapped) -> dict[str, str]:
+    """Return the arguments that each call must pass, with segments that only the recording has."""
+    from_call = dict(identified.from_call)
+    if any("segment_ids" in call.values for call in tapped.layers[0].calls):
+        from_call.setdefault("segment_ids", "an argument that observation does not name")
+    return from_call
+
+
+# ---- Rules ---------------------------------------------------------------------------------------
+
+
+def _find_ruled(model: Any, name: str) -> tuple[RuledLayer | None, str]:
     """Return the layer that rules describe at the name of a module, or the reason why there is
     none.
     """
-    why = ""
-    for path in (
-        name,
-        name.rpartition(".")[0],
-    ):  # BERT's attention is a module inside the layer of the rules
+    first_reason = ""
+    # BERT's attention is a module inside the layer of the rules.
+    for path in (name, name.rpartition(".")[0]):
         try:
             layer, weights = find_layer(model, path=path)
         except (OSError, TypeError, ValueError) as error:
-            why = why or _reason(error)
+            first_reason = first_reason or _reason(error)
         else:
-            return (replace(layer, path=path), weights), ""
-    return None, why
+            return RuledLayer(replace(layer, path=path), weights), ""
+    return None, first_reason
 
 
 def _reason(error: Exception) -> str:
     """Return why there are no rules, without the hint."""
-    return error.got if isinstance(error, InputError) and isinstance(error.got, str) else str(error)
+    if isinstance(error, InputError) and isinstance(error.got, str):
+        return error.got
+    return str(error)
 
 
-def _differences(ruled: ModelLayer, weights: Weights, observed: Identification) -> list[str]:
+def _differences(ruled: RuledLayer, identified: Identification) -> list[str]:
     """Describe the differences between rules and observation; empty if the layer was not
     identified.
     """
-    if ruled.spec is None or observed.spec is None:
+    if ruled.layer.spec is None or identified.spec is None:
         return []
-    one, other = unheld(ruled.spec).values(), unheld(observed.spec).values()
-    if (
-        not observed.spec.out_proj and ruled.path != observed.name
-    ):  # such a module ends before the output projection
-        other |= {name: one[name] for name in ("out_proj", "out_bias", "d_model")}
-    unseen = [
-        name for name in SPANS if other[name] is None and (one[name] or 0) >= observed.num_tokens
-    ]
-    said = {
-        name: (value, other[name])
-        for name, value in one.items()
-        if value != other[name] and name not in unseen
-    }
-    said |= (
-        {}
-        if ruled.is_causal == observed.is_causal
-        else {"is_causal": (ruled.is_causal, observed.is_causal)}
-    )
-    if ruled.kv_source is not None and (source := observed.inputs["key"]) != _keys_of(
-        ruled, observed.name
-    ):
-        said["key"] = (_keys_of(ruled, observed.name), source)
-    found = [f"{name}={value!r}, and observation {seen!r}" for name, (value, seen) in said.items()]
-    own = {name: weight for name, weight in weights.items() if name in observed.weights}
-    changed = [
-        name for name, weight in own.items() if not np.array_equal(weight, observed.weights[name])
-    ]
-    return found or [f"other values of {name} than were observed" for name in changed]
+    differences = _different_fields(ruled.layer, ruled.layer.spec, identified, identified.spec)
+    if differences:
+        return differences
+    for name, weight in ruled.weights.items():
+        observed = identified.weights.get(name)
+        if observed is not None and not np.array_equal(weight, observed):
+            differences.append(f"other values of {name} than were observed")
+    return differences
 
 
-def _keys_of(ruled: ModelLayer, name: str) -> str:
+def _different_fields(
+    ruled: ModelLayer,
+    ruled_spec: AttentionSpec,
+    identified: Identification,
+    identified_spec: AttentionSpec,
+) -> list[str]:
+    """Describe the fields that differ between rules and observation."""
+    by_rules = dict(unheld(ruled_spec).values())
+    by_observation = dict(unheld(identified_spec).values())
+    if not identified_spec.out_proj and ruled.path != identified.name:
+        # Such a module ends before the output projection.
+        for name in ("out_proj", "out_bias", "d_model"):
+            by_observation[name] = by_rules[name]
+    for name in SPANS:
+        if by_observation[name] is None and (by_rules[name] or 0) >= identified.num_tokens:
+            by_observation[name] = by_rules[name]
+    by_rules["is_causal"] = ruled.is_causal
+    by_observation["is_causal"] = identified.is_causal
+    if ruled.kv_source is not None:
+        by_rules["key"] = _describe_keys(ruled, identified.name)
+        by_observation["key"] = identified.inputs["key"]
+
+    differences = []
+    for name, value in by_rules.items():
+        observed = by_observation[name]
+        if value != observed:
+            differences.append(f"{name}={value!r}, and observation {observed!r}")
+    return differences
+
+
+def _describe_keys(ruled: ModelLayer, name: str) -> str:
     """Return the keys that a layer shares by rules, in the words of observation."""
-    words = (str(ruled.kv_source) if word == str(ruled.index) else word for word in name.split("."))
-    return f"the keys of {'.'.join(words)}"
-
-
-SPANS = ("window_size", "chunk_size")
-"""Fields that a shorter input does not show."""
+    parts = name.split(".")
+    for place, part in enumerate(parts):
+        if part == str(ruled.index):
+            parts[place] = str(ruled.kv_source)
+    return f"the keys of {'.'.join(parts)}"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -34,114 +34,154 @@ def fit_norm(part: str, traced: Traced) -> tuple[Norm, Weights, np.ndarray]:
         ValueError: if they are not one norm, over heads or the width.
     """
     batch_size, num_heads, num_tokens, head_dim = traced.heads.shape
-    modules = traced.modules
-    if len(modules) == 1:
-        (module,) = modules
-        given = tokens_of(module.given, batch_size, num_tokens)
-        is_wide = num_heads > 1 and module.result.shape[-1] == num_heads * head_dim
-        norm, weights = norm_of(module, "width" if is_wide else "head")
-        is_whole = given is not None and np.array_equal(traced.places, np.arange(given.shape[-1]))
-        if not is_whole and (is_wide or norm.per_head):
-            raise InputError(f"{part}_norm", "return the heads in their order", "another order")
+    if len(traced.modules) == 1:
+        norm, weights = _one_norm(part, traced)
     else:
-        norm, weights = _of_each_head(part, traced)
-    columns = [
-        _column_given(*each, batch_size, num_tokens)
-        for each in zip(traced.sources, traced.places, strict=True)
-    ]
-    given = np.stack(columns, axis=-1).reshape(batch_size, num_tokens, num_heads, head_dim)
-    return norm, weights, given.transpose(0, 2, 1, 3)
+        norm, weights = _norm_of_each_head(part, traced)
+    columns = []
+    for source, place in zip(traced.sources, traced.places, strict=True):
+        columns.append(_input_feature(source, place, batch_size, num_tokens))
+    features = np.stack(columns, axis=-1).reshape(batch_size, num_tokens, num_heads, head_dim)
+    return norm, weights, features.transpose(0, 2, 1, 3)
 
 
-def _column_given(source: Submodule, place: int, batch_size: int, num_tokens: int) -> np.ndarray:
-    """Return the input feature (B, T) at a place of the output of a norm."""
-    given = tokens_of(source.given, batch_size, num_tokens)
-    if given is None:
-        raise InputError(source.name, "receive tokens or heads", f"{source.given.shape}")
-    return given[..., place]
+def _one_norm(part: str, traced: Traced) -> tuple[Norm, Weights]:
+    """Fit one norm for all heads."""
+    batch_size, num_heads, num_tokens, head_dim = traced.heads.shape
+    (module,) = traced.modules
+    is_wide = num_heads > 1 and module.output.shape[-1] == num_heads * head_dim
+    if is_wide:
+        norm, weights = norm_of(module, "width")
+    else:
+        norm, weights = norm_of(module, "head")
+    if is_wide or norm.per_head:
+        # The weights belong to features in their order.
+        x = tokens_of(module.input, batch_size, num_tokens)
+        if x is None or not np.array_equal(traced.places, np.arange(x.shape[-1])):
+            raise InputError(f"{part}_norm", "return the heads in their order", "another order")
+    return norm, weights
 
 
-def _of_each_head(part: str, traced: Traced) -> tuple[Norm, Weights]:
+def _norm_of_each_head(part: str, traced: Traced) -> tuple[Norm, Weights]:
     """Fit one norm per head."""
     num_heads, head_dim = traced.heads.shape[1], traced.heads.shape[3]
-    found = []
+    norms: list[Norm] = []
+    weights_of_heads: list[Weights] = []
     for head in range(num_heads):
         features = slice(head * head_dim, (head + 1) * head_dim)
         sources, places = traced.sources[features], traced.places[features]
-        if any(each is not sources[0] for each in sources) or not np.array_equal(
-            places, np.arange(head_dim)
-        ):
-            raise InputError(
-                f"{part}_norm", "be one norm, or one for each head", "features of several"
-            )
-        found.append(norm_of(sources[0], "head"))
-    norm = found[0][0]
-    if any(each != norm for each, _ in found):
+        has_one_source = all(source is sources[0] for source in sources)
+        if not has_one_source or not np.array_equal(places, np.arange(head_dim)):
+            rule = "be one norm, or one for each head"
+            raise InputError(f"{part}_norm", rule, "features of several")
+        norm, weights = norm_of(sources[0], "head")
+        norms.append(norm)
+        weights_of_heads.append(weights)
+    if any(norm != norms[0] for norm in norms):
         raise InputError(f"{part}_norm", "be of one kind for all heads", "several")
-    weights = {leaf: np.stack([each[leaf] for _, each in found]) for leaf in found[0][1]}
-    return norm.replace(per_head=bool(weights)), weights
+    stacked = {}
+    for leaf in weights_of_heads[0]:
+        stacked[leaf] = np.stack([weights[leaf] for weights in weights_of_heads])
+    return norms[0].replace(per_head=bool(stacked)), stacked
 
 
-def norm_of(each: Submodule, over: Literal["head", "width"]) -> tuple[Norm, Weights]:
+def _input_feature(source: Submodule, place: int, batch_size: int, num_tokens: int) -> np.ndarray:
+    """Return the input feature (B, T) at a place of the output of a norm."""
+    x = tokens_of(source.input, batch_size, num_tokens)
+    if x is None:
+        raise InputError(source.name, "receive tokens or heads", f"{source.input.shape}")
+    return x[..., place]
+
+
+def norm_of(submodule: Submodule, over: Literal["head", "width"]) -> tuple[Norm, Weights]:
     """Return the norm that recomputes the output of a submodule, and its parameters.
 
     Raises:
         ValueError: if it is neither an RMS nor a layer norm.
     """
-    parameters = {name: to_numpy(x) for name, x in each.module.named_parameters()}
-    weight, bias = parameters.get("weight"), parameters.get("bias")
-    if any(x.shape[-1:] != each.given.shape[-1:] for x in parameters.values()):
-        raise InputError(each.name, "be an RMS or a layer norm", type(each.module).__name__)
-    if (
-        weight is not None and weight.squeeze().ndim == 2 and each.given.ndim < 4
-    ):  # a matrix, not a weight per head
-        raise InputError(each.name, "be an RMS or a layer norm", type(each.module).__name__)
-    leaves = {} if weight is None else {"weight": weight} | ({} if bias is None else {"bias": bias})
-    found = norm_between(each.given, each.result, _candidates(each), [leaves])
-    if found is None:
-        raise InputError(each.name, "be an RMS or a layer norm", type(each.module).__name__)
-    leaves = {name: np.squeeze(leaf) if leaf.ndim > 2 else leaf for name, leaf in leaves.items()}
-    return found[0].replace(
-        over=over, per_head=weight is not None and weight.squeeze().ndim == 2
-    ), leaves
+    module = submodule.module
+    parameters = {name: to_numpy(x) for name, x in module.named_parameters()}
+    leaves = {}
+    if "weight" in parameters:
+        leaves = {name: parameters[name] for name in ("weight", "bias") if name in parameters}
+    per_head = "weight" in leaves and leaves["weight"].squeeze().ndim == 2
+    fitted = None
+    if _may_be_norm(submodule, parameters, per_head=per_head):
+        every_eps = _candidate_eps(submodule)
+        fitted = norm_between(submodule.input, submodule.output, every_eps, [leaves])
+    if fitted is None:
+        rule = "be an RMS or a layer norm"
+        raise InputError(submodule.name, rule, type(module).__name__)
+    norm, _ = fitted
+    for name, leaf in leaves.items():
+        if leaf.ndim > 2:
+            leaves[name] = np.squeeze(leaf)
+    return norm.replace(over=over, per_head=per_head), leaves
+
+
+def _may_be_norm(submodule: Submodule, parameters: Weights, *, per_head: bool) -> bool:
+    """Return whether parameters have the shapes of those of a norm."""
+    width = submodule.input.shape[-1:]
+    if any(x.shape[-1:] != width for x in parameters.values()):
+        return False
+    # Without an axis of heads the weight is a matrix, instead of one for each head.
+    return not per_head or submodule.input.ndim >= 4
 
 
 def norm_between(
-    given: np.ndarray, result: np.ndarray, every_eps: Iterable[float], parameters: Sequence[Weights]
+    before: np.ndarray,
+    after: np.ndarray,
+    every_eps: Iterable[float],
+    parameters: Sequence[Weights],
 ) -> tuple[Norm, int] | None:
-    """Return the norm over the last axis that makes one array of another, and the place of its
+    """Return the norm over the last axis that makes one array of another, and the index of its
     parameters.
 
     Args:
-        given: what it receives.
-        result: what it returns.
+        before: the input of the norm.
+        after: its output.
         every_eps: candidates for its eps.
         parameters: candidates for its weight and its bias.
 
     Returns:
         None if there is none.
     """
-    x = given.astype(np.float64)
+    x = before.astype(np.float64)
     for eps, kind in product(every_eps, KINDS):
-        centered = x - x.mean(-1, keepdims=True) if kind == "layer" else x
+        centered = x
+        if kind == "layer":
+            centered = x - x.mean(-1, keepdims=True)
         normed = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + eps)
-        for place, leaves in enumerate(parameters):
-            weight, bias = leaves.get("weight"), leaves.get("bias")
-            factors: dict[Any, Any] = (
-                {None: 1.0} if weight is None else {"w": weight, "1+w": 1.0 + weight}
-            )
-            for word, factor in factors.items():
-                if is_close(normed * factor + (0.0 if bias is None else bias), result):
-                    return Norm(kind=kind, weight=word, bias=bias is not None, eps=eps), place
+        for index, leaves in enumerate(parameters):
+            has_bias = leaves.get("bias") is not None
+            for word, expected in _with_parameters(normed, leaves):
+                if is_close(expected, after):
+                    return Norm(kind=kind, weight=word, bias=has_bias, eps=eps), index
     return None
 
 
-def _candidates(each: Submodule) -> list[float]:
+def _with_parameters(
+    normed: np.ndarray, leaves: Weights
+) -> Iterator[tuple[Literal["w", "1+w"] | None, np.ndarray]]:
+    """Yield a normalized array with a weight and a bias, by the use of the weight in `Norm`."""
+    weight, bias = leaves.get("weight"), leaves.get("bias")
+    if bias is None:
+        bias = np.zeros(1)
+    if weight is None:
+        yield None, normed + bias
+        return
+    yield "w", normed * weight + bias
+    yield "1+w", normed * (1.0 + weight) + bias
+
+
+def _candidate_eps(submodule: Submodule) -> list[float]:
     """Return candidates for eps: small numbers of the module, or torch's default if it holds
     None.
     """
-    held = vars(each.module)
-    found = [x for x in held.values() if type(x) is float and 0.0 < x < 1e-2]
-    if any("eps" in name and x is None for name, x in held.items()):
-        found.append(float(np.finfo(np.float32).eps))
-    return found or list(EPS)
+    candidates = []
+    for name, value in vars(submodule.module).items():
+        if type(value) is float and 0.0 < value < 1e-2:
+            candidates.append(value)
+        elif value is None and "eps" in name:
+            candidates.append(float(np.finfo(np.float32).eps))
+    return candidates or list(EPS)

@@ -7,16 +7,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
-from flax import linen, nnx
 
 from mha_spec import InputError
-from parity.explain.identification.arranged import Arranged
+from parity.explain.identification.arrangement import ArrangedAttention, arrange
+from parity.explain.identification.attention_finder import (
+    AttentionFinder,
+    BiasedProduct,
+    Linear,
+    NotAttention,
+)
 from parity.explain.identification.call_masks import HIDES
+from parity.explain.identification.flax_model import flax_model
 from parity.explain.identification.from_call import (
     BIAS,
     MASK,
@@ -25,12 +32,11 @@ from parity.explain.identification.from_call import (
     SEGMENTS,
     are_segments,
 )
-from parity.explain.identification.heads import AttentionFinder, Linear
 from parity.explain.identification.observe import ObservedLayer, Submodule
 from parity.explain.identification.program import Program, Values
+from parity.explain.identification.program_norms import NormPlace
 from parity.explain.identification.trace import columns_of, features_of
 from parity.measure.core.arrays import to_jax
-from parity.measure.core.user_code import user_code
 from parity.port.tapping.record import TappedCall, TappedLayer
 
 RANDOM = ("random_bits", "threefry2x32")
@@ -47,94 +53,27 @@ class Parameters:
 
     def named_parameters(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield the existing parameters by name."""
-        yield from (
-            (name, x) for name, x in (("weight", self.weight), ("bias", self.bias)) if x is not None
-        )
+        if self.weight is not None:
+            yield "weight", self.weight
+        if self.bias is not None:
+            yield "bias", self.bias
 
 
 @dataclass(frozen=True)
-class FlaxModel:
-    """A Flax model as a function of its parameters and of arrays.
+class ProgramPart:
+    """A linear map or a norm of a program in a call, like a submodule.
 
     Attributes:
-        call: the function: leaves, then arrays, then other keyword arguments.
-        leaves: its parameters by name.
-        separator: separator of the parts of those names.
-        classes: classes of its modules, by name; filled by a call.
+        leaves: names of the parameters that its weight and its bias are computed from.
+        parameters: its parameters.
+        input: its input, (B, T, …).
+        output: its output, (B, T, …).
     """
 
-    call: Callable[[list[Any], dict[str, Any]], Any]
-    leaves: dict[str, Any]
-    separator: str
-    classes: dict[str, str]
-
-    def owner(self, leaves: Sequence[str]) -> str:
-        """Return the name of the innermost module that holds all of some parameters."""
-        parts = [leaf.split(self.separator)[:-1] for leaf in leaves]
-        shared = parts[0]
-        for each in parts[1:]:
-            same = [x == y for x, y in zip(shared, each, strict=False)]
-            shared = shared[: same.index(False) if False in same else len(same)]
-        while shared and self.separator.join(shared) not in self.classes:
-            shared = shared[:-1]
-        return self.separator.join(shared)
-
-
-def flax_model(model: Any) -> FlaxModel:
-    """Return an nnx module, or a bound linen module, as a function.
-
-    Raises:
-        ValueError: if it is a linen module without variables.
-    """
-    classes: dict[str, str] = {}
-    if isinstance(model, nnx.Module):
-        classes.update(
-            {
-                ".".join(map(str, path)): type(each).__name__
-                for path, each in nnx.iter_modules(model)
-            }
-        )
-        graph, state = nnx.split(model)
-
-        def call_nnx(leaves: list[Any], inputs: dict[str, Any]) -> Any:
-            with user_code(model):
-                return nnx.merge(graph, jax.tree.unflatten(structure, leaves))(**inputs)
-
-        structure = jax.tree.structure(state)
-        return FlaxModel(call_nnx, _named(state, "."), ".", classes)
-    if model.scope is None:
-        hint = "model.bind(variables) returns one"
-        raise InputError(
-            "model", "be bound to its variables", f"an unbound {type(model).__name__}", hint=hint
-        )
-    module, variables = model.unbind()
-
-    def note(
-        call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: Any
-    ) -> Any:
-        classes["/".join(context.module.path)] = type(context.module).__name__
-        return call(*args, **kwargs)
-
-    def call_linen(leaves: list[Any], inputs: dict[str, Any]) -> Any:
-        with linen.intercept_methods(note), user_code(model):
-            return module.apply(jax.tree.unflatten(jax.tree.structure(variables), leaves), **inputs)
-
-    names = {
-        name.partition("/")[2] if name.startswith("params/") else name: x
-        for name, x in _named(variables, "/").items()
-    }
-    return FlaxModel(call_linen, names, "/", classes)
-
-
-def _named(tree: Any, separator: str) -> dict[str, Any]:
-    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    keys = [
-        [str(getattr(key, "key", getattr(key, "idx", ""))) for key in path] for path, _ in paths
-    ]
-    return {
-        separator.join(key for key in path if key): x
-        for path, (_, x) in zip(keys, paths, strict=True)
-    }
+    leaves: Mapping[str, Sequence[str]]
+    parameters: Parameters
+    input: np.ndarray
+    output: np.ndarray
 
 
 class FlaxObserver:
@@ -142,12 +81,10 @@ class FlaxObserver:
 
     Attributes:
         inputs: arrays by the first keyword that holds them.
-        arranged: attention by layer name.
+        arrangements: attention by layer name.
         refusals: reason why attention could not be arranged as heads, by layer name.
-        names: parameters of the layers; keys are the layer's name, a space, and the parameter's
-            name in fits.
         layers: names of the layers, in order.
-        seen: the layers in the call with these inputs.
+        observed: the layers in the call with these inputs.
 
     Args:
         model: a module.
@@ -160,100 +97,113 @@ class FlaxObserver:
 
     def __init__(self, model: Any, inputs: Mapping[str, Any], layers: Any = None) -> None:
         self.model = flax_model(model)
-        arrays = {
-            name: x for name, x in inputs.items() if hasattr(x, "dtype") and hasattr(x, "shape")
-        }
-        others = {name: x for name, x in inputs.items() if name not in arrays}
-        self.same = {
-            name: next(each for each, y in arrays.items() if y is x) for name, x in arrays.items()
-        }
-        self.inputs = {name: to_jax(x) for name, x in arrays.items() if self.same[name] == name}
+        self._arguments = _Arguments(inputs)
+        self.inputs = self._arguments.arrays
+        self.program = self._trace()
+        names = dict(zip(self.program.arguments, self.model.leaves, strict=False))
+        self.finder = AttentionFinder(self.program, names)
+        self.arrangements: dict[str, ArrangedAttention] = {}
+        self.observed: list[ObservedLayer] = []
+        self.refusals: dict[str, str] = {}
+        self._leaves_of_layer: dict[str, Sequence[str]] = {}
+        self._full_names: dict[tuple[str, str], str] = {}
+        patterns = layers
+        if isinstance(layers, str):
+            patterns = (layers,)
+        self._find_layers(patterns)
+        self._refuse_unseen_modules(patterns)
+        if not self._leaves_of_layer:
+            got = "none"
+            if patterns is not None:
+                got = f"none in {list(patterns)}"
+            raise InputError("model", "have attention: a softmax between two products", got)
+        self.layers = list(self._leaves_of_layer)
 
-        def call(leaves: list[Any], given: dict[str, Any]) -> Any:
-            return self.model.call(
-                leaves, others | {name: given[first] for name, first in self.same.items()}
-            )
+    def _trace(self) -> Program:
+        """Return the call of the model as a program.
+
+        Raises:
+            ValueError: if it cannot be traced, or draws random numbers.
+        """
+
+        def call(leaves: list[Any], arrays: dict[str, Any]) -> Any:
+            return self.model.call(leaves, self._arguments.complete(arrays))
 
         try:
-            self.program = Program(call, list(self.model.leaves.values()), self.inputs)
+            program = Program(call, list(self.model.leaves.values()), self.inputs)
         except jax.errors.JAXTypeError as error:
             reason = str(error).partition("\n")[0]
-            raise InputError(
-                "model", "be a function that jax.make_jaxpr can trace", reason
-            ) from error
-        live = self.program.before(self.program.results)
-        if any(each.name in RANDOM and live & set(each.made) for each in self.program.operations):
-            raise InputError(
-                "model",
-                "be in evaluation: model.eval(), or deterministic=True",
-                "random numbers in its call",
-            )
-        self.finder = AttentionFinder(
-            self.program, dict(zip(self.program.arguments, self.model.leaves, strict=False))
-        )
-        self.arranged: dict[str, Arranged] = {}
-        self.seen: list[ObservedLayer] = []
-        self.refusals: dict[str, str] = {}
-        self.names: dict[str, str] = {}
-        self._leaves: dict[str, Sequence[str]] = {}
-        values = self._values(self.inputs)
-        self._arrange(values, (layers,) if isinstance(layers, str) else layers)
-        self.layers = list(self._leaves)
+            rule = "be a function that jax.make_jaxpr can trace"
+            raise InputError("model", rule, reason) from error
+        needed = program.ancestors(program.results)
+        for operation in program.operations:
+            if operation.name in RANDOM and not needed.isdisjoint(operation.outputs):
+                rule = "be in evaluation: model.eval(), or deterministic=True"
+                raise InputError("model", rule, "random numbers in its call")
+        return program
 
-    def _arrange(self, values: Values, patterns: Sequence[str] | None) -> None:
+    # ---- Layers ----------------------------------------------------------------------------------
+
+    def _find_layers(self, patterns: Sequence[str] | None) -> None:
         """Find the layers that match patterns, and arrange their values."""
-        for found in self.finder.attention():
-            leaves = found[0] if isinstance(found, tuple) else found.leaves
-            name = self._name(leaves)
-            if self._is_chosen(name, patterns):
-                self._leaves[name] = leaves
-                try:
-                    if isinstance(found, tuple):
-                        self.refusals[name] = found[1]
-                    else:
-                        arranged = Arranged(self.finder, found, values)
-                        self.seen.append(
-                            self._layer(len(self.seen), name, arranged, values, self.inputs)
-                        )
-                        self.arranged[name] = arranged
-                except ValueError as error:
-                    self.refusals[name] = str(error)
-        seen = [leaf for leaves in self._leaves.values() for leaf in leaves]
-        attention = [name for name, kind in self.model.classes.items() if "Attention" in kind]
-        for name in attention:
-            is_outer = any(self._is_in(each, name) for each in attention if each != name)
-            if (
-                not is_outer
-                and not any(self._is_in(leaf, name) for leaf in seen)
-                and self._is_chosen(name, patterns)
-            ):
-                self._leaves[name] = []
-                self.refusals[name] = "no softmax between two products was seen in its call"
-        if not self._leaves:
-            known = "none" if patterns is None else f"none in {list(patterns)}"
-            raise InputError("model", "have attention: a softmax between two products", known)
+        values = self._evaluate(self.inputs)
+        for attention in self.finder.find():
+            name = self._name_of(attention.leaves)
+            if not self._is_requested(name, patterns):
+                continue
+            self._leaves_of_layer[name] = attention.leaves
+            if isinstance(attention, NotAttention):
+                self.refusals[name] = attention.reason
+                continue
+            try:
+                arrangement = arrange(self.finder, attention, values)
+                index = len(self.observed)
+                self.observed.append(self._layer(index, name, arrangement, values, self.inputs))
+                self.arrangements[name] = arrangement
+            except ValueError as error:
+                self.refusals[name] = str(error)
 
-    def _is_in(self, name: str, module: str) -> bool:
-        return not module or name.startswith(f"{module}{self.model.separator}")
+    def _refuse_unseen_modules(self, patterns: Sequence[str] | None) -> None:
+        """Refuse requested modules of attention in which no softmax was seen."""
+        leaves = [leaf for leaves in self._leaves_of_layer.values() for leaf in leaves]
+        modules = [name for name, kind in self.model.classes.items() if "Attention" in kind]
+        for module in modules:
+            others = [name for name in modules if name != module]
+            has_inner = any(self.model.is_inside(name, module) for name in others)
+            has_softmax = any(self.model.is_inside(leaf, module) for leaf in leaves)
+            if has_inner or has_softmax or not self._is_requested(module, patterns):
+                continue
+            self._leaves_of_layer[module] = []
+            self.refusals[module] = "no softmax between two products was seen in its call"
 
-    def _name(self, leaves: Sequence[str]) -> str:
+    def _name_of(self, leaves: Sequence[str]) -> str:
         """Return a name for a layer with these parameters, unlike those of earlier layers."""
-        owner = self.model.owner(leaves) if leaves else ""
-        name = owner or self.model.classes.get("", "model")
-        count = sum(each.partition(":")[0] == name for each in self._leaves)
-        return f"{name}:{count}" if count else name
+        name = ""
+        if leaves:
+            name = self.model.owner(leaves)
+        if not name:
+            name = self.model.classes.get("", "model")
+        earlier = [layer for layer in self._leaves_of_layer if layer.partition(":")[0] == name]
+        if earlier:
+            return f"{name}:{len(earlier)}"
+        return name
 
-    def _is_chosen(self, name: str, patterns: Sequence[str] | None) -> bool:
-        kind = self.model.classes.get(name.partition(":")[0], name)
-        return patterns is None or any(
-            fnmatchcase(name, each) or fnmatchcase(kind, each) for each in patterns
-        )
+    def _kind_of(self, name: str) -> str:
+        return self.model.classes.get(name.partition(":")[0], name)
 
-    def _values(
-        self, inputs: Mapping[str, Any], change: Mapping[int, Callable[[Any], Any]] | None = None
+    def _is_requested(self, name: str, patterns: Sequence[str] | None) -> bool:
+        if patterns is None:
+            return True
+        names = (name, self._kind_of(name))
+        return any(fnmatchcase(own, pattern) for own, pattern in product(names, patterns))
+
+    # ---- Calls -----------------------------------------------------------------------------------
+
+    def _evaluate(
+        self, inputs: Mapping[str, Any], changes: Mapping[int, Callable[[Any], Any]] | None = None
     ) -> Values:
-        leaves = [*self.model.leaves.values(), *(inputs[name] for name in sorted(self.inputs))]
-        return self.program.evaluate(leaves, change)
+        arrays = [inputs[name] for name in sorted(self.inputs)]
+        return self.program.evaluate([*self.model.leaves.values(), *arrays], changes)
 
     def observe(self, inputs: Mapping[str, Any], factor: float = 1.0) -> list[ObservedLayer]:
         """Call the model with other inputs, and return its attention layers.
@@ -262,9 +212,11 @@ class FlaxObserver:
             inputs: arrays by the names of `inputs`.
             factor: factor of the input of each attention layer.
         """
-        numbers = {number for each in self.arranged.values() for number in each.inputs.values()}
-        change = dict.fromkeys(numbers, lambda x: x * factor) if factor != 1.0 else None
-        return self._layers(self._values(inputs, change), inputs)
+        changes: dict[int, Callable[[Any], Any]] = {}
+        if factor != 1.0:
+            for arrangement in self.arrangements.values():
+                changes |= dict.fromkeys(arrangement.inputs.values(), _Multiplier(factor))
+        return self._observed_layers(self._evaluate(inputs, changes), inputs)
 
     def observe_far(self, inputs: Mapping[str, Any], first: int) -> list[ObservedLayer]:
         """Call the model with tokens at positions from `first` on, and return some of its layers.
@@ -272,165 +224,284 @@ class FlaxObserver:
         Layers whose positions cannot be moved, or whose mask counts from the first token, are left
         out.
         """
-        values, layers = self._values(inputs), list[ObservedLayer]()
-        for layer in self._layers(values, inputs):
-            arranged = self.arranged[layer.tapped.name]
-            if arranged.places:
-                far = self._layer(
-                    layer.tapped.index,
-                    layer.tapped.name,
-                    arranged,
-                    arranged.far(values, first),
-                    inputs,
-                )
-                layers += [far] if np.array_equal(far.values["mask"], layer.values["mask"]) else []
+        values = self._evaluate(inputs)
+        layers = []
+        for near in self._observed_layers(values, inputs):
+            index, name = near.tapped.index, near.tapped.name
+            arrangement = self.arrangements[name]
+            if not arrangement.positions:
+                continue
+            far_values = arrangement.with_positions_from(values, first)
+            far = self._layer(index, name, arrangement, far_values, inputs)
+            if np.array_equal(far.values["mask"], near.values["mask"]):
+                layers.append(far)
         return layers
 
-    def bases(self, name: str) -> dict[str, Any]:
-        """Return scalars that may be the RoPE base of a layer, in the form of configurations."""
-        return {
-            str(each): {"rope_theta": each} for each in self.arranged[name].scalars_of_queries()
-        }
-
-    def from_call(self, name: str) -> dict[str, str]:
-        """Return the arguments that the attention of a layer depends on apart from its inputs, by
-        part of a call.
-        """
-        arranged = self.arranged[name]
-        inputs, operands = set(arranged.inputs.values()), set(arranged.found.operands.values())
-        before_heads = self.program.before(operands, inputs)
-        before_scores = self.program.before([arranged.found.numbers["logits"]], inputs | operands)
-        (layer,) = (each for each in self.seen if each.tapped.name == name)
-        found: dict[str, list[str]] = {}
-        arguments = self.program.arguments[len(self.model.leaves) :]
-        for argument, number in zip(sorted(self.inputs), arguments, strict=True):
-            if number in inputs:
-                continue
-            if number in before_heads:
-                found.setdefault(POSITIONS, []).append(argument)
-            if number in before_scores:
-                part = self._part_of_scores(np.asarray(self.inputs[argument]), layer.values["mask"])
-                found.setdefault(part, []).append(argument)
-        return {part: " and ".join(names) for part, names in found.items()}
-
-    @staticmethod
-    def _part_of_scores(value: np.ndarray, hidden: np.ndarray) -> str:
-        """Return what an argument is that scores depend on."""
-        if value.size == 1:
-            return SCALE
-        if are_segments(value, hidden):
-            return SEGMENTS
-        is_floating = value.dtype.kind not in "biu"
-        return BIAS if is_floating and not (value < HIDES).any() else MASK
-
-    def _layers(self, values: Values, inputs: Mapping[str, Any]) -> list[ObservedLayer]:
-        found = []
-        for place, (name, each) in enumerate(self.arranged.items()):
+    def _observed_layers(self, values: Values, inputs: Mapping[str, Any]) -> list[ObservedLayer]:
+        """Return the layers in a call; for the others, record the reason."""
+        layers = []
+        for index, (name, arrangement) in enumerate(self.arrangements.items()):
             try:
-                found.append(self._layer(place, name, each, values, inputs))
+                layers.append(self._layer(index, name, arrangement, values, inputs))
             except ValueError as error:
                 self.refusals.setdefault(name, str(error))
-        return found
+        return layers
 
     def _layer(
-        self, place: int, name: str, arranged: Arranged, values: Values, inputs: Mapping[str, Any]
+        self,
+        index: int,
+        name: str,
+        arrangement: ArrangedAttention,
+        values: Values,
+        inputs: Mapping[str, Any],
     ) -> ObservedLayer:
-        heads, x = arranged.heads(values), np.asarray(values[arranged.inputs["q"]])
-        seen = {part: heads[part] for part in ("q", "k", "v", "attn_weights", "context")}
-        seen |= {"mask": arranged.is_hidden(heads), "scores": heads["logits"]}
-        for number in arranged.places:
-            seen["positions"] = np.broadcast_to(np.unique(values[number]), x.shape[:2])
-        out = arranged.found.out
-        output = features_of(heads["context"]) if out is None else self._whole(out, values)
-        seen["output"] = output.reshape(*x.shape[:2], -1)
+        """Return a layer in a call in the form of one of torch."""
+        heads = arrangement.heads(values)
+        record = self._record(arrangement, values, heads)
         inside: list[Submodule] = []
-        for part, parameters, given, result in (
-            *self._linears(arranged, values, heads["context"]),
-            *self._norms(arranged, values),
-        ):
-            names = {leaf: self._relative(leaves, name) for leaf, leaves in part.items()}
-            called = names.get("weight", "a norm")
-            call = sum(each.name == called for each in inside)
-            inside.append(Submodule(called, call, parameters, given, result))  # pyright: ignore[reportArgumentType]
-            self.names |= {
-                f"{name} {called}.{leaf}": parameter for leaf, parameter in names.items()
-            }
-        kind = self.model.classes.get(name.partition(":")[0], name)
-        layer = TappedLayer(name, place, kind, scale=arranged.scale, soft_cap=arranged.soft_cap)
-        layer.calls.append(TappedCall(seen, 0))
-        arguments = {
-            each: np.asarray(x) for each, x in inputs.items() if np.asarray(x).dtype.kind == "f"
-        }
-        model: Any = SimpleNamespace(named_parameters=self.model.leaves.items)
-        module: Any = SimpleNamespace(
-            named_parameters=lambda recurse: ()
-        )  # biases are seen in the program
-        numbers = {
-            each: np.asarray(x) for each, x in inputs.items() if np.asarray(x).dtype.kind in "iu"
-        }
-        return ObservedLayer(model, module, layer, arguments, inside, numbers)
+        for part in self._parts(arrangement, values, heads["context"]):
+            names = {}
+            for leaf, leaves in part.leaves.items():
+                names[leaf] = self._relative_name(leaves, name)
+            submodule_name = names.get("weight", "a norm")
+            for leaf, parameter in names.items():
+                self._full_names[name, f"{submodule_name}.{leaf}"] = parameter
+            call = sum(submodule.name == submodule_name for submodule in inside)
+            module: Any = part.parameters
+            inside.append(Submodule(submodule_name, call, module, part.input, part.output))
 
-    def _whole(self, linear: Linear, values: Values) -> np.ndarray:
+        tapped = TappedLayer(
+            name,
+            index,
+            self._kind_of(name),
+            scale=arrangement.scale,
+            soft_cap=arrangement.factors.soft_cap,
+        )
+        tapped.calls.append(TappedCall(record, 0))
+        arguments, numbers = {}, {}
+        for argument, x in inputs.items():
+            array = np.asarray(x)
+            if array.dtype.kind == "f":
+                arguments[argument] = array
+            elif array.dtype.kind in "iu":
+                numbers[argument] = array
+        model: Any = SimpleNamespace(named_parameters=self.model.leaves.items)
+        module: Any = SimpleNamespace(named_parameters=_no_parameters)
+        return ObservedLayer(model, module, tapped, arguments, inside, numbers)
+
+    def _record(
+        self, arrangement: ArrangedAttention, values: Values, heads: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """Return the values of a layer in a call by the names of a tap."""
+        x = np.asarray(values[arrangement.inputs["q"]])
+        record = {part: heads[part] for part in ("q", "k", "v", "attn_weights", "context")}
+        record["mask"] = arrangement.is_hidden(heads)
+        record["scores"] = heads["logits"]
+        for number in arrangement.positions:
+            record["positions"] = np.broadcast_to(np.unique(values[number]), x.shape[:2])
+        out = arrangement.attention.out
+        if out is None:
+            output = features_of(heads["context"])
+        else:
+            output = self._output_of(out, values)
+        record["output"] = output.reshape(*x.shape[:2], -1)
+        return record
+
+    def _output_of(self, linear: Linear, values: Values) -> np.ndarray:
         """Return all features of a product, with the bias that is added to all of them, (tokens,
         features).
 
         Raises:
             ValueError: if there are several biases, or one is added to only some features.
         """
-        found = self.finder.biased(linear, values)
-        if len(found) != 1:
-            raise InputError(
-                "output", "be a product with one bias or none", f"{len(found)} with and without one"
-            )
-        return _features(values[found[0].result], found[0].places, len(linear.weight(values)))
+        sums = self.finder.with_biases(linear, values)
+        if len(sums) != 1:
+            rule = "be a product with one bias or none"
+            raise InputError("output", rule, f"{len(sums)} with and without one")
+        width = len(linear.weight_of(values))
+        return _features(values[sums[0].output], sums[0].places, width)
 
-    def _linears(self, arranged: Arranged, values: Values, context: np.ndarray) -> Iterator[Made]:
-        found = arranged.found
-        for linear in found.linears:
-            x, weight = linear.input(values), linear.weight(values)
-            if linear is found.out:
+    # ---- Linear maps and norms -------------------------------------------------------------------
+
+    def _parts(
+        self, arrangement: ArrangedAttention, values: Values, context: np.ndarray
+    ) -> Iterator[ProgramPart]:
+        """Yield the linear maps and the norms of a layer in a call."""
+        batch_size = context.shape[0]
+        for linear in arrangement.attention.linears:
+            x, weight = linear.input_of(values), linear.weight_of(values)
+            if linear is arrangement.attention.out:
+                # The context of a layer has its heads in the order of their key heads.
                 order = _order_of(features_of(context), x)
                 x, weight = x[:, order], weight[:, order]
-            for each in self.finder.biased(linear, values):
-                rows, leaves, bias = (
-                    np.unique(each.places % len(weight)),
-                    {"weight": linear.leaves},
-                    None,
-                )
-                if each.bias is not None:
-                    spread = np.broadcast_to(np.asarray(values[each.bias]), each.places.shape)
-                    bias, leaves["bias"] = (
-                        _features(spread, each.places, len(weight))[0],
-                        each.leaves,
-                    )
-                result = _features(values[each.result], each.places, len(weight))
-                given, made = (y.reshape(context.shape[0], -1, y.shape[-1]) for y in (x, result))
-                yield leaves, Parameters(np.ascontiguousarray(weight[rows]), bias), given, made
+            for biased in self.finder.with_biases(linear, values):
+                yield _linear_part(linear, biased, x, weight, values, batch_size)
+        for norm in arrangement.norms.values():
+            yield self._norm_part(norm, values)
 
-    def _norms(self, arranged: Arranged, values: Values) -> Iterator[Made]:
-        for part, norm in arranged.norms.items():
-            seen = arranged.by_token([norm.given, norm.result], part, values)
-            given, result = (
-                x.reshape(*x.shape[:2], *((-1,) if x.ndim > 3 else ()), x.shape[-1])
-                for x in seen.values()
-            )
-            parameters = {
-                leaf: np.ravel(np.asarray(values[number]))
-                for leaf, number in norm.parameters.items()
-            }
-            leaves = {
-                leaf: (self.finder.names[number],) for leaf, number in norm.parameters.items()
-            }
-            yield leaves, Parameters(**parameters, eps=norm.eps), given, result
+    def _norm_part(self, norm: NormPlace, values: Values) -> ProgramPart:
+        leaves, arrays = {}, {}
+        for leaf, number in norm.parameters.items():
+            leaves[leaf] = (self.finder.names[number],)
+            arrays[leaf] = np.ravel(np.asarray(values[number]))
+        return ProgramPart(
+            leaves,
+            Parameters(**arrays, eps=norm.eps),
+            _with_one_head_axis(norm.input_of(values)),
+            _with_one_head_axis(norm.output_of(values)),
+        )
 
-    def _relative(self, leaves: Sequence[str], name: str) -> str:
+    # ---- Names and arguments ---------------------------------------------------------------------
+
+    def _relative_name(self, leaves: Sequence[str], name: str) -> str:
         """Return the names of parameters relative to the layer."""
-        prefix = f"{self.model.owner(self._leaves[name])}{self.model.separator}"
+        owner = self.model.owner(self._leaves_of_layer[name])
+        prefix = f"{owner}{self.model.separator}"
         return " and ".join(leaf.removeprefix(prefix) for leaf in leaves)
 
+    def parameter_names(self, name: str, names: Mapping[str, str]) -> dict[str, str]:
+        """Return the names of parameters of a layer, by weight, as the model has them.
 
-Made = tuple[dict[str, tuple[str, ...]], Parameters, np.ndarray, np.ndarray]
-"""Names of the parameters of a linear map or a norm, the parameters, its input and its output."""
+        Args:
+            name: of the layer.
+            names: of the parameters in fits, by weight.
+        """
+        own_names = {}
+        for weight, parameter in names.items():
+            own_names[weight] = self._full_names.get((name, parameter), parameter)
+        return own_names
+
+    def possible_bases(self, name: str) -> dict[str, Any]:
+        """Return scalars that may be the RoPE base of a layer, in the form of configurations."""
+        bases = {}
+        for constant in self.arrangements[name].constants_of_queries():
+            bases[str(constant)] = {"rope_theta": constant}
+        return bases
+
+    def from_call(self, name: str) -> dict[str, str]:
+        """Return the arguments that the attention of a layer depends on apart from its inputs, by
+        part of a call.
+        """
+        arrangement = self.arrangements[name]
+        attention = arrangement.attention
+        inputs, operands = set(arrangement.inputs.values()), set(attention.operands.values())
+        before_heads = self.program.ancestors(operands, inputs)
+        before_scores = self.program.ancestors([attention.logits], inputs | operands)
+        (layer,) = (layer for layer in self.observed if layer.tapped.name == name)
+
+        names_of_part: dict[str, list[str]] = {}
+        numbers = self.program.arguments[len(self.model.leaves) :]
+        for argument, number in zip(sorted(self.inputs), numbers, strict=True):
+            if number in inputs:
+                continue
+            if number in before_heads:
+                names_of_part.setdefault(POSITIONS, []).append(argument)
+            if number in before_scores:
+                value = np.asarray(self.inputs[argument])
+                part = _part_of_scores(value, layer.values["mask"])
+                names_of_part.setdefault(part, []).append(argument)
+        return {part: " and ".join(names) for part, names in names_of_part.items()}
+
+
+class _Arguments:
+    """Keyword arguments of a call, of which the arrays vary.
+
+    Attributes:
+        arrays: arrays by the first keyword that holds them.
+    """
+
+    def __init__(self, inputs: Mapping[str, Any]) -> None:
+        self.arrays: dict[str, Any] = {}
+        self._first_keyword: dict[str, str] = {}
+        self._others: dict[str, Any] = {}
+        keyword_of_array: dict[int, str] = {}
+        for name, x in inputs.items():
+            if not (hasattr(x, "dtype") and hasattr(x, "shape")):
+                self._others[name] = x
+                continue
+            first = keyword_of_array.setdefault(id(x), name)
+            self._first_keyword[name] = first
+            if first == name:
+                self.arrays[name] = to_jax(x)
+
+    def complete(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all keyword arguments with these arrays."""
+        arguments = dict(self._others)
+        for name, first in self._first_keyword.items():
+            arguments[name] = arrays[first]
+        return arguments
+
+
+@dataclass(frozen=True)
+class _Multiplier:
+    """Multiplies a value."""
+
+    factor: float
+
+    def __call__(self, x: Any) -> Any:
+        return x * self.factor
+
+
+def _no_parameters(recurse: bool = True) -> tuple[()]:
+    """Return no parameters: biases are seen in the program."""
+    return ()
+
+
+def _part_of_scores(value: np.ndarray, hidden: np.ndarray) -> str:
+    """Return the part of a call that an argument is on which scores depend."""
+    if value.size == 1:
+        return SCALE
+    if are_segments(value, hidden):
+        return SEGMENTS
+    is_floating = value.dtype.kind not in "biu"
+    if is_floating and not (value < HIDES).any():
+        return BIAS
+    return MASK
+
+
+# ---- Arrays --------------------------------------------------------------------------------------
+
+
+def _linear_part(
+    linear: Linear,
+    biased: BiasedProduct,
+    x: np.ndarray,
+    weight: np.ndarray,
+    values: Values,
+    batch_size: int,
+) -> ProgramPart:
+    """Return a product, or some of its features, with their bias.
+
+    Args:
+        linear: the product.
+        biased: its features and their bias.
+        x: input of the product, (tokens, in).
+        weight: its matrix, (out, in).
+        values: values of the call.
+        batch_size: number of sequences.
+    """
+    width = len(weight)
+    rows = np.unique(biased.places % width)
+    leaves = {"weight": linear.leaves}
+    bias = None
+    if biased.bias is not None:
+        leaves["bias"] = biased.leaves
+        of_sum = np.broadcast_to(np.asarray(values[biased.bias]), biased.places.shape)
+        bias = _features(of_sum, biased.places, width)[0]
+    output = _features(values[biased.output], biased.places, width)
+    return ProgramPart(
+        leaves,
+        Parameters(np.ascontiguousarray(weight[rows]), bias),
+        x.reshape(batch_size, -1, x.shape[-1]),
+        output.reshape(batch_size, -1, output.shape[-1]),
+    )
+
+
+def _with_one_head_axis(x: np.ndarray) -> np.ndarray:
+    """Return (B, T, …, H) with all axes of heads in one."""
+    if x.ndim <= 3:
+        return x
+    return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
 def _features(x: Any, places: np.ndarray, width: int) -> np.ndarray:
@@ -438,17 +509,19 @@ def _features(x: Any, places: np.ndarray, width: int) -> np.ndarray:
     features.
     """
     x = np.asarray(x)
-    found = np.zeros((int(places.max()) // width + 1) * width, x.dtype)
-    found[places] = x
-    return found.reshape(-1, width)[:, np.unique(places % width)]
+    num_tokens = int(places.max()) // width + 1
+    features = np.zeros(num_tokens * width, x.dtype)
+    features[places] = x
+    return features.reshape(-1, width)[:, np.unique(places % width)]
 
 
 def _order_of(wanted: np.ndarray, features: np.ndarray) -> list[int]:
     """Return the index of each wanted column among the features, bit for bit; all in order if one
     is missing.
     """
-    places = {bits: place for place, bits in enumerate(columns_of(features))}
-    order = [places.get(bits, -1) for bits in columns_of(wanted)]
-    return (
-        order if sorted(order) == list(range(features.shape[1])) else list(range(features.shape[1]))
-    )
+    place_of_bits = {bits: place for place, bits in enumerate(columns_of(features))}
+    order = [place_of_bits.get(bits, -1) for bits in columns_of(wanted)]
+    in_order = list(range(features.shape[1]))
+    if sorted(order) == in_order:
+        return order
+    return in_order

@@ -15,18 +15,24 @@ KEYS = {"input": (), "q": (), "key_input": (1,), "k": (2,), "v": (2,), "mask": (
 
 def without_padding(layer: ObservedLayer) -> ObservedLayer:
     """Return a layer with only the real tokens of its longest sequences."""
-    name, axes = ("key_is_real", KEYS) if layer.is_cross else ("is_real", TOKENS)
+    name, token_axes = "is_real", TOKENS
+    if layer.is_cross:
+        name, token_axes = "key_is_real", KEYS
     is_real = layer.values.get(name)
     if is_real is None:
         return layer
     longest = is_real[is_real.sum(axis=1).argmax()]
-    rows, tokens = np.flatnonzero((is_real == longest).all(axis=1)), np.flatnonzero(longest)
-    values = {each: x for each, x in layer.values.items() if each != name}
-    for each in axes.keys() & values.keys():
-        x = values[each]
-        values[each] = x[rows] if len(x) == len(is_real) else x
-        for axis in axes[each]:
-            values[each] = (
-                values[each].take(tokens, axis) if x.shape[axis] == len(longest) else values[each]
-            )
+    sequences = np.flatnonzero((is_real == longest).all(axis=1))
+    tokens = np.flatnonzero(longest)
+    values = dict(layer.values)
+    del values[name]
+    for value in token_axes.keys() & values.keys():
+        x = values[value]
+        if len(x) == len(is_real):
+            x = x[sequences]
+        for axis in token_axes[value]:
+            # Other axes may be broadcast: they have a single index.
+            if x.shape[axis] == len(longest):
+                x = x.take(tokens, axis)
+        values[value] = x
     return layer.with_values(values)

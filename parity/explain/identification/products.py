@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from mha_spec import RelativeProducts
-from mha_spec.features.relative_products import SIDES
-from parity.explain.identification.ends import end_of
-from parity.explain.identification.found import Fit
+from parity.explain.fitting.distances import key_distances
+from parity.explain.identification.biases import products_of
+from parity.explain.identification.endpoints import endpoint_of
+from parity.explain.identification.evidence import FittedLayer
 from parity.explain.identification.observe import ObservedLayer
 from parity.explain.identification.trace import CLOSE
 from parity.measure.core.arrays import to_numpy
@@ -20,7 +22,8 @@ MOST_ROWS = 4096
 """Vectors that a table has, at most: an embedding of words has more."""
 
 
-class Table(NamedTuple):
+@dataclass(frozen=True)
+class VectorTable:
     """Learned vectors that a layer may have for distances.
 
     Attributes:
@@ -34,85 +37,26 @@ class Table(NamedTuple):
     is_parameter: bool
 
 
-def fit_relative_products(
-    layer: ObservedLayer,
-    added: np.ndarray,
-    hidden: np.ndarray,
-    config: Mapping[str, Any],
-    found: Fit,
-) -> np.ndarray | None:
-    """Fit products with vectors of distances, and return them, scaled, (B, N, T, S); None if there
-    are none.
+@dataclass(frozen=True)
+class TablePair:
+    """The tables of queries and of keys; one of them may be missing."""
 
-    Args:
-        layer: the observed layer.
-        added: numbers that are added to scores, (B, N, T, S); 0 for hidden keys.
-        hidden: keys that queries do not see, (T, S).
-        config: of the model, for distances that a short input cannot show.
-        found: collects the fields.
-    """
-    scale = 1.0 if layer.tapped.scale is None else layer.tapped.scale
-    q, k = (layer.values[name].astype(np.float64) for name in "qk")
-    k = k.repeat(q.shape[1] // k.shape[1], axis=1)
-    allowed = CLOSE * (np.abs(added).max() + np.abs(scale * (q @ k.swapaxes(2, 3))).max())
-    known = list(_tables(layer, q.shape[1], q.shape[3], found))
-    pairs: list[tuple[Table | None, Table | None]] = [(table, None) for table in known]
-    if not found.is_scaled_before:  # else only products of queries have the scale
-        pairs += [(None, table) for table in known]
-        pairs += [
-            (one, other)
-            for one, other in product(known, known)
-            if len(one.vectors) == len(other.vectors)
-        ]
-    for pair in pairs:
-        made = _Made.of(scale * q, scale * k, *pair)
-        for record, is_reversed in _records(
-            made.rows_of_own(added, hidden, allowed), layer, config, made
-        ):
-            gained = made.gained(record, is_reversed=is_reversed)
-            if np.abs(gained - added)[..., ~hidden].max() <= allowed:
-                _take(
-                    layer,
-                    found,
-                    dict(zip(SIDES, pair, strict=True)),
-                    record,
-                    len(hidden),
-                    is_reversed=is_reversed,
-                )
-                return gained
-    return None
+    of_queries: VectorTable | None
+    of_keys: VectorTable | None
+
+    @property
+    def tables(self) -> dict[str, VectorTable]:
+        """Return the tables by the names of their canonical weights."""
+        tables = {}
+        if self.of_queries is not None:
+            tables["relative_keys"] = self.of_queries
+        if self.of_keys is not None:
+            tables["relative_queries"] = self.of_keys
+        return tables
 
 
-def _take(
-    layer: ObservedLayer,
-    found: Fit,
-    tables: Mapping[str, Table | None],
-    record: RelativeProducts,
-    num_tokens: int,
-    *,
-    is_reversed: bool,
-) -> None:
-    """Take a record with its tables, and how they were found."""
-    names = " and ".join(
-        dict.fromkeys(table.name for table in tables.values() if table is not None)
-    )
-    is_seen = record.num_exact is None or num_tokens > record.num_exact + 1
-    way = "query - key" if is_reversed else "key - query"
-    how = f"products with rows of {names} by {way} are added to scores"
-    found.add("relative_products", record, how, up_to=num_tokens, is_seen=is_seen)
-    for name, table in tables.items():
-        if table is None:
-            continue
-        vectors = table.vectors[::-1] if is_reversed else table.vectors
-        of_heads = np.broadcast_to(
-            vectors, (len(vectors), found.fields["num_heads"], vectors.shape[2])
-        )
-        found.weights[name] = np.ascontiguousarray(of_heads if record.per_head else vectors[:, 0])
-        if table.is_parameter:
-            found.names[name] = table.name.removeprefix(f"{layer.tapped.name}.")
-
-
-class _Made(NamedTuple):
+@dataclass(frozen=True)
+class VectorProducts:
     """Products of queries, of keys or of both with all vectors of their tables.
 
     Attributes:
@@ -129,90 +73,182 @@ class _Made(NamedTuple):
     num_buckets: int
     per_head: bool
 
-    @classmethod
-    def of(
-        cls, q: np.ndarray, k: np.ndarray, of_queries: Table | None, of_keys: Table | None
-    ) -> _Made:
-        """Return the products of heads (B, N, T, H) and (B, N, S, H) with tables."""
-        held = [table.vectors for table in (of_queries, of_keys) if table is not None]
-        per_head = any(vectors.shape[1] > 1 for vectors in held)
-        by_query, by_key = (
-            None if table is None else x @ table.vectors.astype(np.float64).transpose(1, 2, 0)
-            for x, table in ((q, of_queries), (k, of_keys))
-        )
-        return cls(by_query, by_key, (*q.shape[:3], k.shape[2]), len(held[0]), per_head)
-
-    def rows_of_own(self, added: np.ndarray, hidden: np.ndarray, allowed: float) -> list[int]:
+    def rows_at_own_place(self, added: np.ndarray, hidden: np.ndarray, allowed: float) -> list[int]:
         """Return the rows whose products are added to the scores of each query and the key at its
         place.
         """
         places = np.flatnonzero(~np.diagonal(hidden))
         if not len(places):
             return []
-        products = sum(x[:, :, places] for x in (self.of_queries, self.of_keys) if x is not None)
-        errors = np.abs(products - added[:, :, places, places, None]).max(axis=(0, 1, 2))
-        return [int(row) for row in np.flatnonzero(errors <= allowed)]
-
-    def gained(self, record: RelativeProducts, *, is_reversed: bool) -> np.ndarray:
-        """Return the products of each query and key by the rows of a record, (B, N, T, S)."""
-        num_queries, num_keys = self.shape[2:]
-        distances = np.arange(num_keys) - np.arange(num_queries)[:, None]
-        rows = record.buckets()[
-            np.clip(distances, -record.farthest, record.farthest) + record.farthest
-        ]
-        rows = np.broadcast_to(self.num_buckets - 1 - rows if is_reversed else rows, self.shape)
-        gained = np.zeros(self.shape)
+        products = np.zeros(1)
         if self.of_queries is not None:
-            gained = gained + np.take_along_axis(self.of_queries, rows, axis=3)
+            products = products + self.of_queries[:, :, places]
         if self.of_keys is not None:
-            gained = gained + np.take_along_axis(
-                self.of_keys, rows.swapaxes(2, 3), axis=3
-            ).swapaxes(2, 3)
-        return gained
+            products = products + self.of_keys[:, :, places]
+        errors = np.abs(products - added[:, :, places, places, None]).max(axis=(0, 1, 2))
+        return np.flatnonzero(errors <= allowed).tolist()
+
+    def added_by(self, record: RelativeProducts, *, is_reversed: bool) -> np.ndarray:
+        """Return the products of each query and key by the rows of a record, (B, N, T, S)."""
+        distances = key_distances(*self.shape[2:])
+        farthest = record.farthest
+        rows = record.buckets()[np.clip(distances, -farthest, farthest) + farthest]
+        if is_reversed:
+            rows = self.num_buckets - 1 - rows
+        rows = np.broadcast_to(rows, self.shape)
+        added = np.zeros(self.shape)
+        if self.of_queries is not None:
+            added = added + np.take_along_axis(self.of_queries, rows, axis=3)
+        if self.of_keys is not None:
+            of_keys = np.take_along_axis(self.of_keys, rows.swapaxes(2, 3), axis=3)
+            added = added + of_keys.swapaxes(2, 3)
+        return added
 
 
-def _tables(layer: ObservedLayer, num_heads: int, head_dim: int, found: Fit) -> Iterator[Table]:
+def fit_relative_products(
+    layer: ObservedLayer,
+    added: np.ndarray,
+    hidden: np.ndarray,
+    config: Mapping[str, Any],
+    fitted: FittedLayer,
+) -> np.ndarray | None:
+    """Fit products with vectors of distances, and return them, scaled, (B, N, T, S); None if there
+    are none.
+
+    Args:
+        layer: the observed layer.
+        added: numbers that are added to scores, (B, N, T, S); 0 for hidden keys.
+        hidden: keys that queries do not see, (T, S).
+        config: of the model, for distances that a short input cannot show.
+        fitted: collects the fields.
+    """
+    q, k = layer.values["q"].astype(np.float64), layer.values["k"].astype(np.float64)
+    k = k.repeat(q.shape[1] // k.shape[1], axis=1)
+    scores = layer.scale * products_of(q, k)
+    allowed = CLOSE * (np.abs(added).max() + np.abs(scores).max())
+    for pair in _candidate_pairs(layer, fitted):
+        products = _vector_products(layer.scale * q, layer.scale * k, pair)
+        rows = products.rows_at_own_place(added, hidden, allowed)
+        for record, is_reversed in _candidate_records(rows, layer, config, products):
+            expected = products.added_by(record, is_reversed=is_reversed)
+            if np.abs(expected - added)[..., ~hidden].max() <= allowed:
+                _add(layer, fitted, pair, record, len(hidden), is_reversed=is_reversed)
+                return expected
+    return None
+
+
+def _vector_products(q: np.ndarray, k: np.ndarray, pair: TablePair) -> VectorProducts:
+    """Return the products of heads (B, N, T, H) and (B, N, S, H) with tables."""
+    of_queries = of_keys = None
+    if pair.of_queries is not None:
+        of_queries = _with_vectors(q, pair.of_queries)
+    if pair.of_keys is not None:
+        of_keys = _with_vectors(k, pair.of_keys)
+    tables = list(pair.tables.values())
+    per_head = any(table.vectors.shape[1] > 1 for table in tables)
+    shape = (*q.shape[:3], k.shape[2])
+    return VectorProducts(of_queries, of_keys, shape, len(tables[0].vectors), per_head)
+
+
+def _with_vectors(heads: np.ndarray, table: VectorTable) -> np.ndarray:
+    """Return the products of heads (B, N, T, H) with vectors, (B, N, T, num_buckets)."""
+    return heads @ table.vectors.astype(np.float64).transpose(1, 2, 0)
+
+
+def _add(
+    layer: ObservedLayer,
+    fitted: FittedLayer,
+    pair: TablePair,
+    record: RelativeProducts,
+    num_tokens: int,
+    *,
+    is_reversed: bool,
+) -> None:
+    """Add a record with its tables, and how they were found."""
+    names = " and ".join(dict.fromkeys(table.name for table in pair.tables.values()))
+    order = "key - query"
+    if is_reversed:
+        order = "query - key"
+    how = f"products with rows of {names} by {order} are added to scores"
+    is_seen = record.num_exact is None or num_tokens > record.num_exact + 1
+    fitted.add("relative_products", record, how, up_to=num_tokens, is_seen=is_seen)
+    num_heads = fitted.fields["num_heads"]
+    for name, table in pair.tables.items():
+        vectors = table.vectors
+        if is_reversed:
+            vectors = vectors[::-1]
+        if record.per_head:
+            shape = (len(vectors), num_heads, vectors.shape[2])
+            weight = np.broadcast_to(vectors, shape)
+        else:
+            weight = vectors[:, 0]
+        fitted.weights[name] = np.ascontiguousarray(weight)
+        if table.is_parameter:
+            fitted.names[name] = table.name.removeprefix(f"{layer.tapped.name}.")
+
+
+# ---- Candidates ----------------------------------------------------------------------------------
+
+
+def _candidate_pairs(layer: ObservedLayer, fitted: FittedLayer) -> Iterator[TablePair]:
+    """Yield the tables that a layer may have: of queries, of keys, or of both."""
+    tables = list(_candidate_tables(layer, fitted))
+    for table in tables:
+        yield TablePair(table, None)
+    if fitted.is_scaled_before:  # then products of keys lack the scale
+        return
+    for table in tables:
+        yield TablePair(None, table)
+    for of_queries, of_keys in product(tables, tables):
+        if len(of_queries.vectors) == len(of_keys.vectors):
+            yield TablePair(of_queries, of_keys)
+
+
+def _candidate_tables(layer: ObservedLayer, fitted: FittedLayer) -> Iterator[VectorTable]:
     """Yield parameters of the model and outputs of submodules that may be vectors of distances."""
-    for name, x in layer.model.named_parameters():
-        if x.ndim == 2 and x.shape[1] == head_dim and 1 < len(x) <= MOST_ROWS:
-            yield Table(name, to_numpy(x)[:, None], is_parameter=True)
-    for each in layer.linears():
-        rows = each.result.reshape(-1, each.result.shape[-1])
-        is_of_tokens = end_of(each) in found.ends.values()
-        if (
-            rows.shape[1] == num_heads * head_dim
-            and 1 < len(rows) <= MOST_ROWS
-            and not is_of_tokens
-        ):
-            yield Table(
-                f"the output of {each.name}",
-                rows.reshape(len(rows), num_heads, head_dim),
-                is_parameter=False,
-            )
+    _, num_heads, _, head_dim = layer.values["q"].shape
+    for name, parameter in layer.model.named_parameters():
+        if parameter.ndim != 2 or parameter.shape[1] != head_dim:
+            continue
+        if 1 < len(parameter) <= MOST_ROWS:
+            yield VectorTable(name, to_numpy(parameter)[:, None], is_parameter=True)
+    for linear in layer.linears():
+        rows = linear.output.reshape(-1, linear.output.shape[-1])
+        is_of_tokens = endpoint_of(linear) in fitted.endpoints.values()
+        if is_of_tokens or rows.shape[1] != num_heads * head_dim:
+            continue
+        if 1 < len(rows) <= MOST_ROWS:
+            vectors = rows.reshape(len(rows), num_heads, head_dim)
+            yield VectorTable(f"the output of {linear.name}", vectors, is_parameter=False)
 
 
-def _records(
-    rows: list[int], layer: ObservedLayer, config: Mapping[str, Any], made: _Made
+def _candidate_records(
+    rows: list[int], layer: ObservedLayer, config: Mapping[str, Any], products: VectorProducts
 ) -> Iterator[tuple[RelativeProducts, bool]]:
     """Yield records with the rows of their own place, and whether tables are read by query -
     key.
     """
-    last = made.num_buckets - 1
-    sides = {"of_queries": made.of_queries is not None, "of_keys": made.of_keys is not None}
+    last = products.num_buckets - 1
+    sides = {
+        "of_queries": products.of_queries is not None,
+        "of_keys": products.of_keys is not None,
+        "per_head": products.per_head,
+    }
     for row, is_reversed in product(rows, (False, True)):
-        before = last - row if is_reversed else row
-        for exact, most in _steps(layer, config):
-            if max(before, last - before) <= 2 * exact:
-                yield (
-                    RelativeProducts(
-                        before, last - before, exact, most, **sides, per_head=made.per_head
-                    ),
-                    is_reversed,
-                )
-        yield RelativeProducts(before, last - before, **sides, per_head=made.per_head), is_reversed
+        num_before = row
+        if is_reversed:
+            num_before = last - row
+        num_after = last - num_before
+        for num_exact, most in _logarithmic_steps(layer, config):
+            if max(num_before, num_after) <= 2 * num_exact:
+                record = RelativeProducts(num_before, num_after, num_exact, most, **sides)
+                yield record, is_reversed
+        yield RelativeProducts(num_before, num_after, **sides), is_reversed
 
 
-def _steps(layer: ObservedLayer, config: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
+def _logarithmic_steps(
+    layer: ObservedLayer, config: Mapping[str, Any]
+) -> Iterator[tuple[int, int]]:
     """Yield the steps of the logarithm that attributes and a configuration tell of: DeBERTa's
     `position_buckets`.
     """

@@ -20,24 +20,22 @@ def kv_source_of(layer: ObservedLayer, others: Sequence[ObservedLayer]) -> Obser
     for other in others:
         if other is layer:
             return None
-        if _are_same(layer, other, "k") and _are_same(layer, other, "v"):
+        if _are_equal(layer, other, "k") and _are_equal(layer, other, "v"):
             return other
     return None
 
 
-def words_of_source(layer: ObservedLayer, others: Sequence[ObservedLayer]) -> dict[str, str]:
+def describe_source(layer: ObservedLayer, others: Sequence[ObservedLayer]) -> dict[str, str]:
     """Return where the keys and values of a layer come from, in words; nothing if no other layer
     has them.
     """
     source = kv_source_of(layer, others)
     if source is None:
         return {}
-    return {
-        "key": f"the keys of {source.tapped.name}",
-        "value": f"the values of {source.tapped.name}",
-    }
+    name = source.tapped.name
+    return {"key": f"the keys of {name}", "value": f"the values of {name}"}
 
 
-def _are_same(layer: ObservedLayer, other: ObservedLayer, name: str) -> bool:
+def _are_equal(layer: ObservedLayer, other: ObservedLayer, name: str) -> bool:
     one, another = layer.values.get(name), other.values.get(name)
     return one is not None and another is not None and np.array_equal(one, another)

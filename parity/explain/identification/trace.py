@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
 from parity.explain.identification.observe import Submodule
+
+CLOSE = 3e-5
+"""Largest error of a recomputed value, relative to its largest output, in float32."""
 
 
 @dataclass(frozen=True)
@@ -29,20 +33,23 @@ class Traced:
     @property
     def modules(self) -> list[Submodule]:
         """Return each submodule once, ordered by its first feature."""
-        return list({(each.name, each.call): each for each in self.sources}.values())
+        by_call = {}
+        for source in self.sources:
+            by_call.setdefault((source.name, source.call), source)
+        return list(by_call.values())
+
+    @property
+    def places_by_head(self) -> np.ndarray:
+        """Return the index of each feature in the output of its submodule, (heads, H)."""
+        return self.places.reshape(self.heads.shape[1], self.heads.shape[3])
 
     def of_head(self, features: slice) -> Traced:
         """Return some features of each head."""
         num_heads, head_dim = self.heads.shape[1], self.heads.shape[3]
-        order = (
-            np.arange(num_heads * head_dim).reshape(num_heads, head_dim)[:, features].reshape(-1)
-        )
-        return Traced(
-            self.heads[..., features],
-            [self.sources[i] for i in order],
-            self.places[order],
-            self.factor,
-        )
+        indices = np.arange(num_heads * head_dim).reshape(num_heads, head_dim)
+        indices = indices[:, features].reshape(-1)
+        sources = [self.sources[index] for index in indices]
+        return Traced(self.heads[..., features], sources, self.places[indices], self.factor)
 
 
 def trace(
@@ -63,30 +70,32 @@ def trace(
         limit: limit of the features, if they were clipped.
     """
     batch_size, num_heads, num_tokens, head_dim = heads.shape
-    results = [(each, tokens_of(each.result, batch_size, num_tokens)) for each in pool]
-    known = [(each, x) for each, x in results if x is not None]
-    if not known:
+    submodules: list[Submodule] = []
+    outputs: list[np.ndarray] = []
+    for submodule in pool:
+        output = tokens_of(submodule.output, batch_size, num_tokens)
+        if output is not None:
+            submodules.append(submodule)
+            outputs.append(output)
+    if not submodules:
         return None
-    features = np.concatenate([x for _, x in known], axis=-1)
-    features = (
-        features if limit is None else np.clip(features, -np.float32(limit), np.float32(limit))
-    )
-    widths = [x.shape[-1] for _, x in known]
-    begin = np.cumsum([0, *widths])
+    features = np.concatenate(outputs, axis=-1)
+    if limit is not None:
+        features = np.clip(features, -np.float32(limit), np.float32(limit))
+    widths = [output.shape[-1] for output in outputs]
+    begins = np.cumsum([0, *widths])
+
     order = _order_at_zero(heads, features, factors)
     if order is None:
-        parts = ((first, first + width) for first, width in zip(begin, widths, strict=False))
+        parts = pairwise(begins.tolist())
         order = _order_by_length(heads, features, factors, parts)
     if order is None:
         return None
-    picked = (
-        features[..., order]
-        .reshape(batch_size, num_tokens, num_heads, head_dim)
-        .transpose(0, 2, 1, 3)
-    )
-    owner = np.repeat(np.arange(len(known)), widths)
-    sources = [known[owner[place]][0] for place in order]
-    return Traced(picked, sources, np.array([place - begin[owner[place]] for place in order]))
+    picked = features[..., order].reshape(batch_size, num_tokens, num_heads, head_dim)
+    owners = np.repeat(np.arange(len(submodules)), widths)[order]
+    sources = [submodules[owner] for owner in owners]
+    places = np.array(order) - begins[owners]
+    return Traced(picked.transpose(0, 2, 1, 3), sources, places)
 
 
 def _order_at_zero(
@@ -96,21 +105,39 @@ def _order_at_zero(
     token.
     """
     num_tokens = heads.shape[2]
+    # The first token usually has position 0, and the last one if the order is reversed.
     for token in (0, *range(num_tokens - 1, 0, -1)):
         places: dict[bytes, list[int]] = {}
         for factor in factors:
-            for place, bits in enumerate(columns_of(features[:, token] * np.float32(factor))):
+            scaled = features[:, token] * np.float32(factor)
+            for place, bits in enumerate(columns_of(scaled)):
                 places.setdefault(bits, []).append(place)
-        order: list[int] = []
-        for bits in columns_of(features_of(heads[:, :, [token]])):
-            found = places.get(bits)
-            if found is None:
-                break
-            following = order[-1] + 1 if order else 0  # preferred among features with the same bits
-            order.append(following if following in found else found[0])
-        else:
+        columns = columns_of(features_of(heads[:, :, [token]]))
+        order = _order_of_columns(columns, places)
+        if order is not None:
             return order
     return None
+
+
+def _order_of_columns(
+    columns: Iterable[bytes], places: Mapping[bytes, list[int]]
+) -> list[int] | None:
+    """Return the place of each column; None if one has none.
+
+    Among places with the same bits, the one that follows that of the previous column is preferred.
+    """
+    order: list[int] = []
+    following = 0
+    for bits in columns:
+        candidates = places.get(bits)
+        if candidates is None:
+            return None
+        place = candidates[0]
+        if following in candidates:
+            place = following
+        order.append(place)
+        following = place + 1
+    return order
 
 
 def _order_by_length(
@@ -121,17 +148,27 @@ def _order_by_length(
 ) -> list[int] | None:
     """Return the index of each feature of heads in features (B, T, width), if they are contiguous
     in a part.
+
+    Args:
+        heads: (B, heads, T, H).
+        features: (B, T, width).
+        factors: candidates for the factor of heads.
+        parts: first feature of each part, and the one after its last.
     """
     batch_size, num_heads, num_tokens, head_dim = heads.shape
-    width, lengths = num_heads * head_dim, np.linalg.norm(heads, axis=-1)
-    for first in (first for begin, end in parts for first in range(begin, end - width + 1, width)):
-        split = features[..., first : first + width].reshape(
-            batch_size, num_tokens, num_heads, head_dim
-        )
-        before = np.linalg.norm(split, axis=-1).transpose(0, 2, 1)
-        if any(is_close(factor * before, lengths) for factor in factors):
-            return list(range(first, first + width))
+    width = num_heads * head_dim
+    lengths = np.linalg.norm(heads, axis=-1)
+    for begin, end in parts:
+        for first in range(begin, end - width + 1, width):
+            block = features[..., first : first + width]
+            split = block.reshape(batch_size, num_tokens, num_heads, head_dim)
+            lengths_before = np.linalg.norm(split, axis=-1).transpose(0, 2, 1)
+            if any(is_close(factor * lengths_before, lengths) for factor in factors):
+                return list(range(first, first + width))
     return None
+
+
+# ---- Arrays --------------------------------------------------------------------------------------
 
 
 def tokens_of(x: np.ndarray, batch_size: int, num_tokens: int) -> np.ndarray | None:
@@ -139,16 +176,15 @@ def tokens_of(x: np.ndarray, batch_size: int, num_tokens: int) -> np.ndarray | N
     neither.
     """
     if x.ndim == 4 and x.shape[0] == batch_size and num_tokens in x.shape[1:3]:
-        x = x if x.shape[1] == num_tokens else x.transpose(0, 2, 1, 3)
+        if x.shape[1] != num_tokens:
+            x = x.transpose(0, 2, 1, 3)
         return x.reshape(batch_size, num_tokens, -1)
-    if (
-        x.ndim == 3
-        and x.shape[:2] != (batch_size, num_tokens)
-        and len(x) == batch_size * num_tokens
-    ):
+    num_rows = batch_size * num_tokens
+    if x.ndim == 3 and x.shape[:2] != (batch_size, num_tokens) and len(x) == num_rows:
         return x.reshape(batch_size, num_tokens, -1)
-    is_flat = x.ndim > 1 and x.size == batch_size * num_tokens * x.shape[-1]
-    return x.reshape(batch_size, num_tokens, -1) if is_flat else None
+    if x.ndim > 1 and x.size == num_rows * x.shape[-1]:
+        return x.reshape(batch_size, num_tokens, -1)
+    return None
 
 
 def features_of(heads: np.ndarray) -> np.ndarray:
@@ -156,22 +192,19 @@ def features_of(heads: np.ndarray) -> np.ndarray:
     return heads.transpose(0, 2, 1, 3).reshape(heads.shape[0] * heads.shape[2], -1)
 
 
-def flat(x: np.ndarray) -> np.ndarray:
+def as_tokens(x: np.ndarray) -> np.ndarray:
     """Return tokens (B, T, features) as (B * T, features)."""
     return x.reshape(-1, x.shape[-1])
 
 
 def columns_of(features: np.ndarray) -> Iterator[bytes]:
     """Yield the bits of each feature over all tokens, which identify it."""
-    return (column.tobytes() for column in np.ascontiguousarray(features.T))
+    for column in np.ascontiguousarray(features.T):
+        yield column.tobytes()
 
 
-CLOSE = 3e-5
-"""Largest error of a recomputed value, relative to its largest output, in float32."""
-
-
-def is_close(made: np.ndarray, seen: np.ndarray) -> bool:
+def is_close(recomputed: np.ndarray, observed: np.ndarray) -> bool:
     """Return whether recomputed and observed values agree up to rounding."""
-    return made.shape == seen.shape and bool(
-        np.abs(made - seen).max() <= CLOSE * np.abs(seen).max()
-    )
+    if recomputed.shape != observed.shape:
+        return False
+    return bool(np.abs(recomputed - observed).max() <= CLOSE * np.abs(observed).max())

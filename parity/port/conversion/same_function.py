@@ -338,12 +338,6 @@ def _tied(spec: AttentionSpec) -> np.ndarray:
     tied = np.arange(spec.head_dim)
     if spec.rope is None:
         return tied
-    rotated = spec.rope.rotated_features(spec.head_dim)
-    if spec.rope.pairs == "half":
-        pairs = tied[rotated].reshape(2, -1)
-        smallest = pairs.min(axis=0, keepdims=True)
-    else:
-        pairs = tied[rotated].reshape(-1, 2)
-        smallest = pairs.min(axis=1, keepdims=True)
-    tied[rotated] = np.broadcast_to(smallest, pairs.shape).reshape(-1)
+    first, second = spec.rope.pair_features(spec.head_dim)
+    tied[second] = first
     return tied

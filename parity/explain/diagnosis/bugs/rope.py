@@ -27,12 +27,11 @@ from parity.explain.diagnosis.bugs.sites import (
     weights,
 )
 from parity.explain.diagnosis.bugs.specs import with_rope
+from parity.explain.fitting.thetas import THETAS_IN_USE
 from parity.measure.core.case import Case
 from parity.measure.core.reference import Layer
 from parity.measure.core.reference.rope import axes, frequencies
 from parity.measure.core.weights import dtype_named
-
-THETAS = (1e2, 1e3, 1e4, 1e5, 5e5, 1e6, 1e7)  # bases in use
 
 of_rope = partial(known_bug, page="rope-positions", stages=("q", "latents", "k"))
 of_pairs = partial(of_rope, page="rope-pairs")
@@ -112,14 +111,6 @@ def turned_otherwise(case: Case) -> Iterator[Edit]:
 # ---- Pairs ---------------------------------------------------------------------------------------
 
 
-def _pairs_side_by_side(rope: Rope, size: int) -> np.ndarray:
-    """Return indices of features, those of each pair next to each other: 0, R/2, 1, R/2 + 1, …"""
-    order = np.arange(size)
-    rotated = np.arange(size)[rope.rotated_features(size)]
-    order[rotated] = rotated.reshape(2, -1).T.ravel()
-    return order
-
-
 def _other_pairs(case: Case, rope: Rope, of: str, whose: str, suffix: str) -> Iterator[Edit]:
     yield of_pairs(
         f"rope-interleaved{suffix}",
@@ -132,7 +123,7 @@ def _other_pairs(case: Case, rope: Rope, of: str, whose: str, suffix: str) -> It
     names = []
     for name in of:
         names += [f"{name}_proj.weight", f"{name}_proj.bias"]
-    order = _pairs_side_by_side(rope, case.spec.head_dim)
+    order = rope.pair_order(case.spec.head_dim)
     yield of_pairs(
         f"rope-weights-interleaved{suffix}",
         f"{whose} weights are in the order of interleaved RoPE pairs (Meta's, GGUF's)",
@@ -153,7 +144,7 @@ def _rotated_side_by_side(
     rope: Rope, layer: Layer, x: np.ndarray, places: np.ndarray
 ) -> np.ndarray:
     """Rotate features that are next to each other as pairs."""
-    order = _pairs_side_by_side(rope, x.shape[-1])
+    order = rope.pair_order(x.shape[-1])
     return layer.rotate(x[..., np.argsort(order)], places)[..., order]
 
 
@@ -303,7 +294,7 @@ def other_theta(case: Case) -> Iterator[Edit]:
                 fix=EXPONENTS.fix_for(spec),
                 page=EXPONENTS.page,
             )
-    for theta in THETAS:
+    for theta in THETAS_IN_USE:
         if theta in named:
             continue
         yield of_rope(

@@ -20,6 +20,7 @@ from parity.explain.diagnosis.bugs.specs import spec_edit
 from parity.explain.diagnosis.laws.record import Seen
 from parity.explain.diagnosis.laws.rotation import as_exponent
 from parity.explain.diagnosis.laws.words import readable, readable_apart
+from parity.explain.fitting.thetas import THETAS
 
 Recompute = Callable[[Edit], np.ndarray]
 """Computes the stage with an edit of the reference, from the same stages before it; TimeoutError
@@ -225,7 +226,6 @@ def _number(value: float | None) -> str:
 
 # ---- The numbers ---------------------------------------------------------------------------------
 
-THETAS = (1e2, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8)
 CAPS = (None, 1.0, 5.0, 15.0, 30.0, 50.0, 100.0)
 EPSILONS = tuple(10.0**-power for power in range(12, 0, -1))
 FACTORS = (0.5, 2.0, 4.0, 8.0, 16.0, 32.0)

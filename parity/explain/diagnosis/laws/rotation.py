@@ -9,7 +9,6 @@ frequencies is reported.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,13 +20,13 @@ from parity.explain.diagnosis.bugs.families import THETA
 from parity.explain.diagnosis.bugs.record import Edit, pattern
 from parity.explain.diagnosis.laws.record import Seen
 from parity.explain.diagnosis.laws.words import listed, readable, readable_apart
-from parity.measure.core.reference.rope import frequencies, pairs
+from parity.explain.fitting.numbers import round_numbers
+from parity.explain.fitting.rotation import complex_pairs, fit_rotation, with_pairs
+from parity.explain.fitting.thetas import fit_theta, plain_exponents
+from parity.measure.core.reference.rope import frequencies
 
 OFFSETS = np.arange(-4096, 4097)
 """Offsets of positions that are tried."""
-
-LOGARITHMS = np.linspace(math.log(1.2), math.log(1e9), 4001)
-"""Number of bases that are tried first; the best one is refined."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class _Turning:
     """The rotated features, and their rotation.
 
     Attributes:
-        first, second: the features of each pair.
+        rope: the expected RoPE, which defines the pairs.
         positions: of the tokens, (B or 1, T).
         right: expected frequencies, (pairs,).
         used: observed frequencies.
@@ -43,8 +42,7 @@ class _Turning:
         amplitude: the factor of rotated features.
     """
 
-    first: list[int]
-    second: list[int]
+    rope: Rope
     positions: np.ndarray
     right: np.ndarray
     used: np.ndarray
@@ -56,16 +54,12 @@ class _Turning:
         angles = (
             self.positions[..., None] * (rule.used - self.right) + rule.offset * rule.used
         )  # (B or 1, T, pairs)
-        cos, sin = (
-            rule.amplitude * np.cos(angles)[:, None],
-            rule.amplitude * np.sin(angles)[:, None],
-        )
-        x, y = seen.expected[..., self.first], seen.expected[..., self.second]
-        found = seen.expected.copy()
-        found[..., self.first], found[..., self.second] = x * cos - y * sin, y * cos + x * sin
-        wrong = np.zeros((found.shape[0], found.shape[1], 1, 1), bool)
+        turns = rule.amplitude * np.exp(1j * angles)[:, None]
+        pairs = complex_pairs(seen.expected, self.rope)
+        rotated = with_pairs(seen.expected, pairs * turns, self.rope)
+        wrong = np.zeros((*rotated.shape[:2], 1, 1), bool)
         wrong[np.ix_(seen.box[0], seen.box[1])] = True
-        return np.where(wrong, found, seen.expected)
+        return np.where(wrong, rotated, seen.expected)
 
     def made(self, rule: _Rule) -> Edit:
         """Return the rotation as a change of the reference, for queries and keys in every call."""
@@ -135,34 +129,19 @@ def _turning(seen: Seen) -> _Turning | None:
     positions = seen.problem.case.positions(seen.stage.step).astype(np.float64)
     if positions.ndim != 2 or positions.shape[1] != seen.actual.shape[2] or positions.shape[1] < 2:
         return None
-    first, second = pairs(rope, head_dim)
     right = np.array(frequencies(rope, head_dim, int(positions.max()) + 1))
     box = np.ix_(seen.box[0], seen.box[1])
-    a, e = (x[box][..., first] + 1j * x[box][..., second] for x in (seen.actual, seen.expected))
-    cross = a * e.conj()
-    # Sequences have different positions, or all the same.
-    where = positions[seen.box[0]] if len(positions) > 1 else positions
-    cross = (
-        cross.sum(axis=1) if len(positions) > 1 else cross.sum(axis=(0, 1))[None]
-    )  # (B or 1, T, pairs)
-    follows = np.diff(where, axis=1) == 1.0
-    if not follows.any():
+    before = complex_pairs(seen.expected[box], rope)
+    after = complex_pairs(seen.actual[box], rope)
+    of_box = positions
+    if len(positions) > 1:
+        of_box = positions[seen.box[0]]
+    # The expected values are rotated already: the rotation between both has the difference.
+    difference = fit_rotation(before, after, of_box)
+    if difference is None:
         return None
-    steps = (cross[:, 1:] * cross[:, :-1].conj() * follows[..., None]).sum(axis=(0, 1))
-    slope = np.angle(steps)
-    for _ in range(3):  # the slope of the remainder around the mean angle, weighted by its accuracy
-        level = cross * np.exp(-1j * where[..., None] * slope)
-        mean = level.sum(axis=(0, 1))
-        rest, weight = np.angle(level * mean.conj()), np.abs(cross)
-        total = np.maximum(weight.sum(axis=(0, 1)), 1e-300)
-        centre = (weight * where[..., None]).sum(axis=(0, 1)) / total
-        away = where[..., None] - centre
-        spread = np.maximum((weight * away * away).sum(axis=(0, 1)), 1e-300)
-        slope = slope + (weight * away * rest).sum(axis=(0, 1)) / spread
-    begin = np.angle((cross * np.exp(-1j * where[..., None] * slope)).sum(axis=(0, 1)))
-    size = float((np.abs(e) ** 2).sum())
-    amplitude = float(np.abs(cross).sum()) / size if size else 1.0
-    return _Turning(first, second, positions, right, right + slope, begin, amplitude)
+    used = right + difference.frequencies
+    return _Turning(rope, positions, right, used, difference.begin, difference.amplitude)
 
 
 # ---- Rules, the plainest first -------------------------------------------------------------------
@@ -223,20 +202,16 @@ def _scaled(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rul
 
 
 def _theta(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule]:
-    share = np.arange(len(turning.right)) * 2.0 / (2 * len(turning.right))
-    if len(share) < 2:
+    theta = fit_theta(turning.used)
+    if theta is None:
         return
-    misfit = ((np.exp(-LOGARITHMS[:, None] * share) - turning.used) ** 2).sum(axis=1)
-    logarithm = LOGARITHMS[misfit.argmin()]
-    for _ in range(20):  # Gauss-Newton
-        found = np.exp(-logarithm * share)
-        slope = -share * found
-        logarithm += float((slope * (turning.used - found)).sum() / (slope**2).sum())
-        logarithm = min(max(logarithm, LOGARITHMS[0]), LOGARITHMS[-1])
-    for value in _rounded(math.exp(logarithm)):
+    exponents = plain_exponents(len(turning.right))
+    for value in _rounded(theta):
         wrong_text, right_text = readable_apart(value, rope.theta)
         words = THETA.about.format(found=wrong_text, right=right_text)
-        yield _Rule("rope theta", words, value**-share, {"theta": value, "expected": rope.theta}, 1)
+        yield _Rule(
+            "rope theta", words, value**-exponents, {"theta": value, "expected": rope.theta}, 1
+        )
 
 
 def as_exponent(theta: float, spec: AttentionSpec) -> str:
@@ -286,6 +261,5 @@ def _any_frequencies(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iter
 
 def _rounded(x: float) -> Iterator[float]:
     """Yield a round number near a number, then the number itself."""
-    for digits in (1, 2, 3, 6):
-        yield float(f"{x:.{digits}g}")
+    yield from round_numbers(x, (1, 2, 3, 6))
     yield x

@@ -10,6 +10,7 @@ from parity.explain.diagnosis.bugs.record import Edit, pattern
 from parity.explain.diagnosis.laws.record import Seen
 from parity.explain.diagnosis.laws.values import sizes_of
 from parity.explain.diagnosis.laws.words import known_as, listed, number_words, readable
+from parity.explain.fitting.distances import Band, band_of, key_distances, slopes_of
 from parity.measure.text import and_listed
 
 SUMS = {0: "the batch", 1: "the heads", 2: "the queries"}
@@ -196,7 +197,7 @@ def scores(seen: Seen) -> Iterator[Edit]:
         return
     a, e = seen.known
     difference, queries, keys = a - e, a.shape[2], a.shape[3]
-    distance = np.broadcast_to(np.arange(keys) - np.arange(queries)[:, None], a.shape)
+    distance = np.broadcast_to(key_distances(queries, keys), a.shape)
     slopes = next(_slopes(seen, difference, distance), None)
     if slopes is not None:
         yield slopes
@@ -211,9 +212,7 @@ def _slopes(seen: Seen, difference: np.ndarray, distance: np.ndarray) -> Iterato
         return
     for words, x in (("key - query", distance), ("|key - query|", np.abs(distance))):
         x = np.where(seen.usable, x, 0).astype(np.float64)
-        size = (x * x).sum(axis=(0, 2, 3), keepdims=True)
-        products = (x * difference).sum(axis=(0, 2, 3), keepdims=True)
-        slope = np.divide(products, size, out=np.zeros_like(size), where=size > 0)
+        slope = slopes_of(difference, x)[None, :, None, None]
         gain = 1.0 + np.abs(slope) * distance.max() / max(seen.scale, 1e-300)
         if slope.any() and seen.holds(seen.within(seen.expected + slope * x), gain):
             slopes = slope[0, seen.box[1], 0, 0].tolist()
@@ -285,22 +284,15 @@ def _query_positions(seen: Seen) -> np.ndarray:
     return positions + np.array(seen.problem.case.lengths_before(seen.stage.step))[:, None]
 
 
-def _band(mask: np.ndarray, positions: np.ndarray) -> tuple[int, int] | None:
-    """Return the least and the greatest distance (key - query) that a mask shows, if it shows
-    exactly those between.
-    """
-    distance = (np.arange(mask.shape[3]) - positions[..., None])[:, None]  # (B, 1, T, S)
-    shown = np.broadcast_to(distance, mask.shape)[mask == 0]
-    if not shown.size:
+def _band(mask: np.ndarray, positions: np.ndarray) -> Band | None:
+    """Return the band of distances, key - query, that a mask of numbers shows, if it is one."""
+    if not np.isin(mask, (0, 1)).all():
         return None
-    first, last = int(shown.min()), int(shown.max())
-    hidden = (distance < first) | (distance > last)
-    if not np.array_equal(mask, np.broadcast_to(hidden, mask.shape)):
-        return None
-    return first, last
+    distances = (np.arange(mask.shape[3]) - positions[..., None])[:, None]  # (B, 1, T, S)
+    return band_of(mask != 0, distances)
 
 
-def _band_words(band: tuple[int, int], positions: np.ndarray, keys: int) -> str:
+def _band_words(band: Band, positions: np.ndarray, keys: int) -> str:
     first, last = band
     first_key = _away(first)
     if first <= -positions.max():

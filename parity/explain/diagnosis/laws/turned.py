@@ -19,9 +19,10 @@ from parity.explain.diagnosis.laws.places import find_place, wrong_elements
 from parity.explain.diagnosis.laws.record import Seen
 from parity.explain.diagnosis.laws.values import factors, offsets, rows_and_features
 from parity.explain.diagnosis.laws.words import listed, noun
+from parity.explain.fitting.rotation import complex_pairs, with_pairs
 from parity.measure.core.compare import errors_of
 from parity.measure.core.reference import Arithmetic, Layer
-from parity.measure.core.reference.rope import frequencies, pairs
+from parity.measure.core.reference.rope import frequencies
 
 GROUPS: tuple[Callable[[Seen], Iterator[Edit]], ...] = (
     factors,
@@ -56,11 +57,7 @@ def turned(seen: Seen) -> Iterator[Edit]:
     layer = Layer(problem, Arithmetic(np.dtype(np.float64)))
     positions = problem.case.positions(seen.stage.step)
     rotated = np.zeros(seen.actual.shape[3], bool)
-    rotated[
-        np.concatenate([np.ravel(features) for features in pairs(spec.rope, len(rotated))]).astype(
-            int
-        )
-    ] = True
+    rotated[spec.rope.rotated_features(len(rotated))] = True
     shrunk = np.where(rotated, layer.attention_factor() ** -2, 1.0)
 
     def back(x: np.ndarray) -> np.ndarray:
@@ -102,17 +99,17 @@ def _positions(seen: Seen, positions: np.ndarray) -> Iterator[Edit]:
     problem, (tokens, features) = seen.problem, seen.expected.shape[2:]
     if problem is None or problem.spec.rope is None or problem.spec.rope.depends_on_length:
         return
-    first, second = pairs(problem.spec.rope, features)
-    right = np.array(frequencies(problem.spec.rope, features, int(positions.max()) + 1))
+    rope = problem.spec.rope
+    right = np.array(frequencies(rope, features, int(positions.max()) + 1))
     begin = max(int(positions.min()) - tokens - BEYOND, 0)
     places = np.arange(begin, int(positions.max()) + tokens + BEYOND)
     wrong = math.prod(len(which) for which in seen.box[:3])
     if seen.expected.size * len(places) > MOST or not seen.is_enough(wrong):
         return
-    x = seen.expected[..., first] + 1j * seen.expected[..., second]  # (B, N, T, pairs)
+    x = complex_pairs(seen.expected, rope)  # (B, N, T, pairs)
     away = places[:, None, None] - positions  # (places, B or 1, T)
     turns = np.exp(1j * away[:, :, None, :, None] * right)
-    actual = seen.actual[..., first] + 1j * seen.actual[..., second]
+    actual = complex_pairs(seen.actual, rope)
     distances = (np.abs(turns * x - actual) ** 2).sum(axis=-1)  # (places, B, N, T)
     own = positions[:, None] - begin  # its own position if no other is nearer
     is_own = np.take_along_axis(distances, np.broadcast_to(own, distances.shape[1:])[None], axis=0)[
@@ -121,9 +118,7 @@ def _positions(seen: Seen, positions: np.ndarray) -> Iterator[Edit]:
     slack = features * seen.allowed["max"] ** 2
     nearest = np.where(is_own <= distances.min(axis=0) + slack, own, distances.argmin(axis=0))
     found = np.take_along_axis(turns * x, nearest[None, ..., None], axis=0)[0]
-    candidate = seen.expected.copy()
-    candidate[..., first], candidate[..., second] = found.real, found.imag
-    if seen.holds(candidate):
+    if seen.holds(with_pairs(seen.expected, found, rope)):
         yield _positions_law(seen, places[nearest])
 
 

@@ -1,4 +1,4 @@
-"""The fields of a layer found so far, and the evidence for each."""
+"""The fields of a layer that are fitted so far, and the evidence for each."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec, InputError
-from parity.explain.identification.ends import End
+from parity.explain.identification.endpoints import Endpoint
 from parity.explain.identification.observe import Submodule, matrix_of
-from parity.explain.identification.trace import flat, is_close
+from parity.explain.identification.trace import as_tokens, is_close
 from parity.measure.core.arrays import to_numpy
 from parity.measure.core.weights import Weights
 
@@ -36,17 +36,17 @@ class Evidence:
     is_seen: bool = True
 
     def __str__(self) -> str:
-        seen = (
-            f", seen up to {self.up_to} tokens" if self.up_to is not None and self.is_seen else ""
-        )
-        return (
-            f"{self.field}={self.value!r}: {self.how}{seen}{'' if self.is_seen else ', not seen'}"
-        )
+        text = f"{self.field}={self.value!r}: {self.how}"
+        if not self.is_seen:
+            return f"{text}, not seen"
+        if self.up_to is not None:
+            return f"{text}, seen up to {self.up_to} tokens"
+        return text
 
 
 @dataclass
-class Fit:
-    """A partly fitted layer.
+class FittedLayer:
+    """A layer of which some fields are fitted.
 
     Attributes:
         fields: of the specification.
@@ -57,8 +57,8 @@ class Fit:
         is_causal: whether queries attend to no later key.
         evidence: how each field was found.
         is_scaled_before: whether the scale multiplies queries instead of scores.
-        ends: submodules that receive the inputs and return the output.
-        words: description of the place of each end in the module.
+        endpoints: submodules that receive the inputs and return the output.
+        descriptions: of the place of each endpoint in the module.
         received: description of the keys and values of another layer, by `key` and `value`.
         from_call: arguments that hold segments, a mask, a bias, positions or a scale, by that part
             of a call.
@@ -73,17 +73,19 @@ class Fit:
     is_causal: bool = False
     evidence: list[Evidence] = field(default_factory=list)
     is_scaled_before: bool = False
-    ends: dict[str, End] = field(default_factory=dict)
-    words: dict[str, str] = field(default_factory=dict)
+    endpoints: dict[str, Endpoint] = field(default_factory=dict)
+    descriptions: dict[str, str] = field(default_factory=dict)
     received: dict[str, str] = field(default_factory=dict)
     from_call: dict[str, str] = field(default_factory=dict)
     mask: str = ""
     refusal: str = ""
 
-    def add(self, name: str, value: Any, how: str, **seen: Any) -> None:
+    def add(
+        self, name: str, value: Any, how: str, *, up_to: int | None = None, is_seen: bool = True
+    ) -> None:
         """Add a field of the specification, and how it was found."""
         self.fields[name] = value
-        self.evidence.append(Evidence(name, value, how, **seen))
+        self.evidence.append(Evidence(name, value, how, up_to, is_seen))
 
     def agree(self, name: str, value: Any) -> None:
         """Add a field of the specification that queries and keys share.
@@ -92,44 +94,47 @@ class Fit:
             ValueError: if they differ.
         """
         if name in self.fields and self.fields[name] != value:
-            raise InputError(
-                name, "be the same for queries and keys", f"{self.fields[name]} and {value}"
-            )
+            both = f"{self.fields[name]} and {value}"
+            raise InputError(name, "be the same for queries and keys", both)
         self.fields[name] = value
 
-    def project(self, name: str, each: Submodule, rows: Sequence[int] | np.ndarray) -> bool:
+    def project(self, name: str, submodule: Submodule, rows: Sequence[int] | np.ndarray) -> bool:
         """Use rows of a linear submodule as a canonical projection; return whether it has a bias.
 
         Raises:
             ValueError: if the submodule does not return the product with its matrix.
         """
-        matrix, bias = matrix_of(each.module), getattr(each.module, "bias", None)
-        weight = matrix[rows]
-        made = flat(each.given).astype(np.float64) @ weight.T.astype(np.float64)
+        weight = matrix_of(submodule.module)[rows]
+        x = as_tokens(submodule.input).astype(np.float64)
+        expected = x @ weight.T.astype(np.float64)
         self.weights[f"{name}.weight"] = np.ascontiguousarray(weight)
-        self.names[f"{name}.weight"] = each.parameter("weight")
-        self._use_rows(name, "weight", each, rows)
+        self.names[f"{name}.weight"] = submodule.parameter("weight")
+        self._use_rows(name, "weight", submodule, rows)
+
+        bias = getattr(submodule.module, "bias", None)
         if bias is not None:
             self.weights[f"{name}.bias"] = to_numpy(bias)[rows]
-            self.names[f"{name}.bias"] = each.parameter("bias")
-            self._use_rows(name, "bias", each, rows)
-            made = made + self.weights[f"{name}.bias"]
-        if not is_close(made, flat(each.result)[:, rows]):
-            raise InputError(
-                name, "be the product with one matrix", f"{each.name} returned another"
-            )
+            self.names[f"{name}.bias"] = submodule.parameter("bias")
+            self._use_rows(name, "bias", submodule, rows)
+            expected = expected + self.weights[f"{name}.bias"]
+        if not is_close(expected, as_tokens(submodule.output)[:, rows]):
+            rule = "be the product with one matrix"
+            raise InputError(name, rule, f"{submodule.name} returned another")
         return bias is not None
 
     def _use_rows(
-        self, name: str, leaf: str, each: Submodule, rows: Sequence[int] | np.ndarray
+        self, name: str, leaf: str, submodule: Submodule, rows: Sequence[int] | np.ndarray
     ) -> None:
         """Record the rows of a parameter that a weight holds, unless it holds all of them in
         order.
         """
-        first = each.first_rows.get(leaf)
-        if first is None and np.array_equal(rows, np.arange(len(matrix_of(each.module)))):
+        first_row = submodule.first_rows.get(leaf)
+        num_rows = len(matrix_of(submodule.module))
+        if first_row is None and np.array_equal(rows, np.arange(num_rows)):
             return
-        self.rows[f"{name}.{leaf}"] = [int(row) + (first or 0) for row in rows]
+        if first_row is None:
+            first_row = 0
+        self.rows[f"{name}.{leaf}"] = [int(row) + first_row for row in rows]
 
     def normalize(self, name: str, module: str, weights: Weights) -> None:
         """Add the parameters of a norm."""
@@ -138,9 +143,9 @@ class Fit:
             self.names[f"{name}.{leaf}"] = f"{module}.{leaf}"
 
     @property
-    def entries(self) -> set[End]:
+    def entries(self) -> set[Endpoint]:
         """Return the submodules that receive inputs."""
-        return {end for side, end in self.ends.items() if side != "output"}
+        return {end for side, end in self.endpoints.items() if side != "output"}
 
     @property
     def spec(self) -> AttentionSpec:
