@@ -133,7 +133,6 @@ class BlockBug:
         of_sum: changes the factor by which the running sum is rescaled.
         of_values: changes the factor by which the weighted values are rescaled.
         key_blocks: the visited blocks of keys.
-        row_blocks: the visited blocks of queries.
         causal: the causal mask of a block; None if it is right.
         has_local_padding: True if lengths are compared with indices within a block.
     """
@@ -142,14 +141,8 @@ class BlockBug:
     of_sum: Callable[[np.ndarray], np.ndarray] = same
     of_values: Callable[[np.ndarray], np.ndarray] = same
     key_blocks: Callable[[int, int], Iterator[Indices]] = every_block
-    row_blocks: Callable[[int, int], Iterator[Indices]] = every_block
     causal: Callable[[CausalBlock], np.ndarray] | None = None
     has_local_padding: bool = False
-
-    @property
-    def depends_on_rows(self) -> bool:
-        """True if the result depends on the blocks of queries."""
-        return self.causal is not None or self.row_blocks is not every_block
 
 
 OF_KEYS = (
@@ -171,11 +164,6 @@ OF_KEYS = (
     BlockBug("the last key of each block is left out", key_blocks=with_gaps),
 )
 """Mistakes for which the blocks of queries do not matter."""
-
-OF_ROWS = (
-    BlockBug("the shorter last block of queries is left out", row_blocks=whole_blocks),
-    BlockBug("the last block of queries is left out", row_blocks=all_but_last),
-)
 
 OF_CAUSAL = (
     BlockBug(
@@ -263,7 +251,7 @@ def kernel_weights(
     if block_bug.has_local_padding:
         hidden = np.broadcast_to(_without_padding(layer), scores.shape)
     weights = np.zeros_like(scores)
-    for rows in block_bug.row_blocks(scores.shape[2], row_size):
+    for rows in every_block(scores.shape[2], row_size):
         highest, total = _beginning(layer, scores, len(rows))
         of_rows = np.zeros_like(scores[:, :, rows])
         for keys in block_bug.key_blocks(scores.shape[3], key_size):

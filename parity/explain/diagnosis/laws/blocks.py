@@ -9,7 +9,6 @@ from parity.explain.diagnosis.bugs.blocks import (
     OF_CAUSAL,
     OF_KEYS,
     OF_PADDING,
-    OF_ROWS,
     SIZES,
     BlockBug,
     in_blocks,
@@ -44,9 +43,6 @@ def blocks(problem: Problem, quantity: str) -> Iterator[Part]:
     for block_bug in of_keys:
         for size in key_sizes:
             yield _part(edit_of, block_bug, case.seq_len, size)
-    for block_bug in OF_ROWS:
-        for size in row_sizes:
-            yield _part(edit_of, block_bug, size, case.key_len)
     if not case.is_causal:
         return
     for block_bug in OF_CAUSAL:
@@ -56,10 +52,7 @@ def blocks(problem: Problem, quantity: str) -> Iterator[Part]:
 
 
 def _part(edit_of: EditOf, block_bug: BlockBug, rows: int, keys: int) -> Part:
-    if block_bug in OF_ROWS:
-        sizes = f"in blocks of {rows} queries"
-    elif block_bug.depends_on_rows:
+    sizes = f"in blocks of {keys} keys"
+    if block_bug.causal is not None:
         sizes = f"in blocks of {rows} queries and {keys} keys"
-    else:
-        sizes = f"in blocks of {keys} keys"
     return f"{sizes}, {block_bug.words}", edit_of(block_bug, rows, keys), of.BLOCKS

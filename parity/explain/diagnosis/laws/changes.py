@@ -308,6 +308,9 @@ def masks_and_biases(problem: Problem) -> Iterator[Part]:
             Edit(overrides={"mask": _all_of}),
             of.POLARITY,
         )
+    if problem.case.window_size is not None or problem.spec.window_size is not None:
+        for words, method in _OUTSIDE_WINDOW.items():
+            yield words, Edit(overrides={"is_before_window": method}), of.WINDOW
     if problem.case.has_mask:
         for words, form in forms.items():
             changed = Edit(overrides={"hidden": lambda _, f, x, form=form: form(f(x))})
@@ -322,6 +325,22 @@ def masks_and_biases(problem: Problem) -> Iterator[Part]:
                 ),
                 of.SCORE_BIAS,
             )
+
+
+def _outside_window(_: Any, original: Any, t: np.ndarray, s: np.ndarray, size: int) -> np.ndarray:
+    return ~original(t, s, size)
+
+
+def _outside_or_own(_: Any, original: Any, t: np.ndarray, s: np.ndarray, size: int) -> np.ndarray:
+    return ~original(t, s, size) & (s != t)
+
+
+_OUTSIDE_WINDOW = {
+    "keys in the window are hidden, and those before it are visible": _outside_window,
+    "keys in the window but a query's own are hidden, and those before it are visible": (
+        _outside_or_own
+    ),
+}
 
 
 def _family_of_mask(problem: Problem, words: str) -> BugFamily | None:
@@ -373,6 +392,51 @@ _OF_FORMS = {
 }
 
 
+def single_heads(problem: Problem) -> Iterator[Part]:
+    """Yield products of a single head with keys or values of other tokens, or with none."""
+    count = problem.spec.num_heads
+    if not 1 < count <= MOST_HEADS:
+        return
+    for method, name, whose in (("products", "k", "keys"), ("weighed", "v", "values")):
+        for words, (form, family) in _OF_SINGLE_HEADS.items():
+            for head in range(count):
+                changed = _in_head(head, method, name, form)
+                yield f"the {whose} used by head {head} alone are {words}", changed, family
+
+
+def _in_head(head: int, method: str, name: str, form: Form) -> Edit:
+    """Return the layer in which one head of a product receives other values."""
+
+    def override(_: Any, original: Any, values: Values) -> Any:
+        right, wrong = original(values), original({**values, name: form(values[name])})
+        if not isinstance(right, dict):
+            return _with_head(right, wrong, head)
+        return {stage: _with_head(x, wrong[stage], head) for stage, x in right.items()}
+
+    return Edit(overrides={method: override})
+
+
+def _with_head(right: np.ndarray, wrong: np.ndarray, head: int) -> np.ndarray:
+    changed = right.copy()
+    changed[:, head] = wrong[:, head]
+    return changed
+
+
+def of_token_before(x: np.ndarray) -> np.ndarray:
+    return np.roll(x, 1, axis=2)
+
+
+def of_token_after(x: np.ndarray) -> np.ndarray:
+    return np.roll(x, -1, axis=2)
+
+
+_OF_SINGLE_HEADS: dict[str, tuple[Form, BugFamily]] = {
+    "of the token before": (of_token_before, of.TOKENS),
+    "of the token after": (of_token_after, of.TOKENS),
+    "0": (np.zeros_like, of.LOST),
+}
+
+
 def products(problem: Problem) -> Iterator[Part]:
     """Yield scores and contexts of other keys and values, or of the same ones in other axes."""
     spec = problem.spec
@@ -395,8 +459,8 @@ def products(problem: Problem) -> Iterator[Part]:
     )
     for method, name, whose in (("products", "k", "keys"), ("weighed", "v", "values")):
         forms: dict[str, Form] = {
-            "of the token before": lambda x: np.roll(x, 1, axis=2),
-            "of the token after": lambda x: np.roll(x, -1, axis=2),
+            "of the token before": of_token_before,
+            "of the token after": of_token_after,
             "of the sequence before": lambda x: np.roll(x, 1, axis=0),
             "normalized, each head separately": lambda x: (
                 x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)

@@ -164,10 +164,14 @@ def _of_factor(law: Edit, seen: Seen, spec: AttentionSpec) -> Families:
 def _of_zeros(_: Edit, seen: Seen, __: AttentionSpec) -> Families:
     """Return the family of lost values; slots of a cache that are empty in every head were not
     written.
+
+    A context of a cache is also 0 if the values that it reads are empty.
     """
     if seen.stage.quantity in ("mask", "scores") or seen.stage.is_exact:
         return ()
     is_of_heads = len(seen.box[1]) < seen.expected.shape[1]
+    if seen.stage.step is not None and seen.stage.quantity == "context" and not is_of_heads:
+        return ()
     return (of.LOST,) if "cache" not in seen.stage.kind or is_of_heads else (of.CACHE_SLOTS,)
 
 

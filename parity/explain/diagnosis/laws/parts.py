@@ -40,6 +40,8 @@ def parts(seen: Seen, recompute: Recompute) -> Iterator[Edit]:
     problem = seen.problem
     if problem is None or not np.isfinite(seen.expected).all():
         return
+    if not np.isfinite(seen.actual[seen.part]).any():
+        return  # many parts cause NaN, and none of them can be told from the others
     try:
         yield from _weights_and_parts(Tried(seen, recompute), problem)
     except TimeoutError:
@@ -58,6 +60,7 @@ def _weights_and_parts(tried: Tried, problem: Problem) -> Iterator[Edit]:
         "alibi": alibi_parts(problem),
         "cache": cache_parts(problem, tried.seen.stage.quantity),
         "blocks": blocks(problem, tried.seen.stage.quantity),
+        "head": changes.single_heads(problem),
     }
     found_parts = list(islice(_explaining(tried, groups, problem), MOST_PARTS))
     yield from found_parts

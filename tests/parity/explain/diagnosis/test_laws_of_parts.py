@@ -11,9 +11,15 @@ import pytest
 from helpers.samples import sample
 
 import parity.explain.diagnosis.trial
-from mha_spec import AttentionSpec, Norm, Rope
+from mha_spec import Alibi, AttentionSpec, Norm, Rope
 from parity import Case, make_problem
+from parity.explain.diagnosis.bugs import edited_layer
 from parity.explain.diagnosis.changed_layer import ChangedLayer
+from parity.explain.diagnosis.laws.blocks import blocks
+from parity.explain.diagnosis.laws.cache_parts import cache_parts
+from parity.explain.diagnosis.laws.distance_parts import alibi_parts
+from parity.explain.diagnosis.laws.norm_parts import norm_parts
+from parity.explain.diagnosis.laws.rope_parts import rope_parts
 from parity.explain.diagnosis.trial import Trial
 from parity.measure.core.reference import Arithmetic, Layer
 from parity.measure.core.stages import run_steps
@@ -470,3 +476,111 @@ def test_recomputations_are_bounded(monkeypatch):
     )
     assert told(problem, {"output": output + np.float32(0.1) * output**2}, "output") == ()
     assert len(calls) <= 2000
+
+
+# ---- Parts of kernels, norms, distances and caches -----------------------------------------------
+
+CAUSAL = Case("parts-causal", AttentionSpec(24, 3), "", batch=2, seq_len=7, is_causal=True)
+DISTANT = replace(CAUSAL, spec=AttentionSpec(48, 6, alibi=Alibi()))
+CACHED = Case(
+    "parts-cached",
+    AttentionSpec(32, 4, num_kv_heads=2, rope=Rope()),
+    "",
+    batch=2,
+    seq_len=7,
+    chunks=(4, 1, 2),
+    new_lengths=((4, 2), (1, 1), (2, 2)),
+    capacity=9,
+)
+
+GENERATED = {
+    # Blocks nearly as long as the sequence are also explained by the order of its tokens.
+    "blocks": (PLAIN, lambda problem: blocks(problem, "context"), 7),
+    "norms": (NORMED, norm_parts, 5),
+    "rotations": (GROUPED, rope_parts, 5),
+    "distances": (DISTANT, alibi_parts, 5),
+    "caches": (CACHED, lambda problem: cache_parts(problem, "cache.keys"), 7),
+}
+
+
+@sample(3)
+@pytest.mark.parametrize("name", GENERATED)
+def test_part_is_found_with_its_page(name):
+    """A layer with a part of each kind has a law with the page of that part, at its first wrong
+    stage.
+    """
+    case, parts_of, step = GENERATED[name]
+    problem = make_problem(case, "float32")
+    right, count = run(problem), 0
+    for words, change, family in list(parts_of(problem))[::step]:
+        with np.errstate(all="ignore"):
+            try:
+                wrong = run_steps(edited_layer(problem, "float32", [change]).steps())
+            except ValueError:  # blocks in which the bug does not show
+                continue
+        differ = [stage for stage in right if not np.array_equal(wrong[stage], right[stage])]
+        if differ:
+            count += 1
+            findings = Trial(problem, wrong, "ieee").describe(differ[0], ())
+            assert any(family.page in law.pages for law in findings.patterns), words
+    assert count > 2
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "page"),
+    [
+        (
+            lambda s, hidden: np.where(hidden, -2.5, s),
+            "the scores of hidden keys are -2.5",
+            "mask-as-number",
+        ),
+        (
+            lambda s, hidden: s - 1.5 * hidden,
+            "-1.5 is added to the scores of hidden keys",
+            "mask-as-number",
+        ),
+        (
+            lambda s, hidden: np.where(hidden, -np.inf, np.clip(s, -0.5, 0.5)),
+            "scores are limited to 0.5 and -0.5",
+            "softmax-function",
+        ),
+    ],
+)
+def test_number_in_softmax_is_fitted(change, words, page):
+    """A finite score of hidden keys and a limit of scores are fitted, from the context alone."""
+    problem = make_problem(CAUSAL, "float32")
+    right = run(problem)
+    scores = change(right["scores"].astype(np.float64), right["mask"])
+    exponentials = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights = exponentials / exponentials.sum(axis=-1, keepdims=True)
+    context = (weights @ right["v"]).astype(np.float32)
+    findings = Trial(problem, {"context": context}, "ieee").describe("context", ())
+    assert (words, (page,)) in [(law.about, law.pages) for law in findings.patterns]
+
+
+def test_summand_of_softmax_is_fitted():
+    """A number that is added to the sum of the softmax is fitted."""
+    problem = make_problem(CAUSAL, "float32")
+    right = run(problem)
+    scores = np.where(right["mask"], -np.inf, right["scores"].astype(np.float64))
+    exponentials = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights = exponentials / (0.02 + exponentials.sum(axis=-1, keepdims=True))
+    findings = Trial(problem, {"attn_weights": weights.astype(np.float32)}, "ieee").describe(
+        "attn_weights", ()
+    )
+    laws = [law for law in findings.patterns if law.pages == ("softmax-function",)]
+    assert laws[0].about.startswith("0.02 is added to the sum of the softmax")
+
+
+def test_part_of_one_head_has_a_law():
+    """Values of the token before, used by one head alone, have a law at context and output."""
+    problem = make_problem(CAUSAL, "float32")
+    right = run(problem)
+    values = right["v"].copy()
+    values[:, 1] = np.roll(values[:, 1], 1, axis=1)
+    context = right["attn_weights"] @ values
+    laws = told(problem, {**right, "context": context}, "context")
+    assert laws[0] == "there alone, the values used are of the token before"
+    output = run(problem, overriding(context=lambda _: lambda __: {"context": context}))["output"]
+    words = "the values used by head 1 alone are of the token before"
+    assert words in told(problem, {"output": output}, "output")
