@@ -38,7 +38,7 @@ from parity.explain.diagnosis.diagnose import Diagnosis, diagnose
 from parity.measure.backends import BACKENDS, why_missing
 from parity.measure.backends.record import record
 from parity.measure.core.case import Case
-from parity.measure.core.cases import CASES
+from parity.measure.core.cases import CASES, cases_of_other_records
 from parity.measure.core.compare import first_difference
 from parity.measure.core.problem import Problem, make_problem
 from parity.measure.core.stages import stage_named
@@ -379,6 +379,7 @@ SELFTEST_CASES = [
     ),
     CASES["rope-llama3"],
 ]
+SELFTEST_CASES += cases_of_other_records(SELFTEST_CASES)
 """Cases for injected bugs: three different specifications, a window, a cache, trained layers, and
 then single features with the bugs that only they allow.
 """

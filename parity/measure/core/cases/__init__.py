@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
+from collections.abc import Iterable
 
 from mha_spec import InputError
+from mha_spec.record import Record
 from parity.measure.core.case import DTYPES, Case
 from parity.measure.core.cases.drawn import random_case
 from parity.measure.core.cases.tables import (
@@ -20,7 +22,16 @@ from parity.measure.core.cases.tables import (
     VALUES,
 )
 
-__all__ = ["CASES", "DTYPES", "QUICK", "Case", "case_named", "find_case", "random_case"]
+__all__ = [
+    "CASES",
+    "DTYPES",
+    "QUICK",
+    "Case",
+    "case_named",
+    "cases_of_other_records",
+    "find_case",
+    "random_case",
+]
 
 _TABLES = (
     MASKS,
@@ -38,6 +49,28 @@ CASES: dict[str, Case] = {case.name: case for case in itertools.chain(*_TABLES)}
 
 QUICK = {name: case for name, case in CASES.items() if name not in MORE}
 """Default cases of `mha-parity run`: all features, though not in all forms."""
+
+
+def cases_of_other_records(known: Iterable[Case]) -> list[Case]:
+    """Return the first case of `CASES` with each kind of record that no known case has.
+
+    A list of cases that needs every kind of record, such as `RelativeBias`, need not be changed for
+    a new one.
+    """
+    known_kinds: set[type[Record]] = set()
+    for case in known:
+        known_kinds |= _kinds_of_records(case)
+    others = []
+    for case in CASES.values():
+        kinds = _kinds_of_records(case)
+        if not kinds <= known_kinds:
+            others.append(case)
+            known_kinds |= kinds
+    return others
+
+
+def _kinds_of_records(case: Case) -> set[type[Record]]:
+    return {type(value) for value in case.spec.values().values() if isinstance(value, Record)}
 
 
 def find_case(name: str) -> Case | None:

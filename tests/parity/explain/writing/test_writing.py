@@ -45,7 +45,7 @@ from parity.explain.writing.check import check_of
 from parity.explain.writing.specialize import Decision, specialize
 from parity.explain.writing.subject import CallForm
 from parity.measure.core.arrays import to_numpy, to_torch
-from parity.measure.core.cases import CASES
+from parity.measure.core.cases import CASES, cases_of_other_records
 from parity.measure.core.problem import Problem, make_problem
 from parity.port.conversion.layouts import LAYOUTS
 
@@ -114,7 +114,7 @@ def written_case(name: str, framework: str) -> tuple[str, frozenset[Decision]]:
     return source, frozenset(decided)
 
 
-EACH_BRANCH = (
+FORMS = (
     *(
         "textbook",
         "random-4",
@@ -155,6 +155,8 @@ EACH_BRANCH = (
     *("norms-rms-head-none", "norms-rms-head-w", "norms-rms-head-w-bias", "norms-rms-head-1+w"),
     *("norms-layer-head-none", "norms-layer-head-w", "norms-layer-width-1+w-bias"),
 )
+OTHER_RECORDS = cases_of_other_records(case_named(name) for name in FORMS)
+EACH_BRANCH = (*FORMS, *(case.name for case in OTHER_RECORDS))
 """Cases in which each condition of each template holds once, and once not."""
 
 
