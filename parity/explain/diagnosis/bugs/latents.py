@@ -134,7 +134,7 @@ def _other_scales(spec: AttentionSpec, latent: Latent, own_features: int) -> Ite
     root = math.sqrt(spec.head_dim)
     known = [
         1.0 / spec.score_scale,
-        # Those of `scores.scale`.
+        # `scores.scale` has these two.
         math.sqrt(spec.d_model) / mscale_squared,
         math.sqrt(spec.value_head_dim) / mscale_squared,
     ]
