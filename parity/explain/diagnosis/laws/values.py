@@ -234,13 +234,13 @@ def _factor_words(seen: Seen, axes: tuple[int, ...], numbers: np.ndarray) -> str
         names = known_as(factor, 4.0 * seen.precision + 1e-6, sizes_of(seen), seen.problem)
         return f"the values there are {number_words(factor, names, 1.0)} times what they should be"
     factors_listed = listed(numbers.tolist(), 1.0)
-    if len(axes) == 1:
-        one, _ = noun(seen.letters, axes[0])
-        return f"each {one} there is multiplied by a different number: {factors_listed}"
-    return (
-        f"each token of each head there is multiplied by a different number, as by a missing or "
-        f"additional norm: {factors_listed}"
-    )
+    if len(axes) > 1:
+        return (
+            f"each token of each head there is multiplied by a different number, as by a missing "
+            f"or additional norm: {factors_listed}"
+        )
+    one, _ = noun(seen.letters, min(axes))
+    return f"each {one} there is multiplied by a different number: {factors_listed}"
 
 
 def _offset_words(seen: Seen, axes: tuple[int, ...], numbers: np.ndarray) -> str:
