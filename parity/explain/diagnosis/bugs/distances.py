@@ -163,7 +163,9 @@ def _of_grid(right: GridBias) -> Iterator[Edit]:
         yield bug("grid-bias-by-columns", about, {"bucket_on": before(_counted_by_columns)})
     if right.class_token:
         about = "the buckets of the class token as query and as key are exchanged"
-        exchanged = partial(_buckets_exchanged, right.num_buckets - 3, right.num_buckets - 2)
+        # The last bucket is that of the class token with itself.
+        as_query, as_key = right.num_buckets - 3, right.num_buckets - 2
+        exchanged = partial(_buckets_exchanged, as_query, as_key)
         yield bug("grid-bias-class-token", about, {"bucket_on": after(exchanged)})
 
 

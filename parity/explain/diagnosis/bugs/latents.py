@@ -83,12 +83,13 @@ def _columns_read_otherwise(
     if latent.q_rank is None:
         q_projection = "q_proj"
     if num_heads > 1:
-        of_keys = np.arange(num_heads * own_features).reshape(num_heads, -1)
-        of_values = of_keys.size + np.arange(num_heads * value_dim).reshape(num_heads, -1)
+        key_rows = np.arange(num_heads * own_features).reshape(num_heads, -1)
+        value_rows = key_rows.size + np.arange(num_heads * value_dim).reshape(num_heads, -1)
+        order = np.concatenate([key_rows, value_rows], axis=1).ravel()
         yield LATENTS.seen_in("k", "v")(
             "latent-kv-in-halves",
             "kv_b_proj is read as all keys, then all values, instead of head by head",
-            _read("kv_b_proj", np.concatenate([of_keys, of_values], axis=1).ravel()),
+            _read("kv_b_proj", order),
             fix=(
                 "split the output of kv_b_proj into heads first, and each head into its key and "
                 "its value"
@@ -134,7 +135,7 @@ def _other_scales(spec: AttentionSpec, latent: Latent, own_features: int) -> Ite
     root = math.sqrt(spec.head_dim)
     known = [
         1.0 / spec.score_scale,
-        # Those of `scores.scale`.
+        # `scores.scale` has these two.
         math.sqrt(spec.d_model) / mscale_squared,
         math.sqrt(spec.value_head_dim) / mscale_squared,
     ]

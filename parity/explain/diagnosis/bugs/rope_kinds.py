@@ -227,9 +227,12 @@ def partly(case: Case) -> Iterator[Edit]:
             with_rope(spec, replace(rope, theta=rope.theta ** (count / size))),
             fix="use the frequencies theta ** (-2 i / rotary_dim)",
         )
-    if rope.scaling is None and int(count / size * size // 2) == count // 2 and size % 2 == 0:
+    fraction = count / size
+    # Proportional RoPE rounds the number of pairs down, which must be the same number.
+    has_as_many_pairs = int(fraction * size // 2) == count // 2
+    if rope.scaling is None and has_as_many_pairs and size % 2 == 0:
         proportional = replace(
-            rope, rotary_dim=None, rotated="first", scaling=ProportionalScaling(count / size)
+            rope, rotary_dim=None, rotated="first", scaling=ProportionalScaling(fraction)
         )
         yield of_part(
             "rope-partial-as-proportional",
@@ -285,18 +288,8 @@ def on_several_axes(case: Case) -> Iterator[Edit]:
         with_rope(spec, replace(rope, section_order=other)),
         fix=f"set section_order to {rope.section_order!r}",
     )
-
-    for series in ("shared", "own", "strided"):
-        if series == rope.section_frequencies or rope.scaling is not None:
-            continue
-        if series == "strided" and len(set(rope.sections)) > 1:
-            continue
-        yield of_axes(
-            f"rope-sections-{series}",
-            f"the frequencies of the axes are {series} instead of {rope.section_frequencies}",
-            with_rope(spec, replace(rope, section_frequencies=series)),
-            fix=f"set section_frequencies to {rope.section_frequencies!r}",
-        )
+    if rope.scaling is None:
+        yield from _with_other_frequencies(spec, rope, rope.sections)
     yield _by_other_axes(
         "time-only", "all pairs are rotated by the first position", _first_axis_alone
     )
@@ -308,6 +301,24 @@ def on_several_axes(case: Case) -> Iterator[Edit]:
         "all pairs are rotated by the place in the sequence, as in text",
         partial(_places_in_text, case.first_position),
     )
+
+
+def _with_other_frequencies(
+    spec: AttentionSpec, rope: Rope, sections: tuple[int, ...]
+) -> Iterator[Edit]:
+    """The axes of positions have other series of frequencies."""
+    for series in ("shared", "own", "strided"):
+        if series == rope.section_frequencies:
+            continue
+        # Strided frequencies go around the axes, so that all have equally many.
+        if series == "strided" and len(set(sections)) > 1:
+            continue
+        yield of_axes(
+            f"rope-sections-{series}",
+            f"the frequencies of the axes are {series} instead of {rope.section_frequencies}",
+            with_rope(spec, replace(rope, section_frequencies=series)),
+            fix=f"set section_frequencies to {rope.section_frequencies!r}",
+        )
 
 
 def _by_other_axes(name: str, about: str, read: Change) -> Edit:

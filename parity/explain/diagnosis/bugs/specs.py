@@ -15,9 +15,14 @@ READ_BY = {
     "rope": "rope",
     "latent": "latent",
     "temperature": "temperature",
+    "alibi": "alibi",
     "relative_bias": "relative_bias",
+    "relative_products": "distance_record",
 }
 """Records of a specification that one method of the reference returns, by field: the method."""
+
+SPANS = ("window_size", "chunk_size")
+"""Fields that a method of the reference of the same name returns, also if they are None."""
 
 LEAVING_FEATURES = {"rope": "turned", "temperature": "tempered", "clip_qkv": "clipped"}
 """Methods that leave features as they are in a layer without a field: the method, by field."""
@@ -70,12 +75,16 @@ def overrides_of(right: AttentionSpec, wrong: AttentionSpec) -> Overrides | None
             continue  # below: other fields may change the scale of scores too
         if name in NORMS:
             overrides["norm"] = _norms(right, wrong)
+        elif name in SPANS:
+            overrides[name] = always(getattr(wrong, name))
         elif name == "soft_cap":
             overrides["soft_cap"] = _soft_cap(wrong)
         elif name in LEAVING_FEATURES and getattr(wrong, name) is None:
             overrides[LEAVING_FEATURES[name]] = features_unchanged
         elif name in READ_BY and _is_read_by_one(name, right, wrong):
             overrides[READ_BY[name]] = _record(getattr(right, name), getattr(wrong, name))
+            if wrong.norms != right.norms:  # of latents
+                overrides["norm"] = _norms(right, wrong)
         else:
             return None
     if wrong.score_scale != right.score_scale:
@@ -95,8 +104,8 @@ def _is_read_by_one(name: str, right: AttentionSpec, wrong: AttentionSpec) -> bo
         # Positions have an axis for each section.
         return _num_sections(before) == _num_sections(after)
     if name == "latent":
-        # The widths of a layer and its norms follow from those of its latents.
-        return set(changed_fields(before, after)) <= {"q_factor", "kv_factor"}
+        # The widths of a layer follow from those of its latents.
+        return set(changed_fields(before, after)) <= {"q_factor", "kv_factor", "eps"}
     return True
 
 

@@ -89,7 +89,7 @@ def find_place(
         descriptions = []
         for axis in range(bad.ndim):
             is_said_by_cells = letters[axis] in SAID_BY.get(name, "")
-            # Of scattered rows, only common indices are reported.
+            # Scattered rows are described by their common indices alone.
             is_scattered = name == "rows" and len(box[axis]) > 1
             if not is_said_by_cells and not is_scattered:
                 descriptions.append(_of_axis(stage, letters, bad, box, axis, spec))

@@ -235,13 +235,21 @@ class Layer:
 
     def is_out_of_reach(self, t: np.ndarray, s: np.ndarray) -> np.ndarray:
         """Return whether a key at position s is outside the window or chunk of a query at t."""
-        spec = self.problem.spec
-        if spec.window_size is not None:
-            is_before = self.is_before_window(t, s, spec.window_size)
-            return is_before | self.is_after_window(t, s, spec.window_size)
-        if spec.chunk_size is not None:
-            return self.is_in_another_chunk(t, s, spec.chunk_size)
+        window_size, chunk_size = self.window_size(), self.chunk_size()
+        if window_size is not None:
+            is_before = self.is_before_window(t, s, window_size)
+            return is_before | self.is_after_window(t, s, window_size)
+        if chunk_size is not None:
+            return self.is_in_another_chunk(t, s, chunk_size)
         return np.zeros(1, bool)
+
+    def window_size(self) -> int | None:
+        """Return the size of the layer's window, or None."""
+        return self.problem.spec.window_size
+
+    def chunk_size(self) -> int | None:
+        """Return the size of the layer's chunks, or None."""
+        return self.problem.spec.chunk_size
 
     def is_after_window(self, t: np.ndarray, s: np.ndarray, size: int) -> np.ndarray:
         return s >= t + size
@@ -280,16 +288,19 @@ class Layer:
 
     def slopes(self) -> np.ndarray:
         """Return ALiBi's slope of each head, (N,)."""
-        spec = self.problem.spec
-        alibi = cast(Alibi, spec.alibi)  # only called if the layer has one
-        n = np.arange(1, spec.num_heads + 1)
+        alibi, num_heads = self.alibi(), self.problem.spec.num_heads
+        n = np.arange(1, num_heads + 1)
         # The paper defines slopes for powers of two; other heads have those between them.
-        largest = 2 ** int(np.log2(spec.num_heads))
+        largest = 2 ** int(np.log2(num_heads))
         of_rest = (2 * (n - largest) - 1) / (2 * largest)
         slopes = 2.0 ** (-alibi.max_bias * np.where(n <= largest, n / largest, of_rest))
         if alibi.scaled:
             return slopes / self.scale()
         return slopes
+
+    def alibi(self) -> Alibi:
+        """Return the ALiBi of the layer, which must have one."""
+        return cast(Alibi, self.problem.spec.alibi)
 
     def gained_by_distance(self, buckets: np.ndarray) -> np.ndarray:
         """Return the relative bias of the scores, (B or 1, N, T, S).

@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 from helpers.samples import sample
 
-from mha_spec import AttentionSpec, LinearScaling, Norm, RelativeBias, Rope, Temperature
+from mha_spec import (
+    Alibi,
+    AttentionSpec,
+    Latent,
+    LinearScaling,
+    Norm,
+    RelativeBias,
+    RelativeProducts,
+    Rope,
+    Temperature,
+)
 from parity import CASES, Case, make_problem
 from parity.explain.diagnosis.bugs import edited_layer, known_bugs, specs
 from parity.explain.diagnosis.bugs.record import Edit, with_spec
@@ -88,6 +98,8 @@ def test_bug_is_its_specification(monkeypatch, name):
         {"qk_norm": None},
         {"qk_norm": Norm(eps=0.1), "v_norm": None},
         {"v_norm": Norm(kind="layer", weight=None)},
+        {"window_size": 3},
+        {"chunk_size": 4},
         {"scale": 0.3},
         {"relative_bias": RelativeBias(8, 12, bidirectional=False)},
         {"rope": Rope(500.0), "scale": 0.3, "soft_cap": None, "temperature": None},
@@ -107,20 +119,45 @@ def test_edit_overrides_single_methods(changes):
     "changes",
     [
         {"sinks": True},
-        {"window_size": 3},
         {"clip_qkv": 0.5},
         {"relative_bias": None},
         {"temperature": None, "rope": Rope(10000.0, sections=(2, 1, 1))},
     ],
 )
 def test_edit_is_whole_layer_otherwise(changes):
-    """Fields that other methods read too need the whole layer, and `of_spec` refuses them."""
+    """Fields that other methods read too need the whole layer: `of_spec` raises an error."""
     wrong = replace(SPEC, **changes)
     edit = spec_edit(SPEC, wrong)
     assert edit.spec == wrong
     assert not edit.overrides
     with pytest.raises(ValueError, match="read these fields alone"):
         of_spec(SPEC, **changes)
+
+
+@pytest.mark.parametrize(
+    ("spec", "changes"),
+    [
+        (
+            AttentionSpec(32, 4, latent=Latent(8, 4, q_rank=12)),
+            {"latent": Latent(8, 4, q_rank=12, eps=0.1, kv_factor=2.0)},
+        ),
+        (AttentionSpec(32, 4, alibi=Alibi()), {"alibi": Alibi(max_bias=4.0)}),
+        (AttentionSpec(32, 4, alibi=Alibi(), scale=0.5), {"alibi": Alibi(scaled=True)}),
+        (
+            AttentionSpec(32, 4, relative_products=RelativeProducts(4, 4)),
+            {"relative_products": RelativeProducts(2, 6)},
+        ),
+        (AttentionSpec(32, 4, window_size=3), {"window_size": 5}),
+        (AttentionSpec(32, 4, window_size=3), {"window_size": None, "chunk_size": 3}),
+    ],
+)
+def test_edit_of_another_layer(spec, changes):
+    """Records that exclude others are overridden in the same way."""
+    problem = make_problem(Case("edited", spec, "one record", batch=2, seq_len=9), "float32")
+    wrong = replace(spec, **changes)
+    edit = spec_edit(spec, wrong)
+    assert edit.spec is None
+    assert_same_stages(stages_with(problem, edit), stages_with(problem, with_spec(wrong)))
 
 
 def test_edits_of_one_record_come_together():
