@@ -232,9 +232,16 @@ class _PartSearch:
         """Return the stages that are right as a whole, and wrong only for the values recorded
         before them: these were recorded wrongly, and nothing was computed from them.
         """
-        wrong = self.trial.wrong(stages, self.edits)
-        # The first wrong stage has no wrong one before it.
-        return [stage for stage in wrong[1:] if self.trial.is_right_as_a_whole(stage, self.edits)]
+        trial = self.trial
+        bypassing: list[str] = []
+        wrongly_recorded: list[str] = []
+        for stage in trial.wrong(stages, self.edits):
+            is_right = trial.is_right_as_a_whole(stage, self.edits)
+            if is_right and trial.is_computed_from(stage, wrongly_recorded, self.edits):
+                bypassing.append(stage)
+            else:
+                wrongly_recorded.append(stage)
+        return bypassing
 
     def _follow(self, stage: str, edits: Edits) -> None:
         """Add a stage to the last finding before it whose stages it is computed from.

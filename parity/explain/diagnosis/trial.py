@@ -613,6 +613,8 @@ class Trial:
 
     def is_computed_from(self, stage: str, names: Collection[str], edits: Edits) -> bool:
         """Return True if the expected values of a stage depend on some of the observed stages."""
+        if not names:
+            return False
         others = {name: x for name, x in self.observed.items() if name not in names}
         without = self.observing(others, self._masked).stage(stage, edits)
         return not np.array_equal(without, self.stage(stage, edits), equal_nan=True)

@@ -379,6 +379,34 @@ def test_stages_follow_the_finding_that_they_read():
     assert (of_output.bugs, of_output.follows) == (("out_proj-bias-missing",), ())
 
 
+def test_stage_that_reads_nothing_wrong_has_its_own_finding():
+    """A stage that is within the budget of the whole layer, but not within its own, follows from no
+    stage that it does not read.
+    """
+    problem = make_problem("gqa-causal", "float32")
+    observed = observed_in(problem)
+    observed = {name: x for name, x in observed.items() if not stage_named(name).path}
+    noise = np.random.default_rng(0).standard_normal(observed["context"].shape, np.float32)
+    observed["context"] = observed["context"] * (1.0 + 6e-7 * noise).astype(np.float32)
+    (alone,) = diagnose(observed, problem).findings
+    assert (alone.stage, alone.is_explained) == ("context", False)
+    observed["scores"] = observed["scores"] * np.float32(1.3)
+    of_scores, of_context = diagnose(observed, problem).findings
+    assert (of_scores.stage, of_scores.follows) == ("scores", ("attn_weights",))
+    assert (of_context.stage, of_context.is_explained) == ("context", False)
+
+
+def test_allowed_precision_follows_from_nothing():
+    """Scores in an allowed precision are right, also if another stage is wrong."""
+    problem = make_problem("gqa-causal", "bfloat16")
+    observed = observed_in(problem, [bug(problem.case, "scores-float16")])
+    observed = {name: x for name, x in observed.items() if not stage_named(name).path}
+    assert diagnose(observed, problem).kind == "none"
+    observed["v"] = (observed["v"].astype(np.float32) * 1.3).astype(observed["v"].dtype)
+    (of_values,) = diagnose(observed, problem).findings
+    assert (of_values.stage, of_values.follows) == ("v", ("context",))
+
+
 @pytest.mark.parametrize("wrong", ["noise", "NaN"])
 def test_other_cause_in_a_later_call_is_another_finding(wrong):
     """A pattern of one call hides no stage of a later one that it does not explain."""
