@@ -11,7 +11,6 @@ from parity.explain.diagnosis.bugs.record import Edit, pattern
 from parity.explain.diagnosis.laws.fits import Recompute, fits
 from parity.explain.diagnosis.laws.mixed import dropouts, lost_rows, mixtures
 from parity.explain.diagnosis.laws.orders import orders, other_stages, shifts, transposes
-from parity.explain.diagnosis.laws.pages import with_pages
 from parity.explain.diagnosis.laws.parts import parts
 from parity.explain.diagnosis.laws.places import find_place, wrong_elements
 from parity.explain.diagnosis.laws.record import Description, Place, Seen
@@ -147,16 +146,16 @@ def describe(
             found += fits(seen, recompute)
         if not found and not is_sample:
             found += turned(seen)
-        if recompute is not None and not is_sample and not _has_plain_name(found, seen):
+        if recompute is not None and not is_sample and not _has_plain_name(found):
             found += parts(seen, recompute)
         signs = tuple(_signs(seen))
     found = sorted(_unlike(_not_by_chance(found)), key=lambda law: law.parameters)
-    return Description(seen.place, tuple(with_pages(law, seen) for law in found), signs)
+    return Description(seen.place, tuple(found), signs)
 
 
-def _has_plain_name(laws: list[Edit], seen: Seen) -> bool:
+def _has_plain_name(laws: list[Edit]) -> bool:
     """Return True if a pattern with few numbers has a page: parts of the layer say no more."""
-    return any(law.parameters <= PLAIN and with_pages(law, seen).pages for law in _unlike(laws))
+    return any(law.parameters <= PLAIN and law.pages for law in _unlike(laws))
 
 
 def place_of(

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from parity.explain.diagnosis.bugs.record import Edit
+from parity.explain.diagnosis.bugs.families import Families, in_families
+from parity.explain.diagnosis.bugs.record import Edit, pattern
 from parity.measure.core.problem import Problem
 from parity.measure.core.records import JsonRecord
 from parity.measure.core.stages import Stage
@@ -139,9 +141,40 @@ class Seen:
         """The actual and the expected values of usable elements, 0 elsewhere."""
         return np.where(self.usable, self.actual, 0.0), np.where(self.usable, self.expected, 0.0)
 
-    def axis(self, letters: str) -> int | None:
-        """Return the first axis with one of these letters."""
-        return next((axis for axis, letter in enumerate(self.letters) if letter in letters), None)
+    @property
+    def has_several_positions(self) -> bool:
+        """True if there are several positions: one does not distinguish frequencies from an
+        offset.
+        """
+        if self.problem is None:
+            return False
+        return self.problem.case.positions(self.stage.step).shape[-1] > 1
+
+    def pattern(
+        self,
+        name: str,
+        about: str,
+        numbers: Mapping[str, Any] | None = None,
+        parameters: int = 0,
+        *,
+        families: Families = (),
+        injected: Edit | None = None,
+    ) -> Edit:
+        """Return an edit that explains the stage.
+
+        Args:
+            name: of its kind, such as `factor`.
+            about: a description, with the numbers.
+            numbers: the fitted numbers by name.
+            parameters: how many they are.
+            families: whose pages and fixes it has, if the problem is known.
+            injected: the same change of the reference, in every call; None if the pattern concerns
+                this stage alone.
+        """
+        edit = pattern(name, about, numbers, parameters, injected=injected)
+        if self.problem is None:
+            return edit
+        return in_families(edit, self.problem.spec, families)
 
     def within(self, values: np.ndarray | float) -> np.ndarray:
         """Return the expected values, with others in the part."""

@@ -16,10 +16,17 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec, Rope
-from parity.explain.diagnosis.bugs.families import THETA
-from parity.explain.diagnosis.bugs.record import Edit, pattern
+from parity.explain.diagnosis.bugs import families as of
+from parity.explain.diagnosis.bugs.families import THETA, Families
+from parity.explain.diagnosis.bugs.record import Edit
 from parity.explain.diagnosis.laws.record import Seen
-from parity.explain.diagnosis.laws.words import listed, readable, readable_apart
+from parity.explain.diagnosis.laws.words import (
+    NEAR,
+    is_round,
+    listed,
+    readable,
+    readable_apart,
+)
 from parity.explain.fitting.numbers import round_numbers
 from parity.explain.fitting.rotation import complex_pairs, fit_rotation, with_pairs
 from parity.explain.fitting.thetas import fit_theta, plain_exponents
@@ -40,6 +47,7 @@ class _Turning:
         used: observed frequencies.
         begin: the angle at position 0, (pairs,).
         amplitude: the factor of rotated features.
+        step: the call of a cache; None without one.
     """
 
     rope: Rope
@@ -48,6 +56,7 @@ class _Turning:
     used: np.ndarray
     begin: np.ndarray
     amplitude: float
+    step: int | None
 
     def turned(self, seen: Seen, rule: _Rule) -> np.ndarray:
         """Return the expected values, rotated by other frequencies and multiplied by a number."""
@@ -84,7 +93,9 @@ class _Turning:
 
 @dataclass(frozen=True)
 class _Rule:
-    """Possible frequencies, an offset of positions, and a factor of the features."""
+    """Possible frequencies, an offset of positions, and a factor of the features, with the families
+    of their pattern.
+    """
 
     name: str
     words: str
@@ -93,6 +104,7 @@ class _Rule:
     parameters: int = 0
     offset: float = 0.0
     amplitude: float = 1.0
+    families: Families = ()
 
 
 def rotations(seen: Seen) -> Iterator[Edit]:
@@ -104,11 +116,12 @@ def rotations(seen: Seen) -> Iterator[Edit]:
     for rules in (_offset, _forms, _scaled, _theta, *any_frequencies):
         for rule in rules(turning, seen.problem.spec.rope, seen.problem.spec):
             if seen.holds(turning.turned(seen, rule), rule.amplitude):
-                yield pattern(
+                yield seen.pattern(
                     rule.name,
                     rule.words,
                     rule.numbers,
                     rule.parameters,
+                    families=rule.families,
                     injected=turning.made(rule),
                 )
                 return
@@ -141,7 +154,15 @@ def _turning(seen: Seen) -> _Turning | None:
     if difference is None:
         return None
     used = right + difference.frequencies
-    return _Turning(rope, positions, right, used, difference.begin, difference.amplitude)
+    return _Turning(
+        rope,
+        positions,
+        right,
+        used,
+        difference.begin,
+        difference.amplitude,
+        seen.stage.step,
+    )
 
 
 # ---- Rules, the plainest first -------------------------------------------------------------------
@@ -154,7 +175,19 @@ def _offset(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rul
     nearest = misfit <= misfit.min() + 1e-3  # slow pairs alone do not distinguish some offsets
     offset = int(min(OFFSETS[nearest], key=abs))
     words = f"RoPE's positions are {abs(offset)} too {'high' if offset > 0 else 'low'}"
-    yield _Rule("rope offset", words, turning.right, {"offset": offset}, 1, offset)
+    families = positions_families(turning.step)
+    yield _Rule(
+        "rope offset", words, turning.right, {"offset": offset}, 1, offset, families=families
+    )
+
+
+def positions_families(step: int | None) -> Families:
+    """Return the families of rotations by other positions, without a cache or in one of its
+    calls.
+    """
+    if step is None:
+        return (of.POSITIONS,)
+    return of.CACHE_POSITIONS, of.POSITIONS
 
 
 def _forms(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule]:
@@ -162,14 +195,26 @@ def _forms(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule
     theta, d = rope.theta, 2 * len(turning.right)
     i = np.arange(d // 2)
     plain = 1.0 / rope.attention_factor  # which belongs to the scaling
-    yield _Rule("rope missing", "RoPE is missing", 0.0 * turning.right, amplitude=plain)
-    yield _Rule("rope reversed", "RoPE rotates in the opposite direction", -turning.right)
+    yield _Rule(
+        "rope missing",
+        "RoPE is missing",
+        0.0 * turning.right,
+        amplitude=plain,
+        families=(of.MISSING_ROPE,),
+    )
+    yield _Rule(
+        "rope reversed",
+        "RoPE rotates in the opposite direction",
+        -turning.right,
+        families=(of.REVERSED_ROPE,),
+    )
     if rope.scaling is not None:
         yield _Rule(
             "rope unscaled",
             "RoPE's frequencies are not scaled",
             theta ** (-2 * i / d),
             amplitude=plain,
+            families=(of.SCALING,),
         )
     forms = {
         "i / d": i / d,
@@ -187,7 +232,11 @@ def _forms(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule
             "" if same is None else f", or theta is {readable(same)} instead of {readable(theta)}"
         )
         words = f"RoPE's frequencies are theta ** -({form}) instead of theta ** -(2 i / d){as_if}"
-        yield _Rule("rope exponent", words, theta**-exponent, {"theta": theta, "exponent": form})
+        family = of.EXPONENTS
+        if form == "2 i / head_dim":
+            family = of.ROTARY_DIM
+        numbers = {"theta": theta, "exponent": form}
+        yield _Rule("rope exponent", words, theta**-exponent, numbers, families=(family,))
 
 
 def _scaled(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule]:
@@ -198,7 +247,19 @@ def _scaled(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rul
         words = (
             f"RoPE's positions are {'multiplied' if is_more else 'divided'} by {readable(value)}"
         )
-        yield _Rule("rope scaling", words, times * turning.right, {"factor": 1.0 / times}, 1)
+        factor = 1.0 / times
+        families = scaling_families(factor, spec)
+        yield _Rule(
+            "rope scaling", words, times * turning.right, {"factor": factor}, 1, families=families
+        )
+
+
+def scaling_families(factor: float, spec: AttentionSpec) -> Families:
+    """Return the families of positions that are divided by a number: usually a scaling does it."""
+    is_scaled = spec.rope is not None and spec.rope.scaling is not None
+    if factor > 1.0 or is_scaled:
+        return (of.SCALING,)
+    return of.SCALING, of.POSITIONS
 
 
 def _theta(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule]:
@@ -209,9 +270,24 @@ def _theta(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule
     for value in _rounded(theta):
         wrong_text, right_text = readable_apart(value, rope.theta)
         words = THETA.about.format(found=wrong_text, right=right_text)
-        yield _Rule(
-            "rope theta", words, value**-exponents, {"theta": value, "expected": rope.theta}, 1
-        )
+        numbers = {"theta": value, "expected": rope.theta}
+        families = theta_families(value, spec)
+        yield _Rule("rope theta", words, value**-exponents, numbers, 1, families=families)
+
+
+def theta_families(theta: float, spec: AttentionSpec) -> Families:
+    """Return the family of thetas, unless it is the right one, rounded.
+
+    A theta that is not round is probably a different bug in the frequencies, which setting the
+    theta does not fix.
+    """
+    if spec.rope is None or abs(theta - spec.rope.theta) <= NEAR * spec.rope.theta:
+        return ()
+    if as_exponent(theta, spec):
+        return (of.EXPONENTS,)
+    if is_round(theta):
+        return (of.THETA,)
+    return (of.FREQUENCIES,)
 
 
 def as_exponent(theta: float, spec: AttentionSpec) -> str:
@@ -256,7 +332,30 @@ def _any_frequencies(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iter
         else ""
     )
     numbers = {"used": used, "right": right, "amplitude": times}
-    yield _Rule("rope frequencies", words, turning.used, numbers, len(used), amplitude=times)
+    families = _frequencies_families(turning, rope, times)
+    yield _Rule(
+        "rope frequencies",
+        words,
+        turning.used,
+        numbers,
+        len(used),
+        amplitude=times,
+        families=families,
+    )
+
+
+def _frequencies_families(turning: _Turning, rope: Rope, amplitude: float) -> Families:
+    """Return the family of frequencies that follow no rule, if every number of RoPE is known.
+
+    A frequency of 0 is a pair that is not rotated, and nearly right ones are rounded.
+    """
+    if rope.scaling is not None or amplitude != 1.0:
+        return ()
+    largest_error = np.abs(turning.used - turning.right).max()
+    is_wrong = largest_error > NEAR * np.abs(turning.right).max()
+    if not is_wrong or not turning.used.all():
+        return ()
+    return (of.FREQUENCIES,)
 
 
 def _rounded(x: float) -> Iterator[float]:

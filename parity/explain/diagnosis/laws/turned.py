@@ -13,10 +13,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from parity.explain.diagnosis.bugs.record import Edit, pattern
+from parity.explain.diagnosis.bugs.record import Edit
 from parity.explain.diagnosis.laws.orders import orders, transposes
 from parity.explain.diagnosis.laws.places import find_place, wrong_elements
 from parity.explain.diagnosis.laws.record import Seen
+from parity.explain.diagnosis.laws.rotation import positions_families
 from parity.explain.diagnosis.laws.values import factors, offsets, rows_and_features
 from parity.explain.diagnosis.laws.words import listed, noun
 from parity.explain.fitting.rotation import complex_pairs, with_pairs
@@ -134,4 +135,10 @@ def _positions_law(seen: Seen, places: np.ndarray) -> Edit:
         )
     else:
         used, by = places.ravel(), "tokens are rotated by other positions:"
-    return pattern(kind, f"{by} {listed(used.tolist())}", {"positions": places.tolist()}, len(used))
+    return seen.pattern(
+        kind,
+        f"{by} {listed(used.tolist())}",
+        {"positions": places.tolist()},
+        len(used),
+        families=positions_families(seen.stage.step),
+    )
