@@ -21,6 +21,7 @@ from parity.explain.diagnosis.bugs.specs import spec_edit
 from parity.explain.diagnosis.laws.record import Seen
 from parity.explain.diagnosis.laws.rotation import as_exponent, scaling_families, theta_families
 from parity.explain.diagnosis.laws.words import NEAR, readable, readable_apart
+from parity.explain.fitting.numbers import round_numbers
 from parity.explain.fitting.thetas import THETAS
 from parity.measure.core.problem import Problem
 
@@ -190,8 +191,7 @@ class Fitted:
     def _candidates(self, value: float | None) -> Iterator[float | None]:
         """Yield a value with few digits, then with more."""
         if value is not None and not self.number.is_whole and value not in self.number.grid:
-            for digits in (1, 2, 3, 6):
-                yield float(f"{value:.{digits}g}")
+            yield from round_numbers(value, (1, 2, 3, 6))
         yield value
 
     def _best(self) -> float | None:

@@ -18,7 +18,7 @@ import numpy as np
 from mha_spec import AttentionSpec, Rope
 from parity.explain.diagnosis.bugs import families as of
 from parity.explain.diagnosis.bugs.families import THETA, Families
-from parity.explain.diagnosis.bugs.record import Edit
+from parity.explain.diagnosis.bugs.record import Edit, Override
 from parity.explain.diagnosis.laws.record import Seen
 from parity.explain.diagnosis.laws.words import (
     NEAR,
@@ -70,25 +70,22 @@ class _Turning:
         wrong[np.ix_(seen.box[0], seen.box[1])] = True
         return np.where(wrong, rotated, seen.expected)
 
-    def made(self, rule: _Rule) -> Edit:
+    def edit(self, rule: _Rule) -> Edit:
         """Return the rotation as a change of the reference, for queries and keys in every call."""
-        more = rule.used - self.right
+        difference = rule.used - self.right
 
-        def angles(layer: Any, original: Any, positions: np.ndarray) -> np.ndarray:
-            found = original(positions)
-            return (found + positions[:, None, :, None] * more + rule.offset * rule.used).astype(
-                found.dtype
-            )
+        def angles(_: Any, original: Any, positions: np.ndarray) -> np.ndarray:
+            right = original(positions)
+            moved = positions[:, None, :, None] * difference + rule.offset * rule.used
+            return (right + moved).astype(right.dtype)
 
-        changed = Edit(overrides={"angles": angles})
-        if rule.amplitude == 1.0:
-            return changed
-        return Edit(
-            overrides={
-                **changed.overrides,
-                "attention_factor": lambda _, original: original() * rule.amplitude,
-            }
-        )
+        def attention_factor(_: Any, original: Any) -> float:
+            return original() * rule.amplitude
+
+        overrides: dict[str, Override] = {"angles": angles}
+        if rule.amplitude != 1.0:
+            overrides["attention_factor"] = attention_factor
+        return Edit(overrides=overrides)
 
 
 @dataclass(frozen=True)
@@ -112,9 +109,11 @@ def rotations(seen: Seen) -> Iterator[Edit]:
     turning = _turning(seen)
     if turning is None or seen.problem is None or seen.problem.spec.rope is None:
         return
-    any_frequencies = (_any_frequencies,) if seen.is_enough(len(turning.right) + 1) else ()
-    for rules in (_offset, _forms, _scaled, _theta, *any_frequencies):
-        for rule in rules(turning, seen.problem.spec.rope, seen.problem.spec):
+    rules = [_offset, _forms, _scaled, _theta]
+    if seen.is_enough(len(turning.right) + 1):
+        rules.append(_any_frequencies)
+    for rules_of_kind in rules:
+        for rule in rules_of_kind(turning, seen.problem.spec.rope, seen.problem.spec):
             if seen.holds(turning.turned(seen, rule), rule.amplitude):
                 yield seen.pattern(
                     rule.name,
@@ -122,7 +121,7 @@ def rotations(seen: Seen) -> Iterator[Edit]:
                     rule.numbers,
                     rule.parameters,
                     families=rule.families,
-                    injected=turning.made(rule),
+                    injected=turning.edit(rule),
                 )
                 return
 
@@ -174,7 +173,9 @@ def _offset(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rul
     )
     nearest = misfit <= misfit.min() + 1e-3  # slow pairs alone do not distinguish some offsets
     offset = int(min(OFFSETS[nearest], key=abs))
-    words = f"RoPE's positions are {abs(offset)} too {'high' if offset > 0 else 'low'}"
+    words = f"RoPE's positions are {-offset} too low"
+    if offset > 0:
+        words = f"RoPE's positions are {offset} too high"
     families = positions_families(turning.step)
     yield _Rule(
         "rope offset", words, turning.right, {"offset": offset}, 1, offset, families=families
@@ -222,16 +223,14 @@ def _forms(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule
         "2 i / (d - 2)": 2 * i / max(d - 2, 1),
         "4 i / d": 4 * i / d,
     }
-    sizes = _divisors(spec, d)
-    forms |= {f"2 i / {name}": 2 * i / size for name, size in sizes.items()}
-    equal_thetas = {"i / d": theta**0.5, "4 i / d": theta**2}
-    equal_thetas |= {f"2 i / {name}": theta ** (d / size) for name, size in sizes.items()}
+    for name, size in _divisors(spec, d).items():
+        forms[f"2 i / {name}"] = 2 * i / size
+    powers = _powers_of_theta(spec, d)
     for form, exponent in forms.items():
-        same = equal_thetas.get(form)
-        as_if = (
-            "" if same is None else f", or theta is {readable(same)} instead of {readable(theta)}"
-        )
-        words = f"RoPE's frequencies are theta ** -({form}) instead of theta ** -(2 i / d){as_if}"
+        words = f"RoPE's frequencies are theta ** -({form}) instead of theta ** -(2 i / d)"
+        if form in powers:
+            other = theta ** powers[form]
+            words += f", or theta is {readable(other)} instead of {readable(theta)}"
         family = of.EXPONENTS
         if form == "2 i / head_dim":
             family = of.ROTARY_DIM
@@ -241,17 +240,25 @@ def _forms(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule
 
 def _scaled(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule]:
     factor = float((turning.used * turning.right).sum() / (turning.right**2).sum())
-    is_more = abs(factor) > 1.0
-    for value in filter(None, _rounded(factor if is_more else 1.0 / factor if factor else 0.0)):
-        times = value if is_more else 1.0 / value
-        words = (
-            f"RoPE's positions are {'multiplied' if is_more else 'divided'} by {readable(value)}"
-        )
-        factor = 1.0 / times
-        families = scaling_families(factor, spec)
-        yield _Rule(
-            "rope scaling", words, times * turning.right, {"factor": factor}, 1, families=families
-        )
+    if abs(factor) > 1.0:
+        for value in _rounded(factor):
+            yield _scaling(turning, spec, f"multiplied by {readable(value)}", value)
+    elif factor:
+        for value in _rounded(1.0 / factor):
+            yield _scaling(turning, spec, f"divided by {readable(value)}", 1.0 / value)
+
+
+def _scaling(turning: _Turning, spec: AttentionSpec, words: str, times: float) -> _Rule:
+    """Return positions that are multiplied by a number."""
+    factor = 1.0 / times
+    return _Rule(
+        "rope scaling",
+        f"RoPE's positions are {words}",
+        times * turning.right,
+        {"factor": factor},
+        1,
+        families=scaling_families(factor, spec),
+    )
 
 
 def scaling_families(factor: float, spec: AttentionSpec) -> Families:
@@ -298,13 +305,18 @@ def as_exponent(theta: float, spec: AttentionSpec) -> str:
         return ""
     rotated = spec.rope.rotated_features(spec.head_dim)
     count = len(range(*rotated.indices(spec.head_dim)))
-    powers = {"i / d": 0.5, "4 i / d": 2.0}
-    for name, size in _divisors(spec, count).items():
-        powers.setdefault(f"2 i / {name}", count / size)
-    for form, power in powers.items():
+    for form, power in _powers_of_theta(spec, count).items():
         if abs(theta - spec.rope.theta**power) <= 1e-3 * theta:
             return f", or the exponent {form} instead of 2 i / d"
     return ""
+
+
+def _powers_of_theta(spec: AttentionSpec, count: int) -> dict[str, float]:
+    """Return the power of the base that is equivalent to an exponent of another form, by form."""
+    powers = {"i / d": 0.5, "4 i / d": 2.0}
+    for name, size in _divisors(spec, count).items():
+        powers[f"2 i / {name}"] = count / size
+    return powers
 
 
 def _divisors(spec: AttentionSpec, count: int) -> dict[str, int]:
@@ -323,14 +335,12 @@ def _divisors(spec: AttentionSpec, count: int) -> dict[str, int]:
 
 
 def _any_frequencies(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule]:
-    times = turning.amplitude if abs(turning.amplitude - 1.0) > 1e-4 else 1.0
     used, right = turning.used.tolist(), turning.right.tolist()
     words = f"RoPE's frequencies are {listed(used)} instead of {listed(right)}"
-    words += (
-        f", and cosines and sines {readable(times)} times what they should be"
-        if times != 1.0
-        else ""
-    )
+    times = 1.0
+    if abs(turning.amplitude - 1.0) > 1e-4:
+        times = turning.amplitude
+        words += f", and cosines and sines {readable(times)} times what they should be"
     numbers = {"used": used, "right": right, "amplitude": times}
     families = _frequencies_families(turning, rope, times)
     yield _Rule(
