@@ -10,7 +10,7 @@ import numpy as np
 
 from parity.explain.diagnosis.bugs import families as of
 from parity.explain.diagnosis.bugs.record import Edit, Override
-from parity.explain.diagnosis.laws.changes import part
+from parity.explain.diagnosis.fits.changes import part
 from parity.measure.core.case import Case
 from parity.measure.core.problem import Problem
 from parity.measure.core.reference import Layer
