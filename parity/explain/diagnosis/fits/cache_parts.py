@@ -347,7 +347,7 @@ def _counting(case: Case, count: Count) -> Edit:
         before = np.broadcast_to(before, right.before.shape)
         counted, added = count(case, index), right.added
         if count is _with_padding:
-            added = counted  # padding is cached, too
+            added = counted  # padding is cached
         return _OtherLengths(right, before, counted, added)
 
     return Edit(overrides={"call": call})

@@ -294,7 +294,7 @@ def _by_distance(difference: Difference, error: np.ndarray, distance: np.ndarray
 
 
 def _families_of_distances(difference: Difference) -> Families:
-    """Return the family of what depends on distances in the layer."""
+    """Return the family of the biases or products of the layer that depend on distances."""
     if difference.problem is None:
         return ()
     spec = difference.problem.spec
