@@ -38,7 +38,7 @@ MOST = 2**24
 """The largest number of values in memory during the search for positions."""
 
 BEYOND = 8
-"""The number of positions after the last one that are trial."""
+"""The number of positions after the last one that are tried."""
 
 
 def before_rope(difference: Difference) -> Iterator[Edit]:

@@ -129,7 +129,7 @@ def describe(
         problem: the case, weights and inputs, if known.
         recompute: computes the expected values with a change of the reference, from the same stages
             before it. With it and the problem, numbers of the specification are fitted. If no
-            simple pattern fits, replacements of parts are trial.
+            simple pattern fits, replacements of parts are tried.
         others: other stages by name, expected or observed, whose values this one may have.
         unused: cells that are not compared.
 

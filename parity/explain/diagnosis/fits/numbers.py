@@ -37,10 +37,10 @@ STEPS = 8
 """Steps of Gauss-Newton, from the best number of a grid."""
 
 HALVED = 4
-"""The number of lengths of one step that are trial, each half of the one before."""
+"""The number of lengths of one step that are tried, each half of the one before."""
 
 LARGEST = 64
-"""The number of integers that are trial."""
+"""The number of integers that are tried."""
 
 CONVINCING = 1000.0
 """The error, in multiples of the tolerance, that one fitted number does not remove by chance."""
@@ -117,7 +117,7 @@ class Number:
         grid: the first guesses.
         edit: returns the edit of the reference with another number.
         families: returns the families of a wrong number.
-        is_whole: True if only the guesses are trial, as for integers.
+        is_whole: True if only the guesses are tried, as for integers.
     """
 
     name: str

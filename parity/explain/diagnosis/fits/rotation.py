@@ -33,7 +33,7 @@ from parity.explain.fitting.thetas import fit_theta, plain_exponents
 from parity.measure.core.reference.rope import frequencies
 
 OFFSETS = np.arange(-4096, 4097)
-"""Offsets of positions that are trial."""
+"""Offsets of positions that are tried."""
 
 
 @dataclass(frozen=True)

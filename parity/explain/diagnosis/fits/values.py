@@ -113,7 +113,7 @@ ALTERNATIONS = 200
 """Rounds in which the factors of tokens and of features are fitted in turn."""
 
 LATER = ("N", "K", "B", "T", "S", "H", "E", "W", "G", "d_in", "d_kv", "out", "in")
-"""The axes whose factors and offsets are trial, in this order."""
+"""The axes whose factors and offsets are tried, in this order."""
 
 
 def factors(difference: Difference) -> Iterator[Edit]:

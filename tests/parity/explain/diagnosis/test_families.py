@@ -111,7 +111,7 @@ def test_factor_of_the_output_has_a_page():
     assert (diagnosis.kind, found.pages) == ("structure", ("stray-factor",))
 
 
-def test_pattern_of_two_families_has_two_pages():
+def test_pattern_of_two_families_has_pages():
     """With a norm of q and k, a wrong scale has the pages of both families."""
     spec = replace(PLAIN, qk_norm=Norm())
     diagnosis = diagnosed(spec, replace(spec, scale=0.123), "output")

@@ -581,7 +581,7 @@ def test_permuted_axes_have_a_pattern():
     assert findings.abouts == ("axes are exchanged: instead of (B, K, S, H) they are (B, S, H, K)",)
 
 
-def test_values_of_other_stage_have_a_pattern():
+def test_values_of_other_stage_are_found():
     """Values of another stage or step have a pattern that names it, also transposed or repeated."""
     rng = np.random.default_rng(0)
     k, v, before = (rng.standard_normal((2, 2, 6, 6)) for _ in range(3))
@@ -690,7 +690,7 @@ def test_weighted_hidden_cells_are_counted():
     assert "40 visible cells have weight 0" in findings.signs
 
 
-def test_extra_hidden_weights_have_no_pattern():
+def test_hidden_weights_have_no_pattern():
     """Random weights in hidden cells of otherwise correct rows have a place but no pattern."""
     rng = np.random.default_rng(0)
     right, hidden = softmax(rng.standard_normal((2, 4, 6, 7)), causal()), causal()
@@ -750,7 +750,7 @@ def test_one_moved_value_is_not_an_order():
     assert describe("q", wrong, expected, ALLOWED).abouts == ()
 
 
-def test_mean_of_v_in_empty_rows_is_a_pattern():
+def test_mean_of_v_in_empty_rows_is_found():
     """The mean of v in rows of the context without a key has its pattern."""
     expected, rng = drawn("context", 0)
     v, hidden = rng.standard_normal((2, 2, 7, 8)), hidden_and_empty()
