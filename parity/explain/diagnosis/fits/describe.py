@@ -237,10 +237,7 @@ def _difference(
         errors = with_wrong_zeros(errors, actual, expected, allowed)
         bad, box = wrong_elements(errors, allowed)
     if not bad.any():
-        gain = _gain(actual, expected, allowed)
-        if gain:
-            return Description(Place(EVERYWHERE, wrong=bad.size, size=bad.size), (gain,))
-        return Description(Place("no single element is over its budget", size=expected.size))
+        return _without_wrong_elements(actual, expected, allowed)
     letters = axis_names(stage, expected.ndim)
     place, part = find_place(known_stage, letters, bad, box, hidden, spec)
     if unused is not None:
@@ -262,6 +259,16 @@ def _difference(
         MANTISSA.get(dtype.name, 52),
         unused,
     )
+
+
+def _without_wrong_elements(
+    actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float]
+) -> Description:
+    """Describe a stage of which no element is wrong by itself."""
+    gain = _gain(actual, expected, allowed)
+    if gain is None:
+        return Description(Place("no single element is over its budget", size=expected.size))
+    return Description(Place(EVERYWHERE, wrong=expected.size, size=expected.size), (gain,))
 
 
 def _signs(difference: Difference) -> Iterator[str]:

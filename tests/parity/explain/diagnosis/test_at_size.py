@@ -77,8 +77,8 @@ def given_by(problem, name=None):
     return {stage: x.astype(kept_dtype(stage, "float32")) for stage, x in values.items()}
 
 
-def laws_of(diagnosis):
-    """Return the simplest law of each stage that has laws, and its numbers."""
+def patterns_of(diagnosis):
+    """Return the simplest pattern of each stage that has patterns, and its numbers."""
     found = [each.description for each in diagnosis.findings if each.description is not None]
     return {each.patterns[0].name: each.patterns[0].numbers for each in found if each.patterns}
 
@@ -256,11 +256,11 @@ def test_bugs_without_a_sample_are_untried():
     assert "Not tried: softmax-over-queries" in str(diagnosis)
 
 
-def test_law_must_hold_in_other_samples(problems):
-    """A factor on the whole output is a law; on the features of one sample it is unknown."""
+def test_pattern_must_hold_in_other_samples(problems):
+    """A factor on the whole output is a pattern; on the features of one sample it is unknown."""
     output = given_by(problems["bert"])["output"]
     diagnosis = diagnose({"output": 1.01 * output}, problems["bert"])
-    assert laws_of(diagnosis) == {"factor": {"axes": [], "factors": [pytest.approx(1.01)]}}
+    assert patterns_of(diagnosis) == {"factor": {"axes": [], "factors": [pytest.approx(1.01)]}}
     output[..., :128] *= 1.01  # the features of one sample
     assert diagnose({"output": output}, problems["bert"]).kind == "unknown"
 
@@ -270,7 +270,7 @@ def test_scale_is_fitted_from_a_sample(problems):
     problem = problems["bert"]
     other = replace(problem, case=replace(BERT, spec=replace(BERT.spec, scale=0.1)))
     diagnosis = diagnose({"output": given_by(other)["output"]}, problem)
-    assert laws_of(diagnosis) == {"scale": {"value": pytest.approx(0.1), "expected": 0.125}}
+    assert patterns_of(diagnosis) == {"scale": {"value": pytest.approx(0.1), "expected": 0.125}}
 
 
 # ---- Its work ------------------------------------------------------------------------------------

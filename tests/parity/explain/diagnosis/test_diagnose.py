@@ -508,8 +508,8 @@ def test_rope_over_heads_is_named():
 # ---- No known bug --------------------------------------------------------------------------------
 
 
-def test_unexplained_factor_is_a_law():
-    """Factors on the context that no bug explains are an unexplained law at that stage."""
+def test_unexplained_factor_is_a_pattern():
+    """Factors on the context that no bug explains are an unexplained pattern at that stage."""
     problem = make_problem(CASES["causal"], "float32")
     observed = observed_in(problem)
     observed["context"] = observed["context"] * np.linspace(0.5, 2.0, 8, dtype=np.float32)
@@ -530,14 +530,14 @@ def dropped(weights):
 
 
 @pytest.mark.parametrize(
-    ("change", "law", "number"),
+    ("change", "pattern", "number"),
     [
         (dropped, "dropout", 0.1),
         (lambda weights: weights.swapaxes(2, 3).copy(), "transposed", None),
     ],
 )
-def test_a_verified_law_is_the_headline(change, law, number):
-    """A verified law is the cause: a bug with a page if its family has one, otherwise a law."""
+def test_a_verified_pattern_is_the_headline(change, pattern, number):
+    """A verified pattern is the cause: a bug with a page if its family has one, else a pattern."""
     problem = make_problem(CASES["causal"], "float32")
     override = {
         "attn_weights": lambda _, original, values: {
@@ -550,7 +550,7 @@ def test_a_verified_law_is_the_headline(change, law, number):
     kind, pages = ("pattern", []) if number is None else ("structure", ["dropout"])
     assert (diagnosis.kind, diagnosis.stage, named_bugs(diagnosis)) == (kind, "attn_weights", pages)
     found = (diagnosis.unnamed[0] if number is None else diagnosis.named[0]).description.patterns[0]
-    assert found.name == law
+    assert found.name == pattern
     assert number is None or found.numbers["p"] == pytest.approx(number, rel=1e-4)
     assert diagnosis.cause.endswith(found.about)
     assert "unknown" not in str(diagnosis)
@@ -570,13 +570,13 @@ def test_relative_bias_distance_is_fitted():
     for stages in (("scores", "output"), ("output",)):
         diagnosis = diagnose({name: observed[name] for name in stages}, problem)
         (found,) = diagnosis.named
-        law = found.description.patterns[0]
-        assert (diagnosis.kind, found.pages, law.name) == (
+        pattern = found.description.patterns[0]
+        assert (diagnosis.kind, found.pages, pattern.name) == (
             "structure",
             ("relative-bias",),
             "max_distance",
         )
-        assert law.numbers == {"value": 128, "expected": 40}
+        assert pattern.numbers == {"value": 128, "expected": 40}
         assert found.about == "the max_distance of the relative bias is 128 instead of 40"
         assert diagnosis.more == "mha-parity bugs relative-bias"
 
@@ -596,13 +596,13 @@ def frequencies_times(*factors):
     return Edit(overrides={"angles": angles})
 
 
-def test_law_hides_no_later_bug():
-    """After a law of frequencies, bugs of other stages and of later calls are still named."""
+def test_pattern_hides_no_later_bug():
+    """After a pattern of frequencies, bugs of other stages and of later calls are still named."""
     case = Case("llama", LLAMA, "a prompt, then tokens", seq_len=13, chunks=(12, 1), capacity=14)
     problem = make_problem(case, "float32")
     names = ["kv-heads-tiled", "cache-position-off-by-one"]
-    law = frequencies_times(1.0, 0.9, 1.0, 0.93, 1.0, 1.0, 1.0, 1.0)
-    observed = observed_in(problem, [*(bug(case, name) for name in names[::-1]), law])
+    pattern = frequencies_times(1.0, 0.9, 1.0, 0.93, 1.0, 1.0, 1.0, 1.0)
+    observed = observed_in(problem, [*(bug(case, name) for name in names[::-1]), pattern])
     diagnosis = diagnose({name: x for name, x in observed.items() if "module" not in name}, problem)
     (unknown,) = diagnosis.unnamed
     assert (diagnosis.kind, named_bugs(diagnosis)) == ("pattern", names)
@@ -610,9 +610,9 @@ def test_law_hides_no_later_bug():
     json.dumps(diagnosis.to_dict(), allow_nan=False)
 
 
-def test_law_must_hold_in_earlier_calls():
-    """New tokens rotated by their own factors, after a correct prompt, are one law: that of the first
-    wrong call.
+def test_pattern_must_hold_in_earlier_calls():
+    """New tokens rotated by their own factors, after a correct prompt, are one pattern: that of the
+    first wrong call.
     """
     spec = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0))
     case = Case("steps", spec, "a prompt, then tokens", seq_len=6, chunks=(4, 1, 1), capacity=8)
@@ -634,19 +634,19 @@ def test_law_must_hold_in_earlier_calls():
 
 
 def test_chance_fit_of_rope_is_left_out():
-    """One frequency times 0.9 has only the law of frequencies, not numbers that fit by chance."""
+    """One frequency times 0.9 has only the pattern of frequencies: no numbers fit by chance."""
     problem = make_problem(Case("llama", LLAMA, "a prompt", seq_len=12, is_causal=True), "float32")
     observed = observed_in(problem, [frequencies_times(1.0, 0.9, *[1.0] * 6)])
     (unknown,) = diagnose({"q": observed["q"]}, problem).unnamed
-    assert [law.name for law in unknown.description.patterns] == ["rope frequencies"]
+    assert [pattern.name for pattern in unknown.description.patterns] == ["rope frequencies"]
     assert unknown.pattern.numbers["used"][1] / unknown.pattern.numbers["right"][
         1
     ] == pytest.approx(0.9, rel=1e-4)
 
 
 @pytest.mark.thorough
-def test_wrong_module_output_is_a_law():
-    """Wrong values of module.output are an unexplained law, not a convention."""
+def test_wrong_module_output_is_a_pattern():
+    """Wrong values of module.output are an unexplained pattern, not a convention."""
     problem = make_problem(CASES["causal"], "float32")
     observed = observed_in(problem)
     observed["module.output"] = observed["module.output"] * np.linspace(
@@ -656,8 +656,8 @@ def test_wrong_module_output_is_a_law():
     assert (diagnosis.kind, diagnosis.unnamed[0].stage) == ("pattern", "module.output")
 
 
-@pytest.mark.costly("the search tries all pairs of bugs before laws")
-def test_bug_before_a_law_is_named():
+@pytest.mark.costly("the search tries all pairs of bugs before patterns")
+def test_bug_before_a_pattern_is_named():
     """Missing RoPE is named as the cause, and a later offset of the output stays unexplained."""
     case = CASE_OF["mha"]  # of which few bugs are known, since pairs of them are tried
     problem = make_problem(case, "float32")
@@ -763,11 +763,11 @@ def test_outputs_never_blame_precision(case, before):
     assert blamed == []
 
 
-@pytest.mark.costly("the search tries all bugs before laws")
+@pytest.mark.costly("the search tries all bugs before patterns")
 @sample(stage=["output"])
 @pytest.mark.parametrize("stage", ["q", "output"])
 def test_factor_is_not_precision(stage):
-    """A factor of 1.0003 on q or the output is a law with a page of its own, alone or with all
+    """A factor of 1.0003 on q or the output is a pattern with a page of its own, alone or with all
     other stages.
     """
     problem = make_problem(CASES["rope-gqa"], "float32")

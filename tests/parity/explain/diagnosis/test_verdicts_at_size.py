@@ -415,7 +415,7 @@ def test_cached_padding_is_right(stages):
 
 
 def test_mask_of_longest_is_located():
-    """Masks by the longest length are wrong from step 1 on, in sequence 1, with a law."""
+    """Masks by the longest length are wrong from step 1 on, in sequence 1, with a pattern."""
     problem = make_problem(SERVED, "float32")
     diagnosis = parity.diagnose(served(problem, mask_of_longest=True), problem)
     assert diagnosis.stage == "step1.mask"
