@@ -610,6 +610,7 @@ PAGES: dict[str, str] = {
     "bert-output-gain": "stray-factor",
     "decode-key-head-1": "lost-values",
     "decode-lengths-late": "cache-positions",
+    "decode-padding-counted": "cache-slots",
     "flash-last-rows-lost": "lost-values kernel-blocks",
     "flash-padding-local": "kernel-blocks",
     "flash-empty-eps": "softmax-function",

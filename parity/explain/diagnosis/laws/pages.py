@@ -233,7 +233,11 @@ def _of_axes(law: Edit, seen: Seen, spec: AttentionSpec) -> Families:
 def _of_stage(law: Edit, seen: Seen, _: AttentionSpec) -> Families:
     other, own = stage_named(law.numbers["stage"]), seen.stage
     if "cache" in own.kind and "cache" in other.kind:
-        return (of.CACHE_SLOTS,)  # of an earlier step: stale slots
+        # Slots that are stale in some sequences alone may follow from their lengths.
+        is_of_sequences = len(seen.box[0]) < seen.expected.shape[0]
+        if other.step != own.step and is_of_sequences:
+            return (of.CACHE_SLOTS, of.CACHE_LENGTHS)
+        return (of.CACHE_SLOTS,)
     projections = {"q", "k", "v"}
     return (of.SWAPPED,) if {other.kind, own.kind} <= projections and other.step == own.step else ()
 

@@ -41,7 +41,7 @@ def parts(seen: Seen, recompute: Recompute) -> Iterator[Edit]:
     if problem is None or not np.isfinite(seen.expected).all():
         return
     if not np.isfinite(seen.actual[seen.part]).any():
-        return  # many parts cause NaN, and none of them can be distinguished from the others
+        return  # Many parts cause NaN: they cannot be distinguished.
     try:
         yield from _weights_and_parts(Tried(seen, recompute), problem)
     except TimeoutError:
