@@ -246,19 +246,26 @@ class _PartSearch:
     def _follow(self, stage: str, edits: Edits) -> None:
         """Add a stage to the last finding before it whose stages it is computed from.
 
+        If none can be told, because all are NaN for example, it is added to the last before it.
+
         Args:
             stage: the stage, which is right as a whole.
             edits: those with which it is.
         """
         place = self.trial.stages.index
-        for number in range(len(self.findings) - 1, -1, -1):
+        before = [
+            number
+            for number, finding in enumerate(self.findings)
+            if place(finding.stage) < place(stage)
+        ]
+        for number in reversed(before):
             finding = self.findings[number]
-            if place(finding.stage) > place(stage):
-                continue
             wrong = {finding.stage, *finding.stages, *finding.follows}
             if self.trial.is_computed_from(stage, wrong, edits):
                 self._add_following(number, stage)
                 return
+        if before:
+            self._add_following(before[-1], stage)
 
     def _add_following(self, number: int, stage: str) -> None:
         """Add a stage to the finding that it follows from."""

@@ -379,6 +379,20 @@ def test_stages_follow_the_finding_that_they_read():
     assert (of_output.bugs, of_output.follows) == (("out_proj-bias-missing",), ())
 
 
+def test_stage_after_two_that_are_not_finite_follows():
+    """A stage that is right as a whole, after two that are not finite, is reported with the last of
+    them: what it would be without either is NaN as well.
+    """
+    problem = make_problem(CASE_OF["cached"], "float32")
+    observed = observed_in(problem)
+    observed = {name: x for name, x in observed.items() if not stage_named(name).path}
+    observed["step1.cache.values"] = np.full_like(observed["step1.cache.values"], np.nan)
+    observed["step1.context"] = np.full_like(observed["step1.context"], np.inf)
+    of_values, of_context = diagnose(observed, problem).findings
+    assert (of_values.stage, of_context.stage) == ("step1.cache.values", "step1.context")
+    assert of_context.follows == ("step1.output",)
+
+
 def test_stage_that_reads_nothing_wrong_has_its_own_finding():
     """A stage that is within the budget of the whole layer, but not within its own, follows from no
     stage that it does not read.
