@@ -133,7 +133,9 @@ def search(trial: Trial, work: Work, begin: Edits = ()) -> SearchResult:
         if part == "":
             edits_of_stages = part_search.edits
         if any(not finding.edits for finding in part_search.findings):
-            break  # the paths of a module contain the same
+            # The paths of a module contain the same, so they are not searched.
+            findings = _followed_by_other_paths(trial, findings, part, edits_of_stages)
+            break
     count = sum(len(finding.edits) for finding in findings)
     if not begin:
         return SearchResult(findings, count)
@@ -143,6 +145,24 @@ def search(trial: Trial, work: Work, begin: Edits = ()) -> SearchResult:
     findings.append(assumed)
     findings.sort(key=lambda finding: trial.stages.index(finding.stage))
     return SearchResult(findings, count + len(begin))
+
+
+def _followed_by_other_paths(
+    trial: Trial, findings: Sequence[Finding], part: str, edits: Edits
+) -> list[Finding]:
+    """Return findings, the last unexplained one with the wrong stages of the paths after a part."""
+    paths = list(PARTS)
+    others: list[str] = []
+    for path in paths[paths.index(part) + 1 :]:
+        shared = _shared_edits(trial, path, edits)
+        others += trial.wrong(_of_part(trial.stages, path), shared)
+    followed = list(findings)
+    for number in range(len(findings) - 1, -1, -1):
+        if not findings[number].edits:
+            follows = (*findings[number].follows, *others)
+            followed[number] = replace(findings[number], follows=follows)
+            break
+    return followed
 
 
 def _shared_edits(trial: Trial, part: str, edits: Edits) -> Edits:
