@@ -150,19 +150,27 @@ def search(trial: Trial, work: Work, begin: Edits = ()) -> SearchResult:
 def _followed_by_other_paths(
     trial: Trial, findings: Sequence[Finding], part: str, edits: Edits
 ) -> list[Finding]:
-    """Return findings, the last unexplained one with the wrong stages of the paths after a part."""
+    """Return findings with the wrong stages of the paths after a part: each follows the last
+    unexplained finding of its call, or of a call before it.
+    """
+    followed = list(findings)
     paths = list(PARTS)
-    others: list[str] = []
     for path in paths[paths.index(part) + 1 :]:
         shared = _shared_edits(trial, path, edits)
-        others += trial.wrong(_of_part(trial.stages, path), shared)
-    followed = list(findings)
-    for number in range(len(findings) - 1, -1, -1):
-        if not findings[number].edits:
-            follows = (*findings[number].follows, *others)
-            followed[number] = replace(findings[number], follows=follows)
-            break
+        for stage in trial.wrong(_of_part(trial.stages, path), shared):
+            if _repeats_a_loss(trial, stage, shared):
+                continue
+            for number in range(len(followed) - 1, -1, -1):
+                finding = followed[number]
+                if not finding.edits and _call_of(finding.stage) <= _call_of(stage):
+                    followed[number] = replace(finding, follows=(*finding.follows, stage))
+                    break
     return followed
+
+
+def _call_of(stage: str) -> int:
+    """Return the call of a cache that a stage is of; 0 without a cache."""
+    return stage_named(stage).step or 0
 
 
 def _shared_edits(trial: Trial, part: str, edits: Edits) -> Edits:
