@@ -77,7 +77,7 @@ BY_STYLE: dict[str, dict[str, str]] = {
         "length-of-first": "",
         "length-of-longest": of_both("cache-position-of-longest"),
         "padding-counted": of_both("cache-position-of-longest"),
-        "lengths-late": "cache-slot-early " + of_both("rope-off-by-minus-one"),
+        "lengths-late": "cache-length-low cache-slot-early " + of_both("rope-off-by-minus-one"),
         "stale-values": "cache-slot-stale cache-values-missing",
         "stale-keys": "cache-slot-stale",
         "unrotated-keys": "rope-missing-k",

@@ -111,6 +111,7 @@ GROUPS = (
     weights.residual,
     weights.out_columns,
     weights.missing_biases,
+    caches.lengths,
     caches.caches,
     softmax.empty_rows,
     precision.rounded_parts,
