@@ -246,7 +246,7 @@ class _RankStages:
         if self.tokens > 1:
             part = self.problem.case.seq_len // self.tokens
             return self.ranks.of_tokens(whole, np.arange(rank * part, (rank + 1) * part))
-        local_heads = self.ranks.held(rank)
+        local_heads = self.ranks.local_heads(rank)
         stages: dict[str, np.ndarray] = {}
         for name in OF_HEADS:
             if name in whole:
