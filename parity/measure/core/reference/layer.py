@@ -456,7 +456,8 @@ class Layer:
     def sinusoids(self, distances: np.ndarray) -> np.ndarray:
         """Return the sinusoids of distances, (distances, d_in)."""
         spec, wide = self.problem.spec, self.arithmetic.wide
-        record = cast(SinusoidProducts, spec.relative_products)
+        # An edit of the record overrides this method, whichever kind of products a layer has.
+        record = cast(SinusoidProducts, self.distance_record())
         pair = np.arange(spec.d_in // 2)
         frequencies = 1.0 / record.theta ** (2 * pair / spec.d_in)
         angles = distances[:, None] * frequencies
