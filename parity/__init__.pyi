@@ -43,7 +43,7 @@ from parity.use.testing.pcc import assert_with_pcc as assert_with_pcc
 
 # Explaining a difference
 from parity.explain.diagnosis.attention import attention_of as attention_of
-from parity.explain.diagnosis.bugs.registry import register_bug as register_bug
+from parity.explain.diagnosis.own_bugs import register_bug as register_bug
 from parity.explain.diagnosis.diagnose import (
     Diagnosis as Diagnosis,
     diagnose as diagnose,

@@ -64,7 +64,8 @@ class Finding(JsonRecord):
             known bugs explain it, or if the stage cannot be compared.
         nearest: for an unexplained stage, the edits that reduce its error most: descriptions, and
             the remaining error.
-        follows: later stages that are wrong because of the same cause, in order.
+        follows: stages that are wrong because of the same cause, in order; the last may be those of
+            a module's own paths, which are not searched after an unknown cause.
         part: the part of a module that it is in, with a colon; empty for the stage functions.
     """
 

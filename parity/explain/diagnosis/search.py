@@ -133,7 +133,9 @@ def search(trial: Trial, work: Work, begin: Edits = ()) -> SearchResult:
         if part == "":
             edits_of_stages = part_search.edits
         if any(not finding.edits for finding in part_search.findings):
-            break  # the paths of a module contain the same
+            # The paths of a module contain the same, so they are not searched.
+            findings = _followed_by_other_paths(trial, findings, part, edits_of_stages)
+            break
     count = sum(len(finding.edits) for finding in findings)
     if not begin:
         return SearchResult(findings, count)
@@ -143,6 +145,32 @@ def search(trial: Trial, work: Work, begin: Edits = ()) -> SearchResult:
     findings.append(assumed)
     findings.sort(key=lambda finding: trial.stages.index(finding.stage))
     return SearchResult(findings, count + len(begin))
+
+
+def _followed_by_other_paths(
+    trial: Trial, findings: Sequence[Finding], part: str, edits: Edits
+) -> list[Finding]:
+    """Return findings with the wrong stages of the paths after a part: each follows the last
+    unexplained finding of its call, or of a call before it.
+    """
+    followed = list(findings)
+    paths = list(PARTS)
+    for path in paths[paths.index(part) + 1 :]:
+        shared = _shared_edits(trial, path, edits)
+        for stage in trial.wrong(_of_part(trial.stages, path), shared):
+            if _repeats_a_loss(trial, stage, shared):
+                continue
+            for number in range(len(followed) - 1, -1, -1):
+                finding = followed[number]
+                if not finding.edits and _call_of(finding.stage) <= _call_of(stage):
+                    followed[number] = replace(finding, follows=(*finding.follows, stage))
+                    break
+    return followed
+
+
+def _call_of(stage: str) -> int:
+    """Return the call of a cache that a stage is of; 0 without a cache."""
+    return stage_named(stage).step or 0
 
 
 def _shared_edits(trial: Trial, part: str, edits: Edits) -> Edits:

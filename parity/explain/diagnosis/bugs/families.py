@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from mha_spec import AttentionSpec
 from parity.explain.diagnosis.bugs.record import Edit, known_bug
+from parity.measure.core.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,19 @@ class BugFamily:
     def seen_in(self, *stages: str) -> partial[Edit]:
         """Return a `Edit` of this family that lacks its name, description and overrides."""
         return partial(known_bug, fix=self.fix, page=self.page, stages=stages)
+
+
+Families = tuple[BugFamily, ...]
+"""The families to which a pattern may belong: several if it does not tell which, none if it tells
+none.
+"""
+
+
+def in_families(edit: Edit, spec: AttentionSpec, families: Families) -> Edit:
+    """Return an edit with the pages and fixes of its families, for a layer."""
+    pages = [family.page for family in families]
+    fixes = [family.fix_for(spec) for family in families if family.fix]
+    return replace(edit, pages=tuple(dict.fromkeys(pages)), fixes=tuple(dict.fromkeys(fixes)))
 
 
 # ---- Weights and inputs --------------------------------------------------------------------------
@@ -207,3 +221,14 @@ def scale_family(spec: AttentionSpec) -> BugFamily:
     """
     is_usual = spec.scale is None and math.isclose(spec.score_scale * math.sqrt(spec.head_dim), 1.0)
     return DIVIDED if is_usual else MULTIPLIED
+
+
+def span_family(problem: Problem) -> BugFamily:
+    """Return the family of the window or chunk of a layer, or of a case."""
+    if problem.case.window_size is not None:
+        return WINDOW
+    if problem.spec.chunk_size is not None:
+        return CHUNK
+    if problem.spec.window_size is not None:
+        return WINDOW
+    return NO_WINDOW

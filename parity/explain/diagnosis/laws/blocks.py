@@ -15,14 +15,14 @@ from parity.explain.diagnosis.bugs.blocks import (
     weights_in_blocks,
 )
 from parity.explain.diagnosis.bugs.record import Edit
-from parity.explain.diagnosis.laws.changes import Part
+from parity.explain.diagnosis.laws.changes import part
 from parity.measure.core.problem import Problem
 
 EditOf = Callable[[BlockBug, int, int], Edit]
 """Returns the edit of a bug, for a number of queries and of keys in a block."""
 
 
-def blocks(problem: Problem, quantity: str) -> Iterator[Part]:
+def blocks(problem: Problem, quantity: str) -> Iterator[Edit]:
     """Yield the bugs of a kernel that attends block by block.
 
     Args:
@@ -42,17 +42,18 @@ def blocks(problem: Problem, quantity: str) -> Iterator[Part]:
         of_keys += OF_PADDING
     for block_bug in of_keys:
         for size in key_sizes:
-            yield _part(edit_of, block_bug, case.seq_len, size)
+            yield _part(problem, edit_of, block_bug, case.seq_len, size)
     if not case.is_causal:
         return
     for block_bug in OF_CAUSAL:
         for key_size in key_sizes:
             for row_size in row_sizes:
-                yield _part(edit_of, block_bug, row_size, key_size)
+                yield _part(problem, edit_of, block_bug, row_size, key_size)
 
 
-def _part(edit_of: EditOf, block_bug: BlockBug, rows: int, keys: int) -> Part:
+def _part(problem: Problem, edit_of: EditOf, block_bug: BlockBug, rows: int, keys: int) -> Edit:
     sizes = f"in blocks of {keys} keys"
     if block_bug.causal is not None:
         sizes = f"in blocks of {rows} queries and {keys} keys"
-    return f"{sizes}, {block_bug.words}", edit_of(block_bug, rows, keys), of.BLOCKS
+    words = f"{sizes}, {block_bug.words}"
+    return part(problem, "blocks", words, edit_of(block_bug, rows, keys), of.BLOCKS)

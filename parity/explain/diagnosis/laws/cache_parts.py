@@ -10,7 +10,8 @@ import numpy as np
 
 from parity.explain.diagnosis.bugs import families as of
 from parity.explain.diagnosis.bugs.record import Edit, Override
-from parity.explain.diagnosis.laws.changes import Part
+from parity.explain.diagnosis.laws.changes import part
+from parity.measure.core.case import Case
 from parity.measure.core.problem import Problem
 from parity.measure.core.reference import Layer
 from parity.measure.core.stages import Values
@@ -29,7 +30,7 @@ READ = {"keys": ("products", "k"), "values": ("weighed", "v")}
 """The method that reads cached keys or values, and their name there."""
 
 
-def cache_parts(problem: Problem, quantity: str) -> Iterator[Part]:
+def cache_parts(problem: Problem, quantity: str) -> Iterator[Edit]:
     """Yield other contents of a cache, other reads of it, and other lengths.
 
     Args:
@@ -80,32 +81,23 @@ SLOTS: dict[str, Slots] = {
 }
 
 
-def _of_writes(problem: Problem, names: tuple[str, ...], whose: str) -> Iterator[Part]:
+def _of_writes(problem: Problem, names: tuple[str, ...], whose: str) -> Iterator[Edit]:
     capacity = problem.case.capacity
-    for words, change in SLOTS.items():
-        yield (
-            f"{whose} are cached {words}",
-            _writing(names, _into_slots(change, capacity)),
-            of.CACHE_SLOTS,
-        )
+    for words, slots in SLOTS.items():
+        about = f"{whose} are cached {words}"
+        yield _written_by(problem, names, about, _into_slots(slots, capacity))
         if problem.case.new_lengths:
-            yield (
-                f"{whose}, also those of padding, are cached {words}",
-                _writing(names, _into_slots(change, capacity, with_padding=True)),
-                of.CACHE_SLOTS,
-            )
-    writes: dict[str, Write] = {
-        "put before the cached ones": _prepended,
-        "those of the first sequence": _of_first_sequence,
-        "not cached in sequences after the first": _of_first_row_alone,
-        "those of the slot before, repeated": _repeated,
-        "not cached after the first call": _of_first_call_alone,
-    }
-    for words, write in writes.items():
-        verb = "are" if words.startswith("not") else "in the cache are"
-        yield f"{whose} {verb} {words}", _writing(names, write), of.CACHE_SLOTS
+            about = f"{whose}, also those of padding, are cached {words}"
+            write = _into_slots(slots, capacity, with_padding=True)
+            yield _written_by(problem, names, about, write)
+    for words, write in WRITES.items():
+        yield _written_by(problem, names, f"{whose} {words}", write)
     if problem.spec.rope is not None and "keys" in names and len(names) == 1:
         yield from _of_unrotated(problem)
+
+
+def _written_by(problem: Problem, names: tuple[str, ...], about: str, write: Write) -> Edit:
+    return part(problem, "cache", about, _writing(names, write), of.CACHE_SLOTS)
 
 
 def _writing(names: tuple[str, ...], write: Write) -> Edit:
@@ -141,7 +133,9 @@ def _into_slots(change: Slots, capacity: int, *, with_padding: bool = False) -> 
     ) -> np.ndarray:
         grown = earlier.copy()
         for b, begin in enumerate(change(before)):
-            written = new.shape[2] if with_padding else int(added[b])
+            written = int(added[b])
+            if with_padding:
+                written = new.shape[2]
             count = min(written, capacity - int(begin))
             grown[b, :, begin : begin + count] = new[b, :, :count]
         return grown
@@ -187,7 +181,9 @@ def _of_first_row_alone(
 def _of_first_call_alone(
     earlier: np.ndarray, new: np.ndarray, before: np.ndarray, added: np.ndarray
 ) -> np.ndarray:
-    return earlier.copy() if before.any() else _written(earlier, new, before, added)
+    if before.any():
+        return earlier.copy()
+    return _written(earlier, new, before, added)
 
 
 def _repeated(
@@ -203,80 +199,104 @@ def _repeated(
     return grown
 
 
-def _of_unrotated(problem: Problem) -> Iterator[Part]:
+WRITES: dict[str, Write] = {
+    "in the cache are put before the cached ones": _prepended,
+    "in the cache are those of the first sequence": _of_first_sequence,
+    "are not cached in sequences after the first": _of_first_row_alone,
+    "in the cache are those of the slot before, repeated": _repeated,
+    "are not cached after the first call": _of_first_call_alone,
+}
+
+
+def _of_unrotated(problem: Problem) -> Iterator[Edit]:
     """Yield caches of keys before their rotation, in every call or after the first."""
-    for is_later, words in ((False, ""), (True, " after the first call")):
+    words = "keys are cached before their rotation"
+    always = Edit(overrides={"appended": _append_unrotated})
+    yield part(problem, "cache", words, always, of.MISSING_ROPE)
+    later = Edit(overrides={"appended": _append_unrotated_later})
+    yield part(problem, "cache", f"{words} after the first call", later, of.MISSING_ROPE)
 
-        def appended(
-            layer: Layer,
-            original: Override,
-            cache: str,
-            values: Values,
-            new: dict[str, np.ndarray],
-            before: np.ndarray,
-            added: np.ndarray,
-            is_later: bool = is_later,
-        ) -> dict[str, np.ndarray]:
-            keys = new["keys"]
-            if before.any() or not is_later:
-                tokens = before[:, None] + np.arange(keys.shape[2])
-                places = problem.case.first_position + tokens
-                shrunk = layer.attention_factor() ** -2
-                keys = layer.rotate(keys, places, -1) * keys.dtype.type(shrunk)
-            return original(cache, values, {**new, "keys": keys}, before, added)
 
-        words_of_keys = f"keys are cached before their rotation{words}"
-        yield words_of_keys, Edit(overrides={"appended": appended}), of.MISSING_ROPE
+def _append_unrotated(
+    layer: Layer,
+    original: Override,
+    cache: str,
+    values: Values,
+    new: dict[str, np.ndarray],
+    before: np.ndarray,
+    added: np.ndarray,
+) -> dict[str, np.ndarray]:
+    keys = new["keys"]
+    tokens = before[:, None] + np.arange(keys.shape[2])
+    places = layer.problem.case.first_position + tokens
+    shrunk = layer.attention_factor() ** -2
+    unrotated = layer.rotate(keys, places, -1) * keys.dtype.type(shrunk)
+    return original(cache, values, {**new, "keys": unrotated}, before, added)
+
+
+def _append_unrotated_later(
+    layer: Layer,
+    original: Override,
+    cache: str,
+    values: Values,
+    new: dict[str, np.ndarray],
+    before: np.ndarray,
+    added: np.ndarray,
+) -> dict[str, np.ndarray]:
+    if not before.any():  # the first call
+        return original(cache, values, new, before, added)
+    return _append_unrotated(layer, original, cache, values, new, before, added)
 
 
 # ---- Reads ---------------------------------------------------------------------------------------
 
+Read = Callable[[Layer, str, np.ndarray, Values], np.ndarray]
+"""Maps cached `keys` or `values` (B, K, S, H), and all stages, to those that are used."""
 
-def _of_reads(problem: Problem, name: str) -> Iterator[Part]:
-    method, of_method = READ[name]
 
-    def before_write(_: Layer, cached: np.ndarray, values: Values) -> np.ndarray:
-        return values.get(f"previous.cache.{name}", np.zeros_like(cached))
+def _before_call(_: Layer, name: str, cached: np.ndarray, values: Values) -> np.ndarray:
+    return values.get(f"previous.cache.{name}", np.zeros_like(cached))
 
-    def without_last(layer: Layer, cached: np.ndarray, values: Values) -> np.ndarray:
-        """Lack the last real token of each call."""
-        read = cached.copy()
-        for b, length in enumerate(values["cache.lengths"]):
-            read[b, :, max(int(length) - 1, 0)] = 0.0
-        return read
 
-    def of_first(_: Layer, cached: np.ndarray, __: Values) -> np.ndarray:
-        return np.broadcast_to(cached[:1], cached.shape)
+def _without_last(_: Layer, __: str, cached: np.ndarray, values: Values) -> np.ndarray:
+    """Lack the last real token of each call."""
+    read = cached.copy()
+    for b, length in enumerate(values["cache.lengths"]):
+        read[b, :, max(int(length) - 1, 0)] = 0.0
+    return read
 
-    reads = {
-        "those before the call": before_write,
-        "those without the last token": without_last,
-        "those of the first sequence": of_first,
-    }
-    for words, read in reads.items():
-        yield (
-            f"the cached {name} used are {words}",
-            _reading(method, of_method, read),
-            (of.CACHE_SLOTS),
-        )
+
+def _of_first(_: Layer, __: str, cached: np.ndarray, ___: Values) -> np.ndarray:
+    return np.broadcast_to(cached[:1], cached.shape)
+
+
+def _rotated_again(layer: Layer, _: str, cached: np.ndarray, __: Values) -> np.ndarray:
+    slots = np.arange(cached.shape[2])[None]
+    return layer.rotate(cached, layer.problem.case.first_position + slots)
+
+
+READS: dict[str, Read] = {
+    "those before the call": _before_call,
+    "those without the last token": _without_last,
+    "those of the first sequence": _of_first,
+}
+
+
+def _of_reads(problem: Problem, name: str) -> Iterator[Edit]:
+    for words, read in READS.items():
+        about = f"the cached {name} used are {words}"
+        yield part(problem, "cache", about, _reading(name, read), of.CACHE_SLOTS)
     if name == "keys" and problem.spec.rope is not None:
-
-        def rotated(layer: Layer, cached: np.ndarray, _: Values) -> np.ndarray:
-            slots = np.arange(cached.shape[2])[None]
-            return layer.rotate(cached, problem.case.first_position + slots)
-
-        yield (
-            "cached keys, already rotated, are rotated again when they are used",
-            _reading(method, of_method, rotated),
-            of.POSITIONS,
-        )
+        about = "cached keys, already rotated, are rotated again when they are used"
+        yield part(problem, "cache", about, _reading(name, _rotated_again), of.POSITIONS)
 
 
-def _reading(
-    method: str, name: str, read: Callable[[Layer, np.ndarray, Values], np.ndarray]
-) -> Edit:
+def _reading(name: str, read: Read) -> Edit:
+    """Return the layer that uses other values than the cached ones."""
+    method, argument = READ[name]
+
     def override(layer: Layer, original: Override, values: Values) -> Any:
-        return original({**values, name: read(layer, values[name], values)})
+        return original({**values, argument: read(layer, name, values[argument], values)})
 
     return Edit(overrides={method: override})
 
@@ -284,39 +304,51 @@ def _reading(
 # ---- Lengths -------------------------------------------------------------------------------------
 
 
-def _of_lengths(problem: Problem) -> Iterator[Part]:
+Count = Callable[[Case, int], np.ndarray]
+"""Returns how many tokens of each sequence a call counts, (B,)."""
+
+
+def _with_padding(case: Case, call: int) -> np.ndarray:
+    return np.full(case.batch, case.chunks[call])
+
+
+def _one_less(case: Case, call: int) -> np.ndarray:
+    return np.maximum(np.array(case.added(call)) - 1, 1)
+
+
+def _one(case: Case, _: int) -> np.ndarray:
+    return np.ones(case.batch, int)
+
+
+def _one_more(case: Case, call: int) -> np.ndarray:
+    return np.array(case.added(call)) + 1
+
+
+COUNTS: dict[str, Count] = {
+    "padding counts as cached": _with_padding,
+    "each call counts one token less than it has": _one_less,
+    "each call counts one token": _one,
+    "each call counts one token more than it has": _one_more,
+}
+
+
+def _of_lengths(problem: Problem) -> Iterator[Edit]:
     """Yield lengths of a cache that count other tokens; positions and masks follow them."""
-    case = problem.case
-
-    def with_padding(call: int) -> np.ndarray:
-        return np.full(case.batch, case.chunks[call])
-
-    def one_less(call: int) -> np.ndarray:
-        return np.maximum(np.array(case.added(call)) - 1, 1)
-
-    def one(_: int) -> np.ndarray:
-        return np.ones(case.batch, int)
-
-    def one_more(call: int) -> np.ndarray:
-        return np.array(case.added(call)) + 1
-
-    counts: dict[str, Callable[[int], np.ndarray]] = {
-        "padding counts as cached": with_padding,
-        "each call counts one token less than it has": one_less,
-        "each call counts one token": one,
-        "each call counts one token more than it has": one_more,
-    }
-    for words, count in counts.items():
-        changed = _counting(count, caches_all=count is with_padding)
-        yield f"the length of the cache is wrong: {words}", changed, of.CACHE_LENGTHS
+    for words, count in COUNTS.items():
+        about = f"the length of the cache is wrong: {words}"
+        yield part(problem, "cache", about, _counting(problem.case, count), of.CACHE_LENGTHS)
 
 
-def _counting(count: Callable[[int], np.ndarray], *, caches_all: bool) -> Edit:
+def _counting(case: Case, count: Count) -> Edit:
     def call(layer: Layer, original: Override, index: int) -> Any:
-        before = np.sum([count(earlier) for earlier in range(index)], axis=0, dtype=int)
+        counted_before = [count(case, earlier) for earlier in range(index)]
+        before = np.sum(counted_before, axis=0, dtype=int)
         right = original(index)
         before = np.broadcast_to(before, right.before.shape)
-        return _OtherLengths(right, before, count(index), caches_all=caches_all)
+        counted, added = count(case, index), right.added
+        if count is _with_padding:
+            added = counted  # padding is cached, too
+        return _OtherLengths(right, before, counted, added)
 
     return Edit(overrides={"call": call})
 
@@ -325,9 +357,8 @@ class _OtherLengths:
     """A call that begins after another number of cached tokens."""
 
     def __init__(
-        self, right: Any, before: np.ndarray, counted: np.ndarray, *, caches_all: bool
+        self, right: Any, before: np.ndarray, counted: np.ndarray, added: np.ndarray
     ) -> None:
-        added = counted if caches_all else right.added
         self._right, self._counted = replace(right, before=before, added=added), counted
 
     def __getattr__(self, name: str) -> Any:
@@ -336,9 +367,9 @@ class _OtherLengths:
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
         right, problem = self._right, self._right.layer.problem
-        inputs = {
-            name: problem.step_input(right.index, side) for name, side in problem.sides.items()
-        }
+        inputs = {}
+        for name, side in problem.sides.items():
+            inputs[name] = problem.step_input(right.index, side)
         places = problem.case.first_position + right.slots
         return right.layer.project({**inputs, "q": right.x}, places)
 

@@ -1,10 +1,12 @@
-"""Replacements of a part of a layer: another weight, input, mask or order of axes; each a
-description and a change.
+"""Replacements of a part of a layer: another weight, input, mask or order of axes; each an edit of
+the reference.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -13,29 +15,51 @@ import numpy as np
 from mha_spec import Norm
 from mha_spec.features.relative_products import RELATIVE_TABLES
 from parity.explain.diagnosis.bugs import families as of
-from parity.explain.diagnosis.bugs.families import BugFamily
+from parity.explain.diagnosis.bugs.families import BugFamily, in_families
 from parity.explain.diagnosis.bugs.record import Edit
 from parity.measure.core.problem import Problem
+from parity.measure.core.reference import Layer
 from parity.measure.core.stages import Values
 from parity.measure.core.weights import QKV
 from parity.measure.text import and_listed
-
-Part = tuple[str, Edit, BugFamily | None]
-"""The description of a change, the change of the reference, and its family of bugs, if any."""
 
 Form = Callable[[np.ndarray], np.ndarray]
 
 MOST_HEADS = 16
 """The largest number of heads of a projection of which two may be exchanged."""
 
-GIVEN_OTHERS = (QKV[:1], QKV[1:2], QKV[2:], QKV[1:])
+READING_OTHERS = (QKV[:1], QKV[1:2], QKV[2:], QKV[1:])
 """Projections that may read another input: each alone, and keys and values together."""
+
+
+def part(
+    problem: Problem, name: str, about: str, change: Edit, family: BugFamily | None = None
+) -> Edit:
+    """Return the replacement of a part of a layer.
+
+    Args:
+        problem: with the layer.
+        name: of its kind, such as `weight`.
+        about: its description.
+        change: what it overrides.
+        family: whose page and fix it has; None if it may belong to several.
+    """
+    named = replace(change, name=name, about=about)
+    if family is None:
+        return named
+    return in_families(named, problem.spec, (family,))
+
+
+def _be(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return "is"
+    return "are"
 
 
 # ---- Weights -------------------------------------------------------------------------------------
 
 
-def weights(problem: Problem, names: list[str]) -> Iterator[Part]:
+def weights(problem: Problem, names: list[str]) -> Iterator[Edit]:
     """Yield replacements of weights: by another one, two exchanged, one or all projections in
     another form.
 
@@ -43,74 +67,77 @@ def weights(problem: Problem, names: list[str]) -> Iterator[Part]:
         problem: with the weights.
         names: the weights that the stage depends on.
     """
-    held = problem.weights
-    for one in names:
-        for other in (name for name in held if name != one and held[name].shape == held[one].shape):
-            yield f"{one} is {other}", _replaced({one: held[other]}), family_of(one)
-    for one, other in combinations(names, 2):
-        if held[one].shape == held[other].shape:
-            yield (
-                f"{one} and {other} are exchanged",
-                _replaced({one: held[other], other: held[one]}),
-                family_of(one),
-            )
-    yield from _projections(held, names)
+    yield from _other_weights(problem, names)
+    yield from _exchanged(problem, names)
+    yield from _other_projections(problem, names)
     yield from _heads_exchanged(problem, names)
     yield from _split_otherwise(problem, names)
-    forms = {name: dict(_forms(name, problem)) for name in names}
-    for some in _together(names):
-        for words in forms[some[0]]:
-            if all(words in forms[name] for name in some):
-                changed = {name: forms[name][words](held[name].astype(np.float64)) for name in some}
-                family = of.TRANSPOSED if words == "transposed" else family_of(some[0])
-                yield (
-                    f"{and_listed(some)} {_be(some)} {words}",
-                    _replaced(changed),
-                    of.HEAD_ORDER if words.startswith("read with") else family,
-                )
+    yield from _in_other_forms(problem, names)
 
 
-def _projections(held: Mapping[str, np.ndarray], names: list[str]) -> Iterator[Part]:
-    """Yield replacements of a projection, including its bias, by another one."""
-    leaves = {
-        one: {leaf: w.shape for leaf, w in _leaves(held, one).items()} for one in (*QKV, "out_proj")
-    }
-    for one, shapes in leaves.items():
-        for other in leaves:
-            if (
-                other != one
-                and leaves[other] == shapes
-                and len(shapes) > 1
-                and f"{one}.weight" in names
-            ):
-                changed = {f"{one}.{leaf}": w for leaf, w in _leaves(held, other).items()}
-                yield f"{one} is {other}", _replaced(changed), of.SWAPPED
+def _other_weights(problem: Problem, names: list[str]) -> Iterator[Edit]:
+    for one in names:
+        right = problem.weights[one]
+        for other, weight in problem.weights.items():
+            if other != one and weight.shape == right.shape:
+                change = _replaced({one: weight})
+                yield part(problem, "weight", f"{one} is {other}", change, family_of(one))
 
 
-def _heads_exchanged(problem: Problem, names: list[str]) -> Iterator[Part]:
+def _exchanged(problem: Problem, names: list[str]) -> Iterator[Edit]:
+    for one, other in combinations(names, 2):
+        weight, other_weight = problem.weights[one], problem.weights[other]
+        if weight.shape == other_weight.shape:
+            words = f"{one} and {other} are exchanged"
+            change = _replaced({one: other_weight, other: weight})
+            yield part(problem, "weight", words, change, family_of(one))
+
+
+def _other_projections(problem: Problem, names: list[str]) -> Iterator[Edit]:
+    """Yield replacements of a projection with a bias by another one."""
+    shapes = {name: _shapes_of(problem, name) for name in (*QKV, "out_proj")}
+    for one, shapes_of_one in shapes.items():
+        if len(shapes_of_one) < 2 or f"{one}.weight" not in names:
+            continue
+        for other, shapes_of_other in shapes.items():
+            if other == one or shapes_of_other != shapes_of_one:
+                continue
+            leaves = _leaves(problem, other)
+            change = _replaced({f"{one}.{leaf}": weight for leaf, weight in leaves.items()})
+            yield part(problem, "weight", f"{one} is {other}", change, of.SWAPPED)
+
+
+def _heads_exchanged(problem: Problem, names: list[str]) -> Iterator[Edit]:
     """Yield exchanges of two heads of a projection, including its bias; neighboring heads first."""
     spec = problem.spec
+    if spec.latent is not None:
+        return
     counts = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads, "v_proj": spec.num_kv_heads}
-    for projection, count in counts.items() if spec.latent is None else ():
-        if (
-            f"{projection}.weight" not in names or not 2 < count <= MOST_HEADS
-        ):  # for two heads it is a known bug
+    for projection, count in counts.items():
+        # For two heads it is a known bug.
+        if f"{projection}.weight" not in names or not 2 < count <= MOST_HEADS:
             continue
-        for one, other in sorted(combinations(range(count), 2), key=lambda pair: pair[1] - pair[0]):
-            order = np.arange(count)
-            order[[one, other]] = other, one
-            changed = {
-                f"{projection}.{leaf}": w.reshape(count, -1, *w.shape[1:])[order].reshape(w.shape)
-                for leaf, w in _leaves(problem.weights, projection).items()
-            }
-            yield (
-                f"heads {one} and {other} of {projection} are exchanged",
-                _replaced(changed),
-                of.HEAD_ORDER,
-            )
+        leaves = _leaves(problem, projection)
+        for away in range(1, count):
+            for one in range(count - away):
+                other = one + away
+                order = np.arange(count)
+                order[[one, other]] = other, one
+                words = f"heads {one} and {other} of {projection} are exchanged"
+                change = _with_heads(projection, leaves, order)
+                yield part(problem, "weight", words, change, of.HEAD_ORDER)
 
 
-def _split_otherwise(problem: Problem, names: list[str]) -> Iterator[Part]:
+def _with_heads(projection: str, leaves: Mapping[str, np.ndarray], order: np.ndarray) -> Edit:
+    """Return the layer whose projection has its heads in another order."""
+    reordered = {}
+    for leaf, weight in leaves.items():
+        heads = weight.reshape(len(order), -1, *weight.shape[1:])
+        reordered[f"{projection}.{leaf}"] = heads[order].reshape(weight.shape)
+    return _replaced(reordered)
+
+
+def _split_otherwise(problem: Problem, names: list[str]) -> Iterator[Edit]:
     """Yield heads of one projection, including its bias, that are split in another way."""
     spec = problem.spec
     if spec.latent is not None or spec.shared_kv or problem.case.is_cached:
@@ -121,7 +148,8 @@ def _split_otherwise(problem: Problem, names: list[str]) -> Iterator[Part]:
         for words, split in SPLITS.items():
             if name == "k" and split is exchanged_split:
                 continue  # the same as keys that are not transposed in the product
-            yield f"{name}'s heads are {words}", _splitting(name, split), of.HEAD_ORDER
+            change = _splitting(name, split)
+            yield part(problem, "weight", f"{name}'s heads are {words}", change, of.HEAD_ORDER)
 
 
 Split = Callable[[np.ndarray, int], np.ndarray]
@@ -171,160 +199,258 @@ def family_of(name: str) -> BugFamily:
         return of.QK_NORM
     if name.startswith(("q_proj", "k_proj", "v_proj", "out_proj")):
         return of.SWAPPED
-    known = {"sinks": of.SINKS, "relative_bias": of.RELATIVE_BIAS, "gate": of.GATE}
-    known |= dict.fromkeys(RELATIVE_TABLES, of.RELATIVE_PRODUCTS)
-    return next((family for begin, family in known.items() if name.startswith(begin)), of.LATENTS)
+    if name.startswith("sinks"):
+        return of.SINKS
+    if name.startswith("relative_bias"):
+        return of.RELATIVE_BIAS
+    if name.startswith("gate"):
+        return of.GATE
+    if name.startswith(tuple(RELATIVE_TABLES)):
+        return of.RELATIVE_PRODUCTS
+    return of.LATENTS
 
 
-def _leaves(held: Mapping[str, np.ndarray], projection: str) -> dict[str, np.ndarray]:
-    names = {leaf: f"{projection}.{leaf}" for leaf in ("weight", "bias")}
-    return {leaf: held[name] for leaf, name in names.items() if name in held}
+def _leaves(problem: Problem, projection: str) -> dict[str, np.ndarray]:
+    """Return the weight and the bias of a projection, if it has them."""
+    leaves = {}
+    for leaf in ("weight", "bias"):
+        name = f"{projection}.{leaf}"
+        if name in problem.weights:
+            leaves[leaf] = problem.weights[name]
+    return leaves
+
+
+def _shapes_of(problem: Problem, projection: str) -> dict[str, tuple[int, ...]]:
+    return {leaf: weight.shape for leaf, weight in _leaves(problem, projection).items()}
 
 
 def multiple(name: str, times: float) -> Edit:
     """Multiply a weight by a number."""
 
     def parameter(_: Any, original: Any, which: str) -> np.ndarray:
-        return original(which).astype(np.float64) * times if which == name else original(which)
+        weight = original(which)
+        if which != name:
+            return weight
+        return weight.astype(np.float64) * times
 
     return Edit(overrides={"parameter": parameter})
 
 
 def _replaced(others: Mapping[str, np.ndarray]) -> Edit:
     def parameter(_: Any, original: Any, name: str) -> np.ndarray:
-        return others[name] if name in others else original(name)
+        if name in others:
+            return others[name]
+        return original(name)
 
     return Edit(overrides={"parameter": parameter})
 
 
+# ---- Forms of weights ----------------------------------------------------------------------------
+
+
+def _in_other_forms(problem: Problem, names: list[str]) -> Iterator[Edit]:
+    """Yield weights with other numbers, or with the same ones in another order."""
+    forms = {name: dict(_forms(name, problem)) for name in names}
+    for group in _together(names):
+        for words in forms[group[0]]:
+            if not all(words in forms[name] for name in group):
+                continue
+            changed = {}
+            for name in group:
+                form = forms[name][words]
+                changed[name] = form(problem.weights[name].astype(np.float64))
+            family = family_of(group[0])
+            if words == "transposed":
+                family = of.TRANSPOSED
+            elif words.startswith("read with"):
+                family = of.HEAD_ORDER
+            about = f"{and_listed(group)} {_be(group)} {words}"
+            yield part(problem, "weight", about, _replaced(changed), family)
+
+
 def _together(names: list[str]) -> Iterator[list[str]]:
     """Yield weights that may be wrong alike: each alone, then those of several projections."""
-    yield from ([name] for name in names)
+    for name in names:
+        yield [name]
     for leaf in ("weight", "bias"):
-        of = [
-            name
-            for name in (f"{projection}.{leaf}" for projection in (*QKV, "out_proj"))
-            if name in names
-        ]
-        some = [of[:2], of[:3], of]
-        yield from (each for i, each in enumerate(some) if len(each) > 1 and each not in some[:i])
-        norms = [name for name in (f"q_norm.{leaf}", f"k_norm.{leaf}") if name in names]
-        if len(norms) == 2:
+        of_projections = [f"{name}.{leaf}" for name in (*QKV, "out_proj")]
+        present = [name for name in of_projections if name in names]
+        for count in dict.fromkeys((2, 3, len(present))):
+            if 1 < count <= len(present):
+                yield present[:count]
+        norms = [f"q_norm.{leaf}", f"k_norm.{leaf}"]
+        if set(norms) <= set(names):
             yield norms
 
 
-def _be(some: Sequence[str]) -> str:
-    return "is" if len(some) == 1 else "are"
-
-
 def _forms(name: str, problem: Problem) -> Iterator[tuple[str, Form]]:
-    """Yield forms of a weight with other numbers, or with the same ones in another order."""
-    w, spec = problem.weights[name], problem.spec
-    if w.ndim == 1:
-        yield "its exponential", np.exp
-        yield "1 + its value", lambda x: x + 1.0
-        yield "its value - 1", lambda x: x - 1.0
-        yield "its square", np.square
-        yield "its absolute value", np.abs
-        yield "1 throughout", np.ones_like
-    elif w.ndim == 2 and w.shape[0] == w.shape[1]:
+    """Yield forms of a weight, with their descriptions."""
+    weight, spec = problem.weights[name], problem.spec
+    if weight.ndim == 1:
+        yield from VECTOR_FORMS.items()
+    elif weight.ndim == 2 and weight.shape[0] == weight.shape[1]:
         yield "transposed", np.transpose
-    heads = {"q": spec.num_heads, "k": spec.num_kv_heads, "v": spec.num_kv_heads}
-    if name.startswith(QKV) and spec.latent is None and heads[name[0]] > 1:
-        yield from _rows(heads[name[0]])
+    if name.startswith(QKV) and spec.latent is None:
+        heads = spec.num_kv_heads
+        if name.startswith("q"):
+            heads = spec.num_heads
+        if heads > 1:
+            for words, form in ROW_FORMS.items():
+                yield f"read with {words.format('rows')}", partial(form, heads)
     elif name == "out_proj.weight" and spec.num_heads > 1:
-        for words, form in _rows(spec.num_heads):
-            yield words.replace("rows", "columns"), lambda x, form=form: form(x.T).T
+        for words, form in ROW_FORMS.items():
+            yield (
+                f"read with {words.format('columns')}",
+                partial(_in_columns, form, spec.num_heads),
+            )
 
 
-def _rows(heads: int) -> Iterator[tuple[str, Form]]:
-    """Yield orders of the rows of a projection."""
+def plus_one(x: np.ndarray) -> np.ndarray:
+    return x + 1.0
 
-    def inside(x: np.ndarray) -> np.ndarray:
-        return x.reshape(heads, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
 
-    def outside(x: np.ndarray) -> np.ndarray:
-        return x.reshape(-1, heads, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
+def minus_one(x: np.ndarray) -> np.ndarray:
+    return x - 1.0
 
-    def rolled(x: np.ndarray) -> np.ndarray:
-        return np.roll(x.reshape(heads, -1, *x.shape[1:]), 1, axis=0).reshape(x.shape)
 
-    yield "read with rows (H, N) instead of (N, H)", inside
-    yield "read with rows (N, H) instead of (H, N)", outside
-    yield "read with its heads rolled by 1", rolled
+VECTOR_FORMS: dict[str, Form] = {
+    "its exponential": np.exp,
+    "1 + its value": plus_one,
+    "its value - 1": minus_one,
+    "its square": np.square,
+    "its absolute value": np.abs,
+    "1 throughout": np.ones_like,
+}
+"""Forms of a bias, or of a norm's weight."""
+
+
+def features_outside(heads: int, x: np.ndarray) -> np.ndarray:
+    return x.reshape(heads, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
+
+
+def heads_outside(heads: int, x: np.ndarray) -> np.ndarray:
+    return x.reshape(-1, heads, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
+
+
+def heads_rolled(heads: int, x: np.ndarray) -> np.ndarray:
+    return np.roll(x.reshape(heads, -1, *x.shape[1:]), 1, axis=0).reshape(x.shape)
+
+
+ROW_FORMS: dict[str, Callable[[int, np.ndarray], np.ndarray]] = {
+    "{} (H, N) instead of (N, H)": features_outside,
+    "{} (N, H) instead of (H, N)": heads_outside,
+    "its heads rolled by 1": heads_rolled,
+}
+"""Orders of the rows of a projection, or of the columns of out_proj, by the number of heads."""
+
+
+def _in_columns(
+    form: Callable[[int, np.ndarray], np.ndarray], heads: int, x: np.ndarray
+) -> np.ndarray:
+    return form(heads, x.T).T
 
 
 # ---- Inputs --------------------------------------------------------------------------------------
 
 
-def inputs(problem: Problem) -> Iterator[Part]:
+def inputs(problem: Problem) -> Iterator[Edit]:
     """Yield projections of the other input, of another sequence, or of other tokens."""
     if problem.case.is_cached or problem.spec.latent is not None:
         return
     query, key = problem.inputs["query"], problem.inputs.get("key")
     if key is not None and key.shape == query.shape:
-        both = {"q_proj": key, "k_proj": query, "v_proj": query}
-        yield "the query and the key are exchanged", _projecting(both), of.INPUTS
-        for some in GIVEN_OTHERS:
-            words = f"{and_listed([name[0] for name in some])} {_be(some)} made of the "
-            words += "key" if "q" in some[0] else "query"
-            yield words, _projecting({name: both[name] for name in some}), of.INPUTS
-    forms: dict[str, Form] = {
-        "the sequence before": lambda x: np.roll(x, 1, axis=0),
-        "the first sequence": lambda x: np.broadcast_to(x[:1], x.shape),
-        "the token before": lambda x: np.roll(x, 1, axis=1),
-        "the token after": lambda x: np.roll(x, -1, axis=1),
-        "tokens in reverse order": lambda x: x[:, ::-1],
-    }
-    for some in GIVEN_OTHERS:
-        for words, form in forms.items():
-            others = {
-                name: form(query if key is None or name == "q_proj" else key) for name in some
-            }
-            family = of.SEQUENCES if "sequence" in words else of.TOKENS
-            yield (
-                f"{and_listed([name[0] for name in some])} {_be(some)} made of {words}",
-                _projecting(others),
-                family,
-            )
+        yield from _other_input(problem, query, key)
+    for projections in READING_OTHERS:
+        whose = and_listed([name[0] for name in projections])
+        for words, form in INPUT_FORMS.items():
+            changed = {}
+            for name in projections:
+                read = query
+                if key is not None and name != "q_proj":
+                    read = key
+                changed[name] = form(read)
+            family = of.TOKENS
+            if "sequence" in words:
+                family = of.SEQUENCES
+            about = f"{whose} {_be(projections)} made of {words}"
+            yield part(problem, "input", about, _projecting(changed), family)
+
+
+def _other_input(problem: Problem, query: np.ndarray, key: np.ndarray) -> Iterator[Edit]:
+    """Yield projections that read the query instead of the key, and the other way round."""
+    exchanged = {"q_proj": key, "k_proj": query, "v_proj": query}
+    words = "the query and the key are exchanged"
+    yield part(problem, "input", words, _projecting(exchanged), of.INPUTS)
+    for projections in READING_OTHERS:
+        other = "query"
+        if "q_proj" in projections:
+            other = "key"
+        whose = and_listed([name[0] for name in projections])
+        words = f"{whose} {_be(projections)} made of the {other}"
+        change = _projecting({name: exchanged[name] for name in projections})
+        yield part(problem, "input", words, change, of.INPUTS)
+
+
+def sequence_before(x: np.ndarray) -> np.ndarray:
+    return np.roll(x, 1, axis=0)
+
+
+def first_sequence(x: np.ndarray) -> np.ndarray:
+    return np.broadcast_to(x[:1], x.shape)
+
+
+def token_before(x: np.ndarray) -> np.ndarray:
+    return np.roll(x, 1, axis=1)
+
+
+def token_after(x: np.ndarray) -> np.ndarray:
+    return np.roll(x, -1, axis=1)
+
+
+def reversed_tokens(x: np.ndarray) -> np.ndarray:
+    return x[:, ::-1]
+
+
+INPUT_FORMS: dict[str, Form] = {
+    "the sequence before": sequence_before,
+    "the first sequence": first_sequence,
+    "the token before": token_before,
+    "the token after": token_after,
+    "tokens in reverse order": reversed_tokens,
+}
+"""Wrong inputs (B, T, d) of a projection."""
 
 
 def _projecting(others: Mapping[str, np.ndarray]) -> Edit:
     """Return the layer whose projections of some names read other inputs."""
-    return Edit(
-        overrides={"linear": lambda _, original, name, x: original(name, others.get(name, x))}
-    )
+
+    def linear(_: Any, original: Any, name: str, x: np.ndarray) -> np.ndarray:
+        return original(name, others.get(name, x))
+
+    return Edit(overrides={"linear": linear})
 
 
 # ---- Masks and biases ----------------------------------------------------------------------------
 
 
-def masks_and_biases(problem: Problem) -> Iterator[Part]:
+def masks_and_biases(problem: Problem) -> Iterator[Edit]:
     """Yield a mask, and a bias of the scores, in other axes or of another head or sequence."""
-    forms = dict(_planes())
-    if problem.case.is_causal and problem.case.key_padding_lengths is not None:
-        yield (
-            "a key is hidden only if all parts of the mask hide it, instead of any part",
-            Edit(overrides={"mask": _all_of}),
-            of.POLARITY,
-        )
-    if problem.case.window_size is not None or problem.spec.window_size is not None:
-        for words, method in _OUTSIDE_WINDOW.items():
-            yield words, Edit(overrides={"is_before_window": method}), of.WINDOW
-    if problem.case.has_mask:
-        for words, form in forms.items():
-            changed = Edit(overrides={"hidden": lambda _, f, x, form=form: form(f(x))})
-            yield f"the mask is {words}", changed, _family_of_mask(problem, words)
-    if problem.case.bias:
-        others = {"subtracted": np.negative, "added twice": lambda x: x + x, **forms}
-        for words, form in others.items():
-            yield (
-                f"the bias of the scores is {words}",
-                Edit(
-                    overrides={"score_bias": lambda _, f, form=form: form(f().astype(np.float64))}
-                ),
-                of.SCORE_BIAS,
-            )
+    case = problem.case
+    if case.is_causal and case.key_padding_lengths is not None:
+        words = "a key is hidden only if all parts of the mask hide it, instead of any part"
+        yield part(problem, "mask", words, Edit(overrides={"mask": _all_of}), of.POLARITY)
+    if case.window_size is not None or problem.spec.window_size is not None:
+        for words, is_before_window in OUTSIDE_WINDOW.items():
+            change = Edit(overrides={"is_before_window": is_before_window})
+            yield part(problem, "mask", words, change, of.WINDOW)
+    if case.has_mask:
+        for words, form in PLANES.items():
+            change, family = _with_mask(form), _family_of_mask(problem, words)
+            yield part(problem, "mask", f"the mask is {words}", change, family)
+    if case.bias:
+        for words, form in BIAS_FORMS.items():
+            about = f"the bias of the scores is {words}"
+            yield part(problem, "mask", about, _with_bias(form), of.SCORE_BIAS)
 
 
 def _outside_window(_: Any, original: Any, t: np.ndarray, s: np.ndarray, size: int) -> np.ndarray:
@@ -335,7 +461,7 @@ def _outside_or_own(_: Any, original: Any, t: np.ndarray, s: np.ndarray, size: i
     return ~original(t, s, size) & (s != t)
 
 
-_OUTSIDE_WINDOW = {
+OUTSIDE_WINDOW = {
     "keys in the window are hidden, and those before it are visible": _outside_window,
     "keys in the window but a query's own are hidden, and those before it are visible": (
         _outside_or_own
@@ -343,65 +469,177 @@ _OUTSIDE_WINDOW = {
 }
 
 
+def _with_mask(form: Form) -> Edit:
+    def hidden(_: Layer, original: Any, x: Any) -> np.ndarray:
+        return form(original(x))
+
+    return Edit(overrides={"hidden": hidden})
+
+
+def _with_bias(form: Form) -> Edit:
+    def score_bias(_: Layer, original: Any) -> np.ndarray:
+        return form(original().astype(np.float64))
+
+    return Edit(overrides={"score_bias": score_bias})
+
+
 def _family_of_mask(problem: Problem, words: str) -> BugFamily | None:
     """Return the family of a mask in another form, if the masks of a case determine one."""
     case = problem.case
     if words == "transposed":
-        return of.CAUSAL if case.is_causal and not case.random_mask else of.POLARITY
+        if case.is_causal and not case.random_mask:
+            return of.CAUSAL
+        return of.POLARITY
     if "head" in words or "(N, B)" in words:
         return of.MASK_HEADS
-    return of.PADDING if case.key_padding_lengths is not None and "sequence" in words else None
+    if case.key_padding_lengths is not None and "sequence" in words:
+        return of.PADDING
+    return None
 
 
 def _all_of(layer: Any, original: Any, values: Values) -> dict[str, np.ndarray]:
     """Return the mask of keys that both causality and padding hide."""
-    none = np.zeros((1, 1), bool)
-    with layer.overriding(is_later=lambda *_: none):
+    with layer.overriding(is_later=_hides_nothing):
         padding = original(values)["mask"]
-    with layer.overriding(is_padding=lambda *_: none):
+    with layer.overriding(is_padding=_hides_nothing):
         return {"mask": padding & original(values)["mask"]}
 
 
-def _planes() -> Iterator[tuple[str, Form]]:
-    """Yield orders of queries by keys of each sequence and head."""
-    yield "transposed", lambda x: x.swapaxes(2, 3)
-    yield "that of the first head", lambda x: np.broadcast_to(x[:, :1], x.shape)
-    yield "that of the first sequence", lambda x: np.broadcast_to(x[:1], x.shape)
-    yield "that of the sequence before", lambda x: np.roll(x, 1, axis=0)
-    yield "with its heads rolled by 1", lambda x: np.roll(x, 1, axis=1)
-    yield "with its heads in reverse order", lambda x: x[:, ::-1]
-    yield "read as (B, N) instead of (N, B)", lambda x: _as_rows(x.swapaxes(0, 1), x.shape)
-    yield (
-        "read as (N, B) instead of (B, N)",
-        lambda x: x.reshape(x.shape[1], x.shape[0], *x.shape[2:]).swapaxes(0, 1),
-    )
+def _hides_nothing(*_: Any) -> np.ndarray:
+    return np.zeros((1, 1), bool)
 
 
-def _as_rows(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    return np.ascontiguousarray(x).reshape(shape)
+def transposed(x: np.ndarray) -> np.ndarray:
+    return x.swapaxes(2, 3)
+
+
+def of_first_head(x: np.ndarray) -> np.ndarray:
+    return np.broadcast_to(x[:, :1], x.shape)
+
+
+def rolled_heads(x: np.ndarray) -> np.ndarray:
+    return np.roll(x, 1, axis=1)
+
+
+def reversed_heads(x: np.ndarray) -> np.ndarray:
+    return x[:, ::-1]
+
+
+def read_as_sequences(x: np.ndarray) -> np.ndarray:
+    """Read (N, B, T, S) as (B, N, T, S)."""
+    return np.ascontiguousarray(x.swapaxes(0, 1)).reshape(x.shape)
+
+
+def read_as_heads(x: np.ndarray) -> np.ndarray:
+    """Read (B, N, T, S) as (N, B, T, S)."""
+    return x.reshape(x.shape[1], x.shape[0], *x.shape[2:]).swapaxes(0, 1)
+
+
+PLANES: dict[str, Form] = {
+    "transposed": transposed,
+    "that of the first head": of_first_head,
+    "that of the first sequence": first_sequence,
+    "that of the sequence before": sequence_before,
+    "with its heads rolled by 1": rolled_heads,
+    "with its heads in reverse order": reversed_heads,
+    "read as (B, N) instead of (N, B)": read_as_sequences,
+    "read as (N, B) instead of (B, N)": read_as_heads,
+}
+"""Wrong orders of queries by keys of each sequence and head, (B, N, T, S)."""
+
+
+def doubled(x: np.ndarray) -> np.ndarray:
+    return x + x
+
+
+BIAS_FORMS: dict[str, Form] = {"subtracted": np.negative, "added twice": doubled, **PLANES}
 
 
 # ---- Products of heads ---------------------------------------------------------------------------
 
 
-_OF_FORMS = {
-    "of the token before": of.TOKENS,
-    "of the token after": of.TOKENS,
-    "of the sequence before": of.SEQUENCES,
-    "normalized, each head separately": of.QK_NORM,
+def products(problem: Problem) -> Iterator[Edit]:
+    """Yield scores and contexts of other keys and values, or of the same ones in other axes."""
+    spec = problem.spec
+    words = "the keys are not transposed in the product"
+    yield part(problem, "product", words, _given("products", k=transposed), of.PRODUCTS)
+    words = "the products of queries and keys are transposed"
+    change = Edit(overrides={"products": _transposed_products})
+    yield part(problem, "product", words, change, of.SWAPPED)
+    words = "the attention weights are transposed in their product with the values"
+    yield part(problem, "product", words, _given("weighed", attn_weights=transposed), of.PRODUCTS)
+    yield from _other_tokens(problem, "products", "k", "keys")
+    yield from _other_heads(problem, "products", "keys")
+    yield from _other_tokens(problem, "weighed", "v", "values")
+    yield from _other_heads(problem, "weighed", "values")
+    yield from _other_heads(problem, "", "keys and values")
+    for words, order in _orders_of_queries(spec.num_heads, spec.num_kv_heads):
+        change = _given("products", q=partial(_in_order, order))
+        yield part(problem, "product", f"the queries used are {words}", change, of.HEAD_ORDER)
+    if spec.soft_cap is not None:
+        for words, capped in CAPS.items():
+            change = Edit(overrides={"capped": partial(capped, spec.soft_cap)})
+            yield part(problem, "product", words, change, of.SOFT_CAP)
+
+
+def _transposed_products(_: Layer, original: Any, values: Values) -> np.ndarray:
+    return original(values).swapaxes(2, 3)
+
+
+def of_token_before(x: np.ndarray) -> np.ndarray:
+    return np.roll(x, 1, axis=2)
+
+
+def of_token_after(x: np.ndarray) -> np.ndarray:
+    return np.roll(x, -1, axis=2)
+
+
+def _given(method: str, **forms: Form) -> Edit:
+    """Return the layer in which a method receives other values."""
+
+    def override(_: Any, original: Any, values: Values) -> Any:
+        changed = {name: form(values[name]) for name, form in forms.items()}
+        return original({**values, **changed})
+
+    return Edit(overrides={method: override})
+
+
+def _other_tokens(problem: Problem, method: str, name: str, whose: str) -> Iterator[Edit]:
+    """Yield the use of keys, or values, of other tokens or sequences, and of normalized ones."""
+    eps = Norm().eps
+    if problem.spec.qk_norm is not None:
+        eps = problem.spec.qk_norm.eps
+    of_tokens = of.TOKENS
+    if problem.case.is_cached:
+        of_tokens = of.CACHE_SLOTS  # what is used is read from the cache
+    forms: tuple[tuple[str, Form, BugFamily], ...] = (
+        ("of the token before", of_token_before, of_tokens),
+        ("of the token after", of_token_after, of_tokens),
+        ("of the sequence before", sequence_before, of.SEQUENCES),
+        ("normalized, each head separately", partial(_normalized, eps), of.QK_NORM),
+    )
+    for words, form, family in forms:
+        change = _given(method, **{name: form})
+        yield part(problem, "product", f"the {whose} used are {words}", change, family)
+
+
+OF_SINGLE_HEADS: dict[str, tuple[Form, BugFamily]] = {
+    "of the token before": (of_token_before, of.TOKENS),
+    "of the token after": (of_token_after, of.TOKENS),
+    "0": (np.zeros_like, of.LOST),
 }
 
 
-def single_heads(problem: Problem) -> Iterator[Part]:
+def single_heads(problem: Problem) -> Iterator[Edit]:
     """Yield products of a single head with keys or values of other tokens, or with none."""
     count = problem.spec.num_heads
     if not 1 < count <= MOST_HEADS:
         return
     for method, name, whose in (("products", "k", "keys"), ("weighed", "v", "values")):
-        for words, (form, family) in _OF_SINGLE_HEADS.items():
+        for words, (form, family) in OF_SINGLE_HEADS.items():
             for head in range(count):
-                changed = _in_head(head, method, name, form)
-                yield f"the {whose} used by head {head} alone are {words}", changed, family
+                about = f"the {whose} used by head {head} alone are {words}"
+                yield part(problem, "head", about, _in_head(head, method, name, form), family)
 
 
 def _in_head(head: int, method: str, name: str, form: Form) -> Edit:
@@ -422,90 +660,13 @@ def _with_head(right: np.ndarray, wrong: np.ndarray, head: int) -> np.ndarray:
     return changed
 
 
-def of_token_before(x: np.ndarray) -> np.ndarray:
-    return np.roll(x, 1, axis=2)
+def _normalized(eps: float, x: np.ndarray) -> np.ndarray:
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
 
 
-def of_token_after(x: np.ndarray) -> np.ndarray:
-    return np.roll(x, -1, axis=2)
-
-
-_OF_SINGLE_HEADS: dict[str, tuple[Form, BugFamily]] = {
-    "of the token before": (of_token_before, of.TOKENS),
-    "of the token after": (of_token_after, of.TOKENS),
-    "0": (np.zeros_like, of.LOST),
-}
-
-
-def products(problem: Problem) -> Iterator[Part]:
-    """Yield scores and contexts of other keys and values, or of the same ones in other axes."""
-    spec = problem.spec
-    eps = Norm().eps if spec.qk_norm is None else spec.qk_norm.eps
-    yield (
-        "the keys are not transposed in the product",
-        _given("products", k=lambda x: x.swapaxes(2, 3)),
-        of.PRODUCTS,
-    )
-    yield (
-        "the products of queries and keys are transposed",
-        Edit(overrides={"products": lambda _, f, values: f(values).swapaxes(2, 3)}),
-        of.SWAPPED,
-    )
-    transposed = _given("weighed", attn_weights=lambda x: x.swapaxes(2, 3))
-    yield (
-        "the attention weights are transposed in their product with the values",
-        transposed,
-        of.PRODUCTS,
-    )
-    for method, name, whose in (("products", "k", "keys"), ("weighed", "v", "values")):
-        forms: dict[str, Form] = {
-            "of the token before": of_token_before,
-            "of the token after": of_token_after,
-            "of the sequence before": lambda x: np.roll(x, 1, axis=0),
-            "normalized, each head separately": lambda x: (
-                x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
-            ),
-        }
-        for words, form in forms.items():
-            family = _OF_FORMS[words]
-            if problem.case.is_cached and family is of.TOKENS:
-                family = of.CACHE_SLOTS  # what is used is read from the cache
-            yield f"the {whose} used are {words}", _given(method, **{name: form}), family
-        yield from _heads_of(method, whose, spec.num_heads, spec.num_kv_heads)
-    yield from _heads_of("", "keys and values", spec.num_heads, spec.num_kv_heads)
-    for words, order in _orders_of_queries(spec.num_heads, spec.num_kv_heads):
-        changed = _given("products", q=lambda x, order=order: x[:, order])
-        yield f"the queries used are {words}", changed, of.HEAD_ORDER
-    if spec.soft_cap is not None:
-        cap = spec.soft_cap
-        yield (
-            "scores are capped twice",
-            Edit(overrides={"capped": lambda _, f, x: f(f(x))}),
-            of.SOFT_CAP,
-        )
-        yield (
-            "scores are clipped instead of softly capped",
-            Edit(overrides={"capped": lambda _, f, x: np.clip(x, -cap, cap)}),
-            of.SOFT_CAP,
-        )
-        yield (
-            "the soft cap is not multiplied back",
-            Edit(overrides={"capped": lambda _, f, x: f(x) / cap}),
-            of.SOFT_CAP,
-        )
-
-
-def _given(method: str, **forms: Form) -> Edit:
-    """Return the layer in which a method receives other values."""
-
-    def override(_: Any, original: Any, values: Values) -> Any:
-        return original({**values, **{name: form(values[name]) for name, form in forms.items()}})
-
-    return Edit(overrides={method: override})
-
-
-def _heads_of(method: str, whose: str, count: int, shared: int) -> Iterator[Part]:
+def _other_heads(problem: Problem, method: str, whose: str) -> Iterator[Edit]:
     """Yield the use of keys, or values, of other key/value heads."""
+    count, shared = problem.spec.num_heads, problem.spec.num_kv_heads
     if shared == 1:
         return
     own = np.arange(count) // (count // shared)
@@ -515,10 +676,13 @@ def _heads_of(method: str, whose: str, count: int, shared: int) -> Iterator[Part
         "those of the groups in reverse order": shared - 1 - own,
         "those of the first head": np.zeros(count, int),
     }
+    family = of.GROUPED
+    if shared == count:
+        family = of.HEAD_ORDER
     for words, order in orders.items():
         if not np.array_equal(order, own):
-            family = of.HEAD_ORDER if shared == count else of.GROUPED
-            yield f"the {whose} used are {words}", meeting(order, method), family
+            about = f"the {whose} used are {words}"
+            yield part(problem, "product", about, using_kv_heads(order, method), family)
 
 
 def _orders_of_queries(count: int, shared: int) -> Iterator[tuple[str, np.ndarray]]:
@@ -531,19 +695,46 @@ def _orders_of_queries(count: int, shared: int) -> Iterator[tuple[str, np.ndarra
         yield "grouped by tiles, and ungrouped (0 2 1 3)", heads.reshape(shared, -1).T.ravel()
 
 
-def meeting(order: np.ndarray, method: str = "") -> Edit:
+def _in_order(order: np.ndarray, x: np.ndarray) -> np.ndarray:
+    return x[:, order]
+
+
+def using_kv_heads(order: np.ndarray, method: str = "") -> Edit:
     """Return the layer whose query heads use other key/value heads: in scores and contexts, or in
     one method.
+
+    Args:
+        order: the key/value head of each query head.
+        method: of the reference, `products` or `weighed`; empty for both.
     """
 
-    def heads(x: np.ndarray) -> np.ndarray:
+    def per_query_head(_: Layer, __: Any, x: np.ndarray) -> np.ndarray:
         return x[:, order]
 
-    if not method:
-        return Edit(overrides={"per_query_head": lambda _, __, x: heads(x)})
-
     def override(layer: Any, original: Any, values: Values) -> Any:
-        with layer.overriding(per_query_head=heads):
+        with layer.overriding(per_query_head=partial(_in_order, order)):
             return original(values)
 
-    return Edit(overrides={method: override})
+    if method:
+        return Edit(overrides={method: override})
+    return Edit(overrides={"per_query_head": per_query_head})
+
+
+def _capped_twice(_: float, __: Layer, original: Any, scores: np.ndarray) -> np.ndarray:
+    return original(original(scores))
+
+
+def _clipped(cap: float, _: Layer, __: Any, scores: np.ndarray) -> np.ndarray:
+    return np.clip(scores, -cap, cap)
+
+
+def _not_multiplied_back(cap: float, _: Layer, original: Any, scores: np.ndarray) -> np.ndarray:
+    return original(scores) / cap
+
+
+CAPS = {
+    "scores are capped twice": _capped_twice,
+    "scores are clipped instead of softly capped": _clipped,
+    "the soft cap is not multiplied back": _not_multiplied_back,
+}
+"""Wrong soft caps, by the cap of the layer."""

@@ -11,7 +11,6 @@ from parity.explain.diagnosis.bugs.record import Edit, pattern
 from parity.explain.diagnosis.laws.fits import Recompute, fits
 from parity.explain.diagnosis.laws.mixed import dropouts, lost_rows, mixtures
 from parity.explain.diagnosis.laws.orders import orders, other_stages, shifts, transposes
-from parity.explain.diagnosis.laws.pages import with_pages
 from parity.explain.diagnosis.laws.parts import parts
 from parity.explain.diagnosis.laws.places import find_place, wrong_elements
 from parity.explain.diagnosis.laws.record import Description, Place, Seen
@@ -141,22 +140,39 @@ def describe(
     if isinstance(seen, Description):
         return seen
     with np.errstate(all="ignore"):
-        is_sample = problem is not None and sample_of(problem) is not None
-        found = [law for group in (OF_SAMPLES if is_sample else GROUPS) for law in group(seen)]
-        if problem is not None and recompute is not None:
-            found += fits(seen, recompute)
-        if not found and not is_sample:
-            found += turned(seen)
-        if recompute is not None and not is_sample and not _has_plain_name(found, seen):
-            found += parts(seen, recompute)
+        patterns = _patterns(seen, recompute)
         signs = tuple(_signs(seen))
-    found = sorted(_unlike(_not_by_chance(found)), key=lambda law: law.parameters)
-    return Description(seen.place, tuple(with_pages(law, seen) for law in found), signs)
+    patterns = _distinct(_plausible(patterns))
+    return Description(seen.place, tuple(sorted(patterns, key=_num_parameters)), signs)
 
 
-def _has_plain_name(laws: list[Edit], seen: Seen) -> bool:
+def _patterns(seen: Seen, recompute: Recompute | None) -> list[Edit]:
+    """Return the patterns of a stage, usual ones first."""
+    is_sample = seen.problem is not None and sample_of(seen.problem) is not None
+    groups = GROUPS
+    if is_sample:
+        groups = OF_SAMPLES
+    patterns = []
+    for group in groups:
+        patterns += group(seen)
+    if recompute is not None:
+        patterns += fits(seen, recompute)
+    if is_sample:
+        return patterns
+    if not patterns:
+        patterns += turned(seen)
+    if recompute is not None and not _have_plain_page(patterns):
+        patterns += parts(seen, recompute)
+    return patterns
+
+
+def _num_parameters(edit: Edit) -> int:
+    return edit.parameters
+
+
+def _have_plain_page(patterns: list[Edit]) -> bool:
     """Return True if a pattern with few numbers has a page: parts of the layer say no more."""
-    return any(law.parameters <= PLAIN and with_pages(law, seen).pages for law in _unlike(laws))
+    return any(edit.parameters <= PLAIN and edit.pages for edit in _distinct(patterns))
 
 
 def place_of(
@@ -208,10 +224,13 @@ def _seen(
         raise InputError(
             "actual", f"have the shape of expected, {expected.shape}", actual=actual.shape
         )
-    dtype = actual.dtype if problem is None else kept_dtype(stage, problem.dtype)
+    dtype, spec = actual.dtype, None
+    if problem is not None:
+        dtype, spec = kept_dtype(stage, problem.dtype), problem.spec
     known = stage_named(stage)
     actual, expected = whole_rows(actual, stage).astype(np.float64), expected.astype(np.float64)
-    actual = actual if unused is None else np.where(unused, expected, actual)
+    if unused is not None:
+        actual = np.where(unused, expected, actual)
     errors = errors_of(actual, expected)
     bad, box = wrong_elements(errors, allowed)
     if not bad.any():
@@ -223,9 +242,9 @@ def _seen(
             return Description(Place(EVERYWHERE, wrong=bad.size, size=bad.size), (gain,))
         return Description(Place("no single element is over its budget", size=expected.size))
     letters = axis_names(stage, expected.ndim)
-    place, part = find_place(
-        known, letters, bad, box, hidden, None if problem is None else problem.spec
-    )
+    place, part = find_place(known, letters, bad, box, hidden, spec)
+    if unused is not None:
+        part = part & ~unused
     return Seen(
         known,
         letters,
@@ -235,7 +254,7 @@ def _seen(
         errors,
         bad,
         box,
-        part if unused is None else part & ~unused,
+        part,
         place,
         hidden,
         problem,
@@ -270,26 +289,31 @@ def _gain(actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float]
     )
 
 
-def _not_by_chance(laws: list[Edit]) -> list[Edit]:
+def _plausible(patterns: list[Edit]) -> list[Edit]:
     """Return the patterns without implausible numbers of RoPE's scaling, if its frequencies are
     known exactly.
 
     If a scaling changes one frequency, any of its numbers can be fitted to it.
     """
-    names = [law.name for law in laws]
+    names = [edit.name for edit in patterns]
     if "rope frequencies" not in names:
-        return laws
-    of_scaling = [law for law in laws if law.name in OF_SCALING]
-    most = 2 if len(of_scaling) > 1 else 3
-    return [law for law in laws if law not in of_scaling or is_round(law.numbers["value"], most)]
+        return patterns
+    most_digits = 3
+    if len(OF_SCALING.intersection(names)) > 1:
+        most_digits = 2
+    plausible = []
+    for edit in patterns:
+        if edit.name not in OF_SCALING or is_round(edit.numbers["value"], most_digits):
+            plausible.append(edit)
+    return plausible
 
 
-def _unlike(laws: list[Edit]) -> Iterator[Edit]:
-    """Yield the patterns without those that explain the same as a simpler one, with more
+def _distinct(patterns: list[Edit]) -> list[Edit]:
+    """Return the patterns without those that explain the same as a simpler one, with more
     numbers.
     """
-    names = {law.name for law in laws}
-    yield from (law for law in laws if not names & IMPLIED_BY.get(law.name, set()))
+    names = {edit.name for edit in patterns}
+    return [edit for edit in patterns if not names & IMPLIED_BY.get(edit.name, set())]
 
 
 def _nan(seen: Seen) -> Iterator[str]:

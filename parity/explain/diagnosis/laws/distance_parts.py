@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from parity.explain.diagnosis.bugs import families as of
-from parity.explain.diagnosis.bugs.record import Edit, Override, pattern
+from parity.explain.diagnosis.bugs.record import Edit, Override
 from parity.explain.diagnosis.bugs.sites import after
-from parity.explain.diagnosis.laws.changes import Part
+from parity.explain.diagnosis.laws.changes import part
 from parity.explain.diagnosis.laws.fits import Fitted, Number, Tried
-from parity.explain.diagnosis.laws.pages import with_families
 from parity.explain.diagnosis.laws.words import known_as, number_words
 from parity.measure.core.problem import Problem
 from parity.measure.core.reference import Layer
@@ -73,23 +72,23 @@ DISTANCES: dict[str, Form] = {
 }
 
 
-def alibi_parts(problem: Problem) -> Iterator[Part]:
+def alibi_parts(problem: Problem) -> Iterator[Edit]:
     """Yield other slopes, and functions of the distance."""
     alibi = problem.spec.alibi
     if alibi is None:
         return
     for words, factors in _factors(problem.spec.num_heads, alibi.max_bias).items():
-        yield f"ALiBi's slopes {words}", _multiplied_by(factors), of.ALIBI
+        change = _multiplied_by(factors)
+        yield part(problem, "alibi", f"ALiBi's slopes {words}", change, of.ALIBI)
     for words, form in ORDERS.items():
-        yield f"ALiBi's slopes are {words}", Edit(overrides={"slopes": after(form)}), of.ALIBI
+        change = Edit(overrides={"slopes": after(form)})
+        yield part(problem, "alibi", f"ALiBi's slopes are {words}", change, of.ALIBI)
     for words, form in DISTANCES.items():
-        changed = Edit(overrides={"distances": after(form)})
-        yield f"ALiBi's slopes multiply {words}", changed, of.ALIBI
-    yield (
-        "ALiBi depends on the query's position alone",
-        Edit(overrides={"distances": _of_query}),
-        of.ALIBI,
-    )
+        change = Edit(overrides={"distances": after(form)})
+        yield part(problem, "alibi", f"ALiBi's slopes multiply {words}", change, of.ALIBI)
+    words = "ALiBi depends on the query's position alone"
+    change = Edit(overrides={"distances": _of_query})
+    yield part(problem, "alibi", words, change, of.ALIBI)
 
 
 def _factors(count: int, max_bias: float) -> dict[str, np.ndarray]:
@@ -127,11 +126,14 @@ def alibi_numbers(tried: Tried, problem: Problem) -> Iterator[Edit]:
     if problem.spec.alibi is None:
         return
     number = Number("slopes", "slopes", 1.0, FACTORS, _multiplied_by)
-    fitted = Fitted(tried, number)
-    for value in fitted.values() if fitted.has_effect() else ():
-        if value is None:
-            continue
+    for value in Fitted(tried, number).numbers():
         names = known_as(value, 1e-4, {"H": problem.spec.head_dim}, problem)
         words = f"ALiBi's slopes are multiplied by {number_words(value, names, 1.0)}"
-        law = pattern("slopes", words, {"value": value}, 1, injected=_multiplied_by(value))
-        yield with_families(law, problem.spec, of.ALIBI)
+        yield tried.seen.pattern(
+            "slopes",
+            words,
+            {"value": value},
+            1,
+            families=(of.ALIBI,),
+            injected=_multiplied_by(value),
+        )

@@ -10,9 +10,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from parity.explain.diagnosis.bugs.record import Edit, pattern
+from parity.explain.diagnosis.bugs import families as of
+from parity.explain.diagnosis.bugs.families import Families
+from parity.explain.diagnosis.bugs.record import Edit
 from parity.explain.diagnosis.laws.record import Seen
-from parity.explain.diagnosis.laws.words import readable
+from parity.explain.diagnosis.laws.words import NEAR, readable
+from parity.measure.core.problem import Problem
 from parity.measure.core.stages import Stage
 from parity.measure.text import and_listed
 
@@ -50,117 +53,140 @@ WORST = 1e4
 
 def dropouts(seen: Seen) -> Iterator[Edit]:
     """Yield dropout in the stage, or in the weights before it."""
-    if (
-        seen.stage.is_exact
-        or not np.isfinite(seen.actual).all()
-        or not np.isfinite(seen.expected).all()
-    ):
+    if seen.stage.is_exact:
         return
-    law = _dropped(seen)
-    if law is None and seen.stage.quantity in ("context", "output"):
-        law = _dropped_behind(seen)
-    if law is not None:
-        yield law
+    if not np.isfinite(seen.actual).all() or not np.isfinite(seen.expected).all():
+        return
+    edit = _dropped(seen)
+    if edit is None and seen.stage.quantity in ("context", "output"):
+        edit = _dropped_behind(seen)
+    if edit is not None:
+        yield edit
 
 
 def _dropped(seen: Seen) -> Edit | None:
-    telling = seen.compared & (np.abs(seen.expected) > 2.0 * seen.allowed["max"])
-    lost, kept = telling & (seen.actual == 0.0), telling & (seen.actual != 0.0)
+    """Return dropout of the values of the stage itself."""
+    is_large = seen.compared & (np.abs(seen.expected) > 2.0 * seen.allowed["max"])
+    dropped = is_large & (seen.actual == 0.0)
+    kept = is_large & (seen.actual != 0.0)
     a, e = seen.actual[kept], seen.expected[kept]
-    factor = float((a * e).sum() / (e * e).sum()) if e.size else 0.0
-    if not _is_dropout(lost, kept, factor):
+    factor = 0.0
+    if e.size:
+        factor = float((a * e).sum() / (e * e).sum())
+    if not _is_dropout(dropped, kept, factor):
         return None
     # A dropped value may also be too small to tell.
     candidate = np.where(seen.actual == 0.0, 0.0, factor * seen.expected)
-    return _law(seen.stage.kind, lost, kept, factor) if seen.holds(candidate, factor) else None
+    if not seen.holds(candidate, factor):
+        return None
+    return _dropout(seen, seen.stage.kind, dropped, kept, factor)
 
 
-def _is_dropout(lost: np.ndarray, kept: np.ndarray, factor: float) -> bool:
+def _is_dropout(dropped: np.ndarray, kept: np.ndarray, factor: float) -> bool:
     """Return True if the dropped share fits the factor of the kept values."""
-    some, others = np.count_nonzero(lost), np.count_nonzero(kept)
-    if factor < LEAST_FACTOR or some < KEPT or others < KEPT:
+    num_dropped, num_kept = np.count_nonzero(dropped), np.count_nonzero(kept)
+    if factor < LEAST_FACTOR or num_dropped < KEPT or num_kept < KEPT:
         return False
-    p, n = 1.0 - 1.0 / factor, some + others
-    return bool(abs(some / n - p) <= DEVIATIONS * np.sqrt(p * (1.0 - p) / n))
+    p, n = 1.0 - 1.0 / factor, num_dropped + num_kept
+    return bool(abs(num_dropped / n - p) <= DEVIATIONS * np.sqrt(p * (1.0 - p) / n))
 
 
-def _law(of: str, lost: np.ndarray, kept: np.ndarray, factor: float) -> Edit:
-    some, p = np.count_nonzero(lost), 1.0 - 1.0 / factor
-    zeros = f"{some} of {some + np.count_nonzero(kept)} {of} are 0"
+def _dropout(seen: Seen, whose: str, dropped: np.ndarray, kept: np.ndarray, factor: float) -> Edit:
+    """Return the pattern of dropped values, and of a factor of those that are kept."""
+    num_dropped, p = np.count_nonzero(dropped), 1.0 - 1.0 / factor
+    zeros = f"{num_dropped} of {num_dropped + np.count_nonzero(kept)} {whose} are 0"
     others = f"the others {readable(factor)} times what they should be"
-    return pattern(
+    return seen.pattern(
         "dropout",
         f"{zeros}, and {others}: dropout is active, with p = {p:.2g}",
         {"factor": factor, "p": p},
         1,
+        families=(of.DROPOUT,),
     )
 
 
 def _dropped_behind(seen: Seen) -> Edit | None:
     """Return dropout of the attention weights before a context, or an output."""
-    weights, v = (seen.others.get(str(Stage(name))) for name in ("attn_weights", "v"))
-    problem = seen.problem
-    if (
-        problem is None
-        or seen.stage.step is not None
-        or seen.stage.path
-        or weights is None
-        or v is None
-    ):
+    weights, v = seen.others.get(str(Stage("attn_weights"))), seen.others.get(str(Stage("v")))
+    if weights is None or v is None or seen.problem is None:
+        return None
+    if seen.stage.step is not None or seen.stage.path:
         return None
     v = np.repeat(v.astype(np.float64), weights.shape[1] // v.shape[1], axis=1)
-    context = seen.actual if seen.stage.quantity == "context" else _undone(seen)
+    context = seen.actual
+    if seen.stage.quantity == "output":
+        context = _context_of_output(seen, seen.problem)
     if context is None or np.prod(weights.shape[:3]) > MOST_ROWS or not np.isfinite(weights).all():
         return None
     weights = weights.astype(np.float64)
+    solved = _solved_weights(weights, v, context)
+    if solved is None:
+        return None
+    ratio = np.divide(solved, weights, out=np.ones_like(solved), where=weights > 0.0)
+    kept = (ratio > 0.5) & (weights > 0.0)
+    dropped = (ratio <= 0.5) & (weights > 0.0)
+    # Ratios of small values are inexact.
+    is_exact = kept & (weights > 0.05 * weights.max(axis=-1, keepdims=True))
+    factor = 0.0
+    if is_exact.any():
+        factor = float(np.median(ratio[is_exact]))
+    if not _is_dropout(dropped, kept, factor):
+        return None
+    candidate = np.where(dropped, 0.0, factor * weights) @ v
+    if seen.stage.quantity == "output":
+        candidate = _output_of(seen, seen.problem, candidate)
+    if not seen.holds(candidate, factor):
+        return None
+    return _dropout(seen, "attention weights", dropped, kept, factor)
+
+
+def _solved_weights(weights: np.ndarray, v: np.ndarray, context: np.ndarray) -> np.ndarray | None:
+    """Return the weights (B, N, T, S) of a context; None if a row attends to more keys than values
+    have features.
+    """
     solved = np.zeros(weights.shape)
     for b, n, t in np.ndindex(*weights.shape[:3]):
-        shown = np.flatnonzero(weights[b, n, t])
-        if len(shown) > v.shape[3]:
+        keys = np.flatnonzero(weights[b, n, t])
+        if len(keys) > v.shape[3]:
             return None
-        solved[b, n, t, shown] = np.linalg.lstsq(v[b, n, shown].T, context[b, n, t], rcond=None)[0]
-    size = weights.max(axis=-1, keepdims=True)
-    ratio = np.divide(solved, weights, out=np.ones_like(solved), where=weights > 0.0)
-    large = weights > 0.05 * size  # ratios of small values are inexact
-    kept = (ratio > 0.5) & (weights > 0.0)
-    factor = float(np.median(ratio[kept & large])) if (kept & large).any() else 0.0
-    lost = (ratio <= 0.5) & (weights > 0.0)
-    if not _is_dropout(lost, kept, factor):
-        return None
-    made = np.where(lost, 0.0, factor * weights) @ v
-    candidate = made if seen.stage.quantity == "context" else _combined(seen, made)
-    return _law("attention weights", lost, kept, factor) if seen.holds(candidate, factor) else None
+        solved[b, n, t, keys] = np.linalg.lstsq(v[b, n, keys].T, context[b, n, t], rcond=None)[0]
+    return solved
 
 
-def _undone(seen: Seen) -> np.ndarray | None:
+def _context_of_output(seen: Seen, problem: Problem) -> np.ndarray | None:
     """Return the context of an output; None if it cannot be computed."""
-    if (projection := _out_proj(seen)) is None:
+    projection = _out_proj(problem)
+    if projection is None:
         return None
     weight, bias = projection
-    if (
-        weight.shape[0] != weight.shape[1]
-        or len(weight) > MOST_WIDE
-        or np.linalg.cond(weight) > WORST
-    ):
+    if weight.shape[0] != weight.shape[1] or len(weight) > MOST_WIDE:
+        return None
+    if np.linalg.cond(weight) > WORST:
         return None
     combined = np.linalg.solve(weight, (seen.actual - bias).reshape(-1, weight.shape[0]).T).T
-    heads = seen.problem.spec.num_heads if seen.problem is not None else 1
-    return combined.reshape(*seen.actual.shape[:2], heads, -1).swapaxes(1, 2)
+    heads = combined.reshape(*seen.actual.shape[:2], problem.spec.num_heads, -1)
+    return heads.swapaxes(1, 2)
 
 
-def _combined(seen: Seen, context: np.ndarray) -> np.ndarray:
-    weight, bias = _out_proj(seen) or (np.eye(1), np.zeros(1))
-    return context.swapaxes(1, 2).reshape(*seen.actual.shape[:2], -1) @ weight.T + bias
+def _output_of(seen: Seen, problem: Problem, context: np.ndarray) -> np.ndarray:
+    """Return the output of a context, which was computed from one with the same projection."""
+    combined = context.swapaxes(1, 2).reshape(*seen.actual.shape[:2], -1)
+    projection = _out_proj(problem)
+    if projection is None:
+        return combined
+    weight, bias = projection
+    return combined @ weight.T + bias
 
 
-def _out_proj(seen: Seen) -> tuple[np.ndarray, np.ndarray] | None:
+def _out_proj(problem: Problem) -> tuple[np.ndarray, np.ndarray] | None:
     """Return the weight and bias of out_proj, if nothing lies between it and the context."""
-    problem = seen.problem
-    if problem is None or problem.spec.gate is not None or not problem.spec.out_proj:
+    if problem.spec.gate is not None or not problem.spec.out_proj:
         return None
     weight = problem.weights["out_proj.weight"].astype(np.float64)
     bias = problem.weights.get("out_proj.bias")
-    return weight, np.zeros(len(weight)) if bias is None else bias.astype(np.float64)
+    if bias is None:
+        return weight, np.zeros(len(weight))
+    return weight, bias.astype(np.float64)
 
 
 # ---- Heads in the output -------------------------------------------------------------------------
@@ -170,65 +196,82 @@ def lost_rows(seen: Seen) -> Iterator[Edit]:
     """Yield an output in which the context of some heads is 0 in some rows, as if a kernel lost
     them.
     """
-    found = _heads_of_output(seen)
-    if found is None or not seen.is_enough(1):
+    heads_of_output = _heads_of_output(seen)
+    if heads_of_output is None or not seen.is_enough(1):
         return
-    context, columns, bias = found
-    parts = np.stack(
-        [one @ column.T for column, one in zip(columns, context.swapaxes(0, 1), strict=True)]
-    )
+    context, columns, bias = heads_of_output
+    parts = np.stack(_parts_of_output(context, columns))  # (N, B, T, E)
     candidate = seen.expected.copy()
     lost = []
     for b, t in np.argwhere(seen.bad.any(axis=-1)):
         shares, *_ = np.linalg.lstsq(parts[:, b, t].T, seen.actual[b, t] - bias, rcond=None)
-        lost += [(int(n), int(b), int(t)) for n in np.flatnonzero(shares < 0.5)]
+        for n in np.flatnonzero(shares < 0.5):
+            lost.append((int(n), int(b), int(t)))
         candidate[b, t] = bias + parts[shares >= 0.5, b, t].sum(axis=0)
     if lost and seen.holds(candidate):
         count, size = len(lost), len(columns) * context.shape[0] * context.shape[2]
         words = (
             f"the context of {count} of {size} rows of heads is 0 there, as if a kernel lost rows"
         )
-        yield pattern("lost rows", words, {"head, sequence, position": lost}, 1)
+        numbers = {"head, sequence, position": lost}
+        yield seen.pattern("lost rows", words, numbers, 1, families=(of.LOST,))
 
 
 def mixtures(seen: Seen) -> Iterator[Edit]:
     """Yield an output whose heads are multiplied, exchanged or mixed: one number for each pair of
     heads.
     """
-    found = _heads_of_output(seen)
-    if found is None:
+    heads_of_output = _heads_of_output(seen)
+    if heads_of_output is None:
         return
-    context, columns, bias = found
+    context, columns, bias = heads_of_output
     heads = len(columns)
     if heads < 2 or heads > MOST_HEADS or not seen.is_enough(heads**2):
         return
-    parts = [one @ column.T for column in columns for one in context.swapaxes(0, 1)]
-    terms = np.stack([part.ravel() for part in parts], axis=1)
+    terms = []
+    for column in columns:
+        for values in context.swapaxes(0, 1):
+            terms.append((values @ column.T).ravel())
+    terms = np.stack(terms, axis=1)
     numbers, _, rank, _ = np.linalg.lstsq(terms, (seen.actual - bias).ravel(), rcond=None)
     mixture = numbers.reshape(heads, heads)
-    wrong = [n for n in range(heads) if np.abs(mixture[n] - np.eye(heads)[n]).max() > LEAST]
-    if (
-        wrong
-        and rank == heads**2
-        and seen.holds((terms @ numbers).reshape(seen.expected.shape) + bias)
-    ):
-        yield pattern(
-            "heads in output", _mixture_words(mixture, wrong), {"heads": mixture.tolist()}, heads**2
+    is_wrong = np.abs(mixture - np.eye(heads)).max(axis=1) > LEAST
+    if not is_wrong.any() or rank != heads**2:
+        return
+    if seen.holds((terms @ numbers).reshape(seen.expected.shape) + bias):
+        yield seen.pattern(
+            "heads in output",
+            _mixture_words(mixture, np.flatnonzero(is_wrong)),
+            {"heads": mixture.tolist()},
+            heads**2,
+            families=_families_of_mixture(mixture),
         )
+
+
+def _families_of_mixture(mixture: np.ndarray) -> Families:
+    """Return the family of heads that are lost, multiplied or exchanged; none of mixed heads."""
+    factors = np.diag(mixture)
+    if np.abs(mixture - np.diag(factors)).max() < NEAR:
+        distance = np.minimum(np.abs(factors), np.abs(factors - 1.0))
+        if (distance < NEAR).all():
+            return (of.LOST,)
+        return (of.FACTOR,)
+    is_source = np.abs(mixture) > 0.5
+    is_order = (is_source.sum(axis=0) == 1).all() and (is_source.sum(axis=1) == 1).all()
+    if is_order and np.abs(mixture - is_source).max() < NEAR:
+        return (of.HEAD_ORDER,)
+    return ()
 
 
 def _heads_of_output(seen: Seen) -> tuple[np.ndarray, list[np.ndarray], np.ndarray] | None:
     """Return the context (B, N, T, Hv) of an output (B, T, E), the columns of out_proj by head, and
     its bias.
     """
+    if seen.problem is None or seen.stage.quantity != "output" or seen.expected.ndim != 3:
+        return None
     context = seen.others.get(str(Stage("context", step=seen.stage.step)))
-    projection = _out_proj(seen)
-    if (
-        seen.stage.quantity != "output"
-        or context is None
-        or projection is None
-        or seen.expected.ndim != 3
-    ):
+    projection = _out_proj(seen.problem)
+    if context is None or projection is None:
         return None
     if not (np.isfinite(context).all() and np.isfinite(seen.actual).all()):
         return None
@@ -236,13 +279,22 @@ def _heads_of_output(seen: Seen) -> tuple[np.ndarray, list[np.ndarray], np.ndarr
     return context.astype(np.float64), np.split(weight, context.shape[1], axis=1), bias
 
 
-def _mixture_words(mixture: np.ndarray, wrong: list[int]) -> str:
+def _parts_of_output(context: np.ndarray, columns: list[np.ndarray]) -> list[np.ndarray]:
+    """Return what each head adds to an output, (B, T, E) each."""
+    by_head = zip(context.swapaxes(0, 1), columns, strict=True)
+    return [values @ column.T for values, column in by_head]
+
+
+def _mixture_words(mixture: np.ndarray, wrong: np.ndarray) -> str:
     """Describe the wrong heads of a mixture."""
+    heads = [f"head {n} is {_made_of(mixture[n])}" for n in wrong]
+    return f"the output uses other heads: {and_listed(heads)}"
 
-    def made_of(n: int) -> str:
-        some = [m for m in range(len(mixture)) if abs(mixture[n, m]) > LEAST]
-        return " + ".join(f"{readable(float(mixture[n, m]))} * head {m}" for m in some) or "0"
 
-    return (
-        f"the output uses other heads: {and_listed([f'head {n} is {made_of(n)}' for n in wrong])}"
-    )
+def _made_of(numbers: np.ndarray) -> str:
+    """Describe the heads of which one is made."""
+    terms = []
+    for head, number in enumerate(numbers):
+        if abs(number) > LEAST:
+            terms.append(f"{readable(float(number))} * head {head}")
+    return " + ".join(terms) or "0"

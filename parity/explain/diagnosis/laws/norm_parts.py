@@ -10,10 +10,9 @@ import numpy as np
 
 from mha_spec import Norm
 from parity.explain.diagnosis.bugs import families as of
-from parity.explain.diagnosis.bugs.record import Edit, Override, pattern
-from parity.explain.diagnosis.laws.changes import Part
+from parity.explain.diagnosis.bugs.record import Edit, Override
+from parity.explain.diagnosis.laws.changes import part
 from parity.explain.diagnosis.laws.fits import EPSILONS, Fitted, Number, Tried
-from parity.explain.diagnosis.laws.pages import with_families
 from parity.explain.diagnosis.laws.words import readable_apart
 from parity.measure.core.problem import Problem
 
@@ -72,13 +71,14 @@ FORMS: dict[str, Standardise] = {
 }
 
 
-def norm_parts(problem: Problem) -> Iterator[Part]:
+def norm_parts(problem: Problem) -> Iterator[Edit]:
     """Yield other norms of queries, of keys, and of both."""
     if problem.spec.qk_norm is None:
         return
     for names, whose in WHOSE.items():
         for words, form in FORMS.items():
-            yield f"{whose} {words}", _standardised(names, form), of.QK_NORM
+            change = _standardised(names, form)
+            yield part(problem, "norm", f"{whose} {words}", change, of.QK_NORM)
 
 
 def _standardised(names: str, form: Standardise) -> Edit:
@@ -99,17 +99,13 @@ def norm_numbers(tried: Tried, problem: Problem) -> Iterator[Edit]:
         return
     for name, whose in (("q", "queries"), ("k", "keys")):
         number = Number("eps", name, norm.eps, EPSILONS, _eps_of(name))
-        fitted = Fitted(tried, number)
-        if not fitted.has_effect():
-            continue
-        for value in fitted.values():
-            if value is None:
-                continue
+        for value in Fitted(tried, number).numbers():
             wrong, right = readable_apart(value, norm.eps)
             words = f"the eps of the norm of {whose} is {wrong} instead of {right}"
             numbers = {"value": value, "expected": norm.eps}
-            law = pattern("eps", words, numbers, 1, injected=number.made(value))
-            yield with_families(law, problem.spec, of.QK_NORM)
+            yield tried.seen.pattern(
+                "eps", words, numbers, 1, families=(of.QK_NORM,), injected=number.edit(value)
+            )
 
 
 def _eps_of(name: str) -> Callable[[float], Edit]:

@@ -10,13 +10,22 @@ from itertools import permutations
 
 import numpy as np
 
-from parity.explain.diagnosis.bugs.record import Edit, pattern
+from parity.explain.diagnosis.bugs import families as of
+from parity.explain.diagnosis.bugs.families import Families
+from parity.explain.diagnosis.bugs.record import Edit
 from parity.explain.diagnosis.laws.record import Seen
 from parity.explain.diagnosis.laws.words import MOST_LISTED, noun
-from parity.measure.core.stages import stage_named
+from parity.measure.core.stages import Stage, stage_named
 
 LARGEST = 1024
 """The longest axis whose order is searched."""
+
+TOKENWISE = ("q", "k", "v", "context", "output")
+"""Quantities with values of their own for each token of each sequence."""
+
+IN_HALVES = "in halves, 0 2 4 … 1 3 5 …, instead of interleaved"
+INTERLEAVED = "interleaved, instead of in halves, 0 2 4 … 1 3 5 …"
+"""Orders of features that RoPE's pairs have."""
 
 
 def orders(seen: Seen) -> Iterator[Edit]:
@@ -31,7 +40,53 @@ def orders(seen: Seen) -> Iterator[Edit]:
         if seen.holds(seen.in_slices(np.take(seen.expected, source, axis=axis))):
             words, parameters = _order_words(seen, axis, box, order)
             numbers = {"axis": seen.letters[axis], "of": box.tolist(), "from": order.tolist()}
-            yield pattern("order", words, numbers, parameters)
+            families = _families_of_order(
+                seen, axis, words, is_permutation=_is_permutation(box, order)
+            )
+            yield seen.pattern("order", words, numbers, parameters, families=families)
+
+
+def _is_permutation(box: np.ndarray, order: np.ndarray) -> bool:
+    return np.array_equal(np.sort(box), np.sort(order))
+
+
+def _families_of_order(seen: Seen, axis: int, words: str, *, is_permutation: bool) -> Families:
+    """Return the families of slices of an axis that have the values of others."""
+    letter, quantity = seen.letters[axis], seen.stage.quantity
+    if "cache" in seen.stage.kind:
+        if letter in ("B", "S", "T"):
+            return (of.CACHE_SLOTS,)
+        return ()
+    if quantity == "mask":
+        return _families_of_masks(seen, letter)
+    if letter == "B":
+        if quantity in TOKENWISE:
+            return (of.SEQUENCES,)
+        return ()
+    if letter in ("S", "T") and quantity in TOKENWISE:
+        return (of.TOKENS,)
+    if seen.problem is None:
+        return ()
+    spec = seen.problem.spec
+    if letter in ("N", "K") and is_permutation:
+        if quantity == "context" and spec.num_kv_heads < spec.num_heads:
+            return of.GROUPED, of.HEAD_ORDER
+        if quantity in ("q", "k", "v", "context"):
+            return (of.HEAD_ORDER,)
+    is_of_pairs = letter == "H" and (IN_HALVES in words or INTERLEAVED in words)
+    if is_of_pairs and quantity in ("q", "k") and spec.rope is not None:
+        return (of.PAIRS,)
+    return ()
+
+
+def _families_of_masks(seen: Seen, letter: str) -> Families:
+    if letter == "N":
+        return (of.MASK_HEADS,)
+    if letter != "B" or seen.problem is None:
+        return ()
+    if seen.problem.case.key_padding_lengths is None:
+        return ()
+    return (of.PADDING,)
 
 
 def shifts(seen: Seen) -> Iterator[Edit]:
@@ -53,8 +108,19 @@ def shifts(seen: Seen) -> Iterator[Edit]:
                 text = f"shifted by one: each {one} has the values of the one {words}"
                 if not came_in.any():
                     text += ", and the one at the end is 0"
-                yield pattern("shift", text, {"axis": seen.letters[axis], "by": by}, 1)
+                numbers = {"axis": seen.letters[axis], "by": by}
+                yield seen.pattern(
+                    "shift", text, numbers, 1, families=_families_of_shift(seen.stage)
+                )
                 return
+
+
+def _families_of_shift(stage: Stage) -> Families:
+    if "cache" in stage.kind:
+        return (of.CACHE_SLOTS,)
+    if stage.quantity in TOKENWISE:
+        return (of.TOKENS,)
+    return ()
 
 
 def transposes(seen: Seen) -> Iterator[Edit]:
@@ -86,7 +152,27 @@ def _transposed(seen: Seen, order: tuple[int, ...]) -> Edit:
             f"axes are exchanged: instead of ({', '.join(seen.letters)}) they are "
             f"({', '.join(letters)})"
         )
-    return pattern("transposed", words, {"axes": letters})
+    families = _families_of_axes(seen, is_of_rows=letters == ["T", "S"])
+    return seen.pattern("transposed", words, {"axes": letters}, families=families)
+
+
+def _families_of_axes(seen: Seen, *, is_of_rows: bool = False) -> Families:
+    """Return the families of exchanged axes: queries and keys, or others."""
+    if "cache" in seen.stage.kind or seen.problem is None:
+        return ()
+    if seen.stage.kind == "scores":
+        if is_of_rows:
+            return (of.SWAPPED,)
+        return ()
+    if seen.stage.kind == "mask":
+        if seen.stage.step:
+            return ()
+        if seen.problem.case.random_mask:
+            return of.CAUSAL, of.POLARITY
+        return (of.CAUSAL,)
+    if seen.stage.quantity in TOKENWISE:
+        return (of.HEAD_ORDER,)
+    return ()
 
 
 def _reshapes(seen: Seen) -> Iterator[Edit]:
@@ -96,11 +182,11 @@ def _reshapes(seen: Seen) -> Iterator[Edit]:
     not_moved = width.reshape(seen.expected.shape)
     if seen.holds(seen.in_slices(not_moved)):
         words = "heads and tokens are mixed up: reshaped without moving them"
-        yield pattern("reshaped", words)
+        yield seen.pattern("reshaped", words, families=_families_of_axes(seen))
     innermost = np.moveaxis(width.reshape(batch, tokens, features, heads), 3, 1)
     if seen.holds(seen.in_slices(innermost)):
         words = "heads and features are mixed up: the width is split into (H, N)"
-        yield pattern("reshaped", words)
+        yield seen.pattern("reshaped", words, families=_families_of_axes(seen))
 
 
 def _moved(order: tuple[int, ...]) -> list[int]:
@@ -128,7 +214,22 @@ def other_stages(seen: Seen) -> Iterator[Edit]:
         for x, how in _as_they_fit(values.astype(np.float64), seen.expected.shape):
             if seen.holds(seen.within(x)):
                 words = f"the values there are those of {whose}{how}"
-                yield pattern("other stage", words, {"stage": name})
+                families = _families_of_stages(seen, other)
+                yield seen.pattern("other stage", words, {"stage": name}, families=families)
+
+
+def _families_of_stages(seen: Seen, other: Stage) -> Families:
+    """Return the families of a stage that has the values of another one."""
+    stage = seen.stage
+    if "cache" in stage.kind and "cache" in other.kind:
+        # Slots that are stale in some sequences alone may follow from their lengths.
+        is_of_sequences = len(seen.box[0]) < seen.expected.shape[0]
+        if other.step != stage.step and is_of_sequences:
+            return of.CACHE_SLOTS, of.CACHE_LENGTHS
+        return (of.CACHE_SLOTS,)
+    if {stage.kind, other.kind} <= {"q", "k", "v"} and other.step == stage.step:
+        return (of.SWAPPED,)
+    return ()
 
 
 def _as_they_fit(x: np.ndarray, shape: tuple[int, ...]) -> Iterator[tuple[np.ndarray, str]]:
@@ -212,8 +313,8 @@ def _block_orders(count: int) -> Iterator[tuple[np.ndarray, str]]:
     if count % 2 == 0 and count > 2:
         yield np.roll(all_of_them, count // 2), "exchanged by halves"
         side_by_side = all_of_them.reshape(2, -1).T.ravel()
-        yield np.argsort(side_by_side), "in halves, 0 2 4 … 1 3 5 …, instead of interleaved"
-        yield side_by_side, "interleaved, instead of in halves, 0 2 4 … 1 3 5 …"
+        yield np.argsort(side_by_side), IN_HALVES
+        yield side_by_side, INTERLEAVED
         yield all_of_them ^ 1, "exchanged with their neighbors"
     for by in (1, -1, 2, -2):
         if count > 2:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from parity.explain.diagnosis.bugs.record import Edit
+from parity.explain.diagnosis.bugs.families import Families, in_families
+from parity.explain.diagnosis.bugs.record import Edit, pattern
 from parity.measure.core.problem import Problem
 from parity.measure.core.records import JsonRecord
 from parity.measure.core.stages import Stage
@@ -112,7 +114,9 @@ class Seen:
     def compared(self) -> np.ndarray:
         """The finite actual values that are compared."""
         is_finite = np.isfinite(self.actual)
-        return is_finite if self.unused is None else is_finite & ~self.unused
+        if self.unused is None:
+            return is_finite
+        return is_finite & ~self.unused
 
     @cached_property
     def count(self) -> int:
@@ -127,7 +131,9 @@ class Seen:
     @cached_property
     def precision(self) -> float:
         """The tolerance, relative to the largest expected value."""
-        return self.allowed["max"] / self.scale if self.scale else 0.0
+        if not self.scale:
+            return 0.0
+        return self.allowed["max"] / self.scale
 
     @cached_property
     def usable(self) -> np.ndarray:
@@ -139,9 +145,40 @@ class Seen:
         """The actual and the expected values of usable elements, 0 elsewhere."""
         return np.where(self.usable, self.actual, 0.0), np.where(self.usable, self.expected, 0.0)
 
-    def axis(self, letters: str) -> int | None:
-        """Return the first axis with one of these letters."""
-        return next((axis for axis, letter in enumerate(self.letters) if letter in letters), None)
+    @property
+    def has_several_positions(self) -> bool:
+        """True if there are several positions: one does not distinguish frequencies from an
+        offset.
+        """
+        if self.problem is None:
+            return False
+        return self.problem.case.positions(self.stage.step).shape[-1] > 1
+
+    def pattern(
+        self,
+        name: str,
+        about: str,
+        numbers: Mapping[str, Any] | None = None,
+        parameters: int = 0,
+        *,
+        families: Families = (),
+        injected: Edit | None = None,
+    ) -> Edit:
+        """Return an edit that explains the stage.
+
+        Args:
+            name: of its kind, such as `factor`.
+            about: a description, with the numbers.
+            numbers: the fitted numbers by name.
+            parameters: how many they are.
+            families: whose pages and fixes it has, if the problem is known.
+            injected: the same change of the reference, in every call; None if the pattern concerns
+                this stage alone.
+        """
+        edit = pattern(name, about, numbers, parameters, injected=injected)
+        if self.problem is None:
+            return edit
+        return in_families(edit, self.problem.spec, families)
 
     def within(self, values: np.ndarray | float) -> np.ndarray:
         """Return the expected values, with others in the part."""
@@ -150,15 +187,17 @@ class Seen:
     def in_slices(self, values: np.ndarray) -> np.ndarray:
         """Return the expected values, with others in all wrong slices."""
         box = np.ix_(*self.box)
-        found = self.expected.copy()
-        found[box] = values[box]
-        return found
+        mixed = self.expected.copy()
+        mixed[box] = values[box]
+        return mixed
 
     def is_enough(self, parameters: int) -> bool:
         """Return True if the part has enough elements to verify a pattern with some fitted
         numbers.
         """
-        spare = 1 if self.stage.is_exact else 3
+        spare = 3
+        if self.stage.is_exact:
+            spare = 1
         return self.count >= 2 * parameters and self.count - parameters >= spare
 
     def holds(self, candidate: np.ndarray, gain: np.ndarray | float = 1.0) -> bool:
@@ -170,13 +209,14 @@ class Seen:
         """
         if self.unused is not None:
             candidate = np.where(self.unused, self.actual, candidate)
-        step = max(1, self.expected.size // 512) | 1  # odd, so that every row has other features
-        some = slice(None, None, step)
         gain = np.broadcast_to(np.maximum(gain, 1.0), candidate.shape)
-        if step > 1 and not self._fits(
-            self.actual.ravel()[some], candidate.ravel()[some], gain.reshape(-1)[some]
-        ):
-            return False
+        # Few elements reject most patterns. An odd step takes other features of every row.
+        step = max(1, self.expected.size // 512) | 1
+        if step > 1:
+            some = slice(None, None, step)
+            some_gain = gain.reshape(-1)[some]
+            if not self._fits(self.actual.ravel()[some], candidate.ravel()[some], some_gain):
+                return False
         return self._fits(self.actual, candidate, gain, whole=True)
 
     def _fits(
@@ -190,18 +230,18 @@ class Seen:
         if not self.allowed["max"]:
             return not left.any()
         # A result has the rounding errors of its inputs, and one of its own size.
-        size = (
-            np.where(np.isfinite(candidate), np.abs(candidate), 0.0) / self.scale
-            if self.scale
-            else 0.0
-        )
-        scaled = left / np.maximum(gain, size)
+        if self.scale:
+            size = np.where(np.isfinite(candidate), np.abs(candidate), 0.0)
+            gain = np.maximum(gain, size / self.scale)
+        scaled = left / gain
         if scaled.max(initial=0.0) > self.allowed["max"]:
             return False
         if not whole:
             return True
-        rms = float(np.sqrt(np.mean(scaled**2)))
-        before = float(np.sqrt(np.mean(self.errors**2)))
-        return (
-            rms <= self.allowed["rms"] and float(np.sqrt(np.mean(left**2))) <= LEAST_GAIN * before
-        )
+        if _rms(scaled) > self.allowed["rms"]:
+            return False
+        return _rms(left) <= LEAST_GAIN * _rms(self.errors)
+
+
+def _rms(x: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(x**2)))

@@ -12,9 +12,10 @@ import numpy as np
 
 from mha_spec import Rope
 from parity.explain.diagnosis.bugs import families as of
+from parity.explain.diagnosis.bugs.families import BugFamily
 from parity.explain.diagnosis.bugs.record import Edit, Override
 from parity.explain.diagnosis.bugs.sites import turned
-from parity.explain.diagnosis.laws.changes import MOST_HEADS, Part
+from parity.explain.diagnosis.laws.changes import MOST_HEADS, part
 from parity.measure.core.problem import Problem
 from parity.measure.core.reference import Layer
 from parity.measure.core.reference.rope import pair_slices
@@ -24,42 +25,44 @@ Turn = Callable[[Layer, np.ndarray, np.ndarray], np.ndarray]
 WHOSE = {"qk": "queries and keys", "q": "queries", "k": "keys"}
 
 
-def rope_parts(problem: Problem) -> Iterator[Part]:
+def rope_parts(problem: Problem) -> Iterator[Edit]:
     """Yield other rotations of queries, of keys, and of both."""
     spec, rope = problem.spec, problem.spec.rope
     if rope is None or spec.latent is not None or rope.sections is not None:
         return
     for names, whose in WHOSE.items():
-        yield from _of_layouts(rope, names, whose)
-        yield from _of_order(rope, names, whose, spec.head_dim)
-        yield (
-            f"{whose} are rotated by the position of the token before",
-            Edit(overrides=turned(names, _by_rolled_positions)),
-            of.POSITIONS,
-        )
+        yield from _of_layouts(problem, rope, names, whose)
+        yield from _of_order(problem, rope, names, whose)
+        words = f"{whose} are rotated by the position of the token before"
+        yield _rotation(problem, names, words, _by_rolled_positions, of.POSITIONS)
     if rope.scaling is None:
-        yield from _of_frequencies()
+        yield from _of_frequencies(problem)
     if not rope.depends_on_length:
-        yield from _of_heads("q", spec.num_heads)
-        yield from _of_heads("k", spec.num_kv_heads)
+        yield from _of_heads(problem, "q", spec.num_heads)
+        yield from _of_heads(problem, "k", spec.num_kv_heads)
+
+
+def _rotation(problem: Problem, names: str, words: str, turn: Turn, family: BugFamily) -> Edit:
+    """Return the layer that rotates queries, keys or both in another way."""
+    return part(problem, "rotation", words, Edit(overrides=turned(names, turn)), family)
 
 
 # ---- Layouts -------------------------------------------------------------------------------------
 
 
-def _of_layouts(rope: Rope, names: str, whose: str) -> Iterator[Part]:
+def _of_layouts(problem: Problem, rope: Rope, names: str, whose: str) -> Iterator[Edit]:
     """Yield pairs of one layout that are rotated by tables of the other."""
-    words = {
+    words_of = {
         "half": "in halves, (i, i + R/2)",
         "interleaved": "side by side, (2 i, 2 i + 1)",
     }
     for pairs, tables in (("half", "interleaved"), ("interleaved", "half")):
-        yield (
-            f"the pairs of {whose} are {words[pairs]}, but RoPE's tables are those of pairs "
-            f"{words[tables]}",
-            Edit(overrides=turned(names, _turn_by_tables(rope, pairs, tables))),
-            of.PAIRS,
+        words = (
+            f"the pairs of {whose} are {words_of[pairs]}, but RoPE's tables are those of pairs "
+            f"{words_of[tables]}"
         )
+        turn = _turn_by_tables(rope, pairs, tables)
+        yield _rotation(problem, names, words, turn, of.PAIRS)
 
 
 def _turn_by_tables(rope: Rope, pairs: str, tables: str) -> Turn:
@@ -84,8 +87,9 @@ def _turn_by_tables(rope: Rope, pairs: str, tables: str) -> Turn:
     return turn
 
 
-def _of_order(rope: Rope, names: str, whose: str, size: int) -> Iterator[Part]:
+def _of_order(problem: Problem, rope: Rope, names: str, whose: str) -> Iterator[Edit]:
     """Yield rotated features that are put together in another order."""
+    size = problem.spec.head_dim
     rotated = np.arange(size)[rope.rotated_features(size)]
     halves = np.arange(len(rotated)).reshape(2, -1)
     if rope.pairs == "interleaved":
@@ -94,21 +98,17 @@ def _of_order(rope: Rope, names: str, whose: str, size: int) -> Iterator[Part]:
         order, words = halves.ravel(order="F"), "side by side instead of in halves"
     moved = np.arange(size)
     moved[rotated] = rotated[order]
-    yield (
-        f"the rotated features of {whose} are put together {words}",
-        Edit(overrides=turned(names, _turn_in_order(moved))),
-        of.PAIRS,
-    )
-    if len(rotated) < size:
-        rest = np.setdiff1d(np.arange(size), rotated)
-        is_first = rotated[0] == 0
-        joined = np.concatenate([rest, rotated] if is_first else [rotated, rest])
-        yield (
-            f"the rotated features of {whose} are put {'after' if is_first else 'before'} the "
-            f"others",
-            Edit(overrides=turned(names, _turn_in_order(joined))),
-            of.ROTARY_DIM,
-        )
+    about = f"the rotated features of {whose} are put together {words}"
+    yield _rotation(problem, names, about, _turn_in_order(moved), of.PAIRS)
+    if len(rotated) == size:
+        return
+    rest = np.setdiff1d(np.arange(size), rotated)
+    if rotated[0] == 0:
+        joined, side = np.concatenate([rest, rotated]), "after"
+    else:
+        joined, side = np.concatenate([rotated, rest]), "before"
+    about = f"the rotated features of {whose} are put {side} the others"
+    yield _rotation(problem, names, about, _turn_in_order(joined), of.ROTARY_DIM)
 
 
 def _turn_in_order(order: np.ndarray) -> Turn:
@@ -121,26 +121,32 @@ def _turn_in_order(order: np.ndarray) -> Turn:
 # ---- Frequencies and positions -------------------------------------------------------------------
 
 
-def _of_frequencies() -> Iterator[Part]:
-    def in_reverse(right: np.ndarray) -> np.ndarray:
-        return right[::-1]
+def in_reverse(right: np.ndarray) -> np.ndarray:
+    return right[::-1]
 
-    def evenly(right: np.ndarray) -> np.ndarray:
-        return np.linspace(right[0], right[-1], len(right))
 
-    def evenly_to_next(right: np.ndarray) -> np.ndarray:
-        """End where the exponent would be 1, as 1 / theta."""
-        if len(right) < 2:
-            return right
-        return np.linspace(right[0], right[-1] * right[1] / right[0], len(right))
+def evenly(right: np.ndarray) -> np.ndarray:
+    return np.linspace(right[0], right[-1], len(right))
 
-    forms = {
-        "in reverse order": in_reverse,
-        "spaced evenly, from the first to the last": evenly,
-        "spaced evenly, from 1 to 1 / theta": evenly_to_next,
-    }
-    for words, form in forms.items():
-        yield f"RoPE's frequencies are {words}", _with_frequencies(form), of.FREQUENCIES
+
+def evenly_to_next(right: np.ndarray) -> np.ndarray:
+    """End where the exponent would be 1, as 1 / theta."""
+    if len(right) < 2:
+        return right
+    return np.linspace(right[0], right[-1] * right[1] / right[0], len(right))
+
+
+FREQUENCIES = {
+    "in reverse order": in_reverse,
+    "spaced evenly, from the first to the last": evenly,
+    "spaced evenly, from 1 to 1 / theta": evenly_to_next,
+}
+
+
+def _of_frequencies(problem: Problem) -> Iterator[Edit]:
+    for words, form in FREQUENCIES.items():
+        about = f"RoPE's frequencies are {words}"
+        yield part(problem, "rotation", about, _with_frequencies(form), of.FREQUENCIES)
 
 
 def _with_frequencies(form: Callable[[np.ndarray], np.ndarray]) -> Edit:
@@ -155,17 +161,14 @@ def _by_rolled_positions(layer: Layer, x: np.ndarray, positions: np.ndarray) -> 
     return layer.rotate(x, np.roll(positions, 1, axis=-1))
 
 
-def _of_heads(name: str, count: int) -> Iterator[Part]:
+def _of_heads(problem: Problem, name: str, count: int) -> Iterator[Edit]:
     """Yield single heads that are rotated by another position."""
     if not 1 < count <= MOST_HEADS:
         return
     for head in range(count):
         for by, words in ((1, "one position further"), (-1, "one position less")):
-            yield (
-                f"head {head} of {name} is rotated by {words}",
-                Edit(overrides=turned(name, _turn_of_head(head, by))),
-                of.POSITIONS,
-            )
+            about = f"head {head} of {name} is rotated by {words}"
+            yield _rotation(problem, name, about, _turn_of_head(head, by), of.POSITIONS)
 
 
 def _turn_of_head(head: int, by: int) -> Turn:

@@ -16,10 +16,17 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec, Rope
-from parity.explain.diagnosis.bugs.families import THETA
-from parity.explain.diagnosis.bugs.record import Edit, pattern
+from parity.explain.diagnosis.bugs import families as of
+from parity.explain.diagnosis.bugs.families import THETA, Families
+from parity.explain.diagnosis.bugs.record import Edit, Override
 from parity.explain.diagnosis.laws.record import Seen
-from parity.explain.diagnosis.laws.words import listed, readable, readable_apart
+from parity.explain.diagnosis.laws.words import (
+    NEAR,
+    is_round,
+    listed,
+    readable,
+    readable_apart,
+)
 from parity.explain.fitting.numbers import round_numbers
 from parity.explain.fitting.rotation import complex_pairs, fit_rotation, with_pairs
 from parity.explain.fitting.thetas import fit_theta, plain_exponents
@@ -40,6 +47,7 @@ class _Turning:
         used: observed frequencies.
         begin: the angle at position 0, (pairs,).
         amplitude: the factor of rotated features.
+        step: the call of a cache; None without one.
     """
 
     rope: Rope
@@ -48,6 +56,7 @@ class _Turning:
     used: np.ndarray
     begin: np.ndarray
     amplitude: float
+    step: int | None
 
     def turned(self, seen: Seen, rule: _Rule) -> np.ndarray:
         """Return the expected values, rotated by other frequencies and multiplied by a number."""
@@ -61,30 +70,29 @@ class _Turning:
         wrong[np.ix_(seen.box[0], seen.box[1])] = True
         return np.where(wrong, rotated, seen.expected)
 
-    def made(self, rule: _Rule) -> Edit:
+    def edit(self, rule: _Rule) -> Edit:
         """Return the rotation as a change of the reference, for queries and keys in every call."""
-        more = rule.used - self.right
+        difference = rule.used - self.right
 
-        def angles(layer: Any, original: Any, positions: np.ndarray) -> np.ndarray:
-            found = original(positions)
-            return (found + positions[:, None, :, None] * more + rule.offset * rule.used).astype(
-                found.dtype
-            )
+        def angles(_: Any, original: Any, positions: np.ndarray) -> np.ndarray:
+            right = original(positions)
+            moved = positions[:, None, :, None] * difference + rule.offset * rule.used
+            return (right + moved).astype(right.dtype)
 
-        changed = Edit(overrides={"angles": angles})
-        if rule.amplitude == 1.0:
-            return changed
-        return Edit(
-            overrides={
-                **changed.overrides,
-                "attention_factor": lambda _, original: original() * rule.amplitude,
-            }
-        )
+        def attention_factor(_: Any, original: Any) -> float:
+            return original() * rule.amplitude
+
+        overrides: dict[str, Override] = {"angles": angles}
+        if rule.amplitude != 1.0:
+            overrides["attention_factor"] = attention_factor
+        return Edit(overrides=overrides)
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """Possible frequencies, an offset of positions, and a factor of the features."""
+    """Possible frequencies, an offset of positions, and a factor of the features, with the families
+    of their pattern.
+    """
 
     name: str
     words: str
@@ -93,6 +101,7 @@ class _Rule:
     parameters: int = 0
     offset: float = 0.0
     amplitude: float = 1.0
+    families: Families = ()
 
 
 def rotations(seen: Seen) -> Iterator[Edit]:
@@ -100,16 +109,19 @@ def rotations(seen: Seen) -> Iterator[Edit]:
     turning = _turning(seen)
     if turning is None or seen.problem is None or seen.problem.spec.rope is None:
         return
-    any_frequencies = (_any_frequencies,) if seen.is_enough(len(turning.right) + 1) else ()
-    for rules in (_offset, _forms, _scaled, _theta, *any_frequencies):
-        for rule in rules(turning, seen.problem.spec.rope, seen.problem.spec):
+    rules = [_offset, _forms, _scaled, _theta]
+    if seen.is_enough(len(turning.right) + 1):
+        rules.append(_any_frequencies)
+    for rules_of_kind in rules:
+        for rule in rules_of_kind(turning, seen.problem.spec.rope, seen.problem.spec):
             if seen.holds(turning.turned(seen, rule), rule.amplitude):
-                yield pattern(
+                yield seen.pattern(
                     rule.name,
                     rule.words,
                     rule.numbers,
                     rule.parameters,
-                    injected=turning.made(rule),
+                    families=rule.families,
+                    injected=turning.edit(rule),
                 )
                 return
 
@@ -141,7 +153,15 @@ def _turning(seen: Seen) -> _Turning | None:
     if difference is None:
         return None
     used = right + difference.frequencies
-    return _Turning(rope, positions, right, used, difference.begin, difference.amplitude)
+    return _Turning(
+        rope,
+        positions,
+        right,
+        used,
+        difference.begin,
+        difference.amplitude,
+        seen.stage.step,
+    )
 
 
 # ---- Rules, the plainest first -------------------------------------------------------------------
@@ -153,8 +173,22 @@ def _offset(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rul
     )
     nearest = misfit <= misfit.min() + 1e-3  # slow pairs alone do not distinguish some offsets
     offset = int(min(OFFSETS[nearest], key=abs))
-    words = f"RoPE's positions are {abs(offset)} too {'high' if offset > 0 else 'low'}"
-    yield _Rule("rope offset", words, turning.right, {"offset": offset}, 1, offset)
+    words = f"RoPE's positions are {-offset} too low"
+    if offset > 0:
+        words = f"RoPE's positions are {offset} too high"
+    families = positions_families(turning.step)
+    yield _Rule(
+        "rope offset", words, turning.right, {"offset": offset}, 1, offset, families=families
+    )
+
+
+def positions_families(step: int | None) -> Families:
+    """Return the families of rotations by other positions, without a cache or in one of its
+    calls.
+    """
+    if step is None:
+        return (of.POSITIONS,)
+    return of.CACHE_POSITIONS, of.POSITIONS
 
 
 def _forms(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule]:
@@ -162,14 +196,26 @@ def _forms(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule
     theta, d = rope.theta, 2 * len(turning.right)
     i = np.arange(d // 2)
     plain = 1.0 / rope.attention_factor  # which belongs to the scaling
-    yield _Rule("rope missing", "RoPE is missing", 0.0 * turning.right, amplitude=plain)
-    yield _Rule("rope reversed", "RoPE rotates in the opposite direction", -turning.right)
+    yield _Rule(
+        "rope missing",
+        "RoPE is missing",
+        0.0 * turning.right,
+        amplitude=plain,
+        families=(of.MISSING_ROPE,),
+    )
+    yield _Rule(
+        "rope reversed",
+        "RoPE rotates in the opposite direction",
+        -turning.right,
+        families=(of.REVERSED_ROPE,),
+    )
     if rope.scaling is not None:
         yield _Rule(
             "rope unscaled",
             "RoPE's frequencies are not scaled",
             theta ** (-2 * i / d),
             amplitude=plain,
+            families=(of.SCALING,),
         )
     forms = {
         "i / d": i / d,
@@ -177,28 +223,50 @@ def _forms(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule
         "2 i / (d - 2)": 2 * i / max(d - 2, 1),
         "4 i / d": 4 * i / d,
     }
-    sizes = _divisors(spec, d)
-    forms |= {f"2 i / {name}": 2 * i / size for name, size in sizes.items()}
-    equal_thetas = {"i / d": theta**0.5, "4 i / d": theta**2}
-    equal_thetas |= {f"2 i / {name}": theta ** (d / size) for name, size in sizes.items()}
+    for name, size in _divisors(spec, d).items():
+        forms[f"2 i / {name}"] = 2 * i / size
+    powers = _powers_of_theta(spec, d)
     for form, exponent in forms.items():
-        same = equal_thetas.get(form)
-        as_if = (
-            "" if same is None else f", or theta is {readable(same)} instead of {readable(theta)}"
-        )
-        words = f"RoPE's frequencies are theta ** -({form}) instead of theta ** -(2 i / d){as_if}"
-        yield _Rule("rope exponent", words, theta**-exponent, {"theta": theta, "exponent": form})
+        words = f"RoPE's frequencies are theta ** -({form}) instead of theta ** -(2 i / d)"
+        if form in powers:
+            other = theta ** powers[form]
+            words += f", or theta is {readable(other)} instead of {readable(theta)}"
+        family = of.EXPONENTS
+        if form == "2 i / head_dim":
+            family = of.ROTARY_DIM
+        numbers = {"theta": theta, "exponent": form}
+        yield _Rule("rope exponent", words, theta**-exponent, numbers, families=(family,))
 
 
 def _scaled(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule]:
     factor = float((turning.used * turning.right).sum() / (turning.right**2).sum())
-    is_more = abs(factor) > 1.0
-    for value in filter(None, _rounded(factor if is_more else 1.0 / factor if factor else 0.0)):
-        times = value if is_more else 1.0 / value
-        words = (
-            f"RoPE's positions are {'multiplied' if is_more else 'divided'} by {readable(value)}"
-        )
-        yield _Rule("rope scaling", words, times * turning.right, {"factor": 1.0 / times}, 1)
+    if abs(factor) > 1.0:
+        for value in _rounded(factor):
+            yield _scaling(turning, spec, f"multiplied by {readable(value)}", value)
+    elif factor:
+        for value in _rounded(1.0 / factor):
+            yield _scaling(turning, spec, f"divided by {readable(value)}", 1.0 / value)
+
+
+def _scaling(turning: _Turning, spec: AttentionSpec, words: str, times: float) -> _Rule:
+    """Return positions that are multiplied by a number."""
+    factor = 1.0 / times
+    return _Rule(
+        "rope scaling",
+        f"RoPE's positions are {words}",
+        times * turning.right,
+        {"factor": factor},
+        1,
+        families=scaling_families(factor, spec),
+    )
+
+
+def scaling_families(factor: float, spec: AttentionSpec) -> Families:
+    """Return the families of positions that are divided by a number: usually a scaling does it."""
+    is_scaled = spec.rope is not None and spec.rope.scaling is not None
+    if factor > 1.0 or is_scaled:
+        return (of.SCALING,)
+    return of.SCALING, of.POSITIONS
 
 
 def _theta(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule]:
@@ -209,9 +277,24 @@ def _theta(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule
     for value in _rounded(theta):
         wrong_text, right_text = readable_apart(value, rope.theta)
         words = THETA.about.format(found=wrong_text, right=right_text)
-        yield _Rule(
-            "rope theta", words, value**-exponents, {"theta": value, "expected": rope.theta}, 1
-        )
+        numbers = {"theta": value, "expected": rope.theta}
+        families = theta_families(value, spec)
+        yield _Rule("rope theta", words, value**-exponents, numbers, 1, families=families)
+
+
+def theta_families(theta: float, spec: AttentionSpec) -> Families:
+    """Return the family of thetas, unless it is the right one, rounded.
+
+    A theta that is not round is probably a different bug in the frequencies, which setting the
+    theta does not fix.
+    """
+    if spec.rope is None or abs(theta - spec.rope.theta) <= NEAR * spec.rope.theta:
+        return ()
+    if as_exponent(theta, spec):
+        return (of.EXPONENTS,)
+    if is_round(theta):
+        return (of.THETA,)
+    return (of.FREQUENCIES,)
 
 
 def as_exponent(theta: float, spec: AttentionSpec) -> str:
@@ -222,13 +305,18 @@ def as_exponent(theta: float, spec: AttentionSpec) -> str:
         return ""
     rotated = spec.rope.rotated_features(spec.head_dim)
     count = len(range(*rotated.indices(spec.head_dim)))
-    powers = {"i / d": 0.5, "4 i / d": 2.0}
-    for name, size in _divisors(spec, count).items():
-        powers.setdefault(f"2 i / {name}", count / size)
-    for form, power in powers.items():
+    for form, power in _powers_of_theta(spec, count).items():
         if abs(theta - spec.rope.theta**power) <= 1e-3 * theta:
             return f", or the exponent {form} instead of 2 i / d"
     return ""
+
+
+def _powers_of_theta(spec: AttentionSpec, count: int) -> dict[str, float]:
+    """Return the power of the base that is equivalent to an exponent of another form, by form."""
+    powers = {"i / d": 0.5, "4 i / d": 2.0}
+    for name, size in _divisors(spec, count).items():
+        powers[f"2 i / {name}"] = count / size
+    return powers
 
 
 def _divisors(spec: AttentionSpec, count: int) -> dict[str, int]:
@@ -247,16 +335,37 @@ def _divisors(spec: AttentionSpec, count: int) -> dict[str, int]:
 
 
 def _any_frequencies(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule]:
-    times = turning.amplitude if abs(turning.amplitude - 1.0) > 1e-4 else 1.0
     used, right = turning.used.tolist(), turning.right.tolist()
     words = f"RoPE's frequencies are {listed(used)} instead of {listed(right)}"
-    words += (
-        f", and cosines and sines {readable(times)} times what they should be"
-        if times != 1.0
-        else ""
-    )
+    times = 1.0
+    if abs(turning.amplitude - 1.0) > 1e-4:
+        times = turning.amplitude
+        words += f", and cosines and sines {readable(times)} times what they should be"
     numbers = {"used": used, "right": right, "amplitude": times}
-    yield _Rule("rope frequencies", words, turning.used, numbers, len(used), amplitude=times)
+    families = _frequencies_families(turning, rope, times)
+    yield _Rule(
+        "rope frequencies",
+        words,
+        turning.used,
+        numbers,
+        len(used),
+        amplitude=times,
+        families=families,
+    )
+
+
+def _frequencies_families(turning: _Turning, rope: Rope, amplitude: float) -> Families:
+    """Return the family of frequencies that follow no rule, if every number of RoPE is known.
+
+    A frequency of 0 is a pair that is not rotated, and nearly right ones are rounded.
+    """
+    if rope.scaling is not None or amplitude != 1.0:
+        return ()
+    largest_error = np.abs(turning.used - turning.right).max()
+    is_wrong = largest_error > NEAR * np.abs(turning.right).max()
+    if not is_wrong or not turning.used.all():
+        return ()
+    return (of.FREQUENCIES,)
 
 
 def _rounded(x: float) -> Iterator[float]:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from parity.explain.diagnosis.bugs.record import Edit, pattern
+from parity.explain.diagnosis.bugs import families as of
+from parity.explain.diagnosis.bugs.record import Edit
 from parity.explain.diagnosis.laws.record import Seen
 from parity.explain.diagnosis.laws.words import readable
 
@@ -30,10 +31,11 @@ def rounded(seen: Seen) -> Iterator[Edit]:
         return
     for share, how in ((0.5, "rounded"), (1.0, "cut off")):
         if _is_within(seen, FORMATS[name], share):
-            yield pattern(
+            yield seen.pattern(
                 "rounded",
                 f"the values are {how} to {name}",
                 {"format": name, "bits": FORMATS[name]},
+                families=(of.PRECISION,),
             )
             return
 

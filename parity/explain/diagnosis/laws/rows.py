@@ -6,11 +6,16 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from parity.explain.diagnosis.bugs.record import Edit, pattern
+from parity.explain.diagnosis.bugs import families as of
+from parity.explain.diagnosis.bugs.families import BugFamily, Families
+from parity.explain.diagnosis.bugs.record import Edit
 from parity.explain.diagnosis.laws.record import Seen
 from parity.explain.diagnosis.laws.values import sizes_of
 from parity.explain.diagnosis.laws.words import known_as, listed, number_words, readable
+from parity.explain.diagnosis.sample import sample_of
 from parity.explain.fitting.distances import Band, band_of, key_distances, slopes_of
+from parity.measure.core.problem import Problem
+from parity.measure.core.reference import Arithmetic, Layer
 from parity.measure.text import and_listed
 
 SUMS = {0: "the batch", 1: "the heads", 2: "the queries"}
@@ -44,7 +49,7 @@ def _row_factors(seen: Seen) -> Iterator[Edit]:
         return
     sums = (factor * e.sum(axis=-1, keepdims=True))[is_wrong_row]
     words = f"each row there is multiplied by a different number, so that it sums to {_range(sums)}"
-    yield pattern("rows", words, {"sums": [float(sums.min()), float(sums.max())]}, rows)
+    yield seen.pattern("rows", words, {"sums": [float(sums.min()), float(sums.max())]}, rows)
 
 
 def _factor_of_rows(a: np.ndarray, e: np.ndarray, of_empty: float) -> np.ndarray:
@@ -86,7 +91,10 @@ def _power(seen: Seen) -> Iterator[Edit]:
     if seen.holds(seen.within(candidate), max(1.0, abs(power))):
         names = known_as(power, 1e-4, sizes_of(seen), seen.problem)
         words = f"rows result from scores times {number_words(power, names)}"
-        yield pattern("power", words, {"factor": power}, 1)
+        families: Families = ()
+        if seen.problem is not None:
+            families = (of.scale_family(seen.problem.spec),)
+        yield seen.pattern("power", words, {"factor": power}, 1, families=families)
 
 
 def _mean_of_rows(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -106,7 +114,7 @@ def _uniform(seen: Seen) -> Iterator[Edit]:
     shown = seen.expected > 0.0
     count = shown.sum(axis=-1, keepdims=True)
     if count.max(initial=0) > 1 and seen.holds(seen.within(shown / np.maximum(count, 1))):
-        yield pattern("uniform", "rows are uniform over the keys that they attend to")
+        yield seen.pattern("uniform", "rows are uniform over the keys that they attend to")
 
 
 def _unmasked(seen: Seen) -> Iterator[Edit]:
@@ -127,7 +135,24 @@ def _unmasked(seen: Seen) -> Iterator[Edit]:
             "hidden cells have weight, and shown ones are in the right proportion: the softmax "
             "includes hidden keys"
         )
-        yield pattern("unmasked", words, {"most": float(a[seen.hidden].max())}, count)
+        most = float(a[seen.hidden].max())
+        families = _families_of_leak(seen)
+        yield seen.pattern("unmasked", words, {"most": most}, count, families=families)
+
+
+def _families_of_leak(seen: Seen) -> Families:
+    """Return the family of hidden keys with weight, if the mask is right: otherwise it is wrong
+    itself, or another one is used.
+    """
+    problem = seen.problem
+    if problem is None or seen.hidden is None:
+        return ()
+    if seen.stage.step is not None or sample_of(problem) is not None:
+        return ()
+    right_mask = Layer(problem, Arithmetic(np.dtype(np.float64))).mask({})["mask"]
+    if not np.array_equal(right_mask, seen.hidden):
+        return ()
+    return (of.LEAKING,)
 
 
 def weights_signs(seen: Seen) -> Iterator[str]:
@@ -220,7 +245,8 @@ def _slopes(seen: Seen, difference: np.ndarray, distance: np.ndarray) -> Iterato
                 f"slope * ({words}) is added there, as in ALiBi; the slopes of the heads: "
                 f"{listed(slopes)}"
             )
-            yield pattern("slope", text, {"slopes": slopes}, heads)
+            families = _families_of_distances(seen)
+            yield seen.pattern("slope", text, {"slopes": slopes}, heads, families=families)
 
 
 def _by_distance(seen: Seen, difference: np.ndarray, distance: np.ndarray) -> Iterator[Edit]:
@@ -247,7 +273,22 @@ def _by_distance(seen: Seen, difference: np.ndarray, distance: np.ndarray) -> It
             f"{listed(numbers)}"
         )
         fitted = {"heads": seen.box[1].tolist(), "offsets": numbers}
-        yield pattern("by distance", text, fitted, parameters)
+        families = _families_of_distances(seen)
+        yield seen.pattern("by distance", text, fitted, parameters, families=families)
+
+
+def _families_of_distances(seen: Seen) -> Families:
+    """Return the family of what depends on distances in the layer."""
+    if seen.problem is None:
+        return ()
+    spec = seen.problem.spec
+    if spec.alibi is not None:
+        return (of.ALIBI,)
+    if spec.relative_bias is not None:
+        return (of.RELATIVE_BIAS,)
+    if spec.relative_products is not None:
+        return (of.RELATIVE_PRODUCTS,)
+    return ()
 
 
 # ---- The mask ------------------------------------------------------------------------------------
@@ -260,7 +301,8 @@ def masks(seen: Seen) -> Iterator[Edit]:
     # Equal cells say nothing about the mask.
     is_mixed = len(np.unique(seen.expected[seen.part])) > 1
     if is_mixed and seen.holds(seen.within(1.0 - seen.expected)):
-        yield pattern("inverted", "hidden cells are shown, and shown cells hidden")
+        words = "hidden cells are shown, and shown cells hidden"
+        yield seen.pattern("inverted", words, families=_families_of_mask(seen, of.POLARITY))
     sequences = seen.box[0]
     positions = _query_positions(seen)[sequences]
     actual_band = _band(seen.actual[sequences], positions)
@@ -272,7 +314,25 @@ def masks(seen: Seen) -> Iterator[Edit]:
     if expected_band is not None:
         words += f" instead of {_band_words(expected_band, positions, keys)}"
     first, last = actual_band
-    yield pattern("band", words, {"first": first, "last": last}, 2)
+    families = _families_of_mask(seen, of.CAUSAL)
+    yield seen.pattern("band", words, {"first": first, "last": last}, 2, families=families)
+
+
+def _families_of_mask(seen: Seen, family: BugFamily) -> Families:
+    """Return a family of masks, after that of the layer's window or chunk, if it has one."""
+    problem = seen.problem
+    if problem is None or problem.case.is_cached:
+        return ()
+    if not _has_span(problem):
+        return (family,)
+    return of.span_family(problem), family
+
+
+def _has_span(problem: Problem) -> bool:
+    """Return True if keys are hidden by their distance."""
+    spec = problem.spec
+    spans = (spec.window_size, spec.chunk_size, problem.case.window_size)
+    return any(span is not None for span in spans)
 
 
 def _query_positions(seen: Seen) -> np.ndarray:
@@ -329,9 +389,8 @@ def contexts(seen: Seen) -> Iterator[Edit]:
     # The tolerance of expected zeros is 0 in the part itself: the remainder is compared with the
     # size of the values.
     if seen.holds(seen.within(np.broadcast_to(mean, seen.expected.shape))):
-        yield pattern(
-            "mean of v", "rows without a key are the mean of all values: their weights are uniform"
-        )
+        words = "rows without a key are the mean of all values: their weights are uniform"
+        yield seen.pattern("mean of v", words, families=(of.EMPTY_ROWS,))
 
 
 def _values_of_call(seen: Seen) -> np.ndarray | None:

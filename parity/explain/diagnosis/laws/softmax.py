@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 
 from parity.explain.diagnosis.bugs import families as of
-from parity.explain.diagnosis.bugs.families import BugFamily
-from parity.explain.diagnosis.bugs.record import Edit, Override, pattern
-from parity.explain.diagnosis.laws.fits import Fitted, Number, Tried
-from parity.explain.diagnosis.laws.pages import with_families
+from parity.explain.diagnosis.bugs.record import Edit, Override
+from parity.explain.diagnosis.laws.fits import Fitted, Number, Tried, always_of
 from parity.explain.diagnosis.laws.words import readable
 from parity.measure.core.problem import Problem
 from parity.measure.core.reference import Layer
@@ -26,72 +24,42 @@ PENALTIES = (-1.0, -3.0, -10.0, -30.0, 1.0, 3.0)
 LIMITS = (1.0, 3.0, 10.0, 30.0)
 SUMMANDS = (1.0, 1e-1, 1e-2, 1e-4, 1e-6)
 
-Entry = tuple[Number, str, BugFamily]
-"""A number, its description with a place for it, and its family."""
-
 
 def softmax_numbers(tried: Tried, problem: Problem) -> Iterator[Edit]:
     """Yield each number that would explain the stage."""
     if tried.seen.stage.quantity not in ("attn_weights", "context", "output"):
         return
-    for number, words, family in _numbers(problem):
-        fitted = Fitted(tried, number)
-        for value in fitted.values() if fitted.has_effect() else ():
-            if value is None or not math.isfinite(value):
-                continue
-            law = pattern(
+    for number in _numbers(problem):
+        for value in Fitted(tried, number).numbers():
+            yield tried.seen.pattern(
                 number.name,
-                words.format(readable(value)),
+                number.words.format(readable(value)),
                 {"value": value},
                 1,
-                injected=number.made(value),
+                families=number.families(tried.seen, value),
+                injected=number.edit(value),
             )
-            yield with_families(law, problem.spec, family)
 
 
-def _numbers(problem: Problem) -> Iterator[Entry]:
+def _numbers(problem: Problem) -> Iterator[Number]:
+    """Yield the numbers; their words have a place for the number."""
     case = problem.case
+    of_leaking, of_softmax = always_of(of.LEAKING), always_of(of.SOFTMAX)
     if case.has_mask or case.is_cached:
-        yield _entry(
-            "hidden score", PENALTIES, _filled, "the scores of hidden keys are {}", of.LEAKING
-        )
-        yield _entry(
-            "penalty", PENALTIES, _added, "{} is added to the scores of hidden keys", of.LEAKING
-        )
-        yield _entry(
-            "lowest score",
-            PENALTIES,
-            _raised_after_mask,
-            "scores below {0}, also those of hidden keys, are raised to {0}",
-            of.LEAKING,
-        )
-    yield _entry("score limit", LIMITS, _limited, "scores are limited to {0} and -{0}", of.SOFTMAX)
-    yield _entry(
-        "summand",
-        SUMMANDS,
-        _with_summand,
-        "{} is added to the sum of the softmax, after the highest score is subtracted",
-        of.SOFTMAX,
-    )
+        words = "the scores of hidden keys are {}"
+        yield Number("hidden score", words, math.nan, PENALTIES, _filled, of_leaking)
+        words = "{} is added to the scores of hidden keys"
+        yield Number("penalty", words, math.nan, PENALTIES, _added, of_leaking)
+        words = "scores below {0}, also those of hidden keys, are raised to {0}"
+        yield Number("lowest score", words, math.nan, PENALTIES, _raised_after_mask, of_leaking)
+    words = "scores are limited to {0} and -{0}"
+    yield Number("score limit", words, math.nan, LIMITS, _limited, of_softmax)
+    words = "{} is added to the sum of the softmax, after the highest score is subtracted"
+    yield Number("summand", words, math.nan, SUMMANDS, _with_summand, of_softmax)
     # In a cache, the same number is that of a visible empty slot.
     if not (problem.spec.sinks or case.is_cached):
-        yield _entry(
-            "exponential",
-            SUMMANDS,
-            _with_exponential,
-            "{} is added to the sum of the exponentials of the softmax",
-            of.SOFTMAX,
-        )
-
-
-def _entry(
-    name: str,
-    grid: tuple[float, ...],
-    change: Callable[[float], Edit],
-    words: str,
-    family: BugFamily,
-) -> Entry:
-    return Number(name, name, math.nan, grid, change), words, family
+        words = "{} is added to the sum of the exponentials of the softmax"
+        yield Number("exponential", words, math.nan, SUMMANDS, _with_exponential, of_softmax)
 
 
 def _of_scores(change: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Edit:

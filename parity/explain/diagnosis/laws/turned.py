@@ -13,10 +13,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from parity.explain.diagnosis.bugs.record import Edit, pattern
+from parity.explain.diagnosis.bugs.record import Edit
 from parity.explain.diagnosis.laws.orders import orders, transposes
 from parity.explain.diagnosis.laws.places import find_place, wrong_elements
 from parity.explain.diagnosis.laws.record import Seen
+from parity.explain.diagnosis.laws.rotation import positions_families
 from parity.explain.diagnosis.laws.values import factors, offsets, rows_and_features
 from parity.explain.diagnosis.laws.words import listed, noun
 from parity.explain.fitting.rotation import complex_pairs, with_pairs
@@ -43,12 +44,9 @@ BEYOND = 8
 def turned(seen: Seen) -> Iterator[Edit]:
     """Yield patterns before RoPE, and rotations with the positions of other tokens."""
     problem = seen.problem
-    if (
-        problem is None
-        or seen.stage.quantity not in ("q", "k")
-        or seen.stage.path
-        or seen.actual.ndim != 4
-    ):
+    if problem is None or seen.stage.path:
+        return
+    if seen.stage.quantity not in ("q", "k") or seen.actual.ndim != 4:
         return
     spec = problem.spec
     norm = spec.qk_norm
@@ -64,21 +62,20 @@ def turned(seen: Seen) -> Iterator[Edit]:
         return layer.rotate(x, positions, -1) * shrunk
 
     if norm is None or not norm.after_rope:
-        for law in _laws_of(seen, back(seen.actual), back(seen.expected)):
-            yield replace(law, about=f"before RoPE: {law.about}")
+        for edit in _patterns_of(seen, back(seen.actual), back(seen.expected)):
+            yield replace(edit, about=f"before RoPE: {edit.about}")
     if positions.ndim == 2 and spec.rope.sections is None:
         yield from _positions(seen, positions)
 
 
-def _laws_of(seen: Seen, actual: np.ndarray, expected: np.ndarray) -> list[Edit]:
-    allowed = {
-        **seen.allowed,
-        "max": np.sqrt(2.0) * seen.allowed["max"],
-    }  # one feature of a pair may have the errors of both
+def _patterns_of(seen: Seen, actual: np.ndarray, expected: np.ndarray) -> Iterator[Edit]:
+    """Yield patterns of the values before RoPE."""
+    # One feature of a pair may have the errors of both.
+    allowed = {**seen.allowed, "max": np.sqrt(2.0) * seen.allowed["max"]}
     errors = errors_of(actual, expected)
     bad, box = wrong_elements(errors, allowed)
     if not bad.any():
-        return []
+        return
     place, part = find_place(seen.stage, seen.letters, bad, box, None)
     before = replace(
         seen,
@@ -91,7 +88,8 @@ def _laws_of(seen: Seen, actual: np.ndarray, expected: np.ndarray) -> list[Edit]
         part=part,
         place=place,
     )
-    return [law for group in GROUPS for law in group(before)]
+    for group in GROUPS:
+        yield from group(before)
 
 
 def _positions(seen: Seen, positions: np.ndarray) -> Iterator[Edit]:
@@ -111,27 +109,30 @@ def _positions(seen: Seen, positions: np.ndarray) -> Iterator[Edit]:
     turns = np.exp(1j * away[:, :, None, :, None] * right)
     actual = complex_pairs(seen.actual, rope)
     distances = (np.abs(turns * x - actual) ** 2).sum(axis=-1)  # (places, B, N, T)
-    own = positions[:, None] - begin  # its own position if no other is nearer
-    is_own = np.take_along_axis(distances, np.broadcast_to(own, distances.shape[1:])[None], axis=0)[
-        0
-    ]
+    own = np.broadcast_to(positions[:, None] - begin, distances.shape[1:])
+    own_distances = np.take_along_axis(distances, own[None], axis=0)[0]
     slack = features * seen.allowed["max"] ** 2
-    nearest = np.where(is_own <= distances.min(axis=0) + slack, own, distances.argmin(axis=0))
-    found = np.take_along_axis(turns * x, nearest[None, ..., None], axis=0)[0]
-    if seen.holds(with_pairs(seen.expected, found, rope)):
-        yield _positions_law(seen, places[nearest])
+    # A token has its own position if no other is nearer.
+    is_own = own_distances <= distances.min(axis=0) + slack
+    nearest = np.where(is_own, own, distances.argmin(axis=0))
+    rotated = np.take_along_axis(turns * x, nearest[None, ..., None], axis=0)[0]
+    if seen.holds(with_pairs(seen.expected, rotated, rope)):
+        yield _of_positions(seen, places[nearest])
 
 
-def _positions_law(seen: Seen, places: np.ndarray) -> Edit:
+def _of_positions(seen: Seen, places: np.ndarray) -> Edit:
     """Return the pattern of positions (B, N, T), with its description."""
-    several, kind = noun(seen.letters, 1)[1], "rope positions"
     if (places == places[:1, :1]).all():
         used, by = places[0, 0], "tokens are rotated as at the positions"
     elif (places == places[:1, :, :1]).all():
-        used, by = (
-            places[0, :, 0],
-            f"{several} are rotated by one position each, instead of tokens:",
-        )
+        _, heads = noun(seen.letters, 1)
+        used, by = places[0, :, 0], f"{heads} are rotated by one position each, instead of tokens:"
     else:
         used, by = places.ravel(), "tokens are rotated by other positions:"
-    return pattern(kind, f"{by} {listed(used.tolist())}", {"positions": places.tolist()}, len(used))
+    return seen.pattern(
+        "rope positions",
+        f"{by} {listed(used.tolist())}",
+        {"positions": places.tolist()},
+        len(used),
+        families=positions_families(seen.stage.step),
+    )

@@ -10,10 +10,14 @@ from functools import partial
 
 import numpy as np
 
-from parity.explain.diagnosis.bugs.record import Edit, pattern
+from parity.explain.diagnosis.bugs import families as of
+from parity.explain.diagnosis.bugs.families import Families
+from parity.explain.diagnosis.bugs.record import Edit
 from parity.explain.diagnosis.laws.record import Seen
 from parity.explain.diagnosis.laws.words import (
+    LOOSEST,
     NOUNS,
+    RATES,
     known_as,
     listed,
     noun,
@@ -47,20 +51,38 @@ def constants(seen: Seen) -> Iterator[Edit]:
             words = "none of them is hidden"
             if value:
                 words = "all of them are hidden"
-            yield pattern("constant", words, {"value": value}, 0)
+            yield seen.pattern("constant", words, {"value": value}, 0)
         return
     if seen.holds(seen.within(0.0)):
-        yield pattern("zeros", "all values there are 0")
+        families = _families_of_zeros(seen)
+        yield seen.pattern("zeros", "all values there are 0", families=families)
     elif math.isnan(value) and seen.holds(seen.within(value)):
-        yield pattern("nan", "all values there are NaN")
+        yield seen.pattern("nan", "all values there are NaN")
     elif math.isinf(value) and seen.holds(seen.within(value)):
         words = "all values there are infinity"
         if value < 0:
             words = "all values there are -infinity"
-        yield pattern("infinite", words, {"sign": math.copysign(1, value)})
+        yield seen.pattern("infinite", words, {"sign": math.copysign(1, value)})
     elif math.isfinite(value) and seen.is_enough(1) and seen.holds(seen.within(value)):
         words = f"all values there are {number_words(value, _names_of(seen, value))}"
-        yield pattern("constant", words, {"value": value}, 1)
+        yield seen.pattern("constant", words, {"value": value}, 1)
+
+
+def _families_of_zeros(seen: Seen) -> Families:
+    """Return the family of lost values; slots of a cache that are empty in every head were not
+    written.
+    """
+    is_in_cache = "cache" in seen.stage.kind
+    is_read_from_cache = seen.stage.quantity == "context" and seen.stage.step is not None
+    if seen.stage.quantity in ("mask", "scores"):
+        return ()
+    if not is_in_cache and not is_read_from_cache:
+        return (of.LOST,)
+    if len(seen.box[1]) < seen.expected.shape[1]:  # in some heads
+        return (of.LOST,)
+    if is_in_cache:
+        return (of.CACHE_SLOTS,)
+    return ()  # a context is also 0 if the values that it reads are empty
 
 
 def _names_of(seen: Seen, value: float) -> list[str]:
@@ -105,11 +127,12 @@ def factors(seen: Seen) -> Iterator[Edit]:
         gain = np.where(seen.part, np.abs(factor), 1.0)
         if seen.holds(seen.within(factor * seen.expected), gain):
             numbers = _in_box(seen, factor, axes)
-            yield pattern(
+            yield seen.pattern(
                 "factor",
                 _factor_words(seen, axes, numbers),
                 _numbers(seen, axes, "factors", numbers),
                 parameters,
+                families=_families_of_factor(seen, axes, float(numbers[0])),
             )
             return
 
@@ -132,13 +155,77 @@ def offsets(seen: Seen) -> Iterator[Edit]:
         offset = differences.sum(axis=over, keepdims=True) / count
         if seen.holds(seen.within(seen.expected + offset)):
             numbers = _in_box(seen, offset, axes)
-            yield pattern(
+            yield seen.pattern(
                 "offset",
                 _offset_words(seen, axes, numbers),
                 _numbers(seen, axes, "offsets", numbers),
                 parameters,
+                families=_families_of_offset(seen, axes),
             )
             return
+
+
+def _families_of_factor(seen: Seen, axes: tuple[int, ...], factor: float) -> Families:
+    """Return the families of one factor, or of one for each index of some axes."""
+    if seen.problem is None:
+        return ()
+    spec = seen.problem.spec
+    if len(axes) > 1:  # every row has its own
+        if seen.stage.quantity not in ("q", "k", "v"):
+            return _family_of_heads(seen, axes)
+        if spec.temperature is not None:
+            return of.QK_NORM, of.TEMPERATURE
+        return (of.QK_NORM,)
+    if axes:
+        return _family_of_heads(seen, axes)
+    if seen.stage.kind == "scores":
+        if _has_all_heads(seen) and spec.soft_cap is None:
+            return (of.scale_family(spec),)
+        return ()
+    if seen.stage.is_attn_weights:
+        is_of_dropout = any(abs(factor * (1.0 - rate) - 1.0) <= LOOSEST for rate in RATES)
+        if is_of_dropout and _has_all_heads(seen):
+            return (of.DROPOUT,)
+        return (of.FACTOR,)
+    if seen.stage.quantity not in ("q", "k"):
+        return (of.FACTOR,)
+    family = of.FACTOR
+    if _has_all_heads(seen) and _is_power_of_scale(factor, spec.score_scale):
+        family = of.scale_family(spec)
+    if spec.qk_norm is not None:
+        return family, of.QK_NORM
+    return (family,)
+
+
+def _family_of_heads(seen: Seen, axes: tuple[int, ...]) -> Families:
+    """Return the family of factors if each head has its own."""
+    if seen.letters[axes[0]] in ("N", "K"):
+        return (of.FACTOR,)
+    return ()
+
+
+def _has_all_heads(seen: Seen) -> bool:
+    """Return True if every sequence and head is wrong."""
+    shape = seen.expected.shape
+    return all(len(seen.box[axis]) == shape[axis] for axis in range(min(2, len(shape))))
+
+
+def _is_power_of_scale(factor: float, scale: float) -> bool:
+    for power in (scale, 1.0 / scale, math.sqrt(scale)):
+        if power != 1.0 and abs(factor - power) <= LOOSEST * power:
+            return True
+    return False
+
+
+def _families_of_offset(seen: Seen, axes: tuple[int, ...]) -> Families:
+    """Return the family of a wrong length of a cache, or of a bias of a projection."""
+    if seen.stage.kind == "cache.lengths":
+        return (of.CACHE_SLOTS,)
+    letters = {seen.letters[axis] for axis in axes}
+    is_bias = bool(letters & {"H", "E", "W"}) and not letters & {"B", "T", "S"}
+    if is_bias and seen.stage.quantity in ("q", "k", "v"):
+        return (of.BIAS,)
+    return ()
 
 
 def rows_and_features(seen: Seen) -> Iterator[Edit]:
@@ -164,7 +251,7 @@ def rows_and_features(seen: Seen) -> Iterator[Edit]:
             "each token and each feature of a head is multiplied by a number, as by a norm over "
             "another axis"
         )
-        yield pattern("tokens and features", words, {}, parameters)
+        yield seen.pattern("tokens and features", words, {}, parameters, families=(of.QK_NORM,))
 
 
 def _ratio(a: np.ndarray, x: np.ndarray, over: int | tuple[int, ...]) -> np.ndarray:

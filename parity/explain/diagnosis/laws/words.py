@@ -19,6 +19,11 @@ RATES = (0.1, 0.2, 0.05, 0.15, 0.25, 0.3, 0.4, 0.5)
 LOOSEST = 0.01
 """The largest relative difference from a named number."""
 
+NEAR = 0.02
+"""The largest relative difference between a fitted number and the right one that may come from
+rounding alone.
+"""
+
 
 # ---- Numbers -------------------------------------------------------------------------------------
 

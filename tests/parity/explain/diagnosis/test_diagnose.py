@@ -421,6 +421,18 @@ def test_allowed_precision_follows_from_nothing():
     assert (of_values.stage, of_values.follows) == ("v", ("context",))
 
 
+def test_wrong_path_after_an_unknown_bug_is_reported():
+    """If a pattern or nothing explains a stage, the paths of a module are not searched; their wrong
+    stages are reported with it.
+    """
+    problem = make_problem("causal", "float32")
+    observed = observed_in(problem)
+    observed["q"] = observed["q"] * np.float32(1.37)
+    observed["blocks.output"] = observed["blocks.output"] * np.float32(3.0) + np.float32(1.0)
+    (finding,) = diagnose(observed, problem).findings
+    assert (finding.stage, finding.follows) == ("q", ("scores", "blocks.output"))
+
+
 @pytest.mark.parametrize("wrong", ["noise", "NaN"])
 def test_other_cause_in_a_later_call_is_another_finding(wrong):
     """A pattern of one call hides no stage of a later one that it does not explain."""

@@ -512,17 +512,17 @@ def test_part_is_found_with_its_page(name):
     case, parts_of, step = GENERATED[name]
     problem = make_problem(case, "float32")
     right, count = run(problem), 0
-    for words, change, family in list(parts_of(problem))[::step]:
+    for edit in list(parts_of(problem))[::step]:
         with np.errstate(all="ignore"):
             try:
-                wrong = run_steps(edited_layer(problem, "float32", [change]).steps())
+                wrong = run_steps(edited_layer(problem, "float32", [edit]).steps())
             except ValueError:  # blocks in which the bug does not show
                 continue
         differ = [stage for stage in right if not np.array_equal(wrong[stage], right[stage])]
         if differ:
             count += 1
             findings = Trial(problem, wrong, "ieee").describe(differ[0], ())
-            assert any(family.page in law.pages for law in findings.patterns), words
+            assert any(edit.page in pattern.pages for pattern in findings.patterns), edit.about
     assert count > 2
 
 
