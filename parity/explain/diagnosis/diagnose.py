@@ -229,10 +229,10 @@ def _search(trial: Trial, work: Work) -> SearchResult:
     """
     with work.counted():
         result = search(trial, work)
-    begin = tuple(bug for bug in trial.known if bug.name == "empty-row-nan")
-    if result.is_complete or not begin:
+    if result.is_complete:
         return result
-    if not any(_has_nan_of_its_own(trial, stage) for stage in trial.stages):
+    begin = tuple(bug for bug in trial.known if bug.name == "empty-row-nan")
+    if not begin or not any(_has_nan_of_its_own(trial, stage) for stage in trial.stages):
         return result
     again = Work(work.seconds / 2)
     with again.counted():

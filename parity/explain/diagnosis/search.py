@@ -483,7 +483,7 @@ class _Question:
         """Return the known bugs that may be tried, usual ones first."""
         return [
             bug
-            for bug in self.trial.known
+            for bug in self.trial.known_at(self.index)
             if bug not in self.edits and (with_losses or not bug.is_loss)
         ]
 
@@ -594,7 +594,8 @@ def _explaining(question: _Question, work: Work, at_once: int) -> list[Edits]:
         # A bug that holds in every call is simpler than one that only some calls have.
         in_every_call = [added for added in explaining if added[0].calls is None]
         explaining = in_every_call or explaining
-        place = {bug.about: number for number, bug in enumerate(trial.known)}
+        known = trial.known_at(question.index)
+        place = {bug.about: number for number, bug in enumerate(known)}
         explaining.sort(key=lambda added: place[added[0].about])
     elif np.isfinite(trial.observed[question.stage]).any():
         explaining = _pairs_of_bugs(question, work)
