@@ -14,7 +14,7 @@ import numpy as np
 
 from parity.explain.diagnosis.bugs import bugs_for
 from parity.explain.diagnosis.findings import Diagnosis, Finding, order_of
-from parity.explain.diagnosis.laws import Description
+from parity.explain.diagnosis.fits import Description
 from parity.explain.diagnosis.sample import sample_of
 from parity.explain.diagnosis.sampling import (
     CONFIRMED,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from parity.explain.diagnosis.bugs.record import Edit
-from parity.explain.diagnosis.laws import EVERYWHERE, Description
+from parity.explain.diagnosis.fits import EVERYWHERE, Description
 from parity.measure.core.records import JsonRecord
 from parity.measure.core.stages import STAGES, stage_named
 from parity.measure.text import and_listed

@@ -20,7 +20,7 @@ import numpy as np
 
 from parity.explain.diagnosis.bugs.record import Edit, Edits
 from parity.explain.diagnosis.findings import Finding, plain
-from parity.explain.diagnosis.laws import EVERYWHERE, Description
+from parity.explain.diagnosis.fits import EVERYWHERE, Description
 from parity.explain.diagnosis.patterns import injected_pattern
 from parity.explain.diagnosis.sample import sample_of
 from parity.explain.diagnosis.trial import Trial

@@ -15,8 +15,8 @@ from parity.explain.diagnosis.absorbed import DeferredHeads
 from parity.explain.diagnosis.bugs import bugs_for, edited_layer, low_products, permuted_heads
 from parity.explain.diagnosis.bugs.record import Edit, Edits, overriding
 from parity.explain.diagnosis.choices import AS_THE_REFERENCE, Choice
+from parity.explain.diagnosis.fits import Description, describe
 from parity.explain.diagnosis.flow import Flow, flow_of
-from parity.explain.diagnosis.laws import Description, describe
 from parity.explain.diagnosis.remembered import Remembered
 from parity.explain.diagnosis.work import run, spend_on
 from parity.measure.core.compare import (

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from parity.explain.diagnosis.laws import Description, place_of
+from parity.explain.diagnosis.fits import Description, place_of
 from parity.measure.core.compare import FACTOR, Comparison, Label, floor, kept_dtype
 from parity.measure.core.stages import stage_named
 from parity.measure.core.trace import Reference

@@ -1,4 +1,4 @@
-"""Families of bugs: a law of a family is reported with a page and a fix, like a known bug."""
+"""Families of bugs: a pattern of a family is reported with a page and a fix, like a known bug."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def test_fitted_number_has_page_and_fix(wrong, page, about, fix):
     assert plain["description"]["patterns"][0]["pages"] == [page]
 
 
-def test_law_without_family_has_no_name():
-    """A bias of each key on the scores is a law without an explanation by a bug."""
+def test_pattern_without_family_has_no_name():
+    """A bias of each key on the scores is a pattern without an explanation by a bug."""
     problem = make_problem(Case("layer", PLAIN, "", seq_len=12, is_causal=True), "float32")
     values = run_steps(steps(problem, "float32"))
     wrong = values["scores"] + np.linspace(0.5, 1.5, 12, dtype=np.float32) ** 2
@@ -111,14 +111,14 @@ def test_factor_of_the_output_has_a_page():
     assert (diagnosis.kind, found.pages) == ("structure", ("stray-factor",))
 
 
-def test_law_of_two_families_has_two_pages():
+def test_pattern_of_two_families_has_pages():
     """With a norm of q and k, a wrong scale has the pages of both families."""
     spec = replace(PLAIN, qk_norm=Norm())
     diagnosis = diagnosed(spec, replace(spec, scale=0.123), "output")
     assert diagnosis.named[0].pages == ("scale", "qk-norm")
 
 
-def test_assert_parity_shows_page_of_law():
+def test_assert_parity_shows_page_of_pattern():
     """The message of `assert_parity` for a wrong theta has the page of its family."""
     problem = make_problem(Case("layer", PLAIN, "", seq_len=12, is_causal=True), "float32")
     other = replace(problem, case=replace(problem.case, spec=replace(PLAIN, rope=Rope(123456.0))))

@@ -14,8 +14,8 @@ import parity
 from mha_spec import AttentionSpec, DynamicScaling, Latent, Llama3Scaling, Norm, Rope
 from parity import Case, make_problem
 from parity.explain.diagnosis.bugs import bugs_for, edited_layer
-from parity.explain.diagnosis.laws.rotation import as_exponent
-from parity.explain.diagnosis.laws.words import readable_apart
+from parity.explain.diagnosis.fits.rotation import as_exponent
+from parity.explain.diagnosis.fits.words import readable_apart
 from parity.explain.diagnosis.sampling import is_large
 from parity.measure.core.compare import kept_dtype
 from parity.measure.core.trace import Reference

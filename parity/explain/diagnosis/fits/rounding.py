@@ -8,8 +8,8 @@ import numpy as np
 
 from parity.explain.diagnosis.bugs import families as of
 from parity.explain.diagnosis.bugs.record import Edit
-from parity.explain.diagnosis.laws.record import Seen
-from parity.explain.diagnosis.laws.words import readable
+from parity.explain.diagnosis.fits.record import Difference
+from parity.explain.diagnosis.fits.words import readable
 
 FLOAT16_BITS = 10
 
@@ -24,14 +24,14 @@ LEAST = 8
 """The least number of nonzero values that is enough to detect fewer bits."""
 
 
-def rounded(seen: Seen) -> Iterator[Edit]:
+def rounded(difference: Difference) -> Iterator[Edit]:
     """Yield rounding: every value is the expected one, rounded to a narrower format."""
-    name = _format_of(seen)
+    name = _format_of(difference)
     if name is None:
         return
     for share, how in ((0.5, "rounded"), (1.0, "cut off")):
-        if _is_within(seen, FORMATS[name], share):
-            yield seen.pattern(
+        if _is_within(difference, FORMATS[name], share):
+            yield difference.pattern(
                 "rounded",
                 f"the values are {how} to {name}",
                 {"format": name, "bits": FORMATS[name]},
@@ -40,28 +40,28 @@ def rounded(seen: Seen) -> Iterator[Edit]:
             return
 
 
-def _is_within(seen: Seen, bits: int, share: float) -> bool:
+def _is_within(difference: Difference, bits: int, share: float) -> bool:
     """Return True if every error is at most a share of the last bit of its value, in addition to
     the tolerance.
     """
-    size = np.abs(seen.expected)
+    size = np.abs(difference.expected)
     unit = np.exp2(np.floor(np.log2(np.maximum(size, 2.0**-126))) - bits)
     rounding = share * unit
     if bits == FLOAT16_BITS:
         rounding = np.maximum(rounding, SMALLEST_FLOAT16)
-    is_within = seen.errors <= rounding * 1.001 + seen.allowed["max"]
-    return bool(is_within[seen.part].all())
+    is_within = difference.errors <= rounding * 1.001 + difference.allowed["max"]
+    return bool(is_within[difference.part].all())
 
 
-def rounding_signs(seen: Seen) -> Iterator[str]:
+def rounding_signs(difference: Difference) -> Iterator[str]:
     """Yield bits that are all 0, and the size of the error."""
-    name = _format_of(seen)
+    name = _format_of(difference)
     if name is not None:
         yield f"all values there are exactly representable in {name}"
-    finest = _finest_format_within(seen)
-    if finest is not None and seen.count >= LEAST:
+    finest = _finest_format_within(difference)
+    if finest is not None and difference.count >= LEAST:
         yield f"every error is within one unit of {finest} of its value"
-    values, errors = seen.expected[seen.part], seen.errors[seen.part]
+    values, errors = difference.expected[difference.part], difference.errors[difference.part]
     finite = np.isfinite(errors) & np.isfinite(values)
     if not finite.any():
         return
@@ -76,33 +76,33 @@ def rounding_signs(seen: Seen) -> Iterator[str]:
     yield words
 
 
-def _finest_format_within(seen: Seen) -> str | None:
+def _finest_format_within(difference: Difference) -> str | None:
     """Return the finest narrow format whose last bit bounds every error, if it is narrower than the
     dtype.
     """
     for name, bits in reversed(FORMATS.items()):
-        if bits < seen.kept and _is_within(seen, bits, 1.0):
+        if bits < difference.mantissa_bits and _is_within(difference, bits, 1.0):
             return name
     return None
 
 
-def _format_of(seen: Seen) -> str | None:
+def _format_of(difference: Difference) -> str | None:
     """Return the narrowest format that holds the actual values, if their dtype is wider and the
     expected ones do not fit.
     """
-    if seen.stage.is_exact:
+    if difference.stage.is_exact:
         return None
     for name, bits in FORMATS.items():
-        if bits >= seen.kept:
+        if bits >= difference.mantissa_bits:
             return None
-        values = seen.actual[seen.usable]
+        values = difference.actual[difference.usable]
         if bits == FLOAT16_BITS and np.abs(values).max(initial=0.0) > LARGEST_FLOAT16:
             continue
         # Round numbers fit every format, and say nothing about it.
         if np.count_nonzero(_has_more_bits(values, 2)) < LEAST:
             continue
         fits = not _has_more_bits(values, bits).any()
-        if fits and _has_more_bits(seen.expected[seen.usable], bits).any():
+        if fits and _has_more_bits(difference.expected[difference.usable], bits).any():
             return name
     return None
 

@@ -1,11 +1,11 @@
-"""Laws, which users see as patterns: where a stage differs that no known bug explains, and how.
+"""Patterns: where a stage differs that no known bug explains, and how.
 
 `describe` returns the heads, sequences, positions and features that exceed the budget, and the
 operation on the expected values there: multiplied, exchanged, rotated by another frequency. A
 pattern is verified: applied to the expected values, it leaves only rounding error.
 """
 
-from parity.explain.diagnosis.laws.describe import EVERYWHERE, describe, place_of
-from parity.explain.diagnosis.laws.record import Description, Place
+from parity.explain.diagnosis.fits.describe import EVERYWHERE, describe, place_of
+from parity.explain.diagnosis.fits.record import Description, Place
 
 __all__ = ["EVERYWHERE", "Description", "Place", "describe", "place_of"]

@@ -11,9 +11,9 @@ import numpy as np
 from mha_spec import Norm
 from parity.explain.diagnosis.bugs import families as of
 from parity.explain.diagnosis.bugs.record import Edit, Override
-from parity.explain.diagnosis.laws.changes import part
-from parity.explain.diagnosis.laws.fits import EPSILONS, Fitted, Number, Tried
-from parity.explain.diagnosis.laws.words import readable_apart
+from parity.explain.diagnosis.fits.changes import part
+from parity.explain.diagnosis.fits.numbers import EPSILONS, Fitted, Number, StageTrial
+from parity.explain.diagnosis.fits.words import readable_apart
 from parity.measure.core.problem import Problem
 
 Standardise = Callable[[np.ndarray, Norm], np.ndarray]
@@ -92,18 +92,18 @@ def _standardised(names: str, form: Standardise) -> Edit:
     return Edit(overrides={"standardised": standardised})
 
 
-def norm_numbers(tried: Tried, problem: Problem) -> Iterator[Edit]:
+def norm_numbers(trial: StageTrial, problem: Problem) -> Iterator[Edit]:
     """Yield another eps of queries alone, or of keys alone."""
     norm = problem.spec.qk_norm
     if norm is None:
         return
     for name, whose in (("q", "queries"), ("k", "keys")):
         number = Number("eps", name, norm.eps, EPSILONS, _eps_of(name))
-        for value in Fitted(tried, number).numbers():
+        for value in Fitted(trial, number).numbers():
             wrong, right = readable_apart(value, norm.eps)
             words = f"the eps of the norm of {whose} is {wrong} instead of {right}"
             numbers = {"value": value, "expected": norm.eps}
-            yield tried.seen.pattern(
+            yield trial.difference.pattern(
                 "eps", words, numbers, 1, families=(of.QK_NORM,), injected=number.edit(value)
             )
 

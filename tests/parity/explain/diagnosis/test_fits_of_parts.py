@@ -1,5 +1,5 @@
-"""Laws of parts of a layer: wrong weights, inputs, masks, heads and positions; random errors have
-none.
+"""Patterns of parts of a layer: wrong weights, inputs, masks, heads and positions; random errors
+have none.
 """
 
 import json
@@ -15,11 +15,11 @@ from mha_spec import Alibi, AttentionSpec, Norm, Rope
 from parity import Case, make_problem
 from parity.explain.diagnosis.bugs import edited_layer
 from parity.explain.diagnosis.changed_layer import ChangedLayer
-from parity.explain.diagnosis.laws.blocks import blocks
-from parity.explain.diagnosis.laws.cache_parts import cache_parts
-from parity.explain.diagnosis.laws.distance_parts import alibi_parts
-from parity.explain.diagnosis.laws.norm_parts import norm_parts
-from parity.explain.diagnosis.laws.rope_parts import rope_parts
+from parity.explain.diagnosis.fits.blocks import blocks
+from parity.explain.diagnosis.fits.cache_parts import cache_parts
+from parity.explain.diagnosis.fits.distance_parts import alibi_parts
+from parity.explain.diagnosis.fits.norm_parts import norm_parts
+from parity.explain.diagnosis.fits.rope_parts import rope_parts
 from parity.explain.diagnosis.trial import Trial
 from parity.measure.core.reference import Arithmetic, Layer
 from parity.measure.core.stages import run_steps
@@ -48,8 +48,8 @@ def run(problem, change=lambda layer: None):
     return run_steps(layer.steps())
 
 
-def told(problem, observed, stage):
-    """Return the laws of a stage, based on the observed stages before it."""
+def abouts_of(problem, observed, stage):
+    """Return the patterns of a stage, based on the observed stages before it."""
     findings = Trial(problem, observed, "ieee").describe(stage, ())
     assert findings is not None
     json.dumps(findings.to_dict(), allow_nan=False)
@@ -165,32 +165,32 @@ WEIGHTS = {
 
 @sample(6)
 @pytest.mark.parametrize(("case", "change", "stage", "words"), WEIGHTS.values(), ids=[*WEIGHTS])
-def test_changed_weight_has_a_law(case, change, stage, words):
-    """Each change of the weights has a law with its words, from one wrong stage."""
+def test_changed_weight_has_a_pattern(case, change, stage, words):
+    """Each change of the weights has a pattern with its words, from one wrong stage."""
     right, wrong = with_weights(case, change)
-    assert words in told(right, {stage: run(wrong)[stage]}, stage)
+    assert words in abouts_of(right, {stage: run(wrong)[stage]}, stage)
 
 
 # ---- Inputs, masks, products ---------------------------------------------------------------------
 
 
-def test_exchanged_inputs_have_a_law():
-    """An exchanged query and key have a law, and so has v made of the query."""
+def test_exchanged_inputs_have_a_pattern():
+    """An exchanged query and key have a pattern, and so has v made of the query."""
     problem = make_problem(CROSS, "float32")
     query, key = problem.inputs["query"], problem.inputs["key"]
     wrong = run(replace(problem, inputs={**problem.inputs, "query": key, "key": query}))
-    assert told(problem, {"output": wrong["output"]}, "output") == (
+    assert abouts_of(problem, {"output": wrong["output"]}, "output") == (
         "the query and the key are exchanged",
     )
-    assert "q is made of the key" in told(problem, wrong, "q")
+    assert "q is made of the key" in abouts_of(problem, wrong, "q")
     of_query = run(replace(problem, inputs={**problem.inputs, "key": query}))
     values = {**run(problem), "v": of_query["v"]}
     values["context"] = np.float32(0) + values["attn_weights"] @ values["v"]
-    assert "v is made of the query" in told(problem, {"context": values["context"]}, "context")
+    assert "v is made of the query" in abouts_of(problem, {"context": values["context"]}, "context")
 
 
-def test_shifted_value_tokens_have_a_law():
-    """Values made of the token or the sequence before have a law at the context."""
+def test_shifted_value_tokens_have_a_pattern():
+    """Values made of the token or the sequence before have a pattern at the context."""
     problem = make_problem(SQUARE, "float32")
     for change, words in (
         (lambda x: np.roll(x, 1, axis=1), "the token before"),
@@ -201,7 +201,7 @@ def test_shifted_value_tokens_have_a_law():
         )
         values = {"attn_weights": run(problem)["attn_weights"], "v": wrong["v"]}
         context = values["attn_weights"] @ values["v"]
-        assert f"v is made of {words}" in told(problem, {"context": context}, "context")
+        assert f"v is made of {words}" in abouts_of(problem, {"context": context}, "context")
 
 
 @sample(2)
@@ -217,30 +217,30 @@ def test_shifted_value_tokens_have_a_law():
         ),
     ],
 )
-def test_changed_score_bias_has_a_law(change, words):
-    """A negated, transposed, shared or reshaped score bias has a law at scores and output."""
+def test_changed_score_bias_has_a_pattern(change, words):
+    """A negated, transposed, shared or reshaped score bias has a pattern at scores and output."""
     problem = make_problem(WITH_BIAS, "float32")
     wrong = run(replace(problem, inputs={**problem.inputs, "bias": change(problem.inputs["bias"])}))
-    assert f"the bias of the scores is {words}" in told(
+    assert f"the bias of the scores is {words}" in abouts_of(
         problem, {"output": wrong["output"]}, "output"
     )
-    assert f"the bias of the scores is {words}" in told(problem, wrong, "scores")
+    assert f"the bias of the scores is {words}" in abouts_of(problem, wrong, "scores")
 
 
-def test_mask_of_first_head_has_a_law():
-    """Using the first head's mask for all heads has a law, from the output alone."""
+def test_mask_of_first_head_has_a_pattern():
+    """Using the first head's mask for all heads has a pattern, from the output alone."""
     problem = make_problem(replace(PLAIN, key_padding_lengths=None, random_mask=True), "float32")
     mask = np.broadcast_to(problem.inputs["mask"], (2, 3, 6, 6))
     wrong = run(
         replace(problem, inputs={**problem.inputs, "mask": np.repeat(mask[:, :1], 3, axis=1)})
     )
-    assert "the mask is that of the first head" in told(
+    assert "the mask is that of the first head" in abouts_of(
         problem, {"output": wrong["output"]}, "output"
     )
 
 
-def test_intersected_masks_have_a_law():
-    """Hiding only keys that all parts of the mask hide has a law, from the output alone."""
+def test_intersected_masks_have_a_pattern():
+    """Hiding only keys that all parts of the mask hide has a pattern, from the output alone."""
     problem = make_problem(replace(PLAIN, is_causal=True), "float32")
     causal, padding = (
         np.triu(np.ones((6, 6), bool), 1),
@@ -248,8 +248,8 @@ def test_intersected_masks_have_a_law():
     )
     both = np.broadcast_to(causal & padding, (2, 3, 6, 6))
     wrong = run(problem, overriding(mask=lambda _: lambda values: {"mask": both}))
-    (law,) = told(problem, {"output": wrong["output"]}, "output")
-    assert law.startswith("a key is hidden only if all parts of the mask hide it")
+    (pattern,) = abouts_of(problem, {"output": wrong["output"]}, "output")
+    assert pattern.startswith("a key is hidden only if all parts of the mask hide it")
 
 
 PRODUCTS = {
@@ -305,35 +305,35 @@ PRODUCTS = {
 
 
 @pytest.mark.parametrize(("case", "stage", "methods", "words"), PRODUCTS.values(), ids=[*PRODUCTS])
-def test_wrong_product_has_a_law(case, stage, methods, words):
-    """Each wrong product, cap or choice of value heads has a law with its words."""
+def test_wrong_product_has_a_pattern(case, stage, methods, words):
+    """Each wrong product, cap or choice of value heads has a pattern with its words."""
     problem = make_problem(case, "float32")
-    assert words in told(problem, run(problem, overriding(**methods)), stage)
+    assert words in abouts_of(problem, run(problem, overriding(**methods)), stage)
 
 
 # ---- Before RoPE ---------------------------------------------------------------------------------
 
 
-def test_error_before_rope_has_a_law():
-    """A wrong bias or norm weight before RoPE has a law at q or k that says so."""
+def test_error_before_rope_has_a_pattern():
+    """A wrong bias or norm weight before RoPE has a pattern at q or k that says so."""
     problem, wrong = with_weights(
         GROUPED, lambda w: {"q_proj.bias": w["q_proj.bias"] + np.float32(0.5)}
     )
-    laws = told(problem, run(wrong), "q")
-    assert laws == ("before RoPE: 0.5 is added to all values there",)
+    patterns = abouts_of(problem, run(wrong), "q")
+    assert patterns == ("before RoPE: 0.5 is added to all values there",)
     problem, wrong = with_weights(
         NORMED, lambda w: {"k_norm.weight": w["k_norm.weight"] + np.float32(1.0)}
     )
-    laws = told(problem, run(wrong), "k")
-    assert "k_norm.weight is 1 + its value" in laws
+    patterns = abouts_of(problem, run(wrong), "k")
+    assert "k_norm.weight is 1 + its value" in patterns
     assert any(
-        law.startswith("before RoPE: each feature there is multiplied by a different number")
-        for law in laws
+        pattern.startswith("before RoPE: each feature there is multiplied by a different number")
+        for pattern in patterns
     )
 
 
-def test_norm_over_tokens_has_a_law():
-    """A norm over tokens is recognized; by another mean, it has a law before RoPE, of a number
+def test_norm_over_tokens_has_a_pattern():
+    """A norm over tokens is recognized; by another mean, it has a pattern before RoPE, of a number
     per token and feature.
     """
     problem = make_problem(NORMED, "float32")
@@ -346,10 +346,10 @@ def test_norm_over_tokens_has_a_law():
     def by_sizes_of_tokens(_):
         return lambda name, x, norm: x / np.mean(np.abs(x), axis=2, keepdims=True)
 
-    law, *_ = told(problem, run(problem, overriding(standardised=over_tokens)), "q")
-    assert law == "queries and keys are normalized over the tokens"
-    (law,) = told(problem, run(problem, overriding(standardised=by_sizes_of_tokens)), "q")
-    assert law.startswith(
+    pattern, *_ = abouts_of(problem, run(problem, overriding(standardised=over_tokens)), "q")
+    assert pattern == "queries and keys are normalized over the tokens"
+    (pattern,) = abouts_of(problem, run(problem, overriding(standardised=by_sizes_of_tokens)), "q")
+    assert pattern.startswith(
         "before RoPE: each token and each feature of a head is multiplied by a number"
     )
 
@@ -371,8 +371,8 @@ def test_norm_over_tokens_has_a_law():
         ),
     ],
 )
-def test_wrong_positions_have_a_law(positions, words):
-    """Shifted positions, positions by head and wrong positions of one head have a law at q."""
+def test_wrong_positions_have_a_pattern(positions, words):
+    """Shifted positions, positions by head and wrong positions of one head have a pattern at q."""
     problem = make_problem(GROUPED, "float32")
     right = replace(problem, case=replace(problem.case, spec=replace(GROUPED.spec, rope=None)))
     layer, q = Layer(problem, Arithmetic(np.dtype(np.float32))), run(right)["q"]
@@ -381,15 +381,15 @@ def test_wrong_positions_have_a_law(positions, words):
         for n in range(6)
     ]
     wrong = {**run(problem), "q": np.concatenate(of_heads, axis=1).astype(np.float32)}
-    assert any(law.startswith(words) for law in told(problem, wrong, "q"))
+    assert any(pattern.startswith(words) for pattern in abouts_of(problem, wrong, "q"))
 
 
 # ---- Dropout, heads of the output, narrow formats ------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", ["attn_weights", "context", "output"])
-def test_dropout_has_a_law(stage):
-    """Dropout with p = 0.2 has a law at the attention weights, the context and the output."""
+def test_dropout_has_a_pattern(stage):
+    """Dropout with p = 0.2 has a pattern at the attention weights, the context and the output."""
     problem = make_problem(PLAIN, "float32")
     keeps = np.random.default_rng(0).random((2, 3, 6, 6)) >= 0.2
 
@@ -402,8 +402,8 @@ def test_dropout_has_a_law(stage):
     if stage != "attn_weights":  # recorded before dropout
         wrong = {**run(problem), stage: wrong[stage]}
         wrong = {"output": wrong["output"]} if stage == "output" else wrong
-    (law,) = told(problem, wrong, stage)
-    assert law.endswith(
+    (pattern,) = abouts_of(problem, wrong, stage)
+    assert pattern.endswith(
         "are 0, and the others 1.25 times what they should be: dropout is active, with p = 0.2"
     )
 
@@ -415,27 +415,29 @@ def test_unscaled_zeros_are_not_dropout():
     for factor in (1.0, 4.0):
         wrong = run(problem)
         wrong["attn_weights"] = wrong["attn_weights"] * keeps * np.float32(factor)
-        assert not any("dropout is active" in law for law in told(problem, wrong, "attn_weights"))
+        assert not any(
+            "dropout is active" in pattern for pattern in abouts_of(problem, wrong, "attn_weights")
+        )
 
 
-def test_mixed_output_heads_have_a_law():
-    """Mixed heads have a law with each combination, from the output alone."""
+def test_mixed_output_heads_have_a_pattern():
+    """Mixed heads have a pattern with each combination, from the output alone."""
     problem = make_problem(SQUARE, "float32")
 
     def mixing(original):
         return lambda x: original(np.stack([x[:, 0] / 2, x.mean(axis=1), x[:, 3], x[:, 2]], axis=1))
 
     wrong = run(problem, overriding(combine_heads=mixing))
-    (law,) = told(problem, {"output": wrong["output"]}, "output")
-    assert law == (
+    (pattern,) = abouts_of(problem, {"output": wrong["output"]}, "output")
+    assert pattern == (
         "the output uses other heads: head 0 is 0.5 * head 0, head 1 is 0.25 * head 0 + 0.25 * "
         "head 1 "
         "+ 0.25 * head 2 + 0.25 * head 3, head 2 is 1 * head 3 and head 3 is 1 * head 2"
     )
 
 
-def test_narrow_format_is_not_a_law():
-    """Scores off by 0.4% have no law, although bfloat16 can represent them."""
+def test_narrow_format_is_not_a_pattern():
+    """Scores off by 0.4% have no pattern, although bfloat16 can represent them."""
     problem = make_problem(GROUPED, "float32")
 
     def narrow(x):
@@ -443,29 +445,29 @@ def test_narrow_format_is_not_a_law():
 
     wrong = run(problem)
     wrong["scores"] = narrow(narrow(wrong["scores"]) * np.float32(1.004))
-    assert told(problem, wrong, "scores") == ()
+    assert abouts_of(problem, wrong, "scores") == ()
 
 
-# ---- No law --------------------------------------------------------------------------------------
+# ---- No pattern ----------------------------------------------------------------------------------
 
 
 @sample(case=[CROSS, CAPPED], size=[1e-5])
 @pytest.mark.parametrize("case", [WITH_BIAS, CROSS, NORMED, CAPPED], ids=lambda case: case.name)
 @pytest.mark.parametrize("size", [1e-5, 1e-2])
-def test_random_errors_have_no_law(case, size):
-    """Random errors of q, v, weights or output have no law, with other stages or without."""
+def test_random_errors_have_no_pattern(case, size):
+    """Random errors of q, v, weights or output have no pattern, with other stages or without."""
     problem = make_problem(case, "float32")
     right, rng = run(problem), np.random.default_rng(0)
     for stage in ("q", "v", "attn_weights", "output"):
         error = (
             size * np.abs(right[stage]).max() * rng.standard_normal(right[stage].shape)
         ).astype(np.float32)
-        assert told(problem, {**right, stage: right[stage] + error}, stage) == ()
-        assert told(problem, {stage: right[stage] + error}, stage) == ()
+        assert abouts_of(problem, {**right, stage: right[stage] + error}, stage) == ()
+        assert abouts_of(problem, {stage: right[stage] + error}, stage) == ()
 
 
 def test_recomputations_are_bounded(monkeypatch):
-    """The search for laws of an unexplained output computes the layer at most 2,000 times."""
+    """The search for patterns of an unexplained output computes the layer at most 2,000 times."""
     problem, calls = make_problem(NORMED, "float32"), []
     output = run(problem)["output"]
     made = parity.explain.diagnosis.trial.edited_layer
@@ -474,7 +476,7 @@ def test_recomputations_are_bounded(monkeypatch):
         "edited_layer",
         lambda *given: calls.append(1) or made(*given),
     )
-    assert told(problem, {"output": output + np.float32(0.1) * output**2}, "output") == ()
+    assert abouts_of(problem, {"output": output + np.float32(0.1) * output**2}, "output") == ()
     assert len(calls) <= 2000
 
 
@@ -506,7 +508,7 @@ GENERATED = {
 @sample(3)
 @pytest.mark.parametrize("name", GENERATED)
 def test_part_is_found_with_its_page(name):
-    """A layer with a part of each kind has a law with the page of that part, at its first wrong
+    """A layer with a part of each kind has a pattern with the page of that part, at its first wrong
     stage.
     """
     case, parts_of, step = GENERATED[name]
@@ -555,7 +557,7 @@ def test_number_in_softmax_is_fitted(change, words, page):
     weights = exponentials / exponentials.sum(axis=-1, keepdims=True)
     context = (weights @ right["v"]).astype(np.float32)
     findings = Trial(problem, {"context": context}, "ieee").describe("context", ())
-    assert (words, (page,)) in [(law.about, law.pages) for law in findings.patterns]
+    assert (words, (page,)) in [(pattern.about, pattern.pages) for pattern in findings.patterns]
 
 
 def test_summand_of_softmax_is_fitted():
@@ -568,19 +570,19 @@ def test_summand_of_softmax_is_fitted():
     findings = Trial(problem, {"attn_weights": weights.astype(np.float32)}, "ieee").describe(
         "attn_weights", ()
     )
-    laws = [law for law in findings.patterns if law.pages == ("softmax-function",)]
-    assert laws[0].about.startswith("0.02 is added to the sum of the softmax")
+    patterns = [pattern for pattern in findings.patterns if pattern.pages == ("softmax-function",)]
+    assert patterns[0].about.startswith("0.02 is added to the sum of the softmax")
 
 
-def test_part_of_one_head_has_a_law():
-    """Values of the token before, used by one head alone, have a law at context and output."""
+def test_part_of_one_head_has_a_pattern():
+    """Values of the token before, used by one head alone, have a pattern at context and output."""
     problem = make_problem(CAUSAL, "float32")
     right = run(problem)
     values = right["v"].copy()
     values[:, 1] = np.roll(values[:, 1], 1, axis=1)
     context = right["attn_weights"] @ values
-    laws = told(problem, {**right, "context": context}, "context")
-    assert laws[0] == "there alone, the values used are of the token before"
+    patterns = abouts_of(problem, {**right, "context": context}, "context")
+    assert patterns[0] == "there alone, the values used are of the token before"
     output = run(problem, overriding(context=lambda _: lambda __: {"context": context}))["output"]
     words = "the values used by head 1 alone are of the token before"
-    assert words in told(problem, {"output": output}, "output")
+    assert words in abouts_of(problem, {"output": output}, "output")

@@ -10,7 +10,7 @@ import numpy as np
 
 from parity.explain.diagnosis.bugs import families as of
 from parity.explain.diagnosis.bugs.record import Edit, Override
-from parity.explain.diagnosis.laws.changes import part
+from parity.explain.diagnosis.fits.changes import part
 from parity.measure.core.case import Case
 from parity.measure.core.problem import Problem
 from parity.measure.core.reference import Layer
@@ -347,7 +347,7 @@ def _counting(case: Case, count: Count) -> Edit:
         before = np.broadcast_to(before, right.before.shape)
         counted, added = count(case, index), right.added
         if count is _with_padding:
-            added = counted  # padding is cached, too
+            added = counted  # padding is cached
         return _OtherLengths(right, before, counted, added)
 
     return Edit(overrides={"call": call})

@@ -13,8 +13,8 @@ import numpy as np
 from parity.explain.diagnosis.bugs import families as of
 from parity.explain.diagnosis.bugs.families import Families
 from parity.explain.diagnosis.bugs.record import Edit
-from parity.explain.diagnosis.laws.record import Seen
-from parity.explain.diagnosis.laws.words import MOST_LISTED, noun
+from parity.explain.diagnosis.fits.record import Difference
+from parity.explain.diagnosis.fits.words import MOST_LISTED, noun
 from parity.measure.core.stages import Stage, stage_named
 
 LARGEST = 1024
@@ -28,46 +28,50 @@ INTERLEAVED = "interleaved, instead of in halves, 0 2 4 … 1 3 5 …"
 """Orders of features that RoPE's pairs have."""
 
 
-def orders(seen: Seen) -> Iterator[Edit]:
+def orders(difference: Difference) -> Iterator[Edit]:
     """Yield slices of one axis that have the values of others."""
-    for axis in _axes(seen):
-        box, size = seen.box[axis], seen.expected.shape[axis]
-        order = _order(seen, axis)
+    for axis in _axes(difference):
+        box, size = difference.box[axis], difference.expected.shape[axis]
+        order = _order(difference, axis)
         if order is None or np.array_equal(order, box):
             continue
         source = np.arange(size)
         source[box] = order
-        if seen.holds(seen.in_slices(np.take(seen.expected, source, axis=axis))):
-            words, parameters = _order_words(seen, axis, box, order)
-            numbers = {"axis": seen.letters[axis], "of": box.tolist(), "from": order.tolist()}
+        if difference.is_explained_by(
+            difference.in_slices(np.take(difference.expected, source, axis=axis))
+        ):
+            words, parameters = _order_words(difference, axis, box, order)
+            numbers = {"axis": difference.letters[axis], "of": box.tolist(), "from": order.tolist()}
             families = _families_of_order(
-                seen, axis, words, is_permutation=_is_permutation(box, order)
+                difference, axis, words, is_permutation=_is_permutation(box, order)
             )
-            yield seen.pattern("order", words, numbers, parameters, families=families)
+            yield difference.pattern("order", words, numbers, parameters, families=families)
 
 
 def _is_permutation(box: np.ndarray, order: np.ndarray) -> bool:
     return np.array_equal(np.sort(box), np.sort(order))
 
 
-def _families_of_order(seen: Seen, axis: int, words: str, *, is_permutation: bool) -> Families:
+def _families_of_order(
+    difference: Difference, axis: int, words: str, *, is_permutation: bool
+) -> Families:
     """Return the families of slices of an axis that have the values of others."""
-    letter, quantity = seen.letters[axis], seen.stage.quantity
-    if "cache" in seen.stage.kind:
+    letter, quantity = difference.letters[axis], difference.stage.quantity
+    if "cache" in difference.stage.kind:
         if letter in ("B", "S", "T"):
             return (of.CACHE_SLOTS,)
         return ()
     if quantity == "mask":
-        return _families_of_masks(seen, letter)
+        return _families_of_masks(difference, letter)
     if letter == "B":
         if quantity in TOKENWISE:
             return (of.SEQUENCES,)
         return ()
     if letter in ("S", "T") and quantity in TOKENWISE:
         return (of.TOKENS,)
-    if seen.problem is None:
+    if difference.problem is None:
         return ()
-    spec = seen.problem.spec
+    spec = difference.problem.spec
     if letter in ("N", "K") and is_permutation:
         if quantity == "context" and spec.num_kv_heads < spec.num_heads:
             return of.GROUPED, of.HEAD_ORDER
@@ -79,38 +83,38 @@ def _families_of_order(seen: Seen, axis: int, words: str, *, is_permutation: boo
     return ()
 
 
-def _families_of_masks(seen: Seen, letter: str) -> Families:
+def _families_of_masks(difference: Difference, letter: str) -> Families:
     if letter == "N":
         return (of.MASK_HEADS,)
-    if letter != "B" or seen.problem is None:
+    if letter != "B" or difference.problem is None:
         return ()
-    if seen.problem.case.key_padding_lengths is None:
+    if difference.problem.case.key_padding_lengths is None:
         return ()
     return (of.PADDING,)
 
 
-def shifts(seen: Seen) -> Iterator[Edit]:
+def shifts(difference: Difference) -> Iterator[Edit]:
     """Yield tokens one place too late or too early, with any values at the end."""
-    for axis in _axes(seen):
+    for axis in _axes(difference):
         # A few tokens prove nothing.
-        if seen.letters[axis] not in ("T", "S") or len(seen.box[axis]) < 3:
+        if difference.letters[axis] not in ("T", "S") or len(difference.box[axis]) < 3:
             continue
-        one, _ = noun(seen.letters, axis)
+        one, _ = noun(difference.letters, axis)
         for by, words, end in ((1, "before", slice(0, 1)), (-1, "after", slice(-1, None))):
-            candidate = seen.in_slices(np.roll(seen.expected, by, axis=axis))
+            candidate = difference.in_slices(np.roll(difference.expected, by, axis=axis))
             edge = [slice(None)] * candidate.ndim
             edge[axis] = end
-            came_in = seen.actual[tuple(edge)]
+            came_in = difference.actual[tuple(edge)]
             if not np.isfinite(came_in).all():
                 continue
             candidate[tuple(edge)] = came_in
-            if seen.holds(candidate):
+            if difference.is_explained_by(candidate):
                 text = f"shifted by one: each {one} has the values of the one {words}"
                 if not came_in.any():
                     text += ", and the one at the end is 0"
-                numbers = {"axis": seen.letters[axis], "by": by}
-                yield seen.pattern(
-                    "shift", text, numbers, 1, families=_families_of_shift(seen.stage)
+                numbers = {"axis": difference.letters[axis], "by": by}
+                yield difference.pattern(
+                    "shift", text, numbers, 1, families=_families_of_shift(difference.stage)
                 )
                 return
 
@@ -123,70 +127,70 @@ def _families_of_shift(stage: Stage) -> Families:
     return ()
 
 
-def transposes(seen: Seen) -> Iterator[Edit]:
+def transposes(difference: Difference) -> Iterator[Edit]:
     """Yield exchanges of two axes of one length, and heads split or combined by a reshape alone."""
-    e = seen.expected
-    if len(seen.letters) < 3 and e.ndim != 2:
+    e = difference.expected
+    if len(difference.letters) < 3 and e.ndim != 2:
         return
     for order in sorted(permutations(range(e.ndim)), key=_num_moved):
         transposed = e.transpose(order)
         if not _num_moved(order) or transposed.shape != e.shape:
             continue
-        if seen.holds(seen.in_slices(transposed)):
-            yield _transposed(seen, order)
-    if e.ndim == 4 and "H" in seen.letters and e.shape[1] > 1:
-        yield from _reshapes(seen)
+        if difference.is_explained_by(difference.in_slices(transposed)):
+            yield _transposed(difference, order)
+    if e.ndim == 4 and "H" in difference.letters and e.shape[1] > 1:
+        yield from _reshapes(difference)
 
 
-def _transposed(seen: Seen, order: tuple[int, ...]) -> Edit:
+def _transposed(difference: Difference, order: tuple[int, ...]) -> Edit:
     """Return the exchange of axes whose sources are in an order."""
     if _num_moved(order) == 2:
         one, other = _moved(order)
-        _, ones = noun(seen.letters, one)
-        _, others = noun(seen.letters, other)
-        letters = [seen.letters[one], seen.letters[other]]
+        _, ones = noun(difference.letters, one)
+        _, others = noun(difference.letters, other)
+        letters = [difference.letters[one], difference.letters[other]]
         words = f"{ones} and {others} are exchanged: transposed"
     else:
-        letters = [seen.letters[axis] for axis in order]
+        letters = [difference.letters[axis] for axis in order]
         words = (
-            f"axes are exchanged: instead of ({', '.join(seen.letters)}) they are "
+            f"axes are exchanged: instead of ({', '.join(difference.letters)}) they are "
             f"({', '.join(letters)})"
         )
-    families = _families_of_axes(seen, is_of_rows=letters == ["T", "S"])
-    return seen.pattern("transposed", words, {"axes": letters}, families=families)
+    families = _families_of_axes(difference, is_of_rows=letters == ["T", "S"])
+    return difference.pattern("transposed", words, {"axes": letters}, families=families)
 
 
-def _families_of_axes(seen: Seen, *, is_of_rows: bool = False) -> Families:
+def _families_of_axes(difference: Difference, *, is_of_rows: bool = False) -> Families:
     """Return the families of exchanged axes: queries and keys, or others."""
-    if "cache" in seen.stage.kind or seen.problem is None:
+    if "cache" in difference.stage.kind or difference.problem is None:
         return ()
-    if seen.stage.kind == "scores":
+    if difference.stage.kind == "scores":
         if is_of_rows:
             return (of.SWAPPED,)
         return ()
-    if seen.stage.kind == "mask":
-        if seen.stage.step:
+    if difference.stage.kind == "mask":
+        if difference.stage.step:
             return ()
-        if seen.problem.case.random_mask:
+        if difference.problem.case.random_mask:
             return of.CAUSAL, of.POLARITY
         return (of.CAUSAL,)
-    if seen.stage.quantity in TOKENWISE:
+    if difference.stage.quantity in TOKENWISE:
         return (of.HEAD_ORDER,)
     return ()
 
 
-def _reshapes(seen: Seen) -> Iterator[Edit]:
+def _reshapes(difference: Difference) -> Iterator[Edit]:
     """Yield heads that were split or combined by a reshape alone."""
-    batch, heads, tokens, features = seen.expected.shape
-    width = seen.expected.swapaxes(1, 2).reshape(batch, tokens, heads * features)
-    not_moved = width.reshape(seen.expected.shape)
-    if seen.holds(seen.in_slices(not_moved)):
+    batch, heads, tokens, features = difference.expected.shape
+    width = difference.expected.swapaxes(1, 2).reshape(batch, tokens, heads * features)
+    not_moved = width.reshape(difference.expected.shape)
+    if difference.is_explained_by(difference.in_slices(not_moved)):
         words = "heads and tokens are mixed up: reshaped without moving them"
-        yield seen.pattern("reshaped", words, families=_families_of_axes(seen))
+        yield difference.pattern("reshaped", words, families=_families_of_axes(difference))
     innermost = np.moveaxis(width.reshape(batch, tokens, features, heads), 3, 1)
-    if seen.holds(seen.in_slices(innermost)):
+    if difference.is_explained_by(difference.in_slices(innermost)):
         words = "heads and features are mixed up: the width is split into (H, N)"
-        yield seen.pattern("reshaped", words, families=_families_of_axes(seen))
+        yield difference.pattern("reshaped", words, families=_families_of_axes(difference))
 
 
 def _moved(order: tuple[int, ...]) -> list[int]:
@@ -198,32 +202,37 @@ def _num_moved(order: tuple[int, ...]) -> int:
     return len(_moved(order))
 
 
-def other_stages(seen: Seen) -> Iterator[Edit]:
+def other_stages(difference: Difference) -> Iterator[Edit]:
     """Yield the values of another stage, or of the step before."""
-    for name, values in seen.others.items():
+    for name, values in difference.other_stages.items():
         other = stage_named(name)
-        is_same_quantity = other.quantity == seen.stage.quantity
+        is_same_quantity = other.quantity == difference.stage.quantity
         # On another path it is the same stage.
-        is_same = is_same_quantity and other.step == seen.stage.step
-        is_on_another_path = other.path not in ("", seen.stage.path)
-        if is_same or is_on_another_path or other.is_exact or values.ndim != seen.expected.ndim:
+        is_same = is_same_quantity and other.step == difference.stage.step
+        is_on_another_path = other.path not in ("", difference.stage.path)
+        if (
+            is_same
+            or is_on_another_path
+            or other.is_exact
+            or values.ndim != difference.expected.ndim
+        ):
             continue
         whose = name
         if is_same_quantity:
             whose = f"{name}, of another step"
-        for x, how in _as_they_fit(values.astype(np.float64), seen.expected.shape):
-            if seen.holds(seen.within(x)):
+        for x, how in _as_they_fit(values.astype(np.float64), difference.expected.shape):
+            if difference.is_explained_by(difference.within(x)):
                 words = f"the values there are those of {whose}{how}"
-                families = _families_of_stages(seen, other)
-                yield seen.pattern("other stage", words, {"stage": name}, families=families)
+                families = _families_of_stages(difference, other)
+                yield difference.pattern("other stage", words, {"stage": name}, families=families)
 
 
-def _families_of_stages(seen: Seen, other: Stage) -> Families:
+def _families_of_stages(difference: Difference, other: Stage) -> Families:
     """Return the families of a stage that has the values of another one."""
-    stage = seen.stage
+    stage = difference.stage
     if "cache" in stage.kind and "cache" in other.kind:
         # Slots that are stale in some sequences alone may follow from their lengths.
-        is_of_sequences = len(seen.box[0]) < seen.expected.shape[0]
+        is_of_sequences = len(difference.box[0]) < difference.expected.shape[0]
         if other.step != stage.step and is_of_sequences:
             return of.CACHE_SLOTS, of.CACHE_LENGTHS
         return (of.CACHE_SLOTS,)
@@ -247,36 +256,38 @@ PRIORITY = "NKHEWGBTS"
 """The letters of axes in the order in which they are tried; others come first."""
 
 
-def _axes(seen: Seen) -> list[int]:
+def _axes(difference: Difference) -> list[int]:
     """Return the axes whose order is searched: heads and features first, then sequences and
     tokens.
     """
-    axes = [axis for axis, size in enumerate(seen.expected.shape) if 1 < size <= LARGEST]
-    return sorted(axes, key=partial(_priority, seen))
+    axes = [axis for axis, size in enumerate(difference.expected.shape) if 1 < size <= LARGEST]
+    return sorted(axes, key=partial(_priority, difference))
 
 
-def _priority(seen: Seen, axis: int) -> int:
-    first_letter = seen.letters[axis][:1]
+def _priority(difference: Difference, axis: int) -> int:
+    first_letter = difference.letters[axis][:1]
     return PRIORITY.find(first_letter)
 
 
-def _order(seen: Seen, axis: int) -> np.ndarray | None:
+def _order(difference: Difference, axis: int) -> np.ndarray | None:
     """Return the source of each wrong slice by the nearest expected values; the simplest order if
     several tie.
     """
-    box, size = seen.box[axis], seen.expected.shape[axis]
-    if seen.place.cells or seen.place.wrong < 2 * len(box):  # a single number proves nothing
+    box, size = difference.box[axis], difference.expected.shape[axis]
+    if difference.place.cells or difference.place.wrong < 2 * len(
+        box
+    ):  # a single number proves nothing
         return None
-    sources = list(seen.box)
+    sources = list(difference.box)
     sources[axis] = np.arange(size)
-    e = np.moveaxis(seen.expected[np.ix_(*sources)], axis, 0).reshape(size, -1)
-    a = np.moveaxis(seen.actual[np.ix_(*seen.box)], axis, 0).reshape(len(box), -1)
+    e = np.moveaxis(difference.expected[np.ix_(*sources)], axis, 0).reshape(size, -1)
+    a = np.moveaxis(difference.actual[np.ix_(*difference.box)], axis, 0).reshape(len(box), -1)
     if not (np.isfinite(a).all() and np.isfinite(e).all()):
         return None
     distances = (a**2).sum(1)[:, None] + (e**2).sum(1)[None] - 2.0 * a @ e.T
     nearest = distances.min(axis=1)
-    slack = a.shape[1] * seen.allowed["max"] ** 2 + 1e-9 * np.abs(distances).max(initial=0.0)
-    for order, _ in _plain_orders(box, size, in_time=seen.letters[axis] in "TS"):
+    slack = a.shape[1] * difference.allowed["max"] ** 2 + 1e-9 * np.abs(distances).max(initial=0.0)
+    for order, _ in _plain_orders(box, size, in_time=difference.letters[axis] in "TS"):
         if (distances[np.arange(len(box)), order] <= nearest + slack).all():
             return order
     return distances.argmin(axis=1)
@@ -321,15 +332,17 @@ def _block_orders(count: int) -> Iterator[tuple[np.ndarray, str]]:
             yield np.roll(all_of_them, by), f"rolled by {by}"
 
 
-def _order_words(seen: Seen, axis: int, box: np.ndarray, order: np.ndarray) -> tuple[str, int]:
+def _order_words(
+    difference: Difference, axis: int, box: np.ndarray, order: np.ndarray
+) -> tuple[str, int]:
     """Return the description of an order, and the number of indices in it."""
-    one, several = noun(seen.letters, axis)
+    one, several = noun(difference.letters, axis)
     if len(box) == 1:
         return f"{one} {box[0]} has the values of {one} {order[0]}", 1
     if len(box) == 2 and np.array_equal(order, box[::-1]):
         return f"{several} {box[0]} and {box[1]} are exchanged", 0
-    size = seen.expected.shape[axis]
-    for plain_order, words in _plain_orders(box, size, in_time=seen.letters[axis] in "TS"):
+    size = difference.expected.shape[axis]
+    for plain_order, words in _plain_orders(box, size, in_time=difference.letters[axis] in "TS"):
         if np.array_equal(plain_order, order):
             return f"{several} are {words}", 0
     if len(box) > MOST_LISTED:

@@ -12,8 +12,8 @@ import numpy as np
 
 from parity.explain.diagnosis.bugs import families as of
 from parity.explain.diagnosis.bugs.record import Edit, Override
-from parity.explain.diagnosis.laws.fits import Fitted, Number, Tried, always_of
-from parity.explain.diagnosis.laws.words import readable
+from parity.explain.diagnosis.fits.numbers import Fitted, Number, StageTrial, always_of
+from parity.explain.diagnosis.fits.words import readable
 from parity.measure.core.problem import Problem
 from parity.measure.core.reference import Layer
 from parity.measure.core.stages import Values
@@ -25,18 +25,18 @@ LIMITS = (1.0, 3.0, 10.0, 30.0)
 SUMMANDS = (1.0, 1e-1, 1e-2, 1e-4, 1e-6)
 
 
-def softmax_numbers(tried: Tried, problem: Problem) -> Iterator[Edit]:
+def softmax_numbers(trial: StageTrial, problem: Problem) -> Iterator[Edit]:
     """Yield each number that would explain the stage."""
-    if tried.seen.stage.quantity not in ("attn_weights", "context", "output"):
+    if trial.difference.stage.quantity not in ("attn_weights", "context", "output"):
         return
     for number in _numbers(problem):
-        for value in Fitted(tried, number).numbers():
-            yield tried.seen.pattern(
+        for value in Fitted(trial, number).numbers():
+            yield trial.difference.pattern(
                 number.name,
                 number.words.format(readable(value)),
                 {"value": value},
                 1,
-                families=number.families(tried.seen, value),
+                families=number.families(trial.difference, value),
                 injected=number.edit(value),
             )
 

@@ -14,18 +14,18 @@ from dataclasses import replace
 import numpy as np
 
 from parity.explain.diagnosis.bugs.record import Edit
-from parity.explain.diagnosis.laws.orders import orders, transposes
-from parity.explain.diagnosis.laws.places import find_place, wrong_elements
-from parity.explain.diagnosis.laws.record import Seen
-from parity.explain.diagnosis.laws.rotation import positions_families
-from parity.explain.diagnosis.laws.values import factors, offsets, rows_and_features
-from parity.explain.diagnosis.laws.words import listed, noun
+from parity.explain.diagnosis.fits.orders import orders, transposes
+from parity.explain.diagnosis.fits.places import find_place, wrong_elements
+from parity.explain.diagnosis.fits.record import Difference
+from parity.explain.diagnosis.fits.rotation import positions_families
+from parity.explain.diagnosis.fits.values import factors, offsets, rows_and_features
+from parity.explain.diagnosis.fits.words import listed, noun
 from parity.explain.fitting.rotation import complex_pairs, with_pairs
 from parity.measure.core.compare import errors_of
 from parity.measure.core.reference import Arithmetic, Layer
 from parity.measure.core.reference.rope import frequencies
 
-GROUPS: tuple[Callable[[Seen], Iterator[Edit]], ...] = (
+GROUPS: tuple[Callable[[Difference], Iterator[Edit]], ...] = (
     factors,
     orders,
     transposes,
@@ -41,20 +41,20 @@ BEYOND = 8
 """The number of positions after the last one that are tried."""
 
 
-def turned(seen: Seen) -> Iterator[Edit]:
+def before_rope(difference: Difference) -> Iterator[Edit]:
     """Yield patterns before RoPE, and rotations with the positions of other tokens."""
-    problem = seen.problem
-    if problem is None or seen.stage.path:
+    problem = difference.problem
+    if problem is None or difference.stage.path:
         return
-    if seen.stage.quantity not in ("q", "k") or seen.actual.ndim != 4:
+    if difference.stage.quantity not in ("q", "k") or difference.actual.ndim != 4:
         return
     spec = problem.spec
     norm = spec.qk_norm
-    if spec.rope is None or spec.latent is not None or not np.isfinite(seen.actual).all():
+    if spec.rope is None or spec.latent is not None or not np.isfinite(difference.actual).all():
         return
     layer = Layer(problem, Arithmetic(np.dtype(np.float64)))
-    positions = problem.case.positions(seen.stage.step)
-    rotated = np.zeros(seen.actual.shape[3], bool)
+    positions = problem.case.positions(difference.stage.step)
+    rotated = np.zeros(difference.actual.shape[3], bool)
     rotated[spec.rope.rotated_features(len(rotated))] = True
     shrunk = np.where(rotated, layer.attention_factor() ** -2, 1.0)
 
@@ -62,23 +62,25 @@ def turned(seen: Seen) -> Iterator[Edit]:
         return layer.rotate(x, positions, -1) * shrunk
 
     if norm is None or not norm.after_rope:
-        for edit in _patterns_of(seen, back(seen.actual), back(seen.expected)):
+        for edit in _patterns_of(difference, back(difference.actual), back(difference.expected)):
             yield replace(edit, about=f"before RoPE: {edit.about}")
     if positions.ndim == 2 and spec.rope.sections is None:
-        yield from _positions(seen, positions)
+        yield from _positions(difference, positions)
 
 
-def _patterns_of(seen: Seen, actual: np.ndarray, expected: np.ndarray) -> Iterator[Edit]:
+def _patterns_of(
+    difference: Difference, actual: np.ndarray, expected: np.ndarray
+) -> Iterator[Edit]:
     """Yield patterns of the values before RoPE."""
     # One feature of a pair may have the errors of both.
-    allowed = {**seen.allowed, "max": np.sqrt(2.0) * seen.allowed["max"]}
+    allowed = {**difference.allowed, "max": np.sqrt(2.0) * difference.allowed["max"]}
     errors = errors_of(actual, expected)
     bad, box = wrong_elements(errors, allowed)
     if not bad.any():
         return
-    place, part = find_place(seen.stage, seen.letters, bad, box, None)
+    place, part = find_place(difference.stage, difference.letters, bad, box, None)
     before = replace(
-        seen,
+        difference,
         actual=actual,
         expected=expected,
         allowed=allowed,
@@ -92,47 +94,47 @@ def _patterns_of(seen: Seen, actual: np.ndarray, expected: np.ndarray) -> Iterat
         yield from group(before)
 
 
-def _positions(seen: Seen, positions: np.ndarray) -> Iterator[Edit]:
+def _positions(difference: Difference, positions: np.ndarray) -> Iterator[Edit]:
     """Yield rotations of every token of every head by an integer position, the nearest for each."""
-    problem, (tokens, features) = seen.problem, seen.expected.shape[2:]
+    problem, (tokens, features) = difference.problem, difference.expected.shape[2:]
     if problem is None or problem.spec.rope is None or problem.spec.rope.depends_on_length:
         return
     rope = problem.spec.rope
     right = np.array(frequencies(rope, features, int(positions.max()) + 1))
     begin = max(int(positions.min()) - tokens - BEYOND, 0)
     places = np.arange(begin, int(positions.max()) + tokens + BEYOND)
-    wrong = math.prod(len(which) for which in seen.box[:3])
-    if seen.expected.size * len(places) > MOST or not seen.is_enough(wrong):
+    wrong = math.prod(len(which) for which in difference.box[:3])
+    if difference.expected.size * len(places) > MOST or not difference.is_enough(wrong):
         return
-    x = complex_pairs(seen.expected, rope)  # (B, N, T, pairs)
+    x = complex_pairs(difference.expected, rope)  # (B, N, T, pairs)
     away = places[:, None, None] - positions  # (places, B or 1, T)
     turns = np.exp(1j * away[:, :, None, :, None] * right)
-    actual = complex_pairs(seen.actual, rope)
+    actual = complex_pairs(difference.actual, rope)
     distances = (np.abs(turns * x - actual) ** 2).sum(axis=-1)  # (places, B, N, T)
     own = np.broadcast_to(positions[:, None] - begin, distances.shape[1:])
     own_distances = np.take_along_axis(distances, own[None], axis=0)[0]
-    slack = features * seen.allowed["max"] ** 2
+    slack = features * difference.allowed["max"] ** 2
     # A token has its own position if no other is nearer.
     is_own = own_distances <= distances.min(axis=0) + slack
     nearest = np.where(is_own, own, distances.argmin(axis=0))
     rotated = np.take_along_axis(turns * x, nearest[None, ..., None], axis=0)[0]
-    if seen.holds(with_pairs(seen.expected, rotated, rope)):
-        yield _of_positions(seen, places[nearest])
+    if difference.is_explained_by(with_pairs(difference.expected, rotated, rope)):
+        yield _of_positions(difference, places[nearest])
 
 
-def _of_positions(seen: Seen, places: np.ndarray) -> Edit:
+def _of_positions(difference: Difference, places: np.ndarray) -> Edit:
     """Return the pattern of positions (B, N, T), with its description."""
     if (places == places[:1, :1]).all():
         used, by = places[0, 0], "tokens are rotated as at the positions"
     elif (places == places[:1, :, :1]).all():
-        _, heads = noun(seen.letters, 1)
+        _, heads = noun(difference.letters, 1)
         used, by = places[0, :, 0], f"{heads} are rotated by one position each, instead of tokens:"
     else:
         used, by = places.ravel(), "tokens are rotated by other positions:"
-    return seen.pattern(
+    return difference.pattern(
         "rope positions",
         f"{by} {listed(used.tolist())}",
         {"positions": places.tolist()},
         len(used),
-        families=positions_families(seen.stage.step),
+        families=positions_families(difference.stage.step),
     )

@@ -8,14 +8,20 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec
-from parity.explain.diagnosis.laws.record import Place
-from parity.explain.diagnosis.laws.words import indices, noun
+from parity.explain.diagnosis.fits.record import Place
+from parity.explain.diagnosis.fits.words import indices, noun
 from parity.measure.core.stages import Stage
 
 FIELDS = {"sequences": "B", "heads": "NK", "positions": "TS", "keys": "S"}
 """The axes of a stage in a place, by their letters; features are the last one."""
 
-SAID_BY = {"diagonal": "TS", "after": "TS", "before": "TS", "hidden": "TS", "empty rows": "BTS"}
+IMPLIED_AXES = {
+    "diagonal": "TS",
+    "after": "TS",
+    "before": "TS",
+    "hidden": "TS",
+    "empty rows": "BTS",
+}
 """The axes that are omitted if the wrong cells have a property in common."""
 
 SPARSE = 0.5
@@ -88,10 +94,10 @@ def find_place(
         name, cells, part = next(_cells(stage, letters, bad, in_box, hidden), ("", "", in_box))
         descriptions = []
         for axis in range(bad.ndim):
-            is_said_by_cells = letters[axis] in SAID_BY.get(name, "")
+            is_implied = letters[axis] in IMPLIED_AXES.get(name, "")
             # Scattered rows are described by their common indices alone.
             is_scattered = name == "rows" and len(box[axis]) > 1
-            if not is_said_by_cells and not is_scattered:
+            if not is_implied and not is_scattered:
                 descriptions.append(_of_axis(stage, letters, bad, box, axis, spec))
         descriptions.append(cells)
         words = ", ".join(filter(None, descriptions)) or "everywhere"

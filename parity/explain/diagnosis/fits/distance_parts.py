@@ -9,9 +9,9 @@ import numpy as np
 from parity.explain.diagnosis.bugs import families as of
 from parity.explain.diagnosis.bugs.record import Edit, Override
 from parity.explain.diagnosis.bugs.sites import after
-from parity.explain.diagnosis.laws.changes import part
-from parity.explain.diagnosis.laws.fits import Fitted, Number, Tried
-from parity.explain.diagnosis.laws.words import known_as, number_words
+from parity.explain.diagnosis.fits.changes import part
+from parity.explain.diagnosis.fits.numbers import Fitted, Number, StageTrial
+from parity.explain.diagnosis.fits.words import known_as, number_words
 from parity.measure.core.problem import Problem
 from parity.measure.core.reference import Layer
 
@@ -121,15 +121,15 @@ def _of_query(_: Layer, __: object, places: np.ndarray, key_len: int) -> np.ndar
     return np.broadcast_to(rows, (*rows.shape[:3], key_len))
 
 
-def alibi_numbers(tried: Tried, problem: Problem) -> Iterator[Edit]:
+def alibi_numbers(trial: StageTrial, problem: Problem) -> Iterator[Edit]:
     """Yield a factor of all slopes."""
     if problem.spec.alibi is None:
         return
     number = Number("slopes", "slopes", 1.0, FACTORS, _multiplied_by)
-    for value in Fitted(tried, number).numbers():
+    for value in Fitted(trial, number).numbers():
         names = known_as(value, 1e-4, {"H": problem.spec.head_dim}, problem)
         words = f"ALiBi's slopes are multiplied by {number_words(value, names, 1.0)}"
-        yield tried.seen.pattern(
+        yield trial.difference.pattern(
             "slopes",
             words,
             {"value": value},

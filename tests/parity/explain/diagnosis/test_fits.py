@@ -1,5 +1,5 @@
-"""Laws: the place and the law of errors injected into arrays of every kind; random errors have no
-law.
+"""Patterns: the place and the pattern of errors injected into arrays of every kind; random errors
+have none.
 """
 
 import json
@@ -31,7 +31,7 @@ from mha_spec import (
 from parity import Case, make_problem
 from parity.explain.diagnosis.bugs import edited_layer
 from parity.explain.diagnosis.bugs.record import with_spec
-from parity.explain.diagnosis.laws import Description, describe
+from parity.explain.diagnosis.fits import Description, describe
 from parity.measure.core.compare import budget
 from parity.measure.core.reference import Arithmetic, Layer
 from parity.measure.core.stages import run_steps
@@ -97,7 +97,7 @@ def described(stage, wrong, expected, rng, **known):
 
 
 def names(findings):
-    return [law.name for law in findings.patterns]
+    return [pattern.name for pattern in findings.patterns]
 
 
 def causal(queries=6, keys=7):
@@ -162,7 +162,7 @@ def test_partly_wrong_slice_is_a_place():
 
 
 def test_nothing_is_wrong_within_the_budget():
-    """Values within the budget have no place, no law and no sign."""
+    """Values within the budget have no place, no pattern and no sign."""
     expected, rng = drawn("q", 0)
     findings = described("q", expected, expected, rng)
     assert (findings.where, findings.abouts, findings.signs) == (
@@ -271,7 +271,7 @@ def test_slices_have_a_role_in_the_layer():
         assert described("q", wrong, expected, rng, problem=problem).where == words
 
 
-# ---- No law for random errors --------------------------------------------------------------------
+# ---- No pattern for random errors ----------------------------------------------------------------
 
 
 @settings(
@@ -283,8 +283,8 @@ def test_slices_have_a_role_in_the_layer():
     st.sampled_from([3e-6, 1e-4, 1e-2, 1.0, 1e3]),
     st.sampled_from(["everywhere", "a head", "tokens", "scattered", "one", "features"]),
 )
-def test_random_errors_have_no_law(stage, seed, size, where):
-    """Random errors of any size, at any place of any stage, have no law."""
+def test_random_errors_have_no_pattern(stage, seed, size, where):
+    """Random errors of any size, at any place of any stage, have no pattern."""
     expected, rng = drawn(stage, seed)
     error = size * rng.standard_normal(expected.shape)
     kept = np.zeros(expected.shape, bool)
@@ -307,8 +307,8 @@ def test_random_errors_have_no_law(stage, seed, size, where):
 @sample(size=[1e-3], stage=[*SHAPES][::2])
 @pytest.mark.parametrize("size", [1e-7, 1e-3, 1e-2])
 @pytest.mark.parametrize("stage", SHAPES)
-def test_errors_over_budget_have_no_law(stage, size):
-    """Random errors of 1.2 to 10 times the budget have no law, even one of many numbers."""
+def test_errors_over_budget_have_no_pattern(stage, size):
+    """Random errors of 1.2 to 10 times the budget have no pattern, even one of many numbers."""
     for seed in range(20):
         for beyond in (1.2, 2.0, 10.0):
             expected, rng = drawn(stage, seed)
@@ -327,8 +327,8 @@ parts = st.sampled_from(PARTS)
 
 @quick
 @given(st.sampled_from(FREE), parts, seeds)
-def test_zeros_have_a_law(stage, part, seed):
-    """Zeros in any part of a stage have their law, and no sign of a narrow format."""
+def test_zeros_have_a_pattern(stage, part, seed):
+    """Zeros in any part of a stage have their pattern, and no sign of a narrow format."""
     expected, _ = drawn(stage, seed)
     wrong = expected.copy()
     wrong[part] = 0.0
@@ -338,7 +338,7 @@ def test_zeros_have_a_law(stage, part, seed):
 
 
 @pytest.mark.parametrize(
-    ("value", "law", "words"),
+    ("value", "pattern", "words"),
     [
         (math.nan, "nan", "all values there are NaN"),
         (-math.inf, "infinite", "all values there are -infinity"),
@@ -356,8 +356,8 @@ def test_zeros_have_a_law(stage, part, seed):
         (-65504.0, "constant", "all values there are -65504 (the smallest float16)"),
     ],
 )
-def test_constant_has_a_law(value, law, words):
-    """A constant in hidden cells has a law with its number, or with NaN or infinity."""
+def test_constant_has_a_pattern(value, pattern, words):
+    """A constant in hidden cells has a pattern with its number, or with NaN or infinity."""
     expected, _ = drawn("scores", 0)
     hidden = hidden_and_empty()
     findings = describe(
@@ -366,7 +366,7 @@ def test_constant_has_a_law(value, law, words):
     assert (findings.where, findings.abouts[0], names(findings)[0]) == (
         "only hidden cells",
         words,
-        law,
+        pattern,
     )
     json.dumps(findings.to_dict(), allow_nan=False)
 
@@ -398,7 +398,7 @@ FACTORS = [
 
 @pytest.mark.parametrize(("factor", "words"), FACTORS)
 def test_known_factor_is_explained(factor, words):
-    """A factor has a law with its number, and with its meaning if it is a known one."""
+    """A factor has a pattern with its number, and with its meaning if it is a known one."""
     expected, rng = drawn("q", 0)
     findings = described("q", factor * expected, expected, rng)
     assert names(findings) == ["factor"]
@@ -415,7 +415,7 @@ def test_score_factor_is_shown_as_a_root():
 @quick
 @given(st.sampled_from(FREE), parts, st.floats(1.01, 50.0), st.booleans(), seeds)
 def test_factor_is_found_in_any_part(stage, part, factor, is_divided, seed):
-    """A factor on any part of any stage is the first law, with its value."""
+    """A factor on any part of any stage is the first pattern, with its value."""
     expected, rng = drawn(stage, seed)
     factor = 1 / factor if is_divided else -factor
     wrong = expected.copy()
@@ -429,7 +429,7 @@ def test_factor_is_found_in_any_part(stage, part, factor, is_divided, seed):
 @quick
 @given(st.sampled_from(FREE), st.integers(0, 3), seeds)
 def test_factors_along_an_axis_are_found(stage, axis, seed):
-    """A factor for each index of an axis is the first law, with all its values."""
+    """A factor for each index of an axis is the first pattern, with all its values."""
     expected, rng = drawn(stage, seed)
     axis = axis % expected.ndim
     assume(expected.size >= 3 * expected.shape[axis] and expected.shape[axis] >= 3)
@@ -441,8 +441,8 @@ def test_factors_along_an_axis_are_found(stage, axis, seed):
 
 
 @pytest.mark.parametrize("stage", ["q", "k", "latents"])
-def test_missing_norm_has_a_law(stage):
-    """Rows without their norm have only the law of a factor, which mentions the norm."""
+def test_missing_norm_has_a_pattern(stage):
+    """Rows without their norm have only the pattern of a factor, which mentions the norm."""
     x, rng = drawn(stage, 0)
     normed = x / np.sqrt((x**2).mean(axis=-1, keepdims=True))
     findings = described(stage, x, normed, rng)
@@ -453,7 +453,7 @@ def test_missing_norm_has_a_law(stage):
 @quick
 @given(st.sampled_from(FREE), parts, seeds)
 def test_offset_is_found_in_any_part(stage, part, seed):
-    """An offset of 0.375 on any part of any stage is the first law, with its value."""
+    """An offset of 0.375 on any part of any stage is the first pattern, with its value."""
     expected, rng = drawn(stage, seed)
     wrong = expected.copy()
     wrong[part] += 0.375
@@ -487,7 +487,7 @@ def test_offset_is_found_in_any_part(stage, part, seed):
         ("scores", (2, 4, 1, 7), "a bias that depends only on the key is added there"),
     ],
 )
-def test_offsets_along_axes_have_a_law(stage, shape, words):
+def test_offsets_along_axes_have_a_pattern(stage, shape, words):
     """Offsets by feature, head, row or key have their words; a softmax ignores those by row."""
     expected, rng = drawn(stage, 0)
     findings = described(stage, expected + rng.standard_normal(shape), expected, rng)
@@ -501,7 +501,7 @@ def test_offsets_along_axes_have_a_law(stage, shape, words):
 @quick
 @given(st.sampled_from([*SHAPES]), st.integers(0, 3), seeds)
 def test_any_order_of_any_axis_is_found(stage, axis, seed):
-    """Any permutation of any axis is the only law, with the indices that moved."""
+    """Any permutation of any axis is the only pattern, with the indices that moved."""
     expected, rng = drawn(stage, seed)
     axis = axis % expected.ndim
     order = rng.permutation(expected.shape[axis])
@@ -509,11 +509,11 @@ def test_any_order_of_any_axis_is_found(stage, axis, seed):
     if np.array_equal(order, np.arange(len(order))):
         assert findings.where == "no single element is over its budget"
         return
-    (law,) = findings.patterns
-    assert law.name == "order"
+    (pattern,) = findings.patterns
+    assert pattern.name == "order"
     wrong = np.flatnonzero(order != np.arange(len(order)))
-    assert law.numbers["of"] == wrong.tolist()
-    assert law.numbers["from"] == order[wrong].tolist()
+    assert pattern.numbers["of"] == wrong.tolist()
+    assert pattern.numbers["from"] == order[wrong].tolist()
 
 
 @pytest.mark.parametrize(
@@ -545,8 +545,8 @@ def test_common_orders_have_words(stage, axis, order, words):
 @pytest.mark.parametrize("stage", ["k", "output", "cache.keys"])
 @pytest.mark.parametrize("by", [1, -1])
 @pytest.mark.parametrize("came_in", [0.0, 1.0])
-def test_shifted_tokens_have_a_law(stage, by, came_in):
-    """Tokens shifted by one have a law, whether zeros or other values fill the end."""
+def test_shifted_tokens_have_a_pattern(stage, by, came_in):
+    """Tokens shifted by one have a pattern, whether zeros or other values fill the end."""
     expected, rng = drawn(stage, 0)
     wrong = np.roll(expected, by, axis=-2)
     edge = wrong[..., 0 if by > 0 else -1, :]
@@ -556,8 +556,8 @@ def test_shifted_tokens_have_a_law(stage, by, came_in):
     assert ("the one at the end is 0" in findings.abouts[0]) == (came_in == 0.0)
 
 
-def test_transposed_axes_have_a_law():
-    """Transposed scores and weights and reshaped heads have their laws."""
+def test_transposed_axes_have_a_pattern():
+    """Transposed scores and weights and reshaped heads have their patterns."""
     rng = np.random.default_rng(0)
     scores = rng.standard_normal((2, 3, 6, 6))
     assert described("scores", scores.swapaxes(2, 3), scores, rng).abouts == (
@@ -573,16 +573,16 @@ def test_transposed_axes_have_a_law():
     ]
 
 
-def test_permuted_axes_have_a_law():
-    """Permuted axes have a law with the expected and the actual order."""
+def test_permuted_axes_have_a_pattern():
+    """Permuted axes have a pattern with the expected and the actual order."""
     rng = np.random.default_rng(0)
     k = rng.standard_normal((2, 4, 4, 4))
     findings = described("k", k.transpose(0, 2, 3, 1), k, rng)
     assert findings.abouts == ("axes are exchanged: instead of (B, K, S, H) they are (B, S, H, K)",)
 
 
-def test_values_of_other_stage_have_a_law():
-    """Values of another stage or step have a law that names it, also transposed or repeated."""
+def test_values_of_other_stage_are_found():
+    """Values of another stage or step have a pattern that names it, also transposed or repeated."""
     rng = np.random.default_rng(0)
     k, v, before = (rng.standard_normal((2, 2, 6, 6)) for _ in range(3))
     q = rng.standard_normal((2, 4, 6, 6))
@@ -606,8 +606,8 @@ def test_values_of_other_stage_have_a_law():
 # ---- Scores, attention weights, masks, context ---------------------------------------------------
 
 
-def test_distance_bias_has_a_law():
-    """A bias with a slope per head has a law with its slopes, and so has a learned one."""
+def test_distance_bias_has_a_pattern():
+    """A bias with a slope per head has a pattern with its slopes, and so has a learned one."""
     rng = np.random.default_rng(0)
     expected = rng.standard_normal((2, 4, 12, 12))
     distance = np.arange(12) - np.arange(12)[:, None]
@@ -623,8 +623,8 @@ def test_distance_bias_has_a_law():
 
 @quick
 @given(st.floats(0.05, 8.0).filter(lambda x: abs(x - 1) > 0.01), st.booleans(), seeds)
-def test_factor_before_softmax_has_a_law(factor, is_causal, seed):
-    """Attention weights of scores times a factor have a law of powers, with the factor."""
+def test_factor_before_softmax_has_a_pattern(factor, is_causal, seed):
+    """Attention weights of scores times a factor have a pattern of powers, with the factor."""
     rng = np.random.default_rng(seed)
     x, hidden = rng.standard_normal((2, 4, 6, 7)), causal() if is_causal else None
     findings = described(
@@ -634,8 +634,8 @@ def test_factor_before_softmax_has_a_law(factor, is_causal, seed):
     assert findings.patterns[0].numbers["factor"] == pytest.approx(factor, rel=1e-3)
 
 
-def test_uniform_rows_have_a_law():
-    """Rows uniform over visible keys have a law, and so have uniform rows without a key."""
+def test_uniform_rows_have_a_pattern():
+    """Rows uniform over visible keys have a pattern, and so have uniform rows without a key."""
     rng = np.random.default_rng(0)
     expected = softmax(rng.standard_normal((2, 4, 6, 7)), causal())
     uniform = softmax(np.zeros((2, 4, 6, 7)), causal())
@@ -651,7 +651,7 @@ def test_uniform_rows_have_a_law():
 
 
 def test_row_sums_are_reported():
-    """Rows times a factor have a law, and a sign has their sums if these are not 1."""
+    """Rows times a factor have a pattern, and a sign has their sums if these are not 1."""
     expected, rng = drawn("attn_weights", 0)
     findings = described(
         "attn_weights", expected * np.linspace(0.5, 1.5, 6)[:, None], expected, rng
@@ -690,8 +690,8 @@ def test_weighted_hidden_cells_are_counted():
     assert "40 visible cells have weight 0" in findings.signs
 
 
-def test_extra_hidden_weights_have_no_law():
-    """Random weights in hidden cells of otherwise correct rows have a place but no law."""
+def test_hidden_weights_have_no_pattern():
+    """Random weights in hidden cells of otherwise correct rows have a place but no pattern."""
     rng = np.random.default_rng(0)
     right, hidden = softmax(rng.standard_normal((2, 4, 6, 7)), causal()), causal()
     findings = described(
@@ -700,11 +700,13 @@ def test_extra_hidden_weights_have_no_law():
     assert (findings.where, findings.abouts) == ("only hidden cells", ())
 
 
-def test_wrong_masks_have_a_law():
-    """Inverted, constant, banded, transposed and rolled masks have laws; so have wrong lengths."""
+def test_wrong_masks_have_a_pattern():
+    """Inverted, constant, banded, transposed and rolled masks have patterns; so have wrong
+    lengths.
+    """
     right = causal(6, 6).astype(bool)
     distance = np.arange(6) - np.arange(6)[:, None]
-    for wrong, law, words in (
+    for wrong, pattern, words in (
         (~right, "inverted", "hidden cells are shown, and shown cells hidden"),
         (right & False, "constant", "none of them is hidden"),
         (right | True, "constant", "all of them are hidden"),
@@ -718,7 +720,7 @@ def test_wrong_masks_have_a_law():
         (np.roll(right, 1, axis=2), "order", "queries are rolled by 1"),
     ):
         findings = describe("mask", wrong, right, EXACT, hidden=right)
-        assert (law, words) in {(each.name, each.about) for each in findings.patterns}
+        assert (pattern, words) in {(each.name, each.about) for each in findings.patterns}
         json.dumps(findings.to_dict(), allow_nan=False)
     findings = describe("mask", right & False, right, EXACT, hidden=right)
     assert findings.where == "only keys after the query"
@@ -729,15 +731,15 @@ def test_wrong_masks_have_a_law():
 
 @settings(deadline=None, max_examples=50)
 @given(seeds)
-def test_random_masks_have_no_law(seed):
-    """A random mask instead of another one has no law."""
+def test_random_masks_have_no_pattern(seed):
+    """A random mask instead of another one has no pattern."""
     rng = np.random.default_rng(seed)
     wrong, right = rng.random((2, 2, 4, 5, 6)) < 0.4
     assert describe("mask", wrong, right, EXACT).abouts == ()
 
 
 def test_one_moved_value_is_not_an_order():
-    """One value equal to that of another place has no law, in a mask or in q."""
+    """One value equal to that of another place has no pattern, in a mask or in q."""
     right = causal(6, 6).astype(bool)
     wrong = right.copy()
     wrong[1, 2, 3, 3] ^= True
@@ -748,8 +750,8 @@ def test_one_moved_value_is_not_an_order():
     assert describe("q", wrong, expected, ALLOWED).abouts == ()
 
 
-def test_mean_of_v_in_empty_rows_is_a_law():
-    """The mean of v in rows of the context without a key has its law."""
+def test_mean_of_v_in_empty_rows_is_found():
+    """The mean of v in rows of the context without a key has its pattern."""
     expected, rng = drawn("context", 0)
     v, hidden = rng.standard_normal((2, 2, 7, 8)), hidden_and_empty()
     empty = hidden.all(-1, keepdims=True)
@@ -782,8 +784,8 @@ def to_tf32(x):
         (to_tf32, "the values are cut off to float16 or TF32"),
     ],
 )
-def test_rounded_values_have_a_law(stage, narrow, words):
-    """Values rounded or cut off to fewer bits have a law, unless kept in a narrow dtype."""
+def test_rounded_values_have_a_pattern(stage, narrow, words):
+    """Values rounded or cut off to fewer bits have a pattern, unless kept in a narrow dtype."""
     expected, rng = drawn(stage, 0)
     seen = observed(expected, rng)
     assert words in describe(stage, narrow(seen), expected, ALLOWED).abouts
@@ -792,7 +794,7 @@ def test_rounded_values_have_a_law(stage, narrow, words):
 
 
 def test_problem_dtype_is_not_rounding():
-    """Values rounded to bfloat16 have a law, but not in a bfloat16 problem."""
+    """Values rounded to bfloat16 have a pattern, but not in a bfloat16 problem."""
     expected, _ = drawn("q", 0)
     problem = make_problem(Case("laws", AttentionSpec(32, 4), "", seq_len=6), "bfloat16")
     wide = expected.astype(ml_dtypes.bfloat16).astype(np.float64)
@@ -801,7 +803,7 @@ def test_problem_dtype_is_not_rounding():
 
 
 def test_wrong_narrow_values_are_a_sign():
-    """Unrelated values that bfloat16 can represent have a sign, but no law."""
+    """Unrelated values that bfloat16 can represent have a sign, but no pattern."""
     expected, rng = drawn("q", 0)
     other = rng.standard_normal(expected.shape).astype(ml_dtypes.bfloat16).astype(np.float32)
     findings = describe("q", other, expected, ALLOWED)
@@ -810,7 +812,7 @@ def test_wrong_narrow_values_are_a_sign():
 
 
 def test_narrow_sized_errors_are_a_sign():
-    """Errors as large as those of bfloat16 have a sign, but no law."""
+    """Errors as large as those of bfloat16 have a sign, but no pattern."""
     expected, rng = drawn("q", 0)
     wrong = expected * (1.0 + 2.0**-9 * rng.uniform(-1.0, 1.0, expected.shape))
     findings = described("q", wrong, expected, rng)
@@ -821,11 +823,11 @@ def test_narrow_sized_errors_are_a_sign():
     )
 
 
-# ---- The simpler law first -----------------------------------------------------------------------
+# ---- The simpler pattern first -------------------------------------------------------------------
 
 
-def test_simpler_law_comes_first():
-    """If two laws hold, they are sorted by their number of parameters."""
+def test_simpler_pattern_comes_first():
+    """If two patterns hold, they are sorted by their number of parameters."""
     rng = np.random.default_rng(0)
     half = rng.standard_normal((2, 4, 6, 4))
     expected = np.concatenate(
@@ -833,24 +835,24 @@ def test_simpler_law_comes_first():
     )  # turned by 180 degrees, and its halves exchanged
     findings = described("q", -expected, expected, rng)
     assert names(findings) == ["order", "factor"]
-    assert [law.parameters for law in findings.patterns] == sorted(
-        law.parameters for law in findings.patterns
+    assert [pattern.parameters for pattern in findings.patterns] == sorted(
+        pattern.parameters for pattern in findings.patterns
     )
 
 
-def test_implied_laws_are_left_out():
-    """A factor or an offset is the only law, without more complex laws that it implies."""
+def test_implied_patterns_are_left_out():
+    """A factor or an offset is the only pattern, without more complex patterns that it implies."""
     expected, rng = drawn("scores", 0)
     assert names(described("scores", 2.0 * expected, expected, rng)) == ["factor"]
     assert names(described("scores", expected + 1.0, expected, rng)) == ["offset"]
 
 
-def test_expected_nan_hides_no_law():
-    """A factor or an offset is the only law, although some expected values are NaN."""
+def test_expected_nan_hides_no_pattern():
+    """A factor or an offset is the only pattern, although some expected values are NaN."""
     expected, rng = drawn("q", 0)
     expected[1, :, 3] = np.nan
-    for wrong, law in ((2.0 * expected, "factor"), (expected + 0.5, "offset")):
-        assert names(described("q", wrong, expected, rng)) == [law]
+    for wrong, pattern in ((2.0 * expected, "factor"), (expected + 0.5, "offset")):
+        assert names(described("q", wrong, expected, rng)) == [pattern]
 
 
 def test_unequal_shapes_raise():
@@ -940,7 +942,7 @@ def with_rope(rope=ROPE, **fields):
     ],
 )
 def test_spec_number_is_fitted(wrong, stage, words):
-    """A wrong number of the specification has a law with its value, at its stage."""
+    """A wrong number of the specification has a pattern with its value, at its stage."""
     assert words in diagnosed(SPEC, wrong, stage).abouts
 
 
@@ -963,9 +965,9 @@ def test_spec_number_is_fitted(wrong, stage, words):
     ],
 )
 def test_spec_number_is_fitted_from_output(wrong, words):
-    """A wrong number of the specification is the only law of the output alone."""
-    (law,) = diagnosed(SPEC, wrong, "output", alone=True).abouts
-    assert law.startswith(words)
+    """A wrong number of the specification is the only pattern of the output alone."""
+    (pattern,) = diagnosed(SPEC, wrong, "output", alone=True).abouts
+    assert pattern.startswith(words)
 
 
 RECORDS = {
@@ -1037,17 +1039,17 @@ RECORDS = {
 
 @pytest.mark.parametrize("field", ["window_size", "chunk_size"])
 def test_missing_window_is_reported_once(field):
-    """A missing window or chunk size is the only law of the output alone."""
+    """A missing window or chunk size is the only pattern of the output alone."""
     words = {"window_size": "the window", "chunk_size": "the chunk size"}[field]
-    laws = diagnosed(replace(SPEC, **{field: 6}), SPEC, "output", alone=True).abouts
-    assert laws == (f"{words} is none instead of 6",)
+    patterns = diagnosed(replace(SPEC, **{field: 6}), SPEC, "output", alone=True).abouts
+    assert patterns == (f"{words} is none instead of 6",)
 
 
 @sample(6)
 @pytest.mark.parametrize(("right", "wrong", "stage", "words"), RECORDS.values(), ids=[*RECORDS])
 def test_numbers_of_spec_parts_are_fitted(right, wrong, stage, words):
-    """A wrong number or part of the specification has a law with its words, at its stage."""
-    assert any(law.startswith(words) for law in diagnosed(right, wrong, stage).abouts)
+    """A wrong number or part of the specification has a pattern with its words, at its stage."""
+    assert any(pattern.startswith(words) for pattern in diagnosed(right, wrong, stage).abouts)
 
 
 NUM_PAIRS = SPEC.head_dim // 2
@@ -1073,19 +1075,22 @@ SCALINGS = [
 @pytest.mark.parametrize("is_alone", [False, True])
 @pytest.mark.parametrize(("right", "wrong"), SCALINGS)
 def test_rope_scaling_numbers_are_fitted(right, wrong, is_alone):
-    """A wrong number of a RoPE scaling has a law, from q and from the output alone."""
+    """A wrong number of a RoPE scaling has a pattern, from q and from the output alone."""
     ((name, value),) = wrong.items()
     stage = "output" if is_alone else "q"
     specs = [with_rope(scaling=right), with_rope(scaling=replace(right, **wrong))]
-    laws = diagnosed(*specs, stage, alone=is_alone).abouts
+    patterns = diagnosed(*specs, stage, alone=is_alone).abouts
     expected = getattr(right, name)
-    assert f"the {name} of RoPE's {right.kind} scaling is {value:g} instead of {expected:g}" in laws
+    assert (
+        f"the {name} of RoPE's {right.kind} scaling is {value:g} instead of {expected:g}"
+        in patterns
+    )
 
 
 @pytest.mark.parametrize("offset", [1, 2, 17, 100])
 @pytest.mark.parametrize("stage", ["q", "k"])
-def test_position_offset_has_a_law(offset, stage):
-    """RoPE positions that are 1 to 100 too high have a law with the offset."""
+def test_position_offset_has_a_pattern(offset, stage):
+    """RoPE positions that are 1 to 100 too high have a pattern with the offset."""
     findings = diagnosed(SPEC, SPEC, stage, first_position=offset)
     assert f"RoPE's positions are {offset} too high" in findings.abouts
 
@@ -1093,14 +1098,14 @@ def test_position_offset_has_a_law(offset, stage):
 @settings(deadline=None, max_examples=15)
 @given(st.floats(110.0, 1e7).filter(lambda theta: abs(theta - 10000.0) > 100.0))
 def test_any_theta_is_found(theta):
-    """Any wrong theta from 110 to 1e7 is the only law of q, with its value."""
-    (law,) = diagnosed(SPEC, with_rope(theta=theta), "q").patterns
-    assert law.name == "rope theta"
-    assert law.numbers["theta"] == pytest.approx(theta, rel=1e-3)
+    """Any wrong theta from 110 to 1e7 is the only pattern of q, with its value."""
+    (pattern,) = diagnosed(SPEC, with_rope(theta=theta), "q").patterns
+    assert pattern.name == "rope theta"
+    assert pattern.numbers["theta"] == pytest.approx(theta, rel=1e-3)
 
 
 def test_theta_of_latents_is_fitted():
-    """A wrong theta is the only law of rotated latents."""
+    """A wrong theta is the only pattern of rotated latents."""
     rope = Rope(10000.0, rotary_dim=8, rotated="last")
     spec = AttentionSpec(64, 4, rope=rope, latent=Latent(16, 8))
     findings = diagnosed(spec, replace(spec, rope=replace(rope, theta=500.0)), "latents")
@@ -1108,7 +1113,7 @@ def test_theta_of_latents_is_fitted():
 
 
 def test_random_errors_fit_no_number():
-    """Random errors of three sizes at six stages have no law, even if numbers may be fitted."""
+    """Random errors of three sizes at six stages have no pattern, even if numbers may be fitted."""
     problem = make_problem(CASE, "float32")
     values = run_steps(computed(problem, SPEC).steps())
     steps = computed(problem, SPEC).steps()

@@ -15,7 +15,7 @@ from parity.explain.diagnosis.bugs.blocks import (
     weights_in_blocks,
 )
 from parity.explain.diagnosis.bugs.record import Edit
-from parity.explain.diagnosis.laws.changes import part
+from parity.explain.diagnosis.fits.changes import part
 from parity.measure.core.problem import Problem
 
 EditOf = Callable[[BlockBug, int, int], Edit]

@@ -1,4 +1,4 @@
-"""Records: a place, a pattern, findings; and the arrays of a stage with the known context."""
+"""Records: a place, a description, and the values of a stage that differs."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class Description(JsonRecord):
 
 
 @dataclass(frozen=True)
-class Seen:
-    """The actual and the expected values of a stage.
+class Difference:
+    """A stage that differs: its actual and its expected values, and where they differ.
 
     Attributes:
         stage: the stage.
@@ -88,8 +88,8 @@ class Seen:
         place: that place.
         hidden: cells that the mask hides, (B, N, T, S), if known.
         problem: the case, weights and inputs, if known.
-        others: other known stages by name.
-        kept: mantissa bits of the dtype of the actual values, without the leading 1.
+        other_stages: other known stages by name.
+        mantissa_bits: of the dtype of the actual values, without the leading 1.
         unused: cells that are not compared, in which the actual values are the expected ones; None
             if there are none.
     """
@@ -106,8 +106,8 @@ class Seen:
     place: Place
     hidden: np.ndarray | None = None
     problem: Problem | None = None
-    others: Mapping[str, np.ndarray] = field(default_factory=dict)
-    kept: int = 23
+    other_stages: Mapping[str, np.ndarray] = field(default_factory=dict)
+    mantissa_bits: int = 23
     unused: np.ndarray | None = None
 
     @cached_property
@@ -141,7 +141,7 @@ class Seen:
         return self.part & np.isfinite(self.actual) & np.isfinite(self.expected)
 
     @cached_property
-    def known(self) -> tuple[np.ndarray, np.ndarray]:
+    def usable_values(self) -> tuple[np.ndarray, np.ndarray]:
         """The actual and the expected values of usable elements, 0 elsewhere."""
         return np.where(self.usable, self.actual, 0.0), np.where(self.usable, self.expected, 0.0)
 
@@ -200,7 +200,7 @@ class Seen:
             spare = 1
         return self.count >= 2 * parameters and self.count - parameters >= spare
 
-    def holds(self, candidate: np.ndarray, gain: np.ndarray | float = 1.0) -> bool:
+    def is_explained_by(self, candidate: np.ndarray, gain: np.ndarray | float = 1.0) -> bool:
         """Return True if a pattern explains everything, also outside of its part.
 
         Args:

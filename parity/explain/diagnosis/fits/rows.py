@@ -9,9 +9,9 @@ import numpy as np
 from parity.explain.diagnosis.bugs import families as of
 from parity.explain.diagnosis.bugs.families import BugFamily, Families
 from parity.explain.diagnosis.bugs.record import Edit
-from parity.explain.diagnosis.laws.record import Seen
-from parity.explain.diagnosis.laws.values import sizes_of
-from parity.explain.diagnosis.laws.words import known_as, listed, number_words, readable
+from parity.explain.diagnosis.fits.record import Difference
+from parity.explain.diagnosis.fits.values import sizes_of
+from parity.explain.diagnosis.fits.words import known_as, listed, number_words, readable
 from parity.explain.diagnosis.sample import sample_of
 from parity.explain.fitting.distances import Band, band_of, key_distances, slopes_of
 from parity.measure.core.problem import Problem
@@ -25,31 +25,33 @@ SUMS = {0: "the batch", 1: "the heads", 2: "the queries"}
 # ---- Attention weights ---------------------------------------------------------------------------
 
 
-def attn_weights(seen: Seen) -> Iterator[Edit]:
+def attn_weights(difference: Difference) -> Iterator[Edit]:
     """Yield rows of another softmax: scores times a number, uniform rows, each row times a
     number.
     """
-    if not seen.stage.is_attn_weights or seen.actual.ndim != 4:
+    if not difference.stage.is_attn_weights or difference.actual.ndim != 4:
         return
-    yield from _power(seen)
-    yield from _uniform(seen)
-    yield from _unmasked(seen)
-    yield from _row_factors(seen)
+    yield from _power(difference)
+    yield from _uniform(difference)
+    yield from _unmasked(difference)
+    yield from _row_factors(difference)
 
 
-def _row_factors(seen: Seen) -> Iterator[Edit]:
+def _row_factors(difference: Difference) -> Iterator[Edit]:
     """Yield rows that are each multiplied by a number."""
-    a, e = seen.known
-    is_wrong_row = seen.part.any(axis=-1, keepdims=True)
+    a, e = difference.usable_values
+    is_wrong_row = difference.part.any(axis=-1, keepdims=True)
     rows = int(np.count_nonzero(is_wrong_row))
     factor = _factor_of_rows(a, e, 1.0)
-    if not seen.is_enough(rows):
+    if not difference.is_enough(rows):
         return
-    if not seen.holds(seen.within(factor * seen.expected), np.abs(factor)):
+    if not difference.is_explained_by(
+        difference.within(factor * difference.expected), np.abs(factor)
+    ):
         return
     sums = (factor * e.sum(axis=-1, keepdims=True))[is_wrong_row]
     words = f"each row there is multiplied by a different number, so that it sums to {_range(sums)}"
-    yield seen.pattern("rows", words, {"sums": [float(sums.min()), float(sums.max())]}, rows)
+    yield difference.pattern("rows", words, {"sums": [float(sums.min()), float(sums.max())]}, rows)
 
 
 def _factor_of_rows(a: np.ndarray, e: np.ndarray, of_empty: float) -> np.ndarray:
@@ -59,12 +61,12 @@ def _factor_of_rows(a: np.ndarray, e: np.ndarray, of_empty: float) -> np.ndarray
     return np.divide(products, size, out=np.full_like(size, of_empty), where=size > 0)
 
 
-def _power(seen: Seen) -> Iterator[Edit]:
+def _power(difference: Difference) -> Iterator[Edit]:
     """Yield weights of multiplied scores: softmax(c s) is proportional to softmax(s) to the power
     of c.
     """
-    a, e = seen.actual, seen.expected
-    shown = seen.usable & (a > 1e-12) & (e > 1e-12)
+    a, e = difference.actual, difference.expected
+    shown = difference.usable & (a > 1e-12) & (e > 1e-12)
     counts = shown.sum(axis=-1, keepdims=True)
     if np.count_nonzero(shown) - np.count_nonzero(counts) < 3:
         return
@@ -88,13 +90,13 @@ def _power(seen: Seen) -> Iterator[Edit]:
     if size:
         power += float((slope * np.where(shown, a - candidate, 0.0)).sum()) / size
         candidate = _raised(e, power)
-    if seen.holds(seen.within(candidate), max(1.0, abs(power))):
-        names = known_as(power, 1e-4, sizes_of(seen), seen.problem)
+    if difference.is_explained_by(difference.within(candidate), max(1.0, abs(power))):
+        names = known_as(power, 1e-4, sizes_of(difference), difference.problem)
         words = f"rows result from scores times {number_words(power, names)}"
         families: Families = ()
-        if seen.problem is not None:
-            families = (of.scale_family(seen.problem.spec),)
-        yield seen.pattern("power", words, {"factor": power}, 1, families=families)
+        if difference.problem is not None:
+            families = (of.scale_family(difference.problem.spec),)
+        yield difference.pattern("power", words, {"factor": power}, 1, families=families)
 
 
 def _mean_of_rows(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -110,76 +112,82 @@ def _raised(weights: np.ndarray, power: float) -> np.ndarray:
     return raised / np.where(sums > 0.0, sums, 1.0)
 
 
-def _uniform(seen: Seen) -> Iterator[Edit]:
-    shown = seen.expected > 0.0
+def _uniform(difference: Difference) -> Iterator[Edit]:
+    shown = difference.expected > 0.0
     count = shown.sum(axis=-1, keepdims=True)
-    if count.max(initial=0) > 1 and seen.holds(seen.within(shown / np.maximum(count, 1))):
-        yield seen.pattern("uniform", "rows are uniform over the keys that they attend to")
+    if count.max(initial=0) > 1 and difference.is_explained_by(
+        difference.within(shown / np.maximum(count, 1))
+    ):
+        yield difference.pattern("uniform", "rows are uniform over the keys that they attend to")
 
 
-def _unmasked(seen: Seen) -> Iterator[Edit]:
+def _unmasked(difference: Difference) -> Iterator[Edit]:
     """Yield weights of hidden keys, if shown keys are in the right proportion."""
-    if seen.hidden is None or seen.hidden.shape != seen.actual.shape:
+    if difference.hidden is None or difference.hidden.shape != difference.actual.shape:
         return
-    shown = ~seen.hidden
-    a = np.where(np.isfinite(seen.actual), seen.actual, 0.0)
-    e = np.where(shown, seen.expected, 0.0)
-    rows = (seen.hidden & (a > seen.allowed["max"])).any(axis=-1)
+    shown = ~difference.hidden
+    a = np.where(np.isfinite(difference.actual), difference.actual, 0.0)
+    e = np.where(shown, difference.expected, 0.0)
+    rows = (difference.hidden & (a > difference.allowed["max"])).any(axis=-1)
     if not np.allclose(a.sum(axis=-1)[rows], 1.0, atol=1e-3):
         return
     count = int(np.count_nonzero(shown.sum(axis=-1)[rows] > 1))  # one key has no proportion
     factor = _factor_of_rows(a, e, 0.0)
-    candidate = np.where(shown, factor * seen.expected, a)
-    if count > 2 and seen.is_enough(rows.size) and seen.holds(candidate, np.maximum(factor, 1.0)):
+    candidate = np.where(shown, factor * difference.expected, a)
+    if (
+        count > 2
+        and difference.is_enough(rows.size)
+        and difference.is_explained_by(candidate, np.maximum(factor, 1.0))
+    ):
         words = (
             "hidden cells have weight, and shown ones are in the right proportion: the softmax "
             "includes hidden keys"
         )
-        most = float(a[seen.hidden].max())
-        families = _families_of_leak(seen)
-        yield seen.pattern("unmasked", words, {"most": most}, count, families=families)
+        most = float(a[difference.hidden].max())
+        families = _families_of_leak(difference)
+        yield difference.pattern("unmasked", words, {"most": most}, count, families=families)
 
 
-def _families_of_leak(seen: Seen) -> Families:
+def _families_of_leak(difference: Difference) -> Families:
     """Return the family of hidden keys with weight, if the mask is right: otherwise it is wrong
     itself, or another one is used.
     """
-    problem = seen.problem
-    if problem is None or seen.hidden is None:
+    problem = difference.problem
+    if problem is None or difference.hidden is None:
         return ()
-    if seen.stage.step is not None or sample_of(problem) is not None:
+    if difference.stage.step is not None or sample_of(problem) is not None:
         return ()
     right_mask = Layer(problem, Arithmetic(np.dtype(np.float64))).mask({})["mask"]
-    if not np.array_equal(right_mask, seen.hidden):
+    if not np.array_equal(right_mask, difference.hidden):
         return ()
     return (of.LEAKING,)
 
 
-def weights_signs(seen: Seen) -> Iterator[str]:
+def weights_signs(difference: Difference) -> Iterator[str]:
     """Yield unexpected properties of attention weights: rows that do not sum to 1, hidden cells
     with weight.
     """
-    if not seen.stage.is_attn_weights or seen.actual.ndim != 4:
+    if not difference.stage.is_attn_weights or difference.actual.ndim != 4:
         return
-    slack = seen.allowed["max"] * np.sqrt(seen.actual.shape[-1]) + 1e-12
-    a = np.where(np.isfinite(seen.actual), seen.actual, 0.0)
-    if np.isfinite(seen.actual).all() and np.isfinite(seen.expected).all():
-        yield from _signs_of_sums(seen, slack)
-    if seen.hidden is not None and seen.hidden.shape == a.shape:
-        weighing = seen.hidden & (a > slack) & (seen.expected <= slack)
+    slack = difference.allowed["max"] * np.sqrt(difference.actual.shape[-1]) + 1e-12
+    a = np.where(np.isfinite(difference.actual), difference.actual, 0.0)
+    if np.isfinite(difference.actual).all() and np.isfinite(difference.expected).all():
+        yield from _signs_of_sums(difference, slack)
+    if difference.hidden is not None and difference.hidden.shape == a.shape:
+        weighing = difference.hidden & (a > slack) & (difference.expected <= slack)
         if weighing.any():
             yield (
                 f"{np.count_nonzero(weighing)} hidden cells have weight, at most "
                 f"{readable(float(a[weighing].max()))}"
             )
-        lost = ~seen.hidden & (seen.actual == 0.0) & (seen.expected > slack)
+        lost = ~difference.hidden & (difference.actual == 0.0) & (difference.expected > slack)
         if lost.any():
             yield f"{np.count_nonzero(lost)} visible cells have weight 0"
 
 
-def _signs_of_sums(seen: Seen, slack: float) -> Iterator[str]:
+def _signs_of_sums(difference: Difference, slack: float) -> Iterator[str]:
     """Yield rows with wrong sums, and other axes over which the weights sum to 1."""
-    sums, right_sums = seen.actual.sum(axis=-1), seen.expected.sum(axis=-1)
+    sums, right_sums = difference.actual.sum(axis=-1), difference.expected.sum(axis=-1)
     is_wrong = np.abs(sums - right_sums) > slack
     if not is_wrong.any():
         return
@@ -194,7 +202,7 @@ def _signs_of_sums(seen: Seen, slack: float) -> Iterator[str]:
     )
     axes = []
     for axis, words in SUMS.items():
-        if seen.actual.shape[axis] > 1 and _sums_to_1(seen.actual, axis, slack):
+        if difference.actual.shape[axis] > 1 and _sums_to_1(difference.actual, axis, slack):
             axes.append(words)
     if axes:
         yield f"the weights sum to 1 over {and_listed(axes)}"
@@ -216,72 +224,80 @@ def _range(numbers: np.ndarray) -> str:
 # ---- Scores --------------------------------------------------------------------------------------
 
 
-def scores(seen: Seen) -> Iterator[Edit]:
+def scores(difference: Difference) -> Iterator[Edit]:
     """Yield differences of scores that grow with the distance of a key, or depend on it alone."""
-    if seen.stage.quantity != "scores" or seen.actual.ndim != 4 or not seen.usable.any():
+    if (
+        difference.stage.quantity != "scores"
+        or difference.actual.ndim != 4
+        or not difference.usable.any()
+    ):
         return
-    a, e = seen.known
-    difference, queries, keys = a - e, a.shape[2], a.shape[3]
+    a, e = difference.usable_values
+    error, queries, keys = a - e, a.shape[2], a.shape[3]
     distance = np.broadcast_to(key_distances(queries, keys), a.shape)
-    slopes = next(_slopes(seen, difference, distance), None)
+    slopes = next(_slopes(difference, error, distance), None)
     if slopes is not None:
         yield slopes
         return
-    yield from _by_distance(seen, difference, distance)
+    yield from _by_distance(difference, error, distance)
 
 
-def _slopes(seen: Seen, difference: np.ndarray, distance: np.ndarray) -> Iterator[Edit]:
+def _slopes(difference: Difference, error: np.ndarray, distance: np.ndarray) -> Iterator[Edit]:
     """Yield biases that are proportional to the distance between query and key, as in ALiBi."""
-    heads = len(seen.box[1])
-    if not seen.is_enough(heads):
+    heads = len(difference.box[1])
+    if not difference.is_enough(heads):
         return
     for words, x in (("key - query", distance), ("|key - query|", np.abs(distance))):
-        x = np.where(seen.usable, x, 0).astype(np.float64)
-        slope = slopes_of(difference, x)[None, :, None, None]
-        gain = 1.0 + np.abs(slope) * distance.max() / max(seen.scale, 1e-300)
-        if slope.any() and seen.holds(seen.within(seen.expected + slope * x), gain):
-            slopes = slope[0, seen.box[1], 0, 0].tolist()
+        x = np.where(difference.usable, x, 0).astype(np.float64)
+        slope = slopes_of(error, x)[None, :, None, None]
+        gain = 1.0 + np.abs(slope) * distance.max() / max(difference.scale, 1e-300)
+        if slope.any() and difference.is_explained_by(
+            difference.within(difference.expected + slope * x), gain
+        ):
+            slopes = slope[0, difference.box[1], 0, 0].tolist()
             text = (
                 f"slope * ({words}) is added there, as in ALiBi; the slopes of the heads: "
                 f"{listed(slopes)}"
             )
-            families = _families_of_distances(seen)
-            yield seen.pattern("slope", text, {"slopes": slopes}, heads, families=families)
+            families = _families_of_distances(difference)
+            yield difference.pattern("slope", text, {"slopes": slopes}, heads, families=families)
 
 
-def _by_distance(seen: Seen, difference: np.ndarray, distance: np.ndarray) -> Iterator[Edit]:
+def _by_distance(difference: Difference, error: np.ndarray, distance: np.ndarray) -> Iterator[Edit]:
     """Yield a bias that depends in any way on the distance between query and key."""
-    heads = len(seen.box[1])
-    queries, keys = difference.shape[2:]
+    heads = len(difference.box[1])
+    queries, keys = error.shape[2:]
     num_distances = queries + keys - 1
     parameters = heads * num_distances
-    if not seen.is_enough(parameters) or queries < 3 or keys < 3:
+    if not difference.is_enough(parameters) or queries < 3 or keys < 3:
         return
     index = (distance[0, 0] + queries - 1).ravel()
-    total = np.zeros((difference.shape[1], num_distances))
+    total = np.zeros((error.shape[1], num_distances))
     counted = np.zeros_like(total)
-    for head in seen.box[1]:
-        sums = difference[:, head].sum(axis=0).ravel()
-        counts = seen.usable[:, head].sum(axis=0).ravel()
+    for head in difference.box[1]:
+        sums = error[:, head].sum(axis=0).ravel()
+        counts = difference.usable[:, head].sum(axis=0).ravel()
         total[head] = np.bincount(index, sums, num_distances)
         counted[head] = np.bincount(index, counts, num_distances)
     mean = total / np.maximum(counted, 1.0)
-    if seen.holds(seen.within(seen.expected + mean[:, index].reshape(-1, queries, keys))):
-        numbers = mean[seen.box[1]].ravel().tolist()
+    if difference.is_explained_by(
+        difference.within(difference.expected + mean[:, index].reshape(-1, queries, keys))
+    ):
+        numbers = mean[difference.box[1]].ravel().tolist()
         text = (
             f"a bias that depends only on the distance of query and key is added there: "
             f"{listed(numbers)}"
         )
-        fitted = {"heads": seen.box[1].tolist(), "offsets": numbers}
-        families = _families_of_distances(seen)
-        yield seen.pattern("by distance", text, fitted, parameters, families=families)
+        fitted = {"heads": difference.box[1].tolist(), "offsets": numbers}
+        families = _families_of_distances(difference)
+        yield difference.pattern("by distance", text, fitted, parameters, families=families)
 
 
-def _families_of_distances(seen: Seen) -> Families:
-    """Return the family of what depends on distances in the layer."""
-    if seen.problem is None:
+def _families_of_distances(difference: Difference) -> Families:
+    """Return the family of the biases or products of the layer that depend on distances."""
+    if difference.problem is None:
         return ()
-    spec = seen.problem.spec
+    spec = difference.problem.spec
     if spec.alibi is not None:
         return (of.ALIBI,)
     if spec.relative_bias is not None:
@@ -294,33 +310,35 @@ def _families_of_distances(seen: Seen) -> Families:
 # ---- The mask ------------------------------------------------------------------------------------
 
 
-def masks(seen: Seen) -> Iterator[Edit]:
+def masks(difference: Difference) -> Iterator[Edit]:
     """Yield a mask that is inverted, or shows other distances."""
-    if seen.stage.kind != "mask" or seen.actual.ndim != 4:
+    if difference.stage.kind != "mask" or difference.actual.ndim != 4:
         return
     # Equal cells say nothing about the mask.
-    is_mixed = len(np.unique(seen.expected[seen.part])) > 1
-    if is_mixed and seen.holds(seen.within(1.0 - seen.expected)):
+    is_mixed = len(np.unique(difference.expected[difference.part])) > 1
+    if is_mixed and difference.is_explained_by(difference.within(1.0 - difference.expected)):
         words = "hidden cells are shown, and shown cells hidden"
-        yield seen.pattern("inverted", words, families=_families_of_mask(seen, of.POLARITY))
-    sequences = seen.box[0]
-    positions = _query_positions(seen)[sequences]
-    actual_band = _band(seen.actual[sequences], positions)
-    expected_band = _band(seen.expected[sequences], positions)
+        yield difference.pattern(
+            "inverted", words, families=_families_of_mask(difference, of.POLARITY)
+        )
+    sequences = difference.box[0]
+    positions = _query_positions(difference)[sequences]
+    actual_band = _band(difference.actual[sequences], positions)
+    expected_band = _band(difference.expected[sequences], positions)
     if actual_band is None or actual_band == expected_band:
         return
-    keys = seen.actual.shape[3]
+    keys = difference.actual.shape[3]
     words = f"a query attends to {_band_words(actual_band, positions, keys)}"
     if expected_band is not None:
         words += f" instead of {_band_words(expected_band, positions, keys)}"
     first, last = actual_band
-    families = _families_of_mask(seen, of.CAUSAL)
-    yield seen.pattern("band", words, {"first": first, "last": last}, 2, families=families)
+    families = _families_of_mask(difference, of.CAUSAL)
+    yield difference.pattern("band", words, {"first": first, "last": last}, 2, families=families)
 
 
-def _families_of_mask(seen: Seen, family: BugFamily) -> Families:
+def _families_of_mask(difference: Difference, family: BugFamily) -> Families:
     """Return a family of masks, after that of the layer's window or chunk, if it has one."""
-    problem = seen.problem
+    problem = difference.problem
     if problem is None or problem.case.is_cached:
         return ()
     if not _has_span(problem):
@@ -335,13 +353,15 @@ def _has_span(problem: Problem) -> bool:
     return any(span is not None for span in spans)
 
 
-def _query_positions(seen: Seen) -> np.ndarray:
+def _query_positions(difference: Difference) -> np.ndarray:
     """Return the positions of queries among the keys, or among the slots of a cache, (B, T)."""
-    batch, _, queries, _ = seen.actual.shape
+    batch, _, queries, _ = difference.actual.shape
     positions = np.broadcast_to(np.arange(queries), (batch, queries))
-    if seen.problem is None or seen.stage.step is None:
+    if difference.problem is None or difference.stage.step is None:
         return positions
-    return positions + np.array(seen.problem.case.lengths_before(seen.stage.step))[:, None]
+    return (
+        positions + np.array(difference.problem.case.lengths_before(difference.stage.step))[:, None]
+    )
 
 
 def _band(mask: np.ndarray, positions: np.ndarray) -> Band | None:
@@ -374,31 +394,33 @@ def _away(distance: int) -> str:
 # ---- The context ---------------------------------------------------------------------------------
 
 
-def contexts(seen: Seen) -> Iterator[Edit]:
+def contexts(difference: Difference) -> Iterator[Edit]:
     """Yield rows without a key that have the mean of all values."""
-    if seen.stage.quantity != "context" or seen.place.cells != "empty rows":
+    if difference.stage.quantity != "context" or difference.place.cells != "empty rows":
         return
-    v = _values_of_call(seen)
-    num_heads = seen.expected.shape[1]
+    v = _values_of_call(difference)
+    num_heads = difference.expected.shape[1]
     if v is None or v.ndim != 4 or num_heads % v.shape[1]:
         return
     mean = v.astype(np.float64).mean(axis=2, keepdims=True)
     mean = np.repeat(mean, num_heads // v.shape[1], axis=1)
-    if mean.shape[3] != seen.expected.shape[3]:
+    if mean.shape[3] != difference.expected.shape[3]:
         return
     # The tolerance of expected zeros is 0 in the part itself: the remainder is compared with the
     # size of the values.
-    if seen.holds(seen.within(np.broadcast_to(mean, seen.expected.shape))):
+    if difference.is_explained_by(
+        difference.within(np.broadcast_to(mean, difference.expected.shape))
+    ):
         words = "rows without a key are the mean of all values: their weights are uniform"
-        yield seen.pattern("mean of v", words, families=(of.EMPTY_ROWS,))
+        yield difference.pattern("mean of v", words, families=(of.EMPTY_ROWS,))
 
 
-def _values_of_call(seen: Seen) -> np.ndarray | None:
+def _values_of_call(difference: Difference) -> np.ndarray | None:
     """Return the values to which the queries of a stage attend, if they are known."""
     prefix = ""
-    if seen.stage.step is not None:
-        prefix = f"step{seen.stage.step}."
-    cached_values = seen.others.get(f"{prefix}cache.values")
+    if difference.stage.step is not None:
+        prefix = f"step{difference.stage.step}."
+    cached_values = difference.other_stages.get(f"{prefix}cache.values")
     if cached_values is not None:
         return cached_values
-    return seen.others.get(f"{prefix}v")
+    return difference.other_stages.get(f"{prefix}v")

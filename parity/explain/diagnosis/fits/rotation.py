@@ -19,8 +19,8 @@ from mha_spec import AttentionSpec, Rope
 from parity.explain.diagnosis.bugs import families as of
 from parity.explain.diagnosis.bugs.families import THETA, Families
 from parity.explain.diagnosis.bugs.record import Edit, Override
-from parity.explain.diagnosis.laws.record import Seen
-from parity.explain.diagnosis.laws.words import (
+from parity.explain.diagnosis.fits.record import Difference
+from parity.explain.diagnosis.fits.words import (
     NEAR,
     is_round,
     listed,
@@ -58,25 +58,25 @@ class _Turning:
     amplitude: float
     step: int | None
 
-    def turned(self, seen: Seen, rule: _Rule) -> np.ndarray:
+    def turned(self, difference: Difference, rule: _Rule) -> np.ndarray:
         """Return the expected values, rotated by other frequencies and multiplied by a number."""
         angles = (
             self.positions[..., None] * (rule.used - self.right) + rule.offset * rule.used
         )  # (B or 1, T, pairs)
         turns = rule.amplitude * np.exp(1j * angles)[:, None]
-        pairs = complex_pairs(seen.expected, self.rope)
-        rotated = with_pairs(seen.expected, pairs * turns, self.rope)
+        pairs = complex_pairs(difference.expected, self.rope)
+        rotated = with_pairs(difference.expected, pairs * turns, self.rope)
         wrong = np.zeros((*rotated.shape[:2], 1, 1), bool)
-        wrong[np.ix_(seen.box[0], seen.box[1])] = True
-        return np.where(wrong, rotated, seen.expected)
+        wrong[np.ix_(difference.box[0], difference.box[1])] = True
+        return np.where(wrong, rotated, difference.expected)
 
     def edit(self, rule: _Rule) -> Edit:
         """Return the rotation as a change of the reference, for queries and keys in every call."""
-        difference = rule.used - self.right
+        other_frequencies = rule.used - self.right
 
         def angles(_: Any, original: Any, positions: np.ndarray) -> np.ndarray:
             right = original(positions)
-            moved = positions[:, None, :, None] * difference + rule.offset * rule.used
+            moved = positions[:, None, :, None] * other_frequencies + rule.offset * rule.used
             return (right + moved).astype(right.dtype)
 
         def attention_factor(_: Any, original: Any) -> float:
@@ -104,18 +104,18 @@ class _Rule:
     families: Families = ()
 
 
-def rotations(seen: Seen) -> Iterator[Edit]:
+def rotations(difference: Difference) -> Iterator[Edit]:
     """Yield other frequencies, or other positions, of queries or keys."""
-    turning = _turning(seen)
-    if turning is None or seen.problem is None or seen.problem.spec.rope is None:
+    turning = _turning(difference)
+    if turning is None or difference.problem is None or difference.problem.spec.rope is None:
         return
     rules = [_offset, _forms, _scaled, _theta]
-    if seen.is_enough(len(turning.right) + 1):
+    if difference.is_enough(len(turning.right) + 1):
         rules.append(_any_frequencies)
     for rules_of_kind in rules:
-        for rule in rules_of_kind(turning, seen.problem.spec.rope, seen.problem.spec):
-            if seen.holds(turning.turned(seen, rule), rule.amplitude):
-                yield seen.pattern(
+        for rule in rules_of_kind(turning, difference.problem.spec.rope, difference.problem.spec):
+            if difference.is_explained_by(turning.turned(difference, rule), rule.amplitude):
+                yield difference.pattern(
                     rule.name,
                     rule.words,
                     rule.numbers,
@@ -126,41 +126,45 @@ def rotations(seen: Seen) -> Iterator[Edit]:
                 return
 
 
-def _turning(seen: Seen) -> _Turning | None:
+def _turning(difference: Difference) -> _Turning | None:
     """Return the rotation of the queries or keys; None if it cannot be determined."""
     if (
-        seen.problem is None
-        or seen.stage.path
-        or seen.stage.quantity not in ("q", "latents", "k")
-        or seen.actual.ndim != 4
+        difference.problem is None
+        or difference.stage.path
+        or difference.stage.quantity not in ("q", "latents", "k")
+        or difference.actual.ndim != 4
     ):
         return None
-    rope, head_dim = seen.problem.spec.rope, seen.actual.shape[3]
-    if rope is None or rope.sections is not None or not np.isfinite(seen.actual).all():
+    rope, head_dim = difference.problem.spec.rope, difference.actual.shape[3]
+    if rope is None or rope.sections is not None or not np.isfinite(difference.actual).all():
         return None
-    positions = seen.problem.case.positions(seen.stage.step).astype(np.float64)
-    if positions.ndim != 2 or positions.shape[1] != seen.actual.shape[2] or positions.shape[1] < 2:
+    positions = difference.problem.case.positions(difference.stage.step).astype(np.float64)
+    if (
+        positions.ndim != 2
+        or positions.shape[1] != difference.actual.shape[2]
+        or positions.shape[1] < 2
+    ):
         return None
     right = np.array(frequencies(rope, head_dim, int(positions.max()) + 1))
-    box = np.ix_(seen.box[0], seen.box[1])
-    before = complex_pairs(seen.expected[box], rope)
-    after = complex_pairs(seen.actual[box], rope)
+    box = np.ix_(difference.box[0], difference.box[1])
+    before = complex_pairs(difference.expected[box], rope)
+    after = complex_pairs(difference.actual[box], rope)
     of_box = positions
     if len(positions) > 1:
-        of_box = positions[seen.box[0]]
-    # The expected values are rotated already: the rotation between both has the difference.
-    difference = fit_rotation(before, after, of_box)
-    if difference is None:
+        of_box = positions[difference.box[0]]
+    # The expected values are rotated already: the rotation between both has the rest.
+    remaining = fit_rotation(before, after, of_box)
+    if remaining is None:
         return None
-    used = right + difference.frequencies
+    used = right + remaining.frequencies
     return _Turning(
         rope,
         positions,
         right,
         used,
-        difference.begin,
-        difference.amplitude,
-        seen.stage.step,
+        remaining.begin,
+        remaining.amplitude,
+        difference.stage.step,
     )
 
 

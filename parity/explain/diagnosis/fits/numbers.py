@@ -18,9 +18,9 @@ from parity.explain.diagnosis.bugs import families as of
 from parity.explain.diagnosis.bugs.families import BugFamily, Families
 from parity.explain.diagnosis.bugs.record import Edit, with_spec
 from parity.explain.diagnosis.bugs.specs import spec_edit
-from parity.explain.diagnosis.laws.record import Seen
-from parity.explain.diagnosis.laws.rotation import as_exponent, scaling_families, theta_families
-from parity.explain.diagnosis.laws.words import NEAR, readable, readable_apart
+from parity.explain.diagnosis.fits.record import Difference
+from parity.explain.diagnosis.fits.rotation import as_exponent, scaling_families, theta_families
+from parity.explain.diagnosis.fits.words import NEAR, readable, readable_apart
 from parity.explain.fitting.numbers import round_numbers
 from parity.explain.fitting.thetas import THETAS
 from parity.measure.core.problem import Problem
@@ -30,7 +30,7 @@ Recompute = Callable[[Edit], np.ndarray]
 at the limit.
 """
 
-FamiliesOf = Callable[[Seen, float | None], Families]
+FamiliesOf = Callable[[Difference, float | None], Families]
 """Returns the families of a fitted number, by the stage and the number."""
 
 STEPS = 8
@@ -46,11 +46,11 @@ CONVINCING = 1000.0
 """The error, in multiples of the tolerance, that one fitted number does not remove by chance."""
 
 
-class Tried:
+class StageTrial:
     """A stage with changes of the reference."""
 
-    def __init__(self, seen: Seen, recompute: Recompute) -> None:
-        self.seen, self._recompute = seen, recompute
+    def __init__(self, difference: Difference, recompute: Recompute) -> None:
+        self.difference, self._recompute = difference, recompute
 
     def stage(self, change: Edit) -> np.ndarray | None:
         """Return the stage; None if there is no such layer."""
@@ -60,19 +60,19 @@ class Tried:
         except (ValueError, IndexError, OverflowError):
             # Shapes do not fit, or the specification is invalid.
             return None
-        if x.shape != self.seen.expected.shape:
+        if x.shape != self.difference.expected.shape:
             return None
         return x
 
     def is_enough(self, x: np.ndarray | None) -> bool:
         """Return True if a stage with a change leaves only rounding."""
-        if x is None or np.array_equal(x, self.seen.expected):
+        if x is None or np.array_equal(x, self.difference.expected):
             return False
-        size = _size(self.seen.expected)
+        size = _size(self.difference.expected)
         gain = 1.0
         if size:
             gain = max(gain, _size(x) / size)
-        return self.seen.holds(x, gain)
+        return self.difference.is_explained_by(x, gain)
 
     def explains(self, change: Edit) -> bool:
         """Return True if a change leaves only rounding."""
@@ -82,17 +82,17 @@ class Tried:
         """Return True if a change leaves only rounding in the wrong heads, sequences or tokens, and
         the others are right.
         """
-        x, seen = self.stage(change), self.seen
-        if x is None or not np.isfinite(x[seen.part]).all():
+        x, difference = self.stage(change), self.difference
+        if x is None or not np.isfinite(x[difference.part]).all():
             return False
-        return self.is_enough(seen.in_slices(x))
+        return self.is_enough(difference.in_slices(x))
 
 
 def _size(x: np.ndarray) -> float:
     return float(np.sqrt(np.mean(x**2)))
 
 
-def no_family(_: Seen, __: float | None) -> Families:
+def no_family(_: Difference, __: float | None) -> Families:
     """Return no family, whatever the number."""
     return ()
 
@@ -100,7 +100,7 @@ def no_family(_: Seen, __: float | None) -> Families:
 def always_of(family: BugFamily) -> FamiliesOf:
     """Return one family, whatever the number."""
 
-    def families(_: Seen, __: float | None) -> Families:
+    def families(_: Difference, __: float | None) -> Families:
         return (family,)
 
     return families
@@ -134,16 +134,16 @@ class Fitted:
     logarithm.
     """
 
-    def __init__(self, tried: Tried, number: Number) -> None:
-        self.tried, self.number, self.actual = tried, number, tried.seen.actual
-        self._compared = tried.seen.compared
+    def __init__(self, trial: StageTrial, number: Number) -> None:
+        self.trial, self.number, self.actual = trial, number, trial.difference.actual
+        self._compared = trial.difference.compared
         self._stages: dict[float | None, np.ndarray | None] = {}
 
     def stage(self, value: float | None) -> np.ndarray | None:
         """Return the stage with a value of the number; None if there is no such layer."""
         if value not in self._stages:
             try:
-                self._stages[value] = self.tried.stage(self.number.edit(value))
+                self._stages[value] = self.trial.stage(self.number.edit(value))
             except (ValueError, OverflowError):  # an invalid specification
                 self._stages[value] = None
         return self._stages[value]
@@ -181,12 +181,14 @@ class Fitted:
         guesses = [value for value in self.number.grid if value != self.number.right]
         for value in guesses[:1] + guesses[-1:]:
             x = self.stage(value)
-            if x is not None and not np.array_equal(x, self.tried.seen.expected, equal_nan=True):
+            if x is not None and not np.array_equal(
+                x, self.trial.difference.expected, equal_nan=True
+            ):
                 return True
         return False
 
     def _is_enough(self, value: float | None) -> bool:
-        return self.tried.is_enough(self.stage(value))
+        return self.trial.is_enough(self.stage(value))
 
     def _candidates(self, value: float | None) -> Iterator[float | None]:
         """Yield a value with few digits, then with more."""
@@ -237,32 +239,34 @@ class Fitted:
         return min(max(move, -2.0), 2.0)
 
 
-def fits(seen: Seen, recompute: Recompute) -> Iterator[Edit]:
+def spec_numbers(difference: Difference, recompute: Recompute) -> Iterator[Edit]:
     """Yield the numbers of the specification that would each explain the stage."""
-    problem = seen.problem
-    if problem is None or not np.isfinite(seen.expected).all():
+    problem = difference.problem
+    if problem is None or not np.isfinite(difference.expected).all():
         return
-    tried = Tried(seen, recompute)
-    for number in _numbers(problem, seen.actual.shape):
+    trial = StageTrial(difference, recompute)
+    for number in _numbers(problem, difference.actual.shape):
         try:
-            values = list(Fitted(tried, number).values())
+            values = list(Fitted(trial, number).values())
         except TimeoutError:
             return
         for value in values:
-            yield _fitted(seen, problem.spec, number, value)
+            yield _fitted(difference, problem.spec, number, value)
 
 
-def _fitted(seen: Seen, spec: AttentionSpec, number: Number, value: float | None) -> Edit:
+def _fitted(
+    difference: Difference, spec: AttentionSpec, number: Number, value: float | None
+) -> Edit:
     """Return the pattern of a number that explains the stage."""
     edit = number.edit(value)
     if edit.spec is not None:
         edit = spec_edit(spec, edit.spec)
-    return seen.pattern(
+    return difference.pattern(
         number.name,
         _words(number, value, spec),
         {"value": value, "expected": number.right},
         int(value is not None),
-        families=number.families(seen, value),
+        families=number.families(difference, value),
         injected=edit,
     )
 
@@ -352,21 +356,21 @@ def _numbers(problem: Problem, shape: tuple[int, ...]) -> Iterator[Number]:
     yield from _of_biases(spec)
 
 
-def _scale_families(seen: Seen, scale: float | None) -> Families:
+def _scale_families(difference: Difference, scale: float | None) -> Families:
     """Return the family of scales; after the scores also that of norms, which multiply queries and
     keys as well.
 
     A scale that is almost right is not a wrong scale if the error is small: any bug that changes
     scores a little resembles one.
     """
-    if seen.problem is None or scale is None:
+    if difference.problem is None or scale is None:
         return ()
-    spec = seen.problem.spec
+    spec = difference.problem.spec
     is_near = abs(scale - spec.score_scale) <= NEAR * spec.score_scale
-    is_convincing = float(seen.errors.max()) > CONVINCING * seen.allowed["max"]
+    is_convincing = float(difference.errors.max()) > CONVINCING * difference.allowed["max"]
     if is_near and not is_convincing:
         return ()
-    is_behind = seen.stage.quantity in ("context", "output")
+    is_behind = difference.stage.quantity in ("context", "output")
     if is_behind and spec.qk_norm is not None:
         return of.scale_family(spec), of.QK_NORM
     return (of.scale_family(spec),)
@@ -461,10 +465,10 @@ def _rotary_dims(head_dim: int) -> tuple[int, ...]:
     return tuple(head_dim * n // 8 // 2 * 2 for n in range(1, 9))
 
 
-def _theta_families(seen: Seen, theta: float | None) -> Families:
-    if seen.problem is None or theta is None:
+def _theta_families(difference: Difference, theta: float | None) -> Families:
+    if difference.problem is None or theta is None:
         return ()
-    return theta_families(theta, seen.problem.spec)
+    return theta_families(theta, difference.problem.spec)
 
 
 def _rope_factor(spec: AttentionSpec, right: float) -> Number:
@@ -485,10 +489,10 @@ def _with_rope_factor(spec: AttentionSpec, factor: float) -> Edit:
     return _with_number(spec, "rope", "scaling", scaling)
 
 
-def _rope_factor_families(seen: Seen, factor: float | None) -> Families:
-    if factor is None or seen.problem is None or not seen.has_several_positions:
+def _rope_factor_families(difference: Difference, factor: float | None) -> Families:
+    if factor is None or difference.problem is None or not difference.has_several_positions:
         return ()
-    return scaling_families(factor, seen.problem.spec)
+    return scaling_families(factor, difference.problem.spec)
 
 
 def _with_attention_factor(spec: AttentionSpec, scaling: Any, factor: float) -> Edit:
@@ -539,8 +543,8 @@ def _with_scaling(spec: AttentionSpec, scaling: Scaling, name: str, value: Any) 
     return _with_number(spec, "rope", "scaling", replace(scaling, **{name: value}))
 
 
-def _frequencies_of_scaling(seen: Seen, _: float | None) -> Families:
-    if not seen.has_several_positions:
+def _frequencies_of_scaling(difference: Difference, _: float | None) -> Families:
+    if not difference.has_several_positions:
         return ()
     return (of.SCALING,)
 

@@ -8,18 +8,18 @@ import numpy as np
 
 from mha_spec import InputError
 from parity.explain.diagnosis.bugs.record import Edit, pattern
-from parity.explain.diagnosis.laws.fits import Recompute, fits
-from parity.explain.diagnosis.laws.mixed import dropouts, lost_rows, mixtures
-from parity.explain.diagnosis.laws.orders import orders, other_stages, shifts, transposes
-from parity.explain.diagnosis.laws.parts import parts
-from parity.explain.diagnosis.laws.places import find_place, wrong_elements
-from parity.explain.diagnosis.laws.record import Description, Place, Seen
-from parity.explain.diagnosis.laws.rotation import rotations
-from parity.explain.diagnosis.laws.rounding import rounded, rounding_signs
-from parity.explain.diagnosis.laws.rows import attn_weights, contexts, masks, scores, weights_signs
-from parity.explain.diagnosis.laws.turned import turned
-from parity.explain.diagnosis.laws.values import constants, factors, offsets
-from parity.explain.diagnosis.laws.words import is_round
+from parity.explain.diagnosis.fits.before_rope import before_rope
+from parity.explain.diagnosis.fits.mixed import dropouts, lost_rows, mixtures
+from parity.explain.diagnosis.fits.numbers import Recompute, spec_numbers
+from parity.explain.diagnosis.fits.orders import orders, other_stages, shifts, transposes
+from parity.explain.diagnosis.fits.parts import parts
+from parity.explain.diagnosis.fits.places import find_place, wrong_elements
+from parity.explain.diagnosis.fits.record import Description, Difference, Place
+from parity.explain.diagnosis.fits.rotation import rotations
+from parity.explain.diagnosis.fits.rounding import rounded, rounding_signs
+from parity.explain.diagnosis.fits.rows import attn_weights, contexts, masks, scores, weights_signs
+from parity.explain.diagnosis.fits.values import constants, factors, offsets
+from parity.explain.diagnosis.fits.words import is_round
 from parity.explain.diagnosis.sample import sample_of
 from parity.measure.core.compare import (
     NOTHING,
@@ -34,7 +34,7 @@ from parity.measure.core.problem import Problem
 from parity.measure.core.stages import stage_named
 from parity.measure.core.zeros import with_wrong_zeros
 
-GROUPS: tuple[Callable[[Seen], Iterator[Edit]], ...] = (
+GROUPS: tuple[Callable[[Difference], Iterator[Edit]], ...] = (
     constants,
     masks,
     factors,
@@ -136,33 +136,33 @@ def describe(
     Raises:
         ValueError: if the shapes of the two arrays differ.
     """
-    seen = _seen(stage, actual, expected, allowed, hidden, problem, others, unused)
-    if isinstance(seen, Description):
-        return seen
+    difference = _difference(stage, actual, expected, allowed, hidden, problem, others, unused)
+    if isinstance(difference, Description):
+        return difference
     with np.errstate(all="ignore"):
-        patterns = _patterns(seen, recompute)
-        signs = tuple(_signs(seen))
+        patterns = _patterns(difference, recompute)
+        signs = tuple(_signs(difference))
     patterns = _distinct(_plausible(patterns))
-    return Description(seen.place, tuple(sorted(patterns, key=_num_parameters)), signs)
+    return Description(difference.place, tuple(sorted(patterns, key=_num_parameters)), signs)
 
 
-def _patterns(seen: Seen, recompute: Recompute | None) -> list[Edit]:
+def _patterns(difference: Difference, recompute: Recompute | None) -> list[Edit]:
     """Return the patterns of a stage, usual ones first."""
-    is_sample = seen.problem is not None and sample_of(seen.problem) is not None
+    is_sample = difference.problem is not None and sample_of(difference.problem) is not None
     groups = GROUPS
     if is_sample:
         groups = OF_SAMPLES
     patterns = []
     for group in groups:
-        patterns += group(seen)
+        patterns += group(difference)
     if recompute is not None:
-        patterns += fits(seen, recompute)
+        patterns += spec_numbers(difference, recompute)
     if is_sample:
         return patterns
     if not patterns:
-        patterns += turned(seen)
+        patterns += before_rope(difference)
     if recompute is not None and not _have_plain_page(patterns):
-        patterns += parts(seen, recompute)
+        patterns += parts(difference, recompute)
     return patterns
 
 
@@ -200,14 +200,14 @@ def place_of(
         allowed = budget(
             expected, same_precision, problem.dtype, arithmetic=arithmetic, stage=stage
         )
-    seen = _seen(stage, actual, expected, allowed, None, problem, None, unused)
-    if isinstance(seen, Description):
-        return seen
+    difference = _difference(stage, actual, expected, allowed, None, problem, None, unused)
+    if isinstance(difference, Description):
+        return difference
     with np.errstate(all="ignore"):
-        return Description(seen.place, (), tuple(_signs(seen)))
+        return Description(difference.place, (), tuple(_signs(difference)))
 
 
-def _seen(
+def _difference(
     stage: str,
     actual: np.ndarray,
     expected: np.ndarray,
@@ -216,7 +216,7 @@ def _seen(
     problem: Problem | None,
     others: Mapping[str, np.ndarray] | None,
     unused: np.ndarray | None,
-) -> Seen | Description:
+) -> Difference | Description:
     """Return the values of a stage and its place; the whole description if no element is wrong by
     itself.
     """
@@ -227,7 +227,7 @@ def _seen(
     dtype, spec = actual.dtype, None
     if problem is not None:
         dtype, spec = kept_dtype(stage, problem.dtype), problem.spec
-    known = stage_named(stage)
+    known_stage = stage_named(stage)
     actual, expected = whole_rows(actual, stage).astype(np.float64), expected.astype(np.float64)
     if unused is not None:
         actual = np.where(unused, expected, actual)
@@ -242,11 +242,11 @@ def _seen(
             return Description(Place(EVERYWHERE, wrong=bad.size, size=bad.size), (gain,))
         return Description(Place("no single element is over its budget", size=expected.size))
     letters = axis_names(stage, expected.ndim)
-    place, part = find_place(known, letters, bad, box, hidden, spec)
+    place, part = find_place(known_stage, letters, bad, box, hidden, spec)
     if unused is not None:
         part = part & ~unused
-    return Seen(
-        known,
+    return Difference(
+        known_stage,
         letters,
         actual,
         expected,
@@ -264,12 +264,12 @@ def _seen(
     )
 
 
-def _signs(seen: Seen) -> Iterator[str]:
+def _signs(difference: Difference) -> Iterator[str]:
     """Yield unexpected properties of the actual values, which explain nothing by themselves."""
-    yield from _nan(seen)
-    yield from weights_signs(seen)
-    if not seen.stage.is_exact:
-        yield from rounding_signs(seen)
+    yield from _nan(difference)
+    yield from weights_signs(difference)
+    if not difference.stage.is_exact:
+        yield from rounding_signs(difference)
 
 
 def _gain(actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float]) -> Edit | None:
@@ -316,11 +316,11 @@ def _distinct(patterns: list[Edit]) -> list[Edit]:
     return [edit for edit in patterns if not names & IMPLIED_BY.get(edit.name, set())]
 
 
-def _nan(seen: Seen) -> Iterator[str]:
+def _nan(difference: Difference) -> Iterator[str]:
     """Yield the place of unexpected NaN."""
-    lost = np.isnan(seen.actual) & ~np.isnan(seen.expected)
+    lost = np.isnan(difference.actual) & ~np.isnan(difference.expected)
     if not lost.any():
         return
-    _, box = wrong_elements(np.where(lost, np.inf, 0.0), seen.allowed)
-    place, _ = find_place(seen.stage, seen.letters, lost, box, seen.hidden)
+    _, box = wrong_elements(np.where(lost, np.inf, 0.0), difference.allowed)
+    place, _ = find_place(difference.stage, difference.letters, lost, box, difference.hidden)
     yield f"{place.wrong} of {place.size} elements are NaN: {place.words}"

@@ -14,16 +14,16 @@ import numpy as np
 from parity.explain.diagnosis.bugs import families as of
 from parity.explain.diagnosis.bugs.families import Families
 from parity.explain.diagnosis.bugs.record import Edit
-from parity.explain.diagnosis.laws import changes
-from parity.explain.diagnosis.laws.blocks import blocks
-from parity.explain.diagnosis.laws.cache_parts import cache_parts
-from parity.explain.diagnosis.laws.distance_parts import alibi_numbers, alibi_parts
-from parity.explain.diagnosis.laws.fits import Fitted, Number, Recompute, Tried
-from parity.explain.diagnosis.laws.norm_parts import norm_numbers, norm_parts
-from parity.explain.diagnosis.laws.record import Seen
-from parity.explain.diagnosis.laws.rope_parts import rope_parts
-from parity.explain.diagnosis.laws.softmax import softmax_numbers
-from parity.explain.diagnosis.laws.words import listed, readable_apart
+from parity.explain.diagnosis.fits import changes
+from parity.explain.diagnosis.fits.blocks import blocks
+from parity.explain.diagnosis.fits.cache_parts import cache_parts
+from parity.explain.diagnosis.fits.distance_parts import alibi_numbers, alibi_parts
+from parity.explain.diagnosis.fits.norm_parts import norm_numbers, norm_parts
+from parity.explain.diagnosis.fits.numbers import Fitted, Number, Recompute, StageTrial
+from parity.explain.diagnosis.fits.record import Difference
+from parity.explain.diagnosis.fits.rope_parts import rope_parts
+from parity.explain.diagnosis.fits.softmax import softmax_numbers
+from parity.explain.diagnosis.fits.words import listed, readable_apart
 from parity.measure.core.problem import Problem
 
 MOST_PARTS = 3
@@ -36,22 +36,22 @@ TIMES = (-1.0, 0.0, 2.0, 0.5)
 """Multiples of a weight that are tried before a number is fitted."""
 
 
-def parts(seen: Seen, recompute: Recompute) -> Iterator[Edit]:
+def parts(difference: Difference, recompute: Recompute) -> Iterator[Edit]:
     """Yield the parts that would each explain the stage."""
-    problem = seen.problem
-    if problem is None or not np.isfinite(seen.expected).all():
+    problem = difference.problem
+    if problem is None or not np.isfinite(difference.expected).all():
         return
-    if not np.isfinite(seen.actual[seen.part]).any():
+    if not np.isfinite(difference.actual[difference.part]).any():
         return  # many parts cause NaN: they cannot be distinguished
     try:
-        yield from _weights_and_parts(Tried(seen, recompute), problem)
+        yield from _weights_and_parts(StageTrial(difference, recompute), problem)
     except TimeoutError:
         return
 
 
-def _weights_and_parts(tried: Tried, problem: Problem) -> Iterator[Edit]:
-    names = [name for name in problem.weights if _depends_on(tried, name)]
-    quantity = tried.seen.stage.quantity
+def _weights_and_parts(trial: StageTrial, problem: Problem) -> Iterator[Edit]:
+    names = [name for name in problem.weights if _depends_on(trial, name)]
+    quantity = trial.difference.stage.quantity
     candidates = chain(
         changes.weights(problem, names),
         changes.inputs(problem),
@@ -64,51 +64,55 @@ def _weights_and_parts(tried: Tried, problem: Problem) -> Iterator[Edit]:
         blocks(problem, quantity),
         changes.single_heads(problem),
     )
-    explaining_parts = list(islice(_explaining(tried, candidates), MOST_PARTS))
+    explaining_parts = list(islice(_explaining(trial, candidates), MOST_PARTS))
     yield from explaining_parts
     if not explaining_parts:
         for name in names:
-            yield from _multiplied(tried, name)
-        yield from _other_kv_heads(tried, problem)
-        yield from softmax_numbers(tried, problem)
-        yield from norm_numbers(tried, problem)
-        yield from alibi_numbers(tried, problem)
+            yield from _multiplied(trial, name)
+        yield from _other_kv_heads(trial, problem)
+        yield from softmax_numbers(trial, problem)
+        yield from norm_numbers(trial, problem)
+        yield from alibi_numbers(trial, problem)
 
 
-def _explaining(tried: Tried, candidates: Iterator[Edit]) -> Iterator[Edit]:
+def _explaining(trial: StageTrial, candidates: Iterator[Edit]) -> Iterator[Edit]:
     """Yield the parts that explain the stage, in the whole layer or in the wrong slices alone."""
-    is_in_part = _is_in_some_slices(tried.seen)
+    is_in_part = _is_in_some_slices(trial.difference)
     for edit in candidates:
-        if tried.explains(edit):
+        if trial.explains(edit):
             yield edit
-        elif is_in_part and tried.explains_in_part(edit):
+        elif is_in_part and trial.explains_in_part(edit):
             # The reference has no such layer: the edit describes this stage alone.
             yield replace(edit, about=f"there alone, {edit.about}", overrides={})
 
 
-def _is_in_some_slices(seen: Seen) -> bool:
+def _is_in_some_slices(difference: Difference) -> bool:
     """Return True if only some heads or sequences are wrong, and enough of their values to tell."""
-    if seen.stage.is_exact or seen.expected.ndim != 4 or not seen.is_enough(LEAST_VALUES):
+    if (
+        difference.stage.is_exact
+        or difference.expected.ndim != 4
+        or not difference.is_enough(LEAST_VALUES)
+    ):
         return False
-    return any(len(seen.box[axis]) < seen.expected.shape[axis] for axis in (0, 1))
+    return any(len(difference.box[axis]) < difference.expected.shape[axis] for axis in (0, 1))
 
 
-def _depends_on(tried: Tried, name: str) -> bool:
+def _depends_on(trial: StageTrial, name: str) -> bool:
     """Return True if the stage depends on a weight."""
-    x, seen = tried.stage(changes.multiple(name, 2.0)), tried.seen
+    x, difference = trial.stage(changes.multiple(name, 2.0)), trial.difference
     if x is None:
         return False
-    is_same = np.abs(x - seen.expected) <= seen.allowed["max"]
+    is_same = np.abs(x - difference.expected) <= difference.allowed["max"]
     return not bool(is_same.all())
 
 
-def _multiplied(tried: Tried, name: str) -> Iterator[Edit]:
+def _multiplied(trial: StageTrial, name: str) -> Iterator[Edit]:
     """Yield a multiple of a weight that would explain the stage."""
-    is_whole = not (tried.seen.is_enough(1) and np.isfinite(tried.seen.actual).all())
+    is_whole = not (trial.difference.is_enough(1) and np.isfinite(trial.difference.actual).all())
     edit = partial(changes.multiple, name)
     number = Number("multiple", name, 1.0, TIMES, edit, is_whole=is_whole)
-    for times in Fitted(tried, number).numbers():
-        yield tried.seen.pattern(
+    for times in Fitted(trial, number).numbers():
+        yield trial.difference.pattern(
             "multiple",
             f"{name} is multiplied by {readable_apart(times, 1.0)[0]}",
             {"weight": name, "factor": times},
@@ -127,30 +131,30 @@ def _families_of_multiple(name: str, times: float) -> Families:
     return ()  # without its weights, any stage may be lost
 
 
-def _other_kv_heads(tried: Tried, problem: Problem) -> Iterator[Edit]:
+def _other_kv_heads(trial: StageTrial, problem: Problem) -> Iterator[Edit]:
     """Yield query heads that use other key/value heads: the nearest one for each."""
-    seen, count, size = tried.seen, problem.spec.num_kv_heads, problem.spec.num_heads
-    if seen.letters[1:2] != ("N",) or seen.stage.quantity not in ("scores", "context"):
+    difference, count, size = trial.difference, problem.spec.num_kv_heads, problem.spec.num_heads
+    if difference.letters[1:2] != ("N",) or difference.stage.quantity not in ("scores", "context"):
         return
-    if count < 2 or not np.isfinite(seen.actual).all():
+    if count < 2 or not np.isfinite(difference.actual).all():
         return
     distances = []
     for kv_head in range(count):
-        x = tried.stage(changes.using_kv_heads(np.full(size, kv_head)))
+        x = trial.stage(changes.using_kv_heads(np.full(size, kv_head)))
         if x is None:
-            x = seen.expected
-        distances.append(((x - seen.actual) ** 2).sum(axis=(0, 2, 3)))
+            x = difference.expected
+        distances.append(((x - difference.actual) ** 2).sum(axis=(0, 2, 3)))
     nearest = np.array(distances).argmin(axis=0)
     change = changes.using_kv_heads(nearest)
-    if not tried.explains(change):
+    if not trial.explains(change):
         return
     whose = "keys"
-    if seen.stage.quantity == "context":
+    if difference.stage.quantity == "context":
         whose = "values"
     words = (
         f"query heads 0 … {size - 1} use the {whose} of key/value heads {listed(nearest.tolist())}"
     )
-    yield seen.pattern(
+    yield difference.pattern(
         "heads",
         words,
         {"heads": nearest.tolist()},

@@ -13,8 +13,8 @@ import numpy as np
 from parity.explain.diagnosis.bugs import families as of
 from parity.explain.diagnosis.bugs.families import Families
 from parity.explain.diagnosis.bugs.record import Edit
-from parity.explain.diagnosis.laws.record import Seen
-from parity.explain.diagnosis.laws.words import (
+from parity.explain.diagnosis.fits.record import Difference
+from parity.explain.diagnosis.fits.words import (
     LOOSEST,
     NOUNS,
     RATES,
@@ -37,58 +37,68 @@ CONSTANTS = {
 # ---- Constants -----------------------------------------------------------------------------------
 
 
-def constants(seen: Seen) -> Iterator[Edit]:
+def constants(difference: Difference) -> Iterator[Edit]:
     """Yield one value in the whole part."""
-    values = seen.actual[seen.part]
+    values = difference.actual[difference.part]
     if not values.size:
         return
     if np.isfinite(values).all():
         value = float(np.median(values))
     else:
         value = float(values.flat[0])
-    if seen.stage.is_exact:
-        if seen.stage.kind == "mask" and seen.count > 1 and seen.holds(seen.within(value)):
+    if difference.stage.is_exact:
+        if (
+            difference.stage.kind == "mask"
+            and difference.count > 1
+            and difference.is_explained_by(difference.within(value))
+        ):
             words = "none of them is hidden"
             if value:
                 words = "all of them are hidden"
-            yield seen.pattern("constant", words, {"value": value}, 0)
+            yield difference.pattern("constant", words, {"value": value}, 0)
         return
-    if seen.holds(seen.within(0.0)):
-        families = _families_of_zeros(seen)
-        yield seen.pattern("zeros", "all values there are 0", families=families)
-    elif math.isnan(value) and seen.holds(seen.within(value)):
-        yield seen.pattern("nan", "all values there are NaN")
-    elif math.isinf(value) and seen.holds(seen.within(value)):
+    if difference.is_explained_by(difference.within(0.0)):
+        families = _families_of_zeros(difference)
+        yield difference.pattern("zeros", "all values there are 0", families=families)
+    elif math.isnan(value) and difference.is_explained_by(difference.within(value)):
+        yield difference.pattern("nan", "all values there are NaN")
+    elif math.isinf(value) and difference.is_explained_by(difference.within(value)):
         words = "all values there are infinity"
         if value < 0:
             words = "all values there are -infinity"
-        yield seen.pattern("infinite", words, {"sign": math.copysign(1, value)})
-    elif math.isfinite(value) and seen.is_enough(1) and seen.holds(seen.within(value)):
-        words = f"all values there are {number_words(value, _names_of(seen, value))}"
-        yield seen.pattern("constant", words, {"value": value}, 1)
+        yield difference.pattern("infinite", words, {"sign": math.copysign(1, value)})
+    elif (
+        math.isfinite(value)
+        and difference.is_enough(1)
+        and difference.is_explained_by(difference.within(value))
+    ):
+        words = f"all values there are {number_words(value, _names_of(difference, value))}"
+        yield difference.pattern("constant", words, {"value": value}, 1)
 
 
-def _families_of_zeros(seen: Seen) -> Families:
+def _families_of_zeros(difference: Difference) -> Families:
     """Return the family of lost values; slots of a cache that are empty in every head were not
     written.
     """
-    is_in_cache = "cache" in seen.stage.kind
-    is_read_from_cache = seen.stage.quantity == "context" and seen.stage.step is not None
-    if seen.stage.quantity in ("mask", "scores"):
+    is_in_cache = "cache" in difference.stage.kind
+    is_read_from_cache = (
+        difference.stage.quantity == "context" and difference.stage.step is not None
+    )
+    if difference.stage.quantity in ("mask", "scores"):
         return ()
     if not is_in_cache and not is_read_from_cache:
         return (of.LOST,)
-    if len(seen.box[1]) < seen.expected.shape[1]:  # in some heads
+    if len(difference.box[1]) < difference.expected.shape[1]:  # in some heads
         return (of.LOST,)
     if is_in_cache:
         return (of.CACHE_SLOTS,)
     return ()  # a context is also 0 if the values that it reads are empty
 
 
-def _names_of(seen: Seen, value: float) -> list[str]:
+def _names_of(difference: Difference, value: float) -> list[str]:
     """Return the names of a constant, if it has any."""
-    num_keys = seen.actual.shape[-1]
-    if seen.stage.is_attn_weights and abs(value * num_keys - 1.0) < 1e-5:
+    num_keys = difference.actual.shape[-1]
+    if difference.stage.is_attn_weights and abs(value * num_keys - 1.0) < 1e-5:
         return ["1/S: uniform rows"]
     names = []
     for name, constant in CONSTANTS.items():
@@ -106,108 +116,108 @@ LATER = ("N", "K", "B", "T", "S", "H", "E", "W", "G", "d_in", "d_kv", "out", "in
 """The axes whose factors and offsets are tried, in this order."""
 
 
-def factors(seen: Seen) -> Iterator[Edit]:
+def factors(difference: Difference) -> Iterator[Edit]:
     """Yield a multiple of the expected values: one factor, or one for each head, sequence, position
     or feature.
     """
-    if seen.stage.is_exact:
+    if difference.stage.is_exact:
         return
-    a, e = seen.known
-    choices = _choices(seen)
-    if seen.letters[-1] in ("H", "W"):
+    a, e = difference.usable_values
+    choices = _choices(difference)
+    if difference.letters[-1] in ("H", "W"):
         every_row = tuple(range(a.ndim - 1))
         choices.append(every_row)
     for axes in choices:
-        parameters = _parameters(seen, axes)
-        if not seen.is_enough(parameters):
+        parameters = _parameters(difference, axes)
+        if not difference.is_enough(parameters):
             continue
         factor = _ratio(a, e, _other_axes(a, axes))
         if not np.isfinite(factor).all() or (not axes and not factor.item()):
             continue
-        gain = np.where(seen.part, np.abs(factor), 1.0)
-        if seen.holds(seen.within(factor * seen.expected), gain):
-            numbers = _in_box(seen, factor, axes)
-            yield seen.pattern(
+        gain = np.where(difference.part, np.abs(factor), 1.0)
+        if difference.is_explained_by(difference.within(factor * difference.expected), gain):
+            numbers = _in_box(difference, factor, axes)
+            yield difference.pattern(
                 "factor",
-                _factor_words(seen, axes, numbers),
-                _numbers(seen, axes, "factors", numbers),
+                _factor_words(difference, axes, numbers),
+                _numbers(difference, axes, "factors", numbers),
                 parameters,
-                families=_families_of_factor(seen, axes, float(numbers[0])),
+                families=_families_of_factor(difference, axes, float(numbers[0])),
             )
             return
 
 
-def offsets(seen: Seen) -> Iterator[Edit]:
+def offsets(difference: Difference) -> Iterator[Edit]:
     """Yield an offset of the expected values: one number, or one for each feature, head or
     position.
     """
-    if seen.stage.kind == "mask":
+    if difference.stage.kind == "mask":
         return
-    a, e = seen.known
-    differences, counted = a - e, seen.usable.astype(np.float64)
-    choices = [*_choices(seen), *_pairs(seen)]
-    for axes in sorted(choices, key=partial(_parameters, seen)):
-        parameters = _parameters(seen, axes)
-        if not seen.is_enough(parameters):
+    a, e = difference.usable_values
+    differences, counted = a - e, difference.usable.astype(np.float64)
+    choices = [*_choices(difference), *_pairs(difference)]
+    for axes in sorted(choices, key=partial(_parameters, difference)):
+        parameters = _parameters(difference, axes)
+        if not difference.is_enough(parameters):
             continue
         over = _other_axes(a, axes)
         count = np.maximum(counted.sum(axis=over, keepdims=True), 1.0)
         offset = differences.sum(axis=over, keepdims=True) / count
-        if seen.holds(seen.within(seen.expected + offset)):
-            numbers = _in_box(seen, offset, axes)
-            yield seen.pattern(
+        if difference.is_explained_by(difference.within(difference.expected + offset)):
+            numbers = _in_box(difference, offset, axes)
+            yield difference.pattern(
                 "offset",
-                _offset_words(seen, axes, numbers),
-                _numbers(seen, axes, "offsets", numbers),
+                _offset_words(difference, axes, numbers),
+                _numbers(difference, axes, "offsets", numbers),
                 parameters,
-                families=_families_of_offset(seen, axes),
+                families=_families_of_offset(difference, axes),
             )
             return
 
 
-def _families_of_factor(seen: Seen, axes: tuple[int, ...], factor: float) -> Families:
+def _families_of_factor(difference: Difference, axes: tuple[int, ...], factor: float) -> Families:
     """Return the families of one factor, or of one for each index of some axes."""
-    if seen.problem is None:
+    if difference.problem is None:
         return ()
-    spec = seen.problem.spec
+    spec = difference.problem.spec
     if len(axes) > 1:  # every row has its own
-        if seen.stage.quantity not in ("q", "k", "v"):
-            return _family_of_heads(seen, axes)
+        if difference.stage.quantity not in ("q", "k", "v"):
+            return _family_of_heads(difference, axes)
         if spec.temperature is not None:
             return of.QK_NORM, of.TEMPERATURE
         return (of.QK_NORM,)
     if axes:
-        return _family_of_heads(seen, axes)
-    if seen.stage.kind == "scores":
-        if _has_all_heads(seen) and spec.soft_cap is None:
+        return _family_of_heads(difference, axes)
+    if difference.stage.kind == "scores":
+        if _has_all_heads(difference) and spec.soft_cap is None:
             return (of.scale_family(spec),)
         return ()
-    if seen.stage.is_attn_weights:
+    if difference.stage.is_attn_weights:
         is_of_dropout = any(abs(factor * (1.0 - rate) - 1.0) <= LOOSEST for rate in RATES)
-        if is_of_dropout and _has_all_heads(seen):
+        if is_of_dropout and _has_all_heads(difference):
             return (of.DROPOUT,)
         return (of.FACTOR,)
-    if seen.stage.quantity not in ("q", "k"):
+    if difference.stage.quantity not in ("q", "k"):
         return (of.FACTOR,)
     family = of.FACTOR
-    if _has_all_heads(seen) and _is_power_of_scale(factor, spec.score_scale):
+    if _has_all_heads(difference) and _is_power_of_scale(factor, spec.score_scale):
         family = of.scale_family(spec)
     if spec.qk_norm is not None:
         return family, of.QK_NORM
     return (family,)
 
 
-def _family_of_heads(seen: Seen, axes: tuple[int, ...]) -> Families:
+def _family_of_heads(difference: Difference, axes: tuple[int, ...]) -> Families:
     """Return the family of factors if each head has its own."""
-    if seen.letters[axes[0]] in ("N", "K"):
+    if difference.letters[axes[0]] in ("N", "K"):
         return (of.FACTOR,)
     return ()
 
 
-def _has_all_heads(seen: Seen) -> bool:
+def _has_all_heads(difference: Difference) -> bool:
     """Return True if every sequence and head is wrong."""
-    shape = seen.expected.shape
-    return all(len(seen.box[axis]) == shape[axis] for axis in range(min(2, len(shape))))
+    shape = difference.expected.shape
+    return all(len(difference.box[axis]) == shape[axis] for axis in range(min(2, len(shape))))
 
 
 def _is_power_of_scale(factor: float, scale: float) -> bool:
@@ -217,27 +227,31 @@ def _is_power_of_scale(factor: float, scale: float) -> bool:
     return False
 
 
-def _families_of_offset(seen: Seen, axes: tuple[int, ...]) -> Families:
+def _families_of_offset(difference: Difference, axes: tuple[int, ...]) -> Families:
     """Return the family of a wrong length of a cache, or of a bias of a projection."""
-    if seen.stage.kind == "cache.lengths":
+    if difference.stage.kind == "cache.lengths":
         return (of.CACHE_SLOTS,)
-    letters = {seen.letters[axis] for axis in axes}
+    letters = {difference.letters[axis] for axis in axes}
     is_bias = bool(letters & {"H", "E", "W"}) and not letters & {"B", "T", "S"}
-    if is_bias and seen.stage.quantity in ("q", "k", "v"):
+    if is_bias and difference.stage.quantity in ("q", "k", "v"):
         return (of.BIAS,)
     return ()
 
 
-def rows_and_features(seen: Seen) -> Iterator[Edit]:
+def rows_and_features(difference: Difference) -> Iterator[Edit]:
     """Yield a multiple of the expected values with one factor per token and one per feature, in
     each head.
     """
-    if seen.letters[-1] not in ("H", "W") or seen.actual.ndim != 4 or not seen.usable.all():
+    if (
+        difference.letters[-1] not in ("H", "W")
+        or difference.actual.ndim != 4
+        or not difference.usable.all()
+    ):
         return
-    batch, heads, tokens, features = seen.actual.shape
-    a, e = seen.known
+    batch, heads, tokens, features = difference.actual.shape
+    a, e = difference.usable_values
     parameters = batch * heads * (tokens + features)
-    if not seen.is_enough(parameters):
+    if not difference.is_enough(parameters):
         return
     of_row = np.ones((batch, heads, tokens, 1))
     of_feature = np.ones((batch, heads, 1, features))
@@ -245,13 +259,17 @@ def rows_and_features(seen: Seen) -> Iterator[Edit]:
         of_row = _ratio(a, e * of_feature, 3)
         of_feature = _ratio(a, e * of_row, 2)
     factor = of_row * of_feature
-    gain = np.where(seen.part, np.abs(factor), 1.0)
-    if np.isfinite(factor).all() and seen.holds(seen.within(factor * e), gain):
+    gain = np.where(difference.part, np.abs(factor), 1.0)
+    if np.isfinite(factor).all() and difference.is_explained_by(
+        difference.within(factor * e), gain
+    ):
         words = (
             "each token and each feature of a head is multiplied by a number, as by a norm over "
             "another axis"
         )
-        yield seen.pattern("tokens and features", words, {}, parameters, families=(of.QK_NORM,))
+        yield difference.pattern(
+            "tokens and features", words, {}, parameters, families=(of.QK_NORM,)
+        )
 
 
 def _ratio(a: np.ndarray, x: np.ndarray, over: int | tuple[int, ...]) -> np.ndarray:
@@ -265,60 +283,62 @@ def _other_axes(x: np.ndarray, axes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(axis for axis in range(x.ndim) if axis not in axes)
 
 
-def _choices(seen: Seen) -> list[tuple[int, ...]]:
+def _choices(difference: Difference) -> list[tuple[int, ...]]:
     """Return no axis, then each alone."""
     choices: list[tuple[int, ...]] = [()]
     for letter in LATER:
-        if letter in seen.letters:
-            choices.append((seen.letters.index(letter),))
+        if letter in difference.letters:
+            choices.append((difference.letters.index(letter),))
     if len(choices) == 1:
-        choices += [(axis,) for axis in range(seen.actual.ndim)]
+        choices += [(axis,) for axis in range(difference.actual.ndim)]
     return choices
 
 
-def _pairs(seen: Seen) -> Iterator[tuple[int, ...]]:
+def _pairs(difference: Difference) -> Iterator[tuple[int, ...]]:
     """Yield features of each head, as for a bias; for scores also rows and columns."""
-    if seen.letters[-1] in "HW" and len(seen.letters) == 4:
+    if difference.letters[-1] in "HW" and len(difference.letters) == 4:
         yield (1, 3)
-    if seen.letters[-2:] == ("T", "S") and not seen.stage.is_exact:
+    if difference.letters[-2:] == ("T", "S") and not difference.stage.is_exact:
         yield (0, 1, 2)
         yield (0, 1, 3)
 
 
-def _parameters(seen: Seen, axes: tuple[int, ...]) -> int:
-    return math.prod(len(seen.box[axis]) for axis in axes)
+def _parameters(difference: Difference, axes: tuple[int, ...]) -> int:
+    return math.prod(len(difference.box[axis]) for axis in axes)
 
 
-def _in_box(seen: Seen, numbers: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+def _in_box(difference: Difference, numbers: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
     """Return the numbers of the wrong indices."""
     wrong = [np.arange(1)] * numbers.ndim
     for axis in axes:
-        wrong[axis] = seen.box[axis]
+        wrong[axis] = difference.box[axis]
     return numbers[np.ix_(*wrong)].ravel()
 
 
 def _numbers(
-    seen: Seen, axes: tuple[int, ...], name: str, numbers: np.ndarray
+    difference: Difference, axes: tuple[int, ...], name: str, numbers: np.ndarray
 ) -> dict[str, object]:
-    return {"axes": [seen.letters[axis] for axis in axes], name: numbers.tolist()}
+    return {"axes": [difference.letters[axis] for axis in axes], name: numbers.tolist()}
 
 
-def sizes_of(seen: Seen) -> dict[str, int]:
+def sizes_of(difference: Difference) -> dict[str, int]:
     """Return the sizes of heads and layers, by their letters in formulas."""
     sizes = {}
     for letter in "HNE":
-        if letter in seen.letters:
-            sizes[letter] = seen.actual.shape[seen.letters.index(letter)]
-    if seen.problem is not None:
-        spec = seen.problem.spec
+        if letter in difference.letters:
+            sizes[letter] = difference.actual.shape[difference.letters.index(letter)]
+    if difference.problem is not None:
+        spec = difference.problem.spec
         sizes |= {"H": spec.head_dim, "N": spec.num_heads, "E": spec.d_model}
     return sizes
 
 
-def _factor_words(seen: Seen, axes: tuple[int, ...], numbers: np.ndarray) -> str:
+def _factor_words(difference: Difference, axes: tuple[int, ...], numbers: np.ndarray) -> str:
     if not axes:
         factor = float(numbers[0])
-        names = known_as(factor, 4.0 * seen.precision + 1e-6, sizes_of(seen), seen.problem)
+        names = known_as(
+            factor, 4.0 * difference.precision + 1e-6, sizes_of(difference), difference.problem
+        )
         return f"the values there are {number_words(factor, names, 1.0)} times what they should be"
     factors_listed = listed(numbers.tolist(), 1.0)
     if len(axes) > 1:
@@ -326,11 +346,11 @@ def _factor_words(seen: Seen, axes: tuple[int, ...], numbers: np.ndarray) -> str
             f"each token of each head there is multiplied by a different number, as by a missing "
             f"or additional norm: {factors_listed}"
         )
-    one, _ = noun(seen.letters, min(axes))
+    one, _ = noun(difference.letters, min(axes))
     return f"each {one} there is multiplied by a different number: {factors_listed}"
 
 
-def _offset_words(seen: Seen, axes: tuple[int, ...], numbers: np.ndarray) -> str:
+def _offset_words(difference: Difference, axes: tuple[int, ...], numbers: np.ndarray) -> str:
     if not axes:
         return f"{readable(float(numbers[0]))} is added to all values there"
     if axes == (0, 1, 2):
@@ -340,9 +360,9 @@ def _offset_words(seen: Seen, axes: tuple[int, ...], numbers: np.ndarray) -> str
         )
     if axes == (0, 1, 3):
         return f"a bias that depends only on the key is added there: {listed(numbers.tolist())}"
-    ones = " and ".join(noun(seen.letters, axis)[0] for axis in axes[::-1])
+    ones = " and ".join(noun(difference.letters, axis)[0] for axis in axes[::-1])
     words = f"a number is added there to each {ones}"
-    last, _ = NOUNS.get(seen.letters[axes[-1]], ("", ""))
+    last, _ = NOUNS.get(difference.letters[axes[-1]], ("", ""))
     if last == "feature":
         words += ", the same for all tokens, like a bias"
     return f"{words}: {listed(numbers.tolist())}"

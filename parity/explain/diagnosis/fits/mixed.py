@@ -13,8 +13,8 @@ import numpy as np
 from parity.explain.diagnosis.bugs import families as of
 from parity.explain.diagnosis.bugs.families import Families
 from parity.explain.diagnosis.bugs.record import Edit
-from parity.explain.diagnosis.laws.record import Seen
-from parity.explain.diagnosis.laws.words import NEAR, readable
+from parity.explain.diagnosis.fits.record import Difference
+from parity.explain.diagnosis.fits.words import NEAR, readable
 from parity.measure.core.problem import Problem
 from parity.measure.core.stages import Stage
 from parity.measure.text import and_listed
@@ -51,35 +51,35 @@ WORST = 1e4
 # ---- Dropout -------------------------------------------------------------------------------------
 
 
-def dropouts(seen: Seen) -> Iterator[Edit]:
+def dropouts(difference: Difference) -> Iterator[Edit]:
     """Yield dropout in the stage, or in the weights before it."""
-    if seen.stage.is_exact:
+    if difference.stage.is_exact:
         return
-    if not np.isfinite(seen.actual).all() or not np.isfinite(seen.expected).all():
+    if not np.isfinite(difference.actual).all() or not np.isfinite(difference.expected).all():
         return
-    edit = _dropped(seen)
-    if edit is None and seen.stage.quantity in ("context", "output"):
-        edit = _dropped_behind(seen)
+    edit = _dropped(difference)
+    if edit is None and difference.stage.quantity in ("context", "output"):
+        edit = _dropped_behind(difference)
     if edit is not None:
         yield edit
 
 
-def _dropped(seen: Seen) -> Edit | None:
+def _dropped(difference: Difference) -> Edit | None:
     """Return dropout of the values of the stage itself."""
-    is_large = seen.compared & (np.abs(seen.expected) > 2.0 * seen.allowed["max"])
-    dropped = is_large & (seen.actual == 0.0)
-    kept = is_large & (seen.actual != 0.0)
-    a, e = seen.actual[kept], seen.expected[kept]
+    is_large = difference.compared & (np.abs(difference.expected) > 2.0 * difference.allowed["max"])
+    dropped = is_large & (difference.actual == 0.0)
+    kept = is_large & (difference.actual != 0.0)
+    a, e = difference.actual[kept], difference.expected[kept]
     factor = 0.0
     if e.size:
         factor = float((a * e).sum() / (e * e).sum())
     if not _is_dropout(dropped, kept, factor):
         return None
     # A dropped value may also be too small to tell.
-    candidate = np.where(seen.actual == 0.0, 0.0, factor * seen.expected)
-    if not seen.holds(candidate, factor):
+    candidate = np.where(difference.actual == 0.0, 0.0, factor * difference.expected)
+    if not difference.is_explained_by(candidate, factor):
         return None
-    return _dropout(seen, seen.stage.kind, dropped, kept, factor)
+    return _dropout(difference, difference.stage.kind, dropped, kept, factor)
 
 
 def _is_dropout(dropped: np.ndarray, kept: np.ndarray, factor: float) -> bool:
@@ -91,12 +91,14 @@ def _is_dropout(dropped: np.ndarray, kept: np.ndarray, factor: float) -> bool:
     return bool(abs(num_dropped / n - p) <= DEVIATIONS * np.sqrt(p * (1.0 - p) / n))
 
 
-def _dropout(seen: Seen, whose: str, dropped: np.ndarray, kept: np.ndarray, factor: float) -> Edit:
+def _dropout(
+    difference: Difference, whose: str, dropped: np.ndarray, kept: np.ndarray, factor: float
+) -> Edit:
     """Return the pattern of dropped values, and of a factor of those that are kept."""
     num_dropped, p = np.count_nonzero(dropped), 1.0 - 1.0 / factor
     zeros = f"{num_dropped} of {num_dropped + np.count_nonzero(kept)} {whose} are 0"
     others = f"the others {readable(factor)} times what they should be"
-    return seen.pattern(
+    return difference.pattern(
         "dropout",
         f"{zeros}, and {others}: dropout is active, with p = {p:.2g}",
         {"factor": factor, "p": p},
@@ -105,17 +107,20 @@ def _dropout(seen: Seen, whose: str, dropped: np.ndarray, kept: np.ndarray, fact
     )
 
 
-def _dropped_behind(seen: Seen) -> Edit | None:
+def _dropped_behind(difference: Difference) -> Edit | None:
     """Return dropout of the attention weights before a context, or an output."""
-    weights, v = seen.others.get(str(Stage("attn_weights"))), seen.others.get(str(Stage("v")))
-    if weights is None or v is None or seen.problem is None:
+    weights, v = (
+        difference.other_stages.get(str(Stage("attn_weights"))),
+        difference.other_stages.get(str(Stage("v"))),
+    )
+    if weights is None or v is None or difference.problem is None:
         return None
-    if seen.stage.step is not None or seen.stage.path:
+    if difference.stage.step is not None or difference.stage.path:
         return None
     v = np.repeat(v.astype(np.float64), weights.shape[1] // v.shape[1], axis=1)
-    context = seen.actual
-    if seen.stage.quantity == "output":
-        context = _context_of_output(seen, seen.problem)
+    context = difference.actual
+    if difference.stage.quantity == "output":
+        context = _context_of_output(difference, difference.problem)
     if context is None or np.prod(weights.shape[:3]) > MOST_ROWS or not np.isfinite(weights).all():
         return None
     weights = weights.astype(np.float64)
@@ -133,11 +138,11 @@ def _dropped_behind(seen: Seen) -> Edit | None:
     if not _is_dropout(dropped, kept, factor):
         return None
     candidate = np.where(dropped, 0.0, factor * weights) @ v
-    if seen.stage.quantity == "output":
-        candidate = _output_of(seen, seen.problem, candidate)
-    if not seen.holds(candidate, factor):
+    if difference.stage.quantity == "output":
+        candidate = _output_of(difference, difference.problem, candidate)
+    if not difference.is_explained_by(candidate, factor):
         return None
-    return _dropout(seen, "attention weights", dropped, kept, factor)
+    return _dropout(difference, "attention weights", dropped, kept, factor)
 
 
 def _solved_weights(weights: np.ndarray, v: np.ndarray, context: np.ndarray) -> np.ndarray | None:
@@ -153,7 +158,7 @@ def _solved_weights(weights: np.ndarray, v: np.ndarray, context: np.ndarray) -> 
     return solved
 
 
-def _context_of_output(seen: Seen, problem: Problem) -> np.ndarray | None:
+def _context_of_output(difference: Difference, problem: Problem) -> np.ndarray | None:
     """Return the context of an output; None if it cannot be computed."""
     projection = _out_proj(problem)
     if projection is None:
@@ -163,14 +168,14 @@ def _context_of_output(seen: Seen, problem: Problem) -> np.ndarray | None:
         return None
     if np.linalg.cond(weight) > WORST:
         return None
-    combined = np.linalg.solve(weight, (seen.actual - bias).reshape(-1, weight.shape[0]).T).T
-    heads = combined.reshape(*seen.actual.shape[:2], problem.spec.num_heads, -1)
+    combined = np.linalg.solve(weight, (difference.actual - bias).reshape(-1, weight.shape[0]).T).T
+    heads = combined.reshape(*difference.actual.shape[:2], problem.spec.num_heads, -1)
     return heads.swapaxes(1, 2)
 
 
-def _output_of(seen: Seen, problem: Problem, context: np.ndarray) -> np.ndarray:
+def _output_of(difference: Difference, problem: Problem, context: np.ndarray) -> np.ndarray:
     """Return the output of a context, which was computed from one with the same projection."""
-    combined = context.swapaxes(1, 2).reshape(*seen.actual.shape[:2], -1)
+    combined = context.swapaxes(1, 2).reshape(*difference.actual.shape[:2], -1)
     projection = _out_proj(problem)
     if projection is None:
         return combined
@@ -192,54 +197,54 @@ def _out_proj(problem: Problem) -> tuple[np.ndarray, np.ndarray] | None:
 # ---- Heads in the output -------------------------------------------------------------------------
 
 
-def lost_rows(seen: Seen) -> Iterator[Edit]:
+def lost_rows(difference: Difference) -> Iterator[Edit]:
     """Yield an output in which the context of some heads is 0 in some rows, as if a kernel lost
     them.
     """
-    heads_of_output = _heads_of_output(seen)
-    if heads_of_output is None or not seen.is_enough(1):
+    heads_of_output = _heads_of_output(difference)
+    if heads_of_output is None or not difference.is_enough(1):
         return
     context, columns, bias = heads_of_output
     parts = np.stack(_parts_of_output(context, columns))  # (N, B, T, E)
-    candidate = seen.expected.copy()
+    candidate = difference.expected.copy()
     lost = []
-    for b, t in np.argwhere(seen.bad.any(axis=-1)):
-        shares, *_ = np.linalg.lstsq(parts[:, b, t].T, seen.actual[b, t] - bias, rcond=None)
+    for b, t in np.argwhere(difference.bad.any(axis=-1)):
+        shares, *_ = np.linalg.lstsq(parts[:, b, t].T, difference.actual[b, t] - bias, rcond=None)
         for n in np.flatnonzero(shares < 0.5):
             lost.append((int(n), int(b), int(t)))
         candidate[b, t] = bias + parts[shares >= 0.5, b, t].sum(axis=0)
-    if lost and seen.holds(candidate):
+    if lost and difference.is_explained_by(candidate):
         count, size = len(lost), len(columns) * context.shape[0] * context.shape[2]
         words = (
             f"the context of {count} of {size} rows of heads is 0 there, as if a kernel lost rows"
         )
         numbers = {"head, sequence, position": lost}
-        yield seen.pattern("lost rows", words, numbers, 1, families=(of.LOST,))
+        yield difference.pattern("lost rows", words, numbers, 1, families=(of.LOST,))
 
 
-def mixtures(seen: Seen) -> Iterator[Edit]:
+def mixtures(difference: Difference) -> Iterator[Edit]:
     """Yield an output whose heads are multiplied, exchanged or mixed: one number for each pair of
     heads.
     """
-    heads_of_output = _heads_of_output(seen)
+    heads_of_output = _heads_of_output(difference)
     if heads_of_output is None:
         return
     context, columns, bias = heads_of_output
     heads = len(columns)
-    if heads < 2 or heads > MOST_HEADS or not seen.is_enough(heads**2):
+    if heads < 2 or heads > MOST_HEADS or not difference.is_enough(heads**2):
         return
     terms = []
     for column in columns:
         for values in context.swapaxes(0, 1):
             terms.append((values @ column.T).ravel())
     terms = np.stack(terms, axis=1)
-    numbers, _, rank, _ = np.linalg.lstsq(terms, (seen.actual - bias).ravel(), rcond=None)
+    numbers, _, rank, _ = np.linalg.lstsq(terms, (difference.actual - bias).ravel(), rcond=None)
     mixture = numbers.reshape(heads, heads)
     is_wrong = np.abs(mixture - np.eye(heads)).max(axis=1) > LEAST
     if not is_wrong.any() or rank != heads**2:
         return
-    if seen.holds((terms @ numbers).reshape(seen.expected.shape) + bias):
-        yield seen.pattern(
+    if difference.is_explained_by((terms @ numbers).reshape(difference.expected.shape) + bias):
+        yield difference.pattern(
             "heads in output",
             _mixture_words(mixture, np.flatnonzero(is_wrong)),
             {"heads": mixture.tolist()},
@@ -263,17 +268,23 @@ def _families_of_mixture(mixture: np.ndarray) -> Families:
     return ()
 
 
-def _heads_of_output(seen: Seen) -> tuple[np.ndarray, list[np.ndarray], np.ndarray] | None:
+def _heads_of_output(
+    difference: Difference,
+) -> tuple[np.ndarray, list[np.ndarray], np.ndarray] | None:
     """Return the context (B, N, T, Hv) of an output (B, T, E), the columns of out_proj by head, and
     its bias.
     """
-    if seen.problem is None or seen.stage.quantity != "output" or seen.expected.ndim != 3:
+    if (
+        difference.problem is None
+        or difference.stage.quantity != "output"
+        or difference.expected.ndim != 3
+    ):
         return None
-    context = seen.others.get(str(Stage("context", step=seen.stage.step)))
-    projection = _out_proj(seen.problem)
+    context = difference.other_stages.get(str(Stage("context", step=difference.stage.step)))
+    projection = _out_proj(difference.problem)
     if context is None or projection is None:
         return None
-    if not (np.isfinite(context).all() and np.isfinite(seen.actual).all()):
+    if not (np.isfinite(context).all() and np.isfinite(difference.actual).all()):
         return None
     weight, bias = projection
     return context.astype(np.float64), np.split(weight, context.shape[1], axis=1), bias

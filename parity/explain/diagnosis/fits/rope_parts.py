@@ -15,7 +15,7 @@ from parity.explain.diagnosis.bugs import families as of
 from parity.explain.diagnosis.bugs.families import BugFamily
 from parity.explain.diagnosis.bugs.record import Edit, Override
 from parity.explain.diagnosis.bugs.sites import turned
-from parity.explain.diagnosis.laws.changes import MOST_HEADS, part
+from parity.explain.diagnosis.fits.changes import MOST_HEADS, part
 from parity.measure.core.problem import Problem
 from parity.measure.core.reference import Layer
 from parity.measure.core.reference.rope import pair_slices
