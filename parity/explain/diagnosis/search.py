@@ -274,7 +274,7 @@ class _PartSearch:
     def _follow(self, stage: str, edits: Edits) -> None:
         """Add a stage to the last finding before it whose stages it is computed from.
 
-        If none can be told, because all are NaN for example, it is added to the last before it.
+        If there is none, because all are NaN for example, it is added to the last before it.
 
         Args:
             stage: the stage, which is right as a whole.
@@ -386,7 +386,7 @@ class _PartSearch:
         """Return the number of the finding that a wrong stage belongs to; None if it has one of its
         own.
 
-        What no known bug explains in one call, and again in a later one, is one cause, unless a
+        A stage that no known bug explains in one call and in a later one has one cause, unless a
         pattern explains the first and no pattern of its kind the second.
         """
         known = stage_named(finding.stage)

@@ -363,7 +363,7 @@ def test_mask_wrong_only_in_later_calls():
     assert finding.follows == ("step1.attn_weights", "step2.attn_weights")
 
 
-def test_stages_follow_the_finding_that_they_read():
+def test_stages_follow_the_finding_they_read():
     """A stage that was not computed from wrong values follows the finding of these values, also if
     another bug is found between them.
     """
@@ -379,9 +379,9 @@ def test_stages_follow_the_finding_that_they_read():
     assert (of_output.bugs, of_output.follows) == (("out_proj-bias-missing",), ())
 
 
-def test_stage_after_two_that_are_not_finite_follows():
+def test_stage_after_two_nan_stages_follows():
     """A stage that is right as a whole, after two that are not finite, is reported with the last of
-    them: what it would be without either is NaN as well.
+    them: without either, it would still be NaN.
     """
     problem = make_problem(CASE_OF["cached"], "float32")
     observed = observed_in(problem)
@@ -393,7 +393,7 @@ def test_stage_after_two_that_are_not_finite_follows():
     assert of_context.follows == ("step1.output",)
 
 
-def test_stage_that_reads_nothing_wrong_has_its_own_finding():
+def test_stage_reading_right_values_is_new():
     """A stage that is within the budget of the whole layer, but not within its own, follows from no
     stage that it does not read.
     """
@@ -410,7 +410,7 @@ def test_stage_that_reads_nothing_wrong_has_its_own_finding():
     assert (of_context.stage, of_context.is_explained) == ("context", False)
 
 
-def test_allowed_precision_follows_from_nothing():
+def test_allowed_precision_follows_nothing():
     """Scores in an allowed precision are right, also if another stage is wrong."""
     problem = make_problem("gqa-causal", "bfloat16")
     observed = observed_in(problem, [bug(problem.case, "scores-float16")])
@@ -421,7 +421,7 @@ def test_allowed_precision_follows_from_nothing():
     assert (of_values.stage, of_values.follows) == ("v", ("context",))
 
 
-def test_wrong_path_after_an_unknown_bug_is_reported():
+def test_path_after_unknown_bug_is_reported():
     """If a pattern or nothing explains a stage, the paths of a module are not searched; their wrong
     stages are reported with it.
     """
@@ -434,7 +434,7 @@ def test_wrong_path_after_an_unknown_bug_is_reported():
 
 
 @pytest.mark.parametrize("wrong", ["noise", "NaN"])
-def test_other_cause_in_a_later_call_is_another_finding(wrong):
+def test_new_cause_in_later_call_is_found(wrong):
     """A pattern of one call hides no stage of a later one that it does not explain."""
     problem = make_problem(CASE_OF["cached"], "float32")
     observed = observed_in(problem)
