@@ -13,6 +13,7 @@ from mha_spec import (
     RelativeBias as RelativeBias,
     RelativeProducts as RelativeProducts,
     Rope as Rope,
+    SinusoidProducts as SinusoidProducts,
     Temperature as Temperature,
 )
 

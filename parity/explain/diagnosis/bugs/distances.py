@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 
 import numpy as np
 
-from mha_spec import GridBias, RelativeBias
+from mha_spec import GridBias, RelativeBias, RelativeProducts, SinusoidProducts
 from parity.explain.diagnosis.bugs.families import ALIBI, RELATIVE_BIAS, RELATIVE_PRODUCTS
 from parity.explain.diagnosis.bugs.record import Bug, Override, instead
 from parity.explain.diagnosis.bugs.sites import Overrides, after, before
@@ -19,6 +19,12 @@ RESTARTED = (
     {"scores": lambda _, original, values, *places: original(values)},
 )
 """The description and overrides of a bug that all of them can have."""
+
+SINUSOID_PRODUCTS = replace(
+    RELATIVE_PRODUCTS,
+    fix="add scaled products of q + position_bias with the projected sinusoids of query - key, "
+    "sine and cosine in turn, and of content_bias with keys",
+)
 
 
 # ---- ALiBi ---------------------------------------------------------------------------------------
@@ -152,7 +158,10 @@ def relative_products(case: Case) -> Iterator[Bug]:
     spec, right = case.spec, case.spec.relative_products
     if right is None:
         return
-    bug = RELATIVE_PRODUCTS.seen_in("scores")
+    family = RELATIVE_PRODUCTS
+    if isinstance(right, SinusoidProducts):
+        family = SINUSOID_PRODUCTS
+    bug = family.seen_in("scores")
     none = after(lambda products: [0.0 * each for each in products])
     about = "scores gain no products with vectors of distances"
     yield bug("relative-products-ignored", about, {"relative_products": none})
@@ -162,6 +171,16 @@ def relative_products(case: Case) -> Iterator[Bug]:
         yield bug("relative-products-unscaled", about, {"scale_of_distances": unscaled})
         about = "products with vectors of distances are scaled twice"
         yield bug("relative-products-scaled-twice", about, {"scale_of_distances": twice})
+    if isinstance(right, SinusoidProducts):
+        yield from _sinusoid_products(bug)
+    else:
+        yield from _products_with_tables(right, bug)
+    if case.is_cached:
+        yield bug("relative-products-restarted", *RESTARTED)
+
+
+def _products_with_tables(right: RelativeProducts, bug: Callable[..., Bug]) -> Iterator[Bug]:
+    """Yield bugs in products with tables of vectors."""
     about = "distances are query - key"
     flipped = {"distance_bucket": before(lambda distance: (-distance,))}
     yield bug("relative-products-flipped", about, flipped)
@@ -192,8 +211,43 @@ def relative_products(case: Case) -> Iterator[Bug]:
             alone = after(lambda products, place=place: products[place : place + 1])
             about = f"products of {name} with vectors of distances are the only ones"
             yield bug(f"relative-products-of-{name}-alone", about, {"relative_products": alone})
-    if case.is_cached:
-        yield bug("relative-products-restarted", *RESTARTED)
+
+
+def _sinusoid_products(bug: Callable[..., Bug]) -> Iterator[Bug]:
+    """Yield bugs in products with projected sinusoids."""
+    flipped = {"sinusoid_distance": before(lambda distance: (-distance,))}
+    yield bug("sinusoid-products-flipped", "sinusoids are those of key - query", flipped)
+    about = "queries are counted from 1, keys from 0"
+    later = {"sinusoid_distance": before(lambda distance: (distance + 1,))}
+    yield bug("sinusoid-products-off-by-one", about, later)
+    halves = {"in_sinusoid_order": instead(_in_halves)}
+    about = "all sines come before all cosines, instead of in turn"
+    yield bug("sinusoid-products-in-halves", about, halves)
+    about = "the content bias and the position bias are exchanged"
+    other = {"content_bias": "position_bias", "position_bias": "content_bias"}
+    swapped = {"bias_of_heads": before(lambda name: (other[name],))}
+    yield bug("sinusoid-products-biases-swapped", about, swapped)
+    for name in other:
+        about = f"the {name.replace('_', ' ')} is not added to queries"
+        yield bug(
+            f"sinusoid-products-without-{name.replace('_', '-')}",
+            about,
+            {"bias_of_heads": _without(name)},
+        )
+
+
+def _in_halves(sines: np.ndarray, cosines: np.ndarray) -> np.ndarray:
+    return np.concatenate([sines, cosines], axis=1)
+
+
+def _without(name: str) -> Override:
+    """Return an override of `bias_of_heads` in which one bias is 0."""
+
+    def without(_: Layer, original: Override, requested: str) -> np.ndarray:
+        bias = original(requested)
+        return np.zeros_like(bias) if requested == name else bias
+
+    return without
 
 
 def _times(factor: float) -> Overrides:

@@ -242,6 +242,16 @@ def attention(
                 preferred_element_type=jnp.float32,
             )
             scores = scores + SCALE * jnp.take_along_axis(by_row, rows.mT, axis=3).mT
+    if sinusoids is not None:
+        farthest = q.shape[2] + k.shape[2]
+        waves = sinusoids_of(jnp.arange(farthest, -farthest - 1, -1))  # (rows, D_IN)
+        vectors = jnp.einsum("ce,enh->nch", waves, params["relative_sinusoids"].astype(jnp.float32))
+        biased_q = q.astype(jnp.float32) + params["position_bias"].astype(jnp.float32)[:, None]
+        by_row = jnp.einsum("bnth,nch->bntc", biased_q, vectors)  # (B, N, T, rows)
+        rows = jnp.broadcast_to(key_positions - query_positions + farthest, scores.shape)  # (B, N, T, S)
+        content_products = jnp.einsum("nh,bnsh->bns", params["content_bias"], k, preferred_element_type=jnp.float32)
+        distance_products = jnp.take_along_axis(by_row, rows, axis=3) + content_products[:, :, None]
+        scores = scores + SCALE * distance_products
     if call.has_bias:
         scores = scores + bias
     if hides:
@@ -415,6 +425,14 @@ if products is not None:
             farther = NUM_EXACT + jnp.searchsorted(jnp.array(STEPS), away, side="right")
             distances = jnp.sign(distances) * jnp.where(away <= NUM_EXACT, away, farther)
         return jnp.clip(distances, -NUM_BEFORE, NUM_AFTER) + NUM_BEFORE
+
+
+if sinusoids is not None:
+
+    def sinusoids_of(distances: Array) -> Array:
+        """Return sines and cosines, in turn, of each distance, query - key."""
+        angles = distances[:, None] * SINUSOID_THETA ** (-jnp.arange(0, D_IN, 2) / D_IN)
+        return jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=2).reshape(len(distances), D_IN)
 
 
 if latent is not None:

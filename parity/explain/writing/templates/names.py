@@ -7,6 +7,8 @@ from mha_spec import (
     Llama3Scaling,
     LongRopeScaling,
     ProportionalScaling,
+    RelativeProducts,
+    SinusoidProducts,
     YarnScaling,
 )
 from parity.explain.writing.subject import ABSENT, call, spec
@@ -14,7 +16,9 @@ from parity.explain.writing.subject import ABSENT, call, spec
 latent, rope, alibi, relative = spec.latent, spec.rope, spec.alibi, spec.relative_bias
 grid = relative if isinstance(relative, GridBias) else None
 qk_norm, v_norm, temperature, gate = spec.qk_norm, spec.v_norm, spec.temperature, spec.gate
-context_norm, products = spec.context_norm, spec.relative_products
+context_norm = spec.context_norm
+products = spec.relative_products if isinstance(spec.relative_products, RelativeProducts) else None
+sinusoids = spec.relative_products if isinstance(spec.relative_products, SinusoidProducts) else None
 scaling = None if rope is None else rope.scaling
 ramp = (0, 1) if not isinstance(scaling, YarnScaling) else scaling.ramp(rope.theta, rope.rotary_dim or spec.head_dim)
 is_partial = rope is not None and rope.rotary_dim not in (None, spec.head_dim) and latent is None
@@ -75,6 +79,8 @@ if relative is not None and grid is None:
 if grid is not None:
     GRID_HEIGHT = grid.height
     GRID_WIDTH = grid.width
+if sinusoids is not None:
+    SINUSOID_THETA = sinusoids.theta
 if products is not None:
     NUM_BEFORE = products.num_before  # rows of vectors for keys before the query
     NUM_AFTER = products.num_after

@@ -174,6 +174,10 @@ class Attention(nn.Module):
                 self.relative_keys = nn.Parameter(torch.zeros(shape))
             if products.of_keys:
                 self.relative_queries = nn.Parameter(torch.zeros(shape))
+        if sinusoids is not None:
+            self.relative_sinusoids = nn.Parameter(torch.zeros(D_IN, NUM_HEADS, HEAD_DIM))
+            self.content_bias = nn.Parameter(torch.zeros(NUM_HEADS, HEAD_DIM))
+            self.position_bias = nn.Parameter(torch.zeros(NUM_HEADS, HEAD_DIM))
         if spec.out_proj:
             self.out_proj = nn.Linear(NUM_HEADS * VALUE_HEAD_DIM, D_MODEL, bias=spec.out_bias)
         if gate is not None:
@@ -378,6 +382,14 @@ class Attention(nn.Module):
                         self.relative_queries.float(),
                     )
                     scores = scores + SCALE * by_row.gather(3, rows.mT).mT
+            if sinusoids is not None:
+                farthest = q.shape[2] + k.shape[2]
+                waves = sinusoids_of(torch.arange(farthest, -farthest - 1, -1, device=device))  # (rows, D_IN)
+                vectors = torch.einsum("ce,enh->nch", waves, self.relative_sinusoids.float())
+                by_row = (q.float() + self.position_bias.float()[:, None]) @ vectors.mT  # (B, N, T, rows)
+                rows = (key_positions - query_positions + farthest).expand_as(scores)  # (B, N, T, S)
+                content_products = self.content_bias.float()[:, None] @ k.float().mT  # (B, N, 1, S)
+                scores = scores + SCALE * (by_row.gather(3, rows) + content_products)
             if call.has_bias:
                 scores = scores + bias.float()
             if hides:
@@ -555,6 +567,15 @@ if products is not None:
             farther = NUM_EXACT + torch.bucketize(away, torch.tensor(STEPS, device=away.device), right=True)
             distances = distances.sign() * torch.where(away <= NUM_EXACT, away, farther)
         return distances.clamp(-NUM_BEFORE, NUM_AFTER) + NUM_BEFORE
+
+
+if sinusoids is not None:
+
+    def sinusoids_of(distances: Tensor) -> Tensor:
+        """Return sines and cosines, in turn, of each distance, query - key."""
+        pairs = torch.arange(0, D_IN, 2, device=distances.device)
+        angles = distances[:, None] * SINUSOID_THETA ** (-pairs / D_IN)
+        return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
 
 
 if has_own_qk_norm:

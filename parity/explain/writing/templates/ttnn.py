@@ -54,6 +54,10 @@ class Attention:
             self.relative_keys = self.upload(by_heads(weights["relative_keys"]))  # (1, N, rows, H)
         if products is not None and products.of_keys:
             self.relative_queries = self.upload(by_heads(weights["relative_queries"]))  # (1, N, rows, H)
+        if sinusoids is not None:
+            self.relative_sinusoids = self.upload(weights["relative_sinusoids"].swapaxes(0, 1)[None])  # (1, N, D_IN, H)
+            self.content_bias = self.upload(weights["content_bias"][None, :, None])  # (1, N, 1, H)
+            self.position_bias = self.upload(weights["position_bias"][None, :, None], ttnn.float32)
 
     def upload(self, array: np.ndarray, dtype: ttnn.DataType | None = None) -> ttnn.Tensor:
         """Put an array on the device, in tiles."""
@@ -267,6 +271,20 @@ class Attention:
                     self.products_of(k, self.relative_queries, rows.swapaxes(2, 3)), 2, 3
                 )
                 scores = ttnn.add(scores, ttnn.multiply(distance_products, SCALE))
+        if sinusoids is not None:
+            batch_size, farthest = scores.shape[0], num_tokens + k.shape[2]
+            waves = sinusoids_of(np.arange(farthest, -farthest - 1, -1))  # (rows, D_IN)
+            waves = ttnn.repeat(self.upload(waves[None, None], ttnn.float32), (1, NUM_HEADS, 1, 1))
+            vectors = ttnn.matmul(waves, self.relative_sinusoids, dtype=ttnn.float32, compute_kernel_config=self.config)
+            shape = (batch_size, NUM_HEADS, num_tokens, k.shape[2])
+            rows = np.broadcast_to(key_positions - query_positions + farthest, shape)  # (B, N, T, S)
+            biased_q = ttnn.add(ttnn.typecast(q, ttnn.float32), self.position_bias)
+            content_bias = ttnn.repeat(self.content_bias, (batch_size, 1, 1, 1))
+            content_products = ttnn.matmul(
+                content_bias, k, transpose_b=True, dtype=ttnn.float32, compute_kernel_config=self.config
+            )
+            distance_products = ttnn.add(self.products_of(biased_q, vectors, rows), content_products)
+            scores = ttnn.add(scores, ttnn.multiply(distance_products, SCALE))
         if call.has_bias:
             scores = ttnn.add(scores, self.upload(bias, ttnn.float32))
         if hides:
@@ -312,7 +330,7 @@ class Attention:
             compute_kernel_config=self.config,
         )
 
-    if products is not None:
+    if products is not None or sinusoids is not None:
 
         def products_of(self, heads: ttnn.Tensor, vectors: ttnn.Tensor, rows: np.ndarray) -> ttnn.Tensor:
             """Return the products of heads (B, N, T, H) with the vectors of rows (B, N, T, S)."""
@@ -540,6 +558,14 @@ if products is not None:
             farther = NUM_EXACT + np.searchsorted(STEPS, away, side="right")
             distances = np.sign(distances) * np.where(away <= NUM_EXACT, away, farther)
         return np.clip(distances, -NUM_BEFORE, NUM_AFTER) + NUM_BEFORE
+
+
+if sinusoids is not None:
+
+    def sinusoids_of(distances: np.ndarray) -> np.ndarray:
+        """Return sines and cosines, in turn, of each distance, query - key."""
+        angles = distances[:, None] * SINUSOID_THETA ** (-np.arange(0, D_IN, 2) / D_IN)
+        return np.stack([np.sin(angles), np.cos(angles)], axis=2).reshape(len(distances), D_IN)
 
 
 if relative is not None and grid is None:
