@@ -194,10 +194,8 @@ class SinusoidProducts(Record):
     def sinusoids(self, farthest: int, width: int) -> np.ndarray:
         """Return the sinusoids of each distance, key - query, from -farthest to farthest.
 
-        The result is float32, (2 * farthest + 1, width).
+        The result is float64, (2 * farthest + 1, width).
         """
         distances = np.arange(farthest, -farthest - 1, -1)  # query - key
         angles = distances[:, None] * self.theta ** (-np.arange(0, width, 2) / width)
-        return (
-            np.stack([np.sin(angles), np.cos(angles)], axis=2).reshape(-1, width).astype(np.float32)
-        )
+        return np.stack([np.sin(angles), np.cos(angles)], axis=2).reshape(-1, width)
