@@ -718,6 +718,7 @@ def test_sinusoid_products():
     assert spec.has_distance_bias
     before, same, after = SinusoidProducts(100.0).sinusoids(1, 4)
     assert same.tolist() == [0, 1, 0, 1]
+    assert before.dtype == np.float64
     assert before == pytest.approx([np.sin(1), np.cos(1), np.sin(0.1), np.cos(0.1)])
     assert after == pytest.approx([-np.sin(1), np.cos(1), -np.sin(0.1), np.cos(0.1)])
     with refuses("d_in", d_in=5):
