@@ -7,7 +7,7 @@ from mha_spec.features.gate import Gate
 from mha_spec.features.latent import Latent
 from mha_spec.features.norm import Norm
 from mha_spec.features.relative_bias import GridBias, RelativeBias
-from mha_spec.features.relative_products import RelativeProducts
+from mha_spec.features.relative_products import RelativeProducts, SinusoidProducts
 from mha_spec.features.rope import Rope
 from mha_spec.features.scaling import (
     DynamicScaling,
@@ -38,6 +38,7 @@ __all__ = [
     "RelativeBias",
     "RelativeProducts",
     "Rope",
+    "SinusoidProducts",
     "Temperature",
     "YarnScaling",
 ]

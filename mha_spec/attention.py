@@ -17,7 +17,7 @@ from mha_spec.features.gate import Gate
 from mha_spec.features.latent import Latent, check_latent_rope
 from mha_spec.features.norm import Norm
 from mha_spec.features.relative_bias import GridBias, RelativeBias
-from mha_spec.features.relative_products import RelativeProducts
+from mha_spec.features.relative_products import RelativeProducts, SinusoidProducts
 from mha_spec.features.rope import Rope, check_rotated
 from mha_spec.features.scaling import YarnScaling
 from mha_spec.features.temperature import Temperature
@@ -100,7 +100,7 @@ class AttentionSpec(Record):
         relative_bias: biases added to scores after the soft cap, or None: one learned number per
             query head and bucket of distances or of grid offsets.
         relative_products: scaled products of queries, keys or both with learned vectors of their
-            distance, added to scores; or None.
+            distance, or with projected sinusoids of it, added to scores; or None.
         window_size: queries attend only to keys less than this many tokens away. With a causal mask
             these are the last window_size keys, including the query's own.
         chunk_size: queries attend only to keys of their own chunk of this many tokens.
@@ -111,8 +111,8 @@ class AttentionSpec(Record):
         TypeError: if a width or a number of heads is not an integer, rope not a `Rope`, a norm not
             a `Norm`, gate not a `Gate`, temperature not a `Temperature`, alibi not an `Alibi`,
             relative_bias not a `RelativeBias` or a `GridBias`, relative_products not a
-            `RelativeProducts`, latent not a `Latent`, clip_qkv, scale, soft_cap or a rate not a
-            number, or a flag not a boolean.
+            `RelativeProducts` or a `SinusoidProducts`, latent not a `Latent`, clip_qkv, scale,
+            soft_cap or a rate not a number, or a flag not a boolean.
         ValueError: if widths, heads or rates do not fit, or clip_qkv, scale or soft_cap is not
             positive and finite. Some fields exclude each other: a window and chunks; either of
             these and a grid; ALiBi and a relative bias; a temperature and positions on several
@@ -148,7 +148,7 @@ class AttentionSpec(Record):
     sinks: bool = False
     alibi: Alibi | None = None
     relative_bias: RelativeBias | GridBias | None = None
-    relative_products: RelativeProducts | None = None
+    relative_products: RelativeProducts | SinusoidProducts | None = None
     window_size: int | None = None
     chunk_size: int | None = None
     dropout: float = 0.0
@@ -274,7 +274,7 @@ class AttentionSpec(Record):
 
     def _check_relative_products(self) -> None:
         products = self.relative_products
-        check_is_record("relative_products", products, RelativeProducts)
+        check_is_record("relative_products", products, RelativeProducts, SinusoidProducts)
         if products is None:
             return
         if self.soft_cap is not None:
@@ -550,16 +550,14 @@ class AttentionSpec(Record):
 
     @cached_property
     def score_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the weights that change scores, by name: sinks, relative_bias, relative_keys,
-        relative_queries.
-        """
+        """Shapes of the weights that change scores, by name: see `SCORE_WEIGHTS`."""
         shapes: dict[str, tuple[int, ...]] = {}
         if self.sinks:
             shapes["sinks"] = (self.num_heads,)
         if self.relative_bias is not None:
             shapes["relative_bias"] = (self.relative_bias.num_buckets, self.num_heads)
         if self.relative_products is not None:
-            shapes |= self.relative_products.tables(self.num_heads, self.head_dim)
+            shapes |= self.relative_products.weight_shapes(self.num_heads, self.head_dim, self.d_in)
         return shapes
 
     @property

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from mha_spec.features.relative_bias import GridBias, RelativeBias
-    from mha_spec.features.relative_products import RelativeProducts
+    from mha_spec.features.relative_products import RelativeProducts, SinusoidProducts
     from mha_spec.span import Span
 
 
@@ -28,7 +28,7 @@ class BareHeads:
     soft_cap: ClassVar[None] = None
     alibi_slopes: ClassVar[tuple[float, ...] | None] = None
     relative_bias: ClassVar[RelativeBias | GridBias | None] = None
-    relative_products: ClassVar[RelativeProducts | None] = None
+    relative_products: ClassVar[RelativeProducts | SinusoidProducts | None] = None
     span: ClassVar[Span | None] = None
     latent: ClassVar[None] = None
     has_distance_bias: ClassVar[bool] = False

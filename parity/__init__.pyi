@@ -13,6 +13,7 @@ from mha_spec import (
     RelativeBias as RelativeBias,
     RelativeProducts as RelativeProducts,
     Rope as Rope,
+    SinusoidProducts as SinusoidProducts,
     Temperature as Temperature,
 )
 
@@ -42,7 +43,7 @@ from parity.use.testing.pcc import assert_with_pcc as assert_with_pcc
 
 # Explaining a difference
 from parity.explain.diagnosis.attention import attention_of as attention_of
-from parity.explain.diagnosis.bugs.registry import register_bug as register_bug
+from parity.explain.diagnosis.own_bugs import register_bug as register_bug
 from parity.explain.diagnosis.diagnose import (
     Diagnosis as Diagnosis,
     diagnose as diagnose,

@@ -1,5 +1,5 @@
 """Relative products: products of queries and keys with learned vectors of the distance between
-them.
+them, or with projected sinusoids of it.
 """
 
 from collections.abc import Mapping
@@ -10,14 +10,15 @@ from jaxtyping import Float, Int
 from mha_jax.arrays import Array, at_least_float32
 from mha_jax.compiled import compiled
 from mha_jax.heads import repeat_kv_heads
-from mha_spec import RelativeProducts
+from mha_spec import RelativeProducts, SinusoidProducts
+from mha_spec.features.relative_products import SINUSOID_WEIGHTS
 
 
 @compiled("relative_products")
 def relative_position_products(
     query: Float[Array, "B N T H"],
     key: Float[Array, "B K S H"],
-    relative_products: RelativeProducts,
+    relative_products: RelativeProducts | SinusoidProducts,
     learned: Mapping[str, Float[Array, "..."]],
     q_offset: Int[Array, " B"] | None = None,
 ) -> Float[Array, "B N T S"]:
@@ -28,7 +29,8 @@ def relative_position_products(
         query, key: (B, N, T, H) and (B, K, S, H).
         relative_products: distances that share vectors.
         learned: weights of the layer: `relative_keys`, vectors for queries, and `relative_queries`,
-            vectors for keys, (num_buckets, H), or (num_buckets, N, H) for each head.
+            vectors for keys, (num_buckets, H), or (num_buckets, N, H) for each head; or those of
+            `SinusoidProducts`.
         q_offset: position of the first query among the keys, for all sequences or each, (1,) or
             (B,); default: 0.
 
@@ -36,8 +38,10 @@ def relative_position_products(
         Products, (B, N, T, S).
 
     Source: Self-Attention with Relative Position Representations, arXiv:1803.02155, equation 4;
-    DeBERTa, arXiv:2006.03654, equation 4.
+    DeBERTa, arXiv:2006.03654, equation 4; Transformer-XL, arXiv:1901.02860, section 3.3.
     """
+    if isinstance(relative_products, SinusoidProducts):
+        return _sinusoid_products(query, key, relative_products, learned, q_offset)
     positions = jnp.arange(query.shape[2], dtype=jnp.int32)[None]
     if q_offset is not None:
         positions = positions + q_offset[:, None]
@@ -64,3 +68,33 @@ def relative_position_products(
     if len(products) == 1:
         return products[0]
     return products[0] + products[1]
+
+
+def _sinusoid_products(
+    query: Array,
+    key: Array,
+    record: SinusoidProducts,
+    learned: Mapping[str, Array],
+    q_offset: Array | None,
+) -> Array:
+    """Return the products of a content bias with keys, and of queries and a position bias with the
+    vector of their distance to keys.
+    """
+    seq_len_q, seq_len_k = query.shape[2], key.shape[2]
+    positions = jnp.arange(seq_len_q, dtype=jnp.int32)[None]
+    farthest = max(seq_len_q, seq_len_k)
+    if q_offset is not None:
+        positions = positions + q_offset[:, None]
+        farthest = seq_len_q + seq_len_k  # the first query is among the keys
+    distances = jnp.arange(seq_len_k, dtype=jnp.int32)[None, None] - positions[:, :, None]
+    buckets = jnp.clip(distances, -farthest, farthest) + farthest
+    buckets = jnp.broadcast_to(buckets[:, None], (*query.shape[:3], seq_len_k))
+    weights = {name: at_least_float32(learned[name]) for name in SINUSOID_WEIGHTS}
+    table = weights["relative_sinusoids"]  # (d_in, N, H)
+    sinusoids = jnp.asarray(record.sinusoids(farthest, len(table)), table.dtype)
+    vectors = jnp.einsum("ce,enh->nch", sinusoids, table)
+    biased_query = at_least_float32(query) + weights["position_bias"][None, :, None]
+    by_distance = jnp.einsum("bnth,nch->bntc", biased_query, vectors)
+    keys = at_least_float32(repeat_kv_heads(key, query.shape[1]))
+    of_content = jnp.einsum("nh,bnsh->bns", weights["content_bias"], keys)[:, :, None]
+    return jnp.take_along_axis(by_distance, buckets, axis=3) + of_content

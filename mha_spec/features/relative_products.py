@@ -1,5 +1,5 @@
 """Relative products: products of queries and keys with learned vectors of the distance between
-them.
+them, or with projected sinusoids of it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import numpy as np
 
 from mha_spec.errors import InputError
 from mha_spec.record import Record
-from mha_spec.rules import as_boolean, as_count
+from mha_spec.rules import as_boolean, as_count, as_factor
 
 SIDES = {"relative_keys": "of_queries", "relative_queries": "of_keys"}
 """Tables of learned vectors, and the field that enables each."""
 
-RELATIVE_TABLES: dict[str, str] = dict.fromkeys(SIDES, "CNH")
+SINUSOID_WEIGHTS = {"relative_sinusoids": "ENH", "content_bias": "NH", "position_bias": "NH"}
+
+RELATIVE_TABLES: dict[str, str] = dict.fromkeys(SIDES, "CNH") | SINUSOID_WEIGHTS
 """Axes of the learned weights of relative products: see `mha_spec.score_weights`."""
 
 
@@ -100,9 +102,11 @@ class RelativeProducts(Record):
             max(self.num_before, self.num_after) if self.max_distance is None else self.max_distance
         )
 
-    def tables(self, num_heads: int, head_dim: int) -> dict[str, tuple[int, ...]]:
+    def weight_shapes(
+        self, num_heads: int, head_dim: int, width: int
+    ) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the learned tables by name: (num_buckets, H), or (num_buckets, N, H)
-        if per_head.
+        if per_head. They do not depend on the width of the input.
         """
         shape = (self.num_buckets, *([num_heads] if self.per_head else []), head_dim)
         return {name: shape for name, side in SIDES.items() if getattr(self, side)}
@@ -147,3 +151,51 @@ class RelativeProducts(Record):
         shares = logarithm(np.maximum(away, exact)) / logarithm(np.array(most - 1))
         shared = exact + np.ceil(shares * np.float32(exact - 1)).astype(np.int64)
         return np.sign(distances) * np.where(away <= exact, away, shared)
+
+
+@dataclass(frozen=True, repr=False)
+class SinusoidProducts(Record):
+    """Scaled products of queries with projected sinusoids of their distance to keys, and of learned
+    biases with both, added to the scores.
+
+    A score is scale * ((q + content_bias) · k + (q + position_bias) · r). The vector r is the
+    projection of d_in sinusoids of the distance query - key by `relative_sinusoids`: sine and
+    cosine of the distance times theta ** (-2 i / d_in), for i = 0, 1, … in turn.
+
+    Attributes:
+        theta: base of the frequencies.
+
+    Raises:
+        TypeError: if theta is not a number.
+        ValueError: if theta is not positive and finite.
+
+    Source: Transformer-XL, arXiv:1901.02860, section 3.3; its form in Conformer, arXiv:2005.08100.
+    """
+
+    theta: float = 10000.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "theta", as_factor("theta", self.theta))
+
+    def weight_shapes(
+        self, num_heads: int, head_dim: int, width: int
+    ) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the learned weights by name, for inputs of this width:
+        (width, N, H), (N, H) and (N, H).
+
+        Raises:
+            ValueError: if the width is odd.
+        """
+        if width % 2:
+            raise InputError("d_in", "be even with SinusoidProducts", d_in=width)
+        biases = dict.fromkeys(("content_bias", "position_bias"), (num_heads, head_dim))
+        return {"relative_sinusoids": (width, num_heads, head_dim), **biases}
+
+    def sinusoids(self, farthest: int, width: int) -> np.ndarray:
+        """Return the sinusoids of each distance, key - query, from -farthest to farthest.
+
+        The result is float64, (2 * farthest + 1, width).
+        """
+        distances = np.arange(farthest, -farthest - 1, -1)  # query - key
+        angles = distances[:, None] * self.theta ** (-np.arange(0, width, 2) / width)
+        return np.stack([np.sin(angles), np.cos(angles)], axis=2).reshape(-1, width)

@@ -1,5 +1,5 @@
 """Relative products: products of queries and keys with learned vectors of the distance between
-them.
+them, or with projected sinusoids of it.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ import ttnn
 from jaxtyping import Float, Int
 from ttnn import Tensor
 
-from mha_spec import RelativeProducts
-from mha_tt.device import accurate_config, upload_integers
+from mha_spec import RelativeProducts, SinusoidProducts
+from mha_spec.features.relative_products import SINUSOID_WEIGHTS
+from mha_tt.arrays import at_least_float32
+from mha_tt.device import accurate_config, upload, upload_integers
 from mha_tt.heads import repeat_kv_heads
 
 
 def relative_position_products(
     query: Float[Tensor, "B N T H"],
     key: Float[Tensor, "B K S H"],
-    relative_products: RelativeProducts,
+    relative_products: RelativeProducts | SinusoidProducts,
     learned: Mapping[str, Float[Tensor, "..."]],
     q_offset: Int[np.ndarray, " B"] | None = None,
     *,
@@ -32,7 +34,8 @@ def relative_position_products(
         query, key: (B, N, T, H) and (B, K, S, H).
         relative_products: distances that share vectors.
         learned: weights of the layer: `relative_keys`, vectors for queries, and `relative_queries`,
-            vectors for keys, (1, 1, num_buckets, H), or (1, N, num_buckets, H) for each head.
+            vectors for keys, (1, 1, num_buckets, H), or (1, N, num_buckets, H) for each head; or
+            those of `SinusoidProducts`.
         q_offset: position of the first query among the keys, for all sequences or each, (1,) or
             (B,); default: 0.
         compute_kernel_config: arithmetic of the device; default: `accurate_config`.
@@ -41,8 +44,11 @@ def relative_position_products(
         Products, (B, N, T, S).
 
     Source: Self-Attention with Relative Position Representations, arXiv:1803.02155, equation 4;
-    DeBERTa, arXiv:2006.03654, equation 4.
+    DeBERTa, arXiv:2006.03654, equation 4; Transformer-XL, arXiv:1901.02860, section 3.3.
     """
+    if isinstance(relative_products, SinusoidProducts):
+        config = compute_kernel_config or accurate_config(query.device())
+        return _sinusoid_products(query, key, relative_products, learned, q_offset, config)
     (batch_size, num_heads, seq_len_q, _), seq_len_k = query.shape, key.shape[2]
     positions = np.arange(seq_len_q)[None]
     if q_offset is not None:
@@ -76,3 +82,40 @@ def relative_position_products(
     if len(products) == 1:
         return products[0]
     return ttnn.add(*products)
+
+
+def _sinusoid_products(
+    query: Tensor,
+    key: Tensor,
+    record: SinusoidProducts,
+    learned: Mapping[str, Tensor],
+    q_offset: np.ndarray | None,
+    config: ttnn.DeviceComputeKernelConfig,
+) -> Tensor:
+    """Return the products of a content bias with keys, and of queries and a position bias with the
+    vector of their distance to keys.
+    """
+    (batch_size, num_heads, seq_len_q, _), seq_len_k = query.shape, key.shape[2]
+    positions = np.arange(seq_len_q)[None]
+    if q_offset is not None:
+        positions = np.asarray(q_offset)[:, None] + positions
+    distances = np.arange(seq_len_k) - positions[:, :, None]
+    farthest = int(np.abs(distances).max())
+    shape = (batch_size, num_heads, seq_len_q, seq_len_k)
+    buckets = np.broadcast_to((distances + farthest)[:, None], shape)
+    device, options = query.device(), {"dtype": ttnn.float32, "compute_kernel_config": config}
+    weights = {name: at_least_float32(learned[name]) for name in SINUSOID_WEIGHTS}
+    table = weights["relative_sinusoids"]  # (1, N, d_in, H)
+    sinusoids = record.sinusoids(farthest, table.shape[2])[None, None]
+    # Matrix products broadcast neither the batch axis nor that of heads.
+    sinusoids = ttnn.repeat(
+        upload(sinusoids, device=device, dtype=ttnn.float32), (1, num_heads, 1, 1)
+    )
+    vectors = ttnn.repeat(ttnn.matmul(sinusoids, table, **options), (batch_size, 1, 1, 1))
+    biased_query = ttnn.add(at_least_float32(query), weights["position_bias"])
+    by_distance = ttnn.matmul(biased_query, vectors, transpose_b=True, **options)
+    products = ttnn.gather(by_distance, 3, upload_integers(buckets, device=device, is_index=True))
+    keys = at_least_float32(repeat_kv_heads(key, num_heads))
+    content_bias = ttnn.repeat(weights["content_bias"], (batch_size, 1, 1, 1))
+    of_content = ttnn.matmul(content_bias, keys, transpose_b=True, **options)
+    return ttnn.add(products, of_content)

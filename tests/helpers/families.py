@@ -153,9 +153,27 @@ SPEECH = {
     name: Model(name, CONV, "wave")
     for name in ("wav2vec2", "hubert", "unispeech", "unispeech-sat", "data2vec-audio")
 }
+SPEECH["wav2vec2-conformer"] = Model("wav2vec2-conformer", CONV, "wave")
+SUBSAMPLED = {"num_mel_bins": 16, "subsampling_conv_channels": 8, "attention_bias": False}
+SPEECH["parakeet_encoder"] = Model("parakeet_encoder", SUBSAMPLED, "frames alone")
 SPEECH["sew"] = Model("sew", {**CONV, "squeeze_factor": 1}, "wave")
 NAMED_OTHERWISE = dict.fromkeys(
     ("hidden_size", "num_attention_heads", "num_hidden_layers"), LEFT_OUT
+)
+CONFORMERS = {
+    **NAMED_OTHERWISE,
+    "hidden_size": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 2,
+    "num_mel_bins": 8,
+}
+CONFORMERS |= {"encoder_num_attention_heads": 4, "decoder_num_attention_heads": 2}
+CONFORMERS["speaking_speed"] = 1e-9  # one frame of each token
+SPEECH["fastspeech2_conformer"] = Model(
+    "fastspeech2_conformer",
+    CONFORMERS,
+    class_name="FastSpeech2ConformerModel",
+    dtype=torch.float32,
 )
 AUDIO = {
     **NAMED_OTHERWISE,

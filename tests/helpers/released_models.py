@@ -230,6 +230,8 @@ def _inputs(released: nn.Module, model: Model) -> dict[str, Tensor]:
         mel = values(2, config.num_mel_bins, 2 * config.max_source_positions)
         mask = {"input_features_mask": torch.ones(2, mel.shape[-1], dtype=torch.long)}
         return {"input_features": mel, **(mask if "masked" in model.inputs else {})}
+    if model.inputs == "frames alone":
+        return {"input_features": values(2, 88, config.num_mel_bins)}
     if model.inputs == "frames":
         return {
             "input_features": values(2, 24, config.input_feat_per_channel),
@@ -336,6 +338,8 @@ SEPARATE = {
     "transformers.Qwen3-Next": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "transformers.BitNet": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "transformers.Kosmos-2": ("q_proj", "k_proj", "v_proj", "out_proj"),
+    "transformers.Parakeet": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "transformers.Conformer": ("linear_q", "linear_k", "linear_v", "linear_out"),
     "transformers.LFM2": ("q_proj", "k_proj", "v_proj", "out_proj"),
     "transformers.HunYuan": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "transformers.Gemma4": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -378,6 +382,9 @@ BESIDE |= {
 }
 BESIDE |= {"softmax_offset": "sinks", "attention_sink_bias": "sinks", "dense_bias": "out_proj.bias"}
 BESIDE |= {name: name for name in ("q_a_proj", "q_b_proj", "kv_b_proj", "gate_proj")}
+BESIDE |= dict.fromkeys(("relative_k_proj", "linear_pos"), "relative_sinusoids")
+BESIDE |= dict.fromkeys(("bias_u", "pos_bias_u"), "content_bias")
+BESIDE |= dict.fromkeys(("bias_v", "pos_bias_v"), "position_bias")
 """Names of other parameters, the same in all layouts that have them."""
 
 
@@ -428,7 +435,14 @@ def _keys_as_values(found: Mapping[str, Tensor], spec: AttentionSpec) -> dict[st
     return {} if "v_proj.weight" in found else held
 
 
+def _sinusoids(found: dict[str, Tensor], spec: AttentionSpec) -> dict[str, Tensor]:
+    """Return the projection of sinusoids, whose rows are those of heads in files."""
+    rows = found.pop("relative_sinusoids.weight")
+    return {"relative_sinusoids": rows.T.reshape(-1, spec.num_heads, spec.head_dim)}
+
+
 OWN = {"transformers.Qwen3-Next": _gates, "transformers.Gemma4": _keys_as_values}
+OWN |= {"transformers.Parakeet": _sinusoids, "transformers.Conformer": _sinusoids}
 """Conversions of some layouts in addition to names and packing."""
 
 

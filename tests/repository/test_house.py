@@ -106,7 +106,7 @@ def vague_names(source):
     return [(name, line) for name, line in names if name.strip("_").lower() in VAGUE]
 
 
-@pytest.mark.parametrize("wing", ["measure", "port", "use"])
+@pytest.mark.parametrize("wing", ["measure", "port", "explain", "use"])
 def test_names_say_what_they_hold(wing):
     """No variable, parameter, function or class of a wing has a vague name."""
     vague = {

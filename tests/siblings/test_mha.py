@@ -194,6 +194,38 @@ def test_relative_products_use_a_distance(sibling):
         assert sibling.numpy(found) == pytest.approx(expected, abs=1e-5)
 
 
+def test_sinusoid_products_use_a_distance(sibling):
+    """Queries with a bias are multiplied by projected sinusoids of query - key, keys by another
+    bias.
+    """
+    spec = AttentionSpec(
+        8, 2, num_kv_heads=1, scale=0.5, d_in=4, relative_products=parity.SinusoidProducts(100.0)
+    )
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(2, 2, 2, 4)).astype(np.float32)
+    k = rng.normal(size=(2, 1, 4, 4)).astype(np.float32)
+    weights = {
+        name: rng.normal(size=shape).astype(np.float32) for name, shape in spec.score_shapes.items()
+    }
+    table, content_bias, position_bias = weights.values()
+    for offsets in (None, np.array([0, 3], np.int32)):
+        expected = np.empty((2, 2, 2, 4))
+        for b, n, t, s in np.ndindex(expected.shape):
+            offset = 0 if offsets is None else offsets[b]
+            distance = t + offset - s
+            sinusoids = []
+            for frequency in (1.0, 0.1):
+                sinusoids += [math.sin(frequency * distance), math.cos(frequency * distance)]
+            vector = np.array(sinusoids) @ table[:, n]
+            products = (q[b, n, t] + content_bias[n]) @ k[b, 0, s]
+            expected[b, n, t, s] = 0.5 * (products + (q[b, n, t] + position_bias[n]) @ vector)
+        learned = {name: sibling.stage_weight(name, x) for name, x in weights.items()}
+        found = sibling.package.attention_scores(
+            sibling.array(q), sibling.array(k), None, spec, sibling.option(offsets), learned
+        )
+        assert sibling.numpy(found) == pytest.approx(expected, abs=1e-5)
+
+
 def test_sinks_take_weight_and_give_none(sibling):
     """A sink takes weight from the keys of its head, whose weights then sum to less than one."""
     scores, sinks = (

@@ -27,6 +27,7 @@ from mha_spec import (
     RelativeBias,
     RelativeProducts,
     Rope,
+    SinusoidProducts,
     Temperature,
     YarnScaling,
 )
@@ -706,6 +707,24 @@ def test_invalid_relative_products_raise(keywords, refusal):
     """Invalid fields and combinations of `RelativeProducts` raise an error that names them."""
     with refusal:
         RelativeProducts(**keywords)
+
+
+def test_sinusoid_products():
+    """Sinusoids of query - key, sine and cosine in turn, are projected; odd widths have none."""
+    spec = AttentionSpec(8, 4, d_in=6, relative_products=SinusoidProducts(100.0))
+    biases = {"content_bias": (4, 2), "position_bias": (4, 2)}
+    assert spec.parameters == {"relative_sinusoids": (6, 4, 2), **biases}
+    assert AttentionSpec.from_json(spec.to_json()) == spec
+    assert spec.has_distance_bias
+    before, same, after = SinusoidProducts(100.0).sinusoids(1, 4)
+    assert same.tolist() == [0, 1, 0, 1]
+    assert before.dtype == np.float64
+    assert before == pytest.approx([np.sin(1), np.cos(1), np.sin(0.1), np.cos(0.1)])
+    assert after == pytest.approx([-np.sin(1), np.cos(1), -np.sin(0.1), np.cos(0.1)])
+    with refuses("d_in", d_in=5):
+        AttentionSpec(8, 4, d_in=5, relative_products=SinusoidProducts())
+    with refuses("theta", theta=0.0):
+        SinusoidProducts(0)
 
 
 def test_relative_bias_buckets():

@@ -34,8 +34,8 @@ def worst(kinds: Iterable[Kind]) -> Kind:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """The answer of one path. Findings with the same words are equal, whatever the numbers.
+class PathAnswer:
+    """The answer of one path. Answers of paths with the same words are equal, whatever the numbers.
 
     Attributes:
         words: text for people.
@@ -79,7 +79,7 @@ class Answer(JsonRecord):
     kind: Kind
     words: str
     example: str = ""
-    findings: Mapping[Path, Finding] = field(default_factory=dict)
+    findings: Mapping[Path, PathAnswer] = field(default_factory=dict)
     refusal: str = ""
     exception: BaseException | None = field(default=None, compare=False)
     error: str = ""

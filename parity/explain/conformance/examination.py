@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec, InputError
-from parity.explain.conformance.answers import Answer, Finding, Kind, Question
+from parity.explain.conformance.answers import Answer, Kind, PathAnswer, Question
 from parity.explain.conformance.calls import Failed, Refused, Result, run
 from parity.explain.conformance.rules import merge, of_error
 from parity.explain.conformance.subjects import (
@@ -223,7 +223,7 @@ class Examination:
         return self.subject.mask_true != "shows"
 
     @cached_property
-    def polarity(self) -> Finding:
+    def polarity(self) -> PathAnswer:
         """Determine the effect of True in a mask: it hides, shows, is ignored or hides all."""
         one_true = np.zeros((1, 1, TOKENS, TOKENS), bool)
         one_true[..., 2] = True  # key 2 alone
@@ -235,12 +235,12 @@ class Examination:
             f"mask True at key 2 only; row {row} feels key 2: {feels_key_2}, key 3: {feels_key_3}"
         )
         if feels_key_2 and feels_key_3:
-            return Finding("ignored", Kind.BROKEN, evidence)
+            return PathAnswer("ignored", Kind.BROKEN, evidence)
         if feels_key_2:
-            return Finding("shows", Kind.KEPT, evidence)
+            return PathAnswer("shows", Kind.KEPT, evidence)
         if feels_key_3:
-            return Finding("hides", Kind.KEPT, evidence)
-        return Finding("hides all", Kind.BROKEN, evidence)
+            return PathAnswer("hides", Kind.KEPT, evidence)
+        return PathAnswer("hides all", Kind.BROKEN, evidence)
 
     def _feels_key(self, token: int, row: int, before: np.ndarray, mask: np.ndarray) -> bool:
         """Return whether a row of the output differs from before if a key changes."""
@@ -261,22 +261,22 @@ class Examination:
 
     # ---- Answers ---------------------------------------------------------------------------------
 
-    def only(self, question: Question, finding: Finding, about: str = "") -> Answer:
+    def only(self, question: Question, finding: PathAnswer, about: str = "") -> Answer:
         """Return an answer that holds on the first path alone."""
         return merge(self.subject, question, {self.base: finding}, about)
 
     def answer(
         self,
         question: Question,
-        ask: Callable[[Path], Finding],
+        ask: Callable[[Path], PathAnswer],
         paths: Iterable[Path] | None = None,
         about: str = "",
-        also: Finding | None = None,
+        also: PathAnswer | None = None,
     ) -> Answer:
         """Ask on every path, and merge the findings; see `rules.merge`."""
         if paths is None:
             paths = self.paths
-        findings: dict[Path, Finding] = {}
+        findings: dict[Path, PathAnswer] = {}
         for path in paths:
             try:
                 findings[path] = ask(path)

@@ -10,7 +10,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from parity.explain.conformance.answers import Answer, Finding, Kind, Question, worst
+from parity.explain.conformance.answers import Answer, Kind, PathAnswer, Question, worst
 from parity.explain.conformance.calls import Failed, Refused
 from parity.explain.conformance.subjects import BATCH, NUM_HEADS, SEED, TOKENS, Path, Subject
 
@@ -27,19 +27,19 @@ def apply_promises(answer: Answer, subject: Subject) -> Answer:
     return answer
 
 
-def of_error(error: Refused | Failed) -> Finding:
+def of_error(error: Refused | Failed) -> PathAnswer:
     """Return the finding of a path that raised an error."""
     if isinstance(error, Refused):
-        return Finding("refused", Kind.REFUSED, str(error), error.__cause__)
-    return Finding(error.words, Kind.BROKEN, str(error), error.__cause__)
+        return PathAnswer("refused", Kind.REFUSED, str(error), error.__cause__)
+    return PathAnswer(error.words, Kind.BROKEN, str(error), error.__cause__)
 
 
 def merge(
     subject: Subject,
     question: Question,
-    findings: Mapping[Path, Finding],
+    findings: Mapping[Path, PathAnswer],
     about: str = "",
-    also: Finding | None = None,
+    also: PathAnswer | None = None,
 ) -> Answer:
     """Merge the findings of paths: the common one, or rules that describe which path leads to
     which.
@@ -79,7 +79,7 @@ def merge(
     return replace(answer, example=example, error=error, exception=exception)
 
 
-def _common_kind(findings: Mapping[Path, Finding]) -> Kind:
+def _common_kind(findings: Mapping[Path, PathAnswer]) -> Kind:
     """Return the kind of the answer to which findings lead: paths may reject a call, but otherwise
     must agree.
     """
@@ -90,7 +90,7 @@ def _common_kind(findings: Mapping[Path, Finding]) -> Kind:
     return kind
 
 
-def _first_path(findings: Mapping[Path, Finding], kind: Kind) -> Path | None:
+def _first_path(findings: Mapping[Path, PathAnswer], kind: Kind) -> Path | None:
     """Return the first path whose finding is of a kind."""
     for path, finding in findings.items():
         if finding.kind is kind:
@@ -102,7 +102,7 @@ def _example(
     subject: Subject,
     question: Question,
     words: str,
-    findings: Mapping[Path, Finding],
+    findings: Mapping[Path, PathAnswer],
     path: Path,
     about: str,
 ) -> str:

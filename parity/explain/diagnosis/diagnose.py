@@ -37,7 +37,7 @@ from parity.explain.diagnosis.sampling import (
 )
 from parity.explain.diagnosis.search import SearchResult, search
 from parity.explain.diagnosis.trial import EVERYTHING, Scope, Trial, WholeTrial, remembering
-from parity.explain.diagnosis.views import View, views_of, whole_views
+from parity.explain.diagnosis.views import StageView, views_of, whole_views
 from parity.explain.diagnosis.whole import WholeStages
 from parity.explain.diagnosis.work import Work, uncounted
 from parity.measure.backends import FRAMEWORKS, load_backend
@@ -188,7 +188,7 @@ class _Searcher:
 def _diagnosed(stages: Mapping[str, np.ndarray], right: Trial, work: Work) -> Diagnosis:
     """Read stages in every possible way; if they agree in none, search for bugs."""
     with work.counted():
-        views: list[View] = []
+        views: list[StageView] = []
         trial = right
         for choice in choices_for(right.problem.dtype, stages):
             trial = trial.with_choice(choice)
@@ -205,7 +205,7 @@ def _diagnosed(stages: Mapping[str, np.ndarray], right: Trial, work: Work) -> Di
         return _searched(views, work.left)
 
 
-def _searched(views: Sequence[View], seconds: float) -> Diagnosis:
+def _searched(views: Sequence[StageView], seconds: float) -> Diagnosis:
     """Search each reading for bugs, and return the best diagnosis."""
     plain = views[0]
     fewer_wrong = [view for view in views if len(view.wrong) < len(plain.wrong)]
@@ -229,10 +229,10 @@ def _search(trial: Trial, work: Work) -> SearchResult:
     """
     with work.counted():
         result = search(trial, work)
-    begin = tuple(bug for bug in trial.known if bug.name == "empty-row-nan")
-    if result.is_complete or not begin:
+    if result.is_complete:
         return result
-    if not any(_has_nan_of_its_own(trial, stage) for stage in trial.stages):
+    begin = tuple(bug for bug in trial.known if bug.name == "empty-row-nan")
+    if not begin or not any(_has_nan_of_its_own(trial, stage) for stage in trial.stages):
         return result
     again = Work(work.seconds / 2)
     with again.counted():
@@ -253,7 +253,7 @@ def _has_nan_of_its_own(trial: Trial, stage: str) -> bool:
     return bool((np.isnan(actual) & ~np.isnan(expected)).any())
 
 
-def _concluded(view: View, result: SearchResult | None, untried: str) -> Diagnosis:
+def _concluded(view: StageView, result: SearchResult | None, untried: str) -> Diagnosis:
     """Return the diagnosis that follows from a search.
 
     A stage over its budget is wrong, also if the output agrees: what differs and has no name is
@@ -343,7 +343,7 @@ def _of_problem(stages: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return known
 
 
-# ---- What applies to the whole -------------------------------------------------------------------
+# ---- Facts about all stages ---------------------------------------------------------------------
 
 
 def _measured_as_a_whole(diagnosis: Diagnosis, compared: WholeStages) -> Diagnosis:

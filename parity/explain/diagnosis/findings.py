@@ -1,4 +1,4 @@
-"""What a diagnosis reports: one finding for each cause, and what applies to the whole.
+"""The report of a diagnosis: one finding for each cause, and facts about all stages.
 
 A finding has the same parts whether it is a known bug, a fitted pattern or an unexplained stage,
 and whether it is of a layer, of a rank or of two files of weights.
@@ -64,7 +64,8 @@ class Finding(JsonRecord):
             known bugs explain it, or if the stage cannot be compared.
         nearest: for an unexplained stage, the edits that reduce its error most: descriptions, and
             the remaining error.
-        follows: later stages that are wrong because of the same cause, in order.
+        follows: stages that are wrong because of the same cause, in order; the last may be those of
+            a module's own paths, which are not searched after an unknown cause.
         part: the part of a module that it is in, with a colon; empty for the stage functions.
     """
 
@@ -98,7 +99,7 @@ class Finding(JsonRecord):
         "nearest",
     )
 
-    # ---- What it is ------------------------------------------------------------------------------
+    # ---- Its kind --------------------------------------------------------------------------------
 
     @property
     def pattern(self) -> Edit | None:
@@ -170,7 +171,7 @@ class Finding(JsonRecord):
 
     @property
     def about(self) -> str:
-        """What is wrong, in a line; empty if nothing explains the stage."""
+        """The error in a line; empty if nothing explains the stage."""
         if self.edits:
             return self.part + ", and ".join(edit.sentence for edit in self.edits)
         if self.pattern is None:
@@ -399,7 +400,7 @@ class Diagnosis(JsonRecord):
         in_order = sorted(self.findings, key=_rank_of)
         object.__setattr__(self, "findings", in_order)
 
-    # ---- What is wrong ---------------------------------------------------------------------------
+    # ---- Its kind --------------------------------------------------------------------------------
 
     @property
     def kind(self) -> str:

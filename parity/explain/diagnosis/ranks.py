@@ -23,7 +23,10 @@ from parity.measure.sharding.shard import ShardPlan, shard_spec
 from parity.measure.sharding.stages import part_of
 from parity.measure.text import and_listed
 
-JUDGED = ("mask", "latents", "q", "k", "v", "gate", "scores", "attn_weights", "context", "output")
+OF_HEADS = ("mask", "latents", "q", "k", "v", "gate", "scores", "attn_weights", "context")
+"""The stages of which a rank with some of the heads has a part."""
+
+JUDGED = (*OF_HEADS, "output")
 """The compared stages of a rank; with divided tokens also `grad.query`."""
 
 
@@ -48,36 +51,45 @@ class RankDiagnosis(JsonRecord):
         return bool(self.wrong)
 
     @property
+    def _finding(self) -> Finding:
+        """The finding; an empty one if nothing is wrong."""
+        return self.findings[0] if self.findings else Finding("")
+
+    @property
     def likely_bug(self) -> str:
         """The name of the bug; empty if none is known."""
-        return self.findings[0].likely_bug if self.findings else ""
+        return self._finding.likely_bug
 
     @property
     def first_wrong_stage(self) -> str:
         """The first wrong stage of the first wrong rank; empty if nothing is wrong."""
-        return self.findings[0].stage if self.findings else ""
+        return self._finding.stage
 
     @property
     def where(self) -> str:
         """The wrong ranks."""
         if not self.wrong:
             return ""
-        return f"{'rank' if len(self.wrong) == 1 else 'ranks'} {and_listed(self.wrong)}"
+        if len(self.wrong) == 1:
+            return f"rank {and_listed(self.wrong)}"
+        return f"ranks {and_listed(self.wrong)}"
 
     @property
     def evidence(self) -> str:
         """A statement that the bug explains all ranks; empty without one."""
-        return "with this bug, all ranks match the reference" if self.likely_bug else ""
+        if not self.likely_bug:
+            return ""
+        return "with this bug, all ranks match the reference"
 
     @property
     def fix(self) -> str:
         """The fix of the bug; empty if none is known."""
-        return self.findings[0].fix if self.findings else ""
+        return self._finding.fix
 
     @property
     def more(self) -> str:
         """The command that prints more; empty if there is no page."""
-        return self.findings[0].more if self.findings else ""
+        return self._finding.more
 
     def __str__(self) -> str:
         return text_of(self.lines())
@@ -133,33 +145,32 @@ def diagnose_ranks(
         raise InputError("either tensor or tokens", "be above 1", tensor=tensor, tokens=tokens)
     if len(observed) != max(tensor, tokens):
         raise InputError("observed", "be of each rank", f"{len(observed)} of {max(tensor, tokens)}")
-    if problem.case.is_cached or (tokens > 1 and problem.case.seq_len % tokens):
-        got = (
-            f"case {problem.case.name} with "
-            f"{'a cache' if problem.case.is_cached else f'{problem.case.seq_len} tokens'}"
-        )
-        raise InputError(
-            "problem", f"have no cache, and tokens that {tokens} ranks divide", str(got)
-        )
-    given = [stages_of("observed", stages, "output") for stages in observed]
-    with_gradients = tokens > 1 and any("grad.query" in stages for stages in given)
-    for rank, stages in enumerate(given):
+    has_own_tokens = tokens <= 1 or problem.case.seq_len % tokens == 0
+    if problem.case.is_cached or not has_own_tokens:
+        case = f"case {problem.case.name} with {problem.case.seq_len} tokens"
+        if problem.case.is_cached:
+            case = f"case {problem.case.name} with a cache"
+        raise InputError("problem", f"have no cache, and tokens that {tokens} ranks divide", case)
+    of_ranks = [stages_of("observed", stages, "output") for stages in observed]
+    with_gradients = False
+    for rank, stages in enumerate(of_ranks):
         if not stages.keys() & {*JUDGED, "grad.query"}:
-            raise InputError(
-                "observed", "have stages of every rank", f"{sorted(stages)} of rank {rank}"
-            )
+            names = f"{sorted(stages)} of rank {rank}"
+            raise InputError("observed", "have stages of every rank", names)
+        if tokens > 1 and "grad.query" in stages:
+            with_gradients = True
     right = _RankStages(problem, ShardPlan(tensor), tokens, with_gradients=with_gradients)
-    wrong = {
-        rank: found
-        for rank, stages in enumerate(given)
-        if (found := right.first_wrong(stages, rank)) is not None
-    }
+    wrong: dict[int, Comparison] = {}
+    for rank, stages in enumerate(of_ranks):
+        comparison = right.first_wrong(stages, rank)
+        if comparison is not None:
+            wrong[rank] = comparison
     if not wrong:
         return RankDiagnosis({})
     first = next(iter(wrong.values()))
     finding = Finding(first.stage, first.error, first.ratio)
     explaining = [
-        bug for bug in rank_bugs(problem, right.plan, tokens) if right.is_explained(given, bug)
+        bug for bug in rank_bugs(problem, right.plan, tokens) if right.is_explained(of_ranks, bug)
     ]
     if explaining:
         bug, *others = explaining
@@ -174,7 +185,9 @@ class _RankStages:
     def __init__(
         self, problem: Problem, plan: ShardPlan, tokens: int, *, with_gradients: bool
     ) -> None:
-        self.problem, self.plan, self.tokens = problem, plan, tokens
+        self.problem = problem
+        self.plan = plan
+        self.tokens = tokens
         self.spec = problem.spec
         shard_spec(without_widths(self.spec), plan, 0)  # or it raises an error
         self.reference = Reference(problem, with_gradients)
@@ -189,22 +202,26 @@ class _RankStages:
         """Return the first stage of a rank that differs from its right values, or from those with a
         bug.
         """
-        right, noisy = self._own(rank, self.reference.accumulated, np.float64), self._noisy(rank)
-        exact = right
+        right = self._own(rank, self.reference.accumulated, np.float64)
+        noisy = self._noisy(rank)
+        exact = dict(right)
         if bug is not None:
             computed = bug.computed(self.ranks, rank)
-            exact = right | {name: computed[name] for name in bug.stages if name in computed}
-        judged = (
-            self._judged(name, observed[name], exact, noisy, rank, right)
-            for name in exact
-            if name in observed
-        )
-        return next((each for each in judged if not each.passed), None)
+            for name in bug.stages:
+                if name in computed:
+                    exact[name] = computed[name]
+        for name in exact:
+            if name not in observed:
+                continue
+            comparison = self._judged(name, observed[name], exact, noisy, rank, right)
+            if not comparison.passed:
+                return comparison
+        return None
 
-    def is_explained(self, given: Sequence[Values], bug: RankBug) -> bool:
+    def is_explained(self, of_ranks: Sequence[Values], bug: RankBug) -> bool:
         """Return True if the stages of every rank match a bug, as far as the bug predicts them."""
         return all(
-            self.first_wrong(observed, rank, bug) is None for rank, observed in enumerate(given)
+            self.first_wrong(observed, rank, bug) is None for rank, observed in enumerate(of_ranks)
         )
 
     def _judged(
@@ -229,19 +246,25 @@ class _RankStages:
         if self.tokens > 1:
             part = self.problem.case.seq_len // self.tokens
             return self.ranks.of_tokens(whole, np.arange(rank * part, (rank + 1) * part))
-        kinds = ("mask", "latents", "q", "k", "v", "gate", "scores", "attn_weights", "context")
-        held = self.ranks.held(rank)
-        found = {
-            name: part_of(name, whole[name], self.spec, held) for name in kinds if name in whole
-        }
+        local_heads = self.ranks.local_heads(rank)
+        stages: dict[str, np.ndarray] = {}
+        for name in OF_HEADS:
+            if name in whole:
+                stages[name] = part_of(name, whole[name], self.spec, local_heads)
+        stages["output"] = self._summand(rank, stages, dtype)
+        return stages
+
+    def _summand(self, rank: int, stages: Values, dtype: Any) -> np.ndarray:
+        """Return what a rank adds to the output, from its own heads."""
         weights, own = self.ranks.divided(rank)
-        context = found["context"].astype(dtype)
-        if "gate" in found:
-            gate = 1.0 / (1.0 + np.exp(-found["gate"].astype(dtype)))
+        context = stages["context"].astype(dtype)
+        if "gate" in stages:
+            gate = 1.0 / (1.0 + np.exp(-stages["gate"].astype(dtype)))
             batch, seq_len, _ = gate.shape
             context = context * gate.reshape(batch, seq_len, own.num_heads, -1).swapaxes(1, 2)
         output = context.swapaxes(1, 2).reshape(context.shape[0], context.shape[2], -1)
         if own.out_proj:
             output = output @ weights["out_proj.weight"].astype(dtype).T
-            output = output + weights["out_proj.bias"].astype(dtype) if own.out_bias else output
-        return found | {"output": output}
+            if own.out_bias:
+                output = output + weights["out_proj.bias"].astype(dtype)
+        return output

@@ -133,7 +133,9 @@ def search(trial: Trial, work: Work, begin: Edits = ()) -> SearchResult:
         if part == "":
             edits_of_stages = part_search.edits
         if any(not finding.edits for finding in part_search.findings):
-            break  # the paths of a module contain the same
+            # The paths of a module contain the same, so they are not searched.
+            findings = _followed_by_other_paths(trial, findings, part, edits_of_stages)
+            break
     count = sum(len(finding.edits) for finding in findings)
     if not begin:
         return SearchResult(findings, count)
@@ -143,6 +145,32 @@ def search(trial: Trial, work: Work, begin: Edits = ()) -> SearchResult:
     findings.append(assumed)
     findings.sort(key=lambda finding: trial.stages.index(finding.stage))
     return SearchResult(findings, count + len(begin))
+
+
+def _followed_by_other_paths(
+    trial: Trial, findings: Sequence[Finding], part: str, edits: Edits
+) -> list[Finding]:
+    """Return findings with the wrong stages of the paths after a part: each follows the last
+    unexplained finding of its call, or of a call before it.
+    """
+    followed = list(findings)
+    paths = list(PARTS)
+    for path in paths[paths.index(part) + 1 :]:
+        shared = _shared_edits(trial, path, edits)
+        for stage in trial.wrong(_of_part(trial.stages, path), shared):
+            if _repeats_a_loss(trial, stage, shared):
+                continue
+            for number in range(len(followed) - 1, -1, -1):
+                finding = followed[number]
+                if not finding.edits and _call_of(finding.stage) <= _call_of(stage):
+                    followed[number] = replace(finding, follows=(*finding.follows, stage))
+                    break
+    return followed
+
+
+def _call_of(stage: str) -> int:
+    """Return the call of a cache that a stage is of; 0 without a cache."""
+    return stage_named(stage).step or 0
 
 
 def _shared_edits(trial: Trial, part: str, edits: Edits) -> Edits:
@@ -246,19 +274,26 @@ class _PartSearch:
     def _follow(self, stage: str, edits: Edits) -> None:
         """Add a stage to the last finding before it whose stages it is computed from.
 
+        If there is none, because all are NaN for example, it is added to the last before it.
+
         Args:
             stage: the stage, which is right as a whole.
             edits: those with which it is.
         """
         place = self.trial.stages.index
-        for number in range(len(self.findings) - 1, -1, -1):
+        before = [
+            number
+            for number, finding in enumerate(self.findings)
+            if place(finding.stage) < place(stage)
+        ]
+        for number in reversed(before):
             finding = self.findings[number]
-            if place(finding.stage) > place(stage):
-                continue
             wrong = {finding.stage, *finding.stages, *finding.follows}
             if self.trial.is_computed_from(stage, wrong, edits):
                 self._add_following(number, stage)
                 return
+        if before:
+            self._add_following(before[-1], stage)
 
     def _add_following(self, number: int, stage: str) -> None:
         """Add a stage to the finding that it follows from."""
@@ -351,7 +386,7 @@ class _PartSearch:
         """Return the number of the finding that a wrong stage belongs to; None if it has one of its
         own.
 
-        What no known bug explains in one call, and again in a later one, is one cause, unless a
+        A stage that no known bug explains in one call and in a later one has one cause, unless a
         pattern explains the first and no pattern of its kind the second.
         """
         known = stage_named(finding.stage)
@@ -448,7 +483,7 @@ class _Question:
         """Return the known bugs that may be tried, usual ones first."""
         return [
             bug
-            for bug in self.trial.known
+            for bug in self.trial.known_at(self.index)
             if bug not in self.edits and (with_losses or not bug.is_loss)
         ]
 
@@ -559,7 +594,8 @@ def _explaining(question: _Question, work: Work, at_once: int) -> list[Edits]:
         # A bug that holds in every call is simpler than one that only some calls have.
         in_every_call = [added for added in explaining if added[0].calls is None]
         explaining = in_every_call or explaining
-        place = {bug.about: number for number, bug in enumerate(trial.known)}
+        known = trial.known_at(question.index)
+        place = {bug.about: number for number, bug in enumerate(known)}
         explaining.sort(key=lambda added: place[added[0].about])
     elif np.isfinite(trial.observed[question.stage]).any():
         explaining = _pairs_of_bugs(question, work)

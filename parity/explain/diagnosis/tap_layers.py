@@ -196,7 +196,7 @@ def other_specs(known: ModelLayer, specs: Specs) -> dict[str, AttentionSpec]:
     return {title: spec for spec, title in titles.items()}
 
 
-# ---- Whether it can be compared ------------------------------------------------------------------
+# ---- Reasons not to compare it -------------------------------------------------------------------
 
 
 def why_not_compared(layer: TappedLayer, known: ModelLayer, *, has_weights: bool) -> str:

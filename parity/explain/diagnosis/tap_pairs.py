@@ -27,7 +27,7 @@ Between equivalent models, seven families with random weights, it was 2.7 at mos
 and in steps, eager attention and torch's, float32 and bfloat16.
 """
 
-GIVEN = ("input", "key_input")
+INPUTS = ("input", "key_input")
 """The inputs of a layer."""
 
 STAGES = ("mask", "q", "k", "v", "attn_weights", "context", "output")
@@ -234,21 +234,21 @@ def _difference(
         if not len(pair.places_of_one):
             continue
         num_tokens += len(pair.places_of_one)
-        for name in (*GIVEN, *STAGES):
+        for name in (*INPUTS, *STAGES):
             if name in pair.one.values and name in pair.other.values:
                 squares.setdefault(name, []).append(_squares(*pair.tokens(name)))
     if not num_tokens:
         raise InputError("taps", "have tokens at the same positions", f"none of {one.name}")
     errors = {name: _relative_error(of_name) for name, of_name in squares.items()}
     allowed = unit
-    for name in GIVEN:
+    for name in INPUTS:
         allowed = max(allowed, errors.get(name, 0.0))
     grows = []
     for name, error in errors.items():
         limit = GROWTH * allowed
         if name == "mask":
             limit = 0.0  # no other key may be hidden
-        if name not in GIVEN and error > limit:
+        if name not in INPUTS and error > limit:
             grows.append(name)
     return LayerDifference(one.title, (one.name, other.name), num_tokens, errors, tuple(grows))
 

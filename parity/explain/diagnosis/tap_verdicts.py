@@ -124,8 +124,9 @@ class TapVerdict(JsonRecord):
         """Return the titles of the layers that were not compared, or not with every sequence, by
         the reason.
         """
-        found: dict[str, list[str]] = {}
+        titles: dict[str, list[str]] = {}
         for layer in self.layers:
-            if reason := layer.not_compared or layer.left_out:
-                found.setdefault(reason, []).append(layer.layer)
-        return found
+            reason = layer.not_compared or layer.left_out
+            if reason:
+                titles.setdefault(reason, []).append(layer.layer)
+        return titles

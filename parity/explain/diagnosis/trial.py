@@ -31,7 +31,7 @@ from parity.measure.core.compare import (
     unit_of_rounding,
 )
 from parity.measure.core.problem import Problem
-from parity.measure.core.stages import STEPS, Stage, Step, stage_named
+from parity.measure.core.stages import STEPS, STEPS_OF_A_CALL, Stage, Step, stage_named
 from parity.measure.core.trace import RECOUNTS, Reference, nudged, nudged_values, step_of
 from parity.measure.core.unused import without_unused
 from parity.measure.core.weights import is_floating
@@ -167,8 +167,9 @@ class Trial:
 
     def _forget(self) -> None:
         """Start without cached results."""
-        for name in ("stages", "known", "_unseen_before", "_recounts"):
+        for name in ("stages", "_unseen_before", "_recounts"):
             vars(self).pop(name, None)
+        self._known_by_steps: dict[frozenset[str], list[Edit]] = {}
         self._layers: dict[_Layer, Sequence[Step]] = {}
         self._computed: dict[_Layer, dict[int, dict[str, np.ndarray]]] = {}
         self._bytes = 0
@@ -225,10 +226,29 @@ class Trial:
             return stages
         return [name for name in stages if name in judged]
 
-    @cached_property
+    def known_at(self, index: int) -> list[Edit]:
+        """Return the known bugs that could change a step, or an earlier one that it depends on and
+        that was not observed; usual ones first.
+        """
+        steps = STEPS_OF_A_CALL if self.problem.case.is_cached else STEPS
+        kinds = {steps[number % len(steps)] for number in (*self._unseen_before[index], index)}
+        return self._known(frozenset(kinds))
+
+    @property
     def known(self) -> list[Edit]:
-        """The known bugs that could affect them."""
-        known = [*bugs_for(self.problem.case), *permuted_heads(self.values, self.observed)]
+        """The known bugs that could affect the compared stages."""
+        return self._known(frozenset(STEPS_OF_A_CALL))
+
+    def _known(self, steps: frozenset[str]) -> list[Edit]:
+        """Return the known bugs that could change one of some steps."""
+        if steps not in self._known_by_steps:
+            self._known_by_steps[steps] = self._known_bugs(steps)
+        return self._known_by_steps[steps]
+
+    def _known_bugs(self, steps: frozenset[str]) -> list[Edit]:
+        known = bugs_for(self.problem.case, steps)
+        if "qkv" in steps:
+            known += permuted_heads(self.values, self.observed)
         # Tensix rounds the factors of products itself.
         if not self.arithmetic.startswith("tensix"):
             known += low_products(self.problem.case)

@@ -33,7 +33,7 @@ Readings = dict[str, Reading]
 
 
 @dataclass(frozen=True)
-class View:
+class StageView:
     """Observed stages in one reading.
 
     Attributes:
@@ -103,7 +103,7 @@ class View:
         )
 
 
-def views_of(stages: Mapping[str, np.ndarray], right: Trial) -> list[View]:
+def views_of(stages: Mapping[str, np.ndarray], right: Trial) -> list[StageView]:
     """Return the readings of observed stages: by their shapes alone, and in the conventions in
     which they agree.
     """
@@ -121,7 +121,7 @@ def views_of(stages: Mapping[str, np.ndarray], right: Trial) -> list[View]:
     return views
 
 
-def _view(right: Trial, reads: Reads, readings: Readings) -> View:
+def _view(right: Trial, reads: Reads, readings: Readings) -> StageView:
     """Return the stages in one reading of each."""
     values: dict[str, np.ndarray] = {}
     masked: dict[str, np.ndarray] = {}
@@ -135,7 +135,7 @@ def _view(right: Trial, reads: Reads, readings: Readings) -> View:
             conventions[name] = reading.words
     trial = right.observing(values, masked)
     before = {stage: trial.judgement(stage, ()) for stage in trial.stages}
-    return View(trial, before, conventions, _malformed(reads, readings))
+    return StageView(trial, before, conventions, _malformed(reads, readings))
 
 
 def _plain(reads: Reads) -> Readings:
@@ -181,7 +181,7 @@ def _is_confirmed(name: str, reads: Reads) -> bool:
 
 
 @dataclass(frozen=True)
-class WholeView:
+class WholeStageView:
     """The stages of a large layer in one reading.
 
     Attributes:
@@ -214,7 +214,7 @@ class WholeView:
         )
 
 
-def whole_views(stages: Mapping[str, np.ndarray], right: WholeTrial) -> list[WholeView]:
+def whole_views(stages: Mapping[str, np.ndarray], right: WholeTrial) -> list[WholeStageView]:
     """Return the readings of whole stages: by their shapes alone, and in the conventions in which
     they agree.
     """
@@ -271,7 +271,7 @@ def _number_agreeing(reads: Reads, right: Trial) -> int:
 
 def _whole_view(
     reads: Reads, readings: Readings, agreed: frozenset[str], choice: Choice
-) -> WholeView:
+) -> WholeStageView:
     values: dict[str, np.ndarray] = {}
     conventions: dict[str, str] = {}
     for name, reading in readings.items():
@@ -279,4 +279,4 @@ def _whole_view(
             values[name] = reading.values
         if reading.words:
             conventions[name] = reading.words
-    return WholeView(values, agreed, conventions, _malformed(reads, readings), choice)
+    return WholeStageView(values, agreed, conventions, _malformed(reads, readings), choice)

@@ -127,7 +127,10 @@ class Attention:
     @property
     def leaves(self) -> list[str]:
         """Return the parameters of its projections."""
-        return [leaf for linear in self.linears for leaf in linear.leaves]
+        leaves: list[str] = []
+        for linear in self.linears:
+            leaves += linear.leaves
+        return leaves
 
     def exchanged(self) -> Attention:
         """Return the attention with queries and keys exchanged."""
@@ -239,7 +242,10 @@ class AttentionFinder:
 
     def _leaves_before(self, weights: int) -> list[str]:
         nearest = self.program.ancestors([weights], self.linears) & self.linears.keys()
-        return [leaf for number in nearest for leaf in self.linears[number].leaves]
+        leaves: list[str] = []
+        for number in nearest:
+            leaves += self.linears[number].leaves
+        return leaves
 
     # ---- Products and projections ----------------------------------------------------------------
 

@@ -165,7 +165,9 @@ class FlaxObserver:
 
     def _refuse_unseen_modules(self, patterns: Sequence[str] | None) -> None:
         """Refuse requested modules of attention in which no softmax was seen."""
-        leaves = [leaf for leaves in self._leaves_of_layer.values() for leaf in leaves]
+        leaves: list[str] = []
+        for leaves_of_layer in self._leaves_of_layer.values():
+            leaves += leaves_of_layer
         modules = [name for name, kind in self.model.classes.items() if "Attention" in kind]
         for module in modules:
             others = [name for name in modules if name != module]

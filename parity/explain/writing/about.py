@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from mha_spec import AttentionSpec, GridBias, RelativeBias, RelativeProducts
+from mha_spec import AttentionSpec, GridBias, RelativeBias, RelativeProducts, SinusoidProducts
 from parity.explain.writing.parts import norms_of
 from parity.explain.writing.specialize import WIDTH
 from parity.explain.writing.subject import CallForm
@@ -120,6 +120,7 @@ def sources_of(spec: AttentionSpec) -> list[str]:
         "Swin Transformer, arXiv:2103.14030": isinstance(spec.relative_bias, GridBias),
         "Relative Position Representations, arXiv:1803.02155": products is not None,
         "DeBERTa, arXiv:2006.03654": products is not None and products.of_keys,
+        "Transformer-XL, arXiv:1901.02860": isinstance(spec.relative_products, SinusoidProducts),
         "Longformer, arXiv:2004.05150": spec.window_size is not None,
         "Gated Attention, arXiv:2505.06708": spec.gate is not None,
     }

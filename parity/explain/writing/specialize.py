@@ -37,7 +37,7 @@ class Decision(NamedTuple):
     holds: bool
 
 
-class Edit(NamedTuple):
+class SourceEdit(NamedTuple):
     """A replacement for a part of a source."""
 
     begin: int
@@ -96,7 +96,7 @@ def resolved(part: str, known: Mapping[str, Any], decided: set[Decision]) -> str
     return _repeated(text, _known_expressions, values)
 
 
-def _repeated(text: str, find_edits: Callable[..., Iterator[Edit]], *arguments: Any) -> str:
+def _repeated(text: str, find_edits: Callable[..., Iterator[SourceEdit]], *arguments: Any) -> str:
     """Return a text with the edits of a step, repeated until the step finds no more."""
     while True:
         edits = list(find_edits(_Source(text), *arguments))
@@ -105,7 +105,7 @@ def _repeated(text: str, find_edits: Callable[..., Iterator[Edit]], *arguments: 
         text = _edited(text, edits)
 
 
-def _edited(text: str, edits: list[Edit]) -> str:
+def _edited(text: str, edits: list[SourceEdit]) -> str:
     """Apply edits to a text; of overlapping edits, the widest counts."""
     parts = []
     end = 0
@@ -117,7 +117,7 @@ def _edited(text: str, edits: list[Edit]) -> str:
     return "".join(parts)
 
 
-def _widest_first(edit: Edit) -> tuple[int, int]:
+def _widest_first(edit: SourceEdit) -> tuple[int, int]:
     return edit.begin, -edit.end
 
 
@@ -156,21 +156,21 @@ class _Source:
             line += 1
         return line
 
-    def without(self, statement: ast.stmt) -> Edit:
+    def without(self, statement: ast.stmt) -> SourceEdit:
         """Return the edit that removes a statement with its comments."""
         first = _first_line(statement)
         while self.lines[first - 2].lstrip().startswith("#"):
             first -= 1
-        return Edit(self.offsets[first - 1], self.offsets[statement.end_lineno or 0])
+        return SourceEdit(self.offsets[first - 1], self.offsets[statement.end_lineno or 0])
 
-    def without_element(self, element: Any, elements: list[Any]) -> Edit:
+    def without_element(self, element: Any, elements: list[Any]) -> SourceEdit:
         """Return the edit that removes one of the elements of a list, with its comma."""
         index = elements.index(element)
         if index + 1 < len(elements):
-            return Edit(self.begin(element), self.begin(elements[index + 1]))
+            return SourceEdit(self.begin(element), self.begin(elements[index + 1]))
         if index > 0:
-            return Edit(self.end(elements[index - 1]), self.end(element))
-        return Edit(self.begin(element), self.end(element))
+            return SourceEdit(self.end(elements[index - 1]), self.end(element))
+        return SourceEdit(self.begin(element), self.end(element))
 
 
 def _first_line(statement: ast.stmt) -> int:
@@ -296,17 +296,17 @@ class _Branches:
 
 def _conditional_expressions(
     source: _Source, known: Mapping[str, Any], decided: set[Decision]
-) -> Iterator[Edit]:
+) -> Iterator[SourceEdit]:
     for node in source.nodes:
         if not isinstance(node, ast.IfExp) or not _is_known(node.test, known):
             continue
         chosen = node.orelse
         if _decide(node.test, known, decided):
             chosen = node.body
-        yield Edit(source.begin(node), source.end(node), source.segment(chosen))
+        yield SourceEdit(source.begin(node), source.end(node), source.segment(chosen))
 
 
-def _known_expressions(source: _Source, known: Mapping[str, Any]) -> Iterator[Edit]:
+def _known_expressions(source: _Source, known: Mapping[str, Any]) -> Iterator[SourceEdit]:
     """Yield edits that replace known expressions by their values."""
     for node in source.nodes:
         is_read = isinstance(getattr(node, "ctx", ast.Load()), ast.Load)
@@ -322,7 +322,7 @@ def _known_expressions(source: _Source, known: Mapping[str, Any]) -> Iterator[Ed
             ) from error
         if isinstance(value, LITERALS):
             begin, end = _with_parentheses(source.text, source.begin(node), source.end(node))
-            yield Edit(begin, end, _literal(value, node, source))
+            yield SourceEdit(begin, end, _literal(value, node, source))
 
 
 def _literal(value: Any, node: ast.expr, source: _Source) -> str:
@@ -351,13 +351,13 @@ def _with_parentheses(text: str, begin: int, end: int) -> tuple[int, int]:
 # ---- Names ---------------------------------------------------------------------------------------
 
 
-def _renamed_variables(source: _Source, renamed: Mapping[str, str]) -> Iterator[Edit]:
+def _renamed_variables(source: _Source, renamed: Mapping[str, str]) -> Iterator[SourceEdit]:
     for node in source.nodes:
         if isinstance(node, ast.Name) and node.id in renamed:
-            yield Edit(source.begin(node), source.end(node), renamed[node.id])
+            yield SourceEdit(source.begin(node), source.end(node), renamed[node.id])
 
 
-def _aliases(source: _Source) -> Iterator[Edit]:
+def _aliases(source: _Source) -> Iterator[SourceEdit]:
     """Yield edits that replace a constant that renames another one."""
     for statement in source.tree.body:
         if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Name):
@@ -368,7 +368,7 @@ def _aliases(source: _Source) -> Iterator[Edit]:
             continue
         for node in source.nodes:
             if isinstance(node, ast.Name) and node.id == alias.id and node is not alias:
-                yield Edit(source.begin(node), source.end(node), constant)
+                yield SourceEdit(source.begin(node), source.end(node), constant)
         yield source.without(statement)
         return  # the next one may rename this one
 
@@ -376,7 +376,7 @@ def _aliases(source: _Source) -> Iterator[Edit]:
 # ---- Arguments -----------------------------------------------------------------------------------
 
 
-def _absent_arguments(source: _Source, known: Mapping[str, Any]) -> Iterator[Edit]:
+def _absent_arguments(source: _Source, known: Mapping[str, Any]) -> Iterator[SourceEdit]:
     """Yield edits that remove arguments whose value is `ABSENT`."""
     if "ABSENT" not in known:
         return
@@ -391,7 +391,7 @@ def _absent_arguments(source: _Source, known: Mapping[str, Any]) -> Iterator[Edi
                 yield source.without_element(argument, arguments)
 
 
-def _unused_parameters(source: _Source) -> Iterator[Edit]:
+def _unused_parameters(source: _Source) -> Iterator[SourceEdit]:
     """Yield edits that remove a parameter that its function does not use: from the signature, the
     docstring and each call. The other parameters of a function follow when this is repeated.
     """
@@ -416,7 +416,7 @@ def _names_read_in_body(function: ast.FunctionDef) -> set[str]:
     return names
 
 
-def _arguments_of(source: _Source, function: str, name: str, index: int) -> Iterator[Edit]:
+def _arguments_of(source: _Source, function: str, name: str, index: int) -> Iterator[SourceEdit]:
     """Yield edits that remove the argument of a parameter from the calls of its function."""
     for call in source.nodes:
         if not isinstance(call, ast.Call):
@@ -431,20 +431,20 @@ def _arguments_of(source: _Source, function: str, name: str, index: int) -> Iter
                 yield source.without_element(keyword, arguments)
 
 
-def _docstring_entry(source: _Source, function: ast.FunctionDef, name: str) -> Iterator[Edit]:
+def _docstring_entry(source: _Source, function: ast.FunctionDef, name: str) -> Iterator[SourceEdit]:
     if not ast.get_docstring(function):
         return
     docstring = function.body[0]
     pattern = re.compile(rf"^( +){name}: .*\n(?:\1 +.*\n)*", re.MULTILINE)
     entry = pattern.search(source.text, source.begin(docstring), source.end(docstring))
     if entry is not None:
-        yield Edit(entry.start(), entry.end())
+        yield SourceEdit(entry.start(), entry.end())
 
 
 # ---- Unreferenced code ---------------------------------------------------------------------------
 
 
-def _unreferenced(source: _Source, keep: Collection[str]) -> Iterator[Edit]:
+def _unreferenced(source: _Source, keep: Collection[str]) -> Iterator[SourceEdit]:
     """Yield edits that remove unreferenced imports, functions, classes, constants and variables."""
     used = _names_read(source.tree).union(keep)
     for statement in source.tree.body:
@@ -462,7 +462,7 @@ def _unreferenced(source: _Source, keep: Collection[str]) -> Iterator[Edit]:
 
 def _unused_imports(
     source: _Source, statement: ast.Import | ast.ImportFrom, used: Collection[str]
-) -> Iterator[Edit]:
+) -> Iterator[SourceEdit]:
     used_names = []
     for alias in statement.names:
         name = alias.asname or alias.name
@@ -474,10 +474,10 @@ def _unused_imports(
         text = f"import {', '.join(used_names)}"
         if isinstance(statement, ast.ImportFrom):
             text = f"from {statement.module} {text}"
-        yield Edit(source.begin(statement), source.end(statement), text)
+        yield SourceEdit(source.begin(statement), source.end(statement), text)
 
 
-def _unused_variables(source: _Source, function: ast.FunctionDef) -> Iterator[Edit]:
+def _unused_variables(source: _Source, function: ast.FunctionDef) -> Iterator[SourceEdit]:
     used = _names_read(function)
     for statement in ast.walk(function):
         if not isinstance(statement, ast.Assign):
@@ -490,7 +490,7 @@ def _unused_variables(source: _Source, function: ast.FunctionDef) -> Iterator[Ed
 # ---- Lines ---------------------------------------------------------------------------------------
 
 
-def _broken_lines(source: _Source) -> Iterator[Edit]:
+def _broken_lines(source: _Source) -> Iterator[SourceEdit]:
     """Yield edits that join signatures and calls that fit in a line."""
     for node in source.nodes:
         if isinstance(node, ast.FunctionDef):
@@ -508,7 +508,7 @@ def _broken_lines(source: _Source) -> Iterator[Edit]:
         before = source.text[source.offsets[node.lineno - 1] : begin]
         after = source.text[end : source.offsets[last]].rstrip("\n")
         if len(before) + len(text) + len(after) <= WIDTH:
-            yield Edit(begin, end, text)
+            yield SourceEdit(begin, end, text)
 
 
 def _joined(text: str) -> str:

@@ -35,6 +35,7 @@ AXES_OF_OTHERS = {
     "...": "as they are",
     "d e": "transposed",
     "d n h": "transposed, heads as an axis",
+    "(n h) d": "transposed, rows of heads",
 }
 """The axes of tensors that only some layers have, by their letters in a layout."""
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from parity.explain.conformance.answers import Answer, Finding, Kind, Question, asks, worst
+from parity.explain.conformance.answers import Answer, Kind, PathAnswer, Question, asks, worst
 from parity.explain.conformance.examination import FUTURE_KEYS, Examination, change, numbers
 from parity.explain.conformance.subjects import SEED, TOKENS, Decode, Path
 
@@ -33,7 +33,7 @@ def cache(exam: Examination, question: Question) -> Answer:
     words = "; ".join(finding.words for finding in findings)
     kind = worst(finding.kind for finding in findings)
     evidence = "; ".join(finding.evidence for finding in findings if finding.evidence)
-    return exam.only(question, Finding(words, kind, evidence))
+    return exam.only(question, PathAnswer(words, kind, evidence))
 
 
 def _outputs(decode: Decode, x: np.ndarray, capacity: int, is_causal: bool) -> np.ndarray:
@@ -45,12 +45,12 @@ def _outputs(decode: Decode, x: np.ndarray, capacity: int, is_causal: bool) -> n
 
 def _compared(
     decode: Decode, path: Path, x: np.ndarray, whole: np.ndarray, is_causal: bool
-) -> Finding:
+) -> PathAnswer:
     """Compare decoding token by token with the outputs of one pass."""
     output = _outputs(decode, x, TOKENS, is_causal)
     differs, difference = change(whole, output, path, range(TOKENS))
     if not differs:
-        return Finding("equals one pass")
+        return PathAnswer("equals one pass")
 
     # Does the last output depend on any token between the first and the last?
     others = x.copy()
@@ -63,17 +63,17 @@ def _compared(
         how += " with is_causal=True"
     evidence = f"{how}: {difference}"
     if feels_others:
-        return Finding("not one pass", Kind.BROKEN, evidence)
-    return Finding("sees only key 0", Kind.BROKEN, evidence)
+        return PathAnswer("not one pass", Kind.BROKEN, evidence)
+    return PathAnswer("sees only key 0", Kind.BROKEN, evidence)
 
 
-def _overflowed(decode: Decode, x: np.ndarray) -> Finding:
+def _overflowed(decode: Decode, x: np.ndarray) -> PathAnswer:
     """Decode more tokens than the cache has slots."""
     capacity = TOKENS - 2
     try:
         output = _outputs(decode, x, capacity, False)
     except Exception as error:  # other libraries may raise anything
-        return Finding("overflow refused", Kind.KEPT, f"overflow: {error}", error)
+        return PathAnswer("overflow refused", Kind.KEPT, f"overflow: {error}", error)
     last = numbers(output[0, -1])
     evidence = f"{TOKENS} tokens into {capacity} slots: no error, the last output is {last}"
-    return Finding("overflow silent", Kind.BROKEN, evidence)
+    return PathAnswer("overflow silent", Kind.BROKEN, evidence)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from parity.explain.conformance.answers import Answer, Finding, Kind, Question, asks
+from parity.explain.conformance.answers import Answer, Kind, PathAnswer, Question, asks
 from parity.explain.conformance.examination import Examination, change, mapped
 from parity.explain.conformance.subjects import TOKENS, Inputs, Path
 
@@ -17,7 +17,7 @@ def dropout(exam: Examination, question: Question) -> Answer:
         return _hidden_dropout(exam, question)
     inputs = mapped(exam.inputs(), _same_sequence_twice)
 
-    def ask(path: Path) -> Finding:
+    def ask(path: Path) -> PathAnswer:
         if path.drops:
             return _in_training(exam, path, inputs)
         return _in_evaluation(exam, path, inputs)
@@ -38,26 +38,26 @@ def _without_dropout(exam: Examination, path: Path, inputs: Inputs) -> np.ndarra
     return exam.run(replace(path, train=False, dropout=0.0), inputs).output
 
 
-def _in_training(exam: Examination, path: Path, inputs: Inputs) -> Finding:
+def _in_training(exam: Examination, path: Path, inputs: Inputs) -> PathAnswer:
     """Check that something is dropped, by a mask for each sequence."""
     output = exam.run(path, inputs).output
     drops, _ = change(_without_dropout(exam, path, inputs), output, path, range(TOKENS))
     if not drops:
-        return Finding("never", Kind.BROKEN, "the output in training is that without dropout")
+        return PathAnswer("never", Kind.BROKEN, "the output in training is that without dropout")
     differ, _ = change(output[:1], output[1:], path, range(TOKENS))
     if not differ:
-        return Finding("one mask for the batch", Kind.NOTE)
-    return Finding("train only")
+        return PathAnswer("one mask for the batch", Kind.NOTE)
+    return PathAnswer("train only")
 
 
-def _in_evaluation(exam: Examination, path: Path, inputs: Inputs) -> Finding:
+def _in_evaluation(exam: Examination, path: Path, inputs: Inputs) -> PathAnswer:
     """Check that nothing is dropped."""
     output = exam.run(path, inputs).output
     expected = _without_dropout(exam, path, inputs)
     drops, difference = change(expected, output, path, range(TOKENS))
     if drops:
-        return Finding("dropped in eval", Kind.BROKEN, difference)
-    return Finding("train only")
+        return PathAnswer("dropped in eval", Kind.BROKEN, difference)
+    return PathAnswer("train only")
 
 
 def _hidden_dropout(exam: Examination, question: Question) -> Answer:
@@ -65,13 +65,13 @@ def _hidden_dropout(exam: Examination, question: Question) -> Answer:
     advance.
     """
 
-    def ask(path: Path) -> Finding:
+    def ask(path: Path) -> PathAnswer:
         randomness = exam.hidden_randomness(path)
         if not randomness:
-            return Finding("—", Kind.ABSENT)
+            return PathAnswer("—", Kind.ABSENT)
         if path.train:
-            return Finding("train only")
-        return Finding("random", Kind.BROKEN, f"from one call to the next {randomness}")
+            return PathAnswer("train only")
+        return PathAnswer("random", Kind.BROKEN, f"from one call to the next {randomness}")
 
     answer = exam.answer(question, ask, exam.paths_of_base_dtype)
     if answer.kind is Kind.BROKEN:

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from parity.explain.conformance.answers import Answer, Finding, Kind, Question, asks
+from parity.explain.conformance.answers import Answer, Kind, PathAnswer, Question, asks
 from parity.explain.conformance.examination import Examination, change, mapped, numbers, tolerance
 from parity.explain.conformance.subjects import SEED, TOKENS, Inputs, Path
 
@@ -30,26 +30,26 @@ def empty_row(exam: Examination, question: Question) -> Answer:
         return question.not_offered
     inputs = exam.inputs()
 
-    def ask(path: Path) -> Finding:
+    def ask(path: Path) -> PathAnswer:
         output = exam.run(path, inputs, _hidden_row()).output
         row = output[..., EMPTY_ROW, :]
         first_values = numbers(row.reshape(-1, row.shape[-1])[0])
         evidence = f"row {EMPTY_ROW} is fully masked; its output is {first_values}"
         if np.isnan(row).any():
             if np.isnan(np.delete(output, EMPTY_ROW, axis=-2)).any():
-                return Finding("NaN in all rows", Kind.BROKEN, evidence)
-            return Finding("NaN", Kind.BROKEN, evidence)
+                return PathAnswer("NaN in all rows", Kind.BROKEN, evidence)
+            return PathAnswer("NaN", Kind.BROKEN, evidence)
         if not _depends_on_inputs(exam, path, row):
             if exam.subject.is_layer or not row.any():
-                return Finding("zeros", Kind.KEPT, evidence)
-            return Finding("a constant", Kind.NOTE, evidence)
+                return PathAnswer("zeros", Kind.KEPT, evidence)
+            return PathAnswer("a constant", Kind.NOTE, evidence)
         if _is_mean_of_values(exam, path, inputs, row):
-            return Finding("mean(V)", Kind.NOTE, evidence)
+            return PathAnswer("mean(V)", Kind.NOTE, evidence)
         unmasked = exam.run(path, inputs).output[..., EMPTY_ROW, :]
         # The penalty costs scores their last digits, so that the row is not exactly the same.
         if np.abs(unmasked - row).max() <= 0.01 * np.abs(row).max():
-            return Finding("as if unmasked", Kind.BROKEN, evidence)
-        return Finding("something else", Kind.BROKEN, evidence)
+            return PathAnswer("as if unmasked", Kind.BROKEN, evidence)
+        return PathAnswer("something else", Kind.BROKEN, evidence)
 
     return exam.answer(question, ask, exam.steady_paths)
 
@@ -81,18 +81,18 @@ def empty_row_gradient(exam: Examination, question: Question) -> Answer:
         return Answer(question.name, Kind.ABSENT, "no gradients")
     inputs = exam.inputs()
 
-    def ask(path: Path) -> Finding:
+    def ask(path: Path) -> PathAnswer:
         shape = exam.run(path, inputs, _hidden_row()).output.shape
         cotangent = np.random.default_rng(SEED + 3).standard_normal(shape)
         ignoring = cotangent.copy()
         ignoring[..., EMPTY_ROW, :] = 0.0
         evidence = _non_finite_gradients(exam, path, inputs, ignoring)
         if evidence:
-            return Finding("NaN even if the loss ignores it", Kind.BROKEN, evidence)
+            return PathAnswer("NaN even if the loss ignores it", Kind.BROKEN, evidence)
         evidence = _non_finite_gradients(exam, path, inputs, cotangent)
         if evidence:
-            return Finding("NaN", Kind.BROKEN, evidence)
-        return Finding("finite")
+            return PathAnswer("NaN", Kind.BROKEN, evidence)
+        return PathAnswer("finite")
 
     return exam.answer(question, ask, [path for path in exam.steady_paths if path.grad])
 

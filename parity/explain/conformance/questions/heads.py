@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from parity.explain.conformance.answers import Answer, Finding, Kind, Question, asks
+from parity.explain.conformance.answers import Answer, Kind, PathAnswer, Question, asks
 from parity.explain.conformance.calls import Result, run
 from parity.explain.conformance.examination import (
     FUTURE_KEYS,
@@ -41,18 +41,18 @@ def attends(exam: Examination, question: Question) -> Answer:
         rows = []
         for t in range(TOKENS):
             rows.append(f"output {t} changes with tokens {np.flatnonzero(felt[t]).tolist()}")
-        return exam.only(question, Finding("to no other token", Kind.BROKEN, "; ".join(rows)))
+        return exam.only(question, PathAnswer("to no other token", Kind.BROKEN, "; ".join(rows)))
     if felt.all():
-        attended = Finding("to all tokens")
+        attended = PathAnswer("to all tokens")
     elif exam.is_causal_itself:
-        attended = Finding("causally")
+        attended = PathAnswer("causally")
     else:
-        attended = Finding("to some tokens")
+        attended = PathAnswer("to some tokens")
     if "key" not in exam.subject.takes:
         return Answer(question.name, attended.kind, attended.words)
     inputs = exam.separate_inputs()
 
-    def ask(path: Path) -> Finding:
+    def ask(path: Path) -> PathAnswer:
         for letters, name in (("q", "query"), *exam.separate_keys):
             others = inputs
             for token in range(TOKENS):
@@ -60,7 +60,7 @@ def attends(exam: Examination, question: Question) -> Answer:
             is_felt, _ = exam.moved(path, inputs, others, range(TOKENS))
             if not is_felt:
                 evidence = f"every {name} is changed, and the output is unchanged"
-                return Finding(f"{name} ignored", Kind.BROKEN, evidence)
+                return PathAnswer(f"{name} ignored", Kind.BROKEN, evidence)
         return attended
 
     return exam.answer(question, ask, exam.plain_paths)
@@ -71,13 +71,13 @@ def other_sequence(exam: Examination, question: Question) -> Answer:
     inputs = exam.inputs()
     others = mapped(inputs, _with_other_sequence)
 
-    def ask(path: Path) -> Finding:
+    def ask(path: Path) -> PathAnswer:
         before = exam.run(path, inputs).output[:1]
         after = exam.run(path, others).output[:1]
         leaks, difference = change(before, after, path, range(TOKENS))
         if leaks:
-            return Finding("leaks", Kind.BROKEN, f"sequence 1 is changed: {difference}")
-        return Finding("apart")
+            return PathAnswer("leaks", Kind.BROKEN, f"sequence 1 is changed: {difference}")
+        return PathAnswer("apart")
 
     return exam.answer(question, ask)
 
@@ -105,7 +105,7 @@ def weights(exam: Examination, question: Question) -> Answer:
     if exam.takes_mask:
         hidden = FUTURE_KEYS
 
-    def ask(path: Path) -> Finding:
+    def ask(path: Path) -> PathAnswer:
         result = exam.run(path, inputs, hidden)
         finding = _of_weights(result.attn_weights, hidden, path)
         if finding.kind is Kind.BROKEN or path.drops or path.dtype != exam.base.dtype:
@@ -115,7 +115,7 @@ def weights(exam: Examination, question: Question) -> Answer:
         error = _unexplained(exam, path, inputs, hidden, result)
         if error > max(1e-3, 2 * unit_of_rounding(path.dtype)):  # both were rounded
             evidence = f"weights @ values explains the output up to {error:.1%} of it only"
-            return Finding("not those used", Kind.BROKEN, evidence)
+            return PathAnswer("not those used", Kind.BROKEN, evidence)
         return finding
 
     return exam.answer(question, ask, [path for path in exam.paths if path.need_weights])
@@ -135,30 +135,32 @@ def _inputs_with_values(exam: Examination) -> Inputs:
     return query, key, value
 
 
-def _of_weights(attn_weights: np.ndarray | None, hidden: np.ndarray | None, path: Path) -> Finding:
+def _of_weights(
+    attn_weights: np.ndarray | None, hidden: np.ndarray | None, path: Path
+) -> PathAnswer:
     """Check returned attention weights by themselves: their shape, their sums, and hidden keys."""
     if attn_weights is None:
-        return Finding("asked for, not given", Kind.BROKEN, "the attention weights are None")
+        return PathAnswer("asked for, not given", Kind.BROKEN, "the attention weights are None")
     shape = attn_weights.shape
     if shape[-2:] != (TOKENS, TOKENS) or attn_weights.ndim not in (3, 4):
         evidence = f"the attention weights have the shape {shape}"
-        return Finding("of another shape", Kind.BROKEN, evidence)
+        return PathAnswer("of another shape", Kind.BROKEN, evidence)
     if np.isnan(attn_weights).any():
         first_row = attn_weights.reshape(-1, TOKENS)[0]
-        return Finding("NaN", Kind.BROKEN, f"attn_weights[0, 0] = {numbers(first_row)}")
-    finding = Finding("averaged")
+        return PathAnswer("NaN", Kind.BROKEN, f"attn_weights[0, 0] = {numbers(first_row)}")
+    finding = PathAnswer("averaged")
     if attn_weights.ndim == 4:
-        finding = Finding(PER_HEAD)
+        finding = PathAnswer(PER_HEAD)
     if path.drops:  # the weights that are left are larger
         return finding
     sums = attn_weights.sum(axis=-1)
     excess = np.abs(sums - 1.0)
     if excess.max() > 8 * unit_of_rounding(path.dtype):
         evidence = f"a row sums to {sums.flat[excess.argmax()]:.6g}"
-        return Finding("rows do not sum to 1", Kind.BROKEN, evidence)
+        return PathAnswer("rows do not sum to 1", Kind.BROKEN, evidence)
     if hidden is not None and np.abs(attn_weights[..., hidden]).max() > 0.0:
         evidence = f"a hidden key weighs {attn_weights[..., hidden].max():.6g}"
-        return Finding("hidden keys weigh", Kind.BROKEN, evidence)
+        return PathAnswer("hidden keys weigh", Kind.BROKEN, evidence)
     return finding
 
 
@@ -217,22 +219,22 @@ def grouped(exam: Examination, question: Question) -> Answer:
         return Answer(question.name, Kind.ABSENT, "not observable in a layer")
     inputs, layer = _inputs_with_numbered_heads(exam)
 
-    def ask(path: Path) -> Finding:
+    def ask(path: Path) -> PathAnswer:
         output = run(subject, path, inputs, **layer).output
         heads = _heads_in(output, subject)
         shown = np.round(heads, 2).tolist()
         evidence = f"query heads 0 to {NUM_HEADS - 1} use key/value heads {shown}"
         for words, (order, kind) in HEAD_ORDERS.items():
             if np.abs(heads - order).max() < 0.02:
-                return Finding(words, kind, evidence)
-        return Finding("mixed", Kind.BROKEN, evidence)
+                return PathAnswer(words, kind, evidence)
+        return PathAnswer("mixed", Kind.BROKEN, evidence)
 
     about = f"{NUM_HEADS} query heads, {NUM_KV_HEADS} key/value heads"
     answer = exam.answer(question, ask, exam.plain_paths, about)
     if answer.kind is Kind.REFUSED and subject.num_kv_heads is not None:
         refusal = answer.findings[exam.base]
         words = f"declared: {subject.num_kv_heads}, refused"
-        finding = Finding(words, Kind.BROKEN, refusal.with_reason, refusal.exception)
+        finding = PathAnswer(words, Kind.BROKEN, refusal.with_reason, refusal.exception)
         return exam.only(question, finding, about)
     return answer
 

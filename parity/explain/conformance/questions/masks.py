@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from parity.explain.conformance.answers import Answer, Finding, Kind, Question, asks
+from parity.explain.conformance.answers import Answer, Kind, PathAnswer, Question, asks
 from parity.explain.conformance.calls import Refused, run
 from parity.explain.conformance.examination import (
     FUTURE_KEYS,
@@ -48,7 +48,7 @@ def _leak(
     rows: Sequence[int],
     about: str,
     **options: Any,
-) -> Finding | None:
+) -> PathAnswer | None:
     """Check whether rows change with a token that is hidden from them, completely or by a finite
     penalty.
     """
@@ -61,7 +61,7 @@ def _leak(
     is_open, _ = exam.moved(path, inputs, usual, rows, **options)
     if not is_open:
         words = _penalty(exam, **options)
-    return Finding(words, Kind.BROKEN, f"{about}: {difference}")
+    return PathAnswer(words, Kind.BROKEN, f"{about}: {difference}")
 
 
 def _penalty(exam: Examination, **options: Any) -> str:
@@ -131,7 +131,7 @@ def mask(exam: Examination, question: Question) -> Answer:
     return Answer(question.name, floats.kind, f"{words}; {floats}")
 
 
-def _floats(exam: Examination) -> Finding:
+def _floats(exam: Examination) -> PathAnswer:
     """Determine the effect of a floating-point mask: 1 for True, or large negative numbers."""
     hidden = _hidden_key(2)
     inputs = exam.inputs()
@@ -139,16 +139,16 @@ def _floats(exam: Examination) -> Finding:
     booleans = exam.mask(hidden).astype(np.float32)
     additive = np.where(hidden, np.float32(-1e30), np.float32(0.0))[None, None]
     for finding, float_mask in (
-        (Finding("floats as booleans"), booleans),
-        (Finding("floats added", Kind.NOTE), additive),
+        (PathAnswer("floats as booleans"), booleans),
+        (PathAnswer("floats added", Kind.NOTE), additive),
     ):
         try:
             output = run(exam.subject, exam.base, inputs, mask=float_mask).output
         except Refused:
-            return Finding("floats refused")
+            return PathAnswer("floats refused")
         if np.abs(output - expected).max() <= tolerance(expected, exam.base.dtype):
             return finding
-    return Finding("floats taken for something else", Kind.NOTE)
+    return PathAnswer("floats taken for something else", Kind.NOTE)
 
 
 @asks("masked key", "does a token that the mask hides from all change another's output?")
@@ -158,10 +158,10 @@ def masked_key(exam: Examination, question: Question) -> Answer:
     inputs = exam.inputs()
     hidden = _hidden_key(2)
 
-    def ask(path: Path) -> Finding:
+    def ask(path: Path) -> PathAnswer:
         about = "token 2, hidden from all, is changed"
         leak = _leak(exam, path, inputs, 2, [0, 1, 3, 4], about, hidden=hidden)
-        return leak or Finding("hidden")
+        return leak or PathAnswer("hidden")
 
     return exam.answer(question, ask)
 
@@ -187,7 +187,7 @@ def causal(exam: Examination, question: Question) -> Answer:
         return Answer(question.name, Kind.KEPT, "T = S only")
     inputs = exam.inputs(TOKENS, FEW_TOKENS)
 
-    def ask(path: Path) -> Finding:
+    def ask(path: Path) -> PathAnswer:
         visible = _visible_keys(exam, path, inputs)
         alignment = _alignment_of(visible)
         rows = []
@@ -198,13 +198,13 @@ def causal(exam: Examination, question: Question) -> Answer:
             usual_alignment = _alignment_of(_visible_keys(exam, path, inputs, USUAL))
             if usual_alignment is not None:
                 words = f"{usual_alignment}, by {_penalty(exam, is_causal=True)}"
-                return Finding(words, Kind.BROKEN, f"for large keys {evidence}")
+                return PathAnswer(words, Kind.BROKEN, f"for large keys {evidence}")
             if visible.all():
-                return Finding("all keys seen", Kind.BROKEN, evidence)
-            return Finding("neither triangle", Kind.BROKEN, evidence)
+                return PathAnswer("all keys seen", Kind.BROKEN, evidence)
+            return PathAnswer("neither triangle", Kind.BROKEN, evidence)
         if subject.causal is not None and subject.causal != alignment:
-            return Finding(f"{alignment}, declared: {subject.causal}", Kind.BROKEN, evidence)
-        return Finding(alignment, Kind.KEPT, evidence)
+            return PathAnswer(f"{alignment}, declared: {subject.causal}", Kind.BROKEN, evidence)
+        return PathAnswer(alignment, Kind.KEPT, evidence)
 
     about = f"{describe_shapes(inputs)}, is_causal=True"
     answer = exam.answer(question, ask, exam.plain_paths, about)
@@ -244,7 +244,7 @@ def causal_and_mask(exam: Examination, question: Question) -> Answer:
     hidden[2:, 1] = True
     options: dict[str, Any] = {"hidden": hidden, "is_causal": takes_flag}
 
-    def ask(path: Path) -> Finding:
+    def ask(path: Path) -> PathAnswer:
         for name, token, rows, about in (
             ("mask", 1, [2, 3, 4], "token 1, hidden by the mask, is changed"),
             ("causal", 4, [0, 1, 2, 3], "token 4 is changed"),
@@ -255,7 +255,7 @@ def causal_and_mask(exam: Examination, question: Question) -> Answer:
             if leak.words == "leaks":
                 return replace(leak, words=f"{name} dropped")
             return replace(leak, words=f"{name} by {leak.words}")
-        return Finding("both")
+        return PathAnswer("both")
 
     return exam.answer(question, ask)
 
@@ -274,7 +274,7 @@ def future_token(exam: Examination, question: Question) -> Answer:
     inputs = exam.inputs()
     last = TOKENS - 1
 
-    def ask(path: Path) -> Finding:
+    def ask(path: Path) -> PathAnswer:
         refusals = []
         for way, options in ways.items():
             about = f"token {last} is changed, with {way}"
@@ -287,10 +287,10 @@ def future_token(exam: Examination, question: Question) -> Answer:
                 refusals.append(refused)
                 continue
             if np.isnan(output[..., :-1, :]).any():
-                return Finding("NaN", Kind.BROKEN, f"the output is NaN, with {way}")
+                return PathAnswer("NaN", Kind.BROKEN, f"the output is NaN, with {way}")
         if len(refusals) == len(ways):
             raise refusals[0]
-        return Finding("hidden")
+        return PathAnswer("hidden")
 
     return exam.answer(question, ask)
 
@@ -307,15 +307,15 @@ def padding(exam: Examination, question: Question) -> Answer:
         return question.not_offered
     inputs = exam.inputs()
 
-    def ask(path: Path) -> Finding:
+    def ask(path: Path) -> PathAnswer:
         words, difference = _working_padding(exam, path, inputs)
         if words:
-            return Finding(words)
+            return PathAnswer(words)
         evidence = f"tokens 3 and 4, the padding of sequence 0, are changed: {difference}"
         words, _ = _working_padding(exam, path, inputs, USUAL)
         if words:
-            return Finding(f"{words}, by a finite penalty", Kind.BROKEN, evidence)
-        return Finding("leaks", Kind.BROKEN, evidence)
+            return PathAnswer(f"{words}, by a finite penalty", Kind.BROKEN, evidence)
+        return PathAnswer("leaks", Kind.BROKEN, evidence)
 
     return exam.answer(question, ask)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parity.explain.conformance.answers import Answer, Finding, Kind, Question, asks
+from parity.explain.conformance.answers import Answer, Kind, PathAnswer, Question, asks
 from parity.explain.conformance.calls import Failed, Refused
 from parity.explain.conformance.examination import Examination, change, mapped, numbers
 from parity.explain.conformance.subjects import BATCH, TOKENS, Path, by_letters
@@ -58,7 +58,7 @@ def _answer(exam: Examination, question: Question, claim: Claim) -> Answer:
         if path.dtype == exam.base.dtype or not path.grad:
             paths.append(path)
 
-    def ask(path: Path) -> Finding:
+    def ask(path: Path) -> PathAnswer:
         return _find(exam, path, TOKENS, claim)
 
     answer = exam.answer(question, ask, paths, also=also)
@@ -67,7 +67,7 @@ def _answer(exam: Examination, question: Question, claim: Claim) -> Answer:
     return answer
 
 
-def _find(exam: Examination, path: Path, num_tokens: int, claim: Claim) -> Finding:
+def _find(exam: Examination, path: Path, num_tokens: int, claim: Claim) -> PathAnswer:
     """Check on a path whether a claim holds for every way to hide keys."""
     way_names: set[str] = set()
     faults: dict[str, str] = {}
@@ -81,13 +81,13 @@ def _find(exam: Examination, path: Path, num_tokens: int, claim: Claim) -> Findi
         if fault and way.name not in faults:
             faults[way.name] = fault
     if not way_names:
-        return Finding("—", Kind.ABSENT)
+        return PathAnswer("—", Kind.ABSENT)
     if not faults:
-        return Finding(claim.if_true)
+        return PathAnswer(claim.if_true)
     words = claim.if_false
     if len(faults) < len(way_names):
         words += f" ({', '.join(faults)})"
-    return Finding(words, claim.kind, next(iter(faults.values())))
+    return PathAnswer(words, claim.kind, next(iter(faults.values())))
 
 
 # ---- Ways to hide keys ---------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from parity.explain.conformance.answers import Answer, Finding, Kind, Question, asks
+from parity.explain.conformance.answers import Answer, Kind, PathAnswer, Question, asks
 from parity.explain.conformance.calls import run
 from parity.explain.conformance.examination import (
     FUTURE_KEYS,
@@ -32,7 +32,7 @@ def scale(exam: Examination, question: Question) -> Answer:
     else:
         return question.not_offered
 
-    def ask(path: Path) -> Finding:
+    def ask(path: Path) -> PathAnswer:
         output = run(subject, path, inputs, **layer).output
         share = output[0, ..., -1, 0].flat[0]  # of the last query, which attends to every key
         with np.errstate(all="ignore"):
@@ -69,10 +69,10 @@ def _layer_with_one_score(subject: Subject) -> tuple[Inputs, dict[str, Any]]:
     return (x, x, x), layer
 
 
-def _of_scale(factor: float, evidence: str, head_dim: int) -> Finding:
+def _of_scale(factor: float, evidence: str, head_dim: int) -> PathAnswer:
     """Return the finding for scores with a scale of `factor` / sqrt(H)."""
     if abs(factor - 1.0) < 0.02:
-        return Finding("1/sqrt(H)")
+        return PathAnswer("1/sqrt(H)")
     evidence = f"{evidence}: scale = {factor:.3f} / sqrt(H)"
     wrong_factors = {
         "1 (none)": np.sqrt(head_dim),
@@ -81,8 +81,8 @@ def _of_scale(factor: float, evidence: str, head_dim: int) -> Finding:
     }
     for words, wrong_factor in wrong_factors.items():
         if abs(factor / wrong_factor - 1.0) < 0.02:
-            return Finding(words, Kind.BROKEN, evidence)
-    return Finding(f"{factor:.3g}/sqrt(H)", Kind.BROKEN, evidence)
+            return PathAnswer(words, Kind.BROKEN, evidence)
+    return PathAnswer(f"{factor:.3g}/sqrt(H)", Kind.BROKEN, evidence)
 
 
 # ---- Range ---------------------------------------------------------------------------------------
@@ -101,13 +101,13 @@ def overflow(exam: Examination, question: Question) -> Answer:
     if subject.is_layer and subject.has_settable_weights:
         layer = plain_layer(subject)
 
-    def ask(path: Path) -> Finding:
+    def ask(path: Path) -> PathAnswer:
         output = run(subject, path, inputs, **layer).output
         num_non_finite = np.count_nonzero(~np.isfinite(output))
         if num_non_finite:
             evidence = f"{num_non_finite} of {output.size} outputs are not finite"
-            return Finding("NaN", Kind.BROKEN, evidence)
-        return Finding("finite")
+            return PathAnswer("NaN", Kind.BROKEN, evidence)
+        return PathAnswer("finite")
 
     about = f"{about}: logits beyond 65504, the largest float16"
     # Also with dropout, which is tested in the first dtype only.
@@ -138,14 +138,14 @@ def strided(exam: Examination, question: Question) -> Answer:
         return Answer(question.name, Kind.ABSENT, "no strides")
     inputs = exam.inputs()
 
-    def ask(path: Path) -> Finding:
+    def ask(path: Path) -> PathAnswer:
         before = exam.run(path, inputs).output
         after = exam.run(path, inputs, strided=True).output
         moves, difference = change(before, after, path, range(TOKENS))
         if moves:
             evidence = f"from contiguous to strided {difference}"
-            return Finding("another result", Kind.BROKEN, evidence)
-        return Finding("the same")
+            return PathAnswer("another result", Kind.BROKEN, evidence)
+        return PathAnswer("the same")
 
     return exam.answer(question, ask)
 
@@ -164,17 +164,17 @@ def agreement(exam: Examination, question: Question) -> Answer:
     inputs = exam.inputs()
     expected = exam.run(exam.base, inputs, hidden).output
 
-    def ask(path: Path) -> Finding:
+    def ask(path: Path) -> PathAnswer:
         randomness = exam.hidden_randomness(path)
         if randomness:
-            return Finding("random", Kind.BROKEN, f"from one call to the next {randomness}")
+            return PathAnswer("random", Kind.BROKEN, f"from one call to the next {randomness}")
         error = relative_error(exam.run(path, inputs, hidden).output, expected)
         # Inputs and projections are rounded too: this detects another function, and does not
         # measure accuracy. A NaN is an error.
         if not error <= 64 * unit_of_rounding(path.dtype):
             evidence = f"{error:.2e} of the output's size away from {exam.base}"
-            return Finding("another result", Kind.BROKEN, evidence)
-        return Finding("agree")
+            return PathAnswer("another result", Kind.BROKEN, evidence)
+        return PathAnswer("agree")
 
     paths = []
     for path in exam.steady_paths:

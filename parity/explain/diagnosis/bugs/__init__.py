@@ -7,9 +7,10 @@ implementation.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -62,59 +63,89 @@ __all__ = [
     "permuted_heads",
 ]
 
-GROUPS = (
-    scores.not_finite,
-    weights.transposed,
-    weights.swapped,
-    rope_kinds.scaled,
-    rope.turned_otherwise,
-    rope.other_theta,
-    rope_kinds.partly,
-    rope_kinds.on_several_axes,
-    rope_kinds.neighbours,
-    rope.turned_alone,
-    weights.fused_qkv,
-    latents.latents,
-    norms.norms,
-    weights.not_clipped,
-    temperature.temperature,
-    gates.gates,
-    sharing.shared,
-    heads.shared,
-    heads.split_or_combined,
-    heads.padded,
-    heads.reordered,
-    masks.used_or_made,
-    masks.causal,
-    masks.padding,
-    masks.window,
-    masks.reach,
-    scores.scale,
-    scores.soft_cap,
-    scores.bias,
-    distances.alibi,
-    distances.relative_bias,
-    distances.relative_products,
-    softmax.sinks,
-    softmax.softmax_axis,
-    softmax.after_softmax,
-    softmax.mask_as_number,
-    softmax.other_functions,
-    softmax.dropout,
-    batches.batches,
-    strays.products,
-    strays.of_other_tokens,
-    strays.multiplied,
-    strays.lost,
-    blocks.blocks,
-    weights.no_out_proj,
-    weights.residual,
-    weights.out_columns,
-    weights.missing_biases,
-    caches.caches,
-    softmax.empty_rows,
-    precision.rounded_parts,
+MASK, QKV, CACHE, SCORES, ATTN_WEIGHTS, CONTEXT, OUTPUT = (
+    "mask",
+    "qkv",
+    "cache",
+    "scores",
+    "attn_weights",
+    "context",
+    "output",
 )
+"""Steps of the reference."""
+
+
+class Topic(NamedTuple):
+    """Known bugs of one topic.
+
+    Attributes:
+        points: yields those that a case could have, usual ones first.
+        steps: the steps of the reference that they change. All change the step of a whole module.
+    """
+
+    points: Callable[[Case], Iterable[Edit]]
+    steps: frozenset[str]
+
+
+def _topic(points: Callable[[Case], Iterable[Edit]], *steps: str) -> Topic:
+    return Topic(points, frozenset([*steps, "whole"]))
+
+
+TOPICS = (
+    _topic(scores.not_finite, ATTN_WEIGHTS, CONTEXT),
+    _topic(weights.transposed, QKV, OUTPUT),
+    _topic(weights.swapped, QKV),
+    _topic(rope_kinds.scaled, QKV),
+    _topic(rope.turned_otherwise, QKV),
+    _topic(rope.other_theta, QKV),
+    _topic(rope_kinds.partly, QKV),
+    _topic(rope_kinds.on_several_axes, QKV),
+    _topic(rope_kinds.neighbours, QKV),
+    _topic(rope.turned_alone, QKV),
+    _topic(weights.fused_qkv, QKV),
+    _topic(latents.latents, QKV, CACHE, SCORES),
+    _topic(norms.norms, QKV, OUTPUT),
+    _topic(weights.not_clipped, QKV),
+    _topic(temperature.temperature, QKV),
+    _topic(gates.gates, QKV, OUTPUT),
+    _topic(sharing.shared, QKV),
+    _topic(heads.shared, SCORES, CONTEXT),
+    _topic(heads.split_or_combined, QKV, CACHE, OUTPUT),
+    _topic(heads.padded, OUTPUT),
+    _topic(heads.reordered, QKV),
+    _topic(masks.used_or_made, MASK, ATTN_WEIGHTS),
+    _topic(masks.causal, MASK),
+    _topic(masks.padding, MASK),
+    _topic(masks.window, MASK),
+    _topic(masks.reach, MASK),
+    _topic(scores.scale, SCORES, ATTN_WEIGHTS),
+    _topic(scores.soft_cap, SCORES, ATTN_WEIGHTS),
+    _topic(scores.bias, SCORES, ATTN_WEIGHTS),
+    _topic(distances.alibi, SCORES),
+    _topic(distances.relative_bias, SCORES),
+    _topic(distances.relative_products, SCORES),
+    _topic(softmax.sinks, ATTN_WEIGHTS),
+    _topic(softmax.softmax_axis, ATTN_WEIGHTS),
+    _topic(softmax.after_softmax, ATTN_WEIGHTS),
+    _topic(softmax.mask_as_number, ATTN_WEIGHTS),
+    _topic(softmax.other_functions, ATTN_WEIGHTS),
+    _topic(softmax.dropout, ATTN_WEIGHTS),
+    _topic(batches.batches, ATTN_WEIGHTS, CONTEXT),
+    _topic(strays.products, CONTEXT),
+    _topic(strays.of_other_tokens, QKV),
+    _topic(strays.multiplied, CONTEXT, OUTPUT),
+    _topic(strays.lost, CONTEXT),
+    _topic(blocks.blocks, ATTN_WEIGHTS, CONTEXT),
+    _topic(weights.no_out_proj, OUTPUT),
+    _topic(weights.residual, OUTPUT),
+    _topic(weights.out_columns, OUTPUT),
+    _topic(weights.missing_biases, QKV, OUTPUT),
+    _topic(caches.lengths, MASK, QKV, CACHE, SCORES),
+    _topic(caches.caches, CACHE),
+    _topic(softmax.empty_rows, ATTN_WEIGHTS),
+    _topic(precision.rounded_parts, QKV, CACHE, SCORES, ATTN_WEIGHTS, OUTPUT),
+)
+"""All topics, in the order in which they are tried."""
 
 
 WITHOUT_LATENTS = frozenset(
@@ -132,21 +163,29 @@ OF_OWN_KEYS = re.compile("[kv]_proj-.*|.*-[qkv]|qkv-bias-missing|rope-on-values"
 """Names in groups for keys or values that a layer makes itself, or for queries alone."""
 
 
-def bugs_for(case: Case) -> list[Edit]:
-    """Return every bug that a case could have, usual ones first, and last those from outside."""
-    return [*known_bugs(case), *own_bugs(case)]
+def bugs_for(case: Case, steps: Collection[str] | None = None) -> list[Edit]:
+    """Return every bug that a case could have, usual ones first, and last those from outside.
+
+    Args:
+        case: the case.
+        steps: only bugs that may change one of these steps of the reference; by default, all.
+    """
+    return [*known_bugs(case, steps), *own_bugs(case)]
 
 
-def known_bugs(case: Case) -> list[Edit]:
-    """Return every bug of this package that a case could have, usual ones first."""
+def known_bugs(case: Case, steps: Collection[str] | None = None) -> list[Edit]:
+    """Return every bug of this package that a case could have, usual ones first; see `bugs_for`."""
     spec = case.spec
-    left_out = (
-        WITHOUT_KEYS if spec.shared_kv else frozenset() if spec.latent is None else WITHOUT_LATENTS
-    )
+    left_out: frozenset[Any] = frozenset()
+    if spec.shared_kv:
+        left_out = WITHOUT_KEYS
+    elif spec.latent is not None:
+        left_out = WITHOUT_LATENTS
     bugs: list[Edit] = []
-    for group in GROUPS:
-        if group not in left_out:
-            bugs += group(case)
+    for topic in TOPICS:
+        is_relevant = steps is None or not topic.steps.isdisjoint(steps)
+        if is_relevant and topic.points not in left_out:
+            bugs += topic.points(case)
     if spec.shared_kv:
         return [bug for bug in bugs if not OF_OWN_KEYS.fullmatch(bug.name)]
     return bugs
@@ -157,14 +196,14 @@ def bug_by_name() -> dict[str, Edit]:
     """Return every bug that a layer could have, by name, as in the first case that could have
     it.
     """
-    in_any_order = (heads.permuted(name, np.arange(0)) for name in "qkv")
-    cases = (
-        *CASES.values(),
-        replace(CASES["padding"], batch=3, key_padding_lengths=(2, 1, 3)),
-    )  # one in the middle
-    found = [bug for case in cases for bug in known_bugs(case)]
-    found += [*PRECISIONS.values(), *FIDELITIES.values(), *in_any_order]
-    return {bug.name: bug for bug in reversed(found)}
+    bugs: list[Edit] = []
+    for case in CASES.values():
+        bugs += known_bugs(case)
+    # The longest sequence is neither the first nor the last.
+    bugs += known_bugs(replace(CASES["padding"], batch=3, key_padding_lengths=(2, 1, 3)))
+    bugs += [*PRECISIONS.values(), *FIDELITIES.values()]
+    bugs += [heads.permuted(name, np.arange(0)) for name in "qkv"]
+    return {bug.name: bug for bug in reversed(bugs)}
 
 
 def page_by_known_bug() -> dict[str, str]:

@@ -61,11 +61,11 @@ def _attending(
     """Attend in other axes: `entered` moves heads into them, `left` moves the context back."""
 
     def context(layer: Layer, _: Override, values: Values) -> dict[str, np.ndarray]:
-        found = {name: entered(layer, values[name]) for name in "qkv"}
-        found |= layer.scores(found)
-        found["mask"] = np.zeros(found["scores"].shape, bool) | mask(layer)
-        found |= layer.attn_weights(found)
-        return {"context": left(layer.weighed(found)["context"], values["q"].shape)}
+        stages = {name: entered(layer, values[name]) for name in "qkv"}
+        stages |= layer.scores(stages)
+        stages["mask"] = np.zeros(stages["scores"].shape, bool) | mask(layer)
+        stages |= layer.attn_weights(stages)
+        return {"context": left(layer.weighed(stages)["context"], values["q"].shape)}
 
     return context
 
@@ -98,11 +98,11 @@ def _weights_exchanged(layer: Any, _: Override, values: Values) -> dict[str, np.
     """Return the weights of tokens as sequences, (T, N, B, B), where B and T are equal."""
     if "q" not in values or "k" not in values:
         raise ValueError("another bug in the softmax passes scores alone")
-    found = {name: _as_sequences(layer, values[name]) for name in "qk"}
-    found |= layer.scores(found)
-    found["mask"] = np.zeros(found["scores"].shape, bool) | _mask_of_sequences(layer)
+    stages = {name: _as_sequences(layer, values[name]) for name in "qk"}
+    stages |= layer.scores(stages)
+    stages["mask"] = np.zeros(stages["scores"].shape, bool) | _mask_of_sequences(layer)
     with layer.overriding(attn_weights=partial(Layer.attn_weights, layer)):
-        return layer.attn_weights(found)
+        return layer.attn_weights(stages)
 
 
 def _context_exchanged(layer: Any, original: Override, values: Values) -> dict[str, np.ndarray]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from parity.explain.diagnosis.bugs.families import CACHE_SLOTS
+from parity.explain.diagnosis.bugs.families import CACHE_LENGTHS, CACHE_SLOTS
 from parity.explain.diagnosis.bugs.record import Edit, Override
 from parity.explain.diagnosis.bugs.sites import before
 from parity.measure.core.case import Case
+from parity.measure.core.reference import Layer
+from parity.measure.core.reference.layer import CachedCall
 from parity.measure.core.stages import Values
 
 New = dict[str, np.ndarray]
@@ -19,6 +22,55 @@ New = dict[str, np.ndarray]
 
 Slots = tuple[np.ndarray, np.ndarray]
 """The first slot of new tokens, and their number, for each sequence."""
+
+
+def lengths(case: Case) -> Iterator[Edit]:
+    """Yield wrong numbers of cached tokens, from which masks, positions and slots follow."""
+    if not case.is_cached or len(case.chunks) < 2:
+        return
+    for name, words, by in (("low", "few", -1), ("high", "many", 1)):
+        yield CACHE_LENGTHS.seen_in("cache.lengths", "mask", "q", "k")(
+            f"cache-length-{name}",
+            f"the first call counts one token too {words}, and the mask, positions and slots of "
+            f"later calls follow from that number",
+            {
+                "call": partial(_call_with_other_length, by),
+                "project": before(partial(_with_later_positions, by)),
+                "appended": partial(_with_first_length, by),
+            },
+        )
+
+
+def _call_with_other_length(by: int, layer: Layer, original: Override, index: int) -> CachedCall:
+    """Begin a later call at another number of cached tokens."""
+    call = original(index)
+    if index == 0:
+        return call
+    last = layer.problem.case.capacity - call.added
+    return replace(call, before=np.clip(call.before + by, 0, last))
+
+
+def _with_later_positions(by: int, inputs: Any, positions: np.ndarray) -> tuple[Any, np.ndarray]:
+    """Move the positions of later calls."""
+    is_later = positions[..., :1] > 0
+    return inputs, positions + by * is_later
+
+
+def _with_first_length(
+    by: int,
+    layer: Layer,
+    original: Override,
+    cache: str,
+    values: Values,
+    new: New,
+    before: np.ndarray,
+    added: np.ndarray,
+) -> New:
+    """Count another number of tokens in the first call. Later ones add theirs to that number."""
+    grown = original(cache, values, new, before, added)
+    if before.any():
+        return grown
+    return {**grown, f"{cache}lengths": (added + by).astype(np.int32)}
 
 
 def caches(case: Case) -> Iterator[Edit]:

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 
 import numpy as np
 
-from mha_spec import Alibi, AttentionSpec, GridBias, RelativeBias
+from mha_spec import (
+    Alibi,
+    AttentionSpec,
+    GridBias,
+    RelativeBias,
+    RelativeProducts,
+    SinusoidProducts,
+)
 from parity.explain.diagnosis.bugs.families import ALIBI, RELATIVE_BIAS, RELATIVE_PRODUCTS
 from parity.explain.diagnosis.bugs.record import Edit, Override, instead
-from parity.explain.diagnosis.bugs.sites import Overrides, after, always, before, named_as
+from parity.explain.diagnosis.bugs.sites import (
+    Overrides,
+    after,
+    always,
+    before,
+    for_names,
+    named_as,
+)
 from parity.explain.diagnosis.bugs.specs import of_spec
 from parity.measure.core.case import Case
 from parity.measure.core.reference import Layer
@@ -29,6 +43,12 @@ RESTARTED = (
     {"scores": _scores_without_places},
 )
 """The description and overrides of a bug that all of them can have."""
+
+SINUSOID_PRODUCTS = replace(
+    RELATIVE_PRODUCTS,
+    fix="add scaled products of q + position_bias with the projected sinusoids of query - key, "
+    "sine and cosine in turn, and of content_bias with keys",
+)
 
 
 # ---- ALiBi ---------------------------------------------------------------------------------------
@@ -199,7 +219,10 @@ def relative_products(case: Case) -> Iterator[Edit]:
     spec, right = case.spec, case.spec.relative_products
     if right is None:
         return
-    bug = RELATIVE_PRODUCTS.seen_in("scores")
+    family = RELATIVE_PRODUCTS
+    if isinstance(right, SinusoidProducts):
+        family = SINUSOID_PRODUCTS
+    bug = family.seen_in("scores")
     about = "scores gain no products with vectors of distances"
     yield bug("relative-products-ignored", about, {"relative_products": after(_all_zero)})
     if spec.score_scale != 1.0:
@@ -207,6 +230,16 @@ def relative_products(case: Case) -> Iterator[Edit]:
         yield bug("relative-products-unscaled", about, {"scale_of_distances": always(1.0)})
         about = "products with vectors of distances are scaled twice"
         yield bug("relative-products-scaled-twice", about, {"scale_of_distances": after(np.square)})
+    if isinstance(right, SinusoidProducts):
+        yield from _sinusoid_products(bug)
+    else:
+        yield from _products_with_tables(right, bug)
+    if case.is_cached:
+        yield bug("relative-products-restarted", *RESTARTED)
+
+
+def _products_with_tables(right: RelativeProducts, bug: Callable[..., Edit]) -> Iterator[Edit]:
+    """Yield bugs in products with tables of vectors."""
     about = "distances are query - key"
     yield bug("relative-products-flipped", about, {"distance_bucket": before(_negative)})
     about = "queries are counted from 1, keys from 0"
@@ -229,8 +262,37 @@ def relative_products(case: Case) -> Iterator[Edit]:
             about = f"products of {name} with vectors of distances are the only ones"
             alone = {"relative_products": after(partial(_alone, place))}
             yield bug(f"relative-products-of-{name}-alone", about, alone)
-    if case.is_cached:
-        yield bug("relative-products-restarted", *RESTARTED)
+
+
+def _sinusoid_products(bug: Callable[..., Edit]) -> Iterator[Edit]:
+    """Yield bugs in products with projected sinusoids."""
+    about = "sinusoids are those of key - query"
+    yield bug("sinusoid-products-flipped", about, {"sinusoid_distance": before(_negative)})
+    about = "queries are counted from 1, keys from 0"
+    yield bug("sinusoid-products-off-by-one", about, {"sinusoid_distance": before(_one_more)})
+    about = "all sines come before all cosines, instead of in turn"
+    yield bug("sinusoid-products-in-halves", about, {"in_sinusoid_order": instead(_in_halves)})
+    about = "the content bias and the position bias are exchanged"
+    exchanged = {"content_bias": "position_bias", "position_bias": "content_bias"}
+    yield bug("sinusoid-products-biases-swapped", about, {"bias_of_heads": named_as(exchanged)})
+    about = "the content bias is not added to queries"
+    without_content_bias = for_names(("content_bias",), after(np.zeros_like))
+    yield bug(
+        "sinusoid-products-without-content-bias", about, {"bias_of_heads": without_content_bias}
+    )
+    about = "the position bias is not added to queries"
+    without_position_bias = for_names(("position_bias",), after(np.zeros_like))
+    yield bug(
+        "sinusoid-products-without-position-bias", about, {"bias_of_heads": without_position_bias}
+    )
+
+
+def _one_more(distance: np.ndarray) -> tuple[np.ndarray]:
+    return (distance + 1,)
+
+
+def _in_halves(sines: np.ndarray, cosines: np.ndarray) -> np.ndarray:
+    return np.concatenate([sines, cosines], axis=1)
 
 
 def _all_zero(products: list[np.ndarray]) -> list[np.ndarray]:

@@ -36,7 +36,7 @@ def _norm_missing(name: str, words: str, stage: str) -> Edit:
         f"latent-{name}-norm-missing",
         f"{words} is not normalized",
         {"normed": for_names((f"{name}_a",), features_unchanged)},
-        fix=f"apply {name}_a_norm to {words}before it is projected",
+        fix=f"apply {name}_a_norm to {words} before it is projected",
     )
 
 

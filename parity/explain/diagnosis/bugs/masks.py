@@ -193,7 +193,7 @@ def padding(case: Case) -> Iterator[Edit]:
         {"is_padding": before(lambda s, lengths: (s, lengths - 1))},
     )
     count = len(lengths)
-    seen = {lengths, (key_len,) * count}  # the second is padding-ignored
+    known_lengths = {lengths, (key_len,) * count}  # the second is padding-ignored
     for name, words, wrong, change in (
         (
             "the-longest",
@@ -221,8 +221,8 @@ def padding(case: Case) -> Iterator[Edit]:
         ),
     ):
         hides = any(other < own for other, own in zip(wrong, lengths, strict=True))
-        if wrong not in seen and (hides or may_show):
-            seen.add(wrong)
+        if wrong not in known_lengths and (hides or may_show):
+            known_lengths.add(wrong)
             yield bug(
                 f"padding-of-{name}",
                 f"each sequence has the padding of {words}",

@@ -56,14 +56,7 @@ def rounded_parts(case: Case) -> Iterator[Edit]:
         yield of_precision(
             f"inputs-{dtype}",
             f"the inputs are rounded to {dtype}",
-            {
-                "project": before(
-                    lambda given, places, cut=cut: (
-                        {name: cut(x) for name, x in given.items()},
-                        places,
-                    )
-                )
-            },
+            {"project": before(partial(_with_rounded_inputs, cut))},
             fix="pass the inputs in the layer's own dtype",
             stages=("q", "latents"),
         )
@@ -93,6 +86,10 @@ def rounded_parts(case: Case) -> Iterator[Edit]:
     )
 
 
+def _with_rounded_inputs(cut: Cut, inputs: Values, positions: np.ndarray) -> tuple[Any, Any]:
+    return {name: cut(x) for name, x in inputs.items()}, positions
+
+
 LINE = 0.043
 """Distance of the straight lines below the powers of two that they approximate, in the exponent: so
 that the largest errors above and below are equal.
@@ -111,8 +108,8 @@ def _by_lines(_: Layer, original: Override, values: Values) -> dict[str, np.ndar
     whole = np.floor(exponent)
     lines = np.where(weights > 0.0, np.exp2(whole) * (1.0 + exponent - whole), 0.0)
     total = np.sum(lines, axis=-1, keepdims=True)
-    found = lines * np.sum(weights, axis=-1, keepdims=True) / np.where(total > 0.0, total, 1.0)
-    return {"attn_weights": np.where(np.isfinite(weights), found, weights).astype(kept.dtype)}
+    scaled = lines * np.sum(weights, axis=-1, keepdims=True) / np.where(total > 0.0, total, 1.0)
+    return {"attn_weights": np.where(np.isfinite(weights), scaled, weights).astype(kept.dtype)}
 
 
 # ---- Rounding ------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ class SharedProblem:
         """The number of ranks."""
         return max(self.plan.tensor, self.tokens)
 
-    def held(self, rank: int) -> LocalHeads:
+    def local_heads(self, rank: int) -> LocalHeads:
         """The heads of a rank."""
         return local_heads(self.problem.spec, self.plan, rank)
 
@@ -101,7 +101,7 @@ class SharedProblem:
         inputs = dict(self.problem.inputs)
         for name in ("bias", "mask"):
             if name in inputs:
-                inputs[name] = inputs[name][:, list(self.held(rank).queries)]
+                inputs[name] = inputs[name][:, list(self.local_heads(rank).queries)]
         case = replace(self.problem.case, spec=spec)
         return Reference(Problem(case, self.problem.dtype, weights, inputs)).accumulated
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,18 +16,14 @@ from parity.explain.diagnosis.bugs.specs import spec_edit
 from parity.measure.core.case import Case
 from parity.measure.core.plugins import load_plugins, text_of_error
 from parity.measure.core.reference import Layer
-from parity.measure.core.stages import STAGES
-from parity.measure.text import in_line, printable
+from parity.measure.text import in_line
 
 ENTRY_POINTS = "mha_parity.bugs"
 """Group of the entry points by which installed packages offer bugs."""
 
-NAME = re.compile("[a-z0-9]+(-[a-z0-9]+)*")
-"""Names of bugs: lowercase words, joined by hyphens."""
-
 Wrong = AttentionSpec | Mapping[str, Override] | None
-"""What a bug makes of a layer: another specification, overrides of the reference by method, or
-None if the layer cannot have it.
+"""The layer with a bug: another specification, or overrides of the reference by method; None for a
+layer that cannot have the bug.
 """
 
 
@@ -38,8 +33,8 @@ class OwnBug:
 
     Attributes:
         name: in reports and on the command line.
-        about: what is wrong, in a line.
-        edit: returns what the bug makes of the layer of a specification.
+        about: its description in a line.
+        edit: returns the layer with the bug, from the specification of the right one.
         fix: an instruction in a line.
         page: the text of its page, in Markdown.
         stages: the stages of which one must show it first.
@@ -106,7 +101,7 @@ def _copied(value: Any) -> Any:
 
 
 def _check_overrides(name: str, overrides: Mapping[str, Override]) -> None:
-    """Reject overrides of what the reference does not have."""
+    """Reject overrides of methods that the reference does not have."""
     for method, override in overrides.items():
         is_method = isinstance(method, str) and callable(getattr(Layer, method, None))
         if not is_method or method.startswith("_"):
@@ -119,77 +114,6 @@ def _check_overrides(name: str, overrides: Mapping[str, Override]) -> None:
 
 OWN_BUGS: dict[str, OwnBug] = {}
 """The registered bugs by name."""
-
-
-def register_bug(
-    name: str,
-    about: str,
-    *,
-    edit: Callable[[AttentionSpec], Wrong],
-    fix: str,
-    page: str,
-    stages: tuple[str, ...] | list[str],
-) -> None:
-    """Make a bug known, in this process, to the diagnosis and to `mha-parity bugs`.
-
-    It is tried after the bugs of this package, and reported like one of them: only if the reference
-    with it reproduces what was observed. It replaces a bug that was registered under its name
-    before.
-
-    Args:
-        name: its name in reports, lowercase words joined by hyphens.
-        about: what is wrong, in a line, such as `the scale is 1 / N instead of 1 / sqrt(H)`.
-        edit: takes the specification of a layer, and returns what the layer is with the bug:
-            another `AttentionSpec`; or a mapping from methods of the reference,
-            `parity.measure.core.reference.Layer`, to functions that replace them, called as
-            `override(layer, original, *inputs)`; or None if the layer cannot have the bug.
-        fix: what to do about it, in a line.
-        page: the text of its page, in Markdown, which `mha-parity bugs NAME` prints.
-        stages: the stages of `parity.STAGES` of which one shows the bug first.
-
-    Raises:
-        TypeError: if an argument has another type.
-        ValueError: if a bug or a page of this package has the name, a text is empty, or a stage is
-            unknown.
-
-    Example:
-        >>> from dataclasses import replace
-        >>> parity.register_bug(
-        ...     "scale-by-heads",
-        ...     "the scale is 1 / N instead of 1 / sqrt(H)",
-        ...     edit=lambda spec: replace(spec, scale=1 / spec.num_heads),
-        ...     fix="divide the scores by sqrt(head_dim)",
-        ...     page="# The scale is 1 / N",
-        ...     stages=["scores"],
-        ... )
-    """
-    for argument, text in {"name": name, "about": about, "fix": fix, "page": page}.items():
-        if not isinstance(text, str):
-            raise InputTypeError(argument, "be a string", type(text).__name__)
-        if not text.strip():
-            raise InputError(argument, "have a text", repr(text))
-    if not NAME.fullmatch(name):
-        raise InputError("name", "be lowercase words, joined by hyphens", repr(name))
-    if not callable(edit):
-        raise InputTypeError("edit", "be a function", type(edit).__name__)
-    if isinstance(stages, str):
-        raise InputTypeError("stages", "be a list of names of stages", repr(stages))
-    unknown = [stage for stage in stages if stage not in STAGES]
-    if unknown or not stages:
-        raise InputError("stages", "be names of parity.STAGES", repr(list(stages)))
-    if name in _names_of_package():
-        raise InputError("name", "be a name that no known bug or page has", repr(name))
-    OWN_BUGS[name] = OwnBug(
-        name, in_line(about), edit, in_line(fix), printable(page), tuple(stages)
-    )
-
-
-def _names_of_package() -> set[str]:
-    """Return the names of the bugs and the pages of this package."""
-    from parity.explain.diagnosis.bugs import page_by_known_bug
-
-    pages = page_by_known_bug()
-    return {*pages, *pages.values()}
 
 
 @cache  # a package that fails is reported once

@@ -170,7 +170,7 @@ def _turned(rope: Rope, of: str, whose: str, suffix: str) -> Iterator[Edit]:
     if not rope.depends_on_length:  # negative positions have no length
         yield of_rope(
             f"rope-reversed{suffix}",
-            f"{whose}RoPE rotates in the opposite direction",
+            f"{whose} RoPE rotates in the opposite direction",
             positions(of, np.negative),
             fix=REVERSED_ROPE.fix,
         )

@@ -78,8 +78,8 @@ def _numbered(wrong: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Override
 
 def after_softmax(case: Case) -> Iterator[Edit]:
     def masked(_: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
-        found = original({**values, "mask": np.zeros_like(values["mask"])})["attn_weights"]
-        return {"attn_weights": np.where(values["mask"], np.zeros((), found.dtype), found)}
+        weights = original({**values, "mask": np.zeros_like(values["mask"])})["attn_weights"]
+        return {"attn_weights": np.where(values["mask"], np.zeros((), weights.dtype), weights)}
 
     if case.has_mask or case.is_cached:
         yield of_softmax(
@@ -212,9 +212,9 @@ def sinks(case: Case) -> Iterator[Edit]:
         )
 
 
-def _share_kept(_: Layer, found: np.ndarray) -> np.ndarray:
-    left = found.sum(axis=-1, keepdims=True)
-    return found / np.where(left == 0.0, 1.0, left) * (1.0 - left)
+def _share_kept(_: Layer, weights: np.ndarray) -> np.ndarray:
+    left = weights.sum(axis=-1, keepdims=True)
+    return weights / np.where(left == 0.0, 1.0, left) * (1.0 - left)
 
 
 def _mask_not_shifted(layer: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:

@@ -562,19 +562,25 @@ def products(problem: Problem) -> Iterator[Edit]:
     """Yield scores and contexts of other keys and values, or of the same ones in other axes."""
     spec = problem.spec
     words = "the keys are not transposed in the product"
-    yield part(problem, "product", words, _given("products", k=transposed), of.PRODUCTS)
+    yield part(problem, "product", words, _with_other_inputs("products", k=transposed), of.PRODUCTS)
     words = "the products of queries and keys are transposed"
     change = Edit(overrides={"products": _transposed_products})
     yield part(problem, "product", words, change, of.SWAPPED)
     words = "the attention weights are transposed in their product with the values"
-    yield part(problem, "product", words, _given("weighed", attn_weights=transposed), of.PRODUCTS)
+    yield part(
+        problem,
+        "product",
+        words,
+        _with_other_inputs("weighed", attn_weights=transposed),
+        of.PRODUCTS,
+    )
     yield from _other_tokens(problem, "products", "k", "keys")
     yield from _other_heads(problem, "products", "keys")
     yield from _other_tokens(problem, "weighed", "v", "values")
     yield from _other_heads(problem, "weighed", "values")
     yield from _other_heads(problem, "", "keys and values")
     for words, order in _orders_of_queries(spec.num_heads, spec.num_kv_heads):
-        change = _given("products", q=partial(_in_order, order))
+        change = _with_other_inputs("products", q=partial(_in_order, order))
         yield part(problem, "product", f"the queries used are {words}", change, of.HEAD_ORDER)
     if spec.soft_cap is not None:
         for words, capped in CAPS.items():
@@ -594,7 +600,7 @@ def of_token_after(x: np.ndarray) -> np.ndarray:
     return np.roll(x, -1, axis=2)
 
 
-def _given(method: str, **forms: Form) -> Edit:
+def _with_other_inputs(method: str, **forms: Form) -> Edit:
     """Return the layer in which a method receives other values."""
 
     def override(_: Any, original: Any, values: Values) -> Any:
@@ -619,7 +625,7 @@ def _other_tokens(problem: Problem, method: str, name: str, whose: str) -> Itera
         ("normalized, each head separately", partial(_normalized, eps), of.QK_NORM),
     )
     for words, form, family in forms:
-        change = _given(method, **{name: form})
+        change = _with_other_inputs(method, **{name: form})
         yield part(problem, "product", f"the {whose} used are {words}", change, family)
 
 

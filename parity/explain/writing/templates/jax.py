@@ -244,6 +244,19 @@ def attention(
             table = params["relative_queries"]  # (rows, H) or (rows, N, H)
             by_row = jnp.einsum(key_products, k, table, preferred_element_type=jnp.float32)
             scores = scores + SCALE * jnp.take_along_axis(by_row, rows.mT, axis=3).mT
+    if sinusoids is not None:
+        farthest = q.shape[2] + k.shape[2]
+        waves = sinusoids_of(jnp.arange(farthest, -farthest - 1, -1))  # (rows, D_IN)
+        table = params["relative_sinusoids"].astype(jnp.float32)  # (D_IN, N, H)
+        vectors = jnp.einsum("ce,enh->nch", waves, table)
+        position_bias = params["position_bias"].astype(jnp.float32)[:, None]  # (N, 1, H)
+        by_row = jnp.einsum("bnth,nch->bntc", q.astype(jnp.float32) + position_bias, vectors)
+        distances = key_positions - query_positions
+        rows = jnp.broadcast_to(distances + farthest, scores.shape)  # (B, N, T, S)
+        scores = scores + SCALE * jnp.take_along_axis(by_row, rows, axis=3)
+        content_bias = params["content_bias"]  # (N, H)
+        by_key = jnp.einsum("nh,bnsh->bns", content_bias, k, preferred_element_type=jnp.float32)
+        scores = scores + SCALE * by_key[:, :, None]
     if call.has_bias:
         scores = scores + bias
     if hides:

@@ -1,13 +1,19 @@
 """Values of a layer and its calls that all templates use, and the constants of written modules."""
 
-from mha_spec import GridBias, Llama3Scaling, LongRopeScaling, YarnScaling
+from mha_spec import (
+    GridBias,
+    Llama3Scaling,
+    LongRopeScaling,
+    RelativeProducts,
+    SinusoidProducts,
+    YarnScaling,
+)
 from parity.explain.writing.subject import call, spec
 
 latent = spec.latent
 rope = spec.rope
 alibi = spec.alibi
 relative = spec.relative_bias
-products = spec.relative_products
 temperature = spec.temperature
 gate = spec.gate
 qk_norm = spec.qk_norm
@@ -17,6 +23,12 @@ context_norm = spec.context_norm
 grid = None
 if isinstance(relative, GridBias):
     grid = relative
+products = None
+if isinstance(spec.relative_products, RelativeProducts):
+    products = spec.relative_products
+sinusoids = None
+if isinstance(spec.relative_products, SinusoidProducts):
+    sinusoids = spec.relative_products
 
 qk_norm_of = None
 if qk_norm is not None:
@@ -98,6 +110,8 @@ if relative is not None and grid is None:
 if grid is not None:
     GRID_HEIGHT = grid.height
     GRID_WIDTH = grid.width
+if sinusoids is not None:
+    SINUSOID_THETA = sinusoids.theta
 if products is not None:
     NUM_BEFORE = products.num_before  # rows of vectors for keys before the query
     NUM_AFTER = products.num_after

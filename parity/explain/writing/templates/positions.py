@@ -91,3 +91,12 @@ if products is not None:
             farther = NUM_EXACT + jnp.searchsorted(jnp.array(STEPS), away, side="right")
             distances = jnp.sign(distances) * jnp.where(away <= NUM_EXACT, away, farther)
         return jnp.clip(distances, -NUM_BEFORE, NUM_AFTER) + NUM_BEFORE
+
+
+if sinusoids is not None:
+
+    def sinusoids_of(distances: Array) -> Array:
+        """Return sines and cosines, in turn, of each distance, query - key."""
+        exponents = jnp.arange(0, D_IN, 2) / D_IN
+        angles = distances[:, None] / SINUSOID_THETA**exponents
+        return jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=2).reshape(len(distances), D_IN)

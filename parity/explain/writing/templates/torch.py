@@ -168,6 +168,10 @@ class Attention(nn.Module):
                 self.relative_keys = nn.Parameter(torch.zeros(shape))
             if products.of_keys:
                 self.relative_queries = nn.Parameter(torch.zeros(shape))
+        if sinusoids is not None:
+            self.relative_sinusoids = nn.Parameter(torch.zeros(D_IN, NUM_HEADS, HEAD_DIM))
+            self.content_bias = nn.Parameter(torch.zeros(NUM_HEADS, HEAD_DIM))
+            self.position_bias = nn.Parameter(torch.zeros(NUM_HEADS, HEAD_DIM))
         if spec.out_proj:
             self.out_proj = nn.Linear(NUM_HEADS * VALUE_HEAD_DIM, D_MODEL, bias=spec.out_bias)
         if gate is not None:
@@ -368,6 +372,17 @@ class Attention(nn.Module):
                     table = self.relative_queries.float()  # (rows, H) or (rows, N, H)
                     by_row = torch.einsum(key_products, k.float(), table)  # (B, N, S, rows)
                     scores = scores + SCALE * by_row.gather(3, rows.mT).mT
+            if sinusoids is not None:
+                farthest = q.shape[2] + k.shape[2]
+                waves = sinusoids_of(torch.arange(farthest, -farthest - 1, -1, device=device))
+                table = self.relative_sinusoids.float()  # (D_IN, N, H)
+                vectors = torch.einsum("ce,enh->nch", waves, table)
+                biased_q = q.float() + self.position_bias.float()[:, None]
+                by_row = torch.matmul(biased_q, vectors.mT)  # (B, N, T, rows)
+                rows = (key_positions - query_positions + farthest).expand_as(scores)
+                scores = scores + SCALE * by_row.gather(3, rows)
+                content_bias = self.content_bias.float()[:, None]  # (N, 1, H)
+                scores = scores + SCALE * torch.matmul(content_bias, k.float().mT)
             if call.has_bias:
                 scores = scores + bias.float()
             if hides:
@@ -526,6 +541,15 @@ if products is not None:
             farther = NUM_EXACT + torch.bucketize(away, steps, right=True)
             distances = distances.sign() * torch.where(away <= NUM_EXACT, away, farther)
         return distances.clamp(-NUM_BEFORE, NUM_AFTER) + NUM_BEFORE
+
+
+if sinusoids is not None:
+
+    def sinusoids_of(distances: Tensor) -> Tensor:
+        """Return sines and cosines, in turn, of each distance, query - key."""
+        exponents = torch.arange(0, D_IN, 2, device=distances.device) / D_IN
+        angles = distances[:, None] / SINUSOID_THETA**exponents
+        return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
 
 
 from parity.explain.writing.templates.grid import *

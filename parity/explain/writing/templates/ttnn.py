@@ -57,6 +57,11 @@ class Attention:
         if products is not None and products.of_keys:
             # (1, N, rows, H)
             self.relative_queries = self.upload(by_heads(weights["relative_queries"]))
+        if sinusoids is not None:
+            by_head = weights["relative_sinusoids"].swapaxes(0, 1)[None]
+            self.relative_sinusoids = self.upload(by_head)  # (1, N, D_IN, H)
+            self.content_bias = self.upload(weights["content_bias"][None, :, None])  # (1, N, 1, H)
+            self.position_bias = self.upload(weights["position_bias"][None, :, None], ttnn.float32)
 
     def upload(self, array: np.ndarray, dtype: ttnn.DataType | None = None) -> ttnn.Tensor:
         """Put an array on the device, in tiles."""
@@ -269,6 +274,24 @@ class Attention:
                 distance_products = self.products_of(k, self.relative_queries, rows.swapaxes(2, 3))
                 distance_products = ttnn.transpose(distance_products, 2, 3)
                 scores = ttnn.add(scores, ttnn.multiply(distance_products, SCALE))
+        if sinusoids is not None:
+            batch_size, num_keys = scores.shape[0], k.shape[2]
+            farthest = num_tokens + num_keys
+            waves = sinusoids_of(np.arange(farthest, -farthest - 1, -1))[None, None]
+            waves = ttnn.repeat(self.upload(waves, ttnn.float32), (1, NUM_HEADS, 1, 1))
+            vectors = ttnn.matmul(
+                waves, self.relative_sinusoids, dtype=ttnn.float32, compute_kernel_config=self.config
+            )  # (1, N, rows, H)
+            biased_q = ttnn.add(ttnn.typecast(q, ttnn.float32), self.position_bias)
+            shape = (batch_size, NUM_HEADS, num_tokens, num_keys)
+            rows = np.broadcast_to(key_positions - query_positions + farthest, shape)
+            distance_products = self.products_of(biased_q, vectors, rows)
+            scores = ttnn.add(scores, ttnn.multiply(distance_products, SCALE))
+            content_bias = ttnn.repeat(self.content_bias, (batch_size, 1, 1, 1))
+            content_products = ttnn.matmul(
+                content_bias, k, transpose_b=True, dtype=ttnn.float32, compute_kernel_config=self.config
+            )  # (B, N, 1, S)
+            scores = ttnn.add(scores, ttnn.multiply(content_products, SCALE))
         if call.has_bias:
             scores = ttnn.add(scores, self.upload(bias, ttnn.float32))
         if hides:
@@ -316,7 +339,7 @@ class Attention:
             compute_kernel_config=self.config,
         )
 
-    if products is not None:
+    if products is not None or sinusoids is not None:
 
         def products_of(self, heads: ttnn.Tensor, vectors: ttnn.Tensor, rows: np.ndarray) -> ttnn.Tensor:
             """Return the products of heads (B, N, T, H) with the vectors of rows (B, N, T, S)."""

@@ -20,6 +20,7 @@ from mha_spec import (
     RelativeBias,
     RelativeProducts,
     Rope,
+    SinusoidProducts,
     Temperature,
     YarnScaling,
 )
@@ -41,6 +42,7 @@ _ROPE_TEMPERATURE = AttentionSpec(
 _SINKS = AttentionSpec(32, 4, num_kv_heads=2, sinks=True)
 _ALIBI = AttentionSpec(32, 4, alibi=Alibi())
 _RELATIVE = AttentionSpec(32, 4, relative_bias=RelativeBias(8, 8))
+_SINUSOIDS = AttentionSpec(32, 4, relative_products=SinusoidProducts())
 _PRODUCTS = AttentionSpec(32, 4, relative_products=RelativeProducts(4, 2))
 _OF_KEYS = RelativeProducts(3, 5, of_queries=False, of_keys=True, per_head=True)
 _WINDOW = AttentionSpec(32, 4, num_kv_heads=2, window_size=4)
@@ -391,6 +393,20 @@ LAYERS = [
         seq_len=9,
         key_padding_lengths=(9, 6),
     ),
+    Case(
+        "sinusoid-products", _SINUSOIDS, "products with projected sinusoids of distances", seq_len=9
+    ),
+    Case(
+        "sinusoid-products-grouped",
+        AttentionSpec(
+            48, 6, num_kv_heads=2, d_in=20, scale=0.2, relative_products=SinusoidProducts(100.0)
+        ),
+        "projected sinusoids, grouped heads, padded, masked",
+        seq_len=11,
+        random_mask=True,
+        bias=True,
+        key_padding_lengths=(11, 7),
+    ),
     Case("window", _WINDOW, "a window of the last four tokens", seq_len=11, is_causal=True),
     Case(
         "window-both-ways",
@@ -692,6 +708,12 @@ CACHED = [
             48, 6, num_kv_heads=2, relative_products=RelativeProducts(5, 0, of_keys=True)
         ),
         "decode, vectors of distances, ragged",
+        **_UNEVEN,
+    ),
+    Case(
+        "decode-sinusoid-products",
+        AttentionSpec(32, 4, num_kv_heads=2, relative_products=SinusoidProducts()),
+        "decode, projected sinusoids of distances, ragged",
         **_UNEVEN,
     ),
     Case(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mha_spec import SinusoidProducts
 from parity.measure.core.reference import norms
 from parity.measure.core.reference.arithmetic import Arithmetic
 from parity.measure.core.reference.layer import Layer
@@ -255,7 +256,10 @@ class Backward:
         repeated_k = layer.per_query_head(k)
         d_q, d_k = a.matmul(d_scores, repeated_k), a.matmul(d_scores.swapaxes(2, 3), q)
         if layer.problem.spec.relative_products is not None:
-            of_q, of_k = self.of_relative_products(d_scores, q, repeated_k, scale, grads)
+            of_distances = self.of_relative_products
+            if isinstance(layer.problem.spec.relative_products, SinusoidProducts):
+                of_distances = self.of_sinusoid_products
+            of_q, of_k = of_distances(d_scores, q, repeated_k, scale, grads)
             d_q, d_k = d_q + of_q, d_k + of_k
         return d_q / scale, self.per_kv_head(d_k / scale), d_v
 
@@ -290,6 +294,37 @@ class Backward:
         if record.of_keys:
             d_k = of_side("relative_queries", k, np.einsum("bnts,tsc->bnsc", d_scores, is_in))
         return d_q, d_k
+
+    def of_sinusoid_products(
+        self,
+        d_scores: np.ndarray,
+        q: np.ndarray,
+        k: np.ndarray,
+        scale: np.floating,
+        grads: dict[str, np.ndarray],
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return gradients of q and k, (B, N, ·, H), through products with projected sinusoids.
+
+        They are not scaled.
+        """
+        layer, a = self.layer, self.arithmetic
+        num_queries, num_keys = d_scores.shape[2:]
+        distances = layer.sinusoid_distance(np.arange(num_queries)[:, None] - np.arange(num_keys))
+        distinct = np.unique(distances)
+        sinusoids, table = self.sized(layer.sinusoids(distinct)), self.sized(layer.sinusoid_table())
+        vectors = np.einsum("ce,enh->nch", sinusoids, table)
+        is_at = (distances[..., None] == distinct).astype(a.wide)  # (T, S, distances)
+        by_distance = np.einsum("bnts,tsc->bntc", d_scores, is_at)
+        d_biased_q = a.matmul(by_distance, vectors)
+        biased_q = q + self.sized(layer.bias_of_heads("position_bias"))
+        d_vectors = (by_distance.swapaxes(2, 3) @ biased_q).sum(axis=0) / scale  # (N, distances, H)
+        d_table = np.einsum("ce,nch->enh", sinusoids, d_vectors)
+        by_key = d_scores.sum(axis=2)  # (B, N, S)
+        grads["grad.relative_sinusoids"] = a.keep(d_table)
+        grads["grad.position_bias"] = a.keep(d_biased_q.sum(axis=(0, 2)) / scale)
+        grads["grad.content_bias"] = a.keep(np.einsum("bns,bnsh->nh", by_key, k) / scale)
+        d_k = by_key[..., None] * self.sized(layer.bias_of_heads("content_bias"))
+        return d_biased_q, d_k
 
     def of_relative_bias(self, d_scores: np.ndarray) -> np.ndarray:
         """Return the gradient of the table, (num_buckets, N).

@@ -19,6 +19,7 @@ from mha_spec import (
     RelativeBias,
     RelativeProducts,
     Rope,
+    SinusoidProducts,
     Temperature,
     YarnScaling,
 )
@@ -370,10 +371,12 @@ class Layer:
         return cast(RelativeBias, self.problem.spec.relative_bias)
 
     def relative_products(self, values: Values, places: np.ndarray) -> list[np.ndarray]:
-        """Return products of queries and of keys with the vectors of distances, not scaled.
+        """Return what is added to the products of queries and keys for distances, not scaled.
 
         Each is (B, N, T, S).
         """
+        if isinstance(self.problem.spec.relative_products, SinusoidProducts):
+            return self.sinusoid_products(values, places)
         record, a = self.distance_record(), self.arithmetic
         q, k = a.widen(values["q"]), self.per_query_head(a.widen(values["k"]))
         buckets = self.distance_bucket(np.arange(k.shape[2]) - places[:, :, None])
@@ -424,6 +427,53 @@ class Layer:
     def distance_record(self) -> RelativeProducts:
         """Return the record of products with vectors of distances, which the layer must have."""
         return cast(RelativeProducts, self.problem.spec.relative_products)
+
+    def sinusoid_products(self, values: Values, places: np.ndarray) -> list[np.ndarray]:
+        """Return products of biased queries with projected sinusoids, and of keys with a bias.
+
+        They are not scaled. Each is (B, N, T, S).
+        """
+        a = self.arithmetic
+        q, k = a.widen(values["q"]), self.per_query_head(a.widen(values["k"]))
+        distances = self.sinusoid_distance(places[:, :, None] - np.arange(k.shape[2]))
+        distinct, index = np.unique(distances, return_inverse=True)
+        # The shape of the index differs between versions of NumPy.
+        index = np.broadcast_to(index.reshape(distances.shape)[:, None], (*q.shape[:3], k.shape[2]))
+        table = self.sinusoid_table()
+        vectors = a.matmul(self.sinusoids(distinct), table.reshape(len(table), -1))
+        vectors = vectors.reshape(-1, *table.shape[1:]).swapaxes(0, 1)  # (N, distances, H)
+        by_distance = a.matmul(q + self.bias_of_heads("position_bias"), vectors.swapaxes(1, 2))
+        of_content = a.matmul(self.bias_of_heads("content_bias"), k.swapaxes(2, 3))
+        return [
+            np.take_along_axis(by_distance, index, axis=3),
+            np.broadcast_to(of_content, index.shape),
+        ]
+
+    def sinusoid_distance(self, distance: np.ndarray) -> np.ndarray:
+        """Return the distance whose sinusoids a query and a key have: query - key."""
+        return distance
+
+    def sinusoids(self, distances: np.ndarray) -> np.ndarray:
+        """Return the sinusoids of distances, (distances, d_in)."""
+        spec, wide = self.problem.spec, self.arithmetic.wide
+        # An edit of the record overrides this method, whichever kind of products a layer has.
+        record = cast(SinusoidProducts, self.distance_record())
+        pair = np.arange(spec.d_in // 2)
+        frequencies = 1.0 / record.theta ** (2 * pair / spec.d_in)
+        angles = distances[:, None] * frequencies
+        return self.in_sinusoid_order(np.sin(angles), np.cos(angles)).astype(wide)
+
+    def in_sinusoid_order(self, sines: np.ndarray, cosines: np.ndarray) -> np.ndarray:
+        """Return sines and cosines of all frequencies in the order of the projection's inputs."""
+        return np.stack([sines, cosines], axis=2).reshape(len(sines), -1)
+
+    def sinusoid_table(self) -> np.ndarray:
+        """Return the projection of sinusoids, (d_in, N, H)."""
+        return self.arithmetic.widen(self.parameter("relative_sinusoids"))
+
+    def bias_of_heads(self, name: str) -> np.ndarray:
+        """Return a learned vector of each query head, (N, 1, H)."""
+        return self.arithmetic.widen(self.parameter(name))[:, None]
 
     def scale(self) -> float:
         """Divisor of the products of queries and keys."""

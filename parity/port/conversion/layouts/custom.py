@@ -346,7 +346,11 @@ def _check_tensor(tensor: Tensor, layout: Layout, where: str) -> None:
         return
     _check_choice(f"{key}.holds", tensor.holds, WHOLE_WEIGHTS, where)
     # Vectors of each head are stacked in the order of the heads; matrices have no such axis.
-    allowed = ("...",) if tensor.is_per_head else WHOLE_AXES
+    allowed = WHOLE_AXES
+    if tensor.is_per_head:
+        allowed = ("...",)
+    elif "E" in SCORE_WEIGHTS.get(tensor.holds, ""):
+        allowed = ("...", "(n h) d")
     _check_choice(f"{key}.axes", tensor.axes, allowed, where)
 
 

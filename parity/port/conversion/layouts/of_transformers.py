@@ -76,6 +76,16 @@ _KEYS_AS_VALUES = (
     Tensor("k_proj.bias", "kv", "bias", "(n h)", is_shared=True),
 )
 
+
+def _sinusoids(projection: str, content_bias: str, position_bias: str) -> Form:
+    """Return the tensors of products with projected sinusoids, by name."""
+    return (
+        Tensor(f"{projection}.weight", "relative_sinusoids", "whole", ROWS),
+        Tensor(content_bias, "content_bias", "whole", "..."),
+        Tensor(position_bias, "position_bias", "whole", "..."),
+    )
+
+
 OF_TRANSFORMERS = [
     _layout(
         "BERT",
@@ -245,6 +255,31 @@ OF_TRANSFORMERS = [
         "flint",
         "of Flint",
         others=optional(("q_norm", "k_norm"), sinks="softmax_offset"),
+        needs_spec=True,
+    ),
+    _separate(
+        "Parakeet",
+        OF_LLAMA,
+        "parakeet",
+        "of Parakeet and Nemotron ASR",
+        others=_sinusoids("relative_k_proj", "bias_u", "bias_v"),
+        prefixes=("encoder.layers.{i}.self_attn", "layers.{i}.self_attn"),
+        needs_spec=True,
+    ),
+    _separate(
+        "Conformer",
+        ("linear_q", "linear_k", "linear_v", "linear_out"),
+        "wav2vec2_conformer",
+        "of Wav2Vec2-Conformer, FastSpeech2-Conformer and SeamlessM4T",
+        others=_sinusoids("linear_pos", "pos_bias_u", "pos_bias_v"),
+        rules=(*ALIKE, "biases"),
+        prefixes=(
+            "wav2vec2_conformer.encoder.layers.{i}.self_attn",
+            "encoder.layers.{i}.self_attn",
+            "speech_encoder.encoder.layers.{i}.self_attn",
+            "encoder.conformer_layers.{i}.self_attn",
+            "decoder.conformer_layers.{i}.self_attn",
+        ),
         needs_spec=True,
     ),
     _separate(

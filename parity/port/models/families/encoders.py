@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from mha_spec import GridBias, InputError, RelativeBias, Rope
+from mha_spec import GridBias, InputError, RelativeBias, Rope, SinusoidProducts
 from parity.port.models.config import Config, Value
-from parity.port.models.families.usual import PLAIN, SOME_BIAS, family
+from parity.port.models.families.usual import MOST_BIAS, PLAIN, SOME_BIAS, family, stack
 from parity.port.models.rules import (
     NOTHING,
     ConfigLayer,
     Family,
+    Stack,
     first_of,
     key,
     optional,
@@ -313,7 +314,59 @@ IMAGES: dict[str, Family] = {
 
 # ---- Speech --------------------------------------------------------------------------------------
 
+PARAKEET: dict[str, Any] = {
+    **PLAIN,
+    "path": "layers.{i}.self_attn",
+    "layout": "transformers.Parakeet",
+    "num_kv_heads": optional("num_key_value_heads"),
+    "qkv_bias": MOST_BIAS,
+    "out_bias": MOST_BIAS,
+    "relative_products": SinusoidProducts(),
+    "dropout": key("attention_dropout", default=0.1),
+}
+OF_CONFORMER = {
+    "conv_bias",
+    "convolution_bias",
+    "contrastive_logits_temperature",
+    "dropout_positions",
+    "encoder_positional_dropout_rate",
+    "decoder_positional_dropout_rate",
+    "max_source_positions",
+    "positionwise_conv_kernel_size",
+    "rotary_embedding_base",
+    "scale_input",
+}
+"""Keys of these families that are irrelevant for attention layers."""
+CONFORMER: dict[str, Any] = {
+    **PLAIN,
+    "layout": "transformers.Conformer",
+    "relative_products": SinusoidProducts(),
+}
+
+
+def _stack_of_fastspeech(part: str) -> Stack:
+    return stack(
+        CONFORMER,
+        part=part,
+        count=(f"{part}_layers",),
+        path=f"{part}.conformer_layers.{{i}}.self_attn",
+        num_heads=key(f"{part}_num_attention_heads"),
+        dropout=key(f"{part}_attention_dropout_rate", default=0.2),
+    )
+
+
 SPEECH: dict[str, Family] = {
+    "parakeet_encoder": family(PARAKEET, says_nothing=OF_CONFORMER),
+    "wav2vec2-conformer": family(
+        CONFORMER,
+        dropout=key("attention_dropout", default=0.1),
+        fixed={"position_embeddings_type": "relative"},
+        says_nothing=OF_CONFORMER,
+    ),
+    "fastspeech2_conformer": Family(
+        (_stack_of_fastspeech("encoder"), _stack_of_fastspeech("decoder")),
+        frozenset(OF_CONFORMER),
+    ),
     **dict.fromkeys(
         ("wav2vec2", "hubert", "unispeech", "unispeech-sat", "data2vec-audio", "sew"),
         family(

@@ -48,10 +48,13 @@ SENSES: dict[str, str] = {
     ),
     "adds products with vectors for distances (relative positions, as in Transformer-XL, Shaw or "
     "DeBERTa)": (
-        "deberta deberta-v2 fastspeech2_conformer funnel gemma3n_audio gemma4_audio "
+        "deberta deberta-v2 funnel gemma3n_audio gemma4_audio "
         "granite_speech5_encoder granite_speech_encoder granite_speech_plus_encoder "
-        "nemotron_asr_streaming_encoder parakeet_encoder seamless_m4t seamless_m4t_v2 sew-d "
-        "speecht5 vits wav2vec2-bert wav2vec2-conformer xlnet"
+        "seamless_m4t seamless_m4t_v2 sew-d "
+        "speecht5 vits wav2vec2-bert xlnet"
+    ),
+    "attends to chunks of tokens and to some before them (default_num_lookahead_tokens)": (
+        "nemotron_asr_streaming_encoder"
     ),
     "gates its biases of distances by queries": "wavlm",
     "adds learned biases by distance, in buckets other than T5's": "cpmant phi4_multimodal_audio",

@@ -21,7 +21,7 @@ from helpers.samples import sample
 
 import mha_torch
 from parity.explain.conformance import peers
-from parity.explain.conformance.answers import Finding, Kind
+from parity.explain.conformance.answers import Kind, PathAnswer
 from parity.explain.conformance.calls import run
 from parity.explain.conformance.examine import examine
 from parity.explain.conformance.functional import with_leaves
@@ -869,9 +869,11 @@ def test_rule_summarizes_answers_by_path():
 
 def test_findings_compare_by_words_and_kind():
     """Findings are equal if their words and kinds are, whatever values or errors they have."""
-    assert Finding("zeros", Kind.KEPT, "0.0") == Finding("zeros", Kind.KEPT, "-0.0", ValueError())
-    assert Finding("zeros", Kind.KEPT) != Finding("zeros", Kind.NOTE)
-    assert Finding("zeros") != Finding("NaN")
+    assert PathAnswer("zeros", Kind.KEPT, "0.0") == PathAnswer(
+        "zeros", Kind.KEPT, "-0.0", ValueError()
+    )
+    assert PathAnswer("zeros", Kind.KEPT) != PathAnswer("zeros", Kind.NOTE)
+    assert PathAnswer("zeros") != PathAnswer("NaN")
 
 
 # ---- The command line ----------------------------------------------------------------------------

@@ -363,7 +363,7 @@ def test_mask_wrong_only_in_later_calls():
     assert finding.follows == ("step1.attn_weights", "step2.attn_weights")
 
 
-def test_stages_follow_the_finding_that_they_read():
+def test_stages_follow_the_finding_they_read():
     """A stage that was not computed from wrong values follows the finding of these values, also if
     another bug is found between them.
     """
@@ -379,7 +379,21 @@ def test_stages_follow_the_finding_that_they_read():
     assert (of_output.bugs, of_output.follows) == (("out_proj-bias-missing",), ())
 
 
-def test_stage_that_reads_nothing_wrong_has_its_own_finding():
+def test_stage_after_two_nan_stages_follows():
+    """A stage that is right as a whole, after two that are not finite, is reported with the last of
+    them: without either, it would still be NaN.
+    """
+    problem = make_problem(CASE_OF["cached"], "float32")
+    observed = observed_in(problem)
+    observed = {name: x for name, x in observed.items() if not stage_named(name).path}
+    observed["step1.cache.values"] = np.full_like(observed["step1.cache.values"], np.nan)
+    observed["step1.context"] = np.full_like(observed["step1.context"], np.inf)
+    of_values, of_context = diagnose(observed, problem).findings
+    assert (of_values.stage, of_context.stage) == ("step1.cache.values", "step1.context")
+    assert of_context.follows == ("step1.output",)
+
+
+def test_stage_reading_right_values_is_new():
     """A stage that is within the budget of the whole layer, but not within its own, follows from no
     stage that it does not read.
     """
@@ -396,7 +410,7 @@ def test_stage_that_reads_nothing_wrong_has_its_own_finding():
     assert (of_context.stage, of_context.is_explained) == ("context", False)
 
 
-def test_allowed_precision_follows_from_nothing():
+def test_allowed_precision_follows_nothing():
     """Scores in an allowed precision are right, also if another stage is wrong."""
     problem = make_problem("gqa-causal", "bfloat16")
     observed = observed_in(problem, [bug(problem.case, "scores-float16")])
@@ -407,8 +421,20 @@ def test_allowed_precision_follows_from_nothing():
     assert (of_values.stage, of_values.follows) == ("v", ("context",))
 
 
+def test_path_after_unknown_bug_is_reported():
+    """If a pattern or nothing explains a stage, the paths of a module are not searched; their wrong
+    stages are reported with it.
+    """
+    problem = make_problem("causal", "float32")
+    observed = observed_in(problem)
+    observed["q"] = observed["q"] * np.float32(1.37)
+    observed["blocks.output"] = observed["blocks.output"] * np.float32(3.0) + np.float32(1.0)
+    (finding,) = diagnose(observed, problem).findings
+    assert (finding.stage, finding.follows) == ("q", ("scores", "blocks.output"))
+
+
 @pytest.mark.parametrize("wrong", ["noise", "NaN"])
-def test_other_cause_in_a_later_call_is_another_finding(wrong):
+def test_new_cause_in_later_call_is_found(wrong):
     """A pattern of one call hides no stage of a later one that it does not explain."""
     problem = make_problem(CASE_OF["cached"], "float32")
     observed = observed_in(problem)

@@ -15,6 +15,7 @@ from mha_spec import (
     RelativeBias,
     RelativeProducts,
     Rope,
+    SinusoidProducts,
     Temperature,
 )
 from parity import CASES, Case, make_problem
@@ -146,6 +147,10 @@ def test_edit_is_whole_layer_otherwise(changes):
         (
             AttentionSpec(32, 4, relative_products=RelativeProducts(4, 4)),
             {"relative_products": RelativeProducts(2, 6)},
+        ),
+        (
+            AttentionSpec(32, 4, relative_products=SinusoidProducts()),
+            {"relative_products": SinusoidProducts(100.0)},
         ),
         (AttentionSpec(32, 4, window_size=3), {"window_size": 5}),
         (AttentionSpec(32, 4, window_size=3), {"window_size": None, "chunk_size": 3}),

@@ -1,0 +1,42 @@
+"""The steps of a topic of bugs are those that its bugs change."""
+
+import pytest
+from helpers.samples import sample
+
+from parity import CASES, make_problem
+from parity.explain.diagnosis.bugs import bugs_for, known_bugs
+from parity.explain.diagnosis.trial import Trial
+from parity.measure.core.stages import STEPS, STEPS_OF_A_CALL
+
+NAMES = [name for name, case in CASES.items() if case.dtype is None and case.trained is None]
+
+
+@sample(8)
+@pytest.mark.parametrize("name", NAMES)
+def test_bugs_change_steps_of_their_topic(name):
+    """A bug changes no step but those of its topic, if all stages before a step are right.
+
+    Otherwise the search would not try it where it shows.
+    """
+    problem = make_problem(CASES[name], "float32")
+    trial = Trial(problem, Trial(problem, {}, "ieee").values, "ieee")
+    kinds = STEPS_OF_A_CALL if problem.case.is_cached else STEPS
+    every_bug = known_bugs(problem.case)
+    outside = []
+    for index in range(len(trial.steps)):
+        kind = kinds[index % len(kinds)]
+        abouts = {bug.about for bug in known_bugs(problem.case, {kind})}
+        others = [bug for bug in every_bug if bug.about not in abouts]
+        outside += [(bug.name, kind) for bug in others if not trial.leaves(index, (), (bug,))]
+    assert outside == []
+
+
+def test_bugs_of_some_steps_are_a_part():
+    """With steps, only the bugs of topics that change one of them are candidates."""
+    case = CASES["gqa-causal"]
+    every_name = [bug.name for bug in bugs_for(case)]
+    of_scores = [bug.name for bug in bugs_for(case, {"scores"})]
+    assert "scale-missing" in of_scores
+    assert "q_proj-transposed" not in of_scores
+    assert of_scores == [name for name in every_name if name in of_scores]
+    assert [bug.name for bug in bugs_for(case, {"whole"})] == every_name
