@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -98,7 +99,7 @@ def norm_numbers(trial: StageTrial, problem: Problem) -> Iterator[Edit]:
     if norm is None:
         return
     for name, whose in (("q", "queries"), ("k", "keys")):
-        number = Number("eps", name, norm.eps, EPSILONS, _eps_of(name))
+        number = Number("eps", name, norm.eps, EPSILONS, partial(_with_eps, name))
         for value in Fitted(trial, number).numbers():
             wrong, right = readable_apart(value, norm.eps)
             words = f"the eps of the norm of {whose} is {wrong} instead of {right}"
@@ -108,14 +109,13 @@ def norm_numbers(trial: StageTrial, problem: Problem) -> Iterator[Edit]:
             )
 
 
-def _eps_of(name: str) -> Callable[[float], Edit]:
-    def changed(eps: float) -> Edit:
-        def norm(_: Any, original: Override, which: str) -> Norm | None:
-            right = original(which)
-            if which != name or right is None:
-                return right
-            return replace(right, eps=eps)
+def _with_eps(name: str, eps: float) -> Edit:
+    """Return the layer whose norm of queries, or of keys, has another eps."""
 
-        return Edit(overrides={"norm": norm})
+    def norm(_: Any, original: Override, which: str) -> Norm | None:
+        right = original(which)
+        if which != name or right is None:
+            return right
+        return replace(right, eps=eps)
 
-    return changed
+    return Edit(overrides={"norm": norm})
