@@ -57,8 +57,9 @@ class StageTrial:
         try:
             with np.errstate(all="ignore"):
                 x = np.asarray(self._recompute(change), np.float64)
-        except (ValueError, IndexError, OverflowError):
-            # Shapes do not fit, or the specification is invalid.
+        except (ValueError, IndexError, KeyError, OverflowError):
+            # Shapes do not fit, the specification is invalid, or the step of a whole module has no
+            # stage that the edit reads.
             return None
         if x.shape != self.difference.expected.shape:
             return None

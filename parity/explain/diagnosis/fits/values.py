@@ -192,7 +192,8 @@ def _families_of_factor(difference: Difference, axes: tuple[int, ...], factor: f
         if _has_all_heads(difference) and spec.soft_cap is None:
             return (of.scale_family(spec),)
         return ()
-    if difference.stage.is_attn_weights:
+    # A factor of the weights is also one of the context.
+    if difference.stage.is_attn_weights or difference.stage.quantity == "context":
         is_of_dropout = any(abs(factor * (1.0 - rate) - 1.0) <= LOOSEST for rate in RATES)
         if is_of_dropout and _has_all_heads(difference):
             return (of.DROPOUT,)

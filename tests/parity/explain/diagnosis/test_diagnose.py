@@ -682,6 +682,18 @@ def test_wrong_module_output_is_a_pattern():
     assert (diagnosis.kind, diagnosis.unnamed[0].stage) == ("pattern", "module.output")
 
 
+def test_wrong_module_output_with_a_cache():
+    """A module's output of a call with a cache that nothing explains is unknown, although edits of
+    caches read stages that its own path does not have.
+    """
+    problem = make_problem(CASE_OF["cached"], "float32")
+    observed = observed_in(problem)
+    noise = np.random.default_rng(0).standard_normal(observed["step1.module.output"].shape)
+    observed["step1.module.output"] = observed["step1.module.output"] + noise.astype(np.float32)
+    (finding,) = diagnose(observed, problem).findings
+    assert (finding.stage, finding.is_explained) == ("step1.module.output", False)
+
+
 @pytest.mark.costly("the search tries all pairs of bugs before patterns")
 def test_bug_before_a_pattern_is_named():
     """Missing RoPE is named as the cause, and a later offset of the output stays unexplained."""

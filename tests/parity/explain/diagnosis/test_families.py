@@ -111,6 +111,14 @@ def test_factor_of_the_output_has_a_page():
     assert (diagnosis.kind, found.pages) == ("structure", ("stray-factor",))
 
 
+def test_keep_rate_on_the_context_is_dropout():
+    """A context divided by a usual keep rate has the page of dropout."""
+    problem = make_problem(Case("layer", PLAIN, "", seq_len=12, is_causal=True), "float32")
+    values = run_steps(steps(problem, "float32"))
+    diagnosis = parity.diagnose({"context": values["context"] / np.float32(0.9)}, problem)
+    assert [finding.pages for finding in diagnosis.findings] == [("dropout",)]
+
+
 def test_pattern_of_two_families_has_pages():
     """With a norm of q and k, a wrong scale has the pages of both families."""
     spec = replace(PLAIN, qk_norm=Norm())
