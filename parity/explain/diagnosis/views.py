@@ -23,7 +23,7 @@ FAR_FROM_CHOICE = 16.0
 """The ratio of a stage above which no other choice of precision is tried for a large layer."""
 
 Reads = Mapping[str, Read]
-"""The readings of each stage."""
+"""All readings of each stage."""
 
 Readings = dict[str, Reading]
 """One reading of each stage."""
@@ -66,8 +66,10 @@ class StageView:
             ends += [name for name in names if stage_named(name).kind == "output"]
         if not all(name in trial.observed for name in ends):
             return False
-        kept = [name for name in trial.stages if "cache" in name or name.endswith(".output")]
-        return all(trial.right.agrees(name, trial.observed[name]) for name in (*ends, *kept))
+        for name in trial.stages:
+            if "cache" in name or name.endswith(".output"):
+                ends.append(name)
+        return all(trial.right.agrees(name, trial.observed[name]) for name in ends)
 
     def diagnosis(self, result: SearchResult | None = None, untried: str = "") -> Diagnosis:
         """Return the diagnosis of this reading.
@@ -140,12 +142,12 @@ def _view(right: Trial, reads: Reads, readings: Readings) -> StageView:
 
 def _plain(reads: Reads) -> Readings:
     """Return the readings by shapes alone, of the stages that have one."""
-    return {name: each.plain for name, each in reads.items() if each.plain is not None}
+    return {name: stage.plain for name, stage in reads.items() if stage.plain is not None}
 
 
 def _malformed(reads: Reads, readings: Readings) -> dict[str, str]:
     """Return the stages without a reading, and why."""
-    return {name: each.reason for name, each in reads.items() if name not in readings}
+    return {name: stage.reason for name, stage in reads.items() if name not in readings}
 
 
 def confirmed_readings(reads: Reads) -> Readings:
@@ -153,9 +155,9 @@ def confirmed_readings(reads: Reads) -> Readings:
     necessary.
     """
     return {
-        name: each.agreed
-        for name, each in reads.items()
-        if each.agreed is not None and _is_confirmed(name, reads)
+        name: stage.agreed
+        for name, stage in reads.items()
+        if stage.agreed is not None and _is_confirmed(name, reads)
     }
 
 
@@ -219,9 +221,8 @@ def whole_views(stages: Mapping[str, np.ndarray], right: WholeTrial) -> list[Who
     they agree.
     """
     # Choices that override a method would need the scores of all rows.
-    choice, *other_choices = (
-        each for each in choices_for(right.problem.dtype, stages) if not each.overrides
-    )
+    choices = choices_for(right.problem.dtype, stages)
+    choice, *other_choices = [choice for choice in choices if not choice.overrides]
     reads = read(stages, right.with_choice(choice))
     if not reads:
         raise InputError("observed", "have stages of the problem", str(sorted(stages)))
@@ -249,12 +250,12 @@ def _may_be_a_choice(reads: Reads, agreeing: Readings, right: Trial) -> bool:
 
     The noise of all stages but scores and attention weights grows by a small factor only.
     """
-    for name, each in reads.items():
-        if name in agreeing or each.plain is None or each.plain.values is None:
+    for name, reading in _plain(reads).items():
+        if name in agreeing or reading.values is None:
             continue
         if stage_named(name).quantity in ("scores", "attn_weights"):
             return True
-        judgement = judged(each.plain.values, right.stage(name), right.allowed(name, ()), name)
+        judgement = judged(reading.values, right.stage(name), right.allowed(name, ()), name)
         if judgement.ratio > FAR_FROM_CHOICE:
             return False
     return True
