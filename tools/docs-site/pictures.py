@@ -5,7 +5,7 @@ import plots
 from reference import simulated
 
 import parity
-from parity.explain.diagnosis.bugs import bugs_for, page_by_bug, edited_layer
+from parity.explain.diagnosis.bugs import bugs_for, edited_layer, page_by_bug
 from parity.explain.diagnosis.trial import Trial
 from parity.measure.core.compare import Label, compare
 from parity.measure.core.problem import Problem

@@ -355,7 +355,8 @@ class _Search:
             confirmed = self.confirmed(diagnosis)
             if confirmed is not None:
                 return confirmed
-        if diagnosis.kind == "pattern" and sample_of(part.problem) is not None:
+        is_by_patterns = bool(diagnosis.leftover) and not diagnosis.unexplained
+        if is_by_patterns and sample_of(part.problem) is not None:
             return self._pattern(part, diagnosis)
         return replace(diagnosis, sample=part.words)
 

@@ -140,8 +140,8 @@ TOPICS = (
     _topic(weights.residual, OUTPUT),
     _topic(weights.out_columns, OUTPUT),
     _topic(weights.missing_biases, QKV, OUTPUT),
-    _topic(caches.lengths, MASK, QKV, CACHE, SCORES),
     _topic(caches.caches, CACHE),
+    _topic(caches.lengths, MASK, QKV, CACHE, SCORES),
     _topic(softmax.empty_rows, ATTN_WEIGHTS),
     _topic(precision.rounded_parts, QKV, CACHE, SCORES, ATTN_WEIGHTS, OUTPUT),
 )

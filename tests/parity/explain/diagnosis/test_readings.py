@@ -207,8 +207,9 @@ def test_pattern_is_found_with_padding():
     q = values["q"].copy()
     q[:, 3] *= np.float32(1.25)
     diagnosis = diagnose({"q": np.where(is_padding, np.float32(50.0), q)}, problem)
-    assert diagnosis.unnamed[0].description.abouts[0].startswith("the values there are 1.25 ")
-    assert "only head 3" in diagnosis.unnamed[0].where
+    (finding,) = diagnosis.findings
+    assert finding.about.startswith("the values there are 1.25 ")
+    assert "only head 3" in finding.where
 
 
 def test_unused_cache_slots_are_ignored():
@@ -358,9 +359,10 @@ def test_unexplained_q_has_place_and_pattern():
     q = values["q"].copy()
     q[:, 3] *= np.float32(1.25)
     diagnosis = diagnose({"q": q}, problem)
-    assert diagnosis.kind == "pattern"
-    assert "only head 3" in diagnosis.unnamed[0].where
-    assert "1.25" in diagnosis.unnamed[0].description.abouts[0]
+    (finding,) = diagnosis.findings
+    assert (diagnosis.kind, finding.bugs) == ("structure", ("stray-factor",))
+    assert "only head 3" in finding.where
+    assert "1.25" in finding.about
     assert "1.25" in str(diagnosis)
     found = json.loads(json.dumps(diagnosis.to_dict(), allow_nan=False))["findings"][0][
         "description"

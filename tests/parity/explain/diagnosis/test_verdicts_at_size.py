@@ -420,8 +420,10 @@ def test_mask_of_longest_is_located():
     diagnosis = parity.diagnose(served(problem, mask_of_longest=True), problem)
     assert diagnosis.stage == "step1.mask"
     (first,) = diagnosis.findings
-    assert (first.stage, first.follows) == ("step1.mask", ("step2.mask", "step3.mask"))
-    assert "the keys from the first key to 3 after its own" in first.description.abouts[0]
+    assert first.stages == ("step1.mask", "step2.mask", "step3.mask")
+    # The first sequence is the longest one.
+    assert first.about == "the mask is that of the first sequence"
+    assert "the keys from the first key to 3 after its own" in first.description.abouts[1]
     assert first.where.startswith("only sequence 1 (of 2)")
 
 

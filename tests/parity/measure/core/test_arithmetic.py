@@ -375,8 +375,8 @@ def test_approximated_exponentials_are_named(case):
 @sample(3)
 @pytest.mark.parametrize("only", [False, True], ids=["stages", "output"])
 @pytest.mark.parametrize("case", ["large-logits", "causal", "gqa-causal"])
-def test_rows_lost_by_kernel_are_a_law(case, only):
-    """Rows of the context that are 0 are a law, not a bug, from all stages or the output."""
+def test_rows_lost_by_kernel_are_named(case, only):
+    """Rows of the context that are 0 are lost values, from all stages or the output."""
     problem = make_problem(CASES[case], "bfloat16")
     stages = Reference(problem).same_precision(local=False, arithmetic="tensix")
     context = stages["context"].astype(np.float32)
@@ -391,15 +391,14 @@ def test_rows_lost_by_kernel_are_a_law(case, only):
         given |= {name: stages[name] for name in ("mask", "q", "k", "v")}
         given["context"] = context.astype(stages["context"].dtype)
     diagnosis = diagnose(given, problem, arithmetic="tensix")
-    assert (diagnosis.kind, named_bugs(diagnosis)) == ("pattern", [])
-    assert diagnosis.unnamed[0].findings is not None
-    law = diagnosis.unnamed[0].description.patterns[0]
+    assert (diagnosis.kind, named_bugs(diagnosis)) == ("structure", ["lost-values"])
+    pattern = diagnosis.findings[0].description.patterns[0]
     if only:
-        assert law.words.startswith(
+        assert pattern.about.startswith(
             f"the context of {lost.sum()} of {lost.size} rows of heads is 0 there"
         )
     else:
-        assert law.words == "all values there are 0"
+        assert pattern.about == "all values there are 0"
 
 
 def test_scaled_output_is_not_lost_rows():
