@@ -132,7 +132,7 @@ def lost_in_dtype(
 def _lost_in(
     dtype: str, trial: Trial, before: Mapping[str, Judgement], wrong: Sequence[str]
 ) -> Finding | None:
-    """Return the explanation that the whole layer was computed in a narrower dtype, if it is so."""
+    """Return the finding that the whole layer was computed in a narrower dtype, if it was."""
     results = [stage for stage in trial.stages if stage_named(stage).quantity in RESULTS]
     own = _of_the_layer(wrong)
     if not results:

@@ -637,7 +637,7 @@ def _single_bugs(question: _Question, work: Work) -> list[Edits]:
     explaining: list[Edits] = []
     for is_loss in (False, True):
         if is_loss and explaining and is_quick:
-            break  # a full explanation is not lost precision
+            break  # what another bug explains is not lost precision
         share = 1.0 if is_quick else FOR_BUGS
         if is_loss and is_quick:
             share *= FOR_LOSSES

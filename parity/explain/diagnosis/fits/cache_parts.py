@@ -296,7 +296,7 @@ def _reading(name: str, read: Read) -> Edit:
 
     Args:
         name: `keys` or `values`.
-        read: returns what is used.
+        read: the result is used instead.
     """
     method, argument = READ[name]
 
