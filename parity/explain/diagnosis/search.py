@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -751,7 +751,7 @@ def _unexplained(trial: Trial, stage: str, edits: Edits, work: Work) -> Finding:
     if trial.scope.is_quick:
         return finding
     description = trial.describe(
-        stage, edits, lambda: work.inside("numbers and parts of the layer")
+        stage, edits, partial(work.inside, "numbers and parts of the layer")
     )
     if sample_of(trial.problem) is not None and description is not None:
         description = _of_sample(description)
@@ -763,8 +763,13 @@ def _unexplained(trial: Trial, stage: str, edits: Edits, work: Work) -> Finding:
                 error = trial.judgement(stage, (*edits, bug), quick=True).error
             if error < 0.5 * before.error:
                 nearest.append((bug.about, error))
-    nearest.sort(key=lambda each: each[1])
+    nearest.sort(key=_remaining_error)
     return replace(finding, description=description, nearest=tuple(nearest[:NEAREST]))
+
+
+def _remaining_error(nearest: tuple[str, float]) -> float:
+    _, error = nearest
+    return error
 
 
 def _of_sample(description: Description) -> Description | None:
