@@ -129,7 +129,7 @@ def is_caught(verdict: Verdict) -> bool:
 
 
 def is_placed(verdict: Verdict) -> bool:
-    """Return whether it names a bug, or reports the place or the law of the first stage that differs."""
+    """Return whether it names a bug, or reports the place or the pattern of the first stage that differs."""
     unnamed = [each for each in verdict.get("said", {}).get("findings", []) if not each["bugs"]]
     description = unnamed[0]["description"] if unnamed else None
     is_somewhere = description is not None and (
@@ -149,7 +149,7 @@ JUDGEMENTS = ("right", "one of several", "wrong", "none given", "to be judged")
 def judged_names(verdict: Verdict) -> str:
     """Return whether the names given for a bug are right: one of `JUDGEMENTS`.
 
-    An explanation by a law has pages instead of a name: it is right if all of its pages are. `one of several`: if names
+    A pattern of a family has pages instead of a name: it is right if all of its pages are. `one of several`: if names
     are wrong, the diagnosis reports that it cannot distinguish them from a right one. An order of heads has no words
     before it is observed, and is not searched for there.
     """
@@ -158,18 +158,18 @@ def judged_names(verdict: Verdict) -> str:
     if verdict["id"] not in ACCEPTED:
         return "to be judged"
     accepted, pages = ACCEPTED[verdict["id"]], ACCEPTED_PAGES[verdict["id"]]
-    known = [each for each in _named(verdict) if not _is_of_law(each)]
-    laws = [each for each in _named(verdict) if _is_of_law(each)]
-    if all(accepted.issuperset(each["bugs"]) for each in known) and all(pages >= {*each["pages"]} for each in laws):
+    known = [each for each in _named(verdict) if not _is_pattern(each)]
+    patterns = [each for each in _named(verdict) if _is_pattern(each)]
+    if all(accepted.issuperset(each["bugs"]) for each in known) and all(pages >= {*each["pages"]} for each in patterns):
         return "right"
     words = _words_for(accepted, BUGS[verdict["id"]].problem.case)
     is_said = all(accepted.issuperset(each["bugs"]) or words & {*each["others"]} for each in known)
-    return "one of several" if is_said and all(pages & {*each["pages"]} for each in laws) else "wrong"
+    return "one of several" if is_said and all(pages & {*each["pages"]} for each in patterns) else "wrong"
 
 
-def _is_of_law(explanation: dict[str, Any]) -> bool:
-    """Return whether a law explains it: then it has the findings of the stage."""
-    return explanation.get("description") is not None
+def _is_pattern(finding: dict[str, Any]) -> bool:
+    """Return whether a finding is a pattern: then it has a description of the stage."""
+    return finding.get("description") is not None
 
 
 def _words_for(names: Collection[str], case: Case) -> set[str]:

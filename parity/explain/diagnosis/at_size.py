@@ -325,7 +325,7 @@ class _Search:
         return replace(shown, findings=findings, untried="", sample=words)
 
     def explained_by_mixing(self) -> Diagnosis | None:
-        """Return an explanation by a bug that mixes rows."""
+        """Return the diagnosis by bugs that mix rows; None if none of them explains a sample."""
         names_left = set(self.samples.mixing_bugs)
         try:
             with self.work.counted(), self.work.inside("bugs that mix rows"):

@@ -1,14 +1,16 @@
-"""Find out why two implementations differ: the reference is computed again with known bugs until it
-differs no more.
+"""Find out why an implementation differs from the reference: the reference is computed again with
+edits, known bugs and fitted patterns, until it differs no more.
 
 Convention differences come first: if the output agrees, a stage that differs is probably only
 recorded in another convention (`parity.explain.diagnosis.readings`). Legitimate choices of
 precision are allowed (`parity.explain.diagnosis.choices`).
 
 Then each stage is computed again from the observed stages before it, so two bugs in different
-places are found one after the other. A stage that was not observed is computed with the bugs found
-so far. A bug explains a stage if the remaining error is within the budget of
+places are found one after the other. A stage that was not observed is computed with the edits found
+so far. An edit explains a stage if the remaining error is within the budget of
 `parity.measure.core.compare`, that is, if only rounding remains.
+
+A large layer is searched in samples (`parity.explain.diagnosis.at_size`).
 """
 
 from __future__ import annotations
@@ -125,23 +127,23 @@ def diagnose_stages(
         ValueError: if no stage is one of the problem's.
     """
     problem = reference.problem
-    searcher = _Searcher(stages, reference, arithmetic)
+    observation = _Observation(stages, reference, arithmetic)
     known = {comparison.stage: comparison for comparison in comparisons}
     if not is_large(problem):
         compared = WholeStages(stages, reference, arithmetic, known)
         with single_threaded():
-            diagnosis = searcher.of_all(EVERYTHING, Work(seconds))
+            diagnosis = observation.diagnosed(EVERYTHING, Work(seconds))
     elif problem.case.is_cached:
-        diagnosis, compared = _diagnosed_by_calls(searcher, known, seconds)
+        diagnosis, compared = _diagnosed_by_calls(observation, known, seconds)
     else:
-        diagnosis, compared = _diagnosed_at_size(searcher, seconds)
+        diagnosis, compared = _diagnosed_at_size(observation, seconds)
     diagnosis = _measured_as_a_whole(diagnosis, compared)
     return replace(diagnosis, dtypes=_other_dtypes(stages, problem), dtype=problem.dtype)
 
 
 @dataclass(frozen=True)
-class _Searcher:
-    """Diagnoses the stages of a problem, or of a part of it.
+class _Observation:
+    """The observed stages of a problem, which can be diagnosed as a whole or in part.
 
     Attributes:
         stages: the observed stages.
@@ -163,7 +165,7 @@ class _Searcher:
         """The projections and tables that the reference computed."""
         return remembered_of(self.reference)
 
-    def of_all(self, scope: Scope, work: Work) -> Diagnosis:
+    def diagnosed(self, scope: Scope, work: Work) -> Diagnosis:
         """Diagnose all stages, within a scope and a limit of work."""
         right = Trial(
             self.problem,
@@ -175,8 +177,8 @@ class _Searcher:
         )
         return _diagnosed(self.stages, right, work)
 
-    def of_part(self, part: Part, scope: Scope, work: Work) -> Diagnosis:
-        """Diagnose a sample, within a scope and a limit of work."""
+    def diagnosed_in_part(self, part: Part, scope: Scope, work: Work) -> Diagnosis:
+        """Diagnose a part, within a scope and a limit of work."""
         base = remembering(part.remembered)
         right = Trial(part.problem, {}, self.arithmetic, base=base, scope=scope)
         return _diagnosed(part.observed, right, work)
@@ -202,28 +204,34 @@ def _diagnosed(stages: Mapping[str, np.ndarray], right: Trial, work: Work) -> Di
             # The comparable stages agree, but one has an unexpected shape or dtype.
             if not view.wrong:
                 return view.diagnosis()
-        return _searched(views, work.left)
+        return _best_of_views(views, work.left)
 
 
-def _searched(views: Sequence[StageView], seconds: float) -> Diagnosis:
+def _best_of_views(views: Sequence[StageView], seconds: float) -> Diagnosis:
     """Search each reading for bugs, and return the best diagnosis."""
     plain = views[0]
     fewer_wrong = [view for view in views if len(view.wrong) < len(plain.wrong)]
     fewer_wrong.sort(key=lambda view: len(view.wrong))
-    searched = [plain, *fewer_wrong[: MOST_VIEWS - 1]]
-    best_view, best_result, untried = plain, None, ""
-    for view in searched:
-        work = Work(seconds / len(searched))
-        result = _search(view.trial, work)
+    to_search = [plain, *fewer_wrong[: MOST_VIEWS - 1]]
+    results: list[tuple[StageView, SearchResult]] = []
+    untried = ""
+    for view in to_search:
+        work = Work(seconds / len(to_search))
+        result = _search_with_and_without_nan(view.trial, work)
+        results.append((view, result))
         untried = untried or work.untried
-        if best_result is None or result.cost < best_result.cost:
-            best_view, best_result = view, result
         if result.is_complete and result.count == 1 and view is plain:
             break
+    best_view, best_result = min(results, key=_cost_of_result)
     return _concluded(best_view, best_result, untried)
 
 
-def _search(trial: Trial, work: Work) -> SearchResult:
+def _cost_of_result(searched: tuple[StageView, SearchResult]) -> tuple[int, int]:
+    _, result = searched
+    return result.cost
+
+
+def _search_with_and_without_nan(trial: Trial, work: Work) -> SearchResult:
     """Search for bugs. If a stage has NaN of its own, also search with NaN in rows without a
     key.
     """
@@ -253,14 +261,11 @@ def _has_nan_of_its_own(trial: Trial, stage: str) -> bool:
     return bool((np.isnan(actual) & ~np.isnan(expected)).any())
 
 
-def _concluded(view: StageView, result: SearchResult | None, untried: str) -> Diagnosis:
+def _concluded(view: StageView, result: SearchResult, untried: str) -> Diagnosis:
     """Return the diagnosis that follows from a search.
 
-    A stage over its budget is wrong, also if the output agrees: what differs and has no name is
-    unknown.
+    If all that was found is lost precision, one loss in the whole layer may explain more.
     """
-    if result is None:
-        return view.diagnosis()
     are_losses = all(edit.is_loss for finding in result.findings for edit in finding.edits)
     is_short = result.is_complete and len(result.findings) == 1
     if are_losses and not is_short:
@@ -277,41 +282,45 @@ def _concluded(view: StageView, result: SearchResult | None, untried: str) -> Di
 
 
 def _diagnosed_by_calls(
-    searcher: _Searcher, known: Mapping[str, Comparison], seconds: float
+    observation: _Observation, known: Mapping[str, Comparison], seconds: float
 ) -> tuple[Diagnosis, WholeStages]:
     """Diagnose the calls of a large layer with a cache, the first one alone if possible."""
-    problem, reference, arithmetic = searcher.problem, searcher.reference, searcher.arithmetic
-    ordered = {name: in_order(problem, name, x) for name, x in searcher.stages.items()}
+    problem = observation.problem
+    reference = observation.reference
+    arithmetic = observation.arithmetic
+    ordered = {name: in_order(problem, name, x) for name, x in observation.stages.items()}
     of_first_call: dict[str, np.ndarray] = {}
     for name, x in ordered.items():
         if name.startswith(FIRST_CALL):
             of_first_call[name.removeprefix(FIRST_CALL)] = x
     first_compared = WholeStages(of_first_call, reference, arithmetic, known, FIRST_CALL)
-    first = first_call(problem, searcher.stages, first_compared)
-    diagnosis = diagnosed_by_first_call(first, searcher.of_part, searcher.of_all, seconds)
+    first = first_call(problem, observation.stages, first_compared)
+    diagnosis = diagnosed_by_first_call(
+        first, observation.diagnosed_in_part, observation.diagnosed, seconds
+    )
     return diagnosis, WholeStages(ordered, reference, arithmetic, known)
 
 
-def _diagnosed_at_size(searcher: _Searcher, seconds: float) -> tuple[Diagnosis, WholeStages]:
+def _diagnosed_at_size(observation: _Observation, seconds: float) -> tuple[Diagnosis, WholeStages]:
     """Diagnose the stages of a large layer without a cache: read as a whole, and searched in
     samples.
     """
-    reference, remembered = searcher.reference, searcher.remembered
+    reference, remembered = observation.reference, observation.remembered
     right = WholeTrial(
         reference.problem,
         {},
-        searcher.arithmetic,
+        observation.arithmetic,
         base=remembering(remembered),
         reference=reference,
     )
     with uncounted(), single_threaded():
-        views = whole_views(_of_problem(searcher.stages), right)
+        views = whole_views(_of_problem(observation.stages), right)
     best: tuple[Diagnosis, WholeStages] | None = None
     for view in views:
-        kind = view.choice.arithmetic or searcher.arithmetic
+        kind = view.choice.arithmetic or observation.arithmetic
         compared = WholeStages(view.values, reference, kind, passed=view.agreed)
         whole = Whole(reference.problem, view.values, compared, remembered)
-        diagnosis = diagnosed_by_samples(whole, searcher.of_part, seconds / len(views))
+        diagnosis = diagnosed_by_samples(whole, observation.diagnosed_in_part, seconds / len(views))
         diagnosis = view.completed(diagnosis)
         if not diagnosis.is_wrong:
             return diagnosis, compared

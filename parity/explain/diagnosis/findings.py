@@ -128,8 +128,9 @@ class Finding(JsonRecord):
         """
         if self.edits:
             return tuple(edit.name for edit in self.edits)
-        for pattern in self._of_families():
-            return pattern.pages[:1]
+        of_families = self._of_families()
+        if of_families:
+            return of_families[0].pages[:1]
         return ()
 
     @property
@@ -442,12 +443,12 @@ class Diagnosis(JsonRecord):
 
     @property
     def known(self) -> list[Finding]:
-        """The findings that known bugs explain."""
+        """The findings that known bugs explain: `named` without patterns."""
         return [finding for finding in self.findings if finding.edits]
 
     @property
     def leftover(self) -> list[Finding]:
-        """The other findings: patterns, and unexplained stages."""
+        """The other findings: patterns, also of families, and unexplained stages."""
         return [finding for finding in self.findings if not finding.edits]
 
     @property

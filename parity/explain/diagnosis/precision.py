@@ -56,14 +56,14 @@ def lost_in_products(
         return None
     dtype = SAME_PRECISION[trial.problem.dtype]
     first = wrong[0]
-    for kind, bug in FIDELITIES.items():
-        reproduced = [_with_fidelity(trial, stage, dtype, kind) for stage in wrong]
+    for fidelity, bug in FIDELITIES.items():
+        reproduced = [_with_fidelity(trial, stage, dtype, fidelity) for stage in wrong]
         if not all(
             _leaves_little(trial, stage, *forms)
             for stage, forms in zip(wrong, reproduced, strict=True)
         ):
             continue
-        ratios = [trial.judgement(stage, (), kind=kind).ratio for stage in wrong]
+        ratios = [trial.judgement(stage, (), arithmetic=fidelity).ratio for stage in wrong]
         return Finding(
             stage=first,
             stages=tuple(wrong),
@@ -76,14 +76,14 @@ def lost_in_products(
     return None
 
 
-def _with_fidelity(trial: Trial, stage: str, dtype: str, kind: str) -> list[np.ndarray]:
+def _with_fidelity(trial: Trial, stage: str, dtype: str, fidelity: str) -> list[np.ndarray]:
     """Return a stage at a math fidelity.
 
     A module's kernels may scale queries where its stage functions scale scores.
     """
     return [
-        trial.stage(stage, (), dtype, kind),
-        trial.stage(stage, (SCALED_QUERIES,), dtype, kind),
+        trial.stage(stage, (), dtype, fidelity),
+        trial.stage(stage, (SCALED_QUERIES,), dtype, fidelity),
     ]
 
 
@@ -132,7 +132,7 @@ def lost_in_dtype(
 def _lost_in(
     dtype: str, trial: Trial, before: Mapping[str, Judgement], wrong: Sequence[str]
 ) -> Finding | None:
-    """Return the explanation that the whole layer was computed in a narrower dtype, if it is so."""
+    """Return the finding that the whole layer was computed in a narrower dtype, if it was."""
     results = [stage for stage in trial.stages if stage_named(stage).quantity in RESULTS]
     own = _of_the_layer(wrong)
     if not results:

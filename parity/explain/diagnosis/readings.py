@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import Norm, Rope
-from parity.explain.diagnosis.bugs.record import Edit
+from parity.explain.diagnosis.bugs.record import Edit, Edits
 from parity.explain.diagnosis.sample import sample_of
 from parity.explain.diagnosis.trial import Trial
 from parity.measure.core.reference import Layer
@@ -58,7 +58,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Read:
+class StageReadings:
     """The readings of a recorded stage.
 
     Attributes:
@@ -117,7 +117,7 @@ BEFORE_BIAS = Edit(overrides=_BIAS)
 PRODUCTS = Edit(overrides={"scale": _without_scale, "capped": _without_cap, **_BIAS})
 
 
-def read(observed: Mapping[str, np.ndarray], right: Trial) -> dict[str, Read]:
+def read(observed: Mapping[str, np.ndarray], right: Trial) -> dict[str, StageReadings]:
     """Return the readings of each recorded stage that the reference has."""
     readings = {}
     for name, x in observed.items():
@@ -174,32 +174,34 @@ class _Reader:
             tokens = sample.tokens_of(self.stage.quantity)
         return unused_cells(problem.case, self.name, self.expected.shape, tokens)
 
-    def read(self, x: np.ndarray) -> Read:
+    def read(self, x: np.ndarray) -> StageReadings:
         """Return the readings, up to the first that agrees."""
         typed = self._typed(x)
         if isinstance(typed, str):
-            return Read(None, None, typed)
+            return StageReadings(None, None, typed)
         if typed.shape == self.expected.shape and self._agrees(typed):
             words = self._words_of_dtype(x)
             as_ours = Reading(words, typed, is_certain=True, masked=self.unused)
-            return Read(as_ours, as_ours)
+            return StageReadings(as_ours, as_ours)
         # As recorded it differs. It may agree in other axes, or in another convention.
         shaped = list(self._shaped(typed))
         agreed = next(self._agreeing(typed, shaped), None)
         if not shaped:
-            return Read(None, agreed, f"has shape {x.shape} instead of {self.expected.shape}")
+            return StageReadings(
+                None, agreed, f"has shape {x.shape} instead of {self.expected.shape}"
+            )
         after_mask = self._after_mask(shaped[0])
         if after_mask is None:
-            return Read(replace(shaped[0], masked=self.unused), agreed)
+            return StageReadings(replace(shaped[0], masked=self.unused), agreed)
         if after_mask.values is not None and self._agrees(after_mask.values):
             agreed = after_mask
-        return Read(after_mask, agreed)
+        return StageReadings(after_mask, agreed)
 
-    def _agrees(self, x: np.ndarray, changes: tuple[Edit, ...] = ()) -> bool:
-        """Return True if an array is the stage with changes, up to rounding, except in unused
+    def _agrees(self, x: np.ndarray, edits: Edits = ()) -> bool:
+        """Return True if an array is the stage with edits, up to rounding, except in unused
         cells.
         """
-        return self.right.agrees(self.name, x, changes, self.unused)
+        return self.right.agrees(self.name, x, edits, self.unused)
 
     # ---- Dtypes ----------------------------------------------------------------------------------
 
@@ -334,17 +336,17 @@ class _Reader:
 
     def _agreeing(self, x: np.ndarray, shaped: Sequence[Reading]) -> Iterator[Reading]:
         """Yield the readings in which the array agrees with the reference."""
-        for form in shaped:
-            if form.values is None:
+        for reading in shaped:
+            if reading.values is None:
                 continue
-            if form.words and self._agrees(form.values):
-                yield Reading(form.words, form.values, is_certain=True, masked=self.unused)
-            for words, values in self._restored(form.values):
+            if reading.words and self._agrees(reading.values):
+                yield Reading(reading.words, reading.values, is_certain=True, masked=self.unused)
+            for words, values in self._restored(reading.values):
                 if self._agrees(values):
-                    yield Reading(_joined(form.words, words), values, masked=self.unused)
-            for words, change in self._computable_conventions():
-                if self._agrees(form.values, (change,)):
-                    yield Reading(_joined(form.words, words), None)
+                    yield Reading(_joined(reading.words, words), values, masked=self.unused)
+            for words, edit in self._computable_conventions():
+                if self._agrees(reading.values, (edit,)):
+                    yield Reading(_joined(reading.words, words), None)
         # An average over the heads has no shape of the stage.
         if (
             self.stage.is_attn_weights
@@ -398,19 +400,19 @@ class _Reader:
 
     # ---- Scores after a mask ---------------------------------------------------------------------
 
-    def _after_mask(self, form: Reading) -> Reading | None:
+    def _after_mask(self, reading: Reading) -> Reading | None:
         """Return scores after a mask, which are compared in the other cells only; None for other
         stages and scores.
         """
-        if self.stage.quantity != "scores" or form.values is None:
+        if self.stage.quantity != "scores" or reading.values is None:
             return None
-        cells = self._masked_cells(form.values)
+        cells = self._masked_cells(reading.values)
         if not cells.any():
             return None
-        values = np.where(cells, self.expected, form.values).astype(form.values.dtype)
+        values = np.where(cells, self.expected, reading.values).astype(reading.values.dtype)
         if self.unused is not None:
             cells = cells | self.unused
-        return Reading(_joined(form.words, AFTER_MASK), values, is_certain=True, masked=cells)
+        return Reading(_joined(reading.words, AFTER_MASK), values, is_certain=True, masked=cells)
 
     def _masked_cells(self, x: np.ndarray) -> np.ndarray:
         """Return the cells of recorded scores, (B, N, T, S), that hold a mask's number."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from functools import cached_property, partial
 from typing import Any
 
@@ -159,10 +159,7 @@ class Remembered:
         """
         own_weights = layer.problem.weights
         if not self._rows:
-            for name, own_weight in own_weights.items():
-                if name.endswith("_proj.weight"):
-                    for index, row in enumerate(own_weight):
-                        self._rows[row[:BEGINNING].tobytes()] = name, index
+            self._index_rows(own_weights)
         rows_of: dict[str, list[int]] = {}
         places_of: dict[str, list[int]] = {}
         for place, row in enumerate(weight):
@@ -174,12 +171,21 @@ class Remembered:
             places_of.setdefault(name, []).append(place)
         spend(PER_FACTOR * weight.size)
         sources = {}
-        for name, rows in rows_of.items():
-            sources[name] = np.array(rows), np.array(places_of[name])
-            for from_rows, to_places in _in_runs(*sources[name]):
+        for name, indices in rows_of.items():
+            rows, places = np.array(indices), np.array(places_of[name])
+            # The beginnings of rows only suggest where they come from.
+            for from_rows, to_places in _in_runs(rows, places):
                 if not np.array_equal(own_weights[name][from_rows], weight[to_places]):
                     return None
+            sources[name] = rows, places
         return sources
+
+    def _index_rows(self, weights: Mapping[str, np.ndarray]) -> None:
+        """Index the rows of all projections by the bytes of their beginnings."""
+        for name, weight in weights.items():
+            if name.endswith("_proj.weight"):
+                for index, row in enumerate(weight):
+                    self._rows[row[:BEGINNING].tobytes()] = name, index
 
     # ---- Tables ----------------------------------------------------------------------------------
 

@@ -3,8 +3,11 @@
 For each stage that differs, in the order of the data flow, candidates are tried in one order: known
 bugs alone, cheap ones first; known bugs that only lose precision; pairs of known bugs; and
 patterns, whose numbers are fitted to the stage. An edit explains a stage if the reference, which is
-computed with it from the observed stages before, differs by rounding alone, and no other stage gets
-wrong.
+computed with it from the observed stages before, differs by rounding alone, and no other stage
+becomes wrong.
+
+A *part* of a trace is what is searched at once: the stage functions, then each path of a module. A
+*chain* is the search's plan for a part: one cause after the other.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -23,7 +26,7 @@ from parity.explain.diagnosis.findings import Finding, plain
 from parity.explain.diagnosis.fits import EVERYWHERE, Description
 from parity.explain.diagnosis.patterns import injected_pattern
 from parity.explain.diagnosis.sample import sample_of
-from parity.explain.diagnosis.trial import Trial
+from parity.explain.diagnosis.trial import WIDE_ENOUGH, Trial
 from parity.explain.diagnosis.work import Work
 from parity.measure.core.case import Case
 from parity.measure.core.compare import Judgement, norms_of
@@ -57,9 +60,8 @@ CHANCE = 0.5
 is chance.
 """
 
-WIDE = ("float32", "float64")
 LEFT_BY_LOSS = 0.1
-"""The share of the mean error that a loss of precision may leave in these dtypes."""
+"""The share of the mean error that a loss of precision may leave, in dtypes in which it shows."""
 
 REPEATED = 2.0
 """The largest error of a module's path, in multiples of the change by a loss of precision."""
@@ -181,10 +183,10 @@ def _shared_edits(trial: Trial, part: str, edits: Edits) -> Edits:
     best = edits
     fewest = len(trial.wrong(stages, edits))
     for number in range(len(edits) - 1, -1, -1):
-        for some in itertools.combinations(edits, number):
-            wrong = len(trial.wrong(stages, some))
-            if wrong < fewest:
-                best, fewest = some, wrong
+        for subset in itertools.combinations(edits, number):
+            num_wrong = len(trial.wrong(stages, subset))
+            if num_wrong < fewest:
+                best, fewest = subset, num_wrong
     return best
 
 
@@ -194,7 +196,7 @@ def _finding_of_begin(trial: Trial, begin: Edits, others: Edits) -> Finding | No
     still_wrong = trial.wrong(wrong, (*begin, *others))
     for stage in wrong:
         if stage not in still_wrong:
-            return _finding(trial, trial.stages, others, _Choice(stage, begin), "")
+            return _finding(trial, trial.stages, others, _Cause(stage, begin), "")
     return None
 
 
@@ -207,7 +209,7 @@ def _of_part(stages: Sequence[str], part: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Choice:
+class _Cause:
     """Edits that explain a stage, and alternatives."""
 
     stage: str
@@ -216,18 +218,18 @@ class _Choice:
 
 
 @dataclass(frozen=True)
-class _Path:
-    """Choices one after the other, and the first stage that they do not explain; empty if there is
+class _Chain:
+    """Causes one after the other, and the first stage that they do not explain; empty if there is
     none.
     """
 
-    choices: tuple[_Choice, ...] = ()
+    causes: tuple[_Cause, ...] = ()
     unexplained: str = ""
 
     @property
     def length(self) -> int:
         """The number of edits."""
-        return sum(len(choice.edits) for choice in self.choices)
+        return sum(len(cause.edits) for cause in self.causes)
 
 
 class _PartSearch:
@@ -304,14 +306,14 @@ class _PartSearch:
     def _explain(self, stages: list[str]) -> None:
         """Explain stages, one after the other."""
         while True:
-            path = self._path(stages)
-            for choice in path.choices:
+            chain = self._chain(stages)
+            for cause in chain.causes:
                 self.findings.append(
-                    _finding(self.trial, stages, self.edits, choice, PARTS[self.part])
+                    _finding(self.trial, stages, self.edits, cause, PARTS[self.part])
                 )
-                self.edits = (*self.edits, *choice.edits)
-                self.bugs += choice.edits
-            unexplained = path.unexplained
+                self.edits = (*self.edits, *cause.edits)
+                self.bugs += cause.edits
+            unexplained = chain.unexplained
             if not unexplained:
                 return
             if not (self.part and _repeats_a_loss(self.trial, unexplained, self.edits)):
@@ -319,12 +321,12 @@ class _PartSearch:
             # The next stages are computed from the observed values of this one.
             stages = stages[stages.index(unexplained) + 1 :]
 
-    def _path(self, stages: Sequence[str]) -> _Path:
+    def _chain(self, stages: Sequence[str]) -> _Chain:
         """Return the shortest way to explain all stages, or one that reaches far: single bugs
         first, then also pairs.
         """
         trial = self.trial
-        best = self._walk(stages, self.edits, most=1)
+        best = self._best_chain(stages, self.edits, most=1)
         if trial.scope.is_quick or not best.unexplained:
             return best
         is_of_module = bool(stage_named(best.unexplained).path)
@@ -332,37 +334,45 @@ class _PartSearch:
             return best
         if self.work.is_over("pairs of bugs", FOR_BUGS):
             return best
-        with_pairs = self._walk(stages, self.edits, most=2)
+        with_pairs = self._best_chain(stages, self.edits, most=2)
         if not with_pairs.unexplained:
             return with_pairs
         if stages.index(with_pairs.unexplained) > stages.index(best.unexplained):
             return with_pairs
         return best
 
-    def _walk(self, stages: Sequence[str], edits: Edits, *, most: int) -> _Path:
-        """Return the best way to explain stages, with at most some edits for each."""
+    def _best_chain(self, stages: Sequence[str], edits: Edits, *, most: int) -> _Chain:
+        """Return the best way to explain stages.
+
+        Args:
+            stages: the stages to explain.
+            edits: those that are injected already.
+            most: the largest number of edits to add for one stage.
+        """
         wrong = self.trial.wrong(stages, edits)
         if not wrong:
-            return _Path()
+            return _Chain()
         stage = wrong[0]
-        best = _Path(unexplained=stage)
+        best = _Chain(unexplained=stage)
         for at_once in range(1, most + 1):
             if len(edits) + at_once > MOST_EDITS:
                 break
             question = _Question(self.trial, stages, stage, edits)
             candidates = _explaining(question, self.work, at_once)[:MOST_BRANCHES]
-            paths = {added: self._walk(stages, (*edits, *added), most=most) for added in candidates}
-            complete = {added: path for added, path in paths.items() if not path.unexplained}
+            chains: dict[Edits, _Chain] = {}
+            for added in candidates:
+                chains[added] = self._best_chain(stages, (*edits, *added), most=most)
+            complete = {added: chain for added, chain in chains.items() if not chain.unexplained}
             if complete:
-                shortest = min(path.length for path in complete.values())
+                shortest = min(chain.length for chain in complete.values())
                 first, *others = [
-                    added for added, path in complete.items() if path.length == shortest
+                    added for added, chain in complete.items() if chain.length == shortest
                 ]
-                choice = _Choice(stage, first, tuple(others))
-                return _Path((choice, *complete[first].choices))
-            for added, path in paths.items():
-                if stages.index(path.unexplained) > stages.index(best.unexplained):
-                    best = _Path((_Choice(stage, added), *path.choices), path.unexplained)
+                cause = _Cause(stage, first, tuple(others))
+                return _Chain((cause, *complete[first].causes))
+            for added, chain in chains.items():
+                if stages.index(chain.unexplained) > stages.index(best.unexplained):
+                    best = _Chain((_Cause(stage, added), *chain.causes), chain.unexplained)
         return best
 
     def _leave(self, stage: str, stages: Sequence[str]) -> None:
@@ -426,7 +436,7 @@ class _Question:
     Attributes:
         trial: the reference, and the observed stages.
         stages: the stages to explain.
-        stage: the first of them that differs.
+        stage: the stage, the first of them that differs.
         edits: those that are injected already.
     """
 
@@ -451,15 +461,17 @@ class _Question:
         return self.trial.stage(self.stage, self.edits)
 
     @cached_property
+    def _of_same_part(self) -> list[str]:
+        return _of_part(self.trial.stages, stage_named(self.stage).path)
+
+    @cached_property
     def _wrong(self) -> list[str]:
-        of_part = _of_part(self.trial.stages, stage_named(self.stage).path)
-        return self.trial.wrong(of_part, self.edits)
+        return self.trial.wrong(self._of_same_part, self.edits)
 
     @cached_property
     def right(self) -> list[str]:
         """The stages of the same part that are right, and must stay so."""
-        of_part = _of_part(self.trial.stages, stage_named(self.stage).path)
-        return [stage for stage in of_part if stage not in self._wrong]
+        return [stage for stage in self._of_same_part if stage not in self._wrong]
 
     @cached_property
     def given_up(self) -> list[str]:
@@ -527,7 +539,7 @@ class _Question:
         dtype can show.
         """
         trial = self.trial
-        if trial.problem.dtype not in WIDE:
+        if trial.problem.dtype not in WIDE_ENOUGH:
             return True
         before = trial.distance(self.stage, self.expected)
         after = trial.distance(self.stage, trial.stage(self.stage, edits))
@@ -625,7 +637,7 @@ def _single_bugs(question: _Question, work: Work) -> list[Edits]:
     explaining: list[Edits] = []
     for is_loss in (False, True):
         if is_loss and explaining and is_quick:
-            break  # a full explanation is not lost precision
+            break  # what another bug explains is not lost precision
         share = 1.0 if is_quick else FOR_BUGS
         if is_loss and is_quick:
             share *= FOR_LOSSES
@@ -693,26 +705,26 @@ def _is_in_sight(question: _Question, bug: Edit) -> bool:
 
 
 def _finding(
-    trial: Trial, stages: Sequence[str], edits: Edits, choice: _Choice, part: str
+    trial: Trial, stages: Sequence[str], edits: Edits, cause: _Cause, part: str
 ) -> Finding:
     """Return the finding of known bugs, in addition to earlier edits."""
-    added = choice.edits
+    added = cause.edits
     if len(added) > 1:
         added = tuple(sorted(added, key=lambda edit: _first_step(trial, edits, edit)))
-    before = trial.judgement(choice.stage, edits)
-    after = trial.judgement(choice.stage, (*edits, *choice.edits))
+    before = trial.judgement(cause.stage, edits)
+    after = trial.judgement(cause.stage, (*edits, *cause.edits))
     error_before, error = before.error, after.error
-    if not stage_named(choice.stage).is_exact:
+    if not stage_named(cause.stage).is_exact:
         error_before, error = before.error_in(before.norm), after.error_in(before.norm)
     return Finding(
-        choice.stage,
+        cause.stage,
         error_before,
         before.ratio,
         tuple(plain(edit) for edit in added),
         error,
         after.ratio,
-        stages=tuple(trial.explained(stages, edits, choice.edits)),
-        others=tuple(about_of(other) for other in choice.others),
+        stages=tuple(trial.explained(stages, edits, cause.edits)),
+        others=tuple(about_of(other) for other in cause.others),
         part=part,
     )
 
@@ -739,7 +751,7 @@ def _unexplained(trial: Trial, stage: str, edits: Edits, work: Work) -> Finding:
     if trial.scope.is_quick:
         return finding
     description = trial.describe(
-        stage, edits, lambda: work.inside("numbers and parts of the layer")
+        stage, edits, partial(work.inside, "numbers and parts of the layer")
     )
     if sample_of(trial.problem) is not None and description is not None:
         description = _of_sample(description)
@@ -751,8 +763,13 @@ def _unexplained(trial: Trial, stage: str, edits: Edits, work: Work) -> Finding:
                 error = trial.judgement(stage, (*edits, bug), quick=True).error
             if error < 0.5 * before.error:
                 nearest.append((bug.about, error))
-    nearest.sort(key=lambda each: each[1])
+    nearest.sort(key=_remaining_error)
     return replace(finding, description=description, nearest=tuple(nearest[:NEAREST]))
+
+
+def _remaining_error(nearest: tuple[str, float]) -> float:
+    _, error = nearest
+    return error
 
 
 def _of_sample(description: Description) -> Description | None:

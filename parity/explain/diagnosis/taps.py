@@ -64,8 +64,8 @@ def check_tap(
     """Compare each layer of a recording by itself with the float64 reference for the layer's own
     input.
 
-    Prompt and steps are joined, padding is left out. If several layers are wrong, the explanation
-    of the first is tried before a new search.
+    Prompt and steps are joined, padding is left out. If several layers are wrong, the findings of
+    the first are tried before a new search.
 
     Args:
         tapped: the recording.
@@ -122,7 +122,7 @@ class _Explained:
 
 
 class _TapJudge:
-    """Compares the layers of a recording, and tries the explanation of one in the next.
+    """Compares the layers of a recording, and tries the findings of one in the next.
 
     Args:
         tapped: the recording.
@@ -205,10 +205,10 @@ class _TapJudge:
         if verdict.diagnosis is None or verdict.diagnosis.is_known:
             return verdict
         others = other_specs(known, self.specs)
-        like = _like_another(layer, problems, others)
-        if like is None:
+        edit = _edit_as_in_another(layer, problems, others)
+        if edit is None:
             return verdict
-        return replace(verdict, diagnosis=_with_cause(verdict.diagnosis, like))
+        return replace(verdict, diagnosis=_with_cause(verdict.diagnosis, edit))
 
     def _with_group(
         self, verdict: LayerVerdict, sequences: Sequences, problem: Problem, layer: TappedLayer
@@ -230,7 +230,7 @@ class _TapJudge:
         return replace(verdict, diagnosis=diagnosis)
 
     def _diagnosed(self, ways: Sequence[_TapWay], arithmetic: str) -> Diagnosis:
-        """Diagnose a layer, first by the explanations of earlier layers."""
+        """Diagnose a layer, first by the findings of earlier layers."""
         by_name = {way.name: way for way in ways}
         for explained in self.explained:
             way = by_name.get(explained.way)
@@ -350,7 +350,7 @@ def _arithmetic_of(layer: TappedLayer) -> str:
     return with_scores if layer.attention == "eager" else every_operation
 
 
-# ---- The explanation -----------------------------------------------------------------------------
+# ---- The diagnosis -------------------------------------------------------------------------------
 
 
 def _diagnosed_as(way: _TapWay, arithmetic: str) -> Diagnosis:
@@ -378,8 +378,7 @@ def _searched(ways: Sequence[_TapWay], arithmetic: str) -> tuple[Diagnosis, _Tap
 
 
 def _explained_again(way: _TapWay, before: Diagnosis, arithmetic: str) -> Diagnosis | None:
-    """Return the diagnosis of a layer by the explanation of another; None if that does not explain
-    it.
+    """Return the diagnosis of a layer by the findings of another; None if these do not explain it.
 
     Only the bugs of that diagnosis are tried, and a pattern must have the same description.
     """
@@ -416,25 +415,25 @@ def _signature(diagnosis: Diagnosis) -> tuple[Any, ...]:
     return diagnosis.stage, findings
 
 
-def _like_another(
+def _edit_as_in_another(
     layer: TappedLayer,
     problems: Sequence[tuple[Sequences, Problem]],
     others: Mapping[str, AttentionSpec],
 ) -> Edit | None:
-    """Return the specification of another layer, one field or all, that makes every stage right;
-    None if there is none.
+    """Return the edit that every stage is right with fields of another layer's specification, one
+    or all; None if there is no such layer.
     """
     spec = problems[0][1].spec
     for title, other in others.items():
         for names in _fields_to_take(spec, other):
             values = {name: getattr(other, name) for name in names}
             try:
-                like = replace(spec, **values)
+                changed = replace(spec, **values)
             except (TypeError, ValueError):  # a field that depends on another one
                 continue
-            if weight_shapes(like) != weight_shapes(spec):
+            if weight_shapes(changed) != weight_shapes(spec):
                 continue
-            if all(_is_right(layer, *problem, like) for problem in problems):
+            if all(_is_right(layer, *problem, changed) for problem in problems):
                 fields = ", ".join(f"{name}={value}" for name, value in values.items())
                 return Edit(
                     OTHER_LAYER,
@@ -462,10 +461,10 @@ def _is_right(
     return first_difference(_compared_stages(sequences, problem, layer)[0]) is None
 
 
-def _with_cause(diagnosis: Diagnosis, like: Edit) -> Diagnosis:
-    """Return the diagnosis of a layer that the specification of another one explains."""
+def _with_cause(diagnosis: Diagnosis, edit: Edit) -> Diagnosis:
+    """Return the diagnosis of a layer whose one cause is an edit."""
     stages: tuple[str, ...] = ()
     for finding in diagnosis.findings:
         stages += finding.explained_stages
-    finding = Finding(diagnosis.stage, diagnosis.error, diagnosis.ratio, (like,), stages=stages)
+    finding = Finding(diagnosis.stage, diagnosis.error, diagnosis.ratio, (edit,), stages=stages)
     return replace(diagnosis, findings=[finding], untried="")

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,15 +37,16 @@ from parity.measure.core.unused import without_unused
 from parity.measure.core.weights import is_floating
 
 Form = Callable[[np.ndarray], np.ndarray]
+"""Turns a stage of the reference into the form in which it was recorded."""
 
 ALL = "qkv"
 """Stages of a step that projects, by default."""
 
 SOME_VALUES = 4096
-"""The number of values that decide if a stage is far off."""
+"""The number of values that decide whether a stage is far off."""
 
-FAR_OFF = 0.5
-"""The relative error of a stage that no rounding explains."""
+FAR_OFF_SHARE = 0.5
+"""The error of a stage, as a share of its size, that no rounding explains."""
 
 WIDE_ENOUGH = ("float32", "float64")
 """Dtypes in which every loss of precision shows. Narrow values may round to themselves."""
@@ -56,10 +57,21 @@ MOST_KEPT = 256
 MOST_BYTES = 2**29
 """Bytes of their steps."""
 
-_Layer = tuple[Edits, str, str, str]
-"""The edits of a layer, its dtype, its arithmetic if it is not the hardware's, and its
-projections.
-"""
+
+class _EditedLayer(NamedTuple):
+    """A layer with edits, as a key of the caches.
+
+    Attributes:
+        edits: its edits.
+        dtype: the dtype that it is computed in.
+        arithmetic: its arithmetic; empty for the hardware's.
+        requested: the projections that are computed, some of `ALL`.
+    """
+
+    edits: Edits
+    dtype: str
+    arithmetic: str
+    requested: str
 
 
 def remembering(remembered: Remembered | None = None) -> Edit:
@@ -129,13 +141,13 @@ class Trial:
         self.scope = scope
         self._base = remembering() if base is None else base
         self._reference = reference
+        self._is_nudged = False
+        # A trial without observed stages is its own right layer.
         self._right: Trial | None = None
         self._observe({}, {})
         if observed:
             self._right = copy(self)
             self._observe(observed, {})
-
-    _is_nudged = False
 
     def _observe(
         self, observed: Mapping[str, np.ndarray], masked: Mapping[str, np.ndarray]
@@ -161,7 +173,7 @@ class Trial:
         other.choice = choice
         other._forget()
         other._computed = {
-            layer: steps for layer, steps in self._computed.items() if layer[1] == "float64"
+            layer: steps for layer, steps in self._computed.items() if layer.dtype == "float64"
         }
         return other
 
@@ -170,8 +182,8 @@ class Trial:
         for name in ("stages", "_unseen_before", "_recounts"):
             vars(self).pop(name, None)
         self._known_by_steps: dict[frozenset[str], list[Edit]] = {}
-        self._layers: dict[_Layer, Sequence[Step]] = {}
-        self._computed: dict[_Layer, dict[int, dict[str, np.ndarray]]] = {}
+        self._layers: dict[_EditedLayer, Sequence[Step]] = {}
+        self._computed: dict[_EditedLayer, dict[int, dict[str, np.ndarray]]] = {}
         self._bytes = 0
         self._budgets: dict[tuple[Any, ...], dict[str, float]] = {}
         self._judgements: dict[tuple[Any, ...], Judgement] = {}
@@ -194,7 +206,7 @@ class Trial:
             return self._reference.by_step("float64", self.arithmetic)
         steps: list[dict[str, np.ndarray]] = []
         values: dict[str, np.ndarray] = {}
-        for step in self._steps(((), "float64", "", ALL)):
+        for step in self._steps(_EditedLayer((), "float64", "", ALL)):
             with np.errstate(all="ignore"):
                 steps.append(run(step, values))
             values |= steps[-1]
@@ -215,7 +227,7 @@ class Trial:
         """The step of each stage."""
         return {name: index for index, names in enumerate(self.steps) for name in names}
 
-    # ---- Candidates ------------------------------------------------------------------------------
+    # ---- The compared stages, and the bugs that could change them --------------------------------
 
     @cached_property
     def stages(self) -> list[str]:
@@ -262,25 +274,30 @@ class Trial:
     # ---- Stages with edits -----------------------------------------------------------------------
 
     def stage(
-        self, name: str, edits: Edits = (), dtype: str = "float64", kind: str = ""
+        self, name: str, edits: Edits = (), dtype: str = "float64", arithmetic: str = ""
     ) -> np.ndarray:
-        """Return a stage with edits."""
-        return self.computed(self.step_of[name], edits, dtype, kind, name)[name]
+        """Return a stage with edits, in a dtype and an arithmetic, by default the hardware's."""
+        return self.computed(self.step_of[name], edits, dtype, arithmetic, name)[name]
 
     def computed(
-        self, index: int, edits: Edits, dtype: str = "float64", kind: str = "", stage: str = ""
+        self,
+        index: int,
+        edits: Edits,
+        dtype: str = "float64",
+        arithmetic: str = "",
+        stage: str = "",
     ) -> dict[str, np.ndarray]:
         """Return a step with edits, or at least one stage of it if only that is requested."""
-        if dtype == "float64" and not (edits or kind or self.observed):
+        if dtype == "float64" and not (edits or arithmetic or self.observed):
             return self.by_step[index]
-        whole = (edits, dtype, kind, ALL)
+        whole = _EditedLayer(edits, dtype, arithmetic, ALL)
         if index in self._computed.get(whole, ()):
             return self._computed[whole][index]
         quantity = stage_named(stage).quantity if stage and self.observed else ""
         if quantity not in ("q", "k", "v"):
             return self._until(index, whole)[1]
         # One of three projections costs a third.
-        part = (edits, dtype, kind, quantity)
+        part = _EditedLayer(edits, dtype, arithmetic, quantity)
         if index in self._computed.get(part, ()):
             return self._computed[part][index]
         try:
@@ -289,7 +306,7 @@ class Trial:
             return self._until(index, whole)[1]
 
     def _until(
-        self, index: int, layer: _Layer
+        self, index: int, layer: _EditedLayer
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Return the values before a step of a layer, and the step; empty arrays if edits do not
         fit together.
@@ -317,43 +334,43 @@ class Trial:
             self._keep(index, layer, step)
         return values, step
 
-    def _in_call_of(self, index: int, layer: _Layer) -> _Layer:
+    def _in_call_of(self, index: int, layer: _EditedLayer) -> _EditedLayer:
         """Return a layer with those of its edits that the call of a step has."""
-        edits, dtype, kind, requested = layer
-        if all(edit.calls is None for edit in edits):
+        if all(edit.calls is None for edit in layer.edits):
             return layer
         call = stage_named(self.steps[index][0]).step
-        of_call = tuple(edit for edit in edits if edit.calls is None or call in edit.calls)
-        return of_call, dtype, kind, requested
+        of_call = tuple(edit for edit in layer.edits if edit.calls is None or call in edit.calls)
+        return layer._replace(edits=of_call)
 
     def _is_right(self, index: int, overridden: set[str], changed: set[str]) -> bool:
         """Return True if a step calls no overridden method, and reads no changed stage."""
         flow = self._flow[index]
         return flow.methods.isdisjoint(overridden) and flow.reads.isdisjoint(changed)
 
-    def _overridden(self, layer: _Layer) -> set[str] | None:
+    def _overridden(self, layer: _EditedLayer) -> set[str] | None:
         """Return the methods that edits of a layer override; None if the whole layer is
         replaced.
         """
-        edits, dtype, kind, _ = layer
-        has_other_spec = any(edit.spec is not None for edit in edits)
-        if dtype != "float64" or kind or has_other_spec or not self._flow:
+        has_other_spec = any(edit.spec is not None for edit in layer.edits)
+        is_exact = layer.dtype == "float64" and not layer.arithmetic
+        if not is_exact or has_other_spec or not self._flow:
             return None
-        return {method for edit in edits for method in edit.overrides}
+        return {method for edit in layer.edits for method in edit.overrides}
 
     def _run(
-        self, index: int, layer: _Layer, values: Mapping[str, np.ndarray]
+        self, index: int, layer: _EditedLayer, values: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
         """Return a step of a layer, after the steps before it."""
-        kept = self._computed.get(layer, {}).get(index)
-        if kept is not None:
-            if next(iter(kept.values())).shape == (0,):
+        cached = self._computed.get(layer, {}).get(index)
+        if cached is not None:
+            # `_until` leaves empty arrays where edits did not fit together.
+            if next(iter(cached.values())).shape == (0,):
                 raise ValueError("edits do not fit together")
-            return kept
+            return cached
         by_reference = self._of_reference(layer)
         if by_reference:
             return by_reference[index]
-        if any(edit.is_registered for edit in layer[0]):
+        if any(edit.is_registered for edit in layer.edits):
             step = self._run_registered(index, layer, values)
         else:
             step = self._run_step(index, layer, values)
@@ -361,7 +378,7 @@ class Trial:
         return step
 
     def _run_step(
-        self, index: int, layer: _Layer, values: Mapping[str, np.ndarray]
+        self, index: int, layer: _EditedLayer, values: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
         """Return the stages of a step of a layer.
 
@@ -374,7 +391,7 @@ class Trial:
             return run(self._layers[layer][index], values)
 
     def _run_registered(
-        self, index: int, layer: _Layer, values: Mapping[str, np.ndarray]
+        self, index: int, layer: _EditedLayer, values: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
         """Return the stages of a step of a layer that has a registered bug.
 
@@ -391,45 +408,48 @@ class Trial:
         names = self.steps[index]
         if not _are_stages(step, names):
             raise ValueError("a registered bug returns something else than stages")
-        if layer[3] != ALL:
-            names = [name for name in names if stage_named(name).quantity == layer[3]]
+        if layer.requested != ALL:
+            names = [name for name in names if stage_named(name).quantity == layer.requested]
         # A layer with the bug may lack a stage, such as the gate.
         missing = {name: np.empty(0) for name in names if name not in step}
         return step | missing
 
-    def _of_reference(self, layer: _Layer) -> Sequence[dict[str, np.ndarray]]:
+    def _of_reference(self, layer: _EditedLayer) -> Sequence[dict[str, np.ndarray]]:
         """Return the stages that the reference already computed for a right layer of lower
         precision, step by step.
         """
-        edits, dtype, kind, _ = layer
-        if self._reference is None or edits or kind or self.observed:
+        if self._reference is None or layer.edits or layer.arithmetic or self.observed:
             return ()
         if self.choice.overrides or self.choice.arithmetic:
             return ()
-        if dtype not in ("float64", SAME_PRECISION[self.problem.dtype]):
+        if layer.dtype not in ("float64", SAME_PRECISION[self.problem.dtype]):
             return ()
-        return self._reference.by_step(dtype, self.arithmetic)
+        return self._reference.by_step(layer.dtype, self.arithmetic)
 
-    def _steps(self, layer: _Layer) -> Sequence[Step]:
+    def _steps(self, layer: _EditedLayer) -> Sequence[Step]:
         """Return the steps of the reference with edits, as functions."""
-        edits, dtype, kind, requested = layer
-        if dtype != "float64":
-            choice = self.choice
-            edits = (*edits, Edit(overrides=choice.overrides))
-            kind = kind or choice.arithmetic
-        arithmetic = kind or self.arithmetic
+        edits = layer.edits
+        arithmetic = layer.arithmetic
+        # A choice of precision concerns the noise, not the expected values.
+        if layer.dtype != "float64":
+            edits = (*edits, Edit(overrides=self.choice.overrides))
+            arithmetic = arithmetic or self.choice.arithmetic
         return edited_layer(
-            self.problem, dtype, (*edits, self._base), arithmetic, requested
+            self.problem,
+            layer.dtype,
+            (*edits, self._base),
+            arithmetic or self.arithmetic,
+            layer.requested,
         ).steps()
 
-    def _keep(self, index: int, layer: _Layer, step: dict[str, np.ndarray]) -> None:
+    def _keep(self, index: int, layer: _EditedLayer, step: dict[str, np.ndarray]) -> None:
         """Cache a step, and drop the oldest steps of edited layers if there are too many."""
         self._bytes += sum(x.nbytes for x in step.values())
         if len(self._computed) > MOST_KEPT or self._bytes > MOST_BYTES:
             self._computed = {
                 other: steps
                 for other, steps in self._computed.items()
-                if not other[0] or other == layer
+                if not other.edits or other == layer
             }
             self._layers = {other: steps for other, steps in self._layers.items() if other == layer}
             self._bytes = 0
@@ -439,8 +459,8 @@ class Trial:
         self._computed.setdefault(layer, {})[index] = step
 
     def cost(self, index: int, edit: Edit) -> int:
-        """Return the share of a layer that an edit makes necessary to compute again: fewer steps
-        are cheaper.
+        """Return the number of steps from the first that an edit changes to another one: these are
+        computed again.
         """
         for step, flow in enumerate(self._flow[1 : index + 1], 1):
             if not flow.methods.isdisjoint(edit.overrides):
@@ -476,7 +496,7 @@ class Trial:
     # ---- Tolerances ------------------------------------------------------------------------------
 
     def judgement(
-        self, stage: str, edits: Edits, *, quick: bool = False, kind: str = ""
+        self, stage: str, edits: Edits, *, quick: bool = False, arithmetic: str = ""
     ) -> Judgement:
         """Compare an observed stage with the one that has edits.
 
@@ -484,14 +504,14 @@ class Trial:
             stage: the stage.
             edits: of the expected values.
             quick: use approximately the budget of the right layer.
-            kind: the arithmetic that determines the budget.
+            arithmetic: the one that determines the budget; by default the hardware's.
         """
-        key = (stage, edits, quick, kind)
+        key = (stage, edits, quick, arithmetic)
         if key not in self._judgements:
             self._judgements[key] = self._judged(*key)
         return self._judgements[key]
 
-    def _judged(self, stage: str, edits: Edits, quick: bool, kind: str) -> Judgement:
+    def _judged(self, stage: str, edits: Edits, quick: bool, arithmetic: str) -> Judgement:
         expected = self.stage(stage, edits)
         if self.observed[stage].shape != expected.shape:
             return NOT_MEASURED
@@ -499,12 +519,12 @@ class Trial:
         compared = self.compared(stage, expected)
         if quick:
             return judged(*compared, self._about_allowed(stage, expected), stage)
-        allowed = self.allowed(stage, edits, kind)
+        allowed = self.allowed(stage, edits, arithmetic)
         judgement = judged(*compared, allowed, stage)
         if not is_close(judgement.ratio) or any(edit.is_loss for edit in edits):
             return judgement
         for recount in self._recounts:
-            again = recount.allowed(stage, edits, kind)
+            again = recount.allowed(stage, edits, arithmetic)
             allowed = {norm: max(limit, again[norm]) for norm, limit in allowed.items()}
         return judged(*compared, allowed, stage)
 
@@ -557,22 +577,27 @@ class Trial:
         return judged(actual, expected, self.allowed(stage, edits, form=form), stage).ratio <= 1.0
 
     def allowed(
-        self, stage: str, edits: Edits, kind: str = "", dtype: str = "", form: Form = np.asarray
+        self,
+        stage: str,
+        edits: Edits,
+        arithmetic: str = "",
+        dtype: str = "",
+        form: Form = np.asarray,
     ) -> dict[str, float]:
         """Return the budget of a stage with edits, in a form; in a dtype, by default that of the
         problem.
         """
         if stage_named(stage).is_exact:
             return NOTHING
-        key = (stage, edits, kind, dtype, form)
+        key = (stage, edits, arithmetic, dtype, form)
         if key not in self._budgets:
             dtype = dtype or self.problem.dtype
             expected = form(self.stage(stage, edits)).astype(np.float64)
-            same = form(self.stage(stage, edits, SAME_PRECISION[dtype], kind))
+            same_precision = form(self.stage(stage, edits, SAME_PRECISION[dtype], arithmetic))
             spend_on(expected)
             with np.errstate(all="ignore"):
                 self._budgets[key] = budget(
-                    expected, same, dtype, arithmetic=self.arithmetic, stage=stage
+                    expected, same_precision, dtype, arithmetic=self.arithmetic, stage=stage
                 )
         return self._budgets[key]
 
@@ -589,20 +614,12 @@ class Trial:
             growth = max(size / right_size, 1.0)
         return {norm: growth * limit for norm, limit in self.allowed(stage, ()).items()}
 
-    def has_wrong_zeros(self, stage: str) -> bool:
-        """Return True if attention weights are 0 for a visible key, or not 0 for a hidden key."""
-        expected = self.stage(stage)
-        if not stage_named(stage).is_attn_weights or expected.shape != self.observed[stage].shape:
-            return False
-        compared = self.compared(stage, expected)
-        return judged(*compared, self.allowed(stage, ()), stage).has_wrong_zeros
-
     @cached_property
     def _recounts(self) -> list[Trial]:
-        """Return the stage with inputs that are off by a random unit of rounding: one run is one
-        sample of the noise.
+        """The trial with inputs and stages that are off by a random unit of rounding, several
+        times: one run is one sample of the noise.
 
-        It decides if a bug explains nearly everything, see
+        They decide if a bug explains nearly everything, see
         `parity.measure.core.trace.Reference.recounted`.
         """
         dtype = SAME_PRECISION[self.problem.dtype]
@@ -676,7 +693,7 @@ class Trial:
         if actual.shape != expected.shape:
             return None
         index = self.step_of[stage]
-        before = self._until(index, (edits, "float64", "", ALL))[0]
+        before = self._until(index, _EditedLayer(edits, "float64", "", ALL))[0]
         others = {
             name: x for name, x in before.items() if self.step_of[name] <= index and name != stage
         }
@@ -708,7 +725,7 @@ class WholeTrial(Trial):
     """The trial of a large layer as a whole: its right stages are those of the reference, which may
     lack scores.
 
-    It answers if a stage agrees. Stages after the scores cannot be computed with edits.
+    It answers whether a stage agrees. Stages after the scores cannot be computed with edits.
     """
 
     @cached_property
@@ -733,15 +750,16 @@ class WholeTrial(Trial):
             step = max(1, expected.size // SOME_VALUES) | 1
             some = expected.ravel()[::step]
             error = norms_of(actual.ravel()[::step] - some, np.isfinite(some))["rms"]
-            if error > FAR_OFF * _size_of(some):
+            if error > FAR_OFF_SHARE * _size_of(some):
                 return False
         return super().agrees(stage, actual, edits, unused, form)
 
-    def _of_reference(self, layer: _Layer) -> Sequence[dict[str, np.ndarray]]:
-        edits, dtype, kind, _ = layer
-        if self._reference is None or edits or self.choice.overrides or dtype == "float64":
+    def _of_reference(self, layer: _EditedLayer) -> Sequence[dict[str, np.ndarray]]:
+        if self._reference is None or layer.edits or self.choice.overrides:
             return ()
-        arithmetic = kind or self.choice.arithmetic or self.arithmetic
+        if layer.dtype == "float64":
+            return ()
+        arithmetic = layer.arithmetic or self.choice.arithmetic or self.arithmetic
         return _by_step(self._reference.same_precision(local=False, arithmetic=arithmetic))
 
 

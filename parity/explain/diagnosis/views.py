@@ -12,7 +12,7 @@ import numpy as np
 from mha_spec import InputError
 from parity.explain.diagnosis.choices import Choice, choices_for
 from parity.explain.diagnosis.findings import Diagnosis
-from parity.explain.diagnosis.readings import Read, Reading, read
+from parity.explain.diagnosis.readings import Reading, StageReadings, read
 from parity.explain.diagnosis.search import SearchResult
 from parity.explain.diagnosis.trial import Trial, WholeTrial
 from parity.measure.core.compare import NOT_MEASURED, Judgement, judged
@@ -22,10 +22,10 @@ from parity.measure.core.weights import is_floating
 FAR_FROM_CHOICE = 16.0
 """The ratio of a stage above which no other choice of precision is tried for a large layer."""
 
-Reads = Mapping[str, Read]
-"""The readings of each stage."""
+AllReadings = Mapping[str, StageReadings]
+"""All readings of each stage."""
 
-Readings = dict[str, Reading]
+ChosenReadings = dict[str, Reading]
 """One reading of each stage."""
 
 
@@ -66,8 +66,10 @@ class StageView:
             ends += [name for name in names if stage_named(name).kind == "output"]
         if not all(name in trial.observed for name in ends):
             return False
-        kept = [name for name in trial.stages if "cache" in name or name.endswith(".output")]
-        return all(trial.right.agrees(name, trial.observed[name]) for name in (*ends, *kept))
+        for name in trial.stages:
+            if "cache" in name or name.endswith(".output"):
+                ends.append(name)
+        return all(trial.right.agrees(name, trial.observed[name]) for name in ends)
 
     def diagnosis(self, result: SearchResult | None = None, untried: str = "") -> Diagnosis:
         """Return the diagnosis of this reading.
@@ -107,21 +109,21 @@ def views_of(stages: Mapping[str, np.ndarray], right: Trial) -> list[StageView]:
     """Return the readings of observed stages: by their shapes alone, and in the conventions in
     which they agree.
     """
-    reads = read(stages, right)
-    if not reads:
+    all_readings = read(stages, right)
+    if not all_readings:
         return []
-    plain = _plain(reads)
-    agreeing = confirmed_readings(reads)
-    views = [_view(right, reads, plain)]
+    plain = _plain(all_readings)
+    agreeing = confirmed_readings(all_readings)
+    views = [_view(right, all_readings, plain)]
     is_other = any(
         reading is not plain.get(name) and reading.words for name, reading in agreeing.items()
     )
     if is_other:
-        views.append(_view(right, reads, {**plain, **agreeing}))
+        views.append(_view(right, all_readings, {**plain, **agreeing}))
     return views
 
 
-def _view(right: Trial, reads: Reads, readings: Readings) -> StageView:
+def _view(right: Trial, all_readings: AllReadings, readings: ChosenReadings) -> StageView:
     """Return the stages in one reading of each."""
     values: dict[str, np.ndarray] = {}
     masked: dict[str, np.ndarray] = {}
@@ -135,41 +137,41 @@ def _view(right: Trial, reads: Reads, readings: Readings) -> StageView:
             conventions[name] = reading.words
     trial = right.observing(values, masked)
     before = {stage: trial.judgement(stage, ()) for stage in trial.stages}
-    return StageView(trial, before, conventions, _malformed(reads, readings))
+    return StageView(trial, before, conventions, _malformed(all_readings, readings))
 
 
-def _plain(reads: Reads) -> Readings:
+def _plain(all_readings: AllReadings) -> ChosenReadings:
     """Return the readings by shapes alone, of the stages that have one."""
-    return {name: each.plain for name, each in reads.items() if each.plain is not None}
+    return {name: stage.plain for name, stage in all_readings.items() if stage.plain is not None}
 
 
-def _malformed(reads: Reads, readings: Readings) -> dict[str, str]:
+def _malformed(all_readings: AllReadings, readings: ChosenReadings) -> dict[str, str]:
     """Return the stages without a reading, and why."""
-    return {name: each.reason for name, each in reads.items() if name not in readings}
+    return {name: stage.reason for name, stage in all_readings.items() if name not in readings}
 
 
-def confirmed_readings(reads: Reads) -> Readings:
+def confirmed_readings(all_readings: AllReadings) -> ChosenReadings:
     """Return the readings in which stages agree, if a later stage confirms them where that is
     necessary.
     """
     return {
-        name: each.agreed
-        for name, each in reads.items()
-        if each.agreed is not None and _is_confirmed(name, reads)
+        name: stage.agreed
+        for name, stage in all_readings.items()
+        if stage.agreed is not None and _is_confirmed(name, all_readings)
     }
 
 
-def _is_confirmed(name: str, reads: Reads) -> bool:
+def _is_confirmed(name: str, all_readings: AllReadings) -> bool:
     """Return True if a stage that depends on this one was also recorded in its step and can be
     compared.
     """
-    reading = reads[name].agreed
+    reading = all_readings[name].agreed
     if reading is None or reading.is_certain or not reading.words:
         return True
     order = list(STAGES)
     stage = stage_named(name)
     first = max(order.index("scores"), order.index(stage.kind) + 1)
-    for other_name, other in reads.items():
+    for other_name, other in all_readings.items():
         other_stage = stage_named(other_name)
         is_later = order.index(other_stage.kind) >= first and other_stage.step == stage.step
         if is_later and (other.agreed is None or other.agreed.values is not None):
@@ -219,58 +221,57 @@ def whole_views(stages: Mapping[str, np.ndarray], right: WholeTrial) -> list[Who
     they agree.
     """
     # Choices that override a method would need the scores of all rows.
-    choice, *other_choices = (
-        each for each in choices_for(right.problem.dtype, stages) if not each.overrides
-    )
-    reads = read(stages, right.with_choice(choice))
-    if not reads:
+    choices = choices_for(right.problem.dtype, stages)
+    choice, *other_choices = [choice for choice in choices if not choice.overrides]
+    all_readings = read(stages, right.with_choice(choice))
+    if not all_readings:
         raise InputError("observed", "have stages of the problem", str(sorted(stages)))
-    agreeing = confirmed_readings(reads)
+    agreeing = confirmed_readings(all_readings)
     for other in other_choices:
-        if len(agreeing) == len(reads):
+        if len(agreeing) == len(all_readings):
             break
-        if not _may_be_a_choice(reads, agreeing, right.with_choice(choice)):
+        if not _may_be_a_choice(all_readings, agreeing, right.with_choice(choice)):
             break
-        if _number_agreeing(reads, right.with_choice(other)) > len(agreeing):
+        if _number_agreeing(all_readings, right.with_choice(other)) > len(agreeing):
             choice = other
-            reads = read(stages, right.with_choice(other))
-            agreeing = confirmed_readings(reads)
-    plain = _plain(reads)
+            all_readings = read(stages, right.with_choice(other))
+            agreeing = confirmed_readings(all_readings)
+    plain = _plain(all_readings)
     as_recorded = {name: reading for name, reading in agreeing.items() if not reading.words}
-    view = _whole_view(reads, {**plain, **as_recorded}, frozenset(as_recorded), choice)
+    view = _whole_view(all_readings, {**plain, **as_recorded}, frozenset(as_recorded), choice)
     if len(as_recorded) == len(agreeing):
         return [view]
-    converted = _whole_view(reads, {**plain, **agreeing}, frozenset(agreeing), choice)
-    return [converted] if len(agreeing) == len(reads) else [view, converted]
+    converted = _whole_view(all_readings, {**plain, **agreeing}, frozenset(agreeing), choice)
+    return [converted] if len(agreeing) == len(all_readings) else [view, converted]
 
 
-def _may_be_a_choice(reads: Reads, agreeing: Readings, right: Trial) -> bool:
+def _may_be_a_choice(all_readings: AllReadings, agreeing: ChosenReadings, right: Trial) -> bool:
     """Return True if stages that differ may do so because the layer computes in another valid way.
 
     The noise of all stages but scores and attention weights grows by a small factor only.
     """
-    for name, each in reads.items():
-        if name in agreeing or each.plain is None or each.plain.values is None:
+    for name, reading in _plain(all_readings).items():
+        if name in agreeing or reading.values is None:
             continue
         if stage_named(name).quantity in ("scores", "attn_weights"):
             return True
-        judgement = judged(each.plain.values, right.stage(name), right.allowed(name, ()), name)
+        judgement = judged(reading.values, right.stage(name), right.allowed(name, ()), name)
         if judgement.ratio > FAR_FROM_CHOICE:
             return False
     return True
 
 
-def _number_agreeing(reads: Reads, right: Trial) -> int:
+def _number_agreeing(all_readings: AllReadings, right: Trial) -> int:
     """Return the number of stages that agree by their shapes alone."""
     number = 0
-    for name, reading in _plain(reads).items():
+    for name, reading in _plain(all_readings).items():
         if reading.values is not None and right.agrees(name, reading.values, unused=reading.masked):
             number += 1
     return number
 
 
 def _whole_view(
-    reads: Reads, readings: Readings, agreed: frozenset[str], choice: Choice
+    all_readings: AllReadings, readings: ChosenReadings, agreed: frozenset[str], choice: Choice
 ) -> WholeStageView:
     values: dict[str, np.ndarray] = {}
     conventions: dict[str, str] = {}
@@ -279,4 +280,4 @@ def _whole_view(
             values[name] = reading.values
         if reading.words:
             conventions[name] = reading.words
-    return WholeStageView(values, agreed, conventions, _malformed(reads, readings), choice)
+    return WholeStageView(values, agreed, conventions, _malformed(all_readings, readings), choice)

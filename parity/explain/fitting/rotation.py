@@ -44,19 +44,20 @@ def with_pairs(heads: np.ndarray, pairs: np.ndarray, rope: Rope) -> np.ndarray:
 
 
 def fit_rotation(before: np.ndarray, after: np.ndarray, positions: np.ndarray) -> Rotation | None:
-    """Return the rotation that turns pairs before it into those after it, by least squares.
+    """Return the rotation that turns one array of pairs into another, by least squares.
 
     Nothing is verified: the result is the nearest rotation, whether or not there was one.
 
     Args:
-        before, after: complex pairs, (B, N, T, pairs).
+        before, after: complex pairs before and after it, (B, N, T, pairs).
         positions: of the tokens, (B or 1, T).
 
     Returns:
         None if no two consecutive tokens have consecutive positions.
     """
+    # The angle of each number is that of a pair's rotation, its size the weight of the observation.
     cross = after * before.conj()
-    # Sequences have different positions, or all the same: then they are one sample.
+    # Sequences at the same positions are one sample.
     if len(positions) > 1:
         cross = cross.sum(axis=1)
     else:
@@ -65,6 +66,7 @@ def fit_rotation(before: np.ndarray, after: np.ndarray, positions: np.ndarray) -
     if not is_next.any():
         return None
     places = positions[..., None]
+    # From one token to the next, a pair turns by its frequency.
     steps = cross[:, 1:] * cross[:, :-1].conj() * is_next[..., None]
     frequencies = np.angle(steps.sum(axis=(0, 1)))
     for _ in range(REFINEMENTS):
@@ -78,10 +80,15 @@ def fit_rotation(before: np.ndarray, after: np.ndarray, positions: np.ndarray) -
 
 
 def _remaining_slope(cross: np.ndarray, places: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
-    """Return the slope of the angles that remain around their mean, weighted by accuracy."""
-    level = cross * np.exp(-1j * places * frequencies)
-    mean = level.sum(axis=(0, 1))
-    angles = np.angle(level * mean.conj())
+    """Return how much the angles that frequencies leave grow with each position, a number for each
+    pair.
+
+    It is a straight line by least squares. Large pairs, whose angles are accurate, weigh most.
+    """
+    turned_back = cross * np.exp(-1j * places * frequencies)
+    mean = turned_back.sum(axis=(0, 1))
+    # Relative to their mean, angles do not wrap around.
+    angles = np.angle(turned_back * mean.conj())
     weight = np.abs(cross)
     total = np.maximum(weight.sum(axis=(0, 1)), 1e-300)
     middle = (weight * places).sum(axis=(0, 1)) / total

@@ -28,7 +28,12 @@ def plain_exponents(num_pairs: int) -> np.ndarray:
 
 
 def fit_theta(frequencies: np.ndarray) -> float | None:
-    """Return the base whose frequencies theta ** -(2 i / R) are nearest to some, (R/2,).
+    """Return the base theta whose frequencies theta ** -(2 i / R) are nearest to given ones.
+
+    The best logarithm of a grid is refined by Gauss-Newton.
+
+    Args:
+        frequencies: (R/2,), for i from 0 on.
 
     Returns:
         The base, between LEAST and MOST; None for a single pair, whose frequency is always 1.

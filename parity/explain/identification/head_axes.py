@@ -169,14 +169,15 @@ def _name_axes_of_values(
 
 
 def _complete(part: str, axes: Axes, shape: tuple[int, ...]) -> None:
-    """Name the axis of heads of a softmax if it is the only one left, and check the result.
+    """Name the axis of heads of a softmax if it is the only axis without a name, and check that
+    all are named.
 
     Raises:
         ValueError: if an axis has no name, or two.
     """
     named = set(axes.values())
     unnamed = [axis for axis, size in enumerate(shape) if axis not in named and size > 1]
-    has_heads = any(name.isdigit() for name in axes)
+    has_heads = any(name.isdigit() for name in axes)  # axes of heads are named by numbers
     if part in ("logits", "attn_weights") and len(unnamed) == 1 and not has_heads:
         axes[HEADS_OF_ALL_GROUPS] = unnamed.pop()
     has_more_than_sequences = "b" in axes and len(axes) > 1

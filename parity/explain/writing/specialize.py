@@ -144,6 +144,7 @@ class _Source:
         return self.offsets[node.end_lineno - 1] + column
 
     def _column(self, line: int, num_bytes: int) -> int:
+        # `ast` counts bytes of UTF-8, and a string has characters.
         return len(self.lines[line - 1].encode()[:num_bytes].decode())
 
     def segment(self, node: ast.AST) -> str:

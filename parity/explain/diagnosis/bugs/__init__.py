@@ -79,16 +79,16 @@ class Topic(NamedTuple):
     """Known bugs of one topic.
 
     Attributes:
-        points: yields those that a case could have, usual ones first.
+        bugs_of: yields those that a case could have, usual ones first.
         steps: the steps of the reference that they change. All change the step of a whole module.
     """
 
-    points: Callable[[Case], Iterable[Edit]]
+    bugs_of: Callable[[Case], Iterable[Edit]]
     steps: frozenset[str]
 
 
-def _topic(points: Callable[[Case], Iterable[Edit]], *steps: str) -> Topic:
-    return Topic(points, frozenset([*steps, "whole"]))
+def _topic(bugs_of: Callable[[Case], Iterable[Edit]], *steps: str) -> Topic:
+    return Topic(bugs_of, frozenset([*steps, "whole"]))
 
 
 TOPICS = (
@@ -184,8 +184,8 @@ def known_bugs(case: Case, steps: Collection[str] | None = None) -> list[Edit]:
     bugs: list[Edit] = []
     for topic in TOPICS:
         is_relevant = steps is None or not topic.steps.isdisjoint(steps)
-        if is_relevant and topic.points not in left_out:
-            bugs += topic.points(case)
+        if is_relevant and topic.bugs_of not in left_out:
+            bugs += topic.bugs_of(case)
     if spec.shared_kv:
         return [bug for bug in bugs if not OF_OWN_KEYS.fullmatch(bug.name)]
     return bugs

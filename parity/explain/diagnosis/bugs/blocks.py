@@ -216,7 +216,7 @@ def _visible_keys(case: Case) -> int:
 
 
 def in_blocks(block_bug: BlockBug, rows: int, keys: int) -> Edit:
-    """Return the layer whose context is computed in blocks, with a bug."""
+    """Return the edit that computes the context in blocks, with a bug."""
 
     def weighed(layer: Layer, original: Override, values: Values) -> Any:
         return original(
@@ -227,7 +227,7 @@ def in_blocks(block_bug: BlockBug, rows: int, keys: int) -> Edit:
 
 
 def weights_in_blocks(block_bug: BlockBug, rows: int, keys: int) -> Edit:
-    """Return the layer whose attention weights are computed in blocks, with a bug."""
+    """Return the edit that computes attention weights in blocks, with a bug."""
 
     def attn_weights(layer: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
         return {"attn_weights": kernel_weights(layer, values, block_bug, rows, keys)}

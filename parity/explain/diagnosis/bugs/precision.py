@@ -172,7 +172,7 @@ def _weights(case: Case, dtype: str, projection: str = "") -> Iterator[Edit]:
 
 
 def layer_in(case: Case, dtype: str) -> Edit:
-    """Return the change to weights and inputs of a layer that is computed in a narrower dtype."""
+    """Return the edit that rounds the weights and inputs of a layer to a narrower dtype."""
     cut = _to(dtype)
 
     def rounded_inputs(inputs: Values, positions: np.ndarray) -> tuple[Values, np.ndarray]:

@@ -148,7 +148,7 @@ def overriding(**methods: Override) -> Edit:
 
 
 def with_spec(spec: AttentionSpec) -> Edit:
-    """Return an edit without a name: the layer of another specification."""
+    """Return an edit without a name that changes the specification of the layer."""
     return Edit(spec=spec)
 
 

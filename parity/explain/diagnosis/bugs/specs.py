@@ -32,7 +32,7 @@ NORMS = ("qk_norm", "v_norm", "context_norm")
 
 
 def spec_edit(right: AttentionSpec, wrong: AttentionSpec) -> Edit:
-    """Return the layer of another specification.
+    """Return the edit that makes a layer one of another specification.
 
     If methods of the reference that read nothing else read all that differs, the edit overrides
     them, so that the steps which do not call them need not be computed again.

@@ -55,6 +55,7 @@ def temperature(case: Case) -> Iterator[Edit]:
 
 
 def _keys_as_queries(name: str, *rest: Any) -> tuple[Any, ...]:
+    # `tempered` multiplies what has the name of queries.
     if name == "k":
         name = "q"
     return name, *rest

@@ -101,7 +101,7 @@ def _written_by(problem: Problem, names: tuple[str, ...], about: str, write: Wri
 
 
 def _writing(names: tuple[str, ...], write: Write) -> Edit:
-    """Return the layer that writes keys or values in another way; lengths stay right."""
+    """Return the edit that writes keys or values in another way; lengths stay right."""
 
     def appended(
         layer: Layer,
@@ -292,7 +292,12 @@ def _of_reads(problem: Problem, name: str) -> Iterator[Edit]:
 
 
 def _reading(name: str, read: Read) -> Edit:
-    """Return the layer that uses other values than the cached ones."""
+    """Return the edit that uses other keys, or values, than the cached ones.
+
+    Args:
+        name: `keys` or `values`.
+        read: the result is used instead.
+    """
     method, argument = READ[name]
 
     def override(layer: Layer, original: Override, values: Values) -> Any:

@@ -24,6 +24,7 @@ from parity.measure.core.weights import QKV
 from parity.measure.text import and_listed
 
 Form = Callable[[np.ndarray], np.ndarray]
+"""Makes wrong values of right ones."""
 
 MOST_HEADS = 16
 """The largest number of heads of a projection of which two may be exchanged."""
@@ -35,7 +36,7 @@ READING_OTHERS = (QKV[:1], QKV[1:2], QKV[2:], QKV[1:])
 def part(
     problem: Problem, name: str, about: str, change: Edit, family: BugFamily | None = None
 ) -> Edit:
-    """Return the replacement of a part of a layer.
+    """Return an edit of a part of a layer with its name, description, page and fix.
 
     Args:
         problem: with the layer.
@@ -129,7 +130,7 @@ def _heads_exchanged(problem: Problem, names: list[str]) -> Iterator[Edit]:
 
 
 def _with_heads(projection: str, leaves: Mapping[str, np.ndarray], order: np.ndarray) -> Edit:
-    """Return the layer whose projection has its heads in another order."""
+    """Return the edit that reorders the heads of a projection."""
     reordered = {}
     for leaf, weight in leaves.items():
         heads = weight.reshape(len(order), -1, *weight.shape[1:])
@@ -422,7 +423,7 @@ INPUT_FORMS: dict[str, Form] = {
 
 
 def _projecting(others: Mapping[str, np.ndarray]) -> Edit:
-    """Return the layer whose projections of some names read other inputs."""
+    """Return the edit that passes other inputs to projections, by their names."""
 
     def linear(_: Any, original: Any, name: str, x: np.ndarray) -> np.ndarray:
         return original(name, others.get(name, x))
@@ -601,7 +602,7 @@ def of_token_after(x: np.ndarray) -> np.ndarray:
 
 
 def _with_other_inputs(method: str, **forms: Form) -> Edit:
-    """Return the layer in which a method receives other values."""
+    """Return the edit that passes other values to a method."""
 
     def override(_: Any, original: Any, values: Values) -> Any:
         changed = {name: form(values[name]) for name, form in forms.items()}
@@ -649,7 +650,7 @@ def single_heads(problem: Problem) -> Iterator[Edit]:
 
 
 def _in_head(head: int, method: str, name: str, form: Form) -> Edit:
-    """Return the layer in which one head of a product receives other values."""
+    """Return the edit that passes other values to one head of a product."""
 
     def override(_: Any, original: Any, values: Values) -> Any:
         right, wrong = original(values), original({**values, name: form(values[name])})
@@ -706,7 +707,7 @@ def _in_order(order: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 def using_kv_heads(order: np.ndarray, method: str = "") -> Edit:
-    """Return the layer whose query heads use other key/value heads: in scores and contexts, or in
+    """Return the edit by which query heads use other key/value heads: in scores and contexts, or in
     one method.
 
     Args:

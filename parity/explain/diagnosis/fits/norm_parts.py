@@ -110,7 +110,7 @@ def norm_numbers(trial: StageTrial, problem: Problem) -> Iterator[Edit]:
 
 
 def _with_eps(name: str, eps: float) -> Edit:
-    """Return the layer whose norm of queries, or of keys, has another eps."""
+    """Return the edit of the eps of the norm of queries, or of keys."""
 
     def norm(_: Any, original: Override, which: str) -> Norm | None:
         right = original(which)

@@ -323,7 +323,7 @@ def _with_field(spec: AttentionSpec, name: str, value: Any) -> Edit:
 
 
 def _with_number(spec: AttentionSpec, record: str, name: str, value: Any) -> Edit:
-    """Return the layer with a number in a record of its specification."""
+    """Return the edit of a number in a record of the specification, such as `rope`."""
     return _with_field(spec, record, replace(getattr(spec, record), **{name: value}))
 
 

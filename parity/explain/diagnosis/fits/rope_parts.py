@@ -43,7 +43,7 @@ def rope_parts(problem: Problem) -> Iterator[Edit]:
 
 
 def _rotation(problem: Problem, names: str, words: str, turn: Turn, family: BugFamily) -> Edit:
-    """Return the layer that rotates queries, keys or both in another way."""
+    """Return the edit that rotates queries, keys or both in another way."""
     return part(problem, "rotation", words, Edit(overrides=turned(names, turn)), family)
 
 

@@ -54,10 +54,12 @@ def _row_factors(difference: Difference) -> Iterator[Edit]:
     yield difference.pattern("rows", words, {"sums": [float(sums.min()), float(sums.max())]}, rows)
 
 
-def _factor_of_rows(a: np.ndarray, e: np.ndarray, of_empty: float) -> np.ndarray:
-    """Return the factor of each row that brings e closest to a; another one for rows of zeros."""
-    size = (e * e).sum(axis=-1, keepdims=True)
-    products = (a * e).sum(axis=-1, keepdims=True)
+def _factor_of_rows(actual: np.ndarray, expected: np.ndarray, of_empty: float) -> np.ndarray:
+    """Return the factor of each row that brings the expected values closest to the actual ones;
+    `of_empty` where all expected values are 0.
+    """
+    size = (expected * expected).sum(axis=-1, keepdims=True)
+    products = (actual * expected).sum(axis=-1, keepdims=True)
     return np.divide(products, size, out=np.full_like(size, of_empty), where=size > 0)
 
 

@@ -63,7 +63,7 @@ def _numbers(problem: Problem) -> Iterator[Number]:
 
 
 def _of_scores(change: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Edit:
-    """Return the layer whose softmax hides no keys, and has other scores instead."""
+    """Return the edit that passes other scores to the softmax, which hides no keys."""
 
     def attn_weights(layer: Layer, original: Override, values: Values) -> Any:
         scores, mask = layer.arithmetic.widen(values["scores"]), values["mask"]
@@ -103,7 +103,7 @@ def _limited(largest: float) -> Edit:
 
 
 def _with_summand(summand: float) -> Edit:
-    """Return the layer that adds a number to sums of exponentials relative to the highest."""
+    """Return the edit that adds a number to sums of exponentials relative to the highest."""
 
     def added(highest: np.ndarray) -> np.ndarray:
         return np.full_like(highest, summand)
@@ -112,7 +112,7 @@ def _with_summand(summand: float) -> Edit:
 
 
 def _with_exponential(summand: float) -> Edit:
-    """Return the layer that adds a number to sums of exponentials, as by a sink."""
+    """Return the edit that adds a number to sums of exponentials, as a sink does."""
 
     def added(highest: np.ndarray) -> np.ndarray:
         return summand * np.exp(-highest)

@@ -247,6 +247,7 @@ class WrongPadding:
 
 
 def _nothing(_: Any, hidden: Any) -> Any:
+    # An operation of any framework that keeps the shape, dtype and device.
     return hidden & False
 
 
@@ -259,7 +260,8 @@ def _on_the_left(_: Any, hidden: Any) -> Any:
 
 
 def _one_later(xp: Any, hidden: Any) -> Any:
-    return xp.concatenate([hidden[..., :1] & False, hidden[..., :-1]], -1)
+    first_is_visible = hidden[..., :1] & False
+    return xp.concatenate([first_is_visible, hidden[..., :-1]], -1)
 
 
 def _longer_by_one(lengths: Any, num_keys: int) -> Any:
@@ -267,7 +269,8 @@ def _longer_by_one(lengths: Any, num_keys: int) -> Any:
 
 
 def _one_earlier(xp: Any, hidden: Any) -> Any:
-    return xp.concatenate([hidden[..., 1:], hidden[..., -1:] | True], -1)
+    last_is_hidden = hidden[..., -1:] | True
+    return xp.concatenate([hidden[..., 1:], last_is_hidden], -1)
 
 
 def _shorter_by_one(lengths: Any, _: int) -> Any:

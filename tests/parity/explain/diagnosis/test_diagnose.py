@@ -148,13 +148,13 @@ def test_each_bug_is_distinguished(case, name):
             assert diagnosis.kind in ("pattern", "unknown")
             assert diagnosis.nearest[0][0] == made.about
             return
-        (explanation,) = diagnosis.named
+        (finding,) = diagnosis.named
         assert named_bugs(diagnosis) == [name] or (
-            name in ALIKE and made.about in explanation.others
+            name in ALIKE and made.about in finding.others
         ), made.about
         assert diagnosis.kind == ("precision" if made.is_loss else "structure")
-        assert explanation.ratio <= 1.0
-        assert explanation.error < explanation.error_before
+        assert finding.ratio <= 1.0
+        assert finding.error < finding.error_before
 
 
 def visible(case):
@@ -220,13 +220,11 @@ def test_bug_is_named_from_output_alone(case):
             continue
         output = observed_in(problem, [made])["output"]
         diagnosis = diagnose({"output": output}, problem)
-        (explanation, *_) = diagnosis.named or [None]
+        (finding, *_) = diagnosis.named or [None]
         if np.allclose(output, clean, rtol=1e-5, atol=1e-5):
             seen = diagnosis.kind == "none"  # the bug cancels, as a shift of all positions does
         else:
-            seen = explanation and (
-                explanation.bugs == (made.name,) or made.about in explanation.others
-            )
+            seen = finding and (finding.bugs == (made.name,) or made.about in finding.others)
         if not seen:
             wrong.append((made.name, str(diagnosis)))
     assert wrong == []
@@ -238,10 +236,10 @@ def test_indistinguishable_bugs_are_listed():
     problem = make_problem(case, "float32")
     output = observed_in(problem, [bug(case, "rope-off-by-one-k")])["output"]
     found = diagnose({"output": output}, problem)
-    (explanation,) = found.named
-    told = {explanation.about, *explanation.others}
+    (finding,) = found.named
+    told = {finding.about, *finding.others}
     assert told == {"q's RoPE positions are one too low", "k's RoPE positions are one too high"}
-    assert f"or {explanation.others[0]}: the observed stages cannot distinguish them" in str(found)
+    assert f"or {finding.others[0]}: the observed stages cannot distinguish them" in str(found)
 
 
 @pytest.mark.parametrize(
@@ -312,7 +310,7 @@ def test_bugs_at_three_stages_are_named():
     names = ["rope-interleaved-k", "kv-heads-tiled", "heads-not-moved-back"]
     diagnosis = diagnose(observed_in(problem, [bug(case, name) for name in names]), problem)
     assert named_bugs(diagnosis) == names
-    assert [explanation.stage for explanation in diagnosis.named] == [
+    assert [finding.stage for finding in diagnosis.named] == [
         "k",
         "scores",
         "output",
@@ -512,8 +510,8 @@ def test_rope_sin_cos_swap_is_named():
     problem = make_problem(case, "float32")
     observed = observed_in(problem, [bug(case, "rope-sin-cos-exchanged")])
     assert named_bugs(diagnose(observed, problem)) == ["rope-sin-cos-exchanged"]
-    (explanation,) = diagnose({"output": observed["output"]}, problem).named
-    assert "RoPE's sines and cosines are exchanged" in (explanation.about, *explanation.others)
+    (finding,) = diagnose({"output": observed["output"]}, problem).named
+    assert "RoPE's sines and cosines are exchanged" in (finding.about, *finding.others)
 
 
 def test_rope_over_heads_is_named():
@@ -524,10 +522,10 @@ def test_rope_over_heads_is_named():
     problem = make_problem(case, "float32")
     observed = observed_in(problem, [bug(case, "rope-over-heads")])
     assert named_bugs(diagnose(observed, problem)) == ["rope-over-heads"]
-    (explanation,) = diagnose({"output": observed["output"]}, problem).named
+    (finding,) = diagnose({"output": observed["output"]}, problem).named
     assert "RoPE rotates heads by their index instead of tokens by their position" in (
-        explanation.about,
-        *explanation.others,
+        finding.about,
+        *finding.others,
     )
 
 

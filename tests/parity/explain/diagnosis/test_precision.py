@@ -60,8 +60,8 @@ def test_rounding_is_named_from_output(name):
     problem = make_problem(case, "float32", random_weights(case.spec, 3))
     made = known(case, name)
     diagnosis = diagnose(outputs(exactly(problem, [made])), problem, seconds=60.0)
-    (explanation,) = diagnosis.named
-    assert explanation.bugs == (name,) or made.about in explanation.others  # which explains as much
+    (finding,) = diagnosis.named
+    assert finding.bugs == (name,) or made.about in finding.others  # which explains as much
     assert diagnosis.kind == "precision"
 
 
@@ -81,9 +81,9 @@ def test_rounded_weights_are_named(projection, only):
     diagnosis = diagnose(
         only(exactly(replace(problem, weights={**problem.weights, **rounded}))), problem
     )
-    (explanation,) = diagnosis.named
-    assert explanation.bugs == ("-".join(filter(None, [projection, "weights-bfloat16"])),)
-    assert explanation.about.endswith(
+    (finding,) = diagnosis.named
+    assert finding.bugs == ("-".join(filter(None, [projection, "weights-bfloat16"])),)
+    assert finding.about.endswith(
         f"rounded to bfloat16, but not {'its bias' if projection else 'the biases'}"
     )
 

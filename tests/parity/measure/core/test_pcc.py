@@ -134,7 +134,7 @@ def test_bug_is_named_in_tf32_stages():
     stages = {name: cut_to_tf32(stage) for name, stage in stages_of("q", "k", "scores").items()}
     stages["scores"] *= np.float32(PROBLEM.spec.head_dim**0.5)
     found = parity.diagnose(stages, PROBLEM, arithmetic="tensix")
-    assert [name for explanation in found.named for name in explanation.bugs] == ["scale-missing"]
+    assert [name for finding in found.named for name in finding.bugs] == ["scale-missing"]
     assert not found.unnamed
 
 
