@@ -362,8 +362,8 @@ class Diagnosis(JsonRecord):
         stage: the first stage that differs; empty if none does.
         error: its error (root mean square).
         ratio: its error / budget.
-        findings: one for each cause: first known bugs, then patterns, then unexplained stages, each
-            in the order of the stages.
+        findings: one for each cause: first known bugs, and patterns with a page; then other
+            patterns; then unexplained stages; each in the order of the stages.
         has_stages: True if more than the output was observed.
         malformed: stages that cannot be compared, and why; the others are compared without them.
         conventions: descriptions of how stages are recorded in another convention, by stage.

@@ -77,12 +77,11 @@ class ObservedTurns:
 
 
 def fit_rope(before: np.ndarray, after: np.ndarray, candidates: list[Rope]) -> Rope | None:
-    """Return the RoPE that turns heads (B, heads, T, H) before it into those after it; None if they
-    are equal.
+    """Return the RoPE that rotated heads; None if none did.
 
     Args:
-        before, after: heads of tokens at positions 0, 1, …, or at integers on several axes, which
-            the angles show.
+        before, after: the heads before and after it, (B, heads, T, H), of tokens at positions 0, 1,
+            …, or at integers on several axes, which the angles show.
         candidates: RoPE of the configuration; a fitting candidate is preferred to rounded plain
             bases.
 

@@ -46,8 +46,9 @@ def title_of(spec: AttentionSpec, call: CallForm) -> str:
 
 def docstring_of(spec: AttentionSpec, framework: str, call: CallForm) -> str:
     """Return the docstring of a written module."""
+    title = title_of(spec, call).removesuffix(".")
     paragraphs = [
-        f"{title_of(spec, call)[:-1]}: {_heads_of(spec)}, in {NAMES[framework]}.",
+        f"{title}: {_heads_of(spec)}, in {NAMES[framework]}.",
         f"Written by mha-parity from {spec!r}.",
         f"Axes: {', '.join(_axes_of(spec))}. Inputs are finite.",
     ]
