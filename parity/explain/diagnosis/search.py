@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -128,7 +128,8 @@ def search(trial: Trial, work: Work, begin: Edits = ()) -> SearchResult:
     edits_of_stages = begin
     for part in PARTS:
         edits = _shared_edits(trial, part, edits_of_stages)
-        part_search = _PartSearch(trial, work, part, edits)
+        earlier_names = {bug.name for bug in bugs}
+        part_search = _PartSearch(trial, work, part, edits, earlier_names)
         part_search.run()
         findings += part_search.findings
         bugs += [bug for bug in part_search.bugs if bug not in bugs]
@@ -239,15 +240,19 @@ class _PartSearch:
         findings: one for each cause so far.
         edits: everything that is injected so far: known bugs, and patterns.
         bugs: the known bugs that this part added.
+        earlier_names: the names of known bugs in other parts, which this one probably has as well.
     """
 
-    def __init__(self, trial: Trial, work: Work, part: str, edits: Edits) -> None:
+    def __init__(
+        self, trial: Trial, work: Work, part: str, edits: Edits, earlier_names: Collection[str]
+    ) -> None:
         self.trial = trial
         self.work = work
         self.part = part
         self.findings: list[Finding] = []
         self.edits = edits
         self.bugs: list[Edit] = []
+        self.earlier_names = earlier_names
 
     def run(self) -> None:
         """Explain one stage after the other, until none is left."""
@@ -365,15 +370,19 @@ class _PartSearch:
             complete = {added: chain for added, chain in chains.items() if not chain.unexplained}
             if complete:
                 shortest = min(chain.length for chain in complete.values())
-                first, *others = [
-                    added for added, chain in complete.items() if chain.length == shortest
-                ]
+                equal = [added for added, chain in complete.items() if chain.length == shortest]
+                equal.sort(key=self._is_new)
+                first, *others = equal
                 cause = _Cause(stage, first, tuple(others))
                 return _Chain((cause, *complete[first].causes))
             for added, chain in chains.items():
                 if stages.index(chain.unexplained) > stages.index(best.unexplained):
                     best = _Chain((_Cause(stage, added), *chain.causes), chain.unexplained)
         return best
+
+    def _is_new(self, added: Edits) -> bool:
+        """Return True if no other part has one of some bugs."""
+        return all(edit.name not in self.earlier_names for edit in added)
 
     def _leave(self, stage: str, stages: Sequence[str]) -> None:
         """Report a stage that no known bug explains, unless it is wrong because of an earlier one;

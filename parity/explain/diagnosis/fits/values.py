@@ -142,7 +142,7 @@ def factors(difference: Difference) -> Iterator[Edit]:
                 _factor_words(difference, axes, numbers),
                 _numbers(difference, axes, "factors", numbers),
                 parameters,
-                families=_families_of_factor(difference, axes, float(numbers[0])),
+                families=_families_of_factor(difference, axes, numbers),
             )
             return
 
@@ -175,10 +175,15 @@ def offsets(difference: Difference) -> Iterator[Edit]:
             return
 
 
-def _families_of_factor(difference: Difference, axes: tuple[int, ...], factor: float) -> Families:
+def _families_of_factor(
+    difference: Difference, axes: tuple[int, ...], factors: np.ndarray
+) -> Families:
     """Return the families of one factor, or of one for each index of some axes."""
     if difference.problem is None:
         return ()
+    if not factors.any():
+        return _families_of_zeros(difference)
+    factor = float(factors[0])
     spec = difference.problem.spec
     if len(axes) > 1:  # every row has its own
         if difference.stage.quantity not in ("q", "k", "v"):
