@@ -78,13 +78,15 @@ def _changing(stage: str, change: Callable[[np.ndarray], np.ndarray]) -> Overrid
 
 
 def _without_last_head(context: np.ndarray) -> np.ndarray:
-    heads = np.arange(context.shape[1])[:, None, None]
-    return np.where(heads == context.shape[1] - 1, 0.0, context)
+    changed = context.copy()
+    changed[:, -1] = 0
+    return changed
 
 
 def _without_last_token(context: np.ndarray) -> np.ndarray:
-    tokens = np.arange(context.shape[2])[:, None]
-    return np.where(tokens == context.shape[2] - 1, 0.0, context)
+    changed = context.copy()
+    changed[:, :, -1] = 0
+    return changed
 
 
 def _doubled(values: np.ndarray) -> np.ndarray:
