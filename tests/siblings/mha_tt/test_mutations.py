@@ -275,6 +275,12 @@ def seeing_up_to(change: Callable[[np.ndarray], np.ndarray]) -> Override:
     return attend_to_cache
 
 
+def with_next_vectors(learned):
+    """Return weights in which each distance has the vectors of the next one."""
+    keys = learned["relative_keys"]
+    return {**learned, "relative_keys": ttnn.concat([keys[:, :, 1:], keys[:, :, :1]], dim=2)}
+
+
 MUTATIONS = {
     # ---- The scale
     "scale of the padded head": one(
@@ -438,8 +444,8 @@ MUTATIONS = {
         "scores",
         stages,
         "relative_position_products",
-        lambda f, q, k, record, of_keys, *rest, **o: f(
-            q, k, record, ttnn.concat([of_keys[:, :, 1:], of_keys[:, :, :1]], dim=2), *rest, **o
+        lambda f, q, k, record, learned, *rest, **o: f(
+            q, k, record, with_next_vectors(learned), *rest, **o
         ),
     ),
     "latents not normalised": one(
