@@ -393,11 +393,12 @@ def test_injected_bugs_match_self_test():
         name: count * len(SELFTESTED) for name, count in injected.items()
     }, "run `python tools/docs-site/measure.py selftest`"
     assert all(count == detected for count, detected, _ in counts.values())
-    # In the cached case on JAX each has a second finding, `scale`, in a path of the module.
-    two_findings = {"kv-heads-tiled", "scale-missing"}
+    # A doubled context has a second finding in the cached case on JAX, in a path of the module. The
+    # others are reported as patterns: a lost head with NaN, and blocks of a trained layer.
+    not_identified = {"context-doubled", "last-head-lost", "blocks-sum-not-rescaled"}
     assert {
         name for name, (count, _, identified) in counts.items() if identified < count
-    } == two_findings
+    } == not_identified
     shown = parts.injected_bugs()
     assert [page for page in parts.known_by_page() if f"[{page}](" not in shown] == []
     assert [name for name in INJECTIONS if f"`{name}`" not in shown] == []
