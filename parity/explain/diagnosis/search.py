@@ -502,10 +502,13 @@ class _Question:
 
     def candidates(self, *, with_losses: bool) -> list[Edit]:
         """Return the known bugs that may be tried, usual ones first."""
+        # By name and description: a bug has several records, one for each step, and one that is
+        # limited to some calls.
+        injected = {(edit.name, edit.about) for edit in self.edits}
         return [
             bug
             for bug in self.trial.known_at(self.index)
-            if bug not in self.edits and (with_losses or not bug.is_loss)
+            if (bug.name, bug.about) not in injected and (with_losses or not bug.is_loss)
         ]
 
     def changes(self, edit: Edit) -> bool:
