@@ -37,11 +37,14 @@ def rng() -> np.random.Generator:
 
 
 @pytest.fixture
-def own_layouts() -> Iterator[None]:
-    """Forget the layouts that a test registers: other tests read files that they would fit."""
+def own_registrations() -> Iterator[None]:
+    """Forget the layouts and bugs that a test registers: they would appear in other tests."""
+    from parity.explain.diagnosis.bugs.registry import OWN_BUGS
     from parity.port.conversion.layouts import LAYOUTS
 
-    before = dict(LAYOUTS)
+    layouts, bugs = dict(LAYOUTS), dict(OWN_BUGS)
     yield
     LAYOUTS.clear()
-    LAYOUTS.update(before)
+    LAYOUTS.update(layouts)
+    OWN_BUGS.clear()
+    OWN_BUGS.update(bugs)

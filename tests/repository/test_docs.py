@@ -255,7 +255,7 @@ def test_long_pages_have_code_that_runs():
     RUN,
     ids=lambda path: path.name,
 )
-def test_code_of_page_runs(path, importable_folder, monkeypatch, own_layouts):
+def test_code_of_page_runs(path, importable_folder, monkeypatch, own_registrations):
     """The Python of a page runs, its commands print the shown output, and its test functions
     pass.
     """

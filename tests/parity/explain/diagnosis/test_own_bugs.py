@@ -28,14 +28,11 @@ def squared(layer, original, values):
 
 
 @pytest.fixture(autouse=True)
-def no_own_bugs():
+def no_own_bugs(own_registrations):
     """Start without registered bugs, and leave none."""
-    before = dict(registry.OWN_BUGS)
     registry.OWN_BUGS.clear()
     registry.load_entry_points.cache_clear()
     yield
-    registry.OWN_BUGS.clear()
-    registry.OWN_BUGS.update(before)
     registry.load_entry_points.cache_clear()
 
 

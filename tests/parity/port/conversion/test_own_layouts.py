@@ -21,7 +21,7 @@ N, K, H, D = 4, 2, 6, 10  # query heads, key/value heads, features of a head, in
 GROUPED = AttentionSpec(D, N, num_kv_heads=K, head_dim=H)
 PLAIN = AttentionSpec(D, N, head_dim=H)
 
-pytestmark = pytest.mark.usefixtures("own_layouts")
+pytestmark = pytest.mark.usefixtures("own_registrations")
 
 
 def by_heads(weights, name, spec=GROUPED):

@@ -11,7 +11,7 @@ import parity
 from parity.port.conversion.layouts import LAYOUTS
 from parity.use.cli.main import main
 
-pytestmark = pytest.mark.usefixtures("own_layouts")
+pytestmark = pytest.mark.usefixtures("own_registrations")
 
 TABLE = """
 name = "nebula"
