@@ -47,6 +47,7 @@ class FileLayer:
 
     Attributes:
         file: the tensors of its file.
+        label: its prefix, with its index if it is in a stack, as `load` accepts it.
         prefix: prefix of its tensors.
         numbers: numbers in the prefix, for `{i}`.
         index: its index in the stack under the prefix, or None.
@@ -62,6 +63,7 @@ class FileLayer:
     """
 
     file: TensorCache
+    label: str
     prefix: str
     numbers: tuple[str, ...]
     index: int | None
@@ -102,11 +104,6 @@ class FileLayer:
         if self.model is not None and self.model.kind == "cross_attention":
             return True
         return self.spec.d_kv != self.spec.d_in
-
-    @property
-    def label(self) -> str:
-        """Return its prefix, with its index if it is in a stack, as `load` accepts it."""
-        return label_of(self.prefix, self.index)
 
     @property
     def place(self) -> list[int]:
@@ -151,11 +148,6 @@ class FileLayer:
 
     def _tensor(self, name: str) -> np.ndarray:
         return self.file.read_finite(self.sources[name], self.index, self.axis)
-
-
-def label_of(prefix: str, index: int | None) -> str:
-    """Return the label of a layer under a prefix, with its index if it is in a stack."""
-    return prefix if index is None else f"{prefix}[{index}]"
 
 
 class LayerGroup(NamedTuple):
@@ -282,9 +274,10 @@ def layers_under(
     for concrete, (numbers, own) in by_prefix.items():
         sources = _with_shared(file, concrete, own, layout, hints)
         try:
-            sources = _without_unused(sources, concrete, layout, hints)
+            layer_hints = hints.at(concrete)
+            sources = _without_unused(sources, layout, layer_hints.spec)
             shapes = {short: file.infos[name].shape for short, name in sources.items()}
-            entries, axis = _identify(shapes, concrete, layout, hints)
+            entries, axis = _identify(shapes, concrete, layout, hints, layer_hints)
         except LayoutMismatchError as error:
             # Another prefix than the empty one may be meant.
             if not concrete and any(fitting_prefixes(file.shapes, layout)):
@@ -299,10 +292,13 @@ def layers_under(
         if entry_of_stack is not None:
             entries = [_entry_at(int(entry_of_stack[2]), entries, file, prefix)]
         for entry in entries:
-            label = label_of(concrete, entry.index)
+            label = concrete
+            if entry.index is not None:
+                label = f"{concrete}[{entry.index}]"
             layers.append(
                 FileLayer(
                     file=file,
+                    label=label,
                     prefix=concrete,
                     numbers=numbers,
                     index=entry.index,
@@ -377,10 +373,9 @@ def _with_shared(
 
 
 def _without_unused(
-    sources: dict[str, str], prefix: str, layout: Layout, hints: FileHints
+    sources: dict[str, str], layout: Layout, spec: AttentionSpec | None
 ) -> dict[str, str]:
     """Return the tensors of a layer without those that its specification does not compute with."""
-    spec = hints.at(prefix).spec
     if spec is None:
         return sources
     unused = unused_in(layout, spec)
@@ -473,10 +468,17 @@ def key_in_words(name: str, value: Any) -> str:
 
 
 def _identify(
-    shapes: Shapes, prefix: str, layout: Layout, hints: FileHints
+    shapes: Shapes, prefix: str, layout: Layout, hints: FileHints, layer_hints: LayerHints
 ) -> tuple[list[_IdentifiedLayer], int]:
-    """Find the layers under a prefix, and the axis of their stack, if any."""
-    layer_hints = hints.at(prefix)
+    """Find the layers under a prefix, and the axis of their stack, if any.
+
+    Args:
+        shapes: shapes of their tensors, by name after the prefix.
+        prefix: the prefix.
+        layout: their layout.
+        hints: what is known of the layers of the file.
+        layer_hints: what is known of the layer with this prefix, if it is a single one.
+    """
     spec = layer_hints.spec
     mismatch: LayoutMismatchError | None = None
     if spec is not None:

@@ -263,7 +263,7 @@ class Plan:
             self.rest.append(name)
             if self.keep_rest:
                 self._add(name, CopiedTensor(self.source, name))
-        if self.keep_rest:
+        if self.keep_rest and self.rest:
             self._check_rest()
 
     def _check_rest(self) -> None:
@@ -487,13 +487,12 @@ class Plan:
         if self.keep_rest and self.rest:
             ignored = self._ignored()
         unread = {**self.hints.own.unread, **unread_of(self.converted)}
-        dropped: set[str] = set()
+        dropped = {*self.hints.dropped}
         if not {*CARRIED} <= {*self.layout.carries}:
             dropped |= {*unread} & {*self.drop}
         for layer in self.labels.values():
             lost_before = lost_in(self.layout, layer.spec).keys()
             dropped |= lost_before - lost_in(self.layout, layer.to_spec).keys()
-            dropped |= {*layer.dropped}
         return metadata_of(
             self.layout,
             self.specs,

@@ -227,7 +227,7 @@ def run(options: argparse.Namespace) -> Result:
     ):
         if names:
             warn(f"{what}: {some_of(names)} ({len(names)})")
-    return 0, converted.to_dict()
+    return 0, converted
 
 
 def _may_observe(options: argparse.Namespace) -> bool:

@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -374,7 +374,9 @@ def _run_and_write(command: Any, options: argparse.Namespace) -> int:
     if options.json is not None:
         from parity.use.reporting.json import write_json
 
-        write_json(options.json, options.command, content)
+        # Only now, because the JSON of many cases or layers is long.
+        values = content if isinstance(content, Mapping) else content.to_dict()
+        write_json(options.json, options.command, values)
     return status
 
 

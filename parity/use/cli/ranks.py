@@ -56,7 +56,7 @@ def diagnose_division(options: argparse.Namespace) -> Result:
     observed = [_without_inputs(arrays_of_rank) for arrays_of_rank in arrays.values()]
     diagnosis = diagnose_ranks(observed, problem, **division)
     print_diagnosis(diagnosis, console(), is_right=not diagnosis.is_wrong, verbose=options.verbose)
-    return 1 if diagnosis.is_wrong else 0, diagnosis.to_dict()
+    return 1 if diagnosis.is_wrong else 0, diagnosis
 
 
 def _without_inputs(arrays: Arrays) -> Arrays:

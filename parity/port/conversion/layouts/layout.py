@@ -497,7 +497,10 @@ def _has_weights(value: Any) -> bool:
 
 def without(spec: AttentionSpec, names: Iterable[str]) -> AttentionSpec:
     """Return a layer without the features with these names of `CARRIED`."""
-    return _with_carried(spec, dict.fromkeys(set(names) & {*CARRIED}))
+    left_out = set(names) & {*CARRIED}
+    if not left_out:
+        return spec
+    return _with_carried(spec, dict.fromkeys(left_out))
 
 
 def with_dropped(spec: AttentionSpec, other: AttentionSpec, names: Iterable[str]) -> AttentionSpec:
