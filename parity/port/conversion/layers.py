@@ -129,7 +129,9 @@ class FileLayer:
 
     def load(self) -> tuple[Weights, AttentionSpec]:
         """Read its canonical weights, and return them with its specification."""
-        weights = {name: np.array(self.read(name), order="C") for name in self.placement.weights}
+        weights: Weights = {}
+        for name in self.placement.weights:
+            weights[name] = np.array(self.read(name), order="C")
         return weights, self.spec
 
     def tensors(self) -> dict[str, np.ndarray]:
@@ -349,9 +351,10 @@ def _tensors_by_prefix(
         return by_prefix
     # A pattern also matches other modules, such as the layers that predict further tokens. If
     # nothing else is there, the caller means them.
-    of_layers = {
-        concrete: tensors for concrete, tensors in by_prefix.items() if not hints.is_other(concrete)
-    }
+    of_layers: dict[str, _TensorsOfPrefix] = {}
+    for concrete, tensors in by_prefix.items():
+        if not hints.is_other(concrete):
+            of_layers[concrete] = tensors
     return of_layers or by_prefix
 
 

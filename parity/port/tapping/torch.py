@@ -284,12 +284,14 @@ class _TorchListener:
             _around_forward(self.module, self._called, self._left, self._returned, stack)
             return
         _pre_hook(self.module, self._called, stack)
+        # Also if the module raises an Exception: its recording ends.
         handle = self.module.register_forward_hook(self._left, always_call=True)
         stack.callback(handle.remove)
         handle = self.module.register_forward_hook(self._returned, with_kwargs=True)
         stack.callback(handle.remove)
         for name, child in self.module.named_children():
             weight = getattr(child, "weight", None)
+            # A weight with two axes is that of a projection; norms have one.
             if isinstance(weight, Tensor) and weight.ndim == 2:
                 handle = child.register_forward_hook(functools.partial(self._projected, name))
                 stack.callback(handle.remove)
