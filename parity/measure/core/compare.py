@@ -407,7 +407,7 @@ def _mean(x: np.ndarray) -> float:
 def errors_of(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
     """Return absolute errors in float64.
 
-    They are 0 if both are NaN, infinity if only one is NaN or infinite.
+    They are 0 if both are NaN, infinity if only one is NaN, or if one is infinite.
     """
     actual = actual.astype(np.float64, copy=False)
     expected = expected.astype(np.float64, copy=False)

@@ -258,6 +258,16 @@ class Reference:
         """Compare a stage that is just over its budget again, with more samples of the noise.
 
         Each sample is the error for perturbed inputs and weights.
+
+        Args:
+            comparison: the comparison of the stage so far.
+            actual: the array of the stage.
+            label: label of the stage.
+            arithmetic: arithmetic of the samples, as in `recounted`.
+            local: whether the stage was computed from the implementation's own previous stage.
+
+        Returns:
+            The comparison in which the error uses the smallest share of its budget.
         """
         if not is_close(comparison.ratio):
             return comparison

@@ -44,7 +44,8 @@ FOLDER_LOCK = f"{SCRATCH}.lock"
 """Lock file in a folder, there only while a writer lists or moves its files."""
 
 _ORBAX = re.compile(
-    r"_METADATA|_CHECKPOINT_METADATA|_sharding|_strings\.json|commit_success\.txt|d|array_metadatas(/process_\d+)?|"
+    r"_METADATA|_CHECKPOINT_METADATA|_sharding|_strings\.json|commit_success\.txt|d|"
+    r"array_metadatas(/process_\d+)?|"
     r"ocdbt\.process_\d+|(ocdbt\.process_\d+/)?(manifest\.ocdbt|d|d/[0-9a-f]{32})"
 )
 """Paths of files in an orbax checkpoint."""
@@ -580,6 +581,7 @@ def _check_free(paths: Iterable[Path], *, overwrite: bool) -> None:
             continue
         if not overwrite:
             raise FileExistsError(f"{path} exists; pass --force to replace it")
+        # A link to nothing is not rejected: the write creates the file that it names.
         if path.exists() and not path.is_file():
             raise InputError(path, "be a file or not exist yet, but it is something else")
 

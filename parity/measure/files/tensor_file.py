@@ -523,7 +523,7 @@ def check_names(names: Iterable[str], metadata: Mapping[str, str]) -> None:
         if len(name) > MAX_NAME:
             raise InputError("names", f"have at most {MAX_NAME} characters", str(len(name)))
     for text in itertools.chain(metadata, metadata.values()):
-        text.encode()
+        text.encode()  # raises for a lone surrogate; names have none, since it is not printable
 
 
 def check_unique(names: Iterable[str]) -> None:

@@ -380,7 +380,9 @@ def _has_checksums(members: Iterable[zipfile.ZipInfo]) -> bool:
 
 
 def _load(path: Path, *, mmap: bool) -> Any:
-    """Load the tree of tensors from a torch file."""
+    """Load the tree of tensors from a torch file; with `mmap` tensors are read when they are used,
+    which only zip archives allow.
+    """
     try:
         with warnings.catch_warnings(action="ignore"):  # about kinds of tensors that are rejected
             return library(path, "torch").load(

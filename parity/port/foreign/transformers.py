@@ -524,7 +524,9 @@ class Skeleton:
 
 
 def _needs_positions(spec: AttentionSpec) -> bool:
-    """Return whether a layer that is not causal needs more than its states, from outside."""
+    """Return whether the model passes positions, or a mask made of them, to a layer of this kind
+    even if it is not causal.
+    """
     features = (
         spec.alibi,
         spec.relative_bias,

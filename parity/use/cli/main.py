@@ -146,6 +146,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     if name in COMMANDS:
         parser = make_parser([name])
     elif name.startswith("-"):
+        # An option of the whole program, such as --help, which lists all commands.
         parser = make_parser()
     else:
         hint = names_like(name, COMMANDS, "`mha-parity --help` lists them")

@@ -104,7 +104,8 @@ def _problem_of_case(options: argparse.Namespace, arrays: Mapping[str, Arrays]) 
     if needless:
         raise refusal(", ".join(needless), "be passed with --weights")
     case = case_named(options.case)
-    _check_names(options, arrays, ())
+    # The case has its own inputs, so that the files hold stages alone.
+    _check_names(options, arrays, inputs=())
     return make_problem(case, _dtype_of(arrays))
 
 

@@ -291,6 +291,7 @@ def _layers(report: Report) -> list[dict[str, Any]]:
         for place, layer in enumerate(report.layers):
             cell = _layer_cell(place, layer, by_layer.get(layer))
             cells.append(cell)
+            # The last limit of HEAT is the budget itself.
             if cell["level"] == len(HEAT):
                 beyond_budget.append(cell["words"])
         wrong = "; ".join(beyond_budget) or "none"

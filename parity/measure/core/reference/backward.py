@@ -17,6 +17,9 @@ from parity.measure.core.stages import Values
 class Backward:
     """Gradients of sum(output * cotangent) of a layer.
 
+    In its methods `d_x` is the gradient of x, and `a` the arithmetic: `a.widen` and `a.wide` are
+    for sums, `a.keep` rounds what the layer would store.
+
     Attributes:
         layer: layer to differentiate.
         fused: recompute the scores, like fused kernels.

@@ -394,6 +394,7 @@ class Layer:
     def distance_vectors(self, name: str) -> np.ndarray:
         """Return the vectors of all buckets, (N or 1, num_buckets, H)."""
         table = self.arithmetic.widen(self.parameter(name))
+        # Its first axis is that of the buckets: (num_buckets, N, H), or (num_buckets, H).
         if self.distance_record().per_head:
             return table.swapaxes(0, 1)
         return table[None]

@@ -230,9 +230,11 @@ def _rope_of_hunyuan(layer: ConfigLayer) -> Value:
     if kind is None or kind.value != "dynamic":
         other_kind = None if kind is None else kind.value
         raise InputError("alpha", "be that of rope_type dynamic", repr(other_kind))
-    # transformers ignores these keys if there is an alpha.
+    # transformers ignores these keys if there is an alpha, so they count as read.
     values.find("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
     base = values.find("rope_theta") or layer.config.read("rope_theta")
+    # "NTK-aware": the lowest frequency, theta ** -((H - 2) / H), is divided by alpha, and the
+    # highest one, 1, stays.
     theta = base.value * alpha.value ** (size / (size - 2))
     return Value(Rope(theta), f"{base.origin} * {alpha.origin} ** (H / (H - 2))")
 
