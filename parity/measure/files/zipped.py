@@ -132,6 +132,7 @@ def _comment(metadata: Mapping[str, str]) -> bytes:
 
 
 def _metadata(archive: zipfile.ZipFile) -> dict[str, str]:
+    """Return the metadata in the comment of an archive: JSON if we wrote it, else any text."""
     with suppress(ValueError, RecursionError):
         metadata = text_by_name(parse_json(archive.comment))
         if metadata:

@@ -184,7 +184,8 @@ class Checkpoint:
             IgnoredSettingsWarning: as in `load`.
         """
         hints = self.hints(caller)
-        hints.check_droppable(drop)
+        if drop:
+            hints.check_droppable(drop)
         places = places_of_layers(self.file, hints, prefix, layout, argument)
         if GRID_BIAS in drop:
             layouts = [place.layout for place in places]

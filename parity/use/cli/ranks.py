@@ -66,7 +66,9 @@ def _without_inputs(arrays: Arrays) -> Arrays:
 
 def _check_order(paths: Sequence[str]) -> None:
     """Reject files that are numbered in another order: a shell sorts rank10 before rank2."""
-    if len({re.sub(r"\d+", "#", path) for path in paths}) > 1:
+    # Names that differ in more than numbers have no order of their own.
+    names_without_numbers = {re.sub(r"\d+", "#", path) for path in paths}
+    if len(names_without_numbers) > 1:
         return
     for before, path in pairwise(paths):
         if _numbers(before) > _numbers(path):

@@ -25,6 +25,7 @@ def without_scores(layer: Layer) -> dict[str, np.ndarray]:
     for rows in _blocks(layer.problem):
         layer_of_rows = Layer(_with_bias_of(rows, layer.problem), layer.arithmetic)
         block = {**values, "mask": values["mask"][:, :, rows], "q": values["q"][:, :, rows]}
+        # The rows are also the positions of their queries, with an axis of sequences.
         block |= layer_of_rows.scores(block, rows[None])
         block |= layer_of_rows.attn_weights(block)
         contexts.append(layer_of_rows.context(block)["context"])

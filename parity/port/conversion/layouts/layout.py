@@ -114,6 +114,7 @@ class Tensor:
     def groups(self) -> list[list[str]]:
         """Return its axes, each as a list of letters; an axis of size 1 is empty."""
         groups = []
+        # An axis is a letter, or several in parentheses.
         for inside, outside in re.findall(r"\(([^)]*)\)|(\S+)", self.axes):
             letters = (inside or outside).split()
             groups.append([letter for letter in letters if letter != "1"])
