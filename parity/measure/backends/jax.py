@@ -183,6 +183,7 @@ def _longest_axis(arguments: tuple[Any, ...]) -> int:
     return max(sizes)
 
 
+# Few, because each holds compiled programs; 16 is a choice.
 @lru_cache(maxsize=16)
 def _compiled(
     function: Callable[..., Any], quickly: bool, _: tuple[Any, ...]

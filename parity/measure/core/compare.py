@@ -453,6 +453,8 @@ def _what_is_not_finite(actual: np.ndarray, expected: np.ndarray) -> str:
     return ", ".join(reasons)
 
 
+# Names of stages may come from files, so that their number is not bounded. Most runs have fewer
+# than 4096.
 @lru_cache(maxsize=4096)
 def axis_names(stage: str, ndim: int) -> tuple[str, ...]:
     """Return the letters of a stage's axes.

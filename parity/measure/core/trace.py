@@ -286,6 +286,7 @@ class Reference:
         is almost saturated, a few elements determine its size.
         """
         if arithmetic not in self._recounts:
+            # A seed of 32 bits that depends on the problem alone, so that each run has this noise.
             rng = np.random.default_rng(int(self.problem.digest[:8], 16))
             # Only float32 and float64 stages: see "Saturated softmax" in error-budget.md of docs.
             num_recounts = 0

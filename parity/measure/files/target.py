@@ -272,6 +272,7 @@ def scratch_beside(target: Path) -> Iterator[Path]:
     If a process was killed before it could clean up, the next write of the same target does. A
     lock, which ends with its process, shows whether the folder is still in use.
     """
+    # The name is cut, because file systems allow 255 bytes, of which a character may need 4.
     begin = f".{target.name[:40]}."
     scratch = target.parent / f"{begin}{secrets.token_hex(4)}{SCRATCH}"
     in_use = _new_lock(scratch / IN_USE)
@@ -487,6 +488,7 @@ def flushing(folder: Path) -> Iterator[None]:
     is_full = threading.Event()
 
     def repeat() -> None:
+        # The pause is a choice: short enough that little is left to write at the end.
         while not is_full.wait(timeout=0.05):
             with suppress(FileNotFoundError):  # libraries rename and remove files
                 flush(folder)

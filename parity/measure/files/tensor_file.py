@@ -545,7 +545,7 @@ def parse_json(data: bytes) -> Any:
     except RecursionError:
         raise InputError("JSON", "not be nested as deeply") from None
     except ValueError as error:
-        if type(error) is not ValueError:
+        if type(error) is not ValueError:  # of the text, or of duplicate names
             raise
         # Only integers raise it: their conversion takes quadratic time, so Python limits their
         # digits.

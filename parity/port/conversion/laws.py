@@ -117,7 +117,9 @@ def _differing_lines(pair: Pair) -> Iterator[Pair]:
 
 
 def _zeros(pair: Pair, layers: Layers) -> TensorLaw | None:
+    """Find a tensor that is all zeros in one file."""
     page = ""
+    # With one axis they are, as a rule, those of a bias that was not loaded.
     if pair.one.ndim == 1:
         page = "missing-bias"
     if not pair.other.any():

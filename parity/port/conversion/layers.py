@@ -462,6 +462,7 @@ def key_in_words(name: str, value: Any) -> str:
     if value is None:
         return name
     text = str(value) if isinstance(value, str | int | float) else repr(value)
+    # About a line. Text comes from files, and may be of any length.
     if len(text) > 80:
         text = f"{text[:80]}…"
     return f"{name}={text}"

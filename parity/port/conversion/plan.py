@@ -681,11 +681,19 @@ def _in_stack_order(layers: list[FileLayer], prefix: str) -> list[FileLayer]:
 
 
 def _layer_record(layer: FileLayer, to: str, *, is_layout_given: bool) -> PlannedLayer:
+    """Return the record of a layer, with the sources of its layout and its specification.
+
+    Args:
+        layer: the layer.
+        to: its label in the target.
+        is_layout_given: whether the caller named its layout.
+    """
     layout_from = METADATA
     if is_layout_given:
         layout_from = CALLER
     elif layer.model is not None and layer.model.layout == layer.layout.name:
         layout_from = layer.file_hints.model.origin
+    # Fields with their default values need no source, but numbers of heads do.
     counts = {name: getattr(layer.spec, name) for name in COUNTS}
     plain = AttentionSpec(layer.spec.d_model, **counts).values()
     origins: dict[str, str] = {}

@@ -83,6 +83,7 @@ def _through(name: str) -> Reduction:
 
 def _cut_off(bits: int) -> Reduction:
     """Return the conversion that sets the lowest bits to 0."""
+    # Shifted, and cut to 32 bits again.
     mask = np.uint32(0xFFFFFFFF << bits & 0xFFFFFFFF)
 
     def cut_off_bits(x: np.ndarray) -> np.ndarray:

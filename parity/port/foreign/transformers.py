@@ -410,6 +410,7 @@ class Skeleton:
         kwargs = {"inputs_embeds": torch.from_numpy(embeddings), **extra}
         parameters = inspect.signature(self._model.get_submodule(root).forward).parameters
         kinds = [parameter.kind for parameter in parameters.values()]
+        # A cache would have no use. Some models read the argument from their keywords alone.
         if "use_cache" in parameters or inspect.Parameter.VAR_KEYWORD in kinds:
             kwargs["use_cache"] = False
         return _Way(root, (), kwargs)

@@ -306,6 +306,9 @@ class _SignalHandlers:
             raise KeyboardInterrupt
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal, or the alarm after one: raise KeyboardInterrupt, or try again if an
+        import runs.
+        """
         if self.received is None:
             self.received = number
             self._deadline = time.monotonic() + PATIENCE
@@ -487,7 +490,7 @@ def make_parser(names: Iterable[str] | None = None) -> argparse.ArgumentParser:
             name,
             help=page.line,
             allow_abbrev=False,
-            description=textwrap.fill(page.about, 78),
+            description=textwrap.fill(page.about, 78),  # as wide as argparse's lines on 80 columns
             epilog=page.epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )

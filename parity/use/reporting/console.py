@@ -253,6 +253,7 @@ def short_ratio(ratio: float | None) -> str:
     """Return an error over its budget in few characters; a dash for None."""
     if ratio is None:
         return "—"
+    # Above 100 times the budget only the size matters.
     if ratio < 100:
         return f"{ratio:.2f}"
     return f"{ratio:.0e}"

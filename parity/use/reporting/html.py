@@ -484,6 +484,7 @@ def _heat(comparison: Comparison) -> dict[str, Any]:
         start += length
     axes = axis_names(comparison.stage, len(comparison.shape))
     sizes = dict(zip(axes, comparison.shape, strict=True))
+    # The places are tokens of queries or, in stages of keys alone, of keys.
     axis = "T" if "T" in sizes else "S"
     size = sizes.get(axis, 0)
     places = f"{axis.lower()} = 0 … {size - 1}"

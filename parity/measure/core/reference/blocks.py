@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -44,5 +45,6 @@ def _blocks(problem: Problem) -> Iterator[np.ndarray]:
     """Yield the query tokens in blocks of similar size."""
     case = problem.case
     num_scores = case.batch * case.spec.num_heads * case.seq_len * case.key_len
-    num_blocks = -(-num_scores // BLOCK)
+    num_blocks = math.ceil(num_scores / BLOCK)
+    # A block has at least one token.
     yield from np.array_split(np.arange(case.seq_len), min(num_blocks, case.seq_len))

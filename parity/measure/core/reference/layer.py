@@ -491,6 +491,7 @@ class Layer:
         scaling = spec.rope.scaling
         if not isinstance(scaling, YarnScaling) or scaling.mscale_all_dim is None:
             return 1.0
+        # YaRN's factor: 0.1 ln(s) + 1, arXiv:2309.00071.
         return 1.0 + 0.1 * scaling.mscale_all_dim * np.log(max(scaling.factor, 1.0))
 
     def capped(self, scores: np.ndarray) -> np.ndarray:

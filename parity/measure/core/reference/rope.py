@@ -76,6 +76,8 @@ def amplitude(rope: Rope) -> float:
     stretch = math.log(max(scaling.factor, 1.0))
     if isinstance(scaling, LongRopeScaling):
         return math.sqrt(1 + stretch / math.log(scaling.original_length))
+    # YaRN: 0.1 ln(s) + 1 (arXiv:2309.00071). DeepSeek divides it by another such factor, by whose
+    # square it multiplies the logits.
     if scaling.mscale is None or scaling.mscale_all_dim is None:
         return 1 + stretch / 10
     return (1 + scaling.mscale * stretch / 10) / (1 + scaling.mscale_all_dim * stretch / 10)

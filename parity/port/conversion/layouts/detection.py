@@ -150,6 +150,7 @@ def _check_score_biases(names: Iterable[str], layout: Layout) -> None:
         )
 
 
+# More than the kinds of layers times the layouts of most files.
 @lru_cache(maxsize=1024)
 def placements(spec: AttentionSpec, layout: Layout) -> tuple[Placement, ...]:
     """Place a layer in each form of a layout that can represent it.

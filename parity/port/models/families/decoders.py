@@ -265,6 +265,7 @@ def _rope_of_cohere2_moe(layer: ConfigLayer) -> Value:
     """Return RoPE for layers with a window, and for those of the dense prefix if all of it has full
     attention.
     """
+    # Keys of all layers are read, so that they count as read whatever the kind of this one.
     rotation = rope(pairs="interleaved")(layer)
     period = layer.config.read("prefix_dense_sliding_window_pattern", default=1)
     types = layer.config.find("mlp_layer_types")
@@ -275,6 +276,7 @@ def _rope_of_cohere2_moe(layer: ConfigLayer) -> Value:
         is_dense = entry_of(types, layer.index) == "dense"
     if layer.kind == "sliding_attention":
         return rotation
+    # With a period of 1 each layer of the prefix is the last of its period: full attention.
     if not is_dense or period.value != 1:
         return NOTHING
     return Value.derived(rotation.value, rotation, period)
