@@ -384,13 +384,14 @@ def hints_of_gguf(file: TensorFile, caller: LayerHints) -> ModelHints:
         text = values.get(key)
         if text is None:
             continue
+        # The reader of GGUF describes lists instead of reading them.
         if text.startswith("a list"):
             differ_by_layer = True
+            continue
         try:
             config[name] = kind(text)
         except ValueError:
-            if not text.startswith("a list"):
-                malformed[key] = text
+            malformed[key] = text
     unread = _unread_in_gguf(values, config)
     if "rope_freqs.weight" in file.infos:  # one factor per frequency
         unread["rope_freqs.weight"] = None

@@ -216,7 +216,7 @@ def _read_layer(fields: Mapping[str, Any]) -> TappedLayer:
         calls.append(TappedCall({}, past, first_key))
         counts += [number for number in (past, first_key) if number is not None]
     layer = TappedLayer(**{**fields, "calls": calls})
-    counts += [layer.index, layer.training]
+    counts += [layer.index, layer.training]  # in Python, True and False are integers
     texts = (layer.name, layer.module, layer.kind, layer.attention, layer.not_seen)
     arguments = (layer.scale, layer.window, layer.soft_cap)
     are_texts = all(isinstance(text, str) for text in texts)

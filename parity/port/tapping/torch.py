@@ -445,6 +445,7 @@ class _TorchListener:
         self.values["mask"] = _hiding(mask)
         if not self.model.has_other_mask:
             return
+        # The mask is (B, N, T, S): padding attends to no key in any head.
         is_real = (~is_hidden(self.values["mask"])).any(axis=(1, 3))
         if not is_real.all():
             shape = (query.shape[0], query.shape[2])

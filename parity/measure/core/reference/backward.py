@@ -169,6 +169,7 @@ class Backward:
         """
         layer, a, rank = self.layer, self.arithmetic, self.layer.latent().kv_rank
         entered = self.entered("query")
+        # Latents have an axis of one head, (B, 1, S, rank + rope_dim).
         latents = layer.latents(entered, positions)[:, 0]
         compressed = layer.linear("kv_a_proj", entered)
         own_features = layer.problem.spec.head_dim - (latents.shape[-1] - rank)
