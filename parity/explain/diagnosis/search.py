@@ -507,8 +507,8 @@ class _Question:
         injected = {(edit.name, edit.about) for edit in self.edits}
         return [
             bug
-            for bug in self.trial.known_at(self.index)
-            if (bug.name, bug.about) not in injected and (with_losses or not bug.is_loss)
+            for bug in self.trial.known_at(self.index, with_losses=with_losses)
+            if (bug.name, bug.about) not in injected
         ]
 
     def changes(self, edit: Edit) -> bool:
@@ -618,7 +618,7 @@ def _explaining(question: _Question, work: Work, at_once: int) -> list[Edits]:
         # A bug that holds in every call is simpler than one that only some calls have.
         in_every_call = [added for added in explaining if added[0].calls is None]
         explaining = in_every_call or explaining
-        known = trial.known_at(question.index)
+        known = trial.known_at(question.index, with_losses=question.is_small)
         place = {bug.about: number for number, bug in enumerate(known)}
         explaining.sort(key=lambda added: place[added[0].about])
     elif np.isfinite(trial.observed[question.stage]).any():

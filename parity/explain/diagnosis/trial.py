@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from parity.explain.diagnosis.absorbed import DeferredHeads
-from parity.explain.diagnosis.bugs import bugs_for, edited_layer, low_products, permuted_heads
+from parity.explain.diagnosis.bugs import (
+    edited_layer,
+    low_products,
+    own_bugs,
+    permuted_heads,
+    precision_bugs,
+    structural_bugs,
+)
 from parity.explain.diagnosis.bugs.record import Edit, Edits, overriding
 from parity.explain.diagnosis.choices import AS_THE_REFERENCE, Choice
 from parity.explain.diagnosis.fits import Description, describe
@@ -181,7 +188,8 @@ class Trial:
         """Start without cached results."""
         for name in ("stages", "_unseen_before", "_recounts"):
             vars(self).pop(name, None)
-        self._known_by_steps: dict[frozenset[str], list[Edit]] = {}
+        self._structural_by_steps: dict[frozenset[str], list[Edit]] = {}
+        self._losses_by_steps: dict[frozenset[str], list[Edit]] = {}
         self._layers: dict[_EditedLayer, Sequence[Step]] = {}
         self._computed: dict[_EditedLayer, dict[int, dict[str, np.ndarray]]] = {}
         self._bytes = 0
@@ -238,38 +246,54 @@ class Trial:
             return stages
         return [name for name in stages if name in judged]
 
-    def known_at(self, index: int) -> list[Edit]:
+    def known_at(self, index: int, *, with_losses: bool) -> list[Edit]:
         """Return the known bugs that could change a step, or an earlier one that it depends on and
         that was not observed; usual ones first.
+
+        Args:
+            index: of the step.
+            with_losses: include bugs that only lose precision, last. They are many.
         """
         steps = STEPS_OF_A_CALL if self.problem.case.is_cached else STEPS
         kinds = {steps[number % len(steps)] for number in (*self._unseen_before[index], index)}
-        return self._known(frozenset(kinds))
+        known = self._structural(frozenset(kinds))
+        if not with_losses:
+            return known
+        return [*known, *self._losses(frozenset(kinds))]
 
     @property
     def known(self) -> list[Edit]:
-        """The known bugs that could affect the compared stages."""
-        return self._known(frozenset(STEPS_OF_A_CALL))
+        """The known bugs that could affect the compared stages, without lost precision."""
+        return self._structural(frozenset(STEPS_OF_A_CALL))
 
-    def _known(self, steps: frozenset[str]) -> list[Edit]:
-        """Return the known bugs that could change one of some steps."""
-        if steps not in self._known_by_steps:
-            self._known_by_steps[steps] = self._known_bugs(steps)
-        return self._known_by_steps[steps]
+    def _structural(self, steps: frozenset[str]) -> list[Edit]:
+        """Return the known bugs that could change one of some steps, without lost precision."""
+        if steps not in self._structural_by_steps:
+            case = self.problem.case
+            known = [*structural_bugs(case, steps), *own_bugs(case)]
+            if "qkv" in steps:
+                known += permuted_heads(self.values, self.observed)
+            self._structural_by_steps[steps] = self._in_scope(known)
+        return self._structural_by_steps[steps]
 
-    def _known_bugs(self, steps: frozenset[str]) -> list[Edit]:
-        known = bugs_for(self.problem.case, steps)
-        if "qkv" in steps:
-            known += permuted_heads(self.values, self.observed)
-        # Tensix rounds the factors of products itself.
-        if not self.arithmetic.startswith("tensix"):
-            known += low_products(self.problem.case)
+    def _losses(self, steps: frozenset[str]) -> list[Edit]:
+        """Return the bugs that lose precision in one of some steps, and show in the dtype."""
+        if steps not in self._losses_by_steps:
+            losses = precision_bugs(self.problem.case, steps)
+            # Tensix rounds the factors of products itself.
+            if not self.arithmetic.startswith("tensix"):
+                losses += low_products(self.problem.case)
+            if self.problem.dtype not in WIDE_ENOUGH:
+                losses = [bug for bug in losses if bug.shows_in_narrow]
+            self._losses_by_steps[steps] = self._in_scope(losses)
+        return self._losses_by_steps[steps]
+
+    def _in_scope(self, known: list[Edit]) -> list[Edit]:
+        """Return those of some bugs that the search tries."""
         only = self.scope.only
-        if only is not None:
-            known = [bug for bug in known if bug.name in only or bug.about in only]
-        if self.problem.dtype in WIDE_ENOUGH:
+        if only is None:
             return known
-        return [bug for bug in known if not bug.is_loss or bug.shows_in_narrow]
+        return [bug for bug in known if bug.name in only or bug.about in only]
 
     # ---- Stages with edits -----------------------------------------------------------------------
 
