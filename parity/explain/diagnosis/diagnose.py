@@ -374,7 +374,7 @@ def _ratio_of(compared: WholeStages, stage: str, ratio: float) -> float:
     """Return the error of a whole stage over its budget; the given ratio if it is not over it."""
     if stage not in compared or compared[stage].passed:
         return ratio
-    return compared[stage].comparison.ratio
+    return compared[stage].ratio
 
 
 def _other_dtypes(stages: Mapping[str, np.ndarray], problem: Problem) -> dict[str, str]:
