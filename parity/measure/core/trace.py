@@ -125,15 +125,21 @@ class Reference:
         """
         if not self._has_scores:
             return []
-        if dtype == "float64":
+        key = (dtype, arithmetic)
+        if key not in self._steps:
             values = self.accumulated
-        else:
-            values = self.same_precision(local=False, arithmetic=arithmetic)
-        names = [name for name in values if not stage_named(name).is_gradient]
-        steps = []
-        for _, names_of_step in groupby(names, step_of):
-            steps.append({name: values[name] for name in names_of_step})
-        return steps
+            if dtype != "float64":
+                values = self._stages(dtype, arithmetic=arithmetic)
+            names = [name for name in values if not stage_named(name).is_gradient]
+            steps = []
+            for _, names_of_step in groupby(names, step_of):
+                steps.append({name: values[name] for name in names_of_step})
+            self._steps[key] = steps
+        return self._steps[key]
+
+    @cached_property
+    def _steps(self) -> dict[tuple[str, str], list[dict[str, np.ndarray]]]:
+        return {}
 
     def layer(self, arithmetic: reference.Arithmetic) -> reference.Layer:
         """Return the layer of the problem in an arithmetic."""
