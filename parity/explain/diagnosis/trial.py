@@ -263,8 +263,9 @@ class Trial:
 
     @property
     def known(self) -> list[Edit]:
-        """The known bugs that could affect the compared stages, without lost precision."""
-        return self._structural(frozenset(STEPS_OF_A_CALL))
+        """The known bugs that could affect the compared stages."""
+        steps = frozenset(STEPS_OF_A_CALL)
+        return [*self._structural(steps), *self._losses(steps)]
 
     def _structural(self, steps: frozenset[str]) -> list[Edit]:
         """Return the known bugs that could change one of some steps, without lost precision."""
