@@ -193,6 +193,8 @@ def _diagnosed(stages: Mapping[str, np.ndarray], right: Trial, work: Work) -> Di
         views: list[StageView] = []
         trial = right
         for choice in choices_for(right.problem.dtype, stages):
+            if views and not views[0].may_be_right_with(choice):
+                continue
             trial = trial.with_choice(choice)
             views += views_of(stages, trial)
             for view in views:

@@ -20,7 +20,9 @@ from parity.measure.core.stages import STAGES, stage_named
 from parity.measure.core.weights import is_floating
 
 FAR_FROM_CHOICE = 16.0
-"""The ratio of a stage above which no other choice of precision is tried for a large layer."""
+"""The ratio of a stage above which another choice of precision does not make it right, unless it has
+scores or attention weights.
+"""
 
 AllReadings = Mapping[str, StageReadings]
 """All readings of each stage."""
@@ -52,6 +54,19 @@ class StageView:
     def wrong(self) -> list[str]:
         """The stages that differ by themselves."""
         return [stage for stage, judgement in self.before.items() if judgement.ratio > 1.0]
+
+    def may_be_right_with(self, choice: Choice) -> bool:
+        """Return True if a stage that differs may be right with another choice.
+
+        A choice for the softmax alone changes attention weights. What is computed from them is only
+        a little less exact.
+        """
+        if choice.arithmetic:
+            return True
+        for stage in self.wrong:
+            if stage_named(stage).is_attn_weights or self.before[stage].ratio <= FAR_FROM_CHOICE:
+                return True
+        return False
 
     @property
     def agrees_in_the_end(self) -> bool:
