@@ -268,9 +268,9 @@ def _concluded(view: StageView, result: SearchResult, untried: str) -> Diagnosis
 
     If all that was found is lost precision, one loss in the whole layer may explain more.
     """
-    are_losses = all(edit.is_loss for finding in result.findings for edit in finding.edits)
-    is_short = result.is_complete and len(result.findings) == 1
-    if are_losses and not is_short:
+    if result.is_complete and len(result.findings) == 1:
+        return view.diagnosis(result, untried)
+    if all(edit.is_loss for finding in result.findings for edit in finding.edits):
         # One loss in the whole layer is simpler than several in its parts.
         whole = lost_in_dtype(view.trial, view.before, view.wrong)
         if whole is None and not result.is_complete:

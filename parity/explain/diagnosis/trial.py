@@ -689,7 +689,11 @@ class Trial:
 
     def wrong(self, stages: Iterable[str], edits: Edits) -> list[str]:
         """Return the stages that edits do not explain."""
-        return [stage for stage in stages if self.judgement(stage, edits).ratio > 1.0]
+        wrong: list[str] = []
+        for stage in stages:
+            if self.judgement(stage, edits).ratio > 1.0:
+                wrong.append(stage)
+        return wrong
 
     def is_right_as_a_whole(self, stage: str, edits: Edits) -> bool:
         """Return True if a stage is that of the layer with edits, whatever was observed before."""
