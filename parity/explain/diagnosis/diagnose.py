@@ -219,11 +219,14 @@ def _best_of_views(views: Sequence[StageView], seconds: float) -> Diagnosis:
     untried = ""
     for view in to_search:
         work = Work(seconds / len(to_search))
-        result = _search_with_and_without_nan(view.trial, work)
-        results.append((view, result))
+        with work.counted():
+            result = search(view.trial, work)
+        if not result.is_complete:
+            result = _best_with_nan(view.trial, result, work.seconds / 2)
         untried = untried or work.untried
-        if result.is_complete and result.count == 1 and view is plain:
-            break
+        if view is plain and result.is_complete and result.count == 1:
+            return _concluded(view, result, untried)
+        results.append((view, result))
     best_view, best_result = min(results, key=_cost_of_result)
     return _concluded(best_view, best_result, untried)
 
@@ -233,20 +236,16 @@ def _cost_of_result(searched: tuple[StageView, SearchResult]) -> tuple[int, int]
     return result.cost
 
 
-def _search_with_and_without_nan(trial: Trial, work: Work) -> SearchResult:
-    """Search for bugs. If a stage has NaN of its own, also search with NaN in rows without a
-    key.
+def _best_with_nan(trial: Trial, result: SearchResult, seconds: float) -> SearchResult:
+    """Return a result, or the better one of a search with NaN in rows without a key, if a stage has
+    NaN of its own.
     """
-    with work.counted():
-        result = search(trial, work)
-    if result.is_complete:
-        return result
     begin = tuple(bug for bug in trial.known if bug.name == "empty-row-nan")
     if not begin or not any(_has_nan_of_its_own(trial, stage) for stage in trial.stages):
         return result
-    again = Work(work.seconds / 2)
-    with again.counted():
-        with_nan = search(trial, again, begin)
+    work = Work(seconds)
+    with work.counted():
+        with_nan = search(trial, work, begin)
     return with_nan if with_nan.cost < result.cost else result
 
 

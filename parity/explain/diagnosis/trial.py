@@ -408,55 +408,48 @@ class Trial:
     def _run(
         self, index: int, layer: _EditedLayer, values: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        """Return a step of a layer, after the steps before it."""
+        """Return a step of a layer, after the steps before it.
+
+        Raises:
+            ValueError: if edits do not fit together, or a registered bug fails.
+        """
         if index in layer.computed:
             step = layer.computed[index]
             # `_until` leaves empty arrays where edits did not fit together.
             if next(iter(step.values())).shape == (0,):
                 raise ValueError("edits do not fit together")
             return step
-        if any(edit.is_registered for edit in layer.key.edits):
-            step = self._run_registered(index, layer, values)
-        else:
-            step = self._run_step(index, layer, values)
-        self._keep(index, layer, step)
-        return step
-
-    def _run_step(
-        self, index: int, layer: _EditedLayer, values: Mapping[str, np.ndarray]
-    ) -> dict[str, np.ndarray]:
-        """Return the stages of a step of a layer.
-
-        Raises:
-            ValueError: if edits do not fit together.
-        """
-        if layer.steps is None:
-            layer.steps = self._steps(layer.key)
-        with np.errstate(all="ignore"):
-            return run(layer.steps[index], values)
-
-    def _run_registered(
-        self, index: int, layer: _EditedLayer, values: Mapping[str, np.ndarray]
-    ) -> dict[str, np.ndarray]:
-        """Return the stages of a step of a layer that has a registered bug.
-
-        Raises:
-            ValueError: if edits do not fit together, or code of the bug fails or returns something
-                else than the stages.
-        """
+        is_registered = any(edit.is_registered for edit in layer.key.edits)
         try:
-            step = self._run_step(index, layer, values)
+            if layer.steps is None:
+                layer.steps = self._steps(layer.key)
+            with np.errstate(all="ignore"):
+                step = run(layer.steps[index], values)
         except (KeyboardInterrupt, TimeoutError, ValueError):
             raise
         except BaseException as error:  # code of another package may raise anything
+            if not is_registered:
+                raise
             raise ValueError("a registered bug fails") from error
+        if is_registered:
+            step = self._with_every_stage(index, layer.key.requested, step)
+        self._keep(index, layer, step)
+        return step
+
+    def _with_every_stage(
+        self, index: int, requested: str, step: dict[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """Return a step of a layer that has a registered bug, with empty arrays for stages that it
+        lacks, such as the gate.
+
+        Raises:
+            ValueError: if the bug returned something else than stages.
+        """
         names = self.steps[index]
         if not _are_stages(step, names):
             raise ValueError("a registered bug returns something else than stages")
-        requested = layer.key.requested
         if requested != ALL:
             names = [name for name in names if stage_named(name).quantity == requested]
-        # A layer with the bug may lack a stage, such as the gate.
         missing = {name: np.empty(0) for name in names if name not in step}
         return step | missing
 
