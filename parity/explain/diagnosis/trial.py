@@ -87,14 +87,19 @@ class _EditedLayer:
 
     Attributes:
         key: what its steps depend on.
-        overridden: the methods that its edits override; None if no step can be that of the right
-            layer, because all of the layer is another.
+        overridden: the methods that its edits override.
+        is_replaced: True if all of the layer is another, so that no step is that of the right one.
+        is_registered: True if code of a user or another package may run.
+        is_in_some_calls: True if some calls of a cache lack some of its edits.
         steps: its steps as functions; None until the first of them runs.
         computed: the stages of each computed step.
     """
 
     key: _LayerKey
-    overridden: frozenset[str] | None
+    overridden: set[str] = field(default_factory=set)
+    is_replaced: bool = False
+    is_registered: bool = False
+    is_in_some_calls: bool = False
     steps: Sequence[Step] | None = None
     computed: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)
 
@@ -353,13 +358,15 @@ class Trial:
         """Return a layer with edits, and what was computed of it."""
         if key in self._layers:
             return self._layers[key]
-        has_own_spec = any(edit.spec is not None for edit in key.edits)
-        is_exact = key.dtype == "float64" and not key.arithmetic
-        overridden = None
-        if is_exact and not has_own_spec and self._flow:
-            overridden = frozenset().union(*[edit.overrides for edit in key.edits])
-        self._layers[key] = _EditedLayer(key, overridden)
-        return self._layers[key]
+        layer = _EditedLayer(key)
+        layer.is_replaced = key.dtype != "float64" or key.arithmetic != "" or not self._flow
+        for edit in key.edits:
+            layer.overridden.update(edit.overrides)
+            layer.is_replaced |= edit.spec is not None
+            layer.is_registered |= edit.is_registered
+            layer.is_in_some_calls |= edit.calls is not None
+        self._layers[key] = layer
+        return layer
 
     def _until(
         self, index: int, layer: _EditedLayer
@@ -391,16 +398,16 @@ class Trial:
 
     def _in_call_of(self, index: int, layer: _EditedLayer) -> _EditedLayer:
         """Return a layer with those of its edits that the call of a step has."""
-        edits = layer.key.edits
-        if all(edit.calls is None for edit in edits):
+        if not layer.is_in_some_calls:
             return layer
         call = stage_named(self.steps[index][0]).step
+        edits = layer.key.edits
         of_call = tuple(edit for edit in edits if edit.calls is None or call in edit.calls)
         return self._layer(layer.key._replace(edits=of_call))
 
     def _is_right(self, index: int, layer: _EditedLayer, changed: set[str]) -> bool:
         """Return True if a step calls no overridden method, and reads no changed stage."""
-        if layer.overridden is None:
+        if layer.is_replaced:
             return False
         flow = self._flow[index]
         return flow.methods.isdisjoint(layer.overridden) and flow.reads.isdisjoint(changed)
@@ -419,7 +426,6 @@ class Trial:
             if next(iter(step.values())).shape == (0,):
                 raise ValueError("edits do not fit together")
             return step
-        is_registered = any(edit.is_registered for edit in layer.key.edits)
         try:
             if layer.steps is None:
                 layer.steps = self._steps(layer.key)
@@ -428,10 +434,10 @@ class Trial:
         except (KeyboardInterrupt, TimeoutError, ValueError):
             raise
         except BaseException as error:  # code of another package may raise anything
-            if not is_registered:
+            if not layer.is_registered:
                 raise
             raise ValueError("a registered bug fails") from error
-        if is_registered:
+        if layer.is_registered:
             step = self._with_every_stage(index, layer.key.requested, step)
         self._keep(index, layer, step)
         return step
