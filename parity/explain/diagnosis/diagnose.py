@@ -190,45 +190,57 @@ class _Observation:
 def _diagnosed(stages: Mapping[str, np.ndarray], right: Trial, work: Work) -> Diagnosis:
     """Read stages in every possible way; if they agree in none, search for bugs."""
     with work.counted():
-        views: list[StageView] = []
-        trial = right
-        for choice in choices_for(right.problem.dtype, stages):
-            if views and not views[0].may_be_right_with(choice):
-                continue
-            trial = trial.with_choice(choice)
-            views += views_of(stages, trial)
-            for view in views:
-                if not (view.wrong or view.malformed):
-                    return view.diagnosis()
-        if not views:
-            raise InputError("observed", "have stages of the problem", str(sorted(stages)))
+        views = _views(stages, right)
         for view in views:
-            # The comparable stages agree, but one has an unexpected shape or dtype.
+            # If the comparable stages agree, one has an unexpected shape or dtype at most.
             if not view.wrong:
                 return view.diagnosis()
-        return _best_of_views(views, work.left)
+        to_search = _views_to_search(views)
+        seconds = work.left / len(to_search)
+        results: list[tuple[StageView, SearchResult]] = []
+        untried = ""
+        for view in to_search:
+            part = Work(seconds)
+            with part.counted():
+                result = search(view.trial, part)
+            if not result.is_complete:
+                result = _best_with_nan(view.trial, result, seconds / 2)
+            untried = untried or part.untried
+            if view is views[0] and result.is_complete and result.count == 1:
+                return _concluded(view, result, untried)
+            results.append((view, result))
+        best_view, best_result = min(results, key=_cost_of_result)
+        return _concluded(best_view, best_result, untried)
 
 
-def _best_of_views(views: Sequence[StageView], seconds: float) -> Diagnosis:
-    """Search each reading for bugs, and return the best diagnosis."""
+def _views(stages: Mapping[str, np.ndarray], right: Trial) -> list[StageView]:
+    """Return the ways to read stages, in each choice that may make them right; only the one in
+    which they are right, if there is one.
+
+    Raises:
+        ValueError: if no stage is one of the problem's.
+    """
+    views: list[StageView] = []
+    trial = right
+    for choice in choices_for(right.problem.dtype, stages):
+        if views and not views[0].may_be_right_with(choice):
+            continue
+        trial = trial.with_choice(choice)
+        for view in views_of(stages, trial):
+            if not (view.wrong or view.malformed):
+                return [view]
+            views.append(view)
+    if not views:
+        raise InputError("observed", "have stages of the problem", str(sorted(stages)))
+    return views
+
+
+def _views_to_search(views: Sequence[StageView]) -> list[StageView]:
+    """Return the plain reading, and those in which fewest stages are wrong, if they are fewer."""
     plain = views[0]
     fewer_wrong = [view for view in views if len(view.wrong) < len(plain.wrong)]
     fewer_wrong.sort(key=lambda view: len(view.wrong))
-    to_search = [plain, *fewer_wrong[: MOST_VIEWS - 1]]
-    results: list[tuple[StageView, SearchResult]] = []
-    untried = ""
-    for view in to_search:
-        work = Work(seconds / len(to_search))
-        with work.counted():
-            result = search(view.trial, work)
-        if not result.is_complete:
-            result = _best_with_nan(view.trial, result, work.seconds / 2)
-        untried = untried or work.untried
-        if view is plain and result.is_complete and result.count == 1:
-            return _concluded(view, result, untried)
-        results.append((view, result))
-    best_view, best_result = min(results, key=_cost_of_result)
-    return _concluded(best_view, best_result, untried)
+    return [plain, *fewer_wrong[: MOST_VIEWS - 1]]
 
 
 def _cost_of_result(searched: tuple[StageView, SearchResult]) -> tuple[int, int]:
