@@ -20,7 +20,7 @@ from parity.explain.diagnosis.bugs import (
     precision_bugs,
     structural_bugs,
 )
-from parity.explain.diagnosis.bugs.record import Edit, Edits, overriding
+from parity.explain.diagnosis.bugs.record import Edit, Edits
 from parity.explain.diagnosis.choices import AS_THE_REFERENCE, Choice
 from parity.explain.diagnosis.fits import Description, describe
 from parity.explain.diagnosis.flow import Flow, flow_of
@@ -112,7 +112,7 @@ def remembering(remembered: Remembered | None = None) -> Edit:
     """
     if remembered is None:
         remembered = Remembered()
-    return overriding(linear=remembered.linear, tables=remembered.tables)
+    return Edit(overrides={"linear": remembered.linear, "tables": remembered.tables})
 
 
 @dataclass(frozen=True)
