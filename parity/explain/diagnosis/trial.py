@@ -66,7 +66,7 @@ MOST_BYTES = 2**29
 
 
 class _LayerKey(NamedTuple):
-    """What the steps of a layer depend on.
+    """The settings on which the steps of a layer depend.
 
     Attributes:
         edits: its edits.
@@ -86,7 +86,7 @@ class _EditedLayer:
     """A layer with edits, and those of its steps that were computed.
 
     Attributes:
-        key: what its steps depend on.
+        key: the settings on which its steps depend.
         overridden: the methods that its edits override.
         is_replaced: True if all of the layer is another, so that no step is that of the right one.
         is_registered: True if code of a user or another package may run.

@@ -59,7 +59,7 @@ class StageView:
     def may_be_right_with(self, choice: Choice) -> bool:
         """Return True if a stage that differs may be right with another choice.
 
-        A choice for the softmax alone changes attention weights. What is computed from them is only
+        A choice for the softmax alone changes attention weights. The stages after them become only
         a little less exact.
         """
         if choice.arithmetic:
