@@ -154,7 +154,7 @@ class Tapped:
 
         Raises:
             OSError: if it cannot be written.
-            ValueError: if `save_tensors` rejects the path.
+            ValueError: if the suffix or the existing file has another format.
         """
         layers = []
         tensors = {}
