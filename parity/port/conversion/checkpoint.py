@@ -119,7 +119,7 @@ class Checkpoint:
         Raises:
             OSError, ValueError: as `config`.
         """
-        if self.own.names_layout:
+        if self.own.names_layout or self.own.specs:
             return False
         config = self.config_of_folder
         return config is not None and not config.specifies_layers
