@@ -312,6 +312,19 @@ def check_scored(query: Array, key: Array, spec: AttentionSpec | BareHeads) -> N
         raise InputError("query", rule, {"query.shape": query.shape})
 
 
+def check_project_qkv(
+    project: object,
+    query: Array,
+    key: Array,
+    value: Array,
+    spec: AttentionSpec,
+    positions: Array | None = None,
+) -> None:
+    """Refuse arguments of `project_qkv` that do not fit each other."""
+    check_spec(spec)
+    check_layer_positions(positions, query.shape[0], query.shape[1], spec)
+
+
 def check_attention_scores(
     query: Array,
     key: Array,

@@ -92,11 +92,8 @@ def check_lengths(
         shape = (len(lengths),)
         values = list(lengths)
     else:
-        try:
-            array = torch.as_tensor(lengths)
-        except (TypeError, ValueError, RuntimeError):
-            raise InputTypeError(name, "be integers", type(lengths).__name__) from None
-        if array.is_floating_point() or array.is_complex() or array.dtype == torch.bool:
+        array = _as_tensor(name, lengths)
+        if array.dtype not in _INTEGERS:
             raise InputTypeError(name, "be integers", {f"{name}.dtype": array.dtype})
         shape = tuple(array.shape)
         values = values_at_hand(array)
@@ -106,9 +103,19 @@ def check_lengths(
         else:
             expected = f"(B,) = ({batch_size},)"
         raise InputError(name, f"have shape {expected}", {f"{name}.shape": shape})
-    if values is not None and any(not 0 <= value <= maximum for value in values):
+    if values and not 0 <= min(values) <= max(values) <= maximum:
         raise InputError(name, f"lie in 0..{maximum}", {name: values})
     return values
+
+
+def _as_tensor(name: str, lengths: Tensor | Sequence[int]) -> Tensor:
+    """Return lengths as a tensor."""
+    if isinstance(lengths, Tensor):
+        return lengths
+    try:
+        return torch.as_tensor(lengths)
+    except (TypeError, ValueError, RuntimeError):
+        raise InputTypeError(name, "be integers", type(lengths).__name__) from None
 
 
 def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
@@ -262,7 +269,8 @@ def check_features(name: str, x: Tensor, width: int) -> None:
     """Refuse the output of a projection that is distributed or has another width, as if it had only
     some heads.
     """
-    if x.shape[-1] == width and not is_distributed(x):
+    # The type first: a tensor of PyTorch itself is on this process.
+    if x.shape[-1] == width and (type(x) is Tensor or not is_distributed(x)):
         return
     shown = f"{x.shape[-1]} features"
     if is_distributed(x):
@@ -335,6 +343,19 @@ def check_scored(query: Tensor, key: Tensor, spec: AttentionSpec | BareHeads) ->
     if (query.shape[1], query.shape[3]) != (spec.num_heads, spec.head_dim):
         rule = f"have the heads of the spec, (N, H) = ({spec.num_heads}, {spec.head_dim})"
         raise InputError("query", rule, {"query.shape": tuple(query.shape)})
+
+
+def check_project_qkv(
+    project: object,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spec: AttentionSpec,
+    positions: Tensor | None = None,
+) -> None:
+    """Refuse arguments of `project_qkv` that do not fit each other."""
+    check_spec(spec)
+    check_layer_positions(positions, query.shape[0], query.shape[1], spec)
 
 
 def check_attention_scores(

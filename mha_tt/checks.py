@@ -425,6 +425,19 @@ def check_heads_of_spec(query: Tensor, num_heads: int, spec: AttentionSpec | Bar
         raise InputError("query", rule, {"query.shape": tuple(query.shape)})
 
 
+def check_project_qkv(
+    project: object,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spec: AttentionSpec,
+    positions: object = None,
+) -> None:
+    """Refuse arguments of `project_qkv` that do not fit each other."""
+    check_spec(spec)
+    check_layer_positions(positions, query.shape[0], query.shape[1], spec)
+
+
 def check_attention_scores(
     query: Tensor,
     key: Tensor,
