@@ -46,6 +46,7 @@ from mha_tt.features.latent import (
 )
 from mha_tt.features.rope import rotation_of
 from mha_tt.kernels import Kernel, fused
+from mha_tt.kernels.nonfinite import Contained
 from mha_tt.layout import padded_features, padded_width, round_up
 from mha_tt.masks import DeviceMask, Mask, block_of
 from mha_tt.mha import AttentionLayer, FunctionalLayer
@@ -256,7 +257,8 @@ def _kernel_of_step(
     mask: Mask,
     scores: Scores,
 ) -> fused.FusedAttention | None:
-    """Return the kernel of the layer if its step form supports the call, else None.
+    """Return the kernel of the layer, or the one that it contains, if its step form supports the
+    call, else None.
 
     The step form multiplies a mask by the scale (tt-metal#55337). Its windows are correct, but leak
     non-finite values of keys before the window (docs/reference/ttnn.md).
@@ -273,8 +275,15 @@ def _kernel_of_step(
         and fused.step_supports(first.shape[3])
         and fused.supports(x, scores)
     )
-    if is_supported and isinstance(layer.kernel, fused.FusedAttention):
-        return layer.kernel
+    if not is_supported:
+        return None
+    kernel = layer.kernel
+    # Without a mask a token attends to all filled slots, and the step form reads no other: there is
+    # no NaN to contain.
+    if isinstance(kernel, Contained):
+        kernel = kernel.kernel
+    if isinstance(kernel, fused.FusedAttention):
+        return kernel
     return None
 
 
