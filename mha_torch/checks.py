@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mha_spec import AttentionSpec, GridBias, InputError, InputTypeError, Latent, Norm, Rope
+from mha_spec import AttentionSpec, InputError, InputTypeError, Latent, Norm, Rope
 from mha_spec.annotations import BOOLEAN, FLOATING, INTEGERS, checking
 from mha_spec.attention import check_spec
 from mha_spec.features.norm import check_norm
@@ -24,6 +24,7 @@ from mha_spec.rules import (
     check_names,
     check_not_written_over,
 )
+from mha_spec.score_weights import without_sinks
 from mha_torch.arrays import is_autocast_on, is_distributed, values_at_hand
 
 _ALL_DTYPES = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)]
@@ -375,12 +376,8 @@ def check_attention_scores(
     if bias is not None:
         check_bias(bias, scores_shape, query)
     check_mapping("learned", learned)
-    # Sinks are part of the softmax.
-    tables = {name: table for name, table in learned.items() if name != "sinks"}
-    table_shapes = {name: shape for name, shape in rules.score_shapes.items() if name != "sinks"}
-    check_score_weights(tables, table_shapes, query)
-    if isinstance(rules.relative_bias, GridBias):
-        check_grid(rules.relative_bias, scores_shape)
+    check_score_weights(without_sinks(learned), without_sinks(rules.score_shapes), query)
+    check_grid(rules.relative_bias, scores_shape)
 
 
 def check_masked_softmax(
