@@ -72,7 +72,8 @@ class Scores:
             check_bias(self.bias, scores_shape, query)
         if self.dropout_keep is not None:
             check_broadcasts("dropout_keep", tuple(self.dropout_keep.shape), scores_shape)
-        check_grid(self.spec.relative_bias, scores_shape)
+        if self.spec.relative_bias is not None:
+            check_grid(self.spec.relative_bias, scores_shape)
 
     def check(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
         """Refuse settings that do not fit the scores (B, N, T, S), their queries or the layer."""
