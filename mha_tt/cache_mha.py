@@ -125,7 +125,9 @@ def cached_layer(
             return decode_step(layer, kernel, x, cache, scores, None if kv_b is None else kv_b())
     if 0 in (batch_size, seq_len):
         output = zeros((batch_size, seq_len, padded_width("out_proj", spec)), x.dtype, x.device())
-        return layer.project("out_proj", output) if spec.out_proj else output, cache
+        if spec.out_proj:
+            output = layer.project("out_proj", output)
+        return output, cache
     positions = before.lengths[:, None] + np.arange(seq_len) if positions is None else positions
     is_real = None
     if not are_all_real:
@@ -140,9 +142,8 @@ def cached_layer(
     q, new = project_new_tokens(
         layer.project, x, before, spec, positions if rotation is None else rotation
     )
-    if kv_b is None:
-        heads = None
-    else:
+    heads = None
+    if kv_b is not None:
         heads = kv_b()
     config = layer.compute_kernel_config
     if heads is not None:
@@ -162,7 +163,10 @@ def cached_layer(
         output = ttnn.where(is_real, output, 0.0)
     # At the end: a step that raised an error can be repeated.
     mark_written_over(before, after)
-    return output, cache if spec.shared_kv else after
+    # With `shared_kv` the other layer keeps its cache.
+    if spec.shared_kv:
+        return output, cache
+    return output, after
 
 
 def _check_call(

@@ -312,7 +312,7 @@ def check_pair_order(rope: Rope, head_dim: int | None, padded: int) -> None:
     if head_dim is None and (rope.pairs != "half" or rope.rotary_dim not in (None, padded)):
         raise InputError(
             "head_dim",
-            "be given for pairs other than (i, i + H/2), with heads as `head_slots` orders them",
+            "be passed for pairs other than (i, i + H/2), with heads as `head_slots` orders them",
             head_dim=None,
             rope=rope,
         )

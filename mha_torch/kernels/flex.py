@@ -224,8 +224,9 @@ def _visible_blocks(
 
 def _id_ranges(ids: Int[Tensor, "B L"]) -> tuple[Int[Tensor, "B blocks"], Int[Tensor, "B blocks"]]:
     """Return the smallest and the largest segment id of each block."""
-    more = ids[:, -1:].expand(-1, -ids.shape[1] % _BLOCK_SIZE)
-    blocks = torch.cat([ids, more], dim=1).unflatten(1, (-1, _BLOCK_SIZE))
+    # The last id again fills the last block.
+    filling = ids[:, -1:].expand(-1, -ids.shape[1] % _BLOCK_SIZE)
+    blocks = torch.cat([ids, filling], dim=1).unflatten(1, (-1, _BLOCK_SIZE))
     return blocks.amin(2), blocks.amax(2)
 
 

@@ -235,13 +235,16 @@ def _with_sinks(
     query = F.pad(torch.cat([query, parts], dim=-1), (0, 0, num_before, 0))
     first = F.pad(key.new_zeros(*key.shape[:2], 1, key.shape[3]), (0, 2), value=1.0)
     key = torch.cat([first, F.pad(key, (0, 2))], dim=2)
+    # Two features more, so that values stay as wide as keys, which most kernels need.
     value = F.pad(value, (0, 2, 1, 0))
     if attn_mask is None:
         return query, key, value, None
     attn_mask = attn_mask.broadcast_to(
         torch.broadcast_shapes(attn_mask.shape, (1, key.shape[2] - 1))
     )
-    return query, key, value, F.pad(attn_mask, (1, 0), value=attn_mask.dtype == torch.bool)
+    # Every query attends to the sink: True in a boolean mask, 0 in one that is added.
+    is_boolean = attn_mask.dtype == torch.bool
+    return query, key, value, F.pad(attn_mask, (1, 0), value=is_boolean)
 
 
 def _distance_bias(
