@@ -122,6 +122,7 @@ class Trial:
         base: the innermost edit of every layer, see `remembering`.
         scope: the stages to compare, and the bugs to try.
         reference: of the problem; its stages are not computed again.
+        candidates: edits to try after the known bugs, of one who knows more than the stages.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class Trial:
         base: Edit | None = None,
         scope: Scope = EVERYTHING,
         reference: Reference | None = None,
+        candidates: Edits = (),
     ) -> None:
         self.problem = problem
         self.arithmetic = arithmetic
@@ -141,6 +143,7 @@ class Trial:
         self.scope = scope
         self._base = remembering() if base is None else base
         self._reference = reference
+        self._candidates = candidates
         self._is_nudged = False
         # A trial without observed stages is its own right layer.
         self._right: Trial | None = None
@@ -264,6 +267,7 @@ class Trial:
         # Tensix rounds the factors of products itself.
         if not self.arithmetic.startswith("tensix"):
             known += low_products(self.problem.case)
+        known += self._candidates
         only = self.scope.only
         if only is not None:
             known = [bug for bug in known if bug.name in only or bug.about in only]
