@@ -331,7 +331,7 @@ class Trial:
                 if overridden is not None and self._is_right(number, overridden, changed):
                     step = self.by_step[number]
                 else:
-                    step = self._run(number, of_call, values)
+                    step = self._run(number, layer, of_call, values)
                     changed.update(step)
         except ValueError:
             step = {name: np.empty(0) for name in self.steps[index]}
@@ -362,9 +362,20 @@ class Trial:
         return {method for edit in layer.edits for method in edit.overrides}
 
     def _run(
-        self, index: int, layer: _EditedLayer, values: Mapping[str, np.ndarray]
+        self,
+        index: int,
+        layer: _EditedLayer,
+        of_call: _EditedLayer,
+        values: Mapping[str, np.ndarray],
     ) -> dict[str, np.ndarray]:
-        """Return a step of a layer, after the steps before it."""
+        """Return a step of a layer, after the steps before it.
+
+        Args:
+            index: number of the step.
+            layer: the layer. Its step is cached, since an edit of one call reaches later ones.
+            of_call: the layer with the edits of this call alone.
+            values: the stages before.
+        """
         cached = self._computed.get(layer, {}).get(index)
         if cached is not None:
             # `_until` leaves empty arrays where edits did not fit together.
@@ -374,10 +385,10 @@ class Trial:
         by_reference = self._of_reference(layer)
         if by_reference:
             return by_reference[index]
-        if any(edit.is_registered for edit in layer.edits):
-            step = self._run_registered(index, layer, values)
+        if any(edit.is_registered for edit in of_call.edits):
+            step = self._run_registered(index, of_call, values)
         else:
-            step = self._run_step(index, layer, values)
+            step = self._run_step(index, of_call, values)
         self._keep(index, layer, step)
         return step
 
@@ -496,6 +507,10 @@ class Trial:
                     unseen[is_module].append(index)
                     break
         return before
+
+    def is_unseen(self, index: int) -> bool:
+        """Return True if a step depends on an earlier one that was not observed."""
+        return bool(self._unseen_before[index])
 
     # ---- Tolerances ------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 bugs`.
 
 An injection has the name of an `Edit` of the reference, and its description and page from there.
-What it does is written here again: an edit overrides methods of the reference, in NumPy, while an
+Its change is written here again: an edit overrides methods of the reference, in NumPy, while an
 injection changes the arguments, parameters or result of code that has no such methods, in arrays of
 torch or JAX that may be traced.
 """
