@@ -536,10 +536,8 @@ class _Question:
         """
         bug, *others = added
         if not self._is_explained_by(added):
-            is_of_later_call = bool(stage_named(self.stage).step)
-            if others or bug.is_loss or not (is_of_later_call and self.trial.is_unseen(self.index)):
+            if others or bug.is_loss or not self._changes_the_cache(bug):
                 return []
-            # In earlier calls the bug would change what they cache, which was not observed.
             return self._in_calls(bug, explains_all=True)
         is_everywhere = self._spoils_nothing(added)
         if others or bug.is_loss:
@@ -554,6 +552,20 @@ class _Question:
         forms = [added, *self._in_calls(bug, explains_all=True)]
         forms.sort(key=lambda form: self._error_in(still_wrong[0], form))
         return forms
+
+    def _changes_the_cache(self, bug: Edit) -> bool:
+        """Return True if a bug in earlier calls changes what they cache, and it was not observed:
+        the bug may explain the stage if only later calls have it.
+        """
+        trial = self.trial
+        call = stage_named(self.stage).step
+        if not call or not trial.is_unseen(self.index):
+            return False
+        for step, names in enumerate(trial.steps[: self.index]):
+            cached = [name for name in names if _is_cached_before(name, call)]
+            if cached and not trial.leaves(step, self.edits, (bug,), cached):
+                return True
+        return False
 
     def _is_hidden_in_other_calls(self) -> bool:
         """Return True if an edit explains other calls than this one: a bug that changes nothing
@@ -648,6 +660,12 @@ def named_calls(case: Case) -> Iterator[tuple[str, frozenset[int]]]:
         yield "in calls of one token", one_token
         yield "in calls of several tokens", frozenset(calls) - one_token
     yield "in the first call", frozenset([0])
+
+
+def _is_cached_before(name: str, call: int) -> bool:
+    """Return True for the keys, values or latents that the call before another one caches."""
+    stage = stage_named(name)
+    return stage.step == call - 1 and stage.quantity.startswith("cache.")
 
 
 def _falls(before: Judgement, after: Judgement) -> bool:

@@ -51,7 +51,7 @@ FAR_OFF_SHARE = 0.5
 WIDE_ENOUGH = ("float32", "float64")
 """Dtypes in which every loss of precision shows. Narrow values may round to themselves."""
 
-MOST_KEPT = 256
+MOST_KEPT = 1024
 """Edited layers whose steps are kept."""
 
 MOST_BYTES = 2**29
