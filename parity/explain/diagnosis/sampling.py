@@ -121,7 +121,7 @@ class Whole:
 
     @property
     def stages_of_paths(self) -> frozenset[str]:
-        """The observed stages of a module's own paths, which contain what the stage functions do."""
+        """The observed stages of a module's paths, which contain what the stage functions do."""
         return frozenset(name for name in self.observed if stage_named(name).path)
 
     @property
