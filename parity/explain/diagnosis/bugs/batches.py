@@ -67,7 +67,7 @@ class _WrongAxes:
     Attributes:
         enter: moves heads (B, N, T, H) of a layer into them.
         leave: moves the context back, to a shape (B, N, T, H).
-        mask: returns what a layer hides in them.
+        mask: returns the hidden cells of a layer in them.
     """
 
     enter: Callable[[Layer, np.ndarray], np.ndarray]
