@@ -32,7 +32,7 @@ from parity.explain.diagnosis.diagnose import (
     observe as observe,
 )
 from parity.explain.diagnosis.ranks import diagnose_ranks as diagnose_ranks
-from parity.explain.diagnosis.weights import diagnose_weights as diagnose_weights
+from parity.explain.diagnosis.weights.diagnose import diagnose_weights as diagnose_weights
 from parity.explain.conformance.examine import examine as examine
 from parity.explain.conformance.subjects import Subject as Subject
 from parity.use.reporting.plot import plot_attention as plot_attention
@@ -53,7 +53,7 @@ from parity.port.conversion.convert import (
     convert_file as convert_file,
     load as load,
 )
-from parity.port.conversion.differences import compare_weights as compare_weights
+from parity.explain.diagnosis.weights.differences import compare_weights as compare_weights
 from parity.port.conversion.layouts import register_layout as register_layout
 from parity.port.conversion.ignored_settings import IgnoredSettingsWarning as IgnoredSettingsWarning
 from parity.port.models.specs import specs_of as specs_of

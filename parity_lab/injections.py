@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,16 @@ Injection = Callable[[Plan], None]
 
 def breaking(**functions: Override) -> Injection:
     """Return a bug that only replaces functions."""
-    return lambda plan: plan.functions.update(functions)
+    return partial(_replace_functions, functions)
+
+
+def _replace_functions(functions: dict[str, Override], plan: Plan) -> None:
+    plan.functions.update(functions)
+
+
+def _first_input(_: Plan, __: Any, x: Any, *rest: Any) -> Any:
+    """Replace a function: it leaves its first input as it is."""
+    return x
 
 
 # ---- Weights -------------------------------------------------------------------------------------
@@ -72,15 +81,15 @@ def _packed_read_as_thirds(plan: Plan) -> None:
     """Pack q, k and v group by group, and read them one after the other."""
     spec = plan.problem.spec
     for leaf in ("weight", "bias"):
-        names = [f"{each}_proj.{leaf}" for each in "qkv"]
-        if names[0] in plan.weights:
-            tail = plan.weights[names[0]].shape[1:]
-            groups = [plan.weights[name].reshape(spec.num_kv_heads, -1, *tail) for name in names]
-            packed = np.concatenate(groups, axis=1).reshape(-1, *tail)
-            parts = np.split(packed, [spec.q_width, spec.q_width + spec.k_width])
-            plan.weights |= {
-                name: np.ascontiguousarray(x) for name, x in zip(names, parts, strict=True)
-            }
+        names = [f"{letter}_proj.{leaf}" for letter in "qkv"]
+        if names[0] not in plan.weights:
+            continue
+        tail = plan.weights[names[0]].shape[1:]
+        groups = [plan.weights[name].reshape(spec.num_kv_heads, -1, *tail) for name in names]
+        packed = np.concatenate(groups, axis=1).reshape(-1, *tail)
+        parts = np.split(packed, [spec.q_width, spec.q_width + spec.k_width])
+        for name, part in zip(names, parts, strict=True):
+            plan.weights[name] = np.ascontiguousarray(part)
 
 
 def _k_v_swapped(plan: Plan) -> None:
@@ -89,18 +98,25 @@ def _k_v_swapped(plan: Plan) -> None:
             plan.weights[k], plan.weights[v] = plan.weights[v], plan.weights[k]
 
 
-def _without_out_proj(_: Plan, project_with: Any, *held: Any) -> Any:
-    return lambda which, x: x if which == "out_proj" else project_with(*held)(which, x)
+def _without_out_proj(_: Plan, project_with: Any, *weights: Any) -> Any:
+    """Return projections of which out_proj is missing."""
 
-
-def _with_residual(plan: Plan, project_with: Any, *held: Any) -> Any:
     def project(which: str, x: Any) -> Any:
-        found = project_with(*held)(which, x)
-        return (
-            found + plan.backend.from_numpy(plan.problem.inputs["query"])
-            if which == "out_proj"
-            else found
-        )
+        if which == "out_proj":
+            return x
+        return project_with(*weights)(which, x)
+
+    return project
+
+
+def _with_residual(plan: Plan, project_with: Any, *weights: Any) -> Any:
+    """Return projections of which out_proj adds the query."""
+
+    def project(which: str, x: Any) -> Any:
+        projected = project_with(*weights)(which, x)
+        if which != "out_proj":
+            return projected
+        return projected + plan.backend.from_numpy(plan.problem.inputs["query"])
 
     return project
 
@@ -139,8 +155,9 @@ def _rotated_again(
 ) -> Any:
     """Rotate the keys that another layer has rotated."""
     q, k, v = original(project, query, key, value, spec, positions)
-    places = plan.xp.arange(k.shape[2])[None] if positions is None else positions
-    return q, plan.sibling.apply_rope(k, places, spec.rope), v
+    if positions is None:
+        positions = plan.xp.arange(k.shape[2])[None]
+    return q, plan.sibling.apply_rope(k, positions, spec.rope), v
 
 
 def _heads_tiled(_: Plan, __: Any, x: Any, n: int) -> Any:
@@ -159,16 +176,38 @@ def _padded_and_combined(plan: Plan, combine_heads: Any, x: Any) -> Any:
 
 def _at_positions(change: Callable[[Any], Any]) -> Injection:
     """Rotate by other positions."""
-    return breaking(
-        apply_rope=lambda _, rotate, x, positions, rope: rotate(x, change(positions), rope)
-    )
+
+    def apply_rope(_: Plan, rotate: Any, x: Any, positions: Any, rope: Rope) -> Any:
+        return rotate(x, change(positions), rope)
+
+    return breaking(apply_rope=apply_rope)
+
+
+def _axes_swapped(positions: Any) -> Any:
+    """Exchange the last two axes of positions, of which the first is that of their axes."""
+    order = [*range(len(positions) - 2), -1, -2]
+    return positions[np.array(order)]
+
+
+def _restarted(positions: Any) -> Any:
+    return positions - positions[:, :1]
 
 
 def _by_rope(change: Callable[[Rope], Rope]) -> Injection:
     """Rotate as another `Rope` says."""
-    return breaking(
-        apply_rope=lambda _, rotate, x, positions, rope: rotate(x, positions, change(rope))
-    )
+
+    def apply_rope(_: Plan, rotate: Any, x: Any, positions: Any, rope: Rope) -> Any:
+        return rotate(x, positions, change(rope))
+
+    return breaking(apply_rope=apply_rope)
+
+
+def _with_theta_10000(rope: Rope) -> Rope:
+    return replace(rope, theta=1e4)
+
+
+def _unscaled_rope(rope: Rope) -> Rope:
+    return replace(rope, scaling=None)
 
 
 def _interleaved(_: Plan, rotate: Any, x: Any, positions: Any, rope: Rope) -> Any:
@@ -177,15 +216,21 @@ def _interleaved(_: Plan, rotate: Any, x: Any, positions: Any, rope: Rope) -> An
 
 
 def _without_attention_factor(rope: Rope) -> Rope:
-    none = {"mscale": None, "mscale_all_dim": None} if isinstance(rope.scaling, YarnScaling) else {}
     scaling: Any = rope.scaling
-    return replace(rope, scaling=replace(scaling, attention_factor=1.0, **none))
+    if isinstance(scaling, YarnScaling):
+        scaling = replace(scaling, attention_factor=1.0, mscale=None, mscale_all_dim=None)
+    else:
+        scaling = replace(scaling, attention_factor=1.0)
+    return replace(rope, scaling=scaling)
 
 
 def _of_whole_head(rope: Rope) -> Rope:
     scaling = rope.scaling
     if isinstance(scaling, ProportionalScaling):
-        scaling = None if scaling.factor == 1.0 else LinearScaling(scaling.factor)
+        factor = scaling.factor
+        scaling = None
+        if factor != 1.0:
+            scaling = LinearScaling(factor)
     return replace(rope, rotary_dim=None, scaling=scaling)
 
 
@@ -193,7 +238,9 @@ def _of_whole_head(rope: Rope) -> Rope:
 
 
 def _distances(plan: Plan, t: int, s: int | None) -> Any:
-    return plan.xp.arange(t)[:, None] - plan.xp.arange(t if s is None else s)[None, :]
+    if s is None:
+        s = t
+    return plan.xp.arange(t)[:, None] - plan.xp.arange(s)[None, :]
 
 
 def _next_seen(plan: Plan) -> None:
@@ -203,9 +250,13 @@ def _next_seen(plan: Plan) -> None:
         plan: Plan, original: Any, t: int, s: int, *, is_causal: bool = False, **options: Any
     ) -> Any:
         mask = original(t, s, **options)
-        return (
-            mask | plan.sibling.create_causal_mask(t + 1, s)[1:][None, None] if is_causal else mask
-        )
+        if not is_causal:
+            return mask
+        of_next_rows = plan.sibling.create_causal_mask(t + 1, s)[1:]
+        return mask | of_next_rows[None, None]
+
+    def cache_mask(_: Plan, original: Any, lengths: Any, t: int, s: int, **options: Any) -> Any:
+        return original(lengths, t + 1, s, **options)[:, :, 1:]
 
     def window_mask(
         plan: Plan, _: Any, t: int, s: int | None = None, *, window_size: int, **__: Any
@@ -215,9 +266,7 @@ def _next_seen(plan: Plan) -> None:
 
     plan.functions |= {
         "create_attention_mask": attention_mask,
-        "create_cache_mask": lambda _, f, lengths, t, s, **options: f(lengths, t + 1, s, **options)[
-            :, :, 1:
-        ],
+        "create_cache_mask": cache_mask,
         "create_sliding_window_mask": window_mask,
     }
 
@@ -226,10 +275,13 @@ def _window_ignored(plan: Plan) -> None:
     def without_reach(_: Plan, original: Any, *inputs: Any, **options: Any) -> Any:
         return original(*inputs, **{**options, "window_size": None})
 
+    def later_keys(plan: Plan, _: Any, t: int, s: int | None = None, **__: Any) -> Any:
+        return _distances(plan, t, s) < 0
+
     plan.functions |= {
         "create_attention_mask": without_reach,
         "create_cache_mask": without_reach,
-        "create_sliding_window_mask": lambda plan, _, t, s=None, **__: _distances(plan, t, s) < 0,
+        "create_sliding_window_mask": later_keys,
     }
 
 
@@ -242,7 +294,10 @@ def _padding_ignored(_: Plan, create_attention_mask: Any, *inputs: Any, **option
 
 def _unscaled(plan: Plan, attention_scores: Any, q: Any, *rest: Any) -> Any:
     spec = plan.problem.spec
-    return attention_scores(q * (1.0 / spec.scale if spec.scale else spec.head_dim**0.5), *rest)
+    divisor = spec.head_dim**0.5
+    if spec.scale:
+        divisor = 1.0 / spec.scale
+    return attention_scores(q * divisor, *rest)
 
 
 def _unbiased(
@@ -279,15 +334,36 @@ def _of_masked(change: Callable[..., Any]) -> Injection:
     def masked_softmax(
         plan: Plan, original: Any, scores: Any, mask: Any = None, *sinks: Any, **options: Any
     ) -> Any:
-        return change(
-            plan.xp, lambda scores, mask: original(scores, mask, *sinks, **options), scores, mask
-        )
+        def softmax(scores: Any, mask: Any) -> Any:
+            return original(scores, mask, *sinks, **options)
+
+        return change(plan.xp, softmax, scores, mask)
 
     return breaking(masked_softmax=masked_softmax)
 
 
+def _flipped(_: Any, softmax: Any, scores: Any, mask: Any) -> Any:
+    if mask is None:
+        return softmax(scores, None)
+    return softmax(scores, ~mask)
+
+
+def _unmasked(_: Any, softmax: Any, scores: Any, mask: Any) -> Any:
+    return softmax(scores, None)
+
+
+def _twice(_: Any, softmax: Any, scores: Any, mask: Any) -> Any:
+    return softmax(softmax(scores, mask), None)
+
+
+def _as_with_dropout(_: Any, softmax: Any, scores: Any, mask: Any) -> Any:
+    return softmax(scores, mask) * (100.0 / 90.0)
+
+
 def _added(xp: Any, softmax: Any, scores: Any, mask: Any) -> Any:
-    return softmax(scores if mask is None else xp.where(mask, scores + 1.0, scores), None)
+    if mask is not None:
+        scores = xp.where(mask, scores + 1.0, scores)
+    return softmax(scores, None)
 
 
 def _over_queries(_: Any, softmax: Any, scores: Any, mask: Any) -> Any:
@@ -297,12 +373,11 @@ def _over_queries(_: Any, softmax: Any, scores: Any, mask: Any) -> Any:
 
 
 def _empty_rows_nan(xp: Any, softmax: Any, scores: Any, mask: Any) -> Any:
-    found = softmax(scores, mask)
-    return (
-        found
-        if mask is None
-        else xp.where(mask.all(-1)[..., None], xp.zeros_like(scores) + np.nan, found)
-    )
+    attn_weights = softmax(scores, mask)
+    if mask is None:
+        return attn_weights
+    is_empty = mask.all(-1)[..., None]
+    return xp.where(is_empty, xp.zeros_like(scores) + np.nan, attn_weights)
 
 
 def _without_sinks(_: Plan, masked_softmax: Any, scores: Any, mask: Any = None, *__: Any) -> Any:
@@ -317,10 +392,11 @@ def _batch_as_tokens(
 ) -> Any:
     case = plan.problem.case
     _, attn_weights = attend(q, k, v, visible, *rest, **options)
-    causal = plan.sibling.create_causal_mask(case.batch, case.batch) if case.is_causal else None
-    context, _ = attend(
-        *(x.swapaxes(0, 2) for x in (q, k, v)), replace(visible, mask=causal), *rest, **options
-    )
+    causal = None
+    if case.is_causal:
+        causal = plan.sibling.create_causal_mask(case.batch, case.batch)
+    exchanged = [x.swapaxes(0, 2) for x in (q, k, v)]
+    context, _ = attend(*exchanged, replace(visible, mask=causal), *rest, **options)
     return context.swapaxes(0, 2), attn_weights
 
 
@@ -372,36 +448,50 @@ def _as_the_formula(plan: Plan, *_: Any) -> Any:
     return attend
 
 
+def _keys_as_values(_: Plan, append: Any, cache: Any, k: Any, v: Any, **new: Any) -> Any:
+    return append(cache, k, k, **new)
+
+
 # ---- Precision -----------------------------------------------------------------------------------
 
 
 def products_of(bits: int) -> Injection:
     """Let every matrix product take inputs with this number of explicit bits of their mantissa."""
+    return partial(_cut_products, bits)
 
-    def cut(xp: Any, x: Any) -> Any:
-        tiny = 2.0**-100  # what is smaller may stay as it is
-        exponent = xp.floor(xp.log2(xp.where(abs(x) < tiny, xp.ones_like(x), abs(x))))
-        step = xp.exp2(exponent - bits)
-        return xp.where(abs(x) < tiny, x, xp.round(x / step) * step)
 
-    def project_with(plan: Plan, original: Any, *held: Any) -> Any:
-        return lambda which, x: original(*held)(
-            which, cut(plan.xp, x) if which.endswith("proj") else x
-        )
+def _cut_products(bits: int, plan: Plan) -> None:
+    for name, x in plan.weights.items():
+        if name.endswith("proj.weight"):
+            plan.weights[name] = _cut(bits, np, x)
+    plan.functions["project_with"] = partial(_projecting_cut, bits)
+    plan.functions["attention_scores"] = partial(_scores_of_cut, bits)
+    plan.functions["attention_context"] = partial(_context_of_cut, bits)
 
-    def inject(plan: Plan) -> None:
-        plan.weights |= {
-            name: cut(np, x) for name, x in plan.weights.items() if name.endswith("proj.weight")
-        }
-        plan.functions |= {
-            "project_with": project_with,
-            "attention_scores": lambda plan, f, q, k, *rest: f(
-                cut(plan.xp, q), cut(plan.xp, k), *rest
-            ),
-            "attention_context": lambda plan, f, *inputs: f(*(cut(plan.xp, x) for x in inputs)),
-        }
 
-    return inject
+def _cut(bits: int, xp: Any, x: Any) -> Any:
+    """Round to a number of explicit bits of the mantissa."""
+    is_tiny = abs(x) < 2.0**-100  # what is smaller may stay as it is
+    exponent = xp.floor(xp.log2(xp.where(is_tiny, xp.ones_like(x), abs(x))))
+    step = xp.exp2(exponent - bits)
+    return xp.where(is_tiny, x, xp.round(x / step) * step)
+
+
+def _projecting_cut(bits: int, plan: Plan, project_with: Any, *weights: Any) -> Any:
+    def project(which: str, x: Any) -> Any:
+        if which.endswith("proj"):
+            x = _cut(bits, plan.xp, x)
+        return project_with(*weights)(which, x)
+
+    return project
+
+
+def _scores_of_cut(bits: int, plan: Plan, attention_scores: Any, q: Any, k: Any, *rest: Any) -> Any:
+    return attention_scores(_cut(bits, plan.xp, q), _cut(bits, plan.xp, k), *rest)
+
+
+def _context_of_cut(bits: int, plan: Plan, attention_context: Any, *inputs: Any) -> Any:
+    return attention_context(*[_cut(bits, plan.xp, x) for x in inputs])
 
 
 # ---- All -----------------------------------------------------------------------------------------
@@ -414,23 +504,19 @@ INJECTIONS: dict[str, Injection] = {
     "rope-interleaved": breaking(apply_rope=_interleaved),
     "qk-norm-missing": _with_spec(qk_norm=None),
     "clip-qkv-missing": _with_spec(clip_qkv=None),
-    "rope-missing": breaking(apply_rope=lambda plan, rotate, x, *rest: x),
-    "rope-theta-10000": _by_rope(lambda rope: replace(rope, theta=1e4)),
-    "rope-scaling-missing": _by_rope(lambda rope: replace(rope, scaling=None)),
+    "rope-missing": breaking(apply_rope=_first_input),
+    "rope-theta-10000": _by_rope(_with_theta_10000),
+    "rope-scaling-missing": _by_rope(_unscaled_rope),
     "rope-attention-factor-missing": _by_rope(_without_attention_factor),
     "rope-whole-head": _by_rope(_of_whole_head),
-    "rope-sections-axes-swapped": _at_positions(
-        lambda positions: positions[np.array([*range(len(positions) - 2), -1, -2])]
-    ),
-    "cache-position-restarted": _at_positions(lambda positions: positions - positions[:, :1]),
-    "temperature-ignored": breaking(apply_temperature=lambda plan, original, x, *rest: x),
+    "rope-sections-axes-swapped": _at_positions(_axes_swapped),
+    "cache-position-restarted": _at_positions(_restarted),
+    "temperature-ignored": breaking(apply_temperature=_first_input),
     "shared-kv-rotated-again": breaking(project_qkv=_rotated_again),
     "kv-heads-tiled": breaking(repeat_kv_heads=_heads_tiled),
     "heads-not-moved": breaking(split_checked=_split_without_moving),
-    "mask-flipped": _of_masked(
-        lambda xp, softmax, scores, mask: softmax(scores, None if mask is None else ~mask)
-    ),
-    "mask-ignored": _of_masked(lambda xp, softmax, scores, mask: softmax(scores, None)),
+    "mask-flipped": _of_masked(_flipped),
+    "mask-ignored": _of_masked(_unmasked),
     "mask-added": _of_masked(_added),
     "causal-off-by-one": _next_seen,
     "padding-ignored": breaking(create_attention_mask=_padding_ignored),
@@ -449,22 +535,16 @@ INJECTIONS: dict[str, Injection] = {
     "last-head-lost": breaking(attention_context=_last_head_lost),
     "blocks-sum-not-rescaled": breaking(attention_context=_sum_not_rescaled),
     "softmax-over-queries": _of_masked(_over_queries),
-    "softmax-twice": _of_masked(
-        lambda xp, softmax, scores, mask: softmax(softmax(scores, mask), None)
-    ),
-    "dropout-factor-10": _of_masked(
-        lambda xp, softmax, scores, mask: softmax(scores, mask) * (100.0 / 90.0)
-    ),
+    "softmax-twice": _of_masked(_twice),
+    "dropout-factor-10": _of_masked(_as_with_dropout),
     "empty-row-nan": _of_masked(_empty_rows_nan),
     "nan-leaks": breaking(contained=_as_the_formula),
-    "gate-missing": breaking(apply_gate=lambda plan, apply, context, gate: context),
+    "gate-missing": breaking(apply_gate=_first_input),
     "value-padding-combined": breaking(combine_heads=_padded_and_combined),
     "latent-kv-factor-missing": breaking(project_latents=_kv_factor_missing),
     "residual-added": breaking(project_with=_with_residual),
     "out-proj-missing": breaking(project_with=_without_out_proj),
-    "cache-keys-as-values": breaking(
-        append_to_cache=lambda _, append, cache, k, v, **new: append(cache, k, k, **new)
-    ),
+    "cache-keys-as-values": breaking(append_to_cache=_keys_as_values),
     "precision-bfloat16": products_of(7),
 }
 """By the names of `parity.explain.diagnosis.bugs`, in the order of the pages in
@@ -477,12 +557,14 @@ def bugs_to_inject(case: Case) -> dict[str, Edit]:
     """Return the known bugs that can be injected into a case, by name; the more usual one of each
     name.
     """
-    known = (*bugs_for(case), *(() if case.is_cached else PRECISIONS.values()))
-    found: dict[str, Edit] = {}
+    known = bugs_for(case)
+    if not case.is_cached:
+        known += PRECISIONS.values()
+    injectable: dict[str, Edit] = {}
     for bug in known:
         if bug.name in INJECTIONS and bug.shows_alone:
-            found.setdefault(bug.name, bug)
-    return found
+            injectable.setdefault(bug.name, bug)
+    return injectable
 
 
 def bug_to_inject(name: str, case: Case) -> Edit:

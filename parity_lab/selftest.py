@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -417,12 +418,16 @@ class Outcome:
     @property
     def is_caught(self) -> bool:
         """True if the bug was detected at its stage; without a bug, if no stage differs."""
-        return self.stage in self.expected if self.bug else not self.stage
+        if not self.bug:
+            return not self.stage
+        return self.stage in self.expected
 
     @property
     def is_named(self) -> bool:
         """True if the diagnosis names the bug and no other; without a bug, if it names none."""
-        return {*self.named} == ({self.bug} if self.bug else set())  # perhaps on more than one path
+        if not self.bug:
+            return not self.named
+        return {*self.named} == {self.bug}  # perhaps on more than one path
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields for JSON."""
@@ -438,7 +443,7 @@ def selftest(
     cases: Iterable[Case] | None = None,
     *,
     seeds: Sequence[int] = (0,),
-    on_bug: Callable[[str, str, str], None] = lambda bug, case, backend: None,
+    on_bug: Callable[[str, str, str], None] | None = None,
 ) -> Iterator[Outcome]:
     """Inject each bug into every case of every backend, with random or trained weights, and once no
     bug.
@@ -449,14 +454,19 @@ def selftest(
         seeds: seeds of the random weights.
         on_bug: called before each run, with the names of the bug, the case and the backend.
     """
-    for name in (
-        backends if backends is not None else [name for name in SELFTESTED if not why_missing(name)]
-    ):
-        for case in SELFTEST_CASES if cases is None else cases:
-            for seed in seeds if case.trained is None else seeds[:1]:
-                for bug in ("", *selftest_bugs(case)):
-                    on_bug(bug or "nothing", case.name, name)
-                    yield run_with_bug(bug, case, name, seed=seed)
+    if backends is None:
+        backends = [name for name in SELFTESTED if not why_missing(name)]
+    if cases is None:
+        cases = SELFTEST_CASES
+    for backend, case in itertools.product(backends, list(cases)):
+        seeds_of_case = seeds
+        if case.trained is not None:
+            seeds_of_case = seeds[:1]  # its weights are those of the trained layer
+        for seed in seeds_of_case:
+            for bug in ("", *selftest_bugs(case)):
+                if on_bug is not None:
+                    on_bug(bug or "nothing", case.name, backend)
+                yield run_with_bug(bug, case, backend, seed=seed)
 
 
 def bugs_in(case: Case) -> list[str]:
@@ -487,24 +497,38 @@ def run_with_bug(bug: str, case: Case, backend: str, *, seed: int = 0) -> Outcom
     with inject(bug, problem, backend) as given:
         trace = record(backend, expected, given)
     difference = first_difference(judge(trace, expected))
-    found = diagnose(trace.accumulated, problem) if difference is not None else Diagnosis()
+    stage = ""
+    diagnosis = Diagnosis()
+    if difference is not None:
+        stage = stage_named(difference.stage).kind
+        diagnosis = diagnose(trace.accumulated, problem)
+    expected_stages: tuple[str, ...] = ()
+    if bug:
+        expected_stages = bug_to_inject(bug, case).stages
+    named: list[str] = []
+    others: list[str] = []
+    for finding in diagnosis.named:
+        named += finding.bugs
+        others += finding.others
     return Outcome(
         bug,
         case.name,
         backend,
         seed,
-        bug_to_inject(bug, case).stages if bug else (),
-        "" if difference is None else stage_named(difference.stage).kind,
-        tuple(name for finding in found.named for name in finding.bugs),
-        tuple(about for finding in found.named for about in finding.others),
-        found.kind,
+        expected_stages,
+        stage,
+        tuple(named),
+        tuple(others),
+        diagnosis.kind,
     )
 
 
 @lru_cache(maxsize=len(SELFTEST_CASES))
 def _reference(case: Case, seed: int) -> Reference:
     """Return the reference for all bugs in a case."""
-    weights = None if case.trained is not None else random_weights(case.spec, seed)
+    weights = None
+    if case.trained is None:
+        weights = random_weights(case.spec, seed)
     return Reference(make_problem(case, "float32", weights))
 
 
@@ -518,10 +542,9 @@ def inject(bug: str | Injection, problem: Problem, backend: str) -> Iterator[Pro
     """
     plan = plan_of(bug, problem, backend)
     sibling = plan.sibling
-    holders = [
-        sibling,
-        *(importlib.import_module(f"{sibling.__name__}.{part}") for part in HOLDERS),
-    ]
+    holders = [sibling]
+    for part in HOLDERS:
+        holders.append(importlib.import_module(f"{sibling.__name__}.{part}"))
     before = []
     try:
         for name, override in plan.functions.items():
@@ -534,7 +557,7 @@ def inject(bug: str | Injection, problem: Problem, backend: str) -> Iterator[Pro
                     continue
                 broken = partial(override, plan, original)
                 if name == "apply_rope":  # bugs change the positions themselves
-                    broken = _with_positions(broken)
+                    broken = partial(_rotated_by_positions, broken)
                 before.append((holder, name, original))
                 setattr(holder, name, broken)
         yield replace(problem, weights=plan.weights)
@@ -543,32 +566,33 @@ def inject(bug: str | Injection, problem: Problem, backend: str) -> Iterator[Pro
             setattr(holder, name, original)
 
 
-def _with_positions(rotate: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `apply_rope` of positions instead of their rotations, which implementations compute
+def _rotated_by_positions(rotate: Callable[..., Any], x: Any, positions: Any, rope: Any) -> Any:
+    """Call `apply_rope` with positions instead of their rotations, which implementations compute
     once for q and k.
     """
-    return lambda x, positions, rope: rotate(x, getattr(positions, "positions", positions), rope)
+    return rotate(x, getattr(positions, "positions", positions), rope)
 
 
 def print_selftest(outcomes: list[Outcome], out: Console) -> None:
     """Print the outcomes: a row for each bug, undetected and unidentified ones, and a sum."""
-    columns = [Column(name, overflow="fold", no_wrap=out.width >= 80) for name in ("bug", "stage")]
-    columns += [
-        Column(name, justify="right", no_wrap=True) for name in ("injected", "detected", "named")
-    ]
+    columns: list[Column] = []
+    for name in ("bug", "stage"):
+        columns.append(Column(name, overflow="fold", no_wrap=out.width >= 80))
+    for name in ("injected", "detected", "named"):
+        columns.append(Column(name, justify="right", no_wrap=True))
     rows, styles = [], []
-    kinds: dict[str, list[Outcome]] = {}
+    outcomes_by_bug: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
-        kinds.setdefault(outcome.bug or "(none)", []).append(outcome)
-    for kind, of_kind in kinds.items():
-        seen, named = (
-            sum(getattr(outcome, what) for outcome in of_kind) for what in ("is_caught", "is_named")
-        )
-        styles.append("" if seen == named == len(of_kind) else "red")
-        stages = (
-            ", ".join(dict.fromkeys(outcome.stage for outcome in of_kind if outcome.stage)) or "—"
-        )
-        rows.append((kind, stages, str(len(of_kind)), str(seen), str(named)))
+        outcomes_by_bug.setdefault(outcome.bug or "(none)", []).append(outcome)
+    for bug, of_bug in outcomes_by_bug.items():
+        num_detected, num_named = _counts(of_bug)
+        style = "red"
+        if num_detected == num_named == len(of_bug):
+            style = ""
+        styles.append(style)
+        stages = dict.fromkeys(outcome.stage for outcome in of_bug if outcome.stage)
+        in_words = ", ".join(stages) or "—"
+        rows.append((bug, in_words, str(len(of_bug)), str(num_detected), str(num_named)))
     print_table(
         out,
         "Injected bugs: detected at their stage, and named by the diagnosis",
@@ -579,25 +603,22 @@ def print_selftest(outcomes: list[Outcome], out: Console) -> None:
     for outcome in outcomes:
         where = f"{outcome.bug or 'nothing'} in {outcome.case} on {outcome.backend}"
         if not outcome.is_caught:
-            out.print(
-                Text(
-                    f"NOT DETECTED: {where}: {outcome.stage or 'all stages passed'}",
-                    style="bold red",
-                ),
-                soft_wrap=True,
-            )
+            text = f"NOT DETECTED: {where}: {outcome.stage or 'all stages passed'}"
+            out.print(Text(text, style="bold red"), soft_wrap=True)
         elif not outcome.is_named:
-            named = ", ".join(outcome.named) or "nothing"
-            out.print(
-                Text(f"not named: {where}: the diagnosis names {named}", style="yellow"),
-                soft_wrap=True,
-            )
-    seen, named = (
-        sum(getattr(outcome, what) for outcome in outcomes) for what in ("is_caught", "is_named")
-    )
-    style = "bold green" if seen == len(outcomes) else "bold red"
-    out.print(
-        Text(
-            f"{len(outcomes)} injected, {seen} detected at their stage, {named} named", style=style
-        )
-    )
+            names = ", ".join(outcome.named) or "nothing"
+            text = f"not named: {where}: the diagnosis names {names}"
+            out.print(Text(text, style="yellow"), soft_wrap=True)
+    num_detected, num_named = _counts(outcomes)
+    style = "bold red"
+    if num_detected == len(outcomes):
+        style = "bold green"
+    counts = f"{num_detected} detected at their stage, {num_named} named"
+    out.print(Text(f"{len(outcomes)} injected, {counts}", style=style))
+
+
+def _counts(outcomes: Sequence[Outcome]) -> tuple[int, int]:
+    """Return how many bugs were detected, and how many named."""
+    num_detected = sum(outcome.is_caught for outcome in outcomes)
+    num_named = sum(outcome.is_named for outcome in outcomes)
+    return num_detected, num_named

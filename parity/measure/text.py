@@ -69,9 +69,14 @@ def did_you_mean(name: str, choices: Iterable[str], most: int = 3) -> str:
     return f"did you mean {' or '.join(nearest[:most])}?"
 
 
-def and_listed(items: Iterable[Any]) -> str:
-    """Join items, at least one, with commas and `and`: `0, 2 and 5`."""
-    *first_items, last = map(str, items)
+def and_listed(items: Iterable[Any], most: int | None = None) -> str:
+    """Join items, at least one, with commas and `and`: `0, 2 and 5`; of more than `most`, the first
+    and the number of the others: `0, 2 and 7 more`.
+    """
+    texts = [str(item) for item in items]
+    if most is not None and len(texts) > most:
+        texts = [*texts[:most], f"{len(texts) - most} more"]
+    *first_items, last = texts
     if not first_items:
         return last
     return f"{', '.join(first_items)} and {last}"

@@ -176,4 +176,4 @@ def _words_for(names: Collection[str], case: Case) -> set[str]:
     """Return the words for bugs, one or two at once, that the diagnosis may list as alternatives."""
     known = (*bugs_for(case), *PRECISIONS.values())
     abouts = {bug.about for bug in known if bug.name in names}
-    return {*abouts, *(" and ".join(pair) for pair in permutations(abouts, 2))}
+    return {*abouts, *(", and ".join(pair) for pair in permutations(abouts, 2))}

@@ -78,7 +78,7 @@ RESULTS = (
     "parity.explain.identification.Identification",
     "parity.explain.identification.layers.LiveLayer",
     "parity.explain.conformance.answers.Conformance",
-    "parity.port.conversion.differences.WeightsComparison",
+    "parity.explain.diagnosis.weights.differences.WeightsComparison",
     "parity.port.conversion.layouts.layout.Layout",
     "parity.port.models.specs.ModelLayer",
     "parity.port.tapping.record.Tapped",

@@ -28,6 +28,7 @@ from parity.explain.diagnosis.sampling import (
 from parity.explain.diagnosis.trial import EVERYTHING, Scope
 from parity.explain.diagnosis.work import PER_MULTIPLICATION, Work
 from parity.measure.core.blas import single_threaded
+from parity.measure.core.stages import stage_named
 
 Judge = Callable[[Part, Scope, Work], Diagnosis]
 """Diagnose a sample, within a scope and a limit of work."""
@@ -98,16 +99,11 @@ class RowSamples:
 
     Attributes:
         whole: the problem.
+        judged: the stages that are compared; None for all.
     """
 
     whole: Whole
-
-    @property
-    def judged(self) -> frozenset[str] | None:
-        """The stages that are compared; None for all."""
-        if not self.whole.stages_of_tokens:
-            return None
-        return self.whole.other_stages
+    judged: frozenset[str] | None
 
     def parts(self) -> Iterator[Part]:
         """Yield samples to search, the cheaper first."""
@@ -154,19 +150,22 @@ def diagnosed_by_samples(whole: Whole, judge: Judge, seconds: float) -> Diagnosi
     """
     if not whole.compared.first_wrong():
         return Diagnosis(has_stages=len(whole.observed) > 1)
-    kinds: list[TokenSamples | RowSamples] = []
-    if whole.stages_of_tokens:
-        kinds.append(TokenSamples(whole))
-    if whole.other_stages:
-        kinds.append(RowSamples(whole))
     seconds_of_layer = PER_MULTIPLICATION * multiplications(whole.problem)
     work = Work(seconds + SPARED * seconds_of_layer)
-    diagnoses = []
+    diagnoses: list[Diagnosis] = []
+    of_rows: frozenset[str] | None = None
     with work.counted():
-        for number, samples in enumerate(kinds):
-            # The second kind may use the work that the first one leaves.
-            share = 1.0 / (len(kinds) - number)
-            search = _Search(samples, judge, Work(share * work.left))
+        if whole.stages_of_tokens:
+            # The other samples may use the work that these leave.
+            share = 0.5 if whole.other_stages else 1.0
+            of_tokens = _Search(TokenSamples(whole), judge, Work(share * work.left)).diagnosis()
+            diagnoses.append(of_tokens)
+            of_rows = whole.other_stages
+            if of_tokens.leftover:
+                # Paths of a module contain the same unknown cause, so they are not searched.
+                of_rows -= whole.stages_of_paths
+        if of_rows is None or of_rows:
+            search = _Search(RowSamples(whole, of_rows), judge, Work(work.left))
             diagnoses.append(search.diagnosis())
     return _joined(whole, diagnoses)
 
@@ -429,6 +428,7 @@ def _joined(whole: Whole, diagnoses: Sequence[Diagnosis]) -> Diagnosis:
         comparison = whole.compared[first_wrong]
         leftover.insert(0, Finding(first_wrong, comparison.error, comparison.ratio))
     leftover = [_with_place(finding, whole) for finding in leftover]
+    leftover = _followed_by_paths(leftover, known, whole)
     findings = sorted([*known, *leftover], key=_place)
     stages = [finding.stage for finding in findings]
     untried = ""
@@ -450,6 +450,29 @@ def _joined(whole: Whole, diagnoses: Sequence[Diagnosis]) -> Diagnosis:
     )
     output = whole.compared.get("output")
     return replace(joined, agrees=joined.is_wrong and output is not None and output.passed)
+
+
+def _followed_by_paths(
+    leftover: list[Finding], known: Sequence[Finding], whole: Whole
+) -> list[Finding]:
+    """Return findings without a known bug, the last of them with the wrong stages of a module's own
+    paths: these were not searched, or follow from the same cause.
+    """
+    of_functions = [finding for finding in leftover if not stage_named(finding.stage).path]
+    if not of_functions:
+        return leftover
+    last = max(of_functions, key=_place)
+    reported: set[str] = set()
+    for finding in (*known, *leftover):
+        reported.update((finding.stage, *finding.stages, *finding.follows))
+    follows = list(last.follows)
+    for stage in whole.compared:
+        is_of_path = stage in whole.stages_of_paths
+        if is_of_path and stage not in reported and not whole.compared[stage].passed:
+            follows.append(stage)
+    place = leftover.index(last)
+    followed = replace(last, follows=tuple(follows))
+    return [*leftover[:place], followed, *leftover[place + 1 :]]
 
 
 def _has_one_up_to(last: str, stages: Iterable[str]) -> bool:

@@ -23,6 +23,7 @@ import numpy as np
 
 from mha_spec import InputError
 from parity.explain.diagnosis.at_size import diagnosed_by_first_call, diagnosed_by_samples
+from parity.explain.diagnosis.bugs.record import Edits
 from parity.explain.diagnosis.choices import choices_for
 from parity.explain.diagnosis.findings import Diagnosis, Finding
 from parity.explain.diagnosis.hidden import hidden_bugs
@@ -113,6 +114,7 @@ def diagnose_stages(
     arithmetic: str,
     seconds: float = SECONDS,
     comparisons: Iterable[Comparison] = (),
+    candidates: Edits = (),
 ) -> Diagnosis:
     """Find the bugs in stages that may already be compared.
 
@@ -122,12 +124,13 @@ def diagnose_stages(
         arithmetic: of the hardware.
         seconds: work of the search, see `diagnose`.
         comparisons: known comparisons of the stages with the reference.
+        candidates: edits to try after the known bugs.
 
     Raises:
         ValueError: if no stage is one of the problem's.
     """
     problem = reference.problem
-    observation = _Observation(stages, reference, arithmetic)
+    observation = _Observation(stages, reference, arithmetic, candidates)
     known = {comparison.stage: comparison for comparison in comparisons}
     if not is_large(problem):
         compared = WholeStages(stages, reference, arithmetic, known)
@@ -149,11 +152,13 @@ class _Observation:
         stages: the observed stages.
         reference: of their problem.
         arithmetic: of the hardware.
+        candidates: edits to try after the known bugs.
     """
 
     stages: Mapping[str, np.ndarray]
     reference: Reference
     arithmetic: str
+    candidates: Edits = ()
 
     @property
     def problem(self) -> Problem:
@@ -174,13 +179,21 @@ class _Observation:
             base=remembering(self.remembered),
             scope=scope,
             reference=self.reference,
+            candidates=self.candidates,
         )
         return _diagnosed(self.stages, right, work)
 
     def diagnosed_in_part(self, part: Part, scope: Scope, work: Work) -> Diagnosis:
         """Diagnose a part, within a scope and a limit of work."""
         base = remembering(part.remembered)
-        right = Trial(part.problem, {}, self.arithmetic, base=base, scope=scope)
+        right = Trial(
+            part.problem,
+            {},
+            self.arithmetic,
+            base=base,
+            scope=scope,
+            candidates=self.candidates,
+        )
         return _diagnosed(part.observed, right, work)
 
 

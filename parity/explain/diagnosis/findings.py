@@ -27,6 +27,9 @@ FINDING = ("likely_bug", "first_wrong_stage", "where", "evidence", "fix", "more"
 MOST_PAGES = 2
 """The largest number of pages of a pattern that is reported as a known bug."""
 
+MOST_LISTED = 3
+"""Stages, dtypes or bugs that a line of the report lists; it counts the others."""
+
 Line = tuple[str, str]
 """A label and its text, such as `Fix` and `transpose out_proj.weight`."""
 
@@ -193,7 +196,7 @@ class Finding(JsonRecord):
     @property
     def evidence(self) -> str:
         """How the error changes with the bugs or the pattern; without them, other signs."""
-        stages = some_of(self.explained_stages)
+        stages = and_listed(self.explained_stages, MOST_LISTED)
         if not self.is_explained:
             return "; ".join(self.signs)
         if not self.bugs:
@@ -286,7 +289,8 @@ class Finding(JsonRecord):
         if self.bugs:
             return f"{self.likely_bug}: {self.about}"
         if self.is_explained:
-            return f"not a known bug: in {some_of(self.explained_stages)}, {self.about}"
+            stages = and_listed(self.explained_stages, MOST_LISTED)
+            return f"not a known bug: in {stages}, {self.about}"
         return f"unknown: no known bug explains {self.stage}"
 
     @property
@@ -317,7 +321,8 @@ class Finding(JsonRecord):
             verb = "differ"
             if len(self.follows) == 1:
                 verb = "differs"
-            yield "Follows", f"{some_of(self.follows)} {verb} as well: compare again after the fix"
+            stages = and_listed(self.follows, MOST_LISTED)
+            yield "Follows", f"{stages} {verb} as well: compare again after the fix"
         for fix in self.fixes:
             yield "Fix", fix
         if self.more:
@@ -599,7 +604,7 @@ class Diagnosis(JsonRecord):
         if self.untried:
             yield "Not tried", f"{self.untried} (limit of the search)"
         if self.hidden:
-            hidden = some_of(self.hidden)
+            hidden = and_listed(self.hidden, MOST_LISTED)
             if verbose:
                 hidden = and_listed(self.hidden)
             yield "Hidden", f"{hidden} may not show in {self.dtype}: compare in float32 as well"
@@ -613,7 +618,10 @@ class Diagnosis(JsonRecord):
             verb = "are"
             if len(names) == 1:
                 verb = "is"
-            yield "Dtype", f"{some_of(names)} {verb} {dtype} in a {self.dtype} problem"
+            yield (
+                "Dtype",
+                f"{and_listed(names, MOST_LISTED)} {verb} {dtype} in a {self.dtype} problem",
+            )
 
     @property
     def first_line(self) -> Line:
@@ -670,10 +678,3 @@ def _by_quantity(conventions: Mapping[str, str]) -> list[str]:
         else:
             lines.append(f"{quantity} {words}, in {len(names)} steps from {names[0]} on")
     return lines
-
-
-def some_of(names: Sequence[str], most: int = 3) -> str:
-    """Return some names and the number of others: `q, k and 2 more`."""
-    if len(names) <= most:
-        return and_listed(names)
-    return and_listed([*names[:most], f"{len(names) - most} more"])

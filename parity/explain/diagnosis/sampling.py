@@ -120,6 +120,11 @@ class Whole:
         return frozenset(self.observed.keys() - self.stages_of_tokens)
 
     @property
+    def stages_of_paths(self) -> frozenset[str]:
+        """The observed stages of a module's paths, which contain what the stage functions do."""
+        return frozenset(name for name in self.observed if stage_named(name).path)
+
+    @property
     def num_tokens(self) -> int:
         """The number of tokens of each sequence in a sample."""
         return max(TOKENS // self.problem.case.batch, 8)

@@ -499,6 +499,16 @@ class _Question:
         ]
 
     @cached_property
+    def in_other_calls(self) -> list[str]:
+        """The same stage in other calls of a cache, where it differs as well."""
+        kind = stage_named(self.stage).kind
+        return [
+            stage
+            for stage in self._wrong
+            if stage != self.stage and stage_named(stage).kind == kind
+        ]
+
+    @cached_property
     def is_small(self) -> bool:
         """True if the error is so small that lost precision may cause it."""
         if stage_named(self.stage).is_exact:
@@ -522,32 +532,74 @@ class _Question:
         with_edit = self.trial.stage(self.stage, (*self.edits, edit))
         return not np.array_equal(self.expected, with_edit, equal_nan=True)
 
-    def explains(self, added: Edits) -> Edits:
-        """Return edits that leave only rounding, and spoil no right stage; empty if they do not.
+    def forms(self, added: Edits) -> list[Edits]:
+        """Return edits in the calls in which they may be, the likeliest first, if they leave only
+        rounding and spoil no right stage; an empty list if they do not.
 
         A bug that would spoil stages of other calls is returned for the calls that show it, if
-        these have a name.
+        these have a name. One that does not explain the same stage in another call may be absent
+        there, and another bug present; or a second one is present as well.
         """
+        bug, *others = added
+        if not self._is_explained_by(added):
+            if others or bug.is_loss or not self._changes_the_cache(bug):
+                return []
+            return self._in_calls(bug, explains_all=True)
+        is_everywhere = self._spoils_nothing(added)
+        if others or bug.is_loss:
+            return [added] if is_everywhere else []
+        if not is_everywhere:
+            return self._in_calls(bug)
+        still_wrong = self.trial.wrong(self.in_other_calls, (*self.edits, *added))
+        if not still_wrong:
+            if self._is_hidden_in_other_calls():
+                return self._in_calls(bug, explains_all=True) or [added]
+            return [added]
+        forms = [added, *self._in_calls(bug, explains_all=True)]
+        forms.sort(key=lambda form: self._error_in(still_wrong[0], form))
+        return forms
+
+    def _changes_the_cache(self, bug: Edit) -> bool:
+        """Return True if a bug in earlier calls changes what they cache, and it was not observed:
+        the bug may explain the stage if only later calls have it.
+        """
+        trial = self.trial
+        call = stage_named(self.stage).step
+        if not call or not trial.is_unseen(self.index):
+            return False
+        for step, names in enumerate(trial.steps[: self.index]):
+            cached = [name for name in names if _is_cached_before(name, call)]
+            if cached and not trial.leaves(step, self.edits, (bug,), cached):
+                return True
+        return False
+
+    def _is_hidden_in_other_calls(self) -> bool:
+        """Return True if an edit explains other calls than this one: a bug that changes nothing
+        there may be hidden by it, so nothing shows that these calls have the bug as well.
+        """
+        call = stage_named(self.stage).step
+        return any(edit.calls is not None and call not in edit.calls for edit in self.edits)
+
+    def _error_in(self, stage: str, added: Edits) -> float:
+        """Return the error of a stage with more edits."""
+        return self.trial.judgement(stage, (*self.edits, *added)).error
+
+    def _is_explained_by(self, added: Edits) -> bool:
+        """Return True if more edits leave only rounding in the stage."""
         trial = self.trial
         edits = (*self.edits, *added)
         # The budget of each edited layer is expensive; that of the right layer is close to it. Not
         # so for lost precision, but a bug that explains much less than nearly all may be the loss
         # in another part.
         if trial.judgement(self.stage, edits, quick=True).ratio > FAR_OFF:
-            return ()
+            return False
         first, *others = added
         if others and any(self._is_nearly_explained_by(edit) for edit in added):
-            return ()
+            return False
         after = trial.judgement(self.stage, edits)
         if after.ratio > 1.0 or not _falls(self.before, after):
-            return ()
-        if first.is_loss and not self._is_reproduced_by(edits):
-            return ()
-        if self._spoils_nothing(added):
-            return added
-        if others or first.is_loss:
-            return ()
-        return self._in_calls(first)
+            return False
+        return not first.is_loss or self._is_reproduced_by(edits)
 
     def _is_nearly_explained_by(self, edit: Edit) -> bool:
         return self.trial.judgement(self.stage, (*self.edits, edit)).ratio <= NEARLY
@@ -575,16 +627,30 @@ class _Question:
             for stage in self.given_up
         )
 
-    def _in_calls(self, bug: Edit) -> Edits:
-        """Return a bug for those calls of a cache that show it, if they have a name."""
+    def _in_calls(self, bug: Edit, *, explains_all: bool = False) -> list[Edits]:
+        """Return a bug for those calls of a cache that show it, if they have a name.
+
+        Args:
+            bug: the bug.
+            explains_all: whether it must explain the stage in all of these calls.
+        """
         case = self.trial.problem.case
         call = stage_named(self.stage).step
         for when, calls in named_calls(case):
-            if call in calls:
-                limited = (replace(bug, calls=calls, when=when),)
-                if self._spoils_nothing(limited):
-                    return limited
-        return ()
+            if call not in calls:
+                continue
+            limited = (replace(bug, calls=calls, when=when),)
+            if not self._is_explained_by(limited):
+                continue
+            if explains_all:
+                of_calls = [
+                    stage for stage in self.in_other_calls if stage_named(stage).step in calls
+                ]
+                if self.trial.wrong(of_calls, (*self.edits, *limited)):
+                    continue
+            if self._spoils_nothing(limited):
+                return [limited]
+        return []
 
 
 def named_calls(case: Case) -> Iterator[tuple[str, frozenset[int]]]:
@@ -600,6 +666,12 @@ def named_calls(case: Case) -> Iterator[tuple[str, frozenset[int]]]:
         yield "in calls of one token", one_token
         yield "in calls of several tokens", frozenset(calls) - one_token
     yield "in the first call", frozenset([0])
+
+
+def _is_cached_before(name: str, call: int) -> bool:
+    """Return True for the keys, values or latents that the call before another one caches."""
+    stage = stage_named(name)
+    return stage.step == call - 1 and stage.quantity.startswith("cache.")
 
 
 def _falls(before: Judgement, after: Judgement) -> bool:
@@ -623,9 +695,12 @@ def _explaining(question: _Question, work: Work, at_once: int) -> list[Edits]:
         explaining = _single_bugs(question, work)
         if len(explaining) < 2:
             return explaining
-        # A bug that holds in every call is simpler than one that only some calls have.
-        in_every_call = [added for added in explaining if added[0].calls is None]
-        explaining = in_every_call or explaining
+        # A bug that holds in every call is simpler than one that only some calls have, if it
+        # explains them: then it has no other form.
+        in_every_call = {added[0].about for added in explaining if added[0].calls is None}
+        in_some_calls = {added[0].about for added in explaining if added[0].calls is not None}
+        if in_every_call - in_some_calls:
+            explaining = [added for added in explaining if added[0].about in in_every_call]
         known = trial.known_at(question.index, with_losses=question.is_small)
         place = {bug.about: number for number, bug in enumerate(known)}
         explaining.sort(key=lambda added: place[added[0].about])
@@ -637,10 +712,10 @@ def _explaining(question: _Question, work: Work, at_once: int) -> list[Edits]:
         explaining.sort(
             key=lambda added: len(trial.wrong(question.stages, (*question.edits, *added)))
         )
-    # Keep the form of each bug that explains the most.
-    best: dict[frozenset[str], Edits] = {}
+    # Keep the form of each bug that explains the most, for the same calls.
+    best: dict[frozenset[tuple[str, str]], Edits] = {}
     for added in explaining:
-        best.setdefault(frozenset(bug.name for bug in added), added)
+        best.setdefault(frozenset((bug.name, bug.when) for bug in added), added)
     return list(best.values())
 
 
@@ -671,12 +746,11 @@ def _single_bugs(question: _Question, work: Work) -> list[Edits]:
                     return explaining
                 try:
                     with work.inside("single bugs", share, limit):
-                        added = question.explains((bug,)) if question.changes(bug) else ()
+                        forms = question.forms((bug,)) if question.changes(bug) else []
                 except TimeoutError:
                     postponed.append(bug)
                     continue
-                if added:
-                    explaining.append(added)
+                explaining += forms
             untried = postponed
     return explaining
 
@@ -694,8 +768,7 @@ def _pairs_of_bugs(question: _Question, work: Work) -> list[Edits]:
                     known.append(bug)
         for pair in _pairs(known):
             with work.inside("pairs of bugs", share):
-                if question.explains(pair):
-                    explaining.append(pair)
+                explaining += question.forms(pair)
     return explaining
 
 

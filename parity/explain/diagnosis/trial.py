@@ -58,7 +58,7 @@ FAR_OFF_SHARE = 0.5
 WIDE_ENOUGH = ("float32", "float64")
 """Dtypes in which every loss of precision shows. Narrow values may round to themselves."""
 
-MOST_KEPT = 512
+MOST_KEPT = 1024
 """Layers that are kept with their computed steps."""
 
 MOST_BYTES = 2**29
@@ -152,6 +152,7 @@ class Trial:
         base: the innermost edit of every layer, see `remembering`.
         scope: the stages to compare, and the bugs to try.
         reference: of the problem; its stages are not computed again.
+        candidates: edits to try after the known bugs, of one who knows more than the stages.
     """
 
     def __init__(
@@ -164,6 +165,7 @@ class Trial:
         base: Edit | None = None,
         scope: Scope = EVERYTHING,
         reference: Reference | None = None,
+        candidates: Edits = (),
     ) -> None:
         self.problem = problem
         self.arithmetic = arithmetic
@@ -171,6 +173,7 @@ class Trial:
         self.scope = scope
         self._base = remembering() if base is None else base
         self._reference = reference
+        self._candidates = candidates
         self._is_nudged = False
         # A trial without observed stages is its own right layer.
         self._right: Trial | None = None
@@ -296,6 +299,7 @@ class Trial:
             known = [*structural_bugs(case, steps), *own_bugs(case)]
             if "qkv" in steps:
                 known += permuted_heads(self.values, self.observed)
+            known += self._candidates
             self._structural_by_steps[steps] = self._in_scope(known)
         return self._structural_by_steps[steps]
 
@@ -389,7 +393,7 @@ class Trial:
                 if self._is_right(number, of_call, changed):
                     step = self.by_step[number]
                 else:
-                    step = self._run(number, of_call, values)
+                    step = self._run(number, layer, of_call, values)
                     changed.update(step)
         except ValueError:
             step = {name: np.empty(0) for name in self.steps[index]}
@@ -413,9 +417,19 @@ class Trial:
         return flow.methods.isdisjoint(layer.overridden) and flow.reads.isdisjoint(changed)
 
     def _run(
-        self, index: int, layer: _EditedLayer, values: Mapping[str, np.ndarray]
+        self,
+        index: int,
+        layer: _EditedLayer,
+        of_call: _EditedLayer,
+        values: Mapping[str, np.ndarray],
     ) -> dict[str, np.ndarray]:
         """Return a step of a layer, after the steps before it.
+
+        Args:
+            index: number of the step.
+            layer: the layer. It keeps the step, since an edit of one call reaches later ones.
+            of_call: the layer with the edits of this call alone.
+            values: the stages before.
 
         Raises:
             ValueError: if edits do not fit together, or a registered bug fails.
@@ -427,18 +441,18 @@ class Trial:
                 raise ValueError("edits do not fit together")
             return step
         try:
-            if layer.steps is None:
-                layer.steps = self._steps(layer.key)
+            if of_call.steps is None:
+                of_call.steps = self._steps(of_call.key)
             with np.errstate(all="ignore"):
-                step = run(layer.steps[index], values)
+                step = run(of_call.steps[index], values)
         except (KeyboardInterrupt, TimeoutError, ValueError):
             raise
         except BaseException as error:  # code of another package may raise anything
-            if not layer.is_registered:
+            if not of_call.is_registered:
                 raise
             raise ValueError("a registered bug fails") from error
-        if layer.is_registered:
-            step = self._with_every_stage(index, layer.key.requested, step)
+        if of_call.is_registered:
+            step = self._with_every_stage(index, of_call.key.requested, step)
         self._keep(index, layer, step)
         return step
 
@@ -538,6 +552,10 @@ class Trial:
                     unseen[is_module].append(index)
                     break
         return before
+
+    def is_unseen(self, index: int) -> bool:
+        """Return True if a step depends on an earlier one that was not observed."""
+        return bool(self._unseen_before[index])
 
     # ---- Tolerances ------------------------------------------------------------------------------
 

@@ -7,6 +7,8 @@ ones are in the order (N, H): head by head.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,28 @@ def rolled_heads(num_heads: int) -> np.ndarray:
     Two rolled heads are also reversed.
     """
     return np.roll(np.arange(num_heads), 1)
+
+
+@dataclass(frozen=True)
+class WrongHeadOrder:
+    """A wrong order of heads that has a name.
+
+    Attributes:
+        word: its name in the names of bugs, `q-heads-reversed`, and in their descriptions.
+        order: returns the order for a number of heads, int (N,).
+        fewest: the fewest heads for which it is wrong, and differs from the orders before it.
+    """
+
+    word: str
+    order: Callable[[int], np.ndarray]
+    fewest: int
+
+
+HEAD_ORDERS = (
+    WrongHeadOrder("reversed", reversed_heads, fewest=2),
+    WrongHeadOrder("rolled", rolled_heads, fewest=3),
+)
+"""The wrong orders of heads that have a name, for the reference and for a user's attention."""
 
 
 def tiled_heads(num_heads: int, num_kv_heads: int) -> np.ndarray:

@@ -16,6 +16,6 @@ docs/reference/conversion.md shows that order as a table. `LayerHints` (`hints`)
 says about one layer.
 
 Outside of a conversion, `inspect` lists the layers of a file, `ranks` reads and writes files
-of several ranks, `sharing` follows weights that layers share, and `differences`, `laws` and
-`same_function` compare two sets of weights.
+of several ranks, and `sharing` follows weights that layers share. Two sets of weights are compared
+in `parity.explain.diagnosis.weights`.
 """

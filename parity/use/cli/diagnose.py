@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from parity.explain.diagnosis.diagnose import Diagnosis
+    from parity.explain.diagnosis.weights.differences import WeightsComparison
     from parity.measure.core.problem import Problem
-    from parity.port.conversion.differences import WeightsComparison
     from parity.use.running.report import Report
 
 PAGE = Page(
@@ -190,8 +190,8 @@ def _diagnose_weights(options: argparse.Namespace, out: Console) -> Result:
     pair that differs.
     """
     from parity.explain.diagnosis.diagnose import Diagnosis
-    from parity.explain.diagnosis.weights import diagnose_weights
-    from parity.port.conversion.differences import compare_weights
+    from parity.explain.diagnosis.weights.diagnose import diagnose_weights
+    from parity.explain.diagnosis.weights.differences import compare_weights
     from parity.use.reporting.diagnosis import print_weights
 
     if options.html is not None:
@@ -318,10 +318,10 @@ def _function(options: argparse.Namespace) -> tuple[Any, Problem, str]:
     """Return a function, probe inputs with its correct weights, and its framework."""
     from parity.explain.conformance.discover import framework_of, load_callable, load_params, made
     from parity.explain.conformance.functional import check_has_weights
+    from parity.explain.diagnosis.weights.verify import probe_case
     from parity.measure.backends import FRAMEWORKS, why_missing
     from parity.measure.core.problem import make_problem
     from parity.port.conversion.convert import load
-    from parity.port.conversion.verify import probe_case
 
     name = options.files[0]
     if options.weights is None:

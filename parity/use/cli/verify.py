@@ -44,9 +44,9 @@ def run(options: argparse.Namespace) -> Result:
     from dataclasses import replace
 
     from parity.explain.diagnosis.diagnose import Diagnosis
-    from parity.explain.diagnosis.weights import diagnose_weights
-    from parity.port.conversion.differences import compare_weights
-    from parity.port.conversion.verify import verify
+    from parity.explain.diagnosis.weights.diagnose import diagnose_weights
+    from parity.explain.diagnosis.weights.differences import compare_weights
+    from parity.explain.diagnosis.weights.verify import verify
     from parity.use.reporting.console import console
     from parity.use.reporting.conversion import Verdict, print_verdicts
 

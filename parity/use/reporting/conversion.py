@@ -19,8 +19,8 @@ from parity.use.reporting.console import Row, print_line, print_table, short_rat
 
 if TYPE_CHECKING:
     from parity.explain.diagnosis.diagnose import Diagnosis
+    from parity.explain.diagnosis.weights.differences import WeightsComparison
     from parity.measure.files import TensorFile
-    from parity.port.conversion.differences import WeightsComparison
     from parity.port.conversion.inspect import InspectedLayers
     from parity.port.conversion.layouts import Layout
     from parity.port.conversion.not_compared import NotCompared

@@ -14,7 +14,7 @@ from parity.use.reporting.console import print_line, print_table, short_ratio
 
 if TYPE_CHECKING:
     from parity.explain.diagnosis.diagnose import Diagnosis
-    from parity.port.conversion.differences import WeightsComparison
+    from parity.explain.diagnosis.weights.differences import WeightsComparison
 
 INDENT = 4
 """Spaces before the second and further lines of a diagnosis."""
@@ -90,14 +90,25 @@ def print_explanation(
     weights: WeightsComparison, diagnosis: Diagnosis, out: Console, *, verbose: bool = False
 ) -> None:
     """Print the diagnosis of weights that differ, unless patterns explain all tensors and no bug
-    does.
+    does, or the diagnosis only repeats them.
     """
     if weights.same:
         return
     if diagnosis.kind == "none":
         print_line(out, "on probe inputs, no stage differs by more than rounding")
-    elif diagnosis.kind == "structure" or weights.unexplained:
+        return
+    explains_more = diagnosis.kind == "structure" or weights.unexplained
+    if explains_more and not _repeats(diagnosis, weights):
         print_diagnosis(diagnosis, out, is_right=not diagnosis.is_wrong, verbose=verbose)
+
+
+def _repeats(diagnosis: Diagnosis, weights: WeightsComparison) -> bool:
+    """Return True if the only bug is described in the words of a relation of the tensors."""
+    if len(diagnosis.findings) != 1:
+        return False
+    about = diagnosis.findings[0].about
+    laws = [difference.law for difference in weights.differences]
+    return any(law is not None and law.words == about for law in laws)
 
 
 def print_divergence(

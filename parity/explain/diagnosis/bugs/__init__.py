@@ -35,6 +35,7 @@ from parity.explain.diagnosis.bugs import (
     temperature,
     weights,
 )
+from parity.explain.diagnosis.bugs.families import FUSED_QKV
 from parity.explain.diagnosis.bugs.heads import permuted_heads
 from parity.explain.diagnosis.bugs.precision import FIDELITIES, PRECISIONS, low_products
 from parity.explain.diagnosis.bugs.record import Edit, Override
@@ -225,7 +226,10 @@ def bug_by_name() -> dict[str, Edit]:
     # The longest sequence is neither the first nor the last.
     bugs += known_bugs(replace(CASES["padding"], batch=3, key_padding_lengths=(2, 1, 3)))
     bugs += [*PRECISIONS.values(), *FIDELITIES.values()]
+    # Orders that are found by comparing are not in the table.
     bugs += [heads.permuted(name, np.arange(0)) for name in "qkv"]
+    about = "a packed weight is read in another order than it was packed in"
+    bugs.append(weights.misread(weights.MISREAD, np.arange(0), (), about, FUSED_QKV.fix))
     return {bug.name: bug for bug in reversed(bugs)}
 
 

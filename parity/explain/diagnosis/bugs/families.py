@@ -60,7 +60,14 @@ SWAPPED = BugFamily(
     "swapped-projections",
     "use each projection's own weight; check the order of a packed projection",
 )
+FUSED_QKV = BugFamily(
+    "fused-qkv", "split the packed weight in the order in which it was packed, then into heads"
+)
 INPUTS = BugFamily("swapped-projections", "project q from the query, and k and v from the key")
+ROUNDED_WEIGHTS = BugFamily(
+    "low-precision",
+    "keep the weights in the dtype of training, or compare with the rounded weights",
+)
 BIAS = BugFamily("missing-bias", "add the bias of each projection once, its own")
 QK_NORM = BugFamily(
     "qk-norm", "normalize with the layer's own norms, weights and eps, at the specified place"

@@ -11,6 +11,7 @@ from parity.explain.diagnosis.bugs.families import GROUPED, HEAD_ORDER
 from parity.explain.diagnosis.bugs.record import Edit, Override, instead, known_bug
 from parity.explain.diagnosis.bugs.sites import projected
 from parity.measure.core.case import Case
+from parity.measure.core.orders import HEAD_ORDERS
 from parity.measure.core.reference import Layer
 from parity.measure.core.stages import Values
 
@@ -106,11 +107,9 @@ def reordered(case: Case) -> Iterator[Edit]:
     if spec.num_heads == 1:
         return
     for name, count in (("q", spec.num_heads), ("k", spec.num_kv_heads), ("v", spec.num_kv_heads)):
-        heads = np.arange(count)
-        if count > 1:
-            yield _reordered(name, "reversed", "reversed", heads[::-1])
-        if count > 2:  # with two heads it equals reversed
-            yield _reordered(name, "rolled", "rolled", np.roll(heads, 1))
+        for wrong in HEAD_ORDERS:
+            if count >= wrong.fewest:
+                yield _reordered(name, wrong.word, wrong.word, wrong.order(count))
 
 
 def permuted_heads(expected: Values, observed: Values) -> list[Edit]:
@@ -131,11 +130,8 @@ def permuted_heads(expected: Values, observed: Values) -> list[Edit]:
             continue
         order = _nearest_heads(expected[stage], observed[stage])
         in_place = np.arange(num_heads)
-        is_known = (
-            np.array_equal(order, in_place)
-            or np.array_equal(order, in_place[::-1])
-            or np.array_equal(order, np.roll(in_place, 1))
-        )
+        known_orders = [in_place, *(wrong.order(num_heads) for wrong in HEAD_ORDERS)]
+        is_known = any(np.array_equal(order, known) for known in known_orders)
         if len(set(order)) == num_heads and not is_known:
             bugs.append(permuted(name, order))
     return bugs

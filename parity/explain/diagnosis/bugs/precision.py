@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from parity.explain.diagnosis.bugs.record import Edit, Override, known_bug
-from parity.explain.diagnosis.bugs.sites import Overrides, before, weights
+from parity.explain.diagnosis.bugs.sites import Overrides, after, before, for_names, weights
 from parity.explain.diagnosis.work import PER_MULTIPLICATION, PER_ROUNDED, ask, begin
 from parity.measure.core.case import Case
 from parity.measure.core.reference import Layer
@@ -49,7 +49,9 @@ of_precision = partial(known_bug, page="low-precision", is_loss=True)
 
 def rounded_parts(case: Case) -> Iterator[Edit]:
     """Lost precision in one part after the other, in each dtype; usual ones first."""
-    projections = [name for name in STAGES if name != "out_proj" or case.spec.out_proj]
+    projections = list(STAGES)
+    if not case.spec.out_proj:
+        projections.remove("out_proj")
     for dtype in DTYPES:
         cut = _to(dtype)
         yield from _weights(case, dtype)
@@ -117,12 +119,14 @@ def _by_lines(_: Layer, original: Override, values: Values) -> dict[str, np.ndar
 
 def _to(dtype: str) -> Cut:
     """Return a function that rounds to a dtype, and back to the array's own."""
+    return partial(_rounded_to, dtype_named(dtype))
 
-    def cut(x: np.ndarray) -> np.ndarray:
-        begin(PER_ROUNDED * x.size)
-        return x.astype(dtype_named(dtype)).astype(x.dtype) if is_floating(x.dtype) else x
 
-    return cut
+def _rounded_to(dtype: np.dtype, x: np.ndarray) -> np.ndarray:
+    begin(PER_ROUNDED * x.size)
+    if not is_floating(x.dtype):
+        return x
+    return x.astype(dtype).astype(x.dtype)
 
 
 def _rounded(layer: Layer, x: np.ndarray, cut: Cut) -> np.ndarray:
@@ -135,10 +139,11 @@ def _rounded(layer: Layer, x: np.ndarray, cut: Cut) -> np.ndarray:
     if layer.arithmetic.dtype != np.float32 or not x.size:
         return cut(x)
     x = x.astype(np.float32)
-    known = np.abs(x[np.isfinite(x)], dtype=np.float32)
-    room = np.float32(NEAR) * np.maximum(
-        np.abs(x), np.sqrt(np.mean(known**2)) if known.size else np.float32(0.0)
-    )
+    finite = np.abs(x[np.isfinite(x)], dtype=np.float32)
+    size = np.float32(0.0)
+    if finite.size:
+        size = np.sqrt(np.mean(finite**2))
+    room = np.float32(NEAR) * np.maximum(np.abs(x), size)
     room = np.where(x.view(np.uint32) & LAST == 0, np.float32(0.0), room)
     return (cut(x - room) + cut(x + room)) / 2
 
@@ -146,7 +151,9 @@ def _rounded(layer: Layer, x: np.ndarray, cut: Cut) -> np.ndarray:
 def _entering(layer: Layer, projection: str, x: np.ndarray, cut: Cut) -> np.ndarray:
     """Round the input of a projection: inputs of the layer are exact."""
     wide = layer.arithmetic.widen(x)
-    return cut(wide) if projection in OF_INPUTS else _rounded(layer, wide, cut)
+    if projection in OF_INPUTS:
+        return cut(wide)
+    return _rounded(layer, wide, cut)
 
 
 # ---- Weights and projections ---------------------------------------------------------------------
@@ -155,14 +162,21 @@ def _entering(layer: Layer, projection: str, x: np.ndarray, cut: Cut) -> np.ndar
 def _weights(case: Case, dtype: str, projection: str = "") -> Iterator[Edit]:
     """Weights of the layer, or of one projection, with or without the biases."""
     names = [name for name in case.spec.weight_shapes if name.startswith(projection)]
-    without = [name for name in names if not name.endswith(".bias")]
-    whose = f" of {projection}" if projection else ""
-    but = f", but not {'its bias' if projection else 'the biases'}"
-    for some, words in ((names, ""), (without, but))[: 1 + (without != names)]:
+    without_biases = [name for name in names if not name.endswith(".bias")]
+    bug_name = f"weights-{dtype}"
+    whose, biases = "", "the biases"
+    if projection:
+        bug_name = f"{projection}-weights-{dtype}"
+        whose, biases = f" of {projection}", "its bias"
+    about = f"the weights{whose} are rounded to {dtype}"
+    rounded = {about: names}
+    if without_biases != names:
+        rounded[f"{about}, but not {biases}"] = without_biases
+    for words, rounded_names in rounded.items():
         yield of_precision(
-            f"{projection}-weights-{dtype}" if projection else f"weights-{dtype}",
-            f"the weights{whose} are rounded to {dtype}{words}",
-            weights(_to(dtype), some),
+            bug_name,
+            words,
+            weights(_to(dtype), rounded_names),
             fix=(
                 "load the weights in the dtype of the computation, or compare with the rounded "
                 "weights"
@@ -174,93 +188,99 @@ def _weights(case: Case, dtype: str, projection: str = "") -> Iterator[Edit]:
 def layer_in(case: Case, dtype: str) -> Edit:
     """Return the edit that rounds the weights and inputs of a layer to a narrower dtype."""
     cut = _to(dtype)
-
-    def rounded_inputs(inputs: Values, positions: np.ndarray) -> tuple[Values, np.ndarray]:
-        return {name: cut(x) for name, x in inputs.items()}, positions
-
-    return Edit(
-        overrides={**weights(cut, list(case.spec.weight_shapes)), "project": before(rounded_inputs)}
-    )
+    rounded_weights = weights(cut, list(case.spec.weight_shapes))
+    rounded_inputs = before(partial(_with_rounded_inputs, cut))
+    return Edit(overrides={**rounded_weights, "project": rounded_inputs})
 
 
 def _projection(projection: str, cut: Cut) -> Overrides:
     """Round input, weights and result to the narrower dtype; sums are in float32, as on all
     hardware.
     """
+    return {"linear": for_names([projection], partial(_projected_narrowly, cut))}
 
-    def linear(layer: Layer, original: Override, name: str, x: np.ndarray) -> np.ndarray:
-        if name != projection:
-            return original(name, x)
-        a = layer.arithmetic
-        weight = a.widen(cut(layer.parameter(f"{name}.weight")))
-        bias = a.widen(cut(layer.parameter(f"{name}.bias"))) if layer.has_bias(name) else 0.0
-        return a.keep(
-            _rounded(layer, a.matmul(_entering(layer, name, x, cut), weight.T, bias), cut)
-        )
 
-    return {"linear": linear}
+def _projected_narrowly(
+    cut: Cut, layer: Layer, _: Override, name: str, x: np.ndarray
+) -> np.ndarray:
+    a = layer.arithmetic
+    weight = a.widen(cut(layer.parameter(f"{name}.weight")))
+    bias = 0.0
+    if layer.has_bias(name):
+        bias = a.widen(cut(layer.parameter(f"{name}.bias")))
+    product = a.matmul(_entering(layer, name, x, cut), weight.T, bias)
+    return a.keep(_rounded(layer, product, cut))
 
 
 # ---- Stages --------------------------------------------------------------------------------------
 
 
+def _tables_rounded(
+    cut: Cut, layer: Layer, original: Override, positions: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    return tuple(_rounded(layer, table, cut) for table in original(positions))
+
+
+def _appended_rounded(
+    cut: Cut,
+    names: Collection[str],
+    layer: Layer,
+    original: Override,
+    cache: str,
+    values: Values,
+    new: Values,
+    *rest: Any,
+) -> Any:
+    """Round some of the new keys, values or latents."""
+    rounded = dict(new)
+    for name, x in new.items():
+        if name in names:
+            rounded[name] = _rounded(layer, x, cut)
+    return original(cache, values, rounded, *rest)
+
+
+def _result_rounded(
+    cut: Cut, stage: str, layer: Layer, original: Override, values: Values, *rest: Any
+) -> dict[str, np.ndarray]:
+    """Round the result of the method of a stage."""
+    return {stage: _rounded(layer, original(values, *rest)[stage], cut)}
+
+
+def _softmax_rounded(
+    cut: Cut, layer: Layer, original: Override, values: Values
+) -> dict[str, np.ndarray]:
+    """Round the scores and the attention weights."""
+    scores = _rounded(layer, layer.arithmetic.widen(values["scores"]), cut)
+    return _result_rounded(cut, "attn_weights", layer, original, {**values, "scores": scores})
+
+
 def _stages(case: Case, dtype: str, cut: Cut) -> Iterator[Edit]:
-    def tables(layer: Layer, original: Override, positions: np.ndarray) -> tuple[np.ndarray, ...]:
-        return tuple(_rounded(layer, table, cut) for table in original(positions))
-
-    def appending(names: Collection[str]) -> Override:
-        """Round some of the new keys, values or latents."""
-
-        def appended(
-            layer: Layer, original: Override, cache: str, values: Values, new: Values, *rest: Any
-        ) -> Any:
-            rounded = {name: _rounded(layer, x, cut) for name, x in new.items() if name in names}
-            return original(cache, values, {**new, **rounded}, *rest)
-
-        return appended
-
-    def of_stage(stage: str, *, begins: str = "") -> Overrides:
-        """Round the result of a method, and optionally one of its input stages."""
-
-        def override(
-            layer: Layer, original: Override, values: Values, *rest: Any
-        ) -> dict[str, np.ndarray]:
-            if begins:
-                values = {
-                    **values,
-                    begins: _rounded(layer, layer.arithmetic.widen(values[begins]), cut),
-                }
-            return {stage: _rounded(layer, original(values, *rest)[stage], cut)}
-
-        return {stage: override}
-
     if case.spec.rope is not None:
         yield of_precision(
             f"rope-tables-{dtype}",
             f"RoPE's cosines and sines are rounded to {dtype}",
-            {"tables": tables},
+            {"tables": partial(_tables_rounded, cut)},
             fix="compute cosines and sines, and rotate queries and keys, in float32",
             stages=("q", "latents", "k"),
         )
-    caches = {
-        "the cache is": ("keys", "values", "latents"),
-        "cached keys are": ("keys",),
-        "cached values are": ("values",),
-    }
-    for words, names in caches.items() if case.is_cached else ():
-        if len(names) == 1 and case.spec.latent is not None:
-            continue
+    caches: dict[str, tuple[str, ...]] = {}
+    if case.is_cached:
+        caches["the cache is"] = ("keys", "values", "latents")
+    if case.is_cached and case.spec.latent is None:
+        caches["cached keys are"] = ("keys",)
+        caches["cached values are"] = ("values",)
+    for words, names in caches.items():
         yield of_precision(
             f"cache-{dtype}",
             f"{words} rounded to {dtype}",
-            {"appended": appending(names)},
+            {"appended": partial(_appended_rounded, cut, names)},
             fix="allocate the cache in the dtype of the layer",
             stages=("cache.latents", "cache.keys", "cache.values"),
         )
     yield of_precision(
         f"scores-{dtype}",
         f"scores are rounded to {dtype}",
-        of_stage("scores"),
+        {"scores": partial(_result_rounded, cut, "scores")},
         fix="keep scores in float32 until the softmax",
         stages=("scores",),
     )
@@ -268,44 +288,44 @@ def _stages(case: Case, dtype: str, cut: Cut) -> Iterator[Edit]:
     yield of_precision(
         f"softmax-{dtype}",
         f"every step of the softmax is computed in {dtype}",
-        {"attn_weights": _softmax_by_steps(cut)},
+        {"attn_weights": partial(_softmax_by_steps, cut)},
         fix="compute the softmax in float32",
         stages=("attn_weights",),
     )
     yield of_precision(
         f"softmax-{dtype}",
         f"the softmax takes its scores, and gives attention weights, in {dtype}",
-        of_stage("attn_weights", begins="scores"),
+        {"attn_weights": partial(_softmax_rounded, cut)},
         fix="compute the softmax in float32",
         stages=("attn_weights",),
     )
     yield of_precision(
         f"attn-weights-{dtype}",
         f"attention weights are rounded to {dtype}",
-        of_stage("attn_weights"),
+        {"attn_weights": partial(_result_rounded, cut, "attn_weights")},
         fix="keep attention weights in the layer's dtype",
         stages=("attn_weights",),
     )
 
 
-def _softmax_by_steps(cut: Cut) -> Override:
+def _softmax_by_steps(
+    cut: Cut, layer: Layer, original: Override, values: Values
+) -> dict[str, np.ndarray]:
     """Round scores, their differences, exponentials, sums and quotients."""
-
-    def attn_weights(layer: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
-        if layer.sinks() is not None:
-            return original(values)
-        a = layer.arithmetic
-        scores = _rounded(layer, a.widen(values["scores"]), cut)
-        visible = np.where(values["mask"], -np.inf, scores)
-        highest = visible.max(axis=-1, keepdims=True, initial=-np.inf)
-        highest = np.where(np.isfinite(highest), highest, 0.0).astype(a.wide)
-        exponentials = cut(np.exp(cut((visible - highest).astype(a.wide))))
-        total = cut(exponentials.sum(axis=-1, keepdims=True))
-        is_empty = np.all(layer.hidden_keys(values["mask"]), axis=-1, keepdims=True)
-        weights = a.keep(cut(exponentials / np.where(is_empty, a.wide.type(1.0), total)))
-        return {"attn_weights": layer.of_empty_rows(weights, values["scores"], is_empty)}
-
-    return attn_weights
+    if layer.sinks() is not None:
+        return original(values)
+    a = layer.arithmetic
+    scores = _rounded(layer, a.widen(values["scores"]), cut)
+    visible = np.where(values["mask"], -np.inf, scores)
+    highest = visible.max(axis=-1, keepdims=True, initial=-np.inf)
+    highest = np.where(np.isfinite(highest), highest, 0.0).astype(a.wide)
+    differences = cut((visible - highest).astype(a.wide))
+    exponentials = cut(np.exp(differences))
+    total = cut(exponentials.sum(axis=-1, keepdims=True))
+    is_empty = np.all(layer.hidden_keys(values["mask"]), axis=-1, keepdims=True)
+    quotients = cut(exponentials / np.where(is_empty, a.wide.type(1.0), total))
+    attn_weights = layer.of_empty_rows(a.keep(quotients), values["scores"], is_empty)
+    return {"attn_weights": attn_weights}
 
 
 def _of_scores(case: Case, dtype: str, cut: Cut) -> Iterator[Edit]:
@@ -322,7 +342,7 @@ def _of_scores(case: Case, dtype: str, cut: Cut) -> Iterator[Edit]:
         yield of_precision(
             f"scores-{dtype}",
             f"{words} rounded to {dtype} in the scores",
-            {"products": _rounded_products(rounding)},
+            {"products": partial(_rounded_products, rounding)},
             fix="compute the products of queries and keys in the layer's dtype",
             stages=("scores",),
         )
@@ -353,41 +373,36 @@ class _ProductRounding:
     result: bool
 
 
-def _rounded_products(rounding: _ProductRounding) -> Override:
-    def products(layer: Layer, _: Override, values: Values) -> np.ndarray:
-        a = layer.arithmetic
-        queries, keys = a.widen(values["q"]), a.widen(values["k"])
-        if rounding.scales_first:
-            queries = queries / a.wide.type(layer.scale())
-        if rounding.queries:
-            queries = _rounded(layer, queries, rounding.cut)
-        if rounding.keys:
-            keys = _rounded(layer, keys, rounding.cut)
-        result = layer.by_group(queries, keys.swapaxes(2, 3))
-        if rounding.result:
-            result = _rounded(layer, result, rounding.cut)
-        if not rounding.scales_first:
-            result = result / a.wide.type(layer.scale())
-        return a.between_scores(result)
-
-    return products
+def _rounded_products(
+    rounding: _ProductRounding, layer: Layer, _: Override, values: Values
+) -> np.ndarray:
+    a = layer.arithmetic
+    queries, keys = a.widen(values["q"]), a.widen(values["k"])
+    if rounding.scales_first:
+        queries = queries / a.wide.type(layer.scale())
+    if rounding.queries:
+        queries = _rounded(layer, queries, rounding.cut)
+    if rounding.keys:
+        keys = _rounded(layer, keys, rounding.cut)
+    result = layer.by_group(queries, keys.swapaxes(2, 3))
+    if rounding.result:
+        result = _rounded(layer, result, rounding.cut)
+    if not rounding.scales_first:
+        result = result / a.wide.type(layer.scale())
+    return a.between_scores(result)
 
 
 def _scores_with_alibi(cut: Cut) -> Overrides:
     """Round the products, the bias for distance, and their sum."""
+    return {
+        "products": partial(_product_rounded, cut),
+        "lost_by_distance": after(cut),
+        "scores": partial(_result_rounded, cut, "scores"),
+    }
 
-    def products(layer: Layer, original: Override, values: Values) -> np.ndarray:
-        return _rounded(layer, original(values), cut)
 
-    def lost_by_distance(_: Layer, original: Override, distances: np.ndarray) -> np.ndarray:
-        return cut(original(distances))
-
-    def scores(
-        layer: Layer, original: Override, values: Values, *rest: Any
-    ) -> dict[str, np.ndarray]:
-        return {"scores": _rounded(layer, original(values, *rest)["scores"], cut)}
-
-    return {"products": products, "lost_by_distance": lost_by_distance, "scores": scores}
+def _product_rounded(cut: Cut, layer: Layer, original: Override, values: Values) -> np.ndarray:
+    return _rounded(layer, original(values), cut)
 
 
 # ---- Products ------------------------------------------------------------------------------------
@@ -427,29 +442,43 @@ SCALED_QUERIES = Edit(overrides={"products": _scales_queries})
 
 
 def _of_products(cut: Cut, *, scales_queries: bool = False) -> Overrides:
-    def linear(layer: Layer, _: Override, name: str, x: np.ndarray) -> np.ndarray:
-        a, weight = layer.arithmetic, layer.parameter(f"{name}.weight")
-        ask(PER_MULTIPLICATION * multiplications(x, weight.T))  # before anything is rounded for it
-        weight = cut(a.widen(weight))
-        bias = a.widen(layer.parameter(f"{name}.bias")) if layer.has_bias(name) else 0.0
-        return a.keep(a.matmul(_entering(layer, name, x, cut), weight.T, bias))
+    products = partial(_factors_rounded, cut, ("q", "k"))
+    if scales_queries:
+        products = partial(_scaled_factors_rounded, cut)
+    return {
+        "linear": partial(_linear_factors_rounded, cut),
+        "products": products,
+        "weighed": partial(_factors_rounded, cut, ("attn_weights", "v")),
+    }
 
-    def of(*names: str) -> Override:
-        def override(layer: Layer, original: Override, values: Values) -> Any:
-            wide = {name: layer.arithmetic.widen(values[name]) for name in names}
-            return original(
-                {**values, **{name: _rounded(layer, x, cut) for name, x in wide.items()}}
-            )
 
-        return override
+def _linear_factors_rounded(
+    cut: Cut, layer: Layer, _: Override, name: str, x: np.ndarray
+) -> np.ndarray:
+    a = layer.arithmetic
+    weight = layer.parameter(f"{name}.weight")
+    ask(PER_MULTIPLICATION * multiplications(x, weight.T))  # before anything is rounded for it
+    weight = cut(a.widen(weight))
+    bias = 0.0
+    if layer.has_bias(name):
+        bias = a.widen(layer.parameter(f"{name}.bias"))
+    return a.keep(a.matmul(_entering(layer, name, x, cut), weight.T, bias))
 
-    def of_scaled_queries(layer: Layer, _: Override, values: Values) -> np.ndarray:
-        queries = _rounded(layer, _scaled_queries(layer, values), cut)
-        keys = _rounded(layer, layer.arithmetic.widen(values["k"]), cut)
-        return _products_of_scaled(layer, queries, keys)
 
-    products = of_scaled_queries if scales_queries else of("q", "k")
-    return {"linear": linear, "products": products, "weighed": of("attn_weights", "v")}
+def _factors_rounded(
+    cut: Cut, names: tuple[str, ...], layer: Layer, original: Override, values: Values
+) -> Any:
+    """Round the stages that a product multiplies."""
+    rounded = dict(values)
+    for name in names:
+        rounded[name] = _rounded(layer, layer.arithmetic.widen(values[name]), cut)
+    return original(rounded)
+
+
+def _scaled_factors_rounded(cut: Cut, layer: Layer, _: Override, values: Values) -> np.ndarray:
+    queries = _rounded(layer, _scaled_queries(layer, values), cut)
+    keys = _rounded(layer, layer.arithmetic.widen(values["k"]), cut)
+    return _products_of_scaled(layer, queries, keys)
 
 
 def _with_bits(x: np.ndarray, bits: int, *, is_rounded: bool) -> np.ndarray:
@@ -461,7 +490,9 @@ def _with_bits(x: np.ndarray, bits: int, *, is_rounded: bool) -> np.ndarray:
         bits: number of remaining bits.
         is_rounded: True to round to nearest, half to even; False to truncate.
     """
-    integer, explicit = (np.uint64, 52) if x.dtype == np.float64 else (np.uint32, 23)
+    integer, explicit = np.uint32, 23
+    if x.dtype == np.float64:
+        integer, explicit = np.uint64, 52
     number, lost = x.view(integer), integer(explicit - bits)
     if is_rounded:
         number = number + (number >> lost & integer(1)) + integer(2 ** (explicit - bits - 1) - 1)

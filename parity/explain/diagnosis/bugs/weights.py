@@ -7,7 +7,13 @@ from functools import partial
 
 import numpy as np
 
-from parity.explain.diagnosis.bugs.families import BIAS, HEAD_ORDER, SWAPPED, TRANSPOSED
+from parity.explain.diagnosis.bugs.families import (
+    BIAS,
+    FUSED_QKV,
+    HEAD_ORDER,
+    SWAPPED,
+    TRANSPOSED,
+)
 from parity.explain.diagnosis.bugs.record import Edit, Override, known_bug
 from parity.explain.diagnosis.bugs.sites import (
     Overrides,
@@ -31,6 +37,9 @@ from parity.measure.text import and_listed
 
 STAGES = {"q_proj": ("q", "k"), "k_proj": ("k",), "v_proj": ("v",), "out_proj": ("output",)}
 """Stages that show a bug in a projection first."""
+
+MISREAD = "fused-qkv-misread"
+"""The name of a bug that reads a packed weight in any other order than known bugs do."""
 
 
 def transposed(case: Case) -> Iterator[Edit]:
@@ -140,11 +149,44 @@ def fused_qkv(case: Case) -> Iterator[Edit]:
                 True,
             ),
         ):
-            bug = partial(known_bug, name, fix=fix, page="fused-qkv", stages=("q", "k"))
+            bug = partial(FUSED_QKV.seen_in("q", "k"), name, fix=fix)
             read = partial(packed, QKV, spec.num_kv_heads, by_head=by_head)
             yield bug(about, read(leaves=("weight", "bias")))
             if any(spec.qkv_biases):  # loaded by themselves: only searched for
                 yield bug(f"{about}, but not its bias", read(leaves=("weight",)))
+
+
+def misread(name: str, order: np.ndarray, names: tuple[str, ...], about: str, fix: str) -> Edit:
+    """Return a packed weight that was read in another order than it was packed in.
+
+    Args:
+        name: of the bug.
+        order: the row of the right projections, one after the other, that each row of the wrong
+            ones is.
+        names: canonical names of the weights, and of the biases that are packed alike, in the order
+            of the projections.
+        about: a description, with both orders.
+        fix: an instruction.
+    """
+    return FUSED_QKV.seen_in("q", "k")(
+        name,
+        about,
+        {"parameter": for_names(names, partial(_in_rows_of_others, order, names))},
+        fix=fix,
+    )
+
+
+def _in_rows_of_others(
+    order: np.ndarray, names: tuple[str, ...], _: Layer, original: Override, name: str
+) -> np.ndarray:
+    """Return the rows that a weight has if those of several weights are in another order."""
+    leaf = name.partition(".")[2]
+    packed_names = [other for other in names if other.endswith(f".{leaf}")]
+    parts = [original(other) for other in packed_names]
+    ends = np.cumsum([len(part) for part in parts])
+    place = packed_names.index(name)
+    rows = order[ends[place] - len(parts[place]) : ends[place]]
+    return np.concatenate(parts)[rows]
 
 
 def missing_biases(case: Case) -> Iterator[Edit]:

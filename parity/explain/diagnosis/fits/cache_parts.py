@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,25 @@ Write = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 """Maps a cache before a call (B, K, S, H), new tokens (B, K, T, H), the first slots and the numbers
 of real tokens, (B,) each, to the cache after it.
 """
+
+
+class NewTokens(NamedTuple):
+    """The inputs of the reference's `appended`: what a call adds to a cache.
+
+    Attributes:
+        cache: prefix of the cache's stages.
+        values: the stages before, with the cache before the call.
+        new: keys and values of the new tokens, (B, K, T, H), by name.
+        before: numbers of tokens cached before, (B,): the first slots of the new ones.
+        added: numbers of real new tokens, (B,).
+    """
+
+    cache: str
+    values: Values
+    new: dict[str, np.ndarray]
+    before: np.ndarray
+    added: np.ndarray
+
 
 WHOSE = {("keys", "values"): "keys and values", ("keys",): "keys", ("values",): "values"}
 
@@ -102,29 +122,28 @@ def _written_by(problem: Problem, names: tuple[str, ...], about: str, write: Wri
 
 def _writing(names: tuple[str, ...], write: Write) -> Edit:
     """Return the edit that writes keys or values in another way; lengths stay right."""
+    return Edit(overrides={"appended": partial(_append_otherwise, names, write)})
 
-    def appended(
-        layer: Layer,
-        original: Override,
-        cache: str,
-        values: Values,
-        new: dict[str, np.ndarray],
-        before: np.ndarray,
-        added: np.ndarray,
-    ) -> dict[str, np.ndarray]:
-        grown = dict(original(cache, values, new, before, added))
-        for name in names:
-            if name not in new:
-                continue
-            right = grown[f"{cache}{name}"]
-            empty = np.zeros_like(right)
-            earlier = values.get(f"previous.{cache}{name}", empty)
-            grown[f"{cache}{name}"] = layer.arithmetic.keep(
-                write(earlier.astype(right.dtype), new[name].astype(right.dtype), before, added)
-            )
-        return grown
 
-    return Edit(overrides={"appended": appended})
+def _append_otherwise(
+    names: tuple[str, ...], write: Write, layer: Layer, original: Override, *inputs: Any
+) -> dict[str, np.ndarray]:
+    """Write new keys or values, of some names, in another way."""
+    tokens = NewTokens(*inputs)
+    grown = dict(original(*tokens))
+    for name in names:
+        if name not in tokens.new:
+            continue
+        right = grown[f"{tokens.cache}{name}"]
+        earlier = tokens.values.get(f"previous.{tokens.cache}{name}", np.zeros_like(right))
+        written = write(
+            earlier.astype(right.dtype),
+            tokens.new[name].astype(right.dtype),
+            tokens.before,
+            tokens.added,
+        )
+        grown[f"{tokens.cache}{name}"] = layer.arithmetic.keep(written)
+    return grown
 
 
 def _into_slots(change: Slots, capacity: int, *, with_padding: bool = False) -> Write:
@@ -217,35 +236,23 @@ def _of_unrotated(problem: Problem) -> Iterator[Edit]:
     yield part(problem, "cache", f"{words} after the first call", later, of.MISSING_ROPE)
 
 
-def _append_unrotated(
-    layer: Layer,
-    original: Override,
-    cache: str,
-    values: Values,
-    new: dict[str, np.ndarray],
-    before: np.ndarray,
-    added: np.ndarray,
-) -> dict[str, np.ndarray]:
-    keys = new["keys"]
-    tokens = before[:, None] + np.arange(keys.shape[2])
-    places = layer.problem.case.first_position + tokens
+def _append_unrotated(layer: Layer, original: Override, *inputs: Any) -> dict[str, np.ndarray]:
+    tokens = NewTokens(*inputs)
+    keys = tokens.new["keys"]
+    slots = tokens.before[:, None] + np.arange(keys.shape[2])
+    positions = layer.problem.case.first_position + slots
     shrunk = layer.attention_factor() ** -2
-    unrotated = layer.rotate(keys, places, -1) * keys.dtype.type(shrunk)
-    return original(cache, values, {**new, "keys": unrotated}, before, added)
+    unrotated = layer.rotate(keys, positions, -1) * keys.dtype.type(shrunk)
+    return original(*tokens._replace(new={**tokens.new, "keys": unrotated}))
 
 
 def _append_unrotated_later(
-    layer: Layer,
-    original: Override,
-    cache: str,
-    values: Values,
-    new: dict[str, np.ndarray],
-    before: np.ndarray,
-    added: np.ndarray,
+    layer: Layer, original: Override, *inputs: Any
 ) -> dict[str, np.ndarray]:
-    if not before.any():  # the first call
-        return original(cache, values, new, before, added)
-    return _append_unrotated(layer, original, cache, values, new, before, added)
+    is_first_call = not NewTokens(*inputs).before.any()
+    if is_first_call:
+        return original(*inputs)
+    return _append_unrotated(layer, original, *inputs)
 
 
 # ---- Reads ---------------------------------------------------------------------------------------

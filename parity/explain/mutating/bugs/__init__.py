@@ -1,5 +1,10 @@
 """The known bugs that can be injected into a user's attention, under their names in `mha-parity
 bugs`.
+
+An injection has the name of an `Edit` of the reference, and its description and page from there.
+Its change is written here again: an edit overrides methods of the reference, in NumPy, while an
+injection changes the arguments, parameters or result of code that has no such methods, in arrays of
+torch or JAX that may be traced.
 """
 
 from __future__ import annotations
@@ -55,7 +60,9 @@ WORDS = {
     "precision-bfloat16": "the inputs are rounded to bfloat16",
     **{f"rope-theta-{theta}": f"RoPE's theta is {theta}" for theta in THETAS},
 }
-"""Descriptions of bugs that the diagnosis describes by the specification of a layer."""
+"""Descriptions of bugs that the diagnosis describes by the specification of a layer, or that are
+injected into inputs instead of weights or products.
+"""
 
 
 def about_of(name: str) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 from parity.explain.mutating.calls import BuggyCall, Call, Injection, OutputChanged
 from parity.explain.mutating.compare import dtype_name
-from parity.measure.core.orders import reordered, reversed_heads, rolled_heads, tiled_heads
+from parity.measure.core.orders import HEAD_ORDERS, WrongHeadOrder, reordered, tiled_heads
 
 # ---- Exchanged -----------------------------------------------------------------------------------
 
@@ -43,27 +43,6 @@ def _batch_and_tokens_exchanged(x: Any) -> Any:
 
 
 # ---- Heads ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class WrongHeadOrder:
-    """A wrong order of heads.
-
-    Attributes:
-        word: its name in the names of bugs.
-        order: returns the order for a number of heads, int (N,).
-        fewest: the fewest heads for which it is wrong, and differs from the orders before it.
-    """
-
-    word: str
-    order: Callable[[int], np.ndarray]
-    fewest: int
-
-
-HEAD_ORDERS = (
-    WrongHeadOrder("reversed", reversed_heads, fewest=2),
-    WrongHeadOrder("rolled", rolled_heads, fewest=3),
-)
 
 
 def _with_heads_reordered(call: Call, *, role: str, wrong: WrongHeadOrder) -> Call | None:

@@ -13,17 +13,22 @@ from mha_spec import Rope
 from parity.explain.conformance.signatures import PROJECTIONS
 from parity.explain.mutating.bugs.inputs import (
     DIVISORS,
-    HEAD_ORDERS,
     ScoreDivisor,
     WrongDivisor,
-    WrongHeadOrder,
 )
 from parity.explain.mutating.bugs.rope import has_rope
 from parity.explain.mutating.calls import Call, Function, Injection
 from parity.explain.mutating.compare import Unfit
 from parity.explain.mutating.trials import with_order_tried
 from parity.explain.mutating.weights import Arrays, Projections, projections_in
-from parity.measure.core.orders import of_whole_heads, reordered, tiled_heads, within_heads
+from parity.measure.core.orders import (
+    HEAD_ORDERS,
+    WrongHeadOrder,
+    of_whole_heads,
+    reordered,
+    tiled_heads,
+    within_heads,
+)
 from parity.measure.text import counted
 
 Change = Callable[[Projections], Arrays]

@@ -218,6 +218,19 @@ def test_bugs_in_two_stages_are_both_named(problems):
     assert named_bugs(diagnosis) == ["v-heads-rolled", "out_proj-transposed"]
 
 
+def test_paths_follow_an_unknown_cause(problems):
+    """Wrong keys that nothing explains are one finding: the stages of a module's paths follow."""
+    problem = problems["llama"]
+    wrong_keys = dict(problem.weights)
+    weight = wrong_keys["k_proj.weight"]
+    wrong_keys["k_proj.weight"] = weight + weight * np.abs(np.roll(weight, 3, axis=0))
+    stages = given_by(replace(problem, weights=wrong_keys))
+    (finding,) = diagnose(stages, problem).findings
+    assert (finding.stage, finding.is_explained) == ("k", False)
+    paths = [stage for stage in stages if stage.startswith(("module.", "fused.", "blocks."))]
+    assert {*paths} <= {*finding.follows}
+
+
 def test_verdict_is_reproducible(problems):
     """Three diagnoses of the same output print the same text."""
     output = given_by(problems["llama"], "kv-heads-tiled")["output"]
@@ -380,7 +393,7 @@ def test_correct_layer_passes_each_sample(case):
     problem = make_problem(case, "float32")
     given = edited_layer(problem, "float64", ()).forward()
     whole = Whole(problem, given, WholeStages(given, Reference(problem), "ieee"), Remembered())
-    kinds = (TokenSamples(whole), RowSamples(whole))
+    kinds = (TokenSamples(whole), RowSamples(whole, whole.other_stages))
     judged = set()
     for part in (part for samples in kinds for part in (*samples.parts(), *samples.confirming())):
         values = run_steps(edited_layer(part.problem, "float64", ()).steps())

@@ -23,7 +23,8 @@ from parity.explain.diagnosis.bugs import bugs_for, edited_layer
 from parity.explain.diagnosis.bugs.record import Edit
 from parity.explain.diagnosis.diagnose import diagnose, observe
 from parity.explain.diagnosis.trial import Trial
-from parity.explain.diagnosis.weights import diagnose_weights
+from parity.explain.diagnosis.weights.diagnose import diagnose_weights
+from parity.explain.diagnosis.weights.ulps import FEWER_BITS
 from parity.measure.backends import driver
 from parity.measure.backends.record import record
 from parity.measure.core.cases import QUICK
@@ -31,7 +32,6 @@ from parity.measure.core.compare import kept_dtype
 from parity.measure.core.stages import run_steps, stage_named, steps_of
 from parity.measure.core.trace import Reference
 from parity.measure.core.weights import dtype_named
-from parity.port.conversion.ulps import FEWER_BITS
 from parity.use.cli.main import main
 from parity.use.running.run import run_cases
 from parity_lab.selftest import SELFTEST_CASES, bugs_in, inject

@@ -32,6 +32,7 @@ from parity import (
     to_jax,
     weights_of,
 )
+from parity.explain.diagnosis.weights.verify import verify
 from parity.measure.core.compare import first_difference
 from parity.measure.core.weights import dtype_named, is_finite
 from parity.measure.files import open_tensors, write_tensors
@@ -40,7 +41,6 @@ from parity.port.conversion.checkpoint import Checkpoint
 from parity.port.conversion.convert import convert, convert_file, load
 from parity.port.conversion.inspect import find_layers
 from parity.port.conversion.layouts import LAYOUTS, from_canonical
-from parity.port.conversion.verify import verify
 
 GQA = AttentionSpec(
     16, 4, num_kv_heads=2, head_dim=6, d_in=16, qkv_bias=False, out_bias=False, rope=Rope(500.0)

@@ -238,7 +238,7 @@ def test_unknown_value_names_its_option(capsys, arguments, refusal):
         (
             "mutate math:floor --only fused-qkv* -- true",
             "--only",
-            "mutate cannot inject fused-qkv-read-as-thirds",
+            "mutate cannot inject fused-qkv-misread, fused-qkv-read-as-thirds",
         ),
         ("layouts llama", "layout", "`mha-parity layouts`"),
         ("conformance --libraries --only torhc", "--only", "there are "),

@@ -43,7 +43,10 @@ class Role:
             heads_of_group = spec.num_heads // spec.num_kv_heads
         if x.ndim == 3:  # vectors for each head
             x = x.reshape(len(x), -1)
-        rows = x.reshape(-1) if self.axis is None else np.moveaxis(x, self.axis, 0)
+        if self.axis is None:
+            rows = x.reshape(-1)
+        else:
+            rows = np.moveaxis(x, self.axis, 0)
         features = len(rows) // (groups * heads_of_group)
         return rows.reshape(groups, heads_of_group, features, -1)
 
@@ -57,9 +60,7 @@ def roles(spec: AttentionSpec) -> dict[str, Role]:
     for name, shape in spec.weight_shapes.items():
         part = name.partition(".")[0]
         if name == "out_proj.weight":
-            # With latents, the features of values are rows of kv_b_proj.
-            features = "v" if spec.latent is None else ""
-            by_name[name] = Role(1, "q", features)
+            by_name[name] = _role_of_out_proj(spec)
         elif part in ("q_norm", "k_norm", "v_norm", "context_norm"):
             by_name[name] = _role_of_norm(part, shape, spec)
         elif part in by_part:
@@ -69,10 +70,19 @@ def roles(spec: AttentionSpec) -> dict[str, Role]:
     return by_name
 
 
+def _role_of_out_proj(spec: AttentionSpec) -> Role:
+    # With latents, the features of values are rows of kv_b_proj.
+    if spec.latent is not None:
+        return Role(1, "q", "")
+    return Role(1, "q", "v")
+
+
 def _roles_of_parts(spec: AttentionSpec) -> dict[str, Role]:
     """Return the roles of all weights of a part of the layer, by the first word of their names."""
-    # With latents, the rows of q_proj have features with RoPE and features without.
-    features_of_q = "qk" if spec.latent is None else ""
+    features_of_q = "qk"
+    if spec.latent is not None:
+        # The rows of q_proj have features with RoPE and features without.
+        features_of_q = ""
     features_of_gate = ""
     if spec.gate is not None and not spec.gate.per_head:
         features_of_gate = "v"
@@ -88,21 +98,36 @@ def _roles_of_parts(spec: AttentionSpec) -> dict[str, Role]:
 
 def _role_in_scores(axes: str) -> Role:
     """Return the role of a weight that changes scores, by its axes: see `SCORE_WEIGHTS`."""
-    heads = "q" if "N" in axes else "shared"
-    features = "qk" if "H" in axes else ""
-    axis = None
-    if axes != "NH":
-        axis = 1 if axes[0] in "CE" else 0
+    heads = "shared"
+    if "N" in axes:
+        heads = "q"
+    features = ""
+    if "H" in axes:
+        features = "qk"
+    if axes == "NH":
+        axis = None
+    elif axes[0] in "CE":
+        axis = 1
+    else:
+        axis = 0
     return Role(axis, heads, features)
 
 
 def _role_of_norm(part: str, shape: tuple[int, ...], spec: AttentionSpec) -> Role:
     """Return the role of the weight of a norm, which may be shared by all heads."""
-    heads = "shared"
-    if len(shape) == 2 or spec.norms[part].over == "width":
-        heads = "q" if part in OF_QUERIES else "kv"
-    features = "v" if part in ("v_norm", "context_norm") else "qk"
-    axis = 0 if len(shape) == 1 else None
+    is_shared = len(shape) == 1 and spec.norms[part].over != "width"
+    if is_shared:
+        heads = "shared"
+    elif part in OF_QUERIES:
+        heads = "q"
+    else:
+        heads = "kv"
+    features = "qk"
+    if part in ("v_norm", "context_norm"):
+        features = "v"
+    axis = None
+    if len(shape) == 1:
+        axis = 0
     return Role(axis, heads, features)
 
 

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from mha_spec import AttentionSpec
+from parity.explain.diagnosis.bugs.weights import MISREAD
+from parity.explain.diagnosis.weights.roles import digests, matched
+from parity.explain.diagnosis.weights.ulps import coarser
 from parity.measure.core.weights import Weights
 from parity.measure.text import and_listed, some_of
 from parity.port.conversion.layouts import LAYOUTS, Layout
 from parity.port.conversion.layouts.layout import broken_rules
-from parity.port.conversion.roles import digests, matched
-from parity.port.conversion.ulps import coarser
 
 LETTERS = {"q_proj": "q", "gate_proj": "g", "k_proj": "k", "v_proj": "v"}
 WORDS = {"q": "queries", "g": "gates", "k": "keys", "v": "values"}
@@ -35,6 +36,12 @@ The number is chosen: rows of trained weights differ in far fewer columns.
 CHUNK = 1024
 """Rows that are compared at a time, so that memory holds few of them twice."""
 
+NAMED = {
+    ("whole", "grouped"): "fused-qkv-read-per-head",
+    ("grouped", "whole"): "fused-qkv-read-as-thirds",
+}
+"""Names of known bugs, by the kinds in which q, k and v are packed and read in this order."""
+
 MOST_RUNS = 6
 """Runs of rows in a message, which has a limited length."""
 
@@ -47,14 +54,18 @@ class PackingError:
         names: canonical names of the weights, and of their biases if these follow the same order.
         words: what happened: the order in which the rows are packed, and that in which they were
             read.
-        fix: the layouts with these orders; empty if none is known.
+        order: for each row of the second file's tensors, one after the other, that of the first's.
+        fix: how to read either file in the order of the other one; empty if an order is unknown.
+        bug: the name of the bug.
         is_mixed: whether a tensor has rows of several tensors, so that no relation of two tensors
             explains it.
     """
 
     names: tuple[str, ...]
     words: str
+    order: np.ndarray = field(repr=False)
     fix: str = ""
+    bug: str = MISREAD
     is_mixed: bool = True
 
 
@@ -122,13 +133,16 @@ def find_packing_error(one: Weights, two: Weights, spec: AttentionSpec) -> Packi
     words = f"{and_listed(parts)} together have the same rows in both files"
     misread = _misread(order, sizes, spec)
     fix = ""
+    bug = MISREAD
     if misread is None:
         words += f", in another order: {_runs(order, sizes)}"
     else:
         packed, read = misread
         words += f": those of the first, packed as {packed.words}, were read as {read.words}"
         fix = _fix(packed, read, spec)
-    return PackingError(tuple(names), words, fix, _is_mixed(order, sizes))
+        if packed.letters == read.letters == "qkv":
+            bug = NAMED.get((packed.kind, read.kind), MISREAD)
+    return PackingError(tuple(names), words, order, fix, bug, _is_mixed(order, sizes))
 
 
 def _is_mixed(order: np.ndarray, sizes: dict[str, int]) -> bool:
@@ -144,15 +158,17 @@ def _is_mixed(order: np.ndarray, sizes: dict[str, int]) -> bool:
 
 def _fix(packed: _Packing, read: _Packing, spec: AttentionSpec) -> str:
     """Return how to read the tensor, if the first file is right, and if the second is."""
-    # Three names suffice: the layouts pack rows in the same order.
-    first = some_of(packed.layouts(spec), most=3)
-    second = some_of(read.layouts(spec), most=3)
-    fixes = []
-    if first:
-        fixes.append(f"if the first is right, read the second as {first}")
-    if second:
-        fixes.append(f"if the second is right, read the first as {second}")
-    return "; ".join(fixes)
+    fix_of_second = f"if the first is right, {_instruction('second', packed, spec)}"
+    fix_of_first = f"if the second is right, {_instruction('first', read, spec)}"
+    return f"{fix_of_second}; {fix_of_first}"
+
+
+def _instruction(file: str, packing: _Packing, spec: AttentionSpec) -> str:
+    """Return how to read a file that has a packing: as a layout, if one has this order."""
+    layouts = packing.layouts(spec)
+    if layouts:
+        return f"read the {file} as {some_of(layouts, 3)}"
+    return f"split the rows of the {file} as {packing.words}"
 
 
 def _joined(weights: Weights, names: Iterable[str]) -> np.ndarray:

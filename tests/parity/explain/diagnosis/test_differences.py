@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 import parity
 from mha_spec import Alibi, Gate, Latent, Norm, RelativeProducts, Rope
 from parity import CASES, AttentionSpec, compare_weights, random_weights
+from parity.explain.diagnosis.weights.roles import roles
 from parity.measure.core import reference
 from parity.measure.core.case import Case
 from parity.measure.core.problem import make_problem
 from parity.measure.core.stages import run_steps
 from parity.measure.core.weights import dtype_named, save_tensors
-from parity.port.conversion.roles import roles
 from parity.use.cli.main import main
 
 PLAIN = AttentionSpec(16, 4, head_dim=4)

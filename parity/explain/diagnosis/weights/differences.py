@@ -11,16 +11,17 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec
+from parity.explain.diagnosis.bugs.families import BIAS, FUSED_QKV
+from parity.explain.diagnosis.weights.laws import Layers, Pair, TensorLaw, law_of, of_family
+from parity.explain.diagnosis.weights.packings import LETTERS, PackingError, find_packing_error
+from parity.explain.diagnosis.weights.roles import Role, roles
+from parity.explain.diagnosis.weights.same_function import in_other_words
+from parity.explain.diagnosis.weights.ulps import MOST_ULPS, coarser, is_copy, ulps
+from parity.explain.diagnosis.weights.verify import check_alike, with_biases
 from parity.measure.core.records import JsonRecord
 from parity.measure.core.weights import Weights, check_weights
 from parity.measure.text import and_listed
 from parity.port.conversion.bits import same_bits
-from parity.port.conversion.laws import Layers, Pair, TensorLaw, law_of
-from parity.port.conversion.packings import LETTERS, PackingError, find_packing_error
-from parity.port.conversion.roles import Role, roles
-from parity.port.conversion.same_function import in_other_words
-from parity.port.conversion.ulps import MOST_ULPS, coarser, is_copy, ulps
-from parity.port.conversion.verify import check_alike, with_biases
 
 MOST_NAMED = 8
 """Heads, rows or columns that a message names one by one; more are counted."""
@@ -146,17 +147,22 @@ def _law_in_words(law: TensorLaw | None, first: TensorDifference, count: int) ->
         # A bug that changes several tensors may explain them: the diagnosis searches for those.
         which = "it does not follow" if count == 1 else "none of these follows"
         return [f"  law       {which} from the first's by a pattern within one tensor"]
-    lines = []
-    if law.name == "packed":
-        lines.append(f"  law       {law.words}")
-        if law.fix:
-            lines.append(f"  fix       {law.fix}")
-    else:
-        each = "in each, " if count > 1 else ""
-        lines.append(f"  law       {each}the second's is {_parts_of(law, first)}{law.words}")
+    lines = [f"  law       {_relation(law, first, count)}"]
+    if law.fix:
+        lines.append(f"  fix       {law.fix}")
     if law.page:
         lines.append(f"  see       mha-parity bugs {law.page}")
     return lines
+
+
+def _relation(law: TensorLaw, first: TensorDifference, count: int) -> str:
+    """Return a relation as a sentence about the `count` tensors that it explains."""
+    if law.name == "packed":
+        return law.words
+    relation = f"the second's is {_parts_of(law, first)}{law.words}"
+    if count > 1:
+        return f"in each, {relation}"
+    return relation
 
 
 def _parts_of(law: TensorLaw, difference: TensorDifference) -> str:
@@ -225,7 +231,7 @@ def compare_weights(
         if packing is not None and packing.is_mixed and name in packing.names:
             law = _law_of_packing(packing)
         else:
-            law = _bias_of_one(name, biases_of_first, biases_of_second)
+            law = _bias_of_one(name, biases_of_first, biases_of_second, spec)
             if law is None:
                 pair = Pair(name, one[name], two[name], roles_by_name.get(name))
                 law = law_of(pair, difference.heads, layers)
@@ -252,7 +258,7 @@ def _packing_of(differences: list[TensorDifference], layers: Layers) -> PackingE
 
 
 def _law_of_packing(packing: PackingError) -> TensorLaw:
-    return TensorLaw("packed", packing.words, "fused-qkv", fix=packing.fix)
+    return TensorLaw("packed", packing.words, FUSED_QKV.page, packing.fix or FUSED_QKV.fix)
 
 
 def _with_packing(
@@ -269,13 +275,13 @@ def _with_packing(
 
 
 def _bias_of_one(
-    name: str, of_first: Collection[str], of_second: Collection[str]
+    name: str, of_first: Collection[str], of_second: Collection[str], spec: AttentionSpec
 ) -> TensorLaw | None:
     """Return the relation of a bias that only one file has, and that is 0 in the other."""
     if name in of_first:
-        return TensorLaw("bias", "missing, and nonzero in the first", "missing-bias")
+        return of_family("bias", "missing, and nonzero in the first", BIAS, spec)
     if name in of_second:
-        return TensorLaw("bias", "a bias that the first does not have", "missing-bias")
+        return of_family("bias", "a bias that the first does not have", BIAS, spec)
     return None
 
 

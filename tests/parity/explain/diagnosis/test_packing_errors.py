@@ -5,11 +5,12 @@ import re
 import numpy as np
 import pytest
 
-from parity import AttentionSpec, compare_weights, convert, random_weights
+from parity import AttentionSpec, compare_weights, convert, diagnose_weights, random_weights
+from parity.explain.diagnosis.bugs.families import FUSED_QKV
+from parity.explain.diagnosis.weights.packings import find_packing_error
 from parity.measure.core.weights import save_weights
 from parity.port.conversion.layouts import LAYOUTS
 from parity.port.conversion.layouts.canonical import shapes_in
-from parity.port.conversion.packings import find_packing_error
 from parity.use.cli.main import main
 
 GROUPED = AttentionSpec(32, 8, num_kv_heads=2, qkv_bias=False, out_bias=False)
@@ -103,8 +104,10 @@ def test_unknown_packing_order_is_described(dtype):
     assert (
         "packed as [v k q q q q] for each key/value head, were read as [q q q q k v]" in law.words
     )
-    assert law.fix.startswith("if the second is right, read the first as transformers.Falcon")
-    assert "if the first" not in law.fix
+    first, second = law.fix.split("; ")
+    order = "[v k q q q q] for each key/value head"
+    assert first == f"if the first is right, split the rows of the second as {order}"
+    assert second.startswith("if the second is right, read the first as transformers.Falcon")
 
 
 def test_interleaved_features_are_found():
@@ -117,7 +120,9 @@ def test_interleaved_features_are_found():
 
 
 def test_rows_in_no_known_order_are_listed():
-    """Rows exchanged between q and v without a known order are listed by number, without a fix."""
+    """Rows exchanged between q and v without a known order are listed by number, with the fix of
+    any order.
+    """
     weights = random_weights(GROUPED)
     q, v = (weights[f"{name}_proj.weight"] for name in "qv")
     other = weights | {
@@ -128,7 +133,7 @@ def test_rows_in_no_known_order_are_listed():
     assert names == ["q_proj.weight", "v_proj.weight"]
     assert "q rows 0 to 1 of the second: v rows 2 to 3 of the first" in law.words
     assert "v rows 2 to 3 of the second: q rows 0 to 1 of the first" in law.words
-    assert not law.fix
+    assert law.fix == FUSED_QKV.fix
 
 
 def test_exchange_is_not_called_packing():
@@ -180,6 +185,33 @@ def test_rows_that_differ_late_are_found():
     error = find_packing_error(weights, other, spec)
     assert error is not None
     assert error.is_mixed
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        ("vkq", "fused-qkv-misread"),
+        ("transformers.Falcon", "fused-qkv-read-as-thirds"),
+        ("transformers.Phi3", "fused-qkv-read-per-head"),
+    ],
+)
+def test_misread_packing_is_one_bug(layout, name):
+    """Weights that are read in a wrong order have one bug, which explains q, k and v; an order that
+    no known bug has is described.
+    """
+    weights = random_weights(GROUPED)
+    if layout == "vkq":
+        other = by_group(weights, layout)
+    else:
+        (read_as,) = {"transformers.Falcon", "transformers.Phi3"} - {layout}
+        other = misread(weights, GROUPED, layout, read_as)
+    diagnosis = diagnose_weights(weights, GROUPED, other, GROUPED)
+    (finding,) = diagnosis.findings
+    assert finding.likely_bug == name
+    assert finding.stages[:3] == ("q", "k", "v")
+    assert finding.more == "mha-parity bugs fused-qkv"
+    assert not finding.others
+    assert ("packed as [v k q q q q]" in finding.about) == (layout == "vkq")
 
 
 def test_packing_is_explained_only_once(tmp_path, capsys):

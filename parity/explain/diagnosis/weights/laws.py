@@ -10,11 +10,22 @@ from typing import NamedTuple
 import numpy as np
 
 from mha_spec import AttentionSpec, Rope
+from parity.explain.diagnosis.bugs.families import (
+    BIAS,
+    HEAD_ORDER,
+    PAIRS,
+    QK_NORM,
+    ROUNDED_WEIGHTS,
+    SWAPPED,
+    TRANSPOSED,
+    BugFamily,
+    scale_family,
+)
+from parity.explain.diagnosis.weights.roles import Role, digests, matched
+from parity.explain.diagnosis.weights.same_function import listed
+from parity.explain.diagnosis.weights.ulps import agree, coarser, quantized_as, ways_to_fewer_bits
 from parity.measure.core.orders import heads_innermost, of_whole_heads, within_heads
 from parity.measure.core.weights import Weights
-from parity.port.conversion.roles import Role, digests, matched
-from parity.port.conversion.same_function import listed
-from parity.port.conversion.ulps import agree, coarser, quantized_as, ways_to_fewer_bits
 
 FEWEST = 2
 """Nonzero elements that show a factor: a single number is a multiple of any other."""
@@ -30,17 +41,17 @@ class TensorLaw:
             that only one file has; `packed` for rows that are in other tensors.
         words: description of the second file's tensor in terms of the first.
         page: page of parity/bugs about it; empty if there is none.
+        fix: how to mend it; empty if it is unknown.
         heads, rows, columns: the only parts that differ, if not all do; otherwise empty.
-        fix: how to mend it; empty if the words say so already.
     """
 
     name: str
     words: str
     page: str = ""
+    fix: str = ""
     heads: tuple[int, ...] = ()
     rows: tuple[int, ...] = ()
     columns: tuple[int, ...] = ()
-    fix: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,13 @@ class Layers(NamedTuple):
     weights: Weights
     others: Weights
     spec: AttentionSpec
+
+
+def of_family(name: str, words: str, family: BugFamily | None, spec: AttentionSpec) -> TensorLaw:
+    """Return a relation with the page and fix of a family of bugs, if it is one of them."""
+    if family is None:
+        return TensorLaw(name, words)
+    return TensorLaw(name, words, family.page, family.fix_for(spec))
 
 
 def law_of(pair: Pair, heads: Collection[int], layers: Layers) -> TensorLaw | None:
@@ -118,14 +136,15 @@ def _differing_lines(pair: Pair) -> Iterator[Pair]:
 
 def _zeros(pair: Pair, layers: Layers) -> TensorLaw | None:
     """Find a tensor that is all zeros in one file."""
-    page = ""
+    family = None
     # With one axis they are, as a rule, those of a bias that was not loaded.
     if pair.one.ndim == 1:
-        page = "missing-bias"
+        family = BIAS
     if not pair.other.any():
-        return TensorLaw("zeros", "zeros", page)
+        return of_family("zeros", "zeros", family, layers.spec)
     if not pair.one.any():
-        return TensorLaw("zeros", "nonzero, while the first's is all zeros", page)
+        words = "nonzero, while the first's is all zeros"
+        return of_family("zeros", words, family, layers.spec)
     return None
 
 
@@ -138,7 +157,8 @@ def _fewer_bits(pair: Pair, layers: Layers) -> TensorLaw | None:
     for before, after, words in pairs:
         ways = ways_to_fewer_bits(before, after)
         if ways:
-            return TensorLaw("fewer-bits", words.format(" or ".join(ways)), "low-precision")
+            in_words = words.format(" or ".join(ways))
+            return of_family("fewer-bits", in_words, ROUNDED_WEIGHTS, layers.spec)
         kind = quantized_as(before, after)
         if kind:
             return TensorLaw("quantised", words.format(f"quantized as {kind}"))
@@ -151,7 +171,7 @@ def _one_plus(pair: Pair, layers: Layers) -> TensorLaw | None:
         return None
     for sign, words in ((1, "1 + w, where the first has w"), (-1, "w, where the first has 1 + w")):
         if _is_shifted(pair.one, pair.other, float(sign)):
-            return TensorLaw("one-plus", words, "qk-norm")
+            return of_family("one-plus", words, QK_NORM, layers.spec)
     return None
 
 
@@ -187,7 +207,8 @@ def _factor(pair: Pair, layers: Layers) -> TensorLaw | None:
     words += f", {meaning}"
     if not pair.name.startswith(("q_", "k_")):
         return TensorLaw("factor", words)
-    return TensorLaw("factor", f"{words}: a scale of the scores, folded in or left out", "scale")
+    words += ": a scale of the scores, folded in or left out"
+    return of_family("factor", words, scale_family(layers.spec), layers.spec)
 
 
 def _meaning_of(factor: float, head_dim: int) -> str:
@@ -247,19 +268,20 @@ def _in_place_of(pair: Pair, layers: Layers) -> TensorLaw | None:
         # Zeros, such as fresh biases, agree with one another by chance.
         if name == pair.name or not x.any() or not agree(x, pair.other):
             continue
-        page = ""
+        family = None
         if name.startswith(("q_proj.", "k_proj.", "v_proj.")):
-            page = "swapped-projections"
+            family = SWAPPED
         if agree(pair.one, layers.others[name]):
-            return TensorLaw("exchanged", f"{name} of the first: the two are exchanged", page)
-        return TensorLaw("copied", f"{name} of the first", page)
+            words = f"{name} of the first: the two are exchanged"
+            return of_family("exchanged", words, family, layers.spec)
+        return of_family("copied", f"{name} of the first", family, layers.spec)
     return None
 
 
 def _transposed(pair: Pair, layers: Layers) -> TensorLaw | None:
     one = pair.one
     if one.ndim == 2 and one.shape[0] == one.shape[1] and agree(one.T, pair.other):
-        return TensorLaw("transposed", "the first's, transposed", "transposed-kernel")
+        return of_family("transposed", "the first's, transposed", TRANSPOSED, layers.spec)
     return None
 
 
@@ -300,11 +322,11 @@ def _of_order(order: np.ndarray, axis: int, pair: Pair, spec: AttentionSpec) -> 
         places = np.arange(len(order)).reshape(-1, *[1] * axis).swapaxes(0, axis)
         num_groups, heads_per_group, num_features, _ = pair.role.view(places, spec).shape
         num_heads = num_groups * heads_per_group
-        words, page = _of_heads(order, num_heads, num_features)
+        words, family = _of_heads(order, num_heads, num_features), HEAD_ORDER
         if not words and axis == 0 and pair.name[0] in "qk":
-            words, page = _of_pairs(order, num_features, spec), "rope-pairs"
+            words, family = _of_pairs(order, num_features, spec), PAIRS
         if words:
-            return TensorLaw("permuted", f"the first's, {words}", page)
+            return of_family("permuted", f"the first's, {words}", family, spec)
         if _is_within_heads(order, num_heads, num_features):
             words = f"the first's, its {lines} in another order within their heads"
             return TensorLaw("permuted", words)
@@ -314,17 +336,17 @@ def _of_order(order: np.ndarray, axis: int, pair: Pair, spec: AttentionSpec) -> 
     return TensorLaw("permuted", f"the first's, its {lines} in {which}")
 
 
-def _of_heads(order: np.ndarray, num_heads: int, num_features: int) -> tuple[str, str]:
-    """Describe a permutation of whole heads, with its page; otherwise two empty texts."""
+def _of_heads(order: np.ndarray, num_heads: int, num_features: int) -> str:
+    """Describe a permutation of whole heads; return an empty text for any other order."""
     if num_heads < 2 or num_heads * num_features != len(order):
-        return "", ""
+        return ""
     head_order = order.reshape(num_heads, num_features)[:, 0] // num_features
     if np.array_equal(order, of_whole_heads(head_order, num_features)):
-        return f"its heads in the order {listed(head_order)}", "head-order"
+        return f"its heads in the order {listed(head_order)}"
     innermost = heads_innermost(num_heads, num_features)
     if np.array_equal(order, innermost) or np.array_equal(order, np.argsort(innermost)):
-        return "with heads innermost in one of the two", "head-order"
-    return "", ""
+        return "with heads innermost in one of the two"
+    return ""
 
 
 def _is_within_heads(order: np.ndarray, num_heads: int, num_features: int) -> bool:

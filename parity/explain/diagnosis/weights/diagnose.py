@@ -1,7 +1,6 @@
 """The diagnosis of two sets of weights: a known bug in one of them, found on probe inputs.
 
-`parity.port.conversion.differences` compares the tensors first; bugs explain what no pattern does,
-and have pages.
+`differences` compares the tensors first; bugs explain what no relation of two tensors does.
 """
 
 from __future__ import annotations
@@ -11,13 +10,18 @@ from dataclasses import replace
 import numpy as np
 
 from mha_spec import AttentionSpec
-from parity.explain.diagnosis.bugs.record import Edit
-from parity.explain.diagnosis.diagnose import Diagnosis, Finding, diagnose
+from parity.explain.diagnosis.bugs.families import FUSED_QKV, ROUNDED_WEIGHTS
+from parity.explain.diagnosis.bugs.record import Edit, Edits
+from parity.explain.diagnosis.bugs.weights import misread
+from parity.explain.diagnosis.diagnose import Diagnosis, Finding, diagnose_stages
+from parity.explain.diagnosis.remembered import RememberingReference
+from parity.explain.diagnosis.weights.packings import find_packing_error
+from parity.explain.diagnosis.weights.ulps import ways_to_fewer_bits
+from parity.explain.diagnosis.weights.verify import probe
 from parity.measure.core import reference
+from parity.measure.core.problem import Problem
 from parity.measure.core.stages import run_steps
 from parity.measure.core.weights import Weights
-from parity.port.conversion.ulps import ways_to_fewer_bits
-from parity.port.conversion.verify import probe
 
 
 @np.errstate(over="ignore", invalid="ignore")
@@ -34,7 +38,12 @@ def diagnose_weights(
     """
     problem, other_problem = probe(weights, spec, other, other_spec)
     observed = run_steps(reference.steps(other_problem, problem.dtype))
-    diagnosis = diagnose(observed, problem)
+    diagnosis = diagnose_stages(
+        observed,
+        RememberingReference(problem, stages=frozenset(observed)),
+        "ieee",
+        candidates=_misread(problem, other_problem),
+    )
     if not diagnosis.is_wrong:
         return diagnosis
     if any(finding.is_fitted for finding in diagnosis.findings) or diagnosis.kind != "structure":
@@ -44,6 +53,17 @@ def diagnose_weights(
     # The weights are not the others in fewer bits, whatever the stages look like.
     findings = [_without_loss(finding) for finding in diagnosis.findings]
     return replace(diagnosis, findings=findings)
+
+
+def _misread(problem: Problem, other_problem: Problem) -> Edits:
+    """Return the order of rows across q, k and v in the second weights, as an edit; empty if rows
+    stay in their tensors.
+    """
+    packing = find_packing_error(problem.weights, other_problem.weights, problem.spec)
+    if packing is None or not packing.is_mixed:
+        return ()
+    fix = packing.fix or FUSED_QKV.fix
+    return (misread(packing.bug, packing.order, packing.names, packing.words, fix),)
 
 
 def _without_loss(finding: Finding) -> Finding:
@@ -76,8 +96,8 @@ def _rounded(diagnosis: Diagnosis, ways: list[str]) -> Diagnosis:
     loss = Edit(
         f"weights-{_dtype(way)}",
         f"the weights are {way}",
-        pages=("low-precision",),
-        fixes=("keep the weights in the dtype of training, or compare with the rounded weights",),
+        pages=(ROUNDED_WEIGHTS.page,),
+        fixes=(ROUNDED_WEIGHTS.fix,),
         is_loss=True,
     )
     finding = Finding(

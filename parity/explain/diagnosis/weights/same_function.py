@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from mha_spec import AttentionSpec
+from parity.explain.diagnosis.weights.roles import Role, digests, matched, roles
+from parity.explain.diagnosis.weights.ulps import agree, coarser
 from parity.measure.core.compare import unit_of_rounding
 from parity.measure.core.weights import Weights
-from parity.port.conversion.roles import Role, digests, matched, roles
-from parity.port.conversion.ulps import agree, coarser
 
 MOST_SHOWN = 16
 """Entries of a permutation in a message: a line of a terminal holds about as many."""

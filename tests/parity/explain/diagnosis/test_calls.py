@@ -1,0 +1,107 @@
+"""Bugs that only some calls of a cache have: two bugs of one stage, one in the prompt and one in
+the steps after it, are two findings.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mha_spec import AttentionSpec, Rope
+from parity import Case, make_problem
+from parity.explain.diagnosis.bugs import bugs_for, edited_layer
+from parity.explain.diagnosis.diagnose import diagnose
+from parity.explain.diagnosis.search import named_calls
+from parity.explain.diagnosis.trial import Trial
+from parity.measure.core.stages import run_steps
+
+SPEC = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(), window_size=5)
+CASE = Case(
+    "prompt, steps", SPEC, "calls", seq_len=12, is_causal=True, chunks=(8, 1, 1, 2), capacity=16
+)
+PROBLEM = make_problem(CASE, "float32")
+
+
+def bug(name):
+    return next(known for known in bugs_for(CASE) if known.name == name)
+
+
+def stages_with(in_prompt, in_steps):
+    """Return the stages of a layer with one bug in its first call, and another one in the later
+    calls.
+    """
+    of_prompt = edited_layer(PROBLEM, "float32", [bug(in_prompt)]).steps()
+    of_steps = edited_layer(PROBLEM, "float32", [bug(in_steps)]).steps()
+    size = len(of_prompt) // len(CASE.chunks)
+    return run_steps([*of_prompt[:size], *of_steps[size:]])
+
+
+def outputs_of(stages):
+    return {f"step{call}.output": stages[f"step{call}.output"] for call in range(4)}
+
+
+PAIRS = [
+    ("scale-missing", "scale-by-d-model"),
+    ("causal-off-by-one", "window-one-too-wide"),
+    ("rope-missing", "rope-reversed"),
+    ("q-heads-reversed", "q-heads-rolled"),
+    ("window-ignored", "causal-off-by-one"),
+]
+
+
+@pytest.mark.parametrize("has_stages", [True, False])
+@pytest.mark.parametrize(("in_prompt", "in_steps"), PAIRS)
+def test_two_bugs_of_a_stage_by_calls(in_prompt, in_steps, has_stages):
+    """Each of two bugs is named for the calls that it explains, and for no others, from all stages
+    and from the outputs alone.
+    """
+    stages = stages_with(in_prompt, in_steps)
+    if not has_stages:
+        stages = outputs_of(stages)
+    first, second = diagnose(stages, PROBLEM).findings
+    assert (first.bugs, first.edits[0].when) == ((in_prompt,), "in the first call")
+    assert (second.bugs, second.edits[0].when) == ((in_steps,), "in calls after the first")
+    assert {stage[:5] for stage in first.stages} == {"step0"}
+    assert {stage[:5] for stage in second.stages} == {"step1", "step2", "step3"}
+
+
+@pytest.mark.parametrize("has_stages", [True, False])
+def test_unknown_steps_limit_a_bug(has_stages):
+    """If no known bug explains the steps, the bug of the prompt is named for the first call."""
+    stages = stages_with("scale-missing", "softmax-over-heads")
+    noise = np.random.default_rng(0).standard_normal((2, 1, 32)).astype(np.float32)
+    for call in range(1, 4):
+        stages[f"step{call}.output"] = stages[f"step{call}.output"] * noise
+    if not has_stages:
+        stages = outputs_of(stages)
+    first, *others = diagnose(stages, PROBLEM).findings
+    assert (first.bugs, first.edits[0].when) == (("scale-missing",), "in the first call")
+    assert others
+
+
+@pytest.mark.parametrize("has_stages", [True, False])
+@pytest.mark.parametrize("name", ["scale-missing", "rope-missing", "kv-heads-tiled"])
+def test_bug_of_all_calls_has_no_limit(name, has_stages):
+    """A bug of every call is one finding for all of them."""
+    stages = run_steps(edited_layer(PROBLEM, "float32", [bug(name)]).steps())
+    if not has_stages:
+        stages = outputs_of(stages)
+    (finding,) = diagnose(stages, PROBLEM).findings
+    assert finding.bugs == (name,)
+    assert not finding.edits[0].when
+    assert not finding.others
+
+
+def test_stage_depends_on_earlier_calls():
+    """A stage of a later call is computed again if edits of an earlier call change what that one
+    caches.
+    """
+    calls = dict(named_calls(CASE))
+    later = replace(bug("rope-reversed"), calls=calls["in calls after the first"])
+    first = replace(bug("rope-missing"), calls=calls["in the first call"])
+    trial = Trial(PROBLEM, {}, "ieee")
+    alone = trial.stage("step1.output", (later,))
+    both = trial.stage("step1.output", (first, later))
+    expected = stages_with("rope-missing", "rope-reversed")["step1.output"]
+    assert np.abs(both - expected).max() < 1e-5
+    assert np.abs(alone - expected).max() > 0.1
