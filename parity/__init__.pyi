@@ -22,6 +22,7 @@ from parity.measure.core.arrays import to_jax as to_jax, to_numpy as to_numpy, t
 from parity.measure.core.case import Case as Case
 from parity.measure.core.cases import CASES as CASES
 from parity.measure.core.problem import make_problem as make_problem
+from parity.measure.core.quantization import CacheQuantization as CacheQuantization
 from parity.measure.core.weights import (
     check_weights as check_weights,
     load_tensors as load_tensors,

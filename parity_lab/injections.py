@@ -404,6 +404,29 @@ def products_of(bits: int) -> Injection:
     return inject
 
 
+# ---- Quantized caches ----------------------------------------------------------------------------
+
+
+def _quantized(xp: Any, x: Any) -> tuple[Any, Any]:
+    """Return the numbers of int8, and a scale for each head of each token."""
+    scales = xp.amax(xp.abs(x), axis=-1, keepdims=True) / 127
+    return xp.round(x / scales), scales
+
+
+def _appended_quantized(plan: Plan, append: Any, cache: Any, new: Any, *lengths: Any) -> Any:
+    """Append keys and values as a quantized cache returns them."""
+    read = []
+    for x in new:
+        numbers, scales = _quantized(plan.xp, x)
+        read.append(numbers * scales)
+    return append(cache, tuple(read), *lengths)
+
+
+def _appended_without_scales(plan: Plan, append: Any, cache: Any, new: Any, *lengths: Any) -> Any:
+    numbers = [_quantized(plan.xp, x)[0] for x in new]
+    return append(cache, tuple(numbers), *lengths)
+
+
 # ---- All -----------------------------------------------------------------------------------------
 
 INJECTIONS: dict[str, Injection] = {
@@ -465,6 +488,7 @@ INJECTIONS: dict[str, Injection] = {
     "cache-keys-as-values": breaking(
         append_to_cache=lambda _, append, cache, k, v, **new: append(cache, k, k, **new)
     ),
+    "cache-scale-missing": breaking(append_checked=_appended_without_scales),
     "precision-bfloat16": products_of(7),
 }
 """By the names of `parity.explain.diagnosis.bugs`, in the order of the pages in
@@ -504,6 +528,9 @@ def plan_of(bug: str | Injection, problem: Problem, backend: str) -> Plan:
     """
     port, xp = load_backend(backend), importlib.import_module(BACKENDS[backend].arrays)
     plan = Plan(problem, port.SIBLING, xp, port, dict(problem.weights), {})
+    if problem.case.cache_quantization is not None:
+        # No implementation has a quantized cache, so the self-test adds one.
+        plan.functions["append_checked"] = _appended_quantized
     if isinstance(bug, str) and bug:
         bug = INJECTIONS[bug_to_inject(bug, problem.case).name]
     if callable(bug):

@@ -41,6 +41,7 @@ from parity.measure.core.case import Case
 from parity.measure.core.cases import CASES, cases_of_other_records
 from parity.measure.core.compare import first_difference
 from parity.measure.core.problem import Problem, make_problem
+from parity.measure.core.quantization import CacheQuantization
 from parity.measure.core.stages import stage_named
 from parity.measure.core.trace import Reference, judge
 from parity.measure.core.weights import random_weights
@@ -378,6 +379,15 @@ SELFTEST_CASES = [
         first_position=1000,
     ),
     CASES["rope-llama3"],
+    Case(
+        "quantized-cache",
+        AttentionSpec(32, 4, num_kv_heads=2, head_dim=8, rope=Rope(10000.0)),
+        "a cache of int8, with a scale for each head of each token",
+        seq_len=8,
+        chunks=(4, 1, 3),
+        capacity=8,
+        cache_quantization=CacheQuantization("int8", "token_head"),
+    ),
 ]
 SELFTEST_CASES += cases_of_other_records(SELFTEST_CASES)
 """Cases for injected bugs: three different specifications, a window, a cache, trained layers, and

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mha_spec import AttentionSpec, InputError
+from parity.measure.core.quantization import CacheQuantization
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 """Dtypes of cases."""
@@ -44,6 +45,7 @@ class Case:
         first_position: position of the first token, for RoPE and a temperature.
         trained: name of the trained layer whose weights and inputs are used.
         dtype: only dtype of the case, if it is specific to one.
+        cache_quantization: with a cache: how it stores keys and values; None for their own dtype.
 
     Raises:
         ValueError: if lengths do not fit each other.
@@ -70,6 +72,7 @@ class Case:
     trained: str | None = None
     dtype: str | None = None
     segment_ids: tuple[tuple[int, ...], ...] | None = None
+    cache_quantization: CacheQuantization | None = None
 
     def __post_init__(self) -> None:
         per_sequence = f"batch={self.batch}"
@@ -95,6 +98,9 @@ class Case:
             is_possible = not self.chunks and self.seq_len_k is None
             rule = "be None except for self-attention without a cache"
             self._require("segment_ids", rule, holds=is_possible)
+        if self.cache_quantization is not None:
+            self._require("cache_quantization", "be None without chunks", holds=self.is_cached)
+            self.cache_quantization.check_layer(self.spec)
         is_dtype = self.dtype is None or self.dtype in DTYPES
         self._require("dtype", f"be one of {', '.join(DTYPES)}, or None", holds=is_dtype)
 
@@ -139,6 +145,8 @@ class Case:
         if self.window_size is not None or self.segment_ids is not None:
             return False
         if self.bias or self.not_finite or self.new_lengths:
+            return False
+        if self.cache_quantization is not None:
             return False
         bias = spec.out_bias
         of_paper = AttentionSpec(spec.d_model, spec.num_heads, qkv_bias=bias, out_bias=bias)

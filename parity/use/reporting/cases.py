@@ -40,6 +40,7 @@ def covers(case: Case) -> str:
         *_scores(spec),
         (f"cache of {case.capacity} slots", case.is_cached),
         ("ragged", bool(case.new_lengths)),
+        *_quantization(case),
         *_parameters(spec),
         *_arrays(case),
     ]
@@ -120,6 +121,17 @@ def _scores(spec: AttentionSpec) -> Settings:
         (f"soft cap {spec.soft_cap}", spec.soft_cap is not None),
         (f"window {spec.window_size} of the layer", spec.window_size is not None),
         (f"chunks of {spec.chunk_size}", spec.chunk_size is not None),
+    ]
+
+
+def _quantization(case: Case) -> Settings:
+    quantization = case.cache_quantization
+    if quantization is None:
+        return []
+    group = quantization.scale_per.replace("_", " and ")
+    return [
+        (f"{quantization.dtype} cache, a scale per {group}", True),
+        ("keys cached before RoPE", quantization.before_rope),
     ]
 
 

@@ -228,6 +228,8 @@ def _without_gradients(cases: Iterable[Case]) -> Iterator[NotCompared]:
 
 def _why_skipped(backend: str, case: Case, dtype: str) -> str | None:
     """Return why a backend cannot run a case in a dtype, or None."""
+    if case.cache_quantization is not None:
+        return "no implementation has a quantized cache"
     return load_backend(backend).why_skipped(case, dtype)
 
 

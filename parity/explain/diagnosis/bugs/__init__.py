@@ -25,6 +25,7 @@ from parity.explain.diagnosis.bugs import (
     masks,
     norms,
     precision,
+    quantized_caches,
     ranks,
     rope,
     rope_kinds,
@@ -46,6 +47,7 @@ from parity.explain.diagnosis.sampled_layer import SampledLayer
 from parity.explain.diagnosis.work import CountedArithmetic
 from parity.measure.core.cases import CASES, Case
 from parity.measure.core.problem import Problem
+from parity.measure.core.quantization import CacheQuantization
 from parity.measure.core.weights import dtype_named
 
 __all__ = [
@@ -140,6 +142,7 @@ TOPICS = (
     _topic(weights.residual, OUTPUT),
     _topic(weights.out_columns, OUTPUT),
     _topic(weights.missing_biases, QKV, OUTPUT),
+    _topic(quantized_caches.quantized_caches, CACHE),
     _topic(caches.caches, CACHE),
     _topic(caches.lengths, MASK, QKV, CACHE, SCORES),
     _topic(softmax.empty_rows, ATTN_WEIGHTS),
@@ -201,6 +204,9 @@ def bug_by_name() -> dict[str, Edit]:
         bugs += known_bugs(case)
     # The longest sequence is neither the first nor the last.
     bugs += known_bugs(replace(CASES["padding"], batch=3, key_padding_lengths=(2, 1, 3)))
+    # No case has a quantized cache.
+    quantization = CacheQuantization("int8", "head")
+    bugs += known_bugs(replace(CASES["decode-gqa-rope"], cache_quantization=quantization))
     bugs += [*PRECISIONS.values(), *FIDELITIES.values()]
     bugs += [heads.permuted(name, np.arange(0)) for name in "qkv"]
     return {bug.name: bug for bug in reversed(bugs)}

@@ -24,7 +24,8 @@ from mha_spec import (
     YarnScaling,
 )
 from parity.measure.core.problem import Problem
-from parity.measure.core.reference import norms
+from parity.measure.core.quantization import FIXED, CacheQuantization
+from parity.measure.core.reference import norms, quantized
 from parity.measure.core.reference.arithmetic import Arithmetic
 from parity.measure.core.reference.rope import amplitude, axes, frequencies, pair_slices
 from parity.measure.core.stages import Step, Values, of_paths, steps_of
@@ -224,6 +225,93 @@ class Layer:
                 slots[b, :, before[b] : end] = a.cached(x[b, :, : added[b]])
             grown[f"{cache}{name}"] = slots
         return {**grown, f"{cache}lengths": (before + added).astype(np.int32)}
+
+    # ---- With a quantized cache ------------------------------------------------------------------
+
+    def read_back(
+        self, new: dict[str, np.ndarray], first: dict[str, np.ndarray], index: int
+    ) -> dict[str, np.ndarray]:
+        """Return new keys and values of a call as they are read from a quantized cache.
+
+        Args:
+            new: `keys` and `values` of the call, (B, K, T, H).
+            first: those of the first call, of which scales that all tokens share are computed.
+            index: number of the call.
+        """
+        tokens = self.entering_cache(new, index)
+        first_tokens = self.entering_cache(first, 0)
+        positions = self.problem.case.positions(index)
+        heads = {}
+        for name in new:
+            stored = self.quantized(name, tokens, first_tokens)
+            heads[name] = self.leaving_cache(name, stored, positions)
+        return heads
+
+    def entering_cache(self, heads: dict[str, np.ndarray], index: int) -> dict[str, np.ndarray]:
+        """Return keys and values of a call as they enter a quantized cache: wide, 0 in padding."""
+        a, case = self.arithmetic, self.problem.case
+        chunk = np.arange(case.chunks[index])
+        is_real = (chunk < np.array(case.added(index))[:, None])[:, None, :, None]
+        zero = np.zeros((), a.wide)
+        entering = {}
+        for name, x in heads.items():
+            if name == "keys" and self.caches_before_rope():
+                x = self.rotate(x, case.positions(index), -1)
+                # Both directions multiply by the factor of cosines and sines.
+                x = a.widen(x) / a.wide.type(self.attention_factor() ** 2)
+            entering[name] = np.where(is_real, a.widen(x), zero)
+        return entering
+
+    def leaving_cache(self, name: str, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Return what was read from a quantized cache as it enters attention."""
+        x = self.arithmetic.keep(x)
+        if name == "keys" and self.caches_before_rope():
+            return self.rotate(x, positions)
+        return x
+
+    def caches_before_rope(self) -> bool:
+        """Return whether a quantized cache stores keys before RoPE."""
+        return self.cache_quantization().before_rope
+
+    def quantized(
+        self, name: str, tokens: dict[str, np.ndarray], first: dict[str, np.ndarray]
+    ) -> np.ndarray:
+        """Return keys or values, rounded to stored numbers, times their scales."""
+        numbers = self.arithmetic.between(tokens[name] / self.cache_scales(name, tokens, first))
+        return self.stored_numbers(numbers) * self.scales_when_read(name, tokens, first)
+
+    def cache_scales(
+        self, name: str, tokens: dict[str, np.ndarray], first: dict[str, np.ndarray]
+    ) -> np.ndarray:
+        """Return the scales of keys or values, (1 or B, 1 or K, 1 or T, 1 or H)."""
+        quantization, num_heads = self.cache_quantization(), self.problem.spec.num_kv_heads
+        scales = quantized.calibrated_scales(quantization, name, num_heads, self.arithmetic.wide)
+        if scales is None:
+            source = first if quantization.scale_per in FIXED else tokens
+            scales = self.computed_scales(source[name], quantized.scale_axes(quantization))
+        return quantized.in_scale_dtype(scales, quantization)
+
+    def computed_scales(self, x: np.ndarray, axes: str) -> np.ndarray:
+        """Return the scales of some keys or values, which differ along some axes."""
+        return quantized.computed_scales(x, self.cache_quantization().largest, axes)
+
+    def scales_when_read(
+        self, name: str, tokens: dict[str, np.ndarray], first: dict[str, np.ndarray]
+    ) -> np.ndarray:
+        """Return the scales by which stored keys or values are multiplied."""
+        return self.cache_scales(name, tokens, first)
+
+    def stored_numbers(self, x: np.ndarray) -> np.ndarray:
+        """Return keys or values, divided by their scales, as the numbers that a cache stores."""
+        dtype = self.cache_quantization().dtype
+        if self.arithmetic.wide == np.float64:
+            return quantized.to_nearest(x, dtype)
+        uncertainty = quantized.uncertainty_before_rounding(self.problem.spec.d_kv)
+        return quantized.to_middle(x, dtype, uncertainty)
+
+    def cache_quantization(self) -> CacheQuantization:
+        """Return the quantization of the cache, which the case must have."""
+        return cast(CacheQuantization, self.problem.case.cache_quantization)
 
     # ---- Parts -----------------------------------------------------------------------------------
 
@@ -832,8 +920,20 @@ class CachedCall:
             grown = layer.appended(cache, values, new, self.before, self.added)
             return grown, layer.expanded(grown[f"{cache}latents"])
         new = {"keys": own["k"], "values": own["v"]}
+        if layer.problem.case.cache_quantization is not None:
+            new = layer.read_back(new, self.of_first_call(own), self.index)
         grown = layer.appended(cache, values, new, self.before, self.added)
         return grown, {"k": grown[f"{cache}keys"], "v": grown[f"{cache}values"]}
+
+    def of_first_call(self, own: Values) -> dict[str, np.ndarray]:
+        """Return the new keys and values of the first call."""
+        if self.index == 0:
+            return {"keys": own["k"], "values": own["v"]}
+        if "first.k" in own:
+            return {"keys": own["first.k"], "values": own["first.v"]}
+        # A module computes its first call from the inputs.
+        heads = self.layer.call(0).qkv({})
+        return {"keys": heads["k"], "values": heads["v"]}
 
     def whole(self, values: Values) -> dict[str, np.ndarray]:
         layer = self.layer
