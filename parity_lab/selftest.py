@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Column
 from rich.text import Text
@@ -379,6 +380,15 @@ SELFTEST_CASES = [
         first_position=1000,
     ),
     CASES["rope-llama3"],
+    Case(
+        "left-padding",
+        AttentionSpec(32, 4, num_kv_heads=2, head_dim=8, rope=Rope(10000.0)),
+        "padding on the left, as a mask and positions",
+        seq_len=7,
+        is_causal=True,
+        mask=np.array([[0, 0, 0, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0, 0]], bool)[:, None, None],
+        position_ids=np.array([[0, 1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 1, 2, 3]]),
+    ),
     Case(
         "quantized-cache",
         AttentionSpec(32, 4, num_kv_heads=2, head_dim=8, rope=Rope(10000.0)),

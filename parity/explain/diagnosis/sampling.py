@@ -364,7 +364,15 @@ def first_call(
     is_other = is_other or case.cache_quantization is not None
     if tokens <= TOKENS or is_other or problem.inputs.keys() - {"query", "cotangent"}:
         return None
-    own = replace(case, seq_len=tokens, chunks=(), new_lengths=(), capacity=0, is_causal=True)
+    own = replace(
+        case,
+        seq_len=tokens,
+        chunks=(),
+        new_lengths=(),
+        capacity=0,
+        is_causal=True,
+        position_ids=None if case.position_ids is None else case.position_ids[..., :tokens],
+    )
     inputs = {"query": np.ascontiguousarray(problem.inputs["query"][:, :tokens])}
     layer = Problem(own, problem.dtype, problem.weights, inputs)
     stages = {}

@@ -14,6 +14,9 @@ import numpy as np
 from parity.measure.core.case import Case
 from parity.measure.core.stages import STAGES, Stage, stage_named
 
+OF_ROWS = frozenset({"attn_weights", "context", "output"})
+"""Stages whose rows are those of queries after the softmax."""
+
 HIDES_KEYS = frozenset({"mask", "attn_weights"})
 """Stages in which unused keys have a defined value: they must be hidden, and their weights must be
 0.
@@ -50,9 +53,43 @@ def unused_cells(
         size_of_axes = [1] * len(shape)
         size_of_axes[0], size_of_axes[axis] = is_unused.shape
         unused |= is_unused.reshape(size_of_axes)
+    if case.mask is not None and stage.quantity in OF_ROWS:
+        unused |= _rows_without_keys(case, case.mask, stage, shape, tokens)
     if not unused.any():
         return None
     return unused
+
+
+def _rows_without_keys(
+    case: Case,
+    mask: np.ndarray,
+    stage: Stage,
+    shape: tuple[int, ...],
+    tokens: Mapping[str, np.ndarray] | None,
+) -> np.ndarray:
+    """Return the rows in which the case's own mask, with a causal one, hides every key.
+
+    They are those of padding, which a model computes in any way. The shape is that of the stage,
+    or broadcasts to it.
+    """
+    num_keys = case.capacity if case.is_cached else case.key_len
+    shape_of_mask = (case.batch, case.spec.num_heads, case.seq_len, num_keys)
+    hidden = np.broadcast_to(mask, shape_of_mask).copy()
+    rows = np.arange(case.seq_len)
+    if case.is_causal:
+        hidden |= np.arange(num_keys) > rows[:, None]
+    if stage.step is not None:
+        start = sum(case.chunks[: stage.step])
+        rows = np.arange(start, start + case.chunks[stage.step])
+        hidden = hidden[:, :, rows]
+        slots = np.array(case.lengths_before(stage.step))[:, None] + np.arange(len(rows))
+        hidden |= np.arange(num_keys) > slots[:, None, :, None]
+    elif tokens is not None and "T" in tokens:
+        hidden = hidden[:, :, tokens["T"]]
+    is_empty: np.ndarray = np.all(hidden, axis=-1)  # (B, N, T)
+    if stage.quantity == "output":
+        is_empty = np.all(is_empty, axis=1)
+    return np.broadcast_to(np.expand_dims(is_empty, -1), shape)
 
 
 def without_unused(x: np.ndarray, unused: np.ndarray | None) -> np.ndarray:

@@ -37,6 +37,7 @@ def covers(case: Case) -> str:
         *_modules(spec),
         *_rope(spec),
         (f"positions from {case.first_position}", bool(case.first_position)),
+        ("own positions", case.position_ids is not None),
         *_scores(spec),
         (f"cache of {case.capacity} slots", case.is_cached),
         ("ragged", bool(case.new_lengths)),
@@ -67,6 +68,7 @@ def _masks(case: Case) -> Settings:
         ("segments", case.segment_ids is not None),
         (f"window {case.window_size}", case.window_size is not None),
         ("random mask", case.random_mask),
+        ("own mask", case.mask is not None),
         ("bias", case.bias),
     ]
 

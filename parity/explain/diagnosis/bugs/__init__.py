@@ -104,6 +104,7 @@ TOPICS = (
     _topic(rope_kinds.on_several_axes, QKV),
     _topic(rope_kinds.neighbours, QKV),
     _topic(rope.turned_alone, QKV),
+    _topic(rope.own_positions, QKV),
     _topic(weights.fused_qkv, QKV),
     _topic(latents.latents, QKV, CACHE, SCORES),
     _topic(norms.norms, QKV, OUTPUT),
@@ -116,6 +117,7 @@ TOPICS = (
     _topic(heads.padded, OUTPUT),
     _topic(heads.reordered, QKV),
     _topic(masks.used_or_made, MASK, ATTN_WEIGHTS),
+    _topic(masks.own, MASK),
     _topic(masks.causal, MASK),
     _topic(masks.padding, MASK),
     _topic(masks.window, MASK),
@@ -204,6 +206,8 @@ def bug_by_name() -> dict[str, Edit]:
         bugs += known_bugs(case)
     # The longest sequence is neither the first nor the last.
     bugs += known_bugs(replace(CASES["padding"], batch=3, key_padding_lengths=(2, 1, 3)))
+    own = {"mask": np.zeros((1, 1, 1, 1), bool), "position_ids": np.arange(7)[None]}
+    bugs += known_bugs(replace(CASES["rope-gqa"], seq_len=7, is_causal=True, **own))
     # No case has a quantized cache.
     quantization = CacheQuantization("int8", "head")
     bugs += known_bugs(replace(CASES["decode-gqa-rope"], cache_quantization=quantization))

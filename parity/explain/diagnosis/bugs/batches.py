@@ -22,7 +22,7 @@ def batches(case: Case) -> Iterator[Edit]:
     spec = case.spec
     bug = SEQUENCES.seen_in("context", "module.output")
     is_by_place = spec.has_distance_bias or spec.window_size or spec.chunk_size or case.window_size
-    if case.is_cached or case.not_finite or case.bias or case.random_mask or is_by_place:
+    if case.is_cached or case.not_finite or case.bias or case.has_own_mask or is_by_place:
         return
     is_square = case.key_len == case.seq_len
     # With as many sequences as tokens, even a padding mask fits.

@@ -52,7 +52,8 @@ def quantized_caches(case: Case) -> Iterator[Edit]:
         )
         yield from _of_groups(rounding, words, names, quantization)
         if quantization.dtype.startswith("int"):
-            yield rounding(
+            # A right port may also lose a step at the largest number of each group.
+            yield bug(
                 "cache-rounded-toward-zero",
                 f"cached {words} are rounded toward zero instead of to the nearest number",
                 {"quantized": for_names(names, _truncated)},

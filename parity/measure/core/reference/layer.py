@@ -58,8 +58,8 @@ class Layer:
         case = self.problem.case
         t, s = np.arange(case.seq_len)[:, None], np.arange(case.key_len)[None, :]
         shape = (case.batch, case.spec.num_heads, case.seq_len, case.key_len)
-        # Only a random mask differs between heads.
-        num_masks = case.spec.num_heads if case.random_mask else 1
+        # Only a mask of the inputs may differ between heads.
+        num_masks = case.spec.num_heads if "mask" in self.problem.inputs else 1
         masked = np.zeros((case.batch, num_masks, case.seq_len, case.key_len), bool)
         if case.is_causal:
             masked |= self.is_later(t, s)
@@ -70,7 +70,8 @@ class Layer:
             masked |= self.is_padding(s, np.array(case.key_padding_lengths)[:, None, None, None])
         if case.segment_ids is not None:
             masked |= self.is_in_another_segment(np.array(case.segment_ids)[:, None])
-        masked |= self.problem.inputs.get("mask", False)
+        if "mask" in self.problem.inputs:
+            masked |= self.own_mask(self.problem.inputs["mask"])
         return {"mask": np.broadcast_to(self.hidden(masked), shape)}
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
@@ -351,6 +352,10 @@ class Layer:
 
     def is_in_another_segment(self, ids: np.ndarray) -> np.ndarray:
         return ids[..., :, None] != ids[..., None, :]
+
+    def own_mask(self, mask: np.ndarray) -> np.ndarray:
+        """Return the keys that the mask of the inputs hides, (B, N, T, S)."""
+        return mask
 
     def hidden(self, masked: np.ndarray) -> np.ndarray:
         """Return the mask, True for hidden keys."""
@@ -893,6 +898,8 @@ class CachedCall:
         case = self.layer.problem.case
         t, s = self.slots[:, None, :, None], np.arange(case.capacity)
         masked = self.layer.is_later(t, s) | self.layer.is_out_of_reach(t, s)
+        if case.mask is not None:
+            masked = masked | self.layer.own_mask(self.layer.problem.step_mask(self.index))
         shape = (case.batch, case.spec.num_heads, self.x.shape[1], case.capacity)
         return {"mask": self.layer.hidden(np.broadcast_to(masked, shape))}
 
