@@ -153,6 +153,7 @@ def _small_with_cache(problem: Problem) -> Problem:
         new_lengths=(),
         capacity=num_calls,
         mask=None if case.mask is None else NOTHING_HIDDEN,
+        cache_slots=None if case.cache_slots is None else np.arange(num_calls)[None],
         position_ids=None if case.position_ids is None else case.position_ids[..., :num_calls],
     )
     inputs: dict[str, np.ndarray] = {"query": np.zeros((case.batch, num_calls, case.spec.d_in))}

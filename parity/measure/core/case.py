@@ -14,6 +14,10 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 """Dtypes of cases."""
 
 
+EMPTY = np.iinfo(np.int64).max // 2
+"""Number of the token in an empty slot of a cache: later than all."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A situation in which implementations must agree: a layer and its inputs.
@@ -51,6 +55,9 @@ class Case:
             not compared: it is padding.
         position_ids: position of each token, instead of 0, 1, …: (B or 1, T), or (axes, B or 1, T)
             with sections; T as for `mask`.
+        cache_slots: with a cache: slot into which each token is written, instead of 0, 1, …, (B or
+            1, T), T as for `mask`: a ring whose slots are used again. A call hides the tokens that
+            are later than its own, in whichever slots they are.
         cache_quantization: with a cache: how it stores keys and values; None for their own dtype.
 
     Raises:
@@ -81,6 +88,7 @@ class Case:
     cache_quantization: CacheQuantization | None = None
     mask: np.ndarray | None = field(default=None, repr=False, compare=False)
     position_ids: np.ndarray | None = field(default=None, repr=False, compare=False)
+    cache_slots: np.ndarray | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         per_sequence = f"batch={self.batch}"
@@ -113,6 +121,8 @@ class Case:
             self._check_mask(self.mask)
         if self.position_ids is not None:
             self._check_position_ids(self.position_ids)
+        if self.cache_slots is not None:
+            self._check_cache_slots(self.cache_slots)
         is_dtype = self.dtype is None or self.dtype in DTYPES
         self._require("dtype", f"be one of {', '.join(DTYPES)}, or None", holds=is_dtype)
 
@@ -149,6 +159,26 @@ class Case:
             raise InputError(name, rule, {"position_ids.shape": position_ids.shape})
         if position_ids.min(initial=0) < 0:
             raise InputError(name, "be at least 0", {"position_ids.min()": position_ids.min()})
+
+    def _check_cache_slots(self, cache_slots: np.ndarray) -> None:
+        """Raise an error unless slots fit the case."""
+        name, spec = "cache_slots", self.spec
+        if not self.is_cached:
+            raise InputError(name, "be None without chunks", chunks=self.chunks)
+        is_array = isinstance(cache_slots, np.ndarray)
+        if not is_array or not np.issubdtype(cache_slots.dtype, np.integer):
+            raise InputTypeError(name, "be a NumPy array of integers", type(cache_slots).__name__)
+        if cache_slots.shape not in ((self.batch, self.seq_len), (1, self.seq_len)):
+            rule = f"have shape (B or 1, T) = ({self.batch} or 1, {self.seq_len})"
+            raise InputError(name, rule, {"cache_slots.shape": cache_slots.shape})
+        if cache_slots.min(initial=0) < 0 or cache_slots.max(initial=0) >= self.capacity:
+            raise InputError(name, "be at least 0 and below capacity", capacity=self.capacity)
+        if spec.alibi or spec.relative_bias or spec.relative_products:
+            raise InputError(name, "be None for a layer whose scores depend on distances")
+        for step in range(len(self.chunks)):
+            for slots, count in zip(self.slots_of(step), self.added(step), strict=True):
+                if len(set(slots[:count].tolist())) < count:
+                    raise InputError(name, "differ within a call", step=step)
 
     def _require(self, name: str, rule: str, *, holds: bool) -> None:
         """Raise a ValueError about a field unless its rule holds."""
@@ -197,7 +227,9 @@ class Case:
             return False
         if self.bias or self.not_finite or self.new_lengths:
             return False
-        if self.cache_quantization is not None or (self.is_cached and self.mask is not None):
+        if self.cache_quantization is not None or self.cache_slots is not None:
+            return False
+        if self.is_cached and self.mask is not None:
             return False
         bias = spec.out_bias
         of_paper = AttentionSpec(spec.d_model, spec.num_heads, qkv_bias=bias, out_bias=bias)
@@ -282,6 +314,26 @@ class Case:
             mask=mask,
             position_ids=position_ids,
         )
+
+    def slots_of(self, step: int) -> np.ndarray:
+        """Return the slots of the tokens of a call, (B, chunk), also of padding."""
+        start, count = sum(self.chunks[:step]), self.chunks[step]
+        if self.cache_slots is None:
+            return np.array(self.lengths_before(step))[:, None] + np.arange(count)
+        slots = self.cache_slots[:, start : start + count]
+        return np.broadcast_to(slots, (self.batch, count))
+
+    def tokens_in_slots(self, step: int) -> np.ndarray:
+        """Return the number of the token in each slot after a call, (B, slots).
+
+        It is a large number for an empty slot.
+        """
+        tokens = np.full((self.batch, self.capacity), EMPTY)
+        for earlier_step in range(step + 1):
+            slots, before = self.slots_of(earlier_step), self.lengths_before(earlier_step)
+            for b, count in enumerate(self.added(earlier_step)):
+                tokens[b, slots[b, :count]] = before[b] + np.arange(count)
+        return tokens
 
     def lengths_before(self, step: int) -> tuple[int, ...]:
         """Return the number of cached tokens of each sequence before a call."""

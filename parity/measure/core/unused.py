@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from parity.measure.core.case import Case
+from parity.measure.core.case import EMPTY, Case
 from parity.measure.core.stages import STAGES, Stage, stage_named
 
 OF_ROWS = frozenset({"attn_weights", "context", "output"})
@@ -53,11 +53,26 @@ def unused_cells(
         size_of_axes = [1] * len(shape)
         size_of_axes[0], size_of_axes[axis] = is_unused.shape
         unused |= is_unused.reshape(size_of_axes)
+    if case.cache_slots is not None and stage.step is not None and "S" in stage.axes:
+        unused |= _empty_slots(case, stage, stage.step)
     if case.mask is not None and stage.quantity in OF_ROWS:
         unused |= _rows_without_keys(case, case.mask, stage, shape, tokens)
     if not unused.any():
         return None
     return unused
+
+
+def _empty_slots(case: Case, stage: Stage, step: int) -> np.ndarray:
+    """Return the slots that no token has, for a cache whose slots are not in order; broadcast to
+    the stage.
+    """
+    is_of_slots = "cache" in stage.quantity or stage.quantity == "scores"
+    if not is_of_slots:
+        return np.zeros((), bool)
+    is_empty = case.tokens_in_slots(step) == EMPTY
+    shape = [1] * len(stage.axes)
+    shape[0], shape[stage.axes.index("S")] = is_empty.shape
+    return is_empty.reshape(shape)
 
 
 def _rows_without_keys(
@@ -112,6 +127,8 @@ def _used_lengths(case: Case, stage: Stage) -> dict[str, tuple[int, ...]]:
         if "cache" in stage.quantity or stage.quantity == "scores":
             before = case.lengths_before(stage.step)
             lengths["S"] = tuple(np.add(before, added).tolist())
+            if case.cache_slots is not None:
+                lengths.pop("S")
     elif case.key_padding_lengths is not None:
         lengths["S"] = case.key_padding_lengths
         if case.seq_len_k is None:

@@ -41,6 +41,7 @@ def covers(case: Case) -> str:
         *_scores(spec),
         (f"cache of {case.capacity} slots", case.is_cached),
         ("ragged", bool(case.new_lengths)),
+        ("own slots", case.cache_slots is not None),
         *_quantization(case),
         *_parameters(spec),
         *_arrays(case),

@@ -118,6 +118,7 @@ TOPICS = (
     _topic(heads.reordered, QKV),
     _topic(masks.used_or_made, MASK, ATTN_WEIGHTS),
     _topic(masks.own, MASK),
+    _topic(masks.by_slot, MASK),
     _topic(masks.causal, MASK),
     _topic(masks.padding, MASK),
     _topic(masks.window, MASK),
@@ -208,9 +209,10 @@ def bug_by_name() -> dict[str, Edit]:
     bugs += known_bugs(replace(CASES["padding"], batch=3, key_padding_lengths=(2, 1, 3)))
     own = {"mask": np.zeros((1, 1, 1, 1), bool), "position_ids": np.arange(7)[None]}
     bugs += known_bugs(replace(CASES["rope-gqa"], seq_len=7, is_causal=True, **own))
-    # No case has a quantized cache.
-    quantization = CacheQuantization("int8", "head")
-    bugs += known_bugs(replace(CASES["decode-gqa-rope"], cache_quantization=quantization))
+    # No case has a quantized cache, or one with other slots.
+    cached = CASES["decode-gqa-rope"]
+    bugs += known_bugs(replace(cached, cache_quantization=CacheQuantization("int8", "head")))
+    bugs += known_bugs(replace(cached, cache_slots=np.arange(cached.seq_len)[None]))
     bugs += [*PRECISIONS.values(), *FIDELITIES.values()]
     bugs += [heads.permuted(name, np.arange(0)) for name in "qkv"]
     return {bug.name: bug for bug in reversed(bugs)}

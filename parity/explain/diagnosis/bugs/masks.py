@@ -62,6 +62,20 @@ def used_or_made(case: Case) -> Iterator[Edit]:
         )
 
 
+def by_slot(case: Case) -> Iterator[Edit]:
+    """Yield the mask of slots whose tokens are not in order, as if they were."""
+    if case.cache_slots is None:
+        return
+    in_order = np.arange(case.capacity)[None]
+    yield of_mask(
+        "cache-mask-by-slot",
+        "the mask compares positions with the numbers of slots instead of the tokens in them",
+        {"tokens_in_slots": instead(lambda index: in_order)},
+        fix="keep the position of the token in each slot, and mask by that",
+        page="cache-slots",
+    )
+
+
 def own(case: Case) -> Iterator[Edit]:
     """Yield bugs in a mask of the case's own that other masks are combined with."""
     if case.mask is None:

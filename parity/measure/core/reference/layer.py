@@ -222,10 +222,35 @@ class Layer:
             empty = np.zeros(shape, a.dtype)
             slots = a.keep(values.get(f"previous.{cache}{name}", empty)).copy()
             for b in range(case.batch):
+                new_tokens = a.cached(x[b, :, : added[b]])
                 end = before[b] + added[b]
-                slots[b, :, before[b] : end] = a.cached(x[b, :, : added[b]])
+                if case.cache_slots is None:
+                    slots[b, :, before[b] : end] = new_tokens
+                else:
+                    written = self.slots_of_tokens(b, np.arange(before[b], end))
+                    slots[b][:, written] = new_tokens
             grown[f"{cache}{name}"] = slots
         return {**grown, f"{cache}lengths": (before + added).astype(np.int32)}
+
+    def slots_of_tokens(self, b: int, tokens: np.ndarray) -> np.ndarray:
+        """Return the slots into which tokens of a sequence are written, by their numbers."""
+        case = self.problem.case
+        slots = np.zeros(case.seq_len, int)
+        for step in range(len(case.chunks)):
+            before, count = case.lengths_before(step)[b], case.added(step)[b]
+            slots[before : before + count] = case.slots_of(step)[b, :count]
+        # A bug may count too many tokens.
+        return slots[np.minimum(tokens, case.seq_len - 1)]
+
+    def tokens_in_slots(self, index: int) -> np.ndarray:
+        """Return the number of the token in each slot after a call, (B or 1, slots).
+
+        Without slots of the case's own, slot s has token s; an empty slot counts as a later token.
+        """
+        case = self.problem.case
+        if case.cache_slots is None:
+            return np.arange(case.capacity)[None]
+        return case.tokens_in_slots(index)
 
     # ---- With a quantized cache ------------------------------------------------------------------
 
@@ -891,12 +916,13 @@ class CachedCall:
 
     @property
     def slots(self) -> np.ndarray:
-        """Return the slots of new tokens, (B, T)."""
+        """Return the numbers of new tokens, which are also their slots by default, (B, T)."""
         return self.before[:, None] + np.arange(self.x.shape[1])
 
     def mask(self, _: Values) -> dict[str, np.ndarray]:
         case = self.layer.problem.case
-        t, s = self.slots[:, None, :, None], np.arange(case.capacity)
+        t = self.slots[:, None, :, None]
+        s = self.layer.tokens_in_slots(self.index)[:, None, None]
         masked = self.layer.is_later(t, s) | self.layer.is_out_of_reach(t, s)
         if case.mask is not None:
             masked = masked | self.layer.own_mask(self.layer.problem.step_mask(self.index))

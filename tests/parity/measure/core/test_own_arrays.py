@@ -120,6 +120,52 @@ def test_steps_equal_the_whole_layer():
         assert hidden[0, :, :, :3].all()
 
 
+RING = Case(
+    "ring",
+    AttentionSpec(32, 4, num_kv_heads=2, qkv_bias=False, rope=Rope(), window_size=3),
+    "a ring of six slots, with a window of three",
+    seq_len=10,
+    chunks=(4, *[1] * 6),
+    capacity=6,
+    cache_slots=np.arange(10)[None] % 6,
+)
+
+
+def test_ring_equals_the_whole_layer():
+    """A cache whose slots are used again returns the rows of the layer without one; stale slots of
+    tokens outside of the window have no weight.
+    """
+    problem = parity.make_problem(RING, "float32")
+    whole = Case("ring", RING.spec, "", seq_len=10, is_causal=True)
+    at_once = parity.make_problem(whole, "float32", problem.weights)
+    at_once.inputs["query"][:] = problem.inputs["query"]
+    expected = run_steps(steps(at_once, "float64"))["output"]
+    by_steps = run_steps(steps(problem, "float64"))
+    outputs = [by_steps[f"step{step}.output"] for step in range(7)]
+    np.testing.assert_allclose(np.concatenate(outputs, axis=1), expected, atol=1e-12)
+    np.testing.assert_array_equal(
+        by_steps["step6.cache.keys"][:, :, 3], by_steps["step6.k"][:, :, 0]
+    )
+    stages = run_steps(steps(problem, "float32"))
+    stages["step0.cache.keys"][:, :, 4:] = np.nan
+    stages["step0.scores"][..., 4:] = np.nan
+    assert not parity.diagnose(stages, problem).is_wrong
+
+
+def test_masks_by_slot_are_named():
+    """A mask that compares positions with slots, instead of the tokens in them, is named."""
+    problem = parity.make_problem(RING, "float32")
+    stages = run_steps(steps(problem, "float32"))
+    for step, position in enumerate((None, 4, 5, 6, 7, 8, 9)):
+        if position is not None:
+            slots = np.arange(6)
+            mask = (slots > position) | (slots <= position - 3)
+            stages[f"step{step}.mask"] = np.broadcast_to(mask, stages[f"step{step}.mask"].shape)
+    only_masks = {name: x for name, x in stages.items() if name.endswith("mask")}
+    (found,) = parity.diagnose(only_masks, problem).findings
+    assert found.bugs == ("cache-mask-by-slot",)
+
+
 def test_lost_mask_of_a_cache_is_named():
     """A mask that steps with a cache ignore is named."""
     problem = parity.make_problem(STEPS, "float32")
@@ -154,5 +200,16 @@ def test_bad_arrays_of_a_user_are_refused():
         Case("", SPEC, "", position_ids=np.zeros((3, 5), int))
     with refuses("position_ids"):
         Case("", SPEC, "", position_ids=-np.ones((1, 5), int))
+    with refuses("cache_slots", chunks=()):
+        Case("", SPEC, "", cache_slots=np.zeros((1, 5), int))
+    steps_of_two = {"seq_len": 4, "chunks": (2, 2), "capacity": 3}
+    with refuses_type("cache_slots"):
+        Case("", SPEC, "", **steps_of_two, cache_slots=np.zeros((1, 4)))
+    with refuses("cache_slots"):
+        Case("", SPEC, "", **steps_of_two, cache_slots=np.zeros((1, 3), int))
+    with refuses("cache_slots", capacity=3):
+        Case("", SPEC, "", **steps_of_two, cache_slots=np.array([[0, 1, 2, 3]]))
+    with refuses("cache_slots", step=1):
+        Case("", SPEC, "", **steps_of_two, cache_slots=np.array([[0, 1, 2, 2]]))
     with refuses("position_ids", first_position=2):
         Case("", SPEC, "", first_position=2, position_ids=np.zeros((1, 5), int))
